@@ -1,0 +1,130 @@
+# `make demo` and `make test` are the two to know; both set up what they need first.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON_ENV := .venv/bin
+STAMPS := .venv/stamps
+JOBS ?= $(shell nproc)
+export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
+
+NATIVE := $(shell find native -name '*.cc' -o -name '*.h')
+NATIVE_SOURCES := $(filter %.cc,$(NATIVE))
+# gcc's thread sanitizer cannot place its shadow under some kernels' address randomisation.
+NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
+
+.PHONY: help setup demo test test-native test-python test-libfabric test-verbs bench-verbs campaign test-faults fuzz lint format bench bench-gpu clean distclean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMPS)/project ## Debian packages, .venv, vLLM for CPUs, and kv-connector itself (each only where missing)
+
+# Order-only: looked at on every run, but no reason to do the rest again.
+.PHONY: system
+system:
+	@scripts/setup system
+
+$(STAMPS)/python: | system
+	@scripts/setup python
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/vllm: $(STAMPS)/python
+	@scripts/setup vllm
+	@touch $@
+
+# The install is editable: only what is compiled or declared needs it again.
+$(STAMPS)/project: $(STAMPS)/vllm pyproject.toml CMakeLists.txt $(NATIVE)
+	@scripts/setup project
+	@touch $@
+
+demo: setup ## two engines, one prompt after another pushed from P into D, beside one engine alone
+	@$(PYTHON_ENV)/kv-connector demo
+
+test: test-native test-python ## all tests: native under sanitizers, and Python, real engines included
+
+test-python: setup
+	@$(PYTHON_ENV)/python -m pytest
+
+# name, sanitizers
+define native_build
+	@cmake -S . -B build/$(1) -G Ninja -DKVC_BUILD_TESTS=ON -DKVC_SANITIZE=$(2) -DCMAKE_COMPILE_WARNING_AS_ERROR=ON --log-level=WARNING
+	@cmake --build build/$(1) --parallel $(JOBS) --target kvc_tests
+endef
+
+# The release build is what the Python tests run: a third build here would cost five minutes and find nothing more.
+test-native: | system ## native unit tests under address+undefined, and under thread sanitizer
+	$(call native_build,native-asan,address$(comma)undefined)
+	$(call native_build,native-tsan,thread)
+	@echo '== native tests, address and undefined sanitizers'; build/native-asan/kvc_tests --gtest_brief=1
+	@echo '== native tests, thread sanitizer'; $(NO_ASLR) build/native-tsan/kvc_tests --gtest_brief=1
+comma := ,
+
+test-verbs: setup ## the verbs lane in a VM with software RDMA NICs (as root; the first run compiles the VM's kernel)
+	$(call native_build,native,)
+	@integration/soft_roce/vm --timeout 900 -- integration/soft_roce/tests build/native/kvc_tests $(CURDIR)/$(PYTHON_ENV)/python
+
+bench-verbs: | system ## the verbs lane beside perftest, in the same VM
+	$(call native_build,native,)
+	@cmake --build build/native --parallel $(JOBS) --target kvc_verbs_bench
+	@command -v ib_write_bw >/dev/null || apt-get install -y -qq --no-install-recommends perftest
+	@integration/soft_roce/vm --timeout 900 -- integration/soft_roce/bench build/native/kvc_verbs_bench
+
+# The contract over each provider of two libfabrics: Debian's, and the newer one of MPICH's wheel. Providers that one of
+# them lacks are left out with its words ("tcp" is "net" in 1.17). shm leads to other processes only, which is
+# where tests/conformance has its peers.
+LIBFABRIC_LANES := libfabric:tcp,libfabric:tcp;ofi_rxm,libfabric:sockets,shuffle:libfabric:tcp
+test-libfabric: setup ## the contract over libfabric's tcp, net, shm and sockets, in Debian's libfabric and in 2.5.1
+	$(call native_build,native,)
+	@scripts/setup libfabric
+	@for library in '' $(CURDIR)/.venv/lib/mpich/libfabric.so.1; do \
+		echo "== libfabric: $${library:-where the dynamic linker finds it}"; \
+		export KV_CONNECTOR_LIBFABRIC=$$library; \
+		KVC_TEST_PROVIDERS="$(LIBFABRIC_LANES)" \
+			build/native/kvc_tests --gtest_brief=1 --gtest_filter='Lanes/*:*Libfabric*'; \
+		KVC_TEST_PROVIDERS="$(LIBFABRIC_LANES),libfabric:shm,shuffle:libfabric:shm" \
+			$(PYTHON_ENV)/python -m pytest -rs tests/conformance; \
+	done
+
+bench-gpu: ## on a machine with two GPUs: the nvlink lane, and vLLM P/D beside one engine (PYTHON: one that has vLLM)
+	@scripts/bench-gpu
+
+SEEDS ?= 200000
+campaign: setup ## the protocol under every fault, in virtual time: SEEDS=200000, or SEED=N for one that failed
+	@$(PYTHON_ENV)/python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
+
+INPUTS ?= 10000000
+fuzz: setup ## mutated inputs for every decoder, then raw connections to a live agent; INPUTS=10000000
+	@PYTHONPATH=tests $(PYTHON_ENV)/python -m fuzz.campaign --inputs $(INPUTS)
+
+# Real engines that are killed, stopped and cut off: as long as one likes, so no part of `make test`.
+MINUTES ?= 10
+test-faults: setup ## kill -9, SIGSTOP, restarts, partitions, rolling replacement under load; MINUTES=10
+	@KVC_FAULT_MINUTES=$(MINUTES) $(PYTHON_ENV)/python -m pytest tests/faults
+
+lint: setup ## ruff, mypy --strict, clang-format, clang-tidy
+	@echo '== ruff'; $(PYTHON_ENV)/ruff check . && $(PYTHON_ENV)/ruff format --check .
+	@echo '== mypy'; $(PYTHON_ENV)/mypy
+	@echo '== clang-format'; $(PYTHON_ENV)/clang-format --dry-run --Werror $(NATIVE)
+	@cmake -S . -B build/native -G Ninja -DKVC_BUILD_TESTS=ON -DKVC_SANITIZE= --log-level=WARNING
+	@echo '== clang-tidy'; printf '%s\n' $(filter native/engine/% native/providers/%,$(NATIVE_SOURCES)) \
+		| xargs -P $(JOBS) -n 1 $(PYTHON_ENV)/clang-tidy -p build/native --quiet
+
+format: setup ## rewrites the sources as ruff and clang-format want them
+	@$(PYTHON_ENV)/ruff check --fix . ; $(PYTHON_ENV)/ruff format .
+	@$(PYTHON_ENV)/clang-format -i $(NATIVE)
+
+$(STAMPS)/rivals: $(STAMPS)/project
+	@scripts/setup rivals
+	@touch $@
+
+bench: $(STAMPS)/rivals ## the transfer benchmarks of docs/performance.md, other projects beside ours
+	@$(PYTHON_ENV)/kv-connector bench
+
+clean: ## removes build outputs and caches, keeps .venv
+	@rm -rf build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@find . -path ./.venv -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
+
+distclean: clean ## removes .venv too
+	@rm -rf .venv

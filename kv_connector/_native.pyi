@@ -1,0 +1,168 @@
+"""The native engine as pybind11 exposes it, in tuples and numbers. `kv_connector.engine` is its typed face.
+
+Every method may raise `kv_connector.engine.TransferError`. Timeouts are in seconds.
+"""
+
+from typing import TypeAlias, final
+
+import numpy as np
+import numpy.typing as npt
+
+# code, provider, peer, operation, message
+_ErrorTuple: TypeAlias = tuple[str, str, str, str, str]
+# kind, id, quiesced, pages, bytes, error, (peer, error) of each member of a group that failed
+_EventTuple: TypeAlias = tuple[int, int, bool, int, int, _ErrorTuple | None, list[tuple[int, _ErrorTuple]]]
+# provider, device, address, connections, fabric, seed, max_delay_us
+_DomainTuple: TypeAlias = tuple[str, str, str, int, str, int, int]
+_Indices: TypeAlias = npt.NDArray[np.int64]
+
+MAX_MESSAGE_BYTES: int
+
+def probe_providers() -> list[tuple[str, bool, str]]: ...
+
+@final
+class SharedMemory:
+    """Memory behind a memfd of this process, which peers on this machine can map. Zero at first.
+
+    Has the buffer protocol (writable bytes). Unmapped when the last reference goes: keep one while it is
+    registered.
+    """
+
+    def __init__(self, name: str, nbytes: int) -> None: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def fd(self) -> int: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+class LayerSignal:
+    """A 64-bit word that says how far a forward pass has come. Starts at 0."""
+
+    def store(self, value: int) -> None:
+        """Publishes that everything up to `value` is computed; values must not shrink. Never blocks."""
+
+    def load(self) -> int: ...
+
+@final
+class StreamSignal(LayerSignal):
+    """One that a CUDA stream writes, in the order of its other work. `stream`: as torch shows it
+    (torch.cuda.Stream.cuda_stream).
+    """
+
+    def store_on_stream(self, stream: int, value: int) -> None:
+        """The word becomes `value` once all that was enqueued on the stream before is done. Never blocks."""
+
+    def advance_on_stream(self, stream: int) -> None:
+        """The same with the word's value then plus one; may be captured into a CUDA graph."""
+
+@final
+class TransferEngine:
+    def __init__(
+        self,
+        name: str,
+        domains: list[_DomainTuple],
+        allow_fallback: bool,
+        spin_us: int,
+        worker_cpu: int,
+    ) -> None: ...
+    def close(self) -> None: ...
+    def register_memory(self, address: int, nbytes: int, memfd: int, memfd_offset: int) -> int: ...
+    def deregister_memory(self, region: int, timeout: float) -> None: ...
+    def region_descriptor(self, region: int) -> bytes: ...
+    def import_region(self, peer: int, descriptor: bytes) -> int: ...
+    def offer(self, name: str) -> tuple[int, bytes, list[str]]: ...
+    def accept(self, name: str, offer: bytes) -> tuple[int, bytes, list[str]]: ...
+    def complete(self, peer: int, answer: bytes) -> None: ...
+    def fence(self, peer: int, timeout: float) -> None: ...
+    def disconnect(self, peer: int, timeout: float) -> None: ...
+    def lane(self, peer: int) -> str: ...
+    # `callback`: the token under which next_callback() reports the event, 0 for none.
+    def open_transfer(self, peer: int, callback: int) -> int: ...
+    def write(
+        self,
+        transfer: int,
+        source: int,
+        source_offset: int,
+        target: int,
+        target_offset: int,
+        nbytes: int,
+        immediate: int | None,
+        domain: int | None,
+    ) -> None: ...
+    def write_pages(
+        self,
+        transfer: int,
+        page_bytes: int,
+        source: int,
+        source_indices: _Indices,
+        source_stride: int,
+        source_offset: int,
+        target: int,
+        target_indices: _Indices,
+        target_stride: int,
+        target_offset: int,
+        immediate: int | None,
+    ) -> None: ...
+    # layers: signal value, source offset, target offset, immediate
+    def arm(
+        self,
+        transfer: int,
+        signal: LayerSignal,
+        page_bytes: int,
+        source: int,
+        source_indices: _Indices,
+        source_stride: int,
+        source_offset: int,
+        target: int,
+        target_indices: _Indices,
+        target_stride: int,
+        target_offset: int,
+        layers: list[tuple[int, int, int, int]],
+    ) -> None: ...
+    def seal(self, transfer: int) -> None: ...
+    def cancel(self, transfer: int) -> None: ...
+    def quiesce(self, transfer: int, timeout: float) -> None: ...
+    def progress(self, transfer: int) -> tuple[int, int, int, int]: ...
+    def write_one(
+        self,
+        peer: int,
+        source: int,
+        source_offset: int,
+        target: int,
+        target_offset: int,
+        nbytes: int,
+        immediate: int | None,
+        callback: int,
+        domain: int | None,
+    ) -> int: ...
+    def add_peer_group(self, members: list[int]) -> int: ...
+    def remove_peer_group(self, group: int) -> None: ...
+    # slices: source offset, target region, target offset, bytes, immediate
+    def scatter(
+        self, group: int, source: int, slices: list[tuple[int, int, int, int, int | None]], callback: int
+    ) -> int: ...
+    def barrier(self, group: int, immediates: list[int], callback: int) -> int: ...
+    def send(self, peer: int, message: bytes, callback: int) -> int: ...
+    def receive(self, limit: int) -> list[tuple[int, bytes]]: ...
+    def wait_message(self, timeout: float) -> tuple[int, bytes]: ...
+    def message_fd(self) -> int: ...
+    def alloc_counters(self, count: int) -> tuple[int, list[int]]: ...
+    def expect(self, counters: int, targets: list[int], callback: int) -> None: ...
+    def counter_values(self, counters: int) -> list[int]: ...
+    def release_counters(self, counters: int) -> None: ...
+    def wait_transfer(self, transfer: int, timeout: float) -> _EventTuple: ...
+    def wait_counters(self, counters: int, timeout: float) -> _EventTuple: ...
+    def poll_events(self, limit: int) -> list[_EventTuple]: ...
+    # Blocks for the next event that has a callback; None once the engine is closed and all were taken.
+    def next_callback(self) -> tuple[int, _EventTuple] | None: ...
+    def event_fd(self) -> int: ...
+    def create_signal(self) -> LayerSignal: ...
+    def create_stream_signal(self) -> StreamSignal: ...
+    # In the order of kv_connector.engine.EngineStats.
+    def stats(
+        self,
+    ) -> tuple[int, int, int, int, int, int, int, int, int, int, int, int, int, int]: ...
+    def domains(self) -> list[str]: ...
+    def unusable(self) -> list[str]: ...

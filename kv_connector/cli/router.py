@@ -1,0 +1,128 @@
+"""kv-connector router: OpenAI's routes in front of prefill and decode engines."""
+
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kv_connector.cluster_key import KEY_FILE_VARIABLE, ClusterKey, KeyFileError, find_key
+from kv_connector.network import is_loopback, parse_address
+from kv_connector.protocol.actions import Address
+from kv_connector.router.endpoint import Endpoint
+from kv_connector.router.settings import Settings
+
+
+def endpoint(text: str) -> Endpoint:
+    """Reads an engine's address for typer, which shows the reason where it is none."""
+    try:
+        return Endpoint.parse(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def address(text: str) -> Address:
+    """Reads host:port for typer."""
+    try:
+        return parse_address(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def cluster_key(path: Path | None) -> ClusterKey | None:
+    """The key that an option or the environment names, for typer."""
+    try:
+        return find_key(None if path is None else str(path))
+    except KeyFileError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+KeyFile = Annotated[
+    Path | None, typer.Option(help=f"The cluster key (default: what {KEY_FILE_VARIABLE} names).")
+]
+
+
+def router(
+    prefill: Annotated[
+        list[Endpoint] | None,
+        typer.Option(
+            parser=endpoint,
+            metavar="URL[@HOST:PORT]",
+            help="A prefill engine, and after the @ its connector's control address "
+            "(default: the same host, port 5600). Repeat for more.",
+        ),
+    ] = None,
+    decode: Annotated[
+        list[Endpoint] | None,
+        typer.Option(parser=endpoint, metavar="URL", help="A decode engine. Repeat for more."),
+    ] = None,
+    registration: Annotated[
+        Address | None,
+        typer.Option(
+            parser=address,
+            metavar="HOST:PORT",
+            help="Address at which engines join and leave by themselves (their setting `routers`).",
+        ),
+    ] = None,
+    key_file: KeyFile = None,
+    allow_unauthenticated: Annotated[
+        bool,
+        typer.Option(
+            "--allow-unauthenticated", help="Take registrations from other machines without a cluster key."
+        ),
+    ] = False,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
+    serial: Annotated[
+        bool,
+        typer.Option("--serial", help="Prefill first, then decode (NIXL's flow); default: both at once."),
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Log each request.")] = False,
+) -> None:
+    """Dispatches each completion to a prefill and a decode engine at the same time."""
+    try:
+        import uvicorn
+
+        from kv_connector.router.app import create_app
+    except ImportError as error:
+        raise typer.BadParameter(f"{error}; install it: pip install 'kv-connector[router]'") from None
+    logging.basicConfig(
+        level=logging.DEBUG if verbose else logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    # httpx logs each request at INFO, httpcore each packet at DEBUG.
+    for noisy in ("httpx", "httpcore"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    key = cluster_key(key_file)
+    if registration is not None and key is None and not allow_unauthenticated:
+        _refuse_strangers(registration)
+    try:
+        settings = Settings(
+            tuple(prefill or ()),
+            tuple(decode or ()),
+            dispatch="serial" if serial else "concurrent",
+            registration=registration,
+            key=key,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(f"{error}: --prefill and --decode, or --registration") from None
+    logging.getLogger(__name__).info(
+        "%s dispatch over prefill %s and decode %s%s; listening on http://%s:%d",
+        settings.dispatch,
+        ", ".join(f"{e.url} (control {e.control_host}:{e.control_port})" for e in settings.prefill) or "-",
+        ", ".join(engine.url for engine in settings.decode) or "-",
+        f", and engines that register at {registration}" if registration else "",
+        host,
+        port,
+    )
+    uvicorn.run(create_app(settings), host=host, port=port, log_config=None, access_log=False)
+
+
+def _refuse_strangers(registration: Address) -> None:
+    """Whoever registers gets prompts."""
+    if not is_loopback(registration.host):
+        raise typer.BadParameter(
+            f"other machines reach {registration}, and there is no cluster key: whoever registers there gets "
+            "prompts. Make one (kv-connector keygen FILE) and name it in --key-file, or say "
+            "--allow-unauthenticated"
+        )

@@ -1,0 +1,24 @@
+"""Free TCP ports on this machine."""
+
+import random
+import socket
+
+# Below the kernel's default range for outgoing connections (32768 to 60999): a port we picked cannot be taken
+# by some client's connection before its server binds it.
+LOWEST, HIGHEST = 20000, 32000
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """`count` different ports that nobody listens on. Nothing holds them: use them soon."""
+    ports: list[int] = []
+    for port in random.sample(range(LOWEST, HIGHEST), HIGHEST - LOWEST):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+        ports.append(port)
+        if len(ports) == count:
+            return ports
+    raise RuntimeError(f"fewer than {count} free ports between {LOWEST} and {HIGHEST} on {host}")

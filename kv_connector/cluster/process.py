@@ -1,0 +1,128 @@
+"""One child process with everything it starts: its log, its health, and an end that leaves nothing behind."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+# An engine shuts its connector and its workers down in a second or two; what is left after this is killed.
+STOP_SECONDS = 10.0
+POLL_SECONDS = 0.1
+
+
+class StartError(RuntimeError):
+    """A process ended, or did not become healthy in time. The message ends with the tail of its log."""
+
+
+class Process:
+    """A child in a process group of its own, so that its children end with it.
+
+    The group also ends (by SIGTERM to its leader) when this process dies without a word.
+    Not safe to share between threads; start it from the main thread (the kernel ties that last promise to the
+    thread that started the child).
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str], *, environment: Mapping[str, str], log: Path
+    ) -> None:
+        self.name = name
+        self.log = log
+        if shutil.which("setpriv"):
+            command = ["setpriv", "--pdeathsig", "TERM", *command]
+        with log.open("ab") as output:
+            self._child = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environment},
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """The leader's process id, which is the group's id too."""
+        return self._child.pid
+
+    def running(self) -> bool:
+        """Whether the leader still runs."""
+        return self._child.poll() is None
+
+    def members(self) -> list[int]:
+        """Process ids of the group that still run (a zombie does not)."""
+        self._child.poll()
+        found = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                # After the command's name, which may hold anything: state, parent, process group.
+                state, _, group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+            except (OSError, ValueError):
+                continue  # it ended while we were looking
+            if int(group) == self.pid and state != "Z":
+                found.append(int(entry.name))
+        return found
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends a signal to the whole group."""
+        if self.members():
+            os.killpg(self.pid, number)
+
+    def terminate(self) -> None:
+        """Asks the leader to end; returns at once."""
+        if self.running():
+            self._child.terminate()
+
+    def kill(self) -> None:
+        """Ends the whole group now and waits until it is gone."""
+        while self.members():
+            self.signal(signal.SIGKILL)
+            time.sleep(POLL_SECONDS)
+        self._child.wait()
+
+    def log_tail(self, lines: int = 30) -> str:
+        text = self.log.read_text(errors="replace")
+        return "\n".join([line for line in text.splitlines() if line.strip()][-lines:])
+
+    def wait_healthy(self, url: str, *, deadline: float) -> None:
+        """Blocks until `url` answers 200; StartError if the process ends or `deadline` passes first."""
+        while not answers(url):
+            if not self.running():
+                raise StartError(
+                    f"{self.name} ended with status {self._child.returncode} before it was ready; "
+                    f"the end of {self.log}:\n{self.log_tail()}"
+                )
+            if time.monotonic() > deadline:
+                raise StartError(
+                    f"{self.name} was not ready in time ({url}); the end of {self.log}:\n{self.log_tail()}"
+                )
+            time.sleep(POLL_SECONDS)
+
+
+def answers(url: str) -> bool:
+    """Whether `url` answers 200 within a second."""
+    try:
+        with urllib.request.urlopen(url, timeout=1) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def stop(processes: Iterable[Process]) -> None:
+    """Ends all of them, politely and together first. Leaves none running, even if interrupted meanwhile."""
+    processes = list(processes)
+    try:
+        for process in processes:
+            process.terminate()
+        deadline = time.monotonic() + STOP_SECONDS
+        while any(process.members() for process in processes) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+    finally:
+        for process in processes:
+            process.kill()

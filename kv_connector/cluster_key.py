@@ -1,0 +1,81 @@
+"""ClusterKey: the one secret that the engines and routers of a cluster share, and the file that it lives in.
+
+It is a CURVE key pair. Both ends of every control connection use the same pair: who dials proves that it
+holds the secret, and so does who is dialled.
+"""
+
+from __future__ import annotations
+
+import binascii
+import os
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+import zmq
+from zmq.utils import z85
+
+# Names the key file where no setting does.
+KEY_FILE_VARIABLE = "KV_CONNECTOR_KEY_FILE"
+
+_SECRET_BYTES = 32
+# More than a key and its line end: whatever else was named by mistake is not read into memory.
+_LONGEST_FILE = 256
+# A group may read it: that is how Kubernetes mounts a secret for a pod that is not root.
+_FORBIDDEN_MODE = stat.S_IWGRP | stat.S_IRWXO
+
+
+class KeyFileError(ValueError):
+    """There is no usable key in the file; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class ClusterKey:
+    """A CURVE key pair, in Z85 as ZMQ takes it. The public half is not shown to anybody either."""
+
+    public: bytes = field(repr=False)
+    secret: bytes = field(repr=False)
+
+    @classmethod
+    def generate(cls) -> Self:
+        """A new key; no two are alike."""
+        public, secret = zmq.curve_keypair()
+        return cls(public, secret)
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """The key in a file that ``write`` made; raises KeyFileError."""
+        advice = f"Make one with: kv-connector keygen {path}"
+        try:
+            with path.open("rb") as file:
+                mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+                text = file.read(_LONGEST_FILE)
+        except FileNotFoundError:
+            raise KeyFileError(f"there is no key file {path}. {advice}") from None
+        except OSError as error:
+            raise KeyFileError(f"cannot read the key file {path}: {error.strerror}") from None
+        if mode & _FORBIDDEN_MODE:
+            raise KeyFileError(
+                f"the key file {path} has mode {mode:04o}: others can get at it. Run: chmod 600 {path}"
+            )
+        try:
+            secret = binascii.unhexlify(text.strip())
+        except ValueError:
+            secret = b""
+        if len(secret) != _SECRET_BYTES:
+            raise KeyFileError(f"the key file {path} does not hold {2 * _SECRET_BYTES} hex digits. {advice}")
+        encoded = z85.encode(secret)
+        return cls(zmq.curve_public(encoded), encoded)
+
+    def write(self, path: Path) -> None:
+        """Makes a file that its owner alone can read; raises FileExistsError rather than replace a key."""
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(z85.decode(self.secret).hex() + "\n")
+
+
+def find_key(path: str | None) -> ClusterKey | None:
+    """The key in the file that a setting names, else the one that the environment names, else None."""
+    name = path or os.environ.get(KEY_FILE_VARIABLE)
+    return ClusterKey.read(Path(name)) if name else None

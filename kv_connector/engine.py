@@ -1,0 +1,664 @@
+"""The typed face of the native TransferEngine: counted one-sided writes between registered memory, and small
+messages.
+
+Threads: every method may be called from any thread. Those that can block say so; they release the GIL and
+give way to Ctrl-C. The engine's own worker thread never takes the GIL, so Python is never on the path of a
+page or its completion.
+
+Units: sizes and offsets in bytes, timeouts in seconds. Failures raise `TransferError`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from types import TracebackType
+from typing import Any, NamedTuple, Self, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kv_connector import _native
+
+SharedMemory = _native.SharedMemory
+LayerSignal = _native.LayerSignal
+StreamSignal = _native.StreamSignal
+
+EventCallback = Callable[["Event"], object]
+"""Called on the engine's callback thread with the one event. What it raises is logged and stops nothing."""
+
+MessageCallback = Callable[["Message"], object]
+
+MAX_MESSAGE_BYTES = _native.MAX_MESSAGE_BYTES
+
+logger = logging.getLogger("kv_connector")
+
+_Indices = npt.NDArray[np.int64]
+
+T = TypeVar("T")
+
+
+class ErrorCode(Enum):
+    """What kind of failure it was; the values are the stable names that logs show."""
+
+    INVALID_ARGUMENT = "INVALID_ARGUMENT"  # something that can never work
+    UNKNOWN_PEER = "UNKNOWN_PEER"  # no such peer, or it was fenced
+    UNKNOWN_REGION = "UNKNOWN_REGION"  # no such memory region, or its key was revoked
+    OUT_OF_RANGE = "OUT_OF_RANGE"  # bytes outside a registered region
+    NOT_REACHABLE = "NOT_REACHABLE"  # no lane leads to that peer
+    REFUSED = "REFUSED"  # the kernel, the library or the peer forbids it
+    PEER_DOWN = "PEER_DOWN"  # the link to the peer broke, or its process is gone
+    RESOURCES = "RESOURCES"  # a bounded resource is used up
+    TIMEOUT = "TIMEOUT"
+    CANCELLED = "CANCELLED"
+    CLOSED = "CLOSED"  # the engine is closed
+    SYSTEM = "SYSTEM"  # a system call failed in a way that has no better code
+
+
+class TransferError(Exception):
+    """An operation of the engine failed: who (provider, peer), in what, and the library's own words."""
+
+    def __init__(self, code: ErrorCode, provider: str, peer: str, operation: str, message: str) -> None:
+        super().__init__(code, provider, peer, operation, message)
+        self.code = code
+        self.provider = provider
+        self.peer = peer
+        self.operation = operation
+        self.message = message
+
+    def __str__(self) -> str:
+        text = self.code.value
+        for preposition, what in (("in", self.operation), ("over", self.provider), ("to", self.peer)):
+            if what:
+                text += f" {preposition} {what}"
+        return f"{text}: {self.message}" if self.message else text
+
+    @classmethod
+    def _from_native(cls, code: str, provider: str, peer: str, operation: str, message: str) -> Self:
+        """What the native side raises through."""
+        return cls(ErrorCode(code), provider, peer, operation, message)
+
+
+class EventKind(Enum):
+    TRANSFER_DONE = 0  # every write is in the peer's memory; source pages may be reused
+    TRANSFER_FAILED = 1  # at least one write failed; nothing is in flight on this side any more
+    TRANSFER_CANCELLED = 2  # cancelled and drained: nothing is in flight any more
+    COUNTERS_REACHED = 3  # every counter of the set reached its target; the pages are visible
+    PEER_DOWN = 4  # the peer's links broke; its transfers end with their own events
+    PEER_LEFT = 5  # the peer disconnected in good order: all is drained both ways, its id is forgotten
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    kind: EventKind
+    id: int  # the transfer, the counter set, or the peer
+    # Of a failed or cancelled transfer: nothing of it can land at the peer any more. False: only the peer's
+    # own fence() can say so.
+    quiesced: bool
+    pages: int  # of a transfer: what is known to have arrived
+    nbytes: int
+    error: TransferError | None
+    failures: tuple[
+        tuple[int, TransferError], ...
+    ] = ()  # scatter, barrier: (peer, error) of each that failed
+
+
+@dataclass(frozen=True, slots=True)
+class DomainConfig:
+    """One NIC, or one stand-in for a NIC. Fields that a provider does not use are ignored by it."""
+
+    provider: str  # "host", "tcp", "sim", ...: see providers()
+    device: str = ""  # which NIC or GPU, as the provider names them; empty: the provider's choice
+    address: str = "127.0.0.1"  # tcp: the one local address to listen on
+    connections: int = 2  # tcp: connections to each peer
+    fabric: str = "default"  # sim: domains meet in the fabric of this name in this process
+    seed: int = 1  # sim: decides every delay and reorder
+    max_delay_us: int = 50  # sim: each page is delivered after 0..max_delay_us
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    name: str  # how logs and peers call this engine
+    domains: Sequence[DomainConfig]  # in order of preference; all domains of one provider form one lane
+    # Where a preferred provider is not usable here, or reaches the peer's machine but does not work: go on to
+    # the next one instead of refusing.
+    allow_fallback: bool = False
+    spin_us: int = 20  # how long an idle worker polls before it sleeps
+    worker_cpu: int | None = None  # pin the worker thread to this core
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Pages of one region: page i begins at offset + indices[i] * stride."""
+
+    indices: Sequence[int] | npt.NDArray[np.integer[Any]]
+    stride: int
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PagedWrite:
+    """page_bytes bytes from each source page to the target page of the same position.
+
+    `immediate` (one of the peer's counters) is raised by exactly the number of pages; None: not counted.
+    """
+
+    page_bytes: int
+    source: int  # local region
+    source_pages: Pages
+    target: int  # imported region
+    target_pages: Pages
+    immediate: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ArmedLayer:
+    """One layer of an armed write: posted when the signal reaches signal_value, counted on its immediate."""
+
+    signal_value: int
+    source_offset: int  # added to source_pages.offset
+    target_offset: int  # added to target_pages.offset
+    immediate: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScatterSlice:
+    """What one member of a peer group gets: `nbytes` from the source region, counted as one page.
+
+    0 bytes: the immediate alone, if there is one.
+    """
+
+    source_offset: int
+    target: int  # imported region of that member's
+    target_offset: int
+    nbytes: int
+    immediate: int | None = None  # a counter of that member's
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    peer: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TransferProgress:
+    pages_posted: int
+    bytes_posted: int
+    pages_done: int  # in the peer's memory
+    bytes_done: int
+
+
+@dataclass(frozen=True, slots=True)
+class CounterSet:
+    id: int
+    immediates: tuple[int, ...]  # for the sender, one per counter
+
+
+@dataclass(frozen=True, slots=True)
+class Handshake:
+    """A peer as seen after offer() or accept(): its id here, and the bytes to hand to it."""
+
+    peer: int
+    data: bytes
+    passed_over: tuple[str, ...] = ()  # accept(): the lanes passed over before the one in use, and why
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    pages_written: int
+    bytes_written: int
+    batches_posted: int
+    immediates_received: int  # pages counted, stale ones included
+    immediates_stale: int  # of an older generation, or of no counter at all
+    links_lost: int  # taken out while their peer has others; up again: links_restored
+    links_restored: int
+    pages_rewritten: int  # after their link broke, over another one
+    sleeps: int  # times the worker went to sleep
+    callback_errors: int
+    transfers_open: int
+    counters_allocated: int
+    peers: int
+    regions: int
+
+
+class ProviderStatus(NamedTuple):
+    name: str
+    usable: bool
+    reason: str  # why it is not usable; empty if it is
+
+
+def providers() -> list[ProviderStatus]:
+    """Every provider of this build, fastest first, and whether a domain of it opens here. Blocks briefly."""
+    return [ProviderStatus(*status) for status in _native.probe_providers()]
+
+
+class TransferEngine:
+    """Domains, one worker thread, registered memory and peers. As a context manager it closes at the end."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Opens the domains and starts the worker. Blocks until they are open.
+
+        TransferError: a configured provider is not usable here (with its reason), unless `allow_fallback`.
+        """
+        self.config = config
+        self._native = _native.TransferEngine(
+            config.name,
+            [
+                (d.provider, d.device, d.address, d.connections, d.fabric, d.seed, d.max_delay_us)
+                for d in config.domains
+            ],
+            config.allow_fallback,
+            config.spin_us,
+            -1 if config.worker_cpu is None else config.worker_cpu,
+        )
+        self._callbacks = _Callbacks(self._native)
+        self._reader: _Reader | None = None
+
+    def close(self) -> None:
+        """Ends open transfers with CLOSED, fences every peer, and stops the worker. Blocks; idempotent.
+
+        Afterwards nothing reads or writes registered memory any more, and every method raises CLOSED.
+        """
+        self.on_message(None)
+        self._native.close()
+        self._callbacks.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- Memory
+
+    def register_memory(self, address: int, nbytes: int, memfd: int = -1, memfd_offset: int = 0) -> int:
+        """Registers [address, address+nbytes) and returns the region. Blocks briefly.
+
+        The memory must stay mapped until deregister_memory() or close() returned. `memfd`: the memfd behind
+        it, if any (the host lane then maps it at the peer; make it with os.MFD_ALLOW_SEALING).
+        """
+        return self._native.register_memory(address, nbytes, memfd, memfd_offset)
+
+    def register_buffer(self, buffer: bytearray | memoryview | npt.NDArray[Any] | SharedMemory) -> int:
+        """Registers a writable, contiguous buffer. The caller keeps it alive. Blocks briefly."""
+        if isinstance(buffer, SharedMemory):
+            return self.register_memory(buffer.address, buffer.nbytes, buffer.fd)
+        view = np.frombuffer(buffer, dtype=np.uint8)
+        if not view.flags.writeable:
+            raise ValueError("the buffer is read-only: peers could not write into it")
+        return self.register_memory(view.ctypes.data, view.nbytes)
+
+    def deregister_memory(self, region: int, timeout: float) -> None:
+        """Revokes the region's keys and waits until no write can land in it any more. Blocks up to `timeout`.
+
+        TIMEOUT: it stays registered; fence the peer that is stuck, then try again.
+        """
+        self._native.deregister_memory(region, timeout)
+
+    def region_descriptor(self, region: int) -> bytes:
+        """What a peer needs to write into the region: for its import_region()."""
+        return self._native.region_descriptor(region)
+
+    def import_region(self, peer: int, descriptor: bytes) -> int:
+        return self._native.import_region(peer, descriptor)
+
+    # --- Peers: offer() here -> accept() there -> complete() here, over an authenticated control plane.
+
+    def offer(self, name: str) -> Handshake:
+        """Blocks for one turn of the worker, as accept() and complete() do."""
+        return _handshake(self._native.offer(name))
+
+    def accept(self, name: str, offer: bytes) -> Handshake:
+        return _handshake(self._native.accept(name, offer))
+
+    def complete(self, peer: int, answer: bytes) -> None:
+        """A refused answer uses the offer up: the peer's id is forgotten."""
+        self._native.complete(peer, answer)
+
+    def fence(self, peer: int, timeout: float) -> None:
+        """Ends the peer both ways: then none of its writes can land here any more, and its id is forgotten.
+
+        Blocks up to `timeout`; TIMEOUT: call again.
+        """
+        self._native.fence(peer, timeout)
+
+    def disconnect(self, peer: int, timeout: float) -> None:
+        """Parts from the peer in good order: what is open on both sides ends, then both let go of each other.
+
+        Nothing new can be opened towards the peer from now on. No error event on either side; the peer's side
+        gets PEER_LEFT. Blocks up to `timeout`; TIMEOUT: transfers are still open on one of the sides, or
+        messages unread: seal or cancel them and call again, or fence().
+        """
+        self._native.disconnect(peer, timeout)
+
+    def lane(self, peer: int) -> str:
+        """The provider that this peer's writes take."""
+        return self._native.lane(peer)
+
+    # --- Writing
+
+    def open_transfer(self, peer: int, callback: EventCallback | None = None) -> int:
+        """A growing set of writes with exactly one final event: for `callback`, or to wait or poll for."""
+        return self._callbacks.give(callback, lambda token: self._native.open_transfer(peer, token))
+
+    def write(
+        self,
+        transfer: int,
+        source: int,
+        source_offset: int,
+        target: int,
+        target_offset: int,
+        nbytes: int,
+        immediate: int | None = None,
+        domain: int | None = None,
+    ) -> None:
+        """Adds one contiguous write of any size. It counts as one page.
+
+        A large one is split over the domains of the peer's lane, unless `domain` (a number in the order of
+        EngineConfig.domains) pins it to one; while that one is broken, the others carry it.
+        """
+        self._native.write(transfer, source, source_offset, target, target_offset, nbytes, immediate, domain)
+
+    def write_pages(self, transfer: int, write: PagedWrite) -> None:
+        """Adds pages. OUT_OF_RANGE adds nothing. An empty list is fine."""
+        self._native.write_pages(transfer, *_paged(write), write.immediate)
+
+    def arm(
+        self, transfer: int, signal: LayerSignal, pages: PagedWrite, layers: Sequence[ArmedLayer]
+    ) -> None:
+        """Adds the pages of each layer, posted when `signal` (of this engine) reaches that layer's value.
+
+        `pages.immediate` is ignored: each layer has its own. OUT_OF_RANGE adds nothing.
+        """
+        self._native.arm(
+            transfer,
+            signal,
+            *_paged(pages),
+            [
+                (layer.signal_value, layer.source_offset, layer.target_offset, layer.immediate)
+                for layer in layers
+            ],
+        )
+
+    def seal(self, transfer: int) -> None:
+        """No more writes follow: the transfer ends when all have completed."""
+        self._native.seal(transfer)
+
+    def cancel(self, transfer: int) -> None:
+        """When this returns nothing more is posted; TRANSFER_CANCELLED follows once it has drained.
+
+        Blocks for one turn of the worker.
+        """
+        self._native.cancel(transfer)
+
+    def quiesce(self, transfer: int, timeout: float) -> None:
+        """Blocks until all writes whose signal has passed have completed. Layers still armed stay armed."""
+        self._native.quiesce(transfer, timeout)
+
+    def progress(self, transfer: int) -> TransferProgress:
+        return TransferProgress(*self._native.progress(transfer))
+
+    def write_one(
+        self,
+        peer: int,
+        source: int,
+        source_offset: int,
+        target: int,
+        target_offset: int,
+        nbytes: int,
+        immediate: int | None = None,
+        callback: EventCallback | None = None,
+        domain: int | None = None,
+    ) -> int:
+        """open_transfer, one write, seal."""
+        return self._callbacks.give(
+            callback,
+            lambda token: self._native.write_one(
+                peer, source, source_offset, target, target_offset, nbytes, immediate, token, domain
+            ),
+        )
+
+    # --- Peer groups: one call for many peers. Whoever is down or fails is named in the event's `failures`,
+    # and stops none of the others.
+
+    def add_peer_group(self, members: Sequence[int]) -> int:
+        """Connected peers, each once. A member that is fenced later stays one that fails."""
+        return self._native.add_peer_group(list(members))
+
+    def remove_peer_group(self, group: int) -> None:
+        self._native.remove_peer_group(group)
+
+    def scatter(
+        self,
+        group: int,
+        source: int,
+        slices: Sequence[ScatterSlice],
+        callback: EventCallback | None = None,
+    ) -> int:
+        """Writes slices[i] to member i: a transfer with one final event. OUT_OF_RANGE sends nothing."""
+        native = [(s.source_offset, s.target, s.target_offset, s.nbytes, s.immediate) for s in slices]
+        return self._callbacks.give(
+            callback, lambda token: self._native.scatter(group, source, native, token)
+        )
+
+    def barrier(self, group: int, immediates: Sequence[int], callback: EventCallback | None = None) -> int:
+        """Raises immediates[i], a counter of member i's, by one: a transfer with one final event."""
+        return self._callbacks.give(
+            callback, lambda token: self._native.barrier(group, list(immediates), token)
+        )
+
+    # --- Messages: small, reliable, in no order. What the peer's user does not read waits here.
+
+    def send(
+        self, peer: int, message: bytes | bytearray | memoryview, callback: EventCallback | None = None
+    ) -> int:
+        """Sends 1 to MAX_MESSAGE_BYTES bytes, copied before this returns: a transfer with one final event.
+
+        TRANSFER_DONE once the peer's engine has taken the message. RESOURCES: too many sends to this peer
+        have not ended, because it does not read.
+        """
+        return self._callbacks.give(callback, lambda token: self._native.send(peer, bytes(message), token))
+
+    def receive(self, limit: int = 256) -> list[Message]:
+        """Takes up to `limit` messages. Never blocks."""
+        return [Message(*message) for message in self._native.receive(limit)]
+
+    def wait_message(self, timeout: float) -> Message:
+        """Blocks for the next message and takes it."""
+        return Message(*self._native.wait_message(timeout))
+
+    def message_fd(self) -> int:
+        """A descriptor that is readable while receive() would return something. Not yours to close."""
+        return self._native.message_fd()
+
+    def on_message(self, callback: MessageCallback | None) -> None:
+        """From now on each message goes to `callback`, on a thread of its own; None: to receive() again.
+
+        A slow callback holds up its peers and no more than that. What it raises is logged. Called from within
+        the callback, it takes effect after it; else no callback is running any more when it returns.
+        """
+        if self._reader is not None:
+            self._reader.stop()
+        self._reader = None if callback is None else _Reader(self, callback)
+
+    # --- Counting
+
+    def alloc_counters(self, count: int) -> CounterSet:
+        """`count` counters at zero. They exist from now on: what arrives before expect() is not lost."""
+        set_id, immediates = self._native.alloc_counters(count)
+        return CounterSet(set_id, tuple(immediates))
+
+    def expect(self, counters: int, targets: Sequence[int], callback: EventCallback | None = None) -> None:
+        """One event when each counter has reached its target (at once if they have). Once per set."""
+        self._callbacks.give(callback, lambda token: self._native.expect(counters, list(targets), token))
+
+    def counter_values(self, counters: int) -> list[int]:
+        return self._native.counter_values(counters)
+
+    def release_counters(self, counters: int) -> None:
+        """Frees the set: later immediates count as stale. No event follows."""
+        self._native.release_counters(counters)
+
+    # --- Waiting
+
+    def wait_transfer(self, transfer: int, timeout: float) -> Event:
+        """Blocks for the transfer's final event and takes it. For transfers without a callback."""
+        return _event(self._native.wait_transfer(transfer, timeout))
+
+    def wait_counters(self, counters: int, timeout: float) -> Event:
+        """Blocks for the set's event and takes it. For sets without a callback."""
+        return _event(self._native.wait_counters(counters, timeout))
+
+    def poll_events(self, limit: int = 256) -> list[Event]:
+        """Takes up to `limit` events that nobody waits for. Never blocks."""
+        return [_event(event) for event in self._native.poll_events(limit)]
+
+    def event_fd(self) -> int:
+        """A descriptor that is readable while poll_events() would return something. Not yours to close."""
+        return self._native.event_fd()
+
+    # --- The rest
+
+    def create_signal(self) -> LayerSignal:
+        return self._native.create_signal()
+
+    def create_stream_signal(self) -> StreamSignal:
+        """A signal that a CUDA stream writes. Call it where the forward runs, with its device current."""
+        return self._native.create_stream_signal()
+
+    def stats(self) -> EngineStats:
+        return EngineStats(*self._native.stats())
+
+    def domains(self) -> list[str]:
+        """One line per open domain, as its provider describes it."""
+        return self._native.domains()
+
+    def unusable(self) -> list[str]:
+        """With allow_fallback: why configured domains could not be opened."""
+        return self._native.unusable()
+
+
+class _Reader:
+    """A thread that takes messages one by one, each after the last one's callback, so the bound holds."""
+
+    def __init__(self, engine: TransferEngine, callback: MessageCallback) -> None:
+        self._engine = engine
+        self._callback = callback
+        self._stopped = os.eventfd(0, os.EFD_CLOEXEC)
+        self._poller = select.poll()
+        self._poller.register(self._stopped, select.POLLIN)
+        self._poller.register(engine.message_fd(), select.POLLIN)
+        # A daemon: a process that ends without close() must not hang on it.
+        self._thread = threading.Thread(target=self._run, name="kvc-messages", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        os.eventfd_write(self._stopped, 1)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while self._stopped not in dict(self._poller.poll()):
+            for message in self._engine.receive(1):
+                try:
+                    self._callback(message)
+                except BaseException:  # whatever it is, the next message still has to be read
+                    logger.exception("a message callback failed: %s", self._callback)
+        os.close(self._stopped)
+
+
+class _Callbacks:
+    """Runs Python callbacks on one thread of their own, which is started with the first of them.
+
+    The worker only puts the event into a native queue: a slow callback delays other callbacks, nothing else.
+    """
+
+    def __init__(self, engine: _native.TransferEngine) -> None:
+        self._engine = engine
+        self._lock = threading.Lock()
+        self._waiting: dict[int, EventCallback] = {}
+        self._last_token = 0
+        self._thread: threading.Thread | None = None
+
+    def give(self, callback: EventCallback | None, call: Callable[[int], T]) -> T:
+        """Calls `call` with the token under which the native side is to report the event; 0: no callback."""
+        if callback is None:
+            return call(0)
+        with self._lock:
+            self._last_token += 1
+            token = self._last_token
+            self._waiting[token] = callback
+            if self._thread is None:
+                # A daemon: a process that ends without close() must not hang on it.
+                self._thread = threading.Thread(target=self._run, name="kvc-callbacks", daemon=True)
+                self._thread.start()
+        try:
+            return call(token)
+        except BaseException:
+            with self._lock:
+                del self._waiting[token]
+            raise
+
+    def join(self) -> None:
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _run(self) -> None:
+        while (reported := self._engine.next_callback()) is not None:
+            token, event = reported
+            with self._lock:
+                callback = self._waiting.pop(token)
+            try:
+                callback(_event(event))
+            except BaseException:  # whatever it is, the other callbacks still have to run
+                logger.exception("an event callback failed: %s", callback)
+
+
+def _event(native: _native._EventTuple) -> Event:
+    kind, subject, quiesced, pages, nbytes, error, failures = native
+    return Event(
+        EventKind(kind),
+        subject,
+        quiesced,
+        pages,
+        nbytes,
+        None if error is None else TransferError._from_native(*error),
+        tuple((peer, TransferError._from_native(*failure)) for peer, failure in failures),
+    )
+
+
+def _handshake(native: tuple[int, bytes, list[str]]) -> Handshake:
+    peer, data, passed_over = native
+    return Handshake(peer, data, tuple(passed_over))
+
+
+def _indices(pages: Pages) -> _Indices:
+    array = np.asarray(pages.indices)
+    if array.size == 0:
+        return np.empty(0, dtype=np.int64)
+    # same_kind: floats are refused rather than cut.
+    return np.ascontiguousarray(array.astype(np.int64, casting="same_kind", copy=False))
+
+
+def _paged(write: PagedWrite) -> tuple[int, int, _Indices, int, int, int, _Indices, int, int]:
+    source, target = write.source_pages, write.target_pages
+    return (
+        write.page_bytes,
+        write.source,
+        _indices(source),
+        source.stride,
+        source.offset,
+        write.target,
+        _indices(target),
+        target.stride,
+        target.offset,
+    )

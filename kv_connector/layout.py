@@ -1,0 +1,43 @@
+"""Where each page of each layer lies in memory.
+
+A page is the KV of one block of tokens in one layer on one rank: contiguous bytes at
+``region base + offset + block * block_stride``. A layout travels in HELLO, so its types are msgspec structs.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class GroupLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A KV cache group: layers that share one block table."""
+
+    block_size: int  # tokens a block
+    kind: str  # "full", "sliding_window", ...: the attention that decides which blocks a request keeps
+
+
+class LayerLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One layer's pages on one rank."""
+
+    name: str
+    group: int  # index into KvLayout.groups
+    region: int  # index of the registered memory region (one per distinct storage)
+    offset: int  # bytes from the region's start to block 0 of this layer
+    block_stride: int  # bytes from one block's page to the next block's
+    page_bytes: int  # bytes of one page
+
+
+class KvLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All pages of one rank. ``layers`` is in the order of the forward pass; its index is the ordinal."""
+
+    num_blocks: int
+    groups: tuple[GroupLayout, ...]
+    layers: tuple[LayerLayout, ...]
+
+    def bytes_per_region(self) -> dict[int, int]:
+        """The least length in bytes that each region must have for every page to lie inside it."""
+        need: dict[int, int] = {}
+        for layer in self.layers:
+            end = layer.offset + (self.num_blocks - 1) * layer.block_stride + layer.page_bytes
+            need[layer.region] = max(need.get(layer.region, 0), end)
+        return need

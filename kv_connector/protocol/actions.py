@@ -1,0 +1,86 @@
+"""What the state machines ask their driver to do: small values, in the order in which they must be executed.
+
+The machines (prefill.py, decode.py, peers.py) hold no socket, thread or clock. Events and the time go in as
+method calls; a list of actions comes out. The agent executes them on real sockets and a TransferEngine, the
+simulator in virtual time.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from kv_connector.protocol.messages import AnyMessage, Role
+
+# One session with a peer, numbered by the PeerTable and never reused: a peer that comes back is a new one.
+PeerId = int
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where an agent's control socket listens."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class Outcome(enum.Enum):
+    """How a transfer ended, on either side."""
+
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"  # D no longer wanted it
+    RELEASED = "released"  # D needed nothing
+    EXPIRED = "expired"  # nobody came for it
+
+
+@dataclass(frozen=True)
+class Send:
+    """A message to a peer; dropped if the peer is gone meanwhile."""
+
+    peer: PeerId
+    message: AnyMessage
+
+
+@dataclass(frozen=True)
+class Fence:
+    """End the session: no write of either side may land, or read, any more. Answered by ``peer_down`` at
+    once and by ``fenced`` when it is true."""
+
+    peer: PeerId
+    reason: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A transfer came to its end; for counters, and a log line where ``outcome`` is FAILED."""
+
+    side: Role  # PREFILL: it was to be sent; DECODE: to be received
+    transfer_id: str
+    peer: PeerId | None  # None: no peer was ever involved
+    outcome: Outcome
+    reason: str = ""
+    seconds: float = 0.0  # D: from RESERVE to the last page; P: from RESERVE to the end
+
+
+@dataclass(frozen=True)
+class UnderWay:
+    """A transfer that is not over, as operators see it."""
+
+    side: Role
+    transfer_id: str
+    request_id: str  # empty where the request has not come
+    peer: PeerId | None
+    phase: str
+    since: float | None  # RESERVE; on D, when the request asked for it. None: there was none yet
+
+
+@dataclass(frozen=True)
+class Log:
+    """A line for the operator, at a level of the standard library's logging."""
+
+    level: int
+    text: str

@@ -1,0 +1,239 @@
+"""The control plane's messages: MessagePack maps, tagged by ``t``, decoded with types and limits.
+
+Every message is one ZMQ frame. ``decode`` either returns a valid message or raises ``MalformedMessage``; it
+never allocates more than the frame's own size allows. Pages never travel here.
+
+Who speaks: decode (D) dials prefill (P). D sends HELLO, RESERVE, CANCEL, RELEASE; P answers HELLO_ACK or
+HELLO_NAK, FAIL, CANCEL_ACK. D sends PING, P answers PONG: either proves the other alive. Both may send BYE.
+There is no completion message: D counts immediates.
+
+A session is one connection with one HELLO: what arrives over another connection, or after BYE, belongs to no
+session and is answered by BYE.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from typing import Annotated
+
+import msgspec
+
+from kv_connector.layout import KvLayout
+
+PROTOCOL_VERSION = 1
+
+# A RESERVE of 1 M tokens at block size 16 is 65,536 block ids of at most 5 bytes, times 8 groups: 2.6 MB.
+MAX_MESSAGE_BYTES = 4 << 20
+
+# Transfers listed in one PING: 4,096 ids of 256 bytes are 1 MiB. D sends several PINGs where it has more.
+MAX_WAITING = 4096
+
+MAX_ID = 256  # identifiers are uuid-sized; this leaves room for engines and routers that build their own
+MAX_TEXT = 1024  # a few lines for an operator
+Id = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID)]
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+UInt32 = Annotated[int, msgspec.Meta(ge=0, le=0xFFFFFFFF)]
+Natural = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
+Blob = Annotated[bytes, msgspec.Meta(max_length=64 << 10)]
+
+
+class MalformedMessage(ValueError):
+    """A frame that is no message of this protocol."""
+
+
+class Role(enum.Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"  # dials as decode, is dialled as prefill
+
+
+class Compatibility(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What both engines must agree on before a page may move. By field, so that a refusal can name it."""
+
+    protocol: int
+    engine: Text  # "vllm 0.32.0"
+    model: Text  # architecture and a hash of the model's configuration; not its path
+    dtype: Text  # of the KV cache
+    kv_layout: Text  # memory order and, where pages are opaque (CPU attention), the ISA's packing
+    attention_backend: Text
+    block_sizes: tuple[Natural, ...]  # tokens a block, one per group
+    page_bytes: tuple[Natural, ...]  # one per layer
+    layer_names: tuple[Text, ...]
+    tensor_parallel: Natural
+    pipeline_parallel: Natural
+
+    def digest(self) -> bytes:
+        """16 bytes that are equal if, and only if, every field is."""
+        return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=16).digest()
+
+
+class Message(msgspec.Struct, frozen=True, tag_field="t", forbid_unknown_fields=True, omit_defaults=True):
+    """Base of all messages."""
+
+
+class Hello(Message, frozen=True, tag="hello"):
+    """D introduces itself, with TransferEngine.offer()'s bytes and the descriptors of its memory regions."""
+
+    engine_id: Id
+    incarnation: Id  # new at each boot
+    role: Role
+    rank: Natural
+    digest: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    compatibility: Compatibility
+    layout: KvLayout
+    regions: Annotated[tuple[Blob, ...], msgspec.Meta(max_length=256)]
+    offer: Blob
+
+
+class HelloAck(Message, frozen=True, tag="hello_ack"):
+    """P accepts, with TransferEngine.accept()'s bytes. ``lane``: the provider that its writes will take."""
+
+    engine_id: Id
+    incarnation: Id
+    role: Role
+    rank: Natural
+    lane: Text
+    answer: Blob
+
+
+class NakReason(enum.Enum):
+    INCOMPATIBLE = "incompatible"  # the message names the fields that differ
+    WRONG_ROLE = "wrong_role"
+    NO_LANE = "no_lane"  # no provider leads from P to D, or the preferred one is forbidden
+    DRAINING = "draining"
+    PROTOCOL = "protocol"
+
+
+class HelloNak(Message, frozen=True, tag="hello_nak"):
+    """P refuses; ``message`` says what to do."""
+
+    reason: NakReason
+    message: Text
+
+
+class GroupTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where D wants the pages of one KV group: logical block ``first + i`` goes to D's block ``blocks[i]``.
+
+    0 is vLLM's null block: D needs nothing there (outside a sliding window).
+    """
+
+    first: Natural
+    blocks: Annotated[tuple[UInt32, ...], msgspec.Meta(max_length=1 << 20)]
+
+
+class Reserve(Message, frozen=True, tag="reserve"):
+    """D has blocks and counters ready and wants the prompt's pages.
+
+    ``immediates`` has one counter per layer, by ordinal; layer k's counter will be raised once for each
+    non-null block of its group. ``attempt`` separates repeated tries under one transfer id.
+    """
+
+    transfer_id: Id
+    attempt: UInt32
+    prompt_tokens: Natural
+    first_token: Natural  # D holds the tokens before this one
+    prompt_hash: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    groups: Annotated[tuple[GroupTarget, ...], msgspec.Meta(max_length=64)]
+    immediates: Annotated[tuple[UInt32, ...], msgspec.Meta(max_length=4096)]
+    deadline_ms: Natural  # from receipt; P gives up then
+
+
+class FailCode(enum.Enum):
+    UNKNOWN_TRANSFER = "unknown_transfer"  # no such request arrived in time
+    PREFILL_ABORTED = "prefill_aborted"
+    PROMPT_MISMATCH = "prompt_mismatch"
+    INCOMPATIBLE = "incompatible"  # the RESERVE does not fit the layouts
+    WRITE_ERROR = "write_error"
+    DUPLICATE = "duplicate"  # the transfer is already going to another request
+    DRAINING = "draining"
+    EXPIRED = "expired"  # the hold time or the deadline passed
+
+
+class Fail(Message, frozen=True, tag="fail"):
+    """P will not complete the transfer. ``quiesced``: none of its writes can land; else D must fence."""
+
+    transfer_id: Id
+    attempt: UInt32
+    code: FailCode
+    message: Text
+    quiesced: bool
+
+
+class Cancel(Message, frozen=True, tag="cancel"):
+    """D no longer wants the transfer: P stops, drains and answers CANCEL_ACK."""
+
+    transfer_id: Id
+    attempt: UInt32
+
+
+class CancelAck(Message, frozen=True, tag="cancel_ack"):
+    """``drained``: nothing of the transfer is in flight. False: P cannot tell; D must fence."""
+
+    transfer_id: Id
+    attempt: UInt32
+    drained: bool
+
+
+class Release(Message, frozen=True, tag="release"):
+    """D needs nothing of this transfer: P may free its blocks."""
+
+    transfer_id: Id
+
+
+class Ping(Message, frozen=True, tag="ping"):
+    """D's heartbeat. It lists the transfers that still wait in D's queue, so that P holds their blocks."""
+
+    sequence: Natural
+    waiting: Annotated[tuple[Id, ...], msgspec.Meta(max_length=MAX_WAITING)] = ()
+
+
+class Pong(Message, frozen=True, tag="pong"):
+    sequence: Natural
+
+
+class Bye(Message, frozen=True, tag="bye"):
+    """The session is over. What has not ended with its own message by now is fenced and fails."""
+
+    reason: Text = ""
+
+
+AnyMessage = Hello | HelloAck | HelloNak | Reserve | Fail | Cancel | CancelAck | Release | Ping | Pong | Bye
+
+
+def clip(text: str) -> str:
+    """``text`` as a message may carry it: at most MAX_TEXT characters, all of them UTF-8."""
+    return text[:MAX_TEXT].encode(errors="replace").decode()
+
+
+def id_problem(identifier: str) -> str | None:
+    """Why ``identifier`` cannot be an Id, or None. Transfer ids come from outside, with a request."""
+    if not 1 <= len(identifier) <= MAX_ID:
+        return f"a transfer id has 1 to {MAX_ID} characters, this one {len(identifier)}"
+    if clip(identifier) != identifier:
+        return "a transfer id must be valid Unicode"
+    return None
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: AnyMessage) -> bytes:
+    """One frame for the wire; ValueError where the other side would not read it."""
+    frame = _encoder.encode(message)
+    if len(frame) > MAX_MESSAGE_BYTES:
+        name = type(message).__name__
+        raise ValueError(f"{name} of {len(frame)} bytes exceeds the limit of {MAX_MESSAGE_BYTES}")
+    return frame
+
+
+def decode(frame: bytes | memoryview) -> AnyMessage:
+    """The message in ``frame``; raises MalformedMessage with the reason, whatever the bytes are."""
+    if len(frame) > MAX_MESSAGE_BYTES:
+        raise MalformedMessage(f"{len(frame)} bytes exceed the limit of {MAX_MESSAGE_BYTES}")
+    try:
+        message: AnyMessage = _decoder.decode(frame)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise MalformedMessage(str(error)) from error
+    return message

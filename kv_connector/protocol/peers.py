@@ -1,0 +1,586 @@
+"""Membership, sans-IO: who is there, since when, and whether they still are.
+
+A session is one control connection with one HELLO. D dials an address, says HELLO, and P answers HELLO_ACK or
+HELLO_NAK. D pings, P answers; silence makes a peer SUSPECT, then DEAD. A session ends once, by BYE, by
+death, by a message that breaks the protocol, or because the same engine came back; what follows it is a new
+session with a new PeerId. Whoever ends a session fences the peer: ``SessionOver`` asks for that.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from kv_connector.layout import KvLayout
+from kv_connector.protocol.actions import Address, Log, PeerId
+from kv_connector.protocol.compatibility import incompatibility
+from kv_connector.protocol.messages import (
+    MAX_WAITING,
+    AnyMessage,
+    Bye,
+    Cancel,
+    CancelAck,
+    Compatibility,
+    Fail,
+    Hello,
+    HelloAck,
+    HelloNak,
+    NakReason,
+    Ping,
+    Pong,
+    Release,
+    Reserve,
+    Role,
+    clip,
+    id_problem,
+)
+from kv_connector.protocol.timers import Timeouts, Timers
+
+# Refusals that are logged once; names come from outside.
+_REMEMBERED_NAKS = 1024
+
+# Names one control connection, given by the owner of the sockets. One that broke and came back is another.
+Source = bytes
+
+
+class PeerState(enum.Enum):
+    CONNECTING = "connecting"
+    UP = "up"
+    SUSPECT = "suspect"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who this process is, as its HELLOs say."""
+
+    engine_id: str
+    incarnation: str
+    role: Role
+    rank: int
+    compatibility: Compatibility
+    layout: KvLayout
+    regions: tuple[bytes, ...]  # TransferEngine's descriptor of each memory region
+
+
+@dataclass(frozen=True)
+class PeerInfo:
+    """A peer as operators see it."""
+
+    peer: PeerId
+    name: str
+    role: Role  # what the peer is in this session
+    state: PeerState
+    lane: str
+
+
+@dataclass(frozen=True)
+class Connect:
+    """Open a control connection and make an offer of the engine: ``offered`` or ``dial_error`` answers."""
+
+    peer: PeerId
+    address: Address
+    name: str
+
+
+@dataclass(frozen=True)
+class Accept:
+    """Let the engine accept D's offer and import its regions: ``accepted`` or ``refused`` answers."""
+
+    peer: PeerId
+    name: str
+    hello: Hello
+
+
+@dataclass(frozen=True)
+class Complete:
+    """Give P's answer to the engine: ``completed`` or ``dial_error`` answers."""
+
+    peer: PeerId
+    name: str
+    lane: str
+    answer: bytes
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A message on a connection, whether or not it has a session."""
+
+    source: Source
+    message: AnyMessage
+
+
+@dataclass(frozen=True)
+class SessionUp:
+    """Requests can flow. ``address``: what was dialled; None where the peer dialled us."""
+
+    peer: PeerId
+    address: Address | None
+
+
+@dataclass(frozen=True)
+class SessionOver:
+    """No more messages from or to this peer: tell the request machines, fence it, and tell them again."""
+
+    peer: PeerId
+    reason: str
+
+
+@dataclass(frozen=True)
+class DialFailed:
+    """The address led to no session."""
+
+    address: Address
+    reason: str
+
+
+@dataclass(frozen=True)
+class HangUp:
+    """Close a connection that we dialled."""
+
+    source: Source
+
+
+@dataclass(frozen=True)
+class Distrust:
+    """The sender broke the protocol: nothing more from this connection is to be read."""
+
+    source: Source
+    reason: str
+
+
+@dataclass(frozen=True)
+class Deliver:
+    """A message of a live session for the request machines."""
+
+    peer: PeerId
+    message: Reserve | Cancel | Release | Fail | CancelAck | Ping
+
+
+PeersAction = (
+    Connect
+    | Accept
+    | Complete
+    | Reply
+    | SessionUp
+    | SessionOver
+    | DialFailed
+    | HangUp
+    | Distrust
+    | Deliver
+    | Log
+)
+
+
+@dataclass
+class _Peer:
+    peer: PeerId
+    name: str
+    role: Role
+    last_seen: float
+    address: Address | None = None  # what we dialled
+    source: Source | None = None
+    state: PeerState = PeerState.CONNECTING
+    engine: tuple[str, int] | None = None  # engine id and rank, once known
+    incarnation: str = ""
+    lane: str = ""
+    hello: Hello | None = None  # sent by D again and again until it is answered
+    # P's side
+    ack: HelloAck | None = None  # the answer, for a HELLO that comes again
+    # D's side
+    give_up: float = 0.0
+    retry: float = 0.0
+    backoff: float = 0.0
+    next_ping: float = 0.0  # at once
+
+
+class PeerTable:
+    """All sessions of one process, on either side of the dial. Every method returns what to do, in order."""
+
+    def __init__(self, identity: Identity, timeouts: Timeouts) -> None:
+        self._identity = identity
+        self._digest = identity.compatibility.digest()
+        self._timeouts = timeouts
+        self._peers: dict[PeerId, _Peer] = {}
+        self._by_source: dict[Source, PeerId] = {}
+        self._by_address: dict[Address, PeerId] = {}
+        self._by_engine: dict[tuple[str, int], PeerId] = {}  # peers that dialled us
+        self._waiting: dict[Address, tuple[str, ...]] = {}
+        self._naks: dict[str, str] = {}  # by peer, what was logged last: a refusal repeats with each request
+        self._timers: Timers[PeerId] = Timers()
+        self._redial: Timers[Address] = Timers()  # of sessions that ended while requests wait for them
+        self._next_peer = 1
+        self._sequence = 0
+        self._last_tick: float | None = None
+        self._closing = False
+
+    def __len__(self) -> int:
+        """Sessions that are not over."""
+        return len(self._peers)
+
+    def peers(self) -> tuple[PeerInfo, ...]:
+        """All sessions, in the order in which they began. The one method that any thread may call."""
+        peers = list(self._peers.values())  # in one step
+        return tuple(PeerInfo(p.peer, p.name, p.role, p.state, p.lane) for p in peers)
+
+    def source(self, peer: PeerId) -> Source | None:
+        """The connection of a live session."""
+        known = self._peers.get(peer)
+        return None if known is None else known.source
+
+    def next_deadline(self) -> float | None:
+        """When tick() is due, if nothing happens before."""
+        deadlines = [timers.next() for timers in (self._timers, self._redial)]
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+    # --- Dialling (D)
+
+    def dial(self, now: float, address: Address) -> list[PeersAction]:
+        """A session with this address is wanted; nothing happens if there is one, or one is being made."""
+        if address in self._by_address:
+            return []
+        if self._closing:
+            return [DialFailed(address, "this engine is shutting down")]
+        peer = self._add(now, str(address), Role.PREFILL)
+        peer.address = address
+        peer.give_up = now + self._timeouts.connect
+        self._by_address[address] = peer.peer
+        return [Connect(peer.peer, address, peer.name)]
+
+    def offered(self, now: float, peer_id: PeerId, source: Source, offer: bytes) -> list[PeersAction]:
+        """The connection and the engine's offer are there: say HELLO."""
+        peer = self._peers[peer_id]
+        peer.source = source
+        self._by_source[source] = peer_id
+        us = self._identity
+        peer.hello = Hello(
+            engine_id=us.engine_id,
+            incarnation=us.incarnation,
+            role=us.role,
+            rank=us.rank,
+            digest=self._digest,
+            compatibility=us.compatibility,
+            layout=us.layout,
+            regions=us.regions,
+            offer=offer,
+        )
+        peer.backoff = self._timeouts.handshake
+        return self._say_hello(now, peer)
+
+    def dial_error(self, now: float, peer_id: PeerId, reason: str) -> list[PeersAction]:
+        """Our own side could not connect, or the engine did not take P's answer."""
+        return self.drop(now, peer_id, reason)
+
+    def completed(self, now: float, peer_id: PeerId) -> list[PeersAction]:
+        """The engine took P's answer: P can write."""
+        peer = self._peers[peer_id]
+        assert peer.address is not None
+        self._naks.pop(str(peer.address), None)
+        return self._up(now, peer)
+
+    def set_waiting(self, now: float, waiting: Collection[tuple[str, Address]]) -> list[PeersAction]:
+        """Transfers whose requests still queue here, and their prefill peers: the next PINGs list them.
+
+        A session with these peers is kept up, and made anew where it ends: a prompt whose blocks P holds for
+        us is held only as long as P hears so.
+        """
+        lists: dict[Address, list[str]] = {}
+        for transfer_id, address in waiting:
+            if id_problem(transfer_id) is None:
+                lists.setdefault(address, []).append(transfer_id)
+        self._waiting = {address: tuple(ids) for address, ids in lists.items()}
+        actions: list[PeersAction] = []
+        if not self._closing:
+            for address in self._waiting:
+                if address not in self._by_address and address not in self._redial:
+                    actions += self.dial(now, address)
+        return actions
+
+    # --- Being dialled (P)
+
+    def accepted(self, now: float, peer_id: PeerId, lane: str, answer: bytes) -> list[PeersAction]:
+        """The engine accepted D's offer."""
+        peer = self._peers[peer_id]
+        us = self._identity
+        peer.lane = lane
+        peer.ack = HelloAck(us.engine_id, us.incarnation, us.role, us.rank, lane, answer)
+        assert peer.source is not None
+        return [*self._up(now, peer), Reply(peer.source, peer.ack)]
+
+    def refused(self, now: float, peer_id: PeerId, reason: NakReason, text: str) -> list[PeersAction]:
+        """The engine did not accept D's offer, or its pages do not fit."""
+        peer = self._peers[peer_id]
+        assert peer.source is not None
+        return [*self._nak(peer.source, peer.name, reason, text), *self._forget(peer, text)]
+
+    # --- Messages
+
+    def receive(self, now: float, source: Source, message: AnyMessage) -> list[PeersAction]:
+        """Whatever came over a connection."""
+        if isinstance(message, Hello):
+            return self._hello(now, source, message)
+        peer = self._peers.get(self._by_source.get(source, -1))
+        if peer is None:
+            # A session that is over here, or was one of a process that is gone: its other end must know. (An
+            # answer to BYE would be answered in turn.)
+            if isinstance(message, Bye):
+                return []
+            return [Reply(source, Bye("there is no such session here: dial again"))]
+        peer.last_seen = now
+        actions = self._recovered(peer)
+        if isinstance(message, Bye):
+            return [*actions, *self._bye(peer, message)]
+        if peer.address is not None:
+            return actions + self._from_prefill(now, peer, message)
+        return actions + self._from_decode(peer, message)
+
+    def lost(self, now: float, source: Source, reason: str) -> list[PeersAction]:
+        """The connection lost its standing, or takes no more messages."""
+        peer = self._by_source.get(source)
+        return [] if peer is None else self.drop(now, peer, reason)
+
+    def drop(self, now: float, peer_id: PeerId, reason: str) -> list[PeersAction]:
+        """End a session from this side. Unknown ones (already over) are fine."""
+        peer = self._peers.get(peer_id)
+        if peer is None:
+            return []
+        actions: list[PeersAction] = [
+            Log(logging.WARNING, f"DEAD: {peer.role.value} peer {peer.name}: {reason}")
+        ]
+        if peer.source is not None:
+            actions.append(Reply(peer.source, Bye(clip(reason))))
+        return actions + self._forget(peer, reason)
+
+    # --- Time and the end
+
+    def tick(self, now: float) -> list[PeersAction]:
+        """Heartbeats and deadlines. To be called once a heartbeat or more, after reading what has come in."""
+        last, self._last_tick = self._last_tick, now
+        if last is not None and now - last > self._timeouts.suspect:
+            # This process was not running (stopped, swapped, or its interpreter was held): it was deaf,
+            # which says nothing about its peers. Their silence counts from here.
+            for peer in self._peers.values():
+                peer.last_seen = now
+        actions: list[PeersAction] = []
+        while (peer_id := self._timers.pop_due(now)) is not None:
+            peer = self._peers[peer_id]
+            actions += (
+                self._connecting(now, peer) if peer.state is PeerState.CONNECTING else self._beat(now, peer)
+            )
+        while (address := self._redial.pop_due(now)) is not None:
+            if address in self._waiting and not self._closing:
+                actions += self.dial(now, address)
+        return actions
+
+    def drain(self) -> None:
+        """From now on nobody new comes in; sessions live on until leave()."""
+        self._closing = True
+
+    def farewells(self) -> list[Reply]:
+        """BYE to everybody. Sessions end with leave(), which had better come once these are out: a peer that
+        sees its data links end first takes this side for broken."""
+        self._closing = True
+        return [
+            Reply(peer.source, Bye("shutting down"))
+            for peer in self._peers.values()
+            if peer.source is not None
+        ]
+
+    def leave(self, now: float) -> list[PeersAction]:
+        """Ends all sessions."""
+        self._closing = True
+        actions: list[PeersAction] = []
+        for peer in list(self._peers.values()):
+            actions += self._forget(peer, "this engine is shutting down")
+        return actions
+
+    # --- Steps
+
+    def _add(self, now: float, name: str, role: Role) -> _Peer:
+        peer = _Peer(self._next_peer, name, role, now)
+        self._next_peer += 1
+        self._peers[peer.peer] = peer
+        return peer
+
+    def _forget(self, peer: _Peer, reason: str) -> list[PeersAction]:
+        """The one place in which a session ends."""
+        del self._peers[peer.peer]
+        self._timers.clear(peer.peer)
+        actions: list[PeersAction] = []
+        if peer.source is not None:
+            del self._by_source[peer.source]
+        if peer.engine is not None and self._by_engine.get(peer.engine) == peer.peer:
+            del self._by_engine[peer.engine]
+        if peer.address is not None:
+            del self._by_address[peer.address]
+            if peer.address in self._waiting:
+                # At once if it has lasted; one that comes to nothing is not tried all the time.
+                self._redial.set(peer.address, peer.give_up)
+            if peer.source is not None:
+                actions.append(HangUp(peer.source))
+            if peer.state is PeerState.CONNECTING:
+                actions.append(DialFailed(peer.address, reason))
+        return [*actions, SessionOver(peer.peer, reason)]
+
+    def _up(self, now: float, peer: _Peer) -> list[PeersAction]:
+        peer.state = PeerState.UP
+        self._timers.set(peer.peer, now if peer.address is not None else now + self._timeouts.heartbeat)
+        text = f"UP: {peer.role.value} peer {peer.name}, lane {peer.lane}"
+        return [Log(logging.INFO, text), SessionUp(peer.peer, peer.address)]
+
+    def _say_hello(self, now: float, peer: _Peer) -> list[PeersAction]:
+        assert peer.source is not None
+        assert peer.hello is not None
+        peer.retry = now + peer.backoff
+        peer.backoff *= 2
+        self._timers.set(peer.peer, min(peer.retry, peer.give_up))
+        return [Reply(peer.source, peer.hello)]
+
+    def _connecting(self, now: float, peer: _Peer) -> list[PeersAction]:
+        if now < peer.give_up:
+            return self._say_hello(now, peer)
+        text = (
+            f"no answer to HELLO within {self._timeouts.connect:g} s: "
+            f"is a prefill engine's agent listening at {peer.address}, with the same cluster key?"
+        )
+        return self.drop(now, peer.peer, text)
+
+    def _beat(self, now: float, peer: _Peer) -> list[PeersAction]:
+        silence = now - peer.last_seen
+        if silence >= self._timeouts.dead:
+            return self.drop(now, peer.peer, f"silent for {silence:.1f} s")
+        actions: list[PeersAction] = []
+        if silence >= self._timeouts.suspect and peer.state is PeerState.UP:
+            peer.state = PeerState.SUSPECT
+            text = f"SUSPECT: {peer.role.value} peer {peer.name} is silent for {silence:.1f} s"
+            actions.append(Log(logging.WARNING, text))
+        wake = now + self._timeouts.heartbeat
+        if peer.address is not None:
+            if now >= peer.next_ping:
+                peer.next_ping = now + self._timeouts.heartbeat
+                actions += self._ping(peer)
+            wake = peer.next_ping
+        limit = self._timeouts.dead if peer.state is PeerState.SUSPECT else self._timeouts.suspect
+        self._timers.set(peer.peer, min(wake, peer.last_seen + limit))
+        return actions
+
+    def _ping(self, peer: _Peer) -> list[PeersAction]:
+        assert peer.address is not None
+        assert peer.source is not None
+        waiting = self._waiting.get(peer.address, ())
+        actions: list[PeersAction] = []
+        for start in range(0, max(len(waiting), 1), MAX_WAITING):
+            self._sequence += 1
+            actions.append(Reply(peer.source, Ping(self._sequence, waiting[start : start + MAX_WAITING])))
+        return actions
+
+    def _recovered(self, peer: _Peer) -> list[PeersAction]:
+        if peer.state is not PeerState.SUSPECT:
+            return []
+        peer.state = PeerState.UP
+        return [Log(logging.INFO, f"UP: {peer.role.value} peer {peer.name} answers again, lane {peer.lane}")]
+
+    def _bye(self, peer: _Peer, message: Bye) -> list[PeersAction]:
+        text = f"BYE from {peer.role.value} peer {peer.name}: {message.reason}"
+        return [Log(logging.INFO, text), *self._forget(peer, f"the peer left: {message.reason}")]
+
+    def _from_prefill(self, now: float, peer: _Peer, message: AnyMessage) -> list[PeersAction]:
+        if isinstance(message, HelloAck):
+            if peer.state is PeerState.CONNECTING and not peer.engine:
+                peer.engine = (message.engine_id, message.rank)
+                peer.incarnation = message.incarnation
+                peer.name = f"{message.engine_id}/{message.rank} at {peer.address}"
+                peer.lane = message.lane
+                return [Complete(peer.peer, peer.name, peer.lane, message.answer)]
+            if message.incarnation != peer.incarnation:
+                return self.drop(now, peer.peer, "it was restarted")
+            return []  # the answer to a repeated HELLO
+        if isinstance(message, HelloNak):
+            return self._nak_received(peer, message)
+        if peer.state is PeerState.CONNECTING:
+            return []
+        if isinstance(message, Fail | CancelAck):
+            return [Deliver(peer.peer, message)]
+        if isinstance(message, Pong):
+            return []
+        return self._violation(now, peer, message)
+
+    def _from_decode(self, peer: _Peer, message: AnyMessage) -> list[PeersAction]:
+        assert peer.source is not None
+        if isinstance(message, Ping):
+            actions: list[PeersAction] = [Reply(peer.source, Pong(message.sequence))]
+            return [*actions, Deliver(peer.peer, message)] if message.waiting else actions
+        if isinstance(message, Reserve | Cancel | Release):
+            return [Deliver(peer.peer, message)]
+        return self._violation(peer.last_seen, peer, message)
+
+    def _violation(self, now: float, peer: _Peer, message: AnyMessage) -> list[PeersAction]:
+        assert peer.source is not None
+        text = f"a {peer.role.value} peer must not send {type(message).__name__}"
+        source = peer.source
+        return [*self.drop(now, peer.peer, text), Distrust(source, text)]
+
+    def _nak_received(self, peer: _Peer, message: HelloNak) -> list[PeersAction]:
+        assert peer.address is not None
+        reason = f"{message.reason.value}: {message.message}"
+        log = self._log_nak(logging.ERROR, "from", str(peer.address), reason)
+        return [*log, *self._forget(peer, f"{peer.address} refused: {reason}")]
+
+    def _nak(self, source: Source, name: str, reason: NakReason, text: str) -> list[PeersAction]:
+        log = self._log_nak(logging.WARNING, "to", f"decode peer {name}", f"{reason.value}: {text}")
+        return [*log, Reply(source, HelloNak(reason, clip(text)))]
+
+    def _log_nak(self, level: int, direction: str, name: str, reason: str) -> list[PeersAction]:
+        if self._naks.get(name) == reason:
+            return []
+        if len(self._naks) >= _REMEMBERED_NAKS:
+            self._naks.clear()
+        self._naks[name] = reason
+        return [Log(level, f"NAK {direction} {name}: {reason}")]
+
+    def _hello(self, now: float, source: Source, hello: Hello) -> list[PeersAction]:
+        engine = (hello.engine_id, hello.rank)
+        name = f"{hello.engine_id}/{hello.rank}"
+        speaker = self._peers.get(self._by_source.get(source, -1))
+        if speaker is not None and (speaker.address is not None or speaker.engine != engine):
+            return self._violation(now, speaker, hello)
+        known = self._peers.get(self._by_engine.get(engine, -1))
+        if known is not None and known.hello == hello and known.source == source:
+            known.last_seen = now
+            return [] if known.ack is None else [Reply(source, known.ack)]
+        refusal = self._refusal(hello)
+        if refusal is not None:
+            return self._nak(source, name, *refusal)
+        actions: list[PeersAction] = []
+        if known is not None:
+            back = "restarted" if known.incarnation != hello.incarnation else "dialled again"
+            actions += self.drop(now, known.peer, f"the engine {back}")
+        peer = self._add(now, name, Role.DECODE)
+        peer.source, peer.engine, peer.incarnation, peer.hello = source, engine, hello.incarnation, hello
+        self._by_source[source] = peer.peer
+        self._by_engine[engine] = peer.peer
+        return [*actions, Accept(peer.peer, name, hello)]
+
+    def _refusal(self, hello: Hello) -> tuple[NakReason, str] | None:
+        us = self._identity
+        if self._closing:
+            return NakReason.DRAINING, f"prefill engine {us.engine_id} is shutting down"
+        if us.role is Role.DECODE:
+            text = f"{us.engine_id} is a decode engine: give the router the address of a prefill engine"
+            return NakReason.WRONG_ROLE, text
+        if hello.role is Role.PREFILL:
+            text = f"{hello.engine_id} is a prefill engine: start it as a decode engine to receive pages"
+            return NakReason.WRONG_ROLE, text
+        if hello.digest != self._digest or hello.compatibility != us.compatibility:
+            problem = incompatibility(us.compatibility, hello.compatibility)
+            if problem is None:
+                return NakReason.PROTOCOL, "the digest does not belong to the fields of the HELLO"
+            return NakReason.INCOMPATIBLE, problem
+        if hello.rank != us.rank:
+            text = (
+                f"decode rank {hello.rank} dialled prefill rank {us.rank}: "
+                f"rank r of the prefill engine listens at the port of rank 0 plus r"
+            )
+            return NakReason.INCOMPATIBLE, text
+        return None

@@ -1,0 +1,78 @@
+"""Deadlines: how long each wait may last, and a queue of the next ones. In seconds of any clock."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """How long each side waits before it acts on silence, in seconds."""
+
+    handshake: float = 1.0  # D repeats an unanswered HELLO after this, doubling each time
+    connect: float = 5.0  # D gives up on a peer that never answers; the requests that wait for it fail
+    heartbeat: float = 1.0  # between two PINGs of D; each is answered by a PONG of P
+    suspect: float = 3.0  # silence after which a peer is reported as suspect
+    dead: float = 5.0  # silence after which a peer is dead: fenced, its transfers fail
+    # P keeps a finished prompt for D: until the request has reached D, which then lists it in each PING.
+    hold: float = 20.0
+    orphan: float = 60.0  # P keeps a RESERVE whose request has not arrived
+    transfer: float = 300.0  # D's overall deadline of one transfer
+    cancel: float = 5.0  # D waits for CANCEL_ACK, then fences
+    drain: float = 5.0  # P waits for in-flight writes of a cancelled or preempted request, then fences
+
+    def longest(self) -> float:
+        """The longest time for which a message about one transfer may matter."""
+        return max(self.hold, self.orphan, self.transfer) + max(self.cancel, self.drain)
+
+
+class Timers(Generic[Key]):
+    """One deadline per key. Equal times fire in the order in which they were set: a run can be repeated."""
+
+    def __init__(self) -> None:
+        self._deadline: dict[Key, tuple[float, int]] = {}
+        self._heap: list[tuple[float, int, Key]] = []
+        self._sequence = 0
+
+    def set(self, key: Key, when: float) -> None:
+        """Sets or moves the key's deadline."""
+        self._sequence += 1
+        self._deadline[key] = (when, self._sequence)
+        heapq.heappush(self._heap, (when, self._sequence, key))
+        # Moved and cleared deadlines stay in the heap: rebuild it before they outnumber the live ones.
+        if len(self._heap) > 2 * len(self._deadline) + 64:
+            self._heap = [(when, sequence, key) for key, (when, sequence) in self._deadline.items()]
+            heapq.heapify(self._heap)
+
+    def clear(self, key: Key) -> None:
+        """Removes the key's deadline, if it has one."""
+        self._deadline.pop(key, None)
+
+    def next(self) -> float | None:
+        """The earliest deadline, or None."""
+        self._drop_stale()
+        return self._heap[0][0] if self._heap else None
+
+    def pop_due(self, now: float) -> Key | None:
+        """Takes the earliest key whose deadline has come, or None."""
+        self._drop_stale()
+        if not self._heap or self._heap[0][0] > now:
+            return None
+        key = heapq.heappop(self._heap)[2]
+        del self._deadline[key]
+        return key
+
+    def __len__(self) -> int:
+        return len(self._deadline)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._deadline
+
+    def _drop_stale(self) -> None:
+        while self._heap and self._deadline.get(self._heap[0][2]) != self._heap[0][:2]:
+            heapq.heappop(self._heap)

@@ -1,0 +1,185 @@
+"""What the agent tells its engine adapter: ended requests, counters for metrics, and what is still alive.
+
+Written by the agent's thread, read by any: everything here is behind one lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from kv_connector.protocol.actions import Ended, Outcome
+from kv_connector.protocol.messages import Role
+from kv_connector.protocol.peers import PeerInfo
+
+# Kept for an adapter that does not ask: more than end in one step of an engine.
+_TIMINGS = 10_000
+
+
+@dataclass
+class Reports:
+    """Request ids, each exactly once over the agent's life."""
+
+    finished_sending: set[str] = field(default_factory=set)  # nothing reads their blocks any more
+    finished_recving: set[str] = field(default_factory=set)  # nothing can land in their blocks any more
+    failed_recving: set[str] = field(default_factory=set)  # of finished_recving: those without their pages
+
+
+@dataclass(frozen=True)
+class AgentStats:
+    """Counts since the agent began; they only grow."""
+
+    # Sent by this agent, of transfers that are over.
+    pages_pushed: int
+    bytes_pushed: int
+    layers_pushed: int
+    # Of these, what had arrived when note_prefill_end() was called. A layer counts once all its pages had.
+    pages_before_prefill_end: int
+    bytes_before_prefill_end: int
+    layers_before_prefill_end: int
+    sent: dict[Outcome, int]  # transfers, as prefill
+    received: dict[Outcome, int]  # transfers, as decode
+    sent_seconds: float  # from RESERVE to the end, summed over completed transfers
+    received_seconds: float
+    received_pages: int
+    malformed_messages: int
+    peers: tuple[PeerInfo, ...]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One completed transfer."""
+
+    side: Role
+    lane: str
+    seconds: float  # from RESERVE to the end: all pages written, or all pages here
+    # Of a transfer that was sent:
+    first_push_seconds: float = 0.0  # from RESERVE until its first pages could go
+    nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class LiveState:
+    """What is not over. An idle agent has ``idle``; its sessions with peers live on."""
+
+    prefill_requests: int
+    decode_requests: int
+    engine_transfers: int
+    counter_sets: int
+    fences: int  # sessions that are over and not fenced yet
+    commands: int  # handed to the agent, not yet looked at
+    peers: int
+    # Transfers, by side and phase ("decode reserved"): where requests are waiting.
+    phases: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is under way, and nothing is held."""
+        return not any(
+            (
+                self.prefill_requests,
+                self.decode_requests,
+                self.engine_transfers,
+                self.counter_sets,
+                self.fences,
+                self.commands,
+            )
+        )
+
+
+class Ledger:
+    """Where the agent's thread writes what the adapter will read."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._news = threading.Condition(self._lock)  # a report, or a reservation
+        self._reports = Reports()
+        self._reserved: set[str] = set()
+        self._ended: dict[Role, Counter[Outcome]] = {Role.PREFILL: Counter(), Role.DECODE: Counter()}
+        self._seconds = {Role.PREFILL: 0.0, Role.DECODE: 0.0}
+        self._pushed = [0, 0, 0]  # pages, bytes, layers
+        self._before_end = [0, 0, 0]
+        self._received_pages = 0
+        self._timings: deque[Timing] = deque(maxlen=_TIMINGS)
+
+    def sent(self, request_id: str) -> None:
+        with self._lock:
+            self._reports.finished_sending.add(request_id)
+            self._news.notify_all()
+
+    def reserved(self, transfer_id: str) -> None:
+        with self._lock:
+            self._reserved.add(transfer_id)
+            self._news.notify_all()
+
+    def received(self, request_id: str, failed: bool) -> None:
+        with self._lock:
+            self._reports.finished_recving.add(request_id)
+            if failed:
+                self._reports.failed_recving.add(request_id)
+            self._news.notify_all()
+
+    def ended(self, ended: Ended) -> None:
+        with self._lock:
+            self._ended[ended.side][ended.outcome] += 1
+            if ended.outcome is Outcome.COMPLETED:
+                self._seconds[ended.side] += ended.seconds
+
+    def pushed(self, pages: int, nbytes: int, layers: int, before_end: tuple[int, int, int]) -> None:
+        """One transfer's writes are over; ``before_end``: pages, bytes and layers that beat the prefill's
+        end."""
+        with self._lock:
+            for totals, counts in ((self._pushed, (pages, nbytes, layers)), (self._before_end, before_end)):
+                for index, count in enumerate(counts):
+                    totals[index] += count
+
+    def received_pages(self, pages: int) -> None:
+        with self._lock:
+            self._received_pages += pages
+
+    def timed(self, timing: Timing) -> None:
+        with self._lock:
+            self._timings.append(timing)
+
+    def take_timings(self) -> list[Timing]:
+        with self._lock:
+            timings = list(self._timings)
+            self._timings.clear()
+            return timings
+
+    def take_reserved(self) -> set[str]:
+        with self._lock:
+            reserved, self._reserved = self._reserved, set()
+            return reserved
+
+    def await_news(self, timeout: float) -> None:
+        """Blocks until there is something to take, or for ``timeout`` seconds."""
+        with self._news:
+            self._news.wait_for(
+                lambda: self._reserved or self._reports.finished_sending or self._reports.finished_recving,
+                timeout,
+            )
+
+    def take_reports(self) -> Reports:
+        with self._lock:
+            reports, self._reports = self._reports, Reports()
+            return reports
+
+    def stats(self, peers: tuple[PeerInfo, ...], malformed: int) -> AgentStats:
+        with self._lock:
+            return AgentStats(
+                pages_pushed=self._pushed[0],
+                bytes_pushed=self._pushed[1],
+                layers_pushed=self._pushed[2],
+                pages_before_prefill_end=self._before_end[0],
+                bytes_before_prefill_end=self._before_end[1],
+                layers_before_prefill_end=self._before_end[2],
+                sent=dict(self._ended[Role.PREFILL]),
+                received=dict(self._ended[Role.DECODE]),
+                sent_seconds=self._seconds[Role.PREFILL],
+                received_seconds=self._seconds[Role.DECODE],
+                received_pages=self._received_pages,
+                malformed_messages=malformed,
+                peers=peers,
+            )

@@ -1,0 +1,217 @@
+"""The ASGI application: OpenAI's routes, the router's own health and metrics, and nothing else."""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from kv_connector.router.completion import Completion
+from kv_connector.router.dispatch import Answer, Call, Dispatcher
+from kv_connector.router.failure import Failure, failure
+from kv_connector.router.members import State
+from kv_connector.router.metrics import Metrics
+from kv_connector.router.registry import Registry
+from kv_connector.router.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+# Prefill on one engine, decode on another.
+COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
+# Answered by any decode engine. A list of what is safe: vLLM has routes that pause, reset or unload an
+# engine.
+FORWARDED = (("GET", "/v1/models"), ("GET", "/version"), ("POST", "/tokenize"), ("POST", "/detokenize"))
+
+# Of the client's headers the engines get these.
+PASSED_HEADERS = ("authorization", "content-type", "traceparent", "tracestate")
+LONGEST_REQUEST_ID = 128
+
+CONNECT_SECONDS = 5.0
+# vLLM closes a connection that was idle for 5 s. One that we reuse must not be closing at that moment.
+KEEP_ALIVE_SECONDS = 2.0
+
+CLIENT_LEFT = 499  # nginx's status for it; only metrics see it
+
+
+def create_app(settings: Settings) -> Starlette:
+    """The router as an ASGI application. It holds no state beyond its lifespan."""
+    metrics = Metrics()
+    client = httpx.AsyncClient(
+        # A prompt may wait in a queue and take minutes: only reaching the engine has a deadline.
+        timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
+        limits=httpx.Limits(
+            max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_ALIVE_SECONDS
+        ),
+        headers={"accept-encoding": "identity"},
+        trust_env=False,
+    )
+    dispatcher = Dispatcher(settings, client, metrics)
+    registry = Registry(dispatcher.members, client, settings.registration, settings.key)
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        async with client:
+            registry.open()
+            watching = asyncio.create_task(registry.run())
+            try:
+                yield
+            finally:
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
+
+    async def forward(request: Request) -> Response:
+        body = await _read(request, settings.body_limit)
+        headers = {**_passed(request), "x-request-id": _request_id(request)}
+        answer = await dispatcher.forward(request.method, request.url.path, body, headers)
+        return Response(answer.content, answer.status_code, media_type=answer.headers.get("content-type"))
+
+    async def health(_: Request) -> Response:
+        await registry.look_at(dispatcher.members.unwatched())
+        states = dispatcher.members.states()
+        usable = all(State.READY in engines.values() for engines in states.values())
+        found = {side.value: {url: s.value for url, s in engines.items()} for side, engines in states.items()}
+        return JSONResponse(found, status_code=200 if usable else 503)
+
+    async def expose(_: Request) -> Response:
+        for side, engines in dispatcher.members.states().items():
+            count = Counter(engines.values())
+            for state in State:
+                metrics.engines.labels(side.value, state.value).set(count[state])
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    return Starlette(
+        routes=[
+            *(
+                Route(path, Completions(path, settings, dispatcher, metrics), methods=["POST"])
+                for path in COMPLETIONS
+            ),
+            *(Route(path, forward, methods=[method]) for method, path in FORWARDED),
+            Route("/health", health),
+            Route("/metrics", expose),
+        ],
+        exception_handlers={HTTPException: _http_error, Failure: _failure},
+        lifespan=lifespan,
+    )
+
+
+class Completions:
+    """One completions route, as a plain ASGI endpoint: it has to see the client leave at any moment."""
+
+    def __init__(self, path: str, settings: Settings, dispatcher: Dispatcher, metrics: Metrics) -> None:
+        self._path = path
+        self._settings = settings
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive, send)
+        status = CLIENT_LEFT
+        with self._metrics.in_flight.track_inprogress():
+            try:
+                body = await _read(request, self._settings.body_limit)
+                status = await self._serve(request, body)
+            except ClientDisconnect:
+                logger.info("a client left while it sent a request to %s", self._path)
+            except Failure as error:
+                status = error.status
+                await error.response()(scope, receive, send)
+            finally:
+                self._metrics.requests.labels(self._path, str(status)).inc()
+
+    async def _serve(self, request: Request, body: bytes) -> int:
+        """Answers the request; returns the status, CLIENT_LEFT if the client did not wait for it."""
+        answering = _Answering(request, self._dispatcher, self._metrics)
+        work = asyncio.create_task(answering.run(Completion.decode(body), self._path))
+        left = asyncio.create_task(_until_disconnect(request.receive))
+        try:
+            await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
+            # A server also reports a client as gone once it has the whole answer.
+            if not work.done() and not answering.complete:
+                logger.info("request %s: the client left", answering.request_id)
+                return CLIENT_LEFT
+            return await work
+        finally:
+            work.cancel()
+            left.cancel()
+            await asyncio.gather(work, left, return_exceptions=True)
+
+
+class _Answering:
+    """The answer to one request under way."""
+
+    def __init__(self, request: Request, dispatcher: Dispatcher, metrics: Metrics) -> None:
+        self.request_id = _request_id(request)
+        self.complete = False
+        self._request = request
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+
+    async def run(self, completion: Completion, path: str) -> int:
+        started = time.perf_counter()
+        headers = {**_passed(self._request), "x-request-id": self.request_id}
+        async with self._dispatcher.open(completion, Call(path, headers, self.request_id)) as answer:
+            self._metrics.first_byte.observe(time.perf_counter() - started)
+            await self._send(answer)
+        return answer.status
+
+    async def _send(self, answer: Answer) -> None:
+        headers = [
+            (b"content-type", answer.content_type.encode("latin-1")),
+            (b"x-request-id", self.request_id.encode("latin-1")),
+        ]
+        send = self._request._send
+        await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+        async for chunk in answer.chunks:
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        self.complete = True
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _read(request: Request, limit: int) -> bytes:
+    """The request's body; Failure 413 as soon as it is longer than `limit` bytes."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > limit:
+            raise failure(413, "invalid_request_error", f"the body is longer than {limit} bytes")
+    return bytes(body)
+
+
+async def _until_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _passed(request: Request) -> dict[str, str]:
+    return {name: request.headers[name] for name in PASSED_HEADERS if name in request.headers}
+
+
+def _request_id(request: Request) -> str:
+    """The client's X-Request-Id where it is fit for a log line, else a new one."""
+    given = request.headers.get("x-request-id", "")
+    if 0 < len(given) <= LONGEST_REQUEST_ID and given.isascii() and given.isprintable():
+        return given
+    return uuid.uuid4().hex
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    known = ", ".join(sorted({*COMPLETIONS, *(path for _, path in FORWARDED), "/health", "/metrics"}))
+    message = f"{request.method} {request.url.path}: {error.detail}. This router serves {known}"
+    return failure(error.status_code, "invalid_request_error", message).response()
+
+
+async def _failure(_: Request, error: Exception) -> Response:
+    assert isinstance(error, Failure)
+    return error.response()

@@ -1,0 +1,362 @@
+"""Dispatcher: takes a completion to a prefill and a decode engine, and brings back the latter's answer."""
+
+import asyncio
+import itertools
+import logging
+import uuid
+from collections.abc import AsyncIterator, Collection, Mapping
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import msgspec
+
+from kv_connector.router.completion import Completion
+from kv_connector.router.endpoint import Endpoint
+from kv_connector.router.failure import Failure, engine_down, failure
+from kv_connector.router.members import Members, Side
+from kv_connector.router.metrics import Metrics
+from kv_connector.router.pool import EngineLost, Lease, NoEngine, Pool
+from kv_connector.router.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+# A request that breaks every engine it meets must not meet all of them.
+ATTEMPTS = 3
+
+
+@dataclass(frozen=True)
+class Call:
+    """What both engines get of a request beside its body."""
+
+    path: str
+    headers: Mapping[str, str]
+    request_id: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The decode engine's answer, from its first byte on."""
+
+    status: int
+    content_type: str
+    chunks: AsyncIterator[bytes]
+
+    @property
+    def streaming(self) -> bool:
+        return self.content_type.startswith("text/event-stream")
+
+
+class EngineFailure(Failure):
+    """An engine did not answer a request, or with an error of its own. Others may do better."""
+
+    def __init__(self, failure: Failure, blamed: Mapping[Side, Endpoint]) -> None:
+        super().__init__(failure.status, failure.body, failure.content_type)
+        self.blamed = blamed
+
+
+class Dispatcher:
+    """Used from the event loop's thread only."""
+
+    def __init__(self, settings: Settings, client: httpx.AsyncClient, metrics: Metrics) -> None:
+        self._settings = settings
+        self._client = client
+        self._metrics = metrics
+        self._pools = {side: Pool() for side in Side}
+        self.members = Members(
+            self._pools,
+            {Side.PREFILL: settings.prefill, Side.DECODE: settings.decode},
+            suspect=settings.suspect,
+            dead=settings.dead,
+        )
+
+    @asynccontextmanager
+    async def open(self, completion: Completion, call: Call) -> AsyncIterator[Answer]:
+        """Waits for the first byte of the answer; Failure if there is none.
+
+        Until that byte an engine that fails is replaced by another, if there is one. Leaving the block early
+        (or being cancelled before) closes the connections to both engines, which makes vLLM abort the
+        request on both.
+        """
+        stack, answer = await self._try(completion, call)
+        async with stack:
+            yield answer
+
+    async def forward(
+        self, method: str, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> httpx.Response:
+        """Any decode engine's whole answer."""
+        call = Call(path, headers, headers["x-request-id"])
+        async with AsyncExitStack() as stack:
+            lease = await self._acquire(Side.DECODE, stack, ())
+            try:
+                async with lease.alive():
+                    return await self._client.request(
+                        method, lease.endpoint.url + path, content=body, headers=dict(headers)
+                    )
+            except (httpx.HTTPError, EngineLost) as error:
+                raise self._broken(Side.DECODE, lease.endpoint, call, error) from error
+
+    async def _try(self, completion: Completion, call: Call) -> tuple[AsyncExitStack, Answer]:
+        avoid: set[Endpoint] = set()
+        for attempt in itertools.count(1):
+            try:
+                async with AsyncExitStack() as stack:
+                    answer = await self._attempt(completion, call, stack, avoid)
+                    return stack.pop_all(), answer
+            except EngineFailure as error:
+                avoid |= {*error.blamed.values()}
+                if attempt >= ATTEMPTS or not any(self._pools[side].usable(avoid) for side in error.blamed):
+                    raise
+                self._metrics.retries.inc()
+                logger.warning("request %s: tried again with other engines: %s", call.request_id, error)
+        raise AssertionError
+
+    async def _attempt(
+        self, completion: Completion, call: Call, stack: AsyncExitStack, avoid: Collection[Endpoint]
+    ) -> Answer:
+        """What is left on ``stack`` ends with the answer."""
+        reason = completion.local_reason()
+        if reason is not None:
+            return await self._local(completion, call, reason, stack, avoid)
+        if self._settings.dispatch == "serial":
+            return await self._serial(completion, call, stack, avoid)
+        return await self._concurrent(completion, call, stack, avoid)
+
+    async def _acquire(
+        self, side: Side, stack: AsyncExitStack | ExitStack, avoid: Collection[Endpoint]
+    ) -> Lease:
+        """An engine of this side. A router that has just started waits for the first to register."""
+        pool = self._pools[side]
+        await pool.wait_usable(self._settings.patience)
+        try:
+            return stack.enter_context(pool.lease(avoid))
+        except NoEngine:
+            states = self.members.states()[side]
+            known = ", ".join(f"{url} is {state.value}" for url, state in states.items()) or "none is known"
+            raise failure(503, "api_error", f"no {side.value} engine takes requests: {known}") from None
+
+    async def _local(
+        self,
+        completion: Completion,
+        call: Call,
+        reason: str,
+        stack: AsyncExitStack,
+        avoid: Collection[Endpoint],
+    ) -> Answer:
+        self._metrics.local_prefills.labels(reason).inc()
+        logger.debug("request %s: prefilled by its decode engine: %s", call.request_id, reason)
+        decode = await self._acquire(Side.DECODE, stack, avoid)
+        return await self._decode(decode, completion.local_body(), call, stack)
+
+    async def _serial(
+        self, completion: Completion, call: Call, stack: AsyncExitStack, avoid: Collection[Endpoint]
+    ) -> Answer:
+        with ExitStack() as prefilling:
+            prefill = await self._acquire(Side.PREFILL, prefilling, avoid)
+            params = await self._prefill(prefill, completion.prefill_body(uuid.uuid4().hex), call)
+        if not params:
+            # Going on would compute the prompt twice, and nobody would notice.
+            raise failure(
+                502,
+                "api_error",
+                f"the prefill engine {prefill.endpoint.url} answered without kv_transfer_params: "
+                "was it started with --kv-transfer-config and a role that produces?",
+            )
+        decode = await self._acquire(Side.DECODE, stack, avoid)
+        body = completion.decode_body_with(params)
+        return await self._decode(decode, body, call, stack, prefill.endpoint)
+
+    async def _concurrent(
+        self, completion: Completion, call: Call, stack: AsyncExitStack, avoid: Collection[Endpoint]
+    ) -> Answer:
+        transfer_id = uuid.uuid4().hex
+        held = ExitStack()
+        stack.callback(held.close)
+        prefill = await self._acquire(Side.PREFILL, held, avoid)
+        decode = await self._acquire(Side.DECODE, stack, {*avoid, prefill.endpoint})
+        if decode.endpoint == prefill.endpoint:
+            # The only engine is both.
+            return await self._local(completion, call, "one_engine", stack, avoid)
+        prefilling = asyncio.create_task(self._prefill(prefill, completion.prefill_body(transfer_id), call))
+        prefilling.add_done_callback(lambda _: held.close())
+        # D is served by then. P's own answer is a matter of milliseconds, and closing its connection would
+        # abort it.
+        stack.push_async_exit(_Finish(prefilling))
+        body = completion.decode_body(transfer_id, prefill.endpoint)
+        decoding = asyncio.create_task(self._decode(decode, body, call, stack, prefill.endpoint))
+        stack.push_async_callback(_end, decoding)
+        logger.debug(
+            "request %s: transfer %s from %s to %s",
+            call.request_id,
+            transfer_id,
+            prefill.endpoint.url,
+            decode.endpoint.url,
+        )
+        return await _first_byte(prefilling, decoding)
+
+    async def _prefill(self, lease: Lease, body: bytes, call: Call) -> dict[str, Any] | None:
+        """Sends P its part; returns the kv_transfer_params it answered with, if any."""
+        try:
+            async with lease.alive():
+                response = await self._client.post(
+                    lease.endpoint.url + call.path, content=body, headers=dict(call.headers)
+                )
+        except (httpx.HTTPError, EngineLost) as error:
+            raise self._broken(Side.PREFILL, lease.endpoint, call, error) from error
+        if response.status_code >= 400:
+            raise self._refused(Side.PREFILL, lease.endpoint, call, response)
+        try:
+            params = msgspec.json.decode(response.content, type=_PrefillAnswer).kv_transfer_params
+        except msgspec.MsgspecError as error:
+            raise self._broken(Side.PREFILL, lease.endpoint, call, error) from error
+        return params
+
+    async def _decode(
+        self,
+        lease: Lease,
+        body: bytes,
+        call: Call,
+        stack: AsyncExitStack,
+        source: Endpoint | None = None,
+    ) -> Answer:
+        """Sends D its part and waits for the first bytes of its answer. ``stack`` closes the connection.
+
+        ``source``: the prefill engine that D depends on, and that may be to blame if D fails.
+        """
+        endpoint = lease.endpoint
+        try:
+            async with lease.alive():
+                request = self._client.build_request(
+                    "POST", endpoint.url + call.path, content=body, headers=dict(call.headers)
+                )
+                response = await self._client.send(request, stream=True)
+                stack.push_async_callback(response.aclose)
+                content_type = response.headers.get("content-type", "application/json")
+                if response.status_code >= 400:
+                    await response.aread()
+                    raise self._refused(Side.DECODE, endpoint, call, response, source)
+                if not content_type.startswith("text/event-stream"):
+                    whole = await response.aread()
+                    return Answer(response.status_code, content_type, _one(whole))
+                chunks = response.aiter_raw()
+                first = await anext(chunks, b"")
+        except (httpx.HTTPError, EngineLost) as error:
+            raise self._broken(Side.DECODE, endpoint, call, error) from error
+        if problem := _error_event(first):
+            # vLLM has sent its status before it knew; the client has not seen it yet.
+            raise self._failure(Side.DECODE, endpoint, call, problem, source)
+        return Answer(response.status_code, content_type, self._relay(first, chunks, lease, call))
+
+    async def _relay(
+        self, first: bytes, chunks: AsyncIterator[bytes], lease: Lease, call: Call
+    ) -> AsyncIterator[bytes]:
+        yield first
+        try:
+            while True:
+                async with lease.alive():
+                    chunk = await anext(chunks, None)
+                if chunk is None:
+                    return
+                yield chunk
+        except (httpx.HTTPError, EngineLost) as error:
+            # The status is long out: the stream's own way to say it is an event.
+            broken = self._broken(Side.DECODE, lease.endpoint, call, error)
+            yield b"data: " + broken.body + b"\n\n"
+
+    def _refused(
+        self,
+        side: Side,
+        endpoint: Endpoint,
+        call: Call,
+        response: httpx.Response,
+        source: Endpoint | None = None,
+    ) -> Failure:
+        content_type = response.headers.get("content-type", "application/json")
+        answer = Failure(response.status_code, response.content, content_type)
+        return self._failure(side, endpoint, call, answer, source)
+
+    def _failure(
+        self, side: Side, endpoint: Endpoint, call: Call, answer: Failure, source: Endpoint | None
+    ) -> Failure:
+        """An engine's own error: the request's fault, or from 500 on the engine's, or its source's."""
+        self._metrics.failures.labels(side.value, endpoint.url).inc()
+        logger.warning(
+            "request %s: %s engine %s answered %s", call.request_id, side.value, endpoint.url, answer
+        )
+        if answer.status < 500:
+            return answer
+        return EngineFailure(answer, {side: endpoint, **({Side.PREFILL: source} if source else {})})
+
+    def _broken(self, side: Side, endpoint: Endpoint, call: Call, error: Exception) -> EngineFailure:
+        """An engine that does not answer, or broke off: it is left alone until it answers again."""
+        self._metrics.failures.labels(side.value, endpoint.url).inc()
+        logger.warning(
+            "request %s: %s engine %s failed: %s: %s",
+            call.request_id,
+            side.value,
+            endpoint.url,
+            type(error).__name__,
+            error,
+        )
+        self.members.failed(endpoint, f"{type(error).__name__}: {error}")
+        return EngineFailure(engine_down(side.value, endpoint.url, error), {side: endpoint})
+
+
+class _PrefillAnswer(msgspec.Struct):
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+async def _first_byte(prefilling: asyncio.Task[Any], decoding: asyncio.Task[Answer]) -> Answer:
+    """D's answer, unless P fails before D has one: D would wait for pages that never come."""
+    while not decoding.done():
+        await asyncio.wait(
+            {decoding} if prefilling.done() else {prefilling, decoding}, return_when="FIRST_COMPLETED"
+        )
+        if prefilling.done() and (not decoding.done() or decoding.exception()):
+            prefilling.result()
+    return decoding.result()
+
+
+class _Finish:
+    """Waits for a task where all went well, and ends it where not."""
+
+    def __init__(self, task: asyncio.Task[Any]) -> None:
+        self._task = task
+
+    async def __call__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            await asyncio.wait({self._task})
+        await _end(self._task)
+
+
+async def _end(task: asyncio.Task[Any]) -> None:
+    """Cancels what still runs, and takes note of how it ended."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+class _ErrorEvent(msgspec.Struct):
+    code: int = 500
+
+
+class _FirstEvent(msgspec.Struct):
+    error: _ErrorEvent | None = None
+
+
+def _error_event(chunk: bytes) -> Failure | None:
+    """The error that a stream begins with, if it does."""
+    if not chunk.startswith(b'data: {"error"'):
+        return None
+    body = chunk.partition(b"\n")[0].removeprefix(b"data: ")
+    try:
+        error = msgspec.json.decode(body, type=_FirstEvent).error
+    except msgspec.MsgspecError:
+        return None
+    status = error.code if error is not None and 400 <= error.code <= 599 else 500
+    return Failure(status, body)
+
+
+async def _one(chunk: bytes) -> AsyncIterator[bytes]:
+    yield chunk

@@ -1,0 +1,48 @@
+"""Endpoint: where an engine listens."""
+
+from dataclasses import dataclass
+from typing import Self
+from urllib.parse import urlsplit
+
+# The connector's own default for `control_port`.
+CONTROL_PORT = 5600
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """An engine's HTTP address and, for a prefill engine, the control address of its connector."""
+
+    url: str
+    control_host: str
+    control_port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Reads `http://host:port` or `http://host:port@control_host:control_port`.
+
+        Without a control address it is the URL's host and the connector's default port. ValueError says what
+        is wrong.
+        """
+        url, at, control = text.strip().rpartition("@")
+        if not at:
+            url, control = control, ""
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"{text!r}: the engine's address must look like http://host:port")
+        if parts.path.strip("/") or parts.query or parts.fragment:
+            raise ValueError(f"{text!r}: give the engine's address without a path")
+        if at and not control:
+            raise ValueError(f"{text!r}: a control address host:port must follow the @")
+        host, port = _host_port(control, text) if control else (parts.hostname, CONTROL_PORT)
+        return cls(url=f"{parts.scheme}://{parts.netloc}", control_host=host, control_port=port)
+
+
+def _host_port(control: str, text: str) -> tuple[str, int]:
+    parts = urlsplit(f"//{control}")
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if not parts.hostname or not port:
+        raise ValueError(f"{text!r}: {control!r} must be host:port with a port from 1 to 65535")
+    return parts.hostname, port

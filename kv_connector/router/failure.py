@@ -1,0 +1,34 @@
+"""Failure: an answer that is an error, in the shape that OpenAI's clients understand."""
+
+import msgspec
+from starlette.responses import Response
+
+
+class Failure(Exception):
+    """What the client is to be told. `body` is JSON."""
+
+    def __init__(self, status: int, body: bytes, content_type: str = "application/json") -> None:
+        super().__init__(f"HTTP {status}: {body[:500].decode(errors='replace')}")
+        self.status = status
+        self.body = body
+        self.content_type = content_type
+
+    def response(self) -> Response:
+        return Response(self.body, self.status, media_type=self.content_type)
+
+
+def failure(status: int, kind: str, message: str) -> Failure:
+    """A failure in the router's own words. `kind` is OpenAI's: invalid_request_error or api_error."""
+    error = {"message": message, "type": kind, "param": None, "code": status}
+    return Failure(status, msgspec.json.encode({"error": error}))
+
+
+def bad_request(message: str) -> Failure:
+    return failure(400, "invalid_request_error", message)
+
+
+def engine_down(side: str, url: str, error: Exception) -> Failure:
+    """An engine that could not be reached, or that broke off."""
+    return failure(
+        502, "api_error", f"the {side} engine {url} failed: {type(error).__name__}: {error or 'no answer'}"
+    )

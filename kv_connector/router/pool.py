@@ -1,0 +1,131 @@
+"""Pool: the engines of one side, which of them take requests, and how many each has in hand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+
+from kv_connector.router.endpoint import Endpoint
+
+
+class NoEngine(Exception):
+    """No engine of this side takes requests."""
+
+
+class EngineLost(Exception):
+    """The engine was declared dead while a request was with it."""
+
+    def __init__(self) -> None:
+        super().__init__("it gives no sign of life any more")
+
+
+@dataclass(eq=False)
+class _Member:
+    endpoint: Endpoint
+    usable: bool
+    outstanding: int = 0
+    lost: bool = False
+    scopes: set[asyncio.Timeout] = field(default_factory=set)
+    """What waits for the engine, to be ended when it is lost."""
+
+
+class Lease:
+    """One request's hold on an engine."""
+
+    def __init__(self, member: _Member) -> None:
+        self._member = member
+        member.outstanding += 1
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return self._member.endpoint
+
+    @asynccontextmanager
+    async def alive(self) -> AsyncIterator[None]:
+        """For the length of a block that waits for the engine: EngineLost as soon as it is declared dead."""
+        if self._member.lost:
+            raise EngineLost
+        try:
+            async with asyncio.timeout(None) as scope:
+                self._member.scopes.add(scope)
+                try:
+                    yield
+                finally:
+                    self._member.scopes.discard(scope)
+        except TimeoutError:
+            if scope.expired():
+                raise EngineLost from None
+            raise
+
+    def release(self) -> None:
+        """Once."""
+        self._member.outstanding -= 1
+
+
+class Pool:
+    """Hands out the engine with the fewest outstanding requests; equals take turns.
+
+    Used from the event loop's thread only.
+    """
+
+    def __init__(self, endpoints: Sequence[Endpoint] = ()) -> None:
+        # Kept in the order of last use, so that min(), which takes the first of equals, takes turns.
+        self._members = {endpoint: _Member(endpoint, usable=True) for endpoint in endpoints}
+        self._changed: asyncio.Event = asyncio.Event()
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        return list(self._members)
+
+    def usable(self, avoid: Collection[Endpoint] = ()) -> bool:
+        """Whether an engine other than those takes requests."""
+        return any(member.usable and member.endpoint not in avoid for member in self._members.values())
+
+    def outstanding(self, endpoint: Endpoint) -> int:
+        return self._members[endpoint].outstanding if endpoint in self._members else 0
+
+    def set_usable(self, endpoint: Endpoint, usable: bool) -> None:
+        """Whether the engine, which is added if need be, takes new requests; those it has go on."""
+        member = self._members.setdefault(endpoint, _Member(endpoint, usable))
+        member.usable = usable
+        self._changed.set()
+
+    def remove(self, endpoint: Endpoint, *, lost: bool) -> None:
+        """The engine is gone. ``lost``: so are the requests that it has; else they end by themselves."""
+        member = self._members.pop(endpoint, None)
+        if member is None or not lost:
+            return
+        member.lost = True
+        for scope in list(member.scopes):
+            if not scope.expired():
+                scope.reschedule(asyncio.get_running_loop().time())
+
+    def acquire(self, avoid: Collection[Endpoint] = ()) -> Lease:
+        """An engine, one of ``avoid`` only if there is no other; NoEngine if there is none."""
+        usable = [endpoint for endpoint, member in self._members.items() if member.usable]
+        if not usable:
+            raise NoEngine
+        endpoint = min(usable, key=lambda one: (one in avoid, self._members[one].outstanding))
+        member = self._members[endpoint] = self._members.pop(endpoint)
+        return Lease(member)
+
+    @contextmanager
+    def lease(self, avoid: Collection[Endpoint] = ()) -> Iterator[Lease]:
+        """An acquired engine for the length of a block."""
+        lease = self.acquire(avoid)
+        try:
+            yield lease
+        finally:
+            lease.release()
+
+    async def wait_usable(self, seconds: float) -> None:
+        """Returns as soon as an engine takes requests, or when the time is up."""
+        try:
+            async with asyncio.timeout(seconds):
+                while not self.usable():
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            pass

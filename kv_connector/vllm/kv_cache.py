@@ -1,0 +1,95 @@
+"""Where vLLM has put its pages: from its KV cache configuration to our layout and memory ranges."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kv_connector.agent import MemoryRange
+from kv_connector.layout import GroupLayout, KvLayout, LayerLayout
+from kv_connector.vllm.compat import UnsupportedConfiguration, extract_layer_index, group_kind
+
+
+def kv_layout(kv_cache_config: Any, tensors: Mapping[str, Any]) -> tuple[KvLayout, tuple[MemoryRange, ...]]:
+    """The layout of one rank's pages and the memory ranges that hold them, one per storage.
+
+    ``tensors`` are vLLM's views by layer name, [kernel blocks, heads, tokens, content]. The addresses come
+    from the configuration, which counts in the scheduler's blocks, and are checked against the views. Layers
+    that only share another layer's pages are in ``tensors`` but not in the configuration, and so not in the
+    layout.
+
+    Raises UnsupportedConfiguration where a page is not one run of bytes.
+    """
+    order = [
+        (name, group)
+        for group, spec in enumerate(kv_cache_config.kv_cache_groups)
+        for name in spec.layer_names
+    ]
+    # By layer index: the order of the forward pass, in which the hooks are called.
+    order.sort(key=lambda layer: (extract_layer_index(layer[0]), layer[0]))
+    places = _places(kv_cache_config.kv_cache_tensors)
+    storages = [tensors[name].untyped_storage() for name, _ in order]
+    memory = {storage.data_ptr(): MemoryRange(storage.data_ptr(), storage.nbytes()) for storage in storages}
+    regions = {base: index for index, base in enumerate(memory)}
+    layers = []
+    for (name, group), storage in zip(order, storages, strict=True):
+        tensor, base = tensors[name], storage.data_ptr()
+        offset, block_stride = places[name]
+        if tensor.data_ptr() != base + offset:
+            raise UnsupportedConfiguration(
+                f"layer {name} starts {tensor.data_ptr() - base} bytes into its KV cache storage, its "
+                f"configuration says {offset}: kv-connector does not know this way of placing a KV cache."
+            )
+        layers.append(
+            LayerLayout(
+                name=name,
+                group=group,
+                region=regions[base],
+                offset=offset,
+                block_stride=block_stride,
+                page_bytes=_page_bytes(name, tensor, kv_cache_config.num_blocks, block_stride),
+            )
+        )
+    groups = tuple(
+        GroupLayout(block_size=group.kv_cache_spec.block_size, kind=group_kind(group.kv_cache_spec))
+        for group in kv_cache_config.kv_cache_groups
+    )
+    return KvLayout(kv_cache_config.num_blocks, groups, tuple(layers)), tuple(memory.values())
+
+
+def _places(kv_cache_tensors: Sequence[Any]) -> dict[str, tuple[int, int]]:
+    """(offset of block 0, block stride) in bytes by layer name."""
+    return {
+        name: (tensor.offset + index * tensor.layer_stride, tensor.block_stride)
+        for tensor in kv_cache_tensors
+        for index, name in enumerate(tensor.layers)
+    }
+
+
+def _page_bytes(name: str, tensor: Any, num_blocks: int, block_stride: int) -> int:
+    """Bytes of one scheduler block in this layer, which must lie in one piece.
+
+    An attention backend may split a scheduler block into several kernel blocks: the view then has that many
+    more.
+    """
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise UnsupportedConfiguration(
+            f"WriteImmConnector moves KV caches in CPU and CUDA memory; this one is on {tensor.device}."
+        )
+    blocks, *shape = tensor.shape
+    kernel_stride, *strides = tensor.stride()
+    kernel_page = math.prod(shape)
+    span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    split, rest = divmod(blocks, num_blocks)
+    if rest or span != kernel_page or kernel_stride * split * tensor.element_size() != block_stride:
+        raise UnsupportedConfiguration(
+            f"layer {name} stores its KV cache as {tuple(tensor.shape)} with strides {tensor.stride()}: "
+            f"a page is not one run of bytes. Set VLLM_KV_CACHE_LAYOUT to LBHNC or LBNHC."
+        )
+    if split > 1 and kernel_stride != kernel_page:
+        raise UnsupportedConfiguration(
+            f"layer {name} splits each block into {split} kernel blocks with gaps between them. "
+            f"Lower --block-size to the attention backend's own."
+        )
+    return int(kernel_page * split * tensor.element_size())

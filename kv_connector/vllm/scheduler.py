@@ -1,0 +1,470 @@
+"""The scheduler's half of WriteImmConnector: bookkeeping per request, nothing that waits, no socket.
+
+P's requests carry ``do_remote_decode``, D's ``do_remote_prefill`` with the address of their P. What the
+workers have to do goes into one StepMetadata per engine step.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import uuid
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kv_connector.prompt_hash import prompt_hash
+from kv_connector.protocol.actions import Address
+from kv_connector.protocol.decode import DecodeRequest
+from kv_connector.protocol.messages import GroupTarget, Role, id_problem
+from kv_connector.protocol.prefill import GroupPages, PrefillRequest
+from kv_connector.vllm.compat import Request, RequestStatus
+from kv_connector.vllm.metadata import (
+    Cancel,
+    Command,
+    FailLoad,
+    FinishPrefill,
+    NewPages,
+    Release,
+    StepMetadata,
+)
+
+logger = logging.getLogger(__name__)
+
+# A prompt that was computed to its end, whatever the first token turned out to be.
+_GOOD_ENDS = (
+    RequestStatus.FINISHED_STOPPED,
+    RequestStatus.FINISHED_LENGTH_CAPPED,
+    RequestStatus.FINISHED_REPETITION,
+)
+
+
+class BadParams(ValueError):
+    """A request's kv_transfer_params cannot be used; it is computed locally."""
+
+
+class Blocks(Protocol):
+    """What compat.KvBlocks offers."""
+
+    total: int
+
+    def first_attended(self, group: int, computed_tokens: int) -> int: ...
+    def hold_windows(self, request_id: str, firsts: tuple[int, ...]) -> list[Any]: ...
+    def give_back(self, held: list[Any]) -> None: ...
+
+
+@dataclass
+class _Prompt:
+    """A prompt that P computes for a D."""
+
+    request: Request
+    transfer_id: str
+    tokens: int
+    speculative: bool
+    """No D has asked for it yet, and whether one will does not depend on P alone."""
+    admitted: bool = False
+    """It has blocks."""
+    told: list[int] = field(default_factory=list)
+    """Per group: the logical blocks before this one have been named to the workers (since the last
+    admission).
+    """
+    complete: bool = False
+    """The workers know the whole prompt's blocks."""
+    held: list[Any] = field(default_factory=list)
+
+
+class PrefillScheduler:
+    """P's requests, from their arrival until the workers report them sent."""
+
+    def __init__(self, engine_id: str, block_sizes: tuple[int, ...], commands: list[Command]) -> None:
+        self._engine_id = engine_id
+        self._block_sizes = block_sizes
+        self._commands = commands
+        self._prompts: dict[str, _Prompt] = {}
+        self._transfers: set[str] = set()
+        self.blocks: Blocks | None = None
+        """Set before the first request."""
+        self.address: Address | None = None
+        """Of rank 0, for routers that dispatch D after P. Set before the first request."""
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def add(self, request: Request, params: Mapping[str, Any]) -> None:
+        # A router that knows NIXL's flow names no transfer: D learns our name from P's response.
+        transfer_id = _transfer_id(params, default=uuid.uuid4().hex)
+        if transfer_id in self._transfers:
+            raise BadParams(f"transfer {transfer_id} belongs to another live request")
+        tokens = _prompt_token_ids(request)
+        self._transfers.add(transfer_id)
+        self._prompts[request.request_id] = _Prompt(
+            request,
+            transfer_id,
+            len(tokens),
+            # Where P names the transfer, D comes after P and its queue is in P's order.
+            speculative=params.get("transfer_id") is not None,
+            told=[0] * len(self._block_sizes),
+        )
+        self._commands.append(
+            PrefillRequest(request.request_id, transfer_id, len(tokens), prompt_hash(tokens))
+        )
+
+    def must_wait(self, request: Request) -> bool:
+        """Whether this prompt must not be started yet. Pure: vLLM may ask every step.
+
+        P and D admit in orders of their own. A P full of prompts that D has no room for, and a D full of
+        requests whose prompts P has no room for, would wait for each other. So half of P's blocks are kept
+        for prompts that D has room for; one that needs more than half goes when no other is speculative.
+        """
+        prompt = self._prompts.get(request.request_id)
+        if prompt is None or not prompt.speculative:
+            return False
+        others = sum(
+            self._blocks_of(other)
+            for other in self._prompts.values()
+            if other.speculative and other.admitted and other is not prompt
+        )
+        assert self.blocks is not None
+        return others > 0 and others + self._blocks_of(prompt) > self.blocks.total // 2
+
+    def _blocks_of(self, prompt: _Prompt) -> int:
+        """What the prompt holds when it is computed; a window holds a chunk more before."""
+        return sum(
+            -(-prompt.tokens // size) - first
+            for size, first in zip(self._block_sizes, self._first_attended(prompt), strict=True)
+        )
+
+    def _first_attended(self, prompt: _Prompt) -> tuple[int, ...]:
+        """Per group: the first logical block that the prompt's last token, which D computes, attends to."""
+        assert self.blocks is not None
+        blocks = self.blocks
+        return tuple(
+            blocks.first_attended(group, prompt.tokens - 1) for group in range(len(self._block_sizes))
+        )
+
+    def allocated(self, request: Request) -> None:
+        """vLLM has given the request its first blocks."""
+        if prompt := self._prompts.get(request.request_id):
+            prompt.admitted = True
+
+    def reserved(self, transfer_ids: Collection[str]) -> None:
+        """D has room for these prompts."""
+        for prompt in self._prompts.values():
+            if prompt.transfer_id in transfer_ids:
+                prompt.speculative = False
+
+    def preempted(self, request_ids: Iterable[str]) -> tuple[str, ...]:
+        """vLLM has taken these requests' blocks back; all will be named again at the next admission."""
+        transfers = []
+        for request_id in request_ids:
+            if prompt := self._prompts.get(request_id):
+                prompt.told = [0] * len(self._block_sizes)
+                prompt.complete = prompt.admitted = False
+                self._give_back(prompt)
+                transfers.append(prompt.transfer_id)
+        return tuple(transfers)
+
+    def new_pages(self, num_scheduled_tokens: Mapping[str, int], block_state: Any) -> tuple[NewPages, ...]:
+        """The pages that this step makes valid, cached ones included. ``block_state`` is vLLM's, of this
+        step.
+        """
+        pages = []
+        for request_id, scheduled in num_scheduled_tokens.items():
+            prompt = self._prompts.get(request_id)
+            if prompt is None or prompt.complete:
+                continue
+            try:
+                pages.append(self._advance(prompt, scheduled, block_state.get_block_ids(request_id)))
+            except Exception:
+                # Never complete, so D is told at the request's end at the latest.
+                logger.exception("transfer %s: pages of request %s are lost", prompt.transfer_id, request_id)
+        return tuple(pages)
+
+    def _advance(self, prompt: _Prompt, scheduled: int, tables: tuple[list[int], ...]) -> NewPages:
+        assert self.blocks is not None
+        computed = min(prompt.request.num_computed_tokens + scheduled, prompt.tokens)
+        last = computed == prompt.tokens
+        # Blocks that D's token no longer attends to are never asked for, and vLLM reuses them while the
+        # prompt is still being computed: they must not be named.
+        firsts = self._first_attended(prompt)
+        groups = []
+        for group, (table, size) in enumerate(zip(tables, self._block_sizes, strict=True)):
+            end = -(-computed // size) if last else computed // size
+            first = max(prompt.told[group], firsts[group])
+            groups.append(GroupPages(first, tuple(table[first:end])))
+            prompt.told[group] = max(prompt.told[group], end)
+        if last:
+            prompt.complete = True
+            # When the request finishes, vLLM counts one token further than D and may free the oldest window
+            # block.
+            prompt.held = self.blocks.hold_windows(prompt.request.request_id, firsts)
+        return NewPages(prompt.transfer_id, tuple(groups), last)
+
+    def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        """True for each request of ours: it stays in vLLM's books, blocks or none, until reported sent."""
+        prompt = self._prompts.get(request.request_id)
+        if prompt is None:
+            return False, None
+        ok = prompt.complete and request.status in _GOOD_ENDS
+        reason = "" if ok else f"prefill ended as {request.status.name} before the prompt's end"
+        self._commands.append(FinishPrefill(request.request_id, prompt.transfer_id, ok, reason))
+        if not ok:
+            return True, None
+        assert self.address is not None
+        return True, {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "transfer_id": prompt.transfer_id,
+            "remote_engine_id": self._engine_id,
+            "remote_host": self.address.host,
+            "remote_port": self.address.port,
+        }
+
+    def sent(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            if prompt := self._prompts.pop(request_id, None):
+                self._transfers.discard(prompt.transfer_id)
+                self._give_back(prompt)
+
+    def _give_back(self, prompt: _Prompt) -> None:
+        if prompt.held:
+            assert self.blocks is not None
+            self.blocks.give_back(prompt.held)
+            prompt.held = []
+
+
+class _Load(enum.Enum):
+    WAITING = enum.auto()  # no blocks yet
+    RESERVED = enum.auto()  # the workers were told to fetch it
+    OVER = enum.auto()  # received, failed, or not needed
+
+
+@dataclass
+class _Target:
+    """A request of D whose prompt a P computes."""
+
+    request_id: str
+    transfer_id: str
+    peer: Address
+    tokens: int
+    prompt_hash: bytes
+    load: _Load = _Load.WAITING
+    finished: bool = False
+
+
+class DecodeScheduler:
+    """D's requests, from their arrival until they have left the scheduler and nothing is written for them."""
+
+    def __init__(self, block_sizes: tuple[int, ...], commands: list[Command]) -> None:
+        self._block_sizes = block_sizes
+        self._commands = commands
+        self._targets: dict[str, _Target] = {}
+        self._transfers: set[str] = set()
+        self._told_waiting: tuple[tuple[str, Address], ...] = ()
+
+    def __len__(self) -> int:
+        return len(self._targets)
+
+    def add(self, request: Request, params: Mapping[str, Any]) -> None:
+        transfer_id = _transfer_id(params, default=None)
+        if transfer_id in self._transfers:
+            # Samples of one prompt (n > 1) share their parameters: the first loads, the rest compute.
+            raise BadParams(f"transfer {transfer_id} belongs to another live request")
+        peer = _peer(params)
+        tokens = _prompt_token_ids(request)
+        self._transfers.add(transfer_id)
+        self._targets[request.request_id] = _Target(
+            request.request_id, transfer_id, peer, len(tokens), prompt_hash(tokens)
+        )
+
+    def tokens_to_load(self, request: Request, local_tokens: int) -> int:
+        """How many tokens to load behind the first ``local_tokens``. Pure: vLLM may ask every step.
+
+        All but the prompt's last token, which vLLM recomputes in any case to sample from it. To claim that
+        token too would cost a sliding window its oldest block: vLLM would take the window of the token after
+        it.
+        """
+        target = self._targets.get(request.request_id)
+        if target is None or target.load is not _Load.WAITING:
+            return 0
+        if any(local_tokens % size for size in self._block_sizes):
+            return 0
+        return max(target.tokens - 1 - local_tokens, 0)
+
+    def allocated(self, request: Request, blocks: Any, external_tokens: int) -> None:
+        """vLLM has given the request blocks, and will load ``external_tokens`` (0: it needs nothing)."""
+        target = self._targets.get(request.request_id)
+        if target is None or target.load is not _Load.WAITING:
+            return
+        if external_tokens == 0:
+            self._release(target)
+            return
+        target.load = _Load.RESERVED
+        try:
+            self._commands.append(self._reservation(target, blocks.get_block_ids(), external_tokens))
+        except Exception:
+            logger.exception(
+                "transfer %s: no reservation for request %s", target.transfer_id, target.request_id
+            )
+            self._commands.append(FailLoad(target.request_id))
+
+    def _reservation(
+        self, target: _Target, tables: tuple[list[int], ...], external_tokens: int
+    ) -> DecodeRequest:
+        first_token = target.tokens - 1 - external_tokens
+        groups = []
+        for table, size in zip(tables, self._block_sizes, strict=True):
+            first, end = first_token // size, -(-(target.tokens - 1) // size)
+            groups.append(GroupTarget(first=first, blocks=tuple(table[first:end])))
+        return DecodeRequest(
+            request_id=target.request_id,
+            transfer_id=target.transfer_id,
+            peer=target.peer,
+            prompt_tokens=target.tokens,
+            first_token=first_token,
+            prompt_hash=target.prompt_hash,
+            groups=tuple(groups),
+        )
+
+    def finished(self, request: Request) -> None:
+        """vLLM itself keeps the blocks of a request that is still being loaded, until the load is reported
+        over.
+        """
+        target = self._targets.get(request.request_id)
+        if target is None:
+            return
+        target.finished = True
+        if target.load is _Load.WAITING:
+            self._release(target)
+        elif target.load is _Load.RESERVED:
+            self._commands.append(Cancel(target.request_id))
+        self._forget_if_over(target)
+
+    def received(self, request_ids: Iterable[str]) -> None:
+        """These loads are over, well or not."""
+        for request_id in request_ids:
+            if target := self._targets.get(request_id):
+                target.load = _Load.OVER
+                self._forget_if_over(target)
+
+    def waiting(self) -> tuple[tuple[str, Address], ...] | None:
+        """The transfers whose requests have no blocks yet; None if the workers know."""
+        waiting = tuple(
+            (target.transfer_id, target.peer)
+            for target in self._targets.values()
+            if target.load is _Load.WAITING
+        )
+        if waiting == self._told_waiting:
+            return None
+        self._told_waiting = waiting
+        return waiting
+
+    def _release(self, target: _Target) -> None:
+        target.load = _Load.OVER
+        self._commands.append(Release(target.transfer_id, target.peer))
+
+    def _forget_if_over(self, target: _Target) -> None:
+        if target.finished and target.load is _Load.OVER:
+            del self._targets[target.request_id]
+            self._transfers.discard(target.transfer_id)
+
+
+class SchedulerSide:
+    """Both roles' bookkeeping behind the connector's hooks."""
+
+    def __init__(self, role: Role, engine_id: str, block_sizes: tuple[int, ...]) -> None:
+        """``block_sizes``: tokens a block, per KV cache group."""
+        self._role = role
+        self._commands: list[Command] = []
+        self.prefill = PrefillScheduler(engine_id, block_sizes, self._commands)
+        self.decode = DecodeScheduler(block_sizes, self._commands)
+
+    def on_new_request(self, request: Request) -> None:
+        params = request.kv_transfer_params or {}
+        remote_decode, remote_prefill = (
+            bool(params.get("do_remote_decode")),
+            bool(params.get("do_remote_prefill")),
+        )
+        try:
+            if remote_decode and remote_prefill:
+                raise BadParams("do_remote_decode and do_remote_prefill are both set; set one of them")
+            if remote_decode:
+                self._require(Role.PREFILL, "do_remote_decode")
+                self.prefill.add(request, params)
+            elif remote_prefill:
+                self._require(Role.DECODE, "do_remote_prefill")
+                self.decode.add(request, params)
+        except BadParams as error:
+            logger.warning(
+                "request %s is computed here alone: kv_transfer_params: %s", request.request_id, error
+            )
+
+    def _require(self, role: Role, key: str) -> None:
+        if self._role not in (role, Role.BOTH):
+            raise BadParams(f"{key} is for a {role.value} engine, this one's role is {self._role.value}")
+
+    def build_metadata(self, scheduler_output: Any) -> StepMetadata:
+        preempted = self.prefill.preempted(scheduler_output.preempted_req_ids or ())
+        pages = self.prefill.new_pages(
+            scheduler_output.num_scheduled_tokens, scheduler_output.kv_connector_block_state
+        )
+        commands = tuple(self._commands)
+        self._commands.clear()
+        return StepMetadata(
+            preempted,
+            commands,
+            pages,
+            self.decode.waiting(),
+            computes=scheduler_output.total_num_scheduled_tokens > 0,
+        )
+
+    def has_unsent_commands(self) -> bool:
+        """Whether the workers have still to be told something: the engine must take another step for it."""
+        return bool(self._commands)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is known of any request, and the workers know it."""
+        return not (self._commands or len(self.prefill) or len(self.decode))
+
+    def update(
+        self,
+        finished_sending: Iterable[str] | None,
+        finished_recving: Iterable[str] | None,
+        reserved: Collection[str] = (),
+    ) -> None:
+        """What the workers report at the end of a step."""
+        if reserved:
+            self.prefill.reserved(reserved)
+        self.prefill.sent(finished_sending or ())
+        self.decode.received(finished_recving or ())
+
+    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        self.decode.finished(request)
+        return self.prefill.finished(request)
+
+
+def _transfer_id(params: Mapping[str, Any], *, default: str | None) -> str:
+    transfer_id = params.get("transfer_id")
+    if transfer_id is None:
+        transfer_id = default
+    if not isinstance(transfer_id, str):
+        raise BadParams(f"transfer_id must be a string, not {transfer_id!r:.100}")
+    if problem := id_problem(transfer_id):
+        raise BadParams(problem)
+    return transfer_id
+
+
+def _peer(params: Mapping[str, Any]) -> Address:
+    host, port = params.get("remote_host"), params.get("remote_port")
+    if not isinstance(host, str) or not host:
+        raise BadParams(f"remote_host must be the prefill engine's control_host, not {host!r:.100}")
+    if isinstance(port, bool) or not isinstance(port, int) or not 0 < port < 65536:
+        raise BadParams(f"remote_port must be the prefill engine's control_port, not {port!r:.100}")
+    return Address(host, port)
+
+
+def _prompt_token_ids(request: Request) -> list[int]:
+    if not request.prompt_token_ids:
+        raise BadParams("the prompt has no token ids (prompt embeddings cannot be transferred)")
+    return list(request.prompt_token_ids)

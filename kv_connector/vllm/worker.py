@@ -1,0 +1,196 @@
+"""A worker's half of WriteImmConnector: hands the scheduler's words to the Agent, and its reports back.
+
+Called by vLLM's model runner on its one thread. Nothing here waits, except for the drain at a preemption and,
+where a step computes nothing, a moment for the transfers that the engine waits for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from kv_connector.agent import Agent
+from kv_connector.engine import LayerSignal, StreamSignal
+from kv_connector.protocol.actions import Address
+from kv_connector.protocol.decode import DecodeRequest
+from kv_connector.protocol.prefill import ComputedPages, PrefillRequest
+from kv_connector.vllm.compat import KVConnectorTransferResults
+from kv_connector.vllm.metadata import (
+    Cancel,
+    Command,
+    FailLoad,
+    FinishPrefill,
+    NewPages,
+    Release,
+    Reserved,
+    StepMetadata,
+)
+
+logger = logging.getLogger(__name__)
+
+IDLE_STEP_SECONDS = 0.005
+"""How long a step of a CPU engine that computes nothing waits for news. Without it, an engine that only
+waits for transfers takes step after step (vLLM pauses 1 ms between them), on cores that the prefill may need.
+It ends early with the first news; a request that arrives meanwhile is delayed by at most this.
+
+A GPU engine does not wait: with async scheduling, vLLM acts on a step's news only after the next step, which
+has none (measured on an H200: 5.4 ms later for every request)."""
+
+
+class LayerProgress:
+    """Tells the engine's LayerSignal how far the forward pass has come.
+
+    The signal only grows: step s of an engine with L layers takes the values s*L+1 to s*L+L, layer k is
+    computed once the signal is s*L+k+1. Layers whose hook does not come in forward order (or at all) count as
+    computed at the end of the step.
+    """
+
+    def __init__(self, layer_names: tuple[str, ...], store: Callable[[int], None]) -> None:
+        self._ordinals = {name: ordinal for ordinal, name in enumerate(layer_names)}
+        self._store = store
+        self._steps = 0
+        self._done = len(layer_names)
+        self._before_last: Callable[[], None] = lambda: None
+        self.base = 0
+
+    def begin_step(self, before_last: Callable[[], None]) -> None:
+        """``before_last`` is called once, just before the step's last layer is signalled."""
+        self.base = self._steps * len(self._ordinals)
+        self._steps += 1
+        self._done = 0
+        self._before_last = before_last
+
+    def layer_computed(self, name: str) -> None:
+        if self._ordinals.get(name) == self._done:
+            self._advance(self._done + 1)
+
+    def end_step(self) -> None:
+        self._advance(len(self._ordinals))
+
+    def _advance(self, done: int) -> None:
+        if self._done == len(self._ordinals):
+            return
+        if done == len(self._ordinals):
+            self._before_last()
+        self._done = done
+        self._store(self.base + done)
+
+
+def signal_writer(signal: LayerSignal) -> Callable[[int], None]:
+    """What a layer hook calls with the signal's next value.
+
+    On a CPU engine the layer is computed when its hook is called. On a GPU it is only enqueued: there the
+    value is enqueued behind it, on the stream that the forward pass uses at that moment, and nobody waits.
+    """
+    if not isinstance(signal, StreamSignal):
+        return signal.store
+    import torch
+
+    current_stream, store = torch.cuda.current_stream, signal.store_on_stream
+    return lambda value: store(current_stream().cuda_stream, value)
+
+
+class WorkerSide:
+    """One rank's Agent, driven by the connector's hooks."""
+
+    def __init__(
+        self, agent: Agent, layer_names: tuple[str, ...], rank: int, signal: Callable[[int], None]
+    ) -> None:
+        """``agent`` is started; ``rank`` is added to the ports of peers, which name their rank 0. ``signal``
+        writes agent.signal, in the order of the forward pass."""
+        self.agent = agent
+        self._rank = rank
+        self._progress = LayerProgress(layer_names, signal)
+        self._patient = not isinstance(agent.signal, StreamSignal)
+        # Finished by the scheduler: only these may be reported sent, and only then vLLM expects it.
+        self._finished: set[str] = set()
+        self._sent: set[str] = set()
+        self._failed_here: set[str] = set()
+        self._computes = True
+
+    def handle_preemptions(self, metadata: StepMetadata) -> None:
+        """Before the step's forward may write into the preempted requests' blocks. Blocks until nothing reads
+        them.
+        """
+        if metadata.preempted:
+            self.agent.preempt(metadata.preempted)
+
+    def begin_step(self, metadata: StepMetadata) -> None:
+        for command in metadata.commands:
+            try:
+                self._execute(command)
+            except Exception:
+                logger.exception("cannot execute %r", command)
+                self._give_up(command)
+        if metadata.waiting is not None:
+            waiting = [(transfer_id, self._on_my_rank(peer)) for transfer_id, peer in metadata.waiting]
+            for peer in {peer for _, peer in waiting}:
+                self.agent.dial(peer)
+            self.agent.set_waiting(waiting)
+        ending = [pages.transfer_id for pages in metadata.new_pages if pages.last]
+        self._progress.begin_step(lambda: self.agent.note_prefill_end(ending) if ending else None)
+        for pages in metadata.new_pages:
+            self._computed(pages)
+        self._computes = metadata.computes
+
+    def layer_computed(self, name: str) -> None:
+        self._progress.layer_computed(name)
+
+    def end_step(self) -> None:
+        self._progress.end_step()
+
+    def transfer_results(self) -> Any:
+        """What has ended since the last call, each request id exactly once."""
+        if self._patient and not (self._computes or self._failed_here or self._sent & self._finished):
+            self.agent.await_news(IDLE_STEP_SECONDS)
+        reports = self.agent.take_reports()
+        self._sent |= reports.finished_sending
+        sent = self._sent & self._finished
+        self._sent -= sent
+        self._finished -= sent
+        failed_here, self._failed_here = self._failed_here, set()
+        return KVConnectorTransferResults(
+            finished_sending=sent,
+            finished_recving=reports.finished_recving | failed_here,
+            failed_recving=reports.failed_recving | failed_here,
+        )
+
+    def reserved(self) -> Reserved | None:
+        """The transfers for which a RESERVE has come since the last call, or None."""
+        transfer_ids = self.agent.take_reserved()
+        return Reserved(transfer_ids) if transfer_ids else None
+
+    def _execute(self, command: Command) -> None:
+        match command:
+            case PrefillRequest():
+                self.agent.expect(command)
+            case FinishPrefill():
+                self._finished.add(command.request_id)
+                self.agent.finished(command.transfer_id, command.ok, command.reason)
+            case DecodeRequest():
+                self.agent.reserve(replace(command, peer=self._on_my_rank(command.peer)))
+            case Cancel():
+                self.agent.cancel(command.request_id)
+            case Release():
+                self.agent.release(command.transfer_id, self._on_my_rank(command.peer))
+            case FailLoad():
+                self._failed_here.add(command.request_id)
+
+    def _give_up(self, command: Command) -> None:
+        """vLLM waits for a report on these; the agent that refused the command will not make one."""
+        match command:
+            case FinishPrefill():
+                self._sent.add(command.request_id)
+            case DecodeRequest():
+                self._failed_here.add(command.request_id)
+
+    def _computed(self, pages: NewPages) -> None:
+        try:
+            self.agent.computed(ComputedPages(pages.transfer_id, self._progress.base, pages.groups))
+        except Exception:
+            logger.exception("transfer %s: pages are lost", pages.transfer_id)
+
+    def _on_my_rank(self, peer: Address) -> Address:
+        return Address(peer.host, peer.port + self._rank)

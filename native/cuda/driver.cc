@@ -1,0 +1,246 @@
+#include "cuda/driver.h"
+
+#include <dlfcn.h>
+
+#include <mutex>
+#include <type_traits>
+
+namespace kvc::cuda {
+
+namespace {
+
+// CUDA 12.0: the oldest driver that runs the kernels' PTX and has the functions above in these versions.
+constexpr int kOldestDriver = 12000;
+
+constexpr int kPointerMemoryType = 2;      // CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+constexpr int kPointerDevice = 9;          // CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+constexpr int kPointerIpcCapable = 10;     // CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
+constexpr int kPointerRangeStart = 11;     // CU_POINTER_ATTRIBUTE_RANGE_START_ADDR
+constexpr int kPointerRangeSize = 12;      // CU_POINTER_ATTRIBUTE_RANGE_SIZE
+constexpr unsigned kMemoryTypeDevice = 2;  // CU_MEMORYTYPE_DEVICE
+constexpr int kInvalidValue = 1;           // CUDA_ERROR_INVALID_VALUE: a pointer that CUDA knows nothing of
+
+constexpr unsigned kHostPortable = 1;       // CU_MEMHOSTALLOC_PORTABLE
+constexpr unsigned kHostDeviceMap = 2;      // CU_MEMHOSTALLOC_DEVICEMAP
+constexpr unsigned kStreamNonBlocking = 1;  // CU_STREAM_NON_BLOCKING
+constexpr int kMaxDynamicShared = 8;        // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+Error refused(std::string message) { return Error{ErrorCode::kRefused, "cuda", {}, "open", std::move(message)}; }
+
+// Filled by the first caller of driver(), read by cuda_error() too.
+Driver table{};
+
+Status load() {
+  void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) {
+    const char* why = dlerror();
+    return refused(std::string("no CUDA driver: ") + (why != nullptr ? why : "libcuda.so.1 cannot be opened") +
+                   " (install the NVIDIA driver; in containers run with --gpus)");
+  }
+  std::string missing;
+  const auto find = [&](auto& function, const char* symbol) {
+    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, symbol));
+    if (function == nullptr) missing += (missing.empty() ? "" : ", ") + std::string(symbol);
+  };
+#define KVC_FIND(name) find(table.name, #name)
+  KVC_FIND(cuInit);
+  KVC_FIND(cuDriverGetVersion);
+  KVC_FIND(cuGetErrorName);
+  KVC_FIND(cuGetErrorString);
+  KVC_FIND(cuDeviceGetCount);
+  KVC_FIND(cuDeviceGet);
+  KVC_FIND(cuDeviceGetName);
+  KVC_FIND(cuDeviceGetAttribute);
+  KVC_FIND(cuDevicePrimaryCtxRetain);
+  KVC_FIND(cuDevicePrimaryCtxRelease_v2);
+  KVC_FIND(cuCtxGetCurrent);
+  KVC_FIND(cuCtxGetDevice);
+  KVC_FIND(cuCtxPushCurrent_v2);
+  KVC_FIND(cuCtxPopCurrent_v2);
+  KVC_FIND(cuCtxGetStreamPriorityRange);
+  KVC_FIND(cuCtxEnablePeerAccess);
+  KVC_FIND(cuCtxSynchronize);
+  KVC_FIND(cuMemAlloc_v2);
+  KVC_FIND(cuMemFree_v2);
+  KVC_FIND(cuMemHostAlloc);
+  KVC_FIND(cuMemFreeHost);
+  KVC_FIND(cuMemHostGetDevicePointer_v2);
+  KVC_FIND(cuMemcpyHtoD_v2);
+  KVC_FIND(cuMemcpyDtoH_v2);
+  KVC_FIND(cuMemcpyDtoDAsync_v2);
+  KVC_FIND(cuMemsetD8_v2);
+  KVC_FIND(cuPointerGetAttribute);
+  KVC_FIND(cuIpcGetMemHandle);
+  KVC_FIND(cuIpcOpenMemHandle_v2);
+  KVC_FIND(cuIpcCloseMemHandle);
+  KVC_FIND(cuStreamCreateWithPriority);
+  KVC_FIND(cuStreamDestroy_v2);
+  KVC_FIND(cuStreamQuery);
+  KVC_FIND(cuStreamSynchronize);
+  KVC_FIND(cuStreamWriteValue64_v2);
+  KVC_FIND(cuEventCreate);
+  KVC_FIND(cuEventDestroy_v2);
+  KVC_FIND(cuEventRecord);
+  KVC_FIND(cuEventElapsedTime);
+  KVC_FIND(cuModuleLoadData);
+  KVC_FIND(cuModuleUnload);
+  KVC_FIND(cuModuleGetFunction);
+  KVC_FIND(cuFuncSetAttribute);
+  KVC_FIND(cuLaunchKernel);
+#undef KVC_FIND
+  if (!missing.empty()) return refused("the CUDA driver lacks " + missing + ": CUDA 12.0 or later is needed");
+  if (const int result = table.cuInit(0); result != kSuccess) {
+    Error error = cuda_error("open", "cuInit", result);
+    error.code = ErrorCode::kRefused;
+    return error;
+  }
+  int version = 0;
+  table.cuDriverGetVersion(&version);
+  if (version < kOldestDriver) {
+    return refused("the CUDA driver is of version " + std::to_string(version / 1000) + "." +
+                   std::to_string(version % 1000 / 10) + ": 12.0 or later is needed");
+  }
+  int devices = 0;
+  table.cuDeviceGetCount(&devices);
+  if (devices == 0) return refused("no GPU is visible to this process (CUDA_VISIBLE_DEVICES?)");
+  return {};
+}
+
+}  // namespace
+
+Result<const Driver*> driver() {
+  static std::mutex mutex;
+  static bool loaded = false;
+  const std::lock_guard lock(mutex);
+  if (!loaded) {
+    if (Status status = load(); !status) return status.error();
+    loaded = true;
+  }
+  return &table;
+}
+
+Error cuda_error(std::string_view operation, std::string_view call, int result) {
+  const char* name = nullptr;
+  const char* words = nullptr;
+  if (table.cuGetErrorName != nullptr) table.cuGetErrorName(result, &name);
+  if (table.cuGetErrorString != nullptr) table.cuGetErrorString(result, &words);
+  std::string message(call);
+  message += std::string(": ") + (name != nullptr ? name : "error " + std::to_string(result));
+  if (words != nullptr) message += std::string(" (") + words + ")";
+  constexpr int kOutOfMemory = 2;  // CUDA_ERROR_OUT_OF_MEMORY
+  const ErrorCode code = result == kOutOfMemory ? ErrorCode::kResources : ErrorCode::kSystem;
+  return Error{code, "cuda", {}, std::string(operation), std::move(message)};
+}
+
+Result<std::shared_ptr<Context>> Context::retain(int device) {
+  const Result<const Driver*> loaded = cuda::driver();
+  if (!loaded) return loaded.error();
+  const Driver& driver = *loaded.value();
+  int handle = 0;
+  if (const int result = driver.cuDeviceGet(&handle, device); result != kSuccess) {
+    return cuda_error("open", "cuDeviceGet(" + std::to_string(device) + ")", result);
+  }
+  ContextHandle context = nullptr;
+  if (const int result = driver.cuDevicePrimaryCtxRetain(&context, handle); result != kSuccess) {
+    return cuda_error("open", "cuDevicePrimaryCtxRetain", result);
+  }
+  return std::make_shared<Context>(driver, handle, context);
+}
+
+std::string Context::name() const {
+  std::array<char, 128> name{};
+  driver_.cuDeviceGetName(name.data(), static_cast<int>(name.size()) - 1, device_);
+  return name.data();
+}
+
+int Context::attribute(int attribute) const {
+  int value = 0;
+  return driver_.cuDeviceGetAttribute(&value, attribute, device_) == kSuccess ? value : 0;
+}
+
+Result<Placement> placement(const Driver& driver, const void* pointer) {
+  const auto address = reinterpret_cast<DevicePointer>(pointer);
+  unsigned type = 0;
+  const int result = driver.cuPointerGetAttribute(&type, kPointerMemoryType, address);
+  if (result == kInvalidValue || (result == kSuccess && type != kMemoryTypeDevice)) return Placement{};
+  if (result != kSuccess) return cuda_error("register_region", "cuPointerGetAttribute", result);
+  Placement found;
+  size_t bytes = 0;
+  int capable = 0;
+  if (int failed = driver.cuPointerGetAttribute(&found.device, kPointerDevice, address); failed != kSuccess) {
+    return cuda_error("register_region", "cuPointerGetAttribute(DEVICE_ORDINAL)", failed);
+  }
+  if (int failed = driver.cuPointerGetAttribute(&found.allocation, kPointerRangeStart, address); failed != kSuccess) {
+    return cuda_error("register_region", "cuPointerGetAttribute(RANGE_START_ADDR)", failed);
+  }
+  if (int failed = driver.cuPointerGetAttribute(&bytes, kPointerRangeSize, address); failed != kSuccess) {
+    return cuda_error("register_region", "cuPointerGetAttribute(RANGE_SIZE)", failed);
+  }
+  driver.cuPointerGetAttribute(&capable, kPointerIpcCapable, address);
+  found.allocation_bytes = bytes;
+  found.ipc_capable = capable != 0;
+  return found;
+}
+
+Result<PinnedMemory> PinnedMemory::allocate(const Driver& driver, size_t bytes) {
+  PinnedMemory memory;
+  memory.driver_ = &driver;
+  if (const int result = driver.cuMemHostAlloc(&memory.data_, bytes, kHostPortable | kHostDeviceMap);
+      result != kSuccess) {
+    memory.data_ = nullptr;
+    return cuda_error("open", "cuMemHostAlloc", result);
+  }
+  if (const int result = driver.cuMemHostGetDevicePointer_v2(&memory.device_, memory.data_, 0); result != kSuccess) {
+    return cuda_error("open", "cuMemHostGetDevicePointer", result);
+  }
+  return memory;
+}
+
+Result<OwnedStream> OwnedStream::create(const Driver& driver, Priority priority) {
+  int lowest = 0;
+  int highest = 0;
+  if (const int result = driver.cuCtxGetStreamPriorityRange(&lowest, &highest); result != kSuccess) {
+    return cuda_error("open", "cuCtxGetStreamPriorityRange", result);
+  }
+  OwnedStream stream;
+  stream.driver_ = &driver;
+  const int value = priority == Priority::kLowest ? lowest : highest;
+  if (const int result = driver.cuStreamCreateWithPriority(&stream.stream_, kStreamNonBlocking, value);
+      result != kSuccess) {
+    stream.stream_ = nullptr;
+    return cuda_error("open", "cuStreamCreateWithPriority", result);
+  }
+  return stream;
+}
+
+Result<Module> Module::load(const Driver& driver) {
+  const std::span<const unsigned char> image = kernel_image();
+  if (image.empty()) {
+    return refused("this build holds no GPU kernels: nvcc was not found when it was built (set CUDACXX and rebuild)");
+  }
+  Module module;
+  module.driver_ = &driver;
+  if (const int result = driver.cuModuleLoadData(&module.module_, image.data()); result != kSuccess) {
+    module.module_ = nullptr;
+    Error error = cuda_error("open", "cuModuleLoadData", result);
+    error.code = ErrorCode::kRefused;
+    return error;
+  }
+  return module;
+}
+
+Result<Function> Module::function(const char* name, uint32_t shared_bytes) const {
+  Function function = nullptr;
+  if (const int result = driver_->cuModuleGetFunction(&function, module_, name); result != kSuccess) {
+    return cuda_error("open", std::string("cuModuleGetFunction ") + name, result);
+  }
+  if (shared_bytes > 0) {
+    if (const int result = driver_->cuFuncSetAttribute(function, kMaxDynamicShared, static_cast<int>(shared_bytes));
+        result != kSuccess) {
+      return cuda_error("open", std::string("cuFuncSetAttribute ") + name, result);
+    }
+  }
+  return function;
+}
+
+}  // namespace kvc::cuda

@@ -1,0 +1,221 @@
+// The CUDA driver, opened at run time: no build or wheel depends on it, and a machine without it learns why.
+//
+// Only what kv-connector calls, declared here in the driver's own terms (its C ABI is stable, so no CUDA header is
+// needed to build). Every call's status becomes an Error; nothing here throws. Any thread may call anything; a call that
+// works on "the current context" says so.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "engine/error.h"
+
+namespace kvc::cuda {
+
+using DevicePointer = unsigned long long;  // CUdeviceptr
+using Stream = struct CUstream_st*;        // CUstream; null: the legacy default stream
+using ContextHandle = struct CUctx_st*;    // CUcontext
+using ModuleHandle = struct CUmod_st*;     // CUmodule
+using Function = struct CUfunc_st*;        // CUfunction
+using Event = struct CUevent_st*;          // CUevent
+
+// CUipcMemHandle: names an allocation of one process to others on the same machine.
+struct IpcHandle {
+  std::array<std::byte, 64> bytes{};
+  bool operator==(const IpcHandle&) const = default;
+};
+
+// The driver's functions, by the names that it exports. Loaded once, never unloaded.
+struct Driver {
+  int (*cuInit)(unsigned);
+  int (*cuDriverGetVersion)(int*);
+  int (*cuGetErrorName)(int, const char**);
+  int (*cuGetErrorString)(int, const char**);
+  int (*cuDeviceGetCount)(int*);
+  int (*cuDeviceGet)(int*, int);
+  int (*cuDeviceGetName)(char*, int, int);
+  int (*cuDeviceGetAttribute)(int*, int, int);
+  int (*cuDevicePrimaryCtxRetain)(ContextHandle*, int);
+  int (*cuDevicePrimaryCtxRelease_v2)(int);
+  int (*cuCtxGetCurrent)(ContextHandle*);
+  int (*cuCtxGetDevice)(int*);
+  int (*cuCtxPushCurrent_v2)(ContextHandle);
+  int (*cuCtxPopCurrent_v2)(ContextHandle*);
+  int (*cuCtxGetStreamPriorityRange)(int*, int*);
+  int (*cuCtxEnablePeerAccess)(ContextHandle, unsigned);
+  int (*cuCtxSynchronize)();
+  int (*cuMemAlloc_v2)(DevicePointer*, size_t);
+  int (*cuMemFree_v2)(DevicePointer);
+  int (*cuMemHostAlloc)(void**, size_t, unsigned);
+  int (*cuMemFreeHost)(void*);
+  int (*cuMemHostGetDevicePointer_v2)(DevicePointer*, void*, unsigned);
+  int (*cuMemcpyHtoD_v2)(DevicePointer, const void*, size_t);
+  int (*cuMemcpyDtoH_v2)(void*, DevicePointer, size_t);
+  int (*cuMemcpyDtoDAsync_v2)(DevicePointer, DevicePointer, size_t, Stream);
+  int (*cuMemsetD8_v2)(DevicePointer, unsigned char, size_t);
+  int (*cuPointerGetAttribute)(void*, int, DevicePointer);
+  int (*cuIpcGetMemHandle)(IpcHandle*, DevicePointer);
+  int (*cuIpcOpenMemHandle_v2)(DevicePointer*, IpcHandle, unsigned);
+  int (*cuIpcCloseMemHandle)(DevicePointer);
+  int (*cuStreamCreateWithPriority)(Stream*, unsigned, int);
+  int (*cuStreamDestroy_v2)(Stream);
+  int (*cuStreamQuery)(Stream);
+  int (*cuStreamSynchronize)(Stream);
+  int (*cuStreamWriteValue64_v2)(Stream, DevicePointer, uint64_t, unsigned);
+  int (*cuEventCreate)(Event*, unsigned);
+  int (*cuEventDestroy_v2)(Event);
+  int (*cuEventRecord)(Event, Stream);
+  int (*cuEventElapsedTime)(float*, Event, Event);
+  int (*cuModuleLoadData)(ModuleHandle*, const void*);
+  int (*cuModuleUnload)(ModuleHandle);
+  int (*cuModuleGetFunction)(Function*, ModuleHandle, const char*);
+  int (*cuFuncSetAttribute)(Function, int, int);
+  int (*cuLaunchKernel)(Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, void**,
+                        void**);
+};
+
+// The loaded and initialised driver, or why there is none (no libcuda.so.1, no GPU, a driver that is too old). The first
+// call loads it, which takes a while. A failure is not remembered.
+Result<const Driver*> driver();
+
+// `result` (a CUresult that is not 0) of `call` in the driver's own words.
+Error cuda_error(std::string_view operation, std::string_view call, int result);
+
+// CUresult values that callers tell apart.
+inline constexpr int kSuccess = 0;
+inline constexpr int kNotReady = 600;                  // CUDA_ERROR_NOT_READY
+inline constexpr int kPeerAccessAlreadyEnabled = 704;  // CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED
+
+// A device's primary context: the one that frameworks (PyTorch's runtime API) use, so that their pointers and streams
+// are valid here. Retained as long as the object lives.
+class Context {
+ public:
+  // Of the device with this ordinal among those visible to the process. Creates the context if nobody has yet.
+  static Result<std::shared_ptr<Context>> retain(int device);
+  Context(const Driver& driver, int device, ContextHandle handle) : driver_(driver), device_(device), handle_(handle) {}
+  Context(const Context&) = delete;
+  Context& operator=(const Context&) = delete;
+  ~Context() { driver_.cuDevicePrimaryCtxRelease_v2(device_); }
+
+  const Driver& driver() const noexcept { return driver_; }
+  int device() const noexcept { return device_; }
+  ContextHandle handle() const noexcept { return handle_; }
+  std::string name() const;
+  // CUdevice_attribute, 0 where the driver does not know it.
+  int attribute(int attribute) const;
+
+  // Makes the context current on this thread for the scope's life.
+  class Scope {
+   public:
+    explicit Scope(const Context& context) : driver_(context.driver_) { driver_.cuCtxPushCurrent_v2(context.handle_); }
+    Scope(const Scope&) = delete;
+    Scope& operator=(const Scope&) = delete;
+    ~Scope() {
+      ContextHandle popped = nullptr;
+      driver_.cuCtxPopCurrent_v2(&popped);
+    }
+
+   private:
+    const Driver& driver_;
+  };
+
+ private:
+  const Driver& driver_;
+  const int device_;
+  const ContextHandle handle_;
+};
+
+inline constexpr int kAttributeMultiprocessors = 16;  // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+inline constexpr int kAttributeMajor = 75;            // ..._COMPUTE_CAPABILITY_MAJOR
+inline constexpr int kAttributeMinor = 76;            // ..._COMPUTE_CAPABILITY_MINOR
+inline constexpr int kAttributeStreamWrites64 = 122;  // ..._CAN_USE_64_BIT_STREAM_MEM_OPS
+
+// Where a pointer lies.
+struct Placement {
+  int device = -1;               // -1: not in a GPU's memory
+  DevicePointer allocation = 0;  // the allocation that it lies in
+  uint64_t allocation_bytes = 0;
+  bool ipc_capable = false;  // cuIpcGetMemHandle() works on it
+};
+Result<Placement> placement(const Driver& driver, const void* pointer);
+
+// Page-locked host memory that every GPU of the process reads and writes at `device`.
+class PinnedMemory {
+ public:
+  // In the current context.
+  static Result<PinnedMemory> allocate(const Driver& driver, size_t bytes);
+  PinnedMemory() = default;
+  PinnedMemory(PinnedMemory&& other) noexcept { *this = std::move(other); }
+  PinnedMemory& operator=(PinnedMemory&& other) noexcept {
+    std::swap(driver_, other.driver_);
+    std::swap(data_, other.data_);
+    std::swap(device_, other.device_);
+    return *this;
+  }
+  ~PinnedMemory() {
+    if (data_ != nullptr) driver_->cuMemFreeHost(data_);
+  }
+  void* data() const noexcept { return data_; }
+  DevicePointer device() const noexcept { return device_; }
+
+ private:
+  const Driver* driver_ = nullptr;
+  void* data_ = nullptr;
+  DevicePointer device_ = 0;
+};
+
+// A non-blocking stream (not ordered with the legacy default stream) of the current context.
+class OwnedStream {
+ public:
+  enum class Priority : uint8_t { kLowest, kHighest };
+  static Result<OwnedStream> create(const Driver& driver, Priority priority);
+  OwnedStream() = default;
+  OwnedStream(OwnedStream&& other) noexcept { *this = std::move(other); }
+  OwnedStream& operator=(OwnedStream&& other) noexcept {
+    std::swap(driver_, other.driver_);
+    std::swap(stream_, other.stream_);
+    return *this;
+  }
+  ~OwnedStream() {
+    if (stream_ != nullptr) driver_->cuStreamDestroy_v2(stream_);
+  }
+  Stream get() const noexcept { return stream_; }
+
+ private:
+  const Driver* driver_ = nullptr;
+  Stream stream_ = nullptr;
+};
+
+// The kernels of kernels.cu in the current context.
+class Module {
+ public:
+  // kRefused where this build holds no kernels (no nvcc when it was built), or none for this GPU.
+  static Result<Module> load(const Driver& driver);
+  Module() = default;
+  Module(Module&& other) noexcept { *this = std::move(other); }
+  Module& operator=(Module&& other) noexcept {
+    std::swap(driver_, other.driver_);
+    std::swap(module_, other.module_);
+    return *this;
+  }
+  ~Module() {
+    if (module_ != nullptr) driver_->cuModuleUnload(module_);
+  }
+  // `shared_bytes`: dynamic shared memory that a block of it may ask for.
+  Result<Function> function(const char* name, uint32_t shared_bytes = 0) const;
+
+ private:
+  const Driver* driver_ = nullptr;
+  ModuleHandle module_ = nullptr;
+};
+
+// The compiled kernels.cu as the driver loads it; empty in a build without nvcc.
+std::span<const unsigned char> kernel_image() noexcept;
+
+}  // namespace kvc::cuda

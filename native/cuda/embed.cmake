@@ -1,0 +1,11 @@
+# cmake -DIMAGE=kernels.fatbin -DOUT=kernel_image.cc -DFUNCTION=kvc::cuda::kernel_image -P embed.cmake
+# Writes the compiled kernels as a C++ array behind `FUNCTION`, which driver.h declares.
+file(READ ${IMAGE} bytes HEX)
+string(REGEX REPLACE "([0-9a-f][0-9a-f])" "0x\\1," bytes "${bytes}")
+file(WRITE ${OUT} "// Generated from kernels.cu.
+#include \"cuda/driver.h\"
+namespace {
+alignas(64) constexpr unsigned char kImage[] = {${bytes}};
+}
+std::span<const unsigned char> ${FUNCTION}() noexcept { return kImage; }
+")

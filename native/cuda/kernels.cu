@@ -1,0 +1,202 @@
+// The GPU's part: scattered pages from local memory into a peer GPU's, and the words that a stream writes.
+//
+// A block copies a contiguous range of a launch's units. The last block to finish writes the launch's number into
+// pinned host memory, so that completion needs neither an event nor a second operation on the stream.
+
+#include "cuda/kernels.h"
+
+namespace kvc::cuda {
+namespace {
+
+struct Range {
+  uint32_t begin;
+  uint32_t end;
+};
+
+__device__ Range range_of_block(const CopyLaunch& launch) {
+  const uint64_t units = launch.units;
+  return {static_cast<uint32_t>(units * blockIdx.x / gridDim.x),
+          static_cast<uint32_t>(units * (blockIdx.x + 1) / gridDim.x)};
+}
+
+__device__ void store_release(uint64_t* word, uint64_t value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
+// Once per block, by one thread that has seen all of the block's writes complete.
+__device__ void finish_block(const CopyLaunch& launch) {
+  __threadfence_system();
+  if (atomicAdd(launch.blocks_done, 1U) + 1 < gridDim.x) return;
+  *launch.blocks_done = 0;
+  __threadfence_system();
+  store_release(launch.finished, launch.sequence);
+}
+
+__device__ uint32_t unit_bytes(const CopyLaunch& launch, uint32_t part) {
+  const uint64_t left = launch.page_bytes - static_cast<uint64_t>(part) * kUnitBytes;
+  return left < kUnitBytes ? static_cast<uint32_t>(left) : kUnitBytes;
+}
+
+}  // namespace
+
+// Hopper and later: the bulk copy engine moves each unit through shared memory; one thread issues everything.
+// Addresses and page_bytes are multiples of 16.
+extern "C" __global__ void __launch_bounds__(kBulkThreads) kvc_copy_bulk(const __grid_constant__ CopyLaunch launch) {
+#if __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(128) unsigned char shared[];
+  auto* tile = reinterpret_cast<PageCopy*>(shared + kStages * kUnitBytes);
+  auto* barriers = reinterpret_cast<uint64_t*>(tile + kTilePages);
+  auto* targets = barriers + kStages;
+  auto* lengths = reinterpret_cast<uint32_t*>(targets + kStages);
+  const auto address = [](const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); };
+
+  const Range range = range_of_block(launch);
+  const uint32_t count = range.end - range.begin;
+  const bool leader = threadIdx.x == 0;
+  if (leader) {
+    for (uint32_t stage = 0; stage < kStages; ++stage) {
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address(&barriers[stage])) : "memory");
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncwarp();
+
+  uint32_t tile_first = 0;
+  uint32_t tile_end = 0;  // pages of the launch that the tile holds now
+  const uint32_t last_page = count > 0 ? (range.end - 1) / launch.units_per_page : 0;
+  const auto load = [&](uint32_t index) {
+    const uint32_t unit = range.begin + index;
+    const uint32_t page = unit / launch.units_per_page;
+    if (page >= tile_end) {
+      __syncwarp();
+      tile_first = page;
+      tile_end = min(page + kTilePages, last_page + 1);
+      for (uint32_t i = threadIdx.x; i < tile_end - tile_first; i += kBulkThreads) {
+        tile[i] = launch.pages[tile_first + i];
+      }
+      __syncwarp();
+    }
+    if (!leader) return;
+    const uint32_t part = unit % launch.units_per_page;
+    const PageCopy copy = tile[page - tile_first];
+    const uint64_t offset = static_cast<uint64_t>(part) * kUnitBytes;
+    const uint32_t bytes = unit_bytes(launch, part);
+    const uint32_t stage = index % kStages;
+    targets[stage] = copy.target + offset;
+    lengths[stage] = bytes;
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(&barriers[stage])), "r"(bytes)
+                 : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+            address(shared + stage * kUnitBytes)),
+        "l"(copy.source + offset), "r"(bytes), "r"(address(&barriers[stage]))
+        : "memory");
+  };
+
+  constexpr uint32_t kLoadsAhead = kStages - kStoresInFlight;
+  for (uint32_t index = 0; index < min(count, kLoadsAhead); ++index) load(index);
+  for (uint32_t index = 0; index < count; ++index) {
+    if (leader) {
+      const uint32_t stage = index % kStages;
+      const uint32_t parity = index / kStages % 2;
+      asm volatile(
+          "{\n"
+          ".reg .pred ready;\n"
+          "again:\n"
+          "mbarrier.try_wait.parity.shared::cta.b64 ready, [%0], %1;\n"
+          "@!ready bra again;\n"
+          "}\n" ::"r"(address(&barriers[stage])),
+          "r"(parity)
+          : "memory");
+      asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(targets[stage]),
+                   "r"(address(shared + stage * kUnitBytes)), "r"(lengths[stage])
+                   : "memory");
+      asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+      // The stage that the next load takes was stored kStoresInFlight units ago.
+      asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kStoresInFlight) : "memory");
+    }
+    if (index + kLoadsAhead < count) load(index + kLoadsAhead);
+  }
+  if (leader) {
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    finish_block(launch);
+  }
+#endif
+}
+
+// Everything else: GPUs before Hopper, and pages that are not multiples of 16 bytes.
+extern "C" __global__ void __launch_bounds__(kVectorThreads)
+    kvc_copy_vector(const __grid_constant__ CopyLaunch launch) {
+  __shared__ PageCopy tile[kTilePages];
+  const Range range = range_of_block(launch);
+  const uint32_t last_page = range.end > range.begin ? (range.end - 1) / launch.units_per_page : 0;
+  uint32_t tile_first = 0;
+  uint32_t tile_end = 0;
+  for (uint32_t unit = range.begin; unit < range.end; ++unit) {
+    const uint32_t page = unit / launch.units_per_page;
+    if (page >= tile_end) {
+      __syncthreads();
+      tile_first = page;
+      tile_end = min(page + kTilePages, last_page + 1);
+      for (uint32_t i = threadIdx.x; i < tile_end - tile_first; i += kVectorThreads) {
+        tile[i] = launch.pages[tile_first + i];
+      }
+      __syncthreads();
+    }
+    const uint32_t part = unit % launch.units_per_page;
+    const PageCopy copy = tile[page - tile_first];
+    const uint64_t source = copy.source + static_cast<uint64_t>(part) * kUnitBytes;
+    const uint64_t target = copy.target + static_cast<uint64_t>(part) * kUnitBytes;
+    const uint32_t bytes = unit_bytes(launch, part);
+    if (((source | target | bytes) & 15) == 0) {
+      const auto* from = reinterpret_cast<const uint4*>(source);
+      auto* to = reinterpret_cast<uint4*>(target);
+      // kUnitBytes is two vectors a thread: both are under way before the first is stored.
+      static_assert(kUnitBytes == 2 * 16 * kVectorThreads);
+      const uint32_t vectors = bytes / 16;
+      const uint32_t first = threadIdx.x;
+      const uint32_t second = threadIdx.x + kVectorThreads;
+      uint4 a{};
+      uint4 b{};
+      if (first < vectors) a = from[first];
+      if (second < vectors) b = from[second];
+      if (first < vectors) to[first] = a;
+      if (second < vectors) to[second] = b;
+    } else {
+      const auto* from = reinterpret_cast<const unsigned char*>(source);
+      auto* to = reinterpret_cast<unsigned char*>(target);
+      for (uint32_t i = threadIdx.x; i < bytes; i += kVectorThreads) to[i] = from[i];
+    }
+  }
+  __threadfence_system();
+  __syncthreads();
+  if (threadIdx.x == 0) finish_block(launch);
+}
+
+// A LayerSignal's word, for drivers that cannot write 64-bit words from a stream.
+extern "C" __global__ void kvc_signal_store(uint64_t* word, uint64_t value) {
+  __threadfence_system();
+  store_release(word, value);
+}
+
+// The same, one further than it was: what a CUDA graph captures, so that every replay advances. The stream is the only
+// writer, so nothing is lost between the load and the store.
+extern "C" __global__ void kvc_signal_advance(uint64_t* word) {
+  __threadfence_system();
+  uint64_t value = 0;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  store_release(word, value + 1);
+}
+
+// For measurements (native/gpu_bench): the GPU's clock in ns, read once `*gate` has reached `value`.
+extern "C" __global__ void kvc_stamp(uint64_t* out, const uint64_t* gate, uint64_t value) {
+  uint64_t seen = 0;
+  do {
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(seen) : "l"(gate) : "memory");
+  } while (seen < value);
+  uint64_t now = 0;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  store_release(out, now);
+}
+
+}  // namespace kvc::cuda

@@ -1,0 +1,93 @@
+#include "cuda/stream_signal.h"
+
+#include <new>
+#include <utility>
+
+namespace kvc::cuda {
+
+Result<std::shared_ptr<StreamSignal>> StreamSignal::create(std::function<void()> wake) {
+  const Result<const Driver*> loaded = cuda::driver();
+  if (!loaded) return loaded.error();
+  const Driver& driver = *loaded.value();
+  ContextHandle context = nullptr;
+  driver.cuCtxGetCurrent(&context);
+  if (context == nullptr) {
+    return Error{ErrorCode::kRefused,
+                 "cuda",
+                 {},
+                 "create_stream_signal",
+                 "no CUDA context is current on this thread: call it where the forward pass runs"};
+  }
+  Result<PinnedMemory> memory = PinnedMemory::allocate(driver, sizeof(uint64_t));
+  if (!memory) return memory.error();
+  new (memory.value().data()) std::atomic<uint64_t>(0);
+
+  int device = 0;
+  int writes = 0;
+  driver.cuCtxGetDevice(&device);
+  driver.cuDeviceGetAttribute(&writes, kAttributeStreamWrites64, device);
+  Module module;
+  Function store = nullptr;
+  Function advance = nullptr;
+  Result<Module> kernels = Module::load(driver);
+  if (kernels) {
+    module = std::move(kernels.value());
+    Result<Function> found = module.function("kvc_signal_advance");
+    if (!found) return found.error();
+    advance = found.value();
+    if (writes == 0) {
+      found = module.function("kvc_signal_store");
+      if (!found) return found.error();
+      store = found.value();
+    }
+  } else if (writes == 0) {
+    return kernels.error();
+  }
+  return std::shared_ptr<StreamSignal>(
+      new StreamSignal(std::move(wake), driver, std::move(memory.value()), std::move(module), store, advance, context));
+}
+
+StreamSignal::StreamSignal(std::function<void()> wake, const Driver& driver, PinnedMemory memory, Module module,
+                           Function store, Function advance, ContextHandle context)
+    : LayerSignal(std::move(wake), static_cast<std::atomic<uint64_t>*>(memory.data())),
+      driver_(driver),
+      memory_(std::move(memory)),
+      module_(std::move(module)),
+      store_(store),
+      advance_(advance),
+      context_(context) {}
+
+StreamSignal::~StreamSignal() {
+  // Whoever lets go last, the worker perhaps, has another context or none. Freeing waits for the streams that use it.
+  driver_.cuCtxPushCurrent_v2(context_);
+  module_ = {};
+  memory_ = {};
+  ContextHandle popped = nullptr;
+  driver_.cuCtxPopCurrent_v2(&popped);
+}
+
+Status StreamSignal::store_on_stream(Stream stream, uint64_t value) noexcept {
+  if (store_ != nullptr) return launch(store_, stream, value);
+  // Flags 0: with a memory barrier, so that the layer's pages are visible before the value.
+  const int result = driver_.cuStreamWriteValue64_v2(stream, memory_.device(), value, 0);
+  if (result != kSuccess) return cuda_error("store_on_stream", "cuStreamWriteValue64", result);
+  return {};
+}
+
+Status StreamSignal::advance_on_stream(Stream stream) noexcept {
+  if (advance_ == nullptr) {
+    return Error{ErrorCode::kRefused, "cuda", {}, "advance_on_stream", "this build holds no GPU kernels"};
+  }
+  return launch(advance_, stream, 0);
+}
+
+Status StreamSignal::launch(Function kernel, Stream stream, uint64_t value) noexcept {
+  DevicePointer word = memory_.device();
+  void* arguments[] = {&word, &value};  // kvc_signal_advance takes the first only
+  const int result =
+      driver_.cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, stream, static_cast<void**>(arguments), nullptr);
+  if (result != kSuccess) return cuda_error("store_on_stream", "cuLaunchKernel", result);
+  return {};
+}
+
+}  // namespace kvc::cuda

@@ -1,0 +1,82 @@
+// ByteWriter and ByteReader: little-endian, length-prefixed bytes for what peers hand each other.
+//
+// A reader never reads past its end and never throws: the first thing that does not fit makes everything after it
+// zero or empty, and complete() false. So a decoder reads all fields in a row and asks once.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "engine/domain.h"
+
+namespace kvc {
+
+class ByteWriter {
+ public:
+  template <typename T>
+  void number(T value) {
+    for (size_t i = 0; i < sizeof(T); ++i) bytes_.push_back(static_cast<std::byte>((value >> (8 * i)) & 0xFF));
+  }
+  void blob(std::span<const std::byte> data) {
+    number(static_cast<uint32_t>(data.size()));
+    bytes_.insert(bytes_.end(), data.begin(), data.end());
+  }
+  void text(std::string_view value) { blob(std::as_bytes(std::span(value))); }
+  Bytes take() { return std::move(bytes_); }
+
+ private:
+  Bytes bytes_;
+};
+
+class ByteReader {
+ public:
+  explicit ByteReader(std::span<const std::byte> bytes) : rest_(bytes) {}
+
+  template <typename T>
+  T number() {
+    T value = 0;
+    const std::span<const std::byte> raw = take(sizeof(T));
+    for (size_t i = 0; i < raw.size(); ++i) value |= static_cast<T>(static_cast<T>(raw[i]) << (8 * i));
+    return value;
+  }
+  std::span<const std::byte> blob(size_t max_bytes) {
+    const uint32_t length = number<uint32_t>();
+    if (length > max_bytes) fail();
+    return take(length);
+  }
+  // What a peer calls itself ends up in log lines, and in Python's strings: whatever is not printable ASCII is '?'.
+  std::string text(size_t max_bytes) {
+    const std::span<const std::byte> raw = blob(max_bytes);
+    std::string name(reinterpret_cast<const char*>(raw.data()), raw.size());
+    for (char& c : name) {
+      if (c < ' ' || c > '~') c = '?';
+    }
+    return name;
+  }
+  void fail() {
+    failed_ = true;
+    rest_ = {};
+  }
+  bool failed() const { return failed_; }
+  // Everything was well-formed and nothing is left over.
+  bool complete() const { return !failed_ && rest_.empty(); }
+
+ private:
+  std::span<const std::byte> take(size_t length) {
+    if (length > rest_.size()) {
+      fail();
+      return {};
+    }
+    const std::span<const std::byte> taken = rest_.first(length);
+    rest_ = rest_.subspan(length);
+    return taken;
+  }
+
+  std::span<const std::byte> rest_;
+  bool failed_ = false;
+};
+
+}  // namespace kvc

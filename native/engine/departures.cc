@@ -1,0 +1,84 @@
+#include "engine/departures.h"
+
+#include <algorithm>
+#include <array>
+
+#include "engine/message.h"
+
+namespace kvc {
+
+void Departures::begin(const std::shared_ptr<Peer>& peer) {
+  if (peer->state.load(std::memory_order_relaxed) != Peer::State::kConnected) return;
+  peer->state.store(Peer::State::kLeaving, std::memory_order_seq_cst);
+  leaving_.push_back(peer);
+}
+
+void Departures::leave(const std::shared_ptr<Peer>& peer) {
+  peer->parting.ours = true;
+  begin(peer);
+}
+
+void Departures::hear(const std::shared_ptr<Peer>& peer) {
+  peer->parting.heard = true;
+  begin(peer);
+}
+
+bool Departures::link_ended(Peer& peer) {
+  if (!peer.parting.heard || !peer.parting.said) return false;
+  peer.parting.link_ended = true;
+  return true;
+}
+
+void Departures::complete(WorkId work, bool arrived) {
+  const auto found = std::find_if(leaving_.begin(), leaving_.end(),
+                                  [&](const auto& peer) { return peer->id == static_cast<PeerId>(work); });
+  if (found == leaving_.end()) return;
+  Parting& parting = (*found)->parting;
+  parting.arrived |= arrived;
+  // Its link broke: once more over another one; hearing it twice is no harm. After the peer's own goodbye, though, a
+  // break is its fence, and what it has taken it may not have acknowledged any more.
+  if (!arrived && !parting.heard) parting.said = false;
+}
+
+bool Departures::turn() {
+  bool any = false;
+  // Not erase_if: a step can complete a goodbye, which looks through the list.
+  for (size_t i = 0; i < leaving_.size();) {
+    const std::shared_ptr<Peer> peer = leaving_[i];
+    if (step(*peer, any)) {
+      leaving_.erase(leaving_.begin() + static_cast<ptrdiff_t>(i));
+    } else {
+      ++i;
+    }
+  }
+  return any;
+}
+
+// True: it is through, one way or another.
+bool Departures::step(Peer& peer, bool& any) {
+  Parting& parting = peer.parting;
+  const Peer::State state = peer.state.load(std::memory_order_relaxed);
+  // It broke, or fence() was called for it: that has its own report.
+  if (state != Peer::State::kLeaving && !parting.fencing) return true;
+  if (!parting.said && peer.transfers.load(std::memory_order_seq_cst) == 0) any |= say_goodbye(peer);
+  if (!parting.heard || (!parting.arrived && !parting.link_ended)) return false;
+  parting.fencing = true;
+  if (!fence_(peer)) return false;
+  any = true;
+  if (!parting.ours) events_.push(Event{.kind = EventKind::kPeerLeft, .id = peer.id});
+  return true;
+}
+
+bool Departures::say_goodbye(Peer& peer) {
+  const std::array goodbye{static_cast<std::byte>(MessageTag::kGoodbye)};
+  for (const Link& link : peer.links) {
+    if (link.state != Link::State::kUp) continue;
+    peer.parting.said = true;  // before: a domain may complete it within the call
+    const bool posted = link.domain->send(link.id, (kWorks << 32) | peer.id, goodbye) == Posted::kYes;
+    if (posted && peer.parting.said) return true;
+    peer.parting.said = false;
+  }
+  return false;
+}
+
+}  // namespace kvc

@@ -1,0 +1,52 @@
+#include "engine/domain.h"
+
+#include <array>
+
+#include "providers/host/provider.h"
+#include "providers/libfabric/provider.h"
+#include "providers/nvlink/provider.h"
+#include "providers/shuffle/provider.h"
+#include "providers/sim/provider.h"
+#include "providers/tcp/provider.h"
+#include "providers/verbs/provider.h"
+
+namespace kvc {
+
+namespace {
+
+struct Provider {
+  std::string_view name;
+  Result<std::unique_ptr<Domain>> (*create)(const DomainConfig&, DomainSink&);
+};
+
+// Fastest first.
+constexpr std::array kProviders = {
+    Provider{"nvlink", nvlink::create},       Provider{"host", host::create}, Provider{"verbs", verbs::create},
+    Provider{"libfabric", libfabric::create}, Provider{"tcp", tcp::create},   Provider{"sim", sim::create},
+    Provider{"shuffle", shuffle::create},
+};
+
+constexpr auto kNames = [] {
+  std::array<std::string_view, kProviders.size()> names;
+  for (size_t i = 0; i < kProviders.size(); ++i) names[i] = kProviders[i].name;
+  return names;
+}();
+
+}  // namespace
+
+std::span<const std::string_view> provider_names() noexcept { return kNames; }
+
+Result<std::unique_ptr<Domain>> open_domain(const DomainConfig& config, DomainSink& sink) {
+  std::string known;
+  for (const Provider& provider : kProviders) {
+    if (provider.name == config.provider) return provider.create(config, sink);
+    known += (known.empty() ? "" : ", ") + std::string(provider.name);
+  }
+  return Error{ErrorCode::kInvalidArgument,
+               config.provider,
+               {},
+               "open_domain",
+               "unknown provider '" + config.provider + "'; known providers: " + known};
+}
+
+}  // namespace kvc

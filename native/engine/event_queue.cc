@@ -1,0 +1,105 @@
+#include "engine/event_queue.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+namespace kvc {
+
+uint64_t EventQueue::key(const Event& event) {
+  switch (event.kind) {
+    case EventKind::kCountersReached:
+      return key(Subject::kCounters, event.id);
+    case EventKind::kPeerDown:
+    case EventKind::kPeerLeft:
+      return key(Subject::kPeer, event.id);
+    default:
+      return key(Subject::kTransfer, event.id);
+  }
+}
+
+void EventQueue::push(Event event) {
+  const std::lock_guard lock(mutex_);
+  deliver(std::move(event));
+}
+
+void EventQueue::push_if(Event event, const std::function<bool()>& still_wanted) {
+  const std::lock_guard lock(mutex_);
+  if (still_wanted()) deliver(std::move(event));
+}
+
+void EventQueue::deliver(Event event) {
+  const uint64_t event_key = key(event);
+  if (waiting_.contains(event_key)) {
+    reserved_.insert_or_assign(event_key, std::move(event));
+    changed_.notify_all();
+    return;
+  }
+  queue_.push_back(std::move(event));
+  index_.insert_or_assign(event_key, std::prev(queue_.end()));
+  ready_.update(!queue_.empty());
+}
+
+std::optional<Event> EventQueue::take(uint64_t event_key) {
+  if (const auto reserved = reserved_.find(event_key); reserved != reserved_.end()) {
+    std::optional<Event> event(std::move(reserved->second));
+    reserved_.erase(reserved);
+    return event;
+  }
+  const auto found = index_.find(event_key);
+  if (found == index_.end()) return std::nullopt;
+  std::optional<Event> event(std::move(*found->second));
+  queue_.erase(found->second);
+  index_.erase(found);
+  ready_.update(!queue_.empty());
+  return event;
+}
+
+Result<Event> EventQueue::wait(Subject subject, uint64_t id, Timeout timeout, const std::function<bool()>& pending) {
+  // A deadline beyond the clock's range would overflow into the past.
+  const auto deadline = std::chrono::steady_clock::now() + std::min<Timeout>(timeout, std::chrono::hours(24 * 365));
+  const uint64_t event_key = key(subject, id);
+  const char* operation = subject == Subject::kTransfer ? "wait_transfer" : "wait_counters";
+  std::unique_lock lock(mutex_);
+  ++waiting_[event_key];
+  std::optional<Event> event;
+  ErrorCode why = ErrorCode::kInvalidArgument;
+  while (!(event = take(event_key)) && pending()) {
+    if (changed_.wait_until(lock, deadline) == std::cv_status::timeout) {
+      event = take(event_key);
+      why = ErrorCode::kTimeout;
+      break;
+    }
+  }
+  if (--waiting_[event_key] == 0) {
+    waiting_.erase(event_key);
+  }
+  if (event) return std::move(*event);
+  if (why == ErrorCode::kTimeout) return Error{why, {}, {}, operation, "no event for " + std::to_string(id) + " yet"};
+  return Error{why, {}, {}, operation, std::to_string(id) + " is not open, and no event of it is left to take"};
+}
+
+void EventQueue::discard(Subject subject, uint64_t id) {
+  const std::lock_guard lock(mutex_);
+  take(key(subject, id));
+  changed_.notify_all();
+}
+
+std::vector<Event> EventQueue::poll(size_t max) {
+  const std::lock_guard lock(mutex_);
+  std::vector<Event> events;
+  while (events.size() < max && !queue_.empty()) {
+    index_.erase(key(queue_.front()));
+    events.push_back(std::move(queue_.front()));
+    queue_.pop_front();
+  }
+  ready_.update(!queue_.empty());
+  return events;
+}
+
+int EventQueue::fd() {
+  const std::lock_guard lock(mutex_);
+  return ready_.fd(!queue_.empty());
+}
+
+}  // namespace kvc

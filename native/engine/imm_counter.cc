@@ -1,0 +1,105 @@
+#include "engine/imm_counter.h"
+
+namespace kvc {
+
+namespace {
+
+constexpr uint32_t kTagShift = 53;
+constexpr uint64_t kLive = uint64_t{1} << 63;
+constexpr uint64_t kGenerationMask = (uint64_t{1} << Immediate::kGenerationBits) - 1;
+
+constexpr uint64_t tag(uint32_t generation) noexcept { return kLive | (uint64_t{generation} << kTagShift); }
+constexpr bool same_tag(uint64_t a, uint64_t b) noexcept { return ((a ^ b) >> kTagShift) == 0; }
+constexpr uint32_t generation_of(uint64_t word) noexcept {
+  return static_cast<uint32_t>((word >> kTagShift) & kGenerationMask);
+}
+
+}  // namespace
+
+ImmCounterTable::Slot* ImmCounterTable::find(uint32_t slot) const noexcept {
+  Chunk* chunk = chunks_[slot / kChunkSlots].load(std::memory_order_acquire);
+  return chunk == nullptr ? nullptr : &(*chunk)[slot % kChunkSlots];
+}
+
+bool ImmCounterTable::allocate(uint32_t n, uint64_t owner, std::vector<uint32_t>& immediates) {
+  const std::lock_guard lock(mutex_);
+  if (n > free_.size() + (kSlots - fresh_)) return false;
+  immediates.reserve(immediates.size() + n);
+  for (uint32_t i = 0; i < n; ++i) {
+    uint32_t index = fresh_;
+    if (fresh_ < kSlots) {
+      if (index % kChunkSlots == 0) {
+        auto& chunk = storage_[index / kChunkSlots];
+        chunk = std::make_unique<Chunk>();
+        chunks_[index / kChunkSlots].store(chunk.get(), std::memory_order_release);
+      }
+      ++fresh_;
+    } else {
+      index = free_.front();
+      free_.pop_front();
+    }
+    Slot& slot = *find(index);
+    const uint32_t generation = generation_of(slot.word.load(std::memory_order_relaxed));
+    slot.owner.store(owner, std::memory_order_seq_cst);
+    slot.word.store(tag(generation), std::memory_order_seq_cst);  // live, count 0
+    immediates.push_back(Immediate{index, generation, 1}.encode());
+  }
+  allocated_.fetch_add(n, std::memory_order_relaxed);
+  return true;
+}
+
+void ImmCounterTable::release(uint32_t immediate) {
+  const Immediate imm = Immediate::decode(immediate);
+  const std::lock_guard lock(mutex_);
+  Slot* slot = find(imm.slot);
+  if (slot == nullptr || !same_tag(slot->word.load(std::memory_order_seq_cst), tag(imm.generation))) return;
+  // The target goes first: an add() that wins the target after this point would report a set that is gone.
+  slot->target.store(0, std::memory_order_seq_cst);
+  const uint64_t next = (uint64_t{imm.generation} + 1) & kGenerationMask;
+  slot->word.store(next << kTagShift, std::memory_order_seq_cst);  // not live
+  free_.push_back(static_cast<uint16_t>(imm.slot));
+  allocated_.fetch_sub(1, std::memory_order_relaxed);
+}
+
+ImmCounterTable::Added ImmCounterTable::add(uint32_t immediate) noexcept {
+  const Immediate imm = Immediate::decode(immediate);
+  Slot* slot = find(imm.slot);
+  if (slot == nullptr) return {.stale = true};
+  const uint64_t expected_tag = tag(imm.generation);
+  uint64_t word = slot->word.load(std::memory_order_relaxed);
+  do {
+    if (!same_tag(word, expected_tag)) return {.stale = true};
+  } while (!slot->word.compare_exchange_weak(word, word + imm.multiplicity, std::memory_order_seq_cst,
+                                             std::memory_order_relaxed));
+  // expect() stores the target and then reads the count; here it is the other way round. One of the two sees the
+  // other, and who takes the target away (compare_exchange) reports it. The owner is read before that: while the
+  // target of our generation stands, the slot has not changed hands.
+  uint64_t target = slot->target.load(std::memory_order_seq_cst);
+  if (!same_tag(target, expected_tag)) return {};
+  if (((word + imm.multiplicity) & kMaxCount) < (target & kMaxCount)) return {};
+  const uint64_t owner = slot->owner.load(std::memory_order_seq_cst);
+  if (!slot->target.compare_exchange_strong(target, 0, std::memory_order_seq_cst)) return {};
+  return {.reached = true, .owner = owner};
+}
+
+bool ImmCounterTable::expect(uint32_t immediate, uint64_t target) noexcept {
+  const Immediate imm = Immediate::decode(immediate);
+  Slot* slot = find(imm.slot);
+  if (slot == nullptr) return false;
+  uint64_t armed = tag(imm.generation) | target;
+  slot->target.store(armed, std::memory_order_seq_cst);
+  const uint64_t word = slot->word.load(std::memory_order_seq_cst);
+  if (!same_tag(word, armed) || (word & kMaxCount) < target) return false;
+  return slot->target.compare_exchange_strong(armed, 0, std::memory_order_seq_cst);
+}
+
+std::optional<uint64_t> ImmCounterTable::value(uint32_t immediate) const noexcept {
+  const Immediate imm = Immediate::decode(immediate);
+  const Slot* slot = find(imm.slot);
+  if (slot == nullptr) return std::nullopt;
+  const uint64_t word = slot->word.load(std::memory_order_acquire);
+  if (!same_tag(word, tag(imm.generation))) return std::nullopt;
+  return word & kMaxCount;
+}
+
+}  // namespace kvc

@@ -1,0 +1,412 @@
+#include "engine/link_keeper.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+namespace kvc {
+
+namespace {
+
+// How long after a question it is asked again: many times what an answer takes (two worker turns and a round trip,
+// together below 1 ms), and well below kSettleTime. Asking twice does no harm.
+constexpr auto kAskAgain = std::chrono::milliseconds(100);
+
+// By then the peer must have closed its end and answered; ours must be closed too. A fence waits for the end of a copy
+// at most, so only a peer that is stopped needs more, and after 5 s of silence membership takes it for dead as well.
+constexpr auto kSettleTime = std::chrono::seconds(5);
+
+// Between offers of a link that is out: a cable that was pulled comes back in seconds (link training takes 2 to 5), a
+// switch in a minute. The first try comes soon, for a queue pair that only had to be made anew; then half as often
+// each time down to one in 10 s, which costs nobody anything.
+constexpr auto kFirstPause = std::chrono::milliseconds(100);
+constexpr auto kLongestPause = std::chrono::milliseconds(10000);
+// A link that was up this long after it came back has nothing to do with its last failure.
+constexpr auto kStableTime = kLongestPause;
+
+// An offer is answered, and a new link says hello, within this: a round trip, plus tcp's first retry of a lost SYN.
+constexpr auto kProveTime = std::chrono::milliseconds(2000);
+
+// Messages about links that wait for step(): a step handles them all, so only a flood meets this bound, and what is
+// dropped here is asked again.
+constexpr size_t kMaxReceived = 1024;
+
+// One that is being proved counts: what is to be settled waits for it, and for its end at most.
+bool other_link_works(const Peer& peer, const Link& than) {
+  return std::any_of(peer.links.begin(), peer.links.end(), [&](const Link& link) {
+    return &link != &than && (link.state == Link::State::kUp || link.state == Link::State::kProving);
+  });
+}
+
+uint8_t place_of(const Peer& peer, const Link& link) { return static_cast<uint8_t>(&link - peer.links.data()); }
+
+bool ending(const Peer& peer) {
+  const Peer::State state = peer.state.load(std::memory_order_relaxed);
+  return state == Peer::State::kDown || state == Peer::State::kFencing;
+}
+
+}  // namespace
+
+void LinkKeeper::broke(Peer& peer, Link& link, LinkId id, Error error) {
+  broken_.push_back({&peer, &link, id, std::move(error)});
+}
+
+void LinkKeeper::receive(Peer& peer, LinkId id, std::span<const std::byte> message) {
+  if (received_.size() < kMaxReceived) received_.push_back({&peer, id, Bytes(message.begin(), message.end())});
+}
+
+void LinkKeeper::forget(Peer& peer) {
+  for (Link& link : peer.links) {
+    if (link.state == Link::State::kOffered) withdraw(link);
+  }
+  std::erase_if(broken_, [&](const Broken& broken) { return broken.peer == &peer; });
+  std::erase_if(received_, [&](const Received& received) { return received.peer == &peer; });
+  std::erase_if(repairs_, [&](const Repair& repair) { return repair.peer == &peer; });
+}
+
+bool LinkKeeper::step() {
+  if (broken_.empty() && received_.empty() && repairs_.empty()) return false;
+  now_ = Clock::now();
+  bool any = !broken_.empty() || !received_.empty();
+  // Each of these may end a peer, and with it whatever else waits here of it: so one by one.
+  while (!broken_.empty()) {
+    const Broken broken = std::move(broken_.front());
+    broken_.erase(broken_.begin());
+    take_out(broken);
+  }
+  while (!received_.empty()) {
+    const Received received = std::move(received_.front());
+    received_.erase(received_.begin());
+    if (ending(*received.peer) || handle(received)) continue;
+    owner_.lose_peer(*received.peer, Error{ErrorCode::kPeerDown, {}, {}, "links", "the peer sent a malformed message"});
+  }
+  for (size_t i = 0; i < repairs_.size();) {
+    const Repair repair = repairs_[i];
+    any |= advance(*repair.peer, *repair.link);
+    // Gone with its peer: another one stands here now.
+    if (i >= repairs_.size() || repairs_[i].link != repair.link) continue;
+    const bool waits_for_peer = repair.link->state == Link::State::kOut && !repair.peer->offerer;
+    if (repair.link->state != Link::State::kUp && !waits_for_peer) {
+      ++i;
+      continue;
+    }
+    repairs_[i] = repairs_.back();
+    repairs_.pop_back();
+  }
+  return any;
+}
+
+std::optional<LinkKeeper::Clock::time_point> LinkKeeper::next_step() const {
+  std::optional<Clock::time_point> next;
+  for (const Repair& repair : repairs_) {
+    if (!next || repair.link->repair->due < *next) next = repair.link->repair->due;
+  }
+  return next;
+}
+
+void LinkKeeper::enter(Link& link, Link::State state, Clock::duration wait) {
+  link.state = state;
+  link.repair->began = now_;
+  link.repair->due = now_ + wait;
+}
+
+// --- Out
+
+void LinkKeeper::take_out(const Broken& broken) {
+  Peer& peer = *broken.peer;
+  Link& link = *broken.link;
+  if (ending(peer)) return;
+  if (link.state == Link::State::kOffered && broken.id == link.repair->offered) {
+    withdraw(link);
+    return pause(link);
+  }
+  if (broken.id != link.id || (link.state != Link::State::kUp && link.state != Link::State::kProving)) return;
+  if (!other_link_works(peer, link)) return owner_.lose_peer(peer, broken.error);
+  const bool first = link.repair == nullptr;
+  if (first) link.repair = std::make_unique<LinkRepair>();
+  LinkRepair& repair = *link.repair;
+  const bool up = link.state == Link::State::kUp;
+  if (up) Stats::add(stats_.links_lost, 1);
+  const bool stable = up && now_ - repair.up_since > kStableTime;
+  repair.pause = first || stable ? kFirstPause : std::min(repair.pause * 2, kLongestPause);
+  repair.why = broken.error;
+  repair.asking = false;
+  repair.ask_due = now_;
+  repair.landed.clear();
+  repair.answered.clear();
+  repair.peer_asks.clear();
+  enter(link, Link::State::kBroken, {});
+  watch(peer, link);
+}
+
+void LinkKeeper::watch(Peer& peer, Link& link) {
+  const bool known =
+      std::any_of(repairs_.begin(), repairs_.end(), [&](const Repair& other) { return other.link == &link; });
+  if (!known) repairs_.push_back({&peer, &link});
+}
+
+bool LinkKeeper::advance(Peer& peer, Link& link) {
+  LinkRepair& repair = *link.repair;
+  switch (link.state) {
+    case Link::State::kUp:
+      return false;
+    case Link::State::kBroken:
+      if (close_and_ask(peer, link)) return true;
+      if (now_ - repair.began > kSettleTime) {
+        Error error = repair.why;
+        error.message += " (and the peer did not settle what was on the link within 5 s)";
+        owner_.lose_peer(peer, std::move(error));
+        return true;
+      }
+      return false;
+    case Link::State::kOut:
+      if (!peer.offerer || now_ < repair.due) return false;
+      offer(peer, link);
+      return true;
+    case Link::State::kOffered:
+      if (now_ < repair.due) return false;
+      withdraw(link);
+      pause(link);
+      return true;
+    case Link::State::kProving:
+      prove(peer, link);
+      if (link.state == Link::State::kUp || now_ - repair.began <= kProveTime) return false;
+      take_out({&peer, &link, link.id,
+                Error{ErrorCode::kTimeout, {}, {}, "links", "a link that was brought back carries nothing"}});
+      return true;
+  }
+  return false;
+}
+
+// Closes our end, answers the peer's question and asks ours. True if the link is settled.
+bool LinkKeeper::close_and_ask(Peer& peer, Link& link) {
+  LinkRepair& repair = *link.repair;
+  if (!link.fenced) link.fenced = link.domain->fence(link.id);
+  repair.due = now_;
+  if (!link.fenced) return false;
+  std::erase_if(repair.peer_asks, [&](const LinkMessage& question) { return answer(peer, link, question); });
+  if (!repair.asking) {
+    // Our end is closed: nothing is added to what is unsettled any more.
+    repair.asking = true;
+    for (const uint32_t counter : scheduler_.unsettled_counters(link)) repair.landed.push_back({.counter = counter});
+    repair.answered.assign(
+        std::max<size_t>((repair.landed.size() + LinkMessage::kMaxNumbers - 1) / LinkMessage::kMaxNumbers, 1), false);
+    repair.began = now_;
+  }
+  if (std::find(repair.answered.begin(), repair.answered.end(), false) == repair.answered.end()) {
+    settle(link);
+    return true;
+  }
+  if (now_ < repair.ask_due) {
+    repair.due = repair.peer_asks.empty() ? repair.ask_due : now_;
+    return false;
+  }
+  bool asked = true;
+  for (size_t part = 0; part < repair.answered.size(); ++part) {
+    if (repair.answered[part]) continue;
+    LinkMessage question{.tag = MessageTag::kLinkLost,
+                         .link = place_of(peer, link),
+                         .epoch = link.epoch,
+                         .part = static_cast<uint16_t>(part)};
+    const size_t first = part * LinkMessage::kMaxNumbers;
+    const size_t last = std::min(first + LinkMessage::kMaxNumbers, repair.landed.size());
+    for (size_t i = first; i < last; ++i) question.numbers.push_back(repair.landed[i].counter);
+    asked &= scheduler_.send(peer, encode(question));
+  }
+  if (!asked) return false;  // no link took all of it: in the next turn
+  repair.ask_due = now_ + kAskAgain;
+  if (repair.peer_asks.empty()) repair.due = repair.ask_due;
+  return false;
+}
+
+void LinkKeeper::settle(Link& link) {
+  owner_.forget_link(link.id);
+  scheduler_.recover(link, link.repair->landed);
+  enter(link, Link::State::kOut, link.repair->pause);
+}
+
+// --- The peer's words
+
+bool LinkKeeper::handle(const Received& received) {
+  Peer& peer = *received.peer;
+  std::optional<LinkMessage> message = decode_link_message(received.bytes);
+  if (!message || message->link >= peer.links.size() || peer.links.size() < 2) return false;
+  Link& link = peer.links[message->link];
+  switch (message->tag) {
+    case MessageTag::kLinkLost:
+      hear_lost(peer, link, *std::move(message));
+      return true;
+    case MessageTag::kTallies:
+      return hear_tallies(link, *message);
+    case MessageTag::kLinkOffer:
+      if (peer.offerer) return false;
+      hear_offer(peer, link, *message);
+      return true;
+    case MessageTag::kLinkAnswer:
+      if (!peer.offerer) return false;
+      hear_answer(link, *message);
+      return true;
+    case MessageTag::kLinkHello:
+      // Over the new link itself, and perhaps before its answer, which comes over another one.
+      if (link.repair == nullptr) return true;
+      if (received.id == link.id || received.id == link.repair->offered) link.repair->hello_heard = true;
+      return true;
+    default:
+      return false;
+  }
+}
+
+void LinkKeeper::hear_lost(Peer& peer, Link& link, LinkMessage message) {
+  if (message.epoch == link.epoch) {
+    if (link.state == Link::State::kUp || link.state == Link::State::kProving) {
+      take_out(
+          {&peer, &link, link.id, Error{ErrorCode::kPeerDown, {}, {}, "links", "the peer's end of the link broke"}});
+      if (ending(peer)) return;
+    }
+    if (link.fenced && answer(peer, link, message)) return;
+    // As many as there can be counters, in parts; what is too much, or comes later, is asked again.
+    if (link.state == Link::State::kBroken &&
+        link.repair->peer_asks.size() <= (1U << Immediate::kSlotBits) / LinkMessage::kMaxNumbers) {
+      link.repair->peer_asks.push_back(std::move(message));
+    }
+  } else if (message.epoch > link.epoch && link.repair != nullptr && message.epoch <= link.repair->last_epoch) {
+    // It took an offer of ours whose answer came too late here: nothing was posted on it, on either side.
+    if (link.state == Link::State::kOffered && message.epoch == link.repair->last_epoch) {
+      withdraw(link);
+      pause(link);
+    }
+    if (message.numbers.empty()) (void)answer(peer, link, message);
+  }
+}
+
+bool LinkKeeper::answer(Peer& peer, const Link& link, const LinkMessage& question) {
+  LinkMessage tallies{
+      .tag = MessageTag::kTallies, .link = question.link, .epoch = question.epoch, .part = question.part};
+  for (const uint32_t counter : question.numbers) {
+    const std::optional<uint32_t> pages = link.counted.pages(counter);
+    if (!pages || !counting_) {
+      tallies.numbers.push_back(LinkMessage::kUnknown);
+    } else {
+      tallies.numbers.push_back(*pages | (counters_.live(counter) ? 0 : LinkMessage::kReleased));
+    }
+  }
+  return scheduler_.send(peer, encode(tallies));
+}
+
+// False: no answer to our question.
+bool LinkKeeper::hear_tallies(Link& link, const LinkMessage& message) {
+  // A second answer to a question that was asked twice may come late.
+  if (message.epoch != link.epoch || link.state != Link::State::kBroken || !link.repair->asking) return true;
+  LinkRepair& repair = *link.repair;
+  if (message.part >= repair.answered.size()) return false;
+  const size_t first = message.part * LinkMessage::kMaxNumbers;
+  if (message.numbers.size() != std::min(repair.landed.size() - first, LinkMessage::kMaxNumbers)) return false;
+  for (size_t i = 0; i < message.numbers.size(); ++i) {
+    TransferScheduler::Landed& landed = repair.landed[first + i];
+    const uint32_t number = message.numbers[i];
+    landed.known = number != LinkMessage::kUnknown;
+    landed.released = (number & LinkMessage::kReleased) != 0;
+    landed.pages = number & ~LinkMessage::kReleased;
+    if (landed.known && landed.pages >= LinkTally::kModulus) return false;
+  }
+  repair.answered[message.part] = true;
+  return true;
+}
+
+// --- Back
+
+void LinkKeeper::pause(Link& link) {
+  LinkRepair& repair = *link.repair;
+  repair.pause = std::min(repair.pause * 2, kLongestPause);
+  enter(link, Link::State::kOut, repair.pause);
+}
+
+void LinkKeeper::withdraw(Link& link) {
+  const LinkId id = std::exchange(link.repair->offered, 0);
+  link.state = Link::State::kOut;
+  owner_.forget_link(id);
+  owner_.abandon_link(*link.domain, id);
+}
+
+void LinkKeeper::offer(Peer& peer, Link& link) {
+  LinkRepair& repair = *link.repair;
+  const LinkId id = owner_.new_link(peer, link);
+  repair.offered = id;
+  repair.hello_heard = false;
+  Result<Bytes> bytes = link.domain->offer(id);
+  if (!bytes) {  // its device does not work yet
+    repair.offered = 0;
+    owner_.forget_link(id);
+    return pause(link);
+  }
+  const LinkMessage message{.tag = MessageTag::kLinkOffer,
+                            .link = place_of(peer, link),
+                            .epoch = ++repair.last_epoch,
+                            .bytes = std::move(bytes.value())};
+  if (message.bytes.size() > LinkMessage::kMaxBytes || !scheduler_.send(peer, encode(message))) {
+    withdraw(link);
+    return pause(link);
+  }
+  enter(link, Link::State::kOffered, kProveTime);
+}
+
+void LinkKeeper::hear_offer(Peer& peer, Link& link, const LinkMessage& message) {
+  // Anything else of ours (we are not done with its last failure, say): the offer lapses, and comes again.
+  if (link.state != Link::State::kOut || message.epoch <= link.epoch) return;
+  LinkRepair& repair = *link.repair;
+  const LinkId id = owner_.new_link(peer, link);
+  repair.offered = 0;
+  repair.hello_heard = false;
+  Result<Bytes> bytes = link.domain->accept(id, message.bytes);
+  if (bytes && bytes.value().size() > LinkMessage::kMaxBytes) {
+    owner_.abandon_link(*link.domain, id);
+    bytes = Error{};
+  }
+  LinkMessage reply{.tag = MessageTag::kLinkAnswer, .link = message.link, .epoch = message.epoch};
+  if (bytes) reply.bytes = std::move(bytes.value());
+  const bool sent = scheduler_.send(peer, encode(reply));
+  if (!bytes) return owner_.forget_link(id);
+  if (!sent) {
+    owner_.forget_link(id);
+    return owner_.abandon_link(*link.domain, id);
+  }
+  renew(link, id, message.epoch);
+  watch(peer, link);
+}
+
+void LinkKeeper::hear_answer(Link& link, const LinkMessage& message) {
+  if (link.state != Link::State::kOffered || message.epoch != link.repair->last_epoch) return;
+  if (message.bytes.empty() || !link.domain->complete(link.repair->offered, message.bytes)) {
+    withdraw(link);
+    return pause(link);
+  }
+  renew(link, std::exchange(link.repair->offered, 0), message.epoch);
+}
+
+// The link is another one from now on. Neither side posts on it before the other one has said hello over it, which it
+// does after this: so nothing of the old link's accounts can be asked for any more, and the new ones begin at nothing.
+void LinkKeeper::renew(Link& link, LinkId id, uint32_t epoch) {
+  link.id = id;
+  link.epoch = epoch;
+  link.fenced = false;
+  link.posted.clear();
+  link.counted.clear();
+  link.refused.clear();
+  link.repair->hello_said = false;
+  enter(link, Link::State::kProving, {});
+}
+
+void LinkKeeper::prove(Peer& peer, Link& link) {
+  LinkRepair& repair = *link.repair;
+  if (!repair.hello_said) {
+    repair.hello_said = scheduler_.send(
+        peer, encode({.tag = MessageTag::kLinkHello, .link = place_of(peer, link), .epoch = link.epoch}), &link);
+  }
+  repair.due = repair.hello_said ? repair.began + kProveTime : now_;
+  if (!repair.hello_said || !repair.hello_heard) return;
+  enter(link, Link::State::kUp, {});
+  repair.up_since = now_;
+  Stats::add(stats_.links_restored, 1);
+}
+
+}  // namespace kvc

@@ -1,0 +1,140 @@
+// LinkKeeper: takes a broken link out of a peer that has others, settles with the peer what was on it, and brings it
+// back.
+//
+// Every method runs on the worker thread. One link's way, the same on both sides:
+//
+//   kUp -> kBroken   it broke here, or the peer says that its end did. Nothing is posted on it any more. Our end is
+//                    closed (Domain::fence), so what landed over it is counted for good; then the peer is asked to
+//                    close its end and to tell what landed there (kLinkLost), over a link that works, again and again
+//                    until it answers (kTallies). The same question of the peer's is answered once our end is closed.
+//          -> kOut   all parts are answered: the scheduler writes again what is missing.
+//          -> kOffered -> kProving   the side that connected the peer offers the link anew (kLinkOffer, kLinkAnswer),
+//                    at growing intervals, for as long as it takes.
+//          -> kUp    with the peer's first message over it (kLinkHello): it carries.
+//
+// Where no other link is up or being proved, or the peer does not play its part in time, the peer is down as if it had
+// one link only.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "engine/counter_sets.h"
+#include "engine/link_message.h"
+#include "engine/peer.h"
+#include "engine/stats.h"
+#include "engine/transfer_scheduler.h"
+
+namespace kvc {
+
+// What a link needs from its first break on.
+struct LinkRepair {
+  using Clock = std::chrono::steady_clock;
+
+  Error why;                  // it broke
+  Clock::time_point began{};  // the present state
+  Clock::time_point due{};    // the next thing to do in it
+
+  // kBroken: the question, and what is answered of it. One part at least, so that the peer confirms its end.
+  bool asking = false;
+  Clock::time_point ask_due{};  // when it is asked (again)
+  std::vector<TransferScheduler::Landed> landed;
+  std::vector<bool> answered;          // by part
+  std::vector<LinkMessage> peer_asks;  // the peer's question, until our end is closed
+
+  // kOffered, kProving
+  LinkId offered = 0;       // the new link's id
+  uint32_t last_epoch = 0;  // of the offers made so far
+  bool hello_said = false;
+  bool hello_heard = false;
+
+  std::chrono::milliseconds pause{};  // before the next offer
+  Clock::time_point up_since{};
+};
+
+class LinkKeeper {
+ public:
+  using Clock = LinkRepair::Clock;
+
+  // The group, as far as the keeper needs it.
+  class Owner {
+   public:
+    virtual ~Owner() = default;
+    virtual LinkId new_link(Peer& peer, Link& link) = 0;  // an id under which domains tell of `link` from now on
+    virtual void forget_link(LinkId id) = 0;
+    virtual void abandon_link(Domain& domain, LinkId id) = 0;  // fences it, in time
+    virtual void lose_peer(Peer& peer, Error error) = 0;       // calls forget() in turn
+  };
+
+  LinkKeeper(TransferScheduler& scheduler, const CounterSets& counters, Stats& stats, Owner& owner)
+      : scheduler_(scheduler), counters_(counters), stats_(stats), owner_(owner) {}
+
+  // --- From within a domain's call: only noted, step() acts.
+
+  // The link `id` (link.id, or what it is offered as) broke, or its batches end with errors that speak of the link.
+  void broke(Peer& peer, Link& link, LinkId id, Error error);
+  // An immediate landed, and it is not known over which link: no tally can be told from now on.
+  void lose_count() { counting_ = false; }
+  // A message of the peer's with one of the tags of link_message.h, over the link `id`.
+  void receive(Peer& peer, LinkId id, std::span<const std::byte> message);
+
+  // --- The worker's turn.
+
+  bool step();
+  // When step() has something to do although nothing happened.
+  std::optional<Clock::time_point> next_step() const;
+  // The peer ends: its links are no longer the keeper's.
+  void forget(Peer& peer);
+
+ private:
+  struct Broken {
+    Peer* peer;
+    Link* link;
+    LinkId id;
+    Error error;
+  };
+  struct Received {
+    Peer* peer;
+    LinkId id;
+    Bytes bytes;
+  };
+  struct Repair {
+    Peer* peer;
+    Link* link;
+  };
+
+  void take_out(const Broken& broken);
+  void watch(Peer& peer, Link& link);
+  bool handle(const Received& received);
+  void hear_lost(Peer& peer, Link& link, LinkMessage message);
+  bool hear_tallies(Link& link, const LinkMessage& message);
+  void hear_offer(Peer& peer, Link& link, const LinkMessage& message);
+  void hear_answer(Link& link, const LinkMessage& message);
+
+  bool advance(Peer& peer, Link& link);
+  bool close_and_ask(Peer& peer, Link& link);
+  bool answer(Peer& peer, const Link& link, const LinkMessage& question);
+  void settle(Link& link);
+  void offer(Peer& peer, Link& link);
+  void withdraw(Link& link);
+  void pause(Link& link);
+  void renew(Link& link, LinkId id, uint32_t epoch);
+  void prove(Peer& peer, Link& link);
+  void enter(Link& link, Link::State state, Clock::duration wait);
+
+  TransferScheduler& scheduler_;
+  const CounterSets& counters_;
+  Stats& stats_;
+  Owner& owner_;
+
+  std::vector<Broken> broken_;
+  std::vector<Received> received_;
+  std::vector<Repair> repairs_;  // links that are not up, as far as there is something to do about them
+  Clock::time_point now_{};      // of this step()
+  bool counting_ = true;         // tallies are complete
+};
+
+}  // namespace kvc

@@ -1,0 +1,36 @@
+// Memory regions as the engine knows them: the local ones that it registered, and the peers' that were imported.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "engine/transfer_engine.h"
+
+namespace kvc {
+
+// Memory of this process that every domain of the engine knows. The memory itself is the caller's.
+struct LocalRegion {
+  RegionId id = 0;
+  std::byte* base = nullptr;
+  uint64_t bytes = 0;
+  std::vector<uint64_t> rkeys;  // one per domain, in the group's order
+  // False from the moment deregistration began: writes from it that were not posted yet fail.
+  std::atomic<bool> live{true};
+
+  // The worker's:
+  uint32_t batches_in_flight = 0;  // posted batches that read from here
+  std::vector<bool> revoked;       // per domain: deregister_region() said true
+};
+
+// A peer's region, as its descriptor told it. Immutable.
+struct RemoteRegion {
+  RemoteRegionId id = 0;
+  PeerId peer = 0;
+  uint64_t base = 0;  // in the peer's address space
+  uint64_t bytes = 0;
+  std::vector<uint64_t> rkeys;  // one per domain of the peer's lane, in the peer's order
+};
+
+}  // namespace kvc

@@ -1,0 +1,69 @@
+// Peer: another engine as this one knows it.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "engine/domain.h"
+#include "engine/error.h"
+#include "engine/link.h"
+#include "engine/message_window.h"
+#include "engine/transfer_engine.h"
+
+namespace kvc {
+
+class Transfer;
+
+// How far two engines are with parting in good order (departures.h).
+struct Parting {
+  bool ours = false;        // disconnect() was called here
+  bool said = false;        // our goodbye is on its way
+  bool arrived = false;     // the peer's engine has it
+  bool heard = false;       // the peer's goodbye is here
+  bool link_ended = false;  // the peer has fenced a link since
+  bool fencing = false;
+};
+
+struct Peer {
+  enum class State : uint8_t {
+    kOffered,    // offer() was made; no way to write yet
+    kConnected,  // links are up or coming up
+    kLeaving,    // what is open goes on, nothing new is opened (departures.h)
+    kDown,       // a link broke: nothing more is posted
+    kFencing,    // fence() has begun
+  };
+
+  Peer(PeerId peer_id, std::string peer_name) : id(peer_id), name(std::move(peer_name)) {}
+
+  const PeerId id;
+  const std::string name;
+
+  // Written by the worker; what follows it may be read by any thread once this is not kOffered.
+  std::atomic<State> state{State::kOffered};
+  std::string provider;         // the lane's name
+  uint32_t remote_domains = 0;  // the peer's domains in that lane: how many rkeys a region of it needs
+
+  // Any thread: transfers to it that live, and those of them that are messages.
+  std::atomic<uint32_t> transfers{0};
+  std::atomic<uint32_t> messages{0};
+
+  // The worker's:
+  // kOffered: all that were offered, over all lanes; later those in use, in the same order on both sides.
+  std::vector<Link> links;
+  DomainLimits limits;              // of the lane
+  std::deque<Transfer*> runnable;   // transfers with something to post, next one first
+  MessageWindow messages_seen;      // those of the peer's that were taken
+  std::optional<Error> down;        // why nothing can be posted any more
+  uint32_t next_link = 0;           // where the search for the next batch's link begins
+  uint32_t next_message = 0;        // the number of the next message of the user's
+  uint32_t unsettled_messages = 0;  // of the user's, in flight on a link when it broke
+  bool offerer = false;             // offer() was made here: this side brings broken links back
+  bool scheduled = false;           // runnable is not empty and the scheduler knows
+  Parting parting;
+};
+
+}  // namespace kvc

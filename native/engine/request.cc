@@ -1,0 +1,105 @@
+#include "engine/request.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "engine/message.h"
+
+namespace kvc {
+
+namespace {
+
+template <typename... Ts>
+struct Overloaded : Ts... {
+  using Ts::operator()...;
+};
+template <typename... Ts>
+Overloaded(Ts...) -> Overloaded<Ts...>;
+
+}  // namespace
+
+Request::Request(std::shared_ptr<LocalRegion> source, std::shared_ptr<const RemoteRegion> target, uint64_t page_bytes,
+                 std::optional<uint32_t> immediate, Body body)
+    : source_(std::move(source)),
+      target_(std::move(target)),
+      page_bytes_(page_bytes),
+      immediate_(immediate),
+      body_(std::move(body)) {
+  end_ = std::visit(Overloaded{
+                        [](const SingleWrite&) -> size_t { return 1; },
+                        [](const TableWrite& write) { return write.table->source.indices.size(); },
+                        [](const ImmediateOnly& only) -> size_t { return only.count; },
+                        [](const MessageWrite&) -> size_t { return 1; },
+                        [](const Rewrite& rewrite) { return rewrite.batches.size(); },
+                    },
+                    body_);
+}
+
+std::optional<uint32_t> Request::domain() const {
+  const auto* single = std::get_if<SingleWrite>(&body_);
+  return single == nullptr ? std::nullopt : single->domain;
+}
+
+uint64_t Request::splittable() const {
+  const auto* single = std::get_if<SingleWrite>(&body_);
+  return single != nullptr && !single->domain && part_bytes_ == 0 ? page_bytes_ : 0;
+}
+
+void Request::split(uint64_t part_bytes) {
+  part_bytes_ = part_bytes;
+  end_ = (page_bytes_ + part_bytes - 1) / part_bytes;
+  count_at_end(immediate_ ? 1 : 0);
+}
+
+void Request::count_at_end(uint32_t pages) { at_end_ = pages; }
+
+Request::Batch Request::batch(size_t position, std::span<PageWrite> room, uint64_t max_bytes) const {
+  const auto fitting = [&](uint64_t page_bytes) {
+    const uint64_t pages = page_bytes == 0 ? room.size() : std::max<uint64_t>(max_bytes / page_bytes, 1);
+    return static_cast<size_t>(std::min<uint64_t>({pages, room.size(), end_ - position}));
+  };
+  return std::visit(
+      Overloaded{
+          [&](const SingleWrite& write) {
+            const uint64_t offset = position * part_bytes_;
+            const uint64_t bytes = part_bytes_ == 0 ? page_bytes_ : std::min(part_bytes_, page_bytes_ - offset);
+            room[0] = {source_->base + write.source_offset + offset, write.target_offset + offset};
+            return Batch{1, 1, bytes, source_.get(), target_.get()};
+          },
+          [&](const TableWrite& write) {
+            const Pages& source = write.table->source;
+            const Pages& target = write.table->target;
+            const std::byte* source_base = source_->base + source.offset + write.source_offset;
+            const uint64_t target_base = target.offset + write.target_offset;
+            const size_t pages = fitting(page_bytes_);
+            for (size_t i = 0; i < pages; ++i) {
+              room[i].source = source_base + static_cast<uint64_t>(source.indices[position + i]) * source.stride;
+              room[i].target_offset = target_base + static_cast<uint64_t>(target.indices[position + i]) * target.stride;
+            }
+            return Batch{pages, pages, page_bytes_, source_.get(), target_.get()};
+          },
+          [&](const ImmediateOnly&) {
+            const size_t pages = fitting(0);
+            std::fill_n(room.begin(), pages, PageWrite{});
+            return Batch{pages, pages, 0};
+          },
+          [&](const MessageWrite& message) { return Batch{.steps = 1, .message = &message.bytes}; },
+          [&](const Rewrite& rewrite) {
+            // As large as it was, whatever the limits are now: the same pages have to come again.
+            const Rewrite::Batch& part = rewrite.batches[position];
+            Batch batch = part.request->batch(part.position, room.first(part.pages), UINT64_MAX);
+            batch.steps = 1;
+            return batch;
+          },
+      },
+      body_);
+}
+
+void Request::number(uint32_t sequence) {
+  auto& bytes = std::get<MessageWrite>(body_).bytes;
+  bytes[0] = static_cast<std::byte>(MessageTag::kUser);
+  for (size_t i = 0; i < sizeof(sequence); ++i) bytes[1 + i] = static_cast<std::byte>((sequence >> (8 * i)) & 0xFF);
+  numbered_ = true;
+}
+
+}  // namespace kvc

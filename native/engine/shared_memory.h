@@ -1,0 +1,35 @@
+// SharedMemory: memory that other processes can map, because a memfd of ours is behind it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <utility>
+
+#include "engine/error.h"
+#include "engine/unique_fd.h"
+
+namespace kvc {
+
+// Owns the mapping and the descriptor. Zero at first. Movable; not thread-safe itself (the memory is anyone's).
+class SharedMemory {
+ public:
+  // `name` only shows up in /proc. `bytes` > 0; the mapping is rounded up to whole pages, size() is not.
+  static Result<SharedMemory> create(const std::string& name, uint64_t bytes);
+  SharedMemory(SharedMemory&& other) noexcept;
+  SharedMemory& operator=(SharedMemory&& other) noexcept;
+  ~SharedMemory();
+
+  std::byte* data() const noexcept { return data_; }
+  uint64_t size() const noexcept { return bytes_; }
+  int fd() const noexcept { return fd_.get(); }
+
+ private:
+  SharedMemory(std::byte* data, uint64_t bytes, UniqueFd fd) : data_(data), bytes_(bytes), fd_(std::move(fd)) {}
+
+  std::byte* data_ = nullptr;
+  uint64_t bytes_ = 0;
+  UniqueFd fd_;
+};
+
+}  // namespace kvc

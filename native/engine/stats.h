@@ -1,0 +1,27 @@
+// Stats: the worker's counters, readable by any thread while they grow.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+namespace kvc {
+
+struct Stats {
+  std::atomic<uint64_t> pages_written{0};
+  std::atomic<uint64_t> bytes_written{0};
+  std::atomic<uint64_t> batches_posted{0};
+  std::atomic<uint64_t> immediates_received{0};
+  std::atomic<uint64_t> immediates_stale{0};
+  std::atomic<uint64_t> links_lost{0};
+  std::atomic<uint64_t> links_restored{0};
+  std::atomic<uint64_t> pages_rewritten{0};
+  std::atomic<uint64_t> sleeps{0};
+  std::atomic<uint64_t> callback_errors{0};
+
+  // For counters with one writing thread: no locked instruction on the worker's path.
+  static void add(std::atomic<uint64_t>& counter, uint64_t n) noexcept {
+    counter.store(counter.load(std::memory_order_relaxed) + n, std::memory_order_relaxed);
+  }
+};
+
+}  // namespace kvc

@@ -1,0 +1,304 @@
+// TransferEngine: counted one-sided writes between registered memory of two processes, and small messages.
+//
+// The engine owns one DomainGroup: the domains that serve one device, driven by one worker thread. Every public
+// method may be called from any thread. Unless its comment says that it blocks, a method only hands a command to
+// the worker and returns in well under a microsecond. Errors come back as values; nothing here throws or aborts.
+//
+// Two objects carry all completion:
+//   Transfer    a growing set of writes to one peer, with exactly one final event. A message (send), a scatter and a
+//               barrier are transfers too, which end by themselves;
+//   CounterSet  the receiving side: counters that a peer's immediates raise, with exactly one "reached" event.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "engine/domain.h"
+#include "engine/error.h"
+#include "engine/layer_signal.h"
+
+namespace kvc {
+
+namespace cuda {
+class StreamSignal;
+}
+
+using PeerId = uint32_t;          // never reused
+using RegionId = uint32_t;        // local memory region
+using RemoteRegionId = uint32_t;  // a peer's memory region, imported here
+using TransferId = uint64_t;      // never reused
+using CounterSetId = uint64_t;    // never reused
+using PeerGroupId = uint32_t;     // never reused
+using Timeout = std::chrono::microseconds;
+
+struct EngineConfig {
+  std::string name;                   // how logs and peers call this engine
+  std::vector<DomainConfig> domains;  // in order of preference; all domains of one provider form one lane
+  // Where a preferred provider reaches the peer's machine but does not work (the kernel forbids it), go on to the
+  // next one instead of refusing the peer. A provider that cannot lead to that peer at all is passed over anyway.
+  bool allow_fallback = false;
+  // How long an idle worker polls before it sleeps on a descriptor. See docs/performance.md for the measurement
+  // behind the default: long enough for the next write of a burst, short enough that an idle engine stays under
+  // 1 % of a core.
+  uint32_t spin_us = 20;
+  int worker_cpu = -1;               // pin the worker to this core; -1: not pinned
+  DomainFactory open = open_domain;  // opens each domain: a test or a measurement wraps it in a domain of its own
+};
+
+// Pages of one region: page i begins at offset + indices[i] * stride.
+struct Pages {
+  std::vector<int64_t> indices;
+  uint64_t stride = 0;
+  uint64_t offset = 0;
+};
+
+// page_bytes bytes from each source page to the target page of the same position. `immediate`: a counter of the
+// peer's (from its CounterSet), raised by exactly the number of pages; none: an uncounted write.
+struct PagedWrite {
+  uint64_t page_bytes = 0;
+  RegionId source = 0;
+  Pages source_pages;
+  RemoteRegionId target = 0;
+  Pages target_pages;
+  std::optional<uint32_t> immediate;
+};
+
+// The same pages of several layers, as a paged KV cache lays them out: layer k adds its own offset on each side,
+// has its own counter, and is posted when the signal reaches its value.
+struct ArmedLayer {
+  uint64_t signal_value = 0;
+  uint64_t source_offset = 0;  // added to source_pages.offset
+  uint64_t target_offset = 0;  // added to target_pages.offset
+  uint32_t immediate = 0;
+};
+
+enum class EventKind : uint8_t {
+  kTransferDone,       // every write is in the peer's memory; source pages may be reused
+  kTransferFailed,     // at least one write failed; nothing is in flight on this side any more
+  kTransferCancelled,  // cancelled and drained: nothing is in flight any more
+  kCountersReached,    // every counter of the set reached its target; the pages are visible
+  kPeerDown,           // the peer's links broke; its transfers end with their own events
+  kPeerLeft,           // the peer called disconnect(): all is drained both ways, and its id is forgotten
+};
+
+// What went wrong for one member of a peer group.
+struct PeerFailure {
+  PeerId peer = 0;
+  Error error;
+};
+
+struct Event {
+  EventKind kind{};
+  uint64_t id = 0;  // TransferId, CounterSetId or PeerId
+  // kTransferFailed, kTransferCancelled: nothing of this transfer can land at the peer any more. False: only the
+  // peer's own fence() can say so (bytes may still sit in its receive buffers).
+  bool quiesced = true;
+  uint64_t pages = 0;  // transfers: pages and bytes that are known to have arrived
+  uint64_t bytes = 0;
+  std::optional<Error> error{};
+  std::vector<PeerFailure> failures{};  // scatter and barrier: of each member that failed; `error` is the first one's
+};
+
+// Called on the worker thread: must not block and must not call a blocking method of the engine; it may submit.
+// Whatever it throws is caught and counted (EngineStats::callback_errors): no callback can stop the engine.
+using EventCallback = std::function<void(const Event&)>;
+
+// A message as its receiver gets it.
+struct Message {
+  PeerId peer = 0;
+  Bytes bytes;
+};
+// Called on the worker thread, like an EventCallback. The message is gone when it returns.
+using MessageCallback = std::function<void(const Message&)>;
+
+// What one member of a peer group gets in a scatter: `bytes` of the source region, counted as one page.
+struct ScatterSlice {
+  uint64_t source_offset = 0;
+  RemoteRegionId target = 0;
+  uint64_t target_offset = 0;
+  uint64_t bytes = 0;  // 0: the immediate alone, if there is one, so that what a member counts does not depend on sizes
+  std::optional<uint32_t> immediate;
+};
+
+struct TransferProgress {
+  uint64_t pages_posted = 0;
+  uint64_t bytes_posted = 0;
+  uint64_t pages_done = 0;  // completed: in the peer's memory
+  uint64_t bytes_done = 0;
+};
+
+struct CounterSet {
+  CounterSetId id = 0;
+  std::vector<uint32_t> immediates;  // for the sender, one per counter, multiplicity 1
+};
+
+struct EngineStats {
+  uint64_t pages_written = 0;  // completed
+  uint64_t bytes_written = 0;
+  uint64_t batches_posted = 0;
+  uint64_t immediates_received = 0;  // pages counted, stale ones included
+  uint64_t immediates_stale = 0;     // of an older generation, or of no counter at all
+  uint64_t links_lost = 0;           // taken out while their peer has others; up again: links_restored
+  uint64_t links_restored = 0;
+  uint64_t pages_rewritten = 0;  // after their link broke, over another one
+  uint64_t sleeps = 0;           // times the worker went to sleep
+  uint64_t callback_errors = 0;  // exceptions that callbacks threw
+  uint64_t transfers_open = 0;
+  uint64_t counters_allocated = 0;
+  uint64_t peers = 0;
+  uint64_t regions = 0;
+};
+
+// A peer as seen after offer() or accept(): its id here, and the bytes to hand to it over the control plane.
+struct Handshake {
+  PeerId peer = 0;
+  Bytes bytes;
+  // accept(): one line for each lane of the offerer's that was passed over before the one in use, and why.
+  std::vector<std::string> passed_over;
+};
+
+class TransferEngine {
+ public:
+  // Opens the domains and starts the worker. Blocks until they are open. Fails if any configured provider is not
+  // usable on this machine and allow_fallback is false (or none is usable), with the provider's reason.
+  static Result<std::unique_ptr<TransferEngine>> create(EngineConfig config);
+
+  // Stops the worker: open transfers end with kClosed, links are fenced, registered memory is released. Blocks; for a
+  // peer that cannot be fenced (its process is stopped in the middle of a copy) 5 s at most.
+  ~TransferEngine();
+
+  // --- Memory. Regions must stay mapped until deregister_memory() returned.
+
+  // Registers [base, base+bytes). `memfd` and `memfd_offset`: the memfd behind it, -1 if none. Blocks briefly.
+  Result<RegionId> register_memory(std::byte* base, uint64_t bytes, int memfd = -1, uint64_t memfd_offset = 0);
+  // Revokes the region's keys and waits until no write can land in it any more. Blocks up to `timeout`.
+  // kTimeout: the region stays registered (fence the peer that is stuck, then try again).
+  Status deregister_memory(RegionId region, Timeout timeout);
+  // What a peer needs to write into the region: opaque bytes for its import_region().
+  Result<Bytes> region_descriptor(RegionId region);
+  Result<RemoteRegionId> import_region(PeerId peer, std::span<const std::byte> descriptor);
+
+  // --- Peers. See domain.h for the three steps. `name` is for logs only (empty in accept(): the name that the
+  // offerer gives itself). Each blocks for one turn of the worker.
+
+  Result<Handshake> offer(std::string name);
+  Result<Handshake> accept(std::string name, std::span<const std::byte> offer);
+  // An answer that is refused uses the offer up: the peer's id is forgotten.
+  Status complete(PeerId peer, std::span<const std::byte> answer);
+  // Ends the peer both ways: its transfers fail with kPeerDown, and once this returned success no write of that
+  // peer can land in local memory. The id is forgotten. Blocks up to `timeout`; kTimeout: call again.
+  Status fence(PeerId peer, Timeout timeout);
+  // Parts from the peer in good order: nothing new is opened towards it, transfers of both sides to each other end, both
+  // say so, and then the peer is fenced and its id forgotten, without an error event on either side; the other side gets
+  // kPeerLeft. Blocks up to `timeout`; kTimeout: transfers are still open on one of the sides, or messages untaken: seal
+  // them and call again, or fence().
+  Status disconnect(PeerId peer, Timeout timeout);
+  // "host", "tcp", ...: the provider this peer's writes take.
+  Result<std::string> lane(PeerId peer);
+
+  // --- Writing.
+
+  // Opens a transfer; `callback` gets its final event, or the event queue does where it is empty.
+  Result<TransferId> open_transfer(PeerId peer, EventCallback callback = {});
+  // Adds one contiguous write. A write larger than one batch is still one page: it counts once. A large one is split
+  // over the domains of the peer's lane (sharded), unless `domain` pins it to the one of that number here, in the order
+  // of EngineConfig::domains; while that one is broken, the others carry it.
+  Status write(TransferId transfer, RegionId source, uint64_t source_offset, RemoteRegionId target,
+               uint64_t target_offset, uint64_t bytes, std::optional<uint32_t> immediate,
+               std::optional<uint32_t> domain = {});
+  // Adds pages. Ranges are checked here against both regions: kOutOfRange adds nothing. An empty list is fine.
+  Status write_pages(TransferId transfer, PagedWrite write);
+  // Adds the pages of each layer, posted when `signal` reaches that layer's value (at once if it has).
+  // `pages.immediate` is ignored. `signal` is one of this engine's (create_signal()): it wakes this worker.
+  Status arm(TransferId transfer, std::shared_ptr<LayerSignal> signal, PagedWrite pages,
+             std::vector<ArmedLayer> layers);
+  // No more writes follow: the transfer ends when all have completed. Exactly one final event, after which its id
+  // is forgotten.
+  Status seal(TransferId transfer);
+  // When this returns, nothing more of the transfer is posted; kTransferCancelled follows once what was posted has
+  // drained. Blocks for one turn of the worker. kInvalidArgument if it has ended already.
+  Status cancel(TransferId transfer);
+  // Blocks until all writes added so far whose signal has passed have completed, or `timeout` (kTimeout). Armed
+  // layers whose signal has not passed stay armed.
+  Status quiesce(TransferId transfer, Timeout timeout);
+  Result<TransferProgress> progress(TransferId transfer);
+  // open_transfer + one write + seal, for the common small case.
+  Result<TransferId> write_one(PeerId peer, RegionId source, uint64_t source_offset, RemoteRegionId target,
+                               uint64_t target_offset, uint64_t bytes, std::optional<uint32_t> immediate,
+                               EventCallback callback = {}, std::optional<uint32_t> domain = {});
+
+  // --- Peer groups: one call for many peers. Any one that is down, or fails, is reported by its own PeerFailure in the
+  // one final event and stops none of the others.
+
+  // Connected peers, each once; a fenced one stays a member that fails.
+  Result<PeerGroupId> add_peer_group(const std::vector<PeerId>& members);
+  Status remove_peer_group(PeerGroupId group);
+  // Writes slices[i] to member i. One final event: done, or failed with `failures`. A slice out of range: nothing is sent.
+  Result<TransferId> scatter(PeerGroupId group, RegionId source, const std::vector<ScatterSlice>& slices,
+                             EventCallback callback = {});
+  // Raises immediates[i], a counter of member i's, by one, and writes nothing.
+  Result<TransferId> barrier(PeerGroupId group, const std::vector<uint32_t>& immediates, EventCallback callback = {});
+
+  // --- Messages: small, reliable, in no order. What the peer's user does not take stays here: it is never lost, and it
+  // never takes memory there beyond a bound.
+
+  // Sends 1 to kMaxUserMessageBytes bytes, copied before this returns. kTransferDone once the peer's engine has taken the
+  // message. kResources: too many sends to this peer have not ended, because it does not read.
+  Result<TransferId> send(PeerId peer, std::span<const std::byte> message, EventCallback callback = {});
+  // Takes up to `max` messages. Never blocks.
+  std::vector<Message> receive(size_t max);
+  // Blocks until there is a message, or `timeout` (kTimeout).
+  Result<Message> wait_message(Timeout timeout);
+  // Readable while receive() would return something. Owned by the engine.
+  int message_fd() const;
+  // From now on messages go to `callback`, those that wait too; an empty one: to receive() again. When this returns, the
+  // callback before is not running any more. Blocks for one turn of the worker.
+  Status set_message_callback(MessageCallback callback);
+
+  // --- Counting.
+
+  // n counters, all zero. They exist from now on: an immediate that arrives before expect() is not lost.
+  Result<CounterSet> alloc_counters(uint32_t n);
+  // One event when counters[i] >= targets[i] for all i (at once if they are). Once per set.
+  Status expect(CounterSetId set, const std::vector<uint64_t>& targets, EventCallback callback = {});
+  Result<std::vector<uint64_t>> counter_values(CounterSetId set);
+  // Frees the set: its slots get a new generation, later immediates count as stale. No event follows (a callback that
+  // is already running ends).
+  Status release_counters(CounterSetId set);
+
+  // --- Waiting.
+
+  // Blocks until the transfer's final event or the set's "reached" event, or `timeout` (kTimeout). Consumes the
+  // event: it does not appear in poll_events(). For transfers and sets that were given no callback.
+  Result<Event> wait_transfer(TransferId transfer, Timeout timeout);
+  Result<Event> wait_counters(CounterSetId set, Timeout timeout);
+  // Takes up to `max` events that nobody waits for. Never blocks.
+  std::vector<Event> poll_events(size_t max);
+  // Readable while poll_events() would return something. Owned by the engine.
+  int event_fd() const;
+
+  std::shared_ptr<LayerSignal> create_signal();
+  // One that a CUDA stream writes; see cuda/stream_signal.h for the thread to call this on.
+  Result<std::shared_ptr<cuda::StreamSignal>> create_stream_signal();
+  EngineStats stats() const;
+  const EngineConfig& config() const;
+  // One line per open domain, as its provider describes it ("tcp 127.0.0.1:41233").
+  const std::vector<std::string>& domains() const;
+  // With allow_fallback: why configured domains could not be opened. What a slower lane is to be blamed on.
+  const std::vector<Error>& unusable() const;
+
+ private:
+  class Impl;
+  explicit TransferEngine(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace kvc

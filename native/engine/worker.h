@@ -1,0 +1,92 @@
+// Worker: the one thread that drives a DomainGroup.
+//
+// Each turn: take the submitted commands; post layers whose signal has passed and a quantum of what is ready; poll the
+// domains; end what has ended. After spin_us without anything to do it sleeps in epoll on the domains' descriptors and
+// the waker's, so an idle engine uses no CPU.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <thread>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "engine/command.h"
+#include "engine/completion.h"
+#include "engine/domain_group.h"
+#include "engine/submission_queue.h"
+#include "engine/unique_fd.h"
+#include "engine/waker.h"
+
+namespace kvc {
+
+class Worker {
+ public:
+  Worker(const EngineConfig& config, DomainGroup& group, std::shared_ptr<Waker> waker, Stats& stats);
+  // Stops if it runs.
+  ~Worker();
+
+  // Starts the thread and opens the group on it. Blocks until it is open; after a failure there is no thread.
+  Status start();
+  // Closes the group on the worker and ends the thread. Commands that come later are never run. Blocks.
+  void stop();
+
+  // Any thread; never blocks.
+  void submit(Command::Body body) {
+    queue_.push(std::make_unique<Command>(std::move(body)));
+    waker_->wake();
+  }
+
+  // Runs `f` (which returns a Result) on the worker and returns what it returns. Blocks for one turn.
+  template <typename F>
+  std::invoke_result_t<F> call(const char* operation, F f) {
+    using R = std::invoke_result_t<F>;
+    if (on_thread()) return R(blocking_in_callback(operation));
+    std::optional<R> result;
+    Completion completion;
+    submit(Call{[&] {
+      result.emplace(f());
+      completion.set_done();
+    }});
+    completion.wait();
+    return std::move(*result);
+  }
+
+  // Runs `step` on the worker once a turn until it says true, or `timeout` is over (kTimeout, with `message`). The
+  // step may run after the caller has left: it owns what it uses. Blocks.
+  Status call_until(const char* operation, std::function<bool()> step, Timeout timeout, std::string message);
+
+  // What a blocking method answers on the worker thread, where it would wait for itself.
+  static Error blocking_in_callback(const char* operation);
+  bool on_thread() const { return std::this_thread::get_id() == thread_.get_id(); }
+
+ private:
+  struct Step {
+    std::function<bool()> run;
+    std::shared_ptr<Completion> completion;
+  };
+
+  Status prepare();
+  void run();
+  bool run_commands();
+  void apply(Command& command);
+  bool run_steps();
+  void sleep();
+
+  const EngineConfig& config_;
+  DomainGroup& group_;
+  const std::shared_ptr<Waker> waker_;
+  Stats& stats_;
+  SubmissionQueue<Command> queue_;
+  std::atomic<bool> stopping_{false};
+  std::thread thread_;
+
+  // The worker's:
+  UniqueFd epoll_fd_;
+  std::vector<Step> steps_;
+};
+
+}  // namespace kvc

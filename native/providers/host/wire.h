@@ -1,0 +1,99 @@
+// What two host domains share beside what every lane of one machine has (same_host/): the memory both map, and the
+// bytes of a handshake.
+//
+// Board    one per domain, written by that domain only, sealed read-only for everyone else: which regions exist,
+//          and whether the worker sleeps. One board serves all peers, so a registration is one store.
+// Segment  one per link: a Channel for each direction.
+// Channel  one direction of a link: a ring of immediates, slots of messages, and the gate through which every write
+//          passes.
+//
+// The gate. A write of the sender is: enter (gate odd), look at `revoked` and at the region's key, write at most
+// kChunkBytes, put the immediate into the ring if that was all, leave (gate even). The receiver revokes first and looks
+// at the gate then, both sequentially consistent: it sees the gate even or moved on, and then every later entry sees the
+// revocation; or it sees the gate odd, and asks again. So fencing never waits for a peer's cooperation, only for the end
+// of one chunk, and what the ring holds then is all that will ever be counted over this link.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include "providers/same_host/channel.h"
+#include "providers/same_host/lane.h"
+#include "providers/same_host/wire.h"
+
+namespace kvc::host {
+
+using same_host::SharedWord;
+
+constexpr uint32_t kVersion = 2;
+constexpr uint32_t kMagic = 0x6B766368;  // "kvch": whose bytes these are
+
+// Regions of one domain. A model of 200 layers with K and V apart and a few auxiliary tensors registers 500.
+constexpr uint32_t kRegionBits = 12;
+constexpr uint32_t kMaxRegions = 1U << kRegionBits;
+
+struct RegionEntry {
+  SharedWord rkey;  // 0: no region. Written last; stays 0 until no sender can be using the entry any more.
+  SharedWord base;  // the first address, in the address space of the domain's process
+  SharedWord length;
+  SharedWord memory;  // which memfd backs it (Message::memory); 0: private memory of that process
+  SharedWord memory_offset;
+  uint64_t padding[3];
+};
+static_assert(sizeof(RegionEntry) == 64);
+
+struct Board {
+  // Odd: the worker sleeps (or is about to) and wants kWake after anything new; a new number each time, so that a
+  // sender wakes it once. Sequentially consistent against Channel::tail.
+  alignas(64) SharedWord sleep;
+  alignas(64) RegionEntry regions[kMaxRegions];
+};
+static_assert(offsetof(Board, sleep) == 0, "where Sleep and Connection look for it");
+
+// The sender's passage. It changes with each chunk: a line of its own.
+struct GateWords {
+  alignas(64) SharedWord gate;  // odd: inside
+  SharedWord starved;           // 1: the ring is full and the sender sleeps: wake it when there is room
+};
+struct Channel : same_host::ReceiverWords, GateWords, same_host::SenderWords {};
+static_assert(sizeof(Channel) == sizeof(same_host::ReceiverWords) + 64 + sizeof(same_host::SenderWords));
+
+struct Segment {
+  Channel to_offerer;
+  Channel to_acceptor;
+};
+
+// A word in private memory that the peer reads (is this the process I mean?) and writes back unchanged (may I?).
+struct Probe {
+  uint64_t address = 0;
+  uint64_t value = 0;            // random, never 0
+  uint32_t private_regions = 0;  // 1: there are regions that only process_vm_writev can reach
+  uint32_t padding = 0;
+};
+
+struct Offer : same_host::Invitation {
+  Probe probe;
+};
+static_assert(std::is_trivially_copyable_v<Offer> && sizeof(Offer) == 112);
+
+struct Answer {
+  uint32_t magic = kMagic;
+  uint32_t version = kVersion;
+  Probe probe;
+};
+static_assert(std::is_trivially_copyable_v<Answer> && sizeof(Answer) == 32);
+
+inline constexpr same_host::Lane kLane{
+    .name = "host",
+    .magic = kMagic,
+    .version = kVersion,
+    .socket = "kvc-host-",
+    .board = "kvc-board",
+    .segment = "kvc-link",
+    .board_bytes = sizeof(Board),
+    .segment_bytes = sizeof(Segment),
+    .if_other_users = "run both as one user, or configure providers=[\"tcp\"]",
+};
+
+}  // namespace kvc::host

@@ -1,0 +1,270 @@
+#include "providers/libfabric/device.h"
+
+#include <rdma/fi_errno.h>
+#include <sys/mman.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <cstring>
+#include <string_view>
+#include <utility>
+
+#include "cuda/driver.h"
+
+namespace kvc::libfabric {
+namespace {
+
+bool is_old(const Library& library) { return FI_VERSION_LT(library.version, FI_VERSION(1, 18)); }
+
+// What config.device names.
+struct Choice {
+  std::string provider;  // empty: the library's first
+  std::string domain;    // empty: the provider's first, at config.address
+  bool allows_emulation = false;
+};
+
+Choice parse(std::string_view device, const Library& library) {
+  Choice choice;
+  constexpr std::string_view kEmulated = ",emulated";
+  if (device.ends_with(kEmulated)) {
+    choice.allows_emulation = true;
+    device.remove_suffix(kEmulated.size());
+  }
+  const size_t colon = device.find(':');
+  choice.provider = device.substr(0, colon);
+  if (colon != std::string_view::npos) choice.domain = device.substr(colon + 1);
+  // Today's tcp provider, with reliable datagrams of its own, was called "net" until 1.18.
+  if (choice.provider == "tcp" && is_old(library)) choice.provider = "net";
+  return choice;
+}
+
+bool uses_ip(const fi_info& info) {
+  return info.addr_format == FI_SOCKADDR || info.addr_format == FI_SOCKADDR_IN || info.addr_format == FI_SOCKADDR_IN6;
+}
+
+// Which GPU's memory this is; -1: none's.
+int gpu_of(const std::byte* base) {
+  const auto driver = cuda::driver();
+  if (!driver) return -1;
+  const auto placement = cuda::placement(*driver.value(), base);
+  return placement ? placement.value().device : -1;
+}
+
+// What every provider has to have. Bits of `mode` and `mr_mode` say what we are ready to do, not what we want: the
+// provider clears those that it does not need.
+Info make_hints(const Library& library, const Choice& choice, bool gpu_memory) {
+  Info hints(library.dupinfo(nullptr), FreeInfo{&library});
+  if (hints == nullptr) return hints;
+  hints->caps = FI_MSG | FI_RMA | FI_SEND | FI_RECV | FI_WRITE | FI_REMOTE_WRITE;
+  hints->mode = FI_CONTEXT | FI_CONTEXT2 | FI_RX_CQ_DATA;
+  hints->ep_attr->type = FI_EP_RDM;
+  // A completion has to mean that the bytes are in the peer's memory. Order is not asked for: every write is counted
+  // by itself, so that EFA's unordered datagrams and tcp's streams are treated alike.
+  hints->tx_attr->op_flags = FI_COMPLETION | FI_DELIVERY_COMPLETE;
+  // All calls for a domain come from one thread: providers may leave out their locks.
+  hints->domain_attr->threading = FI_THREAD_DOMAIN;
+  // The provider queues, or says FI_EAGAIN, where it would else lose something.
+  hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
+  hints->domain_attr->mr_mode =
+      FI_MR_LOCAL | FI_MR_RAW | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_ENDPOINT;
+  if (gpu_memory) {
+    hints->caps |= FI_HMEM;
+    hints->domain_attr->mr_mode |= FI_MR_HMEM;
+  }
+  // strdup: freeinfo() frees it.
+  if (!choice.provider.empty()) hints->fabric_attr->prov_name = strdup(choice.provider.c_str());
+  return hints;
+}
+
+// Whether an entry of fi_getinfo()'s list can do what the contract asks, on the device that was chosen. The names are
+// compared here, since not every provider does: ofi_rxm 1.17 gives any. EFA's have a suffix: "rdmap0s31-rdm".
+bool fits(const fi_info& info, const Choice& choice, const Library& library) {
+  const std::string_view name = info.domain_attr->name;
+  // The tcp provider before 1.18, below ofi_rxm, reports a connection that breaks amid a write by an error without a
+  // context, which ofi_rxm follows to address 0: a peer that dies would take us with it.
+  if (is_old(library) && std::string_view(info.fabric_attr->prov_name) == "tcp;ofi_rxm") return false;
+  const bool named = choice.domain.empty() || name == choice.domain || name.starts_with(choice.domain + "-");
+  // 4 bytes of remote CQ data: what verbs and EFA carry, and all that an immediate has.
+  return named && info.domain_attr->cq_data_size >= sizeof(uint32_t) &&
+         info.domain_attr->mr_key_size <= sizeof(uint64_t);
+}
+
+// The entry to use: of the provider of exactly this name if there is one ("tcp" rather than "tcp;ofi_rxm"), else the
+// first.
+fi_info* pick(fi_info* list, const Choice& choice, const Library& library) {
+  fi_info* first = nullptr;
+  for (fi_info* info = list; info != nullptr; info = info->next) {
+    if (!fits(*info, choice, library)) continue;
+    if (info->fabric_attr->prov_name == choice.provider) return info;
+    if (first == nullptr) first = info;
+  }
+  return first;
+}
+
+Result<Info> find(const Library& library, const Choice& choice, const char* address, bool gpu_memory) {
+  const std::string what = choice.provider.empty() ? "" : " '" + choice.provider + "'";
+  const Info hints = make_hints(library, choice, gpu_memory);
+  if (hints == nullptr) return fabric_error(ErrorCode::kResources, "open", "out of memory");
+  fi_info* list = nullptr;
+  // FI_SOURCE: the node names our own end.
+  const uint64_t flags = address == nullptr ? 0 : FI_SOURCE | FI_NUMERICHOST;
+  const int result = library.getinfo(library.interface_version(), address, nullptr, flags, hints.get(), &list);
+  const Info owner(list, FreeInfo{&library});
+  fi_info* info = result == 0 ? pick(list, choice, library) : nullptr;
+  if (info == nullptr) {
+    Error error = fabric_error("open", "fi_getinfo", result == 0 ? -FI_ENODATA : result);
+    error.code = ErrorCode::kRefused;
+    error.message += ": libfabric " + library.description() + " has no provider" + what +
+                     " with reliable datagrams, counted writes (4 bytes of remote CQ data) and delivery-complete" +
+                     (choice.domain.empty() ? "" : " on a device named " + choice.domain) +
+                     (address == nullptr ? "" : " at address " + std::string(address)) +
+                     "; `fi_info` lists what there is";
+    return error;
+  }
+  Info chosen(library.dupinfo(info), FreeInfo{&library});
+  // The default of every operation; some providers return it empty though they were asked for it.
+  chosen->tx_attr->op_flags = hints->tx_attr->op_flags;
+  chosen->tx_attr->size = std::min(chosen->tx_attr->size, kTransmits);
+  chosen->rx_attr->size = std::min(chosen->rx_attr->size, kReceives);
+  return chosen;
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Device>> Device::open(const DomainConfig& config) {
+  const Result<const Library*> loaded = libfabric::library();
+  if (!loaded) return loaded.error();
+  const Library& library = *loaded.value();
+  const Choice choice = parse(config.device, library);
+  // Where there is a GPU, a NIC is asked whether it reaches GPU memory (EFA's "HMEM", by dmabuf or peer memory). Not
+  // what has no NIC: it would do so by copies through the CUDA API.
+  const bool is_nic = choice.provider.starts_with("efa") || choice.provider.starts_with("verbs");
+  const bool asks_for_gpus = is_nic && cuda::driver().ok();
+  Result<Info> info = find(library, choice, nullptr, asks_for_gpus);
+  if (!info && asks_for_gpus) info = find(library, choice, nullptr, false);
+  if (!info) return info.error();
+  const bool gpu_memory = (info.value()->caps & FI_HMEM) != 0;
+  // Without a device's name, the address says which one: a provider over IP has one for each interface.
+  if (choice.domain.empty() && uses_ip(*info.value())) {
+    Choice same = choice;
+    same.provider = info.value()->fabric_attr->prov_name;
+    info = find(library, same, config.address.c_str(), gpu_memory);
+    if (!info) return info.error();
+  }
+  std::unique_ptr<Device> device(new Device(library, std::move(info.value()), choice.allows_emulation));
+  if (Status started = device->start(); !started) return started.error();
+  return device;
+}
+
+Status Device::start() {
+  fid_fabric* fabric = nullptr;
+  if (const int result = library_.fabric(info_->fabric_attr, &fabric, nullptr); result != 0) {
+    return fabric_error("open", "fi_fabric", result);
+  }
+  fabric_.reset(fabric);
+  fid_domain* domain = nullptr;
+  if (const int result = fi_domain(fabric, info_.get(), &domain, nullptr); result != 0) {
+    return fabric_error("open", "fi_domain", result);
+  }
+  domain_.reset(domain);
+  // "net" 1.17 has a descriptor, but its fi_trywait() never makes it unreadable again.
+  waits_by_descriptor_ = provider() != "net";
+  Result<Fid<fid_cq>> probe = open_queue(1);
+  if (waits_by_descriptor_) {
+    // Some have none, and some take the wish for one and then have none (udp;ofi_rxd).
+    int descriptor = -1;
+    waits_by_descriptor_ = probe && fi_control(&probe.value()->fid, FI_GETWAIT, &descriptor) == 0;
+    if (!waits_by_descriptor_) probe = open_queue(1);
+  }
+  if (!probe) return probe.error();
+  return {};
+}
+
+Result<Fid<fid_cq>> Device::open_queue(size_t entries) const {
+  fi_cq_attr attributes{};
+  attributes.size = entries;
+  attributes.format = FI_CQ_FORMAT_DATA;
+  attributes.wait_obj = waits_by_descriptor_ ? FI_WAIT_FD : FI_WAIT_NONE;
+  fid_cq* queue = nullptr;
+  if (const int result = fi_cq_open(domain_.get(), &attributes, &queue, nullptr); result != 0) {
+    return fabric_error("open", "fi_cq_open", result);
+  }
+  return Fid<fid_cq>(queue);
+}
+
+std::string Device::description() const {
+  return provider() + " " + info_->domain_attr->name + ", library " + library_.description();
+}
+
+uint64_t Device::bits_per_second() const noexcept {
+  const fid_nic* nic = info_->nic;
+  return nic == nullptr || nic->link_attr == nullptr ? 0 : nic->link_attr->speed;
+}
+
+Result<Fid<fid_mr>> Device::register_memory(std::byte* base, uint64_t bytes, uint64_t access, fid_ep* endpoint) const {
+  // The library may be newer than our headers, and its fi_mr_attr longer: the rest has to be there, and 0.
+  struct {
+    fi_mr_attr attributes{};
+    std::byte later_fields[128]{};
+  } request;
+  const iovec range{base, bytes};
+  request.attributes.mr_iov = &range;
+  request.attributes.iov_count = 1;
+  request.attributes.access = access;
+  request.attributes.iface = FI_HMEM_SYSTEM;
+  const int gpu = gpu_of(base);
+  if (gpu >= 0) {
+    if (!takes_gpu_memory()) {
+      return fabric_error(ErrorCode::kRefused, "register_region",
+                          "this is GPU memory, and " + provider() +
+                              " does not reach it here (FI_HMEM): EFA needs libfabric 1.18 or later, and a kernel with "
+                              "dmabuf or the driver's peer memory module");
+    }
+    request.attributes.iface = FI_HMEM_CUDA;
+    request.attributes.device.cuda = gpu;
+  }
+  // FI_MR_ALLOCATED: "physical pages must be there when memory is registered" (fi_mr(3)). Fails on kernels before
+  // 5.14, where the provider's own pinning does it.
+  if (needs(FI_MR_ALLOCATED) && gpu < 0) ::madvise(base, bytes, MADV_POPULATE_WRITE);
+  fid_mr* region = nullptr;
+  int result = 0;
+  do {
+    if (!needs(FI_MR_PROV_KEY)) {
+      Result<uint64_t> key = random_key();
+      if (!key) return key.error();
+      // Not beyond the provider's key size, and not 2^64-1, which means "none".
+      request.attributes.requested_key = key.value() >> (64 - 8 * info_->domain_attr->mr_key_size) >> 1;
+    }
+    result = fi_mr_regattr(domain_.get(), &request.attributes, 0, &region);
+  } while (result == -FI_ENOKEY && !needs(FI_MR_PROV_KEY));  // that key is taken
+  if (result != 0) return fabric_error("register_region", "fi_mr_regattr", result);
+  Fid<fid_mr> owner(region);
+  if (needs(FI_MR_ENDPOINT)) {
+    result = endpoint == nullptr ? -FI_EINVAL : fi_mr_bind(region, &endpoint->fid, 0);
+    if (result == 0) result = fi_mr_enable(region);
+    if (result != 0) return fabric_error("register_region", "fi_mr_bind and fi_mr_enable", result);
+  }
+  return owner;
+}
+
+Result<RemoteMemory> Device::describe(fid_mr& region, const std::byte* base, uint64_t bytes) const {
+  RemoteMemory memory;
+  memory.bytes = bytes;
+  // FI_MR_VIRT_ADDR: remote memory goes by its virtual address there; else it begins at 0.
+  memory.address = needs(FI_MR_VIRT_ADDR) ? reinterpret_cast<uintptr_t>(base) : 0;
+  if (needs(FI_MR_RAW)) {
+    size_t length = kMaxKeyBytes;
+    memory.key.resize(length);
+    const int result =
+        fi_mr_raw_attr(&region, &memory.address, reinterpret_cast<uint8_t*>(memory.key.data()), &length, 0);
+    if (result != 0) return fabric_error("register_region", "fi_mr_raw_attr", result);
+    memory.key.resize(std::max(length, sizeof(uint64_t) + 1));  // longer than a plain key: that tells them apart
+    return memory;
+  }
+  const uint64_t key = fi_mr_key(&region);
+  memory.key.resize(sizeof(key));
+  std::memcpy(memory.key.data(), &key, sizeof(key));
+  return memory;
+}
+
+}  // namespace kvc::libfabric

@@ -1,0 +1,91 @@
+// Device: one libfabric domain (a NIC, or what stands in for one), opened, and what it asks of its users.
+#pragma once
+
+#include <rdma/fabric.h>
+#include <rdma/fi_domain.h>
+#include <rdma/fi_endpoint.h>
+#include <rdma/fi_eq.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "engine/domain.h"
+#include "providers/libfabric/library.h"
+#include "providers/libfabric/wire.h"
+
+namespace kvc::libfabric {
+
+// Operations that an endpoint carries out at a time, if the provider takes as many. 512 writes of 16 KiB are the 8 MiB
+// that the engine keeps in flight. Providers set memory aside for each: the ofi_rxm layer 16 KiB a receive.
+inline constexpr size_t kTransmits = 512;
+inline constexpr size_t kReceives = 256;
+
+struct CloseFid {
+  template <typename Object>
+  void operator()(Object* object) const noexcept {
+    fi_close(&object->fid);
+  }
+};
+// A libfabric object that closes itself.
+template <typename Object>
+using Fid = std::unique_ptr<Object, CloseFid>;
+
+struct FreeInfo {
+  const Library* library;
+  void operator()(fi_info* info) const noexcept { library->freeinfo(info); }
+};
+using Info = std::unique_ptr<fi_info, FreeInfo>;
+
+class Device {
+ public:
+  // kRefused where the library, the provider or what it lacks makes it unusable.
+  static Result<std::unique_ptr<Device>> open(const DomainConfig& config);
+
+  fi_info& info() const noexcept { return *info_; }
+  fid_fabric& fabric() const noexcept { return *fabric_; }
+  fid_domain& domain() const noexcept { return *domain_; }
+  const Library& library() const noexcept { return library_; }
+  std::string provider() const { return info_->fabric_attr->prov_name; }
+
+  // "tcp eth0, libfabric 1.17 (...)".
+  std::string description() const;
+  uint64_t bits_per_second() const noexcept;
+
+  bool needs(uint64_t mr_mode_bit) const noexcept { return (info_->domain_attr->mr_mode & mr_mode_bit) != 0; }
+  // Immediates use up receives that the target posted (FI_RX_CQ_DATA), as on a verbs queue pair.
+  bool immediates_take_receives() const noexcept { return (info_->mode & FI_RX_CQ_DATA) != 0; }
+  // Only processes of this machine can be reached.
+  bool is_local() const { return provider() == "shm"; }
+  bool is_efa() const { return provider().rfind("efa", 0) == 0; }
+  bool allows_emulation() const noexcept { return allows_emulation_; }
+  // The NIC reads and writes the memory of GPUs (FI_HMEM).
+  bool takes_gpu_memory() const noexcept { return (info_->caps & FI_HMEM) != 0; }
+  // Completion queues have a descriptor to sleep on; else they have to be looked at.
+  bool waits_by_descriptor() const noexcept { return waits_by_descriptor_; }
+  // The longest write. Longer pages are refused: the pieces of one could not be counted as one.
+  uint64_t max_write() const noexcept { return info_->ep_attr->max_msg_size; }
+
+  // Registers memory for local use (`access` of FI_SEND and FI_RECV) or for peers' writes as well (FI_WRITE and
+  // FI_REMOTE_WRITE). A GPU's memory is taken where takes_gpu_memory(), and else refused. Where the device wants regions bound to an endpoint (FI_MR_ENDPOINT), to `endpoint`.
+  Result<Fid<fid_mr>> register_memory(std::byte* base, uint64_t bytes, uint64_t access, fid_ep* endpoint) const;
+  // What a peer has to be told in order to write there.
+  Result<RemoteMemory> describe(fid_mr& region, const std::byte* base, uint64_t bytes) const;
+  // A queue of at least `entries`, in FI_CQ_FORMAT_DATA.
+  Result<Fid<fid_cq>> open_queue(size_t entries) const;
+
+ private:
+  Device(const Library& library, Info info, bool allows_emulation)
+      : library_(library), info_(std::move(info)), allows_emulation_(allows_emulation) {}
+  Status start();
+
+  const Library& library_;
+  Info info_;
+  const bool allows_emulation_;
+  bool waits_by_descriptor_ = true;
+  Fid<fid_fabric> fabric_;
+  Fid<fid_domain> domain_;
+};
+
+}  // namespace kvc::libfabric

@@ -1,0 +1,64 @@
+// BatchQueue: the batches of one link that wait, first in, first out, in memory that is allocated once.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "engine/domain.h"
+#include "engine/immediate.h"
+
+namespace kvc::same_host {
+
+// One thread; nothing here blocks. Owns the items, not what they point to.
+class BatchQueue {
+ public:
+  struct Item {
+    WorkId work = 0;
+    uint64_t rkey = 0;
+    uint64_t page_bytes = 0;
+    uint64_t total = 0;    // bytes of all pages
+    uint64_t written = 0;  // of `total`, in order of the pages, for whoever writes a batch piece by piece
+    uint32_t count = 0;
+    uint32_t immediate = 0;
+    bool counted = false;
+    std::array<PageWrite, Immediate::kMaxMultiplicity> pages;
+    std::span<const PageWrite> all() const noexcept { return std::span(pages).first(count); }
+  };
+
+  // `depth`: how many it holds, a power of two.
+  explicit BatchQueue(size_t depth) : items_(depth), mask_(depth - 1) {}
+  bool empty() const noexcept { return size_ == 0; }
+  bool full() const noexcept { return size_ > mask_; }
+  // Not when empty(); valid until it is popped.
+  Item& front() noexcept { return items_[head_]; }
+  void pop() noexcept {
+    head_ = (head_ + 1) & mask_;
+    --size_;
+  }
+  // `batch` has 1..kMaxMultiplicity pages, and the queue is not full.
+  void push(const WriteBatch& batch) noexcept {
+    Item& item = items_[(head_ + size_) & mask_];
+    ++size_;
+    item.work = batch.work;
+    item.rkey = batch.rkey;
+    item.page_bytes = batch.page_bytes;
+    item.count = static_cast<uint32_t>(batch.pages.size());
+    item.total = item.count * batch.page_bytes;
+    item.written = 0;
+    item.immediate = batch.immediate;
+    item.counted = batch.counted;
+    std::copy(batch.pages.begin(), batch.pages.end(), item.pages.begin());
+  }
+
+ private:
+  std::vector<Item> items_;
+  size_t mask_;
+  size_t head_ = 0;
+  size_t size_ = 0;
+};
+
+}  // namespace kvc::same_host

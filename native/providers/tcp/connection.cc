@@ -1,0 +1,523 @@
+#include "providers/tcp/connection.h"
+
+#include <limits.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <bit>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "providers/tcp/link.h"
+
+namespace kvc::tcp {
+namespace {
+
+// What one system call may gather or scatter (UIO_MAXIOV).
+constexpr size_t kMaxIovecs = 1024;
+
+// Collects up to `room` bytes for one sendmsg or recvmsg.
+class IoList {
+ public:
+  explicit IoList(uint64_t room) : room_(room) {}
+  void add(const void* data, uint64_t bytes) {
+    const uint64_t taken = std::min(bytes, room_);
+    if (taken == 0 || count_ == kMaxIovecs) return;
+    // Pages that follow each other are one piece for the kernel.
+    if (count_ > 0 && static_cast<std::byte*>(entries_[count_ - 1].iov_base) + entries_[count_ - 1].iov_len == data) {
+      entries_[count_ - 1].iov_len += static_cast<size_t>(taken);
+    } else {
+      entries_[count_++] = {const_cast<void*>(data), static_cast<size_t>(taken)};
+    }
+    room_ -= taken;
+    bytes_ += taken;
+  }
+  bool full() const { return room_ == 0 || count_ == kMaxIovecs; }
+  uint64_t bytes() const { return bytes_; }
+  msghdr message() {
+    msghdr header{};
+    header.msg_iov = entries_;
+    header.msg_iovlen = count_;
+    return header;
+  }
+
+ private:
+  uint64_t room_;
+  uint64_t bytes_ = 0;
+  size_t count_ = 0;
+  iovec entries_[kMaxIovecs];  // NOLINT: written before it is read, and too large to clear in each call
+};
+
+bool would_block(int error_number) { return error_number == EAGAIN || error_number == EWOULDBLOCK; }
+
+Error down(std::string_view operation, std::string message) {
+  return tcp_error(ErrorCode::kPeerDown, operation, std::move(message));
+}
+
+Error down(std::string_view operation, int error_number) {
+  Error error = system_error("tcp", operation, error_number);
+  error.code = ErrorCode::kPeerDown;
+  return error;
+}
+
+}  // namespace
+
+Connection::~Connection() { close(); }
+
+// --- Opening and closing.
+
+Status Connection::dial(UniqueFd socket, const Hello& hello, const Welcome& welcome) {
+  if (Status watched = shared_.epoll.add(socket, EPOLLOUT, *this); !watched) return watched;
+  socket_ = std::move(socket);
+  hello_ = hello;
+  welcome_ = welcome;
+  state_ = State::kConnecting;
+  return {};
+}
+
+Status Connection::finish_connecting() {
+  if (const int error_number = take_error(socket_); error_number != 0) return down("connect", error_number);
+  // The first bytes of a new connection always fit its send buffer.
+  if (::send(socket_.get(), &hello_, sizeof(hello_), MSG_DONTWAIT | MSG_NOSIGNAL) != sizeof(hello_)) {
+    return down("connect", errno);
+  }
+  state_ = State::kGreeting;
+  return watch(false);
+}
+
+Status Connection::adopt(UniqueFd socket, const Welcome& welcome) {
+  socket_ = std::move(socket);
+  state_ = State::kUp;
+  if (::send(socket_.get(), &welcome, sizeof(welcome), MSG_DONTWAIT | MSG_NOSIGNAL) != sizeof(welcome)) {
+    return down("accept", errno);
+  }
+  want_turn();
+  return watch(false);
+}
+
+void Connection::close() {
+  if (state_ == State::kClosed) return;
+  state_ = State::kClosed;
+  if (in_sendable_) std::erase(shared_.sendable, this);
+  in_sendable_ = false;
+  if (holds()) std::erase(shared_.holding, this);
+  held_slots_ = 0;
+  if (socket_) {
+    shared_.epoll.remove(socket_);
+    hang_up(socket_);
+  }
+  if (landing_.region != nullptr) --landing_.region->landing;
+  landing_.region = nullptr;
+  for (auto& frame : unsent_) shared_.spare_frames.push_back(std::move(frame));
+  unsent_.clear();
+}
+
+void Connection::complete_all(const Error& error) {
+  const auto posted = std::exchange(unacknowledged_, {});
+  queued_bytes_ = 0;
+  uint64_t sequence = acknowledged_;
+  for (const Unacknowledged& batch : posted) {
+    const bool refused = refusal_ && refusal_->sequence == ++sequence;
+    shared_.sink.on_complete(batch.work, refused ? &refusal_->error : &error);
+  }
+  for (uint32_t left = std::exchange(messages_posted_, 0); left != 0; left &= left - 1) {
+    shared_.sink.on_complete(messages_[static_cast<size_t>(std::countr_zero(left))], &error);
+  }
+}
+
+Status Connection::on_events(uint32_t events) {
+  if (state_ == State::kConnecting) return finish_connecting();
+  if ((events & ~static_cast<uint32_t>(EPOLLOUT)) != 0) {
+    if (Status read = read_turn(); !read) return read;
+  }
+  if ((events & EPOLLOUT) != 0) return send_turn();
+  return {};
+}
+
+Status Connection::watch(bool writable) {
+  watching_writable_ = writable;
+  return shared_.epoll.modify(socket_, writable ? EPOLLIN | EPOLLOUT : EPOLLIN, *this);
+}
+
+void Connection::want_turn() {
+  if (state_ != State::kUp || watching_writable_ || in_sendable_) return;
+  shared_.sendable.push_back(this);
+  in_sendable_ = true;
+}
+
+// --- Sending.
+
+// A frame that is its header alone so far.
+std::unique_ptr<OutgoingFrame> Connection::take_frame(const FrameHeader& header) {
+  std::unique_ptr<OutgoingFrame> frame;
+  if (shared_.spare_frames.empty()) {
+    frame = std::make_unique<OutgoingFrame>();
+  } else {
+    frame = std::move(shared_.spare_frames.back());
+    shared_.spare_frames.pop_back();
+  }
+  std::memcpy(frame->head.data(), &header, sizeof(header));
+  frame->type = header.type;
+  frame->head_bytes = sizeof(header);
+  frame->pages = 0;
+  frame->page_bytes = 0;
+  frame->sent = 0;
+  return frame;
+}
+
+bool Connection::post(const WriteBatch& batch) {
+  if (queued_bytes_ >= shared_.tuning.queue_bytes || unacknowledged_.size() >= shared_.tuning.queue_batches)
+    return false;
+  FrameHeader header;
+  header.type = FrameType::kWrite;
+  header.counted = batch.counted ? 1 : 0;
+  header.count = static_cast<uint16_t>(batch.pages.size());
+  header.sequence = ++posted_;
+  header.rkey = batch.rkey;
+  header.page_bytes = batch.page_bytes;
+  header.value = batch.immediate;
+
+  auto frame = take_frame(header);
+  if (batch.page_bytes > 0) {
+    std::byte* offset = frame->head.data() + sizeof(header);
+    for (size_t i = 0; i < batch.pages.size(); ++i, offset += sizeof(uint64_t)) {
+      std::memcpy(offset, &batch.pages[i].target_offset, sizeof(uint64_t));
+      frame->sources[i] = batch.pages[i].source;
+    }
+    frame->head_bytes = static_cast<uint32_t>(head_bytes(header));
+    frame->pages = header.count;
+    frame->page_bytes = header.page_bytes;
+  }
+  unsent_.push_back(std::move(frame));
+
+  const uint64_t bytes = header.count * header.page_bytes;
+  unacknowledged_.push_back({batch.work, bytes});
+  queued_bytes_ += bytes;
+  want_turn();
+  return true;
+}
+
+bool Connection::send(WorkId work, std::span<const std::byte> message) {
+  const auto slot = static_cast<uint32_t>(std::countr_one(messages_posted_));
+  if (slot >= kMessageSlots) return false;
+  messages_posted_ |= 1U << slot;
+  messages_[slot] = work;
+  FrameHeader header;
+  header.type = FrameType::kMessage;
+  header.count = static_cast<uint16_t>(message.size());
+  header.value = slot;
+  auto frame = take_frame(header);
+  frame->slot = slot;
+  frame->message.assign(message.begin(), message.end());
+  frame->sources[0] = frame->message.data();
+  frame->pages = 1;
+  frame->page_bytes = message.size();
+  // Ahead of the writes, which may be megabytes, but not into one that has begun to leave.
+  auto place = unsent_.begin();
+  while (place != unsent_.end() && ((*place)->sent > 0 || (*place)->type == FrameType::kMessage)) ++place;
+  unsent_.insert(place, std::move(frame));
+  want_turn();
+  return true;
+}
+
+void Connection::queue_ack() { unsent_.push_back(take_frame(FrameHeader{})); }
+
+Status Connection::send_turn() {
+  if (std::exchange(in_sendable_, false); state_ != State::kUp) return {};
+  // Any frame whose header has not left yet acknowledges as well as an ack would.
+  if (owes_acknowledgement() && (unsent_.empty() || unsent_.back()->sent > 0)) queue_ack();
+
+  IoList list(shared_.tuning.turn_bytes);
+  for (const auto& frame : unsent_) {
+    if (list.full()) break;
+    if (frame->sent == 0) {
+      std::memcpy(frame->head.data() + offsetof(FrameHeader, acknowledged), &received_, sizeof(received_));
+      std::memcpy(frame->head.data() + offsetof(FrameHeader, messages_taken), &messages_taken_,
+                  sizeof(messages_taken_));
+    }
+    if (frame->sent < frame->head_bytes) list.add(frame->head.data() + frame->sent, frame->head_bytes - frame->sent);
+    const uint64_t body = frame->sent > frame->head_bytes ? frame->sent - frame->head_bytes : 0;
+    if (frame->pages == 0) continue;
+    uint64_t offset = body % frame->page_bytes;
+    for (uint64_t page = body / frame->page_bytes; page < frame->pages && !list.full(); ++page, offset = 0) {
+      list.add(frame->sources[page] + offset, frame->page_bytes - offset);
+    }
+  }
+  if (list.bytes() > 0) {
+    const msghdr message = list.message();
+    const ssize_t sent = ::sendmsg(socket_.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (sent < 0 && !would_block(errno) && errno != EINTR) return down("write", errno);
+    retire_sent(sent > 0 ? static_cast<uint64_t>(sent) : 0);
+    // Less than asked for: the socket is full, and epoll will say when it is not.
+    const bool full = sent < static_cast<ssize_t>(list.bytes());
+    if (full && !watching_writable_) return watch(true);
+  }
+  if (unsent_.empty() && watching_writable_) return watch(false);
+  if (!unsent_.empty()) want_turn();
+  return {};
+}
+
+void Connection::retire_sent(uint64_t bytes) {
+  while (bytes > 0) {
+    OutgoingFrame& frame = *unsent_.front();
+    if (frame.sent == 0) {
+      told_ = received_;
+      messages_told_ = messages_taken_;
+      untold_bytes_ = 0;
+    }
+    const uint64_t taken = std::min(bytes, frame.total_bytes() - frame.sent);
+    frame.sent += taken;
+    bytes -= taken;
+    if (frame.sent < frame.total_bytes()) return;
+    if (frame.type == FrameType::kWrite) ++sent_;
+    if (frame.type == FrameType::kMessage) messages_sent_ |= 1U << frame.slot;
+    shared_.spare_frames.push_back(std::move(unsent_.front()));
+    unsent_.pop_front();
+  }
+}
+
+// --- Receiving.
+
+Status Connection::read_turn() {
+  if (state_ != State::kGreeting && state_ != State::kUp) return {};
+  uint64_t budget = shared_.tuning.turn_bytes;
+  bool drained = false;
+  while (budget > 0 && !drained) {
+    IoList list(budget);
+    for (uint32_t page = landing_.page; landing_.region != nullptr && page < landing_.pages && !list.full(); ++page) {
+      const uint64_t offset = page == landing_.page ? landing_.offset : 0;
+      list.add(landing_.targets[page] + offset, landing_.page_bytes - offset);
+    }
+    const uint64_t landing_bytes = list.bytes();
+    if (landing_.region == nullptr || !list.full()) {
+      std::memmove(inbox_.data(), inbox_.data() + inbox_begin_, inbox_bytes());
+      inbox_end_ = inbox_bytes();
+      inbox_begin_ = 0;
+      list.add(inbox_.data() + inbox_end_, inbox_.size() - inbox_end_);
+    }
+    msghdr message = list.message();
+    const ssize_t got = ::recvmsg(socket_.get(), &message, MSG_DONTWAIT);
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0 && would_block(errno)) {
+      drained = true;
+      break;
+    }
+    if (got < 0) return down("receive", errno);
+    if (got == 0) {
+      return down("receive", state_ == State::kGreeting ? "the peer did not welcome us: its offer is no longer valid"
+                                                        : "the peer closed the connection");
+    }
+    const auto bytes = static_cast<uint64_t>(got);
+    drained = bytes < list.bytes();
+    budget -= bytes;
+    const uint64_t landed = std::min(bytes, landing_bytes);
+    inbox_end_ += bytes - landed;
+    if (landed > 0) advance_landing(landed);
+    if (Status parsed = parse_inbox(); !parsed) return parsed;
+    if (state_ != State::kGreeting && state_ != State::kUp) return {};  // the sink fenced us
+  }
+  // While more is waiting, one acknowledgement for all of it is enough.
+  if (owes_acknowledgement() &&
+      (drained || untold_bytes_ >= shared_.tuning.unacknowledged_bytes || !more_waits(socket_))) {
+    want_turn();
+  }
+  return {};
+}
+
+void Connection::read_last_words() {
+  // Enough turns for whatever a receive buffer can hold (net.ipv4.tcp_rmem: 32 MiB at most on common systems).
+  const size_t turns = (32U << 20) / shared_.tuning.turn_bytes + 1;
+  for (size_t i = 0; i < turns && state_ == State::kUp; ++i) {
+    const uint64_t before = received_;
+    const uint64_t acknowledged = acknowledged_;
+    if (Status read = read_turn(); !read) return;
+    if (received_ == before && acknowledged_ == acknowledged && landing_.region == nullptr) return;
+  }
+}
+
+Status Connection::parse_inbox() {
+  if (state_ == State::kGreeting) {
+    bool taken = false;
+    if (Status welcome = take_welcome(taken); !welcome || !taken) return welcome;
+  }
+  while (state_ == State::kUp && landing_.region == nullptr && inbox_bytes() >= sizeof(FrameHeader)) {
+    FrameHeader header;
+    const std::byte* const head = inbox_.data() + inbox_begin_;
+    std::memcpy(&header, head, sizeof(header));
+    if (auto why = malformed(header)) return refuse(header.sequence, ErrorCode::kInvalidArgument, *std::move(why));
+    if (Status taken = take_acknowledgement(header); !taken || state_ != State::kUp) return taken;
+    const size_t size = head_bytes(header);
+    if (inbox_bytes() < size) return {};
+    const std::byte* const body = head + sizeof(header);
+    if (header.type == FrameType::kRefusal) {
+      return take_refusal(header, {reinterpret_cast<const char*>(body), header.count});
+    }
+    inbox_begin_ += size;
+    if (header.type == FrameType::kMessage) {
+      if (Status taken = take_message(header.value, {body, header.count}); !taken) return taken;
+    } else if (header.type == FrameType::kWrite) {
+      if (Status begun = begin_landing(header, body); !begun) return begun;
+      if (landing_.region != nullptr) land_from_inbox();
+    }
+  }
+  return {};
+}
+
+Status Connection::take_welcome(bool& taken) {
+  Welcome welcome;
+  if (inbox_bytes() < sizeof(welcome)) return {};
+  std::memcpy(&welcome, inbox_.data() + inbox_begin_, sizeof(welcome));
+  inbox_begin_ += sizeof(welcome);
+  if (welcome.magic != Welcome::kMagic || welcome.version != kVersion || welcome.index != index_ ||
+      !welcome.secret.equals(welcome_.secret)) {
+    return down("connect", "whoever listens at the peer's address is not the peer");
+  }
+  taken = true;
+  state_ = State::kUp;
+  want_turn();
+  return {};
+}
+
+Status Connection::begin_landing(const FrameHeader& header, const std::byte* offsets) {
+  if (header.sequence != received_ + 1) {
+    return refuse(header.sequence, ErrorCode::kInvalidArgument, "a write out of step");
+  }
+  if (header.page_bytes == 0) {  // an immediate alone
+    ++received_;
+    if (header.counted != 0) shared_.sink.on_immediate(link_.id(), header.value);
+    return {};
+  }
+  Region* const region = shared_.regions.find(header.rkey);
+  if (region == nullptr) {
+    return refuse(header.sequence, ErrorCode::kUnknownRegion, "no memory region has this key, or it was revoked");
+  }
+  for (uint32_t page = 0; page < header.count; ++page) {
+    uint64_t offset = 0;
+    std::memcpy(&offset, offsets + page * sizeof(offset), sizeof(offset));
+    if (!region->contains(offset, header.page_bytes)) {
+      return refuse(header.sequence, ErrorCode::kOutOfRange,
+                    std::to_string(header.page_bytes) + " bytes at offset " + std::to_string(offset) +
+                        " are outside the region of " + std::to_string(region->bytes) + " bytes");
+    }
+    landing_.targets[page] = region->base + offset;
+  }
+  landing_.region = region;
+  landing_.pages = header.count;
+  landing_.page_bytes = header.page_bytes;
+  landing_.page = 0;
+  landing_.offset = 0;
+  landing_.counted = header.counted != 0;
+  landing_.immediate = header.value;
+  ++region->landing;
+  return {};
+}
+
+void Connection::land_from_inbox() {
+  uint64_t copied = 0;
+  for (uint32_t page = 0; page < landing_.pages && inbox_bytes() > 0; ++page) {
+    const size_t part = std::min<uint64_t>(landing_.page_bytes, inbox_bytes());
+    std::memcpy(landing_.targets[page], inbox_.data() + inbox_begin_, part);
+    inbox_begin_ += part;
+    copied += part;
+  }
+  advance_landing(copied);
+}
+
+void Connection::advance_landing(uint64_t bytes) {
+  const uint64_t position = landing_.page * landing_.page_bytes + landing_.offset + bytes;
+  landing_.page = static_cast<uint32_t>(position / landing_.page_bytes);
+  landing_.offset = position % landing_.page_bytes;
+  if (landing_.page < landing_.pages) return;
+  --landing_.region->landing;
+  landing_.region = nullptr;
+  ++received_;
+  untold_bytes_ += position;
+  if (landing_.counted) shared_.sink.on_immediate(link_.id(), landing_.immediate);
+}
+
+Status Connection::take_message(uint32_t slot, std::span<const std::byte> message) {
+  const uint32_t bit = 1U << slot;
+  if ((held_slots_ & bit) != 0) {
+    return refuse(0, ErrorCode::kInvalidArgument, "a message in a slot whose last one was not taken");
+  }
+  const bool taken = shared_.sink.on_message(link_.id(), message);
+  if (state_ != State::kUp) return {};  // the sink fenced us
+  if (taken) {
+    messages_taken_ ^= bit;
+    return {};
+  }
+  if (!holds()) shared_.holding.push_back(this);
+  held_slots_ |= bit;
+  held_[slot].assign(message.begin(), message.end());
+  return {};
+}
+
+bool Connection::offer_held() {
+  bool any = false;
+  // Each one, also behind one that is refused again: the sink may have room for some peers and not for others.
+  for (uint32_t left = held_slots_; left != 0; left &= left - 1) {
+    const auto slot = static_cast<size_t>(std::countr_zero(left));
+    const bool taken = shared_.sink.on_message(link_.id(), held_[slot]);
+    if (state_ != State::kUp) return true;  // the sink fenced us
+    if (!taken) continue;
+    held_slots_ ^= 1U << slot;
+    held_[slot] = {};
+    messages_taken_ ^= 1U << slot;
+    any = true;
+  }
+  if (any) want_turn();
+  return any;
+}
+
+Status Connection::take_acknowledgement(const FrameHeader& header) {
+  const uint64_t acknowledged = header.acknowledged;
+  uint32_t messages = header.messages_taken ^ messages_seen_;
+  if (acknowledged < acknowledged_ || acknowledged > sent_ || (messages & ~messages_sent_) != 0) {
+    return refuse(0, ErrorCode::kInvalidArgument, "an acknowledgement of what was never sent");
+  }
+  messages_seen_ ^= messages;
+  messages_sent_ ^= messages;
+  // The sink may fence us meanwhile: then close() has completed the others.
+  for (; (messages & messages_posted_) != 0; messages &= messages - 1) {
+    messages_posted_ &= ~(messages & -messages);
+    shared_.sink.on_complete(messages_[static_cast<size_t>(std::countr_zero(messages))], nullptr);
+  }
+  while (acknowledged_ < acknowledged && !unacknowledged_.empty()) {
+    const Unacknowledged done = unacknowledged_.front();
+    unacknowledged_.pop_front();
+    ++acknowledged_;
+    queued_bytes_ -= done.bytes;
+    shared_.sink.on_complete(done.work, nullptr);
+  }
+  return {};
+}
+
+Error Connection::take_refusal(const FrameHeader& header, std::string_view text) {
+  state_ = State::kBroken;
+  std::string words = "the peer refused a write: " + printable(text);
+  refusal_ = Refusal{header.sequence, tcp_error(refusal_code(header.value), "write", words)};
+  return down("write", std::move(words));
+}
+
+Error Connection::refuse(uint64_t sequence, ErrorCode code, std::string why) {
+  state_ = State::kBroken;
+  // Only between frames: inside one it would be taken for payload, and the peer will see a closed connection alone.
+  if (unsent_.empty() || unsent_.front()->sent == 0) {
+    FrameHeader header;
+    header.type = FrameType::kRefusal;
+    header.count = static_cast<uint16_t>(std::min(why.size(), kMaxRefusalText));
+    header.acknowledged = received_;
+    header.sequence = sequence;
+    header.value = static_cast<uint32_t>(code);
+    const iovec parts[] = {{&header, sizeof(header)}, {why.data(), header.count}};
+    msghdr message{};
+    message.msg_iov = const_cast<iovec*>(parts);
+    message.msg_iovlen = std::size(parts);
+    ::sendmsg(socket_.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+  }
+  return down("receive", "closed the connection because the peer sent " + why);
+}
+
+}  // namespace kvc::tcp

@@ -1,0 +1,16 @@
+// Owned: an object of libibverbs that is destroyed by the function its library has for it.
+#pragma once
+
+#include <memory>
+
+namespace kvc::verbs {
+
+template <typename T>
+using Owned = std::unique_ptr<T, int (*)(T*)>;
+
+template <typename T>
+Owned<T> owned(T* object, int (*destroy)(T*)) {
+  return Owned<T>(object, destroy);
+}
+
+}  // namespace kvc::verbs

@@ -1,0 +1,282 @@
+// The GPU lane in one process, over the machine's CUDA driver or, without one, over its stand-in (fake_cuda). The
+// conformance list has the rest, between two processes.
+#include <dlfcn.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "cuda/driver.h"
+#include "cuda/stream_signal.h"
+#include "engine/transfer_engine.h"
+#include "providers/nvlink/copier.h"
+#include "rig.h"
+
+namespace kvc {
+namespace {
+
+using test::must;
+
+// What both drivers have: the real one if there is a GPU, else the stand-in under its name.
+const cuda::Driver* find_driver() {
+  if (const Result<const cuda::Driver*> real = cuda::driver()) return real.value();
+  if (dlopen(KVC_FAKE_CUDA, RTLD_NOW | RTLD_GLOBAL) == nullptr) return nullptr;
+  const Result<const cuda::Driver*> loaded = cuda::driver();
+  return loaded ? loaded.value() : nullptr;
+}
+
+class Cuda : public testing::Test {
+ protected:
+  void SetUp() override {
+    driver_ = find_driver();
+    ASSERT_NE(driver_, nullptr) << "neither a CUDA driver nor " << KVC_FAKE_CUDA;
+    if (cuda::kernel_image().empty()) GTEST_SKIP() << "this build has no GPU kernels (no nvcc)";
+    int devices = 0;
+    driver_->cuDeviceGetCount(&devices);
+    first_ = must(cuda::Context::retain(0));
+    second_ = must(cuda::Context::retain(devices - 1));
+  }
+
+  const cuda::Driver* driver_ = nullptr;
+  std::shared_ptr<cuda::Context> first_;
+  std::shared_ptr<cuda::Context> second_;
+};
+
+struct GpuBuffer {
+  GpuBuffer(const std::shared_ptr<cuda::Context>& gpu, size_t size) : context(gpu), bytes(size) {
+    const cuda::Context::Scope scope(*context);
+    EXPECT_EQ(context->driver().cuMemAlloc_v2(&address, bytes), cuda::kSuccess);
+    put(std::vector<std::byte>(bytes));
+  }
+  GpuBuffer(const GpuBuffer&) = delete;
+  GpuBuffer& operator=(const GpuBuffer&) = delete;
+  ~GpuBuffer() {
+    const cuda::Context::Scope scope(*context);
+    context->driver().cuMemFree_v2(address);
+  }
+  void put(const std::vector<std::byte>& data) const {
+    const cuda::Context::Scope scope(*context);
+    EXPECT_EQ(context->driver().cuMemcpyHtoD_v2(address, data.data(), bytes), cuda::kSuccess);
+    context->driver().cuCtxSynchronize();
+  }
+  std::vector<std::byte> get() const {
+    std::vector<std::byte> data(bytes);
+    const cuda::Context::Scope scope(*context);
+    EXPECT_EQ(context->driver().cuMemcpyDtoH_v2(data.data(), address, bytes), cuda::kSuccess);
+    return data;
+  }
+  std::byte* data() const { return reinterpret_cast<std::byte*>(address); }
+
+  std::shared_ptr<cuda::Context> context;
+  size_t bytes;
+  cuda::DevicePointer address = 0;
+};
+
+std::vector<std::byte> random_bytes(size_t count, uint64_t seed) {
+  std::vector<std::byte> data(count);
+  test::fill_random(data.data(), count, seed);
+  return data;
+}
+
+template <typename Condition>
+bool eventually(Condition condition) {
+  const auto deadline = std::chrono::steady_clock::now() + test::kLimit;
+  while (!condition()) {
+    if (std::chrono::steady_clock::now() > deadline) return false;
+    std::this_thread::yield();
+  }
+  return true;
+}
+
+// --- Copier
+
+TEST_F(Cuda, CopiesScatteredPagesOfAnyLengthAndAlignment) {
+  if (first_ != second_ && first_->device() != second_->device()) {
+    const cuda::Context::Scope scope(*first_);
+    const int result = driver_->cuCtxEnablePeerAccess(second_->handle(), 0);
+    ASSERT_TRUE(result == cuda::kSuccess || result == cuda::kPeerAccessAlreadyEnabled) << result;
+  }
+  constexpr size_t kBytes = 8 << 20;
+  const GpuBuffer source(first_, kBytes);
+  const GpuBuffer target(second_, kBytes);
+  const auto copier = must(nvlink::Copier::open(first_, 5));
+  struct Shape {
+    uint64_t page;
+    uint64_t stride;
+    uint64_t shift;
+    uint32_t pages;
+  };
+  uint64_t seed = 0;
+  for (const Shape& shape :
+       {Shape{1, 3, 1, 300}, Shape{16, 16, 0, 4096}, Shape{100, 112, 0, 700}, Shape{4096, 8192, 16, 900},
+        Shape{16384, 16384, 0, 400}, Shape{16384, 16388, 4, 300}, Shape{16400, 20480, 0, 60},
+        Shape{65536, 65536, 0, 100}, Shape{1500000, 1500000, 0, 5}, Shape{4 << 20, 4 << 20, 0, 1}}) {
+    const std::vector<std::byte> bytes = random_bytes(kBytes, ++seed);
+    std::vector<std::byte> expected = random_bytes(kBytes, ++seed);
+    source.put(bytes);
+    target.put(expected);
+    const auto from = test::shuffled(shape.pages, (kBytes - shape.shift - shape.page) / shape.stride + 1, ++seed);
+    const auto to = test::shuffled(shape.pages, (kBytes - shape.shift - shape.page) / shape.stride + 1, ++seed);
+    copier->begin(shape.page);
+    for (uint32_t i = 0; i < shape.pages; ++i) {
+      const uint64_t read = shape.shift + static_cast<uint64_t>(from[i]) * shape.stride;
+      const uint64_t written = shape.shift + static_cast<uint64_t>(to[i]) * shape.stride;
+      ASSERT_TRUE(copier->has_room(1));
+      copier->add(source.address + read, target.address + written);
+      std::memcpy(expected.data() + written, bytes.data() + read, shape.page);
+    }
+    must(copier->launch());
+    must(copier->drain(std::chrono::seconds(20)));
+    EXPECT_TRUE(target.get() == expected) << shape.pages << " pages of " << shape.page << " bytes";
+  }
+}
+
+TEST_F(Cuda, LaunchesEndInOrderAndTheirListsAreReusedOnlyThen) {
+  constexpr size_t kPage = 4096;
+  constexpr size_t kRounds = 5 * nvlink::kLaunches;
+  const GpuBuffer source(first_, kRounds * kPage);
+  const GpuBuffer target(first_, kRounds * kPage);
+  const std::vector<std::byte> bytes = random_bytes(kRounds * kPage, 1);
+  source.put(bytes);
+  const auto copier = must(nvlink::Copier::open(first_, 2));
+  for (size_t i = 0; i < kRounds; ++i) {
+    ASSERT_TRUE(eventually([&] { return copier->finished() <= copier->launched() && copier->can_begin(); }));
+    copier->begin(kPage);
+    copier->add(source.address + i * kPage, target.address + i * kPage);
+    must(copier->launch());
+    EXPECT_EQ(copier->launched(), i + 1);
+  }
+  must(copier->drain(std::chrono::seconds(20)));
+  EXPECT_EQ(copier->finished(), kRounds);
+  EXPECT_TRUE(target.get() == bytes);
+  copier->begin(kPage);
+  must(copier->launch());
+  EXPECT_EQ(copier->launched(), kRounds) << "an empty launch takes no number";
+}
+
+// --- StreamSignal
+
+TEST_F(Cuda, AStreamWritesTheSignalInItsOrder) {
+  const cuda::Context::Scope scope(*first_);
+  const auto stream = must(cuda::OwnedStream::create(*driver_, cuda::OwnedStream::Priority::kHighest));
+  const auto signal = must(cuda::StreamSignal::create([] {}));
+  EXPECT_TRUE(signal->polled());
+  EXPECT_EQ(signal->load(), 0U);
+  must(signal->store_on_stream(stream.get(), 5));
+  must(signal->advance_on_stream(stream.get()));
+  must(signal->advance_on_stream(stream.get()));
+  EXPECT_TRUE(eventually([&] { return signal->load() == 7; }));
+  must(signal->store_on_stream(stream.get(), 40));
+  EXPECT_EQ(driver_->cuStreamSynchronize(stream.get()), cuda::kSuccess);
+  EXPECT_EQ(signal->load(), 40U);
+}
+
+TEST_F(Cuda, ASignalNeedsACurrentContext) {
+  std::thread([] {
+    const auto signal = cuda::StreamSignal::create([] {});
+    ASSERT_FALSE(signal.ok());
+    EXPECT_EQ(signal.error().code, ErrorCode::kRefused);
+    EXPECT_NE(signal.error().message.find("no CUDA context"), std::string::npos);
+  }).join();
+}
+
+// --- The provider
+
+// An engine with one region of GPU memory.
+struct GpuSide {
+  GpuBuffer memory;
+  std::unique_ptr<TransferEngine> engine;
+  RegionId region = 0;
+  GpuSide(const std::shared_ptr<cuda::Context>& gpu, const std::string& name, size_t bytes)
+      : memory(gpu, bytes),
+        engine(must(TransferEngine::create(test::config(name, "nvlink")), "create")),
+        region(must(engine->register_memory(memory.data(), bytes), "register_memory")) {}
+};
+
+TEST_F(Cuda, LayersAreWrittenWhenTheStreamHasComeToThem) {
+  constexpr size_t kPage = 65536;
+  constexpr size_t kPages = 24;
+  constexpr size_t kLayers = 4;
+  GpuSide sender(first_, "sender", kLayers * kPages * kPage);
+  GpuSide receiver(second_, "receiver", kLayers * kPages * kPage);
+  const test::Connection connection = test::connect(*sender.engine, *receiver.engine);
+  const RemoteRegionId target = must(sender.engine->import_region(
+      connection.first_to_second, must(receiver.engine->region_descriptor(receiver.region))));
+  const std::vector<std::byte> computed = random_bytes(sender.memory.bytes, 9);
+  const GpuBuffer results(first_, sender.memory.bytes);
+  results.put(computed);
+
+  const cuda::Context::Scope scope(*first_);
+  const auto stream = must(cuda::OwnedStream::create(*driver_, cuda::OwnedStream::Priority::kHighest));
+  const auto signal = must(sender.engine->create_stream_signal());
+  const CounterSet counters = must(receiver.engine->alloc_counters(kLayers));
+  must(receiver.engine->expect(counters.id, std::vector<uint64_t>(kLayers, kPages)));
+  const TransferId transfer = must(sender.engine->open_transfer(connection.first_to_second));
+  std::vector<int64_t> order = test::shuffled(kPages, kPages, 3);
+  std::vector<ArmedLayer> layers;
+  for (size_t layer = 0; layer < kLayers; ++layer) {
+    layers.push_back({layer + 1, layer * kPages * kPage, layer * kPages * kPage, counters.immediates[layer]});
+  }
+  must(sender.engine->arm(transfer, signal,
+                          PagedWrite{kPage, sender.region, {order, kPage, 0}, target, {order, kPage, 0}, {}}, layers));
+  must(sender.engine->seal(transfer));
+  // The "forward pass": each layer's pages appear, then the stream says so. Nothing here waits for the stream.
+  for (size_t layer = 0; layer < kLayers; ++layer) {
+    const uint64_t offset = layer * kPages * kPage;
+    driver_->cuMemcpyDtoDAsync_v2(sender.memory.address + offset, results.address + offset, kPages * kPage,
+                                  stream.get());
+    must(signal->store_on_stream(stream.get(), layer + 1));
+  }
+  must(receiver.engine->wait_counters(counters.id, test::kLimit));
+  EXPECT_TRUE(receiver.memory.get() == computed);
+  EXPECT_EQ(test::ended(*sender.engine, transfer).kind, EventKind::kTransferDone);
+}
+
+TEST_F(Cuda, MemoryOutsideAGpuIsRefused) {
+  const auto engine = must(TransferEngine::create(test::config("engine", "nvlink")), "create");
+  std::vector<std::byte> memory(4096);
+  const Result<RegionId> region = engine->register_memory(memory.data(), memory.size());
+  ASSERT_FALSE(region.ok());
+  EXPECT_EQ(region.error().code, ErrorCode::kInvalidArgument);
+  EXPECT_NE(region.error().message.find("GPU memory only"), std::string::npos) << region.error().message;
+}
+
+TEST_F(Cuda, MemoryBeyondItsAllocationIsRefused) {
+  const auto engine = must(TransferEngine::create(test::config("engine", "nvlink")), "create");
+  const GpuBuffer memory(first_, 1 << 20);
+  const Result<RegionId> region = engine->register_memory(memory.data() + 4096, 64 << 20);
+  ASSERT_FALSE(region.ok());
+  EXPECT_EQ(region.error().code, ErrorCode::kRefused);
+  EXPECT_NE(region.error().message.find("spans several allocations"), std::string::npos) << region.error().message;
+}
+
+TEST_F(Cuda, MemoryThatCannotBeSharedIsRefusedWithWhatToTurnOff) {
+  const auto forbid = reinterpret_cast<int (*)(cuda::DevicePointer)>(dlsym(RTLD_DEFAULT, "fakeForbidSharing"));
+  if (forbid == nullptr) GTEST_SKIP() << "a real driver is loaded: only its stand-in makes such memory";
+  const auto engine = must(TransferEngine::create(test::config("engine", "nvlink")), "create");
+  const GpuBuffer memory(first_, 1 << 20);
+  forbid(memory.address);
+  const Result<RegionId> region = engine->register_memory(memory.data(), memory.bytes);
+  ASSERT_FALSE(region.ok());
+  EXPECT_EQ(region.error().code, ErrorCode::kRefused);
+  EXPECT_NE(region.error().message.find("expandable_segments"), std::string::npos) << region.error().message;
+}
+
+TEST_F(Cuda, OneEngineServesOneGpu) {
+  if (first_->device() == second_->device()) GTEST_SKIP() << "there is one GPU";
+  const auto engine = must(TransferEngine::create(test::config("engine", "nvlink")), "create");
+  const GpuBuffer here(first_, 4096);
+  const GpuBuffer there(second_, 4096);
+  must(engine->register_memory(here.data(), here.bytes));
+  const Result<RegionId> region = engine->register_memory(there.data(), there.bytes);
+  ASSERT_FALSE(region.ok());
+  EXPECT_NE(region.error().message.find("one engine serves one GPU"), std::string::npos) << region.error().message;
+}
+
+}  // namespace
+}  // namespace kvc

@@ -1,0 +1,176 @@
+// What comes from another process is untrusted: every message that is not exactly well-formed is refused, and no bytes
+// whatever make a decoder read beyond its input (the address sanitizer watches).
+
+#include "engine/handshake.h"
+
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <random>
+
+#include "engine/byte_codec.h"
+#include "tests/rig.h"
+
+namespace kvc {
+namespace {
+
+Bytes bytes_of(std::initializer_list<int> values) {
+  Bytes bytes;
+  for (const int value : values) bytes.push_back(static_cast<std::byte>(value));
+  return bytes;
+}
+
+Offer sample_offer() {
+  return Offer{"prefill-0",
+               {{"host", 2, {bytes_of({1, 2}), bytes_of({}), bytes_of({3})}}, {"tcp", 1, {bytes_of({9, 9, 9})}}}};
+}
+Answer sample_answer() { return Answer{"decode-0", "tcp", 3, {bytes_of({4}), bytes_of({5, 6})}}; }
+RegionDescriptor sample_region() {
+  return RegionDescriptor{0x7f0000001000, 1 << 30, {{"host", {1, 2}}, {"tcp", {UINT64_MAX}}}};
+}
+
+TEST(Handshake, MessagesSurviveTheWire) {
+  const std::optional<Offer> offer = decode_offer(encode(sample_offer()));
+  ASSERT_TRUE(offer);
+  EXPECT_EQ(offer->engine, "prefill-0");
+  ASSERT_EQ(offer->lanes.size(), 2U);
+  EXPECT_EQ(offer->lanes[0].provider, "host");
+  EXPECT_EQ(offer->lanes[0].domains, 2U);
+  EXPECT_EQ(offer->lanes[0].links, sample_offer().lanes[0].links);
+  EXPECT_EQ(offer->lanes[1].links, sample_offer().lanes[1].links);
+
+  const std::optional<Answer> answer = decode_answer(encode(sample_answer()));
+  ASSERT_TRUE(answer);
+  EXPECT_EQ(answer->engine, "decode-0");
+  EXPECT_EQ(answer->provider, "tcp");
+  EXPECT_EQ(answer->domains, 3U);
+  EXPECT_EQ(answer->links, sample_answer().links);
+
+  const std::optional<RegionDescriptor> region = decode_region_descriptor(encode(sample_region()));
+  ASSERT_TRUE(region);
+  EXPECT_EQ(region->base, 0x7f0000001000U);
+  EXPECT_EQ(region->bytes, 1U << 30);
+  ASSERT_EQ(region->lanes.size(), 2U);
+  EXPECT_EQ(region->lanes[0].rkeys, (std::vector<uint64_t>{1, 2}));
+  EXPECT_EQ(region->lanes[1].rkeys, std::vector<uint64_t>{UINT64_MAX});
+}
+
+TEST(Handshake, OneKindIsNotAnother) {
+  EXPECT_FALSE(decode_offer(encode(sample_answer())));
+  EXPECT_FALSE(decode_answer(encode(sample_region())));
+  EXPECT_FALSE(decode_region_descriptor(encode(sample_offer())));
+}
+
+TEST(Handshake, EveryTruncationAndEveryExtensionIsRefused) {
+  const auto check = [](const Bytes& whole, auto decode) {
+    for (size_t length = 0; length < whole.size(); ++length) {
+      // An exact heap copy, so that reading one byte too far is seen.
+      const auto copy = std::make_unique<std::byte[]>(length);
+      std::copy_n(whole.begin(), length, copy.get());
+      EXPECT_FALSE(decode(std::span<const std::byte>(copy.get(), length))) << length;
+    }
+    Bytes longer = whole;
+    longer.push_back(std::byte{0});
+    EXPECT_FALSE(decode(longer));
+  };
+  check(encode(sample_offer()), decode_offer);
+  check(encode(sample_answer()), decode_answer);
+  check(encode(sample_region()), decode_region_descriptor);
+}
+
+TEST(Handshake, LimitsHold) {
+  Offer offer = sample_offer();
+  offer.lanes[0].links.assign(kMaxDomains + 1, bytes_of({1}));
+  EXPECT_FALSE(decode_offer(encode(offer)));
+  offer = sample_offer();
+  offer.lanes[0].links[0].resize(kMaxLinkBytes + 1);
+  EXPECT_FALSE(decode_offer(encode(offer)));
+  offer = sample_offer();
+  offer.lanes[0].domains = 0;
+  EXPECT_FALSE(decode_offer(encode(offer)));
+  offer = sample_offer();
+  offer.lanes.resize(kMaxLanes + 1, offer.lanes[0]);
+  EXPECT_FALSE(decode_offer(encode(offer)));
+  offer = sample_offer();
+  offer.engine.assign(kMaxNameBytes + 1, 'x');
+  EXPECT_FALSE(decode_offer(encode(offer)));
+  Answer answer = sample_answer();
+  answer.links.clear();
+  EXPECT_FALSE(decode_answer(encode(answer)));
+  RegionDescriptor region = sample_region();
+  region.bytes = 0;
+  EXPECT_FALSE(decode_region_descriptor(encode(region)));
+  region.bytes = UINT64_MAX - region.base + 1;  // ends beyond the address space
+  EXPECT_FALSE(decode_region_descriptor(encode(region)));
+}
+
+// Seeded: mutations of good messages, and noise. Nothing to assert about most results but that they come back.
+TEST(Handshake, DecodersSurviveMutations) {
+  std::mt19937_64 random(2025);
+  const std::vector<Bytes> seeds = {encode(sample_offer()), encode(sample_answer()), encode(sample_region())};
+  size_t accepted = 0;
+  for (int round = 0; round < 30000; ++round) {
+    Bytes bytes = seeds[random() % seeds.size()];
+    for (uint64_t edits = 1 + random() % 4; edits > 0; --edits) {
+      switch (random() % 3) {
+        case 0:
+          bytes[random() % bytes.size()] = static_cast<std::byte>(random());
+          break;
+        case 1:
+          bytes.resize(1 + random() % bytes.size());
+          break;
+        default:
+          bytes.insert(bytes.begin() + static_cast<ptrdiff_t>(random() % bytes.size()),
+                       static_cast<std::byte>(random()));
+      }
+    }
+    const auto copy = std::make_unique<std::byte[]>(bytes.size());
+    std::copy(bytes.begin(), bytes.end(), copy.get());
+    const std::span<const std::byte> exact(copy.get(), bytes.size());
+    accepted += decode_offer(exact).has_value();
+    accepted += decode_answer(exact).has_value();
+    accepted += decode_region_descriptor(exact).has_value();
+  }
+  EXPECT_GT(accepted, 0U);  // changed names and keys are still messages: the mutations are not all trivial
+}
+
+TEST(Handshake, AnEngineSurvivesMutatedOffersAnswersAndDescriptors) {
+  using namespace test;
+  std::mt19937_64 random(7);
+  for (const std::string& provider : providers()) {
+    Side first(config("first", provider), 4096);
+    Side second(config("second", provider), 4096);
+    const auto mutate = [&](Bytes bytes) {
+      for (uint64_t edits = 1 + random() % 3; edits > 0; --edits)
+        bytes[random() % bytes.size()] = static_cast<std::byte>(random());
+      return bytes;
+    };
+    for (int round = 0; round < 50; ++round) {
+      const Handshake offer = must(first.engine->offer("second"));
+      const Result<Handshake> answer = second.engine->accept("first", mutate(offer.bytes));
+      if (!answer.ok()) {
+        must(first.engine->fence(offer.peer, kLimit));
+        continue;
+      }
+      if (!first.engine->complete(offer.peer, mutate(answer.value().bytes)).ok()) {
+        EXPECT_EQ(first.engine->fence(offer.peer, kLimit).error().code, ErrorCode::kUnknownPeer);
+      } else {
+        (void)first.engine->import_region(offer.peer, mutate(must(second.engine->region_descriptor(second.region))));
+        must(first.engine->fence(offer.peer, kLimit));
+      }
+      must(second.engine->fence(answer.value().peer, kLimit));
+    }
+    EXPECT_EQ(first.engine->stats().peers, 0U) << provider;
+    EXPECT_EQ(second.engine->stats().peers, 0U) << provider;
+    // And the two still connect.
+    const Connection connection = connect(*first.engine, *second.engine);
+    const RemoteRegionId region = must(
+        first.engine->import_region(connection.first_to_second, must(second.engine->region_descriptor(second.region))));
+    const TransferId transfer =
+        must(first.engine->write_one(connection.first_to_second, first.region, 0, region, 0, 4096, std::nullopt));
+    EXPECT_EQ(ended(*first.engine, transfer).kind, EventKind::kTransferDone) << provider;
+  }
+}
+
+}  // namespace
+}  // namespace kvc

@@ -1,0 +1,320 @@
+// The host provider between processes: both ways to write, wake-ups, and peers that die, stop or are off limits.
+#include <sys/mman.h>
+#include <sys/prctl.h>
+
+#include <algorithm>
+
+#include "host_test_support.h"
+
+namespace kvc::host {
+namespace {
+
+class HostProcesses : public testing::TestWithParam<Backing> {};
+
+INSTANTIATE_TEST_SUITE_P(Backings, HostProcesses, testing::Values(Backing::kPrivate, Backing::kMemfd),
+                         [](const auto& parameter) {
+                           return parameter.param == Backing::kPrivate ? "PrivateMemory" : "SharedMemory";
+                         });
+
+// 64 pages of 4,099 bytes, the last ones first, and pages that follow each other.
+TestBatch scattered() {
+  TestBatch batch{.page_bytes = 4099, .pages = {}};
+  for (uint64_t i = 0; i < 64; ++i) {
+    const uint64_t slot = i < 32 ? 63 - i : i - 32;
+    batch.pages.emplace_back(i * 4099, 100 + slot * 4099);
+  }
+  return batch;
+}
+
+TEST_P(HostProcesses, PagesArriveInTheOtherProcess) {
+  const size_t bytes = 4 << 20;
+  Child child([bytes](const Pipe& pipe) {
+    End end(GetParam(), bytes);
+    end.fill(2);
+    End reference(Backing::kPrivate, bytes);
+    reference.fill(1);
+    std::vector<std::byte> expected = end.contents();
+    for (const auto& [from, to] : scattered().pages) std::memcpy(expected.data() + to, reference.memory + from, 4099);
+    std::memcpy(expected.data() + (1 << 20), reference.memory + (1 << 20), 3 << 20);
+    accept_over(pipe, end);
+    run_until({end.domain.get()}, [&] { return end.sink.counted == 65; }, "65 pages");
+    EXPECT_EQ(end.contents(), expected);
+  });
+  End end(GetParam(), bytes);
+  end.fill(1);
+  const uint64_t rkey = offer_over(*child.pipe, end);
+  post(end, kLinkOfA, rkey, scattered());
+  post(end, kLinkOfA, rkey, {.work = 2, .page_bytes = 3 << 20, .pages = {{1 << 20, 1 << 20}}});
+  run_until({end.domain.get()}, [&] { return end.sink.completed.size() == 2; }, "both batches");
+  EXPECT_TRUE(end.sink.succeeded(1));
+  EXPECT_TRUE(end.sink.succeeded(2));
+  EXPECT_EQ(child.wait(), 0);
+}
+
+TEST_P(HostProcesses, AWriteWakesASleepingProcess) {
+  Child child([](const Pipe& pipe) {
+    End end(GetParam());
+    accept_over(pipe, end);
+    run_until({end.domain.get()}, [&] { return end.sink.counted == 1; }, "the first write");
+    while (end.domain->poll() || !end.domain->prepare_sleep()) {
+    }
+    pipe.send_number(1);  // asleep now
+    pollfd entry{end.domain->fd(), POLLIN, 0};
+    EXPECT_EQ(::poll(&entry, 1, 10000), 1);
+    run_until({end.domain.get()}, [&] { return end.sink.counted == 2; }, "the second write");
+  });
+  End end(GetParam());
+  const uint64_t rkey = offer_over(*child.pipe, end);
+  post(end, kLinkOfA, rkey, {.work = 1});
+  run_until({end.domain.get()}, [&] { return child.pipe->readable(); }, "the child's sleep");
+  post(end, kLinkOfA, rkey, {.work = 2});
+  EXPECT_EQ(child.wait(), 0);
+}
+
+TEST_P(HostProcesses, AKilledReceiverEndsItsBatches) {
+  Child child([](const Pipe& pipe) {
+    End end(GetParam(), 16 << 20);
+    accept_over(pipe, end);
+    run_until({end.domain.get()}, [] { return false; }, "the kill");
+  });
+  End end(GetParam(), 16 << 20);
+  const uint64_t rkey = offer_over(*child.pipe, end);
+  WorkId posted = 0;
+  const auto keep_posting = [&] {
+    while (post(end, kLinkOfA, rkey, {.work = posted, .page_bytes = 16 << 20}) == Posted::kYes) {
+      ++posted;
+      if (!end.sink.down.empty()) break;
+    }
+  };
+  keep_posting();
+  run_until({end.domain.get()}, [&] { return end.sink.completed.size() >= 2; }, "the first batches");
+  child.signal(SIGKILL);
+  run_until({end.domain.get()}, [&] { return keep_posting(), !end.sink.down.empty(); }, "news of the death");
+  EXPECT_EQ(end.sink.completed.size(), posted);
+  EXPECT_EQ(end.sink.failure(posted - 1), ErrorCode::kPeerDown);
+  EXPECT_EQ(end.sink.down[0].error.code, ErrorCode::kPeerDown);
+  run_until({end.domain.get()}, [&] { return end.domain->fence(kLinkOfA); }, "the fence");
+  EXPECT_EQ(child.wait(), -SIGKILL);
+}
+
+TEST_P(HostProcesses, AKilledSenderCanWriteNoMore) {
+  End end(GetParam(), 16 << 20);
+  Child child([](const Pipe& pipe) {
+    End sender(GetParam(), 16 << 20);
+    sender.fill(3);
+    const uint64_t rkey = offer_over(pipe, sender);
+    for (WorkId work = 0;; ++work) {
+      // 4 MiB at a time, from the middle of one the process is taken.
+      while (post(sender, kLinkOfA, rkey, {.work = work, .page_bytes = 4 << 20}) == Posted::kBusy)
+        sender.domain->poll();
+    }
+  });
+  accept_over(*child.pipe, end);
+  run_until({end.domain.get()}, [&] { return end.sink.counted >= 10; }, "the first pages");
+  child.signal(SIGKILL);
+  run_until({end.domain.get()}, [&] { return !end.sink.down.empty(); }, "news of the death");
+  EXPECT_EQ(end.sink.down[0].error.code, ErrorCode::kPeerDown);
+  run_until({end.domain.get()}, [&] { return end.domain->fence(kLinkOfB); }, "the fence");
+  // Fenced: not one byte changes from here on, and nothing is counted.
+  const uint64_t counted = end.sink.counted;
+  const std::vector<std::byte> before = end.contents();
+  EXPECT_EQ(child.wait(), -SIGKILL);
+  run_idle({end.domain.get()});
+  EXPECT_EQ(end.contents(), before);
+  EXPECT_EQ(end.sink.counted, counted);
+}
+
+TEST_P(HostProcesses, WhatADeadPeerHasCountedStillCounts) {
+  End end(GetParam());
+  Child child([](const Pipe& pipe) {
+    End sender(GetParam());
+    const uint64_t rkey = offer_over(pipe, sender);
+    for (WorkId work = 0; work < 2000; ++work) post(sender, kLinkOfA, rkey, {.work = work, .page_bytes = 8});
+    EXPECT_EQ(sender.sink.completed.size(), 2000U);
+    pipe.send_number(1);
+    pipe.receive();
+  });
+  accept_over(*child.pipe, end);
+  run_idle({});
+  ASSERT_EQ(child.pipe->receive_number(), 1U);  // all 2,000 are in place, and we have not looked yet
+  child.signal(SIGKILL);
+  EXPECT_EQ(child.wait(), -SIGKILL);
+  run_until({end.domain.get()}, [&] { return !end.sink.down.empty(); }, "news of the death");
+  EXPECT_EQ(end.sink.counted, 2000U);
+  EXPECT_TRUE(end.sink.down[0].fenced);
+}
+
+TEST(HostProcess, AStoppedPeerIsFencedOutsideItsGateOnly) {
+  for (const bool inside : {false, true}) {
+    End end;
+    Child child([inside](const Pipe& pipe) {
+      End sender;
+      const uint64_t rkey = offer_over(pipe, sender);
+      EXPECT_EQ(post(sender, kLinkOfA, rkey, {}), Posted::kYes);
+      if (inside) only_segment().to_acceptor.gate.fetch_add(1);
+      pipe.send_number(1);
+      pipe.receive();
+    });
+    accept_over(*child.pipe, end);
+    run_until({end.domain.get()}, [&] { return end.sink.counted == 1 && child.pipe->readable(); }, "the write");
+    child.stop();
+    EXPECT_EQ(end.domain->deregister_region(end.rkey), !inside);
+    EXPECT_EQ(end.domain->fence(kLinkOfB), !inside);
+    EXPECT_EQ(end.domain->fence(kLinkOfB), !inside);
+    child.signal(SIGKILL);
+    EXPECT_EQ(child.wait(), -SIGKILL);
+    EXPECT_TRUE(end.domain->deregister_region(end.rkey)) << "nobody is left to write";
+    EXPECT_TRUE(end.domain->fence(kLinkOfB));
+  }
+}
+
+TEST(HostProcess, AnHeirOfThePeersSocketDoesNotHideItsDeath) {
+  End end;
+  Child child([](const Pipe& pipe) {
+    End sender;
+    offer_over(pipe, sender);
+    std::array<int, 2> life{};
+    EXPECT_EQ(::pipe(life.data()), 0);
+    const pid_t heir = fork();  // has all descriptors, among them the link's
+    if (heir == 0) {
+      prctl(PR_SET_PDEATHSIG, 0);
+      close(life[1]);
+      pollfd entry{life[0], POLLIN, 0};
+      ::poll(&entry, 1, 10000);  // until the test is over
+      _exit(0);
+    }
+    pipe.send_number(static_cast<uint64_t>(heir));
+    pipe.receive();
+  });
+  accept_over(*child.pipe, end);
+  const auto heir = static_cast<pid_t>(child.pipe->receive_number());
+  ASSERT_GT(heir, 0);
+  child.signal(SIGKILL);
+  EXPECT_EQ(child.wait(), -SIGKILL);
+  run_until({end.domain.get()}, [&] { return !end.sink.down.empty(); }, "news of the death");
+  EXPECT_TRUE(end.sink.down[0].fenced);
+  kill(heir, SIGKILL);
+}
+
+TEST(HostProcess, MemoryThatThePeerHasUnmappedFailsItsBatchOnly) {
+  const size_t bytes = 1 << 20;
+  Child child([bytes](const Pipe& pipe) {
+    End end;
+    void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    const uint64_t torn = end.domain->register_region(static_cast<std::byte*>(memory), bytes, -1, 0).value();
+    munmap(static_cast<std::byte*>(memory) + bytes / 2, bytes / 2);
+    accept_over(pipe, end);
+    pipe.send_number(torn);
+    run_until({end.domain.get()}, [&] { return end.sink.counted == 1; }, "the good write");
+    EXPECT_EQ(end.sink.immediates.size(), 1U);
+  });
+  End end(Backing::kPrivate, bytes);
+  const uint64_t good = offer_over(*child.pipe, end);
+  const uint64_t torn = child.pipe->receive_number();
+  post(end, kLinkOfA, torn, {.work = 1, .page_bytes = bytes / 4, .pages = {{0, bytes / 4}, {0, bytes / 2}}});
+  post(end, kLinkOfA, good, {.work = 2});
+  run_until({end.domain.get()}, [&] { return end.sink.completed.size() == 2; }, "both batches");
+  EXPECT_EQ(end.sink.failure(1), ErrorCode::kSystem);
+  EXPECT_TRUE(end.sink.succeeded(2));
+  EXPECT_EQ(child.wait(), 0);
+}
+
+// An ordinary user, whom the kernel lets write only into processes that allow it; root may always.
+void become_ordinary_and(bool off_limits) {
+  if (geteuid() == 0) {
+    ASSERT_EQ(setgid(65534), 0);
+    ASSERT_EQ(setuid(65534), 0);
+  }
+  // After setuid() a process is off limits until it says otherwise.
+  ASSERT_EQ(prctl(PR_SET_DUMPABLE, off_limits ? 0 : 1, 0, 0, 0), 0);
+}
+
+TEST(HostProcess, AForbiddingKernelIsNamedAndSharedMemoryWorksNevertheless) {
+  for (const Backing backing : {Backing::kPrivate, Backing::kMemfd}) {
+    Child offerer([backing](const Pipe& pipe) {
+      become_ordinary_and(true);
+      End end(backing);
+      pipe.send(end.domain->offer(kLinkOfA).value());
+      const Bytes answer = pipe.receive();
+      if (backing == Backing::kPrivate) return;
+      EXPECT_TRUE(end.domain->complete(kLinkOfA, answer).ok());
+      pipe.send_number(end.rkey);
+      run_until({end.domain.get()}, [&] { return end.sink.counted == 1; }, "a write");
+    });
+    Child acceptor([backing](const Pipe& pipe) {
+      become_ordinary_and(false);
+      End end(backing);
+      Result<Bytes> answer = end.domain->accept(kLinkOfB, pipe.receive());
+      if (backing == Backing::kPrivate) {
+        ASSERT_FALSE(answer.ok());
+        EXPECT_EQ(answer.error().code, ErrorCode::kRefused);
+        EXPECT_NE(answer.error().message.find("EPERM"), std::string::npos) << answer.error().to_string();
+        EXPECT_NE(answer.error().message.find("tcp"), std::string::npos) << "no way out is named";
+        pipe.send_number(0);
+        return;
+      }
+      ASSERT_TRUE(answer.ok()) << answer.error().to_string();
+      pipe.send(answer.value());
+      const uint64_t rkey = pipe.receive_number();
+      post(end, kLinkOfB, rkey, {.work = 1});
+      run_until({end.domain.get()}, [&] { return end.sink.succeeded(1); }, "a write");
+    });
+    acceptor.pipe->send(offerer.pipe->receive());
+    offerer.pipe->send(acceptor.pipe->receive());
+    if (backing == Backing::kMemfd) acceptor.pipe->send(offerer.pipe->receive());
+    EXPECT_EQ(acceptor.wait(), 0);
+    EXPECT_EQ(offerer.wait(), 0);
+  }
+}
+
+TEST(HostProcess, ARefusalFromTheOffererIsItsOwn) {
+  // This way round, it is complete() that finds the peer off limits.
+  Child acceptor([](const Pipe& pipe) {
+    become_ordinary_and(true);
+    End end;
+    accept_over(pipe, end);
+    pipe.receive();
+  });
+  Child offerer([](const Pipe& pipe) {
+    become_ordinary_and(false);
+    End end;
+    pipe.send(end.domain->offer(kLinkOfA).value());
+    Status completed = end.domain->complete(kLinkOfA, pipe.receive());
+    ASSERT_FALSE(completed.ok());
+    EXPECT_EQ(completed.error().code, ErrorCode::kRefused);
+  });
+  acceptor.pipe->send(offerer.pipe->receive());
+  offerer.pipe->send(acceptor.pipe->receive());
+  EXPECT_EQ(offerer.wait(), 0);
+}
+
+TEST(HostProcess, AnotherUserIsRefused) {
+  if (geteuid() != 0) GTEST_SKIP() << "only root can become another user";
+  Child offerer([](const Pipe& pipe) {
+    become_ordinary_and(false);
+    End end(Backing::kMemfd);
+    pipe.send(end.domain->offer(kLinkOfA).value());
+    pipe.receive();
+  });
+  End end;
+  Result<Bytes> answer = end.domain->accept(kLinkOfB, offerer.pipe->receive());
+  ASSERT_FALSE(answer.ok());
+  EXPECT_EQ(answer.error().code, ErrorCode::kRefused);
+}
+
+TEST(HostProcess, AnOfferOfADeadProcessLeadsNowhere) {
+  Bytes offer;
+  {
+    Child child([](const Pipe& pipe) {
+      End end;
+      pipe.send(end.domain->offer(kLinkOfA).value());
+    });
+    offer = child.pipe->receive();
+    EXPECT_EQ(child.wait(), 0);
+  }
+  End end;
+  EXPECT_EQ(end.domain->accept(kLinkOfB, offer).error().code, ErrorCode::kNotReachable);
+}
+
+}  // namespace
+}  // namespace kvc::host

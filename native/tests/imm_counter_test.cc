@@ -1,0 +1,201 @@
+#include "engine/imm_counter.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <set>
+#include <thread>
+#include <vector>
+
+namespace kvc {
+namespace {
+
+uint32_t allocate_one(ImmCounterTable& table, uint64_t owner = 1) {
+  std::vector<uint32_t> immediates;
+  EXPECT_TRUE(table.allocate(1, owner, immediates));
+  return immediates.at(0);
+}
+
+TEST(ImmCounter, CountsByMultiplicity) {
+  ImmCounterTable table;
+  const uint32_t immediate = allocate_one(table);
+  EXPECT_EQ(table.value(immediate), 0U);
+  EXPECT_FALSE(table.add(immediate).stale);
+  EXPECT_FALSE(table.add(Immediate::with_multiplicity(immediate, 64)).stale);
+  EXPECT_EQ(table.value(immediate), 65U);
+}
+
+TEST(ImmCounter, AnImmediateOfNoCounterIsStale) {
+  ImmCounterTable table;
+  EXPECT_TRUE(table.add(0).stale);           // nothing allocated at all
+  EXPECT_TRUE(table.add(UINT32_MAX).stale);  // a chunk that is not even backed
+  const uint32_t immediate = allocate_one(table);
+  Immediate other = Immediate::decode(immediate);
+  other.generation += 1;
+  EXPECT_TRUE(table.add(other.encode()).stale);
+  other = Immediate::decode(immediate);
+  other.slot += 1;
+  EXPECT_TRUE(table.add(other.encode()).stale);
+  EXPECT_EQ(table.value(immediate), 0U);
+}
+
+TEST(ImmCounter, AReleasedImmediateStaysStaleForTheNextOwner) {
+  ImmCounterTable table;
+  std::vector<uint32_t> all;
+  ASSERT_TRUE(table.allocate(ImmCounterTable::kSlots, 1, all));
+  const uint32_t old = all[77];
+  table.add(old);
+  table.release(old);
+  EXPECT_TRUE(table.add(old).stale);
+  EXPECT_EQ(table.value(old), std::nullopt);
+  const uint32_t fresh = allocate_one(table, 2);  // the only free slot
+  EXPECT_EQ(Immediate::decode(fresh).slot, Immediate::decode(old).slot);
+  EXPECT_TRUE(table.add(old).stale);
+  EXPECT_EQ(table.value(fresh), 0U);  // nothing of the old owner's
+  table.release(old);                 // a second release of the old one does nothing
+  EXPECT_FALSE(table.add(fresh).stale);
+}
+
+TEST(ImmCounter, AllocationIsAllOrNothingAndBounded) {
+  ImmCounterTable table;
+  std::vector<uint32_t> most;
+  ASSERT_TRUE(table.allocate(ImmCounterTable::kSlots - 1, 1, most));
+  EXPECT_EQ(std::set<uint32_t>(most.begin(), most.end()).size(), most.size());
+  std::vector<uint32_t> none;
+  EXPECT_FALSE(table.allocate(2, 1, none));
+  EXPECT_TRUE(none.empty());
+  EXPECT_EQ(table.allocated(), ImmCounterTable::kSlots - 1);
+  EXPECT_TRUE(table.allocate(1, 1, none));
+  for (const uint32_t immediate : most) table.release(immediate);
+  EXPECT_EQ(table.allocated(), 1U);
+}
+
+TEST(ImmCounter, SlotsAreReusedInTheOrderOfTheirRelease) {
+  ImmCounterTable table;
+  std::vector<uint32_t> all;
+  ASSERT_TRUE(table.allocate(ImmCounterTable::kSlots, 1, all));
+  for (const size_t i : {500, 3, 60000}) table.release(all[i]);
+  for (const uint32_t slot : {500U, 3U, 60000U}) EXPECT_EQ(Immediate::decode(allocate_one(table)).slot, slot);
+}
+
+TEST(ImmCounter, GenerationsWrapAfterAllOfThem) {
+  ImmCounterTable table;
+  std::vector<uint32_t> all;
+  ASSERT_TRUE(table.allocate(ImmCounterTable::kSlots, 1, all));
+  const uint32_t first = all[0];
+  std::set<uint32_t> seen;
+  uint32_t immediate = first;
+  for (uint32_t i = 0; i < 1U << Immediate::kGenerationBits; ++i) {
+    EXPECT_TRUE(seen.insert(immediate).second);
+    table.release(immediate);
+    immediate = allocate_one(table);
+  }
+  EXPECT_EQ(immediate, first);
+}
+
+TEST(ImmCounter, TheTargetIsReportedOnceByWhoeverReachesIt) {
+  ImmCounterTable table;
+  const uint32_t after = allocate_one(table, 11);
+  EXPECT_FALSE(table.expect(after, 2));
+  EXPECT_FALSE(table.add(after).reached);
+  const ImmCounterTable::Added reached = table.add(after);
+  EXPECT_TRUE(reached.reached);
+  EXPECT_EQ(reached.owner, 11U);
+  EXPECT_FALSE(table.add(after).reached);
+
+  const uint32_t before = allocate_one(table, 12);
+  table.add(before);
+  table.add(before);
+  EXPECT_TRUE(table.expect(before, 2));
+  EXPECT_FALSE(table.add(before).reached);
+
+  const uint32_t zero = allocate_one(table, 13);
+  EXPECT_TRUE(table.expect(zero, 0));
+}
+
+// Threads that add, expect, release and allocate the same slots: every target is reported exactly once, no count is
+// lost, and nothing is credited across generations.
+TEST(ImmCounter, HammeredByManyThreadsItReportsEachTargetOnce) {
+  constexpr uint32_t kAdders = 4;
+  constexpr uint64_t kPerAdder = 200;
+  constexpr int kRounds = 300;
+  ImmCounterTable table;
+  std::vector<uint32_t> filler;  // leaves one slot, so that every round reuses it
+  ASSERT_TRUE(table.allocate(ImmCounterTable::kSlots - 1, 0, filler));
+  std::atomic<uint32_t> current{0};
+  std::atomic<int> round{-1};
+  std::atomic<uint32_t> finished{0};
+  std::atomic<uint32_t> reports{0};
+  std::atomic<uint32_t> wrong_owner{0};
+  std::atomic<uint32_t> stale_hits{0};
+  std::vector<std::thread> threads;
+  for (uint32_t i = 0; i < kAdders; ++i) {
+    threads.emplace_back([&] {
+      uint32_t previous = 0;
+      for (int r = 0; r < kRounds; ++r) {
+        while (round.load() < r) std::this_thread::yield();
+        const uint32_t immediate = current.load();
+        for (uint64_t n = 0; n < kPerAdder; ++n) {
+          const ImmCounterTable::Added added = table.add(immediate);
+          if (added.reached) {
+            ++reports;
+            if (added.owner != static_cast<uint64_t>(r) + 1) ++wrong_owner;
+          }
+          if (r > 0 && n % 16 == 0 && !table.add(previous).stale) ++stale_hits;
+        }
+        previous = immediate;
+        ++finished;
+      }
+    });
+  }
+  for (int r = 0; r < kRounds; ++r) {
+    const uint32_t immediate = allocate_one(table, static_cast<uint64_t>(r) + 1);
+    current = immediate;
+    round = r;
+    // Races with the adders: sometimes early, sometimes after all.
+    if (r % 2 == 0) std::this_thread::yield();
+    if (table.expect(immediate, kAdders * kPerAdder)) ++reports;
+    while (finished.load() < kAdders * static_cast<uint32_t>(r + 1)) std::this_thread::yield();
+    ASSERT_EQ(reports.load(), static_cast<uint32_t>(r) + 1);
+    ASSERT_EQ(table.value(immediate), kAdders * kPerAdder);
+    table.release(immediate);
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(wrong_owner.load(), 0U);
+  EXPECT_EQ(stale_hits.load(), 0U);
+}
+
+// The same without a barrier between rounds: adders keep hitting whatever immediate is current while it is released
+// and given out again.
+TEST(ImmCounter, ReleaseUnderFireNeverCreditsTheNextOwner) {
+  ImmCounterTable table;
+  std::vector<uint32_t> filler;
+  ASSERT_TRUE(table.allocate(ImmCounterTable::kSlots - 1, 0, filler));
+  std::atomic<uint32_t> current{allocate_one(table, 1)};
+  std::atomic<bool> stop{false};
+  std::atomic<uint64_t> alien{0};
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 3; ++i) {
+    threads.emplace_back([&] {
+      while (!stop.load(std::memory_order_relaxed)) {
+        const uint32_t immediate = current.load();
+        const ImmCounterTable::Added added = table.add(immediate);
+        // Owners are numbered as the generations are: a report must name the owner of the immediate that was added.
+        if (added.reached && added.owner % 1024 != (Immediate::decode(immediate).generation + 1) % 1024) ++alien;
+      }
+    });
+  }
+  for (uint64_t owner = 2; owner < 3000; ++owner) {
+    const uint32_t immediate = current.load();
+    table.expect(immediate, 1 + owner % 7);
+    if (owner % 3 == 0) std::this_thread::yield();
+    table.release(immediate);
+    current = allocate_one(table, owner);
+  }
+  stop = true;
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(alien.load(), 0U);
+}
+
+}  // namespace
+}  // namespace kvc

@@ -1,0 +1,185 @@
+// What the engine's tests share: two engines joined over a provider, memory on both sides, and waiting with a limit.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cctype>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "engine/shared_memory.h"
+#include "engine/transfer_engine.h"
+
+namespace kvc::test {
+
+// The words of an environment variable, separated by commas; `otherwise` where it is not set.
+inline std::vector<std::string> words_of(const char* variable, std::vector<std::string> otherwise) {
+  const char* const text = std::getenv(variable);
+  if (text == nullptr) return otherwise;
+  std::vector<std::string> words;
+  std::istringstream stream(text);
+  for (std::string word; std::getline(stream, word, ',');) words.push_back(word);
+  return words;
+}
+
+// "libfabric" of "libfabric:tcp".
+inline std::string provider_of(const std::string& lane) { return lane.substr(0, lane.find(':')); }
+// A lane in the name of a test.
+inline std::string label(std::string lane) {
+  std::replace_if(lane.begin(), lane.end(), [](unsigned char c) { return std::isalnum(c) == 0; }, '_');
+  return lane;
+}
+
+// KVC_TEST_DEVICES names the NICs to use, in turn those of one side and of the other: "rxe0,rxe1,rxe2,rxe3" gives
+// sender's domains rxe0 and rxe2, and everybody else's rxe1 and rxe3. Not set: the provider's choice.
+inline std::string device(const std::string& engine, size_t domain) {
+  static const std::vector<std::string> names = words_of("KVC_TEST_DEVICES", {""});
+  const bool sends = engine == "sender" || engine == "first" || engine == "client";
+  return names[(domain * 2 + (sends ? 0 : 1)) % names.size()];
+}
+
+// Long enough for a loaded machine under a sanitizer; a test that needs it has failed.
+inline constexpr Timeout kLimit = std::chrono::seconds(30);
+
+template <typename T>
+T must(Result<T> result, const char* what = "") {
+  if (!result.ok()) throw std::runtime_error(std::string(what) + " " + result.error().to_string());
+  return std::move(result.value());
+}
+inline void must(Status status) {
+  if (!status.ok()) throw std::runtime_error(status.error().to_string());
+}
+
+// KVC_TEST_DOMAINS: how many domains (NICs) stand for each that a test asks for.
+inline EngineConfig config(const std::string& name, const std::string& provider, size_t domains = 1) {
+  static const char* const times = std::getenv("KVC_TEST_DOMAINS");
+  if (times != nullptr) domains *= std::strtoul(times, nullptr, 10);
+  EngineConfig config;
+  config.name = name;
+  for (size_t i = 0; i < domains; ++i) {
+    DomainConfig domain;
+    domain.provider = provider_of(provider);
+    const size_t colon = provider.find(':');
+    if (colon != std::string::npos) domain.device = provider.substr(colon + 1);
+    if (provider == "verbs") domain.device = device(name, i);
+    domain.seed = 7 + i;
+    config.domains.push_back(domain);
+  }
+  return config;
+}
+
+// The lanes that the conformance list runs over, each as PROVIDER[:DEVICE]. KVC_TEST_PROVIDERS names others, for
+// machines that have them. Those of a library that is not here are left out, with its words.
+inline const std::vector<std::string>& providers() {
+  static const std::vector<std::string> names = [] {
+    std::vector<std::string> lanes =
+        words_of("KVC_TEST_PROVIDERS", {"sim", "host", "tcp", "libfabric:tcp", "shuffle:tcp"});
+    std::erase_if(lanes, [](const std::string& lane) {
+      if (lane.find("libfabric") == std::string::npos) return false;
+      const auto engine = TransferEngine::create(config("probe", lane));
+      if (!engine.ok()) std::fprintf(stderr, "left out: %s: %s\n", lane.c_str(), engine.error().to_string().c_str());
+      return !engine.ok();
+    });
+    return lanes;
+  }();
+  return names;
+}
+
+inline void fill_random(std::byte* data, size_t bytes, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  for (size_t i = 0; i < bytes; i += 8) {
+    const uint64_t value = random();
+    std::memcpy(data + i, &value, std::min<size_t>(8, bytes - i));
+  }
+}
+
+// An engine with one registered region of shared memory.
+struct Side {
+  SharedMemory memory;  // outlives the engine
+  std::unique_ptr<TransferEngine> engine;
+  RegionId region = 0;
+
+  Side(EngineConfig engine_config, size_t bytes)
+      : memory(must(SharedMemory::create("kvc-test", bytes))),
+        engine(must(TransferEngine::create(std::move(engine_config)), "create")),
+        region(must(engine->register_memory(memory.data(), memory.size(), memory.fd(), 0), "register_memory")) {}
+  std::byte* data() const { return memory.data(); }
+};
+
+// The three steps of a connection, as a control plane would carry them: `first` offers.
+struct Connection {
+  PeerId first_to_second = 0;
+  PeerId second_to_first = 0;
+};
+inline Connection connect(TransferEngine& first, TransferEngine& second) {
+  Handshake offer = must(first.offer(second.config().name), "offer");
+  Handshake answer = must(second.accept(first.config().name, offer.bytes), "accept");
+  must(first.complete(offer.peer, answer.bytes));
+  return {offer.peer, answer.peer};
+}
+
+// `sender` offers to `receiver`, and each imports the other's region.
+struct Pair {
+  Side sender;
+  Side receiver;
+  PeerId to_receiver = 0;
+  PeerId to_sender = 0;
+  RemoteRegionId receiver_region = 0;  // as the sender knows it
+  RemoteRegionId sender_region = 0;    // as the receiver knows it
+
+  Pair(EngineConfig sender_config, EngineConfig receiver_config, size_t bytes)
+      : sender(std::move(sender_config), bytes), receiver(std::move(receiver_config), bytes) {
+    const Connection connection = connect(*sender.engine, *receiver.engine);
+    to_receiver = connection.first_to_second;
+    to_sender = connection.second_to_first;
+    receiver_region = must(
+        sender.engine->import_region(to_receiver, must(receiver.engine->region_descriptor(receiver.region))), "import");
+    sender_region = must(
+        receiver.engine->import_region(to_sender, must(sender.engine->region_descriptor(sender.region))), "import");
+  }
+  Pair(const std::string& provider, size_t bytes, size_t sender_domains = 1, size_t receiver_domains = 1)
+      : Pair(config("sender", provider, sender_domains), config("receiver", provider, receiver_domains), bytes) {}
+
+  // A receiver's counter with a target, and the immediate that raises it.
+  std::pair<CounterSetId, uint32_t> counter(uint64_t target) {
+    CounterSet set = must(receiver.engine->alloc_counters(1));
+    must(receiver.engine->expect(set.id, {target}));
+    return {set.id, set.immediates[0]};
+  }
+  uint64_t count(CounterSetId set) { return must(receiver.engine->counter_values(set))[0]; }
+};
+
+// The final event of a transfer; a failure of the test if none comes.
+inline Event ended(TransferEngine& engine, TransferId transfer) {
+  Result<Event> event = engine.wait_transfer(transfer, kLimit);
+  if (!event.ok()) throw std::runtime_error(event.error().to_string());
+  return event.value();
+}
+
+// `count` different numbers below `of`, in no order.
+inline std::vector<int64_t> shuffled(size_t count, size_t of, uint64_t seed) {
+  // Floyd's sampling draws each from a growing range, so that a few out of millions cost a few draws.
+  std::mt19937_64 random(seed);
+  std::unordered_set<int64_t> chosen;
+  std::vector<int64_t> indices;
+  for (size_t limit = of - count; limit < of; ++limit) {
+    const auto draw = static_cast<int64_t>(random() % (limit + 1));
+    indices.push_back(chosen.insert(draw).second ? draw : static_cast<int64_t>(limit));
+    chosen.insert(indices.back());
+  }
+  std::shuffle(indices.begin(), indices.end(), random);
+  return indices;
+}
+
+}  // namespace kvc::test

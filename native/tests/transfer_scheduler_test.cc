@@ -1,0 +1,729 @@
+// The scheduler alone, over domains that do exactly what the test says: which link each batch takes, and that the
+// counts stay exact whichever way links break.
+
+#include "engine/transfer_scheduler.h"
+
+#include <gtest/gtest.h>
+
+#include <map>
+#include <memory>
+#include <set>
+
+#include "engine/message.h"
+
+namespace kvc {
+namespace {
+
+constexpr uint64_t kMiB = 1 << 20;
+
+// Takes what it is given, and completes nothing by itself.
+class FakeDomain final : public Domain {
+ public:
+  struct Posting {
+    LinkId link = 0;
+    WorkId work = 0;
+    uint64_t rkey = 0;
+    uint64_t page_bytes = 0;
+    std::vector<PageWrite> pages;
+    std::optional<Immediate> immediate;
+    Bytes message;
+    bool over = false;  // completed
+    uint64_t bytes() const { return page_bytes * pages.size(); }
+  };
+  std::vector<Posting> postings;
+  bool busy = false;
+
+  std::string description() const override { return "fake"; }
+  uint64_t bits_per_second() const override { return 0; }
+  Result<uint64_t> register_region(std::byte*, uint64_t, int, uint64_t) override { return uint64_t{0}; }
+  bool deregister_region(uint64_t) override { return true; }
+  Result<Bytes> offer(LinkId) override { return Bytes{}; }
+  Result<Bytes> accept(LinkId, std::span<const std::byte>) override { return Bytes{}; }
+  Status complete(LinkId, std::span<const std::byte>) override { return {}; }
+  bool fence(LinkId) override { return true; }
+  Posted post(LinkId link, const WriteBatch& batch) override {
+    if (busy) return Posted::kBusy;
+    Posting posting{link, batch.work, batch.rkey, batch.page_bytes, {batch.pages.begin(), batch.pages.end()}, {}, {}};
+    if (batch.counted) posting.immediate = Immediate::decode(batch.immediate);
+    postings.push_back(std::move(posting));
+    return Posted::kYes;
+  }
+  Posted send(LinkId link, WorkId work, std::span<const std::byte> message) override {
+    if (busy) return Posted::kBusy;
+    postings.push_back({link, work, 0, 0, {}, {}, Bytes(message.begin(), message.end())});
+    return Posted::kYes;
+  }
+  bool poll() override { return false; }
+  int fd() const override { return -1; }
+  bool prepare_sleep() override { return true; }
+};
+
+const Error kBroken{ErrorCode::kPeerDown, "fake", {}, "write", "the cable is out"};
+const Error kDenied{ErrorCode::kUnknownRegion, "fake", {}, "write", "no such key"};
+constexpr uint32_t kCounter = Immediate{9, 3, 1}.encode();
+constexpr uint32_t kOther = Immediate{10, 3, 1}.encode();
+
+class Scheduler : public testing::Test {
+ protected:
+  // A peer with so many links, link i over domains[i] to the remote domain i.
+  void connect(size_t links) {
+    peer = std::make_shared<Peer>(1, "peer");
+    peer->state = Peer::State::kConnected;
+    std::vector<uint64_t> rkeys;
+    for (size_t i = 0; i < links; ++i) {
+      domains.push_back(std::make_unique<FakeDomain>());
+      peer->links.emplace_back(static_cast<LinkId>(i + 1), domains[i].get(), i, i);
+      rkeys.push_back(100 + i);
+    }
+    source->base = memory.data();
+    source->bytes = memory.size();
+    target = std::make_shared<const RemoteRegion>(RemoteRegion{1, 1, 0, memory.size(), rkeys});
+  }
+  std::shared_ptr<Transfer> open() {
+    auto transfer = std::make_shared<Transfer>(++last_id, peer, EventCallback{});
+    transfers.insert(last_id, transfer);
+    return transfer;
+  }
+  void write(Transfer& transfer, uint64_t bytes, std::optional<uint32_t> immediate = kCounter,
+             std::optional<uint32_t> domain = {}) {
+    scheduler.add(transfer, Request(source, target, bytes, immediate, SingleWrite{0, 0, domain}));
+  }
+  // `pages` pages that lie apart on both sides.
+  void write_pages(Transfer& transfer, size_t pages, uint64_t page_bytes,
+                   std::optional<uint32_t> immediate = kCounter) {
+    PageTable table{{{}, 2 * page_bytes, 0}, {{}, 2 * page_bytes, 0}};
+    for (size_t i = 0; i < pages; ++i) table.source.indices.push_back(static_cast<int64_t>(i));
+    table.target.indices = table.source.indices;
+    scheduler.add(transfer, Request(source, target, page_bytes, immediate,
+                                    TableWrite{std::make_shared<const PageTable>(std::move(table)), 0, 0}));
+  }
+  void post_all() {
+    while (scheduler.post()) {
+    }
+  }
+  void post_and_settle() {
+    do {
+      post_all();
+    } while (scheduler.settle());
+  }
+  // Completes what link i has in flight; the error is one of the link's.
+  void complete(size_t i, const Error* error = nullptr) {
+    for (FakeDomain::Posting& posting : domains[i]->postings) {
+      if (!std::exchange(posting.over, true)) scheduler.complete(posting.work, error);
+    }
+    if (error != nullptr) peer->links[i].state = Link::State::kBroken;
+    scheduler.settle();
+  }
+  // Everything that is posted and that it leads to, over all links that are up.
+  void run() {
+    for (int round = 0; round < 100; ++round) {
+      post_and_settle();
+      for (size_t i = 0; i < domains.size(); ++i) {
+        if (peer->links[i].state == Link::State::kUp) complete(i);
+      }
+    }
+  }
+  Link& link(size_t i) { return peer->links[i]; }
+  std::vector<FakeDomain::Posting>& postings(size_t i) { return domains[i]->postings; }
+  std::vector<uint64_t> bytes_posted() const {
+    std::vector<uint64_t> bytes;
+    for (const auto& domain : domains) {
+      bytes.push_back(0);
+      for (const FakeDomain::Posting& posting : domain->postings) bytes.back() += posting.bytes();
+    }
+    return bytes;
+  }
+  // By how much all postings of link i raise the counter.
+  uint64_t raised(size_t i, uint32_t counter = kCounter) const {
+    uint64_t pages = 0;
+    for (const FakeDomain::Posting& posting : domains[i]->postings) {
+      if (posting.immediate && posting.immediate->slot == Immediate::decode(counter).slot) {
+        pages += posting.immediate->multiplicity;
+      }
+    }
+    return pages;
+  }
+  std::optional<Event> ended() {
+    std::vector<Event> polled = events.poll(1);
+    return polled.empty() ? std::nullopt : std::optional<Event>(std::move(polled[0]));
+  }
+  void expect_done(uint64_t pages) {
+    const std::optional<Event> event = ended();
+    ASSERT_TRUE(event.has_value()) << "no final event";
+    EXPECT_EQ(event->kind, EventKind::kTransferDone) << (event->error ? event->error->to_string() : "");
+    EXPECT_EQ(event->pages, pages);
+    EXPECT_FALSE(ended().has_value()) << "a second event";
+  }
+  // Nothing is left of any transfer.
+  void expect_clean() {
+    EXPECT_EQ(transfers.size(), 0U);
+    EXPECT_EQ(source->batches_in_flight, 0U);
+    for (const Link& l : peer->links) {
+      EXPECT_EQ(l.bytes_in_flight, 0U);
+      EXPECT_EQ(l.messages_in_flight, 0U);
+      EXPECT_TRUE(l.unsettled.empty());
+    }
+  }
+
+  std::vector<std::byte> memory = std::vector<std::byte>(64 * kMiB);
+  std::shared_ptr<LocalRegion> source = std::make_shared<LocalRegion>();
+  std::shared_ptr<const RemoteRegion> target;
+  Registry<Transfer> transfers;
+  CounterSets counters;
+  EventQueue events;
+  Stats stats;
+  TransferScheduler scheduler{transfers, counters, events, stats};
+  std::vector<std::unique_ptr<FakeDomain>> domains;
+  std::shared_ptr<Peer> peer;
+  TransferId last_id = 0;
+};
+
+// --- Which link
+
+TEST_F(Scheduler, EqualLinksTakeTurns) {
+  connect(3);
+  const auto transfer = open();
+  write_pages(*transfer, 6 * 64, 1024);
+  post_all();
+  for (size_t i = 0; i < 3; ++i) EXPECT_EQ(postings(i).size(), 2U) << i;
+}
+
+TEST_F(Scheduler, EachBatchGoesWithTheKeyOfItsLinksRemoteDomain) {
+  connect(3);
+  const auto transfer = open();
+  for (int i = 0; i < 7; ++i) write(*transfer, 100);
+  post_all();
+  for (size_t i = 0; i < 3; ++i) {
+    ASSERT_FALSE(postings(i).empty());
+    for (const auto& posting : postings(i)) {
+      EXPECT_EQ(posting.rkey, 100 + i);
+      EXPECT_EQ(posting.link, i + 1);
+    }
+  }
+}
+
+TEST_F(Scheduler, PagesAreSpreadByTheSpeedOfTheLinks) {
+  connect(3);
+  link(1).cost = 2;  // half as fast
+  link(2).cost = 4;
+  const auto transfer = open();
+  write_pages(*transfer, 7 * 16, 65536);  // 7 batches of 1 MiB
+  post_all();
+  EXPECT_EQ(bytes_posted(), (std::vector<uint64_t>{4 * kMiB, 2 * kMiB, 1 * kMiB}));
+}
+
+TEST_F(Scheduler, ALinkThatLagsBehindGetsLess) {
+  connect(2);
+  const auto transfer = open();
+  write_pages(*transfer, 4 * 16, 65536);
+  post_all();
+  complete(0);
+  write_pages(*transfer, 4 * 16, 65536);
+  post_all();
+  EXPECT_EQ(bytes_posted(), (std::vector<uint64_t>{5 * kMiB, 3 * kMiB}));
+}
+
+TEST_F(Scheduler, ALinkHasNoMoreInFlightThanItsWindow) {
+  connect(2);
+  const auto transfer = open();
+  write_pages(*transfer, 20 * 16, 65536);
+  post_all();
+  EXPECT_EQ(bytes_posted(), (std::vector<uint64_t>{8 * kMiB, 8 * kMiB}));
+  complete(1);
+  post_all();
+  EXPECT_EQ(bytes_posted(), (std::vector<uint64_t>{8 * kMiB, 12 * kMiB}));
+}
+
+TEST_F(Scheduler, TinyPagesCannotFillALinkWithoutEnd) {
+  connect(1);
+  const auto transfer = open();
+  write_pages(*transfer, 200000, 1);
+  post_all();
+  EXPECT_EQ(bytes_posted()[0], 8 * kMiB / 256);
+}
+
+TEST_F(Scheduler, WhatABusyLinkRefusesGoesOverAnother) {
+  connect(2);
+  domains[0]->busy = true;
+  const auto transfer = open();
+  write_pages(*transfer, 4 * 16, 65536);
+  scheduler.seal(*transfer);
+  post_all();
+  EXPECT_EQ(bytes_posted(), (std::vector<uint64_t>{0, 4 * kMiB}));
+  domains[1]->busy = true;
+  const auto second = open();
+  write(*second, 100);
+  scheduler.seal(*second);
+  post_all();
+  EXPECT_EQ(link(0).bytes_in_flight, 0U);
+  domains[0]->busy = false;
+  post_all();
+  EXPECT_EQ(postings(0).size(), 1U);
+  run();
+  expect_clean();
+}
+
+TEST_F(Scheduler, APinnedWriteTakesItsDomainAsLongAsThatWorks) {
+  connect(3);
+  const auto transfer = open();
+  for (int i = 0; i < 4; ++i) write(*transfer, 5 * kMiB, kCounter, 1);
+  post_all();
+  EXPECT_EQ(bytes_posted(), (std::vector<uint64_t>{0, 5 * kMiB, 0}));  // whole, and the window admits one
+  complete(1);
+  post_all();
+  EXPECT_EQ(bytes_posted(), (std::vector<uint64_t>{0, 10 * kMiB, 0}));
+  link(1).state = Link::State::kOut;
+  post_all();
+  const std::vector<uint64_t> bytes = bytes_posted();
+  EXPECT_EQ(bytes[0] + bytes[2], 10 * kMiB);
+}
+
+// --- Split writes
+
+TEST_F(Scheduler, ALargeWriteIsSplitAndCountsOnceAfterAllItsParts) {
+  connect(2);
+  const auto transfer = open();
+  write(*transfer, 4 * kMiB + 10);
+  scheduler.seal(*transfer);
+  post_all();
+  EXPECT_EQ(raised(0) + raised(1), 0U);
+  const std::vector<uint64_t> bytes = bytes_posted();
+  EXPECT_EQ(bytes[0] + bytes[1], 4 * kMiB + 10);
+  EXPECT_GT(bytes[0], kMiB);
+  EXPECT_GT(bytes[1], kMiB);
+  // Every byte once, in parts of 512 KiB at least but for the last.
+  std::map<uint64_t, uint64_t> parts;
+  for (size_t i = 0; i < 2; ++i) {
+    for (const auto& posting : postings(i)) {
+      ASSERT_EQ(posting.pages.size(), 1U);
+      EXPECT_EQ(posting.pages[0].source, memory.data() + posting.pages[0].target_offset);
+      parts[posting.pages[0].target_offset] = posting.page_bytes;
+    }
+  }
+  uint64_t next = 0;
+  for (const auto& [offset, length] : parts) {
+    EXPECT_EQ(offset, next);
+    EXPECT_TRUE(length >= kMiB / 2 || offset + length == 4 * kMiB + 10);
+    next = offset + length;
+  }
+  EXPECT_EQ(next, 4 * kMiB + 10);
+
+  complete(0);
+  post_all();
+  EXPECT_EQ(raised(0) + raised(1), 0U) << "counted although parts of it are on their way";
+  complete(1);
+  post_all();
+  EXPECT_EQ(raised(0) + raised(1), 1U);
+  EXPECT_TRUE(events.poll(1).empty());
+  run();
+  expect_done(1);
+  EXPECT_EQ(raised(0) + raised(1), 1U);
+  expect_clean();
+}
+
+TEST_F(Scheduler, ASmallWriteAndOneOverASingleLinkStayWhole) {
+  connect(2);
+  const auto transfer = open();
+  write(*transfer, kMiB - 1);
+  link(1).state = Link::State::kOut;
+  write(*transfer, 4 * kMiB);
+  post_all();
+  ASSERT_EQ(postings(0).size(), 2U);
+  EXPECT_EQ(raised(0), 2U);
+}
+
+TEST_F(Scheduler, ASplitWriteWithoutAnImmediateRaisesNothing) {
+  connect(2);
+  const auto transfer = open();
+  write(*transfer, 2 * kMiB, std::nullopt);
+  scheduler.seal(*transfer);
+  run();
+  expect_done(1);
+  EXPECT_EQ(postings(0).size() + postings(1).size(), 4U);
+  EXPECT_EQ(raised(0) + raised(1), 0U);
+}
+
+// --- A link that breaks
+
+TEST_F(Scheduler, WhatWasCountedIsDoneAndNothingIsWrittenAgain) {
+  connect(2);
+  const auto transfer = open();
+  write_pages(*transfer, 128, 1024);
+  scheduler.seal(*transfer);
+  post_all();
+  complete(0, &kBroken);
+  complete(1);
+  EXPECT_EQ(scheduler.unsettled_counters(link(0)), std::vector<uint32_t>{kCounter});
+  EXPECT_FALSE(ended().has_value());
+  const std::vector<TransferScheduler::Landed> landed = {{.counter = kCounter, .pages = 64}};
+  scheduler.recover(link(0), landed);
+  scheduler.settle();
+  expect_done(128);
+  EXPECT_EQ(postings(1).size(), 1U);
+  EXPECT_EQ(stats.pages_rewritten.load(), 0U);
+  expect_clean();
+}
+
+TEST_F(Scheduler, WhatIsMissingIsCountedOnceAllUnfinishedPagesAreWrittenAgain) {
+  connect(2);
+  const auto transfer = open();
+  write_pages(*transfer, 256, 1024);  // two batches of 64 each
+  scheduler.seal(*transfer);
+  post_all();
+  ASSERT_EQ(postings(0).size(), 2U);
+  complete(1);
+  complete(0, &kBroken);
+  // 27 of the 128 landed and were counted; nobody knows which.
+  const std::vector<TransferScheduler::Landed> landed = {{.counter = kCounter, .pages = 27}};
+  scheduler.recover(link(0), landed);
+  post_all();
+  EXPECT_EQ(raised(1), 128U) << "counted before the pages are there";
+  ASSERT_EQ(postings(1).size(), 4U);
+  std::set<uint64_t> lost;
+  std::set<uint64_t> again;
+  for (const auto& posting : postings(0)) {
+    for (const PageWrite& page : posting.pages) lost.insert(page.target_offset);
+  }
+  for (size_t i = 2; i < 4; ++i) {
+    EXPECT_FALSE(postings(1)[i].immediate.has_value());
+    EXPECT_EQ(postings(1)[i].rkey, 101U);
+    for (const PageWrite& page : postings(1)[i].pages) again.insert(page.target_offset);
+  }
+  EXPECT_EQ(lost, again);
+  // One of the two completes: still nothing is counted.
+  scheduler.complete(postings(1)[2].work, nullptr);
+  postings(1)[2].over = true;
+  scheduler.settle();
+  post_all();
+  EXPECT_EQ(raised(1), 128U);
+  EXPECT_FALSE(ended().has_value());
+  run();
+  EXPECT_EQ(raised(1), 128U + 101);
+  expect_done(256);
+  EXPECT_EQ(stats.pages_rewritten.load(), 128U);
+  EXPECT_EQ(stats.pages_written.load(), 256U);
+  expect_clean();
+}
+
+TEST_F(Scheduler, EarlierTransfersOfTheSameCounterAreInTheAccount) {
+  connect(2);
+  const auto first = open();
+  write_pages(*first, 64, 1024);
+  scheduler.seal(*first);
+  post_all();
+  complete(0);
+  expect_done(64);
+  const auto second = open();
+  write(*second, 100);
+  write(*second, 100);
+  scheduler.seal(*second);
+  post_all();
+  complete(1);
+  complete(0, &kBroken);
+  const std::vector<TransferScheduler::Landed> landed = {{.counter = kCounter, .pages = 64}};
+  scheduler.recover(link(0), landed);
+  run();
+  EXPECT_EQ(raised(1), 2U);  // its own, and the one that is missing
+  expect_done(2);
+}
+
+TEST_F(Scheduler, TransfersThatShareACounterEndTogether) {
+  connect(2);
+  const auto first = open();
+  const auto second = open();
+  write(*first, 100);
+  write(*first, 100);
+  write(*second, 100);
+  write(*second, 100);
+  scheduler.seal(*first);
+  scheduler.seal(*second);
+  post_all();
+  complete(1);
+  complete(0, &kBroken);
+  const std::vector<TransferScheduler::Landed> landed = {{.counter = kCounter, .pages = 1}};
+  scheduler.recover(link(0), landed);
+  post_and_settle();
+  EXPECT_FALSE(ended().has_value());
+  run();
+  EXPECT_EQ(events.poll(8).size(), 2U);
+  EXPECT_EQ(raised(1), 2U + 1);
+  expect_clean();
+}
+
+TEST_F(Scheduler, PartsOfASplitWriteAndUncountedWritesGoAgainToo) {
+  connect(2);
+  const auto transfer = open();
+  write(*transfer, 4 * kMiB);
+  write_pages(*transfer, 10, 100, std::nullopt);
+  scheduler.seal(*transfer);
+  post_all();
+  const std::vector<uint64_t> bytes = bytes_posted();
+  complete(0, &kBroken);
+  EXPECT_TRUE(scheduler.unsettled_counters(link(0)).empty());
+  scheduler.recover(link(0), {});
+  run();
+  EXPECT_EQ(bytes_posted()[1], bytes[0] + bytes[1]);
+  EXPECT_EQ(raised(1), 1U);
+  expect_done(11);
+  expect_clean();
+}
+
+TEST_F(Scheduler, AnImmediateAloneIsNotRewrittenButCounted) {
+  connect(2);
+  const auto transfer = open();
+  scheduler.add(*transfer, Request(nullptr, nullptr, 0, kCounter, ImmediateOnly{5}));
+  scheduler.seal(*transfer);
+  post_all();
+  ASSERT_EQ(raised(0), 5U);
+  complete(0, &kBroken);
+  const std::vector<TransferScheduler::Landed> landed = {{.counter = kCounter, .pages = 0}};
+  scheduler.recover(link(0), landed);
+  run();
+  ASSERT_EQ(postings(1).size(), 1U);
+  EXPECT_EQ(raised(1), 5U);
+  expect_done(0);
+  expect_clean();
+}
+
+TEST_F(Scheduler, ALinkMayBreakUnderARecovery) {
+  connect(3);
+  const auto transfer = open();
+  link(1).state = link(2).state = Link::State::kOut;
+  write_pages(*transfer, 128, 1024);
+  scheduler.seal(*transfer);
+  post_all();
+  complete(0, &kBroken);
+  link(1).state = Link::State::kUp;
+  const std::vector<TransferScheduler::Landed> landed = {{.counter = kCounter, .pages = 28}};
+  scheduler.recover(link(0), landed);
+  post_all();
+  ASSERT_EQ(postings(1).size(), 2U);
+  scheduler.complete(postings(1)[0].work, nullptr);  // one rewrite arrives, the other is lost with its link
+  postings(1)[0].over = true;
+  complete(1, &kBroken);
+  EXPECT_TRUE(scheduler.unsettled_counters(link(1)).empty());
+  link(2).state = Link::State::kUp;
+  scheduler.recover(link(1), {});
+  post_and_settle();
+  ASSERT_EQ(postings(2).size(), 1U);
+  complete(2);
+  post_and_settle();
+  EXPECT_EQ(raised(2), 100U);
+  // And once more, now under the counting itself: 64 of the 100 get through.
+  link(0).state = Link::State::kUp;
+  complete(2, &kBroken);
+  const std::vector<TransferScheduler::Landed> counted = {{.counter = kCounter, .pages = 64}};
+  scheduler.recover(link(2), counted);
+  run();
+  EXPECT_EQ(raised(0), 128U + 36);
+  expect_done(128);
+  expect_clean();
+}
+
+TEST_F(Scheduler, ACancelledTransferIsNotWrittenAgain) {
+  connect(2);
+  const auto transfer = open();
+  write_pages(*transfer, 128, 1024);
+  post_all();
+  complete(1);
+  complete(0, &kBroken);
+  scheduler.cancel(*transfer);
+  scheduler.settle();
+  EXPECT_FALSE(ended().has_value()) << "its writes may still land";
+  const std::vector<TransferScheduler::Landed> landed = {{.counter = kCounter, .pages = 0}};
+  scheduler.recover(link(0), landed);
+  run();
+  EXPECT_EQ(postings(1).size(), 1U);
+  const std::optional<Event> event = ended();
+  ASSERT_TRUE(event.has_value());
+  EXPECT_EQ(event->kind, EventKind::kTransferCancelled);
+  EXPECT_TRUE(event->quiesced);
+  expect_clean();
+}
+
+TEST_F(Scheduler, ACancelStopsARecoveryThatHasBegun) {
+  connect(3);
+  const auto transfer = open();
+  link(1).state = link(2).state = Link::State::kOut;
+  write_pages(*transfer, 128, 1024);
+  post_all();
+  complete(0, &kBroken);
+  link(1).state = Link::State::kUp;
+  const std::vector<TransferScheduler::Landed> landed = {{.counter = kCounter, .pages = 0}};
+  scheduler.recover(link(0), landed);
+  post_all();
+  complete(1, &kBroken);  // its batches wait once more
+  link(2).state = Link::State::kUp;
+  scheduler.recover(link(1), {});
+  scheduler.cancel(*transfer);
+  run();
+  EXPECT_TRUE(postings(2).empty());
+  const std::optional<Event> event = ended();
+  ASSERT_TRUE(event.has_value());
+  EXPECT_EQ(event->kind, EventKind::kTransferCancelled);
+  expect_clean();
+}
+
+// What cannot be settled exactly fails, and says so.
+TEST_F(Scheduler, AnAccountThatDoesNotAddUpFailsTheTransfer) {
+  struct Case {
+    const char* name;
+    TransferScheduler::Landed landed;
+    bool refused;
+  };
+  const std::vector<Case> cases = {
+      {"more posted than unsettled", {.counter = kCounter, .pages = 1}, false},
+      {"more counted than posted", {.counter = kCounter, .pages = 200}, false},
+      {"released", {.counter = kCounter, .pages = 70, .released = true}, false},
+      {"unknown", {.counter = kCounter, .known = false}, false},
+      {"another counter's", {.counter = kOther, .pages = 70}, false},
+      {"beside a refused batch", {.counter = kCounter, .pages = 70}, true},
+  };
+  connect(2);
+  for (const Case& one : cases) {
+    SCOPED_TRACE(one.name);
+    link(0).state = Link::State::kUp;
+    link(0).posted.clear();
+    link(0).refused.clear();
+    link(1).state = Link::State::kOut;
+    postings(0).clear();
+    const auto earlier = open();
+    write_pages(*earlier, 64, 1024);
+    scheduler.seal(*earlier);
+    post_and_settle();
+    scheduler.complete(postings(0)[0].work, one.refused ? &kDenied : nullptr);
+    postings(0)[0].over = true;
+    scheduler.settle();
+    EXPECT_TRUE(ended().has_value());
+    const auto transfer = open();
+    write_pages(*transfer, 64, 1024);
+    scheduler.seal(*transfer);
+    post_all();
+    complete(0, &kBroken);
+    link(1).state = Link::State::kUp;
+    scheduler.recover(link(0), std::span(&one.landed, 1));
+    run();
+    const std::optional<Event> event = ended();
+    ASSERT_TRUE(event.has_value());
+    EXPECT_EQ(event->kind, EventKind::kTransferFailed);
+    EXPECT_TRUE(event->quiesced);
+    EXPECT_TRUE(postings(1).empty());
+    expect_clean();
+  }
+}
+
+TEST_F(Scheduler, AWriteThatIsRefusedFailsAtOnceAndTakesNoLinkOut) {
+  connect(2);
+  const auto transfer = open();
+  write(*transfer, 100);
+  scheduler.seal(*transfer);
+  post_all();
+  const TransferScheduler::Lost lost = scheduler.complete(postings(0)[0].work, &kDenied);
+  EXPECT_EQ(lost.link, nullptr);
+  scheduler.settle();
+  EXPECT_EQ(ended()->kind, EventKind::kTransferFailed);
+}
+
+TEST_F(Scheduler, OverASingleLinkAnErrorFailsTheTransferAtOnce) {
+  connect(1);
+  const auto transfer = open();
+  write(*transfer, 100);
+  scheduler.seal(*transfer);
+  post_all();
+  EXPECT_EQ(scheduler.complete(postings(0)[0].work, &kBroken).link, nullptr);
+  scheduler.settle();
+  const std::optional<Event> event = ended();
+  EXPECT_EQ(event->kind, EventKind::kTransferFailed);
+  EXPECT_FALSE(event->quiesced);
+  expect_clean();
+}
+
+TEST_F(Scheduler, WhenThePeerGoesDownWhatWaitedFails) {
+  connect(2);
+  const auto transfer = open();
+  write_pages(*transfer, 256, 1024);
+  scheduler.seal(*transfer);
+  post_all();
+  complete(0, &kBroken);
+  const std::vector<TransferScheduler::Landed> landed = {{.counter = kCounter, .pages = 0}};
+  scheduler.recover(link(0), landed);  // a recovery under way
+  scheduler.fail_peer(*peer, kBroken);
+  for (auto& posting : postings(1)) {
+    if (!posting.over) scheduler.complete(posting.work, &kBroken);
+  }
+  scheduler.settle();
+  const std::optional<Event> event = ended();
+  ASSERT_TRUE(event.has_value());
+  EXPECT_EQ(event->kind, EventKind::kTransferFailed);
+  expect_clean();
+}
+
+TEST_F(Scheduler, ASourceThatIsDeregisteredMeanwhileFailsTheRecovery) {
+  connect(2);
+  const auto transfer = open();
+  write_pages(*transfer, 64, 1024);
+  scheduler.seal(*transfer);
+  post_all();
+  complete(0, &kBroken);
+  EXPECT_EQ(source->batches_in_flight, 1U);  // deregistration waits for it
+  source->live = false;
+  const std::vector<TransferScheduler::Landed> landed = {{.counter = kCounter, .pages = 0}};
+  scheduler.recover(link(0), landed);
+  run();
+  const std::optional<Event> event = ended();
+  ASSERT_TRUE(event.has_value());
+  EXPECT_EQ(event->kind, EventKind::kTransferFailed);
+  EXPECT_EQ(event->error->code, ErrorCode::kUnknownRegion);
+  expect_clean();
+}
+
+// --- Messages
+
+TEST_F(Scheduler, MessagesThatNobodyReadsStopNoWrites) {
+  connect(1);
+  std::vector<std::shared_ptr<Transfer>> open_transfers;
+  for (int i = 0; i < 20; ++i) {
+    open_transfers.push_back(open());
+    scheduler.add(*open_transfers.back(),
+                  Request(nullptr, nullptr, 0, std::nullopt, MessageWrite{Bytes(kUserHeaderBytes + 1)}));
+    scheduler.seal(*open_transfers.back());
+  }
+  const auto transfer = open();
+  write(*transfer, 100);
+  post_all();
+  EXPECT_EQ(raised(0), 1U);
+  EXPECT_EQ(postings(0).size(), 9U);  // 8 messages and the write
+  const std::array internal{std::byte{2}};
+  EXPECT_TRUE(scheduler.send(*peer, internal));
+  run();
+  EXPECT_EQ(postings(0).size(), 22U);
+}
+
+TEST_F(Scheduler, AMessageOnABrokenLinkIsSentAgainUnderItsNumberAndNewOnesWait) {
+  connect(2);
+  const auto message = [&] {
+    const auto transfer = open();
+    scheduler.add(*transfer, Request(nullptr, nullptr, 0, std::nullopt, MessageWrite{Bytes(kUserHeaderBytes + 1)}));
+    scheduler.seal(*transfer);
+    return transfer;
+  };
+  const auto first = message();
+  post_all();
+  ASSERT_EQ(postings(0).size(), 1U);
+  complete(0, &kBroken);
+  const auto second = message();
+  post_all();
+  EXPECT_TRUE(postings(1).empty());
+  scheduler.recover(link(0), {});
+  post_all();
+  ASSERT_EQ(postings(1).size(), 1U);
+  EXPECT_EQ(postings(1)[0].message, postings(0)[0].message);
+  run();
+  ASSERT_EQ(postings(1).size(), 2U);
+  EXPECT_NE(postings(1)[1].message, postings(0)[0].message);
+  EXPECT_EQ(events.poll(8).size(), 2U);
+  expect_clean();
+}
+
+}  // namespace
+}  // namespace kvc

@@ -1,0 +1,442 @@
+"""TTFT of a prefill and a decode engine on two GPUs, against one engine: the numbers of docs/performance.md.
+
+Needs vLLM with its GPU dependencies, two GPUs and this package (installed, or on PYTHONPATH). Prints a
+table, and one JSON line per request to --json. The model has the shape of Llama-3-8B (128 KiB of KV a token
+in bfloat16) and dummy weights: its tokens mean nothing, its times do. With --equality N, N prompts of a small
+float32 model with random weights are answered by one engine and by the pair, and their tokens compared.
+"""
+# ruff: noqa: T201  (its output is a table)
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+HOST = "127.0.0.1"
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 32,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
+START_SECONDS = 240.0
+
+
+@dataclass
+class Server:
+    """One vLLM API server on one GPU."""
+
+    name: str
+    gpu: int
+    port: int
+    model: Path
+    arguments: Sequence[str]
+    logs: Path
+    transfer: dict[str, Any] | None = None
+    control_port: int = 0
+    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model)]
+        command += ["--served-model-name", "model", "--host", HOST, "--port", str(self.port)]
+        command += ["--skip-tokenizer-init", "--no-enable-prefix-caching", "--gpu-memory-utilization", "0.3"]
+        command += [*self.arguments]
+        if self.transfer is not None:
+            command += ["--kv-transfer-config", json.dumps(self.transfer)]
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(self.gpu)}
+        environment |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+        with (self.logs / f"{self.name}.log").open("wb") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, env=environment, start_new_session=True
+            )
+
+    def ready(self) -> bool:
+        assert self.process is not None
+        if self.process.poll() is not None:
+            raise RuntimeError(f"{self.name} ended: {self.logs / (self.name + '.log')}")
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=2):
+                return True
+        except OSError:
+            return False
+
+    def stop(self) -> None:
+        if self.process is not None:
+            os.killpg(self.process.pid, signal.SIGTERM)
+
+
+def ours(role: str, control_port: int) -> dict[str, Any]:
+    return {
+        "kv_connector": "WriteImmConnector",
+        "kv_connector_module_path": "kv_connector.vllm.connector",
+        "kv_role": role,
+        "kv_connector_extra_config": {"control_host": HOST, "control_port": control_port},
+    }
+
+
+def trio(prefix: str, port: int, model: Path, arguments: Sequence[str], logs: Path) -> list[Server]:
+    """One engine, and a prefill engine on GPU 0 with its decode engine on GPU 1. One works at a time."""
+    return [
+        Server(f"{prefix}-alone", 1 if prefix == "graphs" else 0, port, model, arguments, logs),
+        Server(
+            f"{prefix}-prefill",
+            0,
+            port + 1,
+            model,
+            arguments,
+            logs,
+            ours("kv_producer", port + 11),
+            port + 11,
+        ),
+        Server(
+            f"{prefix}-decode", 1, port + 2, model, arguments, logs, ours("kv_consumer", port + 12), port + 12
+        ),
+    ]
+
+
+def wait_ready(servers: Sequence[Server]) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    waiting = list(servers)
+    while waiting:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not up after {START_SECONDS:g} s: {', '.join(s.name for s in waiting)}")
+        waiting = [server for server in waiting if not server.ready()]
+        time.sleep(0.5)
+
+
+def start_router(prefill: Server, decode: Server, port: int, logs: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "kv_connector.cli.main", "router", "--host", HOST, "--port", str(port)]
+    command += ["--prefill", f"{prefill.url}@{HOST}:{prefill.control_port}", "--decode", decode.url]
+    with (logs / f"router-{port}.log").open("wb") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+
+
+def wait_listening(port: int) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            socket.create_connection((HOST, port), timeout=1).close()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
+
+
+@dataclass(frozen=True)
+class Answer:
+    ttft: float
+    seconds: float
+    tokens: tuple[int, ...]
+    prefill_seconds: float = 0.0  # until P's own answer; 0: one engine, or a router in between
+
+
+async def stream(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> Answer:
+    begin = time.perf_counter()
+    first = 0.0
+    tokens: list[int] = []
+    async with client.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}) as response:
+        if response.status_code != 200:
+            raise RuntimeError(f"HTTP {response.status_code}: {(await response.aread())[:500]!r}")
+        async for line in response.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            for choice in json.loads(line.removeprefix("data: ")).get("choices", []):
+                if choice.get("token_ids"):
+                    first = first or time.perf_counter() - begin
+                    tokens += choice["token_ids"]
+    if len(tokens) != body["max_tokens"]:
+        raise RuntimeError(f"{len(tokens)} tokens instead of {body['max_tokens']}")
+    return Answer(first, time.perf_counter() - begin, tuple(tokens))
+
+
+def request(prompt: Sequence[int], tokens: int) -> dict[str, Any]:
+    return {
+        "model": "model",
+        "prompt": list(prompt),
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "detokenize": False,
+        "return_token_ids": True,
+    }
+
+
+async def direct(client: httpx.AsyncClient, prefill: Server, decode: Server, body: dict[str, Any]) -> Answer:
+    """Both engines at once, as the router does it, without its hop."""
+    transfer_id = uuid.uuid4().hex
+    to_prefill = {
+        **body,
+        "max_tokens": 1,
+        "kv_transfer_params": {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "transfer_id": transfer_id,
+        },
+    }
+    to_decode = {
+        **body,
+        "kv_transfer_params": {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "transfer_id": transfer_id,
+            "remote_host": HOST,
+            "remote_port": prefill.control_port,
+        },
+    }
+    begin = time.perf_counter()
+
+    async def prefilled() -> float:
+        response = await client.post(f"{prefill.url}/v1/completions", json=to_prefill)
+        response.raise_for_status()
+        return time.perf_counter() - begin
+
+    seconds, answer = await asyncio.gather(prefilled(), stream(client, decode.url, to_decode))
+    return Answer(answer.ttft, answer.seconds, answer.tokens, seconds)
+
+
+def milliseconds(values: Sequence[float]) -> str:
+    return f"{statistics.median(values) * 1e3:.1f}"
+
+
+async def measure(
+    label: str, servers: Sequence[Server], router: str, plan: argparse.Namespace, sink: Any
+) -> None:
+    alone, prefill, decode = servers
+    rng = np.random.default_rng(1)
+    timeout = httpx.Timeout(120.0)
+    async with httpx.AsyncClient(timeout=timeout, trust_env=False) as client:
+
+        async def one(mode: str, prompt: Sequence[int]) -> Answer:
+            body = request(prompt, plan.tokens)
+            if mode == "direct":
+                return await direct(client, prefill, decode, body)
+            return await stream(client, alone.url if mode == "alone" else router, body)
+
+        print(f"{label}: TTFT in ms, medians of {plan.rounds}, one request at a time")
+        print(
+            "  prompt   alone  router  direct   over(router) over(direct)   P alone  P in P/D   token alone/D"
+        )
+        for length in plan.lengths:
+            times: dict[str, list[Answer]] = {"alone": [], "router": [], "direct": []}
+            for round_number in range(plan.rounds + 2):
+                prompt = rng.integers(1000, 100000, length).tolist()
+                for mode, answers in times.items():
+                    answer = await one(mode, prompt)
+                    if round_number >= 2:  # after two to warm up
+                        answers.append(answer)
+                        sink.write(
+                            json.dumps(
+                                {
+                                    "label": label,
+                                    "length": length,
+                                    "mode": mode,
+                                    "ttft": answer.ttft,
+                                    "seconds": answer.seconds,
+                                    "prefill": answer.prefill_seconds,
+                                }
+                            )
+                            + "\n"
+                        )
+            ttft = {mode: [answer.ttft for answer in answers] for mode, answers in times.items()}
+            base = statistics.median(ttft["alone"])
+            step = {
+                mode: [(answer.seconds - answer.ttft) / (plan.tokens - 1) for answer in times[mode]]
+                for mode in ("alone", "direct")
+            }
+            # One engine's prefill, as P answers it: a request for one token.
+            own = []
+            for _ in range(plan.rounds):
+                begin = time.perf_counter()
+                response = await client.post(
+                    f"{alone.url}/v1/completions",
+                    json=request(rng.integers(1000, 100000, length).tolist(), 1),
+                )
+                response.raise_for_status()
+                own.append(time.perf_counter() - begin)
+            print(
+                f"  {length:6d} {milliseconds(ttft['alone']):>7} {milliseconds(ttft['router']):>7} "
+                f"{milliseconds(ttft['direct']):>7}   "
+                f"{(statistics.median(ttft['router']) - base) * 1e3:+10.1f} "
+                f"{(statistics.median(ttft['direct']) - base) * 1e3:+12.1f}   "
+                f"{milliseconds(own):>9} {milliseconds([a.prefill_seconds for a in times['direct']]):>9}   "
+                f"{milliseconds(step['alone']):>6} / {milliseconds(step['direct'])}"
+            )
+        for concurrency in plan.concurrency:
+            await load(label, client, alone.url, router, concurrency, plan, rng, sink)
+
+
+async def load(
+    label: str,
+    client: httpx.AsyncClient,
+    alone: str,
+    router: str,
+    concurrency: int,
+    plan: argparse.Namespace,
+    rng: np.random.Generator,
+    sink: Any,
+) -> None:
+    count = 4 * concurrency
+    prompts = rng.integers(1000, 100000, (count, plan.load_tokens)).tolist()
+    for mode, url in (("alone", alone), ("router", router)):
+        turn = asyncio.Semaphore(concurrency)
+
+        async def in_turn(prompt: list[int], url: str = url, turn: asyncio.Semaphore = turn) -> Answer:
+            async with turn:
+                return await stream(client, url, request(prompt, 64))
+
+        begin = time.perf_counter()
+        answers = await asyncio.gather(*(in_turn(prompt) for prompt in prompts))
+        seconds = time.perf_counter() - begin
+        ttft = sorted(answer.ttft for answer in answers)
+        token = statistics.median((answer.seconds - answer.ttft) / 63 for answer in answers)
+        line: dict[str, Any] = {
+            "label": label,
+            "mode": mode,
+            "concurrency": concurrency,
+            "requests/s": count / seconds,
+            "ttft p50": ttft[count // 2],
+            "ttft p99": ttft[min(count - 1, count * 99 // 100)],
+            "token": token,
+        }
+        sink.write(json.dumps(line) + "\n")
+        print(
+            f"  {concurrency} at a time, {plan.load_tokens} tokens in, 64 out, {mode}: "
+            f"{line['requests/s']:.1f} requests/s, TTFT p50 {line['ttft p50'] * 1e3:.0f} "
+            f"p99 {line['ttft p99'] * 1e3:.0f} ms, {token * 1e3:.1f} ms a token"
+        )
+
+
+async def compare(servers: Sequence[Server], count: int) -> None:
+    alone, prefill, decode = servers
+    rng = np.random.default_rng(7)
+    equal = 0
+    first = 0
+    async with httpx.AsyncClient(timeout=60.0, trust_env=False) as client:
+        for number in range(count):
+            prompt = rng.integers(32, 127, int(rng.integers(5, 3000))).tolist()
+            body = request(prompt, 32)
+            expected = await stream(client, alone.url, body)
+            answer = await direct(client, prefill, decode, body)
+            equal += expected.tokens == answer.tokens
+            first += expected.tokens[0] == answer.tokens[0]
+            if expected.tokens != answer.tokens:
+                print(f"  prompt {number} ({len(prompt)} tokens) differs: {expected.tokens} {answer.tokens}")
+    print(f"equality: {equal} of {count} answers of 32 tokens are one engine's ({first} first tokens)")
+
+
+def write_8b(directory: Path) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(LLAMA_8B))
+    return directory
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--work", type=Path, default=Path("/tmp/kvc-bench-gpu"), help="models and logs")
+    parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--modes", nargs="+", default=["eager", "graphs"], choices=["eager", "graphs"])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096, 16384, 32000])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--tokens", type=int, default=8)
+    parser.add_argument("--concurrency", nargs="*", type=int, default=[8, 32])
+    parser.add_argument("--load-tokens", type=int, default=2048)
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--equality", type=int, default=50)
+    plan = parser.parse_args()
+    plan.work.mkdir(parents=True, exist_ok=True)
+    model = write_8b(plan.work / "llama-8b")
+    base = ["--load-format", "dummy", "--max-model-len", "40000", "--kv-cache-memory-bytes", str(8 << 30)]
+    base += ["--block-size", str(plan.block_size)]
+    running: list[Server] = []
+    routers: list[subprocess.Popen[bytes]] = []
+
+    def stop() -> None:
+        for router in routers:
+            os.killpg(router.pid, signal.SIGTERM)
+        for server in running:
+            server.stop()
+        for process in [*routers, *(s.process for s in running if s.process is not None)]:
+            try:
+                process.wait(15)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+        routers.clear()
+        running.clear()
+
+    try:
+        begin = time.monotonic()
+        deployments = {
+            mode: trio(
+                mode,
+                8100 + 100 * index,
+                model,
+                [*base, *(["--enforce-eager"] if mode == "eager" else [])],
+                plan.work,
+            )
+            for index, mode in enumerate(plan.modes)
+        }
+        if plan.equality:
+            from kv_connector.cluster.model import make_llama
+
+            tiny = make_llama(plan.work / "tiny", layers=8, hidden=512, heads=8, kv_heads=4, head_dim=64)
+            arguments = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "4096"]
+            arguments += ["--kv-cache-memory-bytes", str(1 << 30), "--max-num-batched-tokens", "1024"]
+            deployments["tiny"] = trio("tiny", 8500, tiny, arguments, plan.work)
+        for servers in deployments.values():
+            for server in servers:
+                running.append(server)
+                server.start()
+        wait_ready(running)
+        print(f"{len(running)} engines up after {time.monotonic() - begin:.0f} s")
+        if plan.equality:
+            asyncio.run(compare(deployments["tiny"], plan.equality))
+        with (plan.json or Path(os.devnull)).open("w") as sink:
+            for mode in plan.modes:
+                servers = deployments[mode]
+                port = servers[0].port + 50
+                routers.append(start_router(servers[1], servers[2], port, plan.work))
+                wait_listening(port)
+                asyncio.run(measure(mode, servers, f"http://{HOST}:{port}", plan, sink))
+    finally:
+        stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""The conformance list runs over every lane: sim in one process, the others between two.
+
+KVC_TEST_PROVIDERS names others, as PROVIDER[:DEVICE] with commas between, for machines that have them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from kv_connector.engine import EngineConfig, TransferEngine, TransferError
+
+from . import gpu
+from .node import (
+    LocalNode,
+    NewPair,
+    NewReceiver,
+    Node,
+    NodeConfig,
+    NodeProcess,
+    Pair,
+    Process,
+    Receiver,
+    connect,
+    domain_config,
+)
+
+LANES = os.environ.get("KVC_TEST_PROVIDERS", "sim,host,tcp,nvlink").split(",")
+
+
+@pytest.fixture(scope="session")
+def stand_in_driver(tmp_path_factory: pytest.TempPathFactory) -> str | None:
+    """Where there is no GPU: the CUDA driver's stand-in, loaded into this process."""
+    if gpu.real_driver():
+        return None
+    library = gpu.build_stand_in(tmp_path_factory.mktemp("cuda"))
+    gpu.load(library)
+    return library
+
+
+@pytest.fixture
+def cuda(request: pytest.FixtureRequest, provider: str) -> str | None:
+    """NodeConfig.cuda for this provider."""
+    library: str | None = request.getfixturevalue("stand_in_driver") if provider == "nvlink" else None
+    return library
+
+
+@pytest.fixture(params=LANES)
+def lane(request: pytest.FixtureRequest) -> str:
+    """PROVIDER[:DEVICE]."""
+    name: str = request.param
+    if name == "nvlink":
+        request.getfixturevalue("stand_in_driver")
+    try:
+        TransferEngine(EngineConfig("probe", [domain_config(name, 0)])).close()
+    except TransferError as error:
+        pytest.skip(f"{name} is not usable on this machine: {error}")
+    return name
+
+
+@pytest.fixture
+def provider(lane: str) -> str:
+    return lane.partition(":")[0]
+
+
+@pytest.fixture(scope="session")
+def processes() -> Iterator[list[Process]]:
+    """Processes that no test uses at the moment."""
+    idle: list[Process] = []
+    yield idle
+    for process in idle:
+        process.stop()
+
+
+@pytest.fixture
+def new_receiver(lane: str, cuda: str | None, processes: list[Process]) -> Iterator[NewReceiver]:
+    """new_receiver(name, nbytes, domains, memfd) -> Receiver; closed after the test."""
+    with ExitStack() as stack:
+
+        def new(name: str = "receiver", nbytes: int = 4096, domains: int = 1, memfd: bool = True) -> Receiver:
+            config = NodeConfig(name, lane, nbytes, domains, memfd, cuda)
+            if lane == "sim":
+                node: Receiver = LocalNode(config)
+            else:
+                process = processes.pop() if processes else Process()
+                stack.callback(lambda: processes.append(process) if process.alive else process.stop())
+                node = NodeProcess(config, process)
+            stack.callback(node.close)
+            return node
+
+        yield new
+
+
+@pytest.fixture
+def new_pair(lane: str, cuda: str | None, new_receiver: NewReceiver) -> Iterator[NewPair]:
+    """new_pair(nbytes, sender_domains, receiver_domains, memfd) -> Pair; closed after the test."""
+    with ExitStack() as stack:
+
+        def new(
+            nbytes: int = 4096, sender_domains: int = 1, receiver_domains: int = 1, memfd: bool = True
+        ) -> Pair:
+            sender = Node(NodeConfig("sender", lane, nbytes, sender_domains, memfd, cuda))
+            stack.callback(sender.close)
+            return connect(sender, new_receiver("receiver", nbytes, receiver_domains, memfd), "receiver")
+
+        yield new

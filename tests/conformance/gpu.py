@@ -1,0 +1,100 @@
+"""GPU memory for the conformance list, through the CUDA driver: a real one, or its stand-in.
+
+The stand-in's memory (native/tests/fake_cuda) can be mapped by other processes as a GPU's can.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+_ROOT = Path(__file__).resolve().parents[2]
+_SONAME = "libcuda.so.1"
+
+
+def real_driver() -> bool:
+    try:
+        cuda = ctypes.CDLL(_SONAME)
+    except OSError:
+        return False
+    return bool(cuda.cuInit(0) == 0)
+
+
+def build_stand_in(directory: Path) -> str:
+    """Compiles the stand-in and returns its path; raises what the compiler's process raises."""
+    library = directory / _SONAME
+    source = _ROOT / "native/tests/fake_cuda/fake_cuda.cc"
+    command = ["c++", "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", f"-Wl,-soname,{_SONAME}"]
+    subprocess.run([*command, f"-I{_ROOT / 'native'}", str(source), "-o", str(library)], check=True)
+    return str(library)
+
+
+@functools.cache
+def load(library: str) -> ctypes.CDLL:
+    """Loads ``library`` under the driver's name: the engine, which opens that name, then finds this one."""
+    cuda = ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
+    cuda.cuInit(0)
+    return cuda
+
+
+class GpuMemory:
+    """Bytes of one GPU that look like an array of uint8 as far as the tests go: slices without a step."""
+
+    def __init__(self, nbytes: int, device: int, library: str | None) -> None:
+        """``device`` counts modulo the GPUs there are. ``library``: the driver's path; None: the real one."""
+        self._cuda = load(library or _SONAME)
+        count = ctypes.c_int()
+        self._call("cuDeviceGetCount", ctypes.byref(count))
+        handle = ctypes.c_int()
+        self._call("cuDeviceGet", ctypes.byref(handle), device % count.value)
+        self._context = ctypes.c_void_p()
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), handle)
+        self.size = nbytes
+        pointer = ctypes.c_uint64()
+        self._in_context("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(nbytes))
+        self.address = pointer.value
+        self[:] = 0
+
+    def __getitem__(self, part: slice) -> npt.NDArray[np.uint8]:
+        begin, end, _ = part.indices(self.size)
+        copy = np.empty(max(end - begin, 0), dtype=np.uint8)
+        if copy.size:
+            self._in_context(
+                "cuMemcpyDtoH_v2",
+                ctypes.c_void_p(copy.ctypes.data),
+                ctypes.c_uint64(self.address + begin),
+                ctypes.c_size_t(copy.size),
+            )
+        return copy
+
+    def __setitem__(self, part: slice, value: int | npt.NDArray[np.uint8]) -> None:
+        begin, end, _ = part.indices(self.size)
+        source = np.ascontiguousarray(np.broadcast_to(np.asarray(value, dtype=np.uint8), (end - begin,)))
+        self._in_context(
+            "cuMemcpyHtoD_v2",
+            ctypes.c_uint64(self.address + begin),
+            ctypes.c_void_p(source.ctypes.data),
+            ctypes.c_size_t(source.size),
+        )
+        self._in_context("cuCtxSynchronize")
+
+    def free(self) -> None:
+        self._in_context("cuMemFree_v2", ctypes.c_uint64(self.address))
+
+    def _in_context(self, function: str, *arguments: Any) -> None:
+        self._call("cuCtxPushCurrent_v2", self._context)
+        try:
+            self._call(function, *arguments)
+        finally:
+            self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+    def _call(self, function: str, *arguments: Any) -> None:
+        result = getattr(self._cuda, function)(*arguments)
+        if result != 0:
+            raise RuntimeError(f"{function}: CUDA error {result}")

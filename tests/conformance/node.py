@@ -1,0 +1,235 @@
+"""Half of a conformance test: one engine and one registered memory, here or in a process of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kv_connector.engine import DomainConfig, EngineConfig, Handshake, SharedMemory, TransferEngine
+
+from .gpu import GpuMemory
+
+# Long enough for a loaded machine; a test that needs it has failed.
+LIMIT = 30.0
+
+
+@dataclass(frozen=True)
+class NodeConfig:
+    name: str
+    lane: str  # PROVIDER[:DEVICE]
+    nbytes: int
+    domains: int = 1
+    memfd: bool = True  # False: ordinary private memory
+    cuda: str | None = None  # nvlink: the CUDA driver's library; None: the machine's own
+
+
+def domain_config(lane: str, index: int, name: str = "sender") -> DomainConfig:
+    """KVC_TEST_DEVICES: verbs' NICs, in turn those of the sender and of the receivers."""
+    provider, _, device = lane.partition(":")
+    nics = os.environ.get("KVC_TEST_DEVICES", "").split(",")
+    if provider == "verbs" and not device:
+        device = nics[(2 * index + (name != "sender")) % len(nics)]
+    return DomainConfig(provider, device=device, seed=7 + index)
+
+
+class Node:
+    """An engine with one region. Its public methods can be called across a pipe."""
+
+    def __init__(self, config: NodeConfig) -> None:
+        domains = [domain_config(config.lane, i, config.name) for i in range(config.domains)]
+        self.memory: npt.NDArray[np.uint8] | GpuMemory
+        self._gpu: GpuMemory | None = None
+        if config.lane == "nvlink":
+            # Before the engine: this loads the driver that it will find.
+            self._gpu = self.memory = GpuMemory(
+                config.nbytes, 0 if config.name == "sender" else 1, config.cuda
+            )
+            self.engine = TransferEngine(EngineConfig(config.name, domains))
+            self.region = self.engine.register_memory(self._gpu.address, config.nbytes)
+            return
+        self.engine = TransferEngine(EngineConfig(config.name, domains))
+        buffer: Any = SharedMemory(config.name, config.nbytes) if config.memfd else bytearray(config.nbytes)
+        self._buffer = buffer
+        self.memory = np.frombuffer(buffer, dtype=np.uint8)
+        self.region = self.engine.register_buffer(buffer)
+
+    def register_again(self) -> int:
+        """Its memory, after it was deregistered."""
+        if self._gpu is not None:
+            self.region = self.engine.register_memory(self._gpu.address, self.memory.size)
+        else:
+            self.region = self.engine.register_buffer(self._buffer)
+        return self.region
+
+    def fill(self, seed: int) -> None:
+        self.memory[:] = np.random.default_rng(seed).integers(0, 256, self.memory.size, dtype=np.uint8)
+
+    def zero(self) -> None:
+        self.memory[:] = 0
+
+    def read(self, offset: int = 0, nbytes: int | None = None) -> bytes:
+        return self.memory[offset : None if nbytes is None else offset + nbytes].tobytes()
+
+    def engine_call(self, method: str, *arguments: Any) -> Any:
+        return getattr(self.engine, method)(*arguments)
+
+    def close(self) -> None:
+        self.engine.close()
+        if self._gpu is not None:
+            self._gpu.free()
+
+
+def _serve(pipe: Connection) -> None:
+    """Opens one node after another, and answers calls to the one that is open."""
+    # Ctrl-C in the terminal is for the test process, which closes the pipe.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    node: Node | None = None
+    while True:
+        try:
+            method, arguments = pipe.recv()
+        except EOFError:
+            break
+        try:
+            if method == "open":
+                node = Node(*arguments)
+                value: Any = node.region
+            else:
+                value = getattr(node, method)(*arguments)
+            pipe.send((True, value))
+        except Exception as error:
+            pipe.send((False, error))
+
+
+class Process:
+    """A process in which nodes can be opened, one at a time.
+
+    It serves many tests: starting one takes most of a second.
+    """
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs,), name="receiver", daemon=True)
+        self._process.start()
+        theirs.close()
+
+    @property
+    def alive(self) -> bool:
+        return self._process.is_alive()
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        self._pipe.send((method, arguments))
+        if not self._pipe.poll(LIMIT):
+            raise TimeoutError(f"the receiver's process does not answer to {method}")
+        ok, value = self._pipe.recv()
+        if not ok:
+            raise value
+        return value
+
+    def kill(self) -> None:
+        """As by an OOM killer or a power cut of the peer's machine."""
+        assert self._process.pid is not None
+        os.kill(self._process.pid, signal.SIGKILL)
+        self._process.join(LIMIT)
+
+    def stop(self) -> None:
+        self._pipe.close()
+        self._process.join(LIMIT)
+        if self._process.exitcode is None:
+            self.kill()
+            raise TimeoutError("the receiver's process did not end by itself")
+
+
+class NodeProcess:
+    """A Node in another process. Calls block until it has answered."""
+
+    def __init__(self, config: NodeConfig, process: Process) -> None:
+        self._process = process
+        self.region: int = process.call("open", config)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        return self._process.call(method, *arguments)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def close(self) -> None:
+        if self._process.alive:
+            self._process.call("close")
+
+
+class LocalNode:
+    """The same calls for a Node in this process: the sim fabric does not lead out of it."""
+
+    def __init__(self, config: NodeConfig) -> None:
+        self._node = Node(config)
+        self.region = self._node.region
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        return getattr(self._node, method)(*arguments)
+
+    def kill(self) -> None:
+        self._node.close()  # the nearest that one process has
+
+    def close(self) -> None:
+        self._node.close()
+
+
+Receiver = NodeProcess | LocalNode
+
+
+@dataclass
+class Pair:
+    """A sender in this process, connected to a receiver."""
+
+    sender: Node
+    receiver: Receiver
+    to_receiver: int
+    to_sender: int
+    receiver_region: int  # as the sender knows it
+    sender_region: int  # as the receiver knows it
+
+    @property
+    def engine(self) -> TransferEngine:
+        return self.sender.engine
+
+    def at_receiver(self, method: str, *arguments: Any) -> Any:
+        """An engine method of the receiver's."""
+        return self.receiver.call("engine_call", method, *arguments)
+
+    def counter(self, target: int) -> tuple[int, int]:
+        """A receiver's counter set with a target, and the immediate that raises it."""
+        counters = self.at_receiver("alloc_counters", 1)
+        self.at_receiver("expect", counters.id, [target])
+        return counters.id, counters.immediates[0]
+
+    def await_counters(self, counters: int) -> None:
+        self.at_receiver("wait_counters", counters, LIMIT)
+
+
+def connect(sender: Node, receiver: Receiver, name: str) -> Pair:
+    offer = sender.engine.offer(name)
+    answer: Handshake = receiver.call("engine_call", "accept", sender.engine.config.name, offer.data)
+    sender.engine.complete(offer.peer, answer.data)
+    theirs: bytes = receiver.call("engine_call", "region_descriptor", receiver.region)
+    ours = sender.engine.region_descriptor(sender.region)
+    return Pair(
+        sender,
+        receiver,
+        offer.peer,
+        answer.peer,
+        sender.engine.import_region(offer.peer, theirs),
+        receiver.call("engine_call", "import_region", answer.peer, ours),
+    )
+
+
+NewPair = Callable[..., Pair]
+NewReceiver = Callable[..., Receiver]

@@ -1,0 +1,45 @@
+"""Faults are injected by `make test-faults` only: they take minutes each, and want a machine of their own."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from deployment import Client
+
+# The engines, their clients and the oracle of rest are those of tests/vllm.
+sys.path.append(str(Path(__file__).parent.parent / "vllm"))
+
+if "KVC_FAULT_MINUTES" not in os.environ:
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from deployment import LLAMA
+
+    from kv_connector.cluster import make_llama
+
+    return make_llama(
+        tmp_path_factory.mktemp("model") / "llama",
+        layers=LLAMA.layers,
+        hidden=128,
+        heads=4,
+        kv_heads=2,
+        head_dim=32,
+        intermediate=256,
+    )
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[Client]:
+    from deployment import Client
+
+    async with Client() as client:
+        yield client

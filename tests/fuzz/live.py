@@ -1,0 +1,152 @@
+"""Raw connections to a live agent: noise, greetings that break off, frames that are nearly right.
+
+Before, between and after them the agent moves pages for a peer that behaves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import resource
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from fuzz.mutator import Mutator
+from fuzz.targets import protocol_messages
+from kv_connector.cluster_key import ClusterKey
+from kv_connector.protocol.messages import Role, encode
+
+sys.path.append(str(Path(__file__).parent.parent / "unit"))
+
+from agent_setup import Side, stage, until
+
+# Python's and libzmq's allocators settle within this.
+GROWTH_MIB = 32.0
+# Connections that are held open at a time, saying nothing more.
+HELD = 100
+
+_DEALER = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x00"
+
+
+def attack(seed: str, connections: int) -> Iterator[str]:
+    """Attacks an agent without and one with a cluster key; AssertionError where one took harm."""
+    for key in (None, ClusterKey.generate()):
+        name = "without a key" if key is None else "with a key"
+        with stage("tcp") as agents:
+            prefill = agents.side(Role.PREFILL, key=key)
+            decode = agents.side(Role.DECODE, key=key)
+            transfer(prefill, decode, "before")
+            ports = listening_ports()
+            attack_ports(f"{seed} warm", ports, connections // 10)
+            transfer(prefill, decode, "between")
+            until(connections_closed, "strangers' connections are closed")
+            descriptors, memory = open_descriptors(), resident_mib()
+            attack_ports(seed, ports, connections)
+            transfer(prefill, decode, "after")
+            until(lambda limit=descriptors: open_descriptors() <= limit, "no descriptor is left open")
+            refused = sum(side.agent.stats().malformed_messages for side in (prefill, decode))
+            # Without a key they are read and refused; with one nobody gets that far.
+            assert (refused > 0) is (key is None), f"{refused} messages were refused"
+            growth = resident_mib() - memory
+            assert growth < GROWTH_MIB, f"memory grew by {growth:.1f} MiB"
+            yield f"{connections} raw connections to {len(ports)} ports of an agent {name}: +{growth:.1f} MiB"
+
+
+def transfer(prefill: Side, decode: Side, name: str) -> None:
+    """A prompt of three pages goes from one to the other."""
+    decode.reserve(prefill.address, transfer=name)
+    prefill.expect(name)
+    prefill.compute((1, 2, 3), transfer=name)
+    prefill.agent.finished(name, True)
+    prefill.wait(sent=[f"p-{name}"])
+    decode.wait(received=[f"d-{name}"])
+    assert f"d-{name}" not in decode.failed
+    assert decode.holds(name, (1, 2, 3), (11, 12, 13))
+
+
+def attack_ports(seed: str, ports: list[int], connections: int) -> None:
+    pick = random.Random(seed)
+    frames = Mutator(seed, [encode(message) for message in protocol_messages()])
+    with contextlib.ExitStack() as held:
+        for number in range(connections):
+            connection = socket.create_connection(("127.0.0.1", pick.choice(ports)), timeout=5)
+            connection.settimeout(0.0005)
+            with contextlib.suppress(OSError):  # thrown out, or not listened to
+                for part in _conversation(pick, frames):
+                    connection.sendall(part)
+                connection.recv(4096)
+            if number % 10 == 0 and number < 10 * HELD:
+                held.callback(connection.close)
+            else:
+                connection.close()
+
+
+def _conversation(pick: random.Random, frames: Mutator) -> Iterator[bytes]:
+    """What one stranger says."""
+    match pick.randrange(5):
+        case 0:
+            yield pick.randbytes(pick.randrange(300))
+        case 1:
+            yield _greeting(b"NULL")[: pick.randrange(65)]
+        case 2:
+            yield _greeting(b"CURVE")
+            yield _frame(b"\x05HELLO\x01\x00" + pick.randbytes(192), command=True)
+        case _:
+            yield _greeting(b"NULL")
+            yield _frame(_DEALER, command=True)
+            for _ in range(pick.randrange(1, 4)):
+                yield _frame(frames.next())
+
+
+def _greeting(mechanism: bytes) -> bytes:
+    """ZMTP 3.0."""
+    return b"\xff" + bytes(8) + b"\x7f\x03\x00" + mechanism.ljust(20, b"\0") + b"\0" + bytes(31)
+
+
+def _frame(body: bytes, *, command: bool = False) -> bytes:
+    flags = 4 if command else 0
+    if len(body) > 255:
+        return bytes([flags | 2]) + len(body).to_bytes(8) + body
+    return bytes([flags, len(body)]) + body
+
+
+def _sockets() -> dict[str, Path]:
+    """Inode -> descriptor of this process's sockets."""
+    found = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed in the meantime
+            name = str(entry.readlink())
+            if name.startswith("socket:["):
+                found[name.removeprefix("socket:[").removesuffix("]")] = entry
+    return found
+
+
+def _tcp(state: str) -> list[int]:
+    """Local ports of this process's TCP sockets in a state, as /proc/net/tcp spells it."""
+    inodes = _sockets()
+    ports = []
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[3] == state and fields[9] in inodes:
+            ports.append(int(fields[1].rpartition(":")[2], 16))
+    return ports
+
+
+def listening_ports() -> list[int]:
+    return _tcp("0A")
+
+
+def connections_closed() -> bool:
+    """Whether no connection waits to be closed by us."""
+    return not _tcp("08")
+
+
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def resident_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 2**20

@@ -1,0 +1,199 @@
+"""What is fuzzed: each decoder that reads what came from outside, with its corpus of valid inputs.
+
+A target takes any bytes and returns; an exception other than the decoder's own refusal is a finding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from kv_connector.engine import DomainConfig, EngineConfig, TransferEngine, TransferError
+from kv_connector.membership import (
+    BeginDrain,
+    Drain,
+    Draining,
+    Leave,
+    MembershipMessage,
+    Register,
+)
+from kv_connector.membership import decode as decode_membership
+from kv_connector.membership import encode as encode_membership
+from kv_connector.protocol import messages
+from kv_connector.protocol.messages import AnyMessage, MalformedMessage, Role
+from kv_connector.router.completion import Completion
+from kv_connector.router.endpoint import Endpoint
+from kv_connector.router.failure import Failure
+
+sys.path.append(str(Path(__file__).parent.parent / "unit"))
+
+from protocol_setup import compatibility, layout, reserve
+
+
+@dataclass(frozen=True)
+class Target:
+    name: str
+    corpus: tuple[bytes, ...]
+    feed: Callable[[bytes], bool]
+    """Whether the input was taken; False: refused as it should be."""
+    weight: int
+    """Its share of a campaign's inputs, by how long one takes."""
+
+
+# A peer keeps what was imported for it until it is fenced.
+REGIONS_A_PEER = 200
+
+
+def protocol_messages() -> list[AnyMessage]:
+    """One of each kind, and of each shape that matters."""
+    pages, compatible = layout(groups=(2, 2)), compatibility()
+    regions = (b"region" * 8,)
+    return [
+        messages.Hello(
+            "d", "1", Role.DECODE, 0, compatible.digest(), compatible, pages, regions, b"offer" * 20
+        ),
+        messages.HelloAck("p", "2", Role.PREFILL, 0, "tcp", b"answer" * 20),
+        messages.HelloNak(messages.NakReason.INCOMPATIBLE, "block sizes differ"),
+        reserve(),
+        reserve(blocks=range(300), tokens=300 * 16, more=((1, 2, 3),)),
+        messages.Fail("t", 1, messages.FailCode.WRITE_ERROR, "broken", False),
+        messages.Cancel("t", 1),
+        messages.CancelAck("t", 1, True),
+        messages.Release("t"),
+        messages.Ping(1, ("t", "u")),
+        messages.Pong(1),
+        messages.Bye("going"),
+    ]
+
+
+def membership_messages() -> list[MembershipMessage]:
+    return [
+        Register("p", "1", Role.BOTH, "http://10.0.0.1:8100", "10.0.0.1", 5600, True),
+        Leave("p", "1"),
+        Drain("http://10.0.0.1:8100"),
+        Draining(3),
+        BeginDrain(),
+    ]
+
+
+def feed_protocol(data: bytes) -> bool:
+    try:
+        message = messages.decode(data)
+    except MalformedMessage:
+        return False
+    # What was taken can be sent on, and means the same.
+    assert messages.decode(messages.encode(message)) == message
+    return True
+
+
+def feed_membership(data: bytes) -> bool:
+    try:
+        message = decode_membership(data)
+    except MalformedMessage:
+        return False
+    assert decode_membership(encode_membership(message)) == message
+    return True
+
+
+def feed_completion(data: bytes) -> bool:
+    try:
+        completion = Completion.decode(data)
+    except Failure:
+        return False
+    completion.local_reason()
+    body = msgspec.json.decode(completion.prefill_body("t"))
+    assert body["max_tokens"] == 1
+    assert body["kv_transfer_params"]["transfer_id"] == "t"
+    return True
+
+
+def feed_endpoint(data: bytes) -> bool:
+    try:
+        Endpoint.parse(data.decode(errors="replace"))
+    except ValueError:
+        return False
+    return True
+
+
+PYTHON_TARGETS = (
+    Target("protocol", tuple(map(messages.encode, protocol_messages())), feed_protocol, 70),
+    Target("membership", tuple(map(encode_membership, membership_messages())), feed_membership, 20),
+    Target(
+        "completion",
+        (
+            b'{"prompt": [1, 2, 3], "max_tokens": 7, "n": 2, "stream": true}',
+            b'{"messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 9}',
+            b'{"prompt": ["a", "b"], "kv_transfer_params": {"remote_host": "x"}, "echo": true}',
+        ),
+        feed_completion,
+        6,
+    ),
+    Target("endpoint", (b"http://10.0.0.1:8100@[::1]:5600", b"https://host:1"), feed_endpoint, 3),
+)
+
+
+@contextlib.contextmanager
+def native_targets(lanes: Sequence[str] = ("tcp", "host", "sim")) -> Iterator[tuple[Target, ...]]:
+    """The handshake's decoders of the native engine: offers, answers and region descriptors."""
+    with contextlib.ExitStack() as stack:
+        yield tuple(target for lane in lanes for target in _native(stack, lane))
+
+
+def _native(stack: contextlib.ExitStack, lane: str) -> Iterator[Target]:
+    def engine(name: str) -> TransferEngine:
+        domain = DomainConfig(lane, fabric=f"fuzz {lane}")
+        return stack.enter_context(TransferEngine(EngineConfig(name, (domain,))))
+
+    ours, theirs = engine("ours"), engine("theirs")
+    memory = bytearray(1 << 16)
+    descriptor = theirs.region_descriptor(theirs.register_buffer(memory))
+
+    def connect() -> tuple[bytes, int, bytes]:
+        """A valid handshake: the offer, the peer that it made, the answer."""
+        offer = theirs.offer("ours")
+        answer = ours.accept("theirs", offer.data)
+        theirs.complete(offer.peer, answer.data)
+        return offer.data, answer.peer, answer.data
+
+    offer, peer, answer = connect()
+    imported = 0
+
+    def feed_offer(data: bytes) -> bool:
+        try:
+            accepted = ours.accept("fuzz", data).peer
+        except TransferError:
+            return False
+        ours.fence(accepted, 10.0)
+        return True
+
+    def feed_answer(data: bytes) -> bool:
+        offered = ours.offer("fuzz").peer
+        try:
+            ours.complete(offered, data)
+        except TransferError:
+            return False
+        finally:
+            with contextlib.suppress(TransferError):  # what was refused may be forgotten already
+                ours.fence(offered, 10.0)
+        return True
+
+    def feed_region(data: bytes) -> bool:
+        nonlocal peer, imported
+        try:
+            ours.import_region(peer, data)
+        except TransferError:
+            return False
+        imported += 1
+        if imported % REGIONS_A_PEER == 0:
+            ours.fence(peer, 10.0)
+            _, peer, _ = connect()
+        return True
+
+    yield Target(f"{lane} offer", (offer,), feed_offer, 1)
+    yield Target(f"{lane} answer", (answer,), feed_answer, 1)
+    yield Target(f"{lane} region", (descriptor,), feed_region, 1)

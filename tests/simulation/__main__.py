@@ -1,0 +1,57 @@
+"""`python -m tests.simulation --seeds 200000`, or `--seed N` for one that failed. Needs Python and msgspec
+alone."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from .campaign import campaign, run
+from .minimize import report
+from .scenario import draw
+
+_TOLD = 3  # failing seeds that are told in full
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=3000, help="how many to run (default: 3000)")
+    parser.add_argument("--first", type=int, default=0, help="the first of them (default: 0)")
+    parser.add_argument("--jobs", type=int, default=0, help="processes (default: one for each core)")
+    parser.add_argument("--stop", action="store_true", help="end with the first violation")
+    parser.add_argument(
+        "--seed", type=int, help="run this one alone, and tell the smallest scenario that fails as it"
+    )
+    parser.add_argument(
+        "--trace", action="store_true", help="with --seed: everything that happens, failing or not"
+    )
+    arguments = parser.parse_args()
+    if arguments.seed is not None:
+        return _replay(arguments.seed, arguments.trace)
+    tally = campaign(
+        arguments.first,
+        arguments.seeds,
+        jobs=arguments.jobs,
+        at_first=arguments.stop,
+        say=lambda line: print(line, flush=True),
+    )
+    print("came through: " + ", ".join(f"{what} {n}" for what, n in tally.ended.most_common()))
+    told = 1 if arguments.stop else _TOLD
+    for seed in sorted(tally.violations)[:told]:
+        print(report(seed, draw(seed)))
+    if len(tally.violations) > told:
+        print(f"and {len(tally.violations) - told} more seeds: {sorted(tally.violations)[told:100]}")
+    return 1 if tally.violations else 0
+
+
+def _replay(seed: int, trace: bool) -> int:
+    scenario = draw(seed)
+    world, violation = run(scenario, tracing=trace)
+    for line in world.books.trace:
+        print(line)
+    print(f"seed {seed}: no violation" if violation is None else report(seed, scenario))
+    return 0 if violation is None else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""Many seeds, over all cores: what went wrong, and what the campaign came through."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from .books import Violation
+from .scenario import Scenario, draw
+from .world import World
+
+_CHUNK = 100  # seeds that one worker runs before it reports
+_SLOWEST_REPORT_S = 5.0
+
+
+@dataclass
+class Tally:
+    seeds: int = 0
+    ended: Counter[str] = field(default_factory=Counter)
+    violations: dict[int, str] = field(default_factory=dict)  # by seed
+
+    def add(self, other: Tally) -> None:
+        self.seeds += other.seeds
+        self.ended += other.ended
+        self.violations |= other.violations
+
+
+def run(scenario: Scenario, tracing: bool = False) -> tuple[World, str | None]:
+    """The world at its end, and what went wrong. An error in the model counts as a violation too."""
+    world = World(scenario, tracing)
+    try:
+        world.run()
+    except Violation as violation:
+        return world, str(violation)
+    except Exception as error:
+        return world, f"the simulator failed: {type(error).__name__}: {error}"
+    return world, None
+
+
+def campaign(
+    first: int,
+    count: int,
+    *,
+    jobs: int = 0,
+    at_first: bool = False,
+    say: Callable[[str], None] = lambda _: None,
+) -> Tally:
+    """Runs the seeds [first, first + count); ``at_first``: only up to a violation. ``jobs``: processes (0:
+    cores)."""
+    total, begun, said = Tally(), time.monotonic(), time.monotonic()
+    chunks = [(start, min(start + _CHUNK, first + count)) for start in range(first, first + count, _CHUNK)]
+    for tally in _tallies(chunks, jobs or len(os.sched_getaffinity(0))):
+        total.add(tally)
+        now = time.monotonic()
+        if now - said > _SLOWEST_REPORT_S or total.seeds == count:
+            said = now
+            bad = len(total.violations)
+            say(f"{total.seeds} of {count} seeds in {now - begun:.0f} s, {bad} with a violation")
+        if at_first and total.violations:
+            break
+    return total
+
+
+def _tallies(chunks: list[tuple[int, int]], jobs: int) -> Iterator[Tally]:
+    if jobs == 1 or len(chunks) == 1:
+        yield from map(_run_chunk, chunks)
+        return
+    # Spawned, not forked: whoever calls this may have threads.
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        yield from pool.imap_unordered(_run_chunk, chunks)
+
+
+def _run_chunk(chunk: tuple[int, int]) -> Tally:
+    tally = Tally()
+    for seed in range(*chunk):
+        world, violation = run(draw(seed))
+        tally.seeds += 1
+        tally.ended += world.books.ended
+        if violation is not None:
+            tally.violations[seed] = violation
+    return tally

@@ -1,0 +1,573 @@
+"""The data fabric and each engine's end of it: TransferEngine's face as kv_connector.effects uses it, in
+virtual time.
+
+It promises what the contract of the data plane promises (docs/architecture.md) and nothing more. Operations
+overtake each other; a page is read some time before it lands, and a failed write may land long after its
+sender was told, until the receiver's fence is through.
+
+Why not the native engine with its `sim` provider: that runs on a thread in real time, so no seed could decide
+an order and no hour could pass in a millisecond. That the native engine keeps the contract is what
+tests/conformance is for.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kv_connector.engine import (
+    ArmedLayer,
+    CounterSet,
+    ErrorCode,
+    Event,
+    EventKind,
+    Handshake,
+    PagedWrite,
+    TransferError,
+    TransferProgress,
+)
+
+from .pool import LAYER_BYTES, Content
+
+if TYPE_CHECKING:
+    from .process import Process
+
+
+class Phase(enum.Enum):
+    ARMED = enum.auto()  # waits for its layer's signal
+    POSTED = enum.auto()  # the source has yet to be read
+    READ = enum.auto()  # under way: its sender's memory no longer matters
+    LANDED = enum.auto()
+    GONE = enum.auto()  # will never land
+
+
+@dataclass(eq=False)
+class Batch:
+    """Pages of one layer that travel together."""
+
+    transfer: Transfer
+    layer: int
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+    signal: int
+    immediate: int
+    phase: Phase = Phase.ARMED
+    told: bool = False  # its sender has its completion
+    detour: bool = False  # its link broke: it lands once without being counted, and is written again
+    contents: tuple[Content, ...] = ()
+
+
+@dataclass(eq=False)
+class Transfer:
+    number: int
+    link: Link
+    engine: SimEngine
+    batches: list[Batch] = field(default_factory=list)  # that its sender was not told about
+    sealed: bool = False
+    stopped: EventKind | None = None
+    reason: str = ""
+    late: bool = False  # something may land after the end
+    pages: int = 0
+    ended: bool = False
+
+    def stop(self, how: EventKind, reason: str) -> None:
+        """Posts nothing more."""
+        if self.stopped is None and not self.ended:
+            self.stopped, self.reason = how, reason
+        for batch in [b for b in self.batches if b.phase is Phase.ARMED]:
+            self.engine.forget(batch)
+        self.maybe_end()
+
+    def maybe_end(self) -> None:
+        """The one final event, once nothing is in flight on this side."""
+        if self.ended or self.batches or not (self.stopped or self.sealed):
+            return
+        self.ended = True
+        kind = self.stopped or EventKind.TRANSFER_DONE
+        error = None
+        if kind is EventKind.TRANSFER_FAILED:
+            error = TransferError(ErrorCode.PEER_DOWN, "sim", "", "write", self.reason)
+        self.engine.over(self, Event(kind, self.number, not self.late, self.pages, 0, error))
+
+
+class Link:
+    """What two engines have with each other: all their NICs."""
+
+    def __init__(self, rng: random.Random, offerer: SimEngine, acceptor: SimEngine) -> None:
+        self.rng = rng
+        self.engines = (offerer, acceptor)
+        self.numbers: dict[SimEngine, int] = {}
+        self.fence_through: dict[SimEngine, float] = {}  # when a fence that has begun can be through
+        self.fenced: set[SimEngine] = set()  # nothing lands there any more
+        self.live: dict[Batch, None] = {}  # that may still be posted, read or land
+        self.transfers: dict[Transfer, None] = {}
+
+    def other(self, engine: SimEngine) -> SimEngine:
+        first, second = self.engines
+        return second if engine is first else first
+
+
+@dataclass(eq=False)
+class _Counters:
+    values: list[int]
+    targets: Sequence[int] | None = None
+    reached: bool = False
+
+
+class SimSignal:
+    """A LayerSignal."""
+
+    def __init__(self, engine: SimEngine) -> None:
+        self.value = 0
+        self._engine = engine
+
+    def store(self, value: int) -> None:
+        self.value = value
+        self._engine.post_due()
+
+
+class SimEngine:
+    """One process's TransferEngine. Errors are those that the native one raises."""
+
+    def __init__(self, process: Process, rng: random.Random) -> None:
+        self.process = process
+        self.signal = SimSignal(self)
+        # Faults, as budgets: so many of the next ones go wrong.
+        self.write_errors = 0
+        self.stuck_writes = 0
+        self.refusals = 0
+        self.no_handshakes = 0
+        self.no_counters = 0
+        self._clock = process.world.clock
+        self._books = process.world.books
+        self._rng = rng
+        self._last = 0
+        self._peers: dict[int, Link | None] = {}  # None: offered, not answered yet
+        self.links: dict[Link, None] = {}  # over which something could land or be read here
+        self._transfers: dict[int, Transfer] = {}
+        self._armed: list[Batch] = []
+        self._sets: dict[int, _Counters] = {}
+        self._immediates: dict[int, tuple[_Counters, int, int]] = {}
+        self._events: list[Event] = []
+        self._frozen: list[Callable[[], None]] = []  # what this stopped process would be doing
+
+    # --- What effects.py calls
+
+    def offer(self, name: str) -> Handshake:
+        self._refuse("offer", "no_handshakes")
+        self._peers[number := self._number()] = None
+        return Handshake(number, self.process.world.fabric.offer(self, number))
+
+    def accept(self, name: str, offer: bytes) -> Handshake:
+        offerer, its_number = self.process.world.fabric.offers[offer]
+        if offerer.process.dead or its_number not in offerer._peers:
+            raise _error(ErrorCode.NOT_REACHABLE, "accept", "nobody listens there any more")
+        self._refuse("accept", "no_handshakes")
+        link = Link(random.Random(f"{self._rng.random()}"), offerer, self)
+        link.numbers = {offerer: its_number, self: (number := self._number())}
+        self._peers[number] = link
+        self.links[link] = offerer.links[link] = None
+        return Handshake(number, self.process.world.fabric.answer(link))
+
+    def complete(self, peer: int, answer: bytes) -> None:
+        link = self.process.world.fabric.answers[answer]
+        other = link.other(self)
+        if other.process.dead or other in link.fence_through:
+            # It stays what it is, an offer: fence() forgets it.
+            raise _error(ErrorCode.PEER_DOWN, "complete", "the peer answered, but its connection is gone")
+        self._peers[peer] = link
+
+    def import_region(self, peer: int, descriptor: bytes) -> int:
+        self._refuse("import_region", "no_handshakes")
+        return 1
+
+    def lane(self, peer: int) -> str:
+        return "sim"
+
+    def fence(self, peer: int, timeout: float) -> None:
+        if peer not in self._peers:
+            raise _error(ErrorCode.UNKNOWN_PEER, "fence", "never connected, or fenced")
+        links = [link for link in self.links if link.numbers[self] == peer]
+        through = [self._fence(link) for link in links]  # each is asked
+        if not all(through):
+            raise _error(ErrorCode.TIMEOUT, "fence", "a write of this peer may still land here: call again")
+        for link in links:
+            del self.links[link]
+        del self._peers[peer]
+
+    def open_transfer(self, peer: int) -> int:
+        link = self._peers[peer]
+        self._refuse("open_transfer")
+        if link is None or self in link.fence_through:
+            raise _error(ErrorCode.UNKNOWN_PEER, "open_transfer", "the link to this peer broke")
+        transfer = Transfer(self._number(), link, self)
+        self._transfers[transfer.number] = link.transfers[transfer] = transfer  # type: ignore[assignment]
+        return transfer.number
+
+    def arm(self, number: int, signal: SimSignal, write: PagedWrite, layers: Sequence[ArmedLayer]) -> None:
+        transfer = self._open(number, "arm")
+        self._refuse("arm")
+        if transfer.stopped:
+            raise _error(ErrorCode.PEER_DOWN, "arm", f"the transfer has ended: {transfer.reason}")
+        pairs = list(zip(write.source_pages.indices, write.target_pages.indices, strict=True))
+        for layer in layers:
+            ordinal = layer.source_offset // LAYER_BYTES
+            same = ordinal == layer.target_offset // LAYER_BYTES
+            self._books.check(same, "pages of layer %d go to another layer", ordinal)
+            cut = self._rng.randint(0, len(pairs))
+            for part in (pairs[:cut], pairs[cut:]):
+                if part:
+                    sources, targets = zip(*part, strict=True)
+                    batch = Batch(transfer, ordinal, sources, targets, layer.signal_value, layer.immediate)
+                    transfer.batches.append(batch)
+                    transfer.link.live[batch] = None
+                    self._armed.append(batch)
+        self.post_due()
+
+    def seal(self, number: int) -> None:
+        transfer = self._open(number, "seal")
+        transfer.sealed = True
+        transfer.maybe_end()
+
+    def cancel(self, number: int) -> None:
+        self._open(number, "cancel").stop(EventKind.TRANSFER_CANCELLED, "cancelled")
+
+    def alloc_counters(self, count: int) -> CounterSet:
+        if self.no_counters:
+            self.no_counters -= 1
+            raise _error(ErrorCode.RESOURCES, "alloc_counters", "all counters are in use")
+        counters = self._sets[number := self._number()] = _Counters([0] * count)
+        immediates = tuple(self.process.world.fabric.immediate() for _ in range(count))
+        self._immediates |= {imm: (counters, number, i) for i, imm in enumerate(immediates)}
+        return CounterSet(number, immediates)
+
+    def expect(self, number: int, targets: Sequence[int]) -> None:
+        self._sets[number].targets = targets
+        self._maybe_reached(number)
+
+    def release_counters(self, number: int) -> None:
+        counters = self._sets.pop(number)
+        self._immediates = {k: v for k, v in self._immediates.items() if v[0] is not counters}
+
+    def counter_values(self, number: int) -> list[int]:
+        return list(self._sets[number].values)
+
+    def progress(self, number: int) -> TransferProgress:
+        pages = self._open(number, "progress").pages
+        return TransferProgress(pages, 0, pages, 0)
+
+    def poll_events(self, limit: int) -> list[Event]:
+        events, self._events = self._events[:limit], self._events[limit:]
+        return events
+
+    # --- What the model of the engine process asks
+
+    def quiet(self, number: int) -> bool:
+        """quiesce(): whether all writes whose signal has passed have completed."""
+        transfer = self._transfers.get(number)
+        return transfer is None or all(batch.phase is Phase.ARMED for batch in transfer.batches)
+
+    def leftovers(self) -> dict[str, int]:
+        """What an engine at rest has none of, and its peers."""
+        return {
+            "transfers": len(self._transfers),
+            "counter sets": len(self._sets),
+            "immediates": len(self._immediates),
+            "armed batches": len(self._armed),
+            "events": len(self._events),
+            "peers": len(self._peers),
+        }
+
+    def reading(self, blocks: set[int]) -> bool:
+        """Whether something may still read these blocks of this process's memory."""
+        return any(
+            batch.phase in (Phase.ARMED, Phase.POSTED) and not blocks.isdisjoint(batch.sources)
+            for link in self.links
+            for batch in link.live
+            if batch.transfer.engine is self
+        )
+
+    def awaiting(self, blocks: set[int]) -> bool:
+        """Whether something may still land in these blocks of this process's memory."""
+        return any(
+            batch.transfer.engine is not self and not blocks.isdisjoint(batch.targets)
+            for link in self.links
+            for batch in link.live
+        )
+
+    def may_write(self, link: Link) -> bool:
+        """Whether this end has the link, and has not given it up."""
+        has = self._peers.get(link.numbers[self]) is link
+        return has and not self.process.dead and self not in link.fence_through
+
+    # --- Faults
+
+    def die(self) -> None:
+        """The process is gone. What it had read may still be on its way."""
+        for link in list(self.links):
+            for batch in [b for b in link.live if b.transfer.engine is self]:
+                if batch.phase is not Phase.READ or link.rng.random() < 0.5:
+                    self.forget(batch)
+            other = link.other(self)
+            if self.process.vanished:
+                continue
+            self._clock.after(
+                link.rng.uniform(0.001, 0.2), lambda e=other, at=link: e.broken(at, "its process is gone")
+            )
+
+    def thaw(self) -> None:
+        """The process runs again."""
+        frozen, self._frozen = self._frozen, []
+        for step in frozen:
+            step()
+        self.post_due()
+
+    def broken(self, link: Link, reason: str) -> None:
+        """No NIC leads to that peer any more."""
+        if link not in self.links or self.process.dead or self in link.fence_through:
+            return
+        if self.process.stopped:
+            self._frozen.append(lambda: self.broken(link, reason))
+            return
+        number = link.numbers[self]
+        if self._peers[number] is None:
+            return  # not connected yet: complete() will say so
+        self._fail_all(link, reason)
+        error = _error(ErrorCode.PEER_DOWN, "write", reason)
+        self._report(Event(EventKind.PEER_DOWN, number, False, 0, 0, error))
+
+    def fail_over(self, link: Link) -> None:
+        """One NIC of several broke: what was on it is written once more, and counted exactly once."""
+        for batch in link.live:
+            if batch.transfer.engine is self and batch.phase in (Phase.POSTED, Phase.READ):
+                batch.detour = link.rng.random() < 0.7
+
+    # --- The life of a batch
+
+    def post_due(self) -> None:
+        if self.process.stopped or self.process.dead:
+            return
+        due = [batch for batch in self._armed if batch.signal <= self.signal.value]
+        if not due:
+            return
+        self._armed = [batch for batch in self._armed if batch.signal > self.signal.value]
+        for batch in due:
+            batch.phase = Phase.POSTED
+            delay = batch.transfer.link.rng.uniform(0, self.process.world.scenario.wire)
+            if self.stuck_writes:
+                self.stuck_writes -= 1
+                delay += batch.transfer.link.rng.uniform(0, 10.0)
+            self._clock.after(delay, lambda b=batch: self._read(b))
+            if self.write_errors:
+                self.write_errors -= 1
+                # Before it is read, or after: then it may still land.
+                delay += batch.transfer.link.rng.uniform(-0.5, 2) * self.process.world.scenario.wire
+                failed = functools.partial(self._failed, batch, "the NIC reports an error")
+                self._clock.after(max(delay, 0.0), failed)
+
+    def forget(self, batch: Batch) -> None:
+        """It will never land, and its sender needs no word of it."""
+        batch.phase = Phase.GONE
+        batch.transfer.link.live.pop(batch, None)
+        if batch in self._armed:
+            self._armed.remove(batch)
+        if batch in batch.transfer.batches:
+            batch.transfer.batches.remove(batch)
+
+    def over(self, transfer: Transfer, event: Event) -> None:
+        del self._transfers[transfer.number]
+        transfer.link.transfers.pop(transfer, None)
+        self._report(event)
+
+    def _read(self, batch: Batch) -> None:
+        if batch.phase is not Phase.POSTED:
+            return
+        if self.process.stopped:
+            self._frozen.append(lambda: self._read(batch))
+            return
+        pool = self.process.pool
+        for block in batch.sources:
+            page = (batch.layer, block)
+            if block not in pool.owner or page not in pool.content:
+                self._books.fail(
+                    f"{self.process} reads layer {page[0]} of block {block}, which holds nothing"
+                )
+        batch.contents = tuple(pool.content[batch.layer, block] for block in batch.sources)
+        batch.phase = Phase.READ
+        delay = batch.transfer.link.rng.uniform(0, 2 * self.process.world.scenario.wire)
+        self._clock.after(delay, lambda: self._land(batch))
+
+    def _land(self, batch: Batch) -> None:
+        if batch.phase is not Phase.READ:
+            return
+        link, receiver = batch.transfer.link, batch.transfer.link.other(self)
+        if receiver in link.fenced or (receiver.process.dead and not receiver.process.vanished):
+            link.live.pop(batch, None)
+            batch.phase = Phase.GONE
+            self._failed(batch, "the peer cut the link")
+            return
+        if receiver.process.dead:
+            return  # into the void: only a fence ends it
+        heals = self.process.world.heals(self.process.name, receiver.process.name)
+        if heals is not None:
+            self._clock.at(heals + link.rng.uniform(0, 0.1), lambda: self._land(batch))
+            return
+        if receiver.process.stopped and link.rng.random() < 0.5:  # its worker would take it from the socket
+            receiver._frozen.append(lambda: self._land(batch))
+            return
+        receiver._take(batch)
+        if batch.detour:
+            batch.detour = False
+            batch.phase = Phase.READ if batch.told else Phase.POSTED
+            again = self._land if batch.told else self._read
+            self._clock.after(link.rng.expovariate(20.0), lambda: again(batch))
+            return
+        batch.phase = Phase.LANDED
+        link.live.pop(batch, None)
+        receiver._count(batch)
+        self._clock.after(link.rng.expovariate(200.0), lambda: self._completed(batch))
+
+    def _take(self, batch: Batch) -> None:
+        pool = self.process.pool
+        for block, content in zip(batch.targets, batch.contents, strict=True):
+            page = (batch.layer, block)
+            awaited = pool.awaited.get(page)
+            if awaited != content:
+                whose = f"where {awaited} is awaited" if awaited else "which came back long ago"
+                self._books.fail(f"{content} lands in block {block} of {self.process}, {whose}")
+            pool.content[page] = content
+
+    def _count(self, batch: Batch) -> None:
+        found = self._immediates.get(batch.immediate)
+        if found is None:
+            self._books.fail(f"{self.process} counts a page on counters that it has freed")
+            return
+        counters, number, index = found
+        counters.values[index] += len(batch.targets)
+        if counters.targets is not None:
+            too_many = counters.values[index] > counters.targets[index]
+            self._books.check(not too_many, "%s: layer %d has a page too many", self.process, index)
+        self._maybe_reached(number)
+
+    def _maybe_reached(self, number: int) -> None:
+        counters = self._sets[number]
+        if counters.targets is None or counters.reached or list(counters.targets) != counters.values:
+            return
+        counters.reached = True
+        self._report(Event(EventKind.COUNTERS_REACHED, number, True, 0, 0, None))
+
+    def _completed(self, batch: Batch) -> None:
+        if batch.told or self.process.dead:
+            return
+        if self.process.stopped:
+            self._frozen.append(lambda: self._completed(batch))
+            return
+        batch.told = True
+        batch.transfer.pages += len(batch.targets)
+        batch.transfer.batches.remove(batch)
+        batch.transfer.maybe_end()
+
+    def _failed(self, batch: Batch, reason: str) -> None:
+        """Its sender learns that it failed. If it was read it may still land."""
+        if batch.told or self.process.dead or batch not in batch.transfer.batches:
+            return
+        if self.process.stopped:
+            self._frozen.append(lambda: self._failed(batch, reason))
+            return
+        batch.told = True
+        if batch.phase is Phase.READ:
+            batch.transfer.late = True
+        elif batch.phase is Phase.POSTED:
+            batch.phase = Phase.GONE
+            batch.transfer.link.live.pop(batch, None)
+        batch.transfer.batches.remove(batch)
+        batch.transfer.stop(EventKind.TRANSFER_FAILED, reason)
+
+    def _fail_all(self, link: Link, reason: str) -> None:
+        for transfer in [t for t in link.transfers if t.engine is self]:
+            for batch in [b for b in transfer.batches if b.phase is not Phase.ARMED]:
+                self._failed(batch, reason)
+            transfer.stop(EventKind.TRANSFER_FAILED, reason)
+
+    # --- Fencing
+
+    def _fence(self, link: Link) -> bool:
+        other = link.other(self)
+        if self not in link.fence_through:
+            slow = link.rng.random() < 0.1
+            link.fence_through[self] = self._clock.now + (
+                link.rng.uniform(0, 3.0) if slow else link.rng.expovariate(100.0)
+            )
+            self._fail_all(link, "this peer was fenced here")
+            if not self.process.world.scenario.lease:
+                notice = link.rng.expovariate(50.0)
+                heals = self.process.world.heals(self.process.name, other.process.name)
+                when = notice + (self._clock.now if heals is None else heals)
+                self._clock.at(when, lambda: other.broken(link, "the peer closed the connection"))
+        if self._clock.now < link.fence_through[self]:
+            return False
+        if self.process.world.scenario.lease and other.may_write(link):
+            return False
+        # A peer that is stopped in the middle of a copy into shared memory cannot be fenced before it is
+        # gone.
+        incoming = [b for b in link.live if b.transfer.engine is other]
+        if other.process.stopped and link.rng.random() < 0.5 and any(b.phase is Phase.READ for b in incoming):
+            return False
+        link.fenced.add(self)
+        for batch in incoming:
+            link.live.pop(batch, None)
+        return True
+
+    # --- Steps
+
+    def _number(self) -> int:
+        self._last += 1
+        return self._last
+
+    def _open(self, number: int, operation: str) -> Transfer:
+        transfer = self._transfers.get(number)
+        if transfer is None:
+            raise _error(ErrorCode.INVALID_ARGUMENT, operation, f"transfer {number} has ended")
+        return transfer
+
+    def _refuse(self, operation: str, budget: str = "refusals") -> None:
+        left = getattr(self, budget)
+        if left and self._rng.random() < 0.7:  # also in the middle of something
+            setattr(self, budget, left - 1)
+            raise _error(ErrorCode.RESOURCES, operation, "no room for another request")
+
+    def _report(self, event: Event) -> None:
+        self._events.append(event)
+        self.process.wake(self._rng.expovariate(1000.0))
+
+
+class Fabric:
+    """What tells engines of each other: handshakes in transit."""
+
+    def __init__(self) -> None:
+        self.offers: dict[bytes, tuple[SimEngine, int]] = {}
+        self.answers: dict[bytes, Link] = {}
+        self._last_immediate = 0
+
+    def offer(self, engine: SimEngine, number: int) -> bytes:
+        data = b"offer %d" % len(self.offers)
+        self.offers[data] = (engine, number)
+        return data
+
+    def answer(self, link: Link) -> bytes:
+        data = b"answer %d" % len(self.answers)
+        self.answers[data] = link
+        return data
+
+    def immediate(self) -> int:
+        """Never the same twice: that an old generation is not credited is the engine's own affair."""
+        self._last_immediate += 1
+        return self._last_immediate
+
+
+def _error(code: ErrorCode, operation: str, text: str) -> TransferError:
+    return TransferError(code, "sim", "", operation, text)

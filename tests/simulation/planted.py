@@ -1,0 +1,173 @@
+"""Bugs of the kinds that others have had, as replacements in the source: the simulator must find each of
+them.
+
+`plant` copies the package and puts one in. What to look for in the wild stands beside each.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+_ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Bug:
+    name: str
+    file: str  # below kv_connector
+    good: str  # occurs once
+    bad: str
+
+
+BUGS = (
+    # P goes on pushing from blocks that a preemption has given to somebody else.
+    Bug(
+        "preemption forgets nothing",
+        "protocol/prefill.py",
+        """\
+            for known in self._pages(transfer_id):
+                known.clear()
+""",
+        "            pass\n",
+    ),
+    # A preempted prompt is computed again, and each page that had gone goes once more.
+    Bug(
+        "the ledger forgets what was pushed",
+        "protocol/prefill.py",
+        """\
+                    pushed.add(logical)
+                    reservation.left -= 1
+""",
+        "                    reservation.left -= logical not in pushed\n",
+    ),
+    # vLLM's NixlConnector had the like: an abort frees D's blocks while pages are under way.
+    Bug(
+        "a cancel is acknowledged before it has drained",
+        "protocol/prefill.py",
+        """\
+        if not reservation.writing:
+            return self._drained(now, transfer, quiesced=True)
+""",
+        """\
+        if not reservation.writing or verdict.outcome is Outcome.CANCELLED:
+            return self._drained(now, transfer, quiesced=True)
+""",
+    ),
+    # P's failed writes may still sit in a buffer of D's.
+    Bug(
+        "a failure is always called quiesced",
+        "protocol/prefill.py",
+        """\
+        reservation, verdict = transfer.reservation, transfer.verdict
+        assert reservation is not None
+        assert verdict is not None
+        transfer.verdict = Verdict(""",
+        """\
+        reservation, verdict, quiesced = transfer.reservation, transfer.verdict, True
+        assert reservation is not None
+        assert verdict is not None
+        transfer.verdict = Verdict(""",
+    ),
+    # EngineCore dies of an id that it has not finished.
+    Bug(
+        "a prompt is reported as sent while its engine still works on it",
+        "protocol/prefill.py",
+        """\
+        if transfer.request is not None and not transfer.finished:
+            return []
+""",
+        "",
+    ),
+    # The blocks of a prompt that nobody comes for are never free again.
+    Bug(
+        "no hold time",
+        "protocol/prefill.py",
+        """\
+        if transfer.phase is _Phase.WAITING:
+            self._hold(now, transfer)
+            return []
+""",
+        """\
+        if transfer.phase is _Phase.WAITING:
+            return []
+""",
+    ),
+    # A CANCEL that overtakes its RESERVE: P begins to write into blocks that are somebody else's.
+    Bug(
+        "an early cancel is forgotten",
+        "protocol/prefill.py",
+        "return [acknowledged, *self._forbid(now, message.transfer_id, cancelled)]",
+        "return [acknowledged]",
+    ),
+    # D takes its blocks back on P's word that it failed, which is no word that nothing lands.
+    Bug(
+        "no fence after a failure with writes in flight",
+        "protocol/decode.py",
+        """\
+        if message.quiesced:
+            return self._stopped(now, transfer)
+""",
+        """\
+        if message.quiesced or True:
+            return self._stopped(now, transfer)
+""",
+    ),
+    # The peer is dead, its writes are not.
+    Bug(
+        "blocks come back with the peer's death, not with its fence",
+        "protocol/decode.py",
+        """\
+                self._timers.clear(transfer.request.request_id)
+        return []
+""",
+        """\
+                self._timers.clear(transfer.request.request_id)
+        return self.fenced(now, peer)
+""",
+    ),
+    # The retry after a fence that needs time is what makes it one.
+    Bug(
+        "a fence that is not through counts as one",
+        "effects.py",
+        "not in (ErrorCode.UNKNOWN_PEER, ErrorCode.CLOSED):",
+        "not in (ErrorCode.UNKNOWN_PEER, ErrorCode.CLOSED, ErrorCode.TIMEOUT):",
+    ),
+    # A machine that lost its power says no goodbye.
+    Bug(
+        "silence is never death",
+        "protocol/peers.py",
+        '            return self.drop(now, peer.peer, f"silent for {silence:.1f} s")\n',
+        "            peer.last_seen = now\n",
+    ),
+    # A peer that was replaced is still believed to be there: vLLM's connectors kept its state for ever.
+    Bug(
+        "the end of a session is not told to the transfers",
+        "effects.py",
+        "            *self.decode.peer_down(now, peer, reason),\n",
+        "",
+    ),
+    # D's deadline ends the wait, and leaves the blocks to a P that still writes.
+    Bug(
+        "the deadline frees the blocks at once",
+        "protocol/decode.py",
+        """\
+        transfer.failure = reason
+        return self._cancel(now, transfer)
+""",
+        "        return self._end(now, transfer, Outcome.FAILED, reason)\n",
+    ),
+)
+
+
+def plant(bug: Bug, where: Path) -> None:
+    """A copy of the package with the bug in it, and of the simulator beside it."""
+    ignored = shutil.ignore_patterns("*.so", "__pycache__", "test_*")
+    shutil.copytree(_ROOT / "kv_connector", where / "kv_connector", ignore=ignored)
+    shutil.copytree(Path(__file__).parent, where / "tests" / "simulation", ignore=ignored)
+    file = where / "kv_connector" / bug.file
+    source = file.read_text()
+    if source.count(bug.good) != 1:
+        raise ValueError(f"the place for the bug {bug.name!r} is not in {bug.file} once: adapt planted.py")
+    file.write_text(source.replace(bug.good, bug.bad))

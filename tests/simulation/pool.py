@@ -1,0 +1,57 @@
+"""A paged KV cache: who owns each block, what each page holds, and what is awaited in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from kv_connector.layout import GroupLayout, KvLayout, LayerLayout
+
+# Small on purpose: a block that comes back is soon somebody else's.
+BLOCKS = 160
+TOKENS = 16  # a block
+PAGE = 64
+LAYER_BYTES = BLOCKS * PAGE
+# Two KV groups whose layers take turns, as in a model with sliding windows.
+GROUP_OF_LAYER = (0, 1, 0)
+LAYERS = len(GROUP_OF_LAYER)
+LAYERS_OF_GROUP = ((0, 2), (1,))
+LAYOUT = KvLayout(
+    BLOCKS,
+    (GroupLayout(TOKENS, "full"), GroupLayout(TOKENS, "sliding_window")),
+    tuple(LayerLayout(f"layer{k}", g, 0, k * LAYER_BYTES, PAGE, PAGE) for k, g in enumerate(GROUP_OF_LAYER)),
+)
+
+Content = tuple[str, int, int]  # prompt, logical block, layer
+Page = tuple[int, int]  # layer, block
+
+
+class Pool:
+    """The block that was freed last is taken first: who comes late meets a new owner."""
+
+    def __init__(self) -> None:
+        self._free = list(range(BLOCKS - 1, 0, -1))  # block 0 is the null block
+        self.owner: dict[int, str] = {}
+        self.content: dict[Page, Content] = {}
+        self.awaited: dict[Page, Content] = {}
+
+    def room(self) -> int:
+        return len(self._free)
+
+    def take(self, owner: str, count: int) -> list[int]:
+        """Blocks with nothing in them."""
+        blocks = [self._free.pop() for _ in range(count)]
+        for block in blocks:
+            self.owner[block] = owner
+            for layer in range(LAYERS):
+                self.content.pop((layer, block), None)
+        return blocks
+
+    def give(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            del self.owner[block]
+            for layer in range(LAYERS):
+                self.awaited.pop((layer, block), None)
+        self._free.extend(blocks)
+
+    def wait_for(self, pages: Iterable[tuple[Page, Content]]) -> None:
+        self.awaited.update(pages)

@@ -1,0 +1,250 @@
+"""One life of one engine process: the agent's thread on the real machines, beside a model of vLLM's two
+halves.
+
+``turn`` is Agent._turn and ``preempt`` is Agent.preempt, without threads: what may block there is waited for
+in virtual time here.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from kv_connector.effects import Action, Effects
+from kv_connector.protocol.actions import Address
+from kv_connector.protocol.decode import DecodeMachine
+from kv_connector.protocol.messages import Compatibility, Role
+from kv_connector.protocol.peers import Identity, PeerTable
+from kv_connector.protocol.prefill import PrefillMachine
+from kv_connector.reports import Ledger
+
+from .clock import SkewedClock
+from .fabric import SimEngine
+from .network import Port
+from .pool import LAYERS, LAYOUT, PAGE, TOKENS, Pool
+from .receiving import DecodeSide
+from .sending import PrefillSide
+
+if TYPE_CHECKING:
+    from .world import World
+
+COMPATIBILITY = Compatibility(
+    protocol=1,
+    engine="simulated",
+    model="simulated",
+    dtype="u8",
+    kv_layout="simulated",
+    attention_backend="none",
+    block_sizes=(TOKENS, TOKENS),
+    page_bytes=(PAGE,) * LAYERS,
+    layer_names=tuple(layer.name for layer in LAYOUT.layers),
+    tensor_parallel=1,
+    pipeline_parallel=1,
+)
+
+
+class Process:
+    """From its start to its death. Whoever restarts at the same address is another one."""
+
+    def __init__(self, world: World, name: str, address: Address, role: Role, life: int) -> None:
+        self.world, self.name, self.life = world, name, life
+        self.incarnation = f"{name} life {life}"
+        self.rng = random.Random(f"{world.scenario.seed} {name} {life}")
+        rate = self.rng.uniform(0.99, 1.01) if world.scenario.skew else 1.0
+        self.clock = SkewedClock(world.clock, self.rng.uniform(0, 1e6), rate)
+        self.dead = False
+        self.vanished = False  # dead, and nobody was told: its machine lost power
+        self.stopped = False
+        self.stalled_until = 0.0
+        self.slow_until = 0.0
+        self.slowness = 0.0
+        self.leaving = False
+        self.pool = Pool()
+        self.port = Port(self)
+        self.engine = SimEngine(self, random.Random(f"{world.scenario.seed} {name} {life} engine"))
+        self.ledger = Ledger()
+        self.effects = Effects(
+            engine=self.engine,  # type: ignore[arg-type]
+            signal=self.engine.signal,  # type: ignore[arg-type]
+            regions=(1,),
+            layout=LAYOUT,
+            control=self.port,  # type: ignore[arg-type]
+            peers=PeerTable(
+                Identity(name, self.incarnation, role, 0, COMPATIBILITY, LAYOUT, (b"memory",)),
+                world.times,
+            ),
+            prefill=PrefillMachine(LAYOUT, world.times),
+            decode=DecodeMachine(LAYOUT, world.times),
+            ledger=self.ledger,
+        )
+        self.prefill = PrefillSide(self)
+        self.decode = DecodeSide(self)
+        self._commands: deque[Callable[[float], Sequence[Action]]] = deque()
+        self._leave_by = 0.0
+        self._alarm: float | None = None  # when turn() is next due
+
+    def __str__(self) -> str:
+        return f"{self.name}.{self.life}"
+
+    # --- The agent
+
+    def submit(self, command: Callable[[float], Sequence[Action]]) -> None:
+        """Agent._submit."""
+        self._commands.append(command)
+        self.wake(self.latency())
+
+    def latency(self) -> float:
+        """How long the agent's thread takes to notice something."""
+        return self.rng.expovariate(5000.0)
+
+    def wake(self, delay: float) -> None:
+        self._wake_at(self.world.clock.now + delay)
+
+    def turn(self) -> None:
+        """Agent._turn."""
+        effects, now = self.effects, self.clock.now
+        effects.receive(now())
+        effects.engine_events(now())
+        while self._commands:
+            effects.run(now(), self._commands.popleft()(now()))
+        effects.tick(now())
+        self._take_reports()
+        if self.leaving and self._may_leave(now()):
+            self._leave()
+            return
+        deadlines = [effects.next_deadline(), self._leave_by if self.leaving else None]
+        times = [self.clock.true_time(deadline) for deadline in deadlines if deadline is not None]
+        if times:
+            self._wake_at(min(times))
+
+    def has_session_with(self, process: Process) -> bool:
+        """This very process, not one that had its address before."""
+        for session in self.effects.peers._peers.values():
+            if session.address == process.world.addresses[process.name]:
+                return True
+            if session.engine == (process.name, 0) and session.incarnation == process.incarnation:
+                return True
+        return False
+
+    def busy(self) -> dict[str, int]:
+        """What is not over; empty: at rest."""
+        effects = self.effects
+        counts = {
+            "prefill": len(effects.prefill),
+            "decode": len(effects.decode),
+            "fences": effects.fences,
+            "counter sets": effects.counter_sets,
+            "outgoing": len(effects.outgoing),
+            "commands": len(self._commands),
+            "prompts": len(self.prefill),
+            "loads": len(self.decode),
+        }
+        return {what: count for what, count in counts.items() if count}
+
+    def leftovers(self) -> dict[str, int]:
+        """What an agent at rest has too much of, looked for behind its doors."""
+        effects, sessions = self.effects, len(self.effects.peers)
+        engine = self.engine.leftovers()
+        peers, prefill, decode = effects.peers, effects.prefill, effects.decode
+        counts = self.busy() | {
+            "blocks": len(self.pool.owner),
+            "awaited pages": len(self.pool.awaited),
+            "links": len(effects._links) - sessions,
+            "transfer ids": len(effects._transfer_ids),
+            "counting": len(effects._counting),
+            "sent": len(effects._sent),
+            "sources": len(peers._by_source) - sessions,
+            "dialled peers": len(peers._by_address) - len(self.port.dialled),
+            "connections": len(self.port.dialled) + len(peers._by_engine) - sessions,
+            "timers of peers": len(peers._timers) - sessions,
+            "timers of prefill": len(prefill._timers),
+            "timers of decode": len(decode._timers),
+            "attempts": len(decode._attempts),
+            "releases": len(decode._releases),
+            "prefill's peers": len(prefill._peers) - len(peers._by_engine),
+            **engine,
+            "peers": engine["peers"] - sessions,
+        }
+        return {what: count for what, count in counts.items() if count}
+
+    def _wake_at(self, when: float) -> None:
+        if self.dead or (self._alarm is not None and self._alarm <= when):
+            return
+        self._alarm = when
+        self.world.clock.at(when, lambda: self._alarmed(when))
+
+    def _alarmed(self, when: float) -> None:
+        if self.dead or self._alarm != when:
+            return  # an earlier one came in between
+        self._alarm = None
+        now = self.world.clock.now
+        if self.stopped:
+            return  # resume() wakes it
+        if now < self.stalled_until:
+            self._wake_at(self.stalled_until)
+            return
+        self.world.tap.speaker = str(self)
+        self.turn()
+        if now < self.slow_until and self._alarm is not None:
+            self._alarm = None
+            self._wake_at(now + self.rng.uniform(0, self.slowness))
+
+    def _take_reports(self) -> None:
+        self.ledger.take_reserved()
+        reports = self.ledger.take_reports()
+        for request in sorted(reports.finished_sending):
+            self.prefill.sent(request)
+        for request in sorted(reports.finished_recving):
+            self.decode.received(request, request in reports.failed_recving)
+
+    # --- Its end
+
+    def leave(self) -> None:
+        """Agent.close."""
+        if self.leaving:
+            return
+        self.leaving = True
+        self._leave_by = self.clock.now() + self.world.times.drain
+
+        def begin(now: float) -> Sequence[Action]:
+            self._leave_by = now + self.world.times.drain
+            self.effects.peers.drain()
+            return [*self.effects.decode.close(now), *self.effects.prefill.close(now)]
+
+        self.submit(begin)
+
+    def _may_leave(self, now: float) -> bool:
+        if self._commands:
+            return False
+        effects = self.effects
+        return now >= self._leave_by or not (len(effects.prefill) + len(effects.decode) + effects.fences)
+
+    def _leave(self) -> None:
+        now = self.clock.now()
+        self.effects.run(now, self.effects.peers.farewells())
+        self.effects.run(now, self.effects.peers.leave(now))
+        self.world.books.note("%s has left", self)
+        self.die()
+
+    def die(self, silently: bool = False) -> None:
+        """The process is gone, with its memory."""
+        if self.dead:
+            return
+        self.dead, self.vanished = True, silently
+        self.world.processes.pop(self.name, None)
+        self.port.close(silently)
+        self.engine.die()
+
+    # --- SIGSTOP
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    def resume(self) -> None:
+        self.stopped = False
+        self.engine.thaw()
+        self._alarm = None
+        self.wake(self.latency())
+        self.prefill.resume()

@@ -1,0 +1,173 @@
+"""The model of vLLM's decode half: requests that queue, get blocks, wait for their pages and give the blocks
+back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kv_connector.effects import Action
+from kv_connector.protocol.decode import DecodeRequest
+from kv_connector.protocol.messages import GroupTarget
+
+from .pool import LAYERS_OF_GROUP, TOKENS, Content, Page
+from .scenario import Plan
+from .sending import prompt_hash
+
+if TYPE_CHECKING:
+    from .process import Process
+
+_RETRY_S = 0.05
+
+
+@dataclass(eq=False)
+class _Load:
+    plan: Plan
+    blocks: list[int] = field(default_factory=list)
+    pages: dict[Page, Content] = field(default_factory=dict)
+    reserved_at: float = 0.0
+    aborted: bool = False
+    aborted_at: float = 0.0
+    told: bool = False  # the agent has been told of the abort
+
+
+class DecodeSide:
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._world = process.world
+        self._queue: dict[str, _Load] = {}  # without blocks
+        self._loads: dict[str, _Load] = {}  # reserved, until reported
+
+    def __len__(self) -> int:
+        return len(self._queue) + len(self._loads)
+
+    def arrive(self, plan: Plan) -> None:
+        process = self._process
+        if process.leaving:
+            return
+        load = self._queue[plan.name] = _Load(plan)
+        address = self._world.addresses[plan.prefill]
+        process.submit(lambda now: process.effects.peers.dial(now, address))
+        self._tell_waiting()
+        self._later(plan.admitted_after, lambda: self._admit(load))
+        if plan.decode_abort is not None:
+            self._later(plan.decode_abort, lambda: self._abort(load))
+
+    def received(self, request_id: str, failed: bool) -> None:
+        """The agent's report."""
+        world, process = self._world, self._process
+        books = world.books
+        load = self._loads.pop(request_id, None)
+        if load is None:
+            books.fail(f"{process}: {request_id} was reported as received, and is not known")
+            return
+        plan = load.plan
+        books.note("%s: %s is reported as received, failed=%s", process, request_id, failed)
+        world.say(plan)
+        waited = world.clock.now - load.reserved_at
+        books.check(
+            waited < world.decode_bound(), "%s was reported as received after %.1f s", plan.name, waited
+        )
+        books.check(not (failed and load.told), "%s was aborted, and is reported as failed", plan.name)
+        if not failed and not load.told:
+            missing = [
+                page for page, content in load.pages.items() if process.pool.content.get(page) != content
+            ]
+            books.check(not missing, "%s was received and lacks pages %s", plan.name, missing)
+        if world.scenario.innocent(plan):
+            books.check(not failed, "%s failed for no reason", plan.name)
+        if world.scenario.undisturbed(plan):
+            begun = max(load.reserved_at, load.aborted_at, plan.prefill_at, world.computed_at(plan))
+            waited = world.clock.now - begun
+            limit = world.prompt_s + (world.times.orphan if plan.unknown_to_prefill else 0.0)
+            books.check(waited < limit, "%s had to wait %.1f s for no reason", plan.name, waited)
+        books.ended["failed" if failed else "aborted" if load.told else "received"] += 1
+        busy = process.engine.awaiting(set(load.blocks))
+        books.check(
+            not busy, "%s: the blocks of %s come back while pages may land in them", process, plan.name
+        )
+        process.pool.give(load.blocks)
+
+    # --- Steps
+
+    def _later(self, delay: float, event: object) -> None:
+        def guarded() -> None:
+            if self._process.dead:
+                return
+            if self._process.stopped:
+                self._later(_RETRY_S, event)
+            else:
+                event()  # type: ignore[operator]
+
+        self._world.clock.after(delay, guarded)
+
+    def _tell_waiting(self) -> None:
+        process = self._process
+        waiting = [(x.plan.transfer_id, self._world.addresses[x.plan.prefill]) for x in self._queue.values()]
+
+        process.submit(lambda now: process.effects.peers.set_waiting(now, waiting))
+
+    def _abort(self, load: _Load) -> None:
+        process, plan = self._process, load.plan
+        if load.aborted or process.leaving:
+            return
+        load.aborted, load.aborted_at = True, self._world.clock.now
+        self._world.books.note("%s aborts %s", process, plan.name)
+        self._world.say(plan)
+        if self._queue.pop(plan.name, None) is not None:
+            self._tell_waiting()
+            self._release(plan)
+        elif plan.name in self._loads:
+
+            def command(now: float) -> Sequence[Action]:
+                load.told = load.told or plan.name in process.effects.decode
+                return process.effects.decode.cancel(now, plan.name)
+
+            process.submit(command)
+
+    def _release(self, plan: Plan) -> None:
+        process, address = self._process, self._world.addresses[plan.prefill]
+        process.submit(lambda now: process.effects.decode.release(now, plan.transfer_id, address))
+
+    def _admit(self, load: _Load) -> None:
+        process, plan = self._process, load.plan
+        if plan.name not in self._queue or process.leaving:
+            return
+        if process.pool.room() < 2 * plan.blocks:
+            self._later(_RETRY_S, lambda: self._admit(load))
+            return
+        del self._queue[plan.name]
+        self._tell_waiting()
+        self._world.say(plan)
+        if plan.needs_nothing:
+            self._release(plan)
+            return
+        wanted = [
+            range(plan.cached, plan.blocks),
+            range(max(plan.cached, plan.blocks - plan.window), plan.blocks),
+        ]
+        groups = []
+        for group, logicals in enumerate(wanted):
+            blocks = process.pool.take(plan.name, len(logicals))
+            load.blocks += blocks
+            for logical, block in zip(logicals, blocks, strict=True):
+                for layer in LAYERS_OF_GROUP[group]:
+                    load.pages[layer, block] = (plan.transfer_id, logical, layer)
+            # What the window has left behind is null.
+            nulls = (0,) * (logicals.start - plan.cached)
+            groups.append(GroupTarget(plan.cached, (*nulls, *blocks)))
+        process.pool.wait_for(load.pages.items())
+        load.reserved_at = self._world.clock.now
+        self._loads[plan.name] = load
+        request = DecodeRequest(
+            request_id=plan.name,
+            transfer_id=plan.transfer_id,
+            peer=self._world.addresses[plan.prefill],
+            prompt_tokens=plan.blocks * TOKENS,
+            first_token=plan.cached * TOKENS,
+            prompt_hash=prompt_hash(plan.transfer_id),
+            groups=tuple(groups),
+        )
+        self._world.books.note("%s reserves %s", process, plan.name)
+        process.submit(lambda now: process.effects.decode.reserve(now, request))

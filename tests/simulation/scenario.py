@@ -1,0 +1,193 @@
+"""What shall happen: engines, requests and faults, as plain data. A seed draws one; hypothesis draws and
+shrinks them.
+
+What a scenario leaves open (each delay, each coin) is decided by its ``seed``, from a stream of random
+numbers per subject: taking one request out of a scenario does not change what befalls the others.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+_LONG = 10.0  # a prompt that P begins so late may meet a deadline
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One request's life on both sides, as far as its client and the two schedulers decide it. Seconds."""
+
+    name: str
+    prefill: str
+    decode: str
+    prefill_at: float = 0.0
+    decode_at: float = 0.0
+    blocks: int = 3
+    chunk: int = 2  # blocks of the prompt that P computes in a step
+    cached: int = 0  # D has these first blocks already
+    window: int = 2  # D wants this many of the last blocks of the sliding-window group
+    admitted_after: float = 0.0  # D queues the request for so long
+    scheduled_after: float = 0.0  # and P, too
+    prefill_abort: float | None = None  # after it came
+    decode_abort: float | None = None
+    preempted: tuple[float, ...] = ()
+    transfer: str = ""  # the transfer id, if it is not the name: two requests may claim one
+    unknown_to_prefill: bool = False
+    unknown_to_decode: bool = False
+    needs_nothing: bool = False  # D finds all it needs in its own cache
+    other_prompt: bool = False  # P and D got different prompts
+    truncated: bool = False  # P says that it has finished, and never names its last page
+
+    @property
+    def transfer_id(self) -> str:
+        return self.transfer or self.name
+
+    @property
+    def computed_prompt(self) -> str:
+        """What P computes, by name; what D wants has the transfer's."""
+        return f"not {self.transfer_id}" if self.other_prompt else self.transfer_id
+
+    @property
+    def plain(self) -> bool:
+        """Nothing about the request itself keeps it from being served."""
+        return (
+            self.prefill_abort is None
+            and self.decode_abort is None
+            and not self.transfer
+            and not self.unknown_to_prefill
+            and not self.unknown_to_decode
+            and not self.needs_nothing
+            and not self.other_prompt
+            and not self.truncated
+        )
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``kind`` is a key of faults.FAULTS, which says what ``who``, ``lasting`` and ``coin`` mean to it."""
+
+    kind: str
+    at: float
+    who: tuple[str, ...]
+    lasting: float = 1.0
+    coin: int = 0
+
+
+@dataclass(frozen=True)
+class Scenario:
+    seed: int
+    prefills: int = 1
+    decodes: int = 1
+    both: bool = False  # every engine may take either role
+    chaos: bool = False  # the control network reorders and duplicates, which TCP does not
+    jitter: float = 0.01  # seconds, typical for one message
+    wire: float = 0.02  # seconds, typical for one write
+    step: float = 0.02  # seconds, typical for one step of P
+    lease: bool = False  # no lane can be revoked by the receiver alone: its fence waits for the writer's own
+    skew: bool = False  # clocks run at rates that differ by up to 1 %
+    plans: tuple[Plan, ...] = ()
+    faults: tuple[Fault, ...] = ()
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return (*(f"p{i}" for i in range(self.prefills)), *(f"d{i}" for i in range(self.decodes)))
+
+    def undisturbed(self, plan: Plan) -> bool:
+        """Whether no fault concerns this request, and no other request: its end, good or bad, comes soon."""
+        pair = {plan.prefill, plan.decode}
+        claimed = sum(other.transfer_id == plan.transfer_id for other in self.plans)
+        faultless = not any(pair.issuperset(fault.who) for fault in self.faults)
+        return faultless and claimed == 1 and plan.scheduled_after < _LONG
+
+    def innocent(self, plan: Plan) -> bool:
+        """Whether nothing that anybody does or suffers justifies a failure of this request."""
+        return plan.plain and self.undisturbed(plan)
+
+
+# Kinds of faults of one engine, and of the way between two.
+LONELY = (
+    *("crash", "vanish", "leave", "stop", "stall", "slow"),
+    *("error", "stuck", "refuse", "no handshake", "no counters"),
+)
+MUTUAL = ("partition", "loss", "jam", "reset", "cut", "failover", "garbage")
+
+
+def draw(seed: int) -> Scenario:
+    """The scenario that a seed stands for."""
+    rng = random.Random(seed)
+    scenario = Scenario(
+        seed=seed,
+        prefills=rng.choice((1, 1, 1, 2, 2, 3)),
+        decodes=rng.choice((1, 1, 1, 2, 2, 3)),
+        both=rng.random() < 0.1,
+        chaos=rng.random() < 0.3,
+        jitter=rng.choice((0.0005, 0.01, 0.01, 0.1)),
+        wire=rng.choice((0.001, 0.02, 0.1, 0.3)),
+        step=rng.choice((0.01, 0.1, 0.3)),
+        lease=rng.random() < 0.25,
+        skew=rng.random() < 0.3,
+    )
+    # Faults and aborts come in some runs only: the others must end well for everybody.
+    trouble = rng.random()
+    plans = [_plan(rng, scenario, number, trouble > 0.2) for number in range(rng.randint(2, 8))]
+    faults = (
+        [_fault(rng, scenario, plans) for _ in range(rng.choice((1, 1, 2, 3, 6)))] if trouble > 0.4 else []
+    )
+    return replace(scenario, plans=tuple(plans), faults=tuple(faults))
+
+
+def _plan(rng: random.Random, scenario: Scenario, number: int, trouble: bool) -> Plan:
+    if scenario.both:
+        prefill, decode = rng.sample(scenario.nodes, 2)
+    else:
+        prefill, decode = f"p{rng.randrange(scenario.prefills)}", f"d{rng.randrange(scenario.decodes)}"
+    fate = rng.random() if trouble else 1.0
+    blocks = rng.randint(1, 6)
+    came = rng.uniform(0, 2)
+
+    admitted_after = rng.choice((0.0, 0.0, rng.expovariate(1.0), rng.uniform(0, 20)))
+
+    def sometimes(low: float, high: float, after: float = 0.0) -> float | None:
+        return after + rng.choice((0.01, 0.1, 1.0)) * rng.expovariate(1.0) if low < fate < high else None
+
+    return Plan(
+        name=f"r{number}",
+        prefill=prefill,
+        decode=decode,
+        # Serial, concurrent, or the other way round.
+        prefill_at=came + rng.choice((0.0, rng.uniform(0, 2))),
+        decode_at=came + rng.choice((0.0, rng.uniform(0, 2))),
+        blocks=blocks,
+        chunk=rng.randint(1, blocks),
+        cached=rng.randrange(blocks) if rng.random() < 0.3 else 0,
+        window=rng.randint(1, 3),
+        admitted_after=admitted_after,
+        scheduled_after=rng.choice((0.0,) * 20 + (1.0, 40.0)) if trouble else 0.0,
+        prefill_abort=sometimes(0.0, 0.12),
+        decode_abort=sometimes(0.1, 0.3, rng.choice((0.0, admitted_after))),
+        preempted=tuple(rng.uniform(0, 1.5) for _ in range(rng.choice((0, 0, 1, 2, 4)))),
+        transfer="r0" if 0.3 < fate < 0.33 and number else "",
+        unknown_to_prefill=0.33 < fate < 0.36,
+        unknown_to_decode=0.36 < fate < 0.39,
+        needs_nothing=0.39 < fate < 0.42,
+        other_prompt=0.42 < fate < 0.45,
+        truncated=0.45 < fate < 0.48,
+    )
+
+
+def _fault(rng: random.Random, scenario: Scenario, plans: list[Plan]) -> Fault:
+    # When something is going on: about one request and one of its two engines, most times.
+    plan = rng.choice(plans)
+    begun = max(plan.prefill_at, plan.decode_at + plan.admitted_after)
+    at = rng.choice((rng.uniform(0, 4), begun + rng.expovariate(3.0), max(0.0, begun - rng.expovariate(3.0))))
+    coin = rng.randrange(1 << 16)
+    lasting = rng.choice((0.05, 0.5, 2.0, 4.0, 8.0)) * rng.uniform(0.5, 1.5)
+    if rng.random() < 0.6:
+        who = rng.choice((plan.prefill, plan.decode, rng.choice(scenario.nodes)))
+        return Fault(rng.choice(LONELY), at, (who,), lasting, coin)
+    if rng.random() < 0.7:
+        return Fault(rng.choice(MUTUAL), at, (plan.prefill, plan.decode), lasting, coin)
+    if scenario.both:
+        return Fault(rng.choice(MUTUAL), at, tuple(rng.sample(scenario.nodes, 2)), lasting, coin)
+    who = (f"p{rng.randrange(scenario.prefills)}", f"d{rng.randrange(scenario.decodes)}")
+    return Fault(rng.choice(MUTUAL), at, who, lasting, coin)

@@ -1,0 +1,248 @@
+"""The model of vLLM's prefill half: steps over chunks of prompts, layers that become valid one after another,
+preemption, and blocks that come back when they are reported sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kv_connector.effects import Action
+from kv_connector.protocol.prefill import ComputedPages, GroupPages, PrefillRequest
+
+from .pool import LAYERS, LAYERS_OF_GROUP, TOKENS
+from .scenario import Plan
+
+if TYPE_CHECKING:
+    from .process import Process
+
+_RETRY_S = 0.05
+_BATCH = 3  # requests of one step
+
+
+@dataclass(eq=False)
+class _Prompt:
+    plan: Plan
+    # Per group. Both have as many logical blocks as the prompt.
+    tables: list[list[int]] = field(default_factory=list)
+    computed: int = 0  # logical blocks
+    since: float = 0.0  # when it finished
+    finished: bool = False
+    aborted: bool = False
+    preempt: bool = False
+    ready_at: float = 0.0  # not scheduled again before
+
+    @property
+    def blocks(self) -> list[int]:
+        return [block for table in self.tables for block in table]
+
+
+class PrefillSide:
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._world = process.world
+        self._prompts: dict[str, _Prompt] = {}  # by request id, until reported as sent
+        self._base = 0  # of the next step's signal
+        self._stepping = False
+        self._stuck_steps: list[Callable[[], None]] = []  # of a stopped process
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def arrive(self, plan: Plan) -> None:
+        process = self._process
+        if process.leaving or any(p.plan.transfer_id == plan.transfer_id for p in self._prompts.values()):
+            return  # the adapter computes a second request of one transfer without us
+        prompt = _Prompt(plan, ready_at=self._world.clock.now + plan.scheduled_after)
+        self._prompts[plan.name] = prompt
+        request = PrefillRequest(
+            plan.name, plan.transfer_id, plan.blocks * TOKENS, prompt_hash(plan.computed_prompt)
+        )
+        process.submit(lambda now: process.effects.prefill.expect(now, request))
+        if plan.prefill_abort is not None:
+            self._later(plan.prefill_abort, lambda: self._abort(prompt))
+        for delay in plan.preempted:
+            self._later(delay, lambda: setattr(prompt, "preempt", True))
+        self._kick()
+
+    def sent(self, request_id: str) -> None:
+        """The agent's report."""
+        if self._process.leaving:
+            return
+        books = self._world.books
+        prompt = self._prompts.pop(request_id, None)
+        if prompt is None:
+            books.fail(f"{self._process}: {request_id} was reported as sent, and is not known")
+            return
+        books.note("%s: %s is reported as sent", self._process, request_id)
+        books.check(prompt.finished, "%s was reported as sent before it finished", request_id)
+        waited = self._world.clock.now - max(prompt.since, self._world.last_word(prompt.plan))
+        limit = self._world.prefill_bound()
+        books.check(waited < limit, "%s was reported as sent after %.1f s", request_id, waited)
+        self._give(prompt)
+
+    def resume(self) -> None:
+        steps, self._stuck_steps = self._stuck_steps, []
+        for step in steps:
+            self._later(0.0, step)
+
+    # --- Steps
+
+    def _later(self, delay: float, event: Callable[[], None]) -> None:
+        def guarded() -> None:
+            if self._process.dead:
+                return
+            if self._process.stopped:
+                self._stuck_steps.append(event)
+            else:
+                event()
+
+        self._world.clock.after(delay, guarded)
+
+    def _pass(self) -> float:
+        """What one layer, and the scheduler between two steps, takes."""
+        return self._process.rng.uniform(0, self._world.scenario.step / 2)
+
+    def _kick(self) -> None:
+        if not self._stepping:
+            self._stepping = True
+            self._later(self._pass(), self._step)
+
+    def _step(self) -> None:
+        """Between two steps: aborts and preemptions first, then a batch."""
+        process, now = self._process, self._world.clock.now
+        if process.leaving:
+            return
+        for prompt in list(self._prompts.values()):
+            if prompt.aborted and not prompt.finished:
+                self._finish(prompt, ok=False)
+        preempted = [p for p in self._prompts.values() if p.preempt and p.tables and not p.finished]
+        for prompt in self._prompts.values():
+            prompt.preempt = False
+        if preempted:
+            self._preempt(preempted)
+            return
+        waiting = [p for p in self._prompts.values() if not p.finished]
+        batch = [p for p in waiting if p.ready_at <= now and self._allocate(p)][:_BATCH]
+        if batch:
+            self._forward(batch)
+        elif waiting:
+            self._later(_RETRY_S, self._step)
+        else:
+            self._stepping = False
+
+    def _allocate(self, prompt: _Prompt) -> bool:
+        plan, pool = prompt.plan, self._process.pool
+        if not prompt.tables:
+            if pool.room() < 2 * plan.blocks:
+                return False
+            prompt.tables = [pool.take(plan.name, plan.blocks) for _ in LAYERS_OF_GROUP]
+        return True
+
+    def _forward(self, batch: Sequence[_Prompt]) -> None:
+        process, base = self._process, self._base
+        self._base += LAYERS
+        fresh: list[tuple[_Prompt, range]] = []
+        for prompt in batch:
+            plan = prompt.plan
+            first, end = prompt.computed, min(prompt.computed + plan.chunk, plan.blocks)
+            prompt.computed = end
+            named = end - 1 if plan.truncated and end == plan.blocks else end
+            groups = tuple(GroupPages(first, tuple(table[first:named])) for table in prompt.tables)
+            pages = ComputedPages(plan.transfer_id, base, groups)
+            process.submit(lambda now, pages=pages: process.effects.prefill.computed(now, pages))
+            fresh.append((prompt, range(first, end)))
+            self._world.books.note("%s computes %s [%d, %d)", process, plan.name, first, end)
+        self._later(self._pass(), lambda: self._layer(base, 0, fresh))
+
+    def _layer(self, base: int, layer: int, fresh: Sequence[tuple[_Prompt, range]]) -> None:
+        process = self._process
+        group = next(g for g, layers in enumerate(LAYERS_OF_GROUP) if layer in layers)
+        for prompt, logicals in fresh:
+            for logical in logicals:
+                block = prompt.tables[group][logical]
+                process.pool.content[layer, block] = (prompt.plan.computed_prompt, logical, layer)
+        process.engine.signal.store(base + layer + 1)
+        if layer + 1 < LAYERS:
+            self._later(self._pass(), lambda: self._layer(base, layer + 1, fresh))
+            return
+        for prompt, _ in fresh:
+            if prompt.computed == prompt.plan.blocks and not prompt.finished:
+                self._finish(prompt, ok=True)
+        self._later(self._pass(), self._step)
+
+    def _finish(self, prompt: _Prompt, ok: bool) -> None:
+        process, plan = self._process, prompt.plan
+        prompt.finished, prompt.since = True, self._world.clock.now
+        self._world.computed(plan)
+        self._world.books.note("%s has finished %s, ok=%s", process, plan.name, ok)
+        reason = "" if ok else "aborted"
+        process.submit(lambda now: process.effects.prefill.finished(now, plan.transfer_id, ok, reason))
+
+    def _abort(self, prompt: _Prompt) -> None:
+        prompt.aborted = True
+        self._kick()
+
+    # --- Preemption
+
+    def _preempt(self, prompts: Sequence[_Prompt]) -> None:
+        """Agent.preempt: the engine's thread goes on once nothing reads these blocks."""
+        process, world = self._process, self._world
+        ids = [prompt.plan.transfer_id for prompt in prompts]
+        world.books.note("%s preempts %s", process, ids)
+        draining: list[tuple[str, int, int]] = []
+        begun = world.clock.now
+        give_up = begun + world.times.drain
+
+        def command(now: float) -> Sequence[Action]:
+            for transfer_id in process.effects.prefill.preempt(ids):
+                outgoing = process.effects.outgoing.get(transfer_id)
+                if outgoing is not None:
+                    draining.append((transfer_id, outgoing.number, outgoing.last_signal))
+            self._later(0.0, look)
+            return ()
+
+        def look() -> None:
+            draining[:] = [
+                writes
+                for writes in draining
+                if process.engine.signal.value < writes[2] or not process.engine.quiet(writes[1])
+            ]
+            if not draining:
+                resume()
+            elif world.clock.now < give_up:
+                self._later(0.01, look)
+            else:
+                process.submit(fence)
+
+        def fence(now: float) -> Sequence[Action]:
+            for transfer_id, _, _ in draining:
+                process.effects.run(now, process.effects.prefill.quiesce_failed(now, transfer_id))
+            process.effects.when_over(
+                [transfer_id for transfer_id, _, _ in draining], lambda: self._later(0.0, resume)
+            )
+            return ()
+
+        def resume() -> None:
+            waited, limit = world.clock.now - begun, world.preemption_bound()
+            world.books.check(waited < limit, "%s was kept from its step for %.1f s", process, waited)
+            for prompt in prompts:
+                self._give(prompt)
+                prompt.tables, prompt.computed = [], 0
+                prompt.ready_at = world.clock.now + process.rng.uniform(0, 0.3)
+            self._step()
+
+        process.submit(command)
+
+    def _give(self, prompt: _Prompt) -> None:
+        blocks = prompt.blocks
+        busy = self._process.engine.reading(set(blocks))
+        self._world.books.check(
+            not busy, "%s: the blocks of %s come back while they may be read", self._process, prompt.plan.name
+        )
+        self._process.pool.give(blocks)
+
+
+def prompt_hash(prompt: str) -> bytes:
+    """16 bytes, as both sides compute them from their tokens."""
+    return prompt.encode().ljust(16, b".")[:16]

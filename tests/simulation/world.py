@@ -1,0 +1,191 @@
+"""A cluster in virtual time: all engine processes of a scenario, the networks between them, and what befalls
+them."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Mapping
+
+from kv_connector.protocol.actions import Address
+from kv_connector.protocol.messages import Role
+from kv_connector.protocol.timers import Timeouts
+
+from . import faults
+from .books import Books, Tap
+from .clock import Clock
+from .fabric import Fabric
+from .process import Process
+from .scenario import Plan, Scenario
+
+# The defaults of production, but for those that would only make a run longer: the holds of a minute and the
+# deadline of five.
+TIMES = Timeouts(hold=12.0, orphan=12.0, transfer=25.0, cancel=3.0, drain=3.0)
+
+# What a fence may take in this fabric (fabric.SimEngine._fence), and a little more.
+_FENCE_S = 5.0
+_LOOK_S = 0.25  # how often it is looked whether all is over
+
+
+class World:
+    """One run of one scenario."""
+
+    def __init__(self, scenario: Scenario, tracing: bool = False) -> None:
+        self.scenario = scenario
+        self.times = TIMES
+        self.clock = Clock()
+        self.books = Books(self.clock, tracing)
+        self.tap = Tap(self.books)
+        self.fabric = Fabric()
+        self.addresses = {name: Address(name, 5600) for name in scenario.nodes}
+        self.processes: dict[str, Process] = {}  # that are alive
+        self.partitions: dict[tuple[str, str], float] = {}
+        self.jams: dict[tuple[str, str], float] = {}
+        self.losses: dict[tuple[str, str], tuple[float, float]] = {}
+        # Within this a request is served that nothing stands in the way of: no fault of a third party may
+        # cost it more. A handshake and a RESERVE of the slowest messages; writes, a few of which may wait for
+        # each other.
+        self.prompt_s = 1.5 + 20 * scenario.jitter + 10 * scenario.wire
+        self._rng = random.Random(f"{scenario.seed} losses")
+        self._lives: dict[str, int] = {}
+        self._words: dict[str, float] = {}
+        self._computed: dict[str, float] = {}
+        self._pauses = sum(fault.lasting for fault in scenario.faults)
+
+    def run(self) -> None:
+        """Until nothing is left to happen; raises Violation."""
+        logger = logging.getLogger("kv_connector")
+        before = logger.level, logger.propagate
+        logger.setLevel(logging.DEBUG if self.books.tracing else logging.ERROR)
+        logger.propagate = False
+        logger.addHandler(self.tap)
+        try:
+            self._run()
+        finally:
+            logger.removeHandler(self.tap)
+            logger.setLevel(before[0])  # not logger.level: what isEnabledFor() remembers has to go, too
+            logger.propagate = before[1]
+
+    def _run(self) -> None:
+        for name in self.scenario.nodes:
+            self.start(name)
+        last = 0.0
+        for plan in self.scenario.plans:
+            if not plan.unknown_to_prefill:
+                self.clock.at(plan.prefill_at, lambda plan=plan: self._arrive(plan.prefill, plan))
+            if not plan.unknown_to_decode:
+                self.clock.at(plan.decode_at, lambda plan=plan: self._arrive(plan.decode, plan))
+            last = max(last, plan.prefill_at, plan.decode_at + plan.admitted_after)
+        for fault in self.scenario.faults:
+            self.clock.at(fault.at, lambda fault=fault: faults.strike(self, fault))
+            last = max(last, fault.at + fault.lasting + self.times.drain + 0.1)
+        self.clock.at(last, lambda: None)
+        self._until(last + 1.0, lambda: {"events": "to come"} if self.clock.now < last else {})
+        self._until(last + self.decode_bound() + self.prefill_bound(), self._busy)
+        self._until(self.clock.now + 3 * self.times.dead + self._pauses + _FENCE_S, self._leftovers)
+        for process in list(self.processes.values()):
+            process.leave()
+        self._until(
+            self.clock.now + self.times.drain + 1.0, lambda: dict.fromkeys(self.processes, "has not left")
+        )
+
+    # --- For the models
+
+    def start(self, name: str) -> None:
+        """A new process at the address; nothing if there is one."""
+        if name in self.processes:
+            return
+        role = Role.BOTH if self.scenario.both else Role.PREFILL if name[0] == "p" else Role.DECODE
+        self._lives[name] = life = self._lives.get(name, 0) + 1
+        self.processes[name] = Process(self, name, self.addresses[name], role, life)
+        self.books.note("%s starts", self.processes[name])
+
+    def name_at(self, address: Address) -> str:
+        return address.host
+
+    def heals(self, source: str, target: str) -> float | None:
+        """When a partition in this direction ends; None: there is none."""
+        until = self.partitions.get((source, target))
+        return None if until is None or until <= self.clock.now else until
+
+    def loses(self, source: str, target: str) -> bool:
+        until, probability = self.losses.get((source, target), (0.0, 0.0))
+        return self.clock.now < until and self._rng.random() < probability
+
+    def full(self, source: str, target: str) -> bool:
+        """Whether no more messages fit into the queue of that way."""
+        return self.clock.now < self.jams.get((source, target), 0.0)
+
+    def say(self, plan: Plan) -> None:
+        """D did something about a request: what P waits for is counted from here."""
+        self._words[plan.name] = self.clock.now
+
+    def last_word(self, plan: Plan) -> float:
+        return self._words.get(plan.name, 0.0)
+
+    def computed(self, plan: Plan) -> None:
+        self._computed[plan.name] = self.clock.now
+
+    def computed_at(self, plan: Plan) -> float:
+        return self._computed.get(plan.name, 0.0)
+
+    def decode_bound(self) -> float:
+        """Within this a reserved request is reported, whatever happens."""
+        times = self.times
+        return 1.02 * (times.transfer + times.cancel + times.drain + 2 * times.dead) + _FENCE_S + self._pauses
+
+    def prefill_bound(self) -> float:
+        """Within this a finished prompt is reported, counted from D's last word about it."""
+        times = self.times
+        return 1.02 * (times.hold + times.transfer + times.drain + times.dead) + _FENCE_S + self._pauses
+
+    def preemption_bound(self) -> float:
+        """Within this P's engine goes on with its step."""
+        return 1.02 * self.times.drain + 0.5 + self._pauses
+
+    # --- Steps
+
+    def _arrive(self, name: str, plan: Plan) -> None:
+        process = self.processes.get(name)
+        if process is None:
+            return
+        side = process.prefill if name == plan.prefill else process.decode
+        side.arrive(plan)
+
+    def _until(self, limit: float, left: Callable[[], Mapping[str, object]]) -> None:
+        """Runs until nothing is ``left``; what is left at the limit is a violation."""
+        next_look = self.clock.now
+        while True:
+            if self.clock.now >= next_look:
+                found = left()
+                if not found:
+                    return
+                late = self.clock.now >= limit
+                self.books.check(not late, "after %.1f s there is left: %s", self.clock.now, found)
+                next_look = self.clock.now + _LOOK_S
+            if not self.clock.step():
+                found = left()
+                self.books.check(not found, "nothing happens any more, and there is left: %s", found)
+                return
+            self.books.look()
+
+    def _busy(self) -> dict[str, object]:
+        return {name: busy for name, process in self.processes.items() if (busy := process.busy())}
+
+    def _leftovers(self) -> dict[str, object]:
+        left: dict[str, object] = {
+            name: left for name, process in self.processes.items() if (left := process.leftovers())
+        }
+        return left | {
+            name: gone for name, process in self.processes.items() if (gone := self._widowed(process))
+        }
+
+    def _widowed(self, process: Process) -> list[str]:
+        """Sessions of a process that their other end knows nothing of."""
+        gone = []
+        for session in process.effects.peers._peers.values():
+            name = session.engine[0] if session.address is None else self.name_at(session.address)
+            other = self.processes.get(name)
+            if other is None or not other.has_session_with(process):
+                gone.append(f"session with {name}")
+        return gone

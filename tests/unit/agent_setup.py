@@ -1,0 +1,179 @@
+"""Two agents in one process, over real sockets and a real engine, and what their engines would say to
+them."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+from protocol_setup import BLOCK, HASH, compatibility, layout
+
+from kv_connector.agent import Agent, AgentConfig, MemoryRange
+from kv_connector.cluster_key import ClusterKey
+from kv_connector.engine import DomainConfig, EngineConfig, TransferEngine
+from kv_connector.layout import KvLayout
+from kv_connector.protocol.actions import Address
+from kv_connector.protocol.decode import DecodeRequest
+from kv_connector.protocol.messages import Compatibility, GroupTarget, Role
+from kv_connector.protocol.prefill import ComputedPages, GroupPages, PrefillRequest
+from kv_connector.protocol.timers import Timeouts
+
+# Long enough for a machine that is busy with other tests, and a failing test still ends.
+PATIENCE = 20.0
+
+TIMES = Timeouts()
+# For tests in which somebody falls silent: the one who shall notice, and the other one.
+IMPATIENT = replace(TIMES, heartbeat=0.1, suspect=0.4, dead=0.8)
+LIVELY = replace(TIMES, heartbeat=0.1)
+
+_fabric = itertools.count()
+
+
+def until(condition: Callable[[], object], what: str = "") -> None:
+    """Waits for something that another thread brings about."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {PATIENCE} s for {what or condition}"
+        time.sleep(0.002)
+
+
+@dataclass
+class Side:
+    """One engine's half: an agent, the pages that it looks after, and the reports that it has made."""
+
+    agent: Agent
+    address: Address
+    pages: npt.NDArray[np.uint8]  # [layer, block, byte]
+    layout: KvLayout
+    sent: list[str] = field(default_factory=list)
+    received: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    signalled: int = 0
+
+    def poll(self) -> None:
+        reports = self.agent.take_reports()
+        self.sent += sorted(reports.finished_sending)
+        self.received += sorted(reports.finished_recving)
+        self.failed += sorted(reports.failed_recving)
+
+    def wait(self, *, sent: Sequence[str] = (), received: Sequence[str] = ()) -> None:
+        """Waits until these requests, too, were reported."""
+
+        def reported() -> bool:
+            self.poll()
+            return set(sent) <= set(self.sent) and set(received) <= set(self.received)
+
+        until(reported, f"{sent or received} of {self.sent} and {self.received}")
+
+    def idle(self) -> None:
+        """Waits until nothing is under way, and checks that nobody was reported twice."""
+        until(lambda: self.agent.live().idle, f"{self.agent.live()}")
+        self.poll()
+        for ids in (self.sent, self.received, self.failed):
+            assert len(ids) == len(set(ids)), ids
+        assert set(self.failed) <= set(self.received)
+
+    # --- As prefill
+
+    def expect(self, transfer: str = "t", tokens: int = 3 * BLOCK, prompt_hash: bytes = HASH) -> None:
+        self.agent.expect(PrefillRequest(f"p-{transfer}", transfer, tokens, prompt_hash))
+
+    def compute(
+        self, blocks: Sequence[int], first: int = 0, transfer: str = "t", forward: bool = True
+    ) -> None:
+        """One step of the engine: names the pages, and then computes them layer by layer."""
+        base = self.signalled
+        self.agent.computed(ComputedPages(transfer, base, (GroupPages(first, tuple(blocks)),)))
+        self.signalled += len(self.layout.layers)
+        if forward:
+            for ordinal in range(len(self.layout.layers)):
+                for block in blocks:
+                    self.pages[ordinal, block] = content(transfer, ordinal, block)
+                self.agent.signal.store(base + ordinal + 1)
+
+    # --- As decode
+
+    def reserve(
+        self,
+        peer: Address,
+        blocks: Sequence[int] = (11, 12, 13),
+        transfer: str = "t",
+        tokens: int = 3 * BLOCK,
+        prompt_hash: bytes = HASH,
+    ) -> None:
+        groups = (GroupTarget(0, tuple(blocks)),)
+        self.agent.reserve(DecodeRequest(f"d-{transfer}", transfer, peer, tokens, 0, prompt_hash, groups))
+
+    def holds(self, transfer: str, source: Sequence[int], target: Sequence[int]) -> bool:
+        """Whether P's pages have come, in every layer."""
+        return all(
+            (self.pages[ordinal, mine] == content(transfer, ordinal, theirs)).all()
+            for ordinal in range(len(self.layout.layers))
+            for theirs, mine in zip(source, target, strict=True)
+        )
+
+
+def content(transfer: str, ordinal: int, block: int) -> npt.NDArray[np.uint8]:
+    """The bytes that P computes for one page."""
+    seed = sum(transfer.encode()) * 1_000_003 + ordinal * 1009 + block
+    return np.random.default_rng(seed).integers(0, 256, 64, dtype=np.uint8)
+
+
+class Stage:
+    """Makes agents, and closes them."""
+
+    def __init__(self, stack: ExitStack, lane: str) -> None:
+        self.lane = lane
+        self._stack = stack
+        self._fabric = f"agents {next(_fabric)}"
+
+    def engine(self, name: str, max_delay_us: int = 50) -> TransferEngine:
+        domain = DomainConfig(self.lane, fabric=self._fabric, max_delay_us=max_delay_us)
+        return TransferEngine(EngineConfig(name, (domain,)))
+
+    def side(
+        self,
+        role: Role,
+        name: str = "",
+        *,
+        port: int = 0,
+        pages: KvLayout | None = None,
+        compatible: Compatibility | None = None,
+        timeouts: Timeouts = TIMES,
+        engine: TransferEngine | None = None,
+        rank: int = 0,
+        key: ClusterKey | None = None,
+    ) -> Side:
+        shape = pages if pages is not None else layout(num_blocks=64 if role is Role.PREFILL else 32)
+        memory = np.zeros((len(shape.layers), shape.num_blocks, shape.layers[0].block_stride), np.uint8)
+        name = name or role.value
+        config = AgentConfig(
+            engine_id=name,
+            role=role,
+            rank=rank,
+            address=Address("127.0.0.1", port),
+            compatibility=compatible if compatible is not None else compatibility(),
+            layout=shape,
+            timeouts=timeouts,
+            key=key,
+        )
+        ranges = [MemoryRange(memory.ctypes.data, memory.nbytes)]
+        agent = Agent(config, ranges, engine if engine is not None else self.engine(name))
+        self._stack.callback(agent.close)
+        self._stack.callback(lambda: memory)  # outlives the agent
+        return Side(agent, agent.start(), memory, shape)
+
+    def pair(self, timeouts: Timeouts = TIMES) -> tuple[Side, Side]:
+        """A prefill and a decode engine."""
+        return self.side(Role.PREFILL, timeouts=timeouts), self.side(Role.DECODE, timeouts=timeouts)
+
+
+@contextmanager
+def stage(lane: str) -> Iterator[Stage]:
+    with ExitStack() as stack:
+        yield Stage(stack, lane)

@@ -1,0 +1,116 @@
+"""Small layouts, requests and messages that the tests of the protocol share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+from kv_connector.layout import GroupLayout, KvLayout, LayerLayout
+from kv_connector.protocol.actions import Address
+from kv_connector.protocol.decode import DecodeRequest
+from kv_connector.protocol.messages import Compatibility, GroupTarget, Reserve
+from kv_connector.protocol.prefill import ComputedPages, GroupPages, PrefillRequest
+
+HASH = bytes(range(16))
+BLOCK = 16  # tokens
+PAGE = 64  # bytes
+P_ADDRESS = Address("127.0.0.1", 5600)
+
+T = TypeVar("T")
+
+
+def layout(groups: Sequence[int] = (2,), num_blocks: int = 64, stride: int = PAGE) -> KvLayout:
+    """One region; ``groups`` says how many layers each group has. Layers of the groups take turns."""
+    owners = [group for turn in range(max(groups)) for group, layers in enumerate(groups) if turn < layers]
+    return KvLayout(
+        num_blocks=num_blocks,
+        groups=tuple(GroupLayout(BLOCK, "full" if i == 0 else "sliding_window") for i in range(len(groups))),
+        layers=tuple(
+            LayerLayout(f"layer{k}", group, 0, k * num_blocks * stride, stride, PAGE)
+            for k, group in enumerate(owners)
+        ),
+    )
+
+
+def region_bytes(pages: KvLayout) -> int:
+    return pages.bytes_per_region()[0]
+
+
+def compatibility(**changes: Any) -> Compatibility:
+    fields: dict[str, Any] = {
+        "protocol": 1,
+        "engine": "vllm 0.32.0",
+        "model": "llama",
+        "dtype": "bfloat16",
+        "kv_layout": "LBHNC",
+        "attention_backend": "CPU_ATTN",
+        "block_sizes": (BLOCK,),
+        "page_bytes": (PAGE, PAGE),
+        "layer_names": ("layer0", "layer1"),
+        "tensor_parallel": 1,
+        "pipeline_parallel": 1,
+    }
+    return Compatibility(**(fields | changes))
+
+
+def prefill_request(
+    transfer: str = "t", tokens: int = 3 * BLOCK, prompt_hash: bytes = HASH, request: str | None = None
+) -> PrefillRequest:
+    return PrefillRequest(request or f"p-{transfer}", transfer, tokens, prompt_hash)
+
+
+def computed(
+    blocks: Iterable[int],
+    first: int = 0,
+    base: int = 0,
+    transfer: str = "t",
+    more: Sequence[Sequence[int]] = (),
+) -> ComputedPages:
+    """Pages of group 0 from logical block ``first`` on; ``more``: those of the other groups, from 0 on."""
+    groups = (GroupPages(first, tuple(blocks)), *(GroupPages(0, tuple(other)) for other in more))
+    return ComputedPages(transfer, base, groups)
+
+
+def reserve(
+    blocks: Iterable[int] = (11, 12, 13),
+    transfer: str = "t",
+    attempt: int = 1,
+    tokens: int = 3 * BLOCK,
+    prompt_hash: bytes = HASH,
+    deadline_ms: int = 300_000,
+    layers: int = 2,
+    more: Sequence[Sequence[int]] = (),
+) -> Reserve:
+    return Reserve(
+        transfer_id=transfer,
+        attempt=attempt,
+        prompt_tokens=tokens,
+        first_token=0,
+        prompt_hash=prompt_hash,
+        groups=(GroupTarget(0, tuple(blocks)), *(GroupTarget(0, tuple(other)) for other in more)),
+        immediates=tuple(range(100, 100 + layers)),
+        deadline_ms=deadline_ms,
+    )
+
+
+def decode_request(
+    transfer: str = "t",
+    blocks: Iterable[int] = (11, 12, 13),
+    request: str | None = None,
+    peer: Address = P_ADDRESS,
+    tokens: int = 3 * BLOCK,
+    prompt_hash: bytes = HASH,
+) -> DecodeRequest:
+    groups = (GroupTarget(0, tuple(blocks)),)
+    return DecodeRequest(request or f"d-{transfer}", transfer, peer, tokens, 0, prompt_hash, groups)
+
+
+def only(actions: Sequence[object], kind: type[T]) -> T:
+    """The one action of that kind."""
+    found = every(actions, kind)
+    assert len(found) == 1, f"{len(found)} x {kind.__name__} in {actions}"
+    return found[0]
+
+
+def every(actions: Sequence[object], kind: type[T]) -> list[T]:
+    return [action for action in actions if isinstance(action, kind)]

@@ -1,0 +1,174 @@
+"""Fake engines, a router over them, and what the router's tests ask of both: servers on loopback."""
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import httpx
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from kv_connector.router.app import create_app
+from kv_connector.router.endpoint import Endpoint
+from kv_connector.router.settings import Settings
+
+# Longer than anything here takes, shorter than a CI's patience: a wait that never ends fails the test.
+PATIENCE = 10.0
+
+Handler = Callable[[Request, dict[str, Any]], Awaitable[Response]]
+
+
+class FakeEngine:
+    """An engine whose completions are answered by `handler`; remembers what it got."""
+
+    def __init__(self, handler: Handler) -> None:
+        self.handler = handler
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.arrived = asyncio.Event()
+        self.aborted = asyncio.Event()
+        self.url = ""
+        routes = [
+            Route(path, self.complete, methods=["POST"])
+            for path in ("/v1/completions", "/v1/chat/completions")
+        ]
+        routes += [
+            Route("/v1/models", self.models),
+            Route("/health", self.models),
+            Route("/tokenize", self.echo, methods=["POST"]),
+            Route("/reset_prefix_cache", self.echo, methods=["POST"]),
+        ]
+        self.app = Starlette(routes=routes)
+
+    async def complete(self, request: Request) -> Response:
+        body = await request.json()
+        self.bodies.append(body)
+        self.headers.append(dict(request.headers))
+        self.arrived.set()
+        return await self.handler(request, body)
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [{"id": "m"}], "engine": self.url})
+
+    async def echo(self, request: Request) -> Response:
+        return JSONResponse({"echo": json.loads(await request.body())})
+
+    async def until_gone(self, request: Request) -> Response:
+        """Answers nothing; sets `aborted` when the router closes the connection."""
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        self.aborted.set()
+        return Response()
+
+
+@contextlib.asynccontextmanager
+async def serve(app: Any) -> AsyncIterator[str]:
+    """Runs an ASGI application on a free port; yields its URL."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(
+            uvicorn.Config(app, log_level="error", lifespan="on", timeout_graceful_shutdown=1)
+        )
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        while not server.started:
+            assert not task.done(), "the server did not start"
+            await asyncio.sleep(0.005)
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            await task
+
+
+@contextlib.asynccontextmanager
+async def serve_engine(handler: Handler) -> AsyncIterator[FakeEngine]:
+    engine = FakeEngine(handler)
+    async with serve(engine.app) as engine.url:
+        yield engine
+
+
+@contextlib.asynccontextmanager
+async def cluster(
+    prefill: Handler, decode: Handler, **settings: Any
+) -> AsyncIterator[tuple[FakeEngine, FakeEngine, httpx.AsyncClient]]:
+    """One fake P, one fake D, a router over them and a client of the router."""
+    async with serve_engine(prefill) as p, serve_engine(decode) as d:
+        endpoints = {
+            "prefill": (Endpoint.parse(f"{p.url}@10.0.0.1:5601"),),
+            "decode": (Endpoint.parse(d.url),),
+        }
+        async with (
+            serve(create_app(Settings(**endpoints, **settings))) as url,
+            httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client,
+        ):
+            yield p, d, client
+
+
+async def answer_ok(request: Request, body: dict[str, Any]) -> Response:
+    return JSONResponse(
+        {"choices": [{"text": "ok"}], "kv_transfer_params": {"do_remote_prefill": True, "from": "p"}}
+    )
+
+
+def refuse(status: int, message: str) -> Handler:
+    async def handler(request: Request, body: dict[str, Any]) -> Response:
+        return JSONResponse({"error": {"message": message}}, status)
+
+    return handler
+
+
+class Rendezvous:
+    """Handlers that answer only once both sides have been asked."""
+
+    def __init__(self) -> None:
+        self.meet = asyncio.Barrier(2)
+
+    async def __call__(self, request: Request, body: dict[str, Any]) -> Response:
+        async with asyncio.timeout(PATIENCE):
+            await self.meet.wait()
+        return await answer_ok(request, body)
+
+
+class Stream:
+    """A streaming handler that sends each chunk only when the test puts it in; None ends the stream."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[bytes | Exception | None] = asyncio.Queue()
+        self.aborted = asyncio.Event()
+
+    async def __call__(self, request: Request, body: dict[str, Any]) -> Response:
+        async def chunks() -> AsyncIterator[bytes]:
+            try:
+                while (chunk := await self.queue.get()) is not None:
+                    if isinstance(chunk, Exception):
+                        raise chunk
+                    yield chunk
+            except asyncio.CancelledError:
+                self.aborted.set()
+                raise
+
+        return StreamingResponse(chunks(), media_type="text/event-stream")
+
+
+async def within(awaitable: Awaitable[Any]) -> Any:
+    async with asyncio.timeout(PATIENCE):
+        return await awaitable
+
+
+async def metric(client: httpx.AsyncClient, line: str) -> float:
+    """The value of one line of the router's /metrics, 0 if it is not there."""
+    text = (await client.get("/metrics")).text
+    return next((float(row.rpartition(" ")[2]) for row in text.splitlines() if row.startswith(line)), 0.0)
+
+
+async def until_metric(client: httpx.AsyncClient, line: str, value: float) -> None:
+    """Waits until a line of the router's /metrics has this value."""
+    async with asyncio.timeout(PATIENCE):
+        while await metric(client, line) != value:
+            await asyncio.sleep(0.01)  # each look is a request of its own: there is no event to wait for

@@ -1,0 +1,760 @@
+"""The agent over real sockets and a real engine: pages arrive, requests are reported once, and nothing is
+left."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import random
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import zmq
+from agent_setup import IMPATIENT, LIVELY, TIMES, Side, Stage, stage, until
+from protocol_setup import PAGE, compatibility, layout
+
+from kv_connector.agent import Agent, AgentConfig, AgentError, MemoryRange
+from kv_connector.engine import ErrorCode, TransferError
+from kv_connector.protocol.actions import Address, Outcome
+from kv_connector.protocol.messages import Release, Role, encode
+from kv_connector.protocol.peers import PeerState
+from kv_connector.protocol.prefill import ComputedPages, GroupPages
+
+SOURCE, TARGET = (1, 2, 3), (11, 12, 13)
+
+
+@pytest.fixture(params=["sim", "tcp", "host"])
+def every_lane(request: pytest.FixtureRequest) -> Iterator[Stage]:
+    with stage(request.param) as made:
+        yield made
+
+
+@pytest.fixture
+def sim() -> Iterator[Stage]:
+    with stage("sim") as made:
+        yield made
+
+
+@pytest.fixture
+def pair(sim: Stage) -> tuple[Side, Side]:
+    return sim.pair()
+
+
+def refuse(code: ErrorCode, times: int = 1 << 30) -> Callable[..., Any]:
+    """An operation of the engine that fails so many times."""
+    left = [times]
+
+    def operation(*_: object, **__: object) -> None:
+        left[0] -= 1
+        raise TransferError(code, "sim", "peer", "operation", "as the test wants it")
+
+    operation.left = left  # type: ignore[attr-defined]
+    return operation
+
+
+def transfer(prefill: Side, decode: Side, name: str = "t") -> None:
+    """One transfer from beginning to end, with nothing going wrong."""
+    prefill.expect(name)
+    decode.reserve(prefill.address, transfer=name)
+    prefill.compute(SOURCE, transfer=name)
+    prefill.agent.finished(name, True, "")
+    decode.wait(received=[f"d-{name}"])
+    prefill.wait(sent=[f"p-{name}"])
+    assert decode.failed == []
+    assert decode.holds(name, SOURCE, TARGET)
+
+
+# --- The good path
+
+
+def test_pages_arrive_over_every_lane(every_lane: Stage) -> None:
+    prefill, decode = every_lane.pair()
+    transfer(prefill, decode)
+    prefill.idle()
+    decode.idle()
+    assert decode.pages.sum(dtype=int) == prefill.pages.sum(dtype=int)  # and nothing else was written
+    stats = prefill.agent.stats()
+    assert (stats.pages_pushed, stats.bytes_pushed, stats.layers_pushed) == (6, 6 * PAGE, 2)
+    assert stats.sent == {Outcome.COMPLETED: 1}
+    assert [peer.lane for peer in stats.peers] == [every_lane.lane]
+    stats = decode.agent.stats()
+    assert (stats.received, stats.received_pages) == ({Outcome.COMPLETED: 1}, 6)
+    assert stats.received_seconds > 0
+    assert [(peer.state, peer.lane) for peer in stats.peers] == [(PeerState.UP, every_lane.lane)]
+
+
+def test_layers_leave_as_they_are_signalled(pair: tuple[Side, Side]) -> None:
+    prefill, decode = pair
+    prefill.pages[:] = 7
+    prefill.expect()
+    decode.reserve(prefill.address)
+    prefill.compute(SOURCE, forward=False)
+    until(lambda: prefill.agent.live().engine_transfers == 1)
+    prefill.agent.signal.store(1)
+    until(lambda: prefill.agent._engine.stats().pages_written == 3)
+    assert (decode.pages[0, 11:14] == 7).all()
+    assert not decode.pages[1].any()  # the second layer is not computed yet
+    decode.poll()
+    assert decode.received == []
+    prefill.agent.note_prefill_end(["t"])
+    prefill.agent.signal.store(2)
+    prefill.agent.finished("t", True, "")
+    decode.wait(received=["d-t"])
+    prefill.wait(sent=["p-t"])
+    stats = prefill.agent.stats()
+    assert (stats.pages_before_prefill_end, stats.layers_before_prefill_end) == (3, 1)
+    assert stats.bytes_before_prefill_end == 3 * PAGE
+
+
+def test_the_prompt_may_be_computed_before_decode_asks(pair: tuple[Side, Side]) -> None:
+    prefill, decode = pair
+    prefill.expect()
+    prefill.compute(SOURCE[:2])
+    prefill.compute(SOURCE[2:], first=2)
+    prefill.agent.finished("t", True, "")
+    decode.reserve(prefill.address)
+    decode.wait(received=["d-t"])
+    assert decode.holds("t", SOURCE, TARGET)
+    prefill.wait(sent=["p-t"])
+    assert prefill.agent.stats().pages_before_prefill_end == 0
+
+
+def test_nothing_wanted_is_complete_at_once(pair: tuple[Side, Side]) -> None:
+    prefill, decode = pair
+    prefill.expect()
+    decode.reserve(prefill.address, blocks=(0, 0, 0))
+    decode.wait(received=["d-t"])
+    prefill.compute(SOURCE)
+    prefill.agent.finished("t", True, "")
+    prefill.wait(sent=["p-t"])
+    assert decode.failed == []
+    prefill.idle()
+    decode.idle()
+
+
+def test_many_transfers_at_once_between_several_engines(sim: Stage) -> None:
+    """Both dispatch orders, chunks, aborts on either side, and three engines that come in any order."""
+    rng = random.Random(5)
+    prefills = [sim.side(Role.PREFILL, f"p{i}", pages=layout(num_blocks=400)) for i in range(2)]
+    decodes = [sim.side(Role.DECODE, f"d{i}", pages=layout(num_blocks=400)) for i in range(2)]
+    completed: list[tuple[Side, str, tuple[int, ...], tuple[int, ...]]] = []
+    for number in range(60):
+        name = f"t{number}"
+        prefill, decode = rng.choice(prefills), rng.choice(decodes)
+        first = 1 + 3 * number
+        blocks = tuple(range(first, first + 3))
+        targets = tuple(rng.sample(blocks, 3))
+        late = rng.random() < 0.5
+        fate = rng.choice(["good"] * 4 + ["prefill aborts", "decode aborts"])
+        if not late:
+            decode.reserve(prefill.address, targets, name)
+        prefill.expect(name)
+        if fate == "prefill aborts":
+            prefill.compute(blocks[:1], transfer=name)
+            prefill.agent.finished(name, False, "client left")
+        else:
+            prefill.compute(blocks[:1], transfer=name)
+            prefill.compute(blocks[1:], first=1, transfer=name)
+            prefill.agent.finished(name, True, "")
+        if late:
+            decode.reserve(prefill.address, targets, name)
+        if fate == "decode aborts":
+            decode.agent.cancel(f"d-{name}")
+        prefill.wait(sent=[])
+        if fate == "good":
+            completed.append((decode, name, blocks, targets))
+    for side in (*decodes, *prefills):
+        side.idle()
+    assert sorted(name for side in prefills for name in side.sent) == sorted(f"p-t{i}" for i in range(60))
+    assert sorted(name for side in decodes for name in side.received) == sorted(f"d-t{i}" for i in range(60))
+    assert completed
+    for decode, name, blocks, targets in completed:
+        assert f"d-{name}" not in decode.failed
+        assert decode.holds(name, blocks, targets)
+
+
+# --- Ends that are not good
+
+
+def test_an_abort_of_prefill_fails_decode(pair: tuple[Side, Side], caplog: pytest.LogCaptureFixture) -> None:
+    prefill, decode = pair
+    prefill.expect()
+    decode.reserve(prefill.address)
+    prefill.compute(SOURCE[:1])
+    until(lambda: prefill.agent.live().engine_transfers == 1)
+    prefill.agent.finished("t", False, "client left")
+    decode.wait(received=["d-t"])
+    assert decode.failed == ["d-t"]
+    prefill.wait(sent=["p-t"])
+    prefill.idle()
+    decode.idle()
+    peer = f"prefill/0 at {prefill.address}"
+    until(lambda: f"transfer t from {peer} over sim: failed: prefill_aborted: client left" in caplog.text)
+    until(lambda: "transfer t to decode/0 over sim: failed: client left" in caplog.text)
+
+
+def test_an_abort_of_decode_is_not_a_failure(pair: tuple[Side, Side]) -> None:
+    prefill, decode = pair
+    prefill.expect()
+    decode.reserve(prefill.address)
+    prefill.compute(SOURCE[:2])
+    until(lambda: prefill.agent.live().engine_transfers == 1)
+    decode.agent.cancel("d-t")
+    decode.wait(received=["d-t"])
+    assert decode.failed == []
+    decode.idle()
+    # Nothing lands in the blocks any more, whatever P still computes.
+    decode.pages[:] = 0
+    prefill.compute(SOURCE[2:], first=2)
+    prefill.agent.finished("t", True, "")
+    prefill.wait(sent=["p-t"])
+    assert not decode.pages.any()
+    prefill.idle()
+
+
+def test_another_prompt_fails_decode_only(pair: tuple[Side, Side]) -> None:
+    prefill, decode = pair
+    prefill.expect()
+    decode.reserve(prefill.address, prompt_hash=bytes(16))
+    decode.wait(received=["d-t"])
+    assert decode.failed == ["d-t"]
+    decode.agent.release("t", prefill.address)
+    prefill.agent.finished("t", True, "")
+    prefill.wait(sent=["p-t"])
+
+
+def test_a_release_frees_the_prompt(pair: tuple[Side, Side]) -> None:
+    prefill, decode = pair
+    prefill.expect()
+    prefill.agent.finished("t", True, "")
+    decode.agent.release("t", prefill.address)
+    prefill.wait(sent=["p-t"])
+    assert prefill.agent.stats().sent == {Outcome.RELEASED: 1}
+
+
+def test_a_prompt_that_nobody_wants_expires_unless_decode_says_that_it_waits(sim: Stage) -> None:
+    prefill, decode = sim.pair(replace(TIMES, hold=1.5, heartbeat=0.1))
+    decode.agent.set_waiting([("kept", prefill.address)])
+    decode.agent.dial(prefill.address)
+    until(lambda: decode.agent.live().peers == 1)
+    for name in ("kept", "lost"):
+        prefill.expect(name)
+        prefill.agent.finished(name, True, "")
+    prefill.wait(sent=["p-lost"])
+    assert "p-kept" not in prefill.sent
+    decode.agent.set_waiting([])
+    prefill.wait(sent=["p-kept"])
+    assert prefill.agent.stats().sent == {Outcome.EXPIRED: 2}
+
+
+def test_a_reserve_without_a_request_fails(sim: Stage) -> None:
+    prefill, decode = sim.pair(replace(TIMES, orphan=0.2))
+    decode.reserve(prefill.address)
+    decode.wait(received=["d-t"])
+    assert decode.failed == ["d-t"]
+    prefill.idle()
+
+
+# --- Preemption
+
+
+def test_preemption_returns_when_nothing_reads_the_blocks(sim: Stage) -> None:
+    prefill = sim.side(Role.PREFILL, engine=sim.engine("slow", max_delay_us=100_000))
+    decode = sim.side(Role.DECODE)
+    prefill.expect()
+    decode.reserve(prefill.address)
+    prefill.compute(SOURCE[:2])
+    until(lambda: prefill.agent.live().engine_transfers == 1)
+    prefill.agent.preempt(["t", "unknown"])
+    prefill.pages[:] = 99  # somebody else's now
+    # The prompt is computed again, elsewhere; only what had not gone goes.
+    prefill.compute((5, 6, 7))
+    prefill.agent.finished("t", True, "")
+    decode.wait(received=["d-t"])
+    assert decode.failed == []
+    assert decode.holds("t", (1, 2, 7), TARGET)
+    prefill.wait(sent=["p-t"])
+    assert prefill.agent.stats().pages_pushed == 6
+
+
+def test_preemption_waits_for_layers_that_are_still_being_computed(pair: tuple[Side, Side]) -> None:
+    prefill, decode = pair
+    prefill.expect()
+    decode.reserve(prefill.address)
+    prefill.compute(SOURCE, forward=False)
+    until(lambda: prefill.agent.live().engine_transfers == 1)
+    preempting = threading.Thread(target=prefill.agent.preempt, args=(["t"],))
+    preempting.start()
+    preempting.join(0.05)
+    assert preempting.is_alive()
+    prefill.agent.signal.store(2)
+    preempting.join(20)
+    assert not preempting.is_alive()
+    decode.wait(received=["d-t"])  # everything has left
+    prefill.agent.finished("t", True, "")
+    prefill.wait(sent=["p-t"])
+
+
+def test_preempted_writes_that_do_not_drain_are_fenced(sim: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = sim.engine("p")
+    prefill = sim.side(Role.PREFILL, engine=engine, timeouts=replace(TIMES, drain=0.3))
+    decode = sim.side(Role.DECODE)
+    prefill.expect()
+    decode.reserve(prefill.address)
+    prefill.compute(SOURCE[:2])
+    until(lambda: prefill.agent.live().engine_transfers == 1)
+    monkeypatch.setattr(engine, "quiesce", refuse(ErrorCode.TIMEOUT))
+    prefill.agent.preempt(["t"])
+    assert engine.stats().transfers_open == 0  # the blocks are nobody's business any more
+    until(lambda: engine.stats().peers == 0)
+    decode.wait(received=["d-t"])
+    assert decode.failed == ["d-t"]
+    prefill.agent.finished("t", True, "")
+    prefill.wait(sent=["p-t"])
+    prefill.idle()
+    decode.idle()
+    transfer_again(prefill, decode)
+
+
+def test_preemption_waits_for_an_agent_that_is_busy(sim: Stage) -> None:
+    """Longer than any time-out: blocks that are still being read must not be written for somebody else."""
+    drain = 0.02
+    prefill = sim.side(Role.PREFILL, timeouts=replace(TIMES, drain=drain))
+    idle = threading.Event()
+
+    def busy(now: float) -> tuple[()]:
+        idle.wait(20)
+        return ()
+
+    prefill.agent._submit(busy)
+    preempting = threading.Thread(target=prefill.agent.preempt, args=(["t"],))
+    preempting.start()
+    preempting.join(10 * drain)
+    assert preempting.is_alive()
+    idle.set()
+    preempting.join(20)
+    assert not preempting.is_alive()
+
+
+def transfer_again(prefill: Side, decode: Side) -> None:
+    """The two find together again."""
+    decode.failed.clear()
+    transfer(prefill, decode, "again")
+
+
+# --- The engine says no
+
+
+def test_writes_that_the_engine_refuses_fail_their_transfer_only(
+    sim: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = sim.engine("p")
+    prefill, decode = sim.side(Role.PREFILL, engine=engine), sim.side(Role.DECODE)
+    transfer(prefill, decode, "before")
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "arm", refuse(ErrorCode.OUT_OF_RANGE))
+        prefill.expect()
+        decode.reserve(prefill.address)
+        prefill.compute(SOURCE)
+        decode.wait(received=["d-t"])
+    assert decode.failed == ["d-t"]
+    prefill.agent.finished("t", True, "")
+    prefill.wait(sent=["p-t"])
+    transfer_again(prefill, decode)
+
+
+def test_a_transfer_that_cannot_be_opened_fails(sim: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = sim.engine("p")
+    prefill, decode = sim.side(Role.PREFILL, engine=engine), sim.side(Role.DECODE)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "open_transfer", refuse(ErrorCode.RESOURCES))
+        prefill.expect()
+        decode.reserve(prefill.address)
+        prefill.compute(SOURCE)
+        decode.wait(received=["d-t"])
+    assert decode.failed == ["d-t"]
+    prefill.agent.finished("t", True, "")
+    prefill.wait(sent=["p-t"])
+    transfer_again(prefill, decode)
+
+
+def test_nothing_is_written_after_a_transfer_was_given_up(
+    sim: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two steps are to be pushed, the first cannot be: the second must not be, for D has its blocks back."""
+    engine = sim.engine("p")
+    prefill, decode = sim.side(Role.PREFILL, engine=engine), sim.side(Role.DECODE)
+    prefill.expect()
+    prefill.compute(SOURCE[:2])
+    prefill.compute(SOURCE[2:], first=2)
+    prefill.agent.finished("t", True, "")
+    open_transfer, calls = engine.open_transfer, []
+
+    def first_fails(*arguments: Any) -> int:
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise TransferError(ErrorCode.RESOURCES, "sim", "peer", "open_transfer", "as the test wants it")
+        return open_transfer(*arguments)
+
+    monkeypatch.setattr(engine, "open_transfer", first_fails)
+    decode.reserve(prefill.address)
+    decode.wait(received=["d-t"])
+    prefill.wait(sent=["p-t"])
+    assert decode.failed == ["d-t"]
+    assert len(calls) == 1
+    prefill.idle()
+    assert not decode.pages.any()
+
+
+def test_without_counters_a_request_fails(sim: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = sim.engine("d")
+    prefill, decode = sim.side(Role.PREFILL), sim.side(Role.DECODE, engine=engine)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "alloc_counters", refuse(ErrorCode.RESOURCES))
+        decode.reserve(prefill.address)
+        decode.wait(received=["d-t"])
+    assert decode.failed == ["d-t"]
+    transfer_again(prefill, decode)
+
+
+def test_blocks_come_back_only_when_the_fence_is_through(sim: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = sim.engine("d")
+    prefill = sim.side(Role.PREFILL, timeouts=replace(TIMES, drain=0.3))
+    decode = sim.side(Role.DECODE, engine=engine)
+    prefill.expect()
+    decode.reserve(prefill.address)
+    prefill.compute(SOURCE[:1])
+    until(lambda: prefill.agent.live().engine_transfers == 1)
+    stuck = refuse(ErrorCode.TIMEOUT)
+    fence = engine.fence
+    monkeypatch.setattr(engine, "fence", stuck)
+    # It leaves with a BYE, and without a word about its transfer.
+    monkeypatch.setattr(prefill.agent._effects.prefill, "close", lambda now: [])
+    prefill.agent.close()
+    until(lambda: decode.agent.live().fences == 1)
+    # Other peers are served meanwhile.
+    other = sim.side(Role.PREFILL, "other")
+    transfer(other, decode, "u")
+    tries = stuck.left[0]  # type: ignore[attr-defined]
+    until(lambda: stuck.left[0] < tries - 3)  # type: ignore[attr-defined]
+    assert "d-t" not in decode.received
+    monkeypatch.setattr(engine, "fence", fence)
+    decode.wait(received=["d-t"])
+    decode.idle()
+
+
+# --- Peers
+
+
+def test_a_prefill_engine_that_shuts_down_ends_its_transfers_at_once(
+    pair: tuple[Side, Side], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    prefill, decode = pair
+    prefill.expect()
+    decode.reserve(prefill.address)
+    prefill.compute(SOURCE[:1])
+    until(lambda: prefill.agent.live().engine_transfers == 1)
+    prefill.agent.close()
+    prefill.agent.close()
+    decode.wait(received=["d-t"])
+    assert decode.failed == ["d-t"]
+    until(lambda: decode.agent.live().peers == 0)
+    decode.idle()
+    until(lambda: "draining: the prefill engine is shutting down" in caplog.text)
+    # Whichever of its BYE and the end of its links was read first.
+    peer = f"prefill peer prefill/0 at {prefill.address}"
+    until(lambda: f"BYE from {peer}" in caplog.text or "the peer ended the link" in caplog.text)
+
+
+def test_a_decode_engine_that_shuts_down_frees_the_prompts(pair: tuple[Side, Side]) -> None:
+    prefill, decode = pair
+    prefill.expect()
+    decode.reserve(prefill.address)
+    prefill.compute(SOURCE[:1])
+    until(lambda: prefill.agent.live().engine_transfers == 1)
+    decode.agent.close()
+    prefill.agent.finished("t", True, "")
+    prefill.wait(sent=["p-t"])
+    until(lambda: prefill.agent.live().peers == 0)
+    prefill.idle()
+
+
+def mute(side: Side) -> None:
+    """The process hangs: nothing goes out any more, and nothing is heard."""
+    side.agent._control.send = lambda source, message: True  # type: ignore[method-assign]
+    side.agent._control.receive = lambda: []  # type: ignore[method-assign]
+
+
+def test_a_prefill_engine_that_falls_silent_is_declared_dead(
+    sim: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill, decode = sim.side(Role.PREFILL), sim.side(Role.DECODE, timeouts=IMPATIENT)
+    prefill.expect()
+    decode.reserve(prefill.address)
+    prefill.compute(SOURCE[:1])
+    until(lambda: prefill.agent.live().engine_transfers == 1)
+    mute(prefill)
+    decode.wait(received=["d-t"])
+    assert decode.failed == ["d-t"]
+    decode.idle()
+    until(lambda: f"DEAD: prefill peer prefill/0 at {prefill.address}: silent for" in caplog.text)
+
+
+def test_a_decode_engine_that_falls_silent_frees_the_prompts(sim: Stage) -> None:
+    prefill = sim.side(Role.PREFILL, timeouts=IMPATIENT)
+    decode = sim.side(Role.DECODE, timeouts=LIVELY)
+    prefill.expect()
+    decode.reserve(prefill.address)
+    prefill.compute(SOURCE[:1])
+    until(lambda: prefill.agent.live().engine_transfers == 1)
+    mute(decode)
+    until(lambda: prefill.agent.live().peers == 0)
+    prefill.agent.finished("t", True, "")
+    prefill.wait(sent=["p-t"])
+    prefill.idle()
+
+
+def test_a_restarted_prefill_engine_is_found_at_its_old_address(sim: Stage) -> None:
+    prefill, decode = sim.pair()
+    transfer(prefill, decode, "before")
+    # It goes without a word, as a killed process does: D talks to the new one and learns that it is a
+    # stranger.
+    prefill.agent._effects.peers.leave = lambda now: []  # type: ignore[method-assign]
+    prefill.agent.close()
+    again = sim.side(Role.PREFILL, port=prefill.address.port)
+    until(lambda: decode.agent.live().peers == 0)
+    transfer(again, decode, "after")
+
+
+def test_a_restarted_decode_engine_replaces_its_old_self(
+    sim: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill, decode = sim.pair()
+    transfer(prefill, decode, "before")
+    again = sim.side(Role.DECODE)
+    transfer(prefill, again, "after")
+    until(lambda: "DEAD: decode peer decode/0: the engine restarted" in caplog.text)
+    assert prefill.agent.live().peers == 1
+
+
+def test_an_address_where_nobody_listens_fails_the_request(
+    sim: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    decode = sim.side(Role.DECODE, timeouts=replace(TIMES, handshake=0.1, connect=0.3))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        nobody = Address("127.0.0.1", probe.getsockname()[1])
+        decode.reserve(nobody)
+        decode.wait(received=["d-t"])
+    assert decode.failed == ["d-t"]
+    until(lambda: f"is a prefill engine's agent listening at {nobody}, " in caplog.text)
+    decode.idle()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"compatible": compatibility(block_sizes=(32,))},
+            "incompatible: block_sizes: prefill has (16,), decode has (32,): start both engines",
+        ),
+        ({"pages": layout(groups=(3,))}, "incompatible: layers: prefill has 2, decode has 3"),
+        ({"rank": 1}, "incompatible: decode rank 1 dialled prefill rank 0"),
+    ],
+    ids=["block size", "layout", "rank"],
+)
+def test_an_engine_that_does_not_fit_is_told_why_and_nobody_else_suffers(
+    sim: Stage, changes: dict[str, Any], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill, decode = sim.pair()
+    stranger = sim.side(Role.DECODE, "stranger", **changes)
+    for name in ("t", "u"):
+        stranger.reserve(prefill.address, transfer=name)
+        stranger.wait(received=[f"d-{name}"])
+    assert stranger.failed == ["d-t", "d-u"]
+    until(lambda: words in caplog.text)
+    assert caplog.text.count(f"NAK from {prefill.address}") == 1
+    stranger.idle()
+    transfer(prefill, decode)
+
+
+def test_two_engines_of_one_role_are_told_so(sim: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    decode, other = sim.side(Role.DECODE), sim.side(Role.DECODE, "other")
+    decode.reserve(other.address)
+    decode.wait(received=["d-t"])
+    assert decode.failed == ["d-t"]
+    words = "wrong_role: other is a decode engine: give the router the address of a prefill engine"
+    until(lambda: words in caplog.text)
+
+
+def test_without_a_common_lane_decode_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
+    with stage("sim") as one, stage("tcp") as two:
+        prefill, decode = one.side(Role.PREFILL), two.side(Role.DECODE)
+        decode.reserve(prefill.address)
+        decode.wait(received=["d-t"])
+        assert decode.failed == ["d-t"]
+        until(lambda: "refused: no_lane" in caplog.text)
+        decode.idle()
+        prefill.idle()
+
+
+def test_engines_of_both_roles_send_to_each_other(sim: Stage) -> None:
+    one, two = sim.side(Role.BOTH, "one"), sim.side(Role.BOTH, "two")
+    transfer(one, two, "there")
+    transfer(two, one, "back")
+    assert one.agent.live().peers == two.agent.live().peers == 2
+
+
+# --- Bad input
+
+
+def test_a_malformed_message_costs_its_sender_only(
+    pair: tuple[Side, Side], caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill, decode = pair
+    transfer(prefill, decode, "before")
+    context = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.connect(f"tcp://{prefill.address}")
+    stranger.send(b"garbage")
+    until(lambda: prefill.agent.stats().malformed_messages == 1)
+    stranger.send(encode(Release("t")))
+    transfer(prefill, decode)
+    stranger.close(linger=0)
+    context.term()
+    until(lambda: "malformed message from 127.0.0.1" in caplog.text)
+    assert [peer.state for peer in prefill.agent.stats().peers] == [PeerState.UP]
+
+
+def test_an_error_in_one_message_does_not_stop_the_agent(
+    pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill, decode = pair
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("as the test wants it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prefill.agent._effects.prefill, "release", broken)
+        decode.agent.release("t", prefill.address)
+        until(lambda: "ZeroDivisionError: as the test wants it" in caplog.text)
+    with monkeypatch.context() as patch:
+        patch.setattr(prefill.agent._effects.prefill, "reserve", broken)
+        decode.reserve(prefill.address, transfer="y")
+        decode.wait(received=["d-y"])
+        assert decode.failed == ["d-y"]
+    with monkeypatch.context() as patch:
+        patch.setattr(prefill.agent._effects.prefill, "expect", broken)
+        prefill.expect("x")
+        until(lambda: prefill.agent.live().commands == 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(decode.agent._effects.decode, "reserve", broken)
+        decode.reserve(prefill.address, transfer="x")
+        decode.wait(received=["d-x"])
+        assert decode.failed == ["d-y", "d-x"]
+    with monkeypatch.context() as patch:
+        patch.setattr(prefill.agent._effects, "tick", broken)
+        prefill.agent.finished("nobody", True, "")
+        until(lambda: "an error that it did not expect" in caplog.text)
+    transfer_again(prefill, decode)
+
+
+def test_a_reserve_that_no_message_can_carry_fails(
+    pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = pair
+    transfer(prefill, decode, "before")
+    with monkeypatch.context() as patch:
+        patch.setattr("kv_connector.protocol.messages.MAX_MESSAGE_BYTES", 100)
+        decode.reserve(prefill.address)
+        decode.wait(received=["d-t"])
+    assert decode.failed == ["d-t"]
+    transfer_again(prefill, decode)
+
+
+def test_pages_outside_of_the_memory_are_refused(pair: tuple[Side, Side]) -> None:
+    prefill, decode = pair
+    prefill.expect()
+    decode.reserve(prefill.address)
+    blocks = ComputedPages("t", 0, (GroupPages(0, (1, 2, 1_000_000)),))
+    prefill.agent.computed(blocks)
+    decode.wait(received=["d-t"])
+    assert decode.failed == ["d-t"]
+    prefill.agent.finished("t", True, "")
+    prefill.wait(sent=["p-t"])
+
+
+# --- Starting and stopping
+
+
+ANYWHERE = Address("127.0.0.1", 0)
+
+
+def config(address: Address = ANYWHERE, **changes: Any) -> AgentConfig:
+    base = AgentConfig("p0", Role.PREFILL, 0, address, compatibility(), layout(), providers=("sim",))
+    return replace(base, **changes)
+
+
+def test_a_port_in_use_names_the_setting(sim: Stage) -> None:
+    taken = sim.side(Role.PREFILL).address
+    memory = bytearray(layout().bytes_per_region()[0])
+    agent = Agent(config(taken), memory_of(memory))
+    words = r"p0/0: cannot listen on 127\.0\.0\.1:\d+: .* Set control_port to a free"
+    with pytest.raises(AgentError, match=words):
+        agent.start()
+
+
+def test_an_address_of_another_machine_names_the_setting() -> None:
+    memory = bytearray(layout().bytes_per_region()[0])
+    agent = Agent(config(Address("203.0.113.1", 0)), memory_of(memory))
+    with pytest.raises(AgentError, match=r"no address of this machine\. Set control_host"):
+        agent.start()
+
+
+def memory_of(buffer: bytearray) -> list[MemoryRange]:
+    address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    return [MemoryRange(address, len(buffer))]
+
+
+def test_an_unknown_provider_is_named() -> None:
+    memory = bytearray(layout().bytes_per_region()[0])
+    with pytest.raises(AgentError, match="pigeon"):
+        Agent(config(providers=("pigeon",)), memory_of(memory))
+
+
+def test_memory_that_is_too_small_is_named() -> None:
+    need = layout().bytes_per_region()[0]
+    with pytest.raises(AgentError, match=f"memory region 0 has {need - 1} bytes, its layers need {need}"):
+        Agent(config(), memory_of(bytearray(need - 1)))
+
+
+def test_an_agent_that_never_started_closes() -> None:
+    memory = bytearray(layout().bytes_per_region()[0])
+    agent = Agent(config(), memory_of(memory))
+    agent.preempt(["t"])
+    agent.close()
+    agent.close()
+    agent.dial(Address("127.0.0.1", 1))  # nobody listens any more, and nobody minds
+    assert agent.live().idle
+
+
+def test_closing_leaves_no_thread(sim: Stage) -> None:
+    prefill, decode = sim.pair()
+    transfer(prefill, decode)
+    prefill.agent.close()
+    decode.agent.close()
+    names = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in names if name in ("kv-agent-prefill", "kv-agent-decode")]
+
+
+def test_an_idle_agent_sleeps(sim: Stage) -> None:
+    """Without peers there is no deadline: the thread waits until it is woken."""
+    prefill = sim.side(Role.PREFILL)
+    prefill.agent.finished("nobody", True, "")
+    until(lambda: prefill.agent.live().commands == 0)
+    assert prefill.agent._timeout() is None

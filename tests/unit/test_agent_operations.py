@@ -1,0 +1,99 @@
+"""What an operator sees of agents: keys that differ, slow transfers, timings, phases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from agent_setup import TIMES, Stage, stage, until
+
+from kv_connector.cluster_key import ClusterKey
+from kv_connector.protocol.messages import Role
+
+
+@pytest.fixture
+def agents() -> Iterator[Stage]:
+    with stage("sim") as agents:
+        yield agents
+
+
+@pytest.mark.parametrize("keys", ["another", "none"])
+def test_a_peer_without_the_key_fails_its_own_requests_and_says_why(
+    agents: Stage, keys: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = ClusterKey.generate()
+    prefill = agents.side(Role.PREFILL, key=key)
+    decode = agents.side(Role.DECODE, key=key)
+    # A wrong key is never answered; who has none is told once ZMQ has hung up, however long that takes.
+    connect = 0.5 if keys == "another" else 30.0
+    stranger = agents.side(
+        Role.DECODE,
+        "stranger",
+        key=ClusterKey.generate() if keys == "another" else None,
+        timeouts=replace(TIMES, handshake=0.1, connect=connect),
+    )
+    stranger.reserve(prefill.address, transfer="stolen")
+    stranger.wait(received=["d-stolen"])
+    assert stranger.failed == ["d-stolen"]
+    words = "with the same cluster key?" if keys == "another" else "only one of the two"
+    until(lambda: words in caplog.text)
+    assert prefill.agent.live().peers == 0
+    assert prefill.agent.stats().malformed_messages == 0
+    decode.reserve(prefill.address)
+    prefill.expect()
+    prefill.compute((1, 2, 3))
+    prefill.agent.finished("t", True)
+    decode.wait(received=["d-t"])
+    assert decode.holds("t", (1, 2, 3), (11, 12, 13))
+
+
+def test_phases_say_what_a_request_waits_for(agents: Stage) -> None:
+    prefill, decode = agents.pair()
+    prefill.expect("early")
+    until(lambda: prefill.agent.live().phases == {"prefill waiting": 1})
+    decode.reserve(prefill.address, transfer="late")
+    until(lambda: decode.agent.live().phases == {"decode reserved": 1})
+    until(lambda: prefill.agent.live().phases == {"prefill waiting": 1, "prefill orphan": 1})
+    decode.agent.cancel("d-late")
+    prefill.agent.finished("early", False, "aborted")
+    prefill.idle()
+    decode.idle()
+    assert prefill.agent.live().phases == decode.agent.live().phases == {}
+
+
+def test_a_transfer_that_takes_long_is_named_once(
+    agents: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kv_connector.effects._SLOW_S", 0.1)
+    prefill, decode = agents.pair(replace(TIMES, heartbeat=0.05))
+    decode.reserve(prefill.address)
+    prefill.expect()
+    prefill.compute((1, 2))
+    words = "SLOW: transfer t from prefill/0 at"
+    until(lambda: words in caplog.text)
+    line = next(text for text in caplog.text.splitlines() if words in text)
+    assert "lane sim: reserved for" in line
+    assert "4 of 6 pages are here" in line
+    until(lambda: "SLOW: transfer t to decode/0, lane sim: active for" in caplog.text)
+    prefill.compute((3,), first=2)
+    prefill.agent.finished("t", True)
+    decode.wait(received=["d-t"])
+    assert caplog.text.count(words) == 1
+
+
+def test_completed_transfers_are_timed_by_lane(agents: Stage) -> None:
+    prefill, decode = agents.pair()
+    decode.reserve(prefill.address)
+    prefill.expect()
+    prefill.compute((1, 2, 3))
+    prefill.agent.finished("t", True)
+    prefill.wait(sent=["p-t"])
+    decode.wait(received=["d-t"])
+    prefill.idle()
+    (sent,), (received,) = prefill.agent.take_timings(), decode.agent.take_timings()
+    assert (sent.side, sent.lane, sent.nbytes) == (Role.PREFILL, "sim", 6 * 64)
+    assert 0.0 <= sent.first_push_seconds <= sent.seconds
+    assert (received.side, received.lane) == (Role.DECODE, "sim")
+    assert received.seconds > 0
+    assert prefill.agent.take_timings() == []

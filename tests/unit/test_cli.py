@@ -1,0 +1,31 @@
+"""The command line's own part: what it says to wrong input, and what it finds out about a machine."""
+
+from typer.testing import CliRunner
+
+from kv_connector.cli.main import app
+
+WIDE = {"COLUMNS": "200", "TERM": "dumb"}
+
+
+def run(*words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(words), env=WIDE)
+    return result.exit_code, result.output
+
+
+def test_help_names_the_commands() -> None:
+    status, output = run("--help")
+    assert status == 0
+    for command in ("bench", "demo", "doctor", "router", "topology"):
+        assert command in output
+
+
+def test_the_router_refuses_a_wrong_address_and_shows_how_one_looks() -> None:
+    status, output = run("router", "--prefill", "127.0.0.1:8100", "--decode", "http://127.0.0.1:8200")
+    assert status == 2
+    assert "http://host:port" in output
+
+
+def test_the_router_needs_both_sides() -> None:
+    status, output = run("router", "--prefill", "http://127.0.0.1:8100")
+    assert status == 2
+    assert "--decode" in output

@@ -1,0 +1,217 @@
+"""The local cluster's parts, with small processes instead of engines (tests/vllm has the engines)."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from kv_connector.cluster import Engine, LocalCluster, Process, StartError, make_gemma3, make_llama
+from kv_connector.cluster.demonstration import LAYERS, PROMPTS_PER_LENGTH, Pushed, Row, _problems
+from kv_connector.cluster.ports import free_ports
+from kv_connector.cluster.process import stop
+
+PATIENCE = 10.0
+
+Start = Callable[[str], Process]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a Python program as a Process named `child`."""
+    started: list[Process] = []
+
+    def start(program: str) -> Process:
+        command = [sys.executable, "-c", textwrap.dedent(program)]
+        process = Process("child", command, environment={"GREETING": "hello"}, log=tmp_path / "child.log")
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.01)
+
+
+FAMILY = """
+    import os, signal, subprocess, sys, time
+    signal.signal(signal.SIGTERM, signal.{leader})
+    child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); "
+    child += "time.sleep(600)"
+    subprocess.Popen([sys.executable, "-c", child])
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("leader", ["SIG_DFL", "SIG_IGN"])
+def test_stop_ends_children_too_even_those_that_ignore_it(
+    start: Start, leader: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kv_connector.cluster.process.STOP_SECONDS", 0.2)
+    process = start(FAMILY.format(leader=leader))
+    until(lambda: "up" in process.log_tail())
+    assert len(process.members()) == 2
+    stop([process])
+    assert process.members() == []
+    assert not process.running()
+
+
+def test_stop_interrupted_still_leaves_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    processes = [start(FAMILY.format(leader="SIG_IGN")) for _ in range(2)]
+    for process in processes:
+        until(lambda process=process: len(process.members()) == 2)
+
+    def interrupt(process: Process) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Process, "terminate", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        stop(processes)
+    assert [process.members() for process in processes] == [[], []]
+
+
+def test_a_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
+    """Even if that one is killed and can run no code of ours."""
+    log = tmp_path / "child.log"
+    program = f"""
+        import sys, time
+        from pathlib import Path
+        from kv_connector.cluster import Process
+        command = [sys.executable, "-c", "import time; time.sleep(600)"]
+        child = Process("child", command, environment={{}}, log=Path({str(log)!r}))
+        print(child.pid, flush=True)
+        time.sleep(600)
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        parent.kill()
+    until(lambda: not alive(child))
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_process_that_dies_early_is_told_with_the_end_of_its_log(start: Start) -> None:
+    process = start("import os; print(os.environ['GREETING'], 'from the log'); raise SystemExit(3)")
+    with pytest.raises(StartError, match=r"(?s)child ended with status 3 .*hello from the log"):
+        process.wait_healthy("http://127.0.0.1:1/health", deadline=time.monotonic() + PATIENCE)
+
+
+def test_a_process_that_is_never_ready_is_told_at_the_deadline(start: Start) -> None:
+    process = start("import time; time.sleep(600)")
+    with pytest.raises(StartError, match="child was not ready in time"):
+        process.wait_healthy("http://127.0.0.1:1/health", deadline=time.monotonic())
+
+
+def test_a_process_is_healthy_once_its_url_answers_200(start: Start) -> None:
+    (port,) = free_ports(1)
+    server = "http.server.SimpleHTTPRequestHandler"
+    process = start(f"import http.server; http.server.test({server}, port={port}, bind='127.0.0.1')")
+    process.wait_healthy(f"http://127.0.0.1:{port}/", deadline=time.monotonic() + PATIENCE)
+    assert process.running()
+
+
+def test_an_engine_starts_again_as_it_was_at_its_port_with_its_log(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    program = f"""
+        import http.server, os
+        print(os.environ["GREETING"], flush=True)
+        http.server.test(http.server.SimpleHTTPRequestHandler, port={port}, bind="127.0.0.1")
+    """
+    first = Engine(
+        "child",
+        [sys.executable, "-c", textwrap.dedent(program)],
+        environment={"GREETING": "hello"},
+        log=tmp_path / "child.log",
+        port=port,
+        control_port=5,
+    )
+    with LocalCluster(tmp_path, tmp_path) as cluster:
+        try:
+            first.wait_healthy(f"{first.url}/", deadline=time.monotonic() + PATIENCE)
+        finally:
+            again = cluster.restart(first)
+        assert first.members() == []
+        assert (again.name, again.endpoint) == (first.name, first.endpoint)
+        again.wait_healthy(f"{again.url}/", deadline=time.monotonic() + PATIENCE)
+        assert again.pid != first.pid
+        assert again.log_tail().count("hello") == 2
+    assert again.members() == []
+
+
+def test_a_signal_reaches_the_whole_group(start: Start) -> None:
+    process = start(FAMILY.format(leader="SIG_IGN"))
+    until(lambda: len(process.members()) == 2)
+    process.signal(signal.SIGKILL)
+    until(lambda: process.members() == [])
+
+
+def test_ports_differ_and_are_free() -> None:
+    ports = free_ports(50)
+    assert len(set(ports)) == 50
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", ports[0]))
+        taken.listen()
+        assert ports[0] not in free_ports(2000)
+
+
+@pytest.mark.parametrize("make", [make_llama, make_gemma3])
+def test_a_model_is_the_same_bytes_each_time_and_others_with_another_seed(
+    make: Callable[..., Path], tmp_path: Path
+) -> None:
+    first, again, other = (
+        (make(tmp_path / name, layers=3, seed=seed) / "model.safetensors").read_bytes()
+        for name, seed in (("first", 1), ("again", 1), ("other", 2))
+    )
+    assert first == again
+    assert first != other
+
+
+def test_gemma3_has_windows_between_full_layers(tmp_path: Path) -> None:
+    config = json.loads((make_gemma3(tmp_path, layers=4, full_attention_every=2) / "config.json").read_text())
+    assert config["layer_types"] == ["sliding_attention", "full_attention"] * 2
+
+
+def test_heads_that_do_not_divide_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"heads \(4\) must be a multiple of kv_heads \(3\)"):
+        make_llama(tmp_path, heads=4, kv_heads=3)
+
+
+def test_a_prompt_of_n_characters_is_n_tokens_and_comes_back(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(make_llama(tmp_path, layers=1) / "tokenizer.json"))
+    text = "Once upon a time,\n there  was: 42!"
+    tokens = tokenizer.encode(text).ids
+    assert len(tokens) == len(text)
+    assert tokenizer.decode(tokens) == text
+
+
+def row(*, pages: float, equal: bool = True) -> Row:
+    return Row(33, 0.1, 0.1, equal, Pushed(pages, pages, 0, 1, 0), "host")
+
+
+def test_the_demo_fails_on_a_different_output_and_on_pages_that_did_not_come() -> None:
+    pages = PROMPTS_PER_LENGTH * LAYERS * 2  # 33 tokens are two blocks
+    assert list(_problems(row(pages=pages))) == []
+    assert len(list(_problems(row(pages=pages, equal=False)))) == 1
+    assert len(list(_problems(row(pages=0)))) == 1
+    assert len(list(_problems(row(pages=pages - 1)))) == 1

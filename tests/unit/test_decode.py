@@ -1,0 +1,351 @@
+"""D's side of a transfer: every request reported once, and never while a page may still land."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from protocol_setup import BLOCK, HASH, P_ADDRESS, T, decode_request, every, layout, only
+
+from kv_connector.protocol.actions import Address, Ended, Fence, Log, Outcome, Send
+from kv_connector.protocol.decode import (
+    CloseCounters,
+    DecodeAction,
+    DecodeMachine,
+    Dial,
+    FinishedReceiving,
+    OpenCounters,
+)
+from kv_connector.protocol.messages import Cancel, CancelAck, Fail, FailCode, Release, Reserve, Role
+from kv_connector.protocol.timers import Timeouts
+
+PEER, OTHER = 1, 2
+OTHER_ADDRESS = Address("127.0.0.2", 5600)
+TIMES = Timeouts()
+IMMEDIATES = (100, 101)
+
+
+@pytest.fixture
+def machine() -> DecodeMachine:
+    return DecodeMachine(layout(num_blocks=32), TIMES)
+
+
+def reserved(machine: DecodeMachine, transfer: str = "t", now: float = 0.0, peer: int = PEER) -> Reserve:
+    """A request whose RESERVE has been sent."""
+    machine.peer_up(now, P_ADDRESS, peer)
+    machine.reserve(now, decode_request(transfer))
+    return sent(machine.counters_opened(now, f"d-{transfer}", IMMEDIATES), Reserve)
+
+
+def sent(actions: list[DecodeAction], kind: type[T]) -> T:
+    message = only(actions, Send).message
+    assert isinstance(message, kind)
+    return message
+
+
+def report(actions: list[DecodeAction]) -> FinishedReceiving:
+    """The one report; the counters are closed before it."""
+    index = actions.index(only(actions, FinishedReceiving))
+    for close in every(actions, CloseCounters):
+        assert actions.index(close) < index
+    return actions[index]  # type: ignore[return-value]
+
+
+def done(request: str = "d-t") -> FinishedReceiving:
+    return FinishedReceiving(request, failed=False)
+
+
+def failed(request: str = "d-t") -> FinishedReceiving:
+    return FinishedReceiving(request, failed=True)
+
+
+def assert_over(machine: DecodeMachine) -> None:
+    assert len(machine) == 0
+    assert machine.next_deadline() is None
+
+
+# --- The good path
+
+
+def test_reserve_leaves_at_once_where_there_is_a_session(machine: DecodeMachine) -> None:
+    machine.peer_up(0.0, P_ADDRESS, PEER)
+    assert machine.reserve(10.0, decode_request(blocks=(11, 0, 13))) == [OpenCounters("d-t", (2, 2))]
+    actions = machine.counters_opened(10.0, "d-t", IMMEDIATES)
+    assert only(actions, Send).peer == PEER
+    message = sent(actions, Reserve)
+    assert (message.transfer_id, message.prompt_tokens, message.prompt_hash) == ("t", 3 * BLOCK, HASH)
+    assert message.groups == decode_request(blocks=(11, 0, 13)).groups
+    assert message.immediates == IMMEDIATES
+    assert message.deadline_ms == TIMES.transfer * 1000
+
+
+def test_reserve_waits_for_its_session(machine: DecodeMachine) -> None:
+    assert machine.reserve(0.0, decode_request()) == [Dial(P_ADDRESS)]
+    assert machine.peer_up(0.5, OTHER_ADDRESS, OTHER) == []
+    assert machine.peer_up(1.0, P_ADDRESS, PEER) == [OpenCounters("d-t", (3, 3))]
+    message = sent(machine.counters_opened(1.0, "d-t", IMMEDIATES), Reserve)
+    assert message.deadline_ms == (TIMES.transfer - 1.0) * 1000
+
+
+def test_the_last_page_ends_the_transfer(machine: DecodeMachine) -> None:
+    reserved(machine, now=3.0)
+    actions = machine.counters_reached(10.0, "d-t")
+    assert report(actions) == done()
+    assert every(actions, CloseCounters) == [CloseCounters("d-t")]
+    assert (only(actions, Ended).outcome, only(actions, Ended).seconds) == (Outcome.COMPLETED, 7.0)
+    assert machine.counters_reached(7.0, "d-t") == []
+    assert_over(machine)
+
+
+def test_attempts_differ(machine: DecodeMachine) -> None:
+    assert reserved(machine, "t").attempt != reserved(machine, "u").attempt
+
+
+def test_a_request_is_received_once(machine: DecodeMachine) -> None:
+    reserved(machine)
+    log = only(machine.reserve(0.0, decode_request()), Log)
+    assert log.level == logging.ERROR
+    assert len(machine) == 1
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (decode_request(blocks=(32,)), "block 32 of 32"),
+        (decode_request(blocks=(1, 2, 3, 4)), "behind the 3"),
+        (decode_request(prompt_hash=b"short"), "a prompt hash has 16 bytes, this one 5"),
+        (decode_request(transfer=""), "a transfer id has 1 to 256 characters, this one 0"),
+        (decode_request(transfer="x" * 257), "this one 257"),
+        (decode_request(transfer="\ud800"), "valid Unicode"),
+    ],
+)
+def test_a_request_that_cannot_be_asked_for_fails_at_once(
+    machine: DecodeMachine, request_: object, words: str
+) -> None:
+    actions = machine.reserve(0.0, request_)  # type: ignore[arg-type]
+    assert report(actions).failed
+    assert words in only(actions, Ended).reason
+    assert every(actions, Send) == []
+    assert_over(machine)
+
+
+def test_without_counters_the_request_fails_and_nothing_was_sent(machine: DecodeMachine) -> None:
+    machine.peer_up(0.0, P_ADDRESS, PEER)
+    machine.reserve(0.0, decode_request())
+    actions = machine.counters_failed(0.0, "d-t", "RESOURCES in alloc_counters")
+    assert actions == [Ended(Role.DECODE, "t", PEER, Outcome.FAILED, "RESOURCES in alloc_counters"), failed()]
+    assert_over(machine)
+
+
+# --- P says no
+
+
+def test_a_quiesced_fail_is_reported_at_once(machine: DecodeMachine) -> None:
+    attempt = reserved(machine).attempt
+    fail = Fail("t", attempt, FailCode.PREFILL_ABORTED, "client left", quiesced=True)
+    actions = machine.fail(1.0, PEER, fail)
+    assert report(actions) == failed()
+    assert only(actions, Ended).reason == "prefill_aborted: client left"
+    assert_over(machine)
+
+
+def test_a_fail_with_writes_in_flight_waits_for_the_fence(machine: DecodeMachine) -> None:
+    attempt = reserved(machine).attempt
+    reserved(machine, "u")
+    fail = Fail("t", attempt, FailCode.WRITE_ERROR, "x", quiesced=False)
+    assert only(machine.fail(1.0, PEER, fail), Fence).peer == PEER
+    assert machine.peer_down(1.0, PEER, "fenced") == []
+    assert machine.tick(1000.0) == []
+    actions = machine.fenced(2.0, PEER)
+    # The fence ended everybody else's transfer with that peer, too.
+    assert every(actions, FinishedReceiving) == [failed("d-t"), failed("d-u")]
+    assert [ended.reason for ended in every(actions, Ended)] == ["write_error: x", "fenced"]
+    assert_over(machine)
+
+
+def test_messages_about_other_transfers_change_nothing(machine: DecodeMachine) -> None:
+    attempt = reserved(machine).attempt
+    for peer, transfer, number in ((OTHER, "t", attempt), (PEER, "u", attempt), (PEER, "t", attempt + 1)):
+        fail = Fail(transfer, number, FailCode.WRITE_ERROR, "", quiesced=True)
+        assert machine.fail(0.0, peer, fail) == []
+        assert machine.cancel_ack(0.0, peer, CancelAck(transfer, number, drained=True)) == []
+    assert machine.cancel_ack(0.0, PEER, CancelAck("t", attempt, drained=True)) == []  # nobody asked
+    assert len(machine) == 1
+
+
+# --- Abort
+
+
+def test_an_abort_before_reserve_was_sent_is_reported_at_once_and_frees_p(machine: DecodeMachine) -> None:
+    machine.reserve(0.0, decode_request())
+    actions = machine.cancel(0.0, "d-t")
+    assert report(actions) == done()
+    assert only(actions, Ended).outcome is Outcome.CANCELLED
+    assert_over(machine)
+    assert sent(machine.peer_up(1.0, P_ADDRESS, PEER), Release) == Release("t")
+
+
+def test_an_abort_is_reported_when_p_has_stopped(machine: DecodeMachine) -> None:
+    attempt = reserved(machine).attempt
+    actions = machine.cancel(1.0, "d-t")
+    assert actions == [Send(PEER, Cancel("t", attempt))]
+    assert machine.cancel(1.0, "d-t") == []
+    actions = machine.cancel_ack(2.0, PEER, CancelAck("t", attempt, drained=True))
+    assert report(actions) == done()  # the request is gone: not failed
+    assert every(actions, CloseCounters) == [CloseCounters("d-t")]
+    assert_over(machine)
+
+
+def test_the_last_page_beats_the_cancellation(machine: DecodeMachine) -> None:
+    attempt = reserved(machine).attempt
+    machine.cancel(1.0, "d-t")
+    assert report(machine.counters_reached(1.5, "d-t")) == done()
+    assert machine.cancel_ack(2.0, PEER, CancelAck("t", attempt, drained=True)) == []
+    assert_over(machine)
+
+
+def test_a_fail_ends_a_cancellation(machine: DecodeMachine) -> None:
+    attempt = reserved(machine).attempt
+    machine.cancel(1.0, "d-t")
+    fail = Fail("t", attempt, FailCode.PREFILL_ABORTED, "", quiesced=True)
+    assert report(machine.fail(2.0, PEER, fail)) == done()
+    assert_over(machine)
+
+
+def test_an_acknowledgement_that_cannot_tell_is_fenced(machine: DecodeMachine) -> None:
+    attempt = reserved(machine).attempt
+    machine.cancel(1.0, "d-t")
+    actions = machine.cancel_ack(2.0, PEER, CancelAck("t", attempt, drained=False))
+    assert only(actions, Fence).peer == PEER
+    machine.peer_down(2.0, PEER, "fenced")
+    assert report(machine.fenced(3.0, PEER)) == done()
+    assert_over(machine)
+
+
+def test_a_cancellation_without_an_answer_is_fenced(machine: DecodeMachine) -> None:
+    reserved(machine)
+    machine.cancel(1.0, "d-t")
+    assert machine.tick(1.0 + TIMES.cancel - 0.1) == []
+    assert only(machine.tick(1.0 + TIMES.cancel), Fence).peer == PEER
+    machine.peer_down(7.0, PEER, "fenced")
+    assert report(machine.fenced(8.0, PEER)) == done()
+
+
+def test_an_abort_during_the_fence_is_not_a_failure(machine: DecodeMachine) -> None:
+    reserved(machine)
+    machine.peer_down(1.0, PEER, "gone")
+    assert machine.cancel(1.0, "d-t") == []
+    assert report(machine.fenced(2.0, PEER)) == done()
+
+
+def test_an_abort_of_an_unknown_or_finished_request_is_nothing(machine: DecodeMachine) -> None:
+    assert machine.cancel(0.0, "d-t") == []
+    reserved(machine)
+    machine.counters_reached(0.0, "d-t")
+    assert machine.cancel(0.0, "d-t") == []
+
+
+# --- Deadlines
+
+
+def test_a_transfer_that_takes_too_long_is_cancelled_and_fails(machine: DecodeMachine) -> None:
+    attempt = reserved(machine).attempt
+    assert machine.tick(TIMES.transfer - 0.1) == []
+    assert machine.tick(TIMES.transfer) == [Send(PEER, Cancel("t", attempt))]
+    actions = machine.cancel_ack(301.0, PEER, CancelAck("t", attempt, drained=True))
+    assert report(actions) == failed()
+    assert only(actions, Ended).reason == "not complete within 300 s"
+    assert_over(machine)
+
+
+def test_all_pages_after_the_deadline_are_still_all_pages(machine: DecodeMachine) -> None:
+    reserved(machine)
+    machine.tick(TIMES.transfer)
+    assert report(machine.counters_reached(300.5, "d-t")) == done()
+
+
+def test_an_abort_after_the_deadline_is_not_a_failure(machine: DecodeMachine) -> None:
+    attempt = reserved(machine).attempt
+    machine.tick(TIMES.transfer)
+    assert machine.cancel(300.5, "d-t") == []
+    actions = machine.cancel_ack(301.0, PEER, CancelAck("t", attempt, drained=True))
+    assert report(actions) == done()
+
+
+def test_a_request_that_waits_for_its_session_too_long_fails(machine: DecodeMachine) -> None:
+    machine.reserve(0.0, decode_request())
+    actions = machine.tick(TIMES.transfer)
+    assert report(actions) == failed()
+    assert every(actions, Send) == []
+    assert_over(machine)
+
+
+# --- The session
+
+
+def test_an_address_that_leads_nowhere_fails_its_requests_only(machine: DecodeMachine) -> None:
+    machine.reserve(0.0, decode_request("t"))
+    machine.reserve(0.0, decode_request("u"))
+    machine.reserve(0.0, decode_request("v", peer=OTHER_ADDRESS))
+    actions = machine.dial_failed(1.0, P_ADDRESS, "refused: incompatible")
+    assert every(actions, FinishedReceiving) == [failed("d-t"), failed("d-u")]
+    assert {ended.reason for ended in every(actions, Ended)} == {"refused: incompatible"}
+    assert len(machine) == 1
+
+
+def test_a_dead_peers_requests_fail_once_it_is_fenced(machine: DecodeMachine) -> None:
+    reserved(machine)
+    machine.peer_up(0.0, OTHER_ADDRESS, OTHER)
+    machine.reserve(0.0, decode_request("v", peer=OTHER_ADDRESS))
+    machine.counters_opened(0.0, "d-v", IMMEDIATES)
+    assert machine.peer_down(1.0, PEER, "silent for 5 s") == []
+    assert machine.fail(1.0, PEER, Fail("t", 1, FailCode.WRITE_ERROR, "", quiesced=True)) == []
+    actions = machine.fenced(2.0, PEER)
+    assert report(actions) == failed()
+    assert only(actions, Ended).reason == "silent for 5 s"
+    assert len(machine) == 1
+
+
+def test_the_last_page_may_come_before_the_fence(machine: DecodeMachine) -> None:
+    reserved(machine)
+    machine.peer_down(1.0, PEER, "gone")
+    assert report(machine.counters_reached(1.0, "d-t")) == done()
+    assert machine.fenced(2.0, PEER) == []
+    assert_over(machine)
+
+
+def test_after_a_death_the_next_request_dials_again(machine: DecodeMachine) -> None:
+    reserved(machine)
+    machine.peer_down(1.0, PEER, "gone")
+    assert machine.reserve(1.0, decode_request("u")) == [Dial(P_ADDRESS)]
+    machine.fenced(2.0, PEER)
+    assert machine.peer_up(3.0, P_ADDRESS, OTHER) == [OpenCounters("d-u", (3, 3))]
+
+
+def test_release_goes_out_now_or_when_the_session_is_there(machine: DecodeMachine) -> None:
+    assert machine.release(0.0, "t", P_ADDRESS) == [Dial(P_ADDRESS)]
+    assert machine.release(0.0, "u", P_ADDRESS) == [Dial(P_ADDRESS)]
+    actions = machine.peer_up(1.0, P_ADDRESS, PEER)
+    assert [send.message for send in every(actions, Send)] == [Release("t"), Release("u")]
+    assert machine.release(2.0, "v", P_ADDRESS) == [Send(PEER, Release("v"))]
+
+
+def test_releases_for_an_address_that_leads_nowhere_are_dropped(machine: DecodeMachine) -> None:
+    machine.release(0.0, "t", P_ADDRESS)
+    machine.dial_failed(1.0, P_ADDRESS, "no answer")
+    assert machine.peer_up(2.0, P_ADDRESS, PEER) == []
+
+
+def test_a_transfer_id_that_cannot_be_sent_is_not_released(machine: DecodeMachine) -> None:
+    assert only(machine.release(0.0, "x" * 1000, P_ADDRESS), Log).level == logging.WARNING
+
+
+def test_shutting_down_cancels_everything_and_calls_nothing_received(machine: DecodeMachine) -> None:
+    attempt = reserved(machine).attempt
+    machine.reserve(0.0, decode_request("u", peer=OTHER_ADDRESS))
+    actions = machine.close(0.0)
+    assert Send(PEER, Cancel("t", attempt)) in actions
+    assert report(actions) == failed("d-u")
+    actions = machine.cancel_ack(0.0, PEER, CancelAck("t", attempt, drained=True))
+    assert report(actions) == failed("d-t")
+    assert_over(machine)

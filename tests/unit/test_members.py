@@ -1,0 +1,235 @@
+"""Which engines a router uses, by what they say and by what they do not say."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+
+from kv_connector.membership import Leave, Register
+from kv_connector.protocol.messages import Role
+from kv_connector.router.endpoint import Endpoint
+from kv_connector.router.members import MAX_ENGINES, Members, Side, State
+from kv_connector.router.pool import EngineLost, NoEngine, Pool
+
+URL = "http://10.0.0.1:8100"
+
+
+class Fixture:
+    """Members with nobody in it, or with those that are listed."""
+
+    def __init__(self, prefill: tuple[str, ...] = (), decode: tuple[str, ...] = ()) -> None:
+        self.pools = {side: Pool() for side in Side}
+        listed = {
+            Side.PREFILL: [Endpoint.parse(url) for url in prefill],
+            Side.DECODE: [Endpoint.parse(url) for url in decode],
+        }
+        self.members = Members(self.pools, listed, suspect=3.0, dead=5.0)
+
+    def state(self, url: str = URL, side: Side = Side.PREFILL) -> State | None:
+        return self.members.states()[side].get(url)
+
+    def usable(self, side: Side = Side.PREFILL) -> bool:
+        return self.pools[side].usable()
+
+    def join(self, now: float = 0.0, **changes: Any) -> None:
+        """An engine that registers, and whose API server answers."""
+        self.members.register(now, register(**changes))
+        for endpoint in self.members.to_probe():
+            self.members.answered(endpoint)
+
+
+def register(**changes: Any) -> Register:
+    fields: dict[str, Any] = {
+        "engine_id": "p",
+        "incarnation": "1",
+        "role": Role.PREFILL,
+        "url": URL,
+        "control_host": "10.0.0.1",
+        "control_port": 5600,
+    }
+    return Register(**(fields | changes))
+
+
+@pytest.fixture
+def router() -> Fixture:
+    return Fixture()
+
+
+def test_an_engine_is_used_once_it_registered_and_answers(router: Fixture) -> None:
+    router.members.register(0.0, register())
+    assert router.state() is State.JOINING
+    assert not router.usable()
+    (endpoint,) = router.members.to_probe()
+    assert endpoint == Endpoint(URL, "10.0.0.1", 5600)
+    router.members.answered(endpoint)
+    assert router.state() is State.READY
+    assert router.pools[Side.PREFILL].acquire().endpoint == endpoint
+    assert not router.usable(Side.DECODE)
+    assert router.members.to_probe() == []
+
+
+def test_an_engine_for_both_is_on_both_sides(router: Fixture) -> None:
+    router.join(role=Role.BOTH)
+    assert router.usable(Side.PREFILL)
+    assert router.usable(Side.DECODE)
+
+
+def test_a_silent_engine_gets_nothing_new_and_then_loses_what_it_has(
+    router: Fixture, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        router.join(0.0)
+        lease = router.pools[Side.PREFILL].acquire()
+
+        async def wait() -> None:
+            async with lease.alive():
+                await asyncio.Event().wait()
+
+        waiting = asyncio.create_task(wait())
+        for now in (1.0, 2.0, 2.9):
+            router.members.tick(now)
+        assert router.state() is State.READY
+        router.members.tick(3.0)
+        assert router.state() is State.SILENT
+        assert not router.usable()
+        await asyncio.sleep(0)
+        assert not waiting.done(), "it may be back before it is dead"
+        router.members.tick(5.0)
+        assert router.state() is None
+        with pytest.raises(EngineLost):
+            await asyncio.wait_for(waiting, 10)
+        with pytest.raises(EngineLost):
+            async with lease.alive():
+                pass
+        lease.release()
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(scenario())
+    words = [record.getMessage().split(":")[0] for record in caplog.records]
+    assert words == ["JOINING", "READY", "SILENT", "DEAD"]
+
+
+def test_an_engine_that_is_heard_again_is_used_again(router: Fixture) -> None:
+    router.join(0.0)
+    for now in (1.0, 2.0, 3.0, 4.0):
+        router.members.tick(now)
+    assert not router.usable()
+    router.members.register(4.5, register())
+    assert router.usable()
+    router.members.tick(5.5)
+    assert router.usable()
+
+
+def test_a_router_that_was_stopped_itself_blames_nobody(router: Fixture) -> None:
+    router.join(0.0)
+    router.members.tick(1.0)
+    router.members.tick(61.0)
+    assert router.usable()
+    for now in (62.0, 63.0, 64.0):
+        router.members.tick(now)
+    assert router.state() is State.SILENT
+
+
+def test_who_leaves_is_gone_at_once_and_what_it_has_goes_on(router: Fixture) -> None:
+    async def scenario() -> None:
+        router.join()
+        lease = router.pools[Side.PREFILL].acquire()
+        router.members.leave(Leave("p", "0"))
+        assert router.usable(), "that was an earlier process"
+        router.members.leave(Leave("p", "1"))
+        assert router.state() is None
+        with pytest.raises(NoEngine):
+            router.pools[Side.PREFILL].acquire()
+        async with lease.alive():
+            pass
+
+    asyncio.run(scenario())
+
+
+def test_a_draining_engine_gets_nothing_new(router: Fixture) -> None:
+    router.join()
+    lease = router.pools[Side.PREFILL].acquire()
+    router.members.drain(URL)
+    assert router.state() is State.DRAINING
+    assert not router.usable()
+    assert router.members.outstanding(URL) == 1
+    router.members.register(1.0, register())
+    assert router.state() is State.DRAINING, "the engine has not heard of it yet"
+    lease.release()
+    assert router.members.outstanding(URL) == 0
+
+
+def test_another_router_learns_of_the_drain_from_the_engine(router: Fixture) -> None:
+    router.join(draining=True)
+    assert router.state() is State.DRAINING
+
+
+def test_a_restarted_engine_is_a_new_one(router: Fixture) -> None:
+    async def scenario() -> None:
+        router.join()
+        router.members.drain(URL)
+        lease = router.pools[Side.PREFILL].acquire() if router.usable() else None
+        assert lease is None
+        router.members.register(1.0, register(incarnation="2", control_port=5700))
+        assert router.state() is State.JOINING
+        (endpoint,) = router.members.to_probe()
+        router.members.answered(endpoint)
+        assert router.pools[Side.PREFILL].acquire().endpoint.control_port == 5700
+        assert router.pools[Side.PREFILL].endpoints == [endpoint]
+
+    asyncio.run(scenario())
+
+
+def test_an_unreachable_engine_is_looked_at_until_it_answers(router: Fixture) -> None:
+    router.join()
+    endpoint = router.pools[Side.PREFILL].acquire().endpoint
+    router.members.failed(endpoint, "connection refused")
+    assert router.state() is State.UNREACHABLE
+    assert not router.usable()
+    router.members.register(1.0, register())
+    assert not router.usable(), "its worker lives, its API server does not answer"
+    assert router.members.to_probe() == [endpoint]
+    router.members.answered(endpoint)
+    assert router.usable()
+
+
+def test_listed_engines_are_used_without_a_word_of_theirs() -> None:
+    router = Fixture(prefill=(URL,), decode=("http://10.0.0.2:8100",))
+    router.members.tick(0.0)
+    router.members.tick(1000.0)
+    assert router.usable(Side.PREFILL)
+    assert router.usable(Side.DECODE)
+    (prefill, _) = router.members.unwatched()
+    router.members.failed(prefill, "refused")
+    assert router.members.to_probe() == [prefill]
+
+
+def test_a_listed_engine_that_registers_is_watched_and_stays_listed() -> None:
+    router = Fixture(prefill=(f"{URL}@10.0.0.1:5600",))
+    router.members.register(0.0, register())
+    assert router.usable(), "it was in use all the time"
+    assert router.members.unwatched() == []
+    for now in (1.0, 2.0, 3.0, 4.0, 5.0):
+        router.members.tick(now)
+    assert router.state() is State.UNREACHABLE
+    (endpoint,) = router.members.to_probe()
+    router.members.answered(endpoint)
+    assert router.usable()
+
+
+def test_no_more_engines_than_a_router_can_have(router: Fixture) -> None:
+    for port in range(1, MAX_ENGINES + 1):
+        router.members.register(0.0, register(url=f"http://h:{port}"))
+    with pytest.raises(ValueError, match="engines already"):
+        router.members.register(0.0, register(url="http://other:1"))
+    router.members.register(1.0, register(url="http://h:1"))
+
+
+@pytest.mark.parametrize("url", ["ftp://h:1", "http://h:1/path", "nonsense"])
+def test_a_url_that_is_none_is_refused(router: Fixture, url: str) -> None:
+    with pytest.raises(ValueError, match="address"):
+        router.members.register(0.0, register(url=url))
+    assert router.state() is None

@@ -1,0 +1,535 @@
+"""Membership: sessions come up, fall silent, die, and come back as new ones."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+import pytest
+from protocol_setup import P_ADDRESS, compatibility, every, layout, only, reserve
+
+from kv_connector.protocol.actions import Log
+from kv_connector.protocol.messages import (
+    MAX_WAITING,
+    Bye,
+    Cancel,
+    CancelAck,
+    Fail,
+    FailCode,
+    Hello,
+    HelloAck,
+    HelloNak,
+    NakReason,
+    Ping,
+    Pong,
+    Release,
+    Role,
+)
+from kv_connector.protocol.peers import (
+    Accept,
+    Complete,
+    Connect,
+    Deliver,
+    DialFailed,
+    Distrust,
+    HangUp,
+    Identity,
+    PeersAction,
+    PeerState,
+    PeerTable,
+    Reply,
+    SessionOver,
+    SessionUp,
+)
+from kv_connector.protocol.timers import Timeouts
+
+TIMES = Timeouts()
+DIALLED = b"dialled 1"  # D's name for the connection
+CALLER = b"router 1"  # P's name for it
+
+
+def identity(engine: str, role: Role, **changes: Any) -> Identity:
+    fields: dict[str, Any] = {
+        "engine_id": engine,
+        "incarnation": f"{engine}-boot1",
+        "role": role,
+        "rank": 0,
+        "compatibility": compatibility(),
+        "layout": layout(),
+        "regions": (b"region",),
+    }
+    return Identity(**(fields | changes))
+
+
+def table(engine: str, role: Role, **changes: Any) -> PeerTable:
+    return PeerTable(identity(engine, role, **changes), TIMES)
+
+
+@pytest.fixture
+def decode() -> PeerTable:
+    return table("d0", Role.DECODE)
+
+
+@pytest.fixture
+def prefill() -> PeerTable:
+    return table("p0", Role.PREFILL)
+
+
+def dial(decode: PeerTable, now: float = 0.0, source: bytes = DIALLED) -> Hello:
+    """D dials; the HELLO that it sends."""
+    connect = only(decode.dial(now, P_ADDRESS), Connect)
+    reply = only(decode.offered(now, connect.peer, source, b"offer"), Reply)
+    assert reply.source == source
+    assert isinstance(reply.message, Hello)
+    return reply.message
+
+
+def accept(
+    prefill: PeerTable, hello: Hello, now: float = 0.0, source: bytes = CALLER
+) -> tuple[int, HelloAck]:
+    """P accepts; its number for D, and the HELLO_ACK that it sends."""
+    ask = only(prefill.receive(now, source, hello), Accept)
+    actions = prefill.accepted(now, ask.peer, "tcp", b"answer")
+    assert only(actions, SessionUp) == SessionUp(ask.peer, None)
+    ack = only(actions, Reply)
+    assert ack.source == source
+    assert isinstance(ack.message, HelloAck)
+    return ask.peer, ack.message
+
+
+def up(decode: PeerTable, prefill: PeerTable, now: float = 0.0) -> tuple[int, int]:
+    """A session between the two; D's number for P, and P's for D."""
+    peer, ack = accept(prefill, dial(decode, now), now)
+    complete = only(decode.receive(now, DIALLED, ack), Complete)
+    assert (complete.answer, complete.lane) == (b"answer", "tcp")
+    actions = decode.completed(now, complete.peer)
+    assert only(actions, SessionUp) == SessionUp(complete.peer, P_ADDRESS)
+    return complete.peer, peer
+
+
+def states(peers: PeerTable) -> list[PeerState]:
+    return [info.state for info in peers.peers()]
+
+
+def nak(actions: list[PeersAction]) -> HelloNak:
+    message = only(actions, Reply).message
+    assert isinstance(message, HelloNak)
+    return message
+
+
+# --- Coming up
+
+
+def test_a_session_comes_up_and_both_say_so_once_with_its_lane(decode: PeerTable, prefill: PeerTable) -> None:
+    hello = dial(decode)
+    assert (hello.engine_id, hello.role) == ("d0", Role.DECODE)
+    assert (hello.offer, hello.regions) == (b"offer", (b"region",))
+    _, ack = accept(prefill, hello)
+    complete = only(decode.receive(0.0, DIALLED, ack), Complete)
+    log = only(decode.completed(0.0, complete.peer), Log)
+    assert (log.level, log.text) == (logging.INFO, f"UP: prefill peer p0/0 at {P_ADDRESS}, lane tcp")
+    (info,) = prefill.peers()
+    assert (info.name, info.role, info.state, info.lane) == ("d0/0", Role.DECODE, PeerState.UP, "tcp")
+    assert states(decode) == [PeerState.UP]
+
+
+def test_an_address_is_dialled_once(decode: PeerTable, prefill: PeerTable) -> None:
+    dial(decode)
+    assert decode.dial(0.0, P_ADDRESS) == []
+    _, ack = accept(prefill, dial(table("d1", Role.DECODE)))
+    assert only(decode.receive(0.0, DIALLED, ack), Complete)
+    assert decode.dial(0.0, P_ADDRESS) == []
+    assert len(decode.peers()) == 1
+
+
+def test_hello_is_repeated_with_growing_pauses_until_dialling_is_given_up(decode: PeerTable) -> None:
+    hello = dial(decode)
+    said = []
+    while True:
+        now = decode.next_deadline()
+        assert now is not None
+        actions = decode.tick(now)
+        if every(actions, DialFailed):
+            break
+        assert only(actions, Reply).message == hello
+        said.append(now)
+    assert said == [1.0, 3.0]
+    assert now == TIMES.connect
+    failed = only(actions, DialFailed)
+    assert failed.address == P_ADDRESS
+    assert "no answer to HELLO within 5 s" in failed.reason
+    assert only(actions, HangUp).source == DIALLED
+    assert only(actions, SessionOver)
+    assert decode.peers() == ()
+    assert decode.next_deadline() is None
+
+
+def test_a_repeated_hello_gets_the_same_answer(decode: PeerTable, prefill: PeerTable) -> None:
+    hello = dial(decode)
+    _, ack = accept(prefill, hello)
+    assert prefill.receive(1.0, CALLER, hello) == [Reply(CALLER, ack)]
+    complete = only(decode.receive(1.0, DIALLED, ack), Complete)
+    decode.completed(1.0, complete.peer)
+    assert decode.receive(1.0, DIALLED, ack) == []  # the answer to the repetition
+
+
+def test_an_offer_that_cannot_be_made_fails_the_dial(decode: PeerTable) -> None:
+    connect = only(decode.dial(0.0, P_ADDRESS), Connect)
+    actions = decode.dial_error(0.0, connect.peer, "REFUSED in offer")
+    assert only(actions, DialFailed) == DialFailed(P_ADDRESS, "REFUSED in offer")
+    assert decode.peers() == ()
+
+
+def test_an_answer_that_the_engine_refuses_fails_the_dial(decode: PeerTable, prefill: PeerTable) -> None:
+    _, ack = accept(prefill, dial(decode))
+    complete = only(decode.receive(0.0, DIALLED, ack), Complete)
+    actions = decode.dial_error(0.0, complete.peer, "REFUSED in complete")
+    assert only(actions, DialFailed).reason == "REFUSED in complete"
+    assert only(actions, Reply).message == Bye("REFUSED in complete")
+
+
+# --- Refusals
+
+
+def test_a_refusal_names_what_differs_and_what_to_do(prefill: PeerTable) -> None:
+    hello = dial(table("d0", Role.DECODE, compatibility=compatibility(block_sizes=(32,))))
+    answer = nak(prefill.receive(0.0, CALLER, hello))
+    assert answer.reason is NakReason.INCOMPATIBLE
+    assert answer.message == (
+        "block_sizes: prefill has (16,), decode has (32,): start both engines with the same --block-size"
+    )
+    assert prefill.peers() == ()
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "words"),
+    [
+        (Role.DECODE, Role.DECODE, "p0 is a decode engine"),
+        (Role.PREFILL, Role.PREFILL, "d0 is a prefill engine"),
+        (Role.BOTH, Role.PREFILL, "d0 is a prefill engine"),
+    ],
+)
+def test_two_engines_of_one_role_are_refused(ours: Role, theirs: Role, words: str) -> None:
+    answer = nak(table("p0", ours).receive(0.0, CALLER, dial(table("d0", theirs))))
+    assert answer.reason is NakReason.WRONG_ROLE
+    assert words in answer.message
+
+
+def test_an_engine_of_both_roles_dials_and_is_dialled() -> None:
+    one, two = table("e1", Role.BOTH), table("e2", Role.BOTH)
+    up(one, two)
+    accept(one, dial(two))
+    assert [info.role for info in one.peers()] == [Role.PREFILL, Role.DECODE]
+
+
+def test_another_rank_is_refused(prefill: PeerTable) -> None:
+    answer = nak(prefill.receive(0.0, CALLER, dial(table("d0", Role.DECODE, rank=1))))
+    assert answer.reason is NakReason.INCOMPATIBLE
+    assert answer.message.startswith("decode rank 1 dialled prefill rank 0")
+
+
+def test_a_digest_that_lies_is_refused(prefill: PeerTable) -> None:
+    hello = msgspec.structs.replace(dial(table("d0", Role.DECODE)), digest=bytes(16))
+    assert nak(prefill.receive(0.0, CALLER, hello)).reason is NakReason.PROTOCOL
+    other = compatibility(model="other")
+    hello = msgspec.structs.replace(dial(table("d0", Role.DECODE)), compatibility=other)
+    assert nak(prefill.receive(0.0, CALLER, hello)).reason is NakReason.INCOMPATIBLE
+
+
+def test_without_a_lane_the_refusal_says_why(decode: PeerTable, prefill: PeerTable) -> None:
+    ask = only(prefill.receive(0.0, CALLER, dial(decode)), Accept)
+    actions = prefill.refused(0.0, ask.peer, NakReason.NO_LANE, "NOT_REACHABLE in accept")
+    assert nak(actions) == HelloNak(NakReason.NO_LANE, "NOT_REACHABLE in accept")
+    assert only(actions, SessionOver).peer == ask.peer  # what the engine began is fenced
+    assert prefill.peers() == ()
+
+
+def test_a_refusal_fails_the_dial_and_is_logged_once(decode: PeerTable) -> None:
+    refusal = HelloNak(NakReason.INCOMPATIBLE, "start both engines with the same --block-size")
+    for attempt in range(3):
+        source = b"dialled %d" % attempt
+        dial(decode, source=source)
+        actions = decode.receive(0.0, source, refusal)
+        failed = only(actions, DialFailed)
+        assert "refused: incompatible: start both engines with the same --block-size" in failed.reason
+        assert only(actions, HangUp).source == source
+        assert [log.level for log in every(actions, Log)] == ([logging.ERROR] if attempt == 0 else [])
+    dial(decode)
+    assert every(decode.receive(0.0, DIALLED, HelloNak(NakReason.DRAINING, "")), Log)  # another reason
+
+
+def test_a_refusal_that_comes_back_after_a_session_is_logged_again(
+    decode: PeerTable, prefill: PeerTable
+) -> None:
+    refusal = HelloNak(NakReason.DRAINING, "")
+    dial(decode)
+    assert every(decode.receive(0.0, DIALLED, refusal), Log)
+    p, _ = up(decode, prefill)
+    decode.drop(0.0, p, "x")
+    dial(decode)
+    assert every(decode.receive(0.0, DIALLED, refusal), Log)
+
+
+def test_an_engine_that_leaves_takes_nobody_new(decode: PeerTable, prefill: PeerTable) -> None:
+    prefill.drain()
+    assert nak(prefill.receive(0.0, CALLER, dial(decode))).reason is NakReason.DRAINING
+    decode_leaving = table("d1", Role.DECODE)
+    decode_leaving.drain()
+    assert only(decode_leaving.dial(0.0, P_ADDRESS), DialFailed).address == P_ADDRESS
+
+
+# --- Messages
+
+
+def test_request_messages_of_a_session_are_delivered(decode: PeerTable, prefill: PeerTable) -> None:
+    p, d = up(decode, prefill)
+    for message in (reserve(), Cancel("t", 1), Release("t")):
+        assert prefill.receive(0.0, CALLER, message) == [Deliver(d, message)]
+    for answer in (Fail("t", 1, FailCode.EXPIRED, "", quiesced=True), CancelAck("t", 1, drained=True)):
+        assert decode.receive(0.0, DIALLED, answer) == [Deliver(p, answer)]
+
+
+def test_a_connection_without_a_session_is_told_so(prefill: PeerTable) -> None:
+    for message in (reserve(), Ping(1), Cancel("t", 1)):
+        assert isinstance(only(prefill.receive(0.0, CALLER, message), Reply).message, Bye)
+    assert prefill.receive(0.0, CALLER, Bye()) == []  # no answer to that, or it would never end
+
+
+@pytest.mark.parametrize("message", [HelloNak(NakReason.PROTOCOL, ""), Pong(1), CancelAck("t", 1, True)])
+def test_decode_must_not_say_what_prefill_says(decode: PeerTable, prefill: PeerTable, message: Any) -> None:
+    _, d = up(decode, prefill)
+    actions = prefill.receive(0.0, CALLER, message)
+    assert only(actions, Distrust).source == CALLER
+    assert only(actions, SessionOver).peer == d
+
+
+@pytest.mark.parametrize("message", [reserve(), Ping(1), Release("t")])
+def test_prefill_must_not_say_what_decode_says(decode: PeerTable, prefill: PeerTable, message: Any) -> None:
+    p, _ = up(decode, prefill)
+    actions = decode.receive(0.0, DIALLED, message)
+    assert only(actions, Distrust).source == DIALLED
+    assert only(actions, SessionOver).peer == p
+
+
+def test_one_connection_speaks_for_one_engine(decode: PeerTable, prefill: PeerTable) -> None:
+    _, d = up(decode, prefill)
+    actions = prefill.receive(0.0, CALLER, dial(table("d1", Role.DECODE)))
+    assert only(actions, Distrust).source == CALLER
+    assert only(actions, SessionOver).peer == d
+    # Nor may the one that we dialled say HELLO itself.
+    actions = decode.receive(0.0, DIALLED, dial(table("p0", Role.DECODE)))
+    assert only(actions, Distrust).source == DIALLED
+
+
+def test_a_connection_that_lost_its_standing_ends_its_session(decode: PeerTable, prefill: PeerTable) -> None:
+    _, d = up(decode, prefill)
+    assert only(prefill.lost(0.0, CALLER, "it sent a malformed message"), SessionOver).peer == d
+    assert prefill.lost(0.0, CALLER, "again") == []
+    assert prefill.lost(0.0, b"stranger", "malformed") == []
+
+
+# --- Heartbeats
+
+
+def exchange(
+    decode: PeerTable, prefill: PeerTable, until: float, answering: bool = True
+) -> list[tuple[float, Log]]:
+    """Lets both tables run on their deadlines, with a wire that takes no time; everything that is logged."""
+    logs: list[tuple[float, Log]] = []
+    while True:
+        times = [when for when in (decode.next_deadline(), prefill.next_deadline()) if when is not None]
+        if not times or min(times) > until:
+            return logs
+        now = min(times)
+        actions = [*decode.tick(now), *prefill.tick(now)]
+        for ping in [a.message for a in every(actions, Reply) if isinstance(a.message, Ping)]:
+            if answering:
+                answer = only(prefill.receive(now, CALLER, ping), Reply)
+                actions += decode.receive(now, DIALLED, answer.message)
+        logs += [(now, log) for log in every(actions, Log)]
+
+
+def test_heartbeats_keep_a_session_up_quietly(decode: PeerTable, prefill: PeerTable) -> None:
+    up(decode, prefill)
+    assert exchange(decode, prefill, until=60.0) == []
+    assert states(decode) == states(prefill) == [PeerState.UP]
+
+
+def test_silence_is_suspect_and_then_death_on_both_sides(decode: PeerTable, prefill: PeerTable) -> None:
+    up(decode, prefill)
+    logs = exchange(decode, prefill, until=60.0, answering=False)
+    text = [(now, log.text.split(":")[0], log.level) for now, log in logs]
+    assert text == [
+        (3.0, "SUSPECT", logging.WARNING),
+        (3.0, "SUSPECT", logging.WARNING),
+        (5.0, "DEAD", logging.WARNING),
+        (5.0, "DEAD", logging.WARNING),
+    ]
+    assert decode.peers() == prefill.peers() == ()
+
+
+def test_death_is_for_good(decode: PeerTable, prefill: PeerTable) -> None:
+    p, d = up(decode, prefill)
+    for now in (1.0, 2.0, 3.0, 4.0):
+        decode.tick(now)
+        prefill.tick(now)
+    actions = decode.tick(5.0)
+    assert only(actions, SessionOver).peer == p
+    assert only(actions, HangUp).source == DIALLED
+    assert isinstance(only(actions, Reply).message, Bye)
+    assert decode.source(p) is None
+    # D still talks on the old connection: it learns that its session is over.
+    prefill.tick(5.0)
+    assert isinstance(only(prefill.receive(6.0, CALLER, Ping(9)), Reply).message, Bye)
+    assert d not in [info.peer for info in prefill.peers()]
+    assert only(decode.dial(6.0, P_ADDRESS), Connect).peer != p
+
+
+@pytest.mark.parametrize("message", [Ping(1), Release("t"), Cancel("t", 1)])
+def test_any_message_is_a_sign_of_life(decode: PeerTable, prefill: PeerTable, message: Any) -> None:
+    up(decode, prefill)
+    for now in (1.0, 2.0, 3.0):
+        actions = prefill.tick(now)
+    assert states(prefill) == [PeerState.SUSPECT]
+    log = prefill.receive(4.0, CALLER, message)[0]
+    assert isinstance(log, Log)
+    assert log.text == "UP: decode peer d0/0 answers again, lane tcp"
+    assert states(prefill) == [PeerState.UP]
+    for now in (5.0, 6.0):
+        actions = prefill.tick(now)
+        assert actions == []
+    assert every(prefill.tick(7.0), Log)[0].text.startswith("SUSPECT")
+
+
+def test_a_process_that_stood_still_does_not_blame_its_peers(decode: PeerTable, prefill: PeerTable) -> None:
+    up(decode, prefill)
+    prefill.tick(0.0)
+    assert prefill.tick(60.0) == []
+    assert states(prefill) == [PeerState.UP]
+    for now in (61.0, 62.0, 63.0, 64.0):
+        prefill.tick(now)
+    assert every(prefill.tick(65.0), SessionOver)  # but their silence counts from then on
+
+
+def test_the_first_ping_leaves_at_once_and_lists_what_waits(decode: PeerTable, prefill: PeerTable) -> None:
+    _, d = up(decode, prefill)
+    assert decode.set_waiting(0.0, [("t", P_ADDRESS), ("u", P_ADDRESS), ("x" * 300, P_ADDRESS)]) == []
+    ping = only(decode.tick(0.0), Reply).message
+    assert ping == Ping(1, ("t", "u"))  # an id that no message can carry is left out
+    assert isinstance(ping, Ping)
+    assert prefill.receive(0.0, CALLER, ping) == [Reply(CALLER, Pong(1)), Deliver(d, ping)]
+    decode.set_waiting(0.0, [])
+    assert only(decode.tick(1.0), Reply).message == Ping(2)
+    assert prefill.receive(1.0, CALLER, Ping(2)) == [Reply(CALLER, Pong(2))]
+
+
+def test_peers_of_waiting_requests_are_dialled(decode: PeerTable) -> None:
+    assert only(decode.set_waiting(0.0, [("t", P_ADDRESS)]), Connect).address == P_ADDRESS
+    assert decode.set_waiting(0.0, [("t", P_ADDRESS), ("u", P_ADDRESS)]) == []
+
+
+def test_a_session_that_ends_while_requests_wait_for_it_is_made_anew_at_once(
+    decode: PeerTable, prefill: PeerTable
+) -> None:
+    up(decode, prefill)
+    decode.set_waiting(0.0, [("t", P_ADDRESS)])
+    decode.receive(100.0, DIALLED, Bye("restarting"))
+    assert decode.set_waiting(100.0, [("t", P_ADDRESS), ("u", P_ADDRESS)]) == []  # it is being dialled
+    deadline = decode.next_deadline()
+    assert deadline is not None
+    assert deadline <= 100.0
+    assert only(decode.tick(100.0), Connect).address == P_ADDRESS
+
+
+def test_a_peer_that_refuses_is_not_dialled_all_the_time(decode: PeerTable) -> None:
+    decode.set_waiting(0.0, [("t", P_ADDRESS)])
+    decode.offered(0.0, 1, DIALLED, b"offer")
+    assert every(decode.receive(0.1, DIALLED, HelloNak(NakReason.DRAINING, "later")), DialFailed)
+    assert decode.set_waiting(0.2, [("t", P_ADDRESS), ("u", P_ADDRESS)]) == []
+    assert not every(decode.tick(TIMES.connect - 0.1), Connect)
+    assert only(decode.tick(TIMES.connect), Connect)
+
+
+def test_nobody_is_dialled_again_for_requests_that_wait_no_more(
+    decode: PeerTable, prefill: PeerTable
+) -> None:
+    up(decode, prefill)
+    decode.set_waiting(0.0, [("t", P_ADDRESS)])
+    decode.receive(100.0, DIALLED, Bye("restarting"))
+    decode.set_waiting(100.0, [])
+    assert decode.tick(100.0) == []
+    assert decode.next_deadline() is None
+
+
+def test_a_long_list_takes_several_pings(decode: PeerTable, prefill: PeerTable) -> None:
+    names = [f"t{i}" for i in range(MAX_WAITING + 1)]
+    up(decode, prefill)
+    decode.set_waiting(0.0, [(name, P_ADDRESS) for name in names])
+    pings = [reply.message for reply in every(decode.tick(0.0), Reply)]
+    assert [name for ping in pings if isinstance(ping, Ping) for name in ping.waiting] == names
+    assert len(pings) == 2
+
+
+# --- Leaving and coming back
+
+
+def test_bye_ends_the_session_on_the_other_side(decode: PeerTable, prefill: PeerTable) -> None:
+    p, d = up(decode, prefill)
+    bye = only(prefill.farewells(), Reply).message
+    assert bye == Bye("shutting down")
+    assert only(prefill.leave(1.0), SessionOver).peer == d
+    actions = decode.receive(1.0, DIALLED, bye)
+    assert only(actions, Log).text == f"BYE from prefill peer p0/0 at {P_ADDRESS}: shutting down"
+    assert only(actions, SessionOver).peer == p
+    assert every(actions, Reply) == []
+    assert decode.peers() == prefill.peers() == ()
+
+
+def test_a_new_incarnation_replaces_the_old_session(decode: PeerTable, prefill: PeerTable) -> None:
+    _, d = up(decode, prefill)
+    again = table("d0", Role.DECODE, incarnation="d0-boot2")
+    actions = prefill.receive(1.0, b"router 2", dial(again))
+    over = only(actions, SessionOver)
+    assert over == SessionOver(d, "the engine restarted")
+    new = only(actions, Accept).peer
+    assert actions.index(over) < actions.index(only(actions, Accept))
+    prefill.accepted(1.0, new, "tcp", b"answer")
+    assert [info.peer for info in prefill.peers()] == [new]
+    # What the old process sent last finds no session.
+    assert isinstance(only(prefill.receive(1.0, CALLER, reserve()), Reply).message, Bye)
+
+
+def test_the_same_engine_dialling_again_replaces_its_session(decode: PeerTable, prefill: PeerTable) -> None:
+    _, d = up(decode, prefill)
+    decode.drop(1.0, decode.peers()[0].peer, "fenced")
+    actions = prefill.receive(1.0, b"router 2", dial(decode, 1.0, source=b"dialled 2"))
+    assert only(actions, SessionOver) == SessionOver(d, "the engine dialled again")
+    assert only(actions, Accept).peer != d
+
+
+def test_a_refused_hello_replaces_nobody(decode: PeerTable, prefill: PeerTable) -> None:
+    _, d = up(decode, prefill)
+    stranger = table("d0", Role.DECODE, incarnation="x", compatibility=compatibility(model="other"))
+    assert nak(prefill.receive(1.0, b"router 2", dial(stranger))).reason is NakReason.INCOMPATIBLE
+    assert [info.peer for info in prefill.peers()] == [d]
+
+
+def test_a_prefill_engine_that_restarted_is_noticed_by_its_answer(
+    decode: PeerTable, prefill: PeerTable
+) -> None:
+    p, _ = up(decode, prefill)
+    ack = HelloAck("p0", "p0-boot2", Role.PREFILL, 0, "tcp", b"answer")
+    actions = decode.receive(1.0, DIALLED, ack)
+    assert only(actions, SessionOver) == SessionOver(p, "it was restarted")
+
+
+def test_dropping_a_session_twice_is_once_and_nothing_of_it_is_kept(
+    decode: PeerTable, prefill: PeerTable
+) -> None:
+    p, d = up(decode, prefill)
+    for table_, peer in ((decode, p), (prefill, d)):
+        assert only(table_.drop(1.0, peer, "x"), SessionOver)
+        assert table_.drop(1.0, peer, "x") == []
+        assert table_.next_deadline() is None
+        assert not any((table_._by_source, table_._by_engine, table_._by_address))

@@ -1,0 +1,128 @@
+"""Which page goes where, how many each counter sees, and what does not fit."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from protocol_setup import BLOCK, PAGE, layout, region_bytes, reserve
+
+from kv_connector.layout import KvLayout
+from kv_connector.plan import (
+    LayerRun,
+    PushLayer,
+    PushPlan,
+    expected_counts,
+    layout_problem,
+    layouts_problem,
+    memory_problem,
+    reserve_problem,
+    targets_problem,
+)
+from kv_connector.protocol.messages import GroupTarget
+
+
+def with_layer(pages: KvLayout, ordinal: int, **changes: object) -> KvLayout:
+    layers = list(pages.layers)
+    layers[ordinal] = msgspec.structs.replace(layers[ordinal], **changes)
+    return msgspec.structs.replace(pages, layers=tuple(layers))
+
+
+def test_expected_counts_are_the_non_null_blocks_of_each_layers_group() -> None:
+    groups = (GroupTarget(0, (5, 6, 7)), GroupTarget(0, (0, 0, 8)))
+    # Layers take turns: full, sliding, full, sliding.
+    assert expected_counts(layout(groups=(2, 2)), groups) == (3, 1, 3, 1)
+    assert expected_counts(layout(), (GroupTarget(2, (0, 0)),)) == (0, 0)
+
+
+def test_a_plan_takes_one_run_for_layers_of_one_geometry() -> None:
+    source, target = layout(num_blocks=64), layout(num_blocks=32)
+    layers = (PushLayer(0, 0, 0), PushLayer(1, 64 * PAGE, 32 * PAGE))
+    assert PushPlan(source, target).runs(0) == (LayerRun(0, 0, PAGE, PAGE, PAGE, layers),)
+
+
+def test_a_plan_keeps_groups_regions_and_strides_apart() -> None:
+    source = layout(groups=(2, 2))
+    target = with_layer(layout(groups=(2, 2), stride=2 * PAGE), 2, region=1, offset=4096)
+    plan = PushPlan(source, target)
+    assert [[layer.ordinal for layer in run.layers] for run in plan.runs(0)] == [[0], [2]]
+    assert [[layer.ordinal for layer in run.layers] for run in plan.runs(1)] == [[1, 3]]
+    first, moved = plan.runs(0)
+    assert (first.target_region, moved.target_region) == (0, 1)
+    assert (first.source_stride, first.target_stride) == (PAGE, 2 * PAGE)
+    assert moved.layers[0].target_offset == 4096
+
+
+@pytest.mark.parametrize(
+    ("pages", "words"),
+    [
+        (msgspec.structs.replace(layout(), num_blocks=0), "no blocks"),
+        (msgspec.structs.replace(layout(), layers=()), "no layers"),
+        (with_layer(layout(), 1, group=1), "layer1 names group 1 of 1"),
+        (with_layer(layout(), 1, group=-1), "layer1 names group -1 of 1"),
+        (with_layer(layout(), 0, region=1), "layer0 names memory region 1 of 1"),
+        (with_layer(layout(), 0, region=-1), "layer0 names memory region -1 of 1"),
+        (with_layer(layout(), 0, offset=-64), "layer0 begins at -64"),
+        (with_layer(layout(), 0, page_bytes=0), "layer0 has pages of 0 bytes"),
+        (
+            with_layer(layout(), 0, block_stride=PAGE - 1),
+            f"layer0 has pages of {PAGE} bytes every {PAGE - 1}",
+        ),
+        (
+            msgspec.structs.replace(
+                layout(), groups=(msgspec.structs.replace(layout().groups[0], block_size=0),)
+            ),
+            "block size below 1",
+        ),
+    ],
+)
+def test_an_inconsistent_layout_is_named(pages: KvLayout, words: str) -> None:
+    problem = layout_problem(pages, regions=1)
+    assert problem is not None
+    assert words in problem
+
+
+def test_our_own_pages_must_lie_in_their_memory() -> None:
+    need = region_bytes(layout())
+    assert memory_problem(layout(), [need]) is None
+    problem = memory_problem(layout(), [need - 1])
+    assert problem == f"memory region 0 has {need - 1} bytes, its layers need {need}"
+    assert memory_problem(layout(), []) is not None
+
+
+def test_places_may_differ_between_the_sides_but_pages_may_not() -> None:
+    ours = layout(groups=(2, 1))
+    moved = with_layer(layout(groups=(2, 1), num_blocks=7, stride=4 * PAGE), 1, offset=1 << 20)
+    assert layouts_problem(ours, moved) is None
+    for changes, words in (
+        ({"name": "other"}, "name of layer layer1: prefill has layer1, decode has other"),
+        ({"group": 0}, "group of layer layer1: prefill has 1, decode has 0"),
+        ({"page_bytes": 32}, "page_bytes of layer layer1: prefill has 64, decode has 32"),
+    ):
+        assert layouts_problem(ours, with_layer(ours, 1, **changes)) == words
+    fewer = msgspec.structs.replace(ours, layers=ours.layers[:2])
+    assert layouts_problem(ours, fewer) == "layers: prefill has 3, decode has 2"
+    problem = layouts_problem(ours, layout(groups=(3,)))
+    assert problem is not None
+    assert problem.startswith("KV groups: prefill has full of 16")
+
+
+def test_targets_must_fit_the_layout_and_the_prompt() -> None:
+    pages = layout(num_blocks=8)
+    assert targets_problem(pages, (GroupTarget(1, (7, 0)),), 3 * BLOCK) is None
+    assert targets_problem(pages, (GroupTarget(0, (7,)),), 1) is None
+    # Blocks behind the prompt are fine as long as nothing is wanted there.
+    assert targets_problem(pages, (GroupTarget(0, (7, 0, 0)),), BLOCK) is None
+    for groups, tokens, words in (
+        ((), BLOCK, "has 0 KV groups, the layout 1"),
+        ((GroupTarget(0, (8,)),), BLOCK, "block 8 of 8"),
+        ((GroupTarget(0, (6, 7)),), BLOCK, "behind the 1 that 16 tokens fill"),
+        ((GroupTarget(3, (6,)),), 2 * BLOCK, "behind the 2 that 32 tokens fill"),
+    ):
+        problem = targets_problem(pages, groups, tokens)
+        assert problem is not None
+        assert words in problem
+
+
+def test_a_reservation_needs_a_counter_for_each_layer() -> None:
+    assert reserve_problem(layout(), reserve()) is None
+    assert reserve_problem(layout(), reserve(layers=3)) == "the reservation has 3 counters for 2 layers"

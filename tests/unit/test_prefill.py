@@ -1,0 +1,685 @@
+"""P's side of a transfer: every page once, every request reported once, and D never left hanging."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import msgspec
+import pytest
+from protocol_setup import BLOCK, computed, every, layout, only, prefill_request, reserve
+
+from kv_connector.protocol import tombstones
+from kv_connector.protocol.actions import Ended, Fence, Log, Outcome, Send
+from kv_connector.protocol.messages import Cancel, CancelAck, Fail, FailCode, Reserve
+from kv_connector.protocol.prefill import (
+    CancelWrites,
+    FinishedSending,
+    PrefillAction,
+    PrefillMachine,
+    Push,
+    PushedGroup,
+    Seal,
+    WritesEnd,
+)
+from kv_connector.protocol.timers import Timeouts
+
+PEER, OTHER = 1, 2
+TIMES = Timeouts()
+
+
+@pytest.fixture
+def machine() -> PrefillMachine:
+    made = PrefillMachine(layout(), TIMES)
+    for peer in (PEER, OTHER):
+        assert made.admit(peer, layout(num_blocks=32), regions=1) is None
+    return made
+
+
+def message(actions: list[PrefillAction]) -> object:
+    """The one message that goes out."""
+    return only(actions, Send).message
+
+
+def pushed(actions: list[PrefillAction]) -> dict[int, int]:
+    """P's block -> D's block, over all pushes of group 0."""
+    pairs = [(push, group) for push in every(actions, Push) for group in push.groups]
+    return {s: t for _, group in pairs for s, t in zip(group.source, group.target, strict=True)}
+
+
+def active(machine: PrefillMachine) -> None:
+    """A request whose first two of three pages are on their way."""
+    assert machine.expect(0.0, prefill_request()) == []
+    assert machine.reserve(0.0, PEER, reserve()) == []
+    assert pushed(machine.computed(0.0, computed((1, 2)))) == {1: 11, 2: 12}
+
+
+def sealed(machine: PrefillMachine) -> None:
+    active(machine)
+    assert pushed(machine.computed(0.0, computed((3,), first=2, base=2))) == {3: 13}
+    assert machine.finished(0.0, "t", True, "") == [Seal("t")]
+
+
+def assert_over(machine: PrefillMachine) -> None:
+    assert len(machine) == 0
+    assert machine.next_deadline() is None
+
+
+# --- The good path
+
+
+def test_pages_go_as_they_are_computed_and_the_request_is_reported_when_they_have_arrived(
+    machine: PrefillMachine,
+) -> None:
+    machine.expect(0.0, prefill_request())
+    machine.reserve(0.0, PEER, reserve())
+    actions = machine.computed(1.0, computed((1, 2), base=40))
+    assert actions == [Push(PEER, "t", 40, (100, 101), (PushedGroup(0, (1, 2), (11, 12)),))]
+    assert pushed(machine.computed(2.0, computed((3,), first=2, base=42))) == {3: 13}
+    assert machine.finished(3.0, "t", True, "") == [Seal("t")]
+    actions = machine.writes_ended(4.0, "t", WritesEnd.DONE, True, "")
+    assert only(actions, FinishedSending).request_id == "p-t"
+    assert only(actions, Ended).outcome is Outcome.COMPLETED
+    assert only(actions, Ended).seconds == 4.0
+    assert every(actions, Send) == []  # D counts; nobody tells it
+    assert_over(machine)
+
+
+def test_reserve_may_come_before_the_request(machine: PrefillMachine) -> None:
+    assert machine.reserve(0.0, PEER, reserve()) == []
+    assert machine.expect(1.0, prefill_request()) == []
+    assert machine.next_deadline() == TIMES.transfer  # an orphan no more
+    assert pushed(machine.computed(1.0, computed((1, 2, 3)))) == {1: 11, 2: 12, 3: 13}
+
+
+def test_serial_dispatch_pushes_everything_when_reserve_comes(machine: PrefillMachine) -> None:
+    machine.expect(0.0, prefill_request())
+    machine.computed(0.0, computed((1, 2), base=0))
+    machine.computed(0.0, computed((3,), first=2, base=2))
+    machine.finished(0.0, "t", True, "")
+    actions = machine.reserve(5.0, PEER, reserve())
+    assert [push.signal_base for push in every(actions, Push)] == [0, 2]
+    assert pushed(actions) == {1: 11, 2: 12, 3: 13}
+    assert actions[-1] == Seal("t")
+
+
+def test_each_page_goes_once_however_often_it_is_computed(machine: PrefillMachine) -> None:
+    active(machine)
+    assert machine.computed(0.0, computed((1, 2), base=2)) == []
+    assert pushed(machine.computed(0.0, computed((1, 2, 3), base=4))) == {3: 13}
+
+
+def test_a_page_named_again_before_it_is_wanted_keeps_its_first_step(machine: PrefillMachine) -> None:
+    machine.expect(0.0, prefill_request())
+    machine.computed(0.0, computed((1,), base=0))
+    machine.computed(0.0, computed((1, 2), base=2))
+    actions = machine.reserve(0.0, PEER, reserve())
+    assert [(push.signal_base, push.groups[0].source) for push in every(actions, Push)] == [
+        (0, (1,)),
+        (2, (2,)),
+    ]
+
+
+def test_null_blocks_are_skipped_on_both_sides(machine: PrefillMachine) -> None:
+    machine.expect(0.0, prefill_request())
+    machine.reserve(0.0, PEER, reserve(blocks=(0, 12, 13)))
+    assert pushed(machine.computed(0.0, computed((1, 2, 0)))) == {2: 12}
+    assert pushed(machine.computed(0.0, computed((3,), first=2))) == {3: 13}
+    assert machine.finished(0.0, "t", True, "") == [Seal("t")]
+
+
+def test_groups_are_pushed_by_their_own_tables() -> None:
+    machine = PrefillMachine(layout(groups=(2, 1)), TIMES)
+    assert machine.admit(PEER, layout(groups=(2, 1)), regions=1) is None
+    machine.expect(0.0, prefill_request())
+    machine.reserve(0.0, PEER, reserve(layers=3, more=[(0, 22, 23)]))
+    push = only(machine.computed(0.0, computed((1, 2, 3), more=[(0, 5, 6)])), Push)
+    assert push.groups == (PushedGroup(0, (1, 2, 3), (11, 12, 13)), PushedGroup(1, (5, 6), (22, 23)))
+
+
+def test_a_reserve_that_wants_no_page_needs_no_writes(machine: PrefillMachine) -> None:
+    machine.expect(0.0, prefill_request())
+    machine.reserve(0.0, PEER, reserve(blocks=(0, 0, 0)))
+    assert machine.computed(0.0, computed((1, 2, 3))) == []
+    actions = machine.finished(0.0, "t", True, "")
+    assert only(actions, FinishedSending).request_id == "p-t"
+    assert_over(machine)
+
+
+def test_expect_again_changes_nothing_and_another_request_is_refused(machine: PrefillMachine) -> None:
+    active(machine)
+    assert machine.expect(0.0, prefill_request()) == []
+    log = only(machine.expect(0.0, prefill_request(request="p-other")), Log)
+    assert log.level == logging.ERROR
+    assert "p-other" in log.text
+    assert "p-t" in log.text
+
+
+def test_pages_of_an_unknown_request_are_ignored_with_a_word(machine: PrefillMachine) -> None:
+    assert only(machine.computed(0.0, computed((1,))), Log).level == logging.WARNING
+    machine.reserve(0.0, PEER, reserve())
+    assert every(machine.computed(0.0, computed((1,))), Push) == []
+
+
+# --- The request ends badly
+
+
+def test_an_abort_stops_the_writes_and_tells_decode_once_they_have_drained(machine: PrefillMachine) -> None:
+    active(machine)
+    assert machine.finished(0.0, "t", False, "client left") == [CancelWrites("t")]
+    assert machine.computed(0.0, computed((3,), first=2)) == []
+    actions = machine.writes_ended(1.0, "t", WritesEnd.CANCELLED, True, "")
+    assert message(actions) == Fail("t", 1, FailCode.PREFILL_ABORTED, "client left", quiesced=True)
+    assert only(actions, FinishedSending).request_id == "p-t"
+    assert only(actions, Ended).outcome is Outcome.FAILED
+    assert_over(machine)
+
+
+def test_an_abort_whose_bytes_may_still_land_says_so(machine: PrefillMachine) -> None:
+    active(machine)
+    machine.finished(0.0, "t", False, "")
+    fail = message(machine.writes_ended(1.0, "t", WritesEnd.CANCELLED, False, ""))
+    assert isinstance(fail, Fail)
+    assert not fail.quiesced
+
+
+def test_an_abort_before_anything_was_written_ends_at_once(machine: PrefillMachine) -> None:
+    machine.expect(0.0, prefill_request())
+    machine.reserve(0.0, PEER, reserve())
+    actions = machine.finished(0.0, "t", False, "client left")
+    assert message(actions) == Fail("t", 1, FailCode.PREFILL_ABORTED, "client left", quiesced=True)
+    assert only(actions, FinishedSending)
+    assert_over(machine)
+
+
+def test_an_abort_before_reserve_answers_the_late_reserve(machine: PrefillMachine) -> None:
+    machine.expect(0.0, prefill_request())
+    assert only(machine.finished(0.0, "t", False, "client left"), FinishedSending)
+    assert_over(machine)
+    fail = message(machine.reserve(1.0, PEER, reserve()))
+    assert fail == Fail("t", 1, FailCode.PREFILL_ABORTED, "client left", quiesced=True)
+    assert_over(machine)
+
+
+def test_an_abort_of_a_request_that_was_never_scheduled_reaches_decode(machine: PrefillMachine) -> None:
+    actions = machine.finished(0.0, "t", False, "rejected")
+    assert every(actions, FinishedSending) == []
+    assert message(machine.reserve(1.0, PEER, reserve())).code is FailCode.PREFILL_ABORTED  # type: ignore[attr-defined]
+    machine.reserve(1.0, PEER, reserve(transfer="u"))
+    actions = machine.finished(2.0, "u", False, "rejected")
+    assert message(actions).code is FailCode.PREFILL_ABORTED  # type: ignore[attr-defined]
+    assert_over(machine)
+
+
+def test_pages_that_were_never_computed_fail_the_transfer(machine: PrefillMachine) -> None:
+    active(machine)
+    assert machine.finished(0.0, "t", True, "") == [CancelWrites("t")]
+    actions = machine.writes_ended(0.0, "t", WritesEnd.CANCELLED, True, "")
+    fail = message(actions)
+    assert isinstance(fail, Fail)
+    assert fail.code is FailCode.WRITE_ERROR
+    assert fail.message.startswith("1 of the pages that decode asked for were never computed")
+    assert only(actions, FinishedSending)
+    assert_over(machine)
+
+
+def test_a_failed_write_fails_the_transfer_and_the_request_is_reported_when_it_finishes(
+    machine: PrefillMachine,
+) -> None:
+    active(machine)
+    actions = machine.writes_ended(0.0, "t", WritesEnd.FAILED, False, "PEER_DOWN over tcp")
+    assert message(actions) == Fail("t", 1, FailCode.WRITE_ERROR, "PEER_DOWN over tcp", quiesced=False)
+    assert every(actions, FinishedSending) == []
+    assert machine.computed(0.0, computed((3,), first=2)) == []
+    assert only(machine.finished(1.0, "t", True, ""), FinishedSending)
+    assert_over(machine)
+
+
+def test_a_failed_write_after_the_end_reports_at_once(machine: PrefillMachine) -> None:
+    sealed(machine)
+    assert only(machine.writes_ended(0.0, "t", WritesEnd.FAILED, True, "x"), FinishedSending)
+    assert_over(machine)
+
+
+def test_a_push_that_the_engine_refuses_fails_the_transfer(machine: PrefillMachine) -> None:
+    active(machine)
+    assert machine.push_failed(0.0, "t", "OUT_OF_RANGE in arm") == [CancelWrites("t")]
+    fail = message(machine.writes_ended(0.0, "t", WritesEnd.CANCELLED, True, ""))
+    assert fail == Fail("t", 1, FailCode.WRITE_ERROR, "OUT_OF_RANGE in arm", quiesced=True)
+
+
+def test_a_wrong_number_of_groups_fails_the_transfer(machine: PrefillMachine) -> None:
+    active(machine)
+    assert machine.computed(0.0, computed((3,), first=2, more=[(5,)])) == [CancelWrites("t")]
+
+
+def test_finished_is_heard_once(machine: PrefillMachine) -> None:
+    active(machine)
+    machine.finished(0.0, "t", False, "")
+    assert machine.finished(0.0, "t", False, "") == []
+    actions = machine.writes_ended(0.0, "t", WritesEnd.CANCELLED, True, "")
+    assert only(actions, FinishedSending)
+    assert machine.writes_ended(0.0, "t", WritesEnd.CANCELLED, True, "") == []
+    assert machine.finished(0.0, "t", True, "") == []
+
+
+def test_long_reasons_are_cut_to_what_a_message_carries(machine: PrefillMachine) -> None:
+    machine.expect(0.0, prefill_request())
+    machine.reserve(0.0, PEER, reserve())
+    fail = message(machine.finished(0.0, "t", False, "x" * 5000))
+    assert isinstance(fail, Fail)
+    assert len(fail.message) == 1024
+
+
+# --- Preemption
+
+
+def test_preemption_forgets_what_was_not_pushed_and_keeps_the_ledger(machine: PrefillMachine) -> None:
+    machine.expect(0.0, prefill_request())
+    machine.computed(0.0, computed((1, 2)))
+    assert machine.preempt(["t", "unknown"]) == ()
+    # Its old blocks belong to somebody else now; the prompt is computed again elsewhere.
+    assert machine.reserve(0.0, PEER, reserve()) == []
+    assert pushed(machine.computed(0.0, computed((7, 8), base=4))) == {7: 11, 8: 12}
+    assert machine.preempt(["t"]) == ("t",)
+    assert pushed(machine.computed(0.0, computed((4, 5, 6), base=8))) == {6: 13}
+
+
+def test_writes_of_a_stopped_transfer_are_quiesced_too(machine: PrefillMachine) -> None:
+    active(machine)
+    machine.cancel(0.0, PEER, Cancel("t", 1))
+    assert machine.preempt(["t"]) == ("t",)
+    machine.writes_ended(0.0, "t", WritesEnd.CANCELLED, True, "")
+    assert machine.preempt(["t"]) == ()
+
+
+def test_preempted_writes_that_do_not_drain_are_fenced(machine: PrefillMachine) -> None:
+    active(machine)
+    assert only(machine.quiesce_failed(0.0, "t"), Fence).peer == PEER
+    machine.peer_down(0.0, PEER, "fenced")
+    assert machine.quiesce_failed(0.0, "t") == []
+    machine.fenced(0.0, PEER)
+    assert machine.quiesce_failed(0.0, "t") == []
+    assert only(machine.finished(0.0, "t", True, ""), FinishedSending)
+
+
+# --- What RESERVE may ask
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"prompt_tokens": 3 * BLOCK - 1}, "prefill has 48 tokens, decode has 47"),
+        ({"prompt_hash": bytes(16)}, "the prompts differ"),
+    ],
+)
+@pytest.mark.parametrize("order", ["request first", "RESERVE first"])
+def test_another_prompt_is_refused_and_the_right_one_still_served(
+    machine: PrefillMachine, changes: dict[str, object], words: str, order: str
+) -> None:
+    wrong = msgspec.structs.replace(reserve(attempt=9), **changes)
+    if order == "request first":
+        machine.expect(0.0, prefill_request())
+        fail = message(machine.reserve(0.0, PEER, wrong))
+    else:
+        machine.reserve(0.0, PEER, wrong)
+        fail = message(machine.expect(0.0, prefill_request()))
+    assert isinstance(fail, Fail)
+    assert (fail.code, fail.attempt, fail.quiesced) == (FailCode.PROMPT_MISMATCH, 9, True)
+    assert words in fail.message
+    assert machine.next_deadline() is None
+    machine.computed(0.0, computed((1, 2, 3)))
+    assert pushed(machine.reserve(1.0, PEER, reserve(attempt=10))) == {1: 11, 2: 12, 3: 13}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (reserve(layers=3), "3 counters for 2 layers"),
+        (reserve(blocks=(32,)), "block 32 of 32"),
+        (reserve(more=[(1,)]), "2 KV groups"),
+        (reserve(blocks=(1, 2, 3, 4)), "behind the 3"),
+    ],
+)
+def test_a_reserve_that_does_not_fit_is_refused(machine: PrefillMachine, wrong: Reserve, words: str) -> None:
+    machine.expect(0.0, prefill_request())
+    fail = message(machine.reserve(0.0, PEER, wrong))
+    assert isinstance(fail, Fail)
+    assert (fail.code, fail.quiesced) == (FailCode.INCOMPATIBLE, True)
+    assert words in fail.message
+    assert machine.reserve(0.0, PEER, reserve(attempt=2)) == []  # a good one is served
+
+
+def test_the_same_reserve_twice_is_served_once(machine: PrefillMachine) -> None:
+    active(machine)
+    assert machine.reserve(0.0, PEER, reserve()) == []
+    assert pushed(machine.computed(0.0, computed((1, 2, 3)))) == {3: 13}
+
+
+@pytest.mark.parametrize(("peer", "attempt"), [(PEER, 2), (OTHER, 1)])
+def test_a_second_decode_request_is_refused(machine: PrefillMachine, peer: int, attempt: int) -> None:
+    active(machine)
+    send = only(machine.reserve(0.0, peer, reserve(attempt=attempt)), Send)
+    assert send.peer == peer
+    assert isinstance(send.message, Fail)
+    assert (send.message.code, send.message.attempt) == (FailCode.DUPLICATE, attempt)
+    assert send.message.quiesced
+    machine.computed(0.0, computed((3,), first=2))
+    assert machine.finished(0.0, "t", True, "") == [Seal("t")]  # the first one goes on
+
+
+def test_after_the_end_the_served_attempt_is_ignored_and_others_are_refused(machine: PrefillMachine) -> None:
+    sealed(machine)
+    machine.writes_ended(0.0, "t", WritesEnd.DONE, True, "")
+    assert machine.reserve(1.0, PEER, reserve()) == []
+    fail = message(machine.reserve(1.0, PEER, reserve(attempt=2)))
+    assert isinstance(fail, Fail)
+    assert fail.code is FailCode.DUPLICATE
+    assert_over(machine)
+
+
+def test_a_reserve_of_a_peer_without_a_session_is_ignored(machine: PrefillMachine) -> None:
+    assert machine.reserve(0.0, 77, reserve()) == []
+    machine.peer_down(0.0, PEER, "gone")
+    assert machine.reserve(0.0, PEER, reserve()) == []
+    assert_over(machine)
+
+
+def test_a_peer_whose_pages_do_not_fit_is_not_admitted() -> None:
+    machine = PrefillMachine(layout(), TIMES)
+    problem = machine.admit(PEER, layout(groups=(3,)), regions=1)
+    assert problem == "layers: prefill has 2, decode has 3"
+    assert machine.admit(PEER, layout(), regions=0) == "layer layer0 names memory region 0 of 0"
+    assert machine.reserve(0.0, PEER, reserve()) == []
+    assert_over(machine)
+
+
+# --- CANCEL and RELEASE
+
+
+def test_cancel_stops_drains_and_is_acknowledged(machine: PrefillMachine) -> None:
+    active(machine)
+    assert machine.cancel(0.0, PEER, Cancel("t", 1)) == [CancelWrites("t")]
+    assert machine.cancel(0.0, PEER, Cancel("t", 1)) == []  # the answer is under way
+    actions = machine.writes_ended(1.0, "t", WritesEnd.CANCELLED, True, "")
+    assert message(actions) == CancelAck("t", 1, drained=True)
+    assert only(actions, Ended).outcome is Outcome.CANCELLED
+    assert every(actions, FinishedSending) == []
+    assert only(machine.finished(2.0, "t", True, ""), FinishedSending)
+    assert_over(machine)
+
+
+def test_cancel_of_a_finished_request_frees_it_when_drained(machine: PrefillMachine) -> None:
+    sealed(machine)
+    assert machine.cancel(0.0, PEER, Cancel("t", 1)) == [CancelWrites("t")]
+    # The last page beat the cancellation.
+    actions = machine.writes_ended(1.0, "t", WritesEnd.DONE, True, "")
+    assert message(actions) == CancelAck("t", 1, drained=True)
+    assert only(actions, FinishedSending)
+    assert_over(machine)
+
+
+def test_cancel_that_cannot_tell_says_so_and_so_does_its_repetition(machine: PrefillMachine) -> None:
+    active(machine)
+    machine.cancel(0.0, PEER, Cancel("t", 1))
+    actions = machine.writes_ended(1.0, "t", WritesEnd.CANCELLED, False, "")
+    assert message(actions) == CancelAck("t", 1, drained=False)
+    assert message(machine.cancel(1.0, PEER, Cancel("t", 1))) == CancelAck("t", 1, drained=False)
+    machine.finished(1.0, "t", True, "")
+    assert message(machine.cancel(1.0, PEER, Cancel("t", 1))) == CancelAck("t", 1, drained=False)
+    assert message(machine.cancel(1.0, PEER, Cancel("t", 2))) == CancelAck("t", 2, drained=True)
+
+
+def test_cancel_before_anything_was_written_is_acknowledged_at_once(machine: PrefillMachine) -> None:
+    machine.reserve(0.0, PEER, reserve())
+    assert message(machine.cancel(0.0, PEER, Cancel("t", 1))) == CancelAck("t", 1, drained=True)
+    assert_over(machine)
+    machine.expect(0.0, prefill_request())
+    assert only(machine.finished(0.0, "t", True, ""), FinishedSending)
+    assert_over(machine)
+
+
+def test_an_unknown_cancel_keeps_its_late_reserve_from_starting_anything(machine: PrefillMachine) -> None:
+    assert message(machine.cancel(0.0, PEER, Cancel("t", 1))) == CancelAck("t", 1, drained=True)
+    assert machine.reserve(0.0, PEER, reserve()) == []
+    machine.expect(0.0, prefill_request())
+    assert machine.computed(0.0, computed((1, 2, 3))) == []
+    assert machine.reserve(0.0, PEER, reserve()) == []
+    assert only(machine.finished(0.0, "t", True, ""), FinishedSending)
+    assert_over(machine)
+
+
+def test_cancel_that_overtakes_reserve_frees_a_waiting_request(machine: PrefillMachine) -> None:
+    machine.expect(0.0, prefill_request())
+    machine.computed(0.0, computed((1, 2, 3)))
+    machine.finished(0.0, "t", True, "")
+    actions = machine.cancel(0.0, PEER, Cancel("t", 1))
+    assert message(actions) == CancelAck("t", 1, drained=True)
+    assert only(actions, FinishedSending)
+    assert machine.reserve(0.0, PEER, reserve()) == []
+    assert_over(machine)
+
+
+def test_cancel_of_another_attempt_leaves_the_transfer_alone(machine: PrefillMachine) -> None:
+    active(machine)
+    assert message(machine.cancel(0.0, PEER, Cancel("t", 2))) == CancelAck("t", 2, drained=True)
+    assert message(machine.cancel(0.0, OTHER, Cancel("t", 1))) == CancelAck("t", 1, drained=True)
+    machine.computed(0.0, computed((3,), first=2))
+    assert machine.finished(0.0, "t", True, "") == [Seal("t")]
+
+
+def test_cancel_while_an_abort_drains_is_answered_by_its_fail(machine: PrefillMachine) -> None:
+    active(machine)
+    machine.finished(0.0, "t", False, "x")
+    assert machine.cancel(0.0, PEER, Cancel("t", 1)) == []
+    assert isinstance(message(machine.writes_ended(0.0, "t", WritesEnd.CANCELLED, True, "")), Fail)
+
+
+def test_release_frees_the_request_when_it_finishes(machine: PrefillMachine) -> None:
+    machine.expect(0.0, prefill_request())
+    assert only(machine.release(0.0, PEER, "t"), Ended).outcome is Outcome.RELEASED
+    assert machine.computed(0.0, computed((1, 2, 3))) == []
+    assert only(machine.finished(0.0, "t", True, ""), FinishedSending)
+    assert_over(machine)
+
+
+def test_release_of_a_finished_request_frees_it_at_once(machine: PrefillMachine) -> None:
+    machine.expect(0.0, prefill_request())
+    machine.finished(0.0, "t", True, "")
+    assert only(machine.release(0.0, PEER, "t"), FinishedSending)
+    assert_over(machine)
+
+
+def test_release_may_come_before_the_request(machine: PrefillMachine) -> None:
+    assert only(machine.release(0.0, PEER, "t"), Ended).outcome is Outcome.RELEASED
+    assert machine.release(0.0, PEER, "t") == []
+    machine.expect(0.0, prefill_request())
+    fail = message(machine.reserve(0.0, PEER, reserve()))
+    assert isinstance(fail, Fail)
+    assert fail.code is FailCode.EXPIRED
+    assert only(machine.finished(0.0, "t", True, ""), FinishedSending)
+    assert_over(machine)
+
+
+def test_reserve_outranks_release(machine: PrefillMachine) -> None:
+    active(machine)
+    assert machine.release(0.0, OTHER, "t") == []
+    assert pushed(machine.computed(0.0, computed((3,), first=2))) == {3: 13}
+
+
+# --- Deadlines
+
+
+def test_an_orphaned_reserve_fails_when_no_request_comes(machine: PrefillMachine) -> None:
+    machine.reserve(0.0, PEER, reserve())
+    assert machine.next_deadline() == TIMES.orphan
+    assert machine.tick(TIMES.orphan - 0.1) == []
+    fail = message(machine.tick(TIMES.orphan))
+    assert isinstance(fail, Fail)
+    assert (fail.code, fail.quiesced) == (FailCode.UNKNOWN_TRANSFER, True)
+    assert_over(machine)
+    machine.expect(TIMES.orphan, prefill_request())  # too late: freed as soon as it finishes
+    assert only(machine.finished(TIMES.orphan, "t", True, ""), FinishedSending)
+
+
+def test_an_orphan_waits_no_longer_than_its_own_deadline(machine: PrefillMachine) -> None:
+    machine.reserve(0.0, PEER, reserve(deadline_ms=2000))
+    assert machine.next_deadline() == 2.0
+
+
+def test_a_finished_request_expires_when_nobody_asks(machine: PrefillMachine) -> None:
+    machine.expect(0.0, prefill_request())
+    machine.computed(0.0, computed((1, 2, 3)))
+    assert machine.next_deadline() is None  # as long as it computes, the engine owns it
+    machine.finished(10.0, "t", True, "")
+    assert machine.tick(10.0 + TIMES.hold - 0.1) == []
+    actions = machine.tick(10.0 + TIMES.hold)
+    assert only(actions, FinishedSending)
+    assert only(actions, Ended).outcome is Outcome.EXPIRED
+    assert_over(machine)
+    fail = message(machine.reserve(75.0, PEER, reserve()))
+    assert isinstance(fail, Fail)
+    assert (fail.code, fail.quiesced) == (FailCode.EXPIRED, True)
+
+
+def test_pings_that_list_the_transfer_renew_the_hold(machine: PrefillMachine) -> None:
+    machine.expect(0.0, prefill_request())
+    machine.waiting(0.0, PEER, ("t",))
+    assert machine.next_deadline() is None
+    machine.finished(0.0, "t", True, "")
+    for now in (50.0, 100.0, 150.0):
+        machine.waiting(now, PEER, ("t", "unknown"))
+        assert machine.tick(now + TIMES.hold - 0.1) == []
+    assert only(machine.tick(150.0 + TIMES.hold), FinishedSending)
+
+
+@pytest.mark.parametrize("finished_first", [True, False])
+def test_a_prompt_is_not_held_long_for_a_decode_engine_that_died(
+    machine: PrefillMachine, finished_first: bool
+) -> None:
+    machine.expect(0.0, prefill_request())
+    machine.computed(0.0, computed((1, 2, 3)))
+    machine.waiting(0.0, PEER, ("t",))
+    if finished_first:
+        machine.finished(0.0, "t", True, "")
+    machine.peer_down(10.0, PEER, "silent")
+    if not finished_first:
+        assert machine.next_deadline() is None
+        machine.finished(10.0, "t", True, "")
+    # One that only lost its connection has dialled again by then, and said so.
+    assert machine.next_deadline() == 10.0 + TIMES.dead + TIMES.connect
+    machine.admit(OTHER, layout(), 1)
+    machine.waiting(15.0, OTHER, ("t",))
+    assert machine.next_deadline() == 15.0 + TIMES.hold
+
+
+def test_a_reservation_that_is_not_served_in_time_ends(machine: PrefillMachine) -> None:
+    machine.expect(0.0, prefill_request())
+    machine.reserve(1.0, PEER, reserve(deadline_ms=2000))
+    machine.computed(1.0, computed((1,)))
+    assert machine.tick(2.9) == []
+    assert machine.tick(3.0) == [CancelWrites("t")]
+    actions = machine.writes_ended(3.1, "t", WritesEnd.CANCELLED, True, "")
+    assert message(actions).code is FailCode.EXPIRED  # type: ignore[attr-defined]
+    assert every(actions, FinishedSending) == []
+    assert only(machine.finished(9.0, "t", True, ""), FinishedSending)
+    assert_over(machine)
+
+
+def test_writes_that_do_not_drain_are_fenced(machine: PrefillMachine) -> None:
+    active(machine)
+    machine.cancel(1.0, PEER, Cancel("t", 1))
+    assert machine.tick(1.0 + TIMES.drain - 0.1) == []
+    assert only(machine.tick(1.0 + TIMES.drain), Fence).peer == PEER
+    assert machine.tick(100.0) == []
+    machine.peer_down(100.0, PEER, "fenced")
+    assert every(machine.fenced(100.0, PEER), Send) == []
+    assert only(machine.finished(100.0, "t", True, ""), FinishedSending)
+
+
+# --- The peer goes away
+
+
+def test_a_dead_peers_requests_are_reported_once_it_is_fenced(machine: PrefillMachine) -> None:
+    sealed(machine)
+    machine.expect(0.0, prefill_request("u"))
+    machine.reserve(0.0, PEER, reserve(transfer="u"))
+    machine.computed(0.0, computed((4,), transfer="u"))
+    machine.expect(0.0, prefill_request("other"))
+    machine.reserve(0.0, OTHER, reserve(transfer="other"))
+    assert machine.peer_down(1.0, PEER, "silent for 5 s") == []
+    assert machine.computed(1.0, computed((5,), first=1, transfer="u")) == []
+    actions = machine.fenced(2.0, PEER)
+    assert only(actions, FinishedSending).request_id == "p-t"
+    assert [ended.outcome for ended in every(actions, Ended)] == [Outcome.FAILED] * 2
+    assert every(actions, Send) == []  # there is nobody to tell
+    assert only(machine.finished(3.0, "u", True, ""), FinishedSending).request_id == "p-u"
+    assert len(machine) == 1  # the other peer's
+
+
+def test_writes_that_end_before_the_fence_are_reported_then(machine: PrefillMachine) -> None:
+    sealed(machine)
+    machine.peer_down(0.0, PEER, "gone")
+    assert only(machine.writes_ended(0.0, "t", WritesEnd.FAILED, False, "PEER_DOWN"), FinishedSending)
+    assert machine.fenced(0.0, PEER) == []
+    assert_over(machine)
+
+
+def test_a_dead_peers_orphan_is_forgotten(machine: PrefillMachine) -> None:
+    machine.reserve(0.0, PEER, reserve())
+    machine.peer_down(0.0, PEER, "gone")
+    assert_over(machine)
+
+
+def test_a_cancelled_transfer_of_a_dead_peer_ends_with_the_fence(machine: PrefillMachine) -> None:
+    sealed(machine)
+    machine.cancel(0.0, PEER, Cancel("t", 1))
+    machine.peer_down(0.0, PEER, "gone")
+    assert machine.next_deadline() is None
+    actions = machine.fenced(0.0, PEER)
+    assert only(actions, FinishedSending)
+    assert every(actions, Send) == []
+    assert_over(machine)
+
+
+def test_shutting_down_ends_every_reservation_and_takes_no_other(machine: PrefillMachine) -> None:
+    active(machine)
+    machine.expect(0.0, prefill_request("waiting"))
+    machine.reserve(0.0, PEER, reserve(transfer="orphan"))
+    actions = machine.close(0.0)
+    assert CancelWrites("t") in actions
+    assert message(actions) == Fail(
+        "orphan", 1, FailCode.DRAINING, "the prefill engine is shutting down", quiesced=True
+    )
+    assert machine.reserve(0.0, PEER, reserve()) == [], "repeated: its writes are still in flight"
+    actions = machine.writes_ended(0.0, "t", WritesEnd.CANCELLED, True, "")
+    assert message(actions).code is FailCode.DRAINING  # type: ignore[attr-defined]
+    assert every(actions, FinishedSending) == []
+    assert message(machine.reserve(0.0, PEER, reserve(transfer="new"))).code is FailCode.DRAINING  # type: ignore[attr-defined]
+    assert_over(machine)
+
+
+# --- Memory
+
+
+def test_tombstones_are_forgotten_by_age() -> None:
+    times = replace(TIMES, hold=1.0, orphan=1.0, transfer=2.0, cancel=1.0, drain=1.0)
+    machine = PrefillMachine(layout(), times)
+    assert machine.admit(PEER, layout(), regions=1) is None
+    machine.cancel(0.0, PEER, Cancel("t", 1))
+    machine.tick(2 * times.longest() - 0.1)
+    assert machine.reserve(0.0, PEER, reserve()) == []
+    assert len(machine) == 0
+    machine.tick(2 * times.longest())
+    machine.reserve(7.0, PEER, reserve())
+    assert len(machine) == 1
+
+
+def test_tombstones_are_bounded(machine: PrefillMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tombstones, "MAX_TOMBSTONES", 3)
+    for name in "abcd":
+        machine.cancel(0.0, PEER, Cancel(name, 1))
+    machine.reserve(0.0, PEER, reserve(transfer="a"))
+    assert len(machine) == 1  # forgotten: an orphan now
+    machine.reserve(0.0, PEER, reserve(transfer="b"))
+    assert len(machine) == 1

@@ -1,0 +1,478 @@
+"""Engines that join a router and leave it, over real sockets: what a client of the router sees of it."""
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import zmq
+from router_setup import (
+    PATIENCE,
+    FakeEngine,
+    Handler,
+    Stream,
+    answer_ok,
+    metric,
+    refuse,
+    serve,
+    serve_engine,
+    within,
+)
+from starlette.requests import Request
+from starlette.responses import Response
+from typer.testing import CliRunner
+
+from kv_connector.cli.main import app as command_line
+from kv_connector.cluster.ports import free_ports
+from kv_connector.cluster_key import ClusterKey
+from kv_connector.membership import MembershipSockets, Register, decode, encode
+from kv_connector.protocol.actions import Address
+from kv_connector.protocol.messages import MalformedMessage, Role
+from kv_connector.registrar import Registrar
+from kv_connector.router.app import create_app
+from kv_connector.router.endpoint import Endpoint
+from kv_connector.router.settings import Settings
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heartbeats of 50 ms instead of a second."""
+    monkeypatch.setattr("kv_connector.registrar.HEARTBEAT_S", 0.05)
+    monkeypatch.setattr("kv_connector.router.registry._TICK_S", 0.02)
+    monkeypatch.setattr("kv_connector.router.registry._PROBE_S", 0.02)
+
+
+class Cluster:
+    """A router that engines register with, and the engines."""
+
+    def __init__(self, stack: contextlib.AsyncExitStack, key: ClusterKey) -> None:
+        self.key = key
+        self.address = Address("127.0.0.1", free_ports(1)[0])
+        self._stack = stack
+        self._names = 0
+
+    async def router(self, **settings: Any) -> httpx.AsyncClient:
+        """A client of a router that ends with the cluster."""
+        return await self._stack.enter_async_context(self.running_router(**settings))
+
+    @contextlib.asynccontextmanager
+    async def running_router(self, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+        chosen: dict[str, Any] = {
+            "prefill": (),
+            "decode": (),
+            "registration": self.address,
+            "key": self.key,
+            "suspect": 0.3,
+            "dead": 0.6,
+        }
+        async with (
+            serve(create_app(Settings(**(chosen | settings)))) as url,
+            httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client,
+        ):
+            yield client
+
+    async def engine(self, role: Role, handler: Handler = answer_ok) -> "Member":
+        """An engine that has registered."""
+        engine = await self._stack.enter_async_context(serve_engine(handler))
+        member = Member(self, role, engine)
+        self._stack.callback(member.fall_silent)
+        return member
+
+    async def pair(self) -> tuple["Member", "Member"]:
+        return await self.engine(Role.PREFILL), await self.engine(Role.DECODE)
+
+
+class Member:
+    """A fake engine with a registration."""
+
+    _count = 0
+
+    def __init__(self, cluster: Cluster, role: Role, engine: FakeEngine) -> None:
+        self.engine = engine
+        Member._count += 1
+        registration = Register(f"engine-{Member._count}", "1", role, engine.url, "127.0.0.1", 5600)
+        self.registrar = Registrar(registration, [cluster.address], cluster.key)
+
+    def leave(self) -> None:
+        self.registrar.close()
+
+    def fall_silent(self) -> None:
+        """As a process that was stopped or killed."""
+        self.registrar._routers.clear()
+        self.registrar.close()
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[Cluster]:
+    async with contextlib.AsyncExitStack() as stack:
+        yield Cluster(stack, ClusterKey.generate())
+
+
+async def until_health(
+    client: httpx.AsyncClient, condition: Callable[[dict[str, dict[str, str]]], bool]
+) -> None:
+    """Waits until the router's view of its engines is as it should be."""
+    async with asyncio.timeout(PATIENCE):
+        while not condition((await client.get("/health")).json()):
+            await asyncio.sleep(0.01)  # each look is a request of its own: there is no event to wait for
+
+
+async def ask(client: httpx.AsyncClient, **more: Any) -> httpx.Response:
+    return await client.post("/v1/completions", json={"prompt": "x", **more})
+
+
+# --- Joining and leaving
+
+
+async def test_the_first_request_waits_for_the_engines_to_join(cluster: Cluster) -> None:
+    client = await cluster.router()
+    asking = asyncio.create_task(ask(client))
+    p, d = await cluster.pair()
+    assert (await asking).status_code == 200
+    assert len(p.engine.bodies) == len(d.engine.bodies) == 1
+    params = d.engine.bodies[0]["kv_transfer_params"]
+    assert (params["remote_host"], params["remote_port"]) == ("127.0.0.1", 5600)
+    assert (await client.get("/health")).json() == {
+        "prefill": {p.engine.url: "ready"},
+        "decode": {d.engine.url: "ready"},
+    }
+    assert await metric(client, 'kv_connector_router_engines{side="prefill",state="ready"}') == 1
+
+
+async def test_without_engines_a_request_is_told_so(cluster: Cluster) -> None:
+    client = await cluster.router(patience=0.05)
+    answer = await ask(client)
+    assert answer.status_code == 503
+    assert "no prefill engine takes requests: none is known" in answer.json()["error"]["message"]
+
+
+async def test_an_engine_whose_api_server_is_not_up_is_not_used(cluster: Cluster) -> None:
+    client = await cluster.router(patience=0.05)
+    p, _ = await cluster.pair()
+    await until_health(client, lambda state: list(state["decode"].values()) == ["ready"])
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        p.engine.url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        late = Member(cluster, Role.PREFILL, p.engine)
+        await until_health(client, lambda state: state["prefill"].get(p.engine.url) == "joining")
+        for _ in range(3):
+            assert (await ask(client)).status_code == 200
+        late.fall_silent()
+
+
+async def test_who_leaves_gets_nothing_more(cluster: Cluster) -> None:
+    client = await cluster.router()
+    p, _ = await cluster.pair()
+    other = await cluster.engine(Role.PREFILL)
+    await until_health(client, lambda state: list(state["prefill"].values()) == ["ready"] * 2)
+    assert (await ask(client)).status_code == 200
+    p.leave()
+    await until_health(client, lambda state: list(state["prefill"]) == [other.engine.url])
+    before = len(p.engine.bodies)
+    for _ in range(4):
+        assert (await ask(client)).status_code == 200
+    assert len(p.engine.bodies) == before
+
+
+async def test_a_silent_engine_loses_its_requests_and_they_go_elsewhere(cluster: Cluster) -> None:
+    """A P that is stopped: it takes the request, and never answers."""
+    client = await cluster.router()
+
+    async def hang(request: Request, body: dict[str, Any]) -> Response:
+        return await stopped.engine.until_gone(request)
+
+    stopped = await cluster.engine(Role.PREFILL, hang)
+
+    async def decode(request: Request, body: dict[str, Any]) -> Response:
+        # As D does: it answers once its prompt is computed.
+        if len(d.engine.bodies) == 1:
+            return await d.engine.until_gone(request)
+        return await answer_ok(request, body)
+
+    d = await cluster.engine(Role.DECODE, decode)
+    await until_health(
+        client, lambda state: [*state["prefill"].values(), *state["decode"].values()] == ["ready"] * 2
+    )
+    asking = asyncio.create_task(ask(client))
+    await within(stopped.engine.arrived.wait())
+    healthy = await cluster.engine(Role.PREFILL)
+    await until_health(client, lambda state: state["prefill"].get(healthy.engine.url) == "ready")
+    stopped.fall_silent()
+    answer = await within(asking)
+    assert answer.status_code == 200
+    await within(stopped.engine.aborted.wait())
+    await within(d.engine.aborted.wait())
+    first, second = (body["kv_transfer_params"]["transfer_id"] for body in d.engine.bodies)
+    assert first != second
+    assert healthy.engine.bodies[0]["kv_transfer_params"]["transfer_id"] == second
+    assert await metric(client, "kv_connector_router_retries_total") == 1
+
+
+async def test_a_stream_of_an_engine_that_falls_silent_ends_with_an_error(cluster: Cluster) -> None:
+    client = await cluster.router()
+    stream = Stream()
+    await cluster.engine(Role.PREFILL)
+    d = await cluster.engine(Role.DECODE, stream)
+    stream.queue.put_nowait(b"data: 1\n\n")
+    async with client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
+        chunks = answer.aiter_raw()
+        assert await within(anext(chunks)) == b"data: 1\n\n"
+        d.fall_silent()
+        last = b"".join([chunk async for chunk in chunks])
+    assert d.engine.url in msgspec.json.decode(last.removeprefix(b"data: "))["error"]["message"]
+    await within(stream.aborted.wait())
+
+
+async def test_a_router_that_comes_back_knows_everybody(cluster: Cluster) -> None:
+    async with cluster.running_router() as client:
+        p, d = await cluster.pair()
+        assert (await ask(client)).status_code == 200
+    client = await cluster.router()
+    assert (await ask(client)).status_code == 200
+    assert len(p.engine.bodies) == len(d.engine.bodies) == 2
+
+
+async def test_two_routers_share_the_engines(cluster: Cluster) -> None:
+    second = Cluster(cluster._stack, cluster.key)
+    clients = [await cluster.router(), await second.router()]
+    p, d = await cluster.pair()
+    for member, role in ((p, Role.PREFILL), (d, Role.DECODE)):
+        member.fall_silent()
+        registration = Register(role.value, "1", role, member.engine.url, "127.0.0.1", 5600)
+        member.registrar = Registrar(registration, [cluster.address, second.address], cluster.key)
+        cluster._stack.callback(member.fall_silent)
+    for client in clients:
+        assert (await ask(client)).status_code == 200
+
+
+# --- Draining
+
+
+async def test_a_drained_engine_finishes_what_it_has(cluster: Cluster, tmp_path: Any) -> None:
+    release = asyncio.Event()
+
+    async def hold(request: Request, body: dict[str, Any]) -> Response:
+        await within(release.wait())
+        return await answer_ok(request, body)
+
+    client = await cluster.router()
+    await cluster.engine(Role.PREFILL)
+    old = await cluster.engine(Role.DECODE, hold)
+    asking = asyncio.create_task(ask(client))
+    await within(old.engine.arrived.wait())
+    new = await cluster.engine(Role.DECODE)
+    key_file = tmp_path / "key"
+    cluster.key.write(key_file)
+    words = ["drain", old.engine.url, "--router", str(cluster.address), "--key-file", str(key_file)]
+    busy = await asyncio.to_thread(CliRunner().invoke, command_line, [*words, "--timeout", "0.6"])
+    assert busy.exit_code == 1, busy.output
+    assert "still has 1 requests" in busy.output
+    await until_health(client, lambda state: state["decode"].get(new.engine.url) == "ready")
+    for _ in range(3):
+        assert (await ask(client)).status_code == 200
+    assert len(old.engine.bodies) == 1
+    release.set()
+    assert (await asking).status_code == 200
+    idle = await asyncio.to_thread(CliRunner().invoke, command_line, words)
+    assert idle.exit_code == 0, idle.output
+    # The engine knows it, too, and tells every router from now on.
+    assert old.registrar._registration.draining
+
+
+async def test_draining_an_engine_that_is_not_there(cluster: Cluster, tmp_path: Any) -> None:
+    await cluster.router()
+    key_file = tmp_path / "key"
+    cluster.key.write(key_file)
+    words = ["drain", "http://127.0.0.1:1", "--router", str(cluster.address), "--key-file", str(key_file)]
+    unknown = await asyncio.to_thread(CliRunner().invoke, command_line, words, env={"COLUMNS": "200"})
+    assert unknown.exit_code == 2
+    assert "knows no engine" in unknown.output
+
+
+# --- Trying again
+
+
+def listed(
+    prefill: list[FakeEngine], decode: list[FakeEngine], **settings: Any
+) -> contextlib.AbstractAsyncContextManager[str]:
+    return serve(
+        create_app(
+            Settings(
+                prefill=tuple(Endpoint.parse(engine.url) for engine in prefill),
+                decode=tuple(Endpoint.parse(engine.url) for engine in decode),
+                **settings,
+            )
+        )
+    )
+
+
+@pytest.mark.parametrize("dispatch", ["concurrent", "serial"])
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize("how", ["refuses connections", "answers 500"])
+async def test_another_engine_takes_over_before_anything_was_streamed(
+    dispatch: str, side: str, how: str
+) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        broken = await stack.enter_async_context(serve_engine(refuse(500, "broken")))
+        if how == "refuses connections":
+            unused = stack.enter_context(socket.socket())
+            unused.bind(("127.0.0.1", 0))
+            broken.url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        good, p = [await stack.enter_async_context(serve_engine(answer_ok)) for _ in range(2)]
+
+        async def decode(request: Request, body: dict[str, Any]) -> Response:
+            # As D does: it answers once its P has computed the prompt.
+            wanted = body["kv_transfer_params"].get("transfer_id")
+            while side == "prefill" and wanted is not None and not await request.is_disconnected():
+                if wanted in [at_p["kv_transfer_params"]["transfer_id"] for at_p in good.bodies]:
+                    break
+                await asyncio.sleep(0.005)
+            return await answer_ok(request, body)
+
+        d = await stack.enter_async_context(serve_engine(decode))
+        sides = {"prefill": [p], "decode": [d]} | {side: [broken, good]}
+        url = await stack.enter_async_context(listed(**sides, dispatch=dispatch))
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=PATIENCE))
+        for _ in range(4):
+            assert (await ask(client)).status_code == 200
+        assert len(good.bodies) == 4
+        if how == "refuses connections":
+            assert await metric(client, "kv_connector_router_retries_total") == 1, "it is not used again"
+
+
+async def test_an_error_event_at_the_beginning_of_a_stream_is_an_error(cluster: Cluster) -> None:
+    """vLLM sends its status before it knows; the router does not pass it on before the first token."""
+    broken, good = Stream(), Stream()
+    broken.queue.put_nowait(
+        b'data: {"error": {"message": "KV load failed", "code": 500}}\n\ndata: [DONE]\n\n'
+    )
+    broken.queue.put_nowait(None)
+    async with serve_engine(answer_ok) as p, serve_engine(broken) as first, serve_engine(good) as second:
+        async with (
+            listed([p], [first]) as url,
+            httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client,
+        ):
+            answer = await ask(client, stream=True)
+            assert answer.status_code == 500
+            assert answer.json()["error"]["message"] == "KV load failed"
+        broken.queue.put_nowait(b'data: {"error": {"message": "KV load failed", "code": 500}}\n\n')
+        broken.queue.put_nowait(None)
+        good.queue.put_nowait(b"data: 1\n\n")
+        good.queue.put_nowait(None)
+        async with (
+            listed([p], [first, second]) as url,
+            httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client,
+        ):
+            answer = await ask(client, stream=True)
+            assert (answer.status_code, answer.content) == (200, b"data: 1\n\n")
+
+
+async def test_the_clients_own_error_is_not_tried_elsewhere() -> None:
+    async def decode(request: Request, body: dict[str, Any]) -> Response:
+        return await d.until_gone(request)
+
+    async with (
+        serve_engine(refuse(400, "too long")) as p,
+        serve_engine(answer_ok) as other,
+        serve_engine(decode) as d,
+        listed([p, other], [d]) as url,
+        httpx.AsyncClient(base_url=url) as client,
+    ):
+        assert (await ask(client)).status_code == 400
+        assert not other.bodies
+
+
+async def test_a_request_that_breaks_every_engine_does_not_meet_all_of_them() -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(serve_engine(refuse(500, "broken"))) for _ in range(5)]
+        d = await stack.enter_async_context(serve_engine(answer_ok))
+        url = await stack.enter_async_context(listed(engines, [d], dispatch="serial"))
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url))
+        assert (await ask(client)).status_code == 500
+        assert sum(len(engine.bodies) for engine in engines) == 3
+
+
+async def test_one_engine_for_both_sides_prefills_itself() -> None:
+    async with (
+        serve_engine(answer_ok) as both,
+        listed([both], [both]) as url,
+        httpx.AsyncClient(base_url=url) as client,
+    ):
+        assert (await ask(client)).status_code == 200
+        assert both.bodies == [{"prompt": "x"}]
+
+
+# --- Strangers
+
+
+async def test_nobody_joins_without_the_key(cluster: Cluster) -> None:
+    client = await cluster.router(patience=0.05)
+    await cluster.pair()
+    await until_health(client, lambda state: list(state["decode"].values()) == ["ready"])
+    thief = Cluster(cluster._stack, ClusterKey.generate())
+    thief.address = cluster.address
+    stolen = await thief.engine(Role.PREFILL)
+    # Many heartbeats of the thief's.
+    await asyncio.sleep(0.5)
+    state = (await client.get("/health")).json()
+    assert stolen.engine.url not in state["prefill"]
+    assert (await ask(client)).status_code == 200
+    assert not stolen.engine.bodies
+
+
+async def test_a_router_that_gets_its_key_late_is_joined(cluster: Cluster) -> None:
+    """ZMQ does not dial again where only one side has a key; the engine does."""
+    async with cluster.running_router(key=None, patience=0.05) as client:
+        p, _ = await cluster.pair()
+        await asyncio.sleep(0.3)  # many heartbeats
+        assert p.engine.url not in (await client.get("/health")).json()["prefill"]
+    client = await cluster.router()
+    assert (await ask(client)).status_code == 200
+
+
+async def test_a_registration_that_makes_no_sense_costs_its_sender_the_connection(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = await cluster.router()
+    sockets = MembershipSockets(cluster.key)
+    try:
+        link = sockets.dial(cluster.address)
+        sockets.send(link, Register("x", "1", Role.PREFILL, "ftp://nowhere", "h", 1))
+        async with asyncio.timeout(PATIENCE):
+            while "a registration is ignored" not in caplog.text:
+                await asyncio.sleep(0.01)
+        await cluster.pair()
+        assert (await ask(client)).status_code == 200
+    finally:
+        sockets.close()
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [b"", b"garbage", encode(Register("x", "1", Role.PREFILL, "http://h:1", "h", 1))[:-1]],
+)
+def test_what_is_no_membership_message_is_malformed(frame: bytes) -> None:
+    with pytest.raises(MalformedMessage):
+        decode(frame)
+
+
+def test_a_router_that_is_away_is_not_waited_for() -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as later:
+        port = free_ports(1)[0]
+        registration = Register("x", "1", Role.PREFILL, "http://h:1", "h", 1)
+        registrar = Registrar(registration, [Address("127.0.0.1", port)], None)
+        try:
+            later.bind(f"tcp://127.0.0.1:{port}")
+            assert later.poll(10_000)
+            assert decode(later.recv_multipart()[1]) == registration
+        finally:
+            started = time.monotonic()
+            registrar.close()
+            assert time.monotonic() - started < 5

@@ -1,0 +1,516 @@
+"""The router, over real sockets: fake engines and the router are servers on loopback."""
+
+import asyncio
+import json
+import logging
+import socket
+from typing import Any
+
+import httpx
+import pytest
+from router_setup import (
+    PATIENCE,
+    Rendezvous,
+    Stream,
+    answer_ok,
+    cluster,
+    metric,
+    refuse,
+    serve,
+    serve_engine,
+    until_metric,
+    within,
+)
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from kv_connector.router.app import create_app
+from kv_connector.router.completion import Completion
+from kv_connector.router.endpoint import Endpoint
+from kv_connector.router.failure import Failure
+from kv_connector.router.pool import NoEngine, Pool
+from kv_connector.router.settings import Settings
+
+pytestmark = pytest.mark.anyio
+
+
+# --- Dispatch
+
+
+async def test_p_and_d_are_dispatched_at_the_same_time() -> None:
+    together = Rendezvous()
+    async with cluster(together, together) as (p, d, client):
+        answer = await client.post("/v1/completions", json={"prompt": "hello", "max_tokens": 7})
+        assert answer.status_code == 200
+        assert answer.json()["choices"] == [{"text": "ok"}]
+        assert len(p.bodies) == len(d.bodies) == 1
+
+
+async def test_p_gets_one_token_and_d_the_request_with_ps_control_address() -> None:
+    request = {
+        "prompt": "hello",
+        "max_tokens": 7,
+        "min_tokens": 3,
+        "n": 2,
+        "temperature": 0.5,
+        "kv_transfer_params": {"remote_host": "evil", "remote_port": 1},
+    }
+    async with cluster(answer_ok, answer_ok) as (p, d, client):
+        await client.post("/v1/completions", json=request)
+        (to_p,), (to_d,) = p.bodies, d.bodies
+        transfer = to_p["kv_transfer_params"]["transfer_id"]
+        assert len(transfer) == 32
+        assert to_p == {
+            "prompt": "hello",
+            "max_tokens": 1,
+            "temperature": 0.5,
+            "stream": False,
+            "kv_transfer_params": {
+                "do_remote_decode": True,
+                "do_remote_prefill": False,
+                "transfer_id": transfer,
+            },
+        }
+        assert to_d == request | {
+            "kv_transfer_params": {
+                "do_remote_prefill": True,
+                "do_remote_decode": False,
+                "transfer_id": transfer,
+                "remote_host": "10.0.0.1",
+                "remote_port": 5601,
+                "remote_engine_id": None,
+            }
+        }
+
+
+async def test_each_request_has_its_own_transfer() -> None:
+    async with cluster(answer_ok, answer_ok) as (p, _, client):
+        for _ in range(2):
+            await client.post("/v1/completions", json={"prompt": "hello"})
+        first, second = (body["kv_transfer_params"]["transfer_id"] for body in p.bodies)
+        assert first != second
+
+
+async def test_p_counts_as_free_once_it_has_answered() -> None:
+    release = asyncio.Event()
+
+    async def hold(request: Request, body: dict[str, Any]) -> Response:
+        await within(release.wait())
+        return await answer_ok(request, body)
+
+    async with serve_engine(hold) as busy, serve_engine(answer_ok) as quick, serve_engine(answer_ok) as d:
+        settings = Settings(
+            prefill=(Endpoint.parse(busy.url), Endpoint.parse(quick.url)), decode=(Endpoint.parse(d.url),)
+        )
+        async with (
+            serve(create_app(settings)) as url,
+            httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client,
+        ):
+            for _ in range(3):
+                assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+                # The first one's P is still at it, the others' are done.
+                await until_metric(client, "kv_connector_router_in_flight", 1)
+            assert (len(busy.bodies), len(quick.bodies)) == (1, 2)
+            release.set()
+            await until_metric(client, "kv_connector_router_in_flight", 0)
+
+
+async def test_a_chat_for_p_has_both_names_of_the_limit_set() -> None:
+    request = {
+        "messages": [],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_completion_tokens": 9,
+    }
+    stream = Stream()
+    stream.queue.put_nowait(b"data: x\n\n")
+    stream.queue.put_nowait(None)
+    async with cluster(answer_ok, stream) as (p, d, client):
+        await client.post("/v1/chat/completions", json=request)
+        (to_p,), (to_d,) = p.bodies, d.bodies
+        assert (to_p["max_tokens"], to_p["max_completion_tokens"], to_p["stream"]) == (1, 1, False)
+        assert "stream_options" not in to_p
+        assert to_d["stream_options"] == {"include_usage": True}
+        assert to_d["max_completion_tokens"] == 9
+
+
+async def test_serial_dispatch_hands_ps_answer_to_d() -> None:
+    async with cluster(answer_ok, answer_ok, dispatch="serial") as (p, d, client):
+        answer = await client.post("/v1/completions", json={"prompt": "hello"})
+        assert answer.status_code == 200
+        assert p.bodies[0]["kv_transfer_params"]["do_remote_decode"] is True
+        assert d.bodies[0]["kv_transfer_params"] == {"do_remote_prefill": True, "from": "p"}
+
+
+async def test_serial_dispatch_waits_for_p() -> None:
+    release = asyncio.Event()
+
+    async def prefill(request: Request, body: dict[str, Any]) -> Response:
+        await within(release.wait())
+        return await answer_ok(request, body)
+
+    async with cluster(prefill, answer_ok, dispatch="serial") as (p, d, client):
+        asking = asyncio.create_task(client.post("/v1/completions", json={"prompt": "hello"}))
+        await within(p.arrived.wait())
+        assert not d.bodies
+        release.set()
+        assert (await asking).status_code == 200
+        assert len(d.bodies) == 1
+
+
+async def test_serial_dispatch_refuses_to_prefill_twice() -> None:
+    async def no_params(request: Request, body: dict[str, Any]) -> Response:
+        return JSONResponse({"choices": [{"text": "ok"}], "kv_transfer_params": None})
+
+    async with cluster(no_params, answer_ok, dispatch="serial") as (p, d, client):
+        answer = await client.post("/v1/completions", json={"prompt": "hello"})
+        assert answer.status_code == 502
+        assert p.url in answer.json()["error"]["message"]
+        assert "--kv-transfer-config" in answer.json()["error"]["message"]
+        assert not d.bodies
+
+
+@pytest.mark.parametrize(
+    ("request_body", "reason"),
+    [
+        ({"prompt": ["one", "two"]}, "several_prompts"),
+        ({"prompt": [[1, 2], [3]]}, "several_prompts"),
+        ({"prompt": "one", "prompt_embeds": "AAAA"}, "several_prompts"),
+        ({"prompt": "one", "use_beam_search": True, "n": 2}, "beam_search"),
+        ({"prompt": "one", "prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"prompt": "one", "echo": True, "logprobs": 1}, "prompt_logprobs"),
+    ],
+)
+async def test_what_cannot_be_shared_is_prefilled_by_d(request_body: dict[str, Any], reason: str) -> None:
+    async with cluster(answer_ok, answer_ok) as (p, d, client):
+        answer = await client.post("/v1/completions", json=request_body | {"kv_transfer_params": {"a": 1}})
+        assert answer.status_code == 200
+        assert not p.bodies
+        assert d.bodies == [request_body]
+        assert await metric(client, f'kv_connector_router_local_prefills_total{{reason="{reason}"}}') == 1
+
+
+@pytest.mark.parametrize("prompt", ["one", ["one"], [1, 2, 3], [[1, 2, 3]], []])
+def test_a_single_prompt_is_shared(prompt: object) -> None:
+    assert Completion({"prompt": prompt}).local_reason() is None
+
+
+# --- Headers
+
+
+async def test_both_engines_get_the_clients_request_id_and_key() -> None:
+    async with cluster(answer_ok, answer_ok) as (p, d, client):
+        headers = {"X-Request-Id": "mine-1", "Authorization": "Bearer key", "Cookie": "secret"}
+        answer = await client.post("/v1/completions", json={"prompt": "hello"}, headers=headers)
+        assert answer.headers["x-request-id"] == "mine-1"
+        for got in (p.headers[0], d.headers[0]):
+            assert got["x-request-id"] == "mine-1"
+            assert got["authorization"] == "Bearer key"
+            assert "cookie" not in got
+
+
+async def test_without_a_usable_request_id_both_engines_get_the_same_new_one() -> None:
+    async with cluster(answer_ok, answer_ok) as (p, d, client):
+        answer = await client.post(
+            "/v1/completions", json={"prompt": "x"}, headers={"X-Request-Id": "x" * 129}
+        )
+        made = answer.headers["x-request-id"]
+        assert p.headers[0]["x-request-id"] == d.headers[0]["x-request-id"] == made
+        assert len(made) == 32
+
+
+# --- Streaming
+
+
+async def test_chunks_pass_through_one_by_one() -> None:
+    stream = Stream()
+    async with cluster(answer_ok, stream) as (_, _, client):
+        stream.queue.put_nowait(b"data: 1\n\n")
+        async with client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            chunks = answer.aiter_raw()
+            assert await within(anext(chunks)) == b"data: 1\n\n"
+            # The engine sends the next only now: a router that waits for more would have hung above.
+            stream.queue.put_nowait(b"data: 2\n\n")
+            assert await within(anext(chunks)) == b"data: 2\n\n"
+            stream.queue.put_nowait(None)
+            assert [chunk async for chunk in chunks] == []
+        assert await metric(client, "kv_connector_router_first_byte_seconds_count") == 1
+
+
+async def test_the_status_waits_for_the_first_byte_so_that_ps_error_can_still_be_told() -> None:
+    fail = asyncio.Event()
+    stream = Stream()
+
+    async def prefill(request: Request, body: dict[str, Any]) -> Response:
+        await within(fail.wait())
+        return JSONResponse({"error": {"message": "too long"}}, 400)
+
+    async with cluster(prefill, stream) as (_, d, client):
+        asking = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x", "stream": True}))
+        await within(d.arrived.wait())
+        fail.set()
+        answer = await asking
+        assert answer.status_code == 400
+        assert answer.json() == {"error": {"message": "too long"}}
+        await within(stream.aborted.wait())
+
+
+async def test_d_goes_on_when_p_fails_after_the_first_byte() -> None:
+    fail = asyncio.Event()
+    stream = Stream()
+
+    async def prefill(request: Request, body: dict[str, Any]) -> Response:
+        await within(fail.wait())
+        return JSONResponse({"error": {"message": "late"}}, 500)
+
+    async with cluster(prefill, stream) as (p, _, client):
+        stream.queue.put_nowait(b"data: 1\n\n")
+        async with client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
+            chunks = answer.aiter_raw()
+            assert await within(anext(chunks)) == b"data: 1\n\n"
+            fail.set()
+            failures = f'kv_connector_router_failures_total{{engine="{p.url}",side="prefill"}}'
+            await until_metric(client, failures, 1)
+            stream.queue.put_nowait(b"data: 2\n\n")
+            assert await within(anext(chunks)) == b"data: 2\n\n"
+            stream.queue.put_nowait(None)
+
+
+async def test_d_breaking_off_ends_the_stream_with_an_error_event() -> None:
+    stream = Stream()
+    async with cluster(answer_ok, stream) as (_, d, client):
+        stream.queue.put_nowait(b"data: 1\n\n")
+        async with client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
+            chunks = answer.aiter_raw()
+            assert await within(anext(chunks)) == b"data: 1\n\n"
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+            stream.queue.put_nowait(RuntimeError("the engine broke"))
+            last = b"".join([chunk async for chunk in chunks])
+        assert last.startswith(b"data: {")
+        error = json.loads(last.removeprefix(b"data: "))["error"]
+        assert d.url in error["message"]
+
+
+# --- Errors
+
+
+async def test_ps_error_is_the_answer_and_d_is_aborted() -> None:
+    async def decode(request: Request, body: dict[str, Any]) -> Response:
+        return await d.until_gone(request)
+
+    async with cluster(refuse(500, "P is out of memory"), decode) as (_, d, client):
+        answer = await client.post("/v1/completions", json={"prompt": "x"})
+        assert answer.status_code == 500
+        assert answer.json() == {"error": {"message": "P is out of memory"}}
+        await within(d.aborted.wait())
+
+
+async def test_ds_error_is_the_answer_and_p_is_aborted() -> None:
+    async def prefill(request: Request, body: dict[str, Any]) -> Response:
+        return await p.until_gone(request)
+
+    async with cluster(prefill, refuse(400, "context too long")) as (p, d, client):
+        answer = await client.post("/v1/completions", json={"prompt": "x"})
+        assert answer.status_code == 400
+        assert answer.json() == {"error": {"message": "context too long"}}
+        await within(p.aborted.wait())
+        assert (
+            await metric(client, f'kv_connector_router_failures_total{{engine="{d.url}",side="decode"}}') == 1
+        )
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize("dispatch", ["concurrent", "serial"])
+async def test_an_engine_that_is_down_is_named(side: str, dispatch: str) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # bound, not listening: refuses connections
+        down = f"http://127.0.0.1:{unused.getsockname()[1]}"
+
+        async def wait(request: Request, body: dict[str, Any]) -> Response:
+            # Whether the other engine's request is still under way must not matter.
+            return (
+                await engine.until_gone(request)
+                if dispatch == "concurrent"
+                else await answer_ok(request, body)
+            )
+
+        async with serve_engine(wait) as engine:
+            urls = {"prefill": engine.url, "decode": engine.url} | {side: down}
+            settings = Settings(
+                prefill=(Endpoint.parse(urls["prefill"]),),
+                decode=(Endpoint.parse(urls["decode"]),),
+                dispatch=dispatch,  # type: ignore[arg-type]
+            )
+            async with (
+                serve(create_app(settings)) as url,
+                httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client,
+            ):
+                answer = await client.post("/v1/completions", json={"prompt": "x"})
+                assert answer.status_code == 502
+                assert f"the {side} engine {down} failed" in answer.json()["error"]["message"]
+                health = await client.get("/health")
+                assert health.status_code == 503
+                assert health.json()[side] == {down: "unreachable"}
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[1]", b'"text"', b"[" * 100_000])
+async def test_a_malformed_body_is_refused_without_asking_an_engine(body: bytes) -> None:
+    async with cluster(answer_ok, answer_ok) as (p, d, client):
+        answer = await client.post("/v1/completions", content=body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+        assert not p.bodies
+        assert not d.bodies
+        assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+
+
+async def test_a_body_over_the_limit_is_refused() -> None:
+    async with cluster(answer_ok, answer_ok, body_limit=1000) as (p, _, client):
+        answer = await client.post("/v1/completions", content=b" " * 1001)
+        assert answer.status_code == 413
+        assert "1000 bytes" in answer.json()["error"]["message"]
+        assert not p.bodies
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/nowhere", 404), ("GET", "/v1/completions", 405), ("POST", "/reset_prefix_cache", 404)],
+)
+async def test_unknown_routes_are_refused_in_openais_shape(method: str, path: str, status: int) -> None:
+    async with cluster(answer_ok, answer_ok) as (_, _, client):
+        answer = await client.request(method, path)
+        assert answer.status_code == status
+        assert "/v1/chat/completions" in answer.json()["error"]["message"]
+
+
+# --- Clients that leave
+
+
+@pytest.mark.parametrize("dispatch", ["concurrent", "serial"])
+async def test_a_client_that_leaves_before_the_answer_aborts_the_engines(dispatch: str) -> None:
+    async def prefill(request: Request, body: dict[str, Any]) -> Response:
+        return await p.until_gone(request)
+
+    async def decode(request: Request, body: dict[str, Any]) -> Response:
+        return await d.until_gone(request)
+
+    async with cluster(prefill, decode, dispatch=dispatch) as (p, d, client):
+        asking = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x"}))
+        await within(p.arrived.wait())
+        if dispatch == "concurrent":
+            await within(d.arrived.wait())
+        asking.cancel()
+        await within(p.aborted.wait())
+        if dispatch == "concurrent":
+            await within(d.aborted.wait())
+        line = 'kv_connector_router_requests_total{route="/v1/completions",status="499"}'
+        await until_metric(client, line, 1)
+        assert await metric(client, "kv_connector_router_in_flight") == 0
+
+
+async def test_a_client_that_leaves_a_stream_aborts_both() -> None:
+    stream = Stream()
+
+    async def prefill(request: Request, body: dict[str, Any]) -> Response:
+        return await p.until_gone(request)
+
+    async with cluster(prefill, stream) as (p, _, client):
+        stream.queue.put_nowait(b"data: 1\n\n")
+        async with client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
+            assert await within(anext(answer.aiter_raw())) == b"data: 1\n\n"
+        await within(stream.aborted.wait())
+        await within(p.aborted.wait())
+
+
+async def test_p_is_not_aborted_because_d_was_faster() -> None:
+    release = asyncio.Event()
+    finished = asyncio.Event()
+
+    async def prefill(request: Request, body: dict[str, Any]) -> Response:
+        await within(release.wait())
+        assert not await request.is_disconnected()
+        finished.set()
+        return await answer_ok(request, body)
+
+    async with cluster(prefill, answer_ok) as (_, _, client):
+        assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+        # Time enough for a router that hangs up on P to have done so.
+        assert (await client.get("/health")).status_code == 200
+        release.set()
+        await within(finished.wait())
+
+
+# --- Forwarded routes
+
+
+async def test_other_routes_are_answered_by_a_decode_engine() -> None:
+    async with cluster(answer_ok, answer_ok) as (_, d, client):
+        assert (await client.get("/v1/models")).json()["engine"] == d.url
+        assert (await client.post("/tokenize", json={"prompt": "x"})).json() == {"echo": {"prompt": "x"}}
+        health = await client.get("/health")
+        assert health.status_code == 200
+        assert health.json()["decode"] == {d.url: "ready"}
+
+
+# --- Parts
+
+
+def test_the_pool_gives_the_least_loaded_engine_and_lets_equals_take_turns() -> None:
+    a, b, c = (Endpoint.parse(f"http://h:{port}") for port in (1, 2, 3))
+    pool = Pool([a, b, c])
+    leases = [pool.acquire() for _ in range(3)]
+    assert [lease.endpoint for lease in leases] == [a, b, c]
+    leases[1].release()
+    leases[1] = pool.acquire()
+    assert leases[1].endpoint == b
+    for lease in leases:
+        lease.release()
+    with pool.lease() as first, pool.lease() as second, pool.lease() as third:
+        assert {first.endpoint, second.endpoint, third.endpoint} == {a, b, c}
+
+
+def test_the_pool_avoids_what_it_is_told_to_unless_there_is_nothing_else() -> None:
+    a, b = (Endpoint.parse(f"http://h:{port}") for port in (1, 2))
+    pool = Pool([a, b])
+    assert [pool.acquire(avoid={a}).endpoint for _ in range(3)] == [b, b, b]
+    assert pool.acquire(avoid={a, b}).endpoint == a
+    pool.set_usable(b, False)
+    assert pool.acquire(avoid={a}).endpoint == a
+    assert not pool.usable(avoid={a})
+    pool.remove(a, lost=False)
+    with pytest.raises(NoEngine):
+        pool.acquire()
+
+
+@pytest.mark.parametrize(
+    ("text", "endpoint"),
+    [
+        ("http://h:81", Endpoint("http://h:81", "h", 5600)),
+        ("http://h:81/", Endpoint("http://h:81", "h", 5600)),
+        ("https://h:81@10.0.0.1:5601", Endpoint("https://h:81", "10.0.0.1", 5601)),
+        ("http://[::1]:81@[::2]:5601", Endpoint("http://[::1]:81", "::2", 5601)),
+    ],
+)
+def test_endpoints_are_read(text: str, endpoint: Endpoint) -> None:
+    assert Endpoint.parse(text) == endpoint
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "h:81", "ftp://h:81", "http://h:81/v1", "http://h:81@", "http://h:81@c", "http://h:81@c:99999"],
+)
+def test_a_wrong_endpoint_is_named(text: str) -> None:
+    with pytest.raises(ValueError, match=r"address|host:port"):
+        Endpoint.parse(text)
+
+
+def test_a_router_needs_both_sides() -> None:
+    with pytest.raises(ValueError, match="at least one prefill engine"):
+        Settings(prefill=(), decode=(Endpoint.parse("http://h:1"),))
+
+
+def test_an_empty_object_is_the_engines_to_judge() -> None:
+    assert Completion.decode(b"{}").local_reason() is None
+    with pytest.raises(Failure):
+        Completion.decode(b"null")

@@ -1,0 +1,199 @@
+"""Where the connector says that pages lie, against the tensors that vLLM itself lays over the same memory."""
+
+import ctypes
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheLayout,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+from vllm.v1.worker.utils import allocate_kv_cache
+from vllm_stage import vllm_config
+
+from kv_connector.cluster.model import make_llama
+from kv_connector.layout import KvLayout
+from kv_connector.vllm.compat import UnsupportedConfiguration, check_configuration
+from kv_connector.vllm.compatibility import model_identity
+from kv_connector.vllm.kv_cache import MemoryRange, kv_layout
+
+SHAPE: dict[str, Any] = {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
+FULL = FullAttentionSpec(**SHAPE)
+SLIDING = SlidingWindowSpec(**SHAPE, sliding_window=64)
+MLA = MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=576, dtype=torch.float32)
+WIDE = replace(FULL, head_size=128, head_size_v=128)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    model = make_llama(tmp_path_factory.mktemp("llama"), layers=1, hidden=64, intermediate=64)
+    return vllm_config(model, "kv_both")
+
+
+def name(layer: int) -> str:
+    return f"model.layers.{layer}.self_attn.attn"
+
+
+def caches(
+    config: Any, groups: list[KVCacheGroupSpec], order: str = "LBHNC", kernel_blocks: list[int] | None = None
+) -> tuple[KVCacheConfig, dict[str, torch.Tensor]]:
+    config.cache_config.kv_cache_layout = KVCacheLayout[order]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            type(config.cache_config), "get_resolved_kv_cache_layout", lambda _: KVCacheLayout[order]
+        )
+        patch.setattr(config.cache_config, "num_gpu_blocks_override", 5)
+        cache = get_kv_cache_config_from_groups(config, groups, 1 << 30)
+    cache.kv_cache_layout = order
+    return cache, allocate_kv_cache(cache, torch.device("cpu"), KVCacheLayout[order], kernel_blocks)
+
+
+def page(layout: KvLayout, memory: tuple[MemoryRange, ...], layer: int, block: int) -> bytes:
+    place = layout.layers[layer]
+    address = memory[place.region].address + place.offset + block * place.block_stride
+    return ctypes.string_at(address, place.page_bytes)
+
+
+def assert_pages_are_the_tensors(
+    layout: KvLayout, memory: tuple[MemoryRange, ...], tensors: dict[str, torch.Tensor]
+) -> None:
+    """Each page holds exactly the values that vLLM's view of that block holds."""
+    assert all(memory[region].nbytes >= need for region, need in layout.bytes_per_region().items())
+    generator = torch.Generator().manual_seed(1)
+    for index, place in enumerate(layout.layers):
+        tensor = tensors[place.name]
+        for block in range(layout.num_blocks):
+            split = tensor.shape[0] // layout.num_blocks
+            view = tensor[block * split : (block + 1) * split]
+            values = torch.rand(view.shape, generator=generator)
+            view.copy_(values)
+            got = torch.frombuffer(bytearray(page(layout, memory, index, block)), dtype=torch.float32)
+            assert torch.equal(got.sort().values, values.flatten().sort().values)
+
+
+@pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
+@pytest.mark.parametrize("spec", [FULL, MLA], ids=["full", "mla"])
+def test_one_group(config: Any, order: str, spec: Any) -> None:
+    group = KVCacheGroupSpec([name(2), name(0), name(10)], spec)
+    cache, tensors = caches(config, [group], order)
+    layout, memory = kv_layout(cache, tensors)
+    assert [layer.name for layer in layout.layers] == [name(0), name(2), name(10)], "forward order"
+    assert len(memory) == 1
+    assert {layer.page_bytes for layer in layout.layers} == {spec.page_size_bytes}
+    assert_pages_are_the_tensors(layout, memory, tensors)
+
+
+def test_groups_share_the_memory(config: Any) -> None:
+    groups = [KVCacheGroupSpec([name(0), name(2)], FULL), KVCacheGroupSpec([name(1), name(3)], SLIDING)]
+    layout, memory = kv_layout(*caches(config, groups))
+    assert [layer.group for layer in layout.layers] == [0, 1, 0, 1]
+    assert layout.layers[0].offset == layout.layers[1].offset
+    assert [group.kind for group in layout.groups] == ["full_attention", "sliding_window 64"]
+    assert len(memory) == 1
+
+
+def test_layers_of_one_group_with_pages_of_two_sizes(config: Any) -> None:
+    specs = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={name(0): FULL, name(1): WIDE})
+    cache, tensors = caches(config, [KVCacheGroupSpec([name(0), name(1)], specs)])
+    layout, memory = kv_layout(cache, tensors)
+    assert [layer.page_bytes for layer in layout.layers] == [FULL.page_size_bytes, WIDE.page_size_bytes]
+    assert_pages_are_the_tensors(layout, memory, tensors)
+
+
+def test_a_scheduler_block_of_several_kernel_blocks_is_one_page(config: Any) -> None:
+    spec = replace(FULL, block_size=128)
+    cache, tensors = caches(config, [KVCacheGroupSpec([name(0), name(1)], spec)], kernel_blocks=[32])
+    assert tensors[name(0)].shape[0] == 4 * cache.num_blocks
+    layout, memory = kv_layout(cache, tensors)
+    assert layout.layers[0].page_bytes == spec.page_size_bytes
+    assert_pages_are_the_tensors(layout, memory, tensors)
+
+
+def test_layers_that_share_anothers_pages_are_left_out(config: Any) -> None:
+    cache, tensors = caches(config, [KVCacheGroupSpec([name(0), name(1)], FULL)])
+    tensors[name(2)] = tensors[name(1)]
+    layout, _ = kv_layout(cache, tensors)
+    assert [layer.name for layer in layout.layers] == [name(0), name(1)]
+
+
+def test_pages_in_pieces_are_refused(config: Any) -> None:
+    cache, tensors = caches(config, [KVCacheGroupSpec([name(0)], FULL)], "LHBNC")
+    with pytest.raises(UnsupportedConfiguration, match="VLLM_KV_CACHE_LAYOUT"):
+        kv_layout(cache, tensors)
+
+
+def test_a_tensor_that_lies_elsewhere_is_refused(config: Any) -> None:
+    cache, tensors = caches(config, [KVCacheGroupSpec([name(0), name(1)], FULL)])
+    tensors[name(0)], tensors[name(1)] = tensors[name(1)], tensors[name(0)]
+    with pytest.raises(UnsupportedConfiguration, match="bytes into its KV cache storage"):
+        kv_layout(cache, tensors)
+
+
+def test_memory_of_another_kind_of_device_is_refused(config: Any) -> None:
+    cache, tensors = caches(config, [KVCacheGroupSpec([name(0)], FULL)])
+
+    class Elsewhere:
+        device = torch.device("xpu:0")
+
+        def __getattr__(self, attribute: str) -> Any:
+            return getattr(tensors[name(0)], attribute)
+
+    with pytest.raises(UnsupportedConfiguration, match="CPU and CUDA memory; this one is on xpu:0"):
+        kv_layout(cache, {name(0): Elsewhere()})
+
+
+MAMBA = MambaSpec(block_size=32, shapes=((2, 512),), dtypes=(torch.float32,))
+
+
+@pytest.mark.parametrize(
+    ("group", "problem"),
+    [
+        (KVCacheGroupSpec([name(0)], MAMBA), r"group 0 yet \(MambaSpec\)"),
+        (KVCacheGroupSpec([name(0)], FULL, is_eagle_group=True), "EAGLE"),
+        (KVCacheGroupSpec([name(0)], FULL, host_resident=True), "not in device memory"),
+        (KVCacheGroupSpec([name(0)], FULL, enable_kv_transfer=False), "not in device memory"),
+    ],
+)
+def test_unknown_caches_are_refused(config: Any, group: KVCacheGroupSpec, problem: str) -> None:
+    cache = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[group])
+    with pytest.raises(UnsupportedConfiguration, match=problem):
+        check_configuration(config, cache)
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"pipeline_parallel_size": 2},
+        {"decode_context_parallel_size": 2},
+        {"prefill_context_parallel_size": 2},
+        {"enable_dbo": True},
+    ],
+)
+def test_unsupported_parallelism_is_refused(
+    config: Any, parallel: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
+    check_configuration(config, cache)
+    for key, value in parallel.items():
+        monkeypatch.setattr(config.parallel_config, key, value)
+    with pytest.raises(UnsupportedConfiguration, match="does not support"):
+        check_configuration(config, cache)
+
+
+def test_the_model_in_the_compatibility_is_its_configuration_not_its_place(tmp_path: Path) -> None:
+    def identity(directory: str, **shape: int) -> str:
+        model = make_llama(tmp_path / directory, hidden=64, intermediate=64, **shape)
+        return model_identity(vllm_config(model, "kv_both").model_config)
+
+    assert identity("a") == identity("b")
+    assert identity("a") != identity("c", layers=2)

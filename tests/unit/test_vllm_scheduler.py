@@ -1,0 +1,539 @@
+"""The connector's scheduler half under vLLM's real scheduler and block pool."""
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.request import RequestStatus
+from vllm_stage import ADDRESS, PARAMS_OF_D, PARAMS_OF_P, Stage, vllm_config
+
+from kv_connector.cluster.model import make_llama
+from kv_connector.prompt_hash import prompt_hash
+from kv_connector.protocol.decode import DecodeRequest
+from kv_connector.protocol.prefill import PrefillRequest
+from kv_connector.vllm.metadata import Cancel, FailLoad, FinishPrefill, Release, StepMetadata
+
+BLOCK = 32
+WINDOW = 64
+SHAPE: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
+FULL = FullAttentionSpec(**SHAPE)
+SLIDING = SlidingWindowSpec(**SHAPE, sliding_window=WINDOW)
+CHUNKED = ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=WINDOW)
+
+MakeStage = Callable[..., Stage]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("llama"), layers=1, hidden=64, intermediate=64)
+
+
+@pytest.fixture
+def stage(model: Path) -> MakeStage:
+    def make(role: str, *specs: Any, blocks: int = 100, **options: Any) -> Stage:
+        return Stage(vllm_config(model, role, **options), specs or (FULL,), blocks)
+
+    return make
+
+
+@pytest.fixture
+def prefill(stage: MakeStage) -> Stage:
+    return stage("kv_producer")
+
+
+@pytest.fixture
+def decode(stage: MakeStage) -> Stage:
+    return stage("kv_consumer")
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """The connector's log lines: inside vLLM they do not propagate to the root logger."""
+    logger = logging.getLogger("kv_connector")
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+
+
+def prompt(tokens: int, seed: int = 1) -> list[int]:
+    return [(token * 31 + seed) % 300 for token in range(tokens)]
+
+
+def named_blocks(*steps: StepMetadata) -> list[dict[int, int]]:
+    """Per group: logical block -> block id, over all steps. Each is named once."""
+    groups: list[dict[int, int]] = []
+    for step in steps:
+        for pages in step.new_pages:
+            groups = groups or [{} for _ in pages.groups]
+            for known, group in zip(groups, pages.groups, strict=True):
+                for logical, block in enumerate(group.blocks, group.first):
+                    assert logical not in known
+                    known[logical] = block
+    return groups
+
+
+def reservation(step: StepMetadata) -> DecodeRequest:
+    (command,) = (c for c in step.commands if isinstance(c, DecodeRequest))
+    return command
+
+
+class TestPrefill:
+    def test_each_block_is_named_once_over_the_chunks(self, prefill: Stage) -> None:
+        prefill.add("p", prompt(600), dict(PARAMS_OF_P))
+        first, metadata = prefill.schedule()
+        assert metadata.commands == (PrefillRequest("p", "t", 600, prompt_hash(prompt(600))),)
+        prefill.update(first)
+        second = prefill.step()
+        third, last = prefill.schedule()
+        table = prefill.tables("p")[0]
+        prefill.update(third)
+        assert named_blocks(metadata, second, last) == [dict(enumerate(table))]
+        assert len(table) == 19
+        assert [step.new_pages[0].last for step in (metadata, second, last)] == [False, False, True]
+        # 256 tokens are 8 whole blocks.
+        assert [len(step.new_pages[0].groups[0].blocks) for step in (metadata, second, last)] == [8, 8, 3]
+        assert prefill.step(sent=["p"]).commands == (FinishPrefill("p", "t", True, ""),)
+        prefill.assert_idle()
+
+    def test_a_chunk_that_ends_inside_a_block_does_not_name_it(self, stage: MakeStage) -> None:
+        prefill = stage("kv_producer", budget=50)
+        prefill.add("p", prompt(70), dict(PARAMS_OF_P))
+        steps = [prefill.step(), prefill.step()]
+        assert [step.new_pages[0].groups[0].first for step in steps] == [0, 1]
+        assert [len(step.new_pages[0].groups[0].blocks) for step in steps] == [1, 2]
+        prefill.step(sent=["p"])
+        prefill.assert_idle()
+
+    def test_cached_blocks_are_named_with_the_first_step(self, prefill: Stage) -> None:
+        prefill.add("first", prompt(100))
+        prefill.step()
+        prefill.add("p", prompt(100), dict(PARAMS_OF_P))
+        output, metadata = prefill.schedule()
+        assert output.num_scheduled_tokens == {"p": 4}
+        assert named_blocks(metadata) == [dict(enumerate(prefill.tables("p")[0]))]
+        prefill.update(output)
+        prefill.step(sent=["p"])
+        prefill.assert_idle()
+
+    def test_blocks_behind_the_final_window_are_never_named(self, stage: MakeStage) -> None:
+        prefill = stage("kv_producer", FULL, SLIDING)
+        prefill.add("p", prompt(600), dict(PARAMS_OF_P))
+        steps = [prefill.step() for _ in range(3)]
+        full, sliding = named_blocks(*steps)
+        assert sorted(full) == list(range(19))
+        # Token 599 attends to 536..599.
+        assert sorted(sliding) == [536 // BLOCK, 17, 18]
+        prefill.step(sent=["p"])
+        prefill.assert_idle()
+
+    def test_a_preempted_prompt_is_named_again(self, stage: MakeStage) -> None:
+        prefill = stage("kv_producer", blocks=20, budget=256)
+        prefill.add("old", prompt(250, seed=1), dict(PARAMS_OF_P, transfer_id="old"), max_tokens=40)
+        prefill.step(reserved=["old"])
+        prefill.add("young", prompt(300, seed=2), dict(PARAMS_OF_P, transfer_id="young"), max_tokens=40)
+        steps = [prefill.step()]
+        while not steps[-1].preempted and len(steps) < 100:
+            steps.append(prefill.step())
+        assert steps[-1].preempted == ("young",)
+        before = [pages for step in steps for pages in step.new_pages if pages.transfer_id == "young"]
+        assert before
+        after: list[Any] = []
+        finished: set[str] = set()
+        for _ in range(200):
+            output, step = prefill.schedule()
+            after += [pages for pages in step.new_pages if pages.transfer_id == "young"]
+            done = {c.request_id for c in step.commands if isinstance(c, FinishPrefill)}
+            prefill.update(output, sent=done)
+            finished |= done
+            if not prefill.scheduler.has_requests():
+                break
+        assert finished == {"old", "young"}
+        assert after[0].groups[0].first == 0
+        assert sum(len(pages.groups[0].blocks) for pages in after) == 10
+        assert after[-1].last
+        prefill.assert_idle()
+
+    def test_an_abort_before_the_first_step_is_reported_and_leaves_nothing(self, prefill: Stage) -> None:
+        prefill.add("p", prompt(100), dict(PARAMS_OF_P))
+        prefill.abort("p")
+        _, metadata = prefill.schedule()
+        assert [type(command) for command in metadata.commands] == [PrefillRequest, FinishPrefill]
+        finish = metadata.commands[1]
+        assert isinstance(finish, FinishPrefill)
+        assert not finish.ok
+        assert "FINISHED_ABORTED" in finish.reason
+        assert prefill.scheduler.has_requests(), "the engine steps until the workers have forgotten it too"
+        prefill.step(sent=["p"])
+        prefill.assert_idle()
+
+    def test_an_abort_within_the_prompt_keeps_the_blocks_until_they_are_no_longer_read(
+        self, prefill: Stage
+    ) -> None:
+        prefill.add("p", prompt(600), dict(PARAMS_OF_P))
+        prefill.step()
+        prefill.abort("p")
+        assert prefill.blocks_in_use > 0
+        (finish,) = prefill.step().commands
+        assert isinstance(finish, FinishPrefill)
+        assert not finish.ok
+        assert prefill.blocks_in_use > 0
+        prefill.step(sent=["p"])
+        prefill.assert_idle()
+
+    def test_a_stop_token_right_after_the_prompt_is_success(self, prefill: Stage) -> None:
+        request = prefill.add("p", prompt(40), dict(PARAMS_OF_P), max_tokens=5)
+        assert request.sampling_params is not None
+        request.sampling_params.stop_token_ids = [7]
+        prefill.step()
+        assert request.status is RequestStatus.FINISHED_STOPPED
+        assert prefill.step(sent=["p"]).commands == (FinishPrefill("p", "t", True, ""),)
+        prefill.assert_idle()
+
+    def test_serial_dispatch_hands_d_what_it_needs(self, prefill: Stage, decode: Stage) -> None:
+        # What NIXL's proxy sends to P.
+        nothing = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+        prefill.add("p", prompt(40), {"do_remote_decode": True, "do_remote_prefill": False, **nothing})
+        output, metadata = prefill.schedule()
+        params = prefill.update(output)["p"]
+        (expected,) = metadata.commands
+        assert isinstance(expected, PrefillRequest)
+        assert params["transfer_id"] == expected.transfer_id
+        decode.add("d", prompt(40), params)
+        request = reservation(decode.step())
+        assert (request.transfer_id, request.peer) == (expected.transfer_id, ADDRESS)
+        assert request.prompt_hash == expected.prompt_hash
+
+    def test_a_second_request_of_a_transfer_is_computed_alone(
+        self, prefill: Stage, log: pytest.LogCaptureFixture
+    ) -> None:
+        prefill.add("p", prompt(40), dict(PARAMS_OF_P))
+        prefill.add("q", prompt(40), dict(PARAMS_OF_P))
+        metadata = prefill.step()
+        assert len(metadata.commands) == len(metadata.new_pages) == 1
+        assert "transfer t belongs to another live request" in log.text
+        prefill.step(sent=["p"])
+        prefill.assert_idle()
+
+
+class TestSpeculation:
+    """P's pool has 100 blocks, 99 of them usable; a prompt of 700 tokens takes 22."""
+
+    @staticmethod
+    def add(prefill: Stage, *names: str) -> None:
+        for seed, name in enumerate(names):
+            prefill.add(name, prompt(700, seed), dict(PARAMS_OF_P, transfer_id=f"t-{name}"))
+
+    @staticmethod
+    def running(prefill: Stage) -> list[str]:
+        return [request.request_id for request in prefill.scheduler.running]
+
+    def test_prompts_without_a_reservation_take_half_the_pool(self, stage: MakeStage) -> None:
+        prefill = stage("kv_producer", budget=2000)
+        self.add(prefill, "a", "b", "c", "d")
+        output, _ = prefill.schedule()
+        assert sorted(output.num_scheduled_tokens) == ["a", "b"]
+        prefill.update(output)
+        # They are computed, finished, and hold their blocks until D comes.
+        assert prefill.step().new_pages == ()
+        assert prefill.blocks_in_use == 44
+
+    def test_a_reservation_lets_its_prompt_through(self, stage: MakeStage) -> None:
+        prefill = stage("kv_producer", budget=2000)
+        self.add(prefill, "a", "b", "c", "d")
+        prefill.step()
+        prefill.step(reserved=["t-d", "t-unknown"])
+        output, _ = prefill.schedule()
+        assert list(output.num_scheduled_tokens) == ["d"]
+        prefill.update(output)
+        prefill.step(reserved=["t-a"])
+        output, _ = prefill.schedule()
+        assert list(output.num_scheduled_tokens) == ["c"]
+        prefill.update(output)
+        prefill.step(sent=["a", "b", "c", "d"])
+        prefill.assert_idle()
+
+    def test_a_prompt_of_more_than_half_goes_alone(self, stage: MakeStage) -> None:
+        prefill = stage("kv_producer", budget=4000)
+        prefill.add("big", prompt(2400, seed=9), dict(PARAMS_OF_P, transfer_id="big"))
+        prefill.add("small", prompt(100, seed=8), dict(PARAMS_OF_P, transfer_id="small"))
+        output, _ = prefill.schedule()
+        assert list(output.num_scheduled_tokens) == ["big"]
+        prefill.update(output)
+        prefill.step(sent=["big"])
+        output, _ = prefill.schedule()
+        assert list(output.num_scheduled_tokens) == ["small"]
+        prefill.update(output)
+        prefill.step(sent=["small"])
+        prefill.assert_idle()
+
+    def test_serial_dispatch_and_own_requests_are_not_limited(self, stage: MakeStage) -> None:
+        prefill = stage("kv_producer", budget=4000)
+        for seed in range(3):
+            prefill.add(f"p{seed}", prompt(700, seed), {"do_remote_decode": True})
+        prefill.add("own", prompt(700, seed=7))
+        output, _ = prefill.schedule()
+        assert sorted(output.num_scheduled_tokens) == ["own", "p0", "p1", "p2"]
+        prefill.update(output)
+        prefill.step(sent=["p0", "p1", "p2"])
+        prefill.assert_idle()
+
+    def test_a_preempted_prompt_counts_again_when_it_has_blocks(self, stage: MakeStage) -> None:
+        prefill = stage("kv_producer", budget=4000)
+        self.add(prefill, "a", "b", "c")
+        prefill.schedule()
+        prefill.scheduler.reset_prefix_cache(reset_running_requests=True)
+        output, metadata = prefill.schedule()
+        assert metadata.computes
+        assert sorted(metadata.preempted) == ["t-a", "t-b"]
+        assert sorted(output.num_scheduled_tokens) == ["a", "b"]
+
+
+class TestDecode:
+    def test_load_then_one_token_then_free(self, decode: Stage) -> None:
+        request = decode.add("d", prompt(100), dict(PARAMS_OF_D), max_tokens=3)
+        output, metadata = decode.schedule()
+        assert output.total_num_scheduled_tokens == 0
+        assert not metadata.computes
+        table = decode.tables("d")[0]
+        asked = reservation(metadata)
+        assert asked == DecodeRequest("d", "t", ADDRESS, 100, 0, prompt_hash(prompt(100)), asked.groups)
+        assert (asked.groups[0].first, asked.groups[0].blocks) == (0, tuple(table))
+        assert len(table) == 4
+        decode.update(output)
+        assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        decode.step(received=["d"])
+        output, metadata = decode.schedule()
+        assert output.num_scheduled_tokens == {"d": 1}
+        assert metadata.commands == ()
+        decode.update(output)
+        for _ in range(3):
+            decode.step()
+        decode.assert_idle()
+
+    def test_only_what_the_own_cache_lacks_is_asked_for(self, decode: Stage) -> None:
+        decode.add("first", prompt(70))
+        decode.step()
+        decode.step()
+        decode.add("d", prompt(100), dict(PARAMS_OF_D))
+        output, metadata = decode.schedule()
+        asked = reservation(metadata)
+        assert asked.first_token == 64
+        assert asked.groups[0].first == 2
+        assert asked.groups[0].blocks == tuple(decode.tables("d")[0][2:])
+        decode.update(output)
+
+    @pytest.mark.parametrize("tokens", [1, 65])
+    def test_a_prompt_that_needs_nothing_is_released(self, decode: Stage, tokens: int) -> None:
+        """One token is recomputed anyway; of 65, the first 64 are in the own cache."""
+        decode.add("first", prompt(70))
+        decode.step()
+        decode.step()
+        decode.add("d", prompt(tokens), dict(PARAMS_OF_D))
+        output, metadata = decode.schedule()
+        assert metadata.commands == (Release("t", ADDRESS),)
+        assert output.num_scheduled_tokens == {"d": 1}
+        decode.update(output)
+        decode.step()
+        decode.assert_idle()
+
+    def test_a_request_that_must_not_read_caches_is_released(self, decode: Stage) -> None:
+        request = decode.add("d", prompt(100), dict(PARAMS_OF_D))
+        request.skip_reading_prefix_cache = True
+        assert decode.step().commands == (Release("t", ADDRESS),)
+        decode.step()
+        decode.assert_idle()
+
+    def test_an_abort_before_any_blocks_releases_and_takes_one_more_step(self, decode: Stage) -> None:
+        decode.add("d", prompt(100), dict(PARAMS_OF_D))
+        decode.abort("d")
+        connector = decode.scheduler.connector
+        assert connector is not None
+        assert connector.has_pending_push_work()
+        assert decode.step().commands == (Release("t", ADDRESS),)
+        assert not connector.has_pending_push_work()
+        decode.assert_idle()
+
+    def test_an_abort_while_pages_arrive_keeps_the_blocks_until_they_have_stopped(
+        self, decode: Stage
+    ) -> None:
+        decode.add("d", prompt(100), dict(PARAMS_OF_D))
+        decode.step()
+        decode.abort("d")
+        assert decode.step().commands == (Cancel("d"),)
+        assert decode.blocks_in_use == 4
+        decode.step(received=["d"])
+        decode.assert_idle()
+
+    def test_a_load_that_ends_in_the_step_of_its_abort(self, decode: Stage) -> None:
+        decode.add("d", prompt(100), dict(PARAMS_OF_D))
+        decode.step()
+        output, _ = decode.schedule()
+        decode.abort("d")
+        decode.update(output, received=["d"])
+        assert decode.step().commands == (Cancel("d"),)
+        decode.assert_idle()
+
+    def test_a_failed_load_fails_the_request(self, decode: Stage) -> None:
+        request = decode.add("d", prompt(100), dict(PARAMS_OF_D))
+        decode.step()
+        decode.step(received=["d"], failed=["d"])
+        assert request.status is RequestStatus.FINISHED_ERROR
+        decode.step()
+        decode.assert_idle()
+
+    def test_a_failed_load_is_recomputed_where_the_policy_says_so(self, stage: MakeStage) -> None:
+        decode = stage("kv_consumer", policy="recompute")
+        decode.add("d", prompt(100), dict(PARAMS_OF_D))
+        decode.step()
+        decode.step(received=["d"], failed=["d"])
+        output, metadata = decode.schedule()
+        assert output.num_scheduled_tokens == {"d": 100}
+        assert metadata.commands == ()
+        decode.update(output)
+        decode.step()
+        decode.assert_idle()
+
+    def test_samples_of_one_prompt_load_once(self, decode: Stage) -> None:
+        shared = dict(PARAMS_OF_D)
+        decode.add("0_d", prompt(100), shared)
+        decode.add("1_d", prompt(100), shared)
+        output, metadata = decode.schedule()
+        assert reservation(metadata).request_id == "0_d"
+        assert output.num_scheduled_tokens == {"1_d": 100}
+        assert shared == PARAMS_OF_D, "the samples share this dict"
+        decode.update(output)
+        decode.step(received=["0_d"])
+        decode.step()
+        decode.step()
+        decode.assert_idle()
+
+    def test_requests_without_blocks_are_listed_as_waiting(self, stage: MakeStage) -> None:
+        decode = stage("kv_consumer", blocks=6)
+        decode.add("d", prompt(100, seed=1), dict(PARAMS_OF_D, transfer_id="one"))
+        decode.add("e", prompt(100, seed=2), dict(PARAMS_OF_D, transfer_id="two"))
+        metadata = decode.step()
+        assert reservation(metadata).request_id == "d"
+        assert metadata.waiting == (("two", ADDRESS),)
+        assert decode.step().waiting is None
+        decode.step(received=["d"])
+        decode.step()
+        metadata = decode.step()
+        assert reservation(metadata).request_id == "e"
+        assert metadata.waiting == ()
+
+    def test_after_a_preemption_the_prompt_is_computed_locally(self, stage: MakeStage) -> None:
+        decode = stage("kv_consumer", blocks=12)
+        decode.add("old", prompt(150, seed=1), dict(PARAMS_OF_D, transfer_id="old"), max_tokens=100)
+        decode.add("young", prompt(150, seed=2), dict(PARAMS_OF_D, transfer_id="young"), max_tokens=100)
+        decode.step()
+        decode.step(received=["old", "young"])
+        loads = 0
+        preempted = False
+        for _ in range(400):
+            output, metadata = decode.schedule()
+            preempted |= bool(output.preempted_req_ids)
+            loads += sum(isinstance(command, DecodeRequest) for command in metadata.commands)
+            decode.update(output)
+            if not decode.scheduler.has_requests():
+                break
+        assert preempted
+        assert loads == 0
+        decode.assert_idle()
+
+    def test_a_reservation_that_cannot_be_built_fails_instead_of_hanging(
+        self, decode: Stage, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+    ) -> None:
+        def broken(*_: object) -> None:
+            raise RuntimeError("broken")
+
+        monkeypatch.setattr(decode.side.decode, "_reservation", broken)
+        decode.add("d", prompt(100), dict(PARAMS_OF_D))
+        assert decode.step().commands == (FailLoad("d"),)
+        assert "broken" in log.text
+        decode.step(received=["d"], failed=["d"])
+        decode.step()
+        decode.assert_idle()
+
+
+@pytest.mark.parametrize(("group", "reach"), [(SLIDING, WINDOW), (CHUNKED, None)], ids=["sliding", "chunked"])
+@pytest.mark.parametrize("cached", [0, 64])
+def test_d_asks_for_all_that_its_token_attends_to_and_p_keeps_it(
+    stage: MakeStage, group: Any, reach: int | None, cached: int
+) -> None:
+    """For every length around window and block bounds: vLLM's own count of "skipped" tokens is off by one for
+    a D that recomputes the last token, and P frees the oldest window block at its request's end."""
+    prefill, decode = stage("kv_producer", FULL, group), stage("kv_consumer", FULL, group)
+    for tokens in range(cached + 2, 230):
+        text = prompt(tokens, seed=tokens)
+        if cached:
+            decode.add("first", text[: cached + 1])
+            decode.step()
+            decode.step()
+        prefill.add("p", text, dict(PARAMS_OF_P))
+        named = named_blocks(prefill.step())
+        prefill.schedule()  # ships FinishPrefill; nobody has read the blocks yet
+        decode.add("d", text, dict(PARAMS_OF_D))
+        output, metadata = decode.schedule()
+        asked = reservation(metadata)
+        assert asked.first_token in (0, cached)
+        last = tokens - 1
+        oldest = max(0, last - reach + 1) if reach else last // WINDOW * WINDOW
+        for index, target in enumerate(asked.groups):
+            wanted = {i for i, block in enumerate(target.blocks, target.first) if block}
+            attended = range(oldest if index else 0, last)
+            assert {t // BLOCK for t in attended if t >= asked.first_token} <= wanted
+            table = decode.tables("d")[index]
+            assert all(table[t // BLOCK] for t in attended)
+            assert wanted <= named[index].keys()
+        pool = prefill.scheduler.kv_cache_manager.block_pool
+        assert all(pool.blocks[block].ref_cnt > 0 for blocks in named for block in blocks.values() if block)
+        decode.update(output, received=["d"])
+        decode.step()
+        decode.step()
+        prefill.step(sent=["p"])
+        prefill.assert_idle()
+        decode.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("role", "params", "problem"),
+    [
+        ("kv_consumer", {**PARAMS_OF_D, "transfer_id": None}, "transfer_id must be a string"),
+        ("kv_consumer", {**PARAMS_OF_D, "transfer_id": 7}, "transfer_id must be a string"),
+        ("kv_consumer", {**PARAMS_OF_D, "transfer_id": "x" * 300}, "1 to 256 characters"),
+        ("kv_consumer", {**PARAMS_OF_D, "remote_host": None}, "remote_host must be"),
+        ("kv_consumer", {**PARAMS_OF_D, "remote_port": "5600"}, "remote_port must be"),
+        ("kv_consumer", {**PARAMS_OF_D, "remote_port": 70000}, "remote_port must be"),
+        ("kv_consumer", PARAMS_OF_P, "do_remote_decode is for a prefill engine"),
+        ("kv_producer", PARAMS_OF_D, "do_remote_prefill is for a decode engine"),
+        ("kv_both", {**PARAMS_OF_D, "do_remote_decode": True}, "both set"),
+    ],
+)
+def test_unusable_parameters_are_named_and_the_prompt_is_computed_alone(
+    stage: MakeStage, role: str, params: dict[str, Any], problem: str, log: pytest.LogCaptureFixture
+) -> None:
+    engine = stage(role)
+    engine.add("r", prompt(40), dict(params))
+    assert problem in log.text
+    output, metadata = engine.schedule()
+    assert output.num_scheduled_tokens == {"r": 40}
+    assert metadata.commands == metadata.new_pages == ()
+    engine.update(output)
+    engine.step()
+    engine.assert_idle()
+
+
+def test_an_engine_may_play_both_roles(stage: MakeStage) -> None:
+    both = stage("kv_both")
+    both.add("p", prompt(40, seed=1), dict(PARAMS_OF_P, transfer_id="out"))
+    both.add("d", prompt(40, seed=2), dict(PARAMS_OF_D, transfer_id="in"))
+    metadata = both.step()
+    assert [type(command) for command in metadata.commands] == [PrefillRequest, DecodeRequest]
+    both.step(sent=["p"], received=["d"])
+    both.step()
+    both.step()
+    both.assert_idle()

@@ -1,0 +1,199 @@
+"""The connector's worker half over an agent that only writes down what it is told."""
+
+from typing import Any
+
+import pytest
+
+from kv_connector.protocol.actions import Address
+from kv_connector.protocol.decode import DecodeRequest
+from kv_connector.protocol.prefill import ComputedPages, GroupPages, PrefillRequest
+from kv_connector.reports import Reports
+from kv_connector.vllm.metadata import (
+    Cancel,
+    Command,
+    FailLoad,
+    FinishPrefill,
+    NewPages,
+    Release,
+    Reserved,
+    StepMetadata,
+)
+from kv_connector.vllm.worker import IDLE_STEP_SECONDS, WorkerSide
+
+PEER = Address("10.0.0.1", 5600)
+HERE = Address("10.0.0.1", 5603)  # the peer's rank 3
+LAYERS = ("model.layers.0", "model.layers.1", "model.layers.2")
+EXPECT = PrefillRequest("p", "t", 100, bytes(16))
+RESERVE = DecodeRequest("d", "t", PEER, 100, 0, bytes(16), ())
+PAGES = (GroupPages(0, (1, 2)),)
+
+
+class RecordingAgent:
+    """Takes every call of Agent's adapter face; ``calls`` has them in order, the signal's stores included."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.reports = Reports()
+        self.refused: set[str] = set()
+        self.signal = self
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> None:
+            self.calls.append((name, *arguments))
+            if name in self.refused:
+                raise RuntimeError(f"{name} is refused")
+
+        return call
+
+    def take_reports(self) -> Reports:
+        reports, self.reports = self.reports, Reports()
+        return reports
+
+    def take_calls(self) -> list[tuple[Any, ...]]:
+        calls, self.calls = self.calls, []
+        return calls
+
+
+@pytest.fixture
+def agent() -> RecordingAgent:
+    return RecordingAgent()
+
+
+@pytest.fixture
+def worker(agent: RecordingAgent) -> WorkerSide:
+    return WorkerSide(agent, LAYERS, rank=3, signal=agent.signal.store)  # type: ignore[arg-type]
+
+
+def step(worker: WorkerSide, *commands: Command, hooks: tuple[str, ...] = LAYERS, **metadata: Any) -> Any:
+    """One engine step, in vLLM's order."""
+    bound = StepMetadata(commands=commands, **metadata)
+    worker.handle_preemptions(bound)
+    worker.begin_step(bound)
+    for name in hooks:
+        worker.layer_computed(name)
+    worker.end_step()
+    return worker.transfer_results()
+
+
+def test_commands_reach_the_agent_in_order_before_the_forward(
+    agent: RecordingAgent, worker: WorkerSide
+) -> None:
+    commands = (EXPECT, RESERVE, Cancel("d"), Release("r", PEER), FinishPrefill("p", "t", False, "aborted"))
+    step(worker, *commands)
+    assert agent.take_calls()[:5] == [
+        ("expect", EXPECT),
+        ("reserve", DecodeRequest("d", "t", HERE, 100, 0, bytes(16), ())),
+        ("cancel", "d"),
+        ("release", "r", HERE),
+        ("finished", "t", False, "aborted"),
+    ]
+
+
+def test_each_layer_is_signalled_when_it_is_computed(agent: RecordingAgent, worker: WorkerSide) -> None:
+    step(worker)
+    assert agent.take_calls() == [("store", 1), ("store", 2), ("store", 3)]
+    step(worker, new_pages=(NewPages("t", PAGES, last=False),))
+    assert agent.take_calls() == [
+        ("computed", ComputedPages("t", 3, PAGES)),
+        ("store", 4),
+        ("store", 5),
+        ("store", 6),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("hooks", "stores"),
+    [
+        ((), [3]),
+        (LAYERS[:1], [1, 3]),
+        ((LAYERS[1], LAYERS[0], LAYERS[2]), [1, 3]),
+        ((*LAYERS, LAYERS[2]), [1, 2, 3]),
+        ((LAYERS[0], "draft.layers.9", LAYERS[1]), [1, 2, 3]),
+    ],
+    ids=["none", "first", "out of order", "twice", "unknown"],
+)
+def test_what_the_hooks_leave_out_is_signalled_at_the_end_of_the_step(
+    agent: RecordingAgent, worker: WorkerSide, hooks: tuple[str, ...], stores: list[int]
+) -> None:
+    step(worker, hooks=hooks)
+    assert agent.take_calls() == [("store", value) for value in stores]
+
+
+@pytest.mark.parametrize("hooks", [LAYERS, ()], ids=["hooked", "swept"])
+def test_the_prefills_end_is_noted_right_before_its_last_layer(
+    agent: RecordingAgent, worker: WorkerSide, hooks: tuple[str, ...]
+) -> None:
+    step(worker, hooks=hooks, new_pages=(NewPages("a", PAGES, last=True), NewPages("b", PAGES, last=False)))
+    assert agent.take_calls()[-2:] == [("note_prefill_end", ["a"]), ("store", 3)]
+    step(worker)
+    assert "note_prefill_end" not in [call[0] for call in agent.take_calls()]
+
+
+def test_preempted_blocks_are_drained_before_anything_else(agent: RecordingAgent, worker: WorkerSide) -> None:
+    step(worker, EXPECT, preempted=("t",), new_pages=(NewPages("t", PAGES, last=True),))
+    assert [call[0] for call in agent.take_calls()][:3] == ["preempt", "expect", "computed"]
+
+
+def test_waiting_transfers_are_dialled_and_listed_when_they_change(
+    agent: RecordingAgent, worker: WorkerSide
+) -> None:
+    step(worker, waiting=(("t", PEER), ("u", PEER)))
+    assert agent.take_calls()[:2] == [("dial", HERE), ("set_waiting", [("t", HERE), ("u", HERE)])]
+    step(worker, waiting=())
+    assert agent.take_calls()[0] == ("set_waiting", [])
+
+
+def test_sent_is_reported_once_and_only_after_the_scheduler_has_finished(
+    agent: RecordingAgent, worker: WorkerSide
+) -> None:
+    agent.reports.finished_sending = {"p"}
+    assert step(worker).finished_sending == set()
+    assert step(worker, FinishPrefill("p", "t", True, "")).finished_sending == {"p"}
+    assert step(worker).finished_sending == set()
+    assert step(worker, FinishPrefill("q", "u", True, "")).finished_sending == set()
+    agent.reports.finished_sending = {"q"}
+    assert step(worker).finished_sending == {"q"}
+
+
+def test_received_is_reported_with_its_failures(agent: RecordingAgent, worker: WorkerSide) -> None:
+    agent.reports = Reports(finished_recving={"good", "bad"}, failed_recving={"bad"})
+    results = step(worker, FailLoad("broken"))
+    assert results.finished_recving == {"good", "bad", "broken"}
+    assert results.failed_recving == {"bad", "broken"}
+    assert step(worker).finished_recving == set()
+
+
+def test_reservations_are_passed_on_where_there_are_any(worker: WorkerSide, agent: RecordingAgent) -> None:
+    found = [{"a", "b"}, set()]
+    agent.take_reserved = lambda: found.pop(0)  # type: ignore[method-assign]
+    first = worker.reserved()
+    assert first == Reserved({"a", "b"})
+    assert first.aggregate(Reserved({"c"})) == Reserved({"a", "b", "c"})
+    assert worker.reserved() is None
+
+
+def test_an_agent_that_refuses_fails_only_what_it_refused(agent: RecordingAgent, worker: WorkerSide) -> None:
+    agent.refused = {"expect", "reserve", "computed", "finished"}
+    results = step(
+        worker,
+        EXPECT,
+        RESERVE,
+        FinishPrefill("p", "t", True, ""),
+        Cancel("other"),
+        new_pages=(NewPages("t", PAGES, last=False),),
+    )
+    assert results.finished_recving == results.failed_recving == {"d"}
+    assert results.finished_sending == {"p"}
+    calls = [call[0] for call in agent.take_calls()]
+    assert calls == ["expect", "reserve", "finished", "cancel", "computed", "store", "store", "store"]
+
+
+def test_a_step_that_computes_nothing_waits_a_moment_for_news(
+    agent: RecordingAgent, worker: WorkerSide
+) -> None:
+    step(worker)
+    assert "await_news" not in [call[0] for call in agent.take_calls()]
+    step(worker, RESERVE, computes=False)
+    assert agent.take_calls()[-1] == ("await_news", IDLE_STEP_SECONDS)
+    step(worker, FailLoad("d"), computes=False)
+    assert "await_news" not in [call[0] for call in agent.take_calls()], "there is news already"

@@ -1,0 +1,173 @@
+"""A stage for the connector's scheduler half: vLLM's real Scheduler and block pool, with a pretend model."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kv_connector.protocol.actions import Address
+from kv_connector.vllm.connector import WriteImmConnector
+from kv_connector.vllm.metadata import RankAddress, Reserved, StepMetadata
+from kv_connector.vllm.scheduler import SchedulerSide
+
+ADDRESS = Address("10.0.0.1", 5600)
+PARAMS_OF_P = {"do_remote_decode": True, "transfer_id": "t"}
+PARAMS_OF_D = {
+    "do_remote_prefill": True,
+    "transfer_id": "t",
+    "remote_host": ADDRESS.host,
+    "remote_port": ADDRESS.port,
+}
+
+
+def vllm_config(
+    model: Path, role: str, *, budget: int = 256, policy: str = "fail", extra: dict[str, Any] | None = None
+) -> VllmConfig:
+    """An engine's configuration: prefill chunks of ``budget`` tokens, blocks of 32."""
+    return EngineArgs(
+        model=str(model),
+        enforce_eager=True,
+        dtype="float32",
+        max_model_len=4096,
+        max_num_batched_tokens=budget,
+        max_num_seqs=8,
+        block_size=32,
+        enable_prefix_caching=True,
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="WriteImmConnector",
+            kv_connector_module_path="kv_connector.vllm.connector",
+            kv_role=role,  # type: ignore[arg-type]
+            kv_buffer_device="cpu",
+            kv_load_failure_policy=policy,  # type: ignore[arg-type]
+            engine_id="engine",
+            kv_connector_extra_config={"control_host": "127.0.0.1", **(extra or {})},
+        ),
+    ).create_engine_config()
+
+
+def kv_cache_config(specs: Iterable[KVCacheSpec], blocks: int) -> KVCacheConfig:
+    groups = [KVCacheGroupSpec([f"model.layers.{i}.attn"], spec) for i, spec in enumerate(specs)]
+    return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+class Stage:
+    """One engine's scheduler. ``step`` is one engine step; the test says what the workers reported."""
+
+    def __init__(self, config: VllmConfig, specs: Iterable[KVCacheSpec], blocks: int = 100) -> None:
+        cache = kv_cache_config(specs, blocks)
+        config.cache_config.num_gpu_blocks = blocks
+        block_size, hash_block_size = resolve_kv_cache_block_sizes(cache, config)
+        self.scheduler = Scheduler(
+            vllm_config=config,
+            kv_cache_config=cache,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=block_size,
+            hash_block_size=hash_block_size,
+            log_stats=True,
+        )
+        assert self.scheduler.connector is not None
+        self.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): RankAddress(ADDRESS)})
+        hash_function = get_hash_fn_by_name("sha256")
+        init_none_hash(hash_function)
+        self._hasher = get_request_block_hasher(hash_block_size, hash_function)
+        self._pool = self.scheduler.kv_cache_manager.block_pool
+        self._free = self._pool.get_num_free_blocks()
+
+    def add(
+        self, request_id: str, prompt: list[int], params: dict[str, Any] | None = None, max_tokens: int = 1
+    ) -> Request:
+        extra = {"kv_transfer_params": params} if params is not None else None
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            sampling_params=sampling,
+            pooling_params=None,
+            block_hasher=self._hasher,
+        )
+        self.scheduler.add_request(request)
+        return request
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def schedule(self) -> tuple[SchedulerOutput, StepMetadata]:
+        output = self.scheduler.schedule()
+        metadata = output.kv_connector_metadata
+        assert isinstance(metadata, StepMetadata)
+        return output, metadata
+
+    def update(
+        self,
+        output: SchedulerOutput,
+        *,
+        sent: Iterable[str] = (),
+        reserved: Iterable[str] = (),
+        received: Iterable[str] = (),
+        failed: Iterable[str] = (),
+    ) -> dict[str, Any]:
+        """The model samples token 7 for each request whose tokens are all computed. Returns the
+        kv_transfer_params of the requests that finished."""
+        ids = list(output.num_scheduled_tokens)
+        requests = self.scheduler.requests
+        sampled = [[7] if requests[i].num_computed_tokens >= requests[i].num_tokens else [] for i in ids]
+        outputs = self.scheduler.update_from_output(
+            output,
+            ModelRunnerOutput(
+                req_ids=ids,
+                req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
+                sampled_token_ids=sampled,
+                kv_connector_output=KVConnectorOutput(
+                    finished_sending=set(sent),
+                    finished_recving=set(received),
+                    failed_recving=set(failed),
+                    kv_connector_worker_meta=Reserved(set(reserved)) if reserved else None,
+                ),
+            ),
+        )
+        return {
+            output.request_id: output.kv_transfer_params
+            for core in outputs.values()
+            for output in core.outputs
+            if output.finish_reason is not None
+        }
+
+    def step(self, **reports: Iterable[str]) -> StepMetadata:
+        output, metadata = self.schedule()
+        self.update(output, **reports)
+        return metadata
+
+    def tables(self, request_id: str) -> tuple[list[int], ...]:
+        return self.scheduler.kv_cache_manager.get_block_ids(request_id)
+
+    @property
+    def side(self) -> SchedulerSide:
+        connector = self.scheduler.connector
+        assert isinstance(connector, WriteImmConnector)
+        assert connector.scheduler is not None
+        return connector.scheduler
+
+    @property
+    def blocks_in_use(self) -> int:
+        return self._free - self._pool.get_num_free_blocks()
+
+    def assert_idle(self) -> None:
+        """No request, every block free, nothing left in the connector's books."""
+        assert not self.scheduler.has_requests()
+        assert not self.scheduler.requests
+        assert self.blocks_in_use == 0
+        side = self.side
+        assert side.idle
+        assert not side.prefill._transfers
+        assert not side.decode._transfers

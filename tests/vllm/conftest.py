@@ -1,0 +1,105 @@
+"""Engines for the tests, started once a session and shared; their logs beside each failure."""
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from deployment import DATA_HOST, GEMMA3, LLAMA, Client, Deployment, Shape, engine_settings, prefill_settings
+
+from kv_connector.cluster import LocalCluster, make_gemma3, make_llama
+from kv_connector.cluster_key import KEY_FILE_VARIABLE, ClusterKey
+
+MODELS = ("llama", "gemma3")
+
+# Seconds. A prompt that nobody fetches, and a reservation whose prompt never comes, are waited for by a test.
+# An engine that gets no turn on a busy machine is not to be taken for dead.
+TIMEOUTS = {"hold": 12.0, "orphan": 12.0, "connect": 30.0, "suspect": 15.0, "dead": 30.0}
+
+
+@pytest.fixture(scope="session")
+def model_directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    directory = tmp_path_factory.mktemp("models")
+    small = {"hidden": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate": 256}
+    return {
+        "llama": make_llama(directory / "llama", layers=LLAMA.layers, **small),
+        "gemma3": make_gemma3(
+            directory / "gemma3",
+            layers=GEMMA3.layers,
+            full_attention_every=3,
+            sliding_window=max(group.window or 0 for group in GEMMA3.groups),
+            **small,
+        ),
+    }
+
+
+def _start(
+    cluster: LocalCluster,
+    shape: Shape,
+    providers: tuple[str, ...],
+    *,
+    prefill_blocks: int,
+    decode_blocks: int,
+) -> Deployment:
+    """Starts P with a small pool, D with a larger one, a plain engine and two routers; waits for none."""
+    extra = {"providers": providers, "data_host": DATA_HOST, "timeouts": TIMEOUTS}
+    prefill = cluster.start_engine(
+        "prefill",
+        role="kv_producer",
+        extra=extra,
+        settings=prefill_settings(blocks=prefill_blocks),
+    )
+    decode = cluster.start_engine(
+        "decode", role="kv_consumer", extra=extra, settings=engine_settings(blocks=decode_blocks)
+    )
+    plain = cluster.start_engine("plain")
+    engines = {"prefill": [prefill], "decode": [decode]}
+    return Deployment(
+        shape=shape,
+        cluster=cluster,
+        plain=plain,
+        prefill=prefill,
+        decode=decode,
+        concurrent=cluster.start_router("router-concurrent", **engines),
+        serial=cluster.start_router("router-serial", **engines, dispatch="serial"),
+    )
+
+
+@pytest.fixture(params=MODELS, scope="session")
+def deployment(
+    request: pytest.FixtureRequest,
+    model_directories: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Deployment]:
+    """The engines of one model. pytest runs all tests of one model before those of the next, so that no more
+    than one set of engines, of about 1.5 GB each, is up at a time.
+    """
+    name = request.param
+    directory = tmp_path_factory.mktemp(name)
+    with LocalCluster(directory, model_directories[name], engine_settings()) as cluster:
+        if name == "llama":
+            deployment = _start(cluster, LLAMA, ("host", "tcp"), prefill_blocks=64, decode_blocks=120)
+        else:
+            # These talk under a cluster key, the others without one.
+            key_file = directory / "key"
+            ClusterKey.generate().write(key_file)
+            cluster.environment = {KEY_FILE_VARIABLE: str(key_file)}
+            deployment = _start(cluster, GEMMA3, ("tcp",), prefill_blocks=90, decode_blocks=160)
+        cluster.wait_ready()
+        yield deployment
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[Client]:
+    async with Client() as client:
+        yield client
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report = yield
+    if report.failed:
+        arguments = getattr(item, "funcargs", {})
+        if deployment := arguments.get("deployment"):
+            for engine in (deployment.prefill, deployment.decode):
+                report.sections.append((f"end of {engine.log}", engine.log_tail(40)))
+    return report

@@ -1,0 +1,367 @@
+"""What the tests run against: real vLLM engines in processes of their own, and what can be asked of them."""
+
+import asyncio
+import json
+import os
+import random
+import re
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from kv_connector.cluster import Engine, EngineSettings, LocalCluster
+from kv_connector.cluster.cluster import HOST, MODEL_NAME
+
+# How long a condition may take to come true on a busy machine; everything that is awaited ends far sooner.
+PATIENCE_SECONDS = 60.0
+POLL_SECONDS = 0.02
+
+BLOCK = 32
+
+# The data plane's listeners are the only ones at this address.
+DATA_HOST = "127.0.0.2"
+
+
+@dataclass(frozen=True)
+class Group:
+    """A KV cache group of a model: its layers, and its sliding window where it has one."""
+
+    layers: int
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What decides how many pages a prompt takes."""
+
+    groups: tuple[Group, ...]
+
+    @property
+    def layers(self) -> int:
+        return sum(group.layers for group in self.groups)
+
+    def pages(self, tokens: int, cached: int = 0) -> int:
+        """Pages, summed over all layers, that D needs of a prompt of `tokens`; it has the first `cached`.
+
+        D computes the prompt's last token itself, and attends to the `window` tokens up to and with that one.
+        """
+        loaded = tokens - 1
+        total = 0
+        for group in self.groups:
+            first = cached // BLOCK
+            if group.window is not None:
+                first = max(first, (tokens - group.window) // BLOCK)
+            total += group.layers * max(-(-loaded // BLOCK) - first, 0)
+        return total
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """One model on a prefill, a decode and a plain engine, and a router of each kind before P and D."""
+
+    shape: Shape
+    cluster: LocalCluster
+    plain: Engine
+    prefill: Engine
+    decode: Engine
+    concurrent: str
+    serial: str
+
+
+def prompt(seed: int | str, tokens: int) -> list[int]:
+    """`tokens` random token ids, none of them special; the same for the same seed."""
+    return random.Random(f"{seed}").choices(range(256), k=tokens)
+
+
+class Refused(Exception):
+    """An engine or a router answered with an error."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(f"HTTP {status}: {text[:2000]}")
+        self.status = status
+        self.text = text
+
+
+def completion_body(prompt_ids: Any, max_tokens: int, **more: Any) -> dict[str, Any]:
+    return {
+        "model": MODEL_NAME,
+        "prompt": prompt_ids,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        **more,
+    }
+
+
+class Client:
+    """An HTTP client of engines and routers. Cancelling a call closes its connection."""
+
+    def __init__(self) -> None:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self._http = httpx.AsyncClient(timeout=PATIENCE_SECONDS * 2, limits=limits, trust_env=False)
+
+    async def __aenter__(self) -> "Client":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.aclose()
+
+    async def post(self, url: str, body: Any = None) -> dict[str, Any]:
+        """The JSON answer; Refused if it is an error."""
+        response = await self._http.post(url, json=body)
+        if response.status_code >= 400:
+            raise Refused(response.status_code, response.text)
+        answer = response.json() if response.content else {}
+        assert isinstance(answer, dict)
+        return answer
+
+    async def get(self, url: str) -> str:
+        response = await self._http.get(url)
+        if response.status_code >= 400:
+            raise Refused(response.status_code, response.text)
+        return response.text
+
+    async def choices(self, url: str, prompt_ids: Any, max_tokens: int, **more: Any) -> list[list[int]]:
+        """The output tokens of each choice of a completion."""
+        answer = await self.post(f"{url}/v1/completions", completion_body(prompt_ids, max_tokens, **more))
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        for choice in choices:
+            if choice["finish_reason"] != "length":
+                raise Refused(200, f"finish_reason {choice['finish_reason']}: {answer}")
+        return [choice["token_ids"] for choice in choices]
+
+    async def complete(self, url: str, prompt_ids: Sequence[int], max_tokens: int, **more: Any) -> list[int]:
+        """The output tokens of a completion."""
+        (tokens,) = await self.choices(url, prompt_ids, max_tokens, **more)
+        assert len(tokens) == max_tokens
+        return tokens
+
+    async def log_probabilities(self, url: str, prompt_ids: Sequence[int], max_tokens: int) -> list[float]:
+        """Of the output tokens of a completion: what lies in the KV cache, more finely than by its tokens."""
+        body = completion_body(prompt_ids, max_tokens, logprobs=1)
+        answer = await self.post(f"{url}/v1/completions", body)
+        found: list[float] = answer["choices"][0]["logprobs"]["token_logprobs"]
+        return found
+
+    async def stream(
+        self,
+        url: str,
+        prompt_ids: Sequence[int],
+        max_tokens: int,
+        on_tokens: Callable[[list[int]], None] = lambda tokens: None,
+        **more: Any,
+    ) -> list[int]:
+        """The output tokens of a streamed completion; `on_tokens` sees those of each event as it comes."""
+        tokens: list[int] = []
+        body = completion_body(prompt_ids, max_tokens, stream=True, **more)
+        async with self._http.stream("POST", f"{url}/v1/completions", json=body) as response:
+            if response.status_code >= 400:
+                raise Refused(response.status_code, (await response.aread()).decode())
+            async for line in response.aiter_lines():
+                if not line.startswith("data: ") or line == "data: [DONE]":
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    raise Refused(200, line)
+                new = event["choices"][0].get("token_ids") or []
+                tokens += new
+                if new:
+                    on_tokens(new)
+        return tokens
+
+    async def load(self, engine: Engine) -> int:
+        """Completions that the engine's server has in hand."""
+        return int(json.loads(await self.get(f"{engine.url}/load"))["server_load"])
+
+    async def probe(self, engine: Engine, method: str, *args: str) -> dict[str, Any]:
+        """Calls a method of WorkerProbe in the engine's (one) worker."""
+        answer = await self.post(f"{engine.url}/collective_rpc", {"method": method, "args": args})
+        (result,) = answer.get("results", [None])
+        return result or {}
+
+    async def stats(self, engine: Engine) -> dict[str, float]:
+        return await self.probe(engine, "probe_stats")
+
+    async def live(self, engine: Engine) -> dict[str, int]:
+        """What the connector's agent has in hand, without its sessions with peers: empty when it is idle."""
+        counts = await self.probe(engine, "probe_live")
+        return {name: count for name, count in counts.items() if count and name != "peers"}
+
+
+async def wait_until(missing: Callable[[], Awaitable[str]], seconds: float = PATIENCE_SECONDS) -> None:
+    """Polls until `missing` finds nothing any more; fails with what it finds when time is up."""
+    deadline = time.monotonic() + seconds
+    while what := await missing():
+        assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
+        await asyncio.sleep(POLL_SECONDS)
+
+
+async def wait_live(client: Client, engine: Engine) -> None:
+    """Waits until the engine's agent has a prompt to send, a reservation of a peer's, or one of its own."""
+
+    async def missing() -> str:
+        live = await client.live(engine)
+        requests = live.keys() & {"prefill_requests", "decode_requests"}
+        return "" if requests else f"{engine.name} has a request in hand, not {live}; see {engine.log}"
+
+    await wait_until(missing)
+
+
+async def wait_idle(client: Client, engine: Engine) -> None:
+    """Waits until the engine's agent has nothing in hand."""
+
+    async def missing() -> str:
+        live = await client.live(engine)
+        return f"{engine.name} still has {live} in hand; see {engine.log}" if live else ""
+
+    await wait_until(missing)
+
+
+async def wait_logged(engine: Engine, pattern: str, since: int = 0) -> None:
+    """Waits until the engine's log has a line that matches, after its first `since` bytes."""
+
+    async def missing() -> str:
+        log = engine.log.read_bytes()[since:].decode(errors="replace")
+        return "" if re.search(pattern, log) else f"{pattern!r} in {engine.log}:\n{engine.log_tail()}"
+
+    await wait_until(missing, 10)
+
+
+class PageCount:
+    """Pages that have gone from P to D since this was made."""
+
+    def __init__(self, client: Client, deployment: Deployment, pushed: float, received: float) -> None:
+        self._client = client
+        self._deployment = deployment
+        self._pushed = pushed
+        self._received = received
+
+    @classmethod
+    async def begin(cls, client: Client, deployment: Deployment) -> "PageCount":
+        # A transfer counts when it is over.
+        await wait_idle(client, deployment.prefill)
+        await wait_idle(client, deployment.decode)
+        pushed = (await client.stats(deployment.prefill))["pages_pushed"]
+        received = (await client.stats(deployment.decode))["received_pages"]
+        return cls(client, deployment, pushed, received)
+
+    async def pages(self) -> int:
+        """Once both agents are idle; the two must agree."""
+        prefill, decode = self._deployment.prefill, self._deployment.decode
+        await wait_idle(self._client, prefill)
+        await wait_idle(self._client, decode)
+        pushed = (await self._client.stats(prefill))["pages_pushed"] - self._pushed
+        received = (await self._client.stats(decode))["received_pages"] - self._received
+        assert pushed == received, "pages pushed by P, pages that D waited for"
+        return int(pushed)
+
+
+async def assert_quiescent(client: Client, *engines: Engine, seconds: float = PATIENCE_SECONDS) -> None:
+    """Each engine comes to rest: no KV block in use, nothing in hand in either half of the connector.
+
+    vLLM's reset_prefix_cache succeeds only if every block but the null block is in the free list, and with
+    reset_external only if the connector's reset_cache does. It also makes the next test start with empty
+    caches.
+    """
+    for engine in engines:
+        await wait_until(partial(_unrest, client, engine), seconds)
+
+
+async def _unrest(client: Client, engine: Engine) -> str:
+    if live := await client.live(engine):
+        return f"{engine.name} still has {live} in hand; see {engine.log}"
+    answer = await client.post(f"{engine.url}/reset_prefix_cache?reset_external=true")
+    return "" if answer["success"] else f"{engine.name} has not freed all its KV blocks; see {engine.log}"
+
+
+def engine_settings(*arguments: str, blocks: int = 400) -> EngineSettings:
+    """Of every engine of the suite. `blocks`: of its KV cache, with the null block."""
+    path = (str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")]))
+    arguments = (
+        "--worker-extension-cls",
+        "worker_probe.WorkerProbe",
+        "--enable-server-load-tracking",
+        "--enable-log-requests",
+        "--max-log-len",
+        "0",
+        "--num-gpu-blocks-override",
+        str(blocks),
+        *arguments,
+    )
+    return EngineSettings(
+        max_model_len=1984,
+        max_batched_tokens=320,
+        max_seqs=16,
+        block_size=BLOCK,
+        kv_cache_bytes=256 << 20,
+        arguments=arguments,
+        environment={"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": os.pathsep.join(path)},
+    )
+
+
+def prefill_settings(blocks: int) -> EngineSettings:
+    """Of P: chunks end inside blocks, and two long prompts are in the middle of their prefill at a time."""
+    chunk = 100
+    settings = engine_settings("--long-prefill-token-threshold", str(chunk), blocks=blocks)
+    return replace(settings, max_batched_tokens=2 * chunk)
+
+
+LLAMA = Shape((Group(layers=16),))
+GEMMA3 = Shape((Group(layers=2), Group(layers=2, window=128), Group(layers=2, window=128)))
+
+
+def prefill_params(transfer_id: str) -> dict[str, Any]:
+    """kv_transfer_params that a router gives P."""
+    return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+
+
+def decode_params(transfer_id: str, prefill: Engine) -> dict[str, Any]:
+    """kv_transfer_params that a router gives D."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "transfer_id": transfer_id,
+        "remote_host": HOST,
+        "remote_port": prefill.control_port,
+    }
+
+
+class Hold:
+    """An engine's forward pass, stopped in the middle of a step; its control plane runs on.
+
+    Until it is released the engine answers no probe.
+    """
+
+    def __init__(self, client: Client, engine: Engine, directory: Path) -> None:
+        self._client = client
+        self._engine = engine
+        self._directory = directory
+
+    async def arm(self, layer_calls: int) -> None:
+        """To stop once the engine has computed `layer_calls` more layers."""
+        await self._client.probe(self._engine, "probe_hold", str(layer_calls), str(self._directory))
+
+    async def reached(self, pages: int = 0) -> None:
+        """Waits until the engine has stopped, and so many pages of its open transfers have arrived."""
+
+        async def missing() -> str:
+            held = self._directory / "held"
+            if not held.exists():
+                return f"{self._engine.name} computes the layer that was named"
+            arrived = int(held.read_text())
+            return "" if arrived >= pages else f"{pages} pages have arrived, not {arrived}"
+
+        await wait_until(missing)
+
+    def pages_arrived(self) -> int:
+        """While the engine is stopped."""
+        return int((self._directory / "held").read_text())
+
+    def release(self) -> None:
+        (self._directory / "release").touch()

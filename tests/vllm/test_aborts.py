@@ -1,0 +1,200 @@
+"""Clients that leave, at every stage of a transfer: both engines come to rest and go on serving."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from deployment import (
+    Client,
+    Deployment,
+    Hold,
+    Refused,
+    assert_quiescent,
+    decode_params,
+    prefill_params,
+    prompt,
+    wait_idle,
+    wait_live,
+    wait_logged,
+)
+
+pytestmark = pytest.mark.anyio
+
+# 19 chunks on P.
+LONG = 1900
+
+
+@pytest.fixture
+def hold(deployment: Deployment, client: Client, tmp_path: Path) -> Hold:
+    """P's forward pass."""
+    return Hold(client, deployment.prefill, tmp_path)
+
+
+@pytest.fixture(autouse=True)
+async def still_serving(deployment: Deployment, client: Client) -> AsyncIterator[None]:
+    """After each test both engines come to rest sooner than by a timeout of theirs, and serve on."""
+    yield
+    await assert_quiescent(client, deployment.prefill, deployment.decode, seconds=8)
+    one = prompt("after an abort", 200)
+    output = await client.complete(deployment.concurrent, one, 4)
+    assert output == await client.complete(deployment.plain.url, one, 4)
+    await assert_quiescent(client, deployment.prefill, deployment.decode)
+
+
+def in_the_middle(deployment: Deployment) -> int:
+    """Layers until the prefill is in the middle of its third chunk."""
+    return 2 * deployment.shape.layers + deployment.shape.layers // 2
+
+
+async def leave(task: asyncio.Task[Any]) -> None:
+    """Closes the connection of a request under way."""
+    assert not task.done(), task.result()
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+async def test_decode_aborted_before_prefill_knows(deployment: Deployment, client: Client) -> None:
+    """D has reserved, P has never heard of the request. D's CANCEL, not a timeout, ends it on both sides."""
+    params = decode_params("abort-before", deployment.prefill)
+    request = asyncio.create_task(
+        client.complete(deployment.decode.url, prompt("abort before", 300), 8, kv_transfer_params=params)
+    )
+    await wait_live(client, deployment.prefill)  # P has D's reservation
+    await leave(request)
+
+
+async def test_decode_aborted_during_transfer(deployment: Deployment, client: Client, hold: Hold) -> None:
+    """D leaves while P, in the middle of a step, has pushed the first chunks: D is free before that step."""
+    one = prompt("abort D during", LONG)
+    await hold.arm(in_the_middle(deployment))
+    transfer = "abort-D-during"
+    decoding = asyncio.create_task(
+        client.complete(
+            deployment.decode.url, one, 8, kv_transfer_params=decode_params(transfer, deployment.prefill)
+        )
+    )
+    await wait_live(client, deployment.decode)  # D has reserved
+    prefilling = asyncio.create_task(
+        client.complete(deployment.prefill.url, one, 1, kv_transfer_params=prefill_params(transfer))
+    )
+    try:
+        await hold.reached()
+        await leave(decoding)
+        await assert_quiescent(client, deployment.decode)
+        assert not prefilling.done()
+    finally:
+        hold.release()
+    assert len(await prefilling) == 1
+
+
+async def test_prefill_aborted_during_transfer(deployment: Deployment, client: Client, hold: Hold) -> None:
+    """P's request goes away in the middle of its prefill: D's ends in an error, not in a made-up answer."""
+    one = prompt("abort P during", LONG)
+    await hold.arm(in_the_middle(deployment))
+    transfer = "abort-P-during"
+    decoding = asyncio.create_task(
+        client.complete(
+            deployment.decode.url, one, 8, kv_transfer_params=decode_params(transfer, deployment.prefill)
+        )
+    )
+    await wait_live(client, deployment.decode)  # D has reserved
+    prefilling = asyncio.create_task(
+        client.complete(deployment.prefill.url, one, 1, kv_transfer_params=prefill_params(transfer))
+    )
+    try:
+        await hold.reached()
+        logged = len(deployment.prefill.log.read_bytes())
+        await leave(prefilling)
+        # The server has told its engine, which will know at the end of the step.
+        await wait_logged(deployment.prefill, "Request .* aborted", since=logged)
+    finally:
+        hold.release()
+    with pytest.raises(Refused) as refused:
+        await decoding
+    assert refused.value.status >= 500
+
+
+@pytest.mark.parametrize("dispatch", ["concurrent", "serial"])
+async def test_client_leaves_router_during_prefill(
+    deployment: Deployment, client: Client, hold: Hold, dispatch: str
+) -> None:
+    await hold.arm(in_the_middle(deployment))
+    url = deployment.concurrent if dispatch == "concurrent" else deployment.serial
+    request = asyncio.create_task(client.stream(url, prompt(f"leave {dispatch}", LONG), 8))
+    try:
+        await hold.reached()
+        await leave(request)
+        await assert_quiescent(client, deployment.decode)
+    finally:
+        hold.release()
+
+
+@pytest.mark.parametrize("dispatch", ["concurrent", "serial"])
+async def test_client_leaves_after_first_token(deployment: Deployment, client: Client, dispatch: str) -> None:
+    url = deployment.concurrent if dispatch == "concurrent" else deployment.serial
+    first = asyncio.Event()
+    request = asyncio.create_task(
+        client.stream(url, prompt(f"first token {dispatch}", 400), 1200, lambda tokens: first.set())
+    )
+    await asyncio.wait_for(first.wait(), 60)
+    await leave(request)
+
+
+async def test_decode_aborted_while_decoding(deployment: Deployment, client: Client) -> None:
+    """After the transfer, on D itself."""
+    one, transfer = prompt("abort after", 333), "abort-after"
+    first = asyncio.Event()
+    prefilling = asyncio.create_task(
+        client.complete(deployment.prefill.url, one, 1, kv_transfer_params=prefill_params(transfer))
+    )
+    decoding = asyncio.create_task(
+        client.stream(
+            deployment.decode.url,
+            one,
+            1200,
+            lambda tokens: first.set(),
+            kv_transfer_params=decode_params(transfer, deployment.prefill),
+        )
+    )
+    await asyncio.wait_for(first.wait(), 60)
+    await leave(decoding)
+    await prefilling
+
+
+async def test_nobody_fetches_and_nobody_computes(deployment: Deployment, client: Client) -> None:
+    """P's prompt that no D asks for, and D's reservation that no prompt follows, end by P's timeouts."""
+    held = prompt("held", 300)
+    await client.complete(deployment.prefill.url, held, 1, kv_transfer_params=prefill_params("held"))
+    await wait_live(client, deployment.prefill)  # P holds the prompt
+    with pytest.raises(Refused) as refused:
+        await client.complete(
+            deployment.decode.url,
+            prompt("orphan", 300),
+            8,
+            kv_transfer_params=decode_params("orphan", deployment.prefill),
+        )
+    assert refused.value.status >= 500
+    await wait_idle(client, deployment.prefill)  # P has given up both
+
+
+async def test_many_leave_at_random_moments(deployment: Deployment, client: Client) -> None:
+    """24 requests of which every other is left while the rest runs on and comes out right."""
+    staying = [prompt(f"stays {index}", 100 + 61 * index) for index in range(12)]
+    leaving = [prompt(f"leaves {index}", 120 + 61 * index) for index in range(12)]
+    expected = await asyncio.gather(*(client.complete(deployment.plain.url, one, 8) for one in staying))
+    results: list[asyncio.Task[list[int]]] = []
+    for index, (stays, leaves) in enumerate(zip(staying, leaving, strict=True)):
+        url = deployment.serial if index % 3 == 0 else deployment.concurrent
+        results.append(asyncio.create_task(client.complete(url, stays, 8)))
+        abandoned = asyncio.create_task(client.complete(url, leaves, 8))
+        # Spread over a request's life, which is some 100 ms to some seconds here.
+        await asyncio.wait({abandoned}, timeout=0.03 * index)
+        abandoned.cancel()
+        with suppress(asyncio.CancelledError, httpx.HTTPError):
+            await abandoned
+    assert [await result for result in results] == expected

@@ -1,0 +1,307 @@
+"""Wrong configurations, engines that do not fit each other, garbage on the wire: an error that says what to
+do, and the engines that were fine serve on."""
+
+import asyncio
+import random
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+from deployment import (
+    DATA_HOST,
+    Client,
+    Deployment,
+    PageCount,
+    Refused,
+    assert_quiescent,
+    decode_params,
+    engine_settings,
+    prefill_params,
+    prompt,
+    wait_logged,
+    wait_until,
+)
+
+from kv_connector.cluster import Engine, LocalCluster, make_llama
+from kv_connector.cluster.cluster import HOST
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(autouse=True)
+async def still_serving(deployment: Deployment, client: Client) -> AsyncIterator[None]:
+    yield
+    assert all(engine.running() for engine in (deployment.prefill, deployment.decode))
+    await assert_serves(client, deployment, "after bad input")
+    await assert_quiescent(client, deployment.prefill, deployment.decode)
+
+
+async def assert_serves(client: Client, deployment: Deployment, seed: str) -> None:
+    one = prompt(seed, 200)
+    count = await PageCount.begin(client, deployment)
+    output = await client.complete(deployment.concurrent, one, 4)
+    assert output == await client.complete(deployment.plain.url, one, 4)
+    assert await count.pages() == deployment.shape.pages(len(one))
+
+
+# --- Engines that do not start
+
+
+@pytest.mark.parametrize("deployment", ["llama"], indirect=True)
+async def test_wrong_configurations(
+    deployment: Deployment, client: Client, model_directories: dict[str, Path], tmp_path: Path
+) -> None:
+    """Each ends before it serves, and its log says which setting to change and to what."""
+    with LocalCluster(tmp_path, model_directories["llama"], engine_settings()) as cluster:
+        start = cluster.start_engine
+        taken = deployment.prefill.control_port
+        # What each log must say, as regular expressions.
+        wrong: dict[Engine, tuple[str, ...]] = {
+            start("role", role="kv_prefill"): ("kv_prefill", "kv_producer"),  # type: ignore[arg-type]
+            start("provider", role="kv_producer", extra={"providers": ["carrier-pigeon"]}): (
+                "carrier-pigeon",
+                r"\bhost\b.*\btcp\b|\btcp\b.*\bhost\b",
+            ),
+            start("key", role="kv_producer", extra={"control_prot": 5600}): ("control_prot", "control_port"),
+            start("port", role="kv_producer", control_port=taken): (str(taken), "control_port", "in use"),
+        }
+
+        async def running() -> str:
+            return ", ".join(engine.name for engine in wrong if engine.running())
+
+        await assert_serves(client, deployment, "while others fail to start")
+        await wait_until(running, 180)
+        for engine, expected in wrong.items():
+            for pattern in expected:
+                await wait_logged(engine, pattern)
+
+
+# --- Engines that do not fit each other
+
+# What the decode engine's log says of each.
+REFUSALS = {
+    "block size": r"block_sizes: prefill has \(32,\), decode has \(64,\): .*--block-size",
+    "dtype": r"dtype: prefill has \S*float32.*, decode has \S*bfloat16.*--dtype",
+    "model": r"model: prefill has Llama\S* \S+, decode has Llama\S* \S+: serve the same model",
+}
+
+
+@pytest.fixture
+def strangers(
+    deployment: Deployment, model_directories: dict[str, Path], tmp_path: Path
+) -> Iterator[dict[str, Engine]]:
+    """Decode engines that differ from P, by what differs."""
+    usual = engine_settings()
+    other_model = make_llama(
+        tmp_path / "other-model", layers=16, hidden=128, heads=4, kv_heads=2, head_dim=32, intermediate=320
+    )
+    with (
+        LocalCluster(tmp_path, model_directories["llama"], usual) as cluster,
+        LocalCluster(tmp_path, other_model, usual) as other,
+    ):
+        engines = {
+            "block size": cluster.start_engine(
+                "block-size", role="kv_consumer", settings=replace(usual, block_size=64)
+            ),
+            "dtype": cluster.start_engine(
+                "dtype", role="kv_consumer", settings=engine_settings("--dtype", "bfloat16")
+            ),
+            "model": other.start_engine("model", role="kv_consumer"),
+        }
+        cluster.wait_ready()
+        other.wait_ready()
+        yield engines
+
+
+@pytest.mark.parametrize("deployment", ["llama"], indirect=True)
+async def test_engines_that_do_not_fit(
+    deployment: Deployment, client: Client, strangers: dict[str, Engine]
+) -> None:
+    """P refuses each of them by name of what differs, their requests fail, P and its own D do not notice."""
+    await asyncio.gather(*(refused_by_prefill(client, deployment, *item) for item in strangers.items()))
+    one = prompt("beside strangers", 100)
+    output = await client.complete(deployment.concurrent, one, 4)
+    assert output == await client.complete(deployment.plain.url, one, 4)
+    # A stranger serves what it can do alone.
+    for stranger in strangers.values():
+        assert len(await client.complete(stranger.url, one, 4)) == 4
+
+
+async def refused_by_prefill(client: Client, deployment: Deployment, what: str, stranger: Engine) -> None:
+    one, transfer = prompt(f"stranger {what}", 100), f"stranger {what}"
+    prefilling = asyncio.create_task(
+        client.complete(deployment.prefill.url, one, 1, kv_transfer_params=prefill_params(transfer))
+    )
+    with pytest.raises(Refused) as refused:
+        await client.complete(
+            stranger.url, one, 4, kv_transfer_params=decode_params(transfer, deployment.prefill)
+        )
+    assert refused.value.status >= 500
+    await prefilling
+    await assert_quiescent(client, stranger)
+    await wait_logged(stranger, REFUSALS[what])
+
+
+@pytest.mark.parametrize("deployment", ["llama"], indirect=True)
+async def test_decode_engine_named_as_prefill(deployment: Deployment, client: Client) -> None:
+    """A router that mixes the two up."""
+    params = decode_params("wrong-way", deployment.decode)
+    with pytest.raises(Refused) as refused:
+        await client.complete(deployment.decode.url, prompt("wrong way", 100), 4, kv_transfer_params=params)
+    assert refused.value.status >= 500
+    await wait_logged(
+        deployment.decode, "is a decode engine: give the router the address of a prefill engine"
+    )
+
+
+# --- Requests that make no sense
+
+
+@pytest.mark.parametrize("deployment", ["llama"], indirect=True)
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"transfer_id": None}, "transfer_id"),
+        ({"transfer_id": "x" * 300}, "transfer.id"),
+        ({"remote_host": 7}, "remote_host"),
+        ({"remote_port": "5600"}, "remote_port"),
+        ({"remote_port": 70000}, "remote_port"),
+        ({"do_remote_decode": True}, "do_remote_decode"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+async def test_bad_parameters(
+    deployment: Deployment, client: Client, change: dict[str, Any], word: str
+) -> None:
+    """D computes the prompt itself and warns."""
+    one = prompt("bad parameters", 100)
+    params = decode_params("bad-parameters", deployment.prefill) | change
+    logged = len(deployment.decode.log.read_bytes())
+    output = await client.complete(deployment.decode.url, one, 4, kv_transfer_params=params)
+    assert output == await client.complete(deployment.plain.url, one, 4)
+    await wait_logged(deployment.decode, word, since=logged)
+
+
+async def test_one_transfer_for_two_prompts(deployment: Deployment, client: Client) -> None:
+    """A body of two prompts shares one transfer; only one of them is P's. Neither gets the other's pages."""
+    ours, other, transfer = prompt("ours", 170), prompt("other", 170), "two-prompts"
+    params = decode_params(transfer, deployment.prefill)
+    expected = await client.choices(deployment.plain.url, [ours, other], 4)
+    prefilling = asyncio.create_task(
+        client.complete(deployment.prefill.url, ours, 1, kv_transfer_params=prefill_params(transfer))
+    )
+    outputs = await client.choices(deployment.decode.url, [ours, other], 4, kv_transfer_params=params)
+    assert outputs == expected
+    await prefilling
+
+
+async def test_another_prompt_under_the_same_transfer(deployment: Deployment, client: Client) -> None:
+    transfer = "mismatch"
+    prefilling = asyncio.create_task(
+        client.complete(
+            deployment.prefill.url, prompt("on P", 170), 1, kv_transfer_params=prefill_params(transfer)
+        )
+    )
+    with pytest.raises(Refused) as refused:
+        await client.complete(
+            deployment.decode.url,
+            prompt("on D", 170),
+            4,
+            kv_transfer_params=decode_params(transfer, deployment.prefill),
+        )
+    assert refused.value.status >= 500
+    await prefilling
+    await wait_logged(deployment.decode, r"transfer mismatch .*the prompts differ")
+
+
+# --- Garbage on the wire
+
+
+@asynccontextmanager
+async def traffic(client: Client, deployment: Deployment) -> AsyncIterator[None]:
+    """Requests that run while the block does; all must come out right."""
+    prompts = [prompt(f"traffic {index}", 150 + 97 * index) for index in range(6)]
+    expected = await asyncio.gather(*(client.complete(deployment.plain.url, one, 8) for one in prompts))
+    running = [asyncio.create_task(client.complete(deployment.concurrent, one, 8)) for one in prompts]
+    yield
+    assert [await task for task in running] == expected
+
+
+async def test_garbage_on_the_control_port(deployment: Deployment, client: Client) -> None:
+    """Over ZMQ: no MessagePack, MessagePack of another kind, a message of an unknown type, one of a known
+    type from nobody, many frames, empty ones, one longer than the limit. Then bytes that are not even ZMQ."""
+    noise = random.Random(5)
+    frames: list[list[bytes]] = [
+        [noise.randbytes(200)],
+        [b""],
+        [b"", b""],
+        [noise.randbytes(10) for _ in range(40)],
+        [msgspec.msgpack.encode(["not", "a", "map"])],
+        [msgspec.msgpack.encode({"t": "evil", "transfer_id": "x"})],
+        [msgspec.msgpack.encode({"t": "cancel", "transfer_id": "x", "attempt": 1})],
+        [msgspec.msgpack.encode({"t": "hello", "engine_id": "x" * 300})],
+        [b"\x81" * 5000],
+        [bytes(5 << 20)],
+    ]
+    port = deployment.prefill.control_port
+    context = zmq.asyncio.Context()
+    try:
+        async with traffic(client, deployment):
+            for parts in frames:
+                with context.socket(zmq.DEALER) as dealer:
+                    dealer.linger = 0
+                    dealer.connect(f"tcp://{HOST}:{port}")
+                    # An agent with a key hangs up on who has none: then nobody may take the message.
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(dealer.send_multipart(parts), 1.0)
+                    # Whatever it answers, or nothing: it is the sender's affair alone.
+                    await dealer.poll(50)
+            assert port is not None
+            send_noise(HOST, [port], noise)
+    finally:
+        context.destroy(linger=0)
+
+
+async def test_garbage_on_the_data_ports(deployment: Deployment, client: Client) -> None:
+    """Bytes into every TCP port on which the data planes of P and D listen."""
+    ports = listening_ports(DATA_HOST, deployment.prefill, deployment.decode)
+    assert len(ports) == 2
+    async with traffic(client, deployment):
+        send_noise(DATA_HOST, ports, random.Random(6))
+
+
+def send_noise(host: str, ports: list[int], noise: random.Random) -> None:
+    """Connects to each port, sends noise of several lengths, and leaves, or is thrown out before."""
+    for port in ports:
+        for length in (0, 1, 64, 4096, 1 << 20):
+            with socket.create_connection((host, port), timeout=5) as connection:
+                connection.settimeout(0.2)
+                try:
+                    connection.sendall(noise.randbytes(length))
+                    connection.recv(4096)
+                except (TimeoutError, ConnectionError):
+                    pass  # refused in the middle, or ignored
+
+
+def listening_ports(host: str, *engines: Engine) -> list[int]:
+    """TCP ports on which processes of these engines listen at this address."""
+    inodes = set()
+    for pid in (pid for engine in engines for pid in engine.members()):
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):  # closed in the meantime
+                inodes.add(str(entry.readlink()).removeprefix("socket:[").removesuffix("]"))
+    address = socket.inet_aton(host)[::-1].hex().upper()
+    ports = []
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        local, state, inode = fields[1], fields[3], fields[9]
+        if state == "0A" and local.startswith(address) and inode in inodes:
+            ports.append(int(local.rpartition(":")[2], 16))
+    return ports

@@ -1,0 +1,114 @@
+"""Prefix caches: P pushes what it did not compute, D asks only for what it does not hold."""
+
+import asyncio
+from dataclasses import dataclass
+
+import pytest
+from deployment import BLOCK, Client, Deployment, PageCount, assert_quiescent, prompt
+
+from kv_connector.cluster import Engine
+
+pytestmark = pytest.mark.anyio
+
+OUTPUT = 12
+HITS = "vllm:prefix_cache_hits_total"
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What one request through the router did."""
+
+    pages: int
+    prefill_hits: float
+    decode_hits: float
+
+
+async def observe(client: Client, deployment: Deployment, one: list[int]) -> Observed:
+    """Sends a prompt through P and D, and checks its output."""
+    engines = (deployment.prefill, deployment.decode)
+    hits_before = [engine.metric(HITS) for engine in engines]
+    count = await PageCount.begin(client, deployment)
+    output, expected = await asyncio.gather(
+        client.complete(deployment.concurrent, one, OUTPUT),
+        client.complete(deployment.plain.url, one, OUTPUT),
+    )
+    assert output == expected
+    pages = await count.pages()
+    hits = [engine.metric(HITS) - hit for engine, hit in zip(engines, hits_before, strict=True)]
+    return Observed(pages, *hits)
+
+
+async def forget(client: Client, engine: Engine) -> None:
+    """Empties the engine's prefix cache."""
+    await assert_quiescent(client, engine)
+
+
+async def test_hit_on_prefill(deployment: Deployment, client: Client) -> None:
+    """Cached pages go too, though no forward pass writes them."""
+    one = prompt("hit on P", 610)
+    await observe(client, deployment, one)
+    await forget(client, deployment.decode)
+    again = await observe(client, deployment, one)
+    assert again.prefill_hits == 608
+    assert again.decode_hits == 0
+    assert again.pages == deployment.shape.pages(610)
+    await assert_quiescent(client, deployment.prefill, deployment.decode)
+
+
+async def test_partial_hit_on_prefill(deployment: Deployment, client: Client) -> None:
+    first = prompt("partial hit on P", 610)
+    other = first[:333] + prompt("another end", 200)
+    await observe(client, deployment, first)
+    await forget(client, deployment.decode)
+    hit = await observe(client, deployment, other)
+    # A sliding window's older blocks are gone: then there is no hit so far back.
+    assert hit.prefill_hits in (
+        {320} if deployment.shape.layers == deployment.shape.groups[0].layers else {0, 320}
+    )
+    assert hit.pages == deployment.shape.pages(533)
+    await assert_quiescent(client, deployment.prefill, deployment.decode)
+
+
+@pytest.mark.parametrize("length", [610, 577, 639])
+async def test_full_hit_on_decode(deployment: Deployment, client: Client, length: int) -> None:
+    """D holds all but the last block, or all it needs (577: 18 blocks and the token it computes itself)."""
+    one = prompt(f"full hit on D {length}", length)
+    await observe(client, deployment, one)
+    again = await observe(client, deployment, one)
+    assert again.decode_hits == (length - 1) // BLOCK * BLOCK
+    assert again.pages == deployment.shape.pages(length, cached=int(again.decode_hits))
+    assert (again.pages == 0) == (length == 577)
+    # Where D needs nothing, P is told so: it does not wait for its hold time.
+    await assert_quiescent(client, deployment.prefill, deployment.decode, seconds=5)
+
+
+async def test_full_hit_on_decode_alone(deployment: Deployment, client: Client) -> None:
+    """D holds the prompt, P has forgotten it."""
+    one = prompt("hit on D alone", 610)
+    await observe(client, deployment, one)
+    await forget(client, deployment.prefill)
+    again = await observe(client, deployment, one)
+    assert (again.prefill_hits, again.decode_hits) == (0, 608)
+    assert again.pages == deployment.shape.pages(610, cached=608)
+    await assert_quiescent(client, deployment.prefill, deployment.decode)
+
+
+async def test_partial_hit_on_decode(deployment: Deployment, client: Client) -> None:
+    """A prompt that continues one that D holds: only the rest is asked for."""
+    first = prompt("partial hit on D", 333)
+    await observe(client, deployment, first)
+    hit = await observe(client, deployment, first + prompt("its continuation", 300))
+    assert hit.decode_hits in (320, 288)
+    assert hit.pages == deployment.shape.pages(633, cached=int(hit.decode_hits))
+    await assert_quiescent(client, deployment.prefill, deployment.decode)
+
+
+async def test_shared_prefix_in_one_step(deployment: Deployment, client: Client) -> None:
+    """P takes blocks as cached that another request of the same step has yet to write."""
+    shared = prompt("shared", 96)
+    prompts = [shared + prompt(f"end {index}", 10 + 7 * index) for index in range(6)]
+    expected = await asyncio.gather(*(client.complete(deployment.plain.url, one, OUTPUT) for one in prompts))
+    for url in (deployment.concurrent, deployment.serial):
+        outputs = await asyncio.gather(*(client.complete(url, one, OUTPUT) for one in prompts))
+        assert outputs == expected
+        await assert_quiescent(client, deployment.prefill, deployment.decode)

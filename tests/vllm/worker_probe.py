@@ -1,0 +1,67 @@
+"""A worker extension for vLLM: what the tests ask the connector inside an engine's worker process.
+
+vLLM mixes WorkerProbe into its worker (--worker-extension-cls) and calls it over POST /collective_rpc.
+"""
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+# A test that dies must not leave an engine that waits for ever.
+LONGEST_HOLD_SECONDS = 120.0
+
+
+class WorkerProbe:
+    def probe_live(self) -> dict[str, Any]:
+        """What the agent still has in hand: counts by name."""
+        return dataclasses.asdict(_agent().live())
+
+    def probe_stats(self) -> dict[str, Any]:
+        """The agent's counters so far, without the delay that metrics have."""
+        stats = dataclasses.asdict(_agent().stats())
+        return {name: value for name, value in stats.items() if isinstance(value, int | float)}
+
+    def probe_hold(self, layer_calls: str, directory: str) -> None:
+        """Stops the forward pass in its `layer_calls`-th layer from now, after that layer was signalled.
+
+        The file `held` in `directory` says that it is reached, and holds the number of pages of open
+        transfers that have arrived so far; the file `release` lets the pass go on.
+        """
+        connector = get_kv_transfer_group()
+        save_kv_layer = connector.save_kv_layer
+        left = int(layer_calls)
+
+        def save_and_hold(*args: Any, **kwargs: Any) -> None:
+            nonlocal left
+            save_kv_layer(*args, **kwargs)
+            left -= 1
+            if left == 0:
+                del connector.save_kv_layer
+                _hold(Path(directory))
+
+        connector.save_kv_layer = save_and_hold
+
+    def probe_unhold(self) -> None:
+        """Takes back a hold that was not reached."""
+        get_kv_transfer_group().__dict__.pop("save_kv_layer", None)
+
+
+def _agent() -> Any:
+    return get_kv_transfer_group().worker.agent
+
+
+def _hold(directory: Path) -> None:
+    deadline = time.monotonic() + LONGEST_HOLD_SECONDS
+    while not (directory / "release").exists() and time.monotonic() < deadline:
+        (directory / "held.new").write_text(str(_pages_arrived()))
+        (directory / "held.new").rename(directory / "held")
+        time.sleep(0.005)
+
+
+def _pages_arrived() -> int:
+    agent = _agent()
+    numbers = [outgoing.number for outgoing in agent._effects.outgoing.values()]
+    return sum(agent._engine.progress(number).pages_done for number in numbers)
