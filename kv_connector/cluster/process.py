@@ -14,6 +14,9 @@ from pathlib import Path
 STOP_SECONDS = 10.0
 POLL_SECONDS = 0.1
 
+# Run behind setpriv: a parent that died before setpriv had asked for the signal would never cause one.
+UNLESS_ORPHANED = '[ "$PPID" = "$0" ] && exec "$@"'
+
 
 class StartError(RuntimeError):
     """A process ended, or did not become healthy in time. The message ends with the tail of its log."""
@@ -33,7 +36,8 @@ class Process:
         self.name = name
         self.log = log
         if shutil.which("setpriv"):
-            command = ["setpriv", "--pdeathsig", "TERM", *command]
+            orphans_end = ["sh", "-c", UNLESS_ORPHANED, str(os.getpid())]
+            command = ["setpriv", "--pdeathsig", "TERM", *orphans_end, *command]
         with log.open("ab") as output:
             self._child = subprocess.Popen(
                 command,

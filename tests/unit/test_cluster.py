@@ -1,13 +1,15 @@
 """The local cluster's parts, with small processes instead of engines (tests/vllm has the engines)."""
 
 import json
+import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -83,25 +85,46 @@ def test_stop_interrupted_still_leaves_nothing(start: Start, monkeypatch: pytest
     assert [process.members() for process in processes] == [[], []]
 
 
-def test_a_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
-    """Even if that one is killed and can run no code of ours."""
-    log = tmp_path / "child.log"
+def orphan(log: Path, environment: Mapping[str, str] | None = None) -> int:
+    """A child's process id, whose parent was killed as soon as it had started it."""
     program = f"""
         import sys, time
         from pathlib import Path
         from kv_connector.cluster import Process
-        command = [sys.executable, "-c", "import time; time.sleep(600)"]
+        command = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
         child = Process("child", command, environment={{}}, log=Path({str(log)!r}))
         print(child.pid, flush=True)
         time.sleep(600)
     """
     with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", textwrap.dedent(program)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **(environment or {})},
     ) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
         parent.kill()
+    return child
+
+
+def test_a_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
+    """Even if that one is killed and can run no code of ours."""
+    child = orphan(tmp_path / "child.log")
     until(lambda: not alive(child))
+
+
+def test_a_process_does_not_start_when_its_parent_is_gone(tmp_path: Path) -> None:
+    """The parent dies before the child has asked to be told of it."""
+    log, gate, shim = tmp_path / "child.log", tmp_path / "gate", tmp_path / "setpriv"
+    os.mkfifo(gate)
+    shim.write_text(f'#!/bin/sh\nread -r go <{gate}\nexec {shutil.which("setpriv")} "$@"\n')
+    shim.chmod(0o755)
+    child = orphan(log, {"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    assert alive(child)
+    gate.write_text("go\n")
+    until(lambda: not alive(child))
+    assert log.read_text() == ""
 
 
 def alive(pid: int) -> bool:
