@@ -1,9 +1,10 @@
 """TTFT of a prefill and a decode engine on two GPUs, against one engine: the numbers of docs/performance.md.
 
-Needs vLLM with its GPU dependencies, two GPUs and this package (installed, or on PYTHONPATH). Prints a
-table, and one JSON line per request to --json. The model has the shape of Llama-3-8B (128 KiB of KV a token
-in bfloat16) and dummy weights: its tokens mean nothing, its times do. With --equality N, N prompts of a small
-float32 model with random weights are answered by one engine and by the pair, and their tokens compared.
+Needs vLLM with its GPU dependencies, two GPUs (four with --tensor-parallel 2) and this package (installed or
+on PYTHONPATH); --rivals also needs NIXL. Prints a table, and one JSON line per request to --json. The model
+has the shape of Llama-3-8B (128 KiB of KV a token in bfloat16) and dummy weights: its tokens mean nothing,
+its times do. With --equality N, N prompts of a small float32 model with random weights are answered by one
+engine and by the pair, and their tokens compared.
 """
 # ruff: noqa: T201  (its output is a table)
 
@@ -21,7 +22,7 @@ import sys
 import time
 import urllib.request
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,16 +55,17 @@ START_SECONDS = 240.0
 
 @dataclass
 class Server:
-    """One vLLM API server on one GPU."""
+    """One vLLM API server on one GPU, or on several by tensor parallelism."""
 
     name: str
-    gpu: int
+    gpus: Sequence[int]
     port: int
     model: Path
     arguments: Sequence[str]
     logs: Path
     transfer: dict[str, Any] | None = None
     control_port: int = 0
+    environment: Mapping[str, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     @property
@@ -74,11 +76,12 @@ class Server:
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model)]
         command += ["--served-model-name", "model", "--host", HOST, "--port", str(self.port)]
         command += ["--skip-tokenizer-init", "--no-enable-prefix-caching", "--gpu-memory-utilization", "0.3"]
-        command += [*self.arguments]
+        command += ["--tensor-parallel-size", str(len(self.gpus)), *self.arguments]
         if self.transfer is not None:
             command += ["--kv-transfer-config", json.dumps(self.transfer)]
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(self.gpu)}
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpus))}
         environment |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+        environment |= self.environment
         with (self.logs / f"{self.name}.log").open("wb") as log:
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=log, env=environment, start_new_session=True
@@ -108,24 +111,75 @@ def ours(role: str, control_port: int) -> dict[str, Any]:
     }
 
 
-def trio(prefix: str, port: int, model: Path, arguments: Sequence[str], logs: Path) -> list[Server]:
-    """One engine, and a prefill engine on GPU 0 with its decode engine on GPU 1. One works at a time."""
-    return [
-        Server(f"{prefix}-alone", 1 if prefix == "graphs" else 0, port, model, arguments, logs),
-        Server(
-            f"{prefix}-prefill",
-            0,
-            port + 1,
-            model,
-            arguments,
-            logs,
-            ours("kv_producer", port + 11),
-            port + 11,
-        ),
-        Server(
-            f"{prefix}-decode", 1, port + 2, model, arguments, logs, ours("kv_consumer", port + 12), port + 12
-        ),
-    ]
+@dataclass(frozen=True)
+class Deployment:
+    """One engine, and pairs of a prefill and a decode engine by the name of their connector.
+
+    Only one request is under way at a time, or one deployment under load: they share the GPUs.
+    """
+
+    alone: Server
+    pairs: Mapping[str, tuple[Server, Server]]
+
+    @property
+    def servers(self) -> list[Server]:
+        return [self.alone, *(server for pair in self.pairs.values() for server in pair)]
+
+
+# vLLM's arguments. With async scheduling, its default, a token is handed out after the next step's launch.
+MODES = {
+    "graphs": [],
+    "eager": ["--enforce-eager"],
+    "eager-sync": ["--enforce-eager", "--no-async-scheduling"],
+}
+RIVALS = {"nixl": "NixlConnector", "nixl-push": "NixlPushConnector"}
+
+
+def deployment(
+    prefix: str,
+    port: int,
+    model: Path,
+    arguments: Sequence[str],
+    logs: Path,
+    *,
+    tensor_parallel: int = 1,
+    rivals: Sequence[str] = (),
+) -> Deployment:
+    """Prefill engines on the first GPUs, decode engines on the next ones, and the one engine beside those."""
+    first, second = range(tensor_parallel), range(tensor_parallel, 2 * tensor_parallel)
+
+    def pair(name: str, port: int) -> tuple[Server, Server]:
+        sides = []
+        for number, (side, gpus) in enumerate((("prefill", first), ("decode", second))):
+            role = "kv_producer" if side == "prefill" else "kv_consumer"
+            # A rank's port is the engine's plus the rank.
+            control = port + 20 + 10 * number
+            transfer, environment = ours(role, control), {}
+            if name in RIVALS:
+                transfer = {"kv_connector": RIVALS[name], "kv_role": role}
+                environment = {
+                    "VLLM_NIXL_SIDE_CHANNEL_HOST": HOST,
+                    "VLLM_NIXL_SIDE_CHANNEL_PORT": str(control),
+                }
+            sides.append(
+                Server(
+                    f"{prefix}-{name}-{side}",
+                    gpus,
+                    port + number,
+                    model,
+                    arguments,
+                    logs,
+                    transfer,
+                    control,
+                    environment,
+                )
+            )
+        return sides[0], sides[1]
+
+    return Deployment(
+        Server(f"{prefix}-alone", second, port, model, arguments, logs),
+        {name: pair(name, port + 50 * index) for index, name in enumerate(("ours", *rivals), 1)},
+    )
 
 
 def wait_ready(servers: Sequence[Server]) -> None:
@@ -229,120 +283,140 @@ async def direct(client: httpx.AsyncClient, prefill: Server, decode: Server, bod
     return Answer(answer.ttft, answer.seconds, answer.tokens, seconds)
 
 
+async def serial(client: httpx.AsyncClient, prefill: Server, decode: Server, body: dict[str, Any]) -> Answer:
+    """One after the other, D with what P answered: NIXL's flow, without a router's hop."""
+    begin = time.perf_counter()
+    wanted = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+    params = {"do_remote_decode": True, "do_remote_prefill": False, **wanted}
+    response = await client.post(
+        f"{prefill.url}/v1/completions", json={**body, "max_tokens": 1, "kv_transfer_params": params}
+    )
+    response.raise_for_status()
+    seconds = time.perf_counter() - begin
+    answer = await stream(
+        client, decode.url, {**body, "kv_transfer_params": response.json()["kv_transfer_params"]}
+    )
+    return Answer(seconds + answer.ttft, seconds + answer.seconds, answer.tokens, seconds)
+
+
+class Modes:
+    """The ways to have a request answered, by name."""
+
+    def __init__(self, client: httpx.AsyncClient, deployment: Deployment, router: str) -> None:
+        self._client = client
+        self._deployment = deployment
+        self._router = router
+        self.names = ("alone", "router", "direct", *(name for name in deployment.pairs if name != "ours"))
+
+    async def answer(self, name: str, body: dict[str, Any]) -> Answer:
+        if name == "alone":
+            return await stream(self._client, self._deployment.alone.url, body)
+        if name == "router":
+            return await stream(self._client, self._router, body)
+        if name == "direct":
+            return await direct(self._client, *self._deployment.pairs["ours"], body)
+        return await serial(self._client, *self._deployment.pairs[name], body)
+
+
 def milliseconds(values: Sequence[float]) -> str:
     return f"{statistics.median(values) * 1e3:.1f}"
 
 
 async def measure(
-    label: str, servers: Sequence[Server], router: str, plan: argparse.Namespace, sink: Any
+    label: str, deployment: Deployment, router: str, plan: argparse.Namespace, sink: Any
 ) -> None:
-    alone, prefill, decode = servers
     rng = np.random.default_rng(1)
-    timeout = httpx.Timeout(120.0)
-    async with httpx.AsyncClient(timeout=timeout, trust_env=False) as client:
-
-        async def one(mode: str, prompt: Sequence[int]) -> Answer:
-            body = request(prompt, plan.tokens)
-            if mode == "direct":
-                return await direct(client, prefill, decode, body)
-            return await stream(client, alone.url if mode == "alone" else router, body)
-
-        print(f"{label}: TTFT in ms, medians of {plan.rounds}, one request at a time")
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(timeout=120.0, trust_env=False, limits=limits) as client:
+        modes = Modes(client, deployment, router)
         print(
-            "  prompt   alone  router  direct   over(router) over(direct)   P alone  P in P/D   token alone/D"
+            f"{label}: TTFT in ms and its distance from one engine's, medians of {plan.rounds}, one at a time"
+        )
+        print(
+            f"  prompt {' '.join(f'{name:>16}' for name in modes.names)}   P alone, in P/D   token alone, D"
         )
         for length in plan.lengths:
-            times: dict[str, list[Answer]] = {"alone": [], "router": [], "direct": []}
+            times: dict[str, list[Answer]] = {name: [] for name in modes.names}
+            own = []
             for round_number in range(plan.rounds + 2):
                 prompt = rng.integers(1000, 100000, length).tolist()
-                for mode, answers in times.items():
-                    answer = await one(mode, prompt)
+                for name, answers in times.items():
+                    answer = await modes.answer(name, request(prompt, plan.tokens))
                     if round_number >= 2:  # after two to warm up
                         answers.append(answer)
-                        sink.write(
-                            json.dumps(
-                                {
-                                    "label": label,
-                                    "length": length,
-                                    "mode": mode,
-                                    "ttft": answer.ttft,
-                                    "seconds": answer.seconds,
-                                    "prefill": answer.prefill_seconds,
-                                }
-                            )
-                            + "\n"
-                        )
-            ttft = {mode: [answer.ttft for answer in answers] for mode, answers in times.items()}
-            base = statistics.median(ttft["alone"])
-            step = {
-                mode: [(answer.seconds - answer.ttft) / (plan.tokens - 1) for answer in times[mode]]
-                for mode in ("alone", "direct")
-            }
-            # One engine's prefill, as P answers it: a request for one token.
-            own = []
-            for _ in range(plan.rounds):
+                        line = {"label": label, "length": length, "mode": name, "ttft": answer.ttft}
+                        line |= {"seconds": answer.seconds, "prefill": answer.prefill_seconds}
+                        sink.write(json.dumps(line) + "\n")
+                # One engine's prefill, as P answers it: a request for one token.
                 begin = time.perf_counter()
                 response = await client.post(
-                    f"{alone.url}/v1/completions",
-                    json=request(rng.integers(1000, 100000, length).tolist(), 1),
+                    f"{deployment.alone.url}/v1/completions", json=request(prompt, 1)
                 )
                 response.raise_for_status()
                 own.append(time.perf_counter() - begin)
+            base = statistics.median(answer.ttft for answer in times["alone"])
+            columns = [f"{base * 1e3:16.1f}"]
+            for name in modes.names[1:]:
+                ttft = statistics.median(answer.ttft for answer in times[name])
+                columns.append(f"{ttft * 1e3:9.1f} {(ttft - base) * 1e3:+6.1f}")
+            step = {
+                name: [(answer.seconds - answer.ttft) / (plan.tokens - 1) for answer in times[name]]
+                for name in ("alone", "direct")
+            }
             print(
-                f"  {length:6d} {milliseconds(ttft['alone']):>7} {milliseconds(ttft['router']):>7} "
-                f"{milliseconds(ttft['direct']):>7}   "
-                f"{(statistics.median(ttft['router']) - base) * 1e3:+10.1f} "
-                f"{(statistics.median(ttft['direct']) - base) * 1e3:+12.1f}   "
-                f"{milliseconds(own):>9} {milliseconds([a.prefill_seconds for a in times['direct']]):>9}   "
-                f"{milliseconds(step['alone']):>6} / {milliseconds(step['direct'])}"
+                f"  {length:6d} {' '.join(columns)}   {milliseconds(own[2:]):>7} "
+                f"{milliseconds([a.prefill_seconds for a in times['direct']]):>7}   "
+                f"{milliseconds(step['alone']):>8} {milliseconds(step['direct']):>5}",
+                flush=True,
             )
         for concurrency in plan.concurrency:
-            await load(label, client, alone.url, router, concurrency, plan, rng, sink)
+            for name in modes.names:
+                if name != "direct":
+                    await load(label, modes, name, concurrency, plan, rng, sink)
 
 
 async def load(
     label: str,
-    client: httpx.AsyncClient,
-    alone: str,
-    router: str,
+    modes: Modes,
+    name: str,
     concurrency: int,
     plan: argparse.Namespace,
     rng: np.random.Generator,
     sink: Any,
 ) -> None:
     count = 4 * concurrency
+    turn = asyncio.Semaphore(concurrency)
+
+    async def in_turn(prompt: list[int]) -> Answer:
+        async with turn:
+            return await modes.answer(name, request(prompt, 64))
+
     prompts = rng.integers(1000, 100000, (count, plan.load_tokens)).tolist()
-    for mode, url in (("alone", alone), ("router", router)):
-        turn = asyncio.Semaphore(concurrency)
-
-        async def in_turn(prompt: list[int], url: str = url, turn: asyncio.Semaphore = turn) -> Answer:
-            async with turn:
-                return await stream(client, url, request(prompt, 64))
-
-        begin = time.perf_counter()
-        answers = await asyncio.gather(*(in_turn(prompt) for prompt in prompts))
-        seconds = time.perf_counter() - begin
-        ttft = sorted(answer.ttft for answer in answers)
-        token = statistics.median((answer.seconds - answer.ttft) / 63 for answer in answers)
-        line: dict[str, Any] = {
-            "label": label,
-            "mode": mode,
-            "concurrency": concurrency,
-            "requests/s": count / seconds,
-            "ttft p50": ttft[count // 2],
-            "ttft p99": ttft[min(count - 1, count * 99 // 100)],
-            "token": token,
-        }
-        sink.write(json.dumps(line) + "\n")
-        print(
-            f"  {concurrency} at a time, {plan.load_tokens} tokens in, 64 out, {mode}: "
-            f"{line['requests/s']:.1f} requests/s, TTFT p50 {line['ttft p50'] * 1e3:.0f} "
-            f"p99 {line['ttft p99'] * 1e3:.0f} ms, {token * 1e3:.1f} ms a token"
-        )
+    begin = time.perf_counter()
+    answers = await asyncio.gather(*(in_turn(prompt) for prompt in prompts))
+    seconds = time.perf_counter() - begin
+    ttft = sorted(answer.ttft for answer in answers)
+    token = statistics.median((answer.seconds - answer.ttft) / 63 for answer in answers)
+    line: dict[str, Any] = {
+        "label": label,
+        "mode": name,
+        "concurrency": concurrency,
+        "requests/s": count / seconds,
+        "ttft p50": ttft[count // 2],
+        "ttft p99": ttft[min(count - 1, count * 99 // 100)],
+        "token": token,
+    }
+    sink.write(json.dumps(line) + "\n")
+    print(
+        f"  {concurrency} at a time, {plan.load_tokens} tokens in, 64 out, {name}: "
+        f"{line['requests/s']:.1f} requests/s, TTFT p50 {line['ttft p50'] * 1e3:.0f} "
+        f"p99 {line['ttft p99'] * 1e3:.0f} ms, {token * 1e3:.1f} ms a token",
+        flush=True,
+    )
 
 
-async def compare(servers: Sequence[Server], count: int) -> None:
-    alone, prefill, decode = servers
+async def compare(deployment: Deployment, count: int) -> None:
+    prefill, decode = deployment.pairs["ours"]
     rng = np.random.default_rng(7)
     equal = 0
     first = 0
@@ -350,13 +424,28 @@ async def compare(servers: Sequence[Server], count: int) -> None:
         for number in range(count):
             prompt = rng.integers(32, 127, int(rng.integers(5, 3000))).tolist()
             body = request(prompt, 32)
-            expected = await stream(client, alone.url, body)
+            expected = await stream(client, deployment.alone.url, body)
             answer = await direct(client, prefill, decode, body)
             equal += expected.tokens == answer.tokens
             first += expected.tokens[0] == answer.tokens[0]
             if expected.tokens != answer.tokens:
                 print(f"  prompt {number} ({len(prompt)} tokens) differs: {expected.tokens} {answer.tokens}")
-    print(f"equality: {equal} of {count} answers of 32 tokens are one engine's ({first} first tokens)")
+    print(
+        f"equality: {equal} of {count} answers of 32 tokens are one engine's ({first} first tokens)",
+        flush=True,
+    )
+
+
+# float32: bfloat16 rounds differently in batches of another size, and random weights have ties.
+TINY_ARGUMENTS = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "4096"]
+TINY_ARGUMENTS += ["--kv-cache-memory-bytes", str(1 << 30), "--max-num-batched-tokens", "1024"]
+
+
+def write_tiny(directory: Path) -> Path:
+    """A model that is computed the same way by every engine, with weights that make its tokens differ."""
+    from kv_connector.cluster.model import make_llama
+
+    return make_llama(directory, layers=8, hidden=512, heads=8, kv_heads=4, head_dim=64)
 
 
 def write_8b(directory: Path) -> Path:
@@ -371,7 +460,7 @@ def main() -> None:
     )
     parser.add_argument("--work", type=Path, default=Path("/tmp/kvc-bench-gpu"), help="models and logs")
     parser.add_argument("--json", type=Path, default=None)
-    parser.add_argument("--modes", nargs="+", default=["eager", "graphs"], choices=["eager", "graphs"])
+    parser.add_argument("--modes", nargs="+", default=["eager", "graphs"], choices=[*MODES])
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096, 16384, 32000])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=8)
@@ -379,6 +468,8 @@ def main() -> None:
     parser.add_argument("--load-tokens", type=int, default=2048)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--equality", type=int, default=50)
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="2 N GPUs")
+    parser.add_argument("--rivals", nargs="*", default=[], choices=[*RIVALS])
     plan = parser.parse_args()
     plan.work.mkdir(parents=True, exist_ok=True)
     model = write_8b(plan.work / "llama-8b")
@@ -386,6 +477,7 @@ def main() -> None:
     base += ["--block-size", str(plan.block_size)]
     running: list[Server] = []
     routers: list[subprocess.Popen[bytes]] = []
+    shape: dict[str, Any] = {"tensor_parallel": plan.tensor_parallel}
 
     def stop() -> None:
         for router in routers:
@@ -400,40 +492,34 @@ def main() -> None:
         routers.clear()
         running.clear()
 
-    try:
+    def start(deployments: Sequence[Deployment]) -> None:
         begin = time.monotonic()
-        deployments = {
-            mode: trio(
-                mode,
-                8100 + 100 * index,
-                model,
-                [*base, *(["--enforce-eager"] if mode == "eager" else [])],
-                plan.work,
-            )
-            for index, mode in enumerate(plan.modes)
-        }
-        if plan.equality:
-            from kv_connector.cluster.model import make_llama
-
-            tiny = make_llama(plan.work / "tiny", layers=8, hidden=512, heads=8, kv_heads=4, head_dim=64)
-            arguments = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "4096"]
-            arguments += ["--kv-cache-memory-bytes", str(1 << 30), "--max-num-batched-tokens", "1024"]
-            deployments["tiny"] = trio("tiny", 8500, tiny, arguments, plan.work)
-        for servers in deployments.values():
-            for server in servers:
+        for deployment in deployments:
+            for server in deployment.servers:
                 running.append(server)
                 server.start()
         wait_ready(running)
-        print(f"{len(running)} engines up after {time.monotonic() - begin:.0f} s")
+        print(f"{len(running)} engines up after {time.monotonic() - begin:.0f} s", flush=True)
+
+    try:
         if plan.equality:
-            asyncio.run(compare(deployments["tiny"], plan.equality))
+            tiny = deployment(
+                "tiny", 8900, write_tiny(plan.work / "tiny"), TINY_ARGUMENTS, plan.work, **shape
+            )
+            start([tiny])
+            asyncio.run(compare(tiny, plan.equality))
+            stop()
         with (plan.json or Path(os.devnull)).open("w") as sink:
-            for mode in plan.modes:
-                servers = deployments[mode]
-                port = servers[0].port + 50
-                routers.append(start_router(servers[1], servers[2], port, plan.work))
-                wait_listening(port)
-                asyncio.run(measure(mode, servers, f"http://{HOST}:{port}", plan, sink))
+            # One after the other: all of them do not fit into two GPUs.
+            for index, mode in enumerate(plan.modes):
+                arguments = [*base, *MODES[mode]]
+                port = 8100 + 400 * index
+                measured = deployment(mode, port, model, arguments, plan.work, rivals=plan.rivals, **shape)
+                start([measured])
+                routers.append(start_router(*measured.pairs["ours"], port + 40, plan.work))
+                wait_listening(port + 40)
+                asyncio.run(measure(mode, measured, f"http://{HOST}:{port + 40}", plan, sink))
+                stop()
     finally:
         stop()
 

@@ -71,22 +71,32 @@ class Completion:
         }
         return msgspec.json.encode(body)
 
-    def decode_body(self, transfer_id: str, prefill: Endpoint) -> bytes:
-        """For D, dispatched together with P: whom to ask for the pages, and under which name."""
-        return self.decode_body_with(
-            {
-                "do_remote_prefill": True,
-                "do_remote_decode": False,
-                "transfer_id": transfer_id,
-                "remote_host": prefill.control_host,
-                "remote_port": prefill.control_port,
-                "remote_engine_id": None,
-            }
-        )
-
-    def decode_body_with(self, kv_transfer_params: dict[str, Any]) -> bytes:
-        """For D, dispatched after P: with what P answered."""
+    def decode_body(self, kv_transfer_params: dict[str, Any]) -> bytes:
+        """For D: `decode_params` where it is dispatched together with P, else what P answered."""
         return msgspec.json.encode({**self._body, "kv_transfer_params": kv_transfer_params})
+
+
+def decode_params(transfer_id: str, prefill: Endpoint) -> dict[str, Any]:
+    """Whom D is to ask for the pages, and under which name."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "transfer_id": transfer_id,
+        "remote_host": prefill.control_host,
+        "remote_port": prefill.control_port,
+        "remote_engine_id": None,
+    }
+
+
+DISOWNED_PATH = "/v1/completions"
+
+
+def disowned_body(transfer_id: str, prefill: Endpoint) -> bytes:
+    """For D, which refuses it: vLLM tells its connector of every refused request that pages were meant for,
+    and the connector tells P. The model is one that no engine serves.
+    """
+    body = {"model": f"nobody-wants/{transfer_id}", "prompt": [0], "max_tokens": 1}
+    return msgspec.json.encode({**body, "kv_transfer_params": decode_params(transfer_id, prefill)})
 
 
 def _batched(prompt: object) -> bool:

@@ -4,15 +4,15 @@ import asyncio
 import itertools
 import logging
 import uuid
-from collections.abc import AsyncIterator, Collection, Mapping
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import msgspec
 
-from kv_connector.router.completion import Completion
+from kv_connector.router.completion import DISOWNED_PATH, Completion, decode_params, disowned_body
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.failure import Failure, engine_down, failure
 from kv_connector.router.members import Members, Side
@@ -70,6 +70,7 @@ class Dispatcher:
             suspect=settings.suspect,
             dead=settings.dead,
         )
+        self._disowning: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
     async def open(self, completion: Completion, call: Call) -> AsyncIterator[Answer]:
@@ -153,9 +154,11 @@ class Dispatcher:
     async def _serial(
         self, completion: Completion, call: Call, stack: AsyncExitStack, avoid: Collection[Endpoint]
     ) -> Answer:
+        transfer_id = uuid.uuid4().hex
         with ExitStack() as prefilling:
             prefill = await self._acquire(Side.PREFILL, prefilling, avoid)
-            params = await self._prefill(prefill, completion.prefill_body(uuid.uuid4().hex), call)
+            with self._owed(transfer_id, prefill.endpoint, call):
+                params = await self._prefill(prefill, completion.prefill_body(transfer_id), call)
         if not params:
             # Going on would compute the prompt twice, and nobody would notice.
             raise failure(
@@ -164,9 +167,9 @@ class Dispatcher:
                 f"the prefill engine {prefill.endpoint.url} answered without kv_transfer_params: "
                 "was it started with --kv-transfer-config and a role that produces?",
             )
-        decode = await self._acquire(Side.DECODE, stack, avoid)
-        body = completion.decode_body_with(params)
-        return await self._decode(decode, body, call, stack, prefill.endpoint)
+        with self._owed(transfer_id, prefill.endpoint, call):
+            decode = await self._acquire(Side.DECODE, stack, avoid)
+            return await self._decode(decode, completion.decode_body(params), call, stack, prefill.endpoint)
 
     async def _concurrent(
         self, completion: Completion, call: Call, stack: AsyncExitStack, avoid: Collection[Endpoint]
@@ -184,7 +187,7 @@ class Dispatcher:
         # D is served by then. P's own answer is a matter of milliseconds, and closing its connection would
         # abort it.
         stack.push_async_exit(_Finish(prefilling))
-        body = completion.decode_body(transfer_id, prefill.endpoint)
+        body = completion.decode_body(decode_params(transfer_id, prefill.endpoint))
         decoding = asyncio.create_task(self._decode(decode, body, call, stack, prefill.endpoint))
         stack.push_async_callback(_end, decoding)
         logger.debug(
@@ -194,7 +197,45 @@ class Dispatcher:
             prefill.endpoint.url,
             decode.endpoint.url,
         )
-        return await _first_byte(prefilling, decoding)
+        with self._owed(transfer_id, prefill.endpoint, call):
+            return await _first_byte(prefilling, decoding)
+
+    @contextmanager
+    def _owed(self, transfer_id: str, prefill: Endpoint, call: Call) -> Iterator[None]:
+        """A block at whose end D has answered with what P computed.
+
+        Where it has not, because the client left or D broke off, D may never have heard of the request, and P
+        would keep the prompt's blocks for its hold time: a decode engine is made to tell P that nobody wants
+        them. A transfer that is under way is left to the engines.
+        """
+        try:
+            yield
+        except BaseException as error:
+            unheard = isinstance(error, EngineFailure) and [*error.blamed] == [Side.DECODE]
+            if unheard or isinstance(error, asyncio.CancelledError):
+                task = asyncio.create_task(self._disown(transfer_id, prefill, call))
+                self._disowning.add(task)
+                task.add_done_callback(self._disowning.discard)
+            raise
+
+    async def _disown(self, transfer_id: str, prefill: Endpoint, call: Call) -> None:
+        try:
+            async with asyncio.timeout(self._settings.patience):
+                with self._pools[Side.DECODE].lease() as lease:
+                    await self._client.post(
+                        lease.endpoint.url + DISOWNED_PATH,
+                        content=disowned_body(transfer_id, prefill),
+                        headers=dict(call.headers),
+                    )
+        except (httpx.HTTPError, TimeoutError, NoEngine) as error:
+            logger.info(
+                "request %s: %s keeps transfer %s for its hold time, no decode engine could tell it: %s: %s",
+                call.request_id,
+                prefill.url,
+                transfer_id,
+                type(error).__name__,
+                error,
+            )
 
     async def _prefill(self, lease: Lease, body: bytes, call: Call) -> dict[str, Any] | None:
         """Sends P its part; returns the kv_transfer_params it answered with, if any."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import vllm
@@ -91,6 +92,7 @@ __all__ = [
     "default_host",
     "extract_layer_index",
     "group_kind",
+    "replace_idle_pause",
     "sleep_for_messages",
     "tensor_parallel_rank",
 ]
@@ -209,6 +211,25 @@ def _wait_asleep(condition: Any, timeout_ms: int | None = None) -> None:
         _wait_awake(condition, timeout_ms)  # sleeps by itself
     else:
         time.sleep(min(max(waited / _LOOKS, _SHORTEST_LOOK_SECONDS), _LONGEST_LOOK_SECONDS))
+
+
+def replace_idle_pause(pause: Callable[[float], None]) -> None:
+    """Has this process's engine loop call ``pause(seconds)`` where it would sleep after a step that computed
+    nothing (vLLM lets the threads of connectors run there, for a millisecond).
+    """
+    from vllm.v1.engine import core
+
+    core.time = _Clock(pause)
+
+
+class _Clock:
+    """The module `time` with another sleep()."""
+
+    def __init__(self, sleep: Callable[[float], None]) -> None:
+        self.sleep = sleep
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
 
 
 class KvBlocks:

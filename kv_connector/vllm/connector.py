@@ -30,6 +30,7 @@ from kv_connector.vllm.compat import (
     adopt_vllm_logging,
     check_configuration,
     default_host,
+    replace_idle_pause,
     sleep_for_messages,
     tensor_parallel_rank,
 )
@@ -72,6 +73,10 @@ def _nothing() -> None:
     return None
 
 
+def _no_pause(seconds: float) -> None:
+    """A CPU engine's workers wait by themselves in a step that computes nothing (IDLE_STEP_SECONDS)."""
+
+
 class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is not typed for mypy
     """Pushes a prompt's KV pages, layer by layer, from the engine that computes it into the other."""
 
@@ -97,6 +102,8 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         if role is KVConnectorRole.SCHEDULER:
             block_sizes = tuple(group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups)
             self.scheduler = SchedulerSide(self._transfer_role, self._engine_id, block_sizes)
+            if vllm_config.device_config.device_type == "cpu":
+                replace_idle_pause(_no_pause)
 
     # --- Either half
 
@@ -179,6 +186,8 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         self.worker = WorkerSide(
             agent, tuple(layer.name for layer in layout.layers), rank, signal_writer(agent.signal)
         )
+        if device.type == "cuda":
+            replace_idle_pause(self.worker.pause)
         if rank == 0 and settings.routers:
             self._registrar = self._register(self._address, key)
 

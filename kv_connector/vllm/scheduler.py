@@ -395,9 +395,11 @@ class SchedulerSide:
                 self._require(Role.DECODE, "do_remote_prefill")
                 self.decode.add(request, params)
         except BadParams as error:
-            logger.warning(
-                "request %s is computed here alone: kv_transfer_params: %s", request.request_id, error
-            )
+            # vLLM's own notice that it refused a request, or that a client left, computes nothing.
+            if not request.abort_immediately:
+                logger.warning(
+                    "request %s is computed here alone: kv_transfer_params: %s", request.request_id, error
+                )
 
     def _require(self, role: Role, key: str) -> None:
         if self._role not in (role, Role.BOTH):

@@ -35,8 +35,13 @@ IDLE_STEP_SECONDS = 0.005
 waits for transfers takes step after step (vLLM pauses 1 ms between them), on cores that the prefill may need.
 It ends early with the first news; a request that arrives meanwhile is delayed by at most this.
 
-A GPU engine does not wait: with async scheduling, vLLM acts on a step's news only after the next step, which
-has none (measured on an H200: 5.4 ms later for every request)."""
+A GPU engine does not wait in the step: with async scheduling, vLLM acts on a step's news only after the next
+step, which has none (measured on an H200: 5.4 ms later for every request). It waits between steps, in
+``pause``."""
+
+STEPS_TO_NEWS = 2
+"""Steps from the one that reports news until vLLM's scheduler acts on it, with async scheduling: the next one is
+under way by then, and the one after it is the first that can be another."""
 
 
 class LayerProgress:
@@ -109,6 +114,7 @@ class WorkerSide:
         self._sent: set[str] = set()
         self._failed_here: set[str] = set()
         self._computes = True
+        self._steps_to_news = 0
 
     def handle_preemptions(self, metadata: StepMetadata) -> None:
         """Before the step's forward may write into the preempted requests' blocks. Blocks until nothing reads
@@ -151,11 +157,21 @@ class WorkerSide:
         self._sent -= sent
         self._finished -= sent
         failed_here, self._failed_here = self._failed_here, set()
+        if sent or reports.finished_recving or failed_here:
+            self._steps_to_news = STEPS_TO_NEWS
         return KVConnectorTransferResults(
             finished_sending=sent,
             finished_recving=reports.finished_recving | failed_here,
             failed_recving=reports.failed_recving | failed_here,
         )
+
+    def pause(self, seconds: float) -> None:
+        """What an engine that runs in the worker's process does between steps that compute nothing: it waits
+        for news, and not at all until the scheduler has heard of the last."""
+        if self._steps_to_news:
+            self._steps_to_news -= 1
+        else:
+            self.agent.await_news(seconds)
 
     def reserved(self) -> Reserved | None:
         """The transfers for which a RESERVE has come since the last call, or None."""

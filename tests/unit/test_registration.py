@@ -342,7 +342,8 @@ async def test_another_engine_takes_over_before_anything_was_streamed(
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=PATIENCE))
         for _ in range(4):
             assert (await ask(client)).status_code == 200
-        assert len(good.bodies) == 4
+        # The transfer of the first try, that P may hold, is refused by a D on purpose.
+        assert len([body for body in good.bodies if "model" not in body]) == 4
         if how == "refuses connections":
             assert await metric(client, "kv_connector_router_retries_total") == 1, "it is not used again"
 

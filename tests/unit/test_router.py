@@ -409,6 +409,80 @@ async def test_a_client_that_leaves_before_the_answer_aborts_the_engines(dispatc
         assert await metric(client, "kv_connector_router_in_flight") == 0
 
 
+@pytest.mark.parametrize("dispatch", ["concurrent", "serial"])
+async def test_p_is_told_of_a_client_that_left_before_d_answered(dispatch: str) -> None:
+    """D may not have heard of the request, and P would hold the prompt for it."""
+    told = asyncio.Event()
+
+    async def decode(request: Request, body: dict[str, Any]) -> Response:
+        if body.get("model", "").startswith("nobody-wants/"):
+            told.set()
+            return await refuse(404, "no such model")(request, body)
+        return await d.until_gone(request)
+
+    async with cluster(answer_ok, decode, dispatch=dispatch) as (p, d, client):
+        asking = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x"}))
+        await within(d.arrived.wait())
+        asking.cancel()
+        await within(told.wait())
+        (prefill,) = p.bodies
+        _, disowned = d.bodies
+        assert disowned["kv_transfer_params"] == {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "transfer_id": prefill["kv_transfer_params"]["transfer_id"],
+            "remote_host": "10.0.0.1",
+            "remote_port": 5601,
+            "remote_engine_id": None,
+        }
+
+
+async def test_p_is_told_of_a_client_that_left_between_p_and_d() -> None:
+    """Serial dispatch: D was never asked."""
+    told = asyncio.Event()
+
+    async def prefill(request: Request, body: dict[str, Any]) -> Response:
+        return await p.until_gone(request)
+
+    async def decode(request: Request, body: dict[str, Any]) -> Response:
+        assert body["model"].startswith("nobody-wants/")
+        told.set()
+        return JSONResponse({}, 404)
+
+    async with cluster(prefill, decode, dispatch="serial") as (p, d, client):
+        asking = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x"}))
+        await within(p.arrived.wait())
+        asking.cancel()
+        await within(told.wait())
+        assert len(d.bodies) == 1
+
+
+async def test_p_is_told_of_a_d_that_could_not_be_asked() -> None:
+    """The request goes on with another D, under a new transfer."""
+    told = asyncio.Event()
+
+    async def decode(request: Request, body: dict[str, Any]) -> Response:
+        if body.get("model", "").startswith("nobody-wants/"):
+            told.set()
+        return await answer_ok(request, body)
+
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # bound, not listening: refuses connections
+        down = Endpoint.parse(f"http://127.0.0.1:{unused.getsockname()[1]}")
+        async with serve_engine(answer_ok) as p, serve_engine(decode) as d:
+            settings = Settings(prefill=(Endpoint.parse(p.url),), decode=(down, Endpoint.parse(d.url)))
+            async with (
+                serve(create_app(settings)) as url,
+                httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client,
+            ):
+                assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+                await within(told.wait())
+        transfers = {body.get("model"): body["kv_transfer_params"]["transfer_id"] for body in d.bodies}
+        (disowned,) = transfers.keys() - {None}
+        assert disowned == f"nobody-wants/{transfers[disowned]}"
+        assert transfers[None] != transfers[disowned]
+
+
 async def test_a_client_that_leaves_a_stream_aborts_both() -> None:
     stream = Stream()
 

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+from vllm.v1.engine import core
 
 from kv_connector.vllm import compat
 
@@ -47,3 +48,17 @@ def test_an_idle_engine_waits_as_vllm_lets_it(slept: list[float]) -> None:
     SpinCondition.wait(condition, timeout_ms=5000)
     assert polled == [5000]
     assert slept == []
+
+
+def test_the_engine_loop_pauses_as_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "time", core.time)  # for the end of the test
+    pauses: list[float] = []
+    compat.replace_idle_pause(pauses.append)
+    loop = SimpleNamespace(
+        step_fn=lambda: (None, False),
+        post_step=lambda executed: None,
+        scheduler=SimpleNamespace(has_requests=lambda: True),
+    )
+    core.EngineCoreProc._process_engine_step(loop)
+    assert pauses == [0.001]
+    assert core.time.monotonic() <= core.time.monotonic()

@@ -188,6 +188,21 @@ def test_an_agent_that_refuses_fails_only_what_it_refused(agent: RecordingAgent,
     assert calls == ["expect", "reserve", "finished", "cancel", "computed", "store", "store", "store"]
 
 
+def test_a_pause_between_idle_steps_ends_with_news_and_none_delays_news(
+    agent: RecordingAgent, worker: WorkerSide
+) -> None:
+    def pauses() -> list[tuple[Any, ...]]:
+        worker.pause(0.001)
+        return [call for call in agent.take_calls() if call[0] == "await_news"]
+
+    step(worker, RESERVE)
+    assert pauses() == [("await_news", 0.001)]
+    agent.reports = Reports(finished_recving={"d"})
+    step(worker)
+    agent.take_calls()
+    assert [pauses() for _ in range(3)] == [[], [], [("await_news", 0.001)]]
+
+
 def test_a_step_that_computes_nothing_waits_a_moment_for_news(
     agent: RecordingAgent, worker: WorkerSide
 ) -> None:

@@ -1,6 +1,7 @@
 """Clients that leave, at every stage of a transfer: both engines come to rest and go on serving."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +22,9 @@ from deployment import (
     wait_live,
     wait_logged,
 )
+
+from kv_connector.router.completion import DISOWNED_PATH, disowned_body
+from kv_connector.router.endpoint import Endpoint
 
 pytestmark = pytest.mark.anyio
 
@@ -180,6 +184,17 @@ async def test_nobody_fetches_and_nobody_computes(deployment: Deployment, client
         )
     assert refused.value.status >= 500
     await wait_idle(client, deployment.prefill)  # P has given up both
+
+
+async def test_a_prompt_that_the_router_disowns(deployment: Deployment, client: Client) -> None:
+    """P holds a prompt whose D never heard of it: the router has a D refuse it, which tells P."""
+    transfer, held = "disowned", prompt("disowned", 300)
+    await client.complete(deployment.prefill.url, held, 1, kv_transfer_params=prefill_params(transfer))
+    await wait_live(client, deployment.prefill)  # P holds the prompt
+    source = Endpoint.parse(deployment.prefill.endpoint)
+    with pytest.raises(Refused) as refused:
+        await client.post(deployment.decode.url + DISOWNED_PATH, json.loads(disowned_body(transfer, source)))
+    assert refused.value.status == 404
 
 
 async def test_many_leave_at_random_moments(deployment: Deployment, client: Client) -> None:
