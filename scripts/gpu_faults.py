@@ -93,6 +93,7 @@ def main() -> None:
     )
     parser.add_argument("--work", type=Path, default=Path("/tmp/kvc-gpu-faults"), help="models and logs")
     plan = parser.parse_args()
+    plan.work = plan.work.resolve()
     plan.work.mkdir(parents=True, exist_ok=True)
     arguments = ["--load-format", "dummy", "--max-model-len", "40000", "--enforce-eager"]
     arguments += ["--kv-cache-memory-bytes", str(8 << 30)]
