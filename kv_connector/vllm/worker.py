@@ -40,8 +40,8 @@ step, which has none (measured on an H200: 5.4 ms later for every request). It w
 ``pause``."""
 
 STEPS_TO_NEWS = 2
-"""Steps from the one that reports news until vLLM's scheduler acts on it, with async scheduling: the next one is
-under way by then, and the one after it is the first that can be another."""
+"""Steps from the one that reports news until vLLM's scheduler acts on it, with async scheduling: the next one
+is under way by then, and the one after it is the first that can be another."""
 
 
 class LayerProgress:
