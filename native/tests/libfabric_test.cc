@@ -339,6 +339,19 @@ TEST(LibfabricDevice, UnknownNamesAreRefusedWithWhatToDo) {
   }
 }
 
+TEST(LibfabricDevice, WhatDoesNotOutliveItsPeerIsRefusedWithTheReason) {
+  if (!library()) GTEST_SKIP() << library().error().to_string();
+  const End layered("tcp;ofi_rxm");
+  ASSERT_EQ(layered.domain, nullptr);
+  EXPECT_NE(layered.reason.find("REFUSED"), std::string::npos) << layered.reason;
+  EXPECT_NE(layered.reason.find("use tcp by itself"), std::string::npos) << layered.reason;
+  if (FI_VERSION_GE(library().value()->version, FI_VERSION(2, 5))) return;
+  const End shm("shm");
+  ASSERT_EQ(shm.domain, nullptr);
+  EXPECT_NE(shm.reason.find("REFUSED"), std::string::npos) << shm.reason;
+  EXPECT_NE(shm.reason.find("use the host lane"), std::string::npos) << shm.reason;
+}
+
 // In a process of its own, which inherits the variable: a library once opened stays.
 TEST(LibfabricLibraryDeathTest, AWrongPathIsSaid) {
   testing::FLAGS_gtest_death_test_style = "threadsafe";
