@@ -292,6 +292,21 @@ TEST_P(Libfabric, ASilentPeerIsGone) {
   EXPECT_EQ(a->sink.down[0].error.code, ErrorCode::kPeerDown);
 }
 
+TEST_P(Libfabric, APeerThatIsGoneIsDownWhateverCallFindsOut) {
+  connect();
+  post(1, 1, b->rkey);
+  EXPECT_FALSE(ended(1).has_value());
+  b->domain.reset();  // without a word
+  for (WorkId work = 2; a->sink.down.empty(); ++work) {
+    post(work, 1, b->rkey);
+    const auto done = [&] { return a->sink.completed.count(work) == 1; };
+    ASSERT_NO_FATAL_FAILURE(run_until({a->domain.get()}, done, "the batch to end"));
+    ASSERT_TRUE(a->sink.completed[work].has_value()) << "it was written to nobody";
+    EXPECT_EQ(a->sink.completed[work]->code, ErrorCode::kPeerDown) << a->sink.completed[work]->to_string();
+  }
+  EXPECT_EQ(a->sink.down[0].error.code, ErrorCode::kPeerDown) << a->sink.down[0].error.to_string();
+}
+
 TEST_P(Libfabric, BytesThatAreNoCardAreRefused) {
   const Bytes offer = a->domain->offer(kA).value();
   for (size_t length = 0; length < offer.size(); ++length) {
