@@ -292,6 +292,21 @@ TEST_P(Libfabric, ASilentPeerIsGone) {
   EXPECT_EQ(a->sink.down[0].error.code, ErrorCode::kPeerDown);
 }
 
+TEST_P(Libfabric, APeerThatIsGoneIsDownWhateverCallFindsOut) {
+  connect();
+  post(1, 1, b->rkey);
+  EXPECT_FALSE(ended(1).has_value());
+  b->domain.reset();  // without a word
+  for (WorkId work = 2; a->sink.down.empty(); ++work) {
+    post(work, 1, b->rkey);
+    const auto done = [&] { return a->sink.completed.count(work) == 1; };
+    ASSERT_NO_FATAL_FAILURE(run_until({a->domain.get()}, done, "the batch to end"));
+    ASSERT_TRUE(a->sink.completed[work].has_value()) << "it was written to nobody";
+    EXPECT_EQ(a->sink.completed[work]->code, ErrorCode::kPeerDown) << a->sink.completed[work]->to_string();
+  }
+  EXPECT_EQ(a->sink.down[0].error.code, ErrorCode::kPeerDown) << a->sink.down[0].error.to_string();
+}
+
 TEST_P(Libfabric, BytesThatAreNoCardAreRefused) {
   const Bytes offer = a->domain->offer(kA).value();
   for (size_t length = 0; length < offer.size(); ++length) {
@@ -337,6 +352,19 @@ TEST(LibfabricDevice, UnknownNamesAreRefusedWithWhatToDo) {
     EXPECT_NE(end.reason.find("REFUSED"), std::string::npos) << end.reason;
     EXPECT_NE(end.reason.find("fi_info"), std::string::npos) << end.reason;
   }
+}
+
+TEST(LibfabricDevice, WhatDoesNotOutliveItsPeerIsRefusedWithTheReason) {
+  if (!library()) GTEST_SKIP() << library().error().to_string();
+  const End layered("tcp;ofi_rxm");
+  ASSERT_EQ(layered.domain, nullptr);
+  EXPECT_NE(layered.reason.find("REFUSED"), std::string::npos) << layered.reason;
+  EXPECT_NE(layered.reason.find("use tcp by itself"), std::string::npos) << layered.reason;
+  if (FI_VERSION_GE(library().value()->version, FI_VERSION(2, 5))) return;
+  const End shm("shm");
+  ASSERT_EQ(shm.domain, nullptr);
+  EXPECT_NE(shm.reason.find("REFUSED"), std::string::npos) << shm.reason;
+  EXPECT_NE(shm.reason.find("use the host lane"), std::string::npos) << shm.reason;
 }
 
 // In a process of its own, which inherits the variable: a library once opened stays.

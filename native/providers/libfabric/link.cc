@@ -507,6 +507,10 @@ void Link::look_after(Clock::time_point now, Clock::duration gap) {
 
 void Link::break_with(Error error) {
   if (broken_ || ended_) return;
+  // Which call finds out that the peer is gone depends on the provider and the moment ("sockets" says "No such file or
+  // directory" in fi_writemsg() or fi_sendmsg()); to those who posted on the link it is one thing. Without a peer, the
+  // link is still being opened, and its error is that.
+  if (met_) error.code = ErrorCode::kPeerDown;
   broken_ = std::move(error);
 }
 
