@@ -79,7 +79,9 @@ class Server:
         command += ["--tensor-parallel-size", str(len(self.gpus)), *self.arguments]
         if self.transfer is not None:
             command += ["--kv-transfer-config", json.dumps(self.transfer)]
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpus))}
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        gpus = [visible.split(",")[gpu] if visible else str(gpu) for gpu in self.gpus]
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         environment |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
         environment |= self.environment
         with (self.logs / f"{self.name}.log").open("wb") as log:
@@ -146,7 +148,7 @@ def deployment(
     tensor_parallel: int = 1,
     rivals: Sequence[str] = (),
 ) -> Deployment:
-    """Prefill engines on the first GPUs, decode engines on the next ones, and the one engine beside those."""
+    """Prefill engines on the first GPUs, the one engine beside them, decode engines on the next GPUs."""
     first, second = range(tensor_parallel), range(tensor_parallel, 2 * tensor_parallel)
 
     def pair(name: str, port: int) -> tuple[Server, Server]:
@@ -178,7 +180,7 @@ def deployment(
         return sides[0], sides[1]
 
     return Deployment(
-        Server(f"{prefix}-alone", second, port, model, arguments, logs),
+        Server(f"{prefix}-alone", first, port, model, arguments, logs),
         {name: pair(name, port + 50 * index) for index, name in enumerate(("ours", *rivals), 1)},
     )
 
@@ -220,11 +222,14 @@ class Answer:
     prefill_seconds: float = 0.0  # until P's own answer; 0: one engine, or a router in between
 
 
-async def stream(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> Answer:
+async def stream(
+    client: httpx.AsyncClient, url: str, body: dict[str, Any], headers: Mapping[str, str] | None = None
+) -> Answer:
     begin = time.perf_counter()
     first = 0.0
     tokens: list[int] = []
-    async with client.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}) as response:
+    body = {**body, "stream": True}
+    async with client.stream("POST", f"{url}/v1/completions", json=body, headers=headers) as response:
         if response.status_code != 200:
             raise RuntimeError(f"HTTP {response.status_code}: {(await response.aread())[:500]!r}")
         async for line in response.aiter_lines():
@@ -287,16 +292,18 @@ async def direct(client: httpx.AsyncClient, prefill: Server, decode: Server, bod
 async def serial(client: httpx.AsyncClient, prefill: Server, decode: Server, body: dict[str, Any]) -> Answer:
     """One after the other, D with what P answered: NIXL's flow, without a router's hop."""
     begin = time.perf_counter()
+    headers = {"X-Request-Id": uuid.uuid4().hex}  # by which NixlPushConnector's P knows what to push where
     wanted = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
     params = {"do_remote_decode": True, "do_remote_prefill": False, **wanted}
     response = await client.post(
-        f"{prefill.url}/v1/completions", json={**body, "max_tokens": 1, "kv_transfer_params": params}
+        f"{prefill.url}/v1/completions",
+        json={**body, "max_tokens": 1, "kv_transfer_params": params},
+        headers=headers,
     )
     response.raise_for_status()
     seconds = time.perf_counter() - begin
-    answer = await stream(
-        client, decode.url, {**body, "kv_transfer_params": response.json()["kv_transfer_params"]}
-    )
+    params = response.json()["kv_transfer_params"]
+    answer = await stream(client, decode.url, {**body, "kv_transfer_params": params}, headers)
     return Answer(seconds + answer.ttft, seconds + answer.seconds, answer.tokens, seconds)
 
 
@@ -356,11 +363,10 @@ async def measure(
                         line = {"label": label, "length": length, "mode": name, "ttft": answer.ttft}
                         line |= {"seconds": answer.seconds, "prefill": answer.prefill_seconds}
                         sink.write(json.dumps(line) + "\n")
-                # One engine's prefill, as P answers it: a request for one token.
+                # P's prefill by itself: a request for one token that is for nobody else.
                 begin = time.perf_counter()
-                response = await client.post(
-                    f"{deployment.alone.url}/v1/completions", json=request(prompt, 1)
-                )
+                prefill = deployment.pairs["ours"][0]
+                response = await client.post(f"{prefill.url}/v1/completions", json=request(prompt, 1))
                 response.raise_for_status()
                 own.append(time.perf_counter() - begin)
             base = statistics.median(answer.ttft for answer in times["alone"])
@@ -469,6 +475,7 @@ def main() -> None:
     )
     parser.add_argument("--work", type=Path, default=Path("/tmp/kvc-bench-gpu"), help="models and logs")
     parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--port", type=int, default=8100, help="the first of a thousand")
     parser.add_argument("--modes", nargs="+", default=["eager", "graphs"], choices=[*MODES])
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096, 16384, 32000])
     parser.add_argument("--rounds", type=int, default=7)
@@ -514,7 +521,7 @@ def main() -> None:
     try:
         if plan.equality:
             tiny = deployment(
-                "tiny", 8900, write_tiny(plan.work / "tiny"), TINY_ARGUMENTS, plan.work, **shape
+                "tiny", plan.port + 800, write_tiny(plan.work / "tiny"), TINY_ARGUMENTS, plan.work, **shape
             )
             start([tiny])
             asyncio.run(compare(tiny, plan.equality))
@@ -523,7 +530,7 @@ def main() -> None:
             # One after the other: all of them do not fit into two GPUs.
             for index, mode in enumerate(plan.modes):
                 arguments = [*base, *MODES[mode]]
-                port = 8100 + 400 * index
+                port = plan.port + 250 * index
                 measured = deployment(mode, port, model, arguments, plan.work, rivals=plan.rivals, **shape)
                 start([measured])
                 routers.append(start_router(*measured.pairs["ours"], port + 40, plan.work))
