@@ -14,13 +14,10 @@ import argparse
 import asyncio
 import json
 import os
-import signal
 import socket
 import statistics
-import subprocess
 import sys
 import time
-import urllib.request
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +26,8 @@ from typing import Any
 
 import httpx
 import numpy as np
+
+from kv_connector.cluster.process import POLL_SECONDS, STOP_SECONDS, Process, answers
 
 HOST = "127.0.0.1"
 LLAMA_8B = {
@@ -51,6 +50,12 @@ LLAMA_8B = {
     "eos_token_id": 128001,
 }
 START_SECONDS = 240.0
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "PYTHONSAFEPATH": "1",  # a checkout's package, without a native module, would come first
+}
 
 
 @dataclass
@@ -66,13 +71,15 @@ class Server:
     transfer: dict[str, Any] | None = None
     control_port: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
-    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+    process: Process | None = field(default=None, repr=False)
 
     @property
     def url(self) -> str:
         return f"http://{HOST}:{self.port}"
 
     def start(self) -> None:
+        if answers(f"{self.url}/health"):
+            raise RuntimeError(f"{self.url} answers before {self.name} is started: what is left there?")
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model)]
         command += ["--served-model-name", "model", "--host", HOST, "--port", str(self.port)]
         command += ["--skip-tokenizer-init", "--no-enable-prefix-caching", "--gpu-memory-utilization", "0.3"]
@@ -81,28 +88,26 @@ class Server:
             command += ["--kv-transfer-config", json.dumps(self.transfer)]
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         gpus = [visible.split(",")[gpu] if visible else str(gpu) for gpu in self.gpus]
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-        environment |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
-        environment |= self.environment
-        with (self.logs / f"{self.name}.log").open("wb") as log:
-            # Not from here: a checkout's package, without a native module, would come first.
-            self.process = subprocess.Popen(
-                command, cwd=self.logs, stdout=log, stderr=log, env=environment, start_new_session=True
-            )
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), **ENVIRONMENT, **self.environment}
+        log = self.logs / f"{self.name}.log"
+        log.unlink(missing_ok=True)
+        self.process = Process(self.name, command, environment=environment, log=log)
 
-    def ready(self) -> bool:
-        assert self.process is not None
-        if self.process.poll() is not None:
-            raise RuntimeError(f"{self.name} ended: {self.logs / (self.name + '.log')}")
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=2):
-                return True
-        except OSError:
-            return False
+    def kill(self) -> None:
+        """kill -9 of the engine with its workers; returns when they are gone."""
+        if self.process is not None:
+            self.process.kill()
 
-    def stop(self) -> None:
-        if self.process is not None and self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGTERM)
+
+def stop_all(processes: Sequence[Process]) -> None:
+    """Ends them all, the ones that do not obey by force."""
+    for process in processes:
+        process.terminate()
+    deadline = time.monotonic() + STOP_SECONDS
+    while any(process.running() for process in processes) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    for process in processes:
+        process.kill()
 
 
 def ours(role: str, control_port: int) -> dict[str, Any]:
@@ -187,19 +192,15 @@ def deployment(
 
 def wait_ready(servers: Sequence[Server]) -> None:
     deadline = time.monotonic() + START_SECONDS
-    waiting = list(servers)
-    while waiting:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"not up after {START_SECONDS:g} s: {', '.join(s.name for s in waiting)}")
-        waiting = [server for server in waiting if not server.ready()]
-        time.sleep(0.5)
+    for server in servers:
+        assert server.process is not None
+        server.process.wait_healthy(f"{server.url}/health", deadline=deadline)
 
 
-def start_router(prefill: Server, decode: Server, port: int, logs: Path) -> subprocess.Popen[bytes]:
+def start_router(prefill: Server, decode: Server, port: int, logs: Path) -> Process:
     command = [sys.executable, "-m", "kv_connector.cli.main", "router", "--host", HOST, "--port", str(port)]
     command += ["--prefill", f"{prefill.url}@{HOST}:{prefill.control_port}", "--decode", decode.url]
-    with (logs / f"router-{port}.log").open("wb") as log:
-        return subprocess.Popen(command, cwd=logs, stdout=log, stderr=log, start_new_session=True)
+    return Process(f"router-{port}", command, environment=ENVIRONMENT, log=logs / f"router-{port}.log")
 
 
 def wait_listening(port: int) -> None:
@@ -211,7 +212,7 @@ def wait_listening(port: int) -> None:
         except OSError:
             if time.monotonic() > deadline:
                 raise
-            time.sleep(0.2)
+            time.sleep(POLL_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -493,19 +494,11 @@ def main() -> None:
     base = ["--load-format", "dummy", "--max-model-len", "40000", "--kv-cache-memory-bytes", str(8 << 30)]
     base += ["--block-size", str(plan.block_size)]
     running: list[Server] = []
-    routers: list[subprocess.Popen[bytes]] = []
+    routers: list[Process] = []
     shape: dict[str, Any] = {"tensor_parallel": plan.tensor_parallel}
 
     def stop() -> None:
-        for router in routers:
-            os.killpg(router.pid, signal.SIGTERM)
-        for server in running:
-            server.stop()
-        for process in [*routers, *(s.process for s in running if s.process is not None)]:
-            try:
-                process.wait(15)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
+        stop_all([*routers, *(server.process for server in running if server.process is not None)])
         routers.clear()
         running.clear()
 

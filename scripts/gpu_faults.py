@@ -11,14 +11,23 @@ import argparse
 import asyncio
 import os
 import re
-import signal
 import sys
 import time
 from pathlib import Path
 
 import httpx
 import numpy as np
-from bench_gpu_pd import Deployment, Server, deployment, direct, request, stream, wait_ready, write_8b
+from bench_gpu_pd import (
+    Deployment,
+    Server,
+    deployment,
+    direct,
+    request,
+    stop_all,
+    stream,
+    wait_ready,
+    write_8b,
+)
 
 # Its prefill takes 0.5 s on an H200.
 VICTIM_TOKENS = 16384
@@ -58,12 +67,10 @@ async def kill(client: httpx.AsyncClient, pair: Deployment, victim: str) -> None
     transfer = asyncio.create_task(direct(client, prefill, decode, request(long, 4)))
     await asyncio.sleep(MIDDLE_SECONDS)
     assert not transfer.done(), "the transfer was over before the kill"
-    assert dead.process is not None
-    os.killpg(dead.process.pid, signal.SIGKILL)
     begin = time.monotonic()
+    dead.kill()
     outcome = (await asyncio.gather(transfer, return_exceptions=True))[0]
     ended = time.monotonic() - begin
-    dead.process.wait()
     rest = await rests(client, alive)
     answer = await stream(client, alive.url, request(short, 16))
     assert answer.tokens == expected, "the survivor's own answer"
@@ -108,11 +115,7 @@ def main() -> None:
         print(f"FAILED: {error}")
         sys.exit(1)
     finally:
-        for server in pair.servers:
-            server.stop()
-        for server in pair.servers:
-            if server.process is not None:
-                server.process.wait(30)
+        stop_all([server.process for server in pair.servers if server.process is not None])
 
 
 if __name__ == "__main__":
