@@ -90,9 +90,6 @@ def router(
         level=logging.DEBUG if verbose else logging.INFO,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
-    # httpx logs each request at INFO, httpcore each packet at DEBUG.
-    for noisy in ("httpx", "httpcore"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
     key = cluster_key(key_file)
     if registration is not None and key is None and not allow_unauthenticated:
         _refuse_strangers(registration)

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import httpx
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -17,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from kv_connector.router.client import EngineClient
 from kv_connector.router.completion import Completion
 from kv_connector.router.dispatch import Answer, Call, Dispatcher
 from kv_connector.router.failure import Failure, failure
@@ -37,25 +37,13 @@ FORWARDED = (("GET", "/v1/models"), ("GET", "/version"), ("POST", "/tokenize"), 
 PASSED_HEADERS = ("authorization", "content-type", "traceparent", "tracestate")
 LONGEST_REQUEST_ID = 128
 
-CONNECT_SECONDS = 5.0
-# vLLM closes a connection that was idle for 5 s. One that we reuse must not be closing at that moment.
-KEEP_ALIVE_SECONDS = 2.0
-
 CLIENT_LEFT = 499  # nginx's status for it; only metrics see it
 
 
 def create_app(settings: Settings) -> Starlette:
     """The router as an ASGI application. It holds no state beyond its lifespan."""
     metrics = Metrics()
-    client = httpx.AsyncClient(
-        # A prompt may wait in a queue and take minutes: only reaching the engine has a deadline.
-        timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
-        limits=httpx.Limits(
-            max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_ALIVE_SECONDS
-        ),
-        headers={"accept-encoding": "identity"},
-        trust_env=False,
-    )
+    client = EngineClient()
     dispatcher = Dispatcher(settings, client, metrics)
     registry = Registry(dispatcher.members, client, settings.registration, settings.key)
 
@@ -73,8 +61,8 @@ def create_app(settings: Settings) -> Starlette:
     async def forward(request: Request) -> Response:
         body = await _read(request, settings.body_limit)
         headers = {**_passed(request), "x-request-id": _request_id(request)}
-        answer = await dispatcher.forward(request.method, request.url.path, body, headers)
-        return Response(answer.content, answer.status_code, media_type=answer.headers.get("content-type"))
+        reply = await dispatcher.forward(request.method, request.url.path, body, headers)
+        return Response(reply.body, reply.status, media_type=reply.content_type)
 
     async def health(_: Request) -> Response:
         await registry.look_at(dispatcher.members.unwatched())

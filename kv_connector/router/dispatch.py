@@ -9,9 +9,9 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextma
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
 import msgspec
 
+from kv_connector.router.client import EngineClient, HttpError, Reply, content_type
 from kv_connector.router.completion import DISOWNED_PATH, Completion, decode_params, disowned_body
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.failure import Failure, engine_down, failure
@@ -59,7 +59,7 @@ class EngineFailure(Failure):
 class Dispatcher:
     """Used from the event loop's thread only."""
 
-    def __init__(self, settings: Settings, client: httpx.AsyncClient, metrics: Metrics) -> None:
+    def __init__(self, settings: Settings, client: EngineClient, metrics: Metrics) -> None:
         self._settings = settings
         self._client = client
         self._metrics = metrics
@@ -84,19 +84,15 @@ class Dispatcher:
         async with stack:
             yield answer
 
-    async def forward(
-        self, method: str, path: str, body: bytes, headers: Mapping[str, str]
-    ) -> httpx.Response:
+    async def forward(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> Reply:
         """Any decode engine's whole answer."""
         call = Call(path, headers, headers["x-request-id"])
         async with AsyncExitStack() as stack:
             lease = await self._acquire(Side.DECODE, stack, ())
             try:
                 async with lease.alive():
-                    return await self._client.request(
-                        method, lease.endpoint.url + path, content=body, headers=dict(headers)
-                    )
-            except (httpx.HTTPError, EngineLost) as error:
+                    return await self._client.whole(method, lease.endpoint.url + path, body, headers)
+            except (*HttpError, EngineLost) as error:
                 raise self._broken(Side.DECODE, lease.endpoint, call, error) from error
 
     async def _try(self, completion: Completion, call: Call) -> tuple[AsyncExitStack, Answer]:
@@ -222,12 +218,9 @@ class Dispatcher:
         try:
             async with asyncio.timeout(self._settings.patience):
                 with self._pools[Side.DECODE].lease() as lease:
-                    await self._client.post(
-                        lease.endpoint.url + DISOWNED_PATH,
-                        content=disowned_body(transfer_id, prefill),
-                        headers=dict(call.headers),
-                    )
-        except (httpx.HTTPError, TimeoutError, NoEngine) as error:
+                    body = disowned_body(transfer_id, prefill)
+                    await self._client.whole("POST", lease.endpoint.url + DISOWNED_PATH, body, call.headers)
+        except (*HttpError, NoEngine) as error:
             logger.info(
                 "request %s: %s keeps transfer %s for its hold time, no decode engine could tell it: %s: %s",
                 call.request_id,
@@ -241,15 +234,14 @@ class Dispatcher:
         """Sends P its part; returns the kv_transfer_params it answered with, if any."""
         try:
             async with lease.alive():
-                response = await self._client.post(
-                    lease.endpoint.url + call.path, content=body, headers=dict(call.headers)
-                )
-        except (httpx.HTTPError, EngineLost) as error:
+                reply = await self._client.whole("POST", lease.endpoint.url + call.path, body, call.headers)
+        except (*HttpError, EngineLost) as error:
             raise self._broken(Side.PREFILL, lease.endpoint, call, error) from error
-        if response.status_code >= 400:
-            raise self._refused(Side.PREFILL, lease.endpoint, call, response)
+        if reply.status >= 400:
+            refusal = Failure(reply.status, reply.body, reply.content_type)
+            raise self._failure(Side.PREFILL, lease.endpoint, call, refusal)
         try:
-            params = msgspec.json.decode(response.content, type=_PrefillAnswer).kv_transfer_params
+            params = msgspec.json.decode(reply.body, type=_PrefillAnswer).kv_transfer_params
         except msgspec.MsgspecError as error:
             raise self._broken(Side.PREFILL, lease.endpoint, call, error) from error
         return params
@@ -269,26 +261,22 @@ class Dispatcher:
         endpoint = lease.endpoint
         try:
             async with lease.alive():
-                request = self._client.build_request(
-                    "POST", endpoint.url + call.path, content=body, headers=dict(call.headers)
-                )
-                response = await self._client.send(request, stream=True)
-                stack.push_async_callback(response.aclose)
-                content_type = response.headers.get("content-type", "application/json")
-                if response.status_code >= 400:
-                    await response.aread()
-                    raise self._refused(Side.DECODE, endpoint, call, response, source)
-                if not content_type.startswith("text/event-stream"):
-                    whole = await response.aread()
-                    return Answer(response.status_code, content_type, _one(whole))
-                chunks = response.aiter_raw()
+                request = self._client.stream("POST", endpoint.url + call.path, body, call.headers)
+                response = await stack.enter_async_context(request)
+                kind = content_type(response)
+                if response.status >= 400:
+                    refusal = Failure(response.status, await response.read(), kind)
+                    raise self._failure(Side.DECODE, endpoint, call, refusal, source)
+                if not kind.startswith("text/event-stream"):
+                    return Answer(response.status, kind, _one(await response.read()))
+                chunks = response.content.iter_any()
                 first = await anext(chunks, b"")
-        except (httpx.HTTPError, EngineLost) as error:
+        except (*HttpError, EngineLost) as error:
             raise self._broken(Side.DECODE, endpoint, call, error) from error
         if problem := _error_event(first):
             # vLLM has sent its status before it knew; the client has not seen it yet.
             raise self._failure(Side.DECODE, endpoint, call, problem, source)
-        return Answer(response.status_code, content_type, self._relay(first, chunks, lease, call))
+        return Answer(response.status, kind, self._relay(first, chunks, lease, call))
 
     async def _relay(
         self, first: bytes, chunks: AsyncIterator[bytes], lease: Lease, call: Call
@@ -301,25 +289,13 @@ class Dispatcher:
                 if chunk is None:
                     return
                 yield chunk
-        except (httpx.HTTPError, EngineLost) as error:
+        except (*HttpError, EngineLost) as error:
             # The status is long out: the stream's own way to say it is an event.
             broken = self._broken(Side.DECODE, lease.endpoint, call, error)
             yield b"data: " + broken.body + b"\n\n"
 
-    def _refused(
-        self,
-        side: Side,
-        endpoint: Endpoint,
-        call: Call,
-        response: httpx.Response,
-        source: Endpoint | None = None,
-    ) -> Failure:
-        content_type = response.headers.get("content-type", "application/json")
-        answer = Failure(response.status_code, response.content, content_type)
-        return self._failure(side, endpoint, call, answer, source)
-
     def _failure(
-        self, side: Side, endpoint: Endpoint, call: Call, answer: Failure, source: Endpoint | None
+        self, side: Side, endpoint: Endpoint, call: Call, answer: Failure, source: Endpoint | None = None
     ) -> Failure:
         """An engine's own error: the request's fault, or from 500 on the engine's, or its source's."""
         self._metrics.failures.labels(side.value, endpoint.url).inc()

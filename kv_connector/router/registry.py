@@ -9,13 +9,13 @@ import time
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import zmq
 
 from kv_connector.cluster_key import ClusterKey
 from kv_connector.membership import BeginDrain, Drain, Draining, Leave, MembershipSockets, Register
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.peers import Source
+from kv_connector.router.client import EngineClient, HttpError
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.members import MAX_ENGINES, Members
 
@@ -36,7 +36,7 @@ class Registry:
     """Feeds Members: run() it beside the server, in its event loop."""
 
     def __init__(
-        self, members: Members, client: httpx.AsyncClient, address: Address | None, key: ClusterKey | None
+        self, members: Members, client: EngineClient, address: Address | None, key: ClusterKey | None
     ) -> None:
         """``address``: where engines register; None: nobody does."""
         self._members = members
@@ -138,11 +138,12 @@ class Registry:
 
     async def _look(self, endpoint: Endpoint) -> None:
         try:
-            answer = await self._client.get(f"{endpoint.url}/health", timeout=_HEALTH_S)
-        except httpx.HTTPError as error:
+            async with asyncio.timeout(_HEALTH_S):
+                reply = await self._client.whole("GET", f"{endpoint.url}/health")
+        except HttpError as error:
             self._members.failed(endpoint, f"{type(error).__name__}: {error}")
             return
-        if answer.status_code == 200:
+        if reply.status == 200:
             self._members.answered(endpoint)
         else:
-            self._members.failed(endpoint, f"its /health answers {answer.status_code}")
+            self._members.failed(endpoint, f"its /health answers {reply.status}")
