@@ -29,7 +29,7 @@ class EngineClient:
     """Opened, used and closed in one event loop, as an asynchronous context manager.
 
     A request that is left before the end of its answer (or cancelled) closes its connection, which is how
-    vLLM learns to abort. Nothing is sent twice, no redirect is followed. Methods raise one of HttpError.
+    vLLM learns to abort. No POST is sent twice, no redirect is followed. Methods raise one of HttpError.
     """
 
     async def __aenter__(self) -> Self:
