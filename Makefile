@@ -101,7 +101,7 @@ fuzz: setup ## mutated inputs for every decoder, then raw connections to a live 
 # Real engines that are killed, stopped and cut off: as long as one likes, so no part of `make test`.
 MINUTES ?= 10
 test-faults: setup ## kill -9, SIGSTOP, restarts, partitions, rolling replacement under load; MINUTES=10
-	@KVC_FAULT_MINUTES=$(MINUTES) $(PYTHON_ENV)/python -m pytest tests/faults
+	@KVC_FAULT_MINUTES=$(MINUTES) $(PYTHON_ENV)/python -m pytest -o faulthandler_timeout=3600 tests/faults
 
 lint: setup ## ruff, mypy --strict, clang-format, clang-tidy
 	@echo '== ruff'; $(PYTHON_ENV)/ruff check . && $(PYTHON_ENV)/ruff format --check .
