@@ -98,7 +98,8 @@ INPUTS ?= 10000000
 fuzz: setup ## mutated inputs for every decoder, then raw connections to a live agent; INPUTS=10000000
 	@PYTHONPATH=tests $(PYTHON_ENV)/python -m fuzz.campaign --inputs $(INPUTS)
 
-# Real engines that are killed, stopped and cut off: as long as one likes, so no part of `make test`.
+# Real engines that are killed, stopped and cut off: as long as one likes, so no part of `make test`. The rolling
+# replacement alone takes MINUTES: pytest's dump of a test that hangs, after 10 minutes elsewhere, waits for an hour here.
 MINUTES ?= 10
 test-faults: setup ## kill -9, SIGSTOP, restarts, partitions, rolling replacement under load; MINUTES=10
 	@KVC_FAULT_MINUTES=$(MINUTES) $(PYTHON_ENV)/python -m pytest -o faulthandler_timeout=3600 tests/faults

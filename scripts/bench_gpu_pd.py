@@ -27,7 +27,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from kv_connector.cluster.process import POLL_SECONDS, STOP_SECONDS, Process, answers
+from kv_connector.cluster.process import POLL_SECONDS, Process, answers, stop
 
 HOST = "127.0.0.1"
 LLAMA_8B = {
@@ -92,22 +92,6 @@ class Server:
         log = self.logs / f"{self.name}.log"
         log.unlink(missing_ok=True)
         self.process = Process(self.name, command, environment=environment, log=log)
-
-    def kill(self) -> None:
-        """kill -9 of the engine with its workers; returns when they are gone."""
-        if self.process is not None:
-            self.process.kill()
-
-
-def stop_all(processes: Sequence[Process]) -> None:
-    """Ends them all, the ones that do not obey by force."""
-    for process in processes:
-        process.terminate()
-    deadline = time.monotonic() + STOP_SECONDS
-    while any(process.running() for process in processes) and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
-    for process in processes:
-        process.kill()
 
 
 def ours(role: str, control_port: int) -> dict[str, Any]:
@@ -497,8 +481,8 @@ def main() -> None:
     routers: list[Process] = []
     shape: dict[str, Any] = {"tensor_parallel": plan.tensor_parallel}
 
-    def stop() -> None:
-        stop_all([*routers, *(server.process for server in running if server.process is not None)])
+    def end() -> None:
+        stop([*routers, *(server.process for server in running if server.process is not None)])
         routers.clear()
         running.clear()
 
@@ -518,7 +502,7 @@ def main() -> None:
             )
             start([tiny])
             asyncio.run(compare(tiny, plan.equality))
-            stop()
+            end()
         with (plan.json or Path(os.devnull)).open("w") as sink:
             # One after the other: all of them do not fit into two GPUs.
             for index, mode in enumerate(plan.modes):
@@ -529,9 +513,9 @@ def main() -> None:
                 routers.append(start_router(*measured.pairs["ours"], port + 40, plan.work))
                 wait_listening(port + 40)
                 asyncio.run(measure(mode, measured, f"http://{HOST}:{port + 40}", plan, sink))
-                stop()
+                end()
     finally:
-        stop()
+        end()
 
 
 if __name__ == "__main__":

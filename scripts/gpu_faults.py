@@ -23,11 +23,12 @@ from bench_gpu_pd import (
     deployment,
     direct,
     request,
-    stop_all,
     stream,
     wait_ready,
     write_8b,
 )
+
+from kv_connector.cluster.process import stop
 
 # Its prefill takes 0.5 s on an H200.
 VICTIM_TOKENS = 16384
@@ -67,8 +68,9 @@ async def kill(client: httpx.AsyncClient, pair: Deployment, victim: str) -> None
     transfer = asyncio.create_task(direct(client, prefill, decode, request(long, 4)))
     await asyncio.sleep(MIDDLE_SECONDS)
     assert not transfer.done(), "the transfer was over before the kill"
+    assert dead.process is not None
     begin = time.monotonic()
-    dead.kill()
+    dead.process.kill()
     outcome = (await asyncio.gather(transfer, return_exceptions=True))[0]
     ended = time.monotonic() - begin
     rest = await rests(client, alive)
@@ -115,7 +117,7 @@ def main() -> None:
         print(f"FAILED: {error}")
         sys.exit(1)
     finally:
-        stop_all([server.process for server in pair.servers if server.process is not None])
+        stop([server.process for server in pair.servers if server.process is not None])
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 IDLE_STEP_SECONDS = 0.005
 """How long a step of a CPU engine that computes nothing waits for news. Without it, an engine that only
-waits for transfers takes step after step (vLLM pauses 1 ms between them), on cores that the prefill may need.
-It ends early with the first news; a request that arrives meanwhile is delayed by at most this.
+waits for transfers takes step after step (vLLM's pause between them is left out), on cores that the prefill
+may need. It ends early with the first news; a request that arrives meanwhile is delayed by at most this.
 
 A GPU engine does not wait in the step: with async scheduling, vLLM acts on a step's news only after the next
 step, which has none (measured on an H200: 5.4 ms later for every request). It waits between steps, in
