@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import sys
+from array import array
 from collections.abc import Sequence
-
-import numpy as np
 
 PROMPT_HASH_BYTES = 16
 
 
 def prompt_hash(token_ids: Sequence[int]) -> bytes:
-    """16 bytes: BLAKE2b over the token ids as little-endian 64-bit integers."""
-    return hashlib.blake2b(
-        np.asarray(token_ids, dtype="<i8").tobytes(), digest_size=PROMPT_HASH_BYTES
-    ).digest()
+    """16 bytes: BLAKE2b over the token ids as little-endian unsigned 32-bit integers."""
+    # In the scheduler's thread, before the prompt's first step: for 32,000 tokens 0.7 ms, where NumPy and
+    # 64 bits took 1.8.
+    integers = array("I", token_ids)
+    if sys.byteorder == "big":
+        integers.byteswap()
+    return hashlib.blake2b(integers, digest_size=PROMPT_HASH_BYTES).digest()

@@ -30,6 +30,7 @@ import numpy as np
 from kv_connector.cluster.process import POLL_SECONDS, Process, answers, stop
 
 HOST = "127.0.0.1"
+JSON = {"content-type": "application/json"}
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -50,6 +51,9 @@ LLAMA_8B = {
     "eos_token_id": 128001,
 }
 START_SECONDS = 240.0
+# Before each request that is timed by itself: a GPU at its power limit runs slower right after another
+# prefill (by 2 % on an H200), and what comes before differs from mode to mode.
+REST_SECONDS = 0.15
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -207,14 +211,41 @@ class Answer:
     prefill_seconds: float = 0.0  # until P's own answer; 0: one engine, or a router in between
 
 
+class Body:
+    """A request's JSON. The prompt is written before any clock starts: that takes a client milliseconds."""
+
+    def __init__(self, prompt: Sequence[int], tokens: int) -> None:
+        self._prompt = json.dumps(list(prompt)).encode()
+        self.tokens = tokens
+
+    def json(self, *, tokens: int = 0, stream: bool = False, params: dict[str, Any] | None = None) -> bytes:
+        """`tokens`: where it is not the request's own number."""
+        rest: dict[str, Any] = {
+            "model": "model",
+            "max_tokens": tokens or self.tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "detokenize": False,
+            "return_token_ids": True,
+            "stream": stream,
+        }
+        if params is not None:
+            rest["kv_transfer_params"] = params
+        return b'{"prompt": ' + self._prompt + b", " + json.dumps(rest).encode()[1:]
+
+
 async def stream(
-    client: httpx.AsyncClient, url: str, body: dict[str, Any], headers: Mapping[str, str] | None = None
+    client: httpx.AsyncClient,
+    url: str,
+    body: Body,
+    params: dict[str, Any] | None = None,
+    headers: Mapping[str, str] | None = None,
 ) -> Answer:
     begin = time.perf_counter()
     first = 0.0
     tokens: list[int] = []
-    body = {**body, "stream": True}
-    async with client.stream("POST", f"{url}/v1/completions", json=body, headers=headers) as response:
+    content, headers = body.json(stream=True, params=params), {**JSON, **(headers or {})}
+    async with client.stream("POST", f"{url}/v1/completions", content=content, headers=headers) as response:
         if response.status_code != 200:
             raise RuntimeError(f"HTTP {response.status_code}: {(await response.aread())[:500]!r}")
         async for line in response.aiter_lines():
@@ -224,71 +255,52 @@ async def stream(
                 if choice.get("token_ids"):
                     first = first or time.perf_counter() - begin
                     tokens += choice["token_ids"]
-    if len(tokens) != body["max_tokens"]:
-        raise RuntimeError(f"{len(tokens)} tokens instead of {body['max_tokens']}")
+    if len(tokens) != body.tokens:
+        raise RuntimeError(f"{len(tokens)} tokens instead of {body.tokens}")
     return Answer(first, time.perf_counter() - begin, tuple(tokens))
 
 
-def request(prompt: Sequence[int], tokens: int) -> dict[str, Any]:
-    return {
-        "model": "model",
-        "prompt": list(prompt),
-        "max_tokens": tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "detokenize": False,
-        "return_token_ids": True,
-    }
+async def prefilled(
+    client: httpx.AsyncClient,
+    url: str,
+    body: Body,
+    params: dict[str, Any] | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> tuple[float, dict[str, Any]]:
+    """A prefill engine's answer of one token, and the seconds until it was there."""
+    begin = time.perf_counter()
+    content, headers = body.json(tokens=1, params=params), {**JSON, **(headers or {})}
+    response = await client.post(f"{url}/v1/completions", content=content, headers=headers)
+    response.raise_for_status()
+    return time.perf_counter() - begin, response.json()
 
 
-async def direct(client: httpx.AsyncClient, prefill: Server, decode: Server, body: dict[str, Any]) -> Answer:
+async def direct(client: httpx.AsyncClient, prefill: Server, decode: Server, body: Body) -> Answer:
     """Both engines at once, as the router does it, without its hop."""
     transfer_id = uuid.uuid4().hex
-    to_prefill = {
-        **body,
-        "max_tokens": 1,
-        "kv_transfer_params": {
-            "do_remote_decode": True,
-            "do_remote_prefill": False,
-            "transfer_id": transfer_id,
-        },
+    at_prefill = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+    at_decode = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "transfer_id": transfer_id,
+        "remote_host": HOST,
+        "remote_port": prefill.control_port,
     }
-    to_decode = {
-        **body,
-        "kv_transfer_params": {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "transfer_id": transfer_id,
-            "remote_host": HOST,
-            "remote_port": prefill.control_port,
-        },
-    }
-    begin = time.perf_counter()
-
-    async def prefilled() -> float:
-        response = await client.post(f"{prefill.url}/v1/completions", json=to_prefill)
-        response.raise_for_status()
-        return time.perf_counter() - begin
-
-    seconds, answer = await asyncio.gather(prefilled(), stream(client, decode.url, to_decode))
+    (seconds, _), answer = await asyncio.gather(
+        prefilled(client, prefill.url, body, at_prefill), stream(client, decode.url, body, at_decode)
+    )
     return Answer(answer.ttft, answer.seconds, answer.tokens, seconds)
 
 
-async def serial(client: httpx.AsyncClient, prefill: Server, decode: Server, body: dict[str, Any]) -> Answer:
+async def serial(client: httpx.AsyncClient, prefill: Server, decode: Server, body: Body) -> Answer:
     """One after the other, D with what P answered: NIXL's flow, without a router's hop."""
     begin = time.perf_counter()
     headers = {"X-Request-Id": uuid.uuid4().hex}  # by which NixlPushConnector's P knows what to push where
     wanted = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
     params = {"do_remote_decode": True, "do_remote_prefill": False, **wanted}
-    response = await client.post(
-        f"{prefill.url}/v1/completions",
-        json={**body, "max_tokens": 1, "kv_transfer_params": params},
-        headers=headers,
-    )
-    response.raise_for_status()
+    _, done = await prefilled(client, prefill.url, body, params, headers)
     seconds = time.perf_counter() - begin
-    params = response.json()["kv_transfer_params"]
-    answer = await stream(client, decode.url, {**body, "kv_transfer_params": params}, headers)
+    answer = await stream(client, decode.url, body, done["kv_transfer_params"], headers)
     return Answer(seconds + answer.ttft, seconds + answer.seconds, answer.tokens, seconds)
 
 
@@ -301,7 +313,7 @@ class Modes:
         self._router = router
         self.names = ("alone", "router", "direct", *(name for name in deployment.pairs if name != "ours"))
 
-    async def answer(self, name: str, body: dict[str, Any]) -> Answer:
+    async def answer(self, name: str, body: Body) -> Answer:
         if name == "alone":
             return await stream(self._client, self._deployment.alone.url, body)
         if name == "router":
@@ -332,10 +344,11 @@ async def measure(
             times: dict[str, list[Answer]] = {name: [] for name in modes.names}
             own = []
             for round_number in range(plan.rounds + 2):
-                prompt = rng.integers(1000, 100000, length).tolist()
+                body = Body(rng.integers(1000, 100000, length).tolist(), plan.tokens)
                 for name, answers in [*times.items()]:
+                    await asyncio.sleep(REST_SECONDS)
                     try:
-                        answer = await modes.answer(name, request(prompt, plan.tokens))
+                        answer = await modes.answer(name, body)
                     except (httpx.HTTPError, RuntimeError) as error:
                         if name not in RIVALS:
                             raise
@@ -349,11 +362,8 @@ async def measure(
                         line |= {"seconds": answer.seconds, "prefill": answer.prefill_seconds}
                         sink.write(json.dumps(line) + "\n")
                 # P's prefill by itself: a request for one token that is for nobody else.
-                begin = time.perf_counter()
-                prefill = deployment.pairs["ours"][0]
-                response = await client.post(f"{prefill.url}/v1/completions", json=request(prompt, 1))
-                response.raise_for_status()
-                own.append(time.perf_counter() - begin)
+                await asyncio.sleep(REST_SECONDS)
+                own.append((await prefilled(client, deployment.pairs["ours"][0].url, body))[0])
             base = statistics.median(answer.ttft for answer in times["alone"])
             columns = [f"{base * 1e3:16.1f}"]
             for name in modes.names[1:]:
@@ -389,7 +399,7 @@ async def load(
 
     async def in_turn(prompt: list[int]) -> Answer:
         async with turn:
-            return await modes.answer(name, request(prompt, 64))
+            return await modes.answer(name, Body(prompt, 64))
 
     prompts = rng.integers(1000, 100000, (count, plan.load_tokens)).tolist()
     begin = time.perf_counter()
@@ -423,7 +433,7 @@ async def compare(deployment: Deployment, count: int) -> None:
     async with httpx.AsyncClient(timeout=60.0, trust_env=False) as client:
         for number in range(count):
             prompt = rng.integers(32, 127, int(rng.integers(5, 3000))).tolist()
-            body = request(prompt, 32)
+            body = Body(prompt, 32)
             expected = await stream(client, deployment.alone.url, body)
             answer = await direct(client, prefill, decode, body)
             equal += expected.tokens == answer.tokens

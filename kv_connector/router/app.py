@@ -55,6 +55,7 @@ def create_app(settings: Settings) -> Starlette:
             try:
                 yield
             finally:
+                await dispatcher.close()
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)
 

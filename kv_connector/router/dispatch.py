@@ -95,6 +95,11 @@ class Dispatcher:
             except (*HttpError, EngineLost) as error:
                 raise self._broken(Side.DECODE, lease.endpoint, call, error) from error
 
+    async def close(self) -> None:
+        """Waits, `patience` at most, for what engines are still to be told. No request is open any more."""
+        if self._disowning:
+            await asyncio.wait(self._disowning)
+
     async def _try(self, completion: Completion, call: Call) -> tuple[AsyncExitStack, Answer]:
         avoid: set[Endpoint] = set()
         for attempt in itertools.count(1):

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import socket
+from contextlib import AsyncExitStack
 from typing import Any
 
 import httpx
@@ -455,6 +456,32 @@ async def test_p_is_told_of_a_client_that_left_between_p_and_d() -> None:
         asking.cancel()
         await within(told.wait())
         assert len(d.bodies) == 1
+
+
+async def test_a_router_that_ends_waits_until_p_is_told() -> None:
+    asked, answering = asyncio.Event(), asyncio.Event()
+
+    async def decode(request: Request, body: dict[str, Any]) -> Response:
+        if not body.get("model", "").startswith("nobody-wants/"):
+            return await d.until_gone(request)
+        asked.set()
+        await answering.wait()
+        return JSONResponse({}, 404)
+
+    async with serve_engine(answer_ok) as p, serve_engine(decode) as d:
+        app = create_app(Settings(prefill=(Endpoint.parse(p.url),), decode=(Endpoint.parse(d.url),)))
+        running = AsyncExitStack()
+        await running.enter_async_context(app.router.lifespan_context(app))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
+            asking = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x"}))
+            await within(d.arrived.wait())
+            asking.cancel()
+            await within(asked.wait())
+        ending = asyncio.create_task(running.aclose())
+        await asyncio.wait({ending}, timeout=0.1)
+        assert not ending.done()
+        answering.set()
+        await within(ending)
 
 
 async def test_p_is_told_of_a_d_that_could_not_be_asked() -> None:

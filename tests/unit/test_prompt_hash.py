@@ -1,0 +1,18 @@
+"""The prompt's fingerprint: the same bytes on every machine, and others for another prompt."""
+
+from hashlib import blake2b
+
+import pytest
+
+from kv_connector.prompt_hash import PROMPT_HASH_BYTES, prompt_hash
+
+
+def test_it_is_blake2b_over_little_endian_32_bit_token_ids() -> None:
+    token_ids = [1, 128_000, 2**32 - 1]
+    raw = bytes.fromhex("0100000000f40100ffffffff")
+    assert prompt_hash(token_ids) == blake2b(raw, digest_size=PROMPT_HASH_BYTES).digest()
+
+
+@pytest.mark.parametrize("other", [[1, 3], [2, 1], [1], [1, 2, 0]])
+def test_another_prompt_has_another(other: list[int]) -> None:
+    assert prompt_hash(other) != prompt_hash([1, 2])
