@@ -343,9 +343,13 @@ class Hold:
         self._engine = engine
         self._directory = directory
 
-    async def arm(self, layer_calls: int) -> None:
-        """To stop once the engine has computed `layer_calls` more layers."""
-        await self._client.probe(self._engine, "probe_hold", str(layer_calls), str(self._directory))
+    async def arm(self, layer_calls: int, *, prompts: int = 0) -> None:
+        """To stop once the engine has computed `layer_calls` more layers.
+
+        Released, it goes on slowly until it has so many `prompts` to push.
+        """
+        arguments = (str(layer_calls), str(self._directory), str(prompts))
+        await self._client.probe(self._engine, "probe_hold", *arguments)
 
     async def reached(self, pages: int = 0) -> None:
         """Waits until the engine has stopped, and so many pages of its open transfers have arrived."""

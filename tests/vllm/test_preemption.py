@@ -34,7 +34,7 @@ async def test_on_prefill(deployment: Deployment, client: Client, tmp_path: Path
         return "" if load == in_hand else f"{in_hand} requests at P, not {load}"
 
     hold = Hold(client, deployment.prefill, tmp_path)
-    await hold.arm(1)
+    await hold.arm(1, prompts=1)
     try:
         first = asyncio.create_task(client.complete(deployment.prefill.url, own, 4))
         await hold.reached()

@@ -15,6 +15,7 @@ from kv_connector.engine import TransferError
 
 # A test that dies must not leave an engine that waits for ever.
 LONGEST_HOLD_SECONDS = 120.0
+CRAWLING_LAYER_SECONDS = 0.02
 
 
 class WorkerProbe:
@@ -27,23 +28,30 @@ class WorkerProbe:
         stats = dataclasses.asdict(_agent().stats())
         return {name: value for name, value in stats.items() if isinstance(value, int | float)}
 
-    def probe_hold(self, layer_calls: str, directory: str) -> None:
+    def probe_hold(self, layer_calls: str, directory: str, prompts: str = "0") -> None:
         """Stops the forward pass in its `layer_calls`-th layer from now, after that layer was signalled.
 
         The file `held` in `directory` says that it is reached, and holds the number of pages of open
-        transfers that have arrived so far; the file `release` lets the pass go on.
+        transfers that have arrived so far; the file `release` lets the pass go on. From there on it and
+        those after it crawl until the agent has so many `prompts` to push: between the passes is when
+        vLLM's scheduler takes in requests, and a small model is computed faster than they reach it.
         """
         connector = get_kv_transfer_group()
         save_kv_layer = connector.save_kv_layer
-        left = int(layer_calls)
+        left, wanted = int(layer_calls), int(prompts)
 
         def save_and_hold(*args: Any, **kwargs: Any) -> None:
             nonlocal left
             save_kv_layer(*args, **kwargs)
             left -= 1
             if left == 0:
-                del connector.save_kv_layer
                 _hold(Path(directory))
+            if left > 0:
+                return
+            if wanted and _agent().live().prefill_requests < wanted:
+                time.sleep(CRAWLING_LAYER_SECONDS)
+            else:
+                connector.__dict__.pop("save_kv_layer", None)
 
         connector.save_kv_layer = save_and_hold
 
