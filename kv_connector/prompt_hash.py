@@ -12,8 +12,8 @@ PROMPT_HASH_BYTES = 16
 
 def prompt_hash(token_ids: Sequence[int]) -> bytes:
     """16 bytes: BLAKE2b over the token ids as little-endian unsigned 32-bit integers."""
-    # In the scheduler's thread, before the prompt's first step: for 32,000 tokens 0.7 ms, where NumPy and
-    # 64 bits took 1.8.
+    # In the scheduler's thread, before the prompt's first step: for 32,000 tokens 0.8 ms, where NumPy and
+    # 64 bits took 2.7 (medians, the two cores of docs/performance.md's second run).
     integers = array("I", token_ids)
     if sys.byteorder == "big":
         integers.byteswap()

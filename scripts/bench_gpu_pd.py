@@ -397,13 +397,14 @@ async def load(
     count = 4 * concurrency
     turn = asyncio.Semaphore(concurrency)
 
-    async def in_turn(prompt: list[int]) -> Answer:
+    async def in_turn(body: Body) -> Answer:
         async with turn:
-            return await modes.answer(name, Body(prompt, 64))
+            return await modes.answer(name, body)
 
     prompts = rng.integers(1000, 100000, (count, plan.load_tokens)).tolist()
+    bodies = [Body(prompt, 64) for prompt in prompts]
     begin = time.perf_counter()
-    answers = await asyncio.gather(*(in_turn(prompt) for prompt in prompts))
+    answers = await asyncio.gather(*(in_turn(body) for body in bodies))
     seconds = time.perf_counter() - begin
     ttft = sorted(answer.ttft for answer in answers)
     token = statistics.median((answer.seconds - answer.ttft) / 63 for answer in answers)

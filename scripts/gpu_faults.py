@@ -61,11 +61,14 @@ async def kill(client: httpx.AsyncClient, pair: Deployment, victim: str) -> None
     prefill, decode = pair.pairs["ours"]
     dead, alive = (prefill, decode) if victim == "prefill" else (decode, prefill)
     rng = np.random.default_rng(3)
-    short, long = (rng.integers(1000, 100000, count).tolist() for count in (200, VICTIM_TOKENS))
-    expected = (await stream(client, pair.alone.url, Body(short, 16))).tokens
+    short, long = (
+        Body(rng.integers(1000, 100000, count).tolist(), tokens)
+        for count, tokens in ((200, 16), (VICTIM_TOKENS, 4))
+    )
+    expected = (await stream(client, pair.alone.url, short)).tokens
     # bfloat16 may round the first token otherwise where it is computed by itself, as D does.
-    through_both = (await direct(client, prefill, decode, Body(short, 16))).tokens
-    transfer = asyncio.create_task(direct(client, prefill, decode, Body(long, 4)))
+    through_both = (await direct(client, prefill, decode, short)).tokens
+    transfer = asyncio.create_task(direct(client, prefill, decode, long))
     await asyncio.sleep(MIDDLE_SECONDS)
     assert not transfer.done(), "the transfer was over before the kill"
     assert dead.process is not None
@@ -74,11 +77,11 @@ async def kill(client: httpx.AsyncClient, pair: Deployment, victim: str) -> None
     outcome = (await asyncio.gather(transfer, return_exceptions=True))[0]
     ended = time.monotonic() - begin
     rest = await rests(client, alive)
-    answer = await stream(client, alive.url, Body(short, 16))
+    answer = await stream(client, alive.url, short)
     assert answer.tokens == expected, "the survivor's own answer"
     dead.start()
     wait_ready([dead])
-    again = await direct(client, prefill, decode, Body(short, 16))
+    again = await direct(client, prefill, decode, short)
     assert again.tokens == through_both, "with the successor"
     await rests(client, prefill)
     await rests(client, decode)

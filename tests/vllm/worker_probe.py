@@ -51,7 +51,7 @@ class WorkerProbe:
             if wanted and _agent().live().prefill_requests < wanted:
                 time.sleep(CRAWLING_LAYER_SECONDS)
             else:
-                connector.__dict__.pop("save_kv_layer", None)
+                del connector.save_kv_layer
 
         connector.save_kv_layer = save_and_hold
 
