@@ -24,10 +24,10 @@
 #include <thread>
 #include <vector>
 
+#include "cuda/copier.h"
 #include "cuda/driver.h"
 #include "cuda/stream_signal.h"
 #include "engine/transfer_engine.h"
-#include "providers/nvlink/copier.h"
 
 namespace kvc {
 namespace {
@@ -145,7 +145,7 @@ void copies() {
                 static_cast<unsigned long long>(kPool), percentile(rates, 0.5));
   }
   for (const uint32_t blocks : {4U, 8U, 16U, 24U, 32U}) {
-    const auto copier = must(nvlink::Copier::open(sender, blocks));
+    const auto copier = must(cuda::Copier::open(sender, blocks));
     for (const uint64_t page : {16ULL << 10, 32ULL << 10, 64ULL << 10, 128ULL << 10}) {
       for (const uint64_t batch : {1ULL << 20, 64ULL << 20, 1ULL << 30}) {
         const size_t count = batch / page;

@@ -11,10 +11,10 @@
 #include <thread>
 #include <vector>
 
+#include "cuda/copier.h"
 #include "cuda/driver.h"
 #include "cuda/stream_signal.h"
 #include "engine/transfer_engine.h"
-#include "providers/nvlink/copier.h"
 #include "rig.h"
 
 namespace kvc {
@@ -104,7 +104,7 @@ TEST_F(Cuda, CopiesScatteredPagesOfAnyLengthAndAlignment) {
   constexpr size_t kBytes = 8 << 20;
   const GpuBuffer source(first_, kBytes);
   const GpuBuffer target(second_, kBytes);
-  const auto copier = must(nvlink::Copier::open(first_, 5));
+  const auto copier = must(cuda::Copier::open(first_, 5));
   struct Shape {
     uint64_t page;
     uint64_t stride;
@@ -138,12 +138,12 @@ TEST_F(Cuda, CopiesScatteredPagesOfAnyLengthAndAlignment) {
 
 TEST_F(Cuda, LaunchesEndInOrderAndTheirListsAreReusedOnlyThen) {
   constexpr size_t kPage = 4096;
-  constexpr size_t kRounds = 5 * nvlink::kLaunches;
+  constexpr size_t kRounds = 5 * cuda::kLaunches;
   const GpuBuffer source(first_, kRounds * kPage);
   const GpuBuffer target(first_, kRounds * kPage);
   const std::vector<std::byte> bytes = random_bytes(kRounds * kPage, 1);
   source.put(bytes);
-  const auto copier = must(nvlink::Copier::open(first_, 2));
+  const auto copier = must(cuda::Copier::open(first_, 2));
   for (size_t i = 0; i < kRounds; ++i) {
     ASSERT_TRUE(eventually([&] { return copier->finished() <= copier->launched() && copier->can_begin(); }));
     copier->begin(kPage);

@@ -69,8 +69,8 @@ Status NvlinkDomain::adopt(int device) {
   }
   Result<std::shared_ptr<cuda::Context>> context = cuda::Context::retain(device);
   if (!context) return kLane.named(context.error());
-  Result<std::unique_ptr<Copier>> copier = Copier::open(context.value(), copy_blocks_);
-  if (!copier) return copier.error();
+  Result<std::unique_ptr<cuda::Copier>> copier = cuda::Copier::open(context.value(), copy_blocks_);
+  if (!copier) return kLane.named(copier.error());
   context_ = std::move(context.value());
   copier_ = std::move(copier.value());
   return {};
@@ -249,7 +249,7 @@ void NvlinkDomain::close(Link& link, const Error& error) {
                        [&](const Flight& flight) { return flight.link == link.id(); });
   });
   if (flying) {
-    if (Status drained = copier_->drain(kDrainLimit); !drained && !dead_) dead_ = drained.error();
+    if (Status drained = copier_->drain(kDrainLimit); !drained && !dead_) dead_ = kLane.named(drained.error());
     settle();
   }
   link.fail_queued();
@@ -347,7 +347,7 @@ bool NvlinkDomain::launch() {
     }
     if (Status launched = copier_->launch(); !launched) {
       for (Flight& flight : launch.flights) {
-        if (!flight.error) flight.error = launched.error();
+        if (!flight.error) flight.error = kLane.named(launched.error());
       }
     }
     launch.number = copier_->launched();
@@ -436,7 +436,7 @@ void NvlinkDomain::end(Flight& flight) {
 void NvlinkDomain::check_health() {
   const Status healthy = copier_->health();
   if (healthy) return;
-  dead_ = healthy.error();
+  dead_ = kLane.named(healthy.error());
   settle();
   for (const auto& [id, link] : links_) break_down(*link, *dead_);
 }

@@ -16,8 +16,8 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/copier.h"
 #include "engine/domain.h"
-#include "providers/nvlink/copier.h"
 #include "providers/nvlink/link.h"
 #include "providers/nvlink/peer_memory.h"
 #include "providers/nvlink/wire.h"
@@ -32,7 +32,7 @@ namespace kvc::nvlink {
 inline constexpr uint64_t kBatchBytes = 16 << 20;
 // Four launches of the largest kind: two copy, and two wait behind them on the GPU while others end and are gathered.
 // Of the default, 8 MiB, NVLink makes 200 GB/s, because a launch and its completion take as long as they do (measured).
-inline constexpr uint64_t kWindowBytes = 4 * kLaunchBytes;
+inline constexpr uint64_t kWindowBytes = 4 * cuda::kLaunchBytes;
 
 class NvlinkDomain final : public Domain {
  public:
@@ -116,7 +116,7 @@ class NvlinkDomain final : public Domain {
   // destruction waits for copies, whose targets the links keep mapped.
   std::map<LinkId, std::unique_ptr<Link>> links_;
   LinkId last_served_ = 0;
-  std::unique_ptr<Copier> copier_;
+  std::unique_ptr<cuda::Copier> copier_;
   std::deque<Launch> launches_;
   std::vector<Launch> spare_launches_;  // for the memory of their lists
   std::optional<Error> dead_;           // the GPU's error, after which nothing of this process runs there

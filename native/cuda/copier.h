@@ -14,7 +14,7 @@
 #include "cuda/kernels.h"
 #include "engine/error.h"
 
-namespace kvc::nvlink {
+namespace kvc::cuda {
 
 // What one launch carries at most: 32 MiB take 90 us at 350 GB/s, and its completions are not long in coming.
 inline constexpr uint64_t kLaunchBytes = 32 << 20;
@@ -30,12 +30,12 @@ static_assert(kLaunches % kStreams == 0, "a list's place also says its stream");
 class Copier {
  public:
   // On the device of `context`, with at most `blocks` blocks at a time (at least one a stream), each on its own SM.
-  static Result<std::unique_ptr<Copier>> open(std::shared_ptr<cuda::Context> context, uint32_t blocks);
+  static Result<std::unique_ptr<Copier>> open(std::shared_ptr<Context> context, uint32_t blocks);
   Copier(const Copier&) = delete;
   Copier& operator=(const Copier&) = delete;
   ~Copier();
 
-  const cuda::Context& context() const noexcept { return *context_; }
+  const Context& context() const noexcept { return *context_; }
 
   // --- One launch: begin(), add() while there is room, then launch().
   bool can_begin() const noexcept { return launched_ - finished_seen_ < kLaunches; }
@@ -59,16 +59,16 @@ class Copier {
   Status drain(std::chrono::milliseconds limit);
 
  private:
-  Copier(std::shared_ptr<cuda::Context> context, uint32_t blocks) : context_(std::move(context)), blocks_(blocks) {}
+  Copier(std::shared_ptr<Context> context, uint32_t blocks) : context_(std::move(context)), blocks_(blocks) {}
 
-  const std::shared_ptr<cuda::Context> context_;  // outlives what is allocated in it
-  uint32_t blocks_;                               // of one launch
-  cuda::Module module_;
-  std::array<cuda::OwnedStream, kStreams> streams_;
-  cuda::PinnedMemory pinned_;            // each stream's word of finished launches, then kLaunches lists of pages
-  cuda::DevicePointer blocks_done_ = 0;  // a counter a stream
-  cuda::Function bulk_ = nullptr;        // null before Hopper
-  cuda::Function vector_ = nullptr;
+  const std::shared_ptr<Context> context_;  // outlives what is allocated in it
+  uint32_t blocks_;                         // of one launch
+  Module module_;
+  std::array<OwnedStream, kStreams> streams_;
+  PinnedMemory pinned_;            // each stream's word of finished launches, then kLaunches lists of pages
+  DevicePointer blocks_done_ = 0;  // a counter a stream
+  Function bulk_ = nullptr;        // null before Hopper
+  Function vector_ = nullptr;
 
   uint64_t launched_ = 0;
   uint64_t finished_seen_ = 0;
@@ -77,4 +77,4 @@ class Copier {
   uint64_t address_bits_ = 0;  // all addresses and lengths of the launch, or-ed: are they multiples of 16?
 };
 
-}  // namespace kvc::nvlink
+}  // namespace kvc::cuda

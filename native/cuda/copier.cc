@@ -1,4 +1,4 @@
-#include "providers/nvlink/copier.h"
+#include "cuda/copier.h"
 
 #include <sched.h>
 
@@ -6,69 +6,67 @@
 #include <atomic>
 #include <utility>
 
-#include "providers/nvlink/wire.h"
-
-namespace kvc::nvlink {
+namespace kvc::cuda {
 
 namespace {
 
 // Each stream's finished-word has its own cache line, as the worker polls it.
 constexpr size_t kWordStride = 64;
 constexpr size_t kListsOffset = kStreams * kWordStride;
-constexpr size_t kPinnedBytes = kListsOffset + size_t{kLaunches} * kLaunchPages * sizeof(cuda::PageCopy);
+constexpr size_t kPinnedBytes = kListsOffset + size_t{kLaunches} * kLaunchPages * sizeof(PageCopy);
 
 }  // namespace
 
-Result<std::unique_ptr<Copier>> Copier::open(std::shared_ptr<cuda::Context> context, uint32_t blocks) {
-  const cuda::Context::Scope scope(*context);
-  const cuda::Driver& driver = context->driver();
+Result<std::unique_ptr<Copier>> Copier::open(std::shared_ptr<Context> context, uint32_t blocks) {
+  const Context::Scope scope(*context);
+  const Driver& driver = context->driver();
   std::unique_ptr<Copier> copier(new Copier(std::move(context), blocks));
-  const cuda::Context& gpu = *copier->context_;
-  const auto processors = static_cast<uint32_t>(gpu.attribute(cuda::kAttributeMultiprocessors));
+  const Context& gpu = *copier->context_;
+  const auto processors = static_cast<uint32_t>(gpu.attribute(kAttributeMultiprocessors));
   copier->blocks_ = std::max<uint32_t>(std::min(blocks, processors) / kStreams, 1);
 
-  Result<cuda::Module> module = cuda::Module::load(driver);
-  if (!module) return kLane.named(module.error());
+  Result<Module> module = Module::load(driver);
+  if (!module) return module.error();
   copier->module_ = std::move(module.value());
-  if (gpu.attribute(cuda::kAttributeMajor) >= 9) {
-    Result<cuda::Function> bulk = copier->module_.function("kvc_copy_bulk", cuda::kBulkSharedBytes);
-    if (!bulk) return kLane.named(bulk.error());
+  if (gpu.attribute(kAttributeMajor) >= 9) {
+    Result<Function> bulk = copier->module_.function("kvc_copy_bulk", kBulkSharedBytes);
+    if (!bulk) return bulk.error();
     copier->bulk_ = bulk.value();
   }
-  Result<cuda::Function> vector = copier->module_.function("kvc_copy_vector");
-  if (!vector) return kLane.named(vector.error());
+  Result<Function> vector = copier->module_.function("kvc_copy_vector");
+  if (!vector) return vector.error();
   copier->vector_ = vector.value();
 
-  for (cuda::OwnedStream& stream : copier->streams_) {
-    Result<cuda::OwnedStream> created = cuda::OwnedStream::create(driver, cuda::OwnedStream::Priority::kLowest);
-    if (!created) return kLane.named(created.error());
+  for (OwnedStream& stream : copier->streams_) {
+    Result<OwnedStream> created = OwnedStream::create(driver, OwnedStream::Priority::kLowest);
+    if (!created) return created.error();
     stream = std::move(created.value());
   }
-  Result<cuda::PinnedMemory> pinned = cuda::PinnedMemory::allocate(driver, kPinnedBytes);
-  if (!pinned) return kLane.named(pinned.error());
+  Result<PinnedMemory> pinned = PinnedMemory::allocate(driver, kPinnedBytes);
+  if (!pinned) return pinned.error();
   copier->pinned_ = std::move(pinned.value());
   for (uint32_t stream = 0; stream < kStreams; ++stream) {
     new (static_cast<std::byte*>(copier->pinned_.data()) + stream * kWordStride) std::atomic<uint64_t>(0);
   }
   constexpr size_t kCounters = kStreams * sizeof(uint32_t);
-  if (int result = driver.cuMemAlloc_v2(&copier->blocks_done_, kCounters); result != cuda::kSuccess) {
-    return kLane.named(cuda::cuda_error("open", "cuMemAlloc", result));
+  if (int result = driver.cuMemAlloc_v2(&copier->blocks_done_, kCounters); result != kSuccess) {
+    return cuda_error("open", "cuMemAlloc", result);
   }
-  if (int result = driver.cuMemsetD8_v2(copier->blocks_done_, 0, kCounters); result != cuda::kSuccess) {
-    return kLane.named(cuda::cuda_error("open", "cuMemsetD8", result));
+  if (int result = driver.cuMemsetD8_v2(copier->blocks_done_, 0, kCounters); result != kSuccess) {
+    return cuda_error("open", "cuMemsetD8", result);
   }
   return copier;
 }
 
 Copier::~Copier() {
-  const cuda::Context::Scope scope(*context_);
-  for (const cuda::OwnedStream& stream : streams_) {
+  const Context::Scope scope(*context_);
+  for (const OwnedStream& stream : streams_) {
     if (stream.get() != nullptr) context_->driver().cuStreamSynchronize(stream.get());
   }
   if (blocks_done_ != 0) context_->driver().cuMemFree_v2(blocks_done_);
   // Here and not in their destructors after this one: they need the scope.
   pinned_ = {};
-  for (cuda::OwnedStream& stream : streams_) stream = {};
+  for (OwnedStream& stream : streams_) stream = {};
   module_ = {};
 }
 
@@ -79,22 +77,22 @@ void Copier::begin(uint64_t page_bytes) noexcept {
 }
 
 void Copier::add(uint64_t source, uint64_t target) noexcept {
-  auto* lists = reinterpret_cast<cuda::PageCopy*>(static_cast<std::byte*>(pinned_.data()) + kListsOffset);
+  auto* lists = reinterpret_cast<PageCopy*>(static_cast<std::byte*>(pinned_.data()) + kListsOffset);
   lists[(launched_ % kLaunches) * kLaunchPages + pages_++] = {source, target};
   address_bits_ |= source | target;
 }
 
 Status Copier::launch() {
   if (pages_ == 0) return {};
-  const uint64_t units_per_page = (page_bytes_ + cuda::kUnitBytes - 1) / cuda::kUnitBytes;
+  const uint64_t units_per_page = (page_bytes_ + kUnitBytes - 1) / kUnitBytes;
   const uint64_t units = units_per_page * pages_;
   if (units > UINT32_MAX) {
-    return Error{ErrorCode::kInvalidArgument, "nvlink", {}, "write", "a page of more than 64 TiB"};
+    return Error{ErrorCode::kInvalidArgument, "cuda", {}, "write", "a page of more than 64 TiB"};
   }
-  const uint64_t list = kListsOffset + (launched_ % kLaunches) * kLaunchPages * sizeof(cuda::PageCopy);
+  const uint64_t list = kListsOffset + (launched_ % kLaunches) * kLaunchPages * sizeof(PageCopy);
   const uint64_t stream = launched_ % kStreams;
-  cuda::CopyLaunch launch{
-      .pages = reinterpret_cast<const cuda::PageCopy*>(pinned_.device() + list),
+  CopyLaunch launch{
+      .pages = reinterpret_cast<const PageCopy*>(pinned_.device() + list),
       .page_bytes = page_bytes_,
       .units_per_page = static_cast<uint32_t>(units_per_page),
       .units = static_cast<uint32_t>(units),
@@ -106,11 +104,11 @@ Status Copier::launch() {
   const auto blocks = static_cast<uint32_t>(std::min<uint64_t>(blocks_, units));
   void* arguments[] = {&launch};
   // The list is written with plain stores: the launch itself publishes them to the GPU.
-  const cuda::Context::Scope scope(*context_);
+  const Context::Scope scope(*context_);
   const int result = context_->driver().cuLaunchKernel(
-      bulk ? bulk_ : vector_, blocks, 1, 1, bulk ? cuda::kBulkThreads : cuda::kVectorThreads, 1, 1,
-      bulk ? cuda::kBulkSharedBytes : 0, streams_[stream].get(), static_cast<void**>(arguments), nullptr);
-  if (result != cuda::kSuccess) return kLane.named(cuda::cuda_error("write", "cuLaunchKernel", result));
+      bulk ? bulk_ : vector_, blocks, 1, 1, bulk ? kBulkThreads : kVectorThreads, 1, 1, bulk ? kBulkSharedBytes : 0,
+      streams_[stream].get(), static_cast<void**>(arguments), nullptr);
+  if (result != kSuccess) return cuda_error("write", "cuLaunchKernel", result);
   ++launched_;
   pages_ = 0;
   return {};
@@ -128,11 +126,11 @@ uint64_t Copier::finished() noexcept {
 }
 
 Status Copier::health() const {
-  const cuda::Context::Scope scope(*context_);
-  for (const cuda::OwnedStream& stream : streams_) {
+  const Context::Scope scope(*context_);
+  for (const OwnedStream& stream : streams_) {
     const int result = context_->driver().cuStreamQuery(stream.get());
-    if (result == cuda::kSuccess || result == cuda::kNotReady) continue;
-    return kLane.named(cuda::cuda_error("write", "cuStreamQuery", result));
+    if (result == kSuccess || result == kNotReady) continue;
+    return cuda_error("write", "cuStreamQuery", result);
   }
   return {};
 }
@@ -142,11 +140,11 @@ Status Copier::drain(std::chrono::milliseconds limit) {
   while (!idle()) {
     if (Status healthy = health(); !healthy) return healthy;
     if (std::chrono::steady_clock::now() > deadline) {
-      return Error{ErrorCode::kTimeout, "nvlink", {}, "write", "the GPU does not finish its copies"};
+      return Error{ErrorCode::kTimeout, "cuda", {}, "write", "the GPU does not finish its copies"};
     }
     sched_yield();
   }
   return {};
 }
 
-}  // namespace kvc::nvlink
+}  // namespace kvc::cuda
