@@ -98,12 +98,13 @@ class Server:
         self.process = Process(self.name, command, environment=environment, log=log)
 
 
-def ours(role: str, control_port: int) -> dict[str, Any]:
+def ours(role: str, control_port: int, provider: str) -> dict[str, Any]:
+    settings = {"control_host": HOST, "control_port": control_port, "providers": [provider]}
     return {
         "kv_connector": "WriteImmConnector",
         "kv_connector_module_path": "kv_connector.vllm.connector",
         "kv_role": role,
-        "kv_connector_extra_config": {"control_host": HOST, "control_port": control_port},
+        "kv_connector_extra_config": settings,
     }
 
 
@@ -140,6 +141,7 @@ def deployment(
     *,
     tensor_parallel: int = 1,
     rivals: Sequence[str] = (),
+    provider: str = "nvlink",
 ) -> Deployment:
     """Prefill engines on the first GPUs, the one engine beside them, decode engines on the next GPUs."""
     first, second = range(tensor_parallel), range(tensor_parallel, 2 * tensor_parallel)
@@ -150,7 +152,7 @@ def deployment(
             role = "kv_producer" if side == "prefill" else "kv_consumer"
             # A rank's port is the engine's plus the rank.
             control = port + 20 + 10 * number
-            transfer, environment = ours(role, control), {}
+            transfer, environment = ours(role, control, provider), {}
             if name in RIVALS:
                 transfer = {"kv_connector": RIVALS[name], "kv_role": role}
                 environment = {
@@ -482,6 +484,7 @@ def main() -> None:
     parser.add_argument("--equality", type=int, default=50)
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="2 N GPUs")
     parser.add_argument("--rivals", nargs="*", default=[], choices=[*RIVALS])
+    parser.add_argument("--provider", default="nvlink", help="our lane: bounce is tcp through host memory")
     plan = parser.parse_args()
     plan.work = plan.work.resolve()
     plan.work.mkdir(parents=True, exist_ok=True)
@@ -490,7 +493,7 @@ def main() -> None:
     base += ["--block-size", str(plan.block_size)]
     running: list[Server] = []
     routers: list[Process] = []
-    shape: dict[str, Any] = {"tensor_parallel": plan.tensor_parallel}
+    shape: dict[str, Any] = {"tensor_parallel": plan.tensor_parallel, "provider": plan.provider}
 
     def end() -> None:
         stop([*routers, *(server.process for server in running if server.process is not None)])

@@ -9,8 +9,8 @@ from kv_connector.bench.side import Role
 from kv_connector.engine import DomainConfig, providers
 from kv_connector.topology import Nic, read_machine
 
-# sim and shuffle are for tests; nvlink moves GPU memory, and these pools are the CPU's.
-_ONLY_BY_NAME = ("sim", "shuffle", "nvlink")
+# sim and shuffle are for tests; nvlink and bounce are for GPU memory, and these pools are the CPU's.
+_ONLY_BY_NAME = ("sim", "shuffle", "nvlink", "bounce")
 
 
 class UnknownLane(ValueError):

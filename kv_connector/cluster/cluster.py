@@ -242,12 +242,17 @@ class LocalCluster:
         self._adopt(router, f"{url}/health")
         return url
 
-    def wait_ready(self, seconds: float = START_SECONDS) -> None:
-        """Blocks until each process started so far is healthy; StartError names the first that is not."""
+    def wait_ready(self, *processes: Process, seconds: float = START_SECONDS) -> None:
+        """Blocks until these processes (default: all that were started) are healthy.
+
+        StartError names the first that is not.
+        """
         deadline = time.monotonic() + seconds
-        for process, url in self._health:
-            process.wait_healthy(url, deadline=deadline)
-        self._health.clear()
+        for entry in list(self._health):
+            process, url = entry
+            if not processes or process in processes:
+                process.wait_healthy(url, deadline=deadline)
+                self._health.remove(entry)
 
     def stop(self, process: Process) -> None:
         """Ends one process of the cluster, politely first."""

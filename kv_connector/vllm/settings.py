@@ -43,7 +43,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where routers reach this engine's API server; needed with ``routers``."""
     providers: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)] = ()
     """Lanes in order of preference. Default: host and tcp for a KV cache in CPU memory, nvlink for one in a
-    GPU's.
+    GPU's. bounce takes a GPU's pages over tcp, through host memory on both sides.
     """
     allow_fallback: bool = False
     """Whether a peer may be served over a lane behind the first of ``providers`` that both ends have."""

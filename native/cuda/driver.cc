@@ -64,6 +64,8 @@ Status load() {
   KVC_FIND(cuMemFree_v2);
   KVC_FIND(cuMemHostAlloc);
   KVC_FIND(cuMemFreeHost);
+  KVC_FIND(cuMemHostRegister_v2);
+  KVC_FIND(cuMemHostUnregister);
   KVC_FIND(cuMemHostGetDevicePointer_v2);
   KVC_FIND(cuMemcpyHtoD_v2);
   KVC_FIND(cuMemcpyDtoH_v2);
@@ -73,6 +75,15 @@ Status load() {
   KVC_FIND(cuIpcGetMemHandle);
   KVC_FIND(cuIpcOpenMemHandle_v2);
   KVC_FIND(cuIpcCloseMemHandle);
+  KVC_FIND(cuMemAddressReserve);
+  KVC_FIND(cuMemAddressFree);
+  KVC_FIND(cuMemMap);
+  KVC_FIND(cuMemUnmap);
+  KVC_FIND(cuMemSetAccess);
+  KVC_FIND(cuMemRelease);
+  KVC_FIND(cuMemRetainAllocationHandle);
+  KVC_FIND(cuMemExportToShareableHandle);
+  KVC_FIND(cuMemImportFromShareableHandle);
   KVC_FIND(cuStreamCreateWithPriority);
   KVC_FIND(cuStreamDestroy_v2);
   KVC_FIND(cuStreamQuery);

@@ -18,18 +18,27 @@
 
 namespace kvc::cuda {
 
-using DevicePointer = unsigned long long;  // CUdeviceptr
-using Stream = struct CUstream_st*;        // CUstream; null: the legacy default stream
-using ContextHandle = struct CUctx_st*;    // CUcontext
-using ModuleHandle = struct CUmod_st*;     // CUmodule
-using Function = struct CUfunc_st*;        // CUfunction
-using Event = struct CUevent_st*;          // CUevent
+using DevicePointer = unsigned long long;     // CUdeviceptr
+using Stream = struct CUstream_st*;           // CUstream; null: the legacy default stream
+using ContextHandle = struct CUctx_st*;       // CUcontext
+using ModuleHandle = struct CUmod_st*;        // CUmodule
+using Function = struct CUfunc_st*;           // CUfunction
+using Event = struct CUevent_st*;             // CUevent
+using AllocationHandle = unsigned long long;  // CUmemGenericAllocationHandle: a physical allocation, mapped or not
 
 // CUipcMemHandle: names an allocation of one process to others on the same machine.
 struct IpcHandle {
   std::array<std::byte, 64> bytes{};
   bool operator==(const IpcHandle&) const = default;
 };
+
+// CUmemAccessDesc: what one device may do with mapped memory.
+struct MemoryAccess {
+  int location_type;  // CUmemLocationType
+  int location;       // the device's ordinal
+  int flags;          // CUmemAccess_flags
+};
+static_assert(sizeof(MemoryAccess) == 12);
 
 // The driver's functions, by the names that it exports. Loaded once, never unloaded.
 struct Driver {
@@ -54,6 +63,8 @@ struct Driver {
   int (*cuMemFree_v2)(DevicePointer);
   int (*cuMemHostAlloc)(void**, size_t, unsigned);
   int (*cuMemFreeHost)(void*);
+  int (*cuMemHostRegister_v2)(void*, size_t, unsigned);
+  int (*cuMemHostUnregister)(void*);
   int (*cuMemHostGetDevicePointer_v2)(DevicePointer*, void*, unsigned);
   int (*cuMemcpyHtoD_v2)(DevicePointer, const void*, size_t);
   int (*cuMemcpyDtoH_v2)(void*, DevicePointer, size_t);
@@ -63,6 +74,15 @@ struct Driver {
   int (*cuIpcGetMemHandle)(IpcHandle*, DevicePointer);
   int (*cuIpcOpenMemHandle_v2)(DevicePointer*, IpcHandle, unsigned);
   int (*cuIpcCloseMemHandle)(DevicePointer);
+  int (*cuMemAddressReserve)(DevicePointer*, size_t, size_t, DevicePointer, unsigned long long);
+  int (*cuMemAddressFree)(DevicePointer, size_t);
+  int (*cuMemMap)(DevicePointer, size_t, size_t, AllocationHandle, unsigned long long);
+  int (*cuMemUnmap)(DevicePointer, size_t);
+  int (*cuMemSetAccess)(DevicePointer, size_t, const MemoryAccess*, size_t);
+  int (*cuMemRelease)(AllocationHandle);
+  int (*cuMemRetainAllocationHandle)(AllocationHandle*, void*);
+  int (*cuMemExportToShareableHandle)(void*, AllocationHandle, int, unsigned long long);
+  int (*cuMemImportFromShareableHandle)(AllocationHandle*, void*, int);
   int (*cuStreamCreateWithPriority)(Stream*, unsigned, int);
   int (*cuStreamDestroy_v2)(Stream);
   int (*cuStreamQuery)(Stream);
@@ -139,9 +159,9 @@ inline constexpr int kAttributeStreamWrites64 = 122;  // ..._CAN_USE_64_BIT_STRE
 // Where a pointer lies.
 struct Placement {
   int device = -1;               // -1: not in a GPU's memory
-  DevicePointer allocation = 0;  // the allocation that it lies in
+  DevicePointer allocation = 0;  // the allocation that it lies in; of memory in pieces: the addresses reserved for it
   uint64_t allocation_bytes = 0;
-  bool ipc_capable = false;  // cuIpcGetMemHandle() works on it
+  bool ipc_capable = false;  // cuIpcGetMemHandle() works on it; false: virtual_memory.h has another way
 };
 Result<Placement> placement(const Driver& driver, const void* pointer);
 

@@ -2,6 +2,7 @@
 
 #include <array>
 
+#include "providers/bounce/provider.h"
 #include "providers/host/provider.h"
 #include "providers/libfabric/provider.h"
 #include "providers/nvlink/provider.h"
@@ -21,9 +22,10 @@ struct Provider {
 
 // Fastest first.
 constexpr std::array kProviders = {
-    Provider{"nvlink", nvlink::create},       Provider{"host", host::create}, Provider{"verbs", verbs::create},
-    Provider{"libfabric", libfabric::create}, Provider{"tcp", tcp::create},   Provider{"sim", sim::create},
-    Provider{"shuffle", shuffle::create},
+    Provider{"nvlink", nvlink::create}, Provider{"host", host::create},
+    Provider{"verbs", verbs::create},   Provider{"libfabric", libfabric::create},
+    Provider{"tcp", tcp::create},       Provider{"bounce", bounce::create},
+    Provider{"sim", sim::create},       Provider{"shuffle", shuffle::create},
 };
 
 constexpr auto kNames = [] {

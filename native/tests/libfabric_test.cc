@@ -367,6 +367,21 @@ TEST(LibfabricDevice, WhatDoesNotOutliveItsPeerIsRefusedWithTheReason) {
   EXPECT_NE(shm.reason.find("use the host lane"), std::string::npos) << shm.reason;
 }
 
+TEST(LibfabricDevice, VerbsUnderOfiRxmIsRefusedBefore25) {
+  if (!library()) GTEST_SKIP() << library().error().to_string();
+  const End layered("verbs;ofi_rxm");
+  if (layered.domain == nullptr && layered.reason.find("has no provider") != std::string::npos) {
+    GTEST_SKIP() << "no RDMA NIC here: " << layered.reason;
+  }
+  if (FI_VERSION_GE(library().value()->version, FI_VERSION(2, 5))) {
+    EXPECT_NE(layered.domain, nullptr) << layered.reason;
+    return;
+  }
+  ASSERT_EQ(layered.domain, nullptr);
+  EXPECT_NE(layered.reason.find("REFUSED"), std::string::npos) << layered.reason;
+  EXPECT_NE(layered.reason.find("use the verbs lane"), std::string::npos) << layered.reason;
+}
+
 // In a process of its own, which inherits the variable: a library once opened stays.
 TEST(LibfabricLibraryDeathTest, AWrongPathIsSaid) {
   testing::FLAGS_gtest_death_test_style = "threadsafe";

@@ -84,7 +84,7 @@ inline EngineConfig config(const std::string& name, const std::string& provider,
 inline const std::vector<std::string>& providers() {
   static const std::vector<std::string> names = [] {
     std::vector<std::string> lanes =
-        words_of("KVC_TEST_PROVIDERS", {"sim", "host", "tcp", "libfabric:tcp", "shuffle:tcp"});
+        words_of("KVC_TEST_PROVIDERS", {"sim", "host", "tcp", "libfabric:tcp", "shuffle:tcp", "bounce:tcp"});
     std::erase_if(lanes, [](const std::string& lane) {
       if (lane.find("libfabric") == std::string::npos) return false;
       const auto engine = TransferEngine::create(config("probe", lane));

@@ -1,6 +1,7 @@
 """The conformance list runs over every lane: sim in one process, the others between two.
 
-KVC_TEST_PROVIDERS names others, as PROVIDER[:DEVICE] with commas between, for machines that have them.
+KVC_TEST_PROVIDERS names others, as PROVIDER[:DEVICE] with commas between, for machines that have them. A
+provider of GPU memory gets it in pieces (cuMemCreate) where "-vmm" stands behind it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from kv_connector.engine import EngineConfig, TransferEngine, TransferError
 
 from . import gpu
 from .node import (
+    GPU_PROVIDERS,
     LocalNode,
     NewPair,
     NewReceiver,
@@ -26,9 +28,10 @@ from .node import (
     Receiver,
     connect,
     domain_config,
+    provider_of,
 )
 
-LANES = os.environ.get("KVC_TEST_PROVIDERS", "sim,host,tcp,nvlink").split(",")
+LANES = os.environ.get("KVC_TEST_PROVIDERS", "sim,host,tcp,nvlink,nvlink-vmm,bounce").split(",")
 
 
 @pytest.fixture(scope="session")
@@ -44,15 +47,17 @@ def stand_in_driver(tmp_path_factory: pytest.TempPathFactory) -> str | None:
 @pytest.fixture
 def cuda(request: pytest.FixtureRequest, provider: str) -> str | None:
     """NodeConfig.cuda for this provider."""
-    library: str | None = request.getfixturevalue("stand_in_driver") if provider == "nvlink" else None
+    if provider not in GPU_PROVIDERS:
+        return None
+    library: str | None = request.getfixturevalue("stand_in_driver")
     return library
 
 
 @pytest.fixture(params=LANES)
 def lane(request: pytest.FixtureRequest) -> str:
-    """PROVIDER[:DEVICE]."""
+    """PROVIDER[-vmm][:DEVICE]."""
     name: str = request.param
-    if name == "nvlink":
+    if provider_of(name) in GPU_PROVIDERS:
         request.getfixturevalue("stand_in_driver")
     try:
         TransferEngine(EngineConfig("probe", [domain_config(name, 0)])).close()
@@ -63,7 +68,7 @@ def lane(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def provider(lane: str) -> str:
-    return lane.partition(":")[0]
+    return provider_of(lane)
 
 
 @pytest.fixture(scope="session")

@@ -43,11 +43,39 @@ def load(library: str) -> ctypes.CDLL:
     return cuda
 
 
+class _AllocationProperties(ctypes.Structure):
+    """CUmemAllocationProp."""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location_type", ctypes.c_int),
+        ("location", ctypes.c_int),
+        ("windows", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    )
+
+
+class _Access(ctypes.Structure):
+    """CUmemAccessDesc."""
+
+    _fields_ = (("location_type", ctypes.c_int), ("location", ctypes.c_int), ("flags", ctypes.c_int))
+
+
+_PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
+_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
+_DESCRIPTOR = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+_READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+
+
 class GpuMemory:
     """Bytes of one GPU that look like an array of uint8 as far as the tests go: slices without a step."""
 
-    def __init__(self, nbytes: int, device: int, library: str | None) -> None:
-        """``device`` counts modulo the GPUs there are. ``library``: the driver's path; None: the real one."""
+    def __init__(self, nbytes: int, device: int, library: str | None, vmm: bool = False) -> None:
+        """``device`` counts modulo the GPUs there are. ``library``: the driver's path; None: the real one.
+
+        ``vmm``: in pieces (cuMemCreate), as PyTorch's expandable segments are.
+        """
         self._cuda = load(library or _SONAME)
         count = ctypes.c_int()
         self._call("cuDeviceGetCount", ctypes.byref(count))
@@ -56,10 +84,41 @@ class GpuMemory:
         self._context = ctypes.c_void_p()
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), handle)
         self.size = nbytes
-        pointer = ctypes.c_uint64()
-        self._in_context("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(nbytes))
-        self.address = pointer.value
+        self._reserved = 0
+        if vmm:
+            self._map_pieces(handle.value)
+        else:
+            pointer = ctypes.c_uint64()
+            self._in_context("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(nbytes))
+            self.address = pointer.value
         self[:] = 0
+
+    def _map_pieces(self, device: int) -> None:
+        """Pieces of the smallest size; the memory begins a little before the second one."""
+        properties = _AllocationProperties(
+            type=_PINNED, handle_types=_DESCRIPTOR, location_type=_DEVICE, location=device
+        )
+        granularity = ctypes.c_size_t()
+        self._call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(properties), 0)
+        piece = ctypes.c_size_t(granularity.value)
+        before = 2048
+        pieces = 1 + -(-(self.size - before) // piece.value)
+        self._piece = piece.value
+        self._reserved = pieces * piece.value
+        base = ctypes.c_uint64()
+        none = ctypes.c_uint64(0)
+        reserved = ctypes.c_size_t(self._reserved)
+        self._call("cuMemAddressReserve", ctypes.byref(base), reserved, ctypes.c_size_t(0), none, none)
+        access = _Access(location_type=_DEVICE, location=device, flags=_READ_WRITE)
+        for index in range(pieces):
+            allocation = ctypes.c_uint64()
+            self._call("cuMemCreate", ctypes.byref(allocation), piece, ctypes.byref(properties), none)
+            address = ctypes.c_uint64(base.value + index * piece.value)
+            self._call("cuMemMap", address, piece, ctypes.c_size_t(0), allocation, none)
+            self._call("cuMemRelease", allocation)
+            self._call("cuMemSetAccess", address, piece, ctypes.byref(access), ctypes.c_size_t(1))
+        self._base = base.value
+        self.address = base.value + piece.value - before
 
     def __getitem__(self, part: slice) -> npt.NDArray[np.uint8]:
         begin, end, _ = part.indices(self.size)
@@ -85,7 +144,12 @@ class GpuMemory:
         self._in_context("cuCtxSynchronize")
 
     def free(self) -> None:
-        self._in_context("cuMemFree_v2", ctypes.c_uint64(self.address))
+        if self._reserved == 0:
+            self._in_context("cuMemFree_v2", ctypes.c_uint64(self.address))
+            return
+        for address in range(self._base, self._base + self._reserved, self._piece):
+            self._call("cuMemUnmap", ctypes.c_uint64(address), ctypes.c_size_t(self._piece))
+        self._call("cuMemAddressFree", ctypes.c_uint64(self._base), ctypes.c_size_t(self._reserved))
 
     def _in_context(self, function: str, *arguments: Any) -> None:
         self._call("cuCtxPushCurrent_v2", self._context)

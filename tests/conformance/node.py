@@ -17,6 +17,12 @@ from kv_connector.engine import DomainConfig, EngineConfig, Handshake, SharedMem
 
 from .gpu import GpuMemory
 
+# Lanes that are tested with GPU memory on both sides.
+GPU_PROVIDERS = ("nvlink", "bounce")
+
+# Behind a provider in a lane: its GPU memory is in pieces (cuMemCreate), as expandable segments are.
+VMM = "-vmm"
+
 # Long enough for a loaded machine; a test that needs it has failed.
 LIMIT = 30.0
 
@@ -24,16 +30,20 @@ LIMIT = 30.0
 @dataclass(frozen=True)
 class NodeConfig:
     name: str
-    lane: str  # PROVIDER[:DEVICE]
+    lane: str  # PROVIDER[-vmm][:DEVICE]
     nbytes: int
     domains: int = 1
     memfd: bool = True  # False: ordinary private memory
-    cuda: str | None = None  # nvlink: the CUDA driver's library; None: the machine's own
+    cuda: str | None = None  # lanes of GPU memory: the CUDA driver's library; None: the machine's own
+
+
+def provider_of(lane: str) -> str:
+    return lane.partition(":")[0].removesuffix(VMM)
 
 
 def domain_config(lane: str, index: int, name: str = "sender") -> DomainConfig:
     """KVC_TEST_DEVICES: verbs' NICs, in turn those of the sender and of the receivers."""
-    provider, _, device = lane.partition(":")
+    provider, device = provider_of(lane), lane.partition(":")[2]
     nics = os.environ.get("KVC_TEST_DEVICES", "").split(",")
     if provider == "verbs" and not device:
         device = nics[(2 * index + (name != "sender")) % len(nics)]
@@ -47,11 +57,11 @@ class Node:
         domains = [domain_config(config.lane, i, config.name) for i in range(config.domains)]
         self.memory: npt.NDArray[np.uint8] | GpuMemory
         self._gpu: GpuMemory | None = None
-        if config.lane == "nvlink":
+        if provider_of(config.lane) in GPU_PROVIDERS:
             # Before the engine: this loads the driver that it will find.
-            self._gpu = self.memory = GpuMemory(
-                config.nbytes, 0 if config.name == "sender" else 1, config.cuda
-            )
+            device = 0 if config.name == "sender" else 1
+            vmm = config.lane.partition(":")[0].endswith(VMM)
+            self._gpu = self.memory = GpuMemory(config.nbytes, device, config.cuda, vmm)
             self.engine = TransferEngine(EngineConfig(config.name, domains))
             self.region = self.engine.register_memory(self._gpu.address, config.nbytes)
             return

@@ -140,9 +140,9 @@ class Site:
             return {}
         return {**answer["prefill"], **answer["decode"]}
 
-    async def until_ready(self, seconds: float = 180.0) -> None:
-        """Waits until the router uses all engines."""
-        wanted = {engine.url for engine in self.engines.values()}
+    async def until_ready(self, *names: str, seconds: float = 180.0) -> None:
+        """Waits until the router uses these engines (default: all)."""
+        wanted = {self.engines[name].url for name in names or self.engines}
         deadline = time.monotonic() + seconds
         async with httpx.AsyncClient(timeout=10, trust_env=False) as client:
             while True:

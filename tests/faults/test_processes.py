@@ -63,7 +63,7 @@ async def test_kill_the_router(site: Site, client: Client) -> None:
         site.cluster.routers[site.router].kill()
         began = time.monotonic()
         site.start_router()
-        await site.until_ready(30)
+        await site.until_ready(seconds=30)
         away = time.monotonic() - began
         await load.answered(8)
     judge(site, load.outcome, f"kill -9 of the router, {away:.1f} s away", may_fail=True, dead=away + 1)
@@ -96,7 +96,7 @@ async def test_stopped_for_60_seconds(site: Site, client: Client, victim: str) -
         engine.signal(signal.SIGSTOP)
         await asyncio.sleep(60)
         engine.signal(signal.SIGCONT)
-        await site.until_ready(60)
+        await site.until_ready(seconds=60)
         await load.answered(10)
     judge(site, load.outcome, f"SIGSTOP of {victim} for 60 s", may_fail=True)
     await site.assert_at_rest(client, *others)

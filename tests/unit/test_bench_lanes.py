@@ -134,7 +134,7 @@ def test_without_names_every_usable_lane_is_measured() -> None:
     for in_one_process in (False, True):
         lanes = [lane.provider for lane in choose_lanes([], [], [], in_one_process=in_one_process)]
         assert {"host", "tcp"} <= set(lanes)
-        assert not {"sim", "shuffle"} & set(lanes)
+        assert not {"sim", "shuffle", "bounce"} & set(lanes)
 
 
 @pytest.mark.parametrize(

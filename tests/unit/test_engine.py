@@ -49,6 +49,7 @@ def test_providers_are_listed_fastest_first_with_a_reason_where_unusable() -> No
         "verbs",
         "libfabric",
         "tcp",
+        "bounce",
         "sim",
         "shuffle",
     ]
@@ -59,7 +60,7 @@ def test_an_unknown_provider_is_refused_with_the_known_ones() -> None:
     with pytest.raises(TransferError, match="carrier-pigeon") as refused:
         TransferEngine(EngineConfig("engine", [DomainConfig("carrier-pigeon")]))
     assert refused.value.code is ErrorCode.INVALID_ARGUMENT
-    assert "nvlink, host, verbs, libfabric, tcp, sim" in str(refused.value)
+    assert "nvlink, host, verbs, libfabric, tcp, bounce, sim" in str(refused.value)
 
 
 def test_fallback_names_what_was_left_out() -> None:

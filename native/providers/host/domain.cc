@@ -9,6 +9,7 @@
 #include <optional>
 #include <utility>
 
+#include "cuda/gpu_memory.h"
 #include "providers/host/remote_write.h"
 
 namespace kvc::host {
@@ -35,6 +36,7 @@ std::string HostDomain::description() const { return "host pid " + std::to_strin
 
 Result<uint64_t> HostDomain::register_region(std::byte* base, uint64_t bytes, int memfd, uint64_t memfd_offset) {
   if (Status possible = keys_.check(base, bytes); !possible) return possible.error();
+  if (Status possible = cuda::refuse_gpu_memory(kLane.name, base); !possible) return possible.error();
   Result<uint64_t> taken = keys_.take();
   if (!taken) return taken;
   const uint64_t rkey = taken.value();

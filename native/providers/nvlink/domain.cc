@@ -34,6 +34,12 @@ uint64_t process_mark() {
 
 }  // namespace
 
+NvlinkDomain::NvlinkDomain(const DomainConfig& config, DomainSink& sink, std::optional<uint64_t> process)
+    : copy_blocks_(config.copy_blocks),
+      process_(process.value_or(process_mark())),
+      sink_(sink),
+      rendezvous_(kLane, [this](same_host::Newcomer newcomer) { welcome(std::move(newcomer)); }) {}
+
 NvlinkDomain::~NvlinkDomain() {
   copier_.reset();
   links_.clear();
@@ -49,131 +55,12 @@ Status NvlinkDomain::open() {
   }
   if (Status opened = rendezvous_.open(); !opened) return opened;
   sleep_.attach(board().sleep);
-  board().process = process_mark();
+  board().process = process_;
   return {};
 }
 
 std::string NvlinkDomain::description() const {
   return "nvlink pid " + std::to_string(getpid()) + (context_ ? " GPU " + std::to_string(context_->device()) : "");
-}
-
-// --- Memory
-
-// Makes `device` the domain's GPU, if it has none yet.
-Status NvlinkDomain::adopt(int device) {
-  if (context_ != nullptr) {
-    if (context_->device() == device) return {};
-    return kLane.error(ErrorCode::kInvalidArgument, "register_region",
-                       "this memory is on GPU " + std::to_string(device) + ", and earlier regions on GPU " +
-                           std::to_string(context_->device()) + ": one engine serves one GPU");
-  }
-  Result<std::shared_ptr<cuda::Context>> context = cuda::Context::retain(device);
-  if (!context) return kLane.named(context.error());
-  Result<std::unique_ptr<cuda::Copier>> copier = cuda::Copier::open(context.value(), copy_blocks_);
-  if (!copier) return kLane.named(copier.error());
-  context_ = std::move(context.value());
-  copier_ = std::move(copier.value());
-  return {};
-}
-
-Result<uint64_t> NvlinkDomain::register_region(std::byte* base, uint64_t bytes, int, uint64_t) {
-  constexpr std::string_view kOperation = "register_region";
-  if (Status possible = keys_.check(base, bytes); !possible) return possible.error();
-  Result<cuda::Placement> placed = cuda::placement(*driver_, base);
-  if (!placed) return kLane.named(placed.error());
-  const cuda::Placement& place = placed.value();
-  if (place.device < 0) {
-    return kLane.error(ErrorCode::kInvalidArgument, kOperation,
-                       "this memory is in no GPU: the nvlink lane moves GPU memory only (host, tcp: the other kind)");
-  }
-  const uint64_t offset = reinterpret_cast<uint64_t>(base) - place.allocation;
-  if (!place.ipc_capable || bytes > place.allocation_bytes || offset > place.allocation_bytes - bytes) {
-    return kLane.error(
-        ErrorCode::kRefused, kOperation,
-        std::string(place.ipc_capable ? "the region spans several allocations"
-                                      : "this GPU memory was allocated so that no other process can map it") +
-            ": turn off PYTORCH_CUDA_ALLOC_CONF=expandable_segments and vLLM's sleep mode, which place memory so");
-  }
-  if (Status adopted = adopt(place.device); !adopted) return adopted.error();
-  cuda::IpcHandle handle;
-  {
-    const cuda::Context::Scope scope(*context_);
-    if (int result = driver_->cuIpcGetMemHandle(&handle, place.allocation); result != cuda::kSuccess) {
-      Error error = kLane.named(cuda::cuda_error(kOperation, "cuIpcGetMemHandle", result));
-      error.code = ErrorCode::kRefused;
-      return error;
-    }
-  }
-  Result<uint64_t> taken = keys_.take();
-  if (!taken) return taken;
-  const uint64_t rkey = taken.value();
-  RegionEntry& entry = board().regions[keys_.place(rkey)];
-  entry.base.store(reinterpret_cast<uint64_t>(base), std::memory_order_relaxed);
-  entry.length.store(bytes, std::memory_order_relaxed);
-  entry.offset.store(offset, std::memory_order_relaxed);
-  entry.device.store(static_cast<uint64_t>(place.device), std::memory_order_relaxed);
-  entry.allocation = handle;
-  entry.rkey.store(rkey, std::memory_order_release);
-  regions_[rkey] = {};
-  return rkey;
-}
-
-bool NvlinkDomain::deregister_region(uint64_t rkey) {
-  const auto found = regions_.find(rkey);
-  if (found == regions_.end()) return true;
-  Region& region = found->second;
-  if (!region.revoked) {
-    region.revoked = true;
-    board().regions[keys_.place(rkey)].rkey.store(0, std::memory_order_seq_cst);
-    for (const auto& [id, link] : links_) region.landing.emplace_back(id, link->peer_entered());
-  }
-  std::erase_if(region.landing, [this](const auto& entry) {
-    const Link* link = find(entry.first);
-    return link == nullptr || link->peer_left(entry.second);
-  });
-  if (!region.landing.empty()) return false;
-  regions_.erase(found);
-  keys_.give_back(rkey);
-  return true;
-}
-
-// Where a peer's region lies in this process's address space.
-Result<Link::Target> NvlinkDomain::map(const Board& peer, const RegionEntry& entry) {
-  const uint64_t base = entry.base.load(std::memory_order_relaxed);
-  const uint64_t length = entry.length.load(std::memory_order_relaxed);
-  if (peer.process == process_mark()) {
-    // Two engines of one process share addresses; their GPUs need access to each other.
-    const auto device = static_cast<int>(entry.device.load(std::memory_order_relaxed));
-    if (device != context_->device()) {
-      Result<std::shared_ptr<cuda::Context>> other = cuda::Context::retain(device);
-      if (!other) return kLane.named(other.error());
-      const cuda::Context::Scope scope(*context_);
-      const int result = driver_->cuCtxEnablePeerAccess(other.value()->handle(), 0);
-      if (result != cuda::kSuccess && result != cuda::kPeerAccessAlreadyEnabled) {
-        Error error = kLane.named(cuda::cuda_error("accept", "cuCtxEnablePeerAccess", result));
-        error.code = ErrorCode::kRefused;
-        return error;
-      }
-    }
-    return Link::Target{base, length, nullptr};
-  }
-  Result<std::shared_ptr<PeerAllocation>> mapping = peer_memory_.open(context_, entry.allocation);
-  if (!mapping) return mapping.error();
-  const uint64_t offset = entry.offset.load(std::memory_order_relaxed);
-  return Link::Target{mapping.value()->base() + offset, length, mapping.value()};
-}
-
-// Maps what the peer has registered so far, so that its first write finds it done, and a GPU that cannot be reached is
-// found out while another lane can still be chosen.
-Status NvlinkDomain::map_all(Link& link) {
-  for (const RegionEntry& entry : link.board().regions) {
-    const uint64_t rkey = entry.rkey.load(std::memory_order_acquire);
-    if (rkey == 0) continue;
-    Result<Link::Target> target = map(link.board(), entry);
-    if (!target) return target.error();
-    link.targets().insert_or_assign(rkey, std::move(target.value()));
-  }
-  return {};
 }
 
 // --- Links
@@ -185,20 +72,25 @@ Link* NvlinkDomain::find(LinkId link) noexcept {
 
 Result<Bytes> NvlinkDomain::offer(LinkId link) {
   if (find(link) != nullptr) return kLane.error(ErrorCode::kInvalidArgument, "offer", "this link exists");
-  const Result<Offer> offer = rendezvous_.invite();
-  if (!offer) return offer.error();
+  const Result<same_host::Invitation> invitation = rendezvous_.invite();
+  if (!invitation) return invitation.error();
   auto created = std::make_unique<Link>(link, sink_, rendezvous_.epoll());
-  created->connection().expect(offer.value().secret);
+  created->connection().expect(invitation.value().secret);
   links_.emplace(link, std::move(created));
-  return to_bytes(offer.value());
+  return to_bytes(Offer{invitation.value(), process_});
 }
 
 Result<Bytes> NvlinkDomain::accept(LinkId id, std::span<const std::byte> bytes) {
   constexpr std::string_view kOperation = "accept";
   if (find(id) != nullptr) return kLane.error(ErrorCode::kInvalidArgument, kOperation, "this link exists");
+  // First what every version of an offer begins with, which says what the peer's is.
+  const auto invitation =
+      from_bytes<same_host::Invitation>(bytes.first(std::min(bytes.size(), sizeof(same_host::Invitation))), kMagic);
   const std::optional<Offer> offer = from_bytes<Offer>(bytes, kMagic);
+  if (invitation) {
+    if (Status fits = rendezvous_.check(*invitation); !fits) return fits.error();
+  }
   if (!offer) return kLane.error(ErrorCode::kInvalidArgument, kOperation, "malformed offer");
-  if (Status fits = rendezvous_.check(*offer); !fits) return fits.error();
   if (context_ == nullptr) {
     return kLane.error(ErrorCode::kInvalidArgument, kOperation, "register GPU memory before connecting to peers");
   }
@@ -208,10 +100,13 @@ Result<Bytes> NvlinkDomain::accept(LinkId id, std::span<const std::byte> bytes) 
   Result<same_host::Mapping> segment = rendezvous_.say_hello(peer.value(), offer->secret);
   if (!segment) return segment.error();
   auto link = std::make_unique<Link>(id, sink_, rendezvous_.epoll());
-  if (Status attached = link->attach(std::move(peer.value()), std::move(segment.value()), Connection::Role::kAcceptor);
+  if (Status attached = link->attach(std::move(peer.value()), std::move(segment.value()), Connection::Role::kAcceptor,
+                                     offer->process == process_);
       !attached) {
     return attached.error();
   }
+  tell_memories(*link);
+  link->send_piece(*driver_);  // so that the peer finds out now whether it can map our memory, and not after complete()
   links_.emplace(id, std::move(link));
   return to_bytes(Answer{});
 }
@@ -229,6 +124,12 @@ Status NvlinkDomain::complete(LinkId id, std::span<const std::byte> bytes) {
   if (!link->attached()) rendezvous_.hear_all();
   if (!link->attached() || link->closed()) {
     return kLane.error(ErrorCode::kPeerDown, kOperation, "the peer answered, but its connection is gone");
+  }
+  if (Status heard = link->service(); !heard) return heard;
+  for (bool more = true; more;) {
+    Result<bool> mapped = link->map_piece(context_);
+    if (!mapped) return mapped.error();
+    more = mapped.value();
   }
   return map_all(*link);
 }
@@ -252,6 +153,7 @@ void NvlinkDomain::close(Link& link, const Error& error) {
     if (Status drained = copier_->drain(kDrainLimit); !drained && !dead_) dead_ = kLane.named(drained.error());
     settle();
   }
+  retire_unused(link);
   link.fail_queued();
 }
 
@@ -268,13 +170,16 @@ void NvlinkDomain::welcome(same_host::Newcomer newcomer) {
   });
   if (found == links_.end()) return;
   Link& link = *found->second;
-  if (Status attached = link.attach(std::move(newcomer.peer), std::move(newcomer.segment), Connection::Role::kOfferer);
+  const bool same_process = reinterpret_cast<const Board*>(newcomer.board.data())->process == process_;
+  if (Status attached =
+          link.attach(std::move(newcomer.peer), std::move(newcomer.segment), Connection::Role::kOfferer, same_process);
       !attached) {
     link.close(attached.error());
     return;
   }
   link.connection().meet(std::move(newcomer.board));
   link.tell(Message{.kind = MessageKind::kWelcome}, rendezvous_.board_fd());
+  tell_memories(link);
 }
 
 // --- Data path
@@ -309,6 +214,8 @@ bool NvlinkDomain::poll() {
     }
   }
   happened |= launch();
+  happened |= move_piece();
+  happened |= unmap_retired();
   for (const auto& [id, link] : links_) happened |= link->flush();
 
   if (!launches_.empty() && ++turns_ % kTurnsPerCheck == 0) check_health();
@@ -329,7 +236,6 @@ bool NvlinkDomain::launch() {
       if (next->second->can_launch()) first = next->second.get();
     }
     if (first == nullptr) break;
-    any = true;
     last_served_ = first->id();
     const uint64_t page_bytes = first->queue().front().page_bytes;
     copier_->begin(page_bytes);
@@ -345,6 +251,11 @@ bool NvlinkDomain::launch() {
         if (link->can_launch() && link->queue().front().page_bytes == page_bytes) more |= take(*link, launch);
       }
     }
+    if (launch.flights.empty()) {  // the first had to wait for its region
+      spare_launches_.push_back(std::move(launch));
+      continue;
+    }
+    any = true;
     if (Status launched = copier_->launch(); !launched) {
       for (Flight& flight : launch.flights) {
         if (!flight.error) flight.error = kLane.named(launched.error());
@@ -356,22 +267,27 @@ bool NvlinkDomain::launch() {
   return any;
 }
 
-// Moves the link's first batch into the launch; false if it does not fit any more.
+// Moves the link's first batch into the launch; false if it does not fit any more, or has to wait for its region.
 bool NvlinkDomain::take(Link& link, Launch& launch) {
   const BatchQueue::Item& batch = link.queue().front();
   if (!copier_->has_room(batch.count)) return false;
+  auto target = link.targets().find(batch.rkey);
+  if (target == link.targets().end() && link.must_wait()) return false;
   Flight& flight = launch.flights.emplace_back(Flight{link.id(), batch.work, batch.immediate, batch.counted});
   link.enter();
   const RegionEntry& entry = link.board().regions[batch.rkey % kMaxRegions];
-  auto target = link.targets().find(batch.rkey);
   if (link.revoked()) {
     flight.error = kLane.error(ErrorCode::kPeerDown, "write", "the peer has fenced this link");
   } else if (batch.rkey == 0 || entry.rkey.load(std::memory_order_seq_cst) != batch.rkey) {
     flight.error =
         kLane.error(ErrorCode::kUnknownRegion, "write", "the peer has no region of this key, or has revoked it");
-    if (target != link.targets().end()) link.targets().erase(target);
+    // Memory in pieces goes when the peer says so.
+    if (target != link.targets().end() && target->second.memory == 0) {
+      retire(std::move(target->second.mapping));
+      link.targets().erase(target);
+    }
   } else if (target == link.targets().end()) {
-    Result<Link::Target> mapped = map(link.board(), entry);
+    Result<Link::Target> mapped = map(link, entry);
     if (mapped) {
       target = link.targets().emplace(batch.rkey, std::move(mapped.value())).first;
     } else {
@@ -448,14 +364,17 @@ void NvlinkDomain::on_event(LinkId id, bool process) {
   Status status =
       process ? Status(kLane.error(ErrorCode::kPeerDown, "link", "the peer's process is gone")) : link->service();
   if (status && !met && link->met()) status = map_all(*link);
+  retire_unused(*link);
   if (!status) break_down(*link, status.error());
 }
 
 bool NvlinkDomain::prepare_sleep() {
   // The GPU wakes nobody: while it copies, the worker keeps looking.
-  if (!launches_.empty()) return false;
+  if (!launches_.empty() || !retired_.empty()) return false;
   sleep_.announce();
-  if (std::none_of(links_.begin(), links_.end(), [](const auto& entry) { return entry.second->has_work(); })) {
+  if (std::none_of(links_.begin(), links_.end(), [this](const auto& entry) {
+        return entry.second->has_work() || (context_ != nullptr && entry.second->has_piece_to_map());
+      })) {
     return true;
   }
   sleep_.end();

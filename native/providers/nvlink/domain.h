@@ -1,9 +1,9 @@
 // NvlinkDomain: the lane between GPUs of one machine. The sender's GPU writes the receiver's pages.
 //
-// A peer's GPU memory is mapped here through CUDA IPC, once for each allocation, and one kernel on a few SMs copies all
-// the pages of a turn (Copier). wire.h has the shared memory that counts, fences and wakes; link.h is one peer;
-// same_host/rendezvous.h is how they meet; here are the regions and the launches. A domain serves one GPU: that of the
-// first memory registered with it.
+// A peer's GPU memory is mapped here through CUDA IPC, once for each allocation, or piece by piece (pieces.h), and one
+// kernel on a few SMs copies all the pages of a turn (Copier). wire.h has the shared memory that counts, fences and
+// wakes; link.h is one peer; same_host/rendezvous.h is how they meet; here are the regions (domain_memory.cc) and the
+// launches. A domain serves one GPU: that of the first memory registered with it.
 #pragma once
 
 #include <deque>
@@ -20,6 +20,7 @@
 #include "engine/domain.h"
 #include "providers/nvlink/link.h"
 #include "providers/nvlink/peer_memory.h"
+#include "providers/nvlink/pieces.h"
 #include "providers/nvlink/wire.h"
 #include "providers/same_host/region_keys.h"
 #include "providers/same_host/rendezvous.h"
@@ -36,10 +37,9 @@ inline constexpr uint64_t kWindowBytes = 4 * cuda::kLaunchBytes;
 
 class NvlinkDomain final : public Domain {
  public:
-  NvlinkDomain(const DomainConfig& config, DomainSink& sink)
-      : copy_blocks_(config.copy_blocks),
-        sink_(sink),
-        rendezvous_(kLane, [this](same_host::Newcomer newcomer) { welcome(std::move(newcomer)); }) {}
+  // `process`: one number for all domains of this process, and no other's. Tests give two domains two of them, so that
+  // they treat each other as strangers.
+  NvlinkDomain(const DomainConfig& config, DomainSink& sink, std::optional<uint64_t> process = std::nullopt);
   NvlinkDomain(const NvlinkDomain&) = delete;
   NvlinkDomain& operator=(const NvlinkDomain&) = delete;
   // Revokes every peer's right to write, and waits for our own copies.
@@ -65,9 +65,18 @@ class NvlinkDomain final : public Domain {
 
  private:
   struct Region {
+    uint32_t memory = 0;           // its name, if it is in pieces
+    PieceSender::Pieces pieces{};  // or null
     bool revoked = false;
     // Links with batches under way when the region was revoked, and how many had entered then.
-    std::vector<std::pair<LinkId, uint64_t>> landing;
+    std::vector<std::pair<LinkId, uint64_t>> landing{};
+  };
+  // How other processes get at a region: by a handle, or in pieces.
+  struct Shared {
+    cuda::IpcHandle handle{};
+    uint64_t offset = 0;  // of the region in what is shared
+    PieceSender::Pieces pieces{};
+    uint64_t pieces_bytes = 0;
   };
   // A batch in a launch.
   struct Flight {
@@ -76,6 +85,11 @@ class NvlinkDomain final : public Domain {
     uint32_t immediate = 0;
     bool counted = false;
     std::optional<Error> error{};  // it was refused, and nothing of it copied
+  };
+  // A peer's memory that nobody wants any more.
+  struct Retired {
+    uint64_t launch = 0;  // the last one that may write there
+    std::shared_ptr<PeerAllocation> mapping;
   };
   struct Launch {
     uint64_t number = 0;  // the Copier's; all up to it must have ended
@@ -86,8 +100,17 @@ class NvlinkDomain final : public Domain {
   Link* find(LinkId link) noexcept;
 
   Status adopt(int device);
-  Result<Link::Target> map(const Board& peer, const RegionEntry& entry);
+  static Result<Shared> find_allocation(const cuda::Placement& place, const std::byte* base, uint64_t bytes);
+  Result<Shared> share_pieces(const std::byte* base, uint64_t bytes) const;
+  void tell_memories(Link& link);
+  Result<Link::Target> map(const Link& link, const RegionEntry& entry);
+  Status reach_gpu(int device) const;
+  Status reach_pieces(cuda::DevicePointer base, uint64_t bytes) const;
   Status map_all(Link& link);
+  bool move_piece();
+  void retire(std::shared_ptr<PeerAllocation> mapping);
+  void retire_unused(Link& link);
+  bool unmap_retired();
 
   bool launch();
   bool take(Link& link, Launch& launch);
@@ -102,6 +125,7 @@ class NvlinkDomain final : public Domain {
   void reap();
 
   const uint32_t copy_blocks_;
+  const uint64_t process_;
   DomainSink& sink_;
   const cuda::Driver* driver_ = nullptr;
   same_host::Rendezvous rendezvous_;
@@ -111,11 +135,14 @@ class NvlinkDomain final : public Domain {
   PeerMemory peer_memory_;
   same_host::RegionKeys keys_{kLane, kMaxRegions};
   std::unordered_map<uint64_t, Region> regions_;  // by rkey
+  uint32_t last_memory_ = 0;
 
   // A map: a sink may open links while poll() walks over it. Entries only go in reap(). Before the Copier: its
   // destruction waits for copies, whose targets the links keep mapped.
   std::map<LinkId, std::unique_ptr<Link>> links_;
   LinkId last_served_ = 0;
+  LinkId last_moved_ = 0;
+  std::deque<Retired> retired_;
   std::unique_ptr<cuda::Copier> copier_;
   std::deque<Launch> launches_;
   std::vector<Launch> spare_launches_;  // for the memory of their lists

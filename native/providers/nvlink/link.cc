@@ -23,7 +23,8 @@ Link::~Link() {
   if (in_ != nullptr) in_->revoked.store(1, std::memory_order_seq_cst);
 }
 
-Status Link::attach(same_host::PeerSocket peer, Mapping segment, Connection::Role role) {
+Status Link::attach(same_host::PeerSocket peer, Mapping segment, Connection::Role role, bool same_process) {
+  same_process_ = same_process;
   Status attached = connection_.attach(std::move(peer), std::move(segment), role);
   in_ = &connection_.incoming<Segment>();
   out_ = &connection_.outgoing<Segment>();
@@ -44,11 +45,75 @@ void Link::tell(const Message& message, int descriptor) {
 Status Link::service() {
   if (closed_ || !attached()) return {};
   const Received last = connection_.receive([this](const Message& message, Connection::Descriptors& descriptors) {
-    return message.kind == MessageKind::kWake ||
-           (message.kind == MessageKind::kWelcome && connection_.meet(descriptors));
+    switch (message.kind) {
+      case MessageKind::kWake:
+        return true;
+      case MessageKind::kWelcome:
+        return connection_.meet(descriptors);
+      case MessageKind::kMemory:
+        return met() && pieces_in_.hear(message, std::move(descriptors[0]));
+      case MessageKind::kForget:
+        forget_peer_memory(message.memory);
+        return true;
+      case MessageKind::kNone:
+      case MessageKind::kHello:
+        break;  // only ever the first message, and read by the rendezvous
+    }
+    return false;
   });
   if (last == Received::kClosed || last == Received::kMalformed) return connection_.what_ended(last);
   return {};
+}
+
+// --- Memory in pieces
+
+void Link::tell_memory(uint32_t memory, PieceSender::Pieces pieces) {
+  if (!closed_ && !same_process_) pieces_out_.tell(memory, std::move(pieces));
+}
+
+void Link::forget_memory(uint32_t memory) {
+  if (!closed_ && !same_process_) pieces_out_.forget(memory);
+}
+
+uint64_t Link::pieces_taken() const noexcept { return in_->pieces_taken.load(std::memory_order_seq_cst); }
+
+bool Link::send_piece(const cuda::Driver& driver) {
+  return !closed_ && attached() && pieces_out_.advance(driver, connection_, pieces_taken());
+}
+
+Result<bool> Link::map_piece(const std::shared_ptr<cuda::Context>& context) {
+  if (!has_piece_to_map()) return false;
+  if (!pieces_in_.map_next(context, board())) return connection_.what_ended(Received::kMalformed);
+  out_->pieces_taken.store(pieces_in_.taken(), std::memory_order_seq_cst);
+  wake_due_ = true;
+  // The first thing that the peer's memory is asked for: no other will work, and the link is of no use.
+  if (const Error* why = pieces_in_.cannot_map(); why != nullptr && targets_.empty()) return *why;
+  return true;
+}
+
+bool Link::awaits(const RegionEntry& entry) const noexcept {
+  const auto memory = static_cast<uint32_t>(entry.memory.load(std::memory_order_relaxed));
+  if (memory == 0 || same_process_) return false;
+  const PieceReceiver::Memory* found = pieces_in_.find(memory);
+  return found == nullptr || !found->arrived();
+}
+
+bool Link::awaits(uint64_t rkey) const noexcept {
+  const RegionEntry& entry = board().regions[rkey % kMaxRegions];
+  return rkey != 0 && entry.rkey.load(std::memory_order_seq_cst) == rkey && awaits(entry);
+}
+
+void Link::forget_peer_memory(uint32_t memory) {
+  std::optional<PieceReceiver::Memory> forgotten = pieces_in_.forget(memory);
+  out_->pieces_taken.store(pieces_in_.taken(), std::memory_order_seq_cst);
+  wake_due_ = true;
+  if (!forgotten) return;
+  targets_.erase(forgotten->rkey);
+  set_aside(std::move(*forgotten));
+}
+
+void Link::set_aside(PieceReceiver::Memory memory) {
+  if (memory.allocation) unused_.push_back(std::move(memory.allocation));
 }
 
 // --- Sending
@@ -137,6 +202,7 @@ bool Link::has_work() const noexcept {
   if (closed_ || !attached()) return false;
   if (ring_.has_arrivals() || messages_.has_work()) return true;
   if (!uncounted_.empty() && ring_.may_have_room()) return true;
+  if (pieces_out_.has_work(pieces_taken())) return true;
   return can_launch() || (wake_due_ && met());
 }
 
@@ -151,6 +217,12 @@ void Link::close(const Error& error) {
     entered_at_close_ = peer_entered();
   }
   connection_.stop();
+  pieces_out_.close();
+  for (PieceReceiver::Memory& memory : pieces_in_.close()) set_aside(std::move(memory));
+  for (auto& [rkey, target] : targets_) {
+    if (target.mapping && target.memory == 0) unused_.push_back(std::move(target.mapping));
+  }
+  targets_.clear();
 }
 
 void Link::fail_queued() {
@@ -172,7 +244,6 @@ bool Link::fenced() {
     fenced_ = true;
     if (attached()) ring_.drain();
     connection_.hang_up();
-    targets_.clear();
   }
   return fenced_;
 }

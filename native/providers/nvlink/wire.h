@@ -6,6 +6,9 @@
 // Segment  one per link: a Channel for each direction.
 // Channel  one direction of a link: a ring of immediates, slots of messages, and the account of batches under way.
 //
+// Memory that no IPC handle names is in pieces, which the link's socket carries as descriptors (kMemory), as soon as the
+// two have met and later as regions are registered.
+//
 // Pages themselves go from GPU to GPU; only counts, messages and this bookkeeping pass through the processors.
 //
 // The account, which makes fencing sound without the peer's cooperation in the normal case. A batch is: raise `entered`,
@@ -29,20 +32,27 @@ namespace kvc::nvlink {
 
 using same_host::SharedWord;
 
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kVersion = 2;
 constexpr uint32_t kMagic = 0x6B76636E;  // "kvcn": whose bytes these are
 
 // Regions of one domain. An engine has one or a few for its KV caches.
 constexpr uint32_t kMaxRegions = 256;
 
+// The pieces of a region's memory (cuda/virtual_memory.h) that a peer has been sent and has not taken yet. Enough that
+// both sides are at work at a time, and few enough that peers which hang do not use up the descriptors that a user may
+// have under way (RLIMIT_NOFILE, often 1024, over all sockets).
+constexpr uint32_t kUntakenPieces = 16;
+
 struct RegionEntry {
   SharedWord rkey;  // 0: no region. Written last; stays 0 until no sender can be using the entry any more.
   SharedWord base;  // the first address, in the address space of the domain's process
   SharedWord length;
-  SharedWord offset;  // of `base` in its allocation
-  SharedWord device;  // the GPU's ordinal in that process: for a peer in the same process
+  SharedWord offset;        // of `base` in its allocation, or in the first of its pieces
+  SharedWord device;        // the GPU's ordinal in that process: for a peer in the same process
+  SharedWord memory;        // 0: `allocation` names it. Else it is in pieces, which come over the socket by this name
+  SharedWord pieces_bytes;  // all of them
   cuda::IpcHandle allocation;
-  uint64_t padding[3];
+  uint64_t padding[1];
 };
 static_assert(sizeof(RegionEntry) == 128);
 
@@ -59,7 +69,8 @@ static_assert(offsetof(Board, sleep) == 0, "where Sleep and Connection look for 
 struct AccountWords {
   alignas(64) SharedWord entered;  // batches that may be landing: everything up to `entered` and above `left`
   SharedWord left;
-  SharedWord starved;  // 1: the ring is full and the sender sleeps: wake it when there is room
+  SharedWord starved;       // 1: the ring is full and the sender sleeps: wake it when there is room
+  SharedWord pieces_taken;  // of the receiver's memory, out of the socket so far
 };
 struct Channel : same_host::ReceiverWords, AccountWords, same_host::SenderWords {};
 static_assert(sizeof(Channel) == sizeof(same_host::ReceiverWords) + 64 + sizeof(same_host::SenderWords));
@@ -69,7 +80,10 @@ struct Segment {
   Channel to_acceptor;
 };
 
-using Offer = same_host::Invitation;
+struct Offer : same_host::Invitation {
+  uint64_t process = 0;  // the offerer's Board::process
+};
+static_assert(std::is_trivially_copyable_v<Offer> && sizeof(Offer) == 96);
 
 struct Answer {
   uint32_t magic = kMagic;

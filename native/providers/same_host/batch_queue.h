@@ -35,6 +35,7 @@ class BatchQueue {
   bool full() const noexcept { return size_ > mask_; }
   // Not when empty(); valid until it is popped.
   Item& front() noexcept { return items_[head_]; }
+  const Item& front() const noexcept { return items_[head_]; }
   void pop() noexcept {
     head_ = (head_ + 1) & mask_;
     --size_;

@@ -21,7 +21,9 @@ enum class MessageKind : uint32_t {
   kHello,    // acceptor to offerer, first: `secret`; descriptors: segment, board of the acceptor
   kWelcome,  // offerer to acceptor, the answer; descriptor: board of the offerer
   kMemory,   // host: a memfd that regions lie in: `memory` is its name from now on, `bytes` its size; descriptor: it
-  kForget,   // host: `memory` backs no region any more
+             // nvlink: the next piece of the region's memory that its board calls `memory`: `bytes` its size;
+             // descriptor: it. None and 0 bytes: its owner has failed to get one, and no other piece follows
+  kForget,   // `memory` backs no region any more
   kWake,     // look at your rings: you were asleep
 };
 

@@ -9,6 +9,8 @@
 #include <cstring>
 #include <utility>
 
+#include "cuda/gpu_memory.h"
+
 namespace kvc::tcp {
 namespace {
 
@@ -74,6 +76,7 @@ std::string TcpDomain::description() const { return "tcp " + endpoint(config_.ad
 // --- Memory.
 
 Result<uint64_t> TcpDomain::register_region(std::byte* base, uint64_t bytes, int /*memfd*/, uint64_t /*memfd_offset*/) {
+  if (Status possible = cuda::refuse_gpu_memory("tcp", base); !possible) return possible.error();
   return shared_.regions.add(base, bytes);
 }
 

@@ -5,7 +5,7 @@
 #include <string>
 #include <utility>
 
-#include "providers/verbs/gpu_memory.h"
+#include "cuda/gpu_memory.h"
 
 namespace kvc::verbs {
 
@@ -25,9 +25,9 @@ Result<Owned<abi::ibv_mr>> register_memory(const Device& device, std::byte* base
   const Library& library = device.library();
   const auto address = reinterpret_cast<uint64_t>(base);
   std::string tried;
-  host = !is_gpu_memory(base);
+  host = !cuda::is_gpu_memory(base);
   if (!host && library.reg_dmabuf_mr != nullptr) {
-    Result<DmaBuf> exported = export_dma_buf(base, bytes);
+    Result<cuda::DmaBuf> exported = cuda::export_dma_buf(base, bytes);
     if (exported.ok()) {
       abi::ibv_mr* const mr = library.reg_dmabuf_mr(device.memory_pd(), exported.value().offset, bytes, address,
                                                     exported.value().fd.get(), static_cast<int>(kAccess));
@@ -42,7 +42,10 @@ Result<Owned<abi::ibv_mr>> register_memory(const Device& device, std::byte* base
   const int error = errno;
   std::string hint;
   if (!host) {
-    hint = "; for GPU memory the kernel needs DMA-BUF support (5.12, open NVIDIA driver) or the nvidia_peermem module";
+    hint =
+        "; for GPU memory the kernel needs DMA-BUF support (5.12, open NVIDIA driver) or the nvidia_peermem module; or "
+        "use the "
+        "provider bounce, which goes through host memory";
   } else if (error == ENOMEM) {
     hint = "; is the limit of locked memory (ulimit -l) large enough?";
   }

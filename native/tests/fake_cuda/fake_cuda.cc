@@ -1,11 +1,12 @@
 // libcuda.so.1 for machines without a GPU: what kv-connector calls of the driver, over ordinary memory.
 //
-// "GPU memory" is a memfd, so that another process can map it by its IPC handle as CUDA maps it; a stream is a thread that
-// runs one operation after the other, a little late; and the kernels of native/cuda/kernels.cu are written again in C++.
+// "GPU memory" is a memfd, so that another process can map it by its IPC handle or its descriptor as CUDA maps it; a
+// stream is a thread that runs one operation after the other, a little late; and the kernels of native/cuda/kernels.cu are written again in C++.
 // With it the nvlink lane's links, launches, counts and fences are tested where CI runs. What it cannot show is whether
 // the kernels themselves are right: that takes a GPU (the same tests run there over the real driver).
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -16,8 +17,10 @@
 #include <deque>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <random>
+#include <set>
 #include <thread>
 #include <vector>
 
@@ -34,6 +37,8 @@ constexpr int kSuccess = 0;
 constexpr int kInvalidValue = 1;
 constexpr int kInvalidContext = 201;
 constexpr int kNotReady = 600;
+constexpr int kNotSupported = 801;
+constexpr int kUnknown = 999;
 constexpr int kDevices = 2;
 
 struct Allocation {
@@ -45,6 +50,74 @@ struct Allocation {
 };
 std::mutex mutex;
 std::map<DevicePointer, Allocation> allocations;  // by address, this process's and mapped ones
+
+// --- Virtual memory management (cuMemCreate, cuMemMap)
+
+constexpr uint64_t kGranularity = 2 << 20;
+
+// What cuMemCreate makes. Lives as long as a handle or a mapping of it.
+struct Physical {
+  ~Physical() { close(fd); }
+  int fd = -1;
+  uint64_t bytes = 0;
+  int device = 0;
+  bool exportable = false;
+};
+struct MappedPiece {
+  uint64_t bytes = 0;
+  std::shared_ptr<Physical> physical;  // null if it was imported: nobody asks for it again, and tests map many
+  int device = 0;
+  bool exportable = false;
+  std::set<int> access;
+};
+std::map<DevicePointer, uint64_t> reservations;
+std::map<DevicePointer, MappedPiece> pieces;
+std::map<uint64_t, std::shared_ptr<Physical>> handles;
+std::set<uint64_t> imported_handles;
+uint64_t last_handle = 0;
+bool imports_fail = false;
+
+struct Location {
+  int type;
+  int id;
+};
+struct AllocationProperties {
+  int type;
+  int handle_types;
+  Location location;
+  void* unused;
+  unsigned char flags[8];
+};
+struct Access {
+  Location location;
+  int flags;
+};
+
+template <typename Ranges>
+auto range_of(Ranges& ranges, DevicePointer pointer, uint64_t (*bytes)(const typename Ranges::mapped_type&)) {
+  auto found = ranges.upper_bound(pointer);
+  if (found == ranges.begin()) return ranges.end();
+  --found;
+  return pointer - found->first < bytes(found->second) ? found : ranges.end();
+}
+auto find_piece(DevicePointer pointer) {
+  return range_of(pieces, pointer, [](const MappedPiece& piece) { return piece.bytes; });
+}
+auto find_reservation(DevicePointer pointer) {
+  return range_of(reservations, pointer, [](const uint64_t& bytes) { return bytes; });
+}
+
+// The pieces that begin and end at the ends of a range and fill it; none if they do not.
+std::vector<DevicePointer> pieces_in(DevicePointer pointer, size_t bytes) {
+  std::vector<DevicePointer> found;
+  for (DevicePointer at = pointer; at != pointer + bytes;) {
+    const auto piece = pieces.find(at);
+    if (piece == pieces.end() || piece->second.bytes > pointer + bytes - at) return {};
+    found.push_back(at);
+    at += piece->second.bytes;
+  }
+  return found;
+}
 
 struct Handle {
   int pid;
@@ -225,6 +298,8 @@ KVC_API int cuMemFreeHost(void* pointer) {
   std::free(pointer);
   return kSuccess;
 }
+KVC_API int cuMemHostRegister_v2(void*, size_t, unsigned) { return current.empty() ? kInvalidContext : kSuccess; }
+KVC_API int cuMemHostUnregister(void*) { return kSuccess; }
 KVC_API int cuMemHostGetDevicePointer_v2(DevicePointer* device, void* pointer, unsigned) {
   *device = reinterpret_cast<DevicePointer>(pointer);
   return kSuccess;
@@ -246,8 +321,41 @@ KVC_API int cuMemsetD8_v2(DevicePointer target, unsigned char value, size_t byte
   std::memset(reinterpret_cast<void*>(target), value, bytes);
   return kSuccess;
 }
+static int piece_attribute(void* value, int attribute, DevicePointer pointer) {
+  const auto& [address, piece] = *find_piece(pointer);
+  const auto& [reserved, reserved_bytes] = *find_reservation(pointer);
+  switch (attribute) {
+    case 2:
+      *static_cast<unsigned*>(value) = 2;
+      return kSuccess;
+    case 9:
+      *static_cast<int*>(value) = piece.device;
+      return kSuccess;
+    case 10:
+      *static_cast<int*>(value) = 0;
+      return kSuccess;
+    case 11:
+      *static_cast<DevicePointer*>(value) = reserved;
+      return kSuccess;
+    case 12:
+      *static_cast<size_t*>(value) = reserved_bytes;
+      return kSuccess;
+    case 14:
+      *static_cast<uint64_t*>(value) = piece.exportable ? 1 : 0;
+      return kSuccess;
+    case 18:
+      *static_cast<size_t*>(value) = piece.bytes;
+      return kSuccess;
+    case 19:
+      *static_cast<DevicePointer*>(value) = address;
+      return kSuccess;
+    default:
+      return kInvalidValue;
+  }
+}
 KVC_API int cuPointerGetAttribute(void* value, int attribute, DevicePointer pointer) {
   const std::lock_guard lock(mutex);
+  if (find_piece(pointer) != pieces.end()) return piece_attribute(value, attribute, pointer);
   const auto found = find(pointer);
   if (found == allocations.end()) return kInvalidValue;
   switch (attribute) {
@@ -264,13 +372,20 @@ KVC_API int cuPointerGetAttribute(void* value, int attribute, DevicePointer poin
       *static_cast<DevicePointer*>(value) = found->first;
       return kSuccess;
     case 12:
+    case 18:
       *static_cast<size_t*>(value) = found->second.bytes;
+      return kSuccess;
+    case 14:
+      *static_cast<uint64_t*>(value) = 0;
+      return kSuccess;
+    case 19:
+      *static_cast<DevicePointer*>(value) = found->first;
       return kSuccess;
     default:
       return kInvalidValue;
   }
 }
-// Not of the driver: makes an allocation one that cannot be shared, as expandable segments are.
+// Not of the driver: makes an allocation one that cannot be shared, as those of a memory pool are.
 KVC_API int fakeForbidSharing(DevicePointer pointer) {
   const std::lock_guard lock(mutex);
   allocations[pointer].capable = false;
@@ -297,6 +412,123 @@ KVC_API int cuIpcOpenMemHandle_v2(DevicePointer* pointer, Handle handle, unsigne
   return kSuccess;
 }
 KVC_API int cuIpcCloseMemHandle(DevicePointer pointer) { return cuMemFree_v2(pointer); }
+KVC_API int cuMemGetAllocationGranularity(size_t* granularity, const AllocationProperties*, int) {
+  *granularity = kGranularity;
+  return kSuccess;
+}
+KVC_API int cuMemCreate(uint64_t* handle, size_t bytes, const AllocationProperties* properties, unsigned long long) {
+  if (bytes == 0 || bytes % kGranularity != 0) return kInvalidValue;
+  auto physical = std::make_shared<Physical>();
+  physical->fd = memfd_create("fake-gpu-piece", MFD_CLOEXEC);
+  if (physical->fd < 0 || ftruncate(physical->fd, static_cast<off_t>(bytes)) != 0) return 2;
+  physical->bytes = bytes;
+  physical->device = properties->location.id;
+  physical->exportable = (properties->handle_types & 1) != 0;
+  const std::lock_guard lock(mutex);
+  handles[*handle = ++last_handle] = std::move(physical);
+  return kSuccess;
+}
+KVC_API int cuMemRelease(uint64_t handle) {
+  const std::lock_guard lock(mutex);
+  imported_handles.erase(handle);
+  return handles.erase(handle) == 1 ? kSuccess : kInvalidValue;
+}
+KVC_API int cuMemAddressReserve(DevicePointer* pointer, size_t bytes, size_t, DevicePointer, unsigned long long) {
+  if (bytes == 0 || bytes % 4096 != 0) return kInvalidValue;
+  void* data = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (data == MAP_FAILED) return 2;
+  const std::lock_guard lock(mutex);
+  reservations[*pointer = reinterpret_cast<DevicePointer>(data)] = bytes;
+  return kSuccess;
+}
+KVC_API int cuMemAddressFree(DevicePointer pointer, size_t bytes) {
+  const std::lock_guard lock(mutex);
+  const auto found = reservations.find(pointer);
+  if (found == reservations.end() || found->second != bytes) return kInvalidValue;
+  const auto piece = pieces.lower_bound(pointer);
+  if (piece != pieces.end() && piece->first < pointer + bytes) return kInvalidValue;
+  reservations.erase(found);
+  return munmap(reinterpret_cast<void*>(pointer), bytes) == 0 ? kSuccess : kInvalidValue;
+}
+KVC_API int cuMemMap(DevicePointer pointer, size_t bytes, size_t offset, uint64_t handle, unsigned long long) {
+  const std::lock_guard lock(mutex);
+  const auto found = handles.find(handle);
+  const auto reserved = find_reservation(pointer);
+  if (found == handles.end() || reserved == reservations.end()) return kInvalidValue;
+  if (bytes > reserved->second - (pointer - reserved->first) || find_piece(pointer) != pieces.end())
+    return kInvalidValue;
+  const std::shared_ptr<Physical>& physical = found->second;
+  if (offset != 0 || bytes != physical->bytes) return kNotSupported;  // as driver 580 says
+  void* data = mmap(reinterpret_cast<void*>(pointer), bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, physical->fd, 0);
+  if (data == MAP_FAILED) return 2;
+  const bool imported = imported_handles.contains(handle);
+  pieces[pointer] = {bytes, imported ? nullptr : physical, physical->device, physical->exportable, {}};
+  return kSuccess;
+}
+KVC_API int cuMemUnmap(DevicePointer pointer, size_t bytes) {
+  const std::lock_guard lock(mutex);
+  const std::vector<DevicePointer> found = pieces_in(pointer, bytes);
+  if (found.empty()) return kInvalidValue;
+  mmap(reinterpret_cast<void*>(pointer), bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1,
+       0);
+  for (const DevicePointer piece : found) pieces.erase(piece);
+  return kSuccess;
+}
+KVC_API int cuMemSetAccess(DevicePointer pointer, size_t bytes, const Access* access, size_t count) {
+  const std::lock_guard lock(mutex);
+  const std::vector<DevicePointer> found = pieces_in(pointer, bytes);
+  if (found.empty()) return kInvalidValue;
+  for (size_t i = 0; i < count; ++i) {
+    if (access[i].location.type != 1 || access[i].location.id >= kDevices || access[i].flags != 3) return kInvalidValue;
+    for (const DevicePointer piece : found) pieces[piece].access.insert(access[i].location.id);
+  }
+  return mprotect(reinterpret_cast<void*>(pointer), bytes, PROT_READ | PROT_WRITE) == 0 ? kSuccess : kInvalidValue;
+}
+KVC_API int cuMemGetAccess(unsigned long long* flags, const Location* location, DevicePointer pointer) {
+  const std::lock_guard lock(mutex);
+  const auto found = find_piece(pointer);
+  if (found == pieces.end()) return kInvalidValue;
+  *flags = found->second.access.contains(location->id) ? 3 : 0;
+  return kSuccess;
+}
+KVC_API int cuMemRetainAllocationHandle(uint64_t* handle, void* pointer) {
+  const std::lock_guard lock(mutex);
+  const auto found = find_piece(reinterpret_cast<DevicePointer>(pointer));
+  if (found == pieces.end() || !found->second.physical) return kInvalidValue;
+  handles[*handle = ++last_handle] = found->second.physical;
+  return kSuccess;
+}
+KVC_API int cuMemExportToShareableHandle(int* descriptor, uint64_t handle, int type, unsigned long long) {
+  const std::lock_guard lock(mutex);
+  const auto found = handles.find(handle);
+  if (found == handles.end() || !found->second->exportable || type != 1) return kInvalidValue;
+  *descriptor = fcntl(found->second->fd, F_DUPFD_CLOEXEC, 0);
+  return *descriptor >= 0 ? kSuccess : 2;
+}
+KVC_API int cuMemImportFromShareableHandle(uint64_t* handle, void* descriptor, int type) {
+  const auto fd = static_cast<int>(reinterpret_cast<intptr_t>(descriptor));
+  struct stat status{};
+  if (type != 1 || fcntl(fd, F_GET_SEALS) < 0 || fstat(fd, &status) != 0) return kUnknown;
+  const std::lock_guard lock(mutex);
+  if (imports_fail) return kNotSupported;
+  auto physical = std::make_shared<Physical>();
+  physical->fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+  physical->bytes = static_cast<uint64_t>(status.st_size);
+  handles[*handle = ++last_handle] = std::move(physical);
+  imported_handles.insert(*handle);
+  return kSuccess;
+}
+// Not of the driver: nothing can be imported from now on (or again), as on a GPU without peer access.
+KVC_API int fakeFailImports(int fail) {
+  const std::lock_guard lock(mutex);
+  imports_fail = fail != 0;
+  return kSuccess;
+}
+// Not of the driver: how many pieces are mapped in this process.
+KVC_API int fakeMappedPieces() {
+  const std::lock_guard lock(mutex);
+  return static_cast<int>(pieces.size());
+}
 KVC_API int cuStreamCreateWithPriority(void** stream, unsigned, int) {
   *stream = new FakeStream;
   return kSuccess;

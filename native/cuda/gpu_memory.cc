@@ -1,4 +1,4 @@
-#include "providers/verbs/gpu_memory.h"
+#include "cuda/gpu_memory.h"
 
 #include <dlfcn.h>
 #include <unistd.h>
@@ -6,9 +6,7 @@
 #include <string>
 #include <utility>
 
-#include "providers/verbs/library.h"
-
-namespace kvc::verbs {
+namespace kvc::cuda {
 
 namespace {
 
@@ -36,6 +34,10 @@ CudaDriver cuda_driver() {
   return driver;
 }
 
+Error refused(std::string message) {
+  return Error{ErrorCode::kRefused, "cuda", {}, "register_region", std::move(message)};
+}
+
 }  // namespace
 
 bool is_gpu_memory(const std::byte* address) {
@@ -46,11 +48,22 @@ bool is_gpu_memory(const std::byte* address) {
   return error == 0 && type == kDeviceMemory;  // an error: memory that CUDA does not know
 }
 
+Status refuse_gpu_memory(std::string_view provider, const std::byte* address) {
+  if (!is_gpu_memory(address)) return {};
+  const std::string lane(provider);
+  return Error{ErrorCode::kInvalidArgument,
+               lane,
+               {},
+               "register_region",
+               "this is GPU memory, which the " + lane +
+                   " lane cannot reach: use nvlink or a NIC, or the provider bounce, "
+                   "which goes through host memory"};
+}
+
 Result<DmaBuf> export_dma_buf(const std::byte* base, uint64_t bytes) {
   const CudaDriver driver = cuda_driver();
   if (driver.handle_for_range == nullptr) {
-    return verbs_error(ErrorCode::kRefused, "register_region",
-                       "this CUDA driver exports no DMA-BUF (11.7 and later do)");
+    return refused("this CUDA driver exports no DMA-BUF (11.7 and later do)");
   }
   // The exported range has to begin and end at pages of the host.
   const auto page = static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
@@ -59,10 +72,9 @@ Result<DmaBuf> export_dma_buf(const std::byte* base, uint64_t bytes) {
   const uint64_t end = (address + bytes + page - 1) / page * page;
   int fd = -1;
   if (const int error = driver.handle_for_range(&fd, begin, end - begin, kDmaBufHandle, 0); error != 0) {
-    return verbs_error(ErrorCode::kRefused, "register_region",
-                       "cuMemGetHandleForAddressRange: CUDA error " + std::to_string(error));
+    return refused("cuMemGetHandleForAddressRange: CUDA error " + std::to_string(error));
   }
   return DmaBuf{UniqueFd(fd), address - begin};
 }
 
-}  // namespace kvc::verbs
+}  // namespace kvc::cuda

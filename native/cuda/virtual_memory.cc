@@ -1,0 +1,142 @@
+#include "cuda/virtual_memory.h"
+
+#include <string>
+#include <utility>
+
+namespace kvc::cuda {
+
+namespace {
+
+constexpr int kPointerDevice = 9;         // CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+constexpr int kPointerHandleTypes = 14;   // CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES
+constexpr int kPointerMappingSize = 18;   // CU_POINTER_ATTRIBUTE_MAPPING_SIZE
+constexpr int kPointerMappingStart = 19;  // CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR
+
+constexpr int kDescriptor = 1;      // CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+constexpr int kLocationDevice = 1;  // CU_MEM_LOCATION_TYPE_DEVICE
+constexpr int kReadWrite = 3;       // CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+
+constexpr int kInvalidValue = 1;  // CUDA_ERROR_INVALID_VALUE: nothing is mapped there
+
+Error plain_error(ErrorCode code, std::string message) {
+  return Error{code, "cuda", {}, "register_region", std::move(message)};
+}
+
+int set_access(const Context& context, DevicePointer address, uint64_t bytes) {
+  const MemoryAccess access{kLocationDevice, context.device(), kReadWrite};
+  return context.driver().cuMemSetAccess(address, bytes, &access, 1);
+}
+
+}  // namespace
+
+Result<std::vector<Piece>> pieces_of(const Driver& driver, DevicePointer base, uint64_t bytes) {
+  std::vector<Piece> pieces;
+  int first_device = -1;
+  for (DevicePointer at = base; at - base < bytes;) {
+    int device = -1;
+    uint64_t handle_types = 0;
+    size_t size = 0;
+    DevicePointer start = 0;
+    int result = driver.cuPointerGetAttribute(&device, kPointerDevice, at);
+    if (result == kInvalidValue) {
+      return plain_error(ErrorCode::kInvalidArgument,
+                         "nothing is mapped behind the first " + std::to_string(at - base) + " bytes of the region");
+    }
+    if (result == kSuccess) result = driver.cuPointerGetAttribute(&handle_types, kPointerHandleTypes, at);
+    if (result == kSuccess) result = driver.cuPointerGetAttribute(&size, kPointerMappingSize, at);
+    if (result == kSuccess) result = driver.cuPointerGetAttribute(&start, kPointerMappingStart, at);
+    if (result != kSuccess) return cuda_error("register_region", "cuPointerGetAttribute", result);
+    if ((handle_types & kDescriptor) == 0) {
+      return plain_error(ErrorCode::kRefused,
+                         "this GPU memory was allocated so that no other process can map it "
+                         "(without CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)");
+    }
+    if (first_device < 0) first_device = device;
+    if (device != first_device) {
+      return plain_error(ErrorCode::kInvalidArgument, "the region lies in several GPUs");
+    }
+    if (at - start >= size) {
+      return plain_error(ErrorCode::kSystem, "the driver names a piece of memory that does not hold the address");
+    }
+    pieces.push_back({start, size});
+    at = start + size;
+  }
+  return pieces;
+}
+
+Result<UniqueFd> export_piece(const Driver& driver, DevicePointer address) {
+  AllocationHandle handle = 0;
+  if (int result = driver.cuMemRetainAllocationHandle(&handle, reinterpret_cast<void*>(address)); result != kSuccess) {
+    return cuda_error("register_region", "cuMemRetainAllocationHandle", result);
+  }
+  int descriptor = -1;
+  const int result = driver.cuMemExportToShareableHandle(&descriptor, handle, kDescriptor, 0);
+  driver.cuMemRelease(handle);
+  if (result != kSuccess) return cuda_error("register_region", "cuMemExportToShareableHandle", result);
+  return UniqueFd(descriptor);
+}
+
+Status allow_access(const Context& context, const std::vector<Piece>& pieces) {
+  // One by one: neighbours may have been reserved apart.
+  for (const Piece& piece : pieces) {
+    if (int result = set_access(context, piece.address, piece.bytes); result != kSuccess) {
+      return cuda_error("accept", "cuMemSetAccess", result);
+    }
+  }
+  return {};
+}
+
+Result<PieceMapping> PieceMapping::reserve(std::shared_ptr<Context> context, uint64_t bytes) {
+  PieceMapping mapping;
+  mapping.context_ = std::move(context);
+  if (int result = mapping.context_->driver().cuMemAddressReserve(&mapping.base_, bytes, 0, 0, 0); result != kSuccess) {
+    return cuda_error("accept", "cuMemAddressReserve", result);
+  }
+  mapping.bytes_ = bytes;
+  return mapping;
+}
+
+PieceMapping& PieceMapping::operator=(PieceMapping&& other) noexcept {
+  std::swap(context_, other.context_);
+  std::swap(base_, other.base_);
+  std::swap(bytes_, other.bytes_);
+  std::swap(mapped_, other.mapped_);
+  std::swap(pieces_, other.pieces_);
+  return *this;
+}
+
+PieceMapping::~PieceMapping() {
+  while (!empty()) remove_last();
+  if (bytes_ > 0) context_->driver().cuMemAddressFree(base_, bytes_);
+}
+
+Status PieceMapping::append(int descriptor, uint64_t bytes) {
+  constexpr std::string_view kOperation = "accept";
+  const Driver& driver = context_->driver();
+  AllocationHandle handle = 0;
+  // The descriptor travels in the pointer: that is the call's way.
+  if (int result = driver.cuMemImportFromShareableHandle(
+          &handle, reinterpret_cast<void*>(static_cast<intptr_t>(descriptor)), kDescriptor);
+      result != kSuccess) {
+    return cuda_error(kOperation, "cuMemImportFromShareableHandle", result);
+  }
+  const DevicePointer address = base_ + mapped_;
+  const int mapped = driver.cuMemMap(address, bytes, 0, handle, 0);
+  driver.cuMemRelease(handle);  // the mapping keeps the memory
+  if (mapped != kSuccess) return cuda_error(kOperation, "cuMemMap", mapped);
+  pieces_.push_back(bytes);
+  mapped_ += bytes;
+  if (int result = set_access(*context_, address, bytes); result != kSuccess) {
+    remove_last();
+    return cuda_error(kOperation, "cuMemSetAccess", result);
+  }
+  return {};
+}
+
+void PieceMapping::remove_last() noexcept {
+  mapped_ -= pieces_.back();
+  context_->driver().cuMemUnmap(base_ + mapped_, pieces_.back());
+  pieces_.pop_back();
+}
+
+}  // namespace kvc::cuda

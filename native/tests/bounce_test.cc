@@ -1,0 +1,406 @@
+// The bounce lane over tcp: GPU memory (a GPU's, or its stand-in's) and host memory on either side, through host memory
+// of both ends. What an engine makes of it is in engine_test.cc, which runs over it too.
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "engine/byte_codec.h"
+#include "engine/immediate.h"
+#include "providers/bounce/domain.h"
+#include "tests/cuda_test_support.h"
+#include "tests/domain_test_support.h"
+#include "tests/rig.h"
+
+namespace kvc::bounce {
+namespace {
+
+using test::GpuBuffer;
+using test::kLinkOfA;
+using test::kLinkOfB;
+using test::must;
+using test::run_until;
+
+constexpr uint64_t kBytes = 8 << 20;
+
+enum class Where : uint8_t { kHost, kGpu };
+
+// Bytes in host memory or in a GPU.
+class Memory {
+ public:
+  Memory(const std::shared_ptr<cuda::Context>& gpu, uint64_t bytes) {
+    if (gpu != nullptr) {
+      gpu_.emplace(gpu, bytes);
+    } else {
+      host_ = std::make_unique<std::vector<std::byte>>(bytes);
+    }
+  }
+  std::byte* data() const { return gpu_ ? gpu_->data() : host_->data(); }
+  uint64_t size() const { return gpu_ ? gpu_->bytes : host_->size(); }
+  void put(const std::vector<std::byte>& bytes) {
+    if (gpu_) {
+      gpu_->put(bytes);
+    } else {
+      *host_ = bytes;
+    }
+  }
+  std::vector<std::byte> get() const { return gpu_ ? gpu_->get() : *host_; }
+
+ private:
+  std::optional<GpuBuffer> gpu_;
+  std::unique_ptr<std::vector<std::byte>> host_;
+};
+
+struct End {
+  explicit End(const std::shared_ptr<cuda::Context>& gpu, const std::string& provider = "bounce",
+               const std::string& device = "")
+      : memory(gpu, kBytes) {
+    DomainConfig config;
+    config.provider = provider;
+    config.device = device;
+    domain = must(open_domain(config, sink));
+    rkey = must(domain->register_region(memory.data(), memory.size(), -1, 0));
+  }
+  Memory memory;  // outlives the domain
+  test::RecordingSink sink;
+  std::unique_ptr<Domain> domain;
+  uint64_t rkey = 0;
+};
+
+class Bounce : public test::Cuda {
+ protected:
+  std::shared_ptr<cuda::Context> gpu(Where where, const std::shared_ptr<cuda::Context>& context) const {
+    return where == Where::kGpu ? context : nullptr;
+  }
+  std::vector<std::byte> bytes(uint64_t seed) const {
+    std::vector<std::byte> data(kBytes);
+    test::fill_random(data.data(), data.size(), seed);
+    return data;
+  }
+};
+
+// `count` pages at every second place, from the other end of the memory in the source.
+test::Batch batch_of(WorkId work, size_t count, uint64_t page_bytes, uint64_t shift = 0) {
+  test::Batch batch{.work = work, .page_bytes = page_bytes};
+  for (size_t i = 0; i < count; ++i) {
+    batch.from.push_back(shift + (count - 1 - i) * page_bytes);
+    batch.to.push_back(shift + 2 * i * page_bytes);
+  }
+  return batch;
+}
+
+// Batches of 128 KiB, each with pages of its own: 16 are twice as many as slots.
+void post_many(End& from, LinkId link, const End& to, WorkId first, size_t count) {
+  for (size_t i = 0; i < count; ++i) {
+    ASSERT_EQ(test::post(from, link, to, batch_of(first + i, 64, 2048, i * 2 * 64 * 2048)), Posted::kYes);
+  }
+}
+
+class BounceBetween : public Bounce, public testing::WithParamInterface<std::pair<Where, Where>> {};
+
+TEST_P(BounceBetween, PagesOfAnyLengthLandAndAreCountedWhenTheyAreThere) {
+  End a(gpu(GetParam().first, first_));
+  End b(gpu(GetParam().second, second_));
+  test::connect(*a.domain, *b.domain);
+  const std::vector<std::byte> source = bytes(1);
+  a.memory.put(source);
+  std::vector<std::byte> expected = bytes(2);
+  b.memory.put(expected);
+  struct Shape {
+    size_t pages;
+    uint64_t page;
+    uint64_t shift;
+  };
+  WorkId work = 0;
+  for (const Shape& shape :
+       {Shape{64, 16384, 0}, Shape{40, 65536, 0}, Shape{3, 1536 << 10, 0}, Shape{1, 5 << 20, 0},
+        Shape{1, kSlotBytes, 0}, Shape{1, kSlotBytes + 16, 0}, Shape{7, 1000, 3}, Shape{1, 1, 9}}) {
+    const test::Batch batch = batch_of(++work, shape.pages, shape.page, shape.shift);
+    for (size_t i = 0; i < shape.pages; ++i) {
+      std::memcpy(expected.data() + batch.to[i], source.data() + batch.from[i], shape.page);
+    }
+    b.sink.counted = 0;
+    bool early = false;
+    b.sink.on_arrival = [&](uint32_t) { early |= b.sink.counted == shape.pages && b.memory.get() != expected; };
+    ASSERT_EQ(test::post(a, kLinkOfA, b, batch), Posted::kYes);
+    run_until({a.domain.get(), b.domain.get()}, [&] { return a.sink.completed.contains(work); }, "the batch");
+    EXPECT_TRUE(a.sink.succeeded(work));
+    EXPECT_EQ(b.sink.counted, shape.pages);
+    EXPECT_FALSE(early) << "counted before the pages were there";
+    EXPECT_TRUE(b.memory.get() == expected) << shape.pages << " pages of " << shape.page;
+  }
+}
+
+TEST_P(BounceBetween, BothEndsWriteAtOnceThroughFewerSlotsThanBatches) {
+  End a(gpu(GetParam().first, first_));
+  End b(gpu(GetParam().second, second_));
+  test::connect(*a.domain, *b.domain);
+  const std::vector<std::byte> of_a = bytes(1);
+  const std::vector<std::byte> of_b = bytes(2);
+  a.memory.put(of_a);
+  b.memory.put(of_b);
+  // The upper halves go into the other's lower halves, 128 KiB at a time: four times as many batches as slots.
+  constexpr uint64_t kHalf = kBytes / 2;
+  constexpr uint64_t kPage = 2048;
+  constexpr size_t kBatches = kHalf / (64 * kPage);
+  size_t posted_a = 0;
+  size_t posted_b = 0;
+  const auto post = [&](End& from, LinkId link, const End& to, size_t& posted) {
+    if (posted == kBatches) return;
+    test::Batch batch{.work = posted + 1, .page_bytes = kPage};
+    for (size_t i = 0; i < 64; ++i) {
+      const uint64_t offset = (posted * 64 + i) * kPage;
+      batch.from.push_back(kHalf + offset);
+      batch.to.push_back(offset);
+    }
+    if (test::post(from, link, to, batch) == Posted::kYes) ++posted;
+  };
+  run_until(
+      {a.domain.get(), b.domain.get()},
+      [&] {
+        post(a, kLinkOfA, b, posted_a);
+        post(b, kLinkOfB, a, posted_b);
+        return a.sink.order.size() == kBatches && b.sink.order.size() == kBatches;
+      },
+      "all batches");
+  const auto equal = [](const Memory& target, const std::vector<std::byte>& source) {
+    const std::vector<std::byte> landed = target.get();
+    return std::memcmp(landed.data(), source.data() + kHalf, kHalf) == 0;
+  };
+  EXPECT_TRUE(equal(b.memory, of_a));
+  EXPECT_TRUE(equal(a.memory, of_b));
+  EXPECT_EQ(b.sink.counted, kBatches * 64);
+  EXPECT_EQ(a.sink.counted, kBatches * 64);
+}
+
+TEST_P(BounceBetween, AFenceEndsWhatIsUnderWayAndNothingLandsAfterIt) {
+  End a(gpu(GetParam().first, first_));
+  End b(gpu(GetParam().second, second_));
+  test::connect(*a.domain, *b.domain);
+  a.memory.put(bytes(1));
+  post_many(a, kLinkOfA, b, 1, 16);
+  run_until({a.domain.get(), b.domain.get()}, [&] { return b.sink.counted > 0; }, "the first batch");
+  bool fenced = b.domain->fence(kLinkOfB);
+  run_until({b.domain.get()}, [&] { return fenced = fenced || b.domain->fence(kLinkOfB); }, "the fence");
+  const uint64_t counted = b.sink.counted;
+  const std::vector<std::byte> landed = b.memory.get();
+  run_until({a.domain.get(), b.domain.get()}, [&] { return !a.sink.down.empty(); }, "the sender to notice");
+  EXPECT_EQ(a.sink.completed.size(), 16U);
+  size_t succeeded = 0;
+  for (const auto& [work, error] : a.sink.completed) succeeded += error ? 0 : 1;
+  EXPECT_LT(succeeded, 16U);
+  EXPECT_GE(counted, succeeded * 64) << "what ended well is counted";
+  EXPECT_EQ(b.sink.counted, counted);
+  EXPECT_TRUE(b.memory.get() == landed);
+  // Our own fence, too, ends everything before it returns for the first time.
+  EXPECT_TRUE(a.domain->fence(kLinkOfA));
+}
+
+TEST_P(BounceBetween, TheSendersFenceCompletesItsBatches) {
+  End a(gpu(GetParam().first, first_));
+  End b(gpu(GetParam().second, second_));
+  test::connect(*a.domain, *b.domain);
+  post_many(a, kLinkOfA, b, 1, 16);
+  run_until({a.domain.get(), b.domain.get()}, [&] { return b.sink.counted > 0; }, "the first batch");
+  bool fenced = a.domain->fence(kLinkOfA);
+  EXPECT_EQ(a.sink.completed.size(), 16U) << "before fence() returns for the first time";
+  run_until({a.domain.get()}, [&] { return fenced = fenced || a.domain->fence(kLinkOfA); }, "the fence");
+  // The slots are all free again: another link has them.
+  b.domain->fence(kLinkOfB);
+  test::connect(*a.domain, *b.domain, 31, 32);
+  post_many(a, 31, b, 101, 32);
+  run_until({a.domain.get(), b.domain.get()}, [&] { return a.sink.completed.size() == 48; }, "the second link");
+  for (WorkId work = 101; work <= 132; ++work) EXPECT_TRUE(a.sink.succeeded(work));
+}
+
+INSTANTIATE_TEST_SUITE_P(Memory, BounceBetween,
+                         testing::Values(std::pair(Where::kGpu, Where::kGpu), std::pair(Where::kGpu, Where::kHost),
+                                         std::pair(Where::kHost, Where::kGpu), std::pair(Where::kHost, Where::kHost)),
+                         [](const auto& param) {
+                           const auto name = [](Where where) { return where == Where::kGpu ? "Gpu" : "Host"; };
+                           return std::string(name(param.param.first)) + "To" + name(param.param.second);
+                         });
+
+TEST_F(Bounce, AnImmediateAloneCountsForAsManyPages) {
+  End a(first_);
+  End b(second_);
+  test::connect(*a.domain, *b.domain);
+  const std::vector<PageWrite> none(5);
+  const WriteBatch batch{.work = 1, .counted = true, .immediate = test::immediate_of(5), .pages = none};
+  ASSERT_EQ(a.domain->post(kLinkOfA, batch), Posted::kYes);
+  run_until({a.domain.get(), b.domain.get()}, [&] { return a.sink.completed.contains(1); }, "the immediate");
+  EXPECT_TRUE(a.sink.succeeded(1));
+  EXPECT_EQ(b.sink.counted, 5U);
+}
+
+TEST_F(Bounce, AWrongKeyOrPlaceCostsItsBatchOnly) {
+  End a(first_);
+  End b(second_);
+  test::connect(*a.domain, *b.domain);
+  test::Batch unknown = batch_of(1, 4, 4096);
+  unknown.rkey = b.rkey + 1;
+  test::Batch outside = batch_of(2, 4, 4096);
+  outside.to[2] = kBytes - 4095;
+  test::Batch far_outside = batch_of(3, 1, 4 << 20);  // in pieces
+  far_outside.to[0] = kBytes - (2 << 20);
+  for (const test::Batch& batch : {unknown, outside, far_outside, batch_of(4, 4, 4096)}) {
+    ASSERT_EQ(test::post(a, kLinkOfA, b, batch), Posted::kYes);
+  }
+  run_until({a.domain.get(), b.domain.get()}, [&] { return a.sink.completed.size() == 4; }, "all four");
+  EXPECT_EQ(a.sink.failure(1), ErrorCode::kUnknownRegion);
+  EXPECT_EQ(a.sink.failure(2), ErrorCode::kOutOfRange);
+  EXPECT_EQ(a.sink.failure(3), ErrorCode::kOutOfRange);
+  EXPECT_TRUE(a.sink.succeeded(4));
+  EXPECT_EQ(b.sink.counted, 4U);
+  EXPECT_TRUE(a.sink.down.empty() && b.sink.down.empty());
+
+  EXPECT_TRUE(b.domain->deregister_region(b.rkey));
+  ASSERT_EQ(test::post(a, kLinkOfA, b, batch_of(5, 4, 4096)), Posted::kYes);
+  run_until({a.domain.get(), b.domain.get()}, [&] { return a.sink.completed.size() == 5; }, "the revoked");
+  EXPECT_EQ(a.sink.failure(5), ErrorCode::kUnknownRegion);
+}
+
+TEST_F(Bounce, MessagesPass) {
+  End a(first_);
+  End b(second_);
+  test::connect(*a.domain, *b.domain);
+  const std::byte message[] = {std::byte{4}, std::byte{2}};
+  ASSERT_EQ(a.domain->send(kLinkOfA, 9, message), Posted::kYes);
+  run_until(
+      {a.domain.get(), b.domain.get()}, [&] { return b.sink.messages.size() == 1 && a.sink.completed.contains(9); },
+      "the message");
+  EXPECT_TRUE(a.sink.succeeded(9));
+  EXPECT_EQ(b.sink.messages[0].first, kLinkOfB);
+  EXPECT_EQ(b.sink.messages[0].second, Bytes({std::byte{4}, std::byte{2}}));
+}
+
+// A peer that speaks tcp and the handshake, and then writes into the slots what it likes.
+struct Rogue {
+  Rogue(End& victim, const std::shared_ptr<cuda::Context>& none) : tcp(none, "tcp") {
+    ByteReader reader(offer = must(victim.domain->offer(kLinkOfB)));
+    reader.number<uint32_t>();
+    reader.number<uint32_t>();
+    slots = reader.number<uint64_t>();
+    base = reader.number<uint64_t>();
+    const auto below = reader.blob(1 << 16);
+    const Bytes answer = must(tcp.domain->accept(kLinkOfA, below));
+    ByteWriter writer;
+    writer.number(kMagic);
+    writer.number(kVersion);
+    writer.number(tcp.rkey);
+    writer.number(reinterpret_cast<uint64_t>(tcp.memory.data()));
+    writer.blob(answer);
+    must(victim.domain->complete(kLinkOfB, writer.take()));
+  }
+  void write(const SlotHeader& header, uint32_t note) {
+    std::memcpy(tcp.memory.data(), &header, sizeof(header));
+    const PageWrite page{tcp.memory.data(), 0};
+    ASSERT_EQ(tcp.domain->post(kLinkOfA, {.work = ++work,
+                                          .rkey = slots,
+                                          .target_base = base,
+                                          .page_bytes = kHeaderBytes,
+                                          .counted = true,
+                                          .immediate = note,
+                                          .pages = {&page, 1}}),
+              Posted::kYes);
+  }
+  End tcp;
+  Bytes offer;
+  uint64_t slots = 0;
+  uint64_t base = 0;
+  WorkId work = 0;
+};
+
+TEST_F(Bounce, APeerThatWritesNonsenseCostsItsLinkOnly) {
+  const uint32_t full = Note{}.encode();
+  const uint32_t one = Immediate{1, 0, 1}.encode();
+  struct Case {
+    SlotHeader header;
+    uint32_t note;
+    const char* said;
+  };
+  const Case cases[] = {
+      {{.piece_bytes = 4096, .pieces = 0}, full, "malformed"},
+      {{.piece_bytes = 4096, .pieces = 65}, full, "malformed"},
+      {{.piece_bytes = kSlotBytes, .pieces = 2}, full, "malformed"},
+      {{.piece_bytes = UINT64_MAX / 2, .pieces = 2}, full, "malformed"},
+      {{.piece_bytes = 16, .pieces = 2, .immediate = one, .counted = 1}, full, "malformed"},
+      {{}, Note{.emptied = true, .slot = 3}.encode(), "not filled"},
+      {{}, Immediate{200, 0, 1}.encode(), "means nothing"},
+  };
+  End b(second_);
+  for (const Case& one_case : cases) {
+    Rogue rogue(b, nullptr);
+    b.sink.down.clear();
+    rogue.write(one_case.header, one_case.note);
+    run_until({rogue.tcp.domain.get(), b.domain.get()}, [&] { return !b.sink.down.empty(); }, one_case.said);
+    EXPECT_EQ(b.sink.down[0].error.code, ErrorCode::kPeerDown);
+    EXPECT_NE(b.sink.down[0].error.message.find(one_case.said), std::string::npos) << b.sink.down[0].error.message;
+    run_until({b.domain.get()}, [&] { return b.domain->fence(kLinkOfB); }, "the fence");
+    b.domain->poll();  // forgets the link
+  }
+  EXPECT_EQ(b.sink.counted, 0U);
+  End a(first_);
+  test::connect(*a.domain, *b.domain);
+  ASSERT_EQ(test::post(a, kLinkOfA, b, batch_of(1, 4, 4096)), Posted::kYes);
+  run_until({a.domain.get(), b.domain.get()}, [&] { return a.sink.succeeded(1); }, "an honest peer");
+}
+
+TEST_F(Bounce, MalformedHandshakesAreRefused) {
+  End a(first_);
+  End b(second_);
+  const Bytes offer = must(a.domain->offer(kLinkOfA));
+  for (size_t cut : {size_t{0}, size_t{4}, size_t{20}, offer.size() - 1}) {
+    const auto answer = b.domain->accept(kLinkOfB, std::span(offer).first(cut));
+    ASSERT_FALSE(answer.ok());
+    EXPECT_EQ(answer.error().provider, "bounce");
+    b.domain->poll();
+  }
+  Bytes other = offer;
+  other[4] = std::byte{9};
+  const auto answer = b.domain->accept(kLinkOfB, other);
+  ASSERT_FALSE(answer.ok());
+  EXPECT_NE(answer.error().message.find("run one release on both sides"), std::string::npos);
+}
+
+TEST_F(Bounce, LanesBelowThatMoveNoHostMemoryAreRefused) {
+  test::RecordingSink sink;
+  DomainConfig config;
+  config.provider = "bounce";
+  for (const char* device : {"bounce", "nvlink", "nothing"}) {
+    config.device = device;
+    const auto domain = open_domain(config, sink);
+    ASSERT_FALSE(domain.ok());
+    EXPECT_EQ(domain.error().code, ErrorCode::kInvalidArgument);
+    EXPECT_EQ(domain.error().provider, "bounce");
+  }
+}
+
+TEST_F(Bounce, OneDomainServesOneGpu) {
+  if (first_->device() == second_->device()) GTEST_SKIP() << "there is one GPU";
+  End a(first_);
+  const GpuBuffer there(second_, 4096);
+  const auto region = a.domain->register_region(there.data(), there.bytes, -1, 0);
+  ASSERT_FALSE(region.ok());
+  EXPECT_NE(region.error().message.find("one engine serves one GPU"), std::string::npos);
+}
+
+TEST_F(Bounce, LanesOfHostMemoryRefuseAGpusAndNameThisOne) {
+  const GpuBuffer memory(first_, 4096);
+  for (const char* provider : {"tcp", "host"}) {
+    test::RecordingSink sink;
+    DomainConfig config;
+    config.provider = provider;
+    const auto domain = must(open_domain(config, sink));
+    const auto region = domain->register_region(memory.data(), memory.bytes, -1, 0);
+    ASSERT_FALSE(region.ok()) << provider;
+    EXPECT_EQ(region.error().code, ErrorCode::kInvalidArgument);
+    EXPECT_NE(region.error().message.find("bounce"), std::string::npos) << region.error().message;
+  }
+}
+
+}  // namespace
+}  // namespace kvc::bounce

@@ -1,0 +1,544 @@
+// GPU memory in pieces (cuMemCreate, cuMemMap) over the nvlink lane, in one process: its two domains take each other for
+// strangers, and map each other's memory by descriptors. Over the machine's CUDA driver, or its stand-in.
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <numeric>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "cuda/virtual_memory.h"
+#include "engine/transfer_engine.h"
+#include "providers/nvlink/domain.h"
+#include "providers/nvlink/pieces.h"
+#include "tests/cuda_test_support.h"
+#include "tests/domain_test_support.h"
+
+namespace kvc {
+namespace {
+
+using nvlink::NvlinkDomain;
+using test::kLinkOfA;
+using test::kLinkOfB;
+using test::must;
+using test::random_bytes;
+using test::run_idle;
+using test::run_until;
+
+// A function of the loaded driver that the engine has no use for; null: it has none of this name.
+template <typename Function>
+Function* driver_function(const char* name) {
+  void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+  return library == nullptr ? nullptr : reinterpret_cast<Function*>(dlsym(library, name));
+}
+
+struct MemoryLocation {  // CUmemLocation
+  int type = 1;          // CU_MEM_LOCATION_TYPE_DEVICE
+  int device = 0;
+};
+struct AllocationProperties {  // CUmemAllocationProp
+  int type = 1;                // CU_MEM_ALLOCATION_TYPE_PINNED
+  int handle_types = 0;
+  MemoryLocation location;
+  void* windows = nullptr;
+  unsigned char flags[8] = {};
+};
+
+size_t granularity(int device) {
+  const AllocationProperties properties{.handle_types = 1, .location = {.device = device}};
+  size_t bytes = 0;
+  auto* const get = driver_function<int(size_t*, const AllocationProperties*, int)>("cuMemGetAllocationGranularity");
+  EXPECT_EQ(get(&bytes, &properties, 0), cuda::kSuccess);
+  return bytes;
+}
+
+// Reserved addresses, and pieces mapped one behind the other from the first on.
+class Segment {
+ public:
+  // Pieces of so many granules; `exportable` has one for each, or is for all. `hole`: granules behind them that stay
+  // unmapped.
+  Segment(const std::shared_ptr<cuda::Context>& gpu, const std::vector<size_t>& granules,
+          const std::vector<bool>& exportable = {true}, size_t hole = 0)
+      : context_(gpu), granule_(granularity(gpu->device())) {
+    const cuda::Driver& driver = context_->driver();
+    reserved_ = (std::accumulate(granules.begin(), granules.end(), size_t{0}) + hole) * granule_;
+    EXPECT_EQ(driver.cuMemAddressReserve(&address, reserved_, 0, 0, 0), cuda::kSuccess);
+    auto* const create =
+        driver_function<int(cuda::AllocationHandle*, size_t, const AllocationProperties*, unsigned long long)>(
+            "cuMemCreate");
+    for (size_t i = 0; i < granules.size(); ++i) {
+      const AllocationProperties properties{.handle_types = exportable[i % exportable.size()] ? 1 : 0,
+                                            .location = {.device = context_->device()}};
+      const size_t size = granules[i] * granule_;
+      cuda::AllocationHandle handle = 0;
+      EXPECT_EQ(create(&handle, size, &properties, 0), cuda::kSuccess);
+      EXPECT_EQ(driver.cuMemMap(address + bytes, size, 0, handle, 0), cuda::kSuccess);
+      EXPECT_EQ(driver.cuMemRelease(handle), cuda::kSuccess);
+      const cuda::MemoryAccess access{1, context_->device(), 3};
+      EXPECT_EQ(driver.cuMemSetAccess(address + bytes, size, &access, 1), cuda::kSuccess);
+      pieces_.push_back(size);
+      bytes += size;
+    }
+  }
+  Segment(const Segment&) = delete;
+  Segment& operator=(const Segment&) = delete;
+  ~Segment() {
+    DevicePointer at = address;
+    for (const size_t size : pieces_) {
+      EXPECT_EQ(context_->driver().cuMemUnmap(at, size), cuda::kSuccess);
+      at += size;
+    }
+    EXPECT_EQ(context_->driver().cuMemAddressFree(address, reserved_), cuda::kSuccess);
+  }
+
+  std::byte* data() const { return reinterpret_cast<std::byte*>(address); }
+  size_t granule() const { return granule_; }
+  void put(size_t offset, const std::vector<std::byte>& bytes_to_put) const {
+    const cuda::Context::Scope scope(*context_);
+    EXPECT_EQ(context_->driver().cuMemcpyHtoD_v2(address + offset, bytes_to_put.data(), bytes_to_put.size()),
+              cuda::kSuccess);
+    context_->driver().cuCtxSynchronize();
+  }
+  std::vector<std::byte> get(size_t offset, size_t count) const {
+    std::vector<std::byte> data(count);
+    const cuda::Context::Scope scope(*context_);
+    EXPECT_EQ(context_->driver().cuMemcpyDtoH_v2(data.data(), address + offset, count), cuda::kSuccess);
+    return data;
+  }
+
+  using DevicePointer = cuda::DevicePointer;
+  DevicePointer address = 0;
+  size_t bytes = 0;  // mapped
+
+ private:
+  const std::shared_ptr<cuda::Context> context_;
+  const size_t granule_;
+  size_t reserved_ = 0;
+  std::vector<size_t> pieces_;
+};
+
+// A domain that says it is a process of its own.
+struct End {
+  explicit End(uint64_t process) {
+    auto created = std::make_unique<NvlinkDomain>(DomainConfig{}, sink, process);
+    must(created->open());
+    domain = std::move(created);
+  }
+  uint64_t add(const Segment& segment, size_t offset, size_t bytes) {
+    memory.at = segment.data() + offset;
+    return rkey = must(domain->register_region(memory.at, bytes, -1, 0), "register_region");
+  }
+
+  struct View {
+    std::byte* at = nullptr;
+    std::byte* data() const { return at; }
+  };
+  test::RecordingSink sink;
+  std::unique_ptr<Domain> domain;
+  View memory;  // of the last region
+  uint64_t rkey = 0;
+};
+
+class CudaVmm : public test::Cuda {
+ protected:
+  void TearDown() override { fail_imports(false); }
+
+  // False: a real driver, which fails when it wants to.
+  static bool fail_imports(bool fail) {
+    auto* const hook = driver_function<int(int)>("fakeFailImports");
+    if (hook != nullptr) hook(fail ? 1 : 0);
+    return hook != nullptr;
+  }
+  // Nothing: a real driver does not say.
+  static std::optional<int> mapped_pieces() {
+    auto* const count = driver_function<int()>("fakeMappedPieces");
+    return count != nullptr ? std::optional(count()) : std::nullopt;
+  }
+};
+
+constexpr size_t kPage = 65536;
+
+TEST_F(CudaVmm, PagesGoIntoAndOutOfARegionOfSeveralPieces) {
+  const Segment here(first_, {2, 1, 1});
+  const Segment there(second_, {1, 2, 1});
+  constexpr size_t kShift = 300000;  // where the regions begin in their first pieces
+  End a(1);
+  End b(2);
+  a.add(here, kShift, here.bytes - kShift);
+  b.add(there, kShift, there.bytes - kShift - 4096);
+  test::connect(*a.domain, *b.domain);
+  // A page across each border of pieces, one at the beginning, and one at the end.
+  std::vector<uint64_t> to = {0, there.bytes - kShift - 4096 - kPage};
+  std::vector<uint64_t> from = {4096, 100000};
+  for (size_t border = 1; border < 4; ++border) {
+    to.push_back(border * there.granule() - kShift - kPage / 2);
+    from.push_back(border * here.granule() - kShift - kPage / 4);
+  }
+  const auto same = [&](const Segment& source, const Segment& target, const std::vector<uint64_t>& read,
+                        const std::vector<uint64_t>& written) {
+    for (size_t i = 0; i < read.size(); ++i) {
+      if (source.get(kShift + read[i], kPage) != target.get(kShift + written[i], kPage)) return false;
+    }
+    return true;
+  };
+  here.put(0, random_bytes(here.bytes, 1));
+  there.put(0, std::vector<std::byte>(there.bytes));
+  ASSERT_EQ(test::post(a, kLinkOfA, b, {.work = 1, .page_bytes = kPage, .from = from, .to = to}), Posted::kYes);
+  run_until({a.domain.get(), b.domain.get()}, [&] { return a.sink.succeeded(1) && b.sink.counted == to.size(); });
+  EXPECT_TRUE(same(here, there, from, to));
+  EXPECT_EQ(there.get(0, kShift), std::vector<std::byte>(kShift)) << "what lies before the region";
+
+  there.put(0, random_bytes(there.bytes, 2));
+  ASSERT_EQ(test::post(b, kLinkOfB, a, {.work = 2, .page_bytes = kPage, .from = to, .to = from}), Posted::kYes);
+  run_until({a.domain.get(), b.domain.get()}, [&] { return b.sink.succeeded(2) && a.sink.counted == to.size(); });
+  EXPECT_TRUE(same(there, here, to, from));
+
+  const uint64_t end = there.bytes - kShift - 4096;
+  ASSERT_EQ(test::post(a, kLinkOfA, b, {.work = 3, .page_bytes = kPage, .from = {0}, .to = {end - kPage + 1}}),
+            Posted::kYes);
+  run_until({a.domain.get(), b.domain.get()}, [&] { return a.sink.completed.contains(3); });
+  EXPECT_EQ(a.sink.failure(3), ErrorCode::kOutOfRange);
+}
+
+TEST_F(CudaVmm, MemoryThatIsRegisteredLaterComesOverTheLinksThatThereAre) {
+  const Segment here(first_, {1});
+  const Segment there(second_, {1, 1});
+  End a(1);
+  End b(2);
+  a.add(here, 0, here.bytes);
+  b.add(there, 0, 4096);
+  test::connect(*a.domain, *b.domain);
+  run_idle({a.domain.get(), b.domain.get()});
+  const Segment later(second_, {1, 3, 1});
+  b.add(later, 4096, later.bytes - 4096);
+  const uint64_t last = later.bytes - 4096 - kPage;
+  here.put(0, random_bytes(2 * kPage, 3));
+  ASSERT_EQ(test::post(a, kLinkOfA, b, {.work = 1, .page_bytes = kPage, .from = {0, kPage}, .to = {0, last}}),
+            Posted::kYes);
+  run_until({a.domain.get(), b.domain.get()}, [&] { return a.sink.succeeded(1) && b.sink.counted == 2; });
+  EXPECT_EQ(later.get(4096, kPage), here.get(0, kPage));
+  EXPECT_EQ(later.get(4096 + last, kPage), here.get(kPage, kPage));
+}
+
+TEST_F(CudaVmm, ManyPiecesComeWhileTheFirstBatchWaitsForThem) {
+  constexpr size_t kPieces = 20 * nvlink::kUntakenPieces;
+  const Segment here(first_, {1});
+  const Segment there(second_, std::vector<size_t>(kPieces, 1));
+  const std::optional<int> before = mapped_pieces();
+  End a(1);
+  End b(2);
+  a.add(here, 0, here.bytes);
+  b.add(there, 12288, there.bytes - 12288);
+  test::connect(*a.domain, *b.domain);
+  here.put(0, random_bytes(2 * kPage, 4));
+  const uint64_t last = there.bytes - 12288 - kPage;
+  ASSERT_EQ(test::post(a, kLinkOfA, b, {.work = 1, .page_bytes = kPage, .from = {0, kPage}, .to = {0, last}}),
+            Posted::kYes);
+  run_until({a.domain.get(), b.domain.get()}, [&] { return a.sink.succeeded(1) && b.sink.counted == 2; });
+  EXPECT_EQ(there.get(12288, kPage), here.get(0, kPage));
+  EXPECT_EQ(there.get(12288 + last, kPage), here.get(kPage, kPage));
+  run_idle({a.domain.get(), b.domain.get()});
+  if (before) {
+    EXPECT_EQ(*mapped_pieces(), *before + static_cast<int>(kPieces) + 1) << "each side maps the other's";
+  }
+  EXPECT_TRUE(a.domain->fence(kLinkOfA));
+  run_until({a.domain.get(), b.domain.get()}, [&] { return b.sink.down.size() == 1; });
+  run_idle({a.domain.get(), b.domain.get()});
+  if (before) {
+    EXPECT_EQ(mapped_pieces(), before);
+  }
+}
+
+TEST_F(CudaVmm, MemoryThatHasNoDescriptorIsRefusedWithWhatToTurnOff) {
+  const auto engine = must(TransferEngine::create(test::config("engine", "nvlink")), "create");
+  const Segment all(first_, {1}, {false});
+  const Segment second(first_, {1, 1}, {true, false});
+  for (const Segment* segment : {&all, &second}) {
+    const Result<RegionId> region = engine->register_memory(segment->data(), segment->bytes);
+    ASSERT_FALSE(region.ok());
+    EXPECT_EQ(region.error().code, ErrorCode::kRefused);
+    EXPECT_NE(region.error().message.find("sleep mode"), std::string::npos) << region.error().message;
+  }
+  must(engine->register_memory(second.data(), second.granule()), "the piece that has one");
+}
+
+TEST_F(CudaVmm, ARegionWithAHoleIsRefused) {
+  const auto engine = must(TransferEngine::create(test::config("engine", "nvlink")), "create");
+  const Segment segment(first_, {1, 1}, {true}, 1);
+  const Result<RegionId> region = engine->register_memory(segment.data() + 4096, segment.bytes);
+  ASSERT_FALSE(region.ok());
+  EXPECT_EQ(region.error().code, ErrorCode::kInvalidArgument);
+  EXPECT_NE(region.error().message.find("nothing is mapped"), std::string::npos) << region.error().message;
+}
+
+TEST_F(CudaVmm, WhatIsDeregisteredIsUnmappedByThePeers) {
+  const Segment here(first_, {1});
+  const Segment there(second_, {1, 2});
+  const std::optional<int> before = mapped_pieces();
+  End a(1);
+  End b(2);
+  a.add(here, 0, here.bytes);
+  b.add(there, 0, there.bytes);
+  test::connect(*a.domain, *b.domain);
+  const std::vector<Domain*> both = {a.domain.get(), b.domain.get()};
+  ASSERT_EQ(test::post(a, kLinkOfA, b, {.work = 1, .page_bytes = kPage, .from = {0}, .to = {there.granule()}}),
+            Posted::kYes);
+  run_until(both, [&] { return a.sink.succeeded(1); });
+  const uint64_t old = b.rkey;
+  run_until(both, [&] { return b.domain->deregister_region(old); });
+  ASSERT_EQ(test::post(a, kLinkOfA, b, {.work = 2, .page_bytes = kPage, .from = {0}, .to = {0}}), Posted::kYes);
+  run_until(both, [&] { return a.sink.completed.contains(2); });
+  EXPECT_EQ(a.sink.failure(2), ErrorCode::kUnknownRegion);
+  run_idle(both);
+  if (before) {
+    EXPECT_EQ(*mapped_pieces(), *before + 1) << "b's mapping of a's memory is what is left";
+  }
+
+  b.add(there, 4096, there.bytes - 4096);
+  here.put(0, random_bytes(kPage, 5));
+  ASSERT_EQ(test::post(a, kLinkOfA, b, {.work = 3, .page_bytes = kPage, .from = {0}, .to = {there.granule()}}),
+            Posted::kYes);
+  run_until(both, [&] { return a.sink.succeeded(3); });
+  EXPECT_EQ(there.get(4096 + there.granule(), kPage), here.get(0, kPage));
+  ASSERT_EQ(test::post(a, kLinkOfA, b,
+                       {.work = 4, .page_bytes = kPage, .from = {0}, .to = {0}, .counted = false, .rkey = old}),
+            Posted::kYes);
+  run_until(both, [&] { return a.sink.completed.contains(4); });
+  EXPECT_EQ(a.sink.failure(4), ErrorCode::kUnknownRegion);
+}
+
+TEST_F(CudaVmm, NothingIsUnmappedThatACopyUnderWayWritesTo) {
+  // Many more than are launched at a time, as each has pages of a length of its own.
+  constexpr size_t kBatches = 4 * cuda::kLaunches;
+  const Segment here(first_, {2});
+  const Segment there(second_, {1, 1});
+  End a(1);
+  End b(2);
+  a.add(here, 0, here.bytes);
+  b.add(there, 0, there.bytes);
+  test::connect(*a.domain, *b.domain);
+  const std::vector<Domain*> both = {a.domain.get(), b.domain.get()};
+  size_t posted = 0;
+  for (int round = 0; round < 20; ++round) {
+    const size_t before = posted;
+    while (posted < before + kBatches) {
+      const size_t index = posted - before;
+      const uint64_t at = index * (there.bytes / kBatches);
+      const test::Batch batch{
+          .work = ++posted, .page_bytes = kPage + 16 * index, .from = {at}, .to = {at}, .counted = false};
+      ASSERT_EQ(test::post(a, kLinkOfA, b, batch), Posted::kYes);
+    }
+    // The peer says in the middle of the copies that the region is gone, and is heard.
+    run_until(both, [&] { return a.sink.completed.size() > before; });
+    run_until(both, [&] { return b.domain->deregister_region(b.rkey) && a.sink.completed.size() == posted; });
+    EXPECT_EQ(a.sink.failure(posted), ErrorCode::kUnknownRegion) << "the batches were over before the region was";
+    b.add(there, 0, there.bytes);
+  }
+  EXPECT_TRUE(a.sink.down.empty());
+}
+
+TEST_F(CudaVmm, ABatchThatWaitsForPiecesEndsWithItsRegionAndWithItsLink) {
+  const Segment here(first_, {1});
+  const Segment there(second_, {1, 1});
+  for (const char* how : {"the region", "the link", "the peer"}) {
+    SCOPED_TRACE(how);
+    End a(1);
+    End b(2);
+    a.add(here, 0, here.bytes);
+    b.add(there, 0, 4096);
+    test::connect(*a.domain, *b.domain);
+    run_idle({a.domain.get(), b.domain.get()});
+    b.add(there, 0, there.bytes);
+    // b has no turn in which it could send the pieces.
+    ASSERT_EQ(test::post(a, kLinkOfA, b, {.work = 1, .page_bytes = kPage, .from = {0}, .to = {0}}), Posted::kYes);
+    run_idle({a.domain.get()});
+    ASSERT_FALSE(a.sink.completed.contains(1));
+    EXPECT_TRUE(a.domain->prepare_sleep()) << "nothing to do but to wait";
+    if (how == std::string("the region")) {
+      EXPECT_TRUE(b.domain->deregister_region(b.rkey));
+    } else if (how == std::string("the link")) {
+      EXPECT_TRUE(a.domain->fence(kLinkOfA));
+    } else {
+      b.domain.reset();
+    }
+    run_until({a.domain.get()}, [&] { return a.sink.completed.contains(1); });
+    EXPECT_EQ(a.sink.failure(1), how == std::string("the region") ? ErrorCode::kUnknownRegion : ErrorCode::kPeerDown);
+  }
+}
+
+TEST_F(CudaVmm, MemoryThatCannotBeMappedFailsTheLinksSetUp) {
+  if (!fail_imports(false)) GTEST_SKIP() << "a real driver is loaded: only its stand-in fails when asked";
+  const Segment here(first_, {1});
+  const Segment there(second_, {1, 1});
+  End a(1);
+  End b(2);
+  a.add(here, 0, here.bytes);
+  b.add(there, 0, there.bytes);
+  fail_imports(true);
+  const Bytes offer = must(a.domain->offer(kLinkOfA), "offer");
+  const Bytes answer = must(b.domain->accept(kLinkOfB, offer), "accept");
+  const Status completed = a.domain->complete(kLinkOfA, answer);
+  ASSERT_FALSE(completed.ok());
+  EXPECT_EQ(completed.error().code, ErrorCode::kRefused);
+  EXPECT_NE(completed.error().message.find("need another lane"), std::string::npos) << completed.error().message;
+  a.domain->fence(kLinkOfA);
+  run_until({a.domain.get(), b.domain.get()}, [&] { return b.sink.down.size() == 1; });
+
+  // The offerer's memory comes after the answer.
+  fail_imports(false);
+  test::connect(*a.domain, *b.domain, kLinkOfA + 100, kLinkOfB + 100);
+  fail_imports(true);
+  run_until({a.domain.get(), b.domain.get()}, [&] { return b.sink.down.size() == 2; });
+  EXPECT_EQ(b.sink.down.back().link, kLinkOfB + 100);
+  EXPECT_EQ(b.sink.down.back().error.code, ErrorCode::kRefused);
+}
+
+TEST_F(CudaVmm, LaterMemoryThatCannotBeMappedFailsItsBatchesAlone) {
+  if (!fail_imports(false)) GTEST_SKIP() << "a real driver is loaded: only its stand-in fails when asked";
+  const Segment here(first_, {1});
+  const Segment there(second_, {1, 1});
+  End a(1);
+  End b(2);
+  a.add(here, 0, here.bytes);
+  b.add(there, 0, 4096);
+  const uint64_t good = b.rkey;
+  test::connect(*a.domain, *b.domain);
+  const std::vector<Domain*> both = {a.domain.get(), b.domain.get()};
+  run_idle(both);
+  fail_imports(true);
+  b.add(there, 0, there.bytes);
+  ASSERT_EQ(test::post(a, kLinkOfA, b, {.work = 1, .page_bytes = kPage, .from = {0}, .to = {0}}), Posted::kYes);
+  ASSERT_EQ(test::post(a, kLinkOfA, b, {.work = 2, .page_bytes = 4096, .from = {0}, .to = {0}, .rkey = good}),
+            Posted::kYes);
+  run_until(both, [&] { return a.sink.completed.size() == 2; });
+  EXPECT_EQ(a.sink.failure(1), ErrorCode::kRefused);
+  EXPECT_TRUE(a.sink.succeeded(2));
+  EXPECT_TRUE(a.sink.down.empty());
+}
+
+TEST_F(CudaVmm, EnginesOfOneProcessReachEachOthersPieces) {
+  const Segment here(first_, {1, 1});
+  const Segment there(second_, {1, 1});
+  const auto sender = must(TransferEngine::create(test::config("sender", "nvlink")), "create");
+  const auto receiver = must(TransferEngine::create(test::config("receiver", "nvlink")), "create");
+  const RegionId source = must(sender->register_memory(here.data(), here.bytes), "register_memory");
+  const RegionId region = must(receiver->register_memory(there.data(), there.bytes), "register_memory");
+  const test::Connection connection = test::connect(*sender, *receiver);
+  const RemoteRegionId target =
+      must(sender->import_region(connection.first_to_second, must(receiver->region_descriptor(region))));
+  here.put(0, random_bytes(here.bytes, 6));
+  const uint64_t border = there.granule() - kPage / 2;
+  const TransferId transfer = must(sender->write_one(connection.first_to_second, source, 0, target, border, kPage, {}));
+  EXPECT_EQ(test::ended(*sender, transfer).kind, EventKind::kTransferDone);
+  EXPECT_EQ(there.get(border, kPage), here.get(0, kPage));
+  auto* const get_access =
+      driver_function<int(unsigned long long*, const MemoryLocation*, cuda::DevicePointer)>("cuMemGetAccess");
+  for (size_t offset = 0; offset < there.bytes; offset += there.granule()) {
+    const MemoryLocation location{.device = first_->device()};
+    unsigned long long flags = 0;
+    EXPECT_EQ(get_access(&flags, &location, there.address + offset), cuda::kSuccess);
+    EXPECT_EQ(flags, 3U) << "the sender's GPU may read and write";
+  }
+}
+
+// --- What a peer may say that is out of its senses
+
+class CudaVmmPeer : public CudaVmm {
+ protected:
+  static constexpr uint32_t kName = 7;
+
+  // The peer's board has one region of this many bytes of pieces.
+  void SetUp() override {
+    CudaVmm::SetUp();
+    if (IsSkipped() || HasFatalFailure()) return;
+    segment_.emplace(first_, std::vector<size_t>{1, 1, 1});
+    nvlink::RegionEntry& entry = board_->regions[5];
+    entry.memory.store(kName);
+    entry.pieces_bytes.store(2 * segment_->granule());
+    entry.rkey.store(nvlink::kMaxRegions + 5);
+  }
+  UniqueFd piece(size_t index) {
+    return must(cuda::export_piece(*driver_, segment_->address + index * segment_->granule()), "export");
+  }
+  same_host::Message message(uint64_t bytes, uint32_t name = kName) {
+    return {.kind = same_host::MessageKind::kMemory, .memory = name, .bytes = bytes};
+  }
+
+  std::optional<Segment> segment_;
+  std::unique_ptr<nvlink::Board> board_ = std::make_unique<nvlink::Board>();
+  nvlink::PieceReceiver receiver_;
+};
+
+TEST_F(CudaVmmPeer, ADescriptorAndASizeBelongTogether) {
+  EXPECT_FALSE(receiver_.hear(message(segment_->granule()), UniqueFd{}));
+  EXPECT_FALSE(receiver_.hear(message(0), piece(0)));
+  EXPECT_FALSE(receiver_.hear(message(segment_->granule(), 0), piece(0)));
+  EXPECT_FALSE(receiver_.has_work());
+}
+
+TEST_F(CudaVmmPeer, MorePiecesAtATimeThanAgreedOnAreRefused) {
+  for (uint32_t i = 0; i < nvlink::kUntakenPieces; ++i) {
+    EXPECT_TRUE(receiver_.hear(message(segment_->granule()), piece(0)));
+  }
+  EXPECT_FALSE(receiver_.hear(message(segment_->granule()), piece(0)));
+  EXPECT_FALSE(receiver_.forget(kName)) << "nothing was mapped";
+  EXPECT_EQ(receiver_.taken(), nvlink::kUntakenPieces);
+  EXPECT_TRUE(receiver_.hear(message(segment_->granule()), piece(0)));
+}
+
+TEST_F(CudaVmmPeer, MorePiecesThanTheRegionHasAreRefused) {
+  for (size_t i = 0; i < 3; ++i) ASSERT_TRUE(receiver_.hear(message(segment_->granule()), piece(i)));
+  EXPECT_TRUE(receiver_.map_next(first_, *board_));
+  EXPECT_FALSE(receiver_.find(kName)->arrived());
+  EXPECT_TRUE(receiver_.map_next(first_, *board_));
+  EXPECT_TRUE(receiver_.find(kName)->arrived());
+  EXPECT_FALSE(receiver_.map_next(first_, *board_));
+}
+
+TEST_F(CudaVmmPeer, PiecesOfARegionThatIsGoneAreDropped) {
+  ASSERT_TRUE(receiver_.hear(message(segment_->granule(), kName + 1), piece(0)));
+  EXPECT_TRUE(receiver_.map_next(first_, *board_));
+  EXPECT_EQ(receiver_.find(kName + 1), nullptr);
+  EXPECT_EQ(receiver_.taken(), 1U);
+}
+
+TEST_F(CudaVmmPeer, WhatIsNoMemoryOrOfAnotherSizeFailsTheRegion) {
+  for (const bool wrong_size : {false, true}) {
+    nvlink::PieceReceiver receiver;
+    UniqueFd descriptor = wrong_size ? piece(0) : UniqueFd(open("/dev/null", O_RDWR | O_CLOEXEC));
+    ASSERT_TRUE(receiver.hear(message((wrong_size ? 2 : 1) * segment_->granule()), std::move(descriptor)));
+    ASSERT_TRUE(receiver.map_next(first_, *board_));
+    ASSERT_NE(receiver.find(kName), nullptr);
+    EXPECT_TRUE(receiver.find(kName)->arrived());
+    EXPECT_EQ(receiver.find(kName)->failed->code, ErrorCode::kRefused);
+    EXPECT_NE(receiver.cannot_map(), nullptr);
+  }
+}
+
+TEST_F(CudaVmmPeer, ARegionOfImpossibleSizeFails) {
+  board_->regions[5].pieces_bytes.store(UINT64_MAX);
+  ASSERT_TRUE(receiver_.hear(message(segment_->granule()), piece(0)));
+  ASSERT_TRUE(receiver_.map_next(first_, *board_));
+  ASSERT_NE(receiver_.find(kName), nullptr);
+  EXPECT_TRUE(receiver_.find(kName)->failed);
+  const auto forgotten = receiver_.forget(kName);
+  ASSERT_TRUE(forgotten);
+  EXPECT_EQ(forgotten->allocation, nullptr);
+}
+
+TEST_F(CudaVmmPeer, APeerThatCannotExportSaysSo) {
+  ASSERT_TRUE(receiver_.hear(message(segment_->granule()), piece(0)));
+  ASSERT_TRUE(receiver_.hear(message(0), UniqueFd{}));
+  ASSERT_TRUE(receiver_.map_next(first_, *board_));
+  ASSERT_TRUE(receiver_.map_next(first_, *board_));
+  ASSERT_TRUE(receiver_.find(kName)->failed);
+  EXPECT_NE(receiver_.find(kName)->failed->message.find("could not export"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace kvc
