@@ -1,5 +1,6 @@
 // The bounce lane over tcp: GPU memory (a GPU's, or its stand-in's) and host memory on either side, through host memory
 // of both ends. What an engine makes of it is in engine_test.cc, which runs over it too.
+#include <dlfcn.h>
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -223,6 +224,43 @@ INSTANTIATE_TEST_SUITE_P(Memory, BounceBetween,
                            const auto name = [](Where where) { return where == Where::kGpu ? "Gpu" : "Host"; };
                            return std::string(name(param.param.first)) + "To" + name(param.param.second);
                          });
+
+TEST_F(Bounce, ASlowGpuHoldsUpTheFenceOfWhatItScattersOnly) {
+  auto* const hold = reinterpret_cast<int (*)(int)>(dlsym(RTLD_DEFAULT, "fakeHoldCopies"));
+  auto* const held = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "fakeHeldCopies"));
+  if (hold == nullptr) GTEST_SKIP() << "a real driver is loaded: only its stand-in holds copies";
+  End host(nullptr);
+  End b(second_);
+  End c(first_);
+  test::connect(*host.domain, *b.domain);
+  test::connect(*b.domain, *c.domain, 41, 42);
+  const std::vector<Domain*> all = {host.domain.get(), b.domain.get(), c.domain.get()};
+  const std::vector<std::byte> source = bytes(1);
+  host.memory.put(source);
+  hold(1);
+  // One slot that b's GPU scatters, and one that it gathers.
+  test::Batch batch{.work = 1, .page_bytes = 4096, .from = {0}, .to = {0}};
+  ASSERT_EQ(test::post(host, kLinkOfA, b, batch), Posted::kYes);
+  run_until(all, [&] { return held() == 1; }, "the slot to arrive");
+  batch.to = {8192};
+  ASSERT_EQ(test::post(b, 41, c, batch), Posted::kYes);
+  run_until(all, [&] { return held() == 2; }, "the gathering");
+  EXPECT_FALSE(b.domain->fence(kLinkOfB)) << "a copy may still land";
+  EXPECT_FALSE(b.domain->deregister_region(b.rkey));
+  EXPECT_TRUE(b.domain->fence(41)) << "what is gathered goes nowhere";
+  EXPECT_EQ(b.sink.failure(1), ErrorCode::kPeerDown);
+  hold(0);
+  run_until(all, [&] { return b.domain->fence(kLinkOfB); }, "the fence");
+  EXPECT_TRUE(b.domain->deregister_region(b.rkey));
+  EXPECT_EQ(std::memcmp(b.memory.get().data(), source.data(), 4096), 0) << "through means landed";
+  EXPECT_EQ(b.sink.completed.size(), 1U) << "once";
+  // The slots are all free again.
+  b.rkey = must(b.domain->register_region(b.memory.data(), b.memory.size(), -1, 0));
+  test::connect(*b.domain, *c.domain, 51, 52);
+  post_many(b, 51, c, 101, 32);
+  run_until(all, [&] { return b.sink.completed.size() == 33; }, "the next link");
+  for (WorkId work = 101; work <= 132; ++work) EXPECT_TRUE(b.sink.succeeded(work));
+}
 
 TEST_F(Bounce, AnImmediateAloneCountsForAsManyPages) {
   End a(first_);

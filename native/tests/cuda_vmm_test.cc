@@ -342,6 +342,40 @@ TEST_F(CudaVmm, NothingIsUnmappedThatACopyUnderWayWritesTo) {
   EXPECT_TRUE(a.sink.down.empty());
 }
 
+TEST_F(CudaVmm, ASlowGpuHoldsUpThePeersFenceAndNotItsOwn) {
+  auto* const hold = driver_function<int(int)>("fakeHoldCopies");
+  auto* const held = driver_function<int()>("fakeHeldCopies");
+  if (hold == nullptr) GTEST_SKIP() << "a real driver is loaded: only its stand-in holds copies";
+  const Segment here(first_, {1});
+  const Segment there(second_, {1});
+  End a(1);
+  End b(2);
+  a.add(here, 0, here.bytes);
+  b.add(there, 0, there.bytes);
+  test::connect(*a.domain, *b.domain);
+  const std::vector<Domain*> both = {a.domain.get(), b.domain.get()};
+  const std::vector<std::byte> source = random_bytes(kPage, 3);
+  here.put(0, source);
+  hold(1);
+  ASSERT_EQ(test::post(a, kLinkOfA, b, {.work = 1, .page_bytes = kPage, .from = {0}, .to = {0}}), Posted::kYes);
+  run_until(both, [&] { return held() == 1; });
+  EXPECT_FALSE(a.sink.completed.contains(1));
+  EXPECT_TRUE(a.domain->fence(kLinkOfA));
+  EXPECT_EQ(a.sink.failure(1), ErrorCode::kPeerDown) << "before fence() returns for the first time";
+  EXPECT_FALSE(b.domain->fence(kLinkOfB)) << "a copy may still land";
+  EXPECT_FALSE(b.domain->deregister_region(b.rkey));
+  hold(0);
+  run_until(both, [&] { return b.domain->fence(kLinkOfB); });
+  EXPECT_TRUE(b.domain->deregister_region(b.rkey));
+  EXPECT_TRUE(there.get(0, kPage) == source) << "through means landed";
+  EXPECT_EQ(a.sink.completed.size(), 1U) << "once";
+  // The GPU is no worse for it.
+  b.add(there, 0, there.bytes);
+  test::connect(*a.domain, *b.domain, 31, 32);
+  ASSERT_EQ(test::post(a, 31, b, {.work = 2, .page_bytes = kPage, .from = {0}, .to = {0}}), Posted::kYes);
+  run_until(both, [&] { return a.sink.succeeded(2); });
+}
+
 TEST_F(CudaVmm, ABatchThatWaitsForPiecesEndsWithItsRegionAndWithItsLink) {
   const Segment here(first_, {1});
   const Segment there(second_, {1, 1});

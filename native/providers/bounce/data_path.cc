@@ -109,9 +109,10 @@ void BounceDomain::gather(Link& link) {
     }
     if (Status launched = copier_->launch(); !launched) {
       dead_ = renamed(launched.error());  // every link ends with it, at the next turn
+      link.out[slot]->gathered = true;    // as far as it ever will be
       return;
     }
-    flights_.push_back({copier_->launched(), true, link.id, slot});
+    flights_.push_back({copier_->launched(), true, link.id, slot, place});
     return;
   }
   for (size_t i = 0; i < count && piece > 0; ++i) {
@@ -280,7 +281,7 @@ void BounceDomain::scatter(Link& link) {
   }
   ++region.landing;
   ++link.landing;
-  flights_.push_back({copier_->launched(), false, link.id, slot});
+  flights_.push_back({copier_->launched(), false, link.id, slot, 0});
 }
 
 // The slot's pieces are in place, or will never be.
@@ -357,7 +358,10 @@ bool BounceDomain::settle() {
     flights_.pop_front();
     Link& link = *links_.at(flight.link);  // links go in reap() only, and not with flights under way
     if (flight.outgoing) {
-      if (!link.out[flight.slot]) continue;
+      if (!link.out[flight.slot]) {
+        pool_free_.push_back(flight.pool_slot);  // the link has ended meanwhile
+        continue;
+      }
       link.out[flight.slot]->gathered = true;
       if (!link.closed && !dead_) write_out(link, flight.slot);
       continue;

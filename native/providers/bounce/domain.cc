@@ -15,7 +15,8 @@ namespace {
 
 // The lane below's own greeting, in ours. Generous: the largest is libfabric's, some hundred bytes.
 constexpr size_t kMaxGreeting = 64 << 10;
-// A GPU that needs longer than this for a few slots hangs.
+// Ending a link waits so long for the copies under way, a few hundred microseconds normally, so that its batches end and
+// its fence is through at once. A GPU that needs longer is waited for by and by.
 constexpr auto kDrainLimit = std::chrono::seconds(2);
 
 }  // namespace
@@ -229,15 +230,16 @@ void BounceDomain::close(Link& link, const Error& error) {
   if (link.closed) return;
   link.closed = error;
   if (!flying(link.id)) return;
-  if (Status drained = copier_->drain(kDrainLimit); !drained && !dead_) dead_ = renamed(drained.error());
+  const Status drained = renamed(copier_->drain(kDrainLimit));
+  if (!drained && drained.error().code != ErrorCode::kTimeout && !dead_) dead_ = drained.error();
   settle();
 }
 
-// Completes what the group waits for, once neither the GPU nor the lane below reads from it.
+// Completes what the group waits for. A slow GPU may still gather for it: what it reads goes nowhere.
 void BounceDomain::end_all(Link& link) {
   for (std::optional<Outgoing>& out : link.out) {
-    // What the lane below has taken it has completed; the rest never got that far.
-    if (out && !out->posted) pool_free_.push_back(out->pool_slot);
+    // What the lane below has taken it has completed; what the GPU gathers comes back when that ends.
+    if (out && !out->posted && out->gathered) pool_free_.push_back(out->pool_slot);
     out.reset();
   }
   link.queue.clear();
@@ -271,7 +273,7 @@ void BounceDomain::reap() {
   for (auto next = links_.begin(); next != links_.end();) {
     const auto entry = next++;
     const Link& link = *entry->second;
-    if (!link.closed || !link.fenced_below || link.landing > 0) continue;
+    if (!link.closed || !link.fenced_below || flying(link.id)) continue;
     ended_.push_back(std::move(entry->second));
     links_.erase(entry);
   }

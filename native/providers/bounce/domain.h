@@ -75,7 +75,8 @@ class BounceDomain final : public Domain, private DomainSink {
     uint64_t launch = 0;  // the Copier's; all up to it must have ended
     bool outgoing = false;
     LinkId link = 0;
-    uint32_t slot = 0;  // of the peer (outgoing), or of the link's own memory
+    uint32_t slot = 0;       // of the peer (outgoing), or of the link's own memory
+    uint32_t pool_slot = 0;  // outgoing: where it is gathered
   };
 
   BounceDomain(const DomainConfig& config, DomainSink& sink) : sink_(sink), copy_blocks_(config.copy_blocks) {}

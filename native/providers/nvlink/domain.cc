@@ -18,8 +18,8 @@ namespace {
 // How often the GPU is asked for errors while copies are under way: 1 us, and never needed in a life without one.
 constexpr uint32_t kTurnsPerCheck = 1024;
 
-// Ending a link waits for the copies under way: a few hundred microseconds, or as long as kernels of a higher priority
-// leave them no SM. A GPU that needs longer than this hangs.
+// Ending a link waits so long for the copies under way: a few hundred microseconds normally. A GPU that needs longer,
+// because kernels of a higher priority leave the copies no SM, is waited for by and by, and the peer's fence with it.
 constexpr auto kDrainLimit = std::chrono::seconds(2);
 
 // One number for all domains of this process, and no other's.
@@ -145,15 +145,19 @@ bool NvlinkDomain::fence(LinkId id) {
 void NvlinkDomain::close(Link& link, const Error& error) {
   if (link.closed()) return;
   link.close(error);
-  const bool flying = std::any_of(launches_.begin(), launches_.end(), [&](const Launch& launch) {
-    return std::any_of(launch.flights.begin(), launch.flights.end(),
-                       [&](const Flight& flight) { return flight.link == link.id(); });
-  });
-  if (flying) {
-    if (Status drained = copier_->drain(kDrainLimit); !drained && !dead_) dead_ = kLane.named(drained.error());
+  std::vector<WorkId> unfinished;
+  if (link.flying()) {
+    const Status drained = copier_->drain(kDrainLimit);
+    if (!drained && drained.error().code != ErrorCode::kTimeout && !dead_) dead_ = kLane.named(drained.error());
     settle();
+    for (Launch& launch : launches_) {
+      for (Flight& flight : launch.flights) {
+        if (flight.link == link.id() && !std::exchange(flight.completed, true)) unfinished.push_back(flight.work);
+      }
+    }
   }
   retire_unused(link);
+  for (const WorkId work : unfinished) sink_.on_complete(work, &link.close_reason());
   link.fail_queued();
 }
 
@@ -335,7 +339,7 @@ void NvlinkDomain::end(Flight& flight) {
     // What it was refused for before says more than that the link has ended.
     const Error error = flight.error ? *flight.error : link->close_reason();
     link->leave();
-    sink_.on_complete(flight.work, &error);
+    if (!flight.completed) sink_.on_complete(flight.work, &error);
     return;
   }
   if (flight.error) {
@@ -383,7 +387,9 @@ bool NvlinkDomain::prepare_sleep() {
 
 // Forgets links that are through. Not where they end: that may be in the middle of their own work.
 void NvlinkDomain::reap() {
-  std::erase_if(links_, [](const auto& entry) { return entry.second->closed() && entry.second->fenced(); });
+  std::erase_if(links_, [](const auto& entry) {
+    return entry.second->closed() && entry.second->fenced() && !entry.second->flying();
+  });
 }
 
 }  // namespace kvc::nvlink

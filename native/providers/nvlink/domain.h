@@ -85,6 +85,7 @@ class NvlinkDomain final : public Domain {
     uint32_t immediate = 0;
     bool counted = false;
     std::optional<Error> error{};  // it was refused, and nothing of it copied
+    bool completed = false;        // its link ended before the GPU had finished, and the group knows
   };
   // A peer's memory that nobody wants any more.
   struct Retired {

@@ -243,8 +243,9 @@ bool Link::fenced() {
   if (!fenced_ && closed_ && (!attached() || peer_left(entered_at_close_))) {
     fenced_ = true;
     if (attached()) ring_.drain();
-    connection_.hang_up();
   }
+  // To a peer without a pidfd of ours the end of the socket says that nothing of us is under way.
+  if (fenced_ && !flying()) connection_.hang_up();
   return fenced_;
 }
 

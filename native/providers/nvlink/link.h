@@ -108,6 +108,8 @@ class Link {
     same_host::handing_over();
     out_->left.store(++left_, std::memory_order_release);
   }
+  // Batches that have entered and not left.
+  bool flying() const noexcept { return entered_ != left_; }
   // Its pages are in place (before leave()): counts it at the peer, as soon as the peer's ring has room, and completes
   // it.
   void land(WorkId work, bool counted, uint32_t immediate);

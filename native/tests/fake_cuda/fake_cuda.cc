@@ -194,7 +194,13 @@ std::map<DevicePointer, Allocation>::iterator find(DevicePointer pointer) {
   return pointer < found->first + found->second.bytes ? found : allocations.end();
 }
 
+std::atomic<bool> copies_held{false};
+std::atomic<int> copies_waiting{0};
+
 void copy_pages(const CopyLaunch& launch) {
+  ++copies_waiting;
+  copies_held.wait(true);
+  --copies_waiting;
   for (uint32_t unit = 0; unit < launch.units; ++unit) {
     const kvc::cuda::PageCopy& page = launch.pages[unit / launch.units_per_page];
     const uint64_t offset = static_cast<uint64_t>(unit % launch.units_per_page) * kvc::cuda::kUnitBytes;
@@ -385,6 +391,14 @@ KVC_API int cuPointerGetAttribute(void* value, int attribute, DevicePointer poin
       return kInvalidValue;
   }
 }
+// Not of the driver: copies that have not begun wait until they are let go, as on a GPU whose kernels leave them no room.
+KVC_API int fakeHoldCopies(int hold) {
+  copies_held = hold != 0;
+  copies_held.notify_all();
+  return kSuccess;
+}
+// Not of the driver: how many do.
+KVC_API int fakeHeldCopies() { return copies_held ? copies_waiting.load() : 0; }
 // Not of the driver: makes an allocation one that cannot be shared, as those of a memory pool are.
 KVC_API int fakeForbidSharing(DevicePointer pointer) {
   const std::lock_guard lock(mutex);
