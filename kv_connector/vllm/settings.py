@@ -71,7 +71,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             kind = "a GPU's memory" if device_type == "cuda" else "CPU memory"
             raise SettingsError(
                 f"kv_connector_extra_config: providers: {', '.join(wrong)} cannot move a KV cache in {kind}. "
-                f"Leave providers out, or write {list(DEFAULT_PROVIDERS[device_type])}."
+                f"Leave providers out, or write {list(DEFAULT_PROVIDERS[device_type])}"
+                + (", or bounce to go through host memory." if device_type == "cuda" else ".")
             )
         return self
 

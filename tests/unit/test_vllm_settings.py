@@ -35,6 +35,7 @@ def test_nothing_has_to_be_set() -> None:
     ("device", "providers", "wrong", "advice"),
     [
         ("cuda", ["nvlink", "tcp"], "tcp cannot move a KV cache in a GPU's memory", "nvlink"),
+        ("cuda", ["host"], "host cannot move a KV cache in a GPU's memory", "bounce"),
         ("cpu", ["nvlink", "host"], "nvlink cannot move a KV cache in CPU memory", "host"),
     ],
 )
