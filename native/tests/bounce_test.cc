@@ -242,7 +242,7 @@ TEST_F(Bounce, ASlowGpuHoldsUpTheFenceOfWhatItScattersOnly) {
   test::Batch batch{.work = 1, .page_bytes = 4096, .from = {0}, .to = {0}};
   ASSERT_EQ(test::post(host, kLinkOfA, b, batch), Posted::kYes);
   run_until(all, [&] { return held() == 1; }, "the slot to arrive");
-  batch.to = {8192};
+  batch.from = {65536};
   ASSERT_EQ(test::post(b, 41, c, batch), Posted::kYes);
   run_until(all, [&] { return held() == 2; }, "the gathering");
   EXPECT_FALSE(b.domain->fence(kLinkOfB)) << "a copy may still land";
