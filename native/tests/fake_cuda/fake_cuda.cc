@@ -327,65 +327,57 @@ KVC_API int cuMemsetD8_v2(DevicePointer target, unsigned char value, size_t byte
   std::memset(reinterpret_cast<void*>(target), value, bytes);
   return kSuccess;
 }
-static int piece_attribute(void* value, int attribute, DevicePointer pointer) {
-  const auto& [address, piece] = *find_piece(pointer);
-  const auto& [reserved, reserved_bytes] = *find_reservation(pointer);
-  switch (attribute) {
-    case 2:
-      *static_cast<unsigned*>(value) = 2;
-      return kSuccess;
-    case 9:
-      *static_cast<int*>(value) = piece.device;
-      return kSuccess;
-    case 10:
-      *static_cast<int*>(value) = 0;
-      return kSuccess;
-    case 11:
-      *static_cast<DevicePointer*>(value) = reserved;
-      return kSuccess;
-    case 12:
-      *static_cast<size_t*>(value) = reserved_bytes;
-      return kSuccess;
-    case 14:
-      *static_cast<uint64_t*>(value) = piece.exportable ? 1 : 0;
-      return kSuccess;
-    case 18:
-      *static_cast<size_t*>(value) = piece.bytes;
-      return kSuccess;
-    case 19:
-      *static_cast<DevicePointer*>(value) = address;
-      return kSuccess;
-    default:
-      return kInvalidValue;
+struct Attributes {
+  int device = 0;
+  int capable = 0;  // of legacy IPC
+  DevicePointer range = 0;
+  size_t range_bytes = 0;
+  uint64_t handle_types = 0;
+  size_t mapping_bytes = 0;
+  DevicePointer mapping = 0;
+};
+// With the mutex held. False: nothing is known of it.
+static bool describe(DevicePointer pointer, Attributes& found) {
+  if (const auto piece = find_piece(pointer); piece != pieces.end()) {
+    const auto& [reserved, reserved_bytes] = *find_reservation(pointer);
+    found = {piece->second.device, 0,           reserved, reserved_bytes, piece->second.exportable ? 1U : 0U,
+             piece->second.bytes,  piece->first};
+    return true;
   }
+  const auto allocation = find(pointer);
+  if (allocation == allocations.end()) return false;
+  const auto& [address, memory] = *allocation;
+  found = {memory.device, memory.capable, address, memory.bytes, 0, memory.bytes, address};
+  return true;
 }
 KVC_API int cuPointerGetAttribute(void* value, int attribute, DevicePointer pointer) {
   const std::lock_guard lock(mutex);
-  if (find_piece(pointer) != pieces.end()) return piece_attribute(value, attribute, pointer);
-  const auto found = find(pointer);
-  if (found == allocations.end()) return kInvalidValue;
+  Attributes found;
+  if (!describe(pointer, found)) return kInvalidValue;
   switch (attribute) {
     case 2:
       *static_cast<unsigned*>(value) = 2;
       return kSuccess;
     case 9:
-      *static_cast<int*>(value) = found->second.device;
+      *static_cast<int*>(value) = found.device;
       return kSuccess;
     case 10:
-      *static_cast<int*>(value) = found->second.capable;
+      *static_cast<int*>(value) = found.capable;
       return kSuccess;
     case 11:
-      *static_cast<DevicePointer*>(value) = found->first;
+      *static_cast<DevicePointer*>(value) = found.range;
       return kSuccess;
     case 12:
-    case 18:
-      *static_cast<size_t*>(value) = found->second.bytes;
+      *static_cast<size_t*>(value) = found.range_bytes;
       return kSuccess;
     case 14:
-      *static_cast<uint64_t*>(value) = 0;
+      *static_cast<uint64_t*>(value) = found.handle_types;
+      return kSuccess;
+    case 18:
+      *static_cast<size_t*>(value) = found.mapping_bytes;
       return kSuccess;
     case 19:
-      *static_cast<DevicePointer*>(value) = found->first;
+      *static_cast<DevicePointer*>(value) = found.mapping;
       return kSuccess;
     default:
       return kInvalidValue;
