@@ -148,6 +148,7 @@ class Agent:
         self._commands: deque[Callable[[float], Sequence[Action]]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._main, name=f"kv-agent-{config.engine_id}", daemon=True)
+        self._in_turn = False  # the thread is acting on what it heard
         self._leave_by: float | None = None  # close() was called: when to leave at the latest
         self._closing = threading.Lock()  # held by close()
         self._closed = False
@@ -262,6 +263,7 @@ class Agent:
 
     def live(self) -> LiveState:
         """What is under way right now."""
+        # Read in the order in which a request goes through them, so that none slips by between two.
         commands = len(self._commands)
         engine = self._engine.stats() if not self._closed else None
         return LiveState(
@@ -271,6 +273,7 @@ class Agent:
             counter_sets=self._effects.counter_sets,
             fences=self._effects.fences,
             commands=commands,
+            acting=self._in_turn,
             peers=len(self._effects.peers),
             phases=self._effects.phases(),
         )
@@ -384,6 +387,13 @@ class Agent:
 
     def _turn(self) -> None:
         readable = self._control.wait(self._timeout())
+        self._in_turn = True
+        try:
+            self._act(readable)
+        finally:
+            self._in_turn = False
+
+    def _act(self, readable: Collection[int]) -> None:
         if self._wake in readable:
             os.eventfd_read(self._wake)
         # The time is taken anew for each step: what one transfer took is measured with it.

@@ -69,6 +69,7 @@ class LiveState:
     counter_sets: int
     fences: int  # sessions that are over and not fenced yet
     commands: int  # handed to the agent, not yet looked at
+    acting: bool  # the agent's thread acts on what it heard: a request's end may not be reported yet
     peers: int
     # Transfers, by side and phase ("decode reserved"): where requests are waiting.
     phases: dict[str, int] = field(default_factory=dict)
@@ -84,6 +85,7 @@ class LiveState:
                 self.counter_sets,
                 self.fences,
                 self.commands,
+                self.acting,
             )
         )
 

@@ -242,10 +242,12 @@ Status DomainGroup::complete(const std::shared_ptr<Peer>& peer, std::span<const 
   if (peer->links.empty() || !peer->provider.empty()) {
     return Error{ErrorCode::kInvalidArgument, {}, peer->name, "complete", "this peer has no offer open"};
   }
-  // Whatever comes of it, the offer is used up.
+  // Whatever comes of it, the offer is used up. `offered` becomes the links that are left over.
   std::vector<Link> offered = std::exchange(peer->links, {});
   for (const Link& link : offered) forget_link(link.id);
   const auto refuse = [&](Error error) {
+    for (const Link& link : peer->links) forget_link(link.id);
+    abandon(std::exchange(peer->links, {}));
     abandon(offered);
     peers_.erase(peer->id);
     if (error.peer.empty()) error.peer = peer->name;
@@ -273,22 +275,25 @@ Status DomainGroup::complete(const std::shared_ptr<Peer>& peer, std::span<const 
                    "complete",
                    std::to_string(answer->links.size()) + " links answered, which is not what was offered"});
   }
-  for (size_t i = 0; i < answer->links.size(); ++i) {
-    Link& link = *(first + static_cast<ptrdiff_t>(i));
-    link.remote_domain = static_cast<uint32_t>(i % answer->domains);
-    if (link.broken) return refuse(*link.broken);
-    if (Status status = link.domain->complete(link.id, answer->links[i]); !status) return refuse(status.error());
-  }
+  // Known before anything is asked of a domain: the peer may write, and part, as soon as it hears of a link, and a
+  // domain takes in what has come while it completes that link and while it ends those that are left over.
   const auto last = first + static_cast<ptrdiff_t>(answer->links.size());
   peer->links.assign(std::make_move_iterator(first), std::make_move_iterator(last));
   offered.erase(first, last);
-  abandon(offered);
   for (Link& link : peer->links) links_.emplace(link.id, Place{peer.get(), &link});
+  for (size_t i = 0; i < peer->links.size(); ++i) {
+    Link& link = peer->links[i];
+    link.remote_domain = static_cast<uint32_t>(i % answer->domains);
+    if (link.broken) return refuse(*link.broken);
+    if (Status status = link.domain->complete(link.id, answer->links[i]); !status) return refuse(status.error());
+    if (link.broken) return refuse(*link.broken);
+  }
   peer->provider = lane->provider;
   peer->remote_domains = answer->domains;
   weigh(*peer);
   peer->state.store(Peer::State::kConnected, std::memory_order_release);
   if (peer->parting.heard) departures_.hear(peer);  // it said goodbye before its answer was here
+  abandon(offered);
   return {};
 }
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from agent_setup import TIMES, Stage, stage, until
+from agent_setup import PATIENCE, TIMES, Stage, stage, until
 
 from kv_connector.cluster_key import ClusterKey
 from kv_connector.protocol.messages import Role
@@ -97,3 +98,30 @@ def test_completed_transfers_are_timed_by_lane(agents: Stage) -> None:
     assert (received.side, received.lane) == (Role.DECODE, "sim")
     assert received.seconds > 0
     assert prefill.agent.take_timings() == []
+
+
+def test_an_agent_is_not_idle_before_the_last_request_is_reported(
+    agents: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its machines are through with it, its engine is, and the report is about to be made."""
+    prefill, decode = agents.pair()
+    reporting, go_on = threading.Event(), threading.Event()
+
+    def report(request_id: str) -> None:
+        reporting.set()
+        assert go_on.wait(PATIENCE)
+        sent(request_id)
+
+    sent = prefill.agent._ledger.sent
+    monkeypatch.setattr(prefill.agent._ledger, "sent", report)
+    prefill.expect()
+    decode.reserve(prefill.address)
+    prefill.compute((1, 2, 3))
+    prefill.agent.finished("t", True)
+    assert reporting.wait(PATIENCE)
+    live = prefill.agent.live()
+    assert live.prefill_requests == live.engine_transfers == live.commands == 0
+    assert not live.idle
+    go_on.set()
+    prefill.idle()
+    assert prefill.sent == ["p-t"]

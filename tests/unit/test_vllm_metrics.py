@@ -37,6 +37,7 @@ IDLE = LiveState(
     counter_sets=0,
     fences=0,
     commands=0,
+    acting=False,
     peers=0,
 )
 
