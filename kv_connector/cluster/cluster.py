@@ -103,6 +103,8 @@ class LocalCluster:
         self.settings = settings or EngineSettings()
         self.environment: dict[str, str] = {}
         """Of every process that is started from now on, beside what it needs."""
+        self.interpreter: tuple[str, ...] = (sys.executable,)
+        """What runs vLLM's modules."""
         self.routers: dict[str, Process] = {}
         """By URL, those that were started."""
         self._processes: list[Process] = []
@@ -148,7 +150,7 @@ class LocalCluster:
         port = port or http
         command = [
             *([] if namespace is None else ["ip", "netns", "exec", namespace[0]]),
-            sys.executable,
+            *self.interpreter,
             "-m",
             "vllm.entrypoints.openai.api_server",
             *self._arguments(settings, host, port),

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from deployment import Client
 from fault_site import Load, Site, judge
+from nursery import nursery
 
 from kv_connector.cluster.cluster import HOST
 
@@ -18,10 +19,9 @@ pytestmark = pytest.mark.anyio
 
 SITE = 6  # three of each side
 MINUTES = float(os.environ.get("KVC_FAULT_MINUTES", "10"))
-# Successors that start at the same time. An engine takes most of a minute to start on two cores; with more
-# cores, one is ready every few seconds.
+# Successors that start at the same time: with more cores, one is ready every second.
 STARTING = int(os.environ.get("KVC_FAULT_STARTING", "1"))
-# Engines that start take both cores of a small machine for a minute as it is.
+# Engines that start take one of the cores of a small machine all the time as it is.
 CLIENTS = int(os.environ.get("KVC_FAULT_CLIENTS", "1"))
 
 
@@ -32,7 +32,8 @@ def anyio_backend() -> str:
 
 async def test_rolling_replacement(model: Path, client: Client, tmp_path: Path) -> None:
     """A new one joins, the oldest of its side is drained and ends: nobody notices."""
-    with Site(tmp_path, model) as site:
+    with nursery(tmp_path, {"OMP_NUM_THREADS": "1"}) as interpreter, Site(tmp_path, model) as site:
+        site.cluster.interpreter = interpreter
         await site.begin(client, [_name(number) for number in range(SITE)])
         await site.until_ready()
         replaced, started = 0, SITE

@@ -1,0 +1,203 @@
+"""A process that has imported vLLM, and forks engines that need not: up in 4 s of one core, not in 40.
+
+For tests that start engines all the time. What is forked is vLLM's own API server with its engine core and
+its worker as separate processes, as anybody starts it; only the imports are shared.
+
+    nursery.py serve SOCKET             listens, imports, then forks for everybody who asks
+    nursery.py run SOCKET -m MODULE ... is `python -m MODULE ...`: its output, environment, SIGTERM and status
+
+Whoever runs the second is the engine's other half: it ends when the engine ends, and the engine when it ends.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+# What an engine's three processes import between them.
+PRELOADED = (
+    "vllm.entrypoints.openai.api_server",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.llama",
+    "kv_connector.vllm.connector",
+)
+_LONGEST_READ = 1 << 20
+_PR_SET_PDEATHSIG = 1
+
+
+@contextmanager
+def nursery(directory: Path, environment: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
+    """What to run modules with instead of a Python interpreter. `environment`: of who imports."""
+    from kv_connector.cluster import Process
+    from kv_connector.cluster.process import stop
+
+    path = str(directory / "nursery")
+    command = [sys.executable, __file__]
+    server = Process(
+        "nursery", [*command, "serve", path], environment=environment, log=directory / "nursery.log"
+    )
+    try:
+        yield (*command, "run", path)
+    finally:
+        stop([server])
+
+
+@dataclass
+class _Engine:
+    pid: int  # and process group
+    process: int  # its pidfd
+    client: socket.socket
+
+
+class Nursery:
+    def __init__(self, path: str) -> None:
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(path)
+        self._listener.listen()
+        self._ready = selectors.DefaultSelector()
+        self._ready.register(self._listener, selectors.EVENT_READ)
+
+    def serve(self) -> None:
+        while True:
+            for key, _ in self._ready.select():
+                if key.fileobj is self._listener:
+                    self._begin(self._listener.accept()[0])
+                elif key.fd == key.data.process:
+                    self._end(key.data)
+                else:
+                    self._hear(key.data)
+
+    def _begin(self, client: socket.socket) -> None:
+        output, order = _receive(client)
+        pid = os.fork()
+        if pid == 0:
+            client.close()
+            self._listener.close()
+            self._ready.close()
+            _become(order, output)
+        os.close(output)
+        engine = _Engine(pid, os.pidfd_open(pid), client)
+        self._ready.register(engine.process, selectors.EVENT_READ, engine)
+        self._ready.register(client, selectors.EVENT_READ, engine)
+
+    def _hear(self, engine: _Engine) -> None:
+        """A signal to pass on, or the end of who asked for the engine."""
+        word = engine.client.recv(1)
+        with suppress(ProcessLookupError):
+            if word:
+                os.kill(engine.pid, word[0])
+            else:
+                self._ready.unregister(engine.client)
+                os.killpg(engine.pid, signal.SIGKILL)
+
+    def _end(self, engine: _Engine) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(engine.pid, signal.SIGKILL)  # what it left behind
+        status = os.waitstatus_to_exitcode(os.waitpid(engine.pid, 0)[1])
+        self._ready.unregister(engine.process)
+        os.close(engine.process)
+        with suppress(KeyError, ValueError):
+            self._ready.unregister(engine.client)
+        with suppress(OSError):
+            engine.client.send(bytes([status & 0x7F]))
+        engine.client.close()
+
+
+def _receive(client: socket.socket) -> tuple[int, dict[str, Any]]:
+    """Where the output goes, and what to run."""
+    first, ancillary, _, _ = client.recvmsg(_LONGEST_READ, socket.CMSG_SPACE(array.array("i").itemsize))
+    (output,) = array.array("i", ancillary[0][2])
+    text = first
+    while not text.endswith(b"\n"):  # JSON has none within
+        text += client.recv(_LONGEST_READ)
+    order: dict[str, Any] = json.loads(text)
+    return output, order
+
+
+def _become(order: dict[str, Any], output: int) -> None:
+    """The child: the engine that was ordered."""
+    status = 1
+    try:
+        os.setsid()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.close(output)
+        os.chdir(order["directory"])
+        os.environ.clear()
+        os.environ.update(order["environment"])
+        sys.path[:0] = order["environment"].get("PYTHONPATH", "").split(os.pathsep)
+        sys.argv = ["", *order["arguments"]]
+        runpy.run_module(order["module"], run_name="__main__", alter_sys=True)
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
+def _serve(path: str) -> None:
+    import importlib
+    import multiprocessing
+
+    nursery = Nursery(path)
+    for module in PRELOADED:
+        importlib.import_module(module)
+    # vLLM spawns its processes on CPUs: each would import everything anew.
+    fork = multiprocessing.get_context("fork")
+    multiprocessing.get_context = lambda _method=None: fork  # type: ignore[assignment]
+    nursery.serve()
+
+
+def _run(path: str, arguments: list[str]) -> int:
+    assert arguments[0] == "-m"
+    order = {
+        "module": arguments[1],
+        "arguments": arguments[2:],
+        "environment": dict(os.environ),
+        "directory": str(Path.cwd()),
+    }
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as nursery:
+        while True:
+            try:
+                nursery.connect(path)
+                break
+            except FileNotFoundError:
+                time.sleep(0.02)  # it was started a moment ago
+        text = json.dumps(order).encode() + b"\n"
+        sent = socket.send_fds(nursery, [text], [1])
+        nursery.sendall(text[sent:])
+
+        def pass_on(number: int, _: FrameType | None) -> None:
+            nursery.send(bytes([number]))
+
+        signal.signal(signal.SIGTERM, pass_on)
+        status = nursery.recv(1)
+    return status[0] if status else 1
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "serve":
+        _serve(sys.argv[2])
+    else:
+        sys.exit(_run(sys.argv[2], sys.argv[3:]))
