@@ -4,6 +4,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <variant>
 
 #include "engine/request.h"
@@ -13,9 +14,14 @@
 namespace kvc {
 
 struct AddWrites {
+  // `request`: what makes the Request, in place.
+  template <typename... Args>
+  AddWrites(std::shared_ptr<Transfer> to, bool seal_it, Args&&... of_request)
+      : transfer(std::move(to)), request(std::forward<Args>(of_request)...), seal(seal_it) {}
+
   std::shared_ptr<Transfer> transfer;
   Request request;
-  bool seal = false;
+  bool seal;
 };
 
 struct Arm {
@@ -37,11 +43,8 @@ struct Call {
 };
 
 struct Command {
-  using Body = std::variant<AddWrites, Arm, Seal, Fire, Call>;
-  explicit Command(Body command) : body(std::move(command)) {}
-
-  Body body;
-  Command* next = nullptr;  // SubmissionQueue's
+  std::variant<std::monostate, AddWrites, Arm, Seal, Fire, Call> body;
+  Command* next = nullptr;  // of the list that it is in
 };
 
 }  // namespace kvc

@@ -458,6 +458,7 @@ bool DomainGroup::turn() {
   any |= scheduler_.settle();
   any |= departures_.turn();
   any |= retry_orphans();
+  scheduler_.release_retired(false);
   return any;
 }
 
@@ -488,6 +489,7 @@ std::optional<std::chrono::milliseconds> DomainGroup::longest_sleep() const {
 }
 
 bool DomainGroup::prepare_sleep() {
+  scheduler_.release_retired(true);
   if (scheduler_.has_due_layers() || messages_.room_again()) return false;
   for (Lane& lane : lanes_) {
     for (const auto& domain : lane.domains) {

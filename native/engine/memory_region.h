@@ -10,8 +10,11 @@
 
 namespace kvc {
 
+// Both on cache lines of their own, apart from the reference count that std::make_shared puts before them: who submits a
+// write changes that, and reads them; the worker reads them too, and has its own fields on another line.
+
 // Memory of this process that every domain of the engine knows. The memory itself is the caller's.
-struct LocalRegion {
+struct alignas(64) LocalRegion {
   RegionId id = 0;
   std::byte* base = nullptr;
   uint64_t bytes = 0;
@@ -20,12 +23,12 @@ struct LocalRegion {
   std::atomic<bool> live{true};
 
   // The worker's:
-  uint32_t batches_in_flight = 0;  // posted batches that read from here
-  std::vector<bool> revoked;       // per domain: deregister_region() said true
+  alignas(64) uint32_t batches_in_flight = 0;  // posted batches that read from here
+  std::vector<bool> revoked;                   // per domain: deregister_region() said true
 };
 
 // A peer's region, as its descriptor told it. Immutable.
-struct RemoteRegion {
+struct alignas(64) RemoteRegion {
   RemoteRegionId id = 0;
   PeerId peer = 0;
   uint64_t base = 0;  // in the peer's address space

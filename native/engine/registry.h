@@ -1,4 +1,5 @@
-// Registry: objects that threads share, by id. Looked up often, changed rarely.
+// Registry: objects that threads share, by id. Looked up often, changed rarely. Registries whose objects are looked up
+// together share a mutex: one lock for all.
 #pragma once
 
 #include <cstdint>
@@ -14,12 +15,18 @@ namespace kvc {
 template <typename T>
 class Registry {
  public:
+  explicit Registry(std::shared_mutex& mutex) : mutex_(mutex) {}
+
   void insert(uint64_t id, std::shared_ptr<T> object) {
     const std::unique_lock lock(mutex_);
     objects_.emplace(id, std::move(object));
   }
   std::shared_ptr<T> find(uint64_t id) const {
     const std::shared_lock lock(mutex_);
+    return find_locked(id);
+  }
+  // The caller holds the mutex.
+  std::shared_ptr<T> find_locked(uint64_t id) const {
     const auto found = objects_.find(id);
     return found == objects_.end() ? nullptr : found->second;
   }
@@ -46,7 +53,7 @@ class Registry {
   }
 
  private:
-  mutable std::shared_mutex mutex_;
+  std::shared_mutex& mutex_;
   std::unordered_map<uint64_t, std::shared_ptr<T>> objects_;
 };
 

@@ -18,23 +18,6 @@ Overloaded(Ts...) -> Overloaded<Ts...>;
 
 }  // namespace
 
-Request::Request(std::shared_ptr<LocalRegion> source, std::shared_ptr<const RemoteRegion> target, uint64_t page_bytes,
-                 std::optional<uint32_t> immediate, Body body)
-    : source_(std::move(source)),
-      target_(std::move(target)),
-      page_bytes_(page_bytes),
-      immediate_(immediate),
-      body_(std::move(body)) {
-  end_ = std::visit(Overloaded{
-                        [](const SingleWrite&) -> size_t { return 1; },
-                        [](const TableWrite& write) { return write.table->source.indices.size(); },
-                        [](const ImmediateOnly& only) -> size_t { return only.count; },
-                        [](const MessageWrite&) -> size_t { return 1; },
-                        [](const Rewrite& rewrite) { return rewrite.batches.size(); },
-                    },
-                    body_);
-}
-
 std::optional<uint32_t> Request::domain() const {
   const auto* single = std::get_if<SingleWrite>(&body_);
   return single == nullptr ? std::nullopt : single->domain;

@@ -9,6 +9,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -65,8 +66,15 @@ class Request {
   using Body = std::variant<SingleWrite, TableWrite, ImmediateOnly, MessageWrite, Rewrite>;
 
   // `source` and `target`: null where the body says "no regions". `page_bytes` is the length of a SingleWrite.
+  template <typename Kind>
   Request(std::shared_ptr<LocalRegion> source, std::shared_ptr<const RemoteRegion> target, uint64_t page_bytes,
-          std::optional<uint32_t> immediate, Body body);
+          std::optional<uint32_t> immediate, Kind body)
+      : source_(std::move(source)),
+        target_(std::move(target)),
+        page_bytes_(page_bytes),
+        immediate_(immediate),
+        end_(steps_of(body)),
+        body_(std::in_place_type<Kind>, std::move(body)) {}
 
   std::optional<uint32_t> immediate() const { return immediate_; }
   // The local domain that has to carry it, if it can.
@@ -114,16 +122,22 @@ class Request {
   uint32_t in_flight = 0;
 
  private:
+  static size_t steps_of(const SingleWrite&) { return 1; }
+  static size_t steps_of(const TableWrite& write) { return write.table->source.indices.size(); }
+  static size_t steps_of(const ImmediateOnly& only) { return only.count; }
+  static size_t steps_of(const MessageWrite&) { return 1; }
+  static size_t steps_of(const Rewrite& rewrite) { return rewrite.batches.size(); }
+
   std::shared_ptr<LocalRegion> source_;
   std::shared_ptr<const RemoteRegion> target_;
   uint64_t page_bytes_;
   std::optional<uint32_t> immediate_;
-  Body body_;
   uint64_t part_bytes_ = 0;         // of a split write
   std::optional<uint32_t> at_end_;  // see count_at_end()
   bool numbered_ = false;
   size_t position_ = 0;
-  size_t end_ = 0;
+  size_t end_;
+  Body body_;
 };
 
 }  // namespace kvc

@@ -15,7 +15,8 @@
 
 namespace kvc {
 
-class Transfer : public std::enable_shared_from_this<Transfer> {
+// On cache lines apart from its reference count: see memory_region.h.
+class alignas(64) Transfer : public std::enable_shared_from_this<Transfer> {
  public:
   // What it is: a message counts against what may wait for a peer that does not read.
   enum class Kind : uint8_t { kWrites, kMessage };
@@ -45,7 +46,7 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
     std::atomic<uint64_t> pages_done{0};
     std::atomic<uint64_t> bytes_done{0};
   };
-  Progress progress;
+  alignas(64) Progress progress;
 
   // --- The worker's from here on.
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <set>
+#include <shared_mutex>
 #include <string>
 #include <utility>
 
@@ -89,7 +90,7 @@ class TransferEngine::Impl {
 
   Result<std::shared_ptr<Transfer>> find_transfer(TransferId id, const char* operation) const {
     std::shared_ptr<Transfer> transfer = transfers.find(id);
-    if (transfer == nullptr) return invalid(operation, "no open transfer " + std::to_string(id) + ": it has ended");
+    if (transfer == nullptr) return no_transfer(id, operation);
     return transfer;
   }
 
@@ -108,21 +109,25 @@ class TransferEngine::Impl {
     std::shared_ptr<LocalRegion> source;
     std::shared_ptr<const RemoteRegion> target;
   };
-  Result<Ends> find_ends(TransferId transfer_id, RegionId source_id, RemoteRegionId target_id, const char* operation) {
-    Result<std::shared_ptr<Transfer>> transfer = find_transfer(transfer_id, operation);
-    if (!transfer) return transfer.error();
-    return find_ends(transfer.value(), source_id, target_id, operation);
-  }
-  Result<Ends> find_ends(std::shared_ptr<Transfer> transfer, RegionId source_id, RemoteRegionId target_id,
-                         const char* operation) {
-    std::shared_ptr<LocalRegion> source = regions.find(source_id);
-    if (source == nullptr) return unknown_region(operation, "no local region " + std::to_string(source_id));
-    std::shared_ptr<const RemoteRegion> target = remote_regions.find(target_id);
-    if (target == nullptr) return unknown_region(operation, "no imported region " + std::to_string(target_id));
-    if (target->peer != transfer->peer->id) {
+  // Fills `ends`, whose transfer is looked up only where it is not there yet.
+  Status find_ends(Ends& ends, TransferId transfer_id, RegionId source_id, RemoteRegionId target_id,
+                   const char* operation) {
+    {
+      const std::shared_lock lock(writes_mutex);
+      if (ends.transfer == nullptr) ends.transfer = transfers.find_locked(transfer_id);
+      ends.source = regions.find_locked(source_id);
+      ends.target = remote_regions.find_locked(target_id);
+    }
+    if (ends.transfer == nullptr) return no_transfer(transfer_id, operation);
+    if (ends.source == nullptr) return unknown_region(operation, "no local region " + std::to_string(source_id));
+    if (ends.target == nullptr) return unknown_region(operation, "no imported region " + std::to_string(target_id));
+    if (ends.target->peer != ends.transfer->peer->id) {
       return invalid(operation, "region " + std::to_string(target_id) + " belongs to another peer than the transfer");
     }
-    return Ends{std::move(transfer), std::move(source), std::move(target)};
+    return {};
+  }
+  static Error no_transfer(TransferId id, const char* operation) {
+    return invalid(operation, "no open transfer " + std::to_string(id) + ": it has ended");
   }
   static Error unknown_region(const char* operation, std::string message) {
     return Error{ErrorCode::kUnknownRegion, {}, {}, operation, std::move(message)};
@@ -153,8 +158,8 @@ class TransferEngine::Impl {
     return {};
   }
 
-  Result<Request> single_write(const Ends& ends, uint64_t source_offset, uint64_t target_offset, uint64_t bytes,
-                               std::optional<uint32_t> immediate, std::optional<uint32_t> domain = {}) {
+  Status check_single(const Ends& ends, uint64_t source_offset, uint64_t target_offset, uint64_t bytes,
+                      std::optional<uint32_t> domain) const {
     if (bytes == 0) return invalid("write", "a write of 0 bytes");
     if (domain && *domain >= group.lane_domains(ends.transfer->peer->provider)) {
       return invalid("write", "domain " + std::to_string(*domain) + " of " +
@@ -171,7 +176,7 @@ class TransferEngine::Impl {
                        std::to_string(ends.source->bytes) + " to offset " + std::to_string(target_offset) + " of " +
                        std::to_string(ends.target->bytes)};
     }
-    return Request(ends.source, ends.target, bytes, immediate, SingleWrite{source_offset, target_offset, domain});
+    return {};
   }
 
   // What a member of a group is to be sent, or why it cannot be.
@@ -190,12 +195,14 @@ class TransferEngine::Impl {
   }
 
   const EngineConfig config;
-  Registry<Peer> peers;
-  Registry<PeerGroup> peer_groups;
-  Registry<Transfer> transfers;
-  Registry<GroupTransfer> group_transfers;
-  Registry<LocalRegion> regions;
-  Registry<const RemoteRegion> remote_regions;
+  std::shared_mutex peers_mutex;
+  std::shared_mutex writes_mutex;  // of what a write looks up
+  Registry<Peer> peers{peers_mutex};
+  Registry<PeerGroup> peer_groups{peers_mutex};
+  Registry<GroupTransfer> group_transfers{peers_mutex};
+  Registry<Transfer> transfers{writes_mutex};
+  Registry<LocalRegion> regions{writes_mutex};
+  Registry<const RemoteRegion> remote_regions{writes_mutex};
   CounterSets counters;
   EventQueue events;
   MessagePool messages;
@@ -367,18 +374,19 @@ Result<TransferId> TransferEngine::open_transfer(PeerId peer, EventCallback call
 Status TransferEngine::write(TransferId transfer, RegionId source, uint64_t source_offset, RemoteRegionId target,
                              uint64_t target_offset, uint64_t bytes, std::optional<uint32_t> immediate,
                              std::optional<uint32_t> domain) {
-  Result<Impl::Ends> ends = impl_->find_ends(transfer, source, target, "write");
-  if (!ends) return ends.error();
-  Result<Request> request = impl_->single_write(ends.value(), source_offset, target_offset, bytes, immediate, domain);
-  if (!request) return request.error();
-  impl_->worker.submit(AddWrites{std::move(ends.value().transfer), std::move(request.value()), false});
+  Impl::Ends ends;
+  if (Status status = impl_->find_ends(ends, transfer, source, target, "write"); !status) return status;
+  if (Status status = impl_->check_single(ends, source_offset, target_offset, bytes, domain); !status) return status;
+  impl_->worker.submit<AddWrites>(std::move(ends.transfer), false, std::move(ends.source), std::move(ends.target),
+                                  bytes, immediate, SingleWrite{source_offset, target_offset, domain});
   return {};
 }
 
 Status TransferEngine::write_pages(TransferId transfer, PagedWrite write) {
-  Result<Impl::Ends> found = impl_->find_ends(transfer, write.source, write.target, "write_pages");
-  if (!found) return found.error();
-  Impl::Ends& ends = found.value();
+  Impl::Ends ends;
+  if (Status status = impl_->find_ends(ends, transfer, write.source, write.target, "write_pages"); !status) {
+    return status;
+  }
   if (write.page_bytes == 0) return invalid("write_pages", "pages of 0 bytes");
   if (write.source_pages.indices.size() != write.target_pages.indices.size()) {
     return invalid("write_pages", std::to_string(write.source_pages.indices.size()) + " source pages for " +
@@ -389,18 +397,15 @@ Status TransferEngine::write_pages(TransferId transfer, PagedWrite write) {
   if (write.source_pages.indices.empty()) return {};
   auto table =
       std::make_shared<const PageTable>(PageTable{std::move(write.source_pages), std::move(write.target_pages)});
-  impl_->worker.submit(AddWrites{std::move(ends.transfer),
-                                 Request(std::move(ends.source), std::move(ends.target), write.page_bytes,
-                                         write.immediate, TableWrite{std::move(table), 0, 0}),
-                                 false});
+  impl_->worker.submit<AddWrites>(std::move(ends.transfer), false, std::move(ends.source), std::move(ends.target),
+                                  write.page_bytes, write.immediate, TableWrite{std::move(table), 0, 0});
   return {};
 }
 
 Status TransferEngine::arm(TransferId transfer, std::shared_ptr<LayerSignal> signal, PagedWrite pages,
                            std::vector<ArmedLayer> layers) {
-  Result<Impl::Ends> found = impl_->find_ends(transfer, pages.source, pages.target, "arm");
-  if (!found) return found.error();
-  Impl::Ends& ends = found.value();
+  Impl::Ends ends;
+  if (Status status = impl_->find_ends(ends, transfer, pages.source, pages.target, "arm"); !status) return status;
   if (signal == nullptr) return invalid("arm", "no signal");
   if (pages.page_bytes == 0) return invalid("arm", "pages of 0 bytes");
   if (pages.source_pages.indices.size() != pages.target_pages.indices.size()) {
@@ -420,20 +425,20 @@ Status TransferEngine::arm(TransferId transfer, std::shared_ptr<LayerSignal> sig
   if (pages.source_pages.indices.empty() || layers.empty()) return {};
   auto table =
       std::make_shared<const PageTable>(PageTable{std::move(pages.source_pages), std::move(pages.target_pages)});
-  impl_->worker.submit(Arm{ArmedPlan{.transfer = std::move(ends.transfer),
-                                     .signal = std::move(signal),
-                                     .source = std::move(ends.source),
-                                     .target = std::move(ends.target),
-                                     .table = std::move(table),
-                                     .page_bytes = pages.page_bytes,
-                                     .layers = std::move(layers)}});
+  impl_->worker.submit<Arm>(ArmedPlan{.transfer = std::move(ends.transfer),
+                                      .signal = std::move(signal),
+                                      .source = std::move(ends.source),
+                                      .target = std::move(ends.target),
+                                      .table = std::move(table),
+                                      .page_bytes = pages.page_bytes,
+                                      .layers = std::move(layers)});
   return {};
 }
 
 Status TransferEngine::seal(TransferId transfer) {
   Result<std::shared_ptr<Transfer>> found = impl_->find_transfer(transfer, "seal");
   if (!found) return found.error();
-  impl_->worker.submit(Seal{std::move(found.value())});
+  impl_->worker.submit<Seal>(std::move(found.value()));
   return {};
 }
 
@@ -489,13 +494,15 @@ Result<TransferId> TransferEngine::write_one(PeerId peer, RegionId source, uint6
                                              std::optional<uint32_t> domain) {
   const Result<std::shared_ptr<Transfer>> transfer = impl_->make_transfer(peer, std::move(callback));
   if (!transfer) return transfer.error();
-  Result<Impl::Ends> ends = impl_->find_ends(transfer.value(), source, target, "write_one");
-  if (!ends) return ends.error();
-  Result<Request> request = impl_->single_write(ends.value(), source_offset, target_offset, bytes, immediate, domain);
-  if (!request) return request.error();
-  if (Status status = impl_->publish(transfer.value()); !status) return status.error();
   const TransferId id = transfer.value()->id;
-  impl_->worker.submit(AddWrites{std::move(ends.value().transfer), std::move(request.value()), true});
+  Impl::Ends ends{transfer.value(), {}, {}};
+  if (Status status = impl_->find_ends(ends, id, source, target, "write_one"); !status) return status.error();
+  if (Status status = impl_->check_single(ends, source_offset, target_offset, bytes, domain); !status) {
+    return status.error();
+  }
+  if (Status status = impl_->publish(ends.transfer); !status) return status.error();
+  impl_->worker.submit<AddWrites>(std::move(ends.transfer), true, std::move(ends.source), std::move(ends.target), bytes,
+                                  immediate, SingleWrite{source_offset, target_offset, domain});
   return id;
 }
 
@@ -559,13 +566,13 @@ Result<TransferId> TransferEngine::Impl::post_to_group(const std::shared_ptr<Pee
     }
     posting->without.emplace_back(peer->id, Event{.kind = EventKind::kTransferFailed, .error = status.error()});
   }
-  worker.submit(Call{[this, posting, ended] {
+  worker.submit<Call>([this, posting, ended] {
     for (auto& [transfer, request] : posting->writes) {
       group.scheduler().add(*transfer, std::move(request));
       group.scheduler().seal(*transfer);
     }
     for (const auto& [peer, event] : posting->without) ended(peer, event);
-  }});
+  });
   return id;
 }
 
@@ -647,7 +654,8 @@ Result<TransferId> TransferEngine::send(PeerId peer_id, std::span<const std::byt
   if (Status status = impl_->publish(transfer); !status) return status.error();
   Bytes bytes(kUserHeaderBytes + message.size());
   std::copy(message.begin(), message.end(), bytes.begin() + kUserHeaderBytes);
-  impl_->worker.submit(AddWrites{transfer, Request(nullptr, nullptr, 0, {}, MessageWrite{std::move(bytes)}), true});
+  impl_->worker.submit<AddWrites>(transfer, true, nullptr, nullptr, uint64_t{0}, std::optional<uint32_t>{},
+                                  MessageWrite{std::move(bytes)});
   return transfer->id;
 }
 
@@ -687,7 +695,7 @@ Status TransferEngine::expect(CounterSetId set, const std::vector<uint64_t>& tar
   if (!fired) return fired.error();
   if (!fired.value()) return {};
   if (fired.value()->callback) {
-    impl_->worker.submit(Fire{std::move(*fired.value())});
+    impl_->worker.submit<Fire>(std::move(*fired.value()));
   } else {
     impl_->events.push(Event{.kind = EventKind::kCountersReached, .id = set});
   }

@@ -62,7 +62,7 @@ Error Worker::blocking_in_callback(const char* operation) {
 Status Worker::call_until(const char* operation, std::function<bool()> step, Timeout timeout, std::string message) {
   if (on_thread()) return blocking_in_callback(operation);
   auto completion = std::make_shared<Completion>();
-  submit(Call{[this, completion, step = std::move(step)] { steps_.push_back({step, completion}); }});
+  submit<Call>([this, completion, step = std::move(step)] { steps_.push_back({step, completion}); });
   if (completion->wait_for(timeout)) return {};
   return Error{ErrorCode::kTimeout, {}, {}, operation, std::move(message)};
 }
@@ -140,15 +140,20 @@ void Worker::sleep() {
 }
 
 bool Worker::run_commands() {
-  return queue_.drain([this](std::unique_ptr<Command> command) { apply(*command); });
+  return queue_.drain([this](std::unique_ptr<Command> command) {
+    apply(*command);
+    pool_.give(std::move(command));
+  });
 }
 
 void Worker::apply(Command& command) {
   TransferScheduler& scheduler = group_.scheduler();
   std::visit(Overloaded{
+                 [](std::monostate) {},
                  [&](AddWrites& add) {
                    scheduler.add(*add.transfer, std::move(add.request));
                    if (add.seal) scheduler.seal(*add.transfer);
+                   scheduler.retire(std::move(add.transfer));
                  },
                  [&](Arm& arm) { scheduler.arm(std::move(arm.plan)); },
                  [&](Seal& seal) { scheduler.seal(*seal.transfer); },

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "engine/command.h"
+#include "engine/command_pool.h"
 #include "engine/completion.h"
 #include "engine/domain_group.h"
 #include "engine/submission_queue.h"
@@ -34,9 +35,12 @@ class Worker {
   // Closes the group on the worker and ends the thread. Commands that come later are never run. Blocks.
   void stop();
 
-  // Any thread; never blocks.
-  void submit(Command::Body body) {
-    queue_.push(std::make_unique<Command>(std::move(body)));
+  // Any thread; never blocks. The command Kind, made of `args` in its place.
+  template <typename Kind, typename... Args>
+  void submit(Args&&... args) {
+    std::unique_ptr<Command> command = pool_.take();
+    command->body.emplace<Kind>(std::forward<Args>(args)...);
+    queue_.push(std::move(command));
     waker_->wake();
   }
 
@@ -47,10 +51,10 @@ class Worker {
     if (on_thread()) return R(blocking_in_callback(operation));
     std::optional<R> result;
     Completion completion;
-    submit(Call{[&] {
+    submit<Call>([&] {
       result.emplace(f());
       completion.set_done();
-    }});
+    });
     completion.wait();
     return std::move(*result);
   }
@@ -80,6 +84,7 @@ class Worker {
   DomainGroup& group_;
   const std::shared_ptr<Waker> waker_;
   Stats& stats_;
+  CommandPool pool_;
   SubmissionQueue<Command> queue_;
   std::atomic<bool> stopping_{false};
   std::thread thread_;

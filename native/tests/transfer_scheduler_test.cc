@@ -168,7 +168,8 @@ class Scheduler : public testing::Test {
   std::vector<std::byte> memory = std::vector<std::byte>(64 * kMiB);
   std::shared_ptr<LocalRegion> source = std::make_shared<LocalRegion>();
   std::shared_ptr<const RemoteRegion> target;
-  Registry<Transfer> transfers;
+  std::shared_mutex mutex;
+  Registry<Transfer> transfers{mutex};
   CounterSets counters;
   EventQueue events;
   Stats stats;

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from deployment import DATA_HOST, GEMMA3, LLAMA, Client, Deployment, Shape, engine_settings, prefill_settings
+from nursery import nursery
 
 from kv_connector.cluster import LocalCluster, make_gemma3, make_llama
 from kv_connector.cluster_key import KEY_FILE_VARIABLE, ClusterKey
@@ -64,19 +65,29 @@ def _start(
     )
 
 
+@pytest.fixture(scope="session")
+def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
+    """What starts engines in a quarter of the time."""
+    with nursery(tmp_path_factory.mktemp("nursery"), {"OMP_NUM_THREADS": "1"}) as command:
+        yield command
+
+
 @pytest.fixture(params=MODELS, scope="session")
 def deployment(
     request: pytest.FixtureRequest,
     model_directories: dict[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
+    interpreter: tuple[str, ...],
 ) -> Iterator[Deployment]:
     """The engines of one model. pytest runs all tests of one model before those of the next, so that no more
-    than one set of engines, of about 1.5 GB each, is up at a time.
+    than one set of engines, of about 1.5 GB each, is up at a time. Gemma's are started as anybody starts
+    them, all others of the suite are forked.
     """
     name = request.param
     directory = tmp_path_factory.mktemp(name)
     with LocalCluster(directory, model_directories[name], engine_settings()) as cluster:
         if name == "llama":
+            cluster.interpreter = interpreter
             deployment = _start(cluster, LLAMA, ("host", "tcp"), prefill_blocks=64, decode_blocks=120)
         else:
             # These talk under a cluster key, the others without one.

@@ -56,10 +56,15 @@ async def assert_serves(client: Client, deployment: Deployment, seed: str) -> No
 
 @pytest.mark.parametrize("deployment", ["llama"], indirect=True)
 async def test_wrong_configurations(
-    deployment: Deployment, client: Client, model_directories: dict[str, Path], tmp_path: Path
+    deployment: Deployment,
+    client: Client,
+    model_directories: dict[str, Path],
+    interpreter: tuple[str, ...],
+    tmp_path: Path,
 ) -> None:
     """Each ends before it serves, and its log says which setting to change and to what."""
     with LocalCluster(tmp_path, model_directories["llama"], engine_settings()) as cluster:
+        cluster.interpreter = interpreter
         start = cluster.start_engine
         taken = deployment.prefill.control_port
         # What each log must say, as regular expressions.
@@ -95,7 +100,10 @@ REFUSALS = {
 
 @pytest.fixture
 def strangers(
-    deployment: Deployment, model_directories: dict[str, Path], tmp_path: Path
+    deployment: Deployment,
+    model_directories: dict[str, Path],
+    interpreter: tuple[str, ...],
+    tmp_path: Path,
 ) -> Iterator[dict[str, Engine]]:
     """Decode engines that differ from P, by what differs."""
     usual = engine_settings()
@@ -106,6 +114,7 @@ def strangers(
         LocalCluster(tmp_path, model_directories["llama"], usual) as cluster,
         LocalCluster(tmp_path, other_model, usual) as other,
     ):
+        cluster.interpreter = other.interpreter = interpreter
         engines = {
             "block size": cluster.start_engine(
                 "block-size", role="kv_consumer", settings=replace(usual, block_size=64)

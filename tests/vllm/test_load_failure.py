@@ -32,11 +32,15 @@ BUSY = {"connect": 30.0, "suspect": 15.0, "dead": 30.0}
 
 @pytest.fixture(scope="module")
 def recomputing(
-    deployment: Deployment, model_directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+    deployment: Deployment,
+    model_directories: dict[str, Path],
+    interpreter: tuple[str, ...],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Engine]:
     """A decode engine beside the deployment's, whose policy is `recompute`; the deployment's is `fail`."""
     directory = tmp_path_factory.mktemp("recompute")
     with LocalCluster(directory, model_directories["llama"], engine_settings(blocks=120)) as cluster:
+        cluster.interpreter = interpreter
         extra = {"providers": ["host", "tcp"], "data_host": DATA_HOST, "timeouts": BUSY}
         engine = cluster.start_engine(
             "recompute", role="kv_consumer", extra=extra, on_load_failure="recompute"
