@@ -300,12 +300,16 @@ def send_noise(host: str, ports: list[int], noise: random.Random) -> None:
 
 
 def listening_ports(host: str, *engines: Engine) -> list[int]:
-    """TCP ports on which processes of these engines listen at this address."""
+    """TCP ports on which processes of these engines, those that write its log, listen at this address."""
+    logs = {engine.log.resolve() for engine in engines}
     inodes = set()
-    for pid in (pid for engine in engines for pid in engine.members()):
-        for entry in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(OSError):  # closed in the meantime
-                inodes.add(str(entry.readlink()).removeprefix("socket:[").removesuffix("]"))
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it ended in the meantime
+            if (process / "fd/1").readlink() not in logs:
+                continue
+            for entry in (process / "fd").iterdir():
+                with suppress(OSError):  # closed in the meantime
+                    inodes.add(str(entry.readlink()).removeprefix("socket:[").removesuffix("]"))
     address = socket.inet_aton(host)[::-1].hex().upper()
     ports = []
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
