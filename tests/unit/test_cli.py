@@ -1,8 +1,12 @@
 """The command line's own part: what it says to wrong input, and what it finds out about a machine."""
 
+import pytest
 from typer.testing import CliRunner
 
+from kv_connector import engine
 from kv_connector.cli.main import app
+from kv_connector.cluster import demonstration
+from kv_connector.engine import ProviderStatus
 
 WIDE = {"COLUMNS": "200", "TERM": "dumb"}
 
@@ -29,3 +33,16 @@ def test_the_router_needs_both_sides() -> None:
     status, output = run("router", "--prefill", "http://127.0.0.1:8100")
     assert status == 2
     assert "--decode" in output
+
+
+@pytest.mark.parametrize(("lane", "why"), [("pigeon", "it has"), ("nvlink", "not usable here: ")])
+def test_the_demo_refuses_a_lane_before_it_starts_anything(
+    lane: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = [ProviderStatus("tcp", True, ""), ProviderStatus("nvlink", False, "no CUDA driver")]
+    monkeypatch.setattr(engine, "providers", lambda: status)
+    monkeypatch.setattr(demonstration, "demonstrate", lambda *_: pytest.fail("it has begun"))
+    code, output = run("demo", "--provider", lane)
+    assert code == 2
+    assert lane in output
+    assert why in output
