@@ -55,8 +55,8 @@ class CommandPool {
     command->body.emplace<std::monostate>();  // what it held ends now
     if (given_ == kKept) return;
     ++given_;
-    command->next = std::exchange(own_, command.get());
-    static_cast<void>(command.release());
+    Command* const empty = command.release();
+    empty->next = std::exchange(own_, empty);
     if (given_ < kLaidOut || spent_.load(std::memory_order_relaxed) != nullptr) return;
     given_ = 0;
     spent_.store(std::exchange(own_, nullptr), std::memory_order_release);
