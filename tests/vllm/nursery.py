@@ -88,16 +88,27 @@ class Nursery:
         pid = os.fork()
         if pid == 0:
             client.close()
-            self._listener.close()
-            self._ready.close()
+            self._leave()
             _become(order, output)
         os.close(output)
         engine = _Engine(pid, os.pidfd_open(pid), client)
         self._ready.register(engine.process, selectors.EVENT_READ, engine)
         self._ready.register(client, selectors.EVENT_READ, engine)
 
+    def _leave(self) -> None:
+        """In a child, which is none of the nursery: closes what it got of it."""
+        for key in tuple(self._ready.get_map().values()):
+            if isinstance(key.fileobj, int):
+                os.close(key.fileobj)
+            else:
+                assert isinstance(key.fileobj, socket.socket)
+                key.fileobj.close()
+        self._ready.close()
+
     def _hear(self, engine: _Engine) -> None:
         """A signal to pass on, or the end of who asked for the engine."""
+        if engine.client.fileno() < 0:
+            return  # the engine's own end was seen in the same moment
         word = engine.client.recv(1)
         with suppress(ProcessLookupError):
             if word:
