@@ -13,19 +13,27 @@
 
 namespace kvc {
 
-struct AddWrites {
-  // `request`: what makes the Request, in place.
-  template <typename... Args>
-  AddWrites(std::shared_ptr<Transfer> to, bool seal_it, Args&&... of_request)
-      : transfer(std::move(to)), request(std::forward<Args>(of_request)...), seal(seal_it) {}
+// A single write, the command that there are most of: it refers to what was found in the registries and counts no
+// reference, for each would move a count from one core to the other. Submitted under the registries' mutex.
+struct AddWrite {
+  Transfer* transfer;
+  LocalRegion* source;
+  const RemoteRegion* target;
+  uint64_t bytes;
+  std::optional<uint32_t> immediate;
+  SingleWrite write;
+};
+// The same for a write that is all that its transfer has: no member more, for that would be one more cache line.
+struct WriteOne : AddWrite {};
 
+struct AddRequest {
   std::shared_ptr<Transfer> transfer;
-  Request request;
+  std::shared_ptr<Request> request;
   bool seal;
 };
 
 struct Arm {
-  ArmedPlan plan;
+  std::unique_ptr<ArmedPlan> plan;
 };
 
 struct Seal {
@@ -42,9 +50,11 @@ struct Call {
   std::function<void()> run;
 };
 
+// Small, for its cache lines change sides with it.
 struct Command {
-  std::variant<std::monostate, AddWrites, Arm, Seal, Fire, Call> body;
   Command* next = nullptr;  // of the list that it is in
+  std::variant<std::monostate, AddWrite, WriteOne, AddRequest, Arm, Seal, Fire, Call> body;
 };
+static_assert(sizeof(Command) <= 80);
 
 }  // namespace kvc

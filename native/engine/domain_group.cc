@@ -306,7 +306,9 @@ bool DomainGroup::fence_step(Peer& peer, const Error& why) {
   if (!fence_links(peer)) return false;
   for (const Link& link : peer.links) forget_link(link.id);
   keeper_.forget(peer);  // once more: links may have ended while they were fenced
-  remote_regions_.erase_if([&](const RemoteRegion& region) { return region.peer == peer.id; });
+  for (auto& region : remote_regions_.erase_if([&](const RemoteRegion& region) { return region.peer == peer.id; })) {
+    scheduler_.retire(std::move(region));
+  }
   peers_.erase(peer.id);
   return true;
 }
@@ -458,7 +460,6 @@ bool DomainGroup::turn() {
   any |= scheduler_.settle();
   any |= departures_.turn();
   any |= retry_orphans();
-  scheduler_.release_retired(false);
   return any;
 }
 
@@ -489,7 +490,6 @@ std::optional<std::chrono::milliseconds> DomainGroup::longest_sleep() const {
 }
 
 bool DomainGroup::prepare_sleep() {
-  scheduler_.release_retired(true);
   if (scheduler_.has_due_layers() || messages_.room_again()) return false;
   for (Lane& lane : lanes_) {
     for (const auto& domain : lane.domains) {

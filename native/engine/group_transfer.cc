@@ -23,7 +23,7 @@ void GroupTransfer::ended(PeerId peer, const Event& event, Registry<GroupTransfe
   } else if (event_.error) {
     event_.kind = EventKind::kTransferFailed;
   }
-  const auto forget = [&] { return groups.erase(id_); };
+  const auto forget = [&] { return groups.erase(id_) != nullptr; };
   if (!callback_) {
     events.push_if(std::move(event_), forget);
   } else if (forget()) {

@@ -4,17 +4,19 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <utility>
 #include <vector>
 
 #include "engine/transfer_engine.h"
 
 namespace kvc {
 
-// Both on cache lines of their own, apart from the reference count that std::make_shared puts before them: who submits a
-// write changes that, and reads them; the worker reads them too, and has its own fields on another line.
+// Both on cache lines of their own, apart from the reference count that std::make_shared puts before them: the worker
+// changes that, and who submits a write reads them; the worker's own fields are on another line.
 
 // Memory of this process that every domain of the engine knows. The memory itself is the caller's.
-struct alignas(64) LocalRegion {
+struct alignas(64) LocalRegion : std::enable_shared_from_this<LocalRegion> {
   RegionId id = 0;
   std::byte* base = nullptr;
   uint64_t bytes = 0;
@@ -28,7 +30,11 @@ struct alignas(64) LocalRegion {
 };
 
 // A peer's region, as its descriptor told it. Immutable.
-struct alignas(64) RemoteRegion {
+struct alignas(64) RemoteRegion : std::enable_shared_from_this<RemoteRegion> {
+  RemoteRegion(RemoteRegionId region_id, PeerId of_peer, uint64_t base_address, uint64_t size,
+               std::vector<uint64_t> keys)
+      : id(region_id), peer(of_peer), base(base_address), bytes(size), rkeys(std::move(keys)) {}
+
   RemoteRegionId id = 0;
   PeerId peer = 0;
   uint64_t base = 0;  // in the peer's address space

@@ -1,5 +1,9 @@
 // Registry: objects that threads share, by id. Looked up often, changed rarely. Registries whose objects are looked up
 // together share a mutex: one lock for all.
+//
+// Who finds an object holds a reference, or else, by peek(), the mutex. What was submitted to the worker under that mutex
+// may name an object that has been erased meanwhile: who erases keeps it until the worker has carried that out
+// (TransferScheduler::retire).
 #pragma once
 
 #include <cstdint>
@@ -19,26 +23,40 @@ class Registry {
 
   void insert(uint64_t id, std::shared_ptr<T> object) {
     const std::unique_lock lock(mutex_);
-    objects_.emplace(id, std::move(object));
+    insert_locked(id, std::move(object));
   }
+  // The caller holds the mutex, not shared.
+  void insert_locked(uint64_t id, std::shared_ptr<T> object) { objects_.emplace(id, std::move(object)); }
   std::shared_ptr<T> find(uint64_t id) const {
     const std::shared_lock lock(mutex_);
-    return find_locked(id);
-  }
-  // The caller holds the mutex.
-  std::shared_ptr<T> find_locked(uint64_t id) const {
     const auto found = objects_.find(id);
     return found == objects_.end() ? nullptr : found->second;
   }
-  // True if it was there: of several threads that erase an id, one learns that it did.
-  bool erase(uint64_t id) {
+  // The caller holds the mutex, shared or not, as long as it uses what it gets.
+  T* peek(uint64_t id) const {
+    const auto found = objects_.find(id);
+    return found == objects_.end() ? nullptr : found->second.get();
+  }
+  // The object, if it was there: of several threads that erase an id, one gets it.
+  std::shared_ptr<T> erase(uint64_t id) {
     const std::unique_lock lock(mutex_);
-    return objects_.erase(id) > 0;
+    return erase_locked(id);
+  }
+  // The caller holds the mutex, not shared.
+  std::shared_ptr<T> erase_locked(uint64_t id) {
+    auto node = objects_.extract(id);
+    return node.empty() ? nullptr : std::move(node.mapped());
   }
   template <typename Predicate>
-  void erase_if(Predicate gone) {
+  std::vector<std::shared_ptr<T>> erase_if(Predicate gone) {
     const std::unique_lock lock(mutex_);
-    std::erase_if(objects_, [&](const auto& entry) { return gone(*entry.second); });
+    std::vector<std::shared_ptr<T>> erased;
+    std::erase_if(objects_, [&](auto& entry) {
+      if (!gone(*entry.second)) return false;
+      erased.push_back(std::move(entry.second));
+      return true;
+    });
+    return erased;
   }
   std::vector<std::shared_ptr<T>> all() const {
     const std::shared_lock lock(mutex_);

@@ -103,27 +103,41 @@ class TransferEngine::Impl {
     return peer;
   }
 
-  // What a write needs, found and belonging together.
+  // What a write needs, belonging together.
   struct Ends {
-    std::shared_ptr<Transfer> transfer;
-    std::shared_ptr<LocalRegion> source;
-    std::shared_ptr<const RemoteRegion> target;
+    Transfer* transfer = nullptr;
+    LocalRegion* source = nullptr;
+    const RemoteRegion* target = nullptr;
   };
-  // Fills `ends`, whose transfer is looked up only where it is not there yet.
-  Status find_ends(Ends& ends, TransferId transfer_id, RegionId source_id, RemoteRegionId target_id,
-                   const char* operation) {
-    {
-      const std::shared_lock lock(writes_mutex);
-      if (ends.transfer == nullptr) ends.transfer = transfers.find_locked(transfer_id);
-      ends.source = regions.find_locked(source_id);
-      ends.target = remote_regions.find_locked(target_id);
-    }
-    if (ends.transfer == nullptr) return no_transfer(transfer_id, operation);
+  // Finds the regions of `ends.transfer`. The caller holds writes_mutex as long as it uses them.
+  Status peek_regions(Ends& ends, RegionId source_id, RemoteRegionId target_id, const char* operation) const {
+    ends.source = regions.peek(source_id);
+    ends.target = remote_regions.peek(target_id);
     if (ends.source == nullptr) return unknown_region(operation, "no local region " + std::to_string(source_id));
     if (ends.target == nullptr) return unknown_region(operation, "no imported region " + std::to_string(target_id));
     if (ends.target->peer != ends.transfer->peer->id) {
       return invalid(operation, "region " + std::to_string(target_id) + " belongs to another peer than the transfer");
     }
+    return {};
+  }
+  Status peek_ends(Ends& ends, TransferId transfer_id, RegionId source_id, RemoteRegionId target_id,
+                   const char* operation) const {
+    ends.transfer = transfers.peek(transfer_id);
+    if (ends.transfer == nullptr) return no_transfer(transfer_id, operation);
+    return peek_regions(ends, source_id, target_id, operation);
+  }
+  // The same for longer than a moment.
+  struct HeldEnds {
+    std::shared_ptr<Transfer> transfer;
+    std::shared_ptr<LocalRegion> source;
+    std::shared_ptr<const RemoteRegion> target;
+  };
+  Status hold_ends(HeldEnds& held, TransferId transfer_id, RegionId source_id, RemoteRegionId target_id,
+                   const char* operation) {
+    const std::shared_lock lock(writes_mutex);
+    Ends ends;
+    if (Status status = peek_ends(ends, transfer_id, source_id, target_id, operation); !status) return status;
+    held = {ends.transfer->shared_from_this(), ends.source->shared_from_this(), ends.target->shared_from_this()};
     return {};
   }
   static Error no_transfer(TransferId id, const char* operation) {
@@ -145,36 +159,39 @@ class TransferEngine::Impl {
                                       std::move(callback), kind);
   }
   Status publish(const std::shared_ptr<Transfer>& transfer) {
-    transfers.insert(transfer->id, transfer);
+    const std::unique_lock lock(writes_mutex);
+    return publish_locked(transfer);
+  }
+  Status publish_locked(const std::shared_ptr<Transfer>& transfer) {
+    transfers.insert_locked(transfer->id, transfer);
     // After the insertion: when the peer goes down, the worker first changes its state and then fails every transfer
-    // that it finds. Either it found this one, or we see the new state here.
+    // that it finds. Either it will find this one, or we see the new state here.
     const Peer& peer = *transfer->peer;
     const Peer::State state = peer.state.load(std::memory_order_seq_cst);
-    if (state != Peer::State::kConnected && transfers.erase(transfer->id)) {
-      return Error{ErrorCode::kPeerDown, peer.provider, peer.name, "open_transfer",
-                   state == Peer::State::kLeaving ? "this peer is leaving: nothing new can be sent to it"
-                                                  : "the link to this peer broke: fence it, then connect again"};
-    }
-    return {};
+    if (state == Peer::State::kConnected) return {};
+    transfers.erase_locked(transfer->id);
+    return Error{ErrorCode::kPeerDown, peer.provider, peer.name, "open_transfer",
+                 state == Peer::State::kLeaving ? "this peer is leaving: nothing new can be sent to it"
+                                                : "the link to this peer broke: fence it, then connect again"};
   }
 
-  Status check_single(const Ends& ends, uint64_t source_offset, uint64_t target_offset, uint64_t bytes,
-                      std::optional<uint32_t> domain) const {
+  Status check_single(const Ends& ends, const SingleWrite& write, uint64_t bytes) const {
     if (bytes == 0) return invalid("write", "a write of 0 bytes");
-    if (domain && *domain >= group.lane_domains(ends.transfer->peer->provider)) {
-      return invalid("write", "domain " + std::to_string(*domain) + " of " +
-                                  std::to_string(group.lane_domains(ends.transfer->peer->provider)) +
-                                  " in this peer's lane (" + ends.transfer->peer->provider + ")");
+    const Peer& peer = *ends.transfer->peer;
+    if (write.domain && *write.domain >= group.lane_domains(peer.provider)) {
+      return invalid("write", "domain " + std::to_string(*write.domain) + " of " +
+                                  std::to_string(group.lane_domains(peer.provider)) + " in this peer's lane (" +
+                                  peer.provider + ")");
     }
     const auto fits = [&](uint64_t offset, uint64_t region) { return bytes <= region && offset <= region - bytes; };
-    if (!fits(source_offset, ends.source->bytes) || !fits(target_offset, ends.target->bytes)) {
+    if (!fits(write.source_offset, ends.source->bytes) || !fits(write.target_offset, ends.target->bytes)) {
       return Error{ErrorCode::kOutOfRange,
                    {},
-                   ends.transfer->peer->name,
+                   peer.name,
                    "write",
-                   std::to_string(bytes) + " bytes from offset " + std::to_string(source_offset) + " of " +
-                       std::to_string(ends.source->bytes) + " to offset " + std::to_string(target_offset) + " of " +
-                       std::to_string(ends.target->bytes)};
+                   std::to_string(bytes) + " bytes from offset " + std::to_string(write.source_offset) + " of " +
+                       std::to_string(ends.source->bytes) + " to offset " + std::to_string(write.target_offset) +
+                       " of " + std::to_string(ends.target->bytes)};
     }
     return {};
   }
@@ -253,7 +270,7 @@ Status TransferEngine::deregister_memory(RegionId id, Timeout timeout) {
       "deregister_memory",
       [impl = impl_.get(), region] {
         if (!impl->group.deregister_step(*region)) return false;
-        impl->regions.erase(region->id);
+        if (impl->regions.erase(region->id) != nullptr) impl->group.scheduler().retire(region);
         return true;
       },
       timeout, "writes may still be landing in region " + std::to_string(id) + ": fence the peer that is stuck");
@@ -282,8 +299,8 @@ Result<RemoteRegionId> TransferEngine::import_region(PeerId peer_id, std::span<c
   for (RegionDescriptor::Lane& lane : descriptor->lanes) {
     if (lane.provider != peer.value()->provider || lane.rkeys.size() != peer.value()->remote_domains) continue;
     const auto id = static_cast<RemoteRegionId>(impl_->next_id.fetch_add(1, std::memory_order_relaxed));
-    impl_->remote_regions.insert(id, std::make_shared<const RemoteRegion>(RemoteRegion{
-                                         id, peer_id, descriptor->base, descriptor->bytes, std::move(lane.rkeys)}));
+    impl_->remote_regions.insert(id, std::make_shared<const RemoteRegion>(id, peer_id, descriptor->base,
+                                                                          descriptor->bytes, std::move(lane.rkeys)));
     return id;
   }
   return invalid("import_region", "the descriptor has no keys for the lane to this peer (" + peer.value()->provider +
@@ -374,17 +391,24 @@ Result<TransferId> TransferEngine::open_transfer(PeerId peer, EventCallback call
 Status TransferEngine::write(TransferId transfer, RegionId source, uint64_t source_offset, RemoteRegionId target,
                              uint64_t target_offset, uint64_t bytes, std::optional<uint32_t> immediate,
                              std::optional<uint32_t> domain) {
-  Impl::Ends ends;
-  if (Status status = impl_->find_ends(ends, transfer, source, target, "write"); !status) return status;
-  if (Status status = impl_->check_single(ends, source_offset, target_offset, bytes, domain); !status) return status;
-  impl_->worker.submit<AddWrites>(std::move(ends.transfer), false, std::move(ends.source), std::move(ends.target),
-                                  bytes, immediate, SingleWrite{source_offset, target_offset, domain});
+  const SingleWrite write{source_offset, target_offset, domain};
+  std::unique_ptr<Command> command = impl_->worker.take_command();
+  {
+    // Until the command is in the queue: what it refers to lives until the worker has taken it from there.
+    const std::shared_lock lock(impl_->writes_mutex);
+    Impl::Ends ends;
+    if (Status status = impl_->peek_ends(ends, transfer, source, target, "write"); !status) return status;
+    if (Status status = impl_->check_single(ends, write, bytes); !status) return status;
+    command->body.emplace<AddWrite>(AddWrite{ends.transfer, ends.source, ends.target, bytes, immediate, write});
+    impl_->worker.push(std::move(command));
+  }
+  impl_->worker.wake();
   return {};
 }
 
 Status TransferEngine::write_pages(TransferId transfer, PagedWrite write) {
-  Impl::Ends ends;
-  if (Status status = impl_->find_ends(ends, transfer, write.source, write.target, "write_pages"); !status) {
+  Impl::HeldEnds ends;
+  if (Status status = impl_->hold_ends(ends, transfer, write.source, write.target, "write_pages"); !status) {
     return status;
   }
   if (write.page_bytes == 0) return invalid("write_pages", "pages of 0 bytes");
@@ -397,15 +421,16 @@ Status TransferEngine::write_pages(TransferId transfer, PagedWrite write) {
   if (write.source_pages.indices.empty()) return {};
   auto table =
       std::make_shared<const PageTable>(PageTable{std::move(write.source_pages), std::move(write.target_pages)});
-  impl_->worker.submit<AddWrites>(std::move(ends.transfer), false, std::move(ends.source), std::move(ends.target),
-                                  write.page_bytes, write.immediate, TableWrite{std::move(table), 0, 0});
+  auto request = std::make_shared<Request>(std::move(ends.source), std::move(ends.target), write.page_bytes,
+                                           write.immediate, TableWrite{std::move(table), 0, 0});
+  impl_->worker.submit<AddRequest>(std::move(ends.transfer), std::move(request), false);
   return {};
 }
 
 Status TransferEngine::arm(TransferId transfer, std::shared_ptr<LayerSignal> signal, PagedWrite pages,
                            std::vector<ArmedLayer> layers) {
-  Impl::Ends ends;
-  if (Status status = impl_->find_ends(ends, transfer, pages.source, pages.target, "arm"); !status) return status;
+  Impl::HeldEnds ends;
+  if (Status status = impl_->hold_ends(ends, transfer, pages.source, pages.target, "arm"); !status) return status;
   if (signal == nullptr) return invalid("arm", "no signal");
   if (pages.page_bytes == 0) return invalid("arm", "pages of 0 bytes");
   if (pages.source_pages.indices.size() != pages.target_pages.indices.size()) {
@@ -425,13 +450,13 @@ Status TransferEngine::arm(TransferId transfer, std::shared_ptr<LayerSignal> sig
   if (pages.source_pages.indices.empty() || layers.empty()) return {};
   auto table =
       std::make_shared<const PageTable>(PageTable{std::move(pages.source_pages), std::move(pages.target_pages)});
-  impl_->worker.submit<Arm>(ArmedPlan{.transfer = std::move(ends.transfer),
-                                      .signal = std::move(signal),
-                                      .source = std::move(ends.source),
-                                      .target = std::move(ends.target),
-                                      .table = std::move(table),
-                                      .page_bytes = pages.page_bytes,
-                                      .layers = std::move(layers)});
+  impl_->worker.submit<Arm>(std::make_unique<ArmedPlan>(ArmedPlan{.transfer = std::move(ends.transfer),
+                                                                  .signal = std::move(signal),
+                                                                  .source = std::move(ends.source),
+                                                                  .target = std::move(ends.target),
+                                                                  .table = std::move(table),
+                                                                  .page_bytes = pages.page_bytes,
+                                                                  .layers = std::move(layers)}));
   return {};
 }
 
@@ -495,14 +520,19 @@ Result<TransferId> TransferEngine::write_one(PeerId peer, RegionId source, uint6
   const Result<std::shared_ptr<Transfer>> transfer = impl_->make_transfer(peer, std::move(callback));
   if (!transfer) return transfer.error();
   const TransferId id = transfer.value()->id;
-  Impl::Ends ends{transfer.value(), {}, {}};
-  if (Status status = impl_->find_ends(ends, id, source, target, "write_one"); !status) return status.error();
-  if (Status status = impl_->check_single(ends, source_offset, target_offset, bytes, domain); !status) {
-    return status.error();
+  const SingleWrite write{source_offset, target_offset, domain};
+  std::unique_ptr<Command> command = impl_->worker.take_command();
+  {
+    // As in write(); not shared, since the transfer becomes one of the engine's.
+    const std::unique_lock lock(impl_->writes_mutex);
+    Impl::Ends ends{.transfer = transfer.value().get()};
+    if (Status status = impl_->peek_regions(ends, source, target, "write_one"); !status) return status.error();
+    if (Status status = impl_->check_single(ends, write, bytes); !status) return status.error();
+    if (Status status = impl_->publish_locked(transfer.value()); !status) return status.error();
+    command->body.emplace<WriteOne>(WriteOne{{ends.transfer, ends.source, ends.target, bytes, immediate, write}});
+    impl_->worker.push(std::move(command));
   }
-  if (Status status = impl_->publish(ends.transfer); !status) return status.error();
-  impl_->worker.submit<AddWrites>(std::move(ends.transfer), true, std::move(ends.source), std::move(ends.target), bytes,
-                                  immediate, SingleWrite{source_offset, target_offset, domain});
+  impl_->worker.wake();
   return id;
 }
 
@@ -568,7 +598,7 @@ Result<TransferId> TransferEngine::Impl::post_to_group(const std::shared_ptr<Pee
   }
   worker.submit<Call>([this, posting, ended] {
     for (auto& [transfer, request] : posting->writes) {
-      group.scheduler().add(*transfer, std::move(request));
+      group.scheduler().add(*transfer, std::make_shared<Request>(std::move(request)));
       group.scheduler().seal(*transfer);
     }
     for (const auto& [peer, event] : posting->without) ended(peer, event);
@@ -654,8 +684,9 @@ Result<TransferId> TransferEngine::send(PeerId peer_id, std::span<const std::byt
   if (Status status = impl_->publish(transfer); !status) return status.error();
   Bytes bytes(kUserHeaderBytes + message.size());
   std::copy(message.begin(), message.end(), bytes.begin() + kUserHeaderBytes);
-  impl_->worker.submit<AddWrites>(transfer, true, nullptr, nullptr, uint64_t{0}, std::optional<uint32_t>{},
-                                  MessageWrite{std::move(bytes)});
+  auto request =
+      std::make_shared<Request>(nullptr, nullptr, 0, std::optional<uint32_t>{}, MessageWrite{std::move(bytes)});
+  impl_->worker.submit<AddRequest>(transfer, std::move(request), true);
   return transfer->id;
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cassert>
+#include <iterator>
 #include <map>
 #include <utility>
 
@@ -34,11 +35,6 @@ static_assert((uint64_t{128} << 20) / kLeastCharge < LinkTally::kModulus / 2);
 // messages always find room beside them.
 constexpr uint32_t kMessageWindow = 8;
 
-// What is retired is released by so many, or so many turns later (an idle one takes 0.3 us): nobody waits for it but a
-// disconnect().
-constexpr size_t kRetired = 64;
-constexpr uint32_t kTurnsRetired = 64;
-
 // After these the receiver has refused the batch, or the sender never sent it: nothing of it can land later. Any
 // other failure leaves that open.
 bool leaves_nothing_behind(ErrorCode code) {
@@ -58,10 +54,10 @@ bool leaves_nothing_behind(ErrorCode code) {
 
 // --- Commands
 
-void TransferScheduler::add(Transfer& transfer, Request request) {
-  if (transfer.ended || transfer.stopping() || request.done()) return;
+void TransferScheduler::add(Transfer& transfer, std::shared_ptr<Request> request) {
+  if (transfer.ended || transfer.stopping() || request->done()) return;
   if (transfer.peer->down) return fail(transfer, *transfer.peer->down);
-  transfer.ready.push_back(std::make_shared<Request>(std::move(request)));
+  transfer.ready.push_back(std::move(request));
   make_runnable(transfer);
 }
 
@@ -412,7 +408,6 @@ void TransferScheduler::finish_request(Transfer& transfer, const Request& reques
 
 void TransferScheduler::free_entry(uint32_t index) {
   InFlight& entry = slab_[index];
-  if (entry.request != nullptr) retire(std::move(entry.request));
   entry = InFlight{.generation = entry.generation + 1};
   free_entries_.push_back(index);
 }
@@ -554,12 +549,11 @@ bool TransferScheduler::settle() {
   return any;
 }
 
-void TransferScheduler::release_retired(bool all) {
-  if (retired_.empty()) return;
-  if (!all && retired_.size() < kRetired && ++turns_retired_ < kTurnsRetired) return;
-  turns_retired_ = 0;
-  releasing_.swap(retired_);  // what ends with them may retire more
-  releasing_.clear();
+void TransferScheduler::release(size_t count) {
+  const auto end = retired_.begin() + static_cast<ptrdiff_t>(count);
+  const std::vector<std::shared_ptr<const void>> released(std::make_move_iterator(retired_.begin()),
+                                                          std::make_move_iterator(end));
+  retired_.erase(retired_.begin(), end);
 }
 
 void TransferScheduler::finish(Transfer& transfer) {
@@ -577,11 +571,14 @@ void TransferScheduler::finish(Transfer& transfer) {
   } else if (transfer.error) {
     event.kind = EventKind::kTransferFailed;
   }
-  // A transfer that its opener took back (open_transfer() on a peer that just went down) has no event.
-  const auto forget = [&] { return transfers_.erase(transfer.id); };
+  const auto forget = [&] {
+    retire(transfers_.erase(transfer.id));
+    return true;
+  };
   if (!transfer.callback) {
     events_.push_if(std::move(event), forget);
-  } else if (forget()) {
+  } else {
+    forget();
     call(transfer.callback, event);
   }
 }

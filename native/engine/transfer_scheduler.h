@@ -49,7 +49,7 @@ class TransferScheduler {
       : transfers_(transfers), counters_(counters), events_(events), stats_(stats) {}
 
   // --- Commands. On a transfer that is ending they do nothing: its final event says why.
-  void add(Transfer& transfer, Request request);
+  void add(Transfer& transfer, std::shared_ptr<Request> request);
   void arm(ArmedPlan plan);
   void seal(Transfer& transfer);
   void cancel(Transfer& transfer);
@@ -61,12 +61,12 @@ class TransferScheduler {
   bool post();
   void fired(CounterSets::Fired set) { fired_.push_back(std::move(set)); }
   bool settle();
-  // Lets go of something later, with others of its kind: who submits counts a reference to a transfer and to regions
-  // that we count down, and each change of sides moves the count from one core to the other (0.1 us, three times a
-  // write).
-  void retire(std::shared_ptr<const void> held) { retired_.push_back(std::move(held)); }
-  // Once a turn, and before the worker sleeps (`all`).
-  void release_retired(bool all);
+  // Keeps what was erased from a registry until the commands that may mean it are carried out (Registry::peek): those
+  // that have been submitted by now.
+  void retire(std::shared_ptr<const void> erased) { retired_.push_back(std::move(erased)); }
+  size_t retired() const { return retired_.size(); }
+  // Lets go of the oldest `count`.
+  void release(size_t count);
   // A signal passed since the last look, or a GPU may write one at any time: the worker must not sleep.
   bool has_due_layers() const;
 
@@ -160,8 +160,6 @@ class TransferScheduler {
   std::vector<std::shared_ptr<Transfer>> recoveries_;
   std::vector<CounterSets::Fired> fired_;
   std::vector<std::shared_ptr<const void>> retired_;
-  std::vector<std::shared_ptr<const void>> releasing_;  // empty but within release_retired()
-  uint32_t turns_retired_ = 0;                          // since the last release
 };
 
 }  // namespace kvc

@@ -17,6 +17,11 @@ namespace {
 // saying so.
 constexpr int kRetryMilliseconds = 1;
 
+std::shared_ptr<Request> request_of(const AddWrite& add) {
+  return std::make_shared<Request>(add.source->shared_from_this(), add.target->shared_from_this(), add.bytes,
+                                   add.immediate, add.write);
+}
+
 template <typename... Ts>
 struct Overloaded : Ts... {
   using Ts::operator()...;
@@ -140,22 +145,30 @@ void Worker::sleep() {
 }
 
 bool Worker::run_commands() {
-  return queue_.drain([this](std::unique_ptr<Command> command) {
+  // What was retired before may be meant by commands that are in the queue now, and by none that come later.
+  const size_t retired = group_.scheduler().retired();
+  const bool any = queue_.drain([this](std::unique_ptr<Command> command) {
     apply(*command);
     pool_.give(std::move(command));
   });
+  group_.scheduler().release(retired);
+  return any;
 }
 
 void Worker::apply(Command& command) {
   TransferScheduler& scheduler = group_.scheduler();
   std::visit(Overloaded{
                  [](std::monostate) {},
-                 [&](AddWrites& add) {
+                 [&](const AddWrite& add) { scheduler.add(*add.transfer, request_of(add)); },
+                 [&](const WriteOne& add) {
+                   scheduler.add(*add.transfer, request_of(add));
+                   scheduler.seal(*add.transfer);
+                 },
+                 [&](AddRequest& add) {
                    scheduler.add(*add.transfer, std::move(add.request));
                    if (add.seal) scheduler.seal(*add.transfer);
-                   scheduler.retire(std::move(add.transfer));
                  },
-                 [&](Arm& arm) { scheduler.arm(std::move(arm.plan)); },
+                 [&](const Arm& arm) { scheduler.arm(std::move(*arm.plan)); },
                  [&](Seal& seal) { scheduler.seal(*seal.transfer); },
                  [&](Fire& fire) { scheduler.fired(std::move(fire.set)); },
                  [&](Call& call) { call.run(); },

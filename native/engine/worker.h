@@ -35,14 +35,18 @@ class Worker {
   // Closes the group on the worker and ends the thread. Commands that come later are never run. Blocks.
   void stop();
 
-  // Any thread; never blocks. The command Kind, made of `args` in its place.
+  // Any thread; never blocks. The command Kind, made of `args`.
   template <typename Kind, typename... Args>
   void submit(Args&&... args) {
-    std::unique_ptr<Command> command = pool_.take();
-    command->body.emplace<Kind>(std::forward<Args>(args)...);
-    queue_.push(std::move(command));
-    waker_->wake();
+    std::unique_ptr<Command> command = take_command();
+    command->body.emplace<Kind>(Kind{std::forward<Args>(args)...});
+    push(std::move(command));
+    wake();
   }
+  // The same in its steps, for who holds a lock meanwhile: it is pushed under the lock, and wakes after it.
+  std::unique_ptr<Command> take_command() { return pool_.take(); }
+  void push(std::unique_ptr<Command> command) { queue_.push(std::move(command)); }
+  void wake() { waker_->wake(); }
 
   // Runs `f` (which returns a Result) on the worker and returns what it returns. Blocks for one turn.
   template <typename F>

@@ -12,7 +12,8 @@ namespace {
 struct Fixture {
   std::vector<std::byte> memory = std::vector<std::byte>(1000);
   std::shared_ptr<LocalRegion> source = std::make_shared<LocalRegion>();
-  std::shared_ptr<const RemoteRegion> target = std::make_shared<const RemoteRegion>();
+  std::shared_ptr<const RemoteRegion> target =
+      std::make_shared<const RemoteRegion>(1, 1, 0, 0, std::vector<uint64_t>{});
   Fixture() {
     source->base = memory.data();
     source->bytes = memory.size();

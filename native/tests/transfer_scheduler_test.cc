@@ -77,7 +77,7 @@ class Scheduler : public testing::Test {
     }
     source->base = memory.data();
     source->bytes = memory.size();
-    target = std::make_shared<const RemoteRegion>(RemoteRegion{1, 1, 0, memory.size(), rkeys});
+    target = std::make_shared<const RemoteRegion>(1, 1, 0, memory.size(), rkeys);
   }
   std::shared_ptr<Transfer> open() {
     auto transfer = std::make_shared<Transfer>(++last_id, peer, EventCallback{});
@@ -86,7 +86,7 @@ class Scheduler : public testing::Test {
   }
   void write(Transfer& transfer, uint64_t bytes, std::optional<uint32_t> immediate = kCounter,
              std::optional<uint32_t> domain = {}) {
-    scheduler.add(transfer, Request(source, target, bytes, immediate, SingleWrite{0, 0, domain}));
+    scheduler.add(transfer, std::make_shared<Request>(source, target, bytes, immediate, SingleWrite{0, 0, domain}));
   }
   // `pages` pages that lie apart on both sides.
   void write_pages(Transfer& transfer, size_t pages, uint64_t page_bytes,
@@ -94,8 +94,9 @@ class Scheduler : public testing::Test {
     PageTable table{{{}, 2 * page_bytes, 0}, {{}, 2 * page_bytes, 0}};
     for (size_t i = 0; i < pages; ++i) table.source.indices.push_back(static_cast<int64_t>(i));
     table.target.indices = table.source.indices;
-    scheduler.add(transfer, Request(source, target, page_bytes, immediate,
-                                    TableWrite{std::make_shared<const PageTable>(std::move(table)), 0, 0}));
+    scheduler.add(transfer,
+                  std::make_shared<Request>(source, target, page_bytes, immediate,
+                                            TableWrite{std::make_shared<const PageTable>(std::move(table)), 0, 0}));
   }
   void post_all() {
     while (scheduler.post()) {
@@ -472,7 +473,7 @@ TEST_F(Scheduler, PartsOfASplitWriteAndUncountedWritesGoAgainToo) {
 TEST_F(Scheduler, AnImmediateAloneIsNotRewrittenButCounted) {
   connect(2);
   const auto transfer = open();
-  scheduler.add(*transfer, Request(nullptr, nullptr, 0, kCounter, ImmediateOnly{5}));
+  scheduler.add(*transfer, std::make_shared<Request>(nullptr, nullptr, 0, kCounter, ImmediateOnly{5}));
   scheduler.seal(*transfer);
   post_all();
   ASSERT_EQ(raised(0), 5U);
@@ -685,8 +686,8 @@ TEST_F(Scheduler, MessagesThatNobodyReadsStopNoWrites) {
   std::vector<std::shared_ptr<Transfer>> open_transfers;
   for (int i = 0; i < 20; ++i) {
     open_transfers.push_back(open());
-    scheduler.add(*open_transfers.back(),
-                  Request(nullptr, nullptr, 0, std::nullopt, MessageWrite{Bytes(kUserHeaderBytes + 1)}));
+    scheduler.add(*open_transfers.back(), std::make_shared<Request>(nullptr, nullptr, 0, std::nullopt,
+                                                                    MessageWrite{Bytes(kUserHeaderBytes + 1)}));
     scheduler.seal(*open_transfers.back());
   }
   const auto transfer = open();
@@ -704,7 +705,8 @@ TEST_F(Scheduler, AMessageOnABrokenLinkIsSentAgainUnderItsNumberAndNewOnesWait) 
   connect(2);
   const auto message = [&] {
     const auto transfer = open();
-    scheduler.add(*transfer, Request(nullptr, nullptr, 0, std::nullopt, MessageWrite{Bytes(kUserHeaderBytes + 1)}));
+    scheduler.add(*transfer, std::make_shared<Request>(nullptr, nullptr, 0, std::nullopt,
+                                                       MessageWrite{Bytes(kUserHeaderBytes + 1)}));
     scheduler.seal(*transfer);
     return transfer;
   };
