@@ -182,14 +182,13 @@ Posted SimDomain::post(LinkId id, const WriteBatch& batch) {
   shared->page_bytes = batch.page_bytes;
   shared->counted = batch.counted;
   shared->immediate = batch.immediate;
-  std::vector<Message> messages;
-  messages.reserve(batch.pages.size());
+  shared->runs.reserve(batch.pages.size());
   const int64_t now = now_ns();
-  for_each_run(batch, [&](const PageRun& run) { messages.emplace_back(PageArrival{shared, run, now + delay_ns()}); });
-  shared->runs_left = messages.size();
+  for_each_run(batch, [&](const PageRun& run) { shared->runs.push_back({run, now + delay_ns()}); });
+  shared->runs_left = shared->runs.size();
   link.posted.insert(batch.work);
   // The other side's inbox was set before we were told that we may post.
-  link.gate->inbox[static_cast<size_t>(link.other())]->put(std::move(messages));
+  link.gate->inbox[static_cast<size_t>(link.other())]->put({BatchArrival{std::move(shared)}});
   return Posted::kYes;
 }
 
@@ -231,9 +230,8 @@ bool SimDomain::poll() {
   return any;
 }
 
-void SimDomain::receive(PageArrival page) {
-  const int64_t due_ns = page.due_ns;
-  add_arrival(due_ns, std::move(page));
+void SimDomain::receive(const BatchArrival& arrival) {
+  for (const Batch::Run& run : arrival.batch->runs) add_arrival(run.due_ns, PageArrival{arrival.batch, run.pages});
 }
 
 void SimDomain::receive(MessageArrival message) {

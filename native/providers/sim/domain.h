@@ -45,6 +45,10 @@ class SimDomain final : public Domain {
     uint64_t bytes = 0;
   };
 
+  struct PageArrival {
+    std::shared_ptr<Batch> batch;
+    PageRun run;
+  };
   using Arrived = std::variant<PageArrival, MessageArrival>;
   struct Arrival {
     int64_t due_ns = 0;
@@ -55,7 +59,7 @@ class SimDomain final : public Domain {
     }
   };
 
-  void receive(PageArrival page);
+  void receive(const BatchArrival& arrival);
   void receive(MessageArrival message);
   void add_arrival(int64_t due_ns, Arrived what);
   Arrived take_arrival();

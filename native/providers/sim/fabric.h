@@ -55,15 +55,19 @@ struct Batch {
   uint64_t page_bytes = 0;
   bool counted = false;
   uint32_t immediate = 0;
+  struct Run {
+    PageRun pages;
+    int64_t due_ns = 0;
+  };
+  std::vector<Run> runs;
   // The receiving worker's:
   size_t runs_left = 0;
   std::optional<Error> error;
 };
 
-struct PageArrival {
+// All of a batch's runs, each with its own time.
+struct BatchArrival {
   std::shared_ptr<Batch> batch;
-  PageRun run;
-  int64_t due_ns = 0;
 };
 // A small message: reports to its sender once the receiver's sink has taken it.
 struct MessageArrival {
@@ -82,7 +86,7 @@ struct BatchDone {
 struct LinkClosed {
   LinkId link = 0;
 };
-using Message = std::variant<PageArrival, MessageArrival, BatchDone, LinkClosed>;
+using Message = std::variant<BatchArrival, MessageArrival, BatchDone, LinkClosed>;
 
 // Messages to one domain. Any thread puts; the domain's worker takes.
 class Inbox {
