@@ -38,7 +38,7 @@ class CommandPool {
     std::unique_ptr<Command> command(list);
     Command* const rest = std::exchange(command->next, nullptr);
     // The worker's core has the next one's cache lines: they are here when it is asked for.
-    for (size_t line = 0; line < sizeof(Command); line += 64) {
+    for (size_t line = 0; rest != nullptr && line < sizeof(Command); line += 64) {
       __builtin_prefetch(reinterpret_cast<const std::byte*>(rest) + line, 1);
     }
     // Not null only where another thread came in between with a list of its own: one of the two is given up.

@@ -35,11 +35,11 @@ struct alignas(64) RemoteRegion : std::enable_shared_from_this<RemoteRegion> {
                std::vector<uint64_t> keys)
       : id(region_id), peer(of_peer), base(base_address), bytes(size), rkeys(std::move(keys)) {}
 
-  RemoteRegionId id = 0;
-  PeerId peer = 0;
-  uint64_t base = 0;  // in the peer's address space
-  uint64_t bytes = 0;
-  std::vector<uint64_t> rkeys;  // one per domain of the peer's lane, in the peer's order
+  const RemoteRegionId id;
+  const PeerId peer;
+  const uint64_t base;  // in the peer's address space
+  const uint64_t bytes;
+  const std::vector<uint64_t> rkeys;  // one per domain of the peer's lane, in the peer's order
 };
 
 }  // namespace kvc

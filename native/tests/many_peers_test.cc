@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <thread>
 
 #include "tests/rig.h"
@@ -54,23 +55,19 @@ size_t allocated_bytes() {
 #endif
 }
 
-// What is allocated, once it is no more than `most`: the last peer's links end when the server's worker comes to it.
-size_t settled_bytes(size_t most) {
+// What `read` says once it is `good`, or after ten seconds. Threads that have been joined leave /proc a moment later,
+// and the last peer's links end when the server's worker comes to them.
+template <typename Good>
+size_t settled(const std::function<size_t()>& read, Good good) {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
-  while (allocated_bytes() > most && std::chrono::steady_clock::now() < deadline) {
+  while (!good(read()) && std::chrono::steady_clock::now() < deadline) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
-  return allocated_bytes();
+  return read();
 }
-
-// The entries of `directory`, once they are as many as expected. Threads that have been joined leave /proc a moment
-// later, and the last peer's connection closes when the server's worker comes to it.
+// The entries of `directory`, once they are as many as expected.
 size_t settled(const char* directory, size_t expected) {
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
-  while (entries(directory) != expected && std::chrono::steady_clock::now() < deadline) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  return entries(directory);
+  return settled([&] { return entries(directory); }, [&](size_t now) { return now == expected; });
 }
 
 class ManyPeers : public testing::TestWithParam<std::string> {};
@@ -130,7 +127,7 @@ TEST_P(ManyPeers, ThatComeAndGoLeaveNothingBehind) {
     EXPECT_EQ(settled(kThreads, threads), threads);
     EXPECT_EQ(settled(kDescriptors, descriptors), descriptors);
     const size_t most = allocated + kSlackBytes + lost_by_library(GetParam(), peers);
-    EXPECT_LE(settled_bytes(most), most);
+    EXPECT_LE(settled(allocated_bytes, [&](size_t now) { return now <= most; }), most);
     const EngineStats stats = server.engine->stats();
     EXPECT_EQ(stats.peers, 0U);
     EXPECT_EQ(stats.transfers_open, 0U);
