@@ -272,8 +272,8 @@ class Effects:
             case CancelWrites(transfer_id):
                 if transfer_id in self.outgoing:
                     self._engine.cancel(self.outgoing[transfer_id].number)
-            case OpenCounters(request_id, targets):
-                immediates = self._open_counters(request_id, targets)
+            case OpenCounters(peer, request_id, targets):
+                immediates = self._open_counters(peer, request_id, targets)
                 return self.decode.counters_opened(now, request_id, immediates)
             case CloseCounters(request_id):
                 number, _ = self._counters.pop(request_id)
@@ -332,7 +332,7 @@ class Effects:
             case CancelWrites(transfer_id):
                 # It has ended already: its event is on the way.
                 logger.debug("transfer %s is not cancelled: %s", transfer_id, reason)
-            case OpenCounters(request_id):
+            case OpenCounters(_, request_id):
                 return self.decode.counters_failed(now, request_id, reason)
             case Send(peer, Reserve(transfer_id, attempt)):
                 # Nothing was sent, so nothing can land.
@@ -481,8 +481,10 @@ class Effects:
                 )
             outgoing.last_signal = max(outgoing.last_signal, push.signal_base + run.layers[-1].ordinal + 1)
 
-    def _open_counters(self, request_id: str, targets: tuple[int, ...]) -> Sequence[int]:
-        counters = self._engine.alloc_counters(len(targets))
+    def _open_counters(self, peer: PeerId, request_id: str, targets: tuple[int, ...]) -> Sequence[int]:
+        raiser = self._links[peer].engine_peer
+        assert raiser is not None
+        counters = self._engine.alloc_counters(len(targets), [raiser])
         try:
             self._engine.expect(counters.id, targets)
         except TransferError:

@@ -26,6 +26,8 @@ import numpy.typing as npt
 from kv_connector import _native
 
 SharedMemory = _native.SharedMemory
+CompletionWord = _native.CompletionWord
+CounterReader = _native.CounterReader
 LayerSignal = _native.LayerSignal
 StreamSignal = _native.StreamSignal
 
@@ -119,6 +121,7 @@ class DomainConfig:
     fabric: str = "default"  # sim: domains meet in the fabric of this name in this process
     seed: int = 1  # sim: decides every delay and reorder
     max_delay_us: int = 50  # sim: each page is delivered after 0..max_delay_us
+    copy_blocks: int = 16  # nvlink, bounce: how many of the GPU's SMs a copy may occupy
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +132,10 @@ class EngineConfig:
     # the next one instead of refusing.
     allow_fallback: bool = False
     spin_us: int = 20  # how long an idle worker polls before it sleeps
-    worker_cpu: int | None = None  # pin the worker thread to this core
+    # Threads: of several the first schedules, and the domains are dealt out among the others. For several NICs whose
+    # small pages are more than one thread can post.
+    workers: int = 1
+    worker_cpu: int | None = None  # pin the workers to this core and those after it
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +187,56 @@ class ScatterSlice:
 
 
 @dataclass(frozen=True, slots=True)
+class ArmedSlice:
+    """One slice of a list that a sender releases as it goes.
+
+    Written when the signal reaches `signal_value`, counted as one page.
+    """
+
+    signal_value: int
+    source: int  # local region
+    source_offset: int
+    target: int  # imported region
+    target_offset: int
+    nbytes: int
+    immediate: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedSlice:
+    """What may go to one member of a peer group in one slice of a prepared scatter.
+
+    Up to `nbytes`, from and to places within the `nbytes` that begin at the two offsets. 0 bytes: never more
+    than the immediate.
+    """
+
+    member: int  # its place in the group
+    source: int = 0  # local region
+    source_offset: int = 0
+    target: int = 0  # imported region of that member's
+    target_offset: int = 0
+    nbytes: int = 0
+    immediate: int | None = None  # a counter of that member's
+
+
+class ScatterUpdate(NamedTuple):
+    """What goes in a prepared slice this time, beyond its prepared offsets. 0 bytes: the immediate alone."""
+
+    source_offset: int = 0
+    target_offset: int = 0
+    nbytes: int = 0
+
+
+class MemoryRange(NamedTuple):
+    """[address, address + nbytes). `memfd`: what backs it from `memfd_offset` on, if anything."""
+
+    address: int
+    nbytes: int
+    memfd: int = -1
+    memfd_offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     peer: int
     data: bytes
@@ -216,6 +272,8 @@ class EngineStats:
     batches_posted: int
     immediates_received: int  # pages counted, stale ones included
     immediates_stale: int  # of an older generation, or of no counter at all
+    immediates_foreign: int  # of a counter that is another peer's: its link was ended
+    links: int  # up now, of all peers
     links_lost: int  # taken out while their peer has others; up again: links_restored
     links_restored: int
     pages_rewritten: int  # after their link broke, over another one
@@ -250,15 +308,26 @@ class TransferEngine:
         self._native = _native.TransferEngine(
             config.name,
             [
-                (d.provider, d.device, d.address, d.connections, d.fabric, d.seed, d.max_delay_us)
+                (
+                    d.provider,
+                    d.device,
+                    d.address,
+                    d.connections,
+                    d.fabric,
+                    d.seed,
+                    d.max_delay_us,
+                    d.copy_blocks,
+                )
                 for d in config.domains
             ],
             config.allow_fallback,
             config.spin_us,
+            config.workers,
             -1 if config.worker_cpu is None else config.worker_cpu,
         )
         self._callbacks = _Callbacks(self._native)
         self._reader: _Reader | None = None
+        self._scatters: dict[int, int] = {}  # prepared ones, and the tokens of their callbacks
 
     def close(self) -> None:
         """Ends open transfers with CLOSED, fences every peer, and stops the worker. Blocks; idempotent.
@@ -280,40 +349,50 @@ class TransferEngine:
     # --- Memory
 
     def register_memory(self, address: int, nbytes: int, memfd: int = -1, memfd_offset: int = 0) -> int:
-        """Registers [address, address+nbytes) and returns the region. Blocks briefly.
+        """Registers [address, address+nbytes) and returns the region. Blocks; writes go on meanwhile.
 
         The memory must stay mapped until deregister_memory() or close() returned. `memfd`: the memfd behind
         it, if any (the host lane then maps it at the peer; make it with os.MFD_ALLOW_SEALING).
         """
-        return self._native.register_memory(address, nbytes, memfd, memfd_offset)
+        return self.register_ranges([MemoryRange(address, nbytes, memfd, memfd_offset)])[0]
 
     def register_buffer(self, buffer: bytearray | memoryview | npt.NDArray[Any] | SharedMemory) -> int:
-        """Registers a writable, contiguous buffer. The caller keeps it alive. Blocks briefly."""
-        if isinstance(buffer, SharedMemory):
-            return self.register_memory(buffer.address, buffer.nbytes, buffer.fd)
-        view = np.frombuffer(buffer, dtype=np.uint8)
-        if not view.flags.writeable:
-            raise ValueError("the buffer is read-only: peers could not write into it")
-        return self.register_memory(view.ctypes.data, view.nbytes)
+        """Registers a writable, contiguous buffer. The caller keeps it alive. Blocks."""
+        return self.register_ranges([buffer_range(buffer)])[0]
 
-    def deregister_memory(self, region: int, timeout: float) -> None:
-        """Revokes the region's keys and waits until no write can land in it any more. Blocks up to `timeout`.
+    def register_ranges(self, ranges: Sequence[MemoryRange]) -> list[int]:
+        """Registers each range, all or none, and returns their regions. Blocks.
 
-        TIMEOUT: it stays registered; fence the peer that is stuck, then try again.
+        Those that lie in one GPU allocation, or touch each other in host memory, are registered in one piece,
+        from the first byte to the last, and share its keys. `buffer_range()` makes a range of a buffer.
         """
-        self._native.deregister_memory(region, timeout)
+        return self._native.register_memory(list(ranges))
 
-    def region_descriptor(self, region: int) -> bytes:
-        """What a peer needs to write into the region: for its import_region()."""
-        return self._native.region_descriptor(region)
+    def deregister_memory(self, regions: int | Sequence[int], timeout: float) -> None:
+        """Revokes the regions' keys and waits until no write can land there any more. Blocks up to `timeout`.
+
+        TIMEOUT: they stay registered; fence the peer that is stuck, then try again. Regions that share keys
+        go together: INVALID_ARGUMENT where one is missing.
+        """
+        self._native.deregister_memory(_list(regions), timeout)
+
+    def region_descriptor(self, regions: int | Sequence[int]) -> bytes:
+        """What a peer needs to write into the regions: for its import_region() or import_regions()."""
+        return self._native.region_descriptor(_list(regions))
 
     def import_region(self, peer: int, descriptor: bytes) -> int:
-        return self._native.import_region(peer, descriptor)
+        """The region of a descriptor that has one."""
+        (region,) = self._native.import_regions(peer, descriptor)
+        return region
+
+    def import_regions(self, peer: int, descriptor: bytes) -> list[int]:
+        """The regions of a descriptor, in the order in which they were given to region_descriptor()."""
+        return self._native.import_regions(peer, descriptor)
 
     # --- Peers: offer() here -> accept() there -> complete() here, over an authenticated control plane.
 
     def offer(self, name: str) -> Handshake:
-        """Blocks for one turn of the worker, as accept() and complete() do."""
+        """Blocks for what it takes to make a link (milliseconds on a NIC), as accept() and complete() do."""
         return _handshake(self._native.offer(name))
 
     def accept(self, name: str, offer: bytes) -> Handshake:
@@ -388,6 +467,28 @@ class TransferEngine:
             ],
         )
 
+    def arm_slices(self, transfer: int, signal: LayerSignal, slices: Sequence[ArmedSlice]) -> None:
+        """Adds slices of any regions of the two sides, each posted when `signal` reaches its value.
+
+        For a sender that packs into its source memory as it goes. One that is wrong adds nothing. RESOURCES:
+        65,536 slices of the transfer wait or are in flight; wait_drained() first.
+        """
+        self._native.arm_slices(
+            transfer,
+            signal,
+            [
+                (s.signal_value, s.source, s.source_offset, s.target, s.target_offset, s.nbytes, s.immediate)
+                for s in slices
+            ],
+        )
+
+    def wait_drained(self, transfer: int, signal_value: int, timeout: float) -> None:
+        """Blocks until all slices with values up to `signal_value` are in the peer's memory.
+
+        Their source bytes may be packed anew then. Raises the transfer's error where it fails meanwhile.
+        """
+        self._native.wait_drained(transfer, signal_value, timeout)
+
     def seal(self, transfer: int) -> None:
         """No more writes follow: the transfer ends when all have completed."""
         self._native.seal(transfer)
@@ -455,6 +556,40 @@ class TransferEngine:
             callback, lambda token: self._native.barrier(group, list(immediates), token)
         )
 
+    def prepare_scatter(
+        self, group: int, slices: Sequence[PreparedSlice], callback: EventCallback | None = None
+    ) -> int:
+        """A scatter that is checked once and submitted often: several slices a member, in the members' order.
+
+        `callback` gets each submission's event. A barrier is one whose slices have no bytes.
+        """
+        native = [
+            (s.member, s.source, s.source_offset, s.target, s.target_offset, s.nbytes, s.immediate)
+            for s in slices
+        ]
+        token = self._callbacks.keep(callback)
+        try:
+            scatter = self._native.prepare_scatter(group, native, token)
+        except BaseException:
+            self._callbacks.drop(token)
+            raise
+        self._scatters[scatter] = token
+        return scatter
+
+    def submit_scatter(self, scatter: int, updates: Sequence[ScatterUpdate] | npt.NDArray[np.uint64]) -> int:
+        """Slice i goes as updates[i] says (an array: rows of source offset, target offset, bytes).
+
+        A transfer with one final event. OUT_OF_RANGE, beyond what was prepared, sends nothing. RESOURCES: 16
+        submissions are in flight; wait for one.
+        """
+        rows = np.ascontiguousarray(updates, dtype=np.uint64).reshape(-1, 3)
+        return self._native.submit_scatter(scatter, rows)
+
+    def release_scatter(self, scatter: int) -> None:
+        """Submissions in flight end as they would, but their events find no callback any more."""
+        self._native.release_scatter(scatter)
+        self._callbacks.drop(self._scatters.pop(scatter))
+
     # --- Messages: small, reliable, in no order. What the peer's user does not read waits here.
 
     def send(
@@ -491,14 +626,36 @@ class TransferEngine:
 
     # --- Counting
 
-    def alloc_counters(self, count: int) -> CounterSet:
-        """`count` counters at zero. They exist from now on: what arrives before expect() is not lost."""
-        set_id, immediates = self._native.alloc_counters(count)
+    def alloc_counters(self, count: int, raisers: Sequence[int] = ()) -> CounterSet:
+        """`count` counters at zero. They exist from now on: what arrives before expect() is not lost.
+
+        `raisers`: the peers that the immediates are given to. Anybody else who raises one of these counters
+        loses his link, and it is not raised. Empty: any connected peer may, for peers that trust each other.
+        """
+        set_id, immediates = self._native.alloc_counters(count, list(raisers))
         return CounterSet(set_id, tuple(immediates))
 
-    def expect(self, counters: int, targets: Sequence[int], callback: EventCallback | None = None) -> None:
-        """One event when each counter has reached its target (at once if they have). Once per set."""
-        self._callbacks.give(callback, lambda token: self._native.expect(counters, list(targets), token))
+    def expect(
+        self,
+        counters: int,
+        targets: Sequence[int],
+        callback: EventCallback | None = None,
+        word: CompletionWord | None = None,
+        value: int = 0,
+    ) -> None:
+        """One event when each counter has reached its target (at once if they have).
+
+        Counts only grow: once that event has come, new targets may be set, above the last ones. `word`
+        becomes `value` before the event is told, for a kernel that polls it; where it could not be stored, the
+        event carries the error.
+        """
+        self._callbacks.give(
+            callback, lambda token: self._native.expect(counters, list(targets), token, word, value)
+        )
+
+    def counter_reader(self, counters: int) -> CounterReader:
+        """The set's counters without a lock: for who polls. A released set's are 0."""
+        return self._native.counter_reader(counters)
 
     def counter_values(self, counters: int) -> list[int]:
         return self._native.counter_values(counters)
@@ -584,7 +741,8 @@ class _Callbacks:
     def __init__(self, engine: _native.TransferEngine) -> None:
         self._engine = engine
         self._lock = threading.Lock()
-        self._waiting: dict[int, EventCallback] = {}
+        self._waiting: dict[int, EventCallback] = {}  # for one event
+        self._kept: dict[int, EventCallback] = {}  # for any number
         self._last_token = 0
         self._thread: threading.Thread | None = None
 
@@ -596,16 +754,33 @@ class _Callbacks:
             self._last_token += 1
             token = self._last_token
             self._waiting[token] = callback
-            if self._thread is None:
-                # A daemon: a process that ends without close() must not hang on it.
-                self._thread = threading.Thread(target=self._run, name="kvc-callbacks", daemon=True)
-                self._thread.start()
+            self._start()
         try:
             return call(token)
         except BaseException:
             with self._lock:
                 del self._waiting[token]
             raise
+
+    def keep(self, callback: EventCallback | None) -> int:
+        """The token under which the native side is to report events, any number of them, until drop()."""
+        if callback is None:
+            return 0
+        with self._lock:
+            self._last_token += 1
+            self._kept[self._last_token] = callback
+            self._start()
+            return self._last_token
+
+    def drop(self, token: int) -> None:
+        with self._lock:
+            self._kept.pop(token, None)
+
+    def _start(self) -> None:
+        if self._thread is None:
+            # A daemon: a process that ends without close() must not hang on it.
+            self._thread = threading.Thread(target=self._run, name="kvc-callbacks", daemon=True)
+            self._thread.start()
 
     def join(self) -> None:
         thread = self._thread
@@ -616,7 +791,9 @@ class _Callbacks:
         while (reported := self._engine.next_callback()) is not None:
             token, event = reported
             with self._lock:
-                callback = self._waiting.pop(token)
+                callback = self._waiting.pop(token, None) or self._kept.get(token)
+            if callback is None:
+                continue  # of a scatter that was released
             try:
                 callback(_event(event))
             except BaseException:  # whatever it is, the other callbacks still have to run
@@ -639,6 +816,20 @@ def _event(native: _native._EventTuple) -> Event:
 def _handshake(native: tuple[int, bytes, list[str]]) -> Handshake:
     peer, data, passed_over = native
     return Handshake(peer, data, tuple(passed_over))
+
+
+def buffer_range(buffer: bytearray | memoryview | npt.NDArray[Any] | SharedMemory) -> MemoryRange:
+    """Where a writable, contiguous buffer lies. Whoever registers it keeps it alive."""
+    if isinstance(buffer, SharedMemory):
+        return MemoryRange(buffer.address, buffer.nbytes, buffer.fd)
+    view = np.frombuffer(buffer, dtype=np.uint8)
+    if not view.flags.writeable:
+        raise ValueError("the buffer is read-only: peers could not write into it")
+    return MemoryRange(view.ctypes.data, view.nbytes)
+
+
+def _list(regions: int | Sequence[int]) -> list[int]:
+    return [regions] if isinstance(regions, int) else list(regions)
 
 
 def _indices(pages: Pages) -> _Indices:

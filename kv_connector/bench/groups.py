@@ -93,14 +93,20 @@ def _measure(lane: Lane, plan: Plan, console: Console) -> Iterator[GroupRun]:
         )
         if peers == plan.peers[0]:
             console.print(f"{lane.name}: {escape(', '.join(group.domains()))}")
-        for operation, measure in (("scatter", group.scatter), ("barrier", group.barrier)):
+        operations = {
+            "scatter": group.scatter,
+            "prepared scatter": group.prepared_scatter,
+            "barrier": group.barrier,
+            "prepared barrier": group.prepared_barrier,
+        }
+        for operation, measure in operations.items():
             measure(_WARM_UP)
             steps = measure(plan.iterations)
             yield GroupRun(
                 lane=lane.name,
                 operation=operation,
                 peers=peers,
-                slice_bytes=SLICE_BYTES if operation == "scatter" else 0,
+                slice_bytes=SLICE_BYTES if "scatter" in operation else 0,
                 **steps,
             )
 

@@ -94,7 +94,7 @@ class GroupRun(msgspec.Struct, tag="group", kw_only=True, frozen=True):
 
     lane: str
     operation: str
-    """"scatter" or "barrier"."""
+    """"scatter", "barrier", or one of them prepared."""
     peers: int
     slice_bytes: int
     submit: list[float]

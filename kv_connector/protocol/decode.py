@@ -61,8 +61,12 @@ class Dial:
 
 @dataclass(frozen=True)
 class OpenCounters:
-    """Allocate a counter per layer, to report when all reached their targets; ``counters_opened`` answers."""
+    """Allocate a counter per layer, to report when all reached their targets; ``counters_opened`` answers.
 
+    Only ``peer`` may raise them.
+    """
+
+    peer: PeerId
     request_id: str
     targets: tuple[int, ...]
 
@@ -323,7 +327,7 @@ class DecodeMachine:
     def _open(self, transfer: _Transfer, peer: PeerId) -> list[DecodeAction]:
         transfer.peer = peer
         targets = expected_counts(self._layout, transfer.request.groups)
-        return [OpenCounters(transfer.request.request_id, targets)]
+        return [OpenCounters(peer, transfer.request.request_id, targets)]
 
     def _give_up(self, now: float, transfer: _Transfer, reason: str) -> list[DecodeAction]:
         """Stops a transfer that nobody aborted; one that is being stopped already goes on as it does."""

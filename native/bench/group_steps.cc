@@ -60,6 +60,33 @@ Steps GroupSteps::barrier(uint32_t iterations) {
   return measure(iterations, [this] { return engine_->barrier(group_, immediates_); });
 }
 
+Steps GroupSteps::prepared_scatter(uint32_t iterations) {
+  std::vector<PreparedSlice> slices;
+  std::vector<ScatterUpdate> updates;
+  for (const ScatterSlice& slice : slices_) {
+    slices.push_back({static_cast<uint32_t>(slices.size()), region_, slice.source_offset, slice.target,
+                      slice.target_offset, slice.bytes, slice.immediate});
+    updates.push_back({.bytes = slice.bytes});
+  }
+  return submit(slices, updates, iterations);
+}
+
+Steps GroupSteps::prepared_barrier(uint32_t iterations) {
+  std::vector<PreparedSlice> slices;
+  for (const uint32_t immediate : immediates_) {
+    slices.push_back({.member = static_cast<uint32_t>(slices.size()), .immediate = immediate});
+  }
+  return submit(slices, std::vector<ScatterUpdate>(slices.size()), iterations);
+}
+
+Steps GroupSteps::submit(const std::vector<PreparedSlice>& slices, const std::vector<ScatterUpdate>& updates,
+                         uint32_t iterations) {
+  const ScatterId scatter = checked(engine_->prepare_scatter(group_, slices));
+  Steps steps = measure(iterations, [&] { return engine_->submit_scatter(scatter, updates); });
+  checked(engine_->release_scatter(scatter));
+  return steps;
+}
+
 template <typename Submit>
 Steps GroupSteps::measure(uint32_t iterations, Submit submit) {
   Steps steps;

@@ -34,6 +34,9 @@ class GroupSteps {
   // Blocks until all iterations have ended.
   Steps scatter(uint32_t iterations);
   Steps barrier(uint32_t iterations);
+  // The same, prepared once: what is measured is its submission.
+  Steps prepared_scatter(uint32_t iterations);
+  Steps prepared_barrier(uint32_t iterations);
 
   // What the initiator's domains call themselves.
   std::vector<std::string> domains() const;
@@ -46,6 +49,8 @@ class GroupSteps {
     uint32_t immediate = 0;
   };
 
+  Steps submit(const std::vector<PreparedSlice>& slices, const std::vector<ScatterUpdate>& updates,
+               uint32_t iterations);
   // `submit` opens the transfer that is measured.
   template <typename Submit>
   Steps measure(uint32_t iterations, Submit submit);

@@ -134,14 +134,15 @@ std::vector<double> post_pages(uint32_t iterations, uint32_t pages, uint64_t pag
 }
 
 double count_immediates(uint64_t immediates, uint32_t counters) {
+  constexpr PeerId kPeer = 1;
   CounterSets sets;
-  const CounterSet set = checked(sets.allocate(counters));
+  const CounterSet set = checked(sets.allocate(counters, {kPeer}));
   // Never reached: what follows from a reached target happens once a layer, counting once a page.
-  checked(sets.expect(set.id, std::vector<uint64_t>(counters, immediates + 1), {}));
+  checked(sets.expect(set.id, std::vector<uint64_t>(counters, immediates + 1), {}, nullptr, 0));
   const int64_t start = PostClock::now();
   uint64_t stale = 0;
   for (uint64_t i = 0, counter = 0; i < immediates; ++i) {
-    stale += sets.add(set.immediates[counter]).stale ? 1 : 0;
+    stale += sets.add(set.immediates[counter], kPeer).stale ? 1 : 0;
     if (++counter == counters) counter = 0;
   }
   const double seconds = static_cast<double>(PostClock::now() - start) / 1e9;

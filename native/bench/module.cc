@@ -161,6 +161,18 @@ PYBIND11_MODULE(_bench, module) {
           [](GroupSteps& self, uint32_t iterations) {
             return to_python(unlocked([&] { return self.barrier(iterations); }));
           },
+          py::arg("iterations"))
+      .def(
+          "prepared_scatter",
+          [](GroupSteps& self, uint32_t iterations) {
+            return to_python(unlocked([&] { return self.prepared_scatter(iterations); }));
+          },
+          py::arg("iterations"))
+      .def(
+          "prepared_barrier",
+          [](GroupSteps& self, uint32_t iterations) {
+            return to_python(unlocked([&] { return self.prepared_barrier(iterations); }));
+          },
           py::arg("iterations"));
 
   module.def("submit_write", &submit_write, py::arg("iterations"), Unlocked());

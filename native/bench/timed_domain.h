@@ -45,10 +45,10 @@ class TimedDomain final : public Domain {
 
   // Wraps what open_domain() opens. `clock` must outlive the engine.
   static DomainFactory factory(PostClock& clock) {
-    return [&clock](const DomainConfig& config, DomainSink& sink) -> Result<std::unique_ptr<Domain>> {
-      Result<std::unique_ptr<Domain>> inner = open_domain(config, sink);
-      if (!inner) return inner.error();
-      return std::unique_ptr<Domain>(std::make_unique<TimedDomain>(std::move(inner.value()), clock));
+    return [&clock](const DomainConfig& config, ControlQueue& control) -> Result<OpenedDomain> {
+      Result<OpenedDomain> opened = open_domain(config, control);
+      if (opened) opened.value().domain = std::make_unique<TimedDomain>(std::move(opened.value().domain), clock);
+      return opened;
     };
   }
 
@@ -59,25 +59,31 @@ class TimedDomain final : public Domain {
     return posted;
   }
 
-  std::string description() const override { return inner_->description(); }
-  uint64_t bits_per_second() const override { return inner_->bits_per_second(); }
-  DomainLimits limits() const override { return inner_->limits(); }
-  Result<uint64_t> register_region(std::byte* base, uint64_t bytes, int memfd, uint64_t memfd_offset) override {
-    return inner_->register_region(base, bytes, memfd, memfd_offset);
+  void publish(Registration& region) override { inner_->publish(region); }
+  bool withdraw(Registration& region) override { return inner_->withdraw(region); }
+  void attach(LinkId link, std::unique_ptr<LinkEnd> end) override { inner_->attach(link, std::move(end)); }
+  bool fence(LinkId link) override {
+    const bool fenced = inner_->fence(link);
+    pass_on();
+    return fenced;
   }
-  bool deregister_region(uint64_t rkey) override { return inner_->deregister_region(rkey); }
-  Result<Bytes> offer(LinkId link) override { return inner_->offer(link); }
-  Result<Bytes> accept(LinkId link, std::span<const std::byte> offer) override { return inner_->accept(link, offer); }
-  Status complete(LinkId link, std::span<const std::byte> answer) override { return inner_->complete(link, answer); }
-  bool fence(LinkId link) override { return inner_->fence(link); }
   Posted send(LinkId link, WorkId work, std::span<const std::byte> message) override {
     return inner_->send(link, work, message);
   }
-  bool poll() override { return inner_->poll(); }
+  void take(LinkId link, uint32_t slot) override { inner_->take(link, slot); }
+  bool poll() override {
+    const bool any = inner_->poll();
+    pass_on();
+    return any;
+  }
   int fd() const override { return inner_->fd(); }
-  bool prepare_sleep() override { return inner_->prepare_sleep(); }
+  bool prepare_sleep() override { return inner_->prepare_sleep() && inner_->completions().empty(); }
 
  private:
+  void pass_on() {
+    inner_->completions().drain([this](Completion& completion) { completions_.put(std::move(completion)); });
+  }
+
   const std::unique_ptr<Domain> inner_;
   PostClock& clock_;
 };

@@ -1,9 +1,6 @@
 #include "cuda/copier.h"
 
-#include <sched.h>
-
 #include <algorithm>
-#include <atomic>
 #include <utility>
 
 namespace kvc::cuda {
@@ -45,9 +42,6 @@ Result<std::unique_ptr<Copier>> Copier::open(std::shared_ptr<Context> context, u
   Result<PinnedMemory> pinned = PinnedMemory::allocate(driver, kPinnedBytes);
   if (!pinned) return pinned.error();
   copier->pinned_ = std::move(pinned.value());
-  for (uint32_t stream = 0; stream < kStreams; ++stream) {
-    new (static_cast<std::byte*>(copier->pinned_.data()) + stream * kWordStride) std::atomic<uint64_t>(0);
-  }
   constexpr size_t kCounters = kStreams * sizeof(uint32_t);
   if (int result = driver.cuMemAlloc_v2(&copier->blocks_done_, kCounters); result != kSuccess) {
     return cuda_error("open", "cuMemAlloc", result);
@@ -59,10 +53,8 @@ Result<std::unique_ptr<Copier>> Copier::open(std::shared_ptr<Context> context, u
 }
 
 Copier::~Copier() {
+  wait();
   const Context::Scope scope(*context_);
-  for (const OwnedStream& stream : streams_) {
-    if (stream.get() != nullptr) context_->driver().cuStreamSynchronize(stream.get());
-  }
   if (blocks_done_ != 0) context_->driver().cuMemFree_v2(blocks_done_);
   // Here and not in their destructors after this one: they need the scope.
   pinned_ = {};
@@ -117,9 +109,8 @@ Status Copier::launch() {
 uint64_t Copier::finished() noexcept {
   // Launch n ran on stream (n - 1) % kStreams, where all before it have ended too.
   while (finished_seen_ < launched_) {
-    const auto* words = static_cast<const std::byte*>(pinned_.data());
-    const auto* word = reinterpret_cast<const std::atomic<uint64_t>*>(words + finished_seen_ % kStreams * kWordStride);
-    if (word->load(std::memory_order_acquire) <= finished_seen_) break;
+    const std::atomic<uint64_t>& word = pinned_.word(finished_seen_ % kStreams * kWordStride);
+    if (word.load(std::memory_order_acquire) <= finished_seen_) break;
     ++finished_seen_;
   }
   return finished_seen_;
@@ -135,16 +126,11 @@ Status Copier::health() const {
   return {};
 }
 
-Status Copier::drain(std::chrono::milliseconds limit) {
-  const auto deadline = std::chrono::steady_clock::now() + limit;
-  while (!idle()) {
-    if (Status healthy = health(); !healthy) return healthy;
-    if (std::chrono::steady_clock::now() > deadline) {
-      return Error{ErrorCode::kTimeout, "cuda", {}, "write", "the GPU does not finish its copies"};
-    }
-    sched_yield();
+void Copier::wait() const {
+  const Context::Scope scope(*context_);
+  for (const OwnedStream& stream : streams_) {
+    if (stream.get() != nullptr) context_->driver().cuStreamSynchronize(stream.get());
   }
-  return {};
 }
 
 }  // namespace kvc::cuda

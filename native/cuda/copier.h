@@ -1,11 +1,11 @@
 // Copier: the GPU's copies of one domain. Each launch copies scattered pages in one kernel, on a low-priority stream.
 //
 // Launches take turns on several streams, so that one fills the link while another begins or ends. They are reported as
-// finished in the order in which they began. Worker thread only; never blocks, but for drain().
+// finished in the order in which they began. It is opened, and ends, where that may block; in between it is one thread's,
+// and blocks nothing.
 #pragma once
 
 #include <array>
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -29,10 +29,11 @@ static_assert(kLaunches % kStreams == 0, "a list's place also says its stream");
 
 class Copier {
  public:
-  // On the device of `context`, with at most `blocks` blocks at a time (at least one a stream), each on its own SM.
+  // On the device of `context`, with at most `blocks` blocks at a time (at least one a stream), each on its own SM. Blocks.
   static Result<std::unique_ptr<Copier>> open(std::shared_ptr<Context> context, uint32_t blocks);
   Copier(const Copier&) = delete;
   Copier& operator=(const Copier&) = delete;
+  // Waits for the launches.
   ~Copier();
 
   const Context& context() const noexcept { return *context_; }
@@ -55,8 +56,8 @@ class Copier {
   bool idle() noexcept { return finished() == launched_; }
   // What the GPU says of the launches under way: an error is final, nothing of this process runs there any more.
   Status health() const;
-  // Blocks until all launches have ended, or `limit` (kTimeout).
-  Status drain(std::chrono::milliseconds limit);
+  // Any thread, when nothing is launched any more. Blocks until all launches have ended, or nothing runs there any more.
+  void wait() const;
 
  private:
   Copier(std::shared_ptr<Context> context, uint32_t blocks) : context_(std::move(context)), blocks_(blocks) {}

@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 
+#include <cstring>
 #include <mutex>
 #include <type_traits>
 
@@ -18,7 +19,6 @@ constexpr int kPointerIpcCapable = 10;     // CU_POINTER_ATTRIBUTE_IS_LEGACY_CUD
 constexpr int kPointerRangeStart = 11;     // CU_POINTER_ATTRIBUTE_RANGE_START_ADDR
 constexpr int kPointerRangeSize = 12;      // CU_POINTER_ATTRIBUTE_RANGE_SIZE
 constexpr unsigned kMemoryTypeDevice = 2;  // CU_MEMORYTYPE_DEVICE
-constexpr int kInvalidValue = 1;           // CUDA_ERROR_INVALID_VALUE: a pointer that CUDA knows nothing of
 
 constexpr unsigned kHostPortable = 1;       // CU_MEMHOSTALLOC_PORTABLE
 constexpr unsigned kHostDeviceMap = 2;      // CU_MEMHOSTALLOC_DEVICEMAP
@@ -27,22 +27,24 @@ constexpr int kMaxDynamicShared = 8;        // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHA
 
 Error refused(std::string message) { return Error{ErrorCode::kRefused, "cuda", {}, "open", std::move(message)}; }
 
-// Filled by the first caller of driver(), read by cuda_error() too.
+// The mutex guards all of this; the table does not change any more once it is filled.
+std::mutex mutex;
 Driver table{};
+bool filled = false;
+bool ready = false;   // it is also initialised, and new enough
+std::string missing;  // of the table's functions
 
-Status load() {
-  void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-  if (library == nullptr) {
-    const char* why = dlerror();
-    return refused(std::string("no CUDA driver: ") + (why != nullptr ? why : "libcuda.so.1 cannot be opened") +
-                   " (install the NVIDIA driver; in containers run with --gpus)");
-  }
-  std::string missing;
+// Fills the table, once there is a library; false: there is none. `mode` is 0 or RTLD_NOLOAD. With the mutex held.
+bool fill_table(int mode) {
+  if (filled) return true;
+  void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL | mode);
+  if (library == nullptr) return false;
   const auto find = [&](auto& function, const char* symbol) {
     function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, symbol));
-    if (function == nullptr) missing += (missing.empty() ? "" : ", ") + std::string(symbol);
+    return function != nullptr;
   };
-#define KVC_FIND(name) find(table.name, #name)
+#define KVC_FIND(name) \
+  if (!find(table.name, #name)) missing += (missing.empty() ? "" : ", ") + std::string(#name)
   KVC_FIND(cuInit);
   KVC_FIND(cuDriverGetVersion);
   KVC_FIND(cuGetErrorName);
@@ -57,6 +59,7 @@ Status load() {
   KVC_FIND(cuCtxGetDevice);
   KVC_FIND(cuCtxPushCurrent_v2);
   KVC_FIND(cuCtxPopCurrent_v2);
+  KVC_FIND(cuCtxGetFlags);
   KVC_FIND(cuCtxGetStreamPriorityRange);
   KVC_FIND(cuCtxEnablePeerAccess);
   KVC_FIND(cuCtxSynchronize);
@@ -72,6 +75,9 @@ Status load() {
   KVC_FIND(cuMemcpyDtoDAsync_v2);
   KVC_FIND(cuMemsetD8_v2);
   KVC_FIND(cuPointerGetAttribute);
+  KVC_FIND(cuPointerSetAttribute);
+  KVC_FIND(cuFlushGPUDirectRDMAWrites);
+  KVC_FIND(cuMemGetHandleForAddressRange);
   KVC_FIND(cuIpcGetMemHandle);
   KVC_FIND(cuIpcOpenMemHandle_v2);
   KVC_FIND(cuIpcCloseMemHandle);
@@ -84,6 +90,7 @@ Status load() {
   KVC_FIND(cuMemRetainAllocationHandle);
   KVC_FIND(cuMemExportToShareableHandle);
   KVC_FIND(cuMemImportFromShareableHandle);
+  KVC_FIND(cuThreadExchangeStreamCaptureMode);
   KVC_FIND(cuStreamCreateWithPriority);
   KVC_FIND(cuStreamDestroy_v2);
   KVC_FIND(cuStreamQuery);
@@ -99,6 +106,11 @@ Status load() {
   KVC_FIND(cuFuncSetAttribute);
   KVC_FIND(cuLaunchKernel);
 #undef KVC_FIND
+  find(table.cuCtxSetFlags, "cuCtxSetFlags");
+  return filled = true;
+}
+
+Status initialise() {
   if (!missing.empty()) return refused("the CUDA driver lacks " + missing + ": CUDA 12.0 or later is needed");
   if (const int result = table.cuInit(0); result != kSuccess) {
     Error error = cuda_error("open", "cuInit", result);
@@ -120,14 +132,22 @@ Status load() {
 }  // namespace
 
 Result<const Driver*> driver() {
-  static std::mutex mutex;
-  static bool loaded = false;
   const std::lock_guard lock(mutex);
-  if (!loaded) {
-    if (Status status = load(); !status) return status.error();
-    loaded = true;
+  if (!fill_table(0)) {
+    const char* why = dlerror();
+    return refused(std::string("no CUDA driver: ") + (why != nullptr ? why : "libcuda.so.1 cannot be opened") +
+                   " (install the NVIDIA driver; in containers run with --gpus)");
+  }
+  if (!ready) {
+    if (Status status = initialise(); !status) return status.error();
+    ready = true;
   }
   return &table;
+}
+
+const Driver* loaded_driver() {
+  const std::lock_guard lock(mutex);
+  return fill_table(RTLD_NOLOAD) ? &table : nullptr;
 }
 
 Error cuda_error(std::string_view operation, std::string_view call, int result) {
@@ -147,6 +167,7 @@ Result<std::shared_ptr<Context>> Context::retain(int device) {
   const Result<const Driver*> loaded = cuda::driver();
   if (!loaded) return loaded.error();
   const Driver& driver = *loaded.value();
+  const RelaxedCapture relaxed(driver);
   int handle = 0;
   if (const int result = driver.cuDeviceGet(&handle, device); result != kSuccess) {
     return cuda_error("open", "cuDeviceGet(" + std::to_string(device) + ")", result);
@@ -170,22 +191,23 @@ int Context::attribute(int attribute) const {
 }
 
 Result<Placement> placement(const Driver& driver, const void* pointer) {
+  const RelaxedCapture relaxed(driver);
   const auto address = reinterpret_cast<DevicePointer>(pointer);
   unsigned type = 0;
   const int result = driver.cuPointerGetAttribute(&type, kPointerMemoryType, address);
   if (result == kInvalidValue || (result == kSuccess && type != kMemoryTypeDevice)) return Placement{};
-  if (result != kSuccess) return cuda_error("register_region", "cuPointerGetAttribute", result);
+  if (result != kSuccess) return cuda_error("register_memory", "cuPointerGetAttribute", result);
   Placement found;
   size_t bytes = 0;
   int capable = 0;
   if (int failed = driver.cuPointerGetAttribute(&found.device, kPointerDevice, address); failed != kSuccess) {
-    return cuda_error("register_region", "cuPointerGetAttribute(DEVICE_ORDINAL)", failed);
+    return cuda_error("register_memory", "cuPointerGetAttribute(DEVICE_ORDINAL)", failed);
   }
   if (int failed = driver.cuPointerGetAttribute(&found.allocation, kPointerRangeStart, address); failed != kSuccess) {
-    return cuda_error("register_region", "cuPointerGetAttribute(RANGE_START_ADDR)", failed);
+    return cuda_error("register_memory", "cuPointerGetAttribute(RANGE_START_ADDR)", failed);
   }
   if (int failed = driver.cuPointerGetAttribute(&bytes, kPointerRangeSize, address); failed != kSuccess) {
-    return cuda_error("register_region", "cuPointerGetAttribute(RANGE_SIZE)", failed);
+    return cuda_error("register_memory", "cuPointerGetAttribute(RANGE_SIZE)", failed);
   }
   driver.cuPointerGetAttribute(&capable, kPointerIpcCapable, address);
   found.allocation_bytes = bytes;
@@ -201,6 +223,7 @@ Result<PinnedMemory> PinnedMemory::allocate(const Driver& driver, size_t bytes) 
     memory.data_ = nullptr;
     return cuda_error("open", "cuMemHostAlloc", result);
   }
+  std::memset(memory.data_, 0, bytes);
   if (const int result = driver.cuMemHostGetDevicePointer_v2(&memory.device_, memory.data_, 0); result != kSuccess) {
     return cuda_error("open", "cuMemHostGetDevicePointer", result);
   }

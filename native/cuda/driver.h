@@ -2,10 +2,11 @@
 //
 // Only what kv-connector calls, declared here in the driver's own terms (its C ABI is stable, so no CUDA header is
 // needed to build). Every call's status becomes an Error; nothing here throws. Any thread may call anything; a call that
-// works on "the current context" says so.
+// works on "the current context" says so, and is made in a Context::Scope.
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -40,7 +41,7 @@ struct MemoryAccess {
 };
 static_assert(sizeof(MemoryAccess) == 12);
 
-// The driver's functions, by the names that it exports. Loaded once, never unloaded.
+// The driver's functions, by the names that it exports. Looked up once, never unloaded.
 struct Driver {
   int (*cuInit)(unsigned);
   int (*cuDriverGetVersion)(int*);
@@ -56,6 +57,8 @@ struct Driver {
   int (*cuCtxGetDevice)(int*);
   int (*cuCtxPushCurrent_v2)(ContextHandle);
   int (*cuCtxPopCurrent_v2)(ContextHandle*);
+  int (*cuCtxGetFlags)(unsigned*);
+  int (*cuCtxSetFlags)(unsigned);  // null before CUDA 12.1
   int (*cuCtxGetStreamPriorityRange)(int*, int*);
   int (*cuCtxEnablePeerAccess)(ContextHandle, unsigned);
   int (*cuCtxSynchronize)();
@@ -71,6 +74,9 @@ struct Driver {
   int (*cuMemcpyDtoDAsync_v2)(DevicePointer, DevicePointer, size_t, Stream);
   int (*cuMemsetD8_v2)(DevicePointer, unsigned char, size_t);
   int (*cuPointerGetAttribute)(void*, int, DevicePointer);
+  int (*cuPointerSetAttribute)(const void*, int, DevicePointer);
+  int (*cuFlushGPUDirectRDMAWrites)(int, int);
+  int (*cuMemGetHandleForAddressRange)(void*, DevicePointer, size_t, int, unsigned long long);
   int (*cuIpcGetMemHandle)(IpcHandle*, DevicePointer);
   int (*cuIpcOpenMemHandle_v2)(DevicePointer*, IpcHandle, unsigned);
   int (*cuIpcCloseMemHandle)(DevicePointer);
@@ -83,6 +89,7 @@ struct Driver {
   int (*cuMemRetainAllocationHandle)(AllocationHandle*, void*);
   int (*cuMemExportToShareableHandle)(void*, AllocationHandle, int, unsigned long long);
   int (*cuMemImportFromShareableHandle)(AllocationHandle*, void*, int);
+  int (*cuThreadExchangeStreamCaptureMode)(int*);
   int (*cuStreamCreateWithPriority)(Stream*, unsigned, int);
   int (*cuStreamDestroy_v2)(Stream);
   int (*cuStreamQuery)(Stream);
@@ -104,13 +111,37 @@ struct Driver {
 // call loads it, which takes a while. A failure is not remembered.
 Result<const Driver*> driver();
 
+// The driver if this process has loaded it already, whoever did, and null otherwise: what it does not run it has no use
+// for. It may be older than 12.0, and then lack functions, or not be initialised: then there is no GPU memory.
+const Driver* loaded_driver();
+
 // `result` (a CUresult that is not 0) of `call` in the driver's own words.
 Error cuda_error(std::string_view operation, std::string_view call, int result);
 
 // CUresult values that callers tell apart.
 inline constexpr int kSuccess = 0;
+inline constexpr int kInvalidValue = 1;                // CUDA_ERROR_INVALID_VALUE: also a pointer CUDA knows nothing of
 inline constexpr int kNotReady = 600;                  // CUDA_ERROR_NOT_READY
 inline constexpr int kPeerAccessAlreadyEnabled = 704;  // CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED
+inline constexpr int kNotSupported = 801;              // CUDA_ERROR_NOT_SUPPORTED
+
+// While a thread has one, stream captures are no concern of its calls. PyTorch captures CUDA graphs in global mode, in
+// which an allocation, the registration of host memory or a look at a stream by any thread of the process fails with
+// CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED and ruins the capture. Nothing that we call is meant to be captured, except what
+// StreamSignal enqueues. They nest; 12 ns (H100).
+class RelaxedCapture {
+ public:
+  explicit RelaxedCapture(const Driver& driver) : driver_(driver) { exchange(); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+  ~RelaxedCapture() { exchange(); }
+
+ private:
+  void exchange() { driver_.cuThreadExchangeStreamCaptureMode(&mode_); }
+
+  const Driver& driver_;
+  int mode_ = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED; while this lives the thread's own
+};
 
 // A device's primary context: the one that frameworks (PyTorch's runtime API) use, so that their pointers and streams
 // are valid here. Retained as long as the object lives.
@@ -121,7 +152,10 @@ class Context {
   Context(const Driver& driver, int device, ContextHandle handle) : driver_(driver), device_(device), handle_(handle) {}
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
-  ~Context() { driver_.cuDevicePrimaryCtxRelease_v2(device_); }
+  ~Context() {
+    const RelaxedCapture relaxed(driver_);
+    driver_.cuDevicePrimaryCtxRelease_v2(device_);
+  }
 
   const Driver& driver() const noexcept { return driver_; }
   int device() const noexcept { return device_; }
@@ -130,10 +164,13 @@ class Context {
   // CUdevice_attribute, 0 where the driver does not know it.
   int attribute(int attribute) const;
 
-  // Makes the context current on this thread for the scope's life.
+  // Makes the context current on this thread for the scope's life, and captures no concern of it.
   class Scope {
    public:
-    explicit Scope(const Context& context) : driver_(context.driver_) { driver_.cuCtxPushCurrent_v2(context.handle_); }
+    explicit Scope(const Context& context) : Scope(context.driver_, context.handle_) {}
+    Scope(const Driver& driver, ContextHandle context) : driver_(driver), relaxed_(driver) {
+      driver_.cuCtxPushCurrent_v2(context);
+    }
     Scope(const Scope&) = delete;
     Scope& operator=(const Scope&) = delete;
     ~Scope() {
@@ -143,6 +180,7 @@ class Context {
 
    private:
     const Driver& driver_;
+    const RelaxedCapture relaxed_;
   };
 
  private:
@@ -155,6 +193,8 @@ inline constexpr int kAttributeMultiprocessors = 16;  // CU_DEVICE_ATTRIBUTE_MUL
 inline constexpr int kAttributeMajor = 75;            // ..._COMPUTE_CAPABILITY_MAJOR
 inline constexpr int kAttributeMinor = 76;            // ..._COMPUTE_CAPABILITY_MINOR
 inline constexpr int kAttributeStreamWrites64 = 122;  // ..._CAN_USE_64_BIT_STREAM_MEM_OPS
+inline constexpr int kAttributeFlushOptions = 117;    // ..._GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS
+inline constexpr int kAttributeWritesOrdering = 118;  // ..._GPU_DIRECT_RDMA_WRITES_ORDERING
 
 // Where a pointer lies.
 struct Placement {
@@ -165,10 +205,11 @@ struct Placement {
 };
 Result<Placement> placement(const Driver& driver, const void* pointer);
 
-// Page-locked host memory that every GPU of the process reads and writes at `device`.
+// Page-locked host memory that every GPU of the process reads and writes at `device`. Made and freed in the same current
+// context.
 class PinnedMemory {
  public:
-  // In the current context.
+  // Filled with zeros.
   static Result<PinnedMemory> allocate(const Driver& driver, size_t bytes);
   PinnedMemory() = default;
   PinnedMemory(PinnedMemory&& other) noexcept { *this = std::move(other); }
@@ -183,6 +224,10 @@ class PinnedMemory {
   }
   void* data() const noexcept { return data_; }
   DevicePointer device() const noexcept { return device_; }
+  // The 64 bits at `offset`, through which the host and the GPUs tell each other how far something has come.
+  std::atomic<uint64_t>& word(size_t offset = 0) const noexcept {
+    return *reinterpret_cast<std::atomic<uint64_t>*>(static_cast<std::byte*>(data_) + offset);
+  }
 
  private:
   const Driver* driver_ = nullptr;

@@ -1,77 +1,118 @@
 #include "cuda/gpu_memory.h"
 
-#include <dlfcn.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <memory>
 #include <string>
 #include <utility>
+
+#include "cuda/driver.h"
 
 namespace kvc::cuda {
 
 namespace {
 
 // Values of cuda.h.
-constexpr int kMemoryTypeAttribute = 2;  // CU_POINTER_ATTRIBUTE_MEMORY_TYPE
-constexpr unsigned kDeviceMemory = 2;    // CU_MEMORYTYPE_DEVICE
-constexpr int kDmaBufHandle = 1;         // CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
-
-struct CudaDriver {
-  int (*pointer_attribute)(void* data, int attribute, uint64_t pointer) = nullptr;
-  // CUDA 11.7 and later
-  int (*handle_for_range)(void* handle, uint64_t pointer, size_t bytes, int handle_type, uint64_t flags) = nullptr;
-};
-
-// Looked up each time: registrations are rare, and the driver may be loaded after the first one.
-CudaDriver cuda_driver() {
-  CudaDriver driver;
-  void* const handle = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
-  if (handle == nullptr) return driver;
-  driver.pointer_attribute =
-      reinterpret_cast<decltype(driver.pointer_attribute)>(::dlsym(handle, "cuPointerGetAttribute"));
-  driver.handle_for_range =
-      reinterpret_cast<decltype(driver.handle_for_range)>(::dlsym(handle, "cuMemGetHandleForAddressRange"));
-  ::dlclose(handle);  // it stays loaded: this only undoes our own count
-  return driver;
-}
+constexpr int kPointerMemoryType = 2;          // CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+constexpr int kPointerSyncMemops = 6;          // CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
+constexpr int kPointerDevice = 9;              // CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+constexpr int kPointerRangeStart = 11;         // CU_POINTER_ATTRIBUTE_RANGE_START_ADDR
+constexpr int kPointerRangeSize = 12;          // CU_POINTER_ATTRIBUTE_RANGE_SIZE
+constexpr int kPointerMappingSize = 18;        // CU_POINTER_ATTRIBUTE_MAPPING_SIZE
+constexpr int kPointerMappingStart = 19;       // CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR
+constexpr unsigned kMemoryTypeDevice = 2;      // CU_MEMORYTYPE_DEVICE
+constexpr unsigned kContextSyncMemops = 0x80;  // CU_CTX_SYNC_MEMOPS
+constexpr int kDmaBufHandle = 1;               // CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
 
 Error refused(std::string message) {
-  return Error{ErrorCode::kRefused, "cuda", {}, "register_region", std::move(message)};
+  return Error{ErrorCode::kRefused, "cuda", {}, "register_memory", std::move(message)};
+}
+
+// What make_synchronous() does for memory in pieces on this device.
+Status make_context_synchronous(const Driver& driver, int device) {
+  if (driver.cuCtxSetFlags == nullptr) return {};
+  const Result<std::shared_ptr<Context>> context = Context::retain(device);
+  if (!context) return context.error();
+  const Context::Scope scope(*context.value());
+  unsigned flags = 0;
+  int result = driver.cuCtxGetFlags(&flags);
+  if (result == kSuccess && (flags & kContextSyncMemops) == 0) {
+    result = driver.cuCtxSetFlags(flags | kContextSyncMemops);
+  }
+  if (result != kSuccess) return cuda_error("register_memory", "cuCtxSetFlags(SYNC_MEMOPS)", result);
+  return {};
 }
 
 }  // namespace
 
 bool is_gpu_memory(const std::byte* address) {
-  const CudaDriver driver = cuda_driver();
-  if (driver.pointer_attribute == nullptr) return false;
+  const Driver* const driver = loaded_driver();
+  if (driver == nullptr) return false;
+  const RelaxedCapture relaxed(*driver);
   unsigned type = 0;
-  const int error = driver.pointer_attribute(&type, kMemoryTypeAttribute, reinterpret_cast<uint64_t>(address));
-  return error == 0 && type == kDeviceMemory;  // an error: memory that CUDA does not know
+  const int error = driver->cuPointerGetAttribute(&type, kPointerMemoryType, reinterpret_cast<DevicePointer>(address));
+  return error == kSuccess && type == kMemoryTypeDevice;  // an error: memory that CUDA does not know
+}
+
+const std::byte* allocation_end(const std::byte* address) {
+  if (!is_gpu_memory(address)) return nullptr;
+  const Driver& driver = *loaded_driver();
+  const RelaxedCapture relaxed(driver);
+  const auto pointer = reinterpret_cast<DevicePointer>(address);
+  const auto end = [&](int of_start, int of_size) -> DevicePointer {
+    DevicePointer start = 0;
+    size_t bytes = 0;
+    if (driver.cuPointerGetAttribute(&start, of_start, pointer) != kSuccess) return 0;
+    if (driver.cuPointerGetAttribute(&bytes, of_size, pointer) != kSuccess) return 0;
+    return start + bytes;
+  };
+  // Of memory in pieces, the range is all that was reserved, with holes where nothing is mapped.
+  const DevicePointer range = end(kPointerRangeStart, kPointerRangeSize);
+  const DevicePointer piece = end(kPointerMappingStart, kPointerMappingSize);
+  return reinterpret_cast<const std::byte*>(piece > pointer ? std::min(piece, range) : range);
 }
 
 Status refuse_gpu_memory(std::string_view provider, const std::byte* address) {
   if (!is_gpu_memory(address)) return {};
   const std::string lane(provider);
-  return Error{ErrorCode::kInvalidArgument,
+  return Error{ErrorCode::kNotReachable,
                lane,
                {},
-               "register_region",
+               "register_memory",
                "this is GPU memory, which the " + lane +
                    " lane cannot reach: use nvlink or a NIC, or the provider bounce, "
                    "which goes through host memory"};
 }
 
+Status make_synchronous(const std::byte* address) {
+  if (!is_gpu_memory(address)) return {};
+  const Driver& driver = *loaded_driver();
+  const RelaxedCapture relaxed(driver);
+  const auto pointer = reinterpret_cast<DevicePointer>(address);
+  const unsigned on = 1;
+  int result = driver.cuPointerSetAttribute(&on, kPointerSyncMemops, pointer);
+  if (result == kSuccess) return {};
+  int device = 0;
+  if (result == kNotSupported) result = driver.cuPointerGetAttribute(&device, kPointerDevice, pointer);
+  if (result != kSuccess) return cuda_error("register_memory", "cuPointerSetAttribute(SYNC_MEMOPS)", result);
+  return make_context_synchronous(driver, device);
+}
+
 Result<DmaBuf> export_dma_buf(const std::byte* base, uint64_t bytes) {
-  const CudaDriver driver = cuda_driver();
-  if (driver.handle_for_range == nullptr) {
+  const Driver* const driver = loaded_driver();
+  if (driver == nullptr || driver->cuMemGetHandleForAddressRange == nullptr) {
     return refused("this CUDA driver exports no DMA-BUF (11.7 and later do)");
   }
+  const RelaxedCapture relaxed(*driver);
   // The exported range has to begin and end at pages of the host.
   const auto page = static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
   const auto address = reinterpret_cast<uint64_t>(base);
   const uint64_t begin = address / page * page;
   const uint64_t end = (address + bytes + page - 1) / page * page;
   int fd = -1;
-  if (const int error = driver.handle_for_range(&fd, begin, end - begin, kDmaBufHandle, 0); error != 0) {
+  if (const int error = driver->cuMemGetHandleForAddressRange(&fd, begin, end - begin, kDmaBufHandle, 0);
+      error != kSuccess) {
     return refused("cuMemGetHandleForAddressRange: CUDA error " + std::to_string(error));
   }
   return DmaBuf{UniqueFd(fd), address - begin};

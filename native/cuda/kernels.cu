@@ -86,11 +86,10 @@ extern "C" __global__ void __launch_bounds__(kBulkThreads) kvc_copy_bulk(const _
     lengths[stage] = bytes;
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(&barriers[stage])), "r"(bytes)
                  : "memory");
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-            address(shared + stage * kUnitBytes)),
-        "l"(copy.source + offset), "r"(bytes), "r"(address(&barriers[stage]))
-        : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     address(shared + stage * kUnitBytes)),
+                 "l"(copy.source + offset), "r"(bytes), "r"(address(&barriers[stage]))
+                 : "memory");
   };
 
   constexpr uint32_t kLoadsAhead = kStages - kStoresInFlight;

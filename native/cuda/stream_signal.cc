@@ -1,6 +1,5 @@
 #include "cuda/stream_signal.h"
 
-#include <new>
 #include <utility>
 
 namespace kvc::cuda {
@@ -9,6 +8,7 @@ Result<std::shared_ptr<StreamSignal>> StreamSignal::create(std::function<void()>
   const Result<const Driver*> loaded = cuda::driver();
   if (!loaded) return loaded.error();
   const Driver& driver = *loaded.value();
+  const RelaxedCapture relaxed(driver);
   ContextHandle context = nullptr;
   driver.cuCtxGetCurrent(&context);
   if (context == nullptr) {
@@ -20,7 +20,6 @@ Result<std::shared_ptr<StreamSignal>> StreamSignal::create(std::function<void()>
   }
   Result<PinnedMemory> memory = PinnedMemory::allocate(driver, sizeof(uint64_t));
   if (!memory) return memory.error();
-  new (memory.value().data()) std::atomic<uint64_t>(0);
 
   int device = 0;
   int writes = 0;
@@ -49,7 +48,7 @@ Result<std::shared_ptr<StreamSignal>> StreamSignal::create(std::function<void()>
 
 StreamSignal::StreamSignal(std::function<void()> wake, const Driver& driver, PinnedMemory memory, Module module,
                            Function store, Function advance, ContextHandle context)
-    : LayerSignal(std::move(wake), static_cast<std::atomic<uint64_t>*>(memory.data())),
+    : LayerSignal(std::move(wake), &memory.word()),
       driver_(driver),
       memory_(std::move(memory)),
       module_(std::move(module)),
@@ -59,11 +58,9 @@ StreamSignal::StreamSignal(std::function<void()> wake, const Driver& driver, Pin
 
 StreamSignal::~StreamSignal() {
   // Whoever lets go last, the worker perhaps, has another context or none. Freeing waits for the streams that use it.
-  driver_.cuCtxPushCurrent_v2(context_);
+  const Context::Scope scope(driver_, context_);
   module_ = {};
   memory_ = {};
-  ContextHandle popped = nullptr;
-  driver_.cuCtxPopCurrent_v2(&popped);
 }
 
 Status StreamSignal::store_on_stream(Stream stream, uint64_t value) noexcept {

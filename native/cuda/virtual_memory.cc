@@ -16,10 +16,8 @@ constexpr int kDescriptor = 1;      // CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 constexpr int kLocationDevice = 1;  // CU_MEM_LOCATION_TYPE_DEVICE
 constexpr int kReadWrite = 3;       // CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 
-constexpr int kInvalidValue = 1;  // CUDA_ERROR_INVALID_VALUE: nothing is mapped there
-
 Error plain_error(ErrorCode code, std::string message) {
-  return Error{code, "cuda", {}, "register_region", std::move(message)};
+  return Error{code, "cuda", {}, "register_memory", std::move(message)};
 }
 
 int set_access(const Context& context, DevicePointer address, uint64_t bytes) {
@@ -30,6 +28,7 @@ int set_access(const Context& context, DevicePointer address, uint64_t bytes) {
 }  // namespace
 
 Result<std::vector<Piece>> pieces_of(const Driver& driver, DevicePointer base, uint64_t bytes) {
+  const RelaxedCapture relaxed(driver);
   std::vector<Piece> pieces;
   int first_device = -1;
   for (DevicePointer at = base; at - base < bytes;) {
@@ -38,14 +37,14 @@ Result<std::vector<Piece>> pieces_of(const Driver& driver, DevicePointer base, u
     size_t size = 0;
     DevicePointer start = 0;
     int result = driver.cuPointerGetAttribute(&device, kPointerDevice, at);
-    if (result == kInvalidValue) {
+    if (result == kInvalidValue) {  // nothing is mapped there
       return plain_error(ErrorCode::kInvalidArgument,
                          "nothing is mapped behind the first " + std::to_string(at - base) + " bytes of the region");
     }
     if (result == kSuccess) result = driver.cuPointerGetAttribute(&handle_types, kPointerHandleTypes, at);
     if (result == kSuccess) result = driver.cuPointerGetAttribute(&size, kPointerMappingSize, at);
     if (result == kSuccess) result = driver.cuPointerGetAttribute(&start, kPointerMappingStart, at);
-    if (result != kSuccess) return cuda_error("register_region", "cuPointerGetAttribute", result);
+    if (result != kSuccess) return cuda_error("register_memory", "cuPointerGetAttribute", result);
     if ((handle_types & kDescriptor) == 0) {
       return plain_error(ErrorCode::kRefused,
                          "this GPU memory was allocated so that no other process can map it "
@@ -65,18 +64,20 @@ Result<std::vector<Piece>> pieces_of(const Driver& driver, DevicePointer base, u
 }
 
 Result<UniqueFd> export_piece(const Driver& driver, DevicePointer address) {
+  const RelaxedCapture relaxed(driver);
   AllocationHandle handle = 0;
   if (int result = driver.cuMemRetainAllocationHandle(&handle, reinterpret_cast<void*>(address)); result != kSuccess) {
-    return cuda_error("register_region", "cuMemRetainAllocationHandle", result);
+    return cuda_error("register_memory", "cuMemRetainAllocationHandle", result);
   }
   int descriptor = -1;
   const int result = driver.cuMemExportToShareableHandle(&descriptor, handle, kDescriptor, 0);
   driver.cuMemRelease(handle);
-  if (result != kSuccess) return cuda_error("register_region", "cuMemExportToShareableHandle", result);
+  if (result != kSuccess) return cuda_error("register_memory", "cuMemExportToShareableHandle", result);
   return UniqueFd(descriptor);
 }
 
 Status allow_access(const Context& context, const std::vector<Piece>& pieces) {
+  const RelaxedCapture relaxed(context.driver());
   // One by one: neighbours may have been reserved apart.
   for (const Piece& piece : pieces) {
     if (int result = set_access(context, piece.address, piece.bytes); result != kSuccess) {
@@ -87,6 +88,7 @@ Status allow_access(const Context& context, const std::vector<Piece>& pieces) {
 }
 
 Result<PieceMapping> PieceMapping::reserve(std::shared_ptr<Context> context, uint64_t bytes) {
+  const RelaxedCapture relaxed(context->driver());
   PieceMapping mapping;
   mapping.context_ = std::move(context);
   if (int result = mapping.context_->driver().cuMemAddressReserve(&mapping.base_, bytes, 0, 0, 0); result != kSuccess) {
@@ -106,13 +108,16 @@ PieceMapping& PieceMapping::operator=(PieceMapping&& other) noexcept {
 }
 
 PieceMapping::~PieceMapping() {
-  while (!empty()) remove_last();
-  if (bytes_ > 0) context_->driver().cuMemAddressFree(base_, bytes_);
+  if (bytes_ == 0) return;
+  const RelaxedCapture relaxed(context_->driver());
+  while (!pieces_.empty()) remove_last();
+  context_->driver().cuMemAddressFree(base_, bytes_);
 }
 
 Status PieceMapping::append(int descriptor, uint64_t bytes) {
   constexpr std::string_view kOperation = "accept";
   const Driver& driver = context_->driver();
+  const RelaxedCapture relaxed(driver);
   AllocationHandle handle = 0;
   // The descriptor travels in the pointer: that is the call's way.
   if (int result = driver.cuMemImportFromShareableHandle(

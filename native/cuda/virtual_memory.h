@@ -32,8 +32,8 @@ Result<UniqueFd> export_piece(const Driver& driver, DevicePointer address);
 Status allow_access(const Context& context, const std::vector<Piece>& pieces);
 
 // Pieces of another process, mapped one behind the other. They stay alive although their owner may have freed them or be
-// gone, so a copy that is under way cannot fault. One thread at a time; unmaps what is left at its end, which must come
-// after all copies.
+// gone, so a copy that is under way cannot fault. One thread at a time; unmaps them at its end, 50 us each, which must
+// come after all copies.
 class PieceMapping {
  public:
   // Addresses for `bytes` of pieces.
@@ -50,11 +50,10 @@ class PieceMapping {
   bool has_room(uint64_t bytes) const noexcept { return bytes > 0 && bytes <= bytes_ - mapped_; }
   // Maps the next piece, after has_room(), for the context's GPU. `descriptor` stays the caller's. 80 us.
   Status append(int descriptor, uint64_t bytes);
-  bool empty() const noexcept { return pieces_.empty(); }
-  // Unmaps the last piece, unless empty(). 50 us.
-  void remove_last() noexcept;
 
  private:
+  void remove_last() noexcept;
+
   std::shared_ptr<Context> context_;
   DevicePointer base_ = 0;
   uint64_t bytes_ = 0;   // reserved

@@ -28,7 +28,7 @@ struct WriteOne : AddWrite {};
 
 struct AddRequest {
   std::shared_ptr<Transfer> transfer;
-  std::shared_ptr<Request> request;
+  RequestRef request;
   bool seal;
 };
 
@@ -40,9 +40,14 @@ struct Seal {
   std::shared_ptr<Transfer> transfer;
 };
 
+// One submission of a prepared scatter. It keeps itself.
+struct StartScatter {
+  ScatterRun* run;
+};
+
 // A counter set that was complete when its targets were set: the worker calls its callback.
 struct Fire {
-  CounterSets::Fired set;
+  std::unique_ptr<CounterSets::Fired> set;
 };
 
 // Anything rare: control operations whose caller waits.
@@ -53,7 +58,7 @@ struct Call {
 // Small, for its cache lines change sides with it.
 struct Command {
   Command* next = nullptr;  // of the list that it is in
-  std::variant<std::monostate, AddWrite, WriteOne, AddRequest, Arm, Seal, Fire, Call> body;
+  std::variant<std::monostate, AddWrite, WriteOne, AddRequest, Arm, Seal, StartScatter, Fire, Call> body;
 };
 static_assert(sizeof(Command) <= 80);
 

@@ -1,5 +1,6 @@
 #include "engine/counter_sets.h"
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -17,10 +18,13 @@ Error no_such_set(std::string_view operation, CounterSetId id) {
 
 }  // namespace
 
-Result<CounterSet> CounterSets::allocate(uint32_t n) {
+Result<CounterSet> CounterSets::allocate(uint32_t n, std::vector<PeerId> raisers) {
+  std::sort(raisers.begin(), raisers.end());
+  Set set;
+  set.raisers = std::make_shared<const std::vector<PeerId>>(std::move(raisers));
   const std::lock_guard lock(mutex_);
-  CounterSet set{next_id_, {}};
-  if (!table_.allocate(n, set.id, set.immediates)) {
+  const CounterSetId id = next_id_;
+  if (!table_.allocate(n, id, *set.raisers, set.immediates)) {
     return Error{ErrorCode::kResources,
                  {},
                  {},
@@ -30,22 +34,24 @@ Result<CounterSet> CounterSets::allocate(uint32_t n) {
                      " free: release sets that are no longer needed"};
   }
   ++next_id_;
-  sets_.emplace(set.id, Set{set.immediates, false, 0, {}});
-  return set;
+  CounterSet answer{id, set.immediates};
+  sets_.emplace(id, std::move(set));
+  return answer;
 }
 
 Result<std::optional<CounterSets::Fired>> CounterSets::expect(CounterSetId id, const std::vector<uint64_t>& targets,
-                                                              EventCallback callback) {
+                                                              EventCallback callback,
+                                                              std::shared_ptr<CompletionWord> word, uint64_t value) {
   const std::lock_guard lock(mutex_);
   const auto found = sets_.find(id);
   if (found == sets_.end()) return no_such_set("expect", id);
   Set& set = found->second;
-  if (set.expected) {
+  if (set.remaining > 0) {
     return Error{ErrorCode::kInvalidArgument,
                  {},
                  {},
                  "expect",
-                 "counter set " + std::to_string(id) + " has its targets already"};
+                 "counter set " + std::to_string(id) + " has not reached its last targets yet: new ones follow them"};
   }
   if (targets.size() != set.immediates.size()) {
     return Error{ErrorCode::kInvalidArgument,
@@ -60,14 +66,15 @@ Result<std::optional<CounterSets::Fired>> CounterSets::expect(CounterSetId id, c
       return Error{ErrorCode::kInvalidArgument, {}, {}, "expect", "target " + std::to_string(target) + " is too large"};
     }
   }
-  set.expected = true;
   set.callback = std::move(callback);
+  set.word = std::move(word);
+  set.value = value;
   set.remaining = targets.size();
   for (size_t i = 0; i < targets.size(); ++i) {
     if (table_.expect(set.immediates[i], targets[i])) --set.remaining;
   }
   if (set.remaining > 0) return std::optional<Fired>{};
-  return std::optional<Fired>{Fired{id, std::move(set.callback)}};
+  return std::optional<Fired>{set.fire(id)};
 }
 
 Result<std::vector<uint64_t>> CounterSets::values(CounterSetId id) const {
@@ -76,17 +83,26 @@ Result<std::vector<uint64_t>> CounterSets::values(CounterSetId id) const {
   if (found == sets_.end()) return no_such_set("counter_values", id);
   std::vector<uint64_t> values;
   values.reserve(found->second.immediates.size());
-  for (const uint32_t immediate : found->second.immediates) values.push_back(table_.value(immediate).value_or(0));
+  for (const uint32_t immediate : found->second.immediates) values.push_back(value(immediate));
   return values;
 }
 
-Status CounterSets::release(CounterSetId id) {
+Result<std::vector<uint32_t>> CounterSets::immediates(CounterSetId id) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = sets_.find(id);
+  if (found == sets_.end()) return no_such_set("counter_reader", id);
+  return found->second.immediates;
+}
+
+Result<std::shared_ptr<const void>> CounterSets::release(CounterSetId id) {
   const std::lock_guard lock(mutex_);
   const auto found = sets_.find(id);
   if (found == sets_.end()) return no_such_set("release_counters", id);
   for (const uint32_t immediate : found->second.immediates) table_.release(immediate);
+  std::shared_ptr<const void> raisers;
+  if (found->second.raisers->size() > 1) raisers = std::move(found->second.raisers);  // fewer are in the counters
   sets_.erase(found);
-  return {};
+  return raisers;
 }
 
 bool CounterSets::exists(CounterSetId id) const {
@@ -94,14 +110,14 @@ bool CounterSets::exists(CounterSetId id) const {
   return sets_.contains(id);
 }
 
-CounterSets::Added CounterSets::add(uint32_t immediate) {
-  const ImmCounterTable::Added added = table_.add(immediate);
-  if (!added.reached) return {added.stale, {}};
+CounterSets::Added CounterSets::add(uint32_t immediate, PeerId peer) {
+  const ImmCounterTable::Added added = table_.add(immediate, peer);
+  if (!added.reached) return {added.stale, added.foreign, {}};
   const std::lock_guard lock(mutex_);
   const auto found = sets_.find(added.owner);
   // Released between the count and here: nobody waits for it any more.
   if (found == sets_.end() || --found->second.remaining > 0) return {};
-  return {false, Fired{added.owner, std::move(found->second.callback)}};
+  return {false, false, found->second.fire(added.owner)};
 }
 
 }  // namespace kvc

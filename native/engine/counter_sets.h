@@ -1,4 +1,5 @@
-// CounterSets: the receiver's counters in groups, each with one "all reached their targets" event.
+// CounterSets: the receiver's counters in groups, each with one "all reached their targets" event for each time
+// that targets are set. Counts only grow, so targets are cumulative, and nobody has to know when the last one was passed.
 //
 // Any thread may call anything here. The worker's add() takes the lock only when a counter reaches its target, so
 // counting itself stays lock-free. Callbacks are never called here: they belong to the worker, which asks for the
@@ -6,11 +7,13 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <unordered_map>
 #include <vector>
 
+#include "engine/completion_word.h"
 #include "engine/imm_counter.h"
 #include "engine/transfer_engine.h"
 
@@ -18,36 +21,49 @@ namespace kvc {
 
 class CounterSets {
  public:
-  // A set whose counters have all reached their targets: it is reported once, and stays until release().
+  // A set whose counters have all reached their targets: it is reported once for each expect().
   struct Fired {
     CounterSetId id = 0;
     EventCallback callback;
+    std::shared_ptr<CompletionWord> word;  // null: none
+    uint64_t value = 0;                    // what it becomes
   };
 
-  Result<CounterSet> allocate(uint32_t n);
+  // `raisers`: whose immediates count; empty: anybody's who is connected.
+  Result<CounterSet> allocate(uint32_t n, std::vector<PeerId> raisers);
   // The set, if its counters are there already.
-  Result<std::optional<Fired>> expect(CounterSetId id, const std::vector<uint64_t>& targets, EventCallback callback);
+  Result<std::optional<Fired>> expect(CounterSetId id, const std::vector<uint64_t>& targets, EventCallback callback,
+                                      std::shared_ptr<CompletionWord> word, uint64_t value);
   Result<std::vector<uint64_t>> values(CounterSetId id) const;
-  Status release(CounterSetId id);
+  Result<std::vector<uint32_t>> immediates(CounterSetId id) const;
+  // The answer, if any, has to live until an add() that is under way has ended.
+  Result<std::shared_ptr<const void>> release(CounterSetId id);
   bool exists(CounterSetId id) const;
   // The immediate's counter is allocated and not released.
   bool live(uint32_t immediate) const { return table_.value(immediate).has_value(); }
+  // Of a live counter; 0 for one that was released. Lock-free.
+  uint64_t value(uint32_t immediate) const noexcept { return table_.value(immediate).value_or(0); }
 
-  // Counts an immediate that landed. `stale` and `fired` say what became of it.
+  // Counts an immediate of `peer` that landed, and says what became of it.
   struct Added {
     bool stale = false;
+    bool foreign = false;  // nothing was raised: the counter is another peer's
     std::optional<Fired> fired;
   };
-  Added add(uint32_t immediate);
+  Added add(uint32_t immediate, PeerId peer);
 
   uint32_t allocated() const noexcept { return table_.allocated(); }
 
  private:
   struct Set {
     std::vector<uint32_t> immediates;
-    bool expected = false;
-    size_t remaining = 0;  // counters below their target, once expected
+    std::shared_ptr<const std::vector<PeerId>> raisers;  // sorted
+    size_t remaining = 0;                                // counters below their target
     EventCallback callback;
+    std::shared_ptr<CompletionWord> word;
+    uint64_t value = 0;
+
+    Fired fire(CounterSetId id) { return {id, std::move(callback), std::move(word), value}; }
   };
 
   ImmCounterTable table_;

@@ -29,9 +29,8 @@ bool Departures::link_ended(Peer& peer) {
   return true;
 }
 
-void Departures::complete(WorkId work, bool arrived) {
-  const auto found = std::find_if(leaving_.begin(), leaving_.end(),
-                                  [&](const auto& peer) { return peer->id == static_cast<PeerId>(work); });
+void Departures::said(PeerId to, bool arrived) {
+  const auto found = std::find_if(leaving_.begin(), leaving_.end(), [&](const auto& peer) { return peer->id == to; });
   if (found == leaving_.end()) return;
   Parting& parting = (*found)->parting;
   parting.arrived |= arrived;
@@ -42,7 +41,7 @@ void Departures::complete(WorkId work, bool arrived) {
 
 bool Departures::turn() {
   bool any = false;
-  // Not erase_if: a step can complete a goodbye, which looks through the list.
+  // Not erase_if: a step takes in what the fenced domain has told, which may be of a goodbye, and looks through the list.
   for (size_t i = 0; i < leaving_.size();) {
     const std::shared_ptr<Peer> peer = leaving_[i];
     if (step(*peer, any)) {
@@ -60,25 +59,16 @@ bool Departures::step(Peer& peer, bool& any) {
   const Peer::State state = peer.state.load(std::memory_order_relaxed);
   // It broke, or fence() was called for it: that has its own report.
   if (state != Peer::State::kLeaving && !parting.fencing) return true;
-  if (!parting.said && peer.transfers.load(std::memory_order_seq_cst) == 0) any |= say_goodbye(peer);
+  if (!parting.said && peer.transfers.load(std::memory_order_seq_cst) == 0 && peer.scatter_parts == 0) {
+    parting.said = say_(peer, std::array{static_cast<std::byte>(MessageTag::kGoodbye)});
+    any |= parting.said;
+  }
   if (!parting.heard || (!parting.arrived && !parting.link_ended)) return false;
   parting.fencing = true;
   if (!fence_(peer)) return false;
   any = true;
   if (!parting.ours) events_.push(Event{.kind = EventKind::kPeerLeft, .id = peer.id});
   return true;
-}
-
-bool Departures::say_goodbye(Peer& peer) {
-  const std::array goodbye{static_cast<std::byte>(MessageTag::kGoodbye)};
-  for (const Link& link : peer.links) {
-    if (link.state != Link::State::kUp) continue;
-    peer.parting.said = true;  // before: a domain may complete it within the call
-    const bool posted = link.domain->send(link.id, (kWorks << 32) | peer.id, goodbye) == Posted::kYes;
-    if (posted && peer.parting.said) return true;
-    peer.parting.said = false;
-  }
-  return false;
 }
 
 }  // namespace kvc

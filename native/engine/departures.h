@@ -10,9 +10,9 @@
 
 #include <functional>
 #include <memory>
+#include <span>
 #include <vector>
 
-#include "engine/domain.h"
 #include "engine/event_queue.h"
 #include "engine/peer.h"
 
@@ -20,8 +20,11 @@ namespace kvc {
 
 class Departures {
  public:
-  // `fence`: one step of fencing a peer; true once it is fenced and forgotten.
-  Departures(EventQueue& events, std::function<bool(Peer&)> fence) : events_(events), fence_(std::move(fence)) {}
+  // `fence`: one step of fencing a peer; true once it is fenced and forgotten. `say`: sends the peer this goodbye; false:
+  // no link takes it now.
+  Departures(EventQueue& events, std::function<bool(Peer&)> fence,
+             std::function<bool(Peer&, std::span<const std::byte>)> say)
+      : events_(events), fence_(std::move(fence)), say_(std::move(say)) {}
 
   // disconnect() was called here. Idempotent.
   void leave(const std::shared_ptr<Peer>& peer);
@@ -30,23 +33,20 @@ class Departures {
   // A link to the peer ended: true if that is how it parts.
   bool link_ended(Peer& peer);
 
-  // WorkIds of goodbyes, which are no batches of the scheduler's.
-  static bool owns(WorkId work) { return (work >> 32) == kWorks; }
-  void complete(WorkId work, bool arrived);
+  // The goodbye to this peer is with its engine, or will not be.
+  void said(PeerId peer, bool arrived);
 
   // Takes every departure as far as it goes; true if anything happened.
   bool turn();
   bool empty() const { return leaving_.empty(); }
 
  private:
-  static constexpr WorkId kWorks = 0xFFFFFFFF;
-
   void begin(const std::shared_ptr<Peer>& peer);
-  bool say_goodbye(Peer& peer);
   bool step(Peer& peer, bool& any);
 
   EventQueue& events_;
   const std::function<bool(Peer&)> fence_;
+  const std::function<bool(Peer&, std::span<const std::byte>)> say_;
   std::vector<std::shared_ptr<Peer>> leaving_;
 };
 

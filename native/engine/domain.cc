@@ -17,7 +17,7 @@ namespace {
 
 struct Provider {
   std::string_view name;
-  Result<std::unique_ptr<Domain>> (*create)(const DomainConfig&, DomainSink&);
+  Result<OpenedDomain> (*create)(const DomainConfig&, ControlQueue&);
 };
 
 // Fastest first.
@@ -38,10 +38,10 @@ constexpr auto kNames = [] {
 
 std::span<const std::string_view> provider_names() noexcept { return kNames; }
 
-Result<std::unique_ptr<Domain>> open_domain(const DomainConfig& config, DomainSink& sink) {
+Result<OpenedDomain> open_domain(const DomainConfig& config, ControlQueue& control) {
   std::string known;
   for (const Provider& provider : kProviders) {
-    if (provider.name == config.provider) return provider.create(config, sink);
+    if (provider.name == config.provider) return provider.create(config, control);
     known += (known.empty() ? "" : ", ") + std::string(provider.name);
   }
   return Error{ErrorCode::kInvalidArgument,

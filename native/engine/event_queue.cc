@@ -31,26 +31,38 @@ void EventQueue::push_if(Event event, const std::function<bool()>& still_wanted)
 void EventQueue::deliver(Event event) {
   const uint64_t event_key = key(event);
   if (waiting_.contains(event_key)) {
-    reserved_.insert_or_assign(event_key, std::move(event));
+    reserved_[event_key].push_back(std::move(event));
     changed_.notify_all();
     return;
   }
-  queue_.push_back(std::move(event));
-  index_.insert_or_assign(event_key, std::prev(queue_.end()));
-  ready_.update(!queue_.empty());
+  const Place place = queue_.insert(queue_.end(), {std::move(event)});
+  const auto [entry, first] = index_.try_emplace(event_key, place, place);
+  if (!first) entry->second.second = *(entry->second.second->next = place);
+  ready_.update(true);
+}
+
+Event EventQueue::remove(std::unordered_map<uint64_t, std::pair<Place, Place>>::iterator entry) {
+  const Place place = entry->second.first;
+  if (place->next) {
+    entry->second.first = *place->next;
+  } else {
+    index_.erase(entry);
+  }
+  Event event = std::move(place->event);
+  queue_.erase(place);
+  return event;
 }
 
 std::optional<Event> EventQueue::take(uint64_t event_key) {
   if (const auto reserved = reserved_.find(event_key); reserved != reserved_.end()) {
-    std::optional<Event> event(std::move(reserved->second));
-    reserved_.erase(reserved);
+    std::optional<Event> event(std::move(reserved->second.front()));
+    reserved->second.pop_front();
+    if (reserved->second.empty()) reserved_.erase(reserved);
     return event;
   }
   const auto found = index_.find(event_key);
   if (found == index_.end()) return std::nullopt;
-  std::optional<Event> event(std::move(*found->second));
-  queue_.erase(found->second);
-  index_.erase(found);
+  std::optional<Event> event(remove(found));
   ready_.update(!queue_.empty());
   return event;
 }
@@ -71,9 +83,7 @@ Result<Event> EventQueue::wait(Subject subject, uint64_t id, Timeout timeout, co
       break;
     }
   }
-  if (--waiting_[event_key] == 0) {
-    waiting_.erase(event_key);
-  }
+  if (--waiting_[event_key] == 0) waiting_.erase(event_key);
   if (event) return std::move(*event);
   if (why == ErrorCode::kTimeout) return Error{why, {}, {}, operation, "no event for " + std::to_string(id) + " yet"};
   return Error{why, {}, {}, operation, std::to_string(id) + " is not open, and no event of it is left to take"};
@@ -81,7 +91,8 @@ Result<Event> EventQueue::wait(Subject subject, uint64_t id, Timeout timeout, co
 
 void EventQueue::discard(Subject subject, uint64_t id) {
   const std::lock_guard lock(mutex_);
-  take(key(subject, id));
+  while (take(key(subject, id))) {
+  }
   changed_.notify_all();
 }
 
@@ -89,9 +100,7 @@ std::vector<Event> EventQueue::poll(size_t max) {
   const std::lock_guard lock(mutex_);
   std::vector<Event> events;
   while (events.size() < max && !queue_.empty()) {
-    index_.erase(key(queue_.front()));
-    events.push_back(std::move(queue_.front()));
-    queue_.pop_front();
+    events.push_back(remove(index_.find(key(queue_.front().event))));
   }
   ready_.update(!queue_.empty());
   return events;

@@ -4,11 +4,13 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <list>
 #include <mutex>
 #include <optional>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "engine/ready_fd.h"
@@ -41,15 +43,23 @@ class EventQueue {
  private:
   static uint64_t key(Subject subject, uint64_t id) { return (id << 2) | static_cast<uint64_t>(subject); }
   static uint64_t key(const Event& event);
+  struct Queued {
+    Event event;
+    std::optional<std::list<Queued>::iterator> next{};  // the next one of the same key
+  };
+  using Place = std::list<Queued>::iterator;
+
   void deliver(Event event);
   std::optional<Event> take(uint64_t key);
+  // The oldest one of its key leaves the queue.
+  Event remove(std::unordered_map<uint64_t, std::pair<Place, Place>>::iterator entry);
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::list<Event> queue_;  // oldest first
-  std::unordered_map<uint64_t, std::list<Event>::iterator> index_;
-  std::unordered_map<uint64_t, Event> reserved_;    // events that a thread is waiting for
-  std::unordered_map<uint64_t, uint32_t> waiting_;  // threads in wait() by key
+  std::list<Queued> queue_;                                      // oldest first
+  std::unordered_map<uint64_t, std::pair<Place, Place>> index_;  // the oldest and the newest of each key
+  std::unordered_map<uint64_t, std::deque<Event>> reserved_;     // events that a thread is waiting for, oldest first
+  std::unordered_map<uint64_t, uint32_t> waiting_;               // threads in wait() by key
   ReadyFd ready_;
 };
 

@@ -9,7 +9,7 @@ namespace kvc {
 namespace {
 
 constexpr uint32_t kMagic = 0x4943564B;  // "KVCI" in memory
-constexpr uint8_t kVersion = 1;
+constexpr uint8_t kVersion = 2;
 enum class Kind : uint8_t { kOffer = 1, kAnswer = 2, kRegion = 3 };
 
 ByteWriter begin(Kind kind) {
@@ -28,21 +28,19 @@ ByteReader open(std::span<const std::byte> bytes, Kind kind) {
   return reader;
 }
 
-void write_links(ByteWriter& writer, uint32_t domains, const std::vector<Bytes>& links) {
+// The domains of a side's lane, which of them a link ends at, and the link itself.
+void write_link(ByteWriter& writer, uint32_t domains, uint32_t domain, const Bytes& link) {
   writer.number(static_cast<uint8_t>(domains));
-  writer.number(static_cast<uint8_t>(links.size()));
-  for (const Bytes& link : links) writer.blob(link);
+  writer.number(static_cast<uint8_t>(domain));
+  writer.blob(link);
 }
 
-// At least one domain and one link: a lane with neither leads nowhere.
-void read_links(ByteReader& reader, uint32_t& domains, std::vector<Bytes>& links) {
+void read_link(ByteReader& reader, uint32_t& domains, uint32_t& domain, Bytes& link) {
   domains = reader.number<uint8_t>();
-  const uint32_t count = reader.number<uint8_t>();
-  if (domains == 0 || domains > kMaxDomains || count == 0 || count > kMaxDomains) reader.fail();
-  for (uint32_t i = 0; i < count && !reader.failed(); ++i) {
-    const std::span<const std::byte> link = reader.blob(kMaxLinkBytes);
-    links.emplace_back(link.begin(), link.end());
-  }
+  domain = reader.number<uint8_t>();
+  if (domains == 0 || domains > kMaxDomains || domain >= domains) reader.fail();
+  const std::span<const std::byte> bytes = reader.blob(kMaxLinkBytes);
+  link.assign(bytes.begin(), bytes.end());
 }
 
 }  // namespace
@@ -53,7 +51,7 @@ Bytes encode(const Offer& offer) {
   writer.number(static_cast<uint8_t>(offer.lanes.size()));
   for (const LaneOffer& lane : offer.lanes) {
     writer.text(lane.provider);
-    write_links(writer, lane.domains, lane.links);
+    write_link(writer, lane.domains, lane.domain, lane.link);
   }
   return writer.take();
 }
@@ -67,7 +65,7 @@ std::optional<Offer> decode_offer(std::span<const std::byte> bytes) {
   for (uint32_t i = 0; i < lanes && !reader.failed(); ++i) {
     LaneOffer& lane = offer.lanes.emplace_back();
     lane.provider = reader.text(kMaxNameBytes);
-    read_links(reader, lane.domains, lane.links);
+    read_link(reader, lane.domains, lane.domain, lane.link);
   }
   if (!reader.complete()) return std::nullopt;
   return offer;
@@ -77,7 +75,7 @@ Bytes encode(const Answer& answer) {
   ByteWriter writer = begin(Kind::kAnswer);
   writer.text(answer.engine);
   writer.text(answer.provider);
-  write_links(writer, answer.domains, answer.links);
+  write_link(writer, answer.domains, answer.domain, answer.link);
   return writer.take();
 }
 
@@ -86,20 +84,32 @@ std::optional<Answer> decode_answer(std::span<const std::byte> bytes) {
   Answer answer;
   answer.engine = reader.text(kMaxNameBytes);
   answer.provider = reader.text(kMaxNameBytes);
-  read_links(reader, answer.domains, answer.links);
+  read_link(reader, answer.domains, answer.domain, answer.link);
   if (!reader.complete()) return std::nullopt;
   return answer;
 }
 
 Bytes encode(const RegionDescriptor& descriptor) {
   ByteWriter writer = begin(Kind::kRegion);
-  writer.number(descriptor.base);
-  writer.number(descriptor.bytes);
   writer.number(static_cast<uint8_t>(descriptor.lanes.size()));
   for (const RegionDescriptor::Lane& lane : descriptor.lanes) {
     writer.text(lane.provider);
-    writer.number(static_cast<uint8_t>(lane.rkeys.size()));
-    for (const uint64_t rkey : lane.rkeys) writer.number(rkey);
+    writer.number(static_cast<uint8_t>(lane.domains));
+  }
+  writer.number(static_cast<uint32_t>(descriptor.regions.size()));
+  for (const RegionDescriptor::Region& region : descriptor.regions) {
+    writer.number(region.memory);
+    writer.number(region.offset);
+    writer.number(region.bytes);
+  }
+  writer.number(static_cast<uint32_t>(descriptor.memories.size()));
+  for (const RegionDescriptor::Memory& memory : descriptor.memories) {
+    writer.number(memory.base);
+    writer.number(memory.bytes);
+    for (const std::vector<uint64_t>& rkeys : memory.rkeys) {
+      writer.number(static_cast<uint8_t>(rkeys.empty() ? 0 : 1));
+      for (const uint64_t rkey : rkeys) writer.number(rkey);
+    }
   }
   return writer.take();
 }
@@ -107,20 +117,45 @@ Bytes encode(const RegionDescriptor& descriptor) {
 std::optional<RegionDescriptor> decode_region_descriptor(std::span<const std::byte> bytes) {
   ByteReader reader = open(bytes, Kind::kRegion);
   RegionDescriptor descriptor;
-  descriptor.base = reader.number<uint64_t>();
-  descriptor.bytes = reader.number<uint64_t>();
-  // Offsets are added to the base without further checks.
-  if (descriptor.bytes == 0 || descriptor.bytes > std::numeric_limits<uint64_t>::max() - descriptor.base) reader.fail();
   const uint32_t lanes = reader.number<uint8_t>();
   if (lanes > kMaxLanes) reader.fail();
   for (uint32_t i = 0; i < lanes && !reader.failed(); ++i) {
     RegionDescriptor::Lane& lane = descriptor.lanes.emplace_back();
     lane.provider = reader.text(kMaxNameBytes);
-    const uint32_t rkeys = reader.number<uint8_t>();
-    if (rkeys > kMaxDomains) reader.fail();
-    for (uint32_t k = 0; k < rkeys && !reader.failed(); ++k) lane.rkeys.push_back(reader.number<uint64_t>());
+    lane.domains = reader.number<uint8_t>();
+    if (lane.domains == 0 || lane.domains > kMaxDomains) reader.fail();
+  }
+  const auto regions = reader.number<uint32_t>();
+  if (regions == 0 || regions > kMaxRegions) reader.fail();
+  for (uint32_t i = 0; i < regions && !reader.failed(); ++i) {
+    RegionDescriptor::Region& region = descriptor.regions.emplace_back();
+    region.memory = reader.number<uint32_t>();
+    region.offset = reader.number<uint64_t>();
+    region.bytes = reader.number<uint64_t>();
+  }
+  const auto memories = reader.number<uint32_t>();
+  if (memories == 0 || memories > kMaxRegions) reader.fail();
+  for (uint32_t i = 0; i < memories && !reader.failed(); ++i) {
+    RegionDescriptor::Memory& memory = descriptor.memories.emplace_back();
+    memory.base = reader.number<uint64_t>();
+    memory.bytes = reader.number<uint64_t>();
+    // Offsets are added to the base without further checks.
+    if (memory.bytes == 0 || memory.bytes > std::numeric_limits<uint64_t>::max() - memory.base) reader.fail();
+    for (const RegionDescriptor::Lane& lane : descriptor.lanes) {
+      std::vector<uint64_t>& rkeys = memory.rkeys.emplace_back();
+      const auto taken = reader.number<uint8_t>();
+      if (taken > 1) reader.fail();
+      for (uint32_t k = 0; taken == 1 && k < lane.domains && !reader.failed(); ++k) {
+        rkeys.push_back(reader.number<uint64_t>());
+      }
+    }
   }
   if (!reader.complete()) return std::nullopt;
+  for (const RegionDescriptor::Region& region : descriptor.regions) {
+    if (region.memory >= descriptor.memories.size()) return std::nullopt;
+    const uint64_t room = descriptor.memories[region.memory].bytes;
+    if (region.bytes == 0 || region.bytes > room || region.offset > room - region.bytes) return std::nullopt;
+  }
   return descriptor;
 }
 

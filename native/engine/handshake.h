@@ -19,12 +19,15 @@ inline constexpr uint32_t kMaxLanes = 8;
 inline constexpr uint32_t kMaxDomains = 16;
 inline constexpr uint32_t kMaxLinkBytes = 4096;
 inline constexpr uint32_t kMaxNameBytes = 255;
+// Of one descriptor: ten times the tensors of the largest models.
+inline constexpr uint32_t kMaxRegions = 1U << 17;
 
-// All domains of one provider, and the bytes of the links that they offer: link i belongs to domain i % domains.
+// One link of a lane: `domain`, of the offerer's `domains` in it, is its end.
 struct LaneOffer {
   std::string provider;
   uint32_t domains = 0;
-  std::vector<Bytes> links;
+  uint32_t domain = 0;
+  Bytes link;
 };
 
 struct Offer {
@@ -32,23 +35,35 @@ struct Offer {
   std::vector<LaneOffer> lanes;  // in the offerer's order of preference
 };
 
-// The lane that the acceptor took, with its answer for each link it uses: the first of those offered. On the
-// acceptor's side link i belongs to domain i % domains.
+// The lane that the acceptor took, and its end of the link: `domain` of its `domains`.
 struct Answer {
   std::string engine;
   std::string provider;
   uint32_t domains = 0;
-  std::vector<Bytes> links;
+  uint32_t domain = 0;
+  Bytes link;
 };
 
+// Regions, and the registered memory that they lie in.
 struct RegionDescriptor {
+  // The lanes of an engine, the same for all its memory.
   struct Lane {
     std::string provider;
-    std::vector<uint64_t> rkeys;  // one per domain
+    uint32_t domains = 0;
   };
-  uint64_t base = 0;
-  uint64_t bytes = 0;
+  struct Memory {
+    uint64_t base = 0;
+    uint64_t bytes = 0;
+    std::vector<std::vector<uint64_t>> rkeys;  // by lane one per domain; none: the lane does not take this memory
+  };
+  struct Region {
+    uint32_t memory = 0;
+    uint64_t offset = 0;  // in it
+    uint64_t bytes = 0;
+  };
   std::vector<Lane> lanes;
+  std::vector<Memory> memories;
+  std::vector<Region> regions;
 };
 
 Bytes encode(const Offer& offer);

@@ -1,5 +1,7 @@
 #include "engine/imm_counter.h"
 
+#include <algorithm>
+
 namespace kvc {
 
 namespace {
@@ -21,7 +23,19 @@ ImmCounterTable::Slot* ImmCounterTable::find(uint32_t slot) const noexcept {
   return chunk == nullptr ? nullptr : &(*chunk)[slot % kChunkSlots];
 }
 
-bool ImmCounterTable::allocate(uint32_t n, uint64_t owner, std::vector<uint32_t>& immediates) {
+bool ImmCounterTable::may_raise(uint64_t raisers, PeerId peer) noexcept {
+  if (raisers == 0) return true;
+  if (raisers % 2 == 1) return raisers / 2 == peer;
+  const auto& several = *reinterpret_cast<const std::vector<PeerId>*>(raisers);
+  return std::binary_search(several.begin(), several.end(), peer);
+}
+
+bool ImmCounterTable::allocate(uint32_t n, uint64_t owner, const std::vector<PeerId>& raisers,
+                               std::vector<uint32_t>& immediates) {
+  static_assert(alignof(std::vector<PeerId>) % 2 == 0);
+  const uint64_t who = raisers.empty()       ? 0
+                       : raisers.size() == 1 ? uint64_t{raisers.front()} * 2 + 1
+                                             : reinterpret_cast<uint64_t>(&raisers);
   const std::lock_guard lock(mutex_);
   if (n > free_.size() + (kSlots - fresh_)) return false;
   immediates.reserve(immediates.size() + n);
@@ -41,6 +55,7 @@ bool ImmCounterTable::allocate(uint32_t n, uint64_t owner, std::vector<uint32_t>
     Slot& slot = *find(index);
     const uint32_t generation = generation_of(slot.word.load(std::memory_order_relaxed));
     slot.owner.store(owner, std::memory_order_seq_cst);
+    slot.raisers.store(who, std::memory_order_seq_cst);
     slot.word.store(tag(generation), std::memory_order_seq_cst);  // live, count 0
     immediates.push_back(Immediate{index, generation, 1}.encode());
   }
@@ -61,16 +76,21 @@ void ImmCounterTable::release(uint32_t immediate) {
   allocated_.fetch_sub(1, std::memory_order_relaxed);
 }
 
-ImmCounterTable::Added ImmCounterTable::add(uint32_t immediate) noexcept {
+ImmCounterTable::Added ImmCounterTable::add(uint32_t immediate, PeerId peer) noexcept {
   const Immediate imm = Immediate::decode(immediate);
   Slot* slot = find(imm.slot);
   if (slot == nullptr) return {.stale = true};
   const uint64_t expected_tag = tag(imm.generation);
-  uint64_t word = slot->word.load(std::memory_order_relaxed);
+  uint64_t word = slot->word.load(std::memory_order_acquire);
   do {
     if (!same_tag(word, expected_tag)) return {.stale = true};
+    if (!may_raise(slot->raisers.load(std::memory_order_acquire), peer)) {
+      // Or the slot has changed hands since we looked at the word: then it is the new owner's raisers who are others.
+      const bool same = same_tag(slot->word.load(std::memory_order_seq_cst), expected_tag);
+      return {.stale = !same, .foreign = same};
+    }
   } while (!slot->word.compare_exchange_weak(word, word + imm.multiplicity, std::memory_order_seq_cst,
-                                             std::memory_order_relaxed));
+                                             std::memory_order_acquire));
   // expect() stores the target and then reads the count; here it is the other way round. One of the two sees the
   // other, and who takes the target away (compare_exchange) reports it. The owner is read before that: while the
   // target of our generation stands, the slot has not changed hands.

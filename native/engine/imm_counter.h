@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "engine/immediate.h"
+#include "engine/transfer_engine.h"
 
 namespace kvc {
 
@@ -26,21 +27,23 @@ class ImmCounterTable {
 
   struct Added {
     bool stale = false;
+    bool foreign = false;  // the counter is live, and not this peer's to raise: it was not raised
     bool reached = false;  // this add() brought the counter to its target: true exactly once per expect()
     uint64_t owner = 0;    // valid where reached: what allocate() was given
   };
 
-  // Appends `n` live counters at zero to `immediates`; false if fewer are free (nothing is taken then).
+  // Appends `n` live counters at zero to `immediates`; false if fewer are free (nothing is taken then). `raisers`: sorted,
+  // who may raise them; it outlives the counters, and whatever add() is under way as they are released. Empty: anyone.
   // Any thread; takes a lock, never blocks otherwise.
-  bool allocate(uint32_t n, uint64_t owner, std::vector<uint32_t>& immediates);
+  bool allocate(uint32_t n, uint64_t owner, const std::vector<PeerId>& raisers, std::vector<uint32_t>& immediates);
 
   // Ends a live counter: from now on its immediate is stale. Once per allocated immediate. Any thread; takes a lock.
   void release(uint32_t immediate);
 
-  // Raises the counter by the immediate's multiplicity. Any thread; lock-free.
-  Added add(uint32_t immediate) noexcept;
+  // Raises the counter by the immediate's multiplicity, as `peer`. Any thread; lock-free.
+  Added add(uint32_t immediate, PeerId peer) noexcept;
 
-  // Sets the target of a live counter, at most once per allocation, target <= kMaxCount. Returns true if the count
+  // Sets the target of a live counter that has none, or has reached its last one; target <= kMaxCount. Returns true if the count
   // is there already. Of this call returning true and an add() saying `reached`, exactly one happens, whatever the
   // interleaving. Any thread; lock-free.
   bool expect(uint32_t immediate, uint64_t target) noexcept;
@@ -58,12 +61,15 @@ class ImmCounterTable {
     std::atomic<uint64_t> word{0};
     std::atomic<uint64_t> target{0};
     std::atomic<uint64_t> owner{0};
+    // Who may raise it. 0: anyone; odd: one peer, twice its id and one; else the address of a sorted list of peers.
+    std::atomic<uint64_t> raisers{0};
   };
-  // Slots are backed by 1,024 at a time (24 KiB): an engine with a few requests touches one or two chunks.
+  // Slots are backed by 1,024 at a time (32 KiB): an engine with a few requests touches one or two chunks.
   static constexpr uint32_t kChunkSlots = 1024;
   using Chunk = std::array<Slot, kChunkSlots>;
 
   Slot* find(uint32_t slot) const noexcept;
+  static bool may_raise(uint64_t raisers, PeerId peer) noexcept;
 
   std::array<std::atomic<Chunk*>, kSlots / kChunkSlots> chunks_{};
   std::array<std::unique_ptr<Chunk>, kSlots / kChunkSlots> storage_;  // guarded by mutex_

@@ -17,25 +17,26 @@ struct LinkRepair;  // link_keeper.h
 struct Link {
   enum class State : uint8_t {
     kUp,
-    kProving,  // brought back: nothing is posted before the peer's first message over it
+    kProving,  // made anew: nothing is posted before the peer's first message over it
     kBroken,   // nothing is posted, and what was posted is not settled with the peer
-    kOut,      // settled: neither end owes the other anything on it
-    kOffered,  // out, and offered to the peer anew
+    kOut,      // settled, or never made: neither end owes the other anything on it
+    kOffered,  // out, and offered to the peer
   };
 
   Link();
-  Link(LinkId link_id, Domain* of, uint32_t local, uint32_t remote = 0);
+  Link(Domain* of, Connector* makes, uint32_t place, uint32_t local, uint32_t remote);
   ~Link();
   Link(Link&&) noexcept;
   Link& operator=(Link&&) noexcept;
 
-  LinkId id = 0;
+  LinkId id = 0;  // under which the domain knows it; 0: it is not made
   Domain* domain = nullptr;
-  uint32_t local_domain = 0;   // the domain's place in its lane: what a pinned write names
+  Connector* connector = nullptr;  // the domain's other half, for the control thread
+  uint32_t domain_place = 0;   // the domain's among all of the engine's: whose registration of a source goes with it
+  uint32_t local_domain = 0;   // and in its lane: what a pinned write names
   uint32_t remote_domain = 0;  // whose rkey of a region goes with this link
-  State state = State::kUp;
-  bool fenced = false;
-  std::optional<Error> broken{};  // of an offered peer's link: complete() will refuse an answer that uses it
+  State state = State::kOut;
+  bool fenced = true;  // nothing of the peer can land over it
 
   // What a byte costs on it: 1 on a peer's fastest link, more on a slower one or where links share a domain.
   double cost = 1;
@@ -46,7 +47,7 @@ struct Link {
   uint32_t epoch = 0;  // how often it was offered anew, until the offer that is in use: the same on both sides
   LinkTally posted;    // what we posted over it, counted,
   LinkTally counted;   // and what landed here
-  std::vector<uint32_t> unsettled;     // the scheduler's entries in flight that ended when it broke
+  std::vector<uint32_t> unsettled;     // places in the flight table of what ended when it broke
   std::vector<uint32_t> refused;       // counters whose batches the peer refused: their counts are not known
   std::unique_ptr<LinkRepair> repair;  // once it has broken
 };

@@ -1,6 +1,7 @@
 #include "engine/link_keeper.h"
 
 #include <algorithm>
+#include <array>
 #include <string>
 #include <utility>
 
@@ -57,17 +58,31 @@ void LinkKeeper::receive(Peer& peer, LinkId id, std::span<const std::byte> messa
 
 void LinkKeeper::forget(Peer& peer) {
   for (Link& link : peer.links) {
-    if (link.state == Link::State::kOffered) withdraw(link);
+    if (link.repair != nullptr && link.repair->offered != 0) withdraw(link);
   }
   std::erase_if(broken_, [&](const Broken& broken) { return broken.peer == &peer; });
   std::erase_if(received_, [&](const Received& received) { return received.peer == &peer; });
   std::erase_if(repairs_, [&](const Repair& repair) { return repair.peer == &peer; });
+  std::erase(wanting_, &peer);
+}
+
+void LinkKeeper::make_links(Peer& peer) {
+  peer.resting = false;
+  if (!peer.offerer) return wanting_.push_back(&peer);
+  for (Link& link : peer.links) {
+    if (link.state != Link::State::kOut || link.repair != nullptr) continue;
+    link.repair = std::make_unique<LinkRepair>();
+    link.repair->pause = kFirstPause / 2;  // doubled when a try fails
+    watch(peer, link);
+  }
 }
 
 bool LinkKeeper::step() {
-  if (broken_.empty() && received_.empty() && repairs_.empty()) return false;
+  if (broken_.empty() && received_.empty() && repairs_.empty() && wanting_.empty()) return false;
   now_ = Clock::now();
   bool any = !broken_.empty() || !received_.empty();
+  const std::array want{static_cast<std::byte>(MessageTag::kLinksWanted)};
+  std::erase_if(wanting_, [&](Peer* peer) { return scheduler_.send(*peer, want); });
   // Each of these may end a peer, and with it whatever else waits here of it: so one by one.
   while (!broken_.empty()) {
     const Broken broken = std::move(broken_.front());
@@ -98,6 +113,7 @@ bool LinkKeeper::step() {
 
 std::optional<LinkKeeper::Clock::time_point> LinkKeeper::next_step() const {
   std::optional<Clock::time_point> next;
+  if (!wanting_.empty()) next = now_;
   for (const Repair& repair : repairs_) {
     if (!next || repair.link->repair->due < *next) next = repair.link->repair->due;
   }
@@ -126,7 +142,11 @@ void LinkKeeper::take_out(const Broken& broken) {
   if (first) link.repair = std::make_unique<LinkRepair>();
   LinkRepair& repair = *link.repair;
   const bool up = link.state == Link::State::kUp;
-  if (up) Stats::add(stats_.links_lost, 1);
+  repair.was_up |= up;
+  if (up) {
+    Stats::add(stats_.links_lost, 1);
+    Stats::add(stats_.links, -1);
+  }
   const bool stable = up && now_ - repair.up_since > kStableTime;
   repair.pause = first || stable ? kFirstPause : std::min(repair.pause * 2, kLongestPause);
   repair.why = broken.error;
@@ -181,7 +201,7 @@ bool LinkKeeper::advance(Peer& peer, Link& link) {
 // Closes our end, answers the peer's question and asks ours. True if the link is settled.
 bool LinkKeeper::close_and_ask(Peer& peer, Link& link) {
   LinkRepair& repair = *link.repair;
-  if (!link.fenced) link.fenced = link.domain->fence(link.id);
+  if (!link.fenced) link.fenced = owner_.fence(*link.domain, link.id);
   repair.due = now_;
   if (!link.fenced) return false;
   std::erase_if(repair.peer_asks, [&](const LinkMessage& question) { return answer(peer, link, question); });
@@ -194,7 +214,7 @@ bool LinkKeeper::close_and_ask(Peer& peer, Link& link) {
     repair.began = now_;
   }
   if (std::find(repair.answered.begin(), repair.answered.end(), false) == repair.answered.end()) {
-    settle(link);
+    settle(peer, link);
     return true;
   }
   if (now_ < repair.ask_due) {
@@ -219,9 +239,9 @@ bool LinkKeeper::close_and_ask(Peer& peer, Link& link) {
   return false;
 }
 
-void LinkKeeper::settle(Link& link) {
-  owner_.forget_link(link.id);
-  scheduler_.recover(link, link.repair->landed);
+void LinkKeeper::settle(Peer& peer, Link& link) {
+  owner_.forget_link(std::exchange(link.id, 0));
+  scheduler_.recover(peer, link, link.repair->landed);
   enter(link, Link::State::kOut, link.repair->pause);
 }
 
@@ -229,6 +249,10 @@ void LinkKeeper::settle(Link& link) {
 
 bool LinkKeeper::handle(const Received& received) {
   Peer& peer = *received.peer;
+  if (received.bytes.size() == 1 && received.bytes[0] == static_cast<std::byte>(MessageTag::kLinksWanted)) {
+    if (peer.offerer) make_links(peer);
+    return peer.offerer;
+  }
   std::optional<LinkMessage> message = decode_link_message(received.bytes);
   if (!message || message->link >= peer.links.size() || peer.links.size() < 2) return false;
   Link& link = peer.links[message->link];
@@ -240,11 +264,11 @@ bool LinkKeeper::handle(const Received& received) {
       return hear_tallies(link, *message);
     case MessageTag::kLinkOffer:
       if (peer.offerer) return false;
-      hear_offer(peer, link, *message);
+      hear_offer(peer, link, *std::move(message));
       return true;
     case MessageTag::kLinkAnswer:
       if (!peer.offerer) return false;
-      hear_answer(link, *message);
+      hear_answer(peer, link, *std::move(message));
       return true;
     case MessageTag::kLinkHello:
       // Over the new link itself, and perhaps before its answer, which comes over another one.
@@ -284,7 +308,7 @@ bool LinkKeeper::answer(Peer& peer, const Link& link, const LinkMessage& questio
       .tag = MessageTag::kTallies, .link = question.link, .epoch = question.epoch, .part = question.part};
   for (const uint32_t counter : question.numbers) {
     const std::optional<uint32_t> pages = link.counted.pages(counter);
-    if (!pages || !counting_) {
+    if (!pages) {
       tallies.numbers.push_back(LinkMessage::kUnknown);
     } else {
       tallies.numbers.push_back(*pages | (counters_.live(counter) ? 0 : LinkMessage::kReleased));
@@ -302,7 +326,7 @@ bool LinkKeeper::hear_tallies(Link& link, const LinkMessage& message) {
   const size_t first = message.part * LinkMessage::kMaxNumbers;
   if (message.numbers.size() != std::min(repair.landed.size() - first, LinkMessage::kMaxNumbers)) return false;
   for (size_t i = 0; i < message.numbers.size(); ++i) {
-    TransferScheduler::Landed& landed = repair.landed[first + i];
+    Landed& landed = repair.landed[first + i];
     const uint32_t number = message.numbers[i];
     landed.known = number != LinkMessage::kUnknown;
     landed.released = (number & LinkMessage::kReleased) != 0;
@@ -325,62 +349,91 @@ void LinkKeeper::withdraw(Link& link) {
   const LinkId id = std::exchange(link.repair->offered, 0);
   link.state = Link::State::kOut;
   owner_.forget_link(id);
-  owner_.abandon_link(*link.domain, id);
+  owner_.abandon_link(link, id);
+}
+
+Link* LinkKeeper::still_making(Peer& peer, size_t place, LinkId id) {
+  Link& link = peer.links[place];
+  const bool making = !ending(peer) && link.repair != nullptr && link.repair->offered == id;
+  return making ? &link : nullptr;
 }
 
 void LinkKeeper::offer(Peer& peer, Link& link) {
   LinkRepair& repair = *link.repair;
-  const LinkId id = owner_.new_link(peer, link);
-  repair.offered = id;
+  repair.offered = owner_.new_link(peer, link);
   repair.hello_heard = false;
-  Result<Bytes> bytes = link.domain->offer(id);
-  if (!bytes) {  // its device does not work yet
-    repair.offered = 0;
-    owner_.forget_link(id);
-    return pause(link);
-  }
-  const LinkMessage message{.tag = MessageTag::kLinkOffer,
-                            .link = place_of(peer, link),
-                            .epoch = ++repair.last_epoch,
-                            .bytes = std::move(bytes.value())};
-  if (message.bytes.size() > LinkMessage::kMaxBytes || !scheduler_.send(peer, encode(message))) {
-    withdraw(link);
-    return pause(link);
-  }
   enter(link, Link::State::kOffered, kProveTime);
+  owner_.offer_link(peer, link, repair.offered);
 }
 
-void LinkKeeper::hear_offer(Peer& peer, Link& link, const LinkMessage& message) {
-  // Anything else of ours (we are not done with its last failure, say): the offer lapses, and comes again.
+void LinkKeeper::offered(Peer& peer, size_t place, LinkId id, Result<Bytes> offer) {
+  Link* const link = still_making(peer, place, id);
+  if (link == nullptr) return;  // withdrawn meanwhile, after this task or before it
+  LinkRepair& repair = *link->repair;
+  now_ = Clock::now();
+  bool sent = false;
+  if (offer && offer.value().size() <= LinkMessage::kMaxBytes) {
+    sent = scheduler_.send(peer, encode({.tag = MessageTag::kLinkOffer,
+                                         .link = place_of(peer, *link),
+                                         .epoch = ++repair.last_epoch,
+                                         .bytes = std::move(offer.value())}));
+  }
+  if (sent) return enter(*link, Link::State::kOffered, kProveTime);
+  withdraw(*link);  // its device does not work yet, or no link takes the message
+  pause(*link);
+}
+
+void LinkKeeper::hear_offer(Peer& peer, Link& link, LinkMessage message) {
+  // Anything else of ours (we are not done with its last failure, or with an offer before, say): the offer lapses, and
+  // comes again.
   if (link.state != Link::State::kOut || message.epoch <= link.epoch) return;
+  if (link.repair == nullptr) link.repair = std::make_unique<LinkRepair>();
   LinkRepair& repair = *link.repair;
-  const LinkId id = owner_.new_link(peer, link);
-  repair.offered = 0;
+  if (repair.offered != 0) return;
+  repair.offered = owner_.new_link(peer, link);
   repair.hello_heard = false;
-  Result<Bytes> bytes = link.domain->accept(id, message.bytes);
-  if (bytes && bytes.value().size() > LinkMessage::kMaxBytes) {
-    owner_.abandon_link(*link.domain, id);
-    bytes = Error{};
-  }
-  LinkMessage reply{.tag = MessageTag::kLinkAnswer, .link = message.link, .epoch = message.epoch};
-  if (bytes) reply.bytes = std::move(bytes.value());
-  const bool sent = scheduler_.send(peer, encode(reply));
-  if (!bytes) return owner_.forget_link(id);
-  if (!sent) {
-    owner_.forget_link(id);
-    return owner_.abandon_link(*link.domain, id);
-  }
-  renew(link, id, message.epoch);
-  watch(peer, link);
+  owner_.accept_link(peer, link, repair.offered, message.epoch, std::move(message.bytes));
 }
 
-void LinkKeeper::hear_answer(Link& link, const LinkMessage& message) {
-  if (link.state != Link::State::kOffered || message.epoch != link.repair->last_epoch) return;
-  if (message.bytes.empty() || !link.domain->complete(link.repair->offered, message.bytes)) {
-    withdraw(link);
-    return pause(link);
+void LinkKeeper::accepted(Peer& peer, size_t place, LinkId id, uint32_t epoch, Result<Connector::Accepted>& accepted) {
+  Link* const link = still_making(peer, place, id);
+  if (link == nullptr) return;
+  now_ = Clock::now();
+  LinkMessage reply{.tag = MessageTag::kLinkAnswer, .link = place_of(peer, *link), .epoch = epoch};
+  const bool made = accepted && accepted.value().answer.size() <= LinkMessage::kMaxBytes;
+  if (made) {
+    // It takes in what comes from the moment that the peer hears of it.
+    link->domain->attach(id, std::move(accepted.value().end));
+    reply.bytes = std::move(accepted.value().answer);
   }
-  renew(link, std::exchange(link.repair->offered, 0), message.epoch);
+  link->repair->offered = 0;
+  const bool sent = scheduler_.send(peer, encode(reply));
+  if (!made || !sent) {
+    owner_.forget_link(id);
+    return owner_.abandon_link(*link, id);
+  }
+  renew(*link, id, epoch);
+  watch(peer, *link);
+}
+
+void LinkKeeper::hear_answer(Peer& peer, Link& link, LinkMessage message) {
+  if (link.state != Link::State::kOffered || message.epoch != link.repair->last_epoch) return;
+  if (!message.bytes.empty()) return owner_.complete_link(peer, link, link.repair->offered, std::move(message.bytes));
+  withdraw(link);
+  pause(link);
+}
+
+void LinkKeeper::completed(Peer& peer, size_t place, LinkId id, Result<std::unique_ptr<LinkEnd>>& end) {
+  Link* const link = still_making(peer, place, id);
+  if (link == nullptr) return;
+  now_ = Clock::now();
+  if (!end) {
+    withdraw(*link);
+    return pause(*link);
+  }
+  link->domain->attach(id, std::move(end.value()));
+  link->repair->offered = 0;
+  renew(*link, id, link->repair->last_epoch);
 }
 
 // The link is another one from now on. Neither side posts on it before the other one has said hello over it, which it
@@ -406,7 +459,9 @@ void LinkKeeper::prove(Peer& peer, Link& link) {
   if (!repair.hello_said || !repair.hello_heard) return;
   enter(link, Link::State::kUp, {});
   repair.up_since = now_;
-  Stats::add(stats_.links_restored, 1);
+  Stats::add(stats_.links, 1);
+  if (repair.was_up) Stats::add(stats_.links_restored, 1);
+  repair.was_up = true;
 }
 
 }  // namespace kvc

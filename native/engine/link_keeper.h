@@ -1,5 +1,5 @@
-// LinkKeeper: takes a broken link out of a peer that has others, settles with the peer what was on it, and brings it
-// back.
+// LinkKeeper: makes the links of a peer beyond its first one, takes a broken link out of a peer that has others, settles
+// with the peer what was on it, and brings it back.
 //
 // Every method runs on the worker thread. One link's way, the same on both sides:
 //
@@ -7,8 +7,9 @@
 //                    closed (Domain::fence), so what landed over it is counted for good; then the peer is asked to
 //                    close its end and to tell what landed there (kLinkLost), over a link that works, again and again
 //                    until it answers (kTallies). The same question of the peer's is answered once our end is closed.
-//          -> kOut   all parts are answered: the scheduler writes again what is missing.
-//          -> kOffered -> kProving   the side that connected the peer offers the link anew (kLinkOffer, kLinkAnswer),
+//          -> kOut   all parts are answered: the scheduler writes again what is missing. A link that was not made yet
+//                    begins here, and rests until either side has something to post (kLinksWanted).
+//          -> kOffered -> kProving   the side that connected the peer offers the link (kLinkOffer, kLinkAnswer),
 //                    at growing intervals, for as long as it takes.
 //          -> kUp    with the peer's first message over it (kLinkHello): it carries.
 //
@@ -18,6 +19,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <span>
 #include <vector>
@@ -25,12 +27,13 @@
 #include "engine/counter_sets.h"
 #include "engine/link_message.h"
 #include "engine/peer.h"
+#include "engine/rewriter.h"
 #include "engine/stats.h"
 #include "engine/transfer_scheduler.h"
 
 namespace kvc {
 
-// What a link needs from its first break on.
+// What a link needs that is made beside the first one, or has broken.
 struct LinkRepair {
   using Clock = std::chrono::steady_clock;
 
@@ -41,17 +44,18 @@ struct LinkRepair {
   // kBroken: the question, and what is answered of it. One part at least, so that the peer confirms its end.
   bool asking = false;
   Clock::time_point ask_due{};  // when it is asked (again)
-  std::vector<TransferScheduler::Landed> landed;
+  std::vector<Landed> landed;
   std::vector<bool> answered;          // by part
   std::vector<LinkMessage> peer_asks;  // the peer's question, until our end is closed
 
-  // kOffered, kProving
-  LinkId offered = 0;       // the new link's id
+  // kOffered, kProving; and kOut of the side that answers
+  LinkId offered = 0;       // the new link's id, from the moment that its making began
   uint32_t last_epoch = 0;  // of the offers made so far
   bool hello_said = false;
   bool hello_heard = false;
 
   std::chrono::milliseconds pause{};  // before the next offer
+  bool was_up = false;                // ever
   Clock::time_point up_since{};
 };
 
@@ -65,27 +69,42 @@ class LinkKeeper {
     virtual ~Owner() = default;
     virtual LinkId new_link(Peer& peer, Link& link) = 0;  // an id under which domains tell of `link` from now on
     virtual void forget_link(LinkId id) = 0;
-    virtual void abandon_link(Domain& domain, LinkId id) = 0;  // fences it, in time
-    virtual void lose_peer(Peer& peer, Error error) = 0;       // calls forget() in turn
+    // Domain::fence, and what it has told is counted.
+    virtual bool fence(Domain& domain, LinkId id) = 0;
+    // Fences a link that is nobody's any more, in time, or withdraws its offer.
+    virtual void abandon_link(const Link& link, LinkId id) = 0;
+    virtual void lose_peer(Peer& peer, Error error) = 0;  // calls forget() in turn
+
+    // The three steps of a link, on the control thread. Each ends in offered(), accepted() or completed() below.
+    virtual void offer_link(Peer& peer, const Link& link, LinkId id) = 0;
+    virtual void accept_link(Peer& peer, const Link& link, LinkId id, uint32_t epoch, Bytes offer) = 0;
+    virtual void complete_link(Peer& peer, const Link& link, LinkId id, Bytes answer) = 0;
   };
 
   LinkKeeper(TransferScheduler& scheduler, const CounterSets& counters, Stats& stats, Owner& owner)
       : scheduler_(scheduler), counters_(counters), stats_(stats), owner_(owner) {}
 
-  // --- From within a domain's call: only noted, step() acts.
+  // --- Only noted, step() acts.
 
   // The link `id` (link.id, or what it is offered as) broke, or its batches end with errors that speak of the link.
   void broke(Peer& peer, Link& link, LinkId id, Error error);
-  // An immediate landed, and it is not known over which link: no tally can be told from now on.
-  void lose_count() { counting_ = false; }
   // A message of the peer's with one of the tags of link_message.h, over the link `id`.
   void receive(Peer& peer, LinkId id, std::span<const std::byte> message);
+
+  // --- What was done on the control thread for the link of this place and id. A link end that is of no use any more stays
+  //     with the caller.
+
+  void offered(Peer& peer, size_t place, LinkId id, Result<Bytes> offer);
+  void accepted(Peer& peer, size_t place, LinkId id, uint32_t epoch, Result<Connector::Accepted>& accepted);
+  void completed(Peer& peer, size_t place, LinkId id, Result<std::unique_ptr<LinkEnd>>& end);
 
   // --- The worker's turn.
 
   bool step();
   // When step() has something to do although nothing happened.
   std::optional<Clock::time_point> next_step() const;
+  // There is use for the links of the peer that were not made yet.
+  void make_links(Peer& peer);
   // The peer ends: its links are no longer the keeper's.
   void forget(Peer& peer);
 
@@ -111,19 +130,21 @@ class LinkKeeper {
   bool handle(const Received& received);
   void hear_lost(Peer& peer, Link& link, LinkMessage message);
   bool hear_tallies(Link& link, const LinkMessage& message);
-  void hear_offer(Peer& peer, Link& link, const LinkMessage& message);
-  void hear_answer(Link& link, const LinkMessage& message);
+  void hear_offer(Peer& peer, Link& link, LinkMessage message);
+  void hear_answer(Peer& peer, Link& link, LinkMessage message);
 
   bool advance(Peer& peer, Link& link);
   bool close_and_ask(Peer& peer, Link& link);
   bool answer(Peer& peer, const Link& link, const LinkMessage& question);
-  void settle(Link& link);
+  void settle(Peer& peer, Link& link);
   void offer(Peer& peer, Link& link);
   void withdraw(Link& link);
   void pause(Link& link);
   void renew(Link& link, LinkId id, uint32_t epoch);
   void prove(Peer& peer, Link& link);
   void enter(Link& link, Link::State state, Clock::duration wait);
+  // Null: the link of this place is not being made under this id any more.
+  static Link* still_making(Peer& peer, size_t place, LinkId id);
 
   TransferScheduler& scheduler_;
   const CounterSets& counters_;
@@ -133,8 +154,8 @@ class LinkKeeper {
   std::vector<Broken> broken_;
   std::vector<Received> received_;
   std::vector<Repair> repairs_;  // links that are not up, as far as there is something to do about them
+  std::vector<Peer*> wanting_;   // peers that have to be told that we want the other links
   Clock::time_point now_{};      // of this step()
-  bool counting_ = true;         // tallies are complete
 };
 
 }  // namespace kvc

@@ -3,7 +3,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <deque>
 #include <optional>
 #include <string>
 #include <vector>
@@ -12,11 +11,10 @@
 #include "engine/error.h"
 #include "engine/link.h"
 #include "engine/message_window.h"
+#include "engine/stream.h"
 #include "engine/transfer_engine.h"
 
 namespace kvc {
-
-class Transfer;
 
 // How far two engines are with parting in good order (departures.h).
 struct Parting {
@@ -31,9 +29,9 @@ struct Parting {
 struct Peer {
   enum class State : uint8_t {
     kOffered,    // offer() was made; no way to write yet
-    kConnected,  // links are up or coming up
+    kConnected,  // a link is up or coming up
     kLeaving,    // what is open goes on, nothing new is opened (departures.h)
-    kDown,       // a link broke: nothing more is posted
+    kDown,       // its last link broke: nothing more is posted
     kFencing,    // fence() has begun
   };
 
@@ -52,17 +50,18 @@ struct Peer {
   std::atomic<uint32_t> messages{0};
 
   // The worker's:
-  // kOffered: all that were offered, over all lanes; later those in use, in the same order on both sides.
-  std::vector<Link> links;
-  DomainLimits limits;              // of the lane
-  std::deque<Transfer*> runnable;   // transfers with something to post, next one first
-  MessageWindow messages_seen;      // those of the peer's that were taken
-  std::optional<Error> down;        // why nothing can be posted any more
-  uint32_t next_link = 0;           // where the search for the next batch's link begins
-  uint32_t next_message = 0;        // the number of the next message of the user's
-  uint32_t unsettled_messages = 0;  // of the user's, in flight on a link when it broke
-  bool offerer = false;             // offer() was made here: this side brings broken links back
-  bool scheduled = false;           // runnable is not empty and the scheduler knows
+  std::vector<Link> links;                        // in the same order on both sides; none before it is connected
+  DomainLimits limits;                            // of the lane
+  IntrusiveList<Stream, &Stream::hook> runnable;  // streams with something to post, next one first
+  uint32_t scatter_parts = 0;                     // streams of scatters to it that have not ended
+  MessageWindow messages_seen;                    // those of the peer's that were taken
+  std::optional<Error> down;                      // why nothing can be posted any more
+  uint32_t next_link = 0;                         // where the search for the next batch's link begins
+  uint32_t next_message = 0;                      // the number of the next message of the user's
+  uint32_t unsettled_messages = 0;                // of the user's, in flight on a link when it broke
+  bool offerer = false;                           // offer() was made here: this side makes its other links
+  bool resting = false;                           // links are left that nobody has had a use for
+  bool scheduled = false;                         // runnable is not empty and the poster knows
   Parting parting;
 };
 

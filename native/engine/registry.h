@@ -3,15 +3,17 @@
 //
 // Who finds an object holds a reference, or else, by peek(), the mutex. What was submitted to the worker under that mutex
 // may name an object that has been erased meanwhile: who erases keeps it until the worker has carried that out
-// (TransferScheduler::retire).
+// (Endings::retire).
 #pragma once
 
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <shared_mutex>
+#include <shared_mutex>  // std::shared_lock
 #include <unordered_map>
 #include <vector>
+
+#include "engine/writer_first_mutex.h"
 
 namespace kvc {
 
@@ -19,7 +21,7 @@ namespace kvc {
 template <typename T>
 class Registry {
  public:
-  explicit Registry(std::shared_mutex& mutex) : mutex_(mutex) {}
+  explicit Registry(WriterFirstMutex& mutex) : mutex_(mutex) {}
 
   void insert(uint64_t id, std::shared_ptr<T> object) {
     const std::unique_lock lock(mutex_);
@@ -71,7 +73,7 @@ class Registry {
   }
 
  private:
-  std::shared_mutex& mutex_;
+  WriterFirstMutex& mutex_;
   std::unordered_map<uint64_t, std::shared_ptr<T>> objects_;
 };
 

@@ -18,6 +18,19 @@ Overloaded(Ts...) -> Overloaded<Ts...>;
 
 }  // namespace
 
+void Request::again(uint64_t source_offset, uint64_t target_offset, uint64_t bytes) {
+  page_bytes_ = bytes;
+  part_bytes_ = 0;
+  at_end_.reset();
+  position_ = 0;
+  end_ = 1;
+  if (bytes == 0) {
+    body_.emplace<ImmediateOnly>();
+  } else {
+    body_.emplace<SingleWrite>(SingleWrite{source_offset, target_offset});
+  }
+}
+
 std::optional<uint32_t> Request::domain() const {
   const auto* single = std::get_if<SingleWrite>(&body_);
   return single == nullptr ? std::nullopt : single->domain;
@@ -46,20 +59,20 @@ Request::Batch Request::batch(size_t position, std::span<PageWrite> room, uint64
           [&](const SingleWrite& write) {
             const uint64_t offset = position * part_bytes_;
             const uint64_t bytes = part_bytes_ == 0 ? page_bytes_ : std::min(part_bytes_, page_bytes_ - offset);
-            room[0] = {source_->base + write.source_offset + offset, write.target_offset + offset};
-            return Batch{1, 1, bytes, source_.get(), target_.get()};
+            room[0] = {source_->base + write.source_offset + offset, target_->offset + write.target_offset + offset};
+            return Batch{1, 1, bytes, source_->memory.get(), target_.get()};
           },
           [&](const TableWrite& write) {
             const Pages& source = write.table->source;
             const Pages& target = write.table->target;
             const std::byte* source_base = source_->base + source.offset + write.source_offset;
-            const uint64_t target_base = target.offset + write.target_offset;
+            const uint64_t target_base = target_->offset + target.offset + write.target_offset;
             const size_t pages = fitting(page_bytes_);
             for (size_t i = 0; i < pages; ++i) {
               room[i].source = source_base + static_cast<uint64_t>(source.indices[position + i]) * source.stride;
               room[i].target_offset = target_base + static_cast<uint64_t>(target.indices[position + i]) * target.stride;
             }
-            return Batch{pages, pages, page_bytes_, source_.get(), target_.get()};
+            return Batch{pages, pages, page_bytes_, source_->memory.get(), target_.get()};
           },
           [&](const ImmediateOnly&) {
             const size_t pages = fitting(0);

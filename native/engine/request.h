@@ -1,8 +1,10 @@
-// Request: one entry of the closed set of things that a transfer posts, yielding its pages a batch at a time.
+// Request: one entry of the closed set of things that a stream posts, yielding its pages a batch at a time.
 //
 // A request keeps its place, so that the worker can post a part of it, serve others, and come back; and it can give
 // any batch that was posted once more, should a link break under it. Everything was checked against both regions
 // before a Request exists; nothing here can fail.
+//
+// Made by any thread; from its submission on the worker's alone, which counts the references to it without atomics.
 #pragma once
 
 #include <cstdint>
@@ -14,12 +16,40 @@
 #include <vector>
 
 #include "engine/domain.h"
+#include "engine/intrusive_list.h"
 #include "engine/memory_region.h"
 #include "engine/transfer_engine.h"
 
 namespace kvc {
 
 class Request;
+
+// Counts a request's references; the last one frees it.
+class RequestRef {
+ public:
+  RequestRef() = default;
+  // Takes over a reference: the first of one that was just made, or one that release() gave.
+  explicit RequestRef(Request* counted) noexcept : request_(counted) {}
+  // One more.
+  static RequestRef share(Request& request) noexcept;
+  RequestRef(const RequestRef& other) noexcept;
+  RequestRef(RequestRef&& other) noexcept : request_(std::exchange(other.request_, nullptr)) {}
+  RequestRef& operator=(RequestRef other) noexcept {
+    std::swap(request_, other.request_);
+    return *this;
+  }
+  ~RequestRef();
+
+  Request* get() const noexcept { return request_; }
+  Request* operator->() const noexcept { return request_; }
+  Request& operator*() const noexcept { return *request_; }
+  explicit operator bool() const noexcept { return request_ != nullptr; }
+  // The reference itself, for a list that keeps it.
+  Request* release() noexcept { return std::exchange(request_, nullptr); }
+
+ private:
+  Request* request_ = nullptr;
+};
 
 // One contiguous write: one page of any size, however many parts it is posted in. `domain`: the one of our domains
 // in the peer's lane that carries it, while it works; none: split over the links, if it is large enough.
@@ -46,7 +76,7 @@ struct ImmediateOnly {
   uint32_t count = 1;
 };
 
-// A message: MessageHeader's room, then the user's bytes. No regions.
+// A message: kUserHeaderBytes of room, then the user's bytes. No regions.
 struct MessageWrite {
   Bytes bytes;
 };
@@ -54,7 +84,7 @@ struct MessageWrite {
 // Batches of other requests once more, after a link broke: each as it was, but uncounted.
 struct Rewrite {
   struct Batch {
-    std::shared_ptr<Request> request;
+    RequestRef request;
     size_t position = 0;
     uint32_t pages = 0;
   };
@@ -75,11 +105,21 @@ class Request {
         immediate_(immediate),
         end_(steps_of(body)),
         body_(std::in_place_type<Kind>, std::move(body)) {}
+  Request(const Request&) = delete;
+  Request& operator=(const Request&) = delete;
+
+  template <typename... Args>
+  static RequestRef make(Args&&... args) {
+    return RequestRef(new Request(std::forward<Args>(args)...));
+  }
+
+  // A SingleWrite that has ended, once more: other offsets and another length (0: its immediate alone).
+  void again(uint64_t source_offset, uint64_t target_offset, uint64_t bytes);
 
   std::optional<uint32_t> immediate() const { return immediate_; }
   // The local domain that has to carry it, if it can.
   std::optional<uint32_t> domain() const;
-  // Bytes of a SingleWrite that may be split and was not; 0 for anything else.
+  // Bytes of a SingleWrite that is not in parts yet; 0 for anything else.
   uint64_t splittable() const;
   // Before anything of it was posted: posts the single write in parts of `part_bytes`, the last one shorter, each a
   // batch of its own.
@@ -98,14 +138,13 @@ class Request {
   bool done() const { return position_ == end_; }
   size_t position() const { return position_; }
   void advance(size_t steps) { position_ += steps; }
-  void retreat(size_t steps) { position_ -= steps; }  // what advance() took was not posted
 
   // What one post takes: `steps` of the request's positions.
   struct Batch {
     size_t steps = 0;
     size_t pages = 0;  // written into `room`
     uint64_t page_bytes = 0;
-    LocalRegion* source = nullptr;         // null: nothing is read
+    LocalMemory* source = nullptr;         // null: nothing is read
     const RemoteRegion* target = nullptr;  // null: nothing is written
     const Bytes* message = nullptr;        // a message, and no pages
     uint64_t bytes() const { return message == nullptr ? pages * page_bytes : message->size(); }
@@ -118,26 +157,65 @@ class Request {
   bool needs_number() const { return !numbered_ && std::holds_alternative<MessageWrite>(body_); }
   void number(uint32_t sequence);
 
-  // The scheduler's: batches of it that are in flight.
+  // The worker's: batches of it that are in flight, its place among its stream's requests, and for a slice of an armed list
+  // its value plus one.
   uint32_t in_flight = 0;
+  uint64_t released_by = 0;
+  ListHook<Request> hook{};
 
  private:
+  friend class RequestRef;
+
   static size_t steps_of(const SingleWrite&) { return 1; }
   static size_t steps_of(const TableWrite& write) { return write.table->source.indices.size(); }
   static size_t steps_of(const ImmediateOnly& only) { return only.count; }
   static size_t steps_of(const MessageWrite&) { return 1; }
   static size_t steps_of(const Rewrite& rewrite) { return rewrite.batches.size(); }
 
-  std::shared_ptr<LocalRegion> source_;
-  std::shared_ptr<const RemoteRegion> target_;
+  const std::shared_ptr<LocalRegion> source_;
+  const std::shared_ptr<const RemoteRegion> target_;
   uint64_t page_bytes_;
-  std::optional<uint32_t> immediate_;
+  const std::optional<uint32_t> immediate_;
   uint64_t part_bytes_ = 0;         // of a split write
   std::optional<uint32_t> at_end_;  // see count_at_end()
   bool numbered_ = false;
+  uint32_t references_ = 1;
   size_t position_ = 0;
   size_t end_;
   Body body_;
+};
+
+inline RequestRef RequestRef::share(Request& request) noexcept {
+  ++request.references_;
+  return RequestRef(&request);
+}
+inline RequestRef::RequestRef(const RequestRef& other) noexcept : request_(other.request_) {
+  if (request_ != nullptr) ++request_->references_;
+}
+inline RequestRef::~RequestRef() {
+  if (request_ != nullptr && --request_->references_ == 0) delete request_;
+}
+
+// Requests that wait to be posted, in order. Holds a reference to each.
+class RequestQueue {
+ public:
+  RequestQueue() = default;
+  RequestQueue(const RequestQueue&) = delete;
+  RequestQueue& operator=(const RequestQueue&) = delete;
+  ~RequestQueue() { clear(); }
+
+  bool empty() const noexcept { return list_.empty(); }
+  Request& front() const noexcept { return *list_.front(); }
+  void push_back(RequestRef request) noexcept { list_.push_back(*request.release()); }
+  void push_front(RequestRef request) noexcept { list_.push_front(*request.release()); }
+  // The first one, with the list's reference.
+  RequestRef pop_front() noexcept { return RequestRef(list_.pop_front()); }
+  void clear() noexcept {
+    while (!empty()) pop_front();
+  }
+
+ private:
+  IntrusiveList<Request, &Request::hook> list_;
 };
 
 }  // namespace kvc

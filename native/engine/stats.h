@@ -12,13 +12,16 @@ struct Stats {
   std::atomic<uint64_t> batches_posted{0};
   std::atomic<uint64_t> immediates_received{0};
   std::atomic<uint64_t> immediates_stale{0};
+  std::atomic<uint64_t> immediates_foreign{0};
+  std::atomic<uint64_t> links{0};  // up now
   std::atomic<uint64_t> links_lost{0};
   std::atomic<uint64_t> links_restored{0};
   std::atomic<uint64_t> pages_rewritten{0};
   std::atomic<uint64_t> sleeps{0};
   std::atomic<uint64_t> callback_errors{0};
 
-  // For counters with one writing thread: no locked instruction on the worker's path.
+  // For counters with one writing thread: no locked instruction on the worker's path. A gauge goes down by adding less than
+  // nothing.
   static void add(std::atomic<uint64_t>& counter, uint64_t n) noexcept {
     counter.store(counter.load(std::memory_order_relaxed) + n, std::memory_order_relaxed);
   }

@@ -1,13 +1,15 @@
 // TransferEngine: counted one-sided writes between registered memory of two processes, and small messages.
 //
-// The engine owns one DomainGroup: the domains that serve one device, driven by one worker thread. Every public
-// method may be called from any thread. Unless its comment says that it blocks, a method only hands a command to
-// the worker and returns in well under a microsecond. Errors come back as values; nothing here throws or aborts.
+// The engine owns one DomainGroup: the domains that serve one device, driven by one worker thread that posts and polls, and a
+// control thread for what may block: memory registration, making and ending links. Every public method may be called from
+// any thread. Unless its comment says that it blocks, a method only hands a command to the worker and returns in well under
+// a microsecond. Errors come back as values; nothing here throws or aborts.
 //
 // Two objects carry all completion:
 //   Transfer    a growing set of writes to one peer, with exactly one final event. A message (send), a scatter and a
 //               barrier are transfers too, which end by themselves;
-//   CounterSet  the receiving side: counters that a peer's immediates raise, with exactly one "reached" event.
+//   CounterSet  the receiving side: counters that peers' immediates raise, with one "reached" event each time that targets
+//               are set.
 #pragma once
 
 #include <chrono>
@@ -19,8 +21,10 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
+#include "engine/completion_word.h"
 #include "engine/domain.h"
 #include "engine/error.h"
 #include "engine/layer_signal.h"
@@ -30,6 +34,7 @@ namespace kvc {
 namespace cuda {
 class StreamSignal;
 }
+class CounterSets;
 
 using PeerId = uint32_t;          // never reused
 using RegionId = uint32_t;        // local memory region
@@ -37,6 +42,7 @@ using RemoteRegionId = uint32_t;  // a peer's memory region, imported here
 using TransferId = uint64_t;      // never reused
 using CounterSetId = uint64_t;    // never reused
 using PeerGroupId = uint32_t;     // never reused
+using ScatterId = uint64_t;       // never reused
 using Timeout = std::chrono::microseconds;
 
 struct EngineConfig {
@@ -49,7 +55,10 @@ struct EngineConfig {
   // behind the default: long enough for the next write of a burst, short enough that an idle engine stays under
   // 1 % of a core.
   uint32_t spin_us = 20;
-  int worker_cpu = -1;               // pin the worker to this core; -1: not pinned
+  // Threads. One does everything; of several the first schedules, and the domains are dealt out among the others: for
+  // several NICs whose small pages are more than one thread can post (docs/performance.md).
+  uint32_t workers = 1;
+  int worker_cpu = -1;               // pin the workers to this core and those after it; -1: not pinned
   DomainFactory open = open_domain;  // opens each domain: a test or a measurement wraps it in a domain of its own
 };
 
@@ -80,11 +89,23 @@ struct ArmedLayer {
   uint32_t immediate = 0;
 };
 
+// One slice of a list that a sender releases as it goes: written when the signal reaches `signal_value`, counted as one
+// page.
+struct ArmedSlice {
+  uint64_t signal_value = 0;
+  RegionId source = 0;
+  uint64_t source_offset = 0;
+  RemoteRegionId target = 0;
+  uint64_t target_offset = 0;
+  uint64_t bytes = 0;
+  std::optional<uint32_t> immediate;
+};
+
 enum class EventKind : uint8_t {
   kTransferDone,       // every write is in the peer's memory; source pages may be reused
   kTransferFailed,     // at least one write failed; nothing is in flight on this side any more
   kTransferCancelled,  // cancelled and drained: nothing is in flight any more
-  kCountersReached,    // every counter of the set reached its target; the pages are visible
+  kCountersReached,    // every counter of the set reached its target; the pages are visible. Once for each expect()
   kPeerDown,           // the peer's links broke; its transfers end with their own events
   kPeerLeft,           // the peer called disconnect(): all is drained both ways, and its id is forgotten
 };
@@ -128,6 +149,24 @@ struct ScatterSlice {
   std::optional<uint32_t> immediate;
 };
 
+// What may go to a member of a peer group in one slice of a prepared scatter: up to `bytes`, from and to places within the
+// `bytes` that begin at the two offsets.
+struct PreparedSlice {
+  uint32_t member = 0;  // its place in the group
+  RegionId source = 0;
+  uint64_t source_offset = 0;
+  RemoteRegionId target = 0;
+  uint64_t target_offset = 0;
+  uint64_t bytes = 0;  // 0: never more than the immediate
+  std::optional<uint32_t> immediate;
+};
+// What goes in that slice this time: offsets count from the prepared ones. 0 bytes: the immediate alone, if there is one.
+struct ScatterUpdate {
+  uint64_t source_offset = 0;
+  uint64_t target_offset = 0;
+  uint64_t bytes = 0;
+};
+
 struct TransferProgress {
   uint64_t pages_posted = 0;
   uint64_t bytes_posted = 0;
@@ -140,12 +179,30 @@ struct CounterSet {
   std::vector<uint32_t> immediates;  // for the sender, one per counter, multiplicity 1
 };
 
+// The counters of one set, read without a lock: for who polls. It may outlive the engine.
+class CounterReader {
+ public:
+  // Any thread. What has landed before the count that this sees is visible. A released set's counters are 0.
+  uint64_t value(size_t counter) const noexcept;
+  bool reached(size_t counter, uint64_t target) const noexcept { return value(counter) >= target; }
+  size_t size() const noexcept { return immediates_.size(); }
+
+ private:
+  friend class TransferEngine;
+  CounterReader(std::shared_ptr<const CounterSets> counters, std::vector<uint32_t> immediates)
+      : counters_(std::move(counters)), immediates_(std::move(immediates)) {}
+  std::shared_ptr<const CounterSets> counters_;
+  std::vector<uint32_t> immediates_;
+};
+
 struct EngineStats {
   uint64_t pages_written = 0;  // completed
   uint64_t bytes_written = 0;
   uint64_t batches_posted = 0;
   uint64_t immediates_received = 0;  // pages counted, stale ones included
   uint64_t immediates_stale = 0;     // of an older generation, or of no counter at all
+  uint64_t immediates_foreign = 0;   // of a counter that is another peer's: its link was ended
+  uint64_t links = 0;                // up now, of all peers
   uint64_t links_lost = 0;           // taken out while their peer has others; up again: links_restored
   uint64_t links_restored = 0;
   uint64_t pages_rewritten = 0;  // after their link broke, over another one
@@ -175,19 +232,30 @@ class TransferEngine {
   // peer that cannot be fenced (its process is stopped in the middle of a copy) 5 s at most.
   ~TransferEngine();
 
-  // --- Memory. Regions must stay mapped until deregister_memory() returned.
+  // --- Memory. Regions must stay mapped until deregister_memory() returned. An engine may have memory of several kinds
+  //     (host, GPU): each lane takes what it reaches, and a write over one that does not take its source or its target fails
+  //     with that lane's reason.
 
-  // Registers [base, base+bytes). `memfd` and `memfd_offset`: the memfd behind it, -1 if none. Blocks briefly.
+  // Registers [base, base+bytes). `memfd` and `memfd_offset`: the memfd behind it, -1 if none. Blocks, for as long as the
+  // memory takes to register (seconds for tens of GiB); the data path goes on meanwhile.
   Result<RegionId> register_memory(std::byte* base, uint64_t bytes, int memfd = -1, uint64_t memfd_offset = 0);
-  // Revokes the region's keys and waits until no write can land in it any more. Blocks up to `timeout`.
-  // kTimeout: the region stays registered (fence the peer that is stuck, then try again).
+  // Registers each range, all or none. Those that lie in one GPU allocation, or touch each other in host memory, are
+  // registered in one piece, from the first byte to the last, and share its keys.
+  Result<std::vector<RegionId>> register_memory(std::span<const MemoryRange> ranges);
+  // Revokes the region's keys and waits until no write can land in it any more, and no peer maps it. Blocks up to `timeout`.
+  // kTimeout: the region stays registered (fence the peer that is stuck, then try again). Regions that share keys go
+  // together: kInvalidArgument where one is missing.
   Status deregister_memory(RegionId region, Timeout timeout);
-  // What a peer needs to write into the region: opaque bytes for its import_region().
+  Status deregister_memory(std::span<const RegionId> regions, Timeout timeout);
+  // What a peer needs to write into the regions: opaque bytes for its import_regions(), which answers in the same order.
   Result<Bytes> region_descriptor(RegionId region);
+  Result<Bytes> region_descriptor(std::span<const RegionId> regions);
   Result<RemoteRegionId> import_region(PeerId peer, std::span<const std::byte> descriptor);
+  Result<std::vector<RemoteRegionId>> import_regions(PeerId peer, std::span<const std::byte> descriptor);
 
   // --- Peers. See domain.h for the three steps. `name` is for logs only (empty in accept(): the name that the
-  // offerer gives itself). Each blocks for one turn of the worker.
+  // offerer gives itself). Each blocks for what it takes to make a link (milliseconds on a NIC). One link is made here; the
+  // others, where a side has several domains in the lane, once there is something to write.
 
   Result<Handshake> offer(std::string name);
   Result<Handshake> accept(std::string name, std::span<const std::byte> offer);
@@ -220,6 +288,14 @@ class TransferEngine {
   // `pages.immediate` is ignored. `signal` is one of this engine's (create_signal()): it wakes this worker.
   Status arm(TransferId transfer, std::shared_ptr<LayerSignal> signal, PagedWrite pages,
              std::vector<ArmedLayer> layers);
+  // Adds slices of any regions of the two sides, each posted when `signal` reaches its value: for a sender that packs
+  // into its source memory as it goes. Checked here like single writes; one that is wrong adds nothing. kResources: too
+  // many of this transfer's slices wait or are in flight (kMaxArmedSlices): wait_drained() first.
+  Status arm_slices(TransferId transfer, std::shared_ptr<LayerSignal> signal, std::vector<ArmedSlice> slices);
+  static constexpr uint32_t kMaxArmedSlices = 1 << 16;
+  // Blocks until all slices with values up to `signal_value` are in the peer's memory, so that their source bytes may be
+  // packed anew, or `timeout` (kTimeout). Where the transfer fails meanwhile: its error.
+  Status wait_drained(TransferId transfer, uint64_t signal_value, Timeout timeout);
   // No more writes follow: the transfer ends when all have completed. Exactly one final event, after which its id
   // is forgotten.
   Status seal(TransferId transfer);
@@ -247,6 +323,16 @@ class TransferEngine {
   // Raises immediates[i], a counter of member i's, by one, and writes nothing.
   Result<TransferId> barrier(PeerGroupId group, const std::vector<uint32_t>& immediates, EventCallback callback = {});
 
+  // A scatter that is checked once and submitted often: several slices a member, in the order of the members. `callback`
+  // gets each submission's event. A barrier is one whose slices have no bytes.
+  Result<ScatterId> prepare_scatter(PeerGroupId group, const std::vector<PreparedSlice>& slices,
+                                    EventCallback callback = {});
+  // Slice i goes as updates[i] says. One final event: done, or failed with `failures`. Allocates nothing once as many
+  // submissions have been in flight at a time as are now. kResources: kMaxScatterRuns are; wait for one.
+  Result<TransferId> submit_scatter(ScatterId scatter, std::span<const ScatterUpdate> updates);
+  // Submissions in flight end as they would.
+  Status release_scatter(ScatterId scatter);
+
   // --- Messages: small, reliable, in no order. What the peer's user does not take stays here: it is never lost, and it
   // never takes memory there beyond a bound.
 
@@ -265,10 +351,16 @@ class TransferEngine {
 
   // --- Counting.
 
-  // n counters, all zero. They exist from now on: an immediate that arrives before expect() is not lost.
-  Result<CounterSet> alloc_counters(uint32_t n);
-  // One event when counters[i] >= targets[i] for all i (at once if they are). Once per set.
-  Status expect(CounterSetId set, const std::vector<uint64_t>& targets, EventCallback callback = {});
+  // n counters, all zero. They exist from now on: an immediate that arrives before expect() is not lost. `raisers`: the
+  // peers that the immediates are given to. One of these counters raised by anybody else costs him his link, and is not
+  // raised. Empty: any connected peer may raise them, which is for peers that trust each other.
+  Result<CounterSet> alloc_counters(uint32_t n, const std::vector<PeerId>& raisers = {});
+  // One event when counters[i] >= targets[i] for all i (at once if they are). Counts only grow: once that event has come,
+  // new targets may be set, above the last ones. `word`: becomes `value` before the event is told,
+  // for a kernel that polls; where it could not be stored, the event carries the error.
+  Status expect(CounterSetId set, const std::vector<uint64_t>& targets, EventCallback callback = {},
+                std::shared_ptr<CompletionWord> word = nullptr, uint64_t value = 0);
+  Result<CounterReader> counter_reader(CounterSetId set);
   Result<std::vector<uint64_t>> counter_values(CounterSetId set);
   // Frees the set: its slots get a new generation, later immediates count as stale. No event follows (a callback that
   // is already running ends).

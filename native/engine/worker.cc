@@ -1,11 +1,5 @@
 #include "engine/worker.h"
 
-#include <pthread.h>
-#include <sched.h>
-#include <sys/epoll.h>
-
-#include <array>
-#include <cerrno>
 #include <chrono>
 #include <string>
 
@@ -15,11 +9,11 @@ namespace {
 
 // While a step waits (a fence, a revoked key) the worker sleeps this long at most: steps end without a descriptor
 // saying so.
-constexpr int kRetryMilliseconds = 1;
+constexpr std::chrono::milliseconds kRetry{1};
 
-std::shared_ptr<Request> request_of(const AddWrite& add) {
-  return std::make_shared<Request>(add.source->shared_from_this(), add.target->shared_from_this(), add.bytes,
-                                   add.immediate, add.write);
+RequestRef request_of(const AddWrite& add) {
+  return Request::make(add.source->shared_from_this(), add.target->shared_from_this(), add.bytes, add.immediate,
+                       add.write);
 }
 
 template <typename... Ts>
@@ -29,19 +23,22 @@ struct Overloaded : Ts... {
 
 }  // namespace
 
-Worker::Worker(const EngineConfig& config, DomainGroup& group, std::shared_ptr<Waker> waker, Stats& stats)
-    : config_(config), group_(group), waker_(std::move(waker)), stats_(stats) {}
+Worker::Worker(const EngineConfig& config, Lanes& lanes, DomainGroup& group, std::shared_ptr<Waker> waker, Stats& stats)
+    : config_(config), lanes_(lanes), group_(group), stats_(stats), loop_(std::move(waker)) {}
 
 Worker::~Worker() { stop(); }
 
-Status Worker::start() {
-  Completion opened;
+Status Worker::start(ControlQueue& control, std::span<const std::unique_ptr<DomainThread>> others) {
+  Latch opened;
   Status status;
   thread_ = std::thread([&, this] {
-    status = prepare();
+    status = open(control, others);
     const bool ok = status.ok();
     opened.set_done();  // `status` and `opened` are the starting thread's: not touched after this
-    if (ok) run();
+    if (ok) {
+      loop_.run(*this, std::chrono::microseconds(config_.spin_us));
+      run_commands();
+    }
     group_.close();
   });
   opened.wait();
@@ -51,8 +48,7 @@ Status Worker::start() {
 
 void Worker::stop() {
   if (!thread_.joinable()) return;
-  stopping_.store(true, std::memory_order_seq_cst);
-  waker_->wake();
+  loop_.stop();
   thread_.join();
 }
 
@@ -66,92 +62,48 @@ Error Worker::blocking_in_callback(const char* operation) {
 
 Status Worker::call_until(const char* operation, std::function<bool()> step, Timeout timeout, std::string message) {
   if (on_thread()) return blocking_in_callback(operation);
-  auto completion = std::make_shared<Completion>();
-  submit<Call>([this, completion, step = std::move(step)] { steps_.push_back({step, completion}); });
-  if (completion->wait_for(timeout)) return {};
+  auto latch = std::make_shared<Latch>();
+  submit<Call>([this, latch, step = std::move(step)] { steps_.push_back({step, latch}); });
+  if (latch->wait_for(timeout)) return {};
   return Error{ErrorCode::kTimeout, {}, {}, operation, std::move(message)};
 }
 
-Status Worker::prepare() {
-  // 15 characters is what the kernel keeps.
-  pthread_setname_np(pthread_self(), ("kvc-" + config_.name).substr(0, 15).c_str());
-  if (config_.worker_cpu >= 0) {
-    cpu_set_t cpus;
-    CPU_ZERO(&cpus);
-    if (config_.worker_cpu < CPU_SETSIZE) CPU_SET(config_.worker_cpu, &cpus);
-    if (const int error = pthread_setaffinity_np(pthread_self(), sizeof(cpus), &cpus); error != 0) {
-      Error refused = system_error({}, "pin worker", error);
-      refused.code = ErrorCode::kInvalidArgument;
-      refused.message += ": core " + std::to_string(config_.worker_cpu) + " is not one this process may run on";
-      return refused;
-    }
-  }
+Status Worker::open(ControlQueue& control, std::span<const std::unique_ptr<DomainThread>> others) {
+  if (Status opened = loop_.open("kvc-" + config_.name, config_.worker_cpu); !opened) return opened;
   // After pinning, so that what a domain allocates lies near the core that uses it.
-  if (Status status = group_.open(); !status) return status;
-  epoll_fd_ = UniqueFd(epoll_create1(EPOLL_CLOEXEC));
-  if (!epoll_fd_) return system_error({}, "epoll_create1", errno);
-  std::vector<int> fds = group_.fds();
-  fds.push_back(waker_->fd());
-  for (const int fd : fds) {
-    epoll_event event{.events = EPOLLIN, .data = {.fd = fd}};
-    if (epoll_ctl(epoll_fd_.get(), EPOLL_CTL_ADD, fd, &event) != 0) return system_error({}, "epoll_ctl", errno);
+  if (Status opened = lanes_.open(config_, control, others); !opened) return opened;
+  group_.open();
+  for (const int fd : group_.fds()) {
+    if (Status watched = loop_.watch(fd); !watched) return watched;
   }
   return {};
 }
 
-void Worker::run() {
-  using Clock = std::chrono::steady_clock;
-  const auto spin = std::chrono::microseconds(config_.spin_us);
-  Clock::time_point idle_since{};
-  bool idle = false;
-  // Acquires what its owner has done before it stopped us: closing takes apart what others have read.
-  while (!stopping_.load(std::memory_order_acquire)) {
-    bool busy = run_commands();
-    busy |= group_.turn();
-    busy |= run_steps();
-    if (busy) {
-      idle = false;
-      continue;
-    }
-    const Clock::time_point now = Clock::now();
-    if (!idle) {
-      idle = true;
-      idle_since = now;
-    }
-    if (now - idle_since < spin) {
-      // Yields instead of pausing: where the peer's worker shares this core, spinning would keep it from doing what we
-      // wait for. Measured on two busy cores, one way, pausing and yielding: tcp 30 and 10 us, host 28 and 5 us.
-      // Where nobody else wants the core it returns in 0.3 us.
-      sched_yield();
-      continue;
-    }
-    sleep();
-    idle = false;  // what woke it up tends to come in bursts
-  }
+bool Worker::turn() {
+  bool busy = run_commands();
+  busy |= group_.turn();
+  busy |= run_steps();
+  return busy;
 }
 
-void Worker::sleep() {
-  waker_->announce_sleep();
-  const bool work = !queue_.empty() || stopping_.load(std::memory_order_seq_cst) || !group_.prepare_sleep();
-  if (!work) {
-    Stats::add(stats_.sleeps, 1);
-    std::array<epoll_event, 1> events;
-    const std::optional<std::chrono::milliseconds> longest = group_.longest_sleep();
-    const int limit = !steps_.empty() ? kRetryMilliseconds : longest ? static_cast<int>(longest->count()) : -1;
-    // One descriptor is enough to know: every domain is polled in the next turn. EINTR is a wake-up like another.
-    epoll_wait(epoll_fd_.get(), events.data(), events.size(), limit);
-  }
-  waker_->awake();
+bool Worker::prepare_sleep() {
+  const bool sleeps = queue_.empty() && group_.prepare_sleep();
+  if (sleeps) Stats::add(stats_.sleeps, 1);
+  return sleeps;
+}
+
+std::optional<std::chrono::milliseconds> Worker::longest_sleep() const {
+  return steps_.empty() ? group_.longest_sleep() : std::optional(kRetry);
 }
 
 bool Worker::run_commands() {
   // What was retired before may be meant by commands that are in the queue now, and by none that come later.
-  const size_t retired = group_.scheduler().retired();
+  const size_t retired = group_.scheduler().endings().retired();
   const bool any = queue_.drain([this](std::unique_ptr<Command> command) {
     apply(*command);
     pool_.give(std::move(command));
   });
-  group_.scheduler().release(retired);
+  group_.scheduler().endings().release(retired);
   return any;
 }
 
@@ -170,7 +122,8 @@ void Worker::apply(Command& command) {
                  },
                  [&](const Arm& arm) { scheduler.arm(std::move(*arm.plan)); },
                  [&](Seal& seal) { scheduler.seal(*seal.transfer); },
-                 [&](Fire& fire) { scheduler.fired(std::move(fire.set)); },
+                 [&](const StartScatter& start) { scheduler.start(*start.run); },
+                 [&](Fire& fire) { scheduler.endings().fired(std::move(*fire.set)); },
                  [&](Call& call) { call.run(); },
              },
              command.body);
@@ -178,10 +131,10 @@ void Worker::apply(Command& command) {
 
 bool Worker::run_steps() {
   return std::erase_if(steps_, [](Step& step) {
-           if (step.completion->abandoned()) return true;
-           if (!step.run()) return false;
-           step.completion->set_done();
-           return true;
+           if (!step.latch->begin()) return true;
+           const bool done = step.run();
+           step.latch->end(done);
+           return done;
          }) > 0;
 }
 

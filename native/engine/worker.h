@@ -1,14 +1,13 @@
 // Worker: the one thread that drives a DomainGroup.
 //
 // Each turn: take the submitted commands; post layers whose signal has passed and a quantum of what is ready; poll the
-// domains; end what has ended. After spin_us without anything to do it sleeps in epoll on the domains' descriptors and
-// the waker's, so an idle engine uses no CPU.
+// domains; end what has ended.
 #pragma once
 
-#include <atomic>
 #include <functional>
 #include <memory>
 #include <optional>
+#include <span>
 #include <thread>
 #include <type_traits>
 #include <utility>
@@ -16,24 +15,31 @@
 
 #include "engine/command.h"
 #include "engine/command_pool.h"
-#include "engine/completion.h"
 #include "engine/domain_group.h"
+#include "engine/domain_thread.h"
+#include "engine/latch.h"
+#include "engine/poll_loop.h"
 #include "engine/submission_queue.h"
-#include "engine/unique_fd.h"
 #include "engine/waker.h"
 
 namespace kvc {
 
-class Worker {
+class Worker final : private PollLoop::Work {
  public:
-  Worker(const EngineConfig& config, DomainGroup& group, std::shared_ptr<Waker> waker, Stats& stats);
+  Worker(const EngineConfig& config, Lanes& lanes, DomainGroup& group, std::shared_ptr<Waker> waker, Stats& stats);
   // Stops if it runs.
-  ~Worker();
+  ~Worker() override;
 
-  // Starts the thread and opens the group on it. Blocks until it is open; after a failure there is no thread.
-  Status start();
-  // Closes the group on the worker and ends the thread. Commands that come later are never run. Blocks.
+  // Starts the thread and opens the lanes on it, or on `others`, which outlive it. Blocks until they are open; after a
+  // failure there is no thread.
+  Status start(ControlQueue& control, std::span<const std::unique_ptr<DomainThread>> others);
+  // Carries out what was submitted, closes the group on the worker and ends the thread. Commands that come later are never
+  // run. Blocks.
   void stop();
+  // After stop(): lets go of commands that came later, and of what they hold.
+  void drop_commands() {
+    queue_.drain([](std::unique_ptr<Command>) {});
+  }
 
   // Any thread; never blocks. The command Kind, made of `args`.
   template <typename Kind, typename... Args>
@@ -46,7 +52,7 @@ class Worker {
   // The same in its steps, for who holds a lock meanwhile: it is pushed under the lock, and wakes after it.
   std::unique_ptr<Command> take_command() { return pool_.take(); }
   void push(std::unique_ptr<Command> command) { queue_.push(std::move(command)); }
-  void wake() { waker_->wake(); }
+  void wake() { loop_.wake(); }
 
   // Runs `f` (which returns a Result) on the worker and returns what it returns. Blocks for one turn.
   template <typename F>
@@ -54,12 +60,12 @@ class Worker {
     using R = std::invoke_result_t<F>;
     if (on_thread()) return R(blocking_in_callback(operation));
     std::optional<R> result;
-    Completion completion;
+    Latch latch;
     submit<Call>([&] {
       result.emplace(f());
-      completion.set_done();
+      latch.set_done();
     });
-    completion.wait();
+    latch.wait();
     return std::move(*result);
   }
 
@@ -74,28 +80,26 @@ class Worker {
  private:
   struct Step {
     std::function<bool()> run;
-    std::shared_ptr<Completion> completion;
+    std::shared_ptr<Latch> latch;
   };
 
-  Status prepare();
-  void run();
+  Status open(ControlQueue& control, std::span<const std::unique_ptr<DomainThread>> others);
+  bool turn() override;
+  bool prepare_sleep() override;
+  std::optional<std::chrono::milliseconds> longest_sleep() const override;
   bool run_commands();
   void apply(Command& command);
   bool run_steps();
-  void sleep();
 
   const EngineConfig& config_;
+  Lanes& lanes_;
   DomainGroup& group_;
-  const std::shared_ptr<Waker> waker_;
   Stats& stats_;
   CommandPool pool_;
   SubmissionQueue<Command> queue_;
-  std::atomic<bool> stopping_{false};
+  PollLoop loop_;
   std::thread thread_;
-
-  // The worker's:
-  UniqueFd epoll_fd_;
-  std::vector<Step> steps_;
+  std::vector<Step> steps_;  // the worker's
 };
 
 }  // namespace kvc

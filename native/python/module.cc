@@ -9,6 +9,7 @@
 #include <tuple>
 #include <vector>
 
+#include "cuda/completion_word.h"
 #include "cuda/stream_signal.h"
 #include "engine/message.h"
 #include "engine/shared_memory.h"
@@ -22,19 +23,17 @@ namespace {
 
 // Every provider of this build: usable, or why a domain of it does not open here.
 std::vector<std::tuple<std::string, bool, std::string>> probe_providers() {
-  class Deaf final : public DomainSink {
-    void on_complete(WorkId, const Error*) noexcept override {}
-    void on_immediate(LinkId, uint32_t) noexcept override {}
-    bool on_message(LinkId, std::span<const std::byte>) noexcept override { return true; }
-    void on_link_down(LinkId, const Error&, bool) noexcept override {}
+  // There is nothing to leave to it: the domains end at once.
+  class Idle final : public ControlQueue {
+    void run(std::function<void()> task) override { task(); }
   };
   return without_gil([] {
     std::vector<std::tuple<std::string, bool, std::string>> found;
-    Deaf sink;
+    Idle control;
     for (const std::string_view provider : provider_names()) {
       DomainConfig config;
       config.provider = provider;
-      const Result<std::unique_ptr<Domain>> domain = open_domain(config, sink);
+      const Result<OpenedDomain> domain = open_domain(config, control);
       found.emplace_back(provider, domain.ok(), domain.ok() ? "" : domain.error().to_string());
     }
     return found;
@@ -80,16 +79,37 @@ PYBIND11_MODULE(_native, module) {
           },
           py::arg("stream"));
 
+  py::class_<CounterReader>(module, "CounterReader", py::is_final())
+      .def("__len__", &CounterReader::size)
+      .def(
+          "value",
+          [](const CounterReader& self, size_t counter) {
+            if (counter >= self.size()) throw py::index_error();
+            return self.value(counter);
+          },
+          py::arg("counter"));
+  using Word = cuda::CompletionWord;
+  py::class_<CompletionWord, std::shared_ptr<CompletionWord>>(module, "_CompletionWord");
+  py::class_<Word, CompletionWord, std::shared_ptr<Word>>(module, "CompletionWord", py::is_final())
+      .def(py::init([](int device, bool on_gpu, bool remote_writes) {
+             const py::gil_scoped_release release;
+             const Word::Place place = on_gpu ? Word::Place::kGpu : Word::Place::kHost;
+             return std::shared_ptr<Word>(unwrap(Word::create(device, place, remote_writes)));
+           }),
+           py::arg("device"), py::arg("on_gpu") = false, py::arg("remote_writes") = true)
+      .def(
+          "store", [](Word& self, uint64_t value) { unwrap(self.store(value)); }, py::arg("value"))
+      .def_property_readonly("device_pointer", [](const Word& self) { return self.device(); });
+
   using E = PythonEngine;
   py::class_<E>(module, "TransferEngine", py::is_final())
-      .def(py::init<std::string, const std::vector<DomainTuple>&, bool, uint32_t, int>(), py::arg("name"),
-           py::arg("domains"), py::arg("allow_fallback"), py::arg("spin_us"), py::arg("worker_cpu"))
+      .def(py::init<std::string, const std::vector<DomainTuple>&, bool, uint32_t, uint32_t, int>(), py::arg("name"),
+           py::arg("domains"), py::arg("allow_fallback"), py::arg("spin_us"), py::arg("workers"), py::arg("worker_cpu"))
       .def("close", &E::close)
-      .def("register_memory", &E::register_memory, py::arg("address"), py::arg("nbytes"), py::arg("memfd"),
-           py::arg("memfd_offset"))
-      .def("deregister_memory", &E::deregister_memory, py::arg("region"), py::arg("timeout"))
-      .def("region_descriptor", &E::region_descriptor, py::arg("region"))
-      .def("import_region", &E::import_region, py::arg("peer"), py::arg("descriptor"))
+      .def("register_memory", &E::register_memory, py::arg("ranges"))
+      .def("deregister_memory", &E::deregister_memory, py::arg("regions"), py::arg("timeout"))
+      .def("region_descriptor", &E::region_descriptor, py::arg("regions"))
+      .def("import_regions", &E::import_regions, py::arg("peer"), py::arg("descriptor"))
       .def("offer", &E::offer, py::arg("name"))
       .def("accept", &E::accept, py::arg("name"), py::arg("offer"))
       .def("complete", &E::complete, py::arg("peer"), py::arg("answer"))
@@ -105,6 +125,8 @@ PYBIND11_MODULE(_native, module) {
       .def("arm", &E::arm, py::arg("transfer"), py::arg("signal"), py::arg("page_bytes"), py::arg("source"),
            py::arg("source_indices"), py::arg("source_stride"), py::arg("source_offset"), py::arg("target"),
            py::arg("target_indices"), py::arg("target_stride"), py::arg("target_offset"), py::arg("layers"))
+      .def("arm_slices", &E::arm_slices, py::arg("transfer"), py::arg("signal"), py::arg("slices"))
+      .def("wait_drained", &E::wait_drained, py::arg("transfer"), py::arg("signal_value"), py::arg("timeout"))
       .def("seal", &E::seal, py::arg("transfer"))
       .def("cancel", &E::cancel, py::arg("transfer"))
       .def("quiesce", &E::quiesce, py::arg("transfer"), py::arg("timeout"))
@@ -115,12 +137,17 @@ PYBIND11_MODULE(_native, module) {
       .def("remove_peer_group", &E::remove_peer_group, py::arg("group"))
       .def("scatter", &E::scatter, py::arg("group"), py::arg("source"), py::arg("slices"), py::arg("callback"))
       .def("barrier", &E::barrier, py::arg("group"), py::arg("immediates"), py::arg("callback"))
+      .def("prepare_scatter", &E::prepare_scatter, py::arg("group"), py::arg("slices"), py::arg("callback"))
+      .def("submit_scatter", &E::submit_scatter, py::arg("scatter"), py::arg("updates"))
+      .def("release_scatter", &E::release_scatter, py::arg("scatter"))
       .def("send", &E::send, py::arg("peer"), py::arg("message"), py::arg("callback"))
       .def("receive", &E::receive, py::arg("limit"))
       .def("wait_message", &E::wait_message, py::arg("timeout"))
       .def("message_fd", &E::message_fd)
-      .def("alloc_counters", &E::alloc_counters, py::arg("count"))
-      .def("expect", &E::expect, py::arg("counters"), py::arg("targets"), py::arg("callback"))
+      .def("alloc_counters", &E::alloc_counters, py::arg("count"), py::arg("raisers"))
+      .def("expect", &E::expect, py::arg("counters"), py::arg("targets"), py::arg("callback"), py::arg("word"),
+           py::arg("value"))
+      .def("counter_reader", &E::counter_reader, py::arg("counters"))
       .def("counter_values", &E::counter_values, py::arg("counters"))
       .def("release_counters", &E::release_counters, py::arg("counters"))
       .def("wait_transfer", &E::wait_transfer, py::arg("transfer"), py::arg("timeout"))

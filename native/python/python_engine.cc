@@ -48,20 +48,22 @@ EventTuple to_tuple(const Event& event) {
 }
 
 PythonEngine::PythonEngine(std::string name, const std::vector<DomainTuple>& domains, bool allow_fallback,
-                           uint32_t spin_us, int worker_cpu) {
+                           uint32_t spin_us, uint32_t workers, int worker_cpu) {
   EngineConfig config;
   config.name = std::move(name);
-  for (const auto& [provider, device, address, connections, fabric, seed, max_delay_us] : domains) {
+  for (const auto& [provider, device, address, connections, fabric, seed, max_delay_us, copy_blocks] : domains) {
     config.domains.push_back({.provider = provider,
                               .device = device,
                               .address = address,
                               .connections = connections,
                               .fabric = fabric,
                               .seed = seed,
-                              .max_delay_us = max_delay_us});
+                              .max_delay_us = max_delay_us,
+                              .copy_blocks = copy_blocks});
   }
   config.allow_fallback = allow_fallback;
   config.spin_us = spin_us;
+  config.workers = workers;
   config.worker_cpu = worker_cpu;
   engine_ = unwrap(without_gil([&] { return TransferEngine::create(std::move(config)); }));
 }
@@ -117,24 +119,26 @@ auto PythonEngine::sliced(double timeout, Call call) {
 
 // --- Memory
 
-RegionId PythonEngine::register_memory(uint64_t address, uint64_t bytes, int memfd, uint64_t memfd_offset) {
+std::vector<RegionId> PythonEngine::register_memory(const std::vector<RangeTuple>& tuples) {
+  std::vector<MemoryRange> ranges;
+  ranges.reserve(tuples.size());
+  for (const auto& [address, bytes, memfd, memfd_offset] : tuples) {
+    ranges.push_back({reinterpret_cast<std::byte*>(static_cast<uintptr_t>(address)), bytes, memfd, memfd_offset});
+  }
   const auto held = engine();
-  return unwrap(without_gil([&] {
-    return held->register_memory(reinterpret_cast<std::byte*>(static_cast<uintptr_t>(address)), bytes, memfd,
-                                 memfd_offset);
-  }));
+  return unwrap(without_gil([&] { return held->register_memory(ranges); }));
 }
 
-void PythonEngine::deregister_memory(RegionId region, double timeout) {
-  sliced(timeout, [=](TransferEngine& engine, Timeout slice) { return engine.deregister_memory(region, slice); });
+void PythonEngine::deregister_memory(const std::vector<RegionId>& regions, double timeout) {
+  sliced(timeout, [&](TransferEngine& engine, Timeout slice) { return engine.deregister_memory(regions, slice); });
 }
 
-py::bytes PythonEngine::region_descriptor(RegionId region) {
-  return to_bytes(unwrap(engine()->region_descriptor(region)));
+py::bytes PythonEngine::region_descriptor(const std::vector<RegionId>& regions) {
+  return to_bytes(unwrap(engine()->region_descriptor(regions)));
 }
 
-RemoteRegionId PythonEngine::import_region(PeerId peer, const py::bytes& descriptor) {
-  return unwrap(engine()->import_region(peer, view(descriptor)));
+std::vector<RemoteRegionId> PythonEngine::import_regions(PeerId peer, const py::bytes& descriptor) {
+  return unwrap(engine()->import_regions(peer, view(descriptor)));
 }
 
 // --- Peers
@@ -206,6 +210,21 @@ void PythonEngine::arm(TransferId transfer, std::shared_ptr<LayerSignal> signal,
                        std::move(armed)));
 }
 
+void PythonEngine::arm_slices(TransferId transfer, std::shared_ptr<LayerSignal> signal,
+                              const std::vector<ArmedTuple>& slices) {
+  std::vector<ArmedSlice> armed;
+  armed.reserve(slices.size());
+  for (const auto& [value, source, from, target, to, bytes, immediate] : slices) {
+    armed.push_back({value, source, from, target, to, bytes, immediate});
+  }
+  unwrap(engine()->arm_slices(transfer, std::move(signal), std::move(armed)));
+}
+
+void PythonEngine::wait_drained(TransferId transfer, uint64_t signal_value, double timeout) {
+  sliced(timeout,
+         [=](TransferEngine& engine, Timeout slice) { return engine.wait_drained(transfer, signal_value, slice); });
+}
+
 void PythonEngine::seal(TransferId transfer) { unwrap(engine()->seal(transfer)); }
 
 void PythonEngine::cancel(TransferId transfer) {
@@ -250,6 +269,24 @@ TransferId PythonEngine::barrier(PeerGroupId group, const std::vector<uint32_t>&
   return unwrap(engine()->barrier(group, immediates, callback_for(callback)));
 }
 
+ScatterId PythonEngine::prepare_scatter(PeerGroupId group, const std::vector<PreparedTuple>& slices,
+                                        uint64_t callback) {
+  std::vector<PreparedSlice> prepared;
+  prepared.reserve(slices.size());
+  for (const auto& [member, source, from, target, to, bytes, immediate] : slices) {
+    prepared.push_back({member, source, from, target, to, bytes, immediate});
+  }
+  return unwrap(engine()->prepare_scatter(group, prepared, callback_for(callback)));
+}
+
+TransferId PythonEngine::submit_scatter(ScatterId scatter, const Updates& updates) {
+  static_assert(sizeof(ScatterUpdate) == 3 * sizeof(uint64_t), "a row is one update");
+  const auto* const rows = reinterpret_cast<const ScatterUpdate*>(updates.data());
+  return unwrap(engine()->submit_scatter(scatter, {rows, static_cast<size_t>(updates.size() / 3)}));
+}
+
+void PythonEngine::release_scatter(ScatterId scatter) { unwrap(engine()->release_scatter(scatter)); }
+
 // --- Messages
 
 TransferId PythonEngine::send(PeerId peer, const py::bytes& message, uint64_t callback) {
@@ -272,14 +309,18 @@ int PythonEngine::message_fd() { return engine()->message_fd(); }
 
 // --- Counting
 
-std::pair<CounterSetId, std::vector<uint32_t>> PythonEngine::alloc_counters(uint32_t count) {
-  CounterSet set = unwrap(engine()->alloc_counters(count));
+std::pair<CounterSetId, std::vector<uint32_t>> PythonEngine::alloc_counters(uint32_t count,
+                                                                            const std::vector<PeerId>& raisers) {
+  CounterSet set = unwrap(engine()->alloc_counters(count, raisers));
   return {set.id, std::move(set.immediates)};
 }
 
-void PythonEngine::expect(CounterSetId counters, const std::vector<uint64_t>& targets, uint64_t callback) {
-  unwrap(engine()->expect(counters, targets, callback_for(callback)));
+void PythonEngine::expect(CounterSetId counters, const std::vector<uint64_t>& targets, uint64_t callback,
+                          std::shared_ptr<CompletionWord> word, uint64_t value) {
+  unwrap(engine()->expect(counters, targets, callback_for(callback), std::move(word), value));
 }
+
+CounterReader PythonEngine::counter_reader(CounterSetId counters) { return unwrap(engine()->counter_reader(counters)); }
 
 std::vector<uint64_t> PythonEngine::counter_values(CounterSetId counters) {
   return unwrap(engine()->counter_values(counters));
@@ -325,20 +366,10 @@ std::shared_ptr<LayerSignal> PythonEngine::create_signal() { return engine()->cr
 
 std::vector<uint64_t> PythonEngine::stats() {
   const EngineStats s = engine()->stats();
-  return {s.pages_written,
-          s.bytes_written,
-          s.batches_posted,
-          s.immediates_received,
-          s.immediates_stale,
-          s.links_lost,
-          s.links_restored,
-          s.pages_rewritten,
-          s.sleeps,
-          s.callback_errors,
-          s.transfers_open,
-          s.counters_allocated,
-          s.peers,
-          s.regions};
+  return {s.pages_written,    s.bytes_written,      s.batches_posted, s.immediates_received,
+          s.immediates_stale, s.immediates_foreign, s.links,          s.links_lost,
+          s.links_restored,   s.pages_rewritten,    s.sleeps,         s.callback_errors,
+          s.transfers_open,   s.counters_allocated, s.peers,          s.regions};
 }
 
 std::vector<std::string> PythonEngine::domains() { return engine()->domains(); }

@@ -28,24 +28,31 @@ using EventTuple = std::tuple<int, uint64_t, bool, uint64_t, uint64_t, std::opti
                               std::vector<std::pair<PeerId, ErrorTuple>>>;
 using MessageTuple = std::pair<PeerId, pybind11::bytes>;
 using SliceTuple = std::tuple<uint64_t, RemoteRegionId, uint64_t, uint64_t, std::optional<uint32_t>>;
-using DomainTuple = std::tuple<std::string, std::string, std::string, uint32_t, std::string, uint64_t, uint32_t>;
+using PreparedTuple =
+    std::tuple<uint32_t, RegionId, uint64_t, RemoteRegionId, uint64_t, uint64_t, std::optional<uint32_t>>;
+using ArmedTuple =
+    std::tuple<uint64_t, RegionId, uint64_t, RemoteRegionId, uint64_t, uint64_t, std::optional<uint32_t>>;
+using RangeTuple = std::tuple<uint64_t, uint64_t, int, uint64_t>;
+using DomainTuple =
+    std::tuple<std::string, std::string, std::string, uint32_t, std::string, uint64_t, uint32_t, uint32_t>;
 using HandshakeTuple = std::tuple<PeerId, pybind11::bytes, std::vector<std::string>>;
 using LayerTuple = std::tuple<uint64_t, uint64_t, uint64_t, uint32_t>;
 using Indices = pybind11::array_t<int64_t, pybind11::array::c_style>;
+using Updates = pybind11::array_t<uint64_t, pybind11::array::c_style>;  // a row of three for each slice
 
 EventTuple to_tuple(const Event& event);
 
 class PythonEngine {
  public:
   PythonEngine(std::string name, const std::vector<DomainTuple>& domains, bool allow_fallback, uint32_t spin_us,
-               int worker_cpu);
+               uint32_t workers, int worker_cpu);
   ~PythonEngine();
   void close();
 
-  RegionId register_memory(uint64_t address, uint64_t bytes, int memfd, uint64_t memfd_offset);
-  void deregister_memory(RegionId region, double timeout);
-  pybind11::bytes region_descriptor(RegionId region);
-  RemoteRegionId import_region(PeerId peer, const pybind11::bytes& descriptor);
+  std::vector<RegionId> register_memory(const std::vector<RangeTuple>& ranges);
+  void deregister_memory(const std::vector<RegionId>& regions, double timeout);
+  pybind11::bytes region_descriptor(const std::vector<RegionId>& regions);
+  std::vector<RemoteRegionId> import_regions(PeerId peer, const pybind11::bytes& descriptor);
 
   HandshakeTuple offer(std::string name);
   HandshakeTuple accept(std::string name, const pybind11::bytes& offer);
@@ -64,6 +71,8 @@ class PythonEngine {
            const Indices& source_indices, uint64_t source_stride, uint64_t source_offset, RemoteRegionId target,
            const Indices& target_indices, uint64_t target_stride, uint64_t target_offset,
            const std::vector<LayerTuple>& layers);
+  void arm_slices(TransferId transfer, std::shared_ptr<LayerSignal> signal, const std::vector<ArmedTuple>& slices);
+  void wait_drained(TransferId transfer, uint64_t signal_value, double timeout);
   void seal(TransferId transfer);
   void cancel(TransferId transfer);
   void quiesce(TransferId transfer, double timeout);
@@ -77,13 +86,19 @@ class PythonEngine {
   TransferId scatter(PeerGroupId group, RegionId source, const std::vector<SliceTuple>& slices, uint64_t callback);
   TransferId barrier(PeerGroupId group, const std::vector<uint32_t>& immediates, uint64_t callback);
 
+  ScatterId prepare_scatter(PeerGroupId group, const std::vector<PreparedTuple>& slices, uint64_t callback);
+  TransferId submit_scatter(ScatterId scatter, const Updates& updates);
+  void release_scatter(ScatterId scatter);
+
   TransferId send(PeerId peer, const pybind11::bytes& message, uint64_t callback);
   std::vector<MessageTuple> receive(size_t limit);
   MessageTuple wait_message(double timeout);
   int message_fd();
 
-  std::pair<CounterSetId, std::vector<uint32_t>> alloc_counters(uint32_t count);
-  void expect(CounterSetId counters, const std::vector<uint64_t>& targets, uint64_t callback);
+  std::pair<CounterSetId, std::vector<uint32_t>> alloc_counters(uint32_t count, const std::vector<PeerId>& raisers);
+  void expect(CounterSetId counters, const std::vector<uint64_t>& targets, uint64_t callback,
+              std::shared_ptr<CompletionWord> word, uint64_t value);
+  CounterReader counter_reader(CounterSetId counters);
   std::vector<uint64_t> counter_values(CounterSetId counters);
   void release_counters(CounterSetId counters);
 

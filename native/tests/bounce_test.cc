@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -11,7 +12,7 @@
 
 #include "engine/byte_codec.h"
 #include "engine/immediate.h"
-#include "providers/bounce/domain.h"
+#include "providers/bounce/wire.h"
 #include "tests/cuda_test_support.h"
 #include "tests/domain_test_support.h"
 #include "tests/rig.h"
@@ -62,12 +63,12 @@ struct End {
     DomainConfig config;
     config.provider = provider;
     config.device = device;
-    domain = must(open_domain(config, sink));
-    rkey = must(domain->register_region(memory.data(), memory.size(), -1, 0));
+    domain = std::make_unique<test::Driven>([&](ControlQueue& control) { return open_domain(config, control); });
+    rkey = must(domain->register_region(memory.data(), memory.size()));
   }
+  test::Record& record() const { return domain->record; }
   Memory memory;  // outlives the domain
-  test::RecordingSink sink;
-  std::unique_ptr<Domain> domain;
+  std::unique_ptr<test::Driven> domain;
   uint64_t rkey = 0;
 };
 
@@ -123,13 +124,15 @@ TEST_P(BounceBetween, PagesOfAnyLengthLandAndAreCountedWhenTheyAreThere) {
     for (size_t i = 0; i < shape.pages; ++i) {
       std::memcpy(expected.data() + batch.to[i], source.data() + batch.from[i], shape.page);
     }
-    b.sink.counted = 0;
+    b.record().counted = 0;
     bool early = false;
-    b.sink.on_arrival = [&](uint32_t) { early |= b.sink.counted == shape.pages && b.memory.get() != expected; };
+    b.domain->on_completion = [&](const Completion&) {
+      early |= b.record().counted == shape.pages && b.memory.get() != expected;
+    };
     ASSERT_EQ(test::post(a, kLinkOfA, b, batch), Posted::kYes);
-    run_until({a.domain.get(), b.domain.get()}, [&] { return a.sink.completed.contains(work); }, "the batch");
-    EXPECT_TRUE(a.sink.succeeded(work));
-    EXPECT_EQ(b.sink.counted, shape.pages);
+    run_until({a.domain.get(), b.domain.get()}, [&] { return a.record().completed.contains(work); }, "the batch");
+    EXPECT_TRUE(a.record().succeeded(work));
+    EXPECT_EQ(b.record().counted, shape.pages);
     EXPECT_FALSE(early) << "counted before the pages were there";
     EXPECT_TRUE(b.memory.get() == expected) << shape.pages << " pages of " << shape.page;
   }
@@ -164,7 +167,7 @@ TEST_P(BounceBetween, BothEndsWriteAtOnceThroughFewerSlotsThanBatches) {
       [&] {
         post(a, kLinkOfA, b, posted_a);
         post(b, kLinkOfB, a, posted_b);
-        return a.sink.order.size() == kBatches && b.sink.order.size() == kBatches;
+        return a.record().order.size() == kBatches && b.record().order.size() == kBatches;
       },
       "all batches");
   const auto equal = [](const Memory& target, const std::vector<std::byte>& source) {
@@ -173,8 +176,8 @@ TEST_P(BounceBetween, BothEndsWriteAtOnceThroughFewerSlotsThanBatches) {
   };
   EXPECT_TRUE(equal(b.memory, of_a));
   EXPECT_TRUE(equal(a.memory, of_b));
-  EXPECT_EQ(b.sink.counted, kBatches * 64);
-  EXPECT_EQ(a.sink.counted, kBatches * 64);
+  EXPECT_EQ(b.record().counted, kBatches * 64);
+  EXPECT_EQ(a.record().counted, kBatches * 64);
 }
 
 TEST_P(BounceBetween, AFenceEndsWhatIsUnderWayAndNothingLandsAfterIt) {
@@ -183,21 +186,19 @@ TEST_P(BounceBetween, AFenceEndsWhatIsUnderWayAndNothingLandsAfterIt) {
   test::connect(*a.domain, *b.domain);
   a.memory.put(bytes(1));
   post_many(a, kLinkOfA, b, 1, 16);
-  run_until({a.domain.get(), b.domain.get()}, [&] { return b.sink.counted > 0; }, "the first batch");
-  bool fenced = b.domain->fence(kLinkOfB);
-  run_until({b.domain.get()}, [&] { return fenced = fenced || b.domain->fence(kLinkOfB); }, "the fence");
-  const uint64_t counted = b.sink.counted;
+  run_until({a.domain.get(), b.domain.get()}, [&] { return b.record().counted > 0; }, "the first batch");
+  test::fence(*b.domain, kLinkOfB);
+  const uint64_t counted = b.record().counted;
   const std::vector<std::byte> landed = b.memory.get();
-  run_until({a.domain.get(), b.domain.get()}, [&] { return !a.sink.down.empty(); }, "the sender to notice");
-  EXPECT_EQ(a.sink.completed.size(), 16U);
+  run_until({a.domain.get(), b.domain.get()}, [&] { return !a.record().down.empty(); }, "the sender to notice");
+  test::fence(*a.domain, kLinkOfA);
+  EXPECT_EQ(a.record().completed.size(), 16U);
   size_t succeeded = 0;
-  for (const auto& [work, error] : a.sink.completed) succeeded += error ? 0 : 1;
+  for (const auto& [work, error] : a.record().completed) succeeded += error ? 0 : 1;
   EXPECT_LT(succeeded, 16U);
   EXPECT_GE(counted, succeeded * 64) << "what ended well is counted";
-  EXPECT_EQ(b.sink.counted, counted);
+  EXPECT_EQ(b.record().counted, counted);
   EXPECT_TRUE(b.memory.get() == landed);
-  // Our own fence, too, ends everything before it returns for the first time.
-  EXPECT_TRUE(a.domain->fence(kLinkOfA));
 }
 
 TEST_P(BounceBetween, TheSendersFenceCompletesItsBatches) {
@@ -205,16 +206,15 @@ TEST_P(BounceBetween, TheSendersFenceCompletesItsBatches) {
   End b(gpu(GetParam().second, second_));
   test::connect(*a.domain, *b.domain);
   post_many(a, kLinkOfA, b, 1, 16);
-  run_until({a.domain.get(), b.domain.get()}, [&] { return b.sink.counted > 0; }, "the first batch");
-  bool fenced = a.domain->fence(kLinkOfA);
-  EXPECT_EQ(a.sink.completed.size(), 16U) << "before fence() returns for the first time";
-  run_until({a.domain.get()}, [&] { return fenced = fenced || a.domain->fence(kLinkOfA); }, "the fence");
+  run_until({a.domain.get(), b.domain.get()}, [&] { return b.record().counted > 0; }, "the first batch");
+  test::fence(*a.domain, kLinkOfA);
+  EXPECT_EQ(a.record().completed.size(), 16U);
   // The slots are all free again: another link has them.
-  b.domain->fence(kLinkOfB);
+  test::fence(*b.domain, kLinkOfB);
   test::connect(*a.domain, *b.domain, 31, 32);
   post_many(a, 31, b, 101, 32);
-  run_until({a.domain.get(), b.domain.get()}, [&] { return a.sink.completed.size() == 48; }, "the second link");
-  for (WorkId work = 101; work <= 132; ++work) EXPECT_TRUE(a.sink.succeeded(work));
+  run_until({a.domain.get(), b.domain.get()}, [&] { return a.record().completed.size() == 48; }, "the second link");
+  for (WorkId work = 101; work <= 132; ++work) EXPECT_TRUE(a.record().succeeded(work));
 }
 
 INSTANTIATE_TEST_SUITE_P(Memory, BounceBetween,
@@ -225,41 +225,171 @@ INSTANTIATE_TEST_SUITE_P(Memory, BounceBetween,
                            return std::string(name(param.param.first)) + "To" + name(param.param.second);
                          });
 
-TEST_F(Bounce, ASlowGpuHoldsUpTheFenceOfWhatItScattersOnly) {
-  auto* const hold = reinterpret_cast<int (*)(int)>(dlsym(RTLD_DEFAULT, "fakeHoldCopies"));
-  auto* const held = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "fakeHeldCopies"));
-  if (hold == nullptr) GTEST_SKIP() << "a real driver is loaded: only its stand-in holds copies";
+TEST_F(Bounce, ASlowGpuHoldsUpTheFence) {
+  if (!test::HeldCopies::possible()) GTEST_SKIP() << "a real driver is loaded: only its stand-in holds copies";
   End host(nullptr);
   End b(second_);
   End c(first_);
   test::connect(*host.domain, *b.domain);
   test::connect(*b.domain, *c.domain, 41, 42);
-  const std::vector<Domain*> all = {host.domain.get(), b.domain.get(), c.domain.get()};
+  const std::vector<test::Driven*> all = {host.domain.get(), b.domain.get(), c.domain.get()};
   const std::vector<std::byte> source = bytes(1);
   host.memory.put(source);
-  hold(1);
-  // One slot that b's GPU scatters, and one that it gathers.
-  test::Batch batch{.work = 1, .page_bytes = 4096, .from = {0}, .to = {0}};
-  ASSERT_EQ(test::post(host, kLinkOfA, b, batch), Posted::kYes);
-  run_until(all, [&] { return held() == 1; }, "the slot to arrive");
-  batch.from = {65536};
-  ASSERT_EQ(test::post(b, 41, c, batch), Posted::kYes);
-  run_until(all, [&] { return held() == 2; }, "the gathering");
-  EXPECT_FALSE(b.domain->fence(kLinkOfB)) << "a copy may still land";
-  EXPECT_FALSE(b.domain->deregister_region(b.rkey));
-  EXPECT_TRUE(b.domain->fence(41)) << "what is gathered goes nowhere";
-  EXPECT_EQ(b.sink.failure(1), ErrorCode::kPeerDown);
-  hold(0);
-  run_until(all, [&] { return b.domain->fence(kLinkOfB); }, "the fence");
+  {
+    const test::HeldCopies held;
+    // One slot that b's GPU scatters, and one that it gathers.
+    test::Batch batch{.work = 1, .page_bytes = 4096, .from = {0}, .to = {0}};
+    ASSERT_EQ(test::post(host, kLinkOfA, b, batch), Posted::kYes);
+    run_until(all, [&] { return held.count() == 1; }, "the slot to arrive");
+    batch.from = {65536};
+    ASSERT_EQ(test::post(b, 41, c, batch), Posted::kYes);
+    run_until(all, [&] { return held.count() == 2; }, "the gathering");
+    for (int turn = 0; turn < 10; ++turn) {
+      EXPECT_FALSE(b.domain->fence(kLinkOfB)) << "a copy may still land";
+      EXPECT_FALSE(b.domain->fence(41)) << "a copy still reads the source";
+      EXPECT_FALSE(b.domain->deregister_region(b.rkey));
+      for (test::Driven* domain : all) domain->poll();
+    }
+    EXPECT_FALSE(b.record().completed.contains(1));
+  }
+  run_until(all, [&] { return b.domain->fence(kLinkOfB); }, "the fence of the receiver");
+  run_until(all, [&] { return b.domain->fence(41); }, "the fence of the sender");
+  EXPECT_EQ(b.record().failure(1), ErrorCode::kPeerDown);
+  EXPECT_EQ(c.record().counted, 0U) << "what is gathered after the fence goes nowhere";
   EXPECT_TRUE(b.domain->deregister_region(b.rkey));
   EXPECT_EQ(std::memcmp(b.memory.get().data(), source.data(), 4096), 0) << "through means landed";
-  EXPECT_EQ(b.sink.completed.size(), 1U) << "once";
   // The slots are all free again.
-  b.rkey = must(b.domain->register_region(b.memory.data(), b.memory.size(), -1, 0));
+  b.rkey = must(b.domain->register_region(b.memory.data(), b.memory.size()));
   test::connect(*b.domain, *c.domain, 51, 52);
   post_many(b, 51, c, 101, 32);
-  run_until(all, [&] { return b.sink.completed.size() == 33; }, "the next link");
-  for (WorkId work = 101; work <= 132; ++work) EXPECT_TRUE(b.sink.succeeded(work));
+  run_until(all, [&] { return b.record().completed.size() == 33; }, "the next link");
+  for (WorkId work = 101; work <= 132; ++work) EXPECT_TRUE(b.record().succeeded(work));
+}
+
+TEST_F(Bounce, WhatLandsUntilTheFenceIsThroughIsCountedAndItsSenderTold) {
+  if (!test::HeldCopies::possible()) GTEST_SKIP() << "a real driver is loaded: only its stand-in holds copies";
+  End a(nullptr);
+  End b(second_);
+  test::connect(*a.domain, *b.domain);
+  {
+    const test::HeldCopies held;
+    post_many(a, kLinkOfA, b, 1, 2);
+    run_until({a.domain.get(), b.domain.get()}, [&] { return held.count() == 2; }, "both copies");
+    EXPECT_FALSE(b.domain->fence(kLinkOfB));
+    EXPECT_EQ(b.record().counted, 0U);
+  }
+  run_until({a.domain.get(), b.domain.get()}, [&] { return b.domain->fence(kLinkOfB); }, "the fence");
+  EXPECT_EQ(b.record().counted, 2 * 64U);
+  run_until({a.domain.get(), b.domain.get()}, [&] { return !a.record().down.empty(); }, "the sender to notice");
+  for (WorkId work = 1; work <= 2; ++work) EXPECT_TRUE(a.record().succeeded(work)) << work;
+}
+
+TEST_F(Bounce, TheProcessorCopiesOneSlotATurn) {
+  End a(nullptr);
+  End b(nullptr);
+  test::connect(*a.domain, *b.domain);
+  constexpr size_t kPages = kSlotBytes / 65536;
+  for (WorkId work = 1; work <= 4; ++work) {
+    test::Batch batch = batch_of(work, kPages, 65536);
+    for (size_t i = 0; i < kPages; ++i) batch.to[i] = ((work - 1) * kPages + i) * 65536;
+    ASSERT_EQ(test::post(a, kLinkOfA, b, batch), Posted::kYes);
+  }
+  uint64_t most = 0;
+  run_until(
+      {a.domain.get()},
+      [&] {
+        const uint64_t before = b.record().counted;
+        b.domain->poll();
+        most = std::max(most, b.record().counted - before);
+        return b.record().counted == 4 * kPages;
+      },
+      "all of them");
+  EXPECT_EQ(most, kPages);
+}
+
+TEST_F(Bounce, APeerThatHearsNothingIsNotWaitedFor) {
+  End a(nullptr);
+  End b(nullptr);
+  test::connect(*a.domain, *b.domain);
+  post_many(a, kLinkOfA, b, 1, 1);
+  run_until({a.domain.get(), b.domain.get()}, [&] { return b.record().counted == 64; }, "the batch");
+  test::fence(*b.domain, kLinkOfB);  // a has no turn in it
+  EXPECT_EQ(b.record().counted, 64U);
+}
+
+TEST_F(Bounce, AGpuThatBreaksDownTakesTheLinksWithIt) {
+  auto* const break_down = test::driver_function<int(int)>("fakeBreak");
+  if (break_down == nullptr) GTEST_SKIP() << "a real driver is loaded: only its stand-in breaks down when asked";
+  End a(first_);
+  End b(nullptr);
+  test::connect(*a.domain, *b.domain);
+  post_many(a, kLinkOfA, b, 1, 4);
+  break_down(1);
+  a.domain->poll();
+  run_until({a.domain.get(), b.domain.get()}, [&] { return !a.record().down.empty(); }, "the link's end");
+  EXPECT_NE(a.record().down[0].error.message.find("CUDA_ERROR"), std::string::npos) << a.record().down[0].error.message;
+  test::fence(*a.domain, kLinkOfA);
+  EXPECT_EQ(a.record().completed.size(), 4U);
+  break_down(0);
+}
+
+TEST_F(Bounce, GpuMemoryMayComeAfterTheLinks) {
+  End a(nullptr);
+  End b(nullptr);
+  test::connect(*a.domain, *b.domain);
+  const GpuBuffer source(first_, kBytes);
+  const GpuBuffer target(second_, kBytes);
+  source.put(bytes(3));
+  a.rkey = must(a.domain->register_region(source.data(), source.bytes));
+  b.rkey = must(b.domain->register_region(target.data(), target.bytes));
+  EXPECT_TRUE(source.is_synchronous()) << "our own stream may read right after a copy";
+  const PageWrite page{source.data() + 4096, 8192};
+  ASSERT_EQ(a.domain->post(kLinkOfA, {.work = 1,
+                                      .rkey = b.rkey,
+                                      .target_base = target.address,
+                                      .page_bytes = 65536,
+                                      .counted = true,
+                                      .immediate = test::immediate_of(1),
+                                      .pages = {&page, 1}}),
+            Posted::kYes);
+  run_until({a.domain.get(), b.domain.get()}, [&] { return a.record().succeeded(1); }, "the page");
+  EXPECT_EQ(std::memcmp(target.get().data() + 8192, source.get().data() + 4096, 65536), 0);
+  for (End* end : {&a, &b}) EXPECT_TRUE(end->domain->deregister_region(end->rkey));
+}
+
+TEST_F(Bounce, NothingOfItIsAConcernOfAStreamCapture) {
+  const GpuBuffer source(first_, kBytes);
+  const GpuBuffer target(second_, kBytes);
+  source.put(bytes(4));
+  test::Capturing capture(first_);
+  {
+    DomainConfig config;
+    config.provider = "bounce";
+    test::Driven a([&](ControlQueue& control) { return open_domain(config, control); });
+    test::Driven b([&](ControlQueue& control) { return open_domain(config, control); });
+    const uint64_t from = must(a.register_region(source.data(), source.bytes));
+    const uint64_t to = must(b.register_region(target.data(), target.bytes));
+    test::connect(a, b);
+    std::vector<PageWrite> pages;
+    for (size_t i = 0; i < 64; ++i) pages.push_back({source.data() + i * 65536, i * 65536});
+    {
+      const test::HeldCopies held;
+      a.post(kLinkOfA, {.work = 1,
+                        .rkey = to,
+                        .page_bytes = 65536,
+                        .counted = true,
+                        .immediate = test::immediate_of(64),
+                        .pages = pages});
+      for (int turn = 0; turn < 3000; ++turn) a.poll();  // in which the GPU is asked how it is
+    }
+    run_until({&a, &b}, [&] { return a.record.completed.contains(1); }, "the batch");
+    EXPECT_TRUE(a.record.succeeded(1));
+    run_until({&a, &b}, [&] { return a.fence(kLinkOfA); }, "the fence");
+    test::fence(b, kLinkOfB);
+    EXPECT_TRUE(a.deregister_region(from));
+    EXPECT_TRUE(b.deregister_region(to));
+  }
+  EXPECT_EQ(capture.end(), cuda::kSuccess);
 }
 
 TEST_F(Bounce, AnImmediateAloneCountsForAsManyPages) {
@@ -269,9 +399,9 @@ TEST_F(Bounce, AnImmediateAloneCountsForAsManyPages) {
   const std::vector<PageWrite> none(5);
   const WriteBatch batch{.work = 1, .counted = true, .immediate = test::immediate_of(5), .pages = none};
   ASSERT_EQ(a.domain->post(kLinkOfA, batch), Posted::kYes);
-  run_until({a.domain.get(), b.domain.get()}, [&] { return a.sink.completed.contains(1); }, "the immediate");
-  EXPECT_TRUE(a.sink.succeeded(1));
-  EXPECT_EQ(b.sink.counted, 5U);
+  run_until({a.domain.get(), b.domain.get()}, [&] { return a.record().completed.contains(1); }, "the immediate");
+  EXPECT_TRUE(a.record().succeeded(1));
+  EXPECT_EQ(b.record().counted, 5U);
 }
 
 TEST_F(Bounce, AWrongKeyOrPlaceCostsItsBatchOnly) {
@@ -287,18 +417,18 @@ TEST_F(Bounce, AWrongKeyOrPlaceCostsItsBatchOnly) {
   for (const test::Batch& batch : {unknown, outside, far_outside, batch_of(4, 4, 4096)}) {
     ASSERT_EQ(test::post(a, kLinkOfA, b, batch), Posted::kYes);
   }
-  run_until({a.domain.get(), b.domain.get()}, [&] { return a.sink.completed.size() == 4; }, "all four");
-  EXPECT_EQ(a.sink.failure(1), ErrorCode::kUnknownRegion);
-  EXPECT_EQ(a.sink.failure(2), ErrorCode::kOutOfRange);
-  EXPECT_EQ(a.sink.failure(3), ErrorCode::kOutOfRange);
-  EXPECT_TRUE(a.sink.succeeded(4));
-  EXPECT_EQ(b.sink.counted, 4U);
-  EXPECT_TRUE(a.sink.down.empty() && b.sink.down.empty());
+  run_until({a.domain.get(), b.domain.get()}, [&] { return a.record().completed.size() == 4; }, "all four");
+  EXPECT_EQ(a.record().failure(1), ErrorCode::kUnknownRegion);
+  EXPECT_EQ(a.record().failure(2), ErrorCode::kOutOfRange);
+  EXPECT_EQ(a.record().failure(3), ErrorCode::kOutOfRange);
+  EXPECT_TRUE(a.record().succeeded(4));
+  EXPECT_EQ(b.record().counted, 4U);
+  EXPECT_TRUE(a.record().down.empty() && b.record().down.empty());
 
   EXPECT_TRUE(b.domain->deregister_region(b.rkey));
   ASSERT_EQ(test::post(a, kLinkOfA, b, batch_of(5, 4, 4096)), Posted::kYes);
-  run_until({a.domain.get(), b.domain.get()}, [&] { return a.sink.completed.size() == 5; }, "the revoked");
-  EXPECT_EQ(a.sink.failure(5), ErrorCode::kUnknownRegion);
+  run_until({a.domain.get(), b.domain.get()}, [&] { return a.record().completed.size() == 5; }, "the revoked");
+  EXPECT_EQ(a.record().failure(5), ErrorCode::kUnknownRegion);
 }
 
 TEST_F(Bounce, MessagesPass) {
@@ -308,11 +438,11 @@ TEST_F(Bounce, MessagesPass) {
   const std::byte message[] = {std::byte{4}, std::byte{2}};
   ASSERT_EQ(a.domain->send(kLinkOfA, 9, message), Posted::kYes);
   run_until(
-      {a.domain.get(), b.domain.get()}, [&] { return b.sink.messages.size() == 1 && a.sink.completed.contains(9); },
-      "the message");
-  EXPECT_TRUE(a.sink.succeeded(9));
-  EXPECT_EQ(b.sink.messages[0].first, kLinkOfB);
-  EXPECT_EQ(b.sink.messages[0].second, Bytes({std::byte{4}, std::byte{2}}));
+      {a.domain.get(), b.domain.get()},
+      [&] { return b.record().messages.size() == 1 && a.record().completed.contains(9); }, "the message");
+  EXPECT_TRUE(a.record().succeeded(9));
+  EXPECT_EQ(b.record().messages[0].first, kLinkOfB);
+  EXPECT_EQ(b.record().messages[0].second, Bytes({std::byte{4}, std::byte{2}}));
 }
 
 // A peer that speaks tcp and the handshake, and then writes into the slots what it likes.
@@ -372,19 +502,19 @@ TEST_F(Bounce, APeerThatWritesNonsenseCostsItsLinkOnly) {
   End b(second_);
   for (const Case& one_case : cases) {
     Rogue rogue(b, nullptr);
-    b.sink.down.clear();
+    b.record().down.clear();
     rogue.write(one_case.header, one_case.note);
-    run_until({rogue.tcp.domain.get(), b.domain.get()}, [&] { return !b.sink.down.empty(); }, one_case.said);
-    EXPECT_EQ(b.sink.down[0].error.code, ErrorCode::kPeerDown);
-    EXPECT_NE(b.sink.down[0].error.message.find(one_case.said), std::string::npos) << b.sink.down[0].error.message;
-    run_until({b.domain.get()}, [&] { return b.domain->fence(kLinkOfB); }, "the fence");
-    b.domain->poll();  // forgets the link
+    run_until({rogue.tcp.domain.get(), b.domain.get()}, [&] { return !b.record().down.empty(); }, one_case.said);
+    EXPECT_EQ(b.record().down[0].error.code, ErrorCode::kPeerDown);
+    EXPECT_NE(b.record().down[0].error.message.find(one_case.said), std::string::npos)
+        << b.record().down[0].error.message;
+    test::fence(*b.domain, kLinkOfB);
   }
-  EXPECT_EQ(b.sink.counted, 0U);
+  EXPECT_EQ(b.record().counted, 0U);
   End a(first_);
   test::connect(*a.domain, *b.domain);
   ASSERT_EQ(test::post(a, kLinkOfA, b, batch_of(1, 4, 4096)), Posted::kYes);
-  run_until({a.domain.get(), b.domain.get()}, [&] { return a.sink.succeeded(1); }, "an honest peer");
+  run_until({a.domain.get(), b.domain.get()}, [&] { return a.record().succeeded(1); }, "an honest peer");
 }
 
 TEST_F(Bounce, MalformedHandshakesAreRefused) {
@@ -395,7 +525,6 @@ TEST_F(Bounce, MalformedHandshakesAreRefused) {
     const auto answer = b.domain->accept(kLinkOfB, std::span(offer).first(cut));
     ASSERT_FALSE(answer.ok());
     EXPECT_EQ(answer.error().provider, "bounce");
-    b.domain->poll();
   }
   Bytes other = offer;
   other[4] = std::byte{9};
@@ -405,12 +534,12 @@ TEST_F(Bounce, MalformedHandshakesAreRefused) {
 }
 
 TEST_F(Bounce, LanesBelowThatMoveNoHostMemoryAreRefused) {
-  test::RecordingSink sink;
+  test::ManualControl control;
   DomainConfig config;
   config.provider = "bounce";
   for (const char* device : {"bounce", "nvlink", "nothing"}) {
     config.device = device;
-    const auto domain = open_domain(config, sink);
+    const auto domain = open_domain(config, control);
     ASSERT_FALSE(domain.ok());
     EXPECT_EQ(domain.error().code, ErrorCode::kInvalidArgument);
     EXPECT_EQ(domain.error().provider, "bounce");
@@ -421,7 +550,7 @@ TEST_F(Bounce, OneDomainServesOneGpu) {
   if (first_->device() == second_->device()) GTEST_SKIP() << "there is one GPU";
   End a(first_);
   const GpuBuffer there(second_, 4096);
-  const auto region = a.domain->register_region(there.data(), there.bytes, -1, 0);
+  const auto region = a.domain->register_region(there.data(), there.bytes);
   ASSERT_FALSE(region.ok());
   EXPECT_NE(region.error().message.find("one engine serves one GPU"), std::string::npos);
 }
@@ -429,13 +558,12 @@ TEST_F(Bounce, OneDomainServesOneGpu) {
 TEST_F(Bounce, LanesOfHostMemoryRefuseAGpusAndNameThisOne) {
   const GpuBuffer memory(first_, 4096);
   for (const char* provider : {"tcp", "host"}) {
-    test::RecordingSink sink;
     DomainConfig config;
     config.provider = provider;
-    const auto domain = must(open_domain(config, sink));
-    const auto region = domain->register_region(memory.data(), memory.bytes, -1, 0);
+    test::Driven domain([&](ControlQueue& control) { return open_domain(config, control); });
+    const auto region = domain.register_region(memory.data(), memory.bytes);
     ASSERT_FALSE(region.ok()) << provider;
-    EXPECT_EQ(region.error().code, ErrorCode::kInvalidArgument);
+    EXPECT_EQ(region.error().code, ErrorCode::kNotReachable);
     EXPECT_NE(region.error().message.find("bounce"), std::string::npos) << region.error().message;
   }
 }

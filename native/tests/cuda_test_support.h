@@ -4,11 +4,16 @@
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cstddef>
 #include <memory>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "cuda/driver.h"
+#include "providers/nvlink/connector.h"
+#include "providers/nvlink/domain.h"
 #include "tests/rig.h"
 
 namespace kvc::test {
@@ -20,6 +25,71 @@ inline const cuda::Driver* find_driver() {
   const Result<const cuda::Driver*> loaded = cuda::driver();
   return loaded ? loaded.value() : nullptr;
 }
+
+// A function of the loaded driver that the engine has no use for; null: it has none of this name. Those of the stand-in
+// alone begin with "fake".
+template <typename Function>
+Function* driver_function(const char* name) {
+  void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+  return library == nullptr ? nullptr : reinterpret_cast<Function*>(dlsym(library, name));
+}
+
+// The stand-in's copies do not begin while this lives, and are let go at its end. Without a stand-in it is nothing.
+class HeldCopies {
+ public:
+  HeldCopies() { release(1); }
+  HeldCopies(const HeldCopies&) = delete;
+  HeldCopies& operator=(const HeldCopies&) = delete;
+  ~HeldCopies() { release(0); }
+  static bool possible() { return driver_function<int(int)>("fakeHoldCopies") != nullptr; }
+  static int count() { return driver_function<int()>("fakeHeldCopies")(); }
+
+ private:
+  static void release(int hold) {
+    if (auto* const function = driver_function<int(int)>("fakeHoldCopies")) function(hold);
+  }
+};
+
+// A thread that captures a CUDA graph, in global mode as PyTorch does, for as long as this lives.
+class Capturing {
+ public:
+  explicit Capturing(const std::shared_ptr<cuda::Context>& gpu) {
+    thread_ = std::thread([this, gpu] {
+      const cuda::Driver& driver = gpu->driver();
+      driver.cuCtxPushCurrent_v2(gpu->handle());
+      cuda::Stream stream = nullptr;
+      driver.cuStreamCreateWithPriority(&stream, 1, 0);
+      begun_ = driver_function<int(cuda::Stream, int)>("cuStreamBeginCapture_v2")(stream, 0);
+      step_ = kCaptures;
+      step_.notify_all();
+      step_.wait(kCaptures);
+      void* graph = nullptr;
+      ended_ = driver_function<int(cuda::Stream, void**)>("cuStreamEndCapture")(stream, &graph);
+      if (graph != nullptr) driver_function<int(void*)>("cuGraphDestroy")(graph);
+      driver.cuStreamDestroy_v2(stream);
+    });
+    step_.wait(kBegins);
+    EXPECT_EQ(begun_, cuda::kSuccess);
+  }
+  Capturing(const Capturing&) = delete;
+  Capturing& operator=(const Capturing&) = delete;
+  ~Capturing() { end(); }
+  // What cuStreamEndCapture says: CUDA_ERROR_STREAM_CAPTURE_INVALIDATED (901) if somebody has ruined it.
+  int end() {
+    if (!thread_.joinable()) return ended_;
+    step_ = kEnds;
+    step_.notify_all();
+    thread_.join();
+    return ended_;
+  }
+
+ private:
+  enum Step : int { kBegins, kCaptures, kEnds };
+  std::atomic<int> step_{kBegins};
+  int begun_ = -1;
+  int ended_ = -1;
+  std::thread thread_;
+};
 
 class Cuda : public testing::Test {
  protected:
@@ -48,12 +118,12 @@ struct GpuBuffer {
   GpuBuffer& operator=(const GpuBuffer&) = delete;
   ~GpuBuffer() {
     const cuda::Context::Scope scope(*context);
-    context->driver().cuMemFree_v2(address);
+    EXPECT_EQ(context->driver().cuMemFree_v2(address), cuda::kSuccess);
   }
   void put(const std::vector<std::byte>& data) const {
     const cuda::Context::Scope scope(*context);
     EXPECT_EQ(context->driver().cuMemcpyHtoD_v2(address, data.data(), bytes), cuda::kSuccess);
-    context->driver().cuCtxSynchronize();
+    context->driver().cuStreamSynchronize(nullptr);
   }
   std::vector<std::byte> get() const {
     std::vector<std::byte> data(bytes);
@@ -62,11 +132,26 @@ struct GpuBuffer {
     return data;
   }
   std::byte* data() const { return reinterpret_cast<std::byte*>(address); }
+  // Whether a 'synchronous' copy into it is over when it returns (CU_POINTER_ATTRIBUTE_SYNC_MEMOPS).
+  bool is_synchronous() const {
+    unsigned on = 0;
+    EXPECT_EQ(context->driver().cuPointerGetAttribute(&on, 6, address), cuda::kSuccess);
+    return on != 0;
+  }
 
   std::shared_ptr<cuda::Context> context;
   size_t bytes;
   cuda::DevicePointer address = 0;
 };
+
+// A domain of the nvlink lane that says it is of this process.
+inline Result<OpenedDomain> open_nvlink(uint64_t process, ControlQueue& control) {
+  auto connector = std::make_unique<nvlink::NvlinkConnector>(DomainConfig{}, process);
+  if (Status opened = connector->open(); !opened) return opened.error();
+  auto domain = std::make_unique<nvlink::NvlinkDomain>(connector->board(), connector->driver(), control);
+  if (Status opened = domain->open(); !opened) return opened.error();
+  return OpenedDomain{std::move(connector), std::move(domain)};
+}
 
 inline std::vector<std::byte> random_bytes(size_t count, uint64_t seed) {
   std::vector<std::byte> data(count);

@@ -14,28 +14,22 @@
 
 #include "cuda/virtual_memory.h"
 #include "engine/transfer_engine.h"
+#include "providers/nvlink/connector.h"
 #include "providers/nvlink/domain.h"
-#include "providers/nvlink/pieces.h"
+#include "providers/nvlink/peer_regions.h"
 #include "tests/cuda_test_support.h"
 #include "tests/domain_test_support.h"
 
 namespace kvc {
 namespace {
 
-using nvlink::NvlinkDomain;
+using test::driver_function;
 using test::kLinkOfA;
 using test::kLinkOfB;
 using test::must;
 using test::random_bytes;
 using test::run_idle;
 using test::run_until;
-
-// A function of the loaded driver that the engine has no use for; null: it has none of this name.
-template <typename Function>
-Function* driver_function(const char* name) {
-  void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
-  return library == nullptr ? nullptr : reinterpret_cast<Function*>(dlsym(library, name));
-}
 
 struct MemoryLocation {  // CUmemLocation
   int type = 1;          // CU_MEM_LOCATION_TYPE_DEVICE
@@ -124,22 +118,20 @@ class Segment {
 
 // A domain that says it is a process of its own.
 struct End {
-  explicit End(uint64_t process) {
-    auto created = std::make_unique<NvlinkDomain>(DomainConfig{}, sink, process);
-    must(created->open());
-    domain = std::move(created);
-  }
+  explicit End(uint64_t process)
+      : domain(std::make_unique<test::Driven>(
+            [=](ControlQueue& control) { return test::open_nvlink(process, control); })) {}
   uint64_t add(const Segment& segment, size_t offset, size_t bytes) {
     memory.at = segment.data() + offset;
-    return rkey = must(domain->register_region(memory.at, bytes, -1, 0), "register_region");
+    return rkey = must(domain->register_region(memory.at, bytes), "register_region");
   }
 
   struct View {
     std::byte* at = nullptr;
     std::byte* data() const { return at; }
   };
-  test::RecordingSink sink;
-  std::unique_ptr<Domain> domain;
+  test::Record& record() const { return domain->record; }
+  std::unique_ptr<test::Driven> domain;
   View memory;  // of the last region
   uint64_t rkey = 0;
 };
@@ -189,20 +181,34 @@ TEST_F(CudaVmm, PagesGoIntoAndOutOfARegionOfSeveralPieces) {
   here.put(0, random_bytes(here.bytes, 1));
   there.put(0, std::vector<std::byte>(there.bytes));
   ASSERT_EQ(test::post(a, kLinkOfA, b, {.work = 1, .page_bytes = kPage, .from = from, .to = to}), Posted::kYes);
-  run_until({a.domain.get(), b.domain.get()}, [&] { return a.sink.succeeded(1) && b.sink.counted == to.size(); });
+  run_until({a.domain.get(), b.domain.get()},
+            [&] { return a.record().succeeded(1) && b.record().counted == to.size(); });
   EXPECT_TRUE(same(here, there, from, to));
   EXPECT_EQ(there.get(0, kShift), std::vector<std::byte>(kShift)) << "what lies before the region";
 
   there.put(0, random_bytes(there.bytes, 2));
   ASSERT_EQ(test::post(b, kLinkOfB, a, {.work = 2, .page_bytes = kPage, .from = to, .to = from}), Posted::kYes);
-  run_until({a.domain.get(), b.domain.get()}, [&] { return b.sink.succeeded(2) && a.sink.counted == to.size(); });
+  run_until({a.domain.get(), b.domain.get()},
+            [&] { return b.record().succeeded(2) && a.record().counted == to.size(); });
   EXPECT_TRUE(same(there, here, to, from));
 
   const uint64_t end = there.bytes - kShift - 4096;
   ASSERT_EQ(test::post(a, kLinkOfA, b, {.work = 3, .page_bytes = kPage, .from = {0}, .to = {end - kPage + 1}}),
             Posted::kYes);
-  run_until({a.domain.get(), b.domain.get()}, [&] { return a.sink.completed.contains(3); });
-  EXPECT_EQ(a.sink.failure(3), ErrorCode::kOutOfRange);
+  run_until({a.domain.get(), b.domain.get()}, [&] { return a.record().completed.contains(3); });
+  EXPECT_EQ(a.record().failure(3), ErrorCode::kOutOfRange);
+}
+
+TEST_F(CudaVmm, ItsContextIsMadeSynchronousAsPiecesCannotBe) {
+  constexpr unsigned kSyncMemops = 0x80;  // CU_CTX_SYNC_MEMOPS
+  if (driver_->cuCtxSetFlags == nullptr) GTEST_SKIP() << "the driver is older than CUDA 12.1";
+  const Segment segment(first_, {1});
+  End a(1);
+  a.add(segment, 0, segment.bytes);
+  const cuda::Context::Scope scope(*first_);
+  unsigned flags = 0;
+  EXPECT_EQ(driver_->cuCtxGetFlags(&flags), cuda::kSuccess);
+  EXPECT_NE(flags & kSyncMemops, 0U);
 }
 
 TEST_F(CudaVmm, MemoryThatIsRegisteredLaterComesOverTheLinksThatThereAre) {
@@ -220,9 +226,36 @@ TEST_F(CudaVmm, MemoryThatIsRegisteredLaterComesOverTheLinksThatThereAre) {
   here.put(0, random_bytes(2 * kPage, 3));
   ASSERT_EQ(test::post(a, kLinkOfA, b, {.work = 1, .page_bytes = kPage, .from = {0, kPage}, .to = {0, last}}),
             Posted::kYes);
-  run_until({a.domain.get(), b.domain.get()}, [&] { return a.sink.succeeded(1) && b.sink.counted == 2; });
+  run_until({a.domain.get(), b.domain.get()}, [&] { return a.record().succeeded(1) && b.record().counted == 2; });
   EXPECT_EQ(later.get(4096, kPage), here.get(0, kPage));
   EXPECT_EQ(later.get(4096 + last, kPage), here.get(kPage, kPage));
+}
+
+TEST_F(CudaVmm, WhatWasSentAheadAndIsGoneByTheTimeOfTheLinkIsForgotten) {
+  const Segment here(first_, {1});
+  const Segment before(second_, {1, 1, 1});
+  const Segment there(second_, {2, 1});
+  const std::optional<int> mapped = mapped_pieces();
+  End a(1);
+  End b(2);
+  a.add(here, 0, here.bytes);
+  b.add(before, 0, before.bytes);
+  const Bytes offer = must(a.domain->offer(kLinkOfA), "offer");
+  Connector::Accepted accepted = must(b.domain->connector().accept(kLinkOfB, offer), "accept");
+  ASSERT_TRUE(b.domain->deregister_region(b.rkey));
+  b.add(there, 0, there.bytes);  // at its place on the board
+  b.domain->domain().attach(kLinkOfB, std::move(accepted.end));
+  must(a.domain->complete(kLinkOfA, accepted.answer));
+  const std::vector<test::Driven*> both = {a.domain.get(), b.domain.get()};
+  here.put(0, random_bytes(kPage, 3));
+  const uint64_t last = there.bytes - kPage;
+  ASSERT_EQ(test::post(a, kLinkOfA, b, {.work = 1, .page_bytes = kPage, .from = {0}, .to = {last}}), Posted::kYes);
+  run_until(both, [&] { return a.record().succeeded(1); });
+  EXPECT_EQ(there.get(last, kPage), here.get(0, kPage));
+  run_idle(both);
+  if (mapped) {
+    EXPECT_EQ(*mapped_pieces(), *mapped + 3) << "two of b's, and one of a's";
+  }
 }
 
 TEST_F(CudaVmm, ManyPiecesComeWhileTheFirstBatchWaitsForThem) {
@@ -239,15 +272,16 @@ TEST_F(CudaVmm, ManyPiecesComeWhileTheFirstBatchWaitsForThem) {
   const uint64_t last = there.bytes - 12288 - kPage;
   ASSERT_EQ(test::post(a, kLinkOfA, b, {.work = 1, .page_bytes = kPage, .from = {0, kPage}, .to = {0, last}}),
             Posted::kYes);
-  run_until({a.domain.get(), b.domain.get()}, [&] { return a.sink.succeeded(1) && b.sink.counted == 2; });
+  run_until({a.domain.get(), b.domain.get()}, [&] { return a.record().succeeded(1) && b.record().counted == 2; });
   EXPECT_EQ(there.get(12288, kPage), here.get(0, kPage));
   EXPECT_EQ(there.get(12288 + last, kPage), here.get(kPage, kPage));
   run_idle({a.domain.get(), b.domain.get()});
   if (before) {
     EXPECT_EQ(*mapped_pieces(), *before + static_cast<int>(kPieces) + 1) << "each side maps the other's";
   }
-  EXPECT_TRUE(a.domain->fence(kLinkOfA));
-  run_until({a.domain.get(), b.domain.get()}, [&] { return b.sink.down.size() == 1; });
+  test::fence(*a.domain, kLinkOfA);
+  run_until({a.domain.get(), b.domain.get()}, [&] { return b.record().down.size() == 1; });
+  test::fence(*b.domain, kLinkOfB);
   run_idle({a.domain.get(), b.domain.get()});
   if (before) {
     EXPECT_EQ(mapped_pieces(), before);
@@ -285,15 +319,15 @@ TEST_F(CudaVmm, WhatIsDeregisteredIsUnmappedByThePeers) {
   a.add(here, 0, here.bytes);
   b.add(there, 0, there.bytes);
   test::connect(*a.domain, *b.domain);
-  const std::vector<Domain*> both = {a.domain.get(), b.domain.get()};
+  const std::vector<test::Driven*> both = {a.domain.get(), b.domain.get()};
   ASSERT_EQ(test::post(a, kLinkOfA, b, {.work = 1, .page_bytes = kPage, .from = {0}, .to = {there.granule()}}),
             Posted::kYes);
-  run_until(both, [&] { return a.sink.succeeded(1); });
+  run_until(both, [&] { return a.record().succeeded(1); });
   const uint64_t old = b.rkey;
   run_until(both, [&] { return b.domain->deregister_region(old); });
   ASSERT_EQ(test::post(a, kLinkOfA, b, {.work = 2, .page_bytes = kPage, .from = {0}, .to = {0}}), Posted::kYes);
-  run_until(both, [&] { return a.sink.completed.contains(2); });
-  EXPECT_EQ(a.sink.failure(2), ErrorCode::kUnknownRegion);
+  run_until(both, [&] { return a.record().completed.contains(2); });
+  EXPECT_EQ(a.record().failure(2), ErrorCode::kUnknownRegion);
   run_idle(both);
   if (before) {
     EXPECT_EQ(*mapped_pieces(), *before + 1) << "b's mapping of a's memory is what is left";
@@ -303,13 +337,13 @@ TEST_F(CudaVmm, WhatIsDeregisteredIsUnmappedByThePeers) {
   here.put(0, random_bytes(kPage, 5));
   ASSERT_EQ(test::post(a, kLinkOfA, b, {.work = 3, .page_bytes = kPage, .from = {0}, .to = {there.granule()}}),
             Posted::kYes);
-  run_until(both, [&] { return a.sink.succeeded(3); });
+  run_until(both, [&] { return a.record().succeeded(3); });
   EXPECT_EQ(there.get(4096 + there.granule(), kPage), here.get(0, kPage));
   ASSERT_EQ(test::post(a, kLinkOfA, b,
                        {.work = 4, .page_bytes = kPage, .from = {0}, .to = {0}, .counted = false, .rkey = old}),
             Posted::kYes);
-  run_until(both, [&] { return a.sink.completed.contains(4); });
-  EXPECT_EQ(a.sink.failure(4), ErrorCode::kUnknownRegion);
+  run_until(both, [&] { return a.record().completed.contains(4); });
+  EXPECT_EQ(a.record().failure(4), ErrorCode::kUnknownRegion);
 }
 
 TEST_F(CudaVmm, NothingIsUnmappedThatACopyUnderWayWritesTo) {
@@ -322,7 +356,7 @@ TEST_F(CudaVmm, NothingIsUnmappedThatACopyUnderWayWritesTo) {
   a.add(here, 0, here.bytes);
   b.add(there, 0, there.bytes);
   test::connect(*a.domain, *b.domain);
-  const std::vector<Domain*> both = {a.domain.get(), b.domain.get()};
+  const std::vector<test::Driven*> both = {a.domain.get(), b.domain.get()};
   size_t posted = 0;
   for (int round = 0; round < 20; ++round) {
     const size_t before = posted;
@@ -334,18 +368,16 @@ TEST_F(CudaVmm, NothingIsUnmappedThatACopyUnderWayWritesTo) {
       ASSERT_EQ(test::post(a, kLinkOfA, b, batch), Posted::kYes);
     }
     // The peer says in the middle of the copies that the region is gone, and is heard.
-    run_until(both, [&] { return a.sink.completed.size() > before; });
-    run_until(both, [&] { return b.domain->deregister_region(b.rkey) && a.sink.completed.size() == posted; });
-    EXPECT_EQ(a.sink.failure(posted), ErrorCode::kUnknownRegion) << "the batches were over before the region was";
+    run_until(both, [&] { return a.record().completed.size() > before; });
+    run_until(both, [&] { return b.domain->deregister_region(b.rkey) && a.record().completed.size() == posted; });
+    EXPECT_EQ(a.record().failure(posted), ErrorCode::kUnknownRegion) << "the batches were over before the region was";
     b.add(there, 0, there.bytes);
   }
-  EXPECT_TRUE(a.sink.down.empty());
+  EXPECT_TRUE(a.record().down.empty());
 }
 
-TEST_F(CudaVmm, ASlowGpuHoldsUpThePeersFenceAndNotItsOwn) {
-  auto* const hold = driver_function<int(int)>("fakeHoldCopies");
-  auto* const held = driver_function<int()>("fakeHeldCopies");
-  if (hold == nullptr) GTEST_SKIP() << "a real driver is loaded: only its stand-in holds copies";
+TEST_F(CudaVmm, ASlowGpuHoldsUpBothFences) {
+  if (!test::HeldCopies::possible()) GTEST_SKIP() << "a real driver is loaded: only its stand-in holds copies";
   const Segment here(first_, {1});
   const Segment there(second_, {1});
   End a(1);
@@ -353,27 +385,31 @@ TEST_F(CudaVmm, ASlowGpuHoldsUpThePeersFenceAndNotItsOwn) {
   a.add(here, 0, here.bytes);
   b.add(there, 0, there.bytes);
   test::connect(*a.domain, *b.domain);
-  const std::vector<Domain*> both = {a.domain.get(), b.domain.get()};
+  const std::vector<test::Driven*> both = {a.domain.get(), b.domain.get()};
   const std::vector<std::byte> source = random_bytes(kPage, 3);
   here.put(0, source);
-  hold(1);
-  ASSERT_EQ(test::post(a, kLinkOfA, b, {.work = 1, .page_bytes = kPage, .from = {0}, .to = {0}}), Posted::kYes);
-  run_until(both, [&] { return held() == 1; });
-  EXPECT_FALSE(a.sink.completed.contains(1));
-  EXPECT_TRUE(a.domain->fence(kLinkOfA));
-  EXPECT_EQ(a.sink.failure(1), ErrorCode::kPeerDown) << "before fence() returns for the first time";
-  EXPECT_FALSE(b.domain->fence(kLinkOfB)) << "a copy may still land";
-  EXPECT_FALSE(b.domain->deregister_region(b.rkey));
-  hold(0);
+  {
+    const test::HeldCopies held;
+    ASSERT_EQ(test::post(a, kLinkOfA, b, {.work = 1, .page_bytes = kPage, .from = {0}, .to = {0}}), Posted::kYes);
+    run_until(both, [&] { return held.count() == 1; });
+    for (int turn = 0; turn < 10; ++turn) {
+      EXPECT_FALSE(a.domain->fence(kLinkOfA)) << "a copy still reads the source";
+      EXPECT_FALSE(b.domain->fence(kLinkOfB)) << "a copy may still land";
+      EXPECT_FALSE(b.domain->deregister_region(b.rkey));
+      for (test::Driven* domain : both) domain->poll();
+    }
+    EXPECT_FALSE(a.record().completed.contains(1));
+  }
   run_until(both, [&] { return b.domain->fence(kLinkOfB); });
-  EXPECT_TRUE(b.domain->deregister_region(b.rkey));
   EXPECT_TRUE(there.get(0, kPage) == source) << "through means landed";
-  EXPECT_EQ(a.sink.completed.size(), 1U) << "once";
+  run_until(both, [&] { return a.domain->fence(kLinkOfA); });
+  EXPECT_EQ(a.record().failure(1), ErrorCode::kPeerDown);
+  run_until(both, [&] { return b.domain->deregister_region(b.rkey); });
   // The GPU is no worse for it.
   b.add(there, 0, there.bytes);
   test::connect(*a.domain, *b.domain, 31, 32);
   ASSERT_EQ(test::post(a, 31, b, {.work = 2, .page_bytes = kPage, .from = {0}, .to = {0}}), Posted::kYes);
-  run_until(both, [&] { return a.sink.succeeded(2); });
+  run_until(both, [&] { return a.record().succeeded(2); });
 }
 
 TEST_F(CudaVmm, ABatchThatWaitsForPiecesEndsWithItsRegionAndWithItsLink) {
@@ -391,17 +427,21 @@ TEST_F(CudaVmm, ABatchThatWaitsForPiecesEndsWithItsRegionAndWithItsLink) {
     // b has no turn in which it could send the pieces.
     ASSERT_EQ(test::post(a, kLinkOfA, b, {.work = 1, .page_bytes = kPage, .from = {0}, .to = {0}}), Posted::kYes);
     run_idle({a.domain.get()});
-    ASSERT_FALSE(a.sink.completed.contains(1));
+    ASSERT_FALSE(a.record().completed.contains(1));
     EXPECT_TRUE(a.domain->prepare_sleep()) << "nothing to do but to wait";
     if (how == std::string("the region")) {
-      EXPECT_TRUE(b.domain->deregister_region(b.rkey));
+      EXPECT_FALSE(b.domain->deregister_region(b.rkey)) << "a has not said that it is not mapped there";
     } else if (how == std::string("the link")) {
-      EXPECT_TRUE(a.domain->fence(kLinkOfA));
+      test::fence(*a.domain, kLinkOfA);
     } else {
       b.domain.reset();
     }
-    run_until({a.domain.get()}, [&] { return a.sink.completed.contains(1); });
-    EXPECT_EQ(a.sink.failure(1), how == std::string("the region") ? ErrorCode::kUnknownRegion : ErrorCode::kPeerDown);
+    run_until({a.domain.get()}, [&] { return a.record().completed.contains(1); });
+    EXPECT_EQ(a.record().failure(1),
+              how == std::string("the region") ? ErrorCode::kUnknownRegion : ErrorCode::kPeerDown);
+    if (how == std::string("the region")) {
+      run_until({a.domain.get(), b.domain.get()}, [&] { return b.domain->deregister_region(b.rkey); });
+    }
   }
 }
 
@@ -420,16 +460,16 @@ TEST_F(CudaVmm, MemoryThatCannotBeMappedFailsTheLinksSetUp) {
   ASSERT_FALSE(completed.ok());
   EXPECT_EQ(completed.error().code, ErrorCode::kRefused);
   EXPECT_NE(completed.error().message.find("need another lane"), std::string::npos) << completed.error().message;
-  a.domain->fence(kLinkOfA);
-  run_until({a.domain.get(), b.domain.get()}, [&] { return b.sink.down.size() == 1; });
+  run_until({a.domain.get(), b.domain.get()}, [&] { return b.record().down.size() == 1; });
+  test::fence(*b.domain, kLinkOfB);
 
   // The offerer's memory comes after the answer.
   fail_imports(false);
   test::connect(*a.domain, *b.domain, kLinkOfA + 100, kLinkOfB + 100);
   fail_imports(true);
-  run_until({a.domain.get(), b.domain.get()}, [&] { return b.sink.down.size() == 2; });
-  EXPECT_EQ(b.sink.down.back().link, kLinkOfB + 100);
-  EXPECT_EQ(b.sink.down.back().error.code, ErrorCode::kRefused);
+  run_until({a.domain.get(), b.domain.get()}, [&] { return b.record().down.size() == 2; });
+  EXPECT_EQ(b.record().down.back().link, kLinkOfB + 100);
+  EXPECT_EQ(b.record().down.back().error.code, ErrorCode::kRefused);
 }
 
 TEST_F(CudaVmm, LaterMemoryThatCannotBeMappedFailsItsBatchesAlone) {
@@ -442,17 +482,17 @@ TEST_F(CudaVmm, LaterMemoryThatCannotBeMappedFailsItsBatchesAlone) {
   b.add(there, 0, 4096);
   const uint64_t good = b.rkey;
   test::connect(*a.domain, *b.domain);
-  const std::vector<Domain*> both = {a.domain.get(), b.domain.get()};
+  const std::vector<test::Driven*> both = {a.domain.get(), b.domain.get()};
   run_idle(both);
   fail_imports(true);
   b.add(there, 0, there.bytes);
   ASSERT_EQ(test::post(a, kLinkOfA, b, {.work = 1, .page_bytes = kPage, .from = {0}, .to = {0}}), Posted::kYes);
   ASSERT_EQ(test::post(a, kLinkOfA, b, {.work = 2, .page_bytes = 4096, .from = {0}, .to = {0}, .rkey = good}),
             Posted::kYes);
-  run_until(both, [&] { return a.sink.completed.size() == 2; });
-  EXPECT_EQ(a.sink.failure(1), ErrorCode::kRefused);
-  EXPECT_TRUE(a.sink.succeeded(2));
-  EXPECT_TRUE(a.sink.down.empty());
+  run_until(both, [&] { return a.record().completed.size() == 2; });
+  EXPECT_EQ(a.record().failure(1), ErrorCode::kRefused);
+  EXPECT_TRUE(a.record().succeeded(2));
+  EXPECT_TRUE(a.record().down.empty());
 }
 
 TEST_F(CudaVmm, EnginesOfOneProcessReachEachOthersPieces) {
@@ -484,94 +524,167 @@ TEST_F(CudaVmm, EnginesOfOneProcessReachEachOthersPieces) {
 
 class CudaVmmPeer : public CudaVmm {
  protected:
-  static constexpr uint32_t kName = 7;
+  using State = nvlink::PeerRegion::State;
+  static constexpr uint32_t kPlace = 5;
+  static constexpr uint64_t kKey = (uint64_t{9} << 32) + kPlace;
 
   // The peer's board has one region of this many bytes of pieces.
   void SetUp() override {
     CudaVmm::SetUp();
     if (IsSkipped() || HasFatalFailure()) return;
     segment_.emplace(first_, std::vector<size_t>{1, 1, 1});
-    nvlink::RegionEntry& entry = board_->regions[5];
-    entry.memory.store(kName);
+    peer_ = std::make_unique<nvlink::PeerRegions>(std::make_shared<nvlink::PeerMemory>(first_), false);
+    nvlink::RegionEntry& entry = board_->regions[kPlace];
     entry.pieces_bytes.store(2 * segment_->granule());
-    entry.rkey.store(nvlink::kMaxRegions + 5);
+    entry.rkey.store(kKey);
+    board_->places.store(kPlace + 1);
+  }
+  void TearDown() override {
+    if (peer_ != nullptr) peer_->take_all();
+    CudaVmm::TearDown();
   }
   UniqueFd piece(size_t index) {
     return must(cuda::export_piece(*driver_, segment_->address + index * segment_->granule()), "export");
   }
-  same_host::Message message(uint64_t bytes, uint32_t name = kName) {
-    return {.kind = same_host::MessageKind::kMemory, .memory = name, .bytes = bytes};
+  bool hear(uint64_t bytes, UniqueFd descriptor, uint32_t place = kPlace, uint64_t key = kKey - kPlace) {
+    return peer_->hear({.kind = same_host::MessageKind::kMemory, .memory = place, .bytes = bytes, .key = key + place},
+                       std::move(descriptor), *board_, control_);
+  }
+  bool hear_piece(size_t index) { return hear(segment_->granule(), piece(index)); }
+  // Null: nothing of it has come.
+  const nvlink::PeerRegion* find() { return peer_->find(kKey, board_->regions[kPlace], control_); }
+  bool forget(uint32_t place) { return peer_->forget({.kind = same_host::MessageKind::kForget, .memory = place}, 0); }
+  bool advance() {
+    return peer_->advance(told_, control_, [](uint64_t) { return true; });
   }
 
   std::optional<Segment> segment_;
   std::unique_ptr<nvlink::Board> board_ = std::make_unique<nvlink::Board>();
-  nvlink::PieceReceiver receiver_;
+  test::ManualControl control_;
+  std::unique_ptr<nvlink::PeerRegions> peer_;
+  nvlink::AccountWords told_{};
 };
 
 TEST_F(CudaVmmPeer, ADescriptorAndASizeBelongTogether) {
-  EXPECT_FALSE(receiver_.hear(message(segment_->granule()), UniqueFd{}));
-  EXPECT_FALSE(receiver_.hear(message(0), piece(0)));
-  EXPECT_FALSE(receiver_.hear(message(segment_->granule(), 0), piece(0)));
-  EXPECT_FALSE(receiver_.has_work());
+  EXPECT_FALSE(hear(segment_->granule(), UniqueFd{}));
+  EXPECT_FALSE(hear(0, piece(0)));
+  EXPECT_FALSE(hear(segment_->granule(), piece(0), kPlace + 1)) << "no such place";
+  EXPECT_FALSE(hear(segment_->granule(), piece(0), nvlink::kMaxRegions));
+  EXPECT_FALSE(forget(nvlink::kMaxRegions));
+  EXPECT_EQ(find(), nullptr);
 }
 
 TEST_F(CudaVmmPeer, MorePiecesAtATimeThanAgreedOnAreRefused) {
-  for (uint32_t i = 0; i < nvlink::kUntakenPieces; ++i) {
-    EXPECT_TRUE(receiver_.hear(message(segment_->granule()), piece(0)));
-  }
-  EXPECT_FALSE(receiver_.hear(message(segment_->granule()), piece(0)));
-  EXPECT_FALSE(receiver_.forget(kName)) << "nothing was mapped";
-  EXPECT_EQ(receiver_.taken(), nvlink::kUntakenPieces);
-  EXPECT_TRUE(receiver_.hear(message(segment_->granule()), piece(0)));
+  board_->regions[kPlace].pieces_bytes.store(100 * segment_->granule());
+  for (uint32_t i = 0; i < nvlink::kUntakenPieces; ++i) EXPECT_TRUE(hear_piece(0));
+  EXPECT_FALSE(hear_piece(0));
+  control_.work();
+  EXPECT_TRUE(advance());
+  EXPECT_EQ(told_.pieces_taken.load(), nvlink::kUntakenPieces);
+  EXPECT_TRUE(hear_piece(0));
 }
 
 TEST_F(CudaVmmPeer, MorePiecesThanTheRegionHasAreRefused) {
-  for (size_t i = 0; i < 3; ++i) ASSERT_TRUE(receiver_.hear(message(segment_->granule()), piece(i)));
-  EXPECT_TRUE(receiver_.map_next(first_, *board_));
-  EXPECT_FALSE(receiver_.find(kName)->arrived());
-  EXPECT_TRUE(receiver_.map_next(first_, *board_));
-  EXPECT_TRUE(receiver_.find(kName)->arrived());
-  EXPECT_FALSE(receiver_.map_next(first_, *board_));
+  const std::optional<int> before = mapped_pieces();
+  ASSERT_TRUE(hear_piece(0));
+  control_.work();
+  EXPECT_EQ(find()->state(), State::kComing);
+  ASSERT_TRUE(hear_piece(1));
+  EXPECT_EQ(find()->state(), State::kComing) << "the control thread has not come to it";
+  control_.work();
+  EXPECT_EQ(find()->state(), State::kReady);
+  if (before) {
+    EXPECT_EQ(*mapped_pieces(), *before + 2);
+  }
+  EXPECT_FALSE(hear_piece(2));
 }
 
 TEST_F(CudaVmmPeer, PiecesOfARegionThatIsGoneAreDropped) {
-  ASSERT_TRUE(receiver_.hear(message(segment_->granule(), kName + 1), piece(0)));
-  EXPECT_TRUE(receiver_.map_next(first_, *board_));
-  EXPECT_EQ(receiver_.find(kName + 1), nullptr);
-  EXPECT_EQ(receiver_.taken(), 1U);
+  board_->regions[kPlace].rkey.store(0);
+  ASSERT_TRUE(hear_piece(0));
+  EXPECT_EQ(find(), nullptr);
+  EXPECT_TRUE(advance());
+  EXPECT_EQ(told_.pieces_taken.load(), 1U);
+}
+
+TEST_F(CudaVmmPeer, PiecesOfTheRegionThatHadItsPlaceAreNotTakenForItsOwn) {
+  const uint64_t old = kKey - kPlace - (uint64_t{1} << 32);
+  ASSERT_TRUE(hear(segment_->granule(), piece(0), kPlace, old));
+  EXPECT_EQ(find(), nullptr);
+  ASSERT_TRUE(forget(kPlace));
+  ASSERT_TRUE(hear_piece(1));
+  EXPECT_FALSE(hear(segment_->granule(), piece(0), kPlace, old)) << "it was forgotten";
+}
+
+TEST_F(CudaVmmPeer, ARegionWhosePlaceIsStillTheOneBeforeItsWaits) {
+  const uint64_t later = kKey + (uint64_t{1} << 32);
+  ASSERT_TRUE(hear_piece(0));
+  board_->regions[kPlace].rkey.store(later);
+  EXPECT_EQ(peer_->find(later, board_->regions[kPlace], control_), nullptr);
+  EXPECT_TRUE(peer_->awaits(later));
 }
 
 TEST_F(CudaVmmPeer, WhatIsNoMemoryOrOfAnotherSizeFailsTheRegion) {
   for (const bool wrong_size : {false, true}) {
-    nvlink::PieceReceiver receiver;
     UniqueFd descriptor = wrong_size ? piece(0) : UniqueFd(open("/dev/null", O_RDWR | O_CLOEXEC));
-    ASSERT_TRUE(receiver.hear(message((wrong_size ? 2 : 1) * segment_->granule()), std::move(descriptor)));
-    ASSERT_TRUE(receiver.map_next(first_, *board_));
-    ASSERT_NE(receiver.find(kName), nullptr);
-    EXPECT_TRUE(receiver.find(kName)->arrived());
-    EXPECT_EQ(receiver.find(kName)->failed->code, ErrorCode::kRefused);
-    EXPECT_NE(receiver.cannot_map(), nullptr);
+    ASSERT_TRUE(hear((wrong_size ? 2 : 1) * segment_->granule(), std::move(descriptor)));
+    EXPECT_EQ(peer_->useless(), nullptr) << "nobody knows yet";
+    control_.work();
+    ASSERT_EQ(find()->state(), State::kFailed);
+    EXPECT_EQ(find()->error().code, ErrorCode::kRefused);
+    ASSERT_NE(peer_->useless(), nullptr);
+    ASSERT_TRUE(forget(kPlace));
+    EXPECT_TRUE(advance());
+    control_.work();
   }
 }
 
 TEST_F(CudaVmmPeer, ARegionOfImpossibleSizeFails) {
-  board_->regions[5].pieces_bytes.store(UINT64_MAX);
-  ASSERT_TRUE(receiver_.hear(message(segment_->granule()), piece(0)));
-  ASSERT_TRUE(receiver_.map_next(first_, *board_));
-  ASSERT_NE(receiver_.find(kName), nullptr);
-  EXPECT_TRUE(receiver_.find(kName)->failed);
-  const auto forgotten = receiver_.forget(kName);
-  ASSERT_TRUE(forgotten);
-  EXPECT_EQ(forgotten->allocation, nullptr);
+  board_->regions[kPlace].pieces_bytes.store(UINT64_MAX);
+  ASSERT_TRUE(hear_piece(0));
+  control_.work();
+  EXPECT_EQ(find()->state(), State::kFailed);
+}
+
+TEST_F(CudaVmmPeer, ARegionLargerThanItsPiecesFails) {
+  board_->regions[kPlace].offset.store(segment_->granule());
+  board_->regions[kPlace].length.store(segment_->granule() + 1);
+  ASSERT_TRUE(hear_piece(0));
+  ASSERT_TRUE(hear_piece(1));
+  control_.work();
+  ASSERT_EQ(find()->state(), State::kFailed);
+  EXPECT_EQ(find()->error().code, ErrorCode::kOutOfRange);
 }
 
 TEST_F(CudaVmmPeer, APeerThatCannotExportSaysSo) {
-  ASSERT_TRUE(receiver_.hear(message(segment_->granule()), piece(0)));
-  ASSERT_TRUE(receiver_.hear(message(0), UniqueFd{}));
-  ASSERT_TRUE(receiver_.map_next(first_, *board_));
-  ASSERT_TRUE(receiver_.map_next(first_, *board_));
-  ASSERT_TRUE(receiver_.find(kName)->failed);
-  EXPECT_NE(receiver_.find(kName)->failed->message.find("could not export"), std::string::npos);
+  ASSERT_TRUE(hear_piece(0));
+  ASSERT_TRUE(hear(0, UniqueFd{}));
+  control_.work();
+  ASSERT_EQ(find()->state(), State::kFailed);
+  EXPECT_NE(find()->error().message.find("could not export"), std::string::npos);
+  EXPECT_EQ(peer_->useless(), nullptr) << "some of it could be mapped";
+}
+
+TEST_F(CudaVmmPeer, WhatIsForgottenIsUnmappedBeforeThePeerHearsOfIt) {
+  const std::optional<int> before = mapped_pieces();
+  for (size_t i = 0; i < 2; ++i) ASSERT_TRUE(hear_piece(i));
+  control_.work();
+  ASSERT_TRUE(forget(kPlace));
+  ASSERT_TRUE(forget(0)) << "nothing of it was mapped";
+  bool settled = false;
+  peer_->advance(told_, control_, [&](uint64_t) { return settled; });
+  control_.work();
+  EXPECT_FALSE(peer_->advance(told_, control_, [&](uint64_t) { return settled; })) << "copies are under way";
+  EXPECT_EQ(told_.let_go.load(), 0U);
+  settled = true;
+  peer_->advance(told_, control_, [&](uint64_t) { return settled; });
+  EXPECT_EQ(told_.let_go.load(), 0U) << "the control thread has not come to it";
+  control_.work();
+  if (before) {
+    EXPECT_EQ(mapped_pieces(), before);
+  }
+  EXPECT_TRUE(advance());
+  EXPECT_EQ(told_.let_go.load(), 2U);
 }
 
 }  // namespace

@@ -313,7 +313,11 @@ TEST_P(Conformance, ArmedLayersArePostedWhenTheSignalPassesThem) {
   const auto expect_layers = [&](size_t posted) {
     std::vector<uint64_t> expected(kLayers, 0);
     std::fill_n(expected.begin(), posted, kPages);
-    while (values()[posted - 1] < kPages) std::this_thread::yield();
+    const auto complete = [&] {
+      const std::vector<uint64_t> now = values();
+      return std::equal(now.begin(), now.begin() + static_cast<ptrdiff_t>(posted), expected.begin());
+    };
+    while (!complete()) std::this_thread::yield();
     EXPECT_EQ(values(), expected);
     // Nothing but those layers was even posted.
     must(pair.sender.engine->quiesce(transfer, kLimit));

@@ -36,7 +36,9 @@ struct Rig {
       : fabric(next_name()),
         faults(fabric),
         pair(on_fabric("sender", fabric, "s", sender_nics, seed),
-             on_fabric("receiver", fabric, "r", receiver_nics, seed), bytes) {}
+             on_fabric("receiver", fabric, "r", receiver_nics, seed), bytes) {
+    pair.make_links();
+  }
   static std::string next_name() {
     static std::atomic<int> count{0};
     return "failover-" + std::to_string(++count);
@@ -192,6 +194,7 @@ TEST_P(OverEveryLane, AWrongKeyCostsTheOtherTransfersNothing) {
   constexpr size_t kBytes = 8 << 20;
   Pair pair(GetParam(), kBytes, 2, 2);
   TransferEngine& sender = *pair.sender.engine;
+  pair.make_links();
   fill_random(pair.sender.data(), kBytes, 6);
   Bytes descriptor = must(pair.receiver.engine->region_descriptor(pair.receiver.region));
   descriptor.back() ^= std::byte{0xFF};  // the last byte is the second domain's key's
@@ -363,49 +366,6 @@ TEST(Failover, MessagesArriveOnceEach) {
     EXPECT_EQ(received, kMessages);
     EXPECT_TRUE(std::all_of(times.begin(), times.end(), [](int n) { return n == 1; }));
   }
-}
-
-// A provider that cannot tell links apart: nobody could say what is missing, so nothing is guessed.
-class BlindSink final : public DomainSink {
- public:
-  explicit BlindSink(DomainSink& sink) : sink_(sink) {}
-  void on_complete(WorkId work, const Error* error) noexcept override { sink_.on_complete(work, error); }
-  void on_immediate(LinkId, uint32_t immediate) noexcept override { sink_.on_immediate(0, immediate); }
-  bool on_message(LinkId link, std::span<const std::byte> message) noexcept override {
-    return sink_.on_message(link, message);
-  }
-  void on_link_down(LinkId link, const Error& error, bool fenced) noexcept override {
-    sink_.on_link_down(link, error, fenced);
-  }
-
- private:
-  DomainSink& sink_;
-};
-
-TEST(Failover, WhereImmediatesDoNotTellTheirLinkTheTransferFails) {
-  const std::string fabric = Rig::next_name();
-  sim::Faults faults(fabric);
-  std::vector<std::unique_ptr<BlindSink>> sinks;
-  EngineConfig blind = on_fabric("receiver", fabric, "r", 2, 1);
-  blind.open = [&](const DomainConfig& domain, DomainSink& sink) {
-    return open_domain(domain, *sinks.emplace_back(std::make_unique<BlindSink>(sink)));
-  };
-  constexpr size_t kPages = 4000;
-  Pair pair(on_fabric("sender", fabric, "s", 2, 1), std::move(blind), kPages * kPage);
-  faults.cut_after("s0", 200);
-  PagedWrite write;
-  write.page_bytes = kPage;
-  write.source = pair.sender.region;
-  write.target = pair.receiver_region;
-  write.source_pages = write.target_pages = {shuffled(kPages, kPages, 1), kPage, 0};
-  const auto [set, immediate] = pair.counter(kPages);
-  write.immediate = immediate;
-  const TransferId transfer = must(pair.sender.engine->open_transfer(pair.to_receiver));
-  must(pair.sender.engine->write_pages(transfer, write));
-  must(pair.sender.engine->seal(transfer));
-  const Event event = ended(*pair.sender.engine, transfer);
-  EXPECT_EQ(event.kind, EventKind::kTransferFailed);
-  EXPECT_LT(pair.count(set), kPages);
 }
 
 TEST(Failover, TheOnlyLinkOfAPeerIsThePeer) {

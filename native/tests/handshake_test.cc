@@ -21,12 +21,14 @@ Bytes bytes_of(std::initializer_list<int> values) {
 }
 
 Offer sample_offer() {
-  return Offer{"prefill-0",
-               {{"host", 2, {bytes_of({1, 2}), bytes_of({}), bytes_of({3})}}, {"tcp", 1, {bytes_of({9, 9, 9})}}}};
+  return Offer{"prefill-0", {{"host", 2, 1, bytes_of({1, 2})}, {"tcp", 1, 0, bytes_of({9, 9, 9})}}};
 }
-Answer sample_answer() { return Answer{"decode-0", "tcp", 3, {bytes_of({4}), bytes_of({5, 6})}}; }
+Answer sample_answer() { return Answer{"decode-0", "tcp", 3, 2, bytes_of({5, 6})}; }
+// Two pieces of memory, one of which the second lane does not take, and three regions in them.
 RegionDescriptor sample_region() {
-  return RegionDescriptor{0x7f0000001000, 1 << 30, {{"host", {1, 2}}, {"tcp", {UINT64_MAX}}}};
+  return RegionDescriptor{{{"host", 2}, {"tcp", 1}},
+                          {{0x7f0000001000, 1 << 30, {{1, 2}, {UINT64_MAX}}}, {0x1000, 4096, {{3, 4}, {}}}},
+                          {{0, 0, 1 << 20}, {1, 96, 4000}, {0, 1 << 20, 77}}};
 }
 
 TEST(Handshake, MessagesSurviveTheWire) {
@@ -36,23 +38,31 @@ TEST(Handshake, MessagesSurviveTheWire) {
   ASSERT_EQ(offer->lanes.size(), 2U);
   EXPECT_EQ(offer->lanes[0].provider, "host");
   EXPECT_EQ(offer->lanes[0].domains, 2U);
-  EXPECT_EQ(offer->lanes[0].links, sample_offer().lanes[0].links);
-  EXPECT_EQ(offer->lanes[1].links, sample_offer().lanes[1].links);
+  EXPECT_EQ(offer->lanes[0].domain, 1U);
+  EXPECT_EQ(offer->lanes[0].link, sample_offer().lanes[0].link);
+  EXPECT_EQ(offer->lanes[1].link, sample_offer().lanes[1].link);
 
   const std::optional<Answer> answer = decode_answer(encode(sample_answer()));
   ASSERT_TRUE(answer);
   EXPECT_EQ(answer->engine, "decode-0");
   EXPECT_EQ(answer->provider, "tcp");
   EXPECT_EQ(answer->domains, 3U);
-  EXPECT_EQ(answer->links, sample_answer().links);
+  EXPECT_EQ(answer->domain, 2U);
+  EXPECT_EQ(answer->link, sample_answer().link);
 
   const std::optional<RegionDescriptor> region = decode_region_descriptor(encode(sample_region()));
   ASSERT_TRUE(region);
-  EXPECT_EQ(region->base, 0x7f0000001000U);
-  EXPECT_EQ(region->bytes, 1U << 30);
   ASSERT_EQ(region->lanes.size(), 2U);
-  EXPECT_EQ(region->lanes[0].rkeys, (std::vector<uint64_t>{1, 2}));
-  EXPECT_EQ(region->lanes[1].rkeys, std::vector<uint64_t>{UINT64_MAX});
+  EXPECT_EQ(region->lanes[0].provider, "host");
+  ASSERT_EQ(region->memories.size(), 2U);
+  EXPECT_EQ(region->memories[0].base, 0x7f0000001000U);
+  EXPECT_EQ(region->memories[0].bytes, 1U << 30);
+  EXPECT_EQ(region->memories[0].rkeys, sample_region().memories[0].rkeys);
+  EXPECT_EQ(region->memories[1].rkeys, sample_region().memories[1].rkeys);
+  ASSERT_EQ(region->regions.size(), 3U);
+  EXPECT_EQ(region->regions[1].memory, 1U);
+  EXPECT_EQ(region->regions[1].offset, 96U);
+  EXPECT_EQ(region->regions[1].bytes, 4000U);
 }
 
 TEST(Handshake, OneKindIsNotAnother) {
@@ -80,10 +90,13 @@ TEST(Handshake, EveryTruncationAndEveryExtensionIsRefused) {
 
 TEST(Handshake, LimitsHold) {
   Offer offer = sample_offer();
-  offer.lanes[0].links.assign(kMaxDomains + 1, bytes_of({1}));
+  offer.lanes[0].domains = kMaxDomains + 1;
   EXPECT_FALSE(decode_offer(encode(offer)));
   offer = sample_offer();
-  offer.lanes[0].links[0].resize(kMaxLinkBytes + 1);
+  offer.lanes[0].domain = offer.lanes[0].domains;
+  EXPECT_FALSE(decode_offer(encode(offer)));
+  offer = sample_offer();
+  offer.lanes[0].link.resize(kMaxLinkBytes + 1);
   EXPECT_FALSE(decode_offer(encode(offer)));
   offer = sample_offer();
   offer.lanes[0].domains = 0;
@@ -95,13 +108,24 @@ TEST(Handshake, LimitsHold) {
   offer.engine.assign(kMaxNameBytes + 1, 'x');
   EXPECT_FALSE(decode_offer(encode(offer)));
   Answer answer = sample_answer();
-  answer.links.clear();
+  answer.domain = 3;
   EXPECT_FALSE(decode_answer(encode(answer)));
-  RegionDescriptor region = sample_region();
-  region.bytes = 0;
-  EXPECT_FALSE(decode_region_descriptor(encode(region)));
-  region.bytes = UINT64_MAX - region.base + 1;  // ends beyond the address space
-  EXPECT_FALSE(decode_region_descriptor(encode(region)));
+  const auto refused = [](auto change) {
+    RegionDescriptor region = sample_region();
+    change(region);
+    return !decode_region_descriptor(encode(region));
+  };
+  EXPECT_TRUE(refused([](RegionDescriptor& region) { region.memories[0].bytes = 0; }));
+  EXPECT_TRUE(refused([](RegionDescriptor& region) {  // ends beyond the address space
+    region.memories[0].bytes = UINT64_MAX - region.memories[0].base + 1;
+  }));
+  EXPECT_TRUE(refused([](RegionDescriptor& region) { region.lanes[0].domains = 0; }));
+  EXPECT_TRUE(refused([](RegionDescriptor& region) { region.memories.clear(); }));
+  EXPECT_TRUE(refused([](RegionDescriptor& region) { region.regions.clear(); }));
+  EXPECT_TRUE(refused([](RegionDescriptor& region) { region.regions[1].memory = 2; }));
+  EXPECT_TRUE(refused([](RegionDescriptor& region) { region.regions[1].bytes = 0; }));
+  EXPECT_TRUE(refused([](RegionDescriptor& region) { region.regions[1].offset = 97; }));  // beyond its memory
+  EXPECT_TRUE(refused([](RegionDescriptor& region) { region.regions[1].offset = UINT64_MAX; }));
 }
 
 // Seeded: mutations of good messages, and noise. Nothing to assert about most results but that they come back.

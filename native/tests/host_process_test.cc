@@ -37,7 +37,7 @@ TEST_P(HostProcesses, PagesArriveInTheOtherProcess) {
     for (const auto& [from, to] : scattered().pages) std::memcpy(expected.data() + to, reference.memory + from, 4099);
     std::memcpy(expected.data() + (1 << 20), reference.memory + (1 << 20), 3 << 20);
     accept_over(pipe, end);
-    run_until({end.domain.get()}, [&] { return end.sink.counted == 65; }, "65 pages");
+    run_until({end.domain.get()}, [&] { return end.record().counted == 65; }, "65 pages");
     EXPECT_EQ(end.contents(), expected);
   });
   End end(GetParam(), bytes);
@@ -45,9 +45,9 @@ TEST_P(HostProcesses, PagesArriveInTheOtherProcess) {
   const uint64_t rkey = offer_over(*child.pipe, end);
   post(end, kLinkOfA, rkey, scattered());
   post(end, kLinkOfA, rkey, {.work = 2, .page_bytes = 3 << 20, .pages = {{1 << 20, 1 << 20}}});
-  run_until({end.domain.get()}, [&] { return end.sink.completed.size() == 2; }, "both batches");
-  EXPECT_TRUE(end.sink.succeeded(1));
-  EXPECT_TRUE(end.sink.succeeded(2));
+  run_until({end.domain.get()}, [&] { return end.record().completed.size() == 2; }, "both batches");
+  EXPECT_TRUE(end.record().succeeded(1));
+  EXPECT_TRUE(end.record().succeeded(2));
   EXPECT_EQ(child.wait(), 0);
 }
 
@@ -55,13 +55,13 @@ TEST_P(HostProcesses, AWriteWakesASleepingProcess) {
   Child child([](const Pipe& pipe) {
     End end(GetParam());
     accept_over(pipe, end);
-    run_until({end.domain.get()}, [&] { return end.sink.counted == 1; }, "the first write");
+    run_until({end.domain.get()}, [&] { return end.record().counted == 1; }, "the first write");
     while (end.domain->poll() || !end.domain->prepare_sleep()) {
     }
     pipe.send_number(1);  // asleep now
-    pollfd entry{end.domain->fd(), POLLIN, 0};
+    pollfd entry{end.domain->domain().fd(), POLLIN, 0};
     EXPECT_EQ(::poll(&entry, 1, 10000), 1);
-    run_until({end.domain.get()}, [&] { return end.sink.counted == 2; }, "the second write");
+    run_until({end.domain.get()}, [&] { return end.record().counted == 2; }, "the second write");
   });
   End end(GetParam());
   const uint64_t rkey = offer_over(*child.pipe, end);
@@ -83,16 +83,16 @@ TEST_P(HostProcesses, AKilledReceiverEndsItsBatches) {
   const auto keep_posting = [&] {
     while (post(end, kLinkOfA, rkey, {.work = posted, .page_bytes = 16 << 20}) == Posted::kYes) {
       ++posted;
-      if (!end.sink.down.empty()) break;
+      if (!end.record().down.empty()) break;
     }
   };
   keep_posting();
-  run_until({end.domain.get()}, [&] { return end.sink.completed.size() >= 2; }, "the first batches");
+  run_until({end.domain.get()}, [&] { return end.record().completed.size() >= 2; }, "the first batches");
   child.signal(SIGKILL);
-  run_until({end.domain.get()}, [&] { return keep_posting(), !end.sink.down.empty(); }, "news of the death");
-  EXPECT_EQ(end.sink.completed.size(), posted);
-  EXPECT_EQ(end.sink.failure(posted - 1), ErrorCode::kPeerDown);
-  EXPECT_EQ(end.sink.down[0].error.code, ErrorCode::kPeerDown);
+  run_until({end.domain.get()}, [&] { return keep_posting(), !end.record().down.empty(); }, "news of the death");
+  EXPECT_EQ(end.record().completed.size(), posted);
+  EXPECT_EQ(end.record().failure(posted - 1), ErrorCode::kPeerDown);
+  EXPECT_EQ(end.record().down[0].error.code, ErrorCode::kPeerDown);
   run_until({end.domain.get()}, [&] { return end.domain->fence(kLinkOfA); }, "the fence");
   EXPECT_EQ(child.wait(), -SIGKILL);
 }
@@ -110,18 +110,18 @@ TEST_P(HostProcesses, AKilledSenderCanWriteNoMore) {
     }
   });
   accept_over(*child.pipe, end);
-  run_until({end.domain.get()}, [&] { return end.sink.counted >= 10; }, "the first pages");
+  run_until({end.domain.get()}, [&] { return end.record().counted >= 10; }, "the first pages");
   child.signal(SIGKILL);
-  run_until({end.domain.get()}, [&] { return !end.sink.down.empty(); }, "news of the death");
-  EXPECT_EQ(end.sink.down[0].error.code, ErrorCode::kPeerDown);
+  run_until({end.domain.get()}, [&] { return !end.record().down.empty(); }, "news of the death");
+  EXPECT_EQ(end.record().down[0].error.code, ErrorCode::kPeerDown);
   run_until({end.domain.get()}, [&] { return end.domain->fence(kLinkOfB); }, "the fence");
   // Fenced: not one byte changes from here on, and nothing is counted.
-  const uint64_t counted = end.sink.counted;
+  const uint64_t counted = end.record().counted;
   const std::vector<std::byte> before = end.contents();
   EXPECT_EQ(child.wait(), -SIGKILL);
   run_idle({end.domain.get()});
   EXPECT_EQ(end.contents(), before);
-  EXPECT_EQ(end.sink.counted, counted);
+  EXPECT_EQ(end.record().counted, counted);
 }
 
 TEST_P(HostProcesses, WhatADeadPeerHasCountedStillCounts) {
@@ -129,19 +129,56 @@ TEST_P(HostProcesses, WhatADeadPeerHasCountedStillCounts) {
   Child child([](const Pipe& pipe) {
     End sender(GetParam());
     const uint64_t rkey = offer_over(pipe, sender);
-    for (WorkId work = 0; work < 2000; ++work) post(sender, kLinkOfA, rkey, {.work = work, .page_bytes = 8});
-    EXPECT_EQ(sender.sink.completed.size(), 2000U);
+    pipe.receive();
+    for (WorkId work = 0; work < 2000; ++work) {
+      while (post(sender, kLinkOfA, rkey, {.work = work, .page_bytes = 8}) == Posted::kBusy) sender.domain->poll();
+    }
+    run_until({sender.domain.get()}, [&] { return sender.record().completed.size() == 2000; }, "the writes");
     pipe.send_number(1);
     pipe.receive();
   });
   accept_over(*child.pipe, end);
-  run_idle({});
+  run_idle({end.domain.get()});  // tells the child of our memory
+  child.pipe->send_number(1);
   ASSERT_EQ(child.pipe->receive_number(), 1U);  // all 2,000 are in place, and we have not looked yet
+  EXPECT_EQ(end.record().counted, 0U);
   child.signal(SIGKILL);
   EXPECT_EQ(child.wait(), -SIGKILL);
-  run_until({end.domain.get()}, [&] { return !end.sink.down.empty(); }, "news of the death");
-  EXPECT_EQ(end.sink.counted, 2000U);
-  EXPECT_TRUE(end.sink.down[0].fenced);
+  run_until({end.domain.get()}, [&] { return !end.record().down.empty(); }, "news of the death");
+  EXPECT_TRUE(end.domain->fence(kLinkOfB));
+  EXPECT_EQ(end.record().counted, 2000U);
+}
+
+TEST_P(HostProcesses, WhoHasTakenAMessageOrCountedMayLeaveAtOnce) {
+  constexpr LinkId kLinks = 200;
+  Child child([](const Pipe& pipe) {
+    for (LinkId link = 1; link <= kLinks; ++link) {
+      End end(GetParam());
+      const auto awaited = link % 2 == 0 ? Completion::Kind::kImmediate : Completion::Kind::kMessage;
+      bool fenced = false;
+      end.domain->on_completion = [&](const Completion& completion) {
+        if (completion.kind == awaited) fenced = end.domain->fence(link);
+      };
+      pipe.send(end.domain->accept(link, pipe.receive()).value());
+      pipe.send_number(end.rkey);
+      run_until({end.domain.get()}, [&] { return fenced; }, "what ends it");
+    }
+  });
+  End end(GetParam());
+  for (LinkId link = 1; link <= kLinks; ++link) {
+    child.pipe->send(end.domain->offer(link).value());
+    ASSERT_TRUE(end.domain->complete(link, child.pipe->receive()).ok());
+    const uint64_t rkey = child.pipe->receive_number();
+    if (link % 2 == 0) {
+      post(end, link, rkey, {.work = link, .page_bytes = 1 << 20});
+    } else {
+      EXPECT_EQ(end.domain->send(link, link, Bytes(100)), Posted::kYes);
+    }
+    run_until({end.domain.get()}, [&] { return end.record().down.size() == link; }, "the child's fence");
+    ASSERT_TRUE(end.record().succeeded(link)) << link;
+    EXPECT_TRUE(end.domain->fence(link));
+  }
+  EXPECT_EQ(child.wait(), 0);
 }
 
 TEST(HostProcess, AStoppedPeerIsFencedOutsideItsGateOnly) {
@@ -156,7 +193,7 @@ TEST(HostProcess, AStoppedPeerIsFencedOutsideItsGateOnly) {
       pipe.receive();
     });
     accept_over(*child.pipe, end);
-    run_until({end.domain.get()}, [&] { return end.sink.counted == 1 && child.pipe->readable(); }, "the write");
+    run_until({end.domain.get()}, [&] { return end.record().counted == 1 && child.pipe->readable(); }, "the write");
     child.stop();
     EXPECT_EQ(end.domain->deregister_region(end.rkey), !inside);
     EXPECT_EQ(end.domain->fence(kLinkOfB), !inside);
@@ -191,8 +228,8 @@ TEST(HostProcess, AnHeirOfThePeersSocketDoesNotHideItsDeath) {
   ASSERT_GT(heir, 0);
   child.signal(SIGKILL);
   EXPECT_EQ(child.wait(), -SIGKILL);
-  run_until({end.domain.get()}, [&] { return !end.sink.down.empty(); }, "news of the death");
-  EXPECT_TRUE(end.sink.down[0].fenced);
+  run_until({end.domain.get()}, [&] { return !end.record().down.empty(); }, "news of the death");
+  EXPECT_TRUE(end.domain->fence(kLinkOfB));
   kill(heir, SIGKILL);
 }
 
@@ -205,17 +242,17 @@ TEST(HostProcess, MemoryThatThePeerHasUnmappedFailsItsBatchOnly) {
     munmap(static_cast<std::byte*>(memory) + bytes / 2, bytes / 2);
     accept_over(pipe, end);
     pipe.send_number(torn);
-    run_until({end.domain.get()}, [&] { return end.sink.counted == 1; }, "the good write");
-    EXPECT_EQ(end.sink.immediates.size(), 1U);
+    run_until({end.domain.get()}, [&] { return end.record().counted == 1; }, "the good write");
+    EXPECT_EQ(end.record().immediates.size(), 1U);
   });
   End end(Backing::kPrivate, bytes);
   const uint64_t good = offer_over(*child.pipe, end);
   const uint64_t torn = child.pipe->receive_number();
   post(end, kLinkOfA, torn, {.work = 1, .page_bytes = bytes / 4, .pages = {{0, bytes / 4}, {0, bytes / 2}}});
   post(end, kLinkOfA, good, {.work = 2});
-  run_until({end.domain.get()}, [&] { return end.sink.completed.size() == 2; }, "both batches");
-  EXPECT_EQ(end.sink.failure(1), ErrorCode::kSystem);
-  EXPECT_TRUE(end.sink.succeeded(2));
+  run_until({end.domain.get()}, [&] { return end.record().completed.size() == 2; }, "both batches");
+  EXPECT_EQ(end.record().failure(1), ErrorCode::kSystem);
+  EXPECT_TRUE(end.record().succeeded(2));
   EXPECT_EQ(child.wait(), 0);
 }
 
@@ -239,7 +276,7 @@ TEST(HostProcess, AForbiddingKernelIsNamedAndSharedMemoryWorksNevertheless) {
       if (backing == Backing::kPrivate) return;
       EXPECT_TRUE(end.domain->complete(kLinkOfA, answer).ok());
       pipe.send_number(end.rkey);
-      run_until({end.domain.get()}, [&] { return end.sink.counted == 1; }, "a write");
+      run_until({end.domain.get()}, [&] { return end.record().counted == 1; }, "a write");
     });
     Child acceptor([backing](const Pipe& pipe) {
       become_ordinary_and(false);
@@ -257,7 +294,7 @@ TEST(HostProcess, AForbiddingKernelIsNamedAndSharedMemoryWorksNevertheless) {
       pipe.send(answer.value());
       const uint64_t rkey = pipe.receive_number();
       post(end, kLinkOfB, rkey, {.work = 1});
-      run_until({end.domain.get()}, [&] { return end.sink.succeeded(1); }, "a write");
+      run_until({end.domain.get()}, [&] { return end.record().succeeded(1); }, "a write");
     });
     acceptor.pipe->send(offerer.pipe->receive());
     offerer.pipe->send(acceptor.pipe->receive());

@@ -20,18 +20,19 @@
 #include <vector>
 
 #include "engine/shared_memory.h"
-#include "providers/host/domain.h"
+#include "providers/host/link.h"
 #include "providers/host/provider.h"
 #include "providers/host/wire.h"
+#include "providers/same_host/system.h"
 #include "tests/domain_test_support.h"
 
 namespace kvc::host {
 
 using namespace same_host;  // the words of a link, and the system calls of a hostile peer
 
+using test::Driven;
 using test::kLinkOfA;
 using test::kLinkOfB;
-using test::RecordingSink;
 using test::run_idle;
 using test::run_until;
 
@@ -39,13 +40,9 @@ enum class Backing : uint8_t { kPrivate, kMemfd };
 
 // A domain with one registered region.
 struct End {
-  explicit End(Backing backing = Backing::kPrivate, size_t size = 1 << 20) : bytes(size) {
-    auto opened = create(DomainConfig{}, sink);
-    if (!opened) {
-      ADD_FAILURE() << opened.error().to_string();
-      return;
-    }
-    domain = std::move(opened.value());
+  explicit End(Backing backing = Backing::kPrivate, size_t size = 1 << 20)
+      : bytes(size),
+        domain(std::make_unique<Driven>([](ControlQueue& control) { return create(DomainConfig{}, control); })) {
     if (backing == Backing::kMemfd) {
       shared.emplace(std::move(SharedMemory::create("host-test", size).value()));
       memory = shared->data();
@@ -56,16 +53,16 @@ struct End {
     rkey = domain->register_region(memory, bytes, shared ? shared->fd() : -1, 0).value();
   }
 
+  const test::Record& record() const { return domain->record; }
   // Deterministic bytes that differ from byte to byte and from seed to seed.
   void fill(uint64_t seed) { test::fill_random(memory, bytes, seed); }
   std::vector<std::byte> contents() const { return {memory, memory + bytes}; }
 
-  RecordingSink sink;
   std::vector<std::byte> heap;
   std::optional<SharedMemory> shared;
   std::byte* memory = nullptr;
   size_t bytes = 0;
-  std::unique_ptr<Domain> domain;
+  std::unique_ptr<Driven> domain;  // ends before its memory
   uint64_t rkey = 0;
 };
 
@@ -98,7 +95,7 @@ struct Pair {
     test::connect(*a.domain, *b.domain);
     run_idle(both());
   }
-  std::vector<Domain*> both() const { return {a.domain.get(), b.domain.get()}; }
+  std::vector<Driven*> both() const { return {a.domain.get(), b.domain.get()}; }
 
   End a;
   End b;

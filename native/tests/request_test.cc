@@ -11,16 +11,16 @@ namespace {
 
 struct Fixture {
   std::vector<std::byte> memory = std::vector<std::byte>(1000);
-  std::shared_ptr<LocalRegion> source = std::make_shared<LocalRegion>();
+  std::shared_ptr<LocalRegion> source;
   std::shared_ptr<const RemoteRegion> target =
-      std::make_shared<const RemoteRegion>(1, 1, 0, 0, std::vector<uint64_t>{});
+      std::make_shared<const RemoteRegion>(1, 1, 0, 0, 0, std::vector<uint64_t>{});
   Fixture() {
-    source->base = memory.data();
-    source->bytes = memory.size();
+    const MemoryRange range{memory.data(), memory.size()};
+    source = std::make_shared<LocalRegion>(1, range.base, range.bytes, std::make_shared<LocalMemory>(range));
   }
-  Request table(std::vector<int64_t> from, std::vector<int64_t> to, uint64_t source_offset, uint64_t target_offset) {
+  RequestRef table(std::vector<int64_t> from, std::vector<int64_t> to, uint64_t source_offset, uint64_t target_offset) {
     auto pages = std::make_shared<const PageTable>(PageTable{{std::move(from), 10, 1}, {std::move(to), 100, 2}});
-    return Request(source, target, 8, 5, TableWrite{std::move(pages), source_offset, target_offset});
+    return Request::make(source, target, 8, 5, TableWrite{std::move(pages), source_offset, target_offset});
   }
 };
 
@@ -35,7 +35,7 @@ TEST(Request, ASingleWriteIsOnePageOfAnySize) {
   EXPECT_EQ(batch.steps, 1U);
   EXPECT_EQ(batch.pages, 1U);
   EXPECT_EQ(batch.page_bytes, 900U);
-  EXPECT_EQ(batch.source, f.source.get());
+  EXPECT_EQ(batch.source, f.source->memory.get());
   EXPECT_EQ(batch.target, f.target.get());
   EXPECT_EQ(pages[0].source, f.memory.data() + 50);
   EXPECT_EQ(pages[0].target_offset, 60U);
@@ -105,12 +105,12 @@ TEST(Request, AMessageIsNumberedOnce) {
 
 TEST(Request, ARewriteGivesTheBatchesOfOtherRequestsAgain) {
   Fixture f;
-  const auto table = std::make_shared<Request>(f.table({4, 0, 9}, {7, 3, 0}, 20, 3000));
-  auto single = std::make_shared<Request>(f.source, f.target, 900, std::nullopt, SingleWrite{50, 60});
+  const auto table = f.table({4, 0, 9}, {7, 3, 0}, 20, 3000);
+  auto single = Request::make(f.source, f.target, 900, std::nullopt, SingleWrite{50, 60});
   single->split(500);
   Rewrite again;
   again.batches = {{table, 1, 2}, {single, 1, 1}};
-  auto request = std::make_shared<Request>(nullptr, nullptr, 0, 5, std::move(again));
+  auto request = Request::make(nullptr, nullptr, 0, 5, std::move(again));
   request->count_at_end(2);
   EXPECT_FALSE(request->counted());
   EXPECT_EQ(request->pages_at_end(), 2U);
@@ -124,7 +124,7 @@ TEST(Request, ARewriteGivesTheBatchesOfOtherRequestsAgain) {
     EXPECT_EQ(batch.steps, 1U);
     EXPECT_EQ(batch.pages, 2U);
     EXPECT_EQ(batch.page_bytes, 8U);
-    EXPECT_EQ(batch.source, f.source.get());
+    EXPECT_EQ(batch.source, f.source->memory.get());
     EXPECT_EQ(pages[0].target_offset, 2U + 3000 + 3 * 100);
     EXPECT_EQ(pages[1].target_offset, 2U + 3000);
   }
@@ -137,7 +137,8 @@ TEST(Request, ARewriteGivesTheBatchesOfOtherRequestsAgain) {
 
 TEST(Request, PagesComeInTheirOrderAndAgainUntilAdvanced) {
   Fixture f;
-  Request request = f.table({4, 0, 9}, {7, 3, 0}, 20, 3000);
+  const RequestRef made = f.table({4, 0, 9}, {7, 3, 0}, 20, 3000);
+  Request& request = *made;
   std::array<PageWrite, 2> pages;
   for (int repeat = 0; repeat < 2; ++repeat) {
     ASSERT_EQ(request.batch(request.position(), pages, kNoLimit).pages, 2U);
@@ -157,16 +158,36 @@ TEST(Request, PagesComeInTheirOrderAndAgainUntilAdvanced) {
 
 TEST(Request, ABatchOfATableEndsAtTheLimitButHasOnePage) {
   Fixture f;
-  const Request request = f.table({4, 0, 9}, {7, 3, 0}, 20, 3000);
+  const RequestRef request = f.table({4, 0, 9}, {7, 3, 0}, 20, 3000);
   std::array<PageWrite, 64> pages;
-  EXPECT_EQ(request.batch(0, pages, 23).pages, 2U);
-  EXPECT_EQ(request.batch(0, pages, 24).pages, 3U);
-  EXPECT_EQ(request.batch(0, pages, 1).pages, 1U);
+  EXPECT_EQ(request->batch(0, pages, 23).pages, 2U);
+  EXPECT_EQ(request->batch(0, pages, 24).pages, 3U);
+  EXPECT_EQ(request->batch(0, pages, 1).pages, 1U);
+}
+
+TEST(Request, ASingleWriteGoesAgainWithOtherOffsetsAndAnotherLength) {
+  Fixture f;
+  Request request(f.source, f.target, 900, 7, SingleWrite{50, 60});
+  std::array<PageWrite, 64> pages;
+  request.split(400);
+  request.advance(3);
+  ASSERT_TRUE(request.done());
+  request.again(1, 2, 30);
+  EXPECT_FALSE(request.done());
+  EXPECT_TRUE(request.counted());
+  const Request::Batch batch = request.batch(0, pages, kNoLimit);
+  EXPECT_EQ(batch.page_bytes, 30U);
+  EXPECT_EQ(pages[0].source, f.memory.data() + 1);
+  EXPECT_EQ(pages[0].target_offset, 2U);
+  request.again(0, 0, 0);  // its immediate alone
+  EXPECT_EQ(request.batch(0, pages, kNoLimit).bytes(), 0U);
+  EXPECT_EQ(request.batch(0, pages, kNoLimit).source, nullptr);
+  EXPECT_TRUE(request.counted());
 }
 
 TEST(Request, AnEmptyTableIsDoneFromTheStart) {
   Fixture f;
-  EXPECT_TRUE(f.table({}, {}, 0, 0).done());
+  EXPECT_TRUE(f.table({}, {}, 0, 0)->done());
 }
 
 }  // namespace

@@ -14,6 +14,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -33,8 +34,8 @@ inline std::vector<std::string> words_of(const char* variable, std::vector<std::
   return words;
 }
 
-// "libfabric" of "libfabric:tcp".
-inline std::string provider_of(const std::string& lane) { return lane.substr(0, lane.find(':')); }
+// "libfabric" of "libfabric:tcp", and "tcp" of "tcp/3", which is the same lane in engines of 3 workers.
+inline std::string provider_of(const std::string& lane) { return lane.substr(0, lane.find_first_of(":/")); }
 // A lane in the name of a test.
 inline std::string label(std::string lane) {
   std::replace_if(lane.begin(), lane.end(), [](unsigned char c) { return std::isalnum(c) == 0; }, '_');
@@ -67,11 +68,13 @@ inline EngineConfig config(const std::string& name, const std::string& provider,
   if (times != nullptr) domains *= std::strtoul(times, nullptr, 10);
   EngineConfig config;
   config.name = name;
+  const size_t slash = provider.find('/');
+  if (slash != std::string::npos) config.workers = static_cast<uint32_t>(std::stoul(provider.substr(slash + 1)));
+  const size_t colon = provider.find(':');
   for (size_t i = 0; i < domains; ++i) {
     DomainConfig domain;
     domain.provider = provider_of(provider);
-    const size_t colon = provider.find(':');
-    if (colon != std::string::npos) domain.device = provider.substr(colon + 1);
+    if (colon != std::string::npos) domain.device = provider.substr(colon + 1, slash - colon - 1);
     if (provider == "verbs") domain.device = device(name, i);
     domain.seed = 7 + i;
     config.domains.push_back(domain);
@@ -79,12 +82,12 @@ inline EngineConfig config(const std::string& name, const std::string& provider,
   return config;
 }
 
-// The lanes that the conformance list runs over, each as PROVIDER[:DEVICE]. KVC_TEST_PROVIDERS names others, for
+// The lanes that the conformance list runs over, each as PROVIDER[:DEVICE][/WORKERS]. KVC_TEST_PROVIDERS names others, for
 // machines that have them. Those of a library that is not here are left out, with its words.
 inline const std::vector<std::string>& providers() {
   static const std::vector<std::string> names = [] {
-    std::vector<std::string> lanes =
-        words_of("KVC_TEST_PROVIDERS", {"sim", "host", "tcp", "libfabric:tcp", "shuffle:tcp", "bounce:tcp"});
+    std::vector<std::string> lanes = words_of(
+        "KVC_TEST_PROVIDERS", {"sim", "host", "tcp", "libfabric:tcp", "shuffle:tcp", "bounce:tcp", "sim/3", "tcp/3"});
     std::erase_if(lanes, [](const std::string& lane) {
       if (lane.find("libfabric") == std::string::npos) return false;
       const auto engine = TransferEngine::create(config("probe", lane));
@@ -151,6 +154,19 @@ struct Pair {
   Pair(const std::string& provider, size_t bytes, size_t sender_domains = 1, size_t receiver_domains = 1)
       : Pair(config("sender", provider, sender_domains), config("receiver", provider, receiver_domains), bytes) {}
 
+  // The links beside the first one are made when there is something to write: waits until all of them are up.
+  void make_links() {
+    const size_t links = std::max(sender.engine->domains().size(), receiver.engine->domains().size());
+    if (links == 1) return;
+    const TransferId write =
+        must(sender.engine->write_one(to_receiver, sender.region, 0, receiver_region, 0, 1, std::nullopt));
+    must(sender.engine->wait_transfer(write, kLimit));
+    const auto limit = std::chrono::steady_clock::now() + kLimit;
+    while (sender.engine->stats().links < links || receiver.engine->stats().links < links) {
+      if (std::chrono::steady_clock::now() > limit) throw std::runtime_error("the links are not made");
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+  }
   // A receiver's counter with a target, and the immediate that raises it.
   std::pair<CounterSetId, uint32_t> counter(uint64_t target) {
     CounterSet set = must(receiver.engine->alloc_counters(1));
@@ -159,6 +175,17 @@ struct Pair {
   }
   uint64_t count(CounterSetId set) { return must(receiver.engine->counter_values(set))[0]; }
 };
+
+// The next event that nobody waits for.
+inline Event next_event(TransferEngine& engine) {
+  const auto limit = std::chrono::steady_clock::now() + kLimit;
+  while (std::chrono::steady_clock::now() < limit) {
+    std::vector<Event> events = engine.poll_events(1);
+    if (!events.empty()) return events[0];
+    std::this_thread::yield();
+  }
+  throw std::runtime_error("no event");
+}
 
 // The final event of a transfer; a failure of the test if none comes.
 inline Event ended(TransferEngine& engine, TransferId transfer) {

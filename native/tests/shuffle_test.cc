@@ -8,14 +8,13 @@
 #include <vector>
 
 #include "engine/immediate.h"
-#include "providers/shuffle/domain.h"
+#include "providers/shuffle/provider.h"
 #include "tests/domain_test_support.h"
 #include "tests/rig.h"
 
 namespace kvc::shuffle {
 namespace {
 
-using test::RecordingSink;
 using test::run_until;
 
 constexpr size_t kPage = 512;
@@ -30,23 +29,19 @@ struct End {
     config.device = device;
     config.seed = seed;
     config.max_delay_us = 300;
-    domain = test::must(ShuffleDomain::open(config, sink));
-    rkey = test::must(domain->register_region(memory.data(), memory.size(), -1, 0));
+    domain = std::make_unique<test::Driven>([&](ControlQueue& control) { return create(config, control); });
+    rkey = test::must(domain->register_region(memory.data(), memory.size()));
   }
-  RecordingSink sink;
+  test::Record& record() { return domain->record; }
   std::vector<std::byte> memory;
-  std::unique_ptr<ShuffleDomain> domain;
+  std::unique_ptr<test::Driven> domain;
   uint64_t rkey = 0;
 };
 
 struct Ends {
   End a{"tcp", 1};
   End b{"tcp", 2};
-  Ends() {
-    const Bytes offer = test::must(a.domain->offer(kA));
-    const Bytes answer = test::must(b.domain->accept(kB, offer));
-    test::must(a.domain->complete(kA, answer));
-  }
+  Ends() { test::connect(*a.domain, *b.domain, kA, kB); }
   // Batch `number` covers the same-numbered 64 pages, on the counter of that slot.
   void post(uint32_t number) {
     std::vector<PageWrite> pages;
@@ -72,19 +67,20 @@ TEST(Shuffle, PagesOfAllBatchesArriveMixedEachCountedOnce) {
   test::fill_random(ends.a.memory.data(), ends.a.memory.size(), 1);
   // No page is counted before it is there: the count of a batch is complete only if all of it is equal.
   uint32_t counts[16] = {};
-  ends.b.sink.on_arrival = [&](uint32_t raw) {
-    const Immediate immediate = Immediate::decode(raw);
+  ends.b.domain->on_completion = [&](const Completion& completion) {
+    if (completion.kind != Completion::Kind::kImmediate) return;
+    const Immediate immediate = Immediate::decode(completion.immediate());
     EXPECT_EQ(immediate.multiplicity, 1U);
     if (++counts[immediate.slot] < kPages) return;
     const size_t begin = immediate.slot * kPages * kPage;
     EXPECT_EQ(std::memcmp(&ends.a.memory[begin], &ends.b.memory[begin], kPages * kPage), 0);
   };
   for (uint32_t number = 0; number < 16; ++number) ends.post(number);
-  ends.run([&] { return ends.b.sink.counted == 16 * kPages && ends.a.sink.order.size() == 16; }, "everything");
+  ends.run([&] { return ends.b.record().counted == 16 * kPages && ends.a.record().order.size() == 16; }, "everything");
   EXPECT_EQ(ends.b.memory, ends.a.memory);
   for (const uint32_t count : counts) EXPECT_EQ(count, kPages);
-  EXPECT_FALSE(std::is_sorted(ends.b.sink.immediates.begin(), ends.b.sink.immediates.end()));
-  EXPECT_FALSE(std::is_sorted(ends.a.sink.order.begin(), ends.a.sink.order.end()));
+  EXPECT_FALSE(std::is_sorted(ends.b.record().immediates.begin(), ends.b.record().immediates.end()));
+  EXPECT_FALSE(std::is_sorted(ends.a.record().order.begin(), ends.a.record().order.end()));
 }
 
 TEST(Shuffle, MessagesArriveOutOfOrderAndOnce) {
@@ -95,10 +91,10 @@ TEST(Shuffle, MessagesArriveOutOfOrderAndOnce) {
       [&] {
         const std::byte message[] = {static_cast<std::byte>(sent)};
         if (sent < 40 && ends.a.domain->send(kA, 1000U + sent, message) == Posted::kYes) ++sent;
-        return ends.b.sink.messages.size() == 40;
+        return ends.b.record().messages.size() == 40;
       },
       "the messages");
-  for (const auto& [link, bytes] : ends.b.sink.messages) order.push_back(std::to_integer<uint8_t>(bytes[0]));
+  for (const auto& [link, bytes] : ends.b.record().messages) order.push_back(std::to_integer<uint8_t>(bytes[0]));
   EXPECT_FALSE(std::is_sorted(order.begin(), order.end()));
   std::sort(order.begin(), order.end());
   for (uint8_t i = 0; i < 40; ++i) EXPECT_EQ(order[i], i);
@@ -107,17 +103,17 @@ TEST(Shuffle, MessagesArriveOutOfOrderAndOnce) {
 TEST(Shuffle, AFenceTellsWhatHasLandedAndEndsTheRest) {
   Ends ends;
   for (uint32_t number = 0; number < 16; ++number) ends.post(number);
-  ends.run([&] { return ends.b.sink.counted > 0; }, "the first page");
-  bool fenced = ends.b.domain->fence(kB);
-  ends.run([&] { return fenced = fenced || ends.b.domain->fence(kB); }, "the fence");
-  const uint64_t counted = ends.b.sink.counted;
-  ends.run([&] { return !ends.a.sink.down.empty(); }, "the sender to notice");
-  EXPECT_EQ(ends.a.sink.completed.size(), 16U);
+  ends.run([&] { return ends.b.record().counted > 0; }, "the first page");
+  ends.run([&] { return ends.b.domain->fence(kB); }, "the fence");
+  const uint64_t counted = ends.b.record().counted;
+  ends.run([&] { return !ends.a.record().down.empty(); }, "the sender to notice");
+  ends.run([&] { return ends.a.domain->fence(kA); }, "the sender's fence");
+  EXPECT_EQ(ends.a.record().completed.size(), 16U);
   size_t succeeded = 0;
-  for (const auto& [work, error] : ends.a.sink.completed) succeeded += error ? 0 : 1;
+  for (const auto& [work, error] : ends.a.record().completed) succeeded += error ? 0 : 1;
   EXPECT_GE(counted, succeeded * kPages);  // what ended well is counted
-  EXPECT_EQ(ends.a.sink.down[0].error.provider, "shuffle");
-  EXPECT_EQ(ends.b.sink.counted, counted);
+  EXPECT_EQ(ends.a.record().down[0].error.provider, "shuffle");
+  EXPECT_EQ(ends.b.record().counted, counted);
 }
 
 TEST(Shuffle, OneBatchBusyIsNotLost) {
@@ -130,16 +126,16 @@ TEST(Shuffle, OneBatchBusyIsNotLost) {
     if (ends.a.domain->post(kA, batch) == Posted::kYes) ++accepted;
   }
   EXPECT_LT(accepted, 1000U);
-  ends.run([&] { return ends.a.sink.order.size() == accepted; }, "what was accepted");
+  ends.run([&] { return ends.a.record().order.size() == accepted; }, "what was accepted");
 }
 
 TEST(Shuffle, AnUnknownProviderInsideIsRefused) {
-  RecordingSink sink;
+  test::ManualControl control;
   DomainConfig config;
   config.provider = "shuffle";
   for (const char* device : {"nothing", "shuffle"}) {
     config.device = device;
-    const auto domain = ShuffleDomain::open(config, sink);
+    const auto domain = create(config, control);
     ASSERT_FALSE(domain.ok());
     EXPECT_EQ(domain.error().code, ErrorCode::kInvalidArgument);
     EXPECT_EQ(domain.error().provider, "shuffle");

@@ -1,184 +1,15 @@
-// The scheduler alone, over domains that do exactly what the test says: which link each batch takes, and that the
-// counts stay exact whichever way links break.
+// The scheduler alone: which link each batch takes, and that the counts stay exact whichever way links break.
 
 #include "engine/transfer_scheduler.h"
 
-#include <gtest/gtest.h>
-
 #include <map>
-#include <memory>
 #include <set>
 
 #include "engine/message.h"
+#include "tests/scheduler_test_support.h"
 
-namespace kvc {
+namespace kvc::test {
 namespace {
-
-constexpr uint64_t kMiB = 1 << 20;
-
-// Takes what it is given, and completes nothing by itself.
-class FakeDomain final : public Domain {
- public:
-  struct Posting {
-    LinkId link = 0;
-    WorkId work = 0;
-    uint64_t rkey = 0;
-    uint64_t page_bytes = 0;
-    std::vector<PageWrite> pages;
-    std::optional<Immediate> immediate;
-    Bytes message;
-    bool over = false;  // completed
-    uint64_t bytes() const { return page_bytes * pages.size(); }
-  };
-  std::vector<Posting> postings;
-  bool busy = false;
-
-  std::string description() const override { return "fake"; }
-  uint64_t bits_per_second() const override { return 0; }
-  Result<uint64_t> register_region(std::byte*, uint64_t, int, uint64_t) override { return uint64_t{0}; }
-  bool deregister_region(uint64_t) override { return true; }
-  Result<Bytes> offer(LinkId) override { return Bytes{}; }
-  Result<Bytes> accept(LinkId, std::span<const std::byte>) override { return Bytes{}; }
-  Status complete(LinkId, std::span<const std::byte>) override { return {}; }
-  bool fence(LinkId) override { return true; }
-  Posted post(LinkId link, const WriteBatch& batch) override {
-    if (busy) return Posted::kBusy;
-    Posting posting{link, batch.work, batch.rkey, batch.page_bytes, {batch.pages.begin(), batch.pages.end()}, {}, {}};
-    if (batch.counted) posting.immediate = Immediate::decode(batch.immediate);
-    postings.push_back(std::move(posting));
-    return Posted::kYes;
-  }
-  Posted send(LinkId link, WorkId work, std::span<const std::byte> message) override {
-    if (busy) return Posted::kBusy;
-    postings.push_back({link, work, 0, 0, {}, {}, Bytes(message.begin(), message.end())});
-    return Posted::kYes;
-  }
-  bool poll() override { return false; }
-  int fd() const override { return -1; }
-  bool prepare_sleep() override { return true; }
-};
-
-const Error kBroken{ErrorCode::kPeerDown, "fake", {}, "write", "the cable is out"};
-const Error kDenied{ErrorCode::kUnknownRegion, "fake", {}, "write", "no such key"};
-constexpr uint32_t kCounter = Immediate{9, 3, 1}.encode();
-constexpr uint32_t kOther = Immediate{10, 3, 1}.encode();
-
-class Scheduler : public testing::Test {
- protected:
-  // A peer with so many links, link i over domains[i] to the remote domain i.
-  void connect(size_t links) {
-    peer = std::make_shared<Peer>(1, "peer");
-    peer->state = Peer::State::kConnected;
-    std::vector<uint64_t> rkeys;
-    for (size_t i = 0; i < links; ++i) {
-      domains.push_back(std::make_unique<FakeDomain>());
-      peer->links.emplace_back(static_cast<LinkId>(i + 1), domains[i].get(), i, i);
-      rkeys.push_back(100 + i);
-    }
-    source->base = memory.data();
-    source->bytes = memory.size();
-    target = std::make_shared<const RemoteRegion>(1, 1, 0, memory.size(), rkeys);
-  }
-  std::shared_ptr<Transfer> open() {
-    auto transfer = std::make_shared<Transfer>(++last_id, peer, EventCallback{});
-    transfers.insert(last_id, transfer);
-    return transfer;
-  }
-  void write(Transfer& transfer, uint64_t bytes, std::optional<uint32_t> immediate = kCounter,
-             std::optional<uint32_t> domain = {}) {
-    scheduler.add(transfer, std::make_shared<Request>(source, target, bytes, immediate, SingleWrite{0, 0, domain}));
-  }
-  // `pages` pages that lie apart on both sides.
-  void write_pages(Transfer& transfer, size_t pages, uint64_t page_bytes,
-                   std::optional<uint32_t> immediate = kCounter) {
-    PageTable table{{{}, 2 * page_bytes, 0}, {{}, 2 * page_bytes, 0}};
-    for (size_t i = 0; i < pages; ++i) table.source.indices.push_back(static_cast<int64_t>(i));
-    table.target.indices = table.source.indices;
-    scheduler.add(transfer,
-                  std::make_shared<Request>(source, target, page_bytes, immediate,
-                                            TableWrite{std::make_shared<const PageTable>(std::move(table)), 0, 0}));
-  }
-  void post_all() {
-    while (scheduler.post()) {
-    }
-  }
-  void post_and_settle() {
-    do {
-      post_all();
-    } while (scheduler.settle());
-  }
-  // Completes what link i has in flight; the error is one of the link's.
-  void complete(size_t i, const Error* error = nullptr) {
-    for (FakeDomain::Posting& posting : domains[i]->postings) {
-      if (!std::exchange(posting.over, true)) scheduler.complete(posting.work, error);
-    }
-    if (error != nullptr) peer->links[i].state = Link::State::kBroken;
-    scheduler.settle();
-  }
-  // Everything that is posted and that it leads to, over all links that are up.
-  void run() {
-    for (int round = 0; round < 100; ++round) {
-      post_and_settle();
-      for (size_t i = 0; i < domains.size(); ++i) {
-        if (peer->links[i].state == Link::State::kUp) complete(i);
-      }
-    }
-  }
-  Link& link(size_t i) { return peer->links[i]; }
-  std::vector<FakeDomain::Posting>& postings(size_t i) { return domains[i]->postings; }
-  std::vector<uint64_t> bytes_posted() const {
-    std::vector<uint64_t> bytes;
-    for (const auto& domain : domains) {
-      bytes.push_back(0);
-      for (const FakeDomain::Posting& posting : domain->postings) bytes.back() += posting.bytes();
-    }
-    return bytes;
-  }
-  // By how much all postings of link i raise the counter.
-  uint64_t raised(size_t i, uint32_t counter = kCounter) const {
-    uint64_t pages = 0;
-    for (const FakeDomain::Posting& posting : domains[i]->postings) {
-      if (posting.immediate && posting.immediate->slot == Immediate::decode(counter).slot) {
-        pages += posting.immediate->multiplicity;
-      }
-    }
-    return pages;
-  }
-  std::optional<Event> ended() {
-    std::vector<Event> polled = events.poll(1);
-    return polled.empty() ? std::nullopt : std::optional<Event>(std::move(polled[0]));
-  }
-  void expect_done(uint64_t pages) {
-    const std::optional<Event> event = ended();
-    ASSERT_TRUE(event.has_value()) << "no final event";
-    EXPECT_EQ(event->kind, EventKind::kTransferDone) << (event->error ? event->error->to_string() : "");
-    EXPECT_EQ(event->pages, pages);
-    EXPECT_FALSE(ended().has_value()) << "a second event";
-  }
-  // Nothing is left of any transfer.
-  void expect_clean() {
-    EXPECT_EQ(transfers.size(), 0U);
-    EXPECT_EQ(source->batches_in_flight, 0U);
-    for (const Link& l : peer->links) {
-      EXPECT_EQ(l.bytes_in_flight, 0U);
-      EXPECT_EQ(l.messages_in_flight, 0U);
-      EXPECT_TRUE(l.unsettled.empty());
-    }
-  }
-
-  std::vector<std::byte> memory = std::vector<std::byte>(64 * kMiB);
-  std::shared_ptr<LocalRegion> source = std::make_shared<LocalRegion>();
-  std::shared_ptr<const RemoteRegion> target;
-  std::shared_mutex mutex;
-  Registry<Transfer> transfers{mutex};
-  CounterSets counters;
-  EventQueue events;
-  Stats stats;
-  TransferScheduler scheduler{transfers, counters, events, stats};
-  std::vector<std::unique_ptr<FakeDomain>> domains;
-  std::shared_ptr<Peer> peer;
-  TransferId last_id = 0;
-};
 
 // --- Which link
 
@@ -357,8 +188,8 @@ TEST_F(Scheduler, WhatWasCountedIsDoneAndNothingIsWrittenAgain) {
   complete(1);
   EXPECT_EQ(scheduler.unsettled_counters(link(0)), std::vector<uint32_t>{kCounter});
   EXPECT_FALSE(ended().has_value());
-  const std::vector<TransferScheduler::Landed> landed = {{.counter = kCounter, .pages = 64}};
-  scheduler.recover(link(0), landed);
+  const std::vector<Landed> landed = {{.counter = kCounter, .pages = 64}};
+  scheduler.recover(*peer, link(0), landed);
   scheduler.settle();
   expect_done(128);
   EXPECT_EQ(postings(1).size(), 1U);
@@ -376,8 +207,8 @@ TEST_F(Scheduler, WhatIsMissingIsCountedOnceAllUnfinishedPagesAreWrittenAgain) {
   complete(1);
   complete(0, &kBroken);
   // 27 of the 128 landed and were counted; nobody knows which.
-  const std::vector<TransferScheduler::Landed> landed = {{.counter = kCounter, .pages = 27}};
-  scheduler.recover(link(0), landed);
+  const std::vector<Landed> landed = {{.counter = kCounter, .pages = 27}};
+  scheduler.recover(*peer, link(0), landed);
   post_all();
   EXPECT_EQ(raised(1), 128U) << "counted before the pages are there";
   ASSERT_EQ(postings(1).size(), 4U);
@@ -422,8 +253,8 @@ TEST_F(Scheduler, EarlierTransfersOfTheSameCounterAreInTheAccount) {
   post_all();
   complete(1);
   complete(0, &kBroken);
-  const std::vector<TransferScheduler::Landed> landed = {{.counter = kCounter, .pages = 64}};
-  scheduler.recover(link(0), landed);
+  const std::vector<Landed> landed = {{.counter = kCounter, .pages = 64}};
+  scheduler.recover(*peer, link(0), landed);
   run();
   EXPECT_EQ(raised(1), 2U);  // its own, and the one that is missing
   expect_done(2);
@@ -442,8 +273,8 @@ TEST_F(Scheduler, TransfersThatShareACounterEndTogether) {
   post_all();
   complete(1);
   complete(0, &kBroken);
-  const std::vector<TransferScheduler::Landed> landed = {{.counter = kCounter, .pages = 1}};
-  scheduler.recover(link(0), landed);
+  const std::vector<Landed> landed = {{.counter = kCounter, .pages = 1}};
+  scheduler.recover(*peer, link(0), landed);
   post_and_settle();
   EXPECT_FALSE(ended().has_value());
   run();
@@ -462,7 +293,7 @@ TEST_F(Scheduler, PartsOfASplitWriteAndUncountedWritesGoAgainToo) {
   const std::vector<uint64_t> bytes = bytes_posted();
   complete(0, &kBroken);
   EXPECT_TRUE(scheduler.unsettled_counters(link(0)).empty());
-  scheduler.recover(link(0), {});
+  scheduler.recover(*peer, link(0), {});
   run();
   EXPECT_EQ(bytes_posted()[1], bytes[0] + bytes[1]);
   EXPECT_EQ(raised(1), 1U);
@@ -473,13 +304,13 @@ TEST_F(Scheduler, PartsOfASplitWriteAndUncountedWritesGoAgainToo) {
 TEST_F(Scheduler, AnImmediateAloneIsNotRewrittenButCounted) {
   connect(2);
   const auto transfer = open();
-  scheduler.add(*transfer, std::make_shared<Request>(nullptr, nullptr, 0, kCounter, ImmediateOnly{5}));
+  scheduler.add(*transfer, Request::make(nullptr, nullptr, 0, kCounter, ImmediateOnly{5}));
   scheduler.seal(*transfer);
   post_all();
   ASSERT_EQ(raised(0), 5U);
   complete(0, &kBroken);
-  const std::vector<TransferScheduler::Landed> landed = {{.counter = kCounter, .pages = 0}};
-  scheduler.recover(link(0), landed);
+  const std::vector<Landed> landed = {{.counter = kCounter, .pages = 0}};
+  scheduler.recover(*peer, link(0), landed);
   run();
   ASSERT_EQ(postings(1).size(), 1U);
   EXPECT_EQ(raised(1), 5U);
@@ -496,8 +327,8 @@ TEST_F(Scheduler, ALinkMayBreakUnderARecovery) {
   post_all();
   complete(0, &kBroken);
   link(1).state = Link::State::kUp;
-  const std::vector<TransferScheduler::Landed> landed = {{.counter = kCounter, .pages = 28}};
-  scheduler.recover(link(0), landed);
+  const std::vector<Landed> landed = {{.counter = kCounter, .pages = 28}};
+  scheduler.recover(*peer, link(0), landed);
   post_all();
   ASSERT_EQ(postings(1).size(), 2U);
   scheduler.complete(postings(1)[0].work, nullptr);  // one rewrite arrives, the other is lost with its link
@@ -505,7 +336,7 @@ TEST_F(Scheduler, ALinkMayBreakUnderARecovery) {
   complete(1, &kBroken);
   EXPECT_TRUE(scheduler.unsettled_counters(link(1)).empty());
   link(2).state = Link::State::kUp;
-  scheduler.recover(link(1), {});
+  scheduler.recover(*peer, link(1), {});
   post_and_settle();
   ASSERT_EQ(postings(2).size(), 1U);
   complete(2);
@@ -514,8 +345,8 @@ TEST_F(Scheduler, ALinkMayBreakUnderARecovery) {
   // And once more, now under the counting itself: 64 of the 100 get through.
   link(0).state = Link::State::kUp;
   complete(2, &kBroken);
-  const std::vector<TransferScheduler::Landed> counted = {{.counter = kCounter, .pages = 64}};
-  scheduler.recover(link(2), counted);
+  const std::vector<Landed> counted = {{.counter = kCounter, .pages = 64}};
+  scheduler.recover(*peer, link(2), counted);
   run();
   EXPECT_EQ(raised(0), 128U + 36);
   expect_done(128);
@@ -532,8 +363,8 @@ TEST_F(Scheduler, ACancelledTransferIsNotWrittenAgain) {
   scheduler.cancel(*transfer);
   scheduler.settle();
   EXPECT_FALSE(ended().has_value()) << "its writes may still land";
-  const std::vector<TransferScheduler::Landed> landed = {{.counter = kCounter, .pages = 0}};
-  scheduler.recover(link(0), landed);
+  const std::vector<Landed> landed = {{.counter = kCounter, .pages = 0}};
+  scheduler.recover(*peer, link(0), landed);
   run();
   EXPECT_EQ(postings(1).size(), 1U);
   const std::optional<Event> event = ended();
@@ -551,12 +382,12 @@ TEST_F(Scheduler, ACancelStopsARecoveryThatHasBegun) {
   post_all();
   complete(0, &kBroken);
   link(1).state = Link::State::kUp;
-  const std::vector<TransferScheduler::Landed> landed = {{.counter = kCounter, .pages = 0}};
-  scheduler.recover(link(0), landed);
+  const std::vector<Landed> landed = {{.counter = kCounter, .pages = 0}};
+  scheduler.recover(*peer, link(0), landed);
   post_all();
   complete(1, &kBroken);  // its batches wait once more
   link(2).state = Link::State::kUp;
-  scheduler.recover(link(1), {});
+  scheduler.recover(*peer, link(1), {});
   scheduler.cancel(*transfer);
   run();
   EXPECT_TRUE(postings(2).empty());
@@ -570,7 +401,7 @@ TEST_F(Scheduler, ACancelStopsARecoveryThatHasBegun) {
 TEST_F(Scheduler, AnAccountThatDoesNotAddUpFailsTheTransfer) {
   struct Case {
     const char* name;
-    TransferScheduler::Landed landed;
+    Landed landed;
     bool refused;
   };
   const std::vector<Case> cases = {
@@ -603,7 +434,7 @@ TEST_F(Scheduler, AnAccountThatDoesNotAddUpFailsTheTransfer) {
     post_all();
     complete(0, &kBroken);
     link(1).state = Link::State::kUp;
-    scheduler.recover(link(0), std::span(&one.landed, 1));
+    scheduler.recover(*peer, link(0), std::span(&one.landed, 1));
     run();
     const std::optional<Event> event = ended();
     ASSERT_TRUE(event.has_value());
@@ -620,7 +451,7 @@ TEST_F(Scheduler, AWriteThatIsRefusedFailsAtOnceAndTakesNoLinkOut) {
   write(*transfer, 100);
   scheduler.seal(*transfer);
   post_all();
-  const TransferScheduler::Lost lost = scheduler.complete(postings(0)[0].work, &kDenied);
+  const TransferScheduler::Ended lost = scheduler.complete(postings(0)[0].work, &kDenied);
   EXPECT_EQ(lost.link, nullptr);
   scheduler.settle();
   EXPECT_EQ(ended()->kind, EventKind::kTransferFailed);
@@ -647,8 +478,8 @@ TEST_F(Scheduler, WhenThePeerGoesDownWhatWaitedFails) {
   scheduler.seal(*transfer);
   post_all();
   complete(0, &kBroken);
-  const std::vector<TransferScheduler::Landed> landed = {{.counter = kCounter, .pages = 0}};
-  scheduler.recover(link(0), landed);  // a recovery under way
+  const std::vector<Landed> landed = {{.counter = kCounter, .pages = 0}};
+  scheduler.recover(*peer, link(0), landed);  // a recovery under way
   scheduler.fail_peer(*peer, kBroken);
   for (auto& posting : postings(1)) {
     if (!posting.over) scheduler.complete(posting.work, &kBroken);
@@ -667,10 +498,10 @@ TEST_F(Scheduler, ASourceThatIsDeregisteredMeanwhileFailsTheRecovery) {
   scheduler.seal(*transfer);
   post_all();
   complete(0, &kBroken);
-  EXPECT_EQ(source->batches_in_flight, 1U);  // deregistration waits for it
-  source->live = false;
-  const std::vector<TransferScheduler::Landed> landed = {{.counter = kCounter, .pages = 0}};
-  scheduler.recover(link(0), landed);
+  EXPECT_EQ(lies_in->batches_in_flight, 1U);  // deregistration waits for it
+  lies_in->live = false;
+  const std::vector<Landed> landed = {{.counter = kCounter, .pages = 0}};
+  scheduler.recover(*peer, link(0), landed);
   run();
   const std::optional<Event> event = ended();
   ASSERT_TRUE(event.has_value());
@@ -686,8 +517,8 @@ TEST_F(Scheduler, MessagesThatNobodyReadsStopNoWrites) {
   std::vector<std::shared_ptr<Transfer>> open_transfers;
   for (int i = 0; i < 20; ++i) {
     open_transfers.push_back(open());
-    scheduler.add(*open_transfers.back(), std::make_shared<Request>(nullptr, nullptr, 0, std::nullopt,
-                                                                    MessageWrite{Bytes(kUserHeaderBytes + 1)}));
+    scheduler.add(*open_transfers.back(),
+                  Request::make(nullptr, nullptr, 0, std::nullopt, MessageWrite{Bytes(kUserHeaderBytes + 1)}));
     scheduler.seal(*open_transfers.back());
   }
   const auto transfer = open();
@@ -705,8 +536,8 @@ TEST_F(Scheduler, AMessageOnABrokenLinkIsSentAgainUnderItsNumberAndNewOnesWait) 
   connect(2);
   const auto message = [&] {
     const auto transfer = open();
-    scheduler.add(*transfer, std::make_shared<Request>(nullptr, nullptr, 0, std::nullopt,
-                                                       MessageWrite{Bytes(kUserHeaderBytes + 1)}));
+    scheduler.add(*transfer,
+                  Request::make(nullptr, nullptr, 0, std::nullopt, MessageWrite{Bytes(kUserHeaderBytes + 1)}));
     scheduler.seal(*transfer);
     return transfer;
   };
@@ -717,7 +548,7 @@ TEST_F(Scheduler, AMessageOnABrokenLinkIsSentAgainUnderItsNumberAndNewOnesWait) 
   const auto second = message();
   post_all();
   EXPECT_TRUE(postings(1).empty());
-  scheduler.recover(link(0), {});
+  scheduler.recover(*peer, link(0), {});
   post_all();
   ASSERT_EQ(postings(1).size(), 1U);
   EXPECT_EQ(postings(1)[0].message, postings(0)[0].message);
@@ -729,4 +560,4 @@ TEST_F(Scheduler, AMessageOnABrokenLinkIsSentAgainUnderItsNumberAndNewOnesWait) 
 }
 
 }  // namespace
-}  // namespace kvc
+}  // namespace kvc::test

@@ -153,6 +153,7 @@ SAME_VALUE(IBV_EVENT_DEVICE_FATAL);
 SAME_VALUE(IBV_EVENT_PORT_ACTIVE);
 SAME_VALUE(IBV_EVENT_PORT_ERR);
 SAME_VALUE(IBV_EVENT_SRQ_ERR);
+SAME_VALUE(IBV_EVENT_QP_LAST_WQE_REACHED);
 
 TEST(VerbsAbi, OurDeclarationsAreTheLibrarys) {
   // Held by the compiler, above; what is left for run time is how a library marks its extended contexts.

@@ -1,22 +1,24 @@
-// A stand-in for libibverbs: ports, queue pairs and completion queues in this process, with the rules that a NIC keeps
-// (states, packet sequence numbers, receives that are used up) and the faults that a real one cannot be made to show.
-// One thread. What is posted is carried out at once, or when its receiver can take it.
+// A stand-in for NICs and their network: ports, queue pairs and completion queues in this process, with the rules that a
+// NIC keeps (states, packet sequence numbers, receives that are used up, and how mlx5 ends a queue pair) and the faults
+// that a real one cannot be made to show. What is posted is carried out at once, or when its receiver can take it.
+// verbs_fake_library.h is libibverbs over it, for any thread; what a test looks at and sets is for times when none calls.
 #pragma once
 
-#include <fcntl.h>
 #include <gtest/gtest.h>
-#include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
+#include <condition_variable>
+#include <cstddef>
 #include <cstring>
 #include <deque>
 #include <list>
-#include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "providers/verbs/library.h"
@@ -45,9 +47,25 @@ struct Device {
   int max_cqe = 1 << 20;
 };
 
+struct Context : abi::verbs_context {
+  Device* nic = nullptr;
+  std::deque<abi::ibv_async_event> events;
+
+  static Context& of(abi::ibv_context* context) {
+    auto* const before = reinterpret_cast<std::byte*>(context) - offsetof(abi::verbs_context, context);
+    return *static_cast<Context*>(reinterpret_cast<abi::verbs_context*>(before));
+  }
+};
+
+struct Pd {
+  Context* context = nullptr;
+  bool of_one_thread = false;  // bound to a thread domain: no locks
+};
+
 struct Channel : abi::ibv_comp_channel {};
 
 struct Cq {
+  Context* context = nullptr;
   Channel* channel = nullptr;
   int capacity = 0;
   bool armed = false;
@@ -55,6 +73,7 @@ struct Cq {
 };
 
 struct Srq {
+  Context* context = nullptr;
   uint32_t capacity = 0;
   std::deque<std::pair<uint64_t, std::optional<abi::ibv_sge>>> receives;  // wr_id and its buffer
 };
@@ -70,9 +89,14 @@ struct Qp : abi::ibv_qp {
   abi::ibv_qp_attr rtr{}, rts{}, init{};
   abi::ibv_qp_cap cap{};
   std::deque<Sent> waiting;  // for a receive at the peer
+  std::deque<Sent> unheard;  // carried out, and the acknowledgement was lost
   uint32_t outstanding = 0;  // slots taken and not freed by a signalled completion
   uint32_t unsignalled = 0;
-  uint32_t inflight_inline = 0;
+  std::optional<uint64_t> half_arrived;  // the receive of a message of which the first packet has come
+  std::optional<uint64_t> flushed_at;    // in ERR: when it will have flushed what was posted on it
+  unsigned unacknowledged = 0;           // events about it
+  bool stopped = false;                  // by its owner
+  std::optional<std::thread::id> poster;
 };
 
 struct Mr : abi::ibv_mr {
@@ -81,19 +105,11 @@ struct Mr : abi::ibv_mr {
 
 class Fabric {
  public:
-  Fabric() {
-    current = this;
-    int pipe[2];
-    EXPECT_EQ(::pipe2(pipe, O_NONBLOCK | O_CLOEXEC), 0);
-    never_[0] = pipe[0];
-    never_[1] = pipe[1];
-  }
+  Fabric() { current = this; }
   ~Fabric() {
     EXPECT_TRUE(queue_pairs.empty()) << "queue pairs left";
     EXPECT_TRUE(regions.empty()) << "memory regions left";
     EXPECT_EQ(objects, 0) << "domains, queues or channels left";
-    ::close(never_[0]);
-    ::close(never_[1]);
     current = nullptr;
   }
   Fabric(const Fabric&) = delete;
@@ -112,17 +128,26 @@ class Fabric {
         {Port{.gids = {{abi::IBV_GID_TYPE_ROCE_V2, link_local(last)}, {abi::IBV_GID_TYPE_ROCE_V2, ipv4(last)}}}});
   }
 
-  static const Library& library();
+  static const Library& library();  // verbs_fake_library.h
 
   std::list<Device> devices;
+  std::list<Context*> contexts;
   std::list<std::unique_ptr<Qp>> queue_pairs;
   std::list<std::unique_ptr<Mr>> regions;
-  std::deque<abi::ibv_async_event> events;
+  std::list<Srq*> srqs;
+  std::list<Cq*> cqs;
   std::vector<Sent> log;  // everything that was posted
-  std::vector<abi::ibv_qp_attr> rtr_log, rts_log;
-  int objects = 0;  // contexts, domains, queues, channels
+  int objects = 0;        // contexts, domains, queues, channels
   int cq_overruns = 0;
   int posts_before_ready = 0;  // requests that found no queue pair ready for them
+  int lost_receives = 0;       // that went with a queue pair, unheard of by whoever posted them
+
+  // How a queue pair ends. As with mlx5: the event says when its receives are flushed, and its destruction takes its
+  // entries out of the completion queue. rxe of Linux 6.1 does neither, and flushes before it is gone at the latest.
+  bool says_last_receive = true;
+  bool purges = true;
+  // Turns of poll_cq() from ERR until everything is flushed.
+  uint64_t flush_lag = 1;
 
   // Faults. The next request to be carried out fails like this; what its completion says beside the id is noise.
   std::optional<int> fail_next;
@@ -130,7 +155,18 @@ class Fabric {
   std::optional<uint32_t> memory_for;
   // Nothing is carried out: the peer's NIC is slow.
   bool stalled = false;
+  // Writes arrive, but their sender does not hear of it.
+  bool write_acknowledgements_lost = false;
+  // Each queue pair that goes to ERR has the first packet of a message, and a receive for it.
+  bool messages_half_arrived = false;
+  // Calls that may block are refused to this thread.
+  std::optional<std::thread::id> may_not_block;
 
+  // Any thread. Two for each end of a link that there is.
+  size_t live_queue_pairs() {
+    const std::lock_guard lock(mutex_);
+    return queue_pairs.size();
+  }
   Qp* find(uint32_t number) {
     for (auto& qp : queue_pairs) {
       if (qp->qp_num == number) return qp.get();
@@ -138,18 +174,56 @@ class Fabric {
     return nullptr;
   }
   void run() {
-    for (auto& qp : queue_pairs) drain(*qp);
+    for (auto& qp : queue_pairs) {
+      flush(*qp);
+      drain(*qp);
+    }
   }
   void error(Qp& qp) {
     if (qp.state == abi::IBV_QPS_ERR) return;
     qp.state = abi::IBV_QPS_ERR;
-    for (const Sent& sent : std::exchange(qp.waiting, {})) complete(qp, sent, abi::IBV_WC_WR_FLUSH_ERR, true);
+    auto& receives = reinterpret_cast<Srq*>(qp.srq)->receives;
+    if (messages_half_arrived && !receives.empty()) {
+      qp.half_arrived = receives.front().first;
+      receives.pop_front();
+    }
+    qp.flushed_at = turn_ + flush_lag;
+  }
+  // To each context of this NIC.
+  void raise(const std::string& nic, const abi::ibv_async_event& event) {
+    for (Context* context : contexts) {
+      if (context->nic->name == nic) raise(*context, event);
+    }
+  }
+  bool events_left() const {
+    return std::any_of(contexts.begin(), contexts.end(),
+                       [](const Context* context) { return !context->events.empty(); });
+  }
+  // In this NIC's completion queues.
+  size_t entries(const std::string& nic) const {
+    size_t entries = 0;
+    for (const Cq* cq : cqs) entries += cq->context->nic->name == nic ? cq->entries.size() : 0;
+    return entries;
+  }
+  // Those of writes, then those of messages, that are posted on this NIC.
+  std::vector<size_t> posted_receives(const std::string& nic) const {
+    std::vector<size_t> posted;
+    for (const Srq* srq : srqs) {
+      if (srq->context->nic->name == nic) posted.push_back(srq->receives.size());
+    }
+    return posted;
   }
 
   static inline Fabric* current = nullptr;
 
  private:
   friend struct Functions;
+
+  void raise(Context& context, const abi::ibv_async_event& event) {
+    context.events.push_back(event);
+    const uint64_t one = 1;
+    EXPECT_EQ(::write(context.context.async_fd, &one, sizeof(one)), static_cast<ssize_t>(sizeof(one)));
+  }
 
   void push(Cq& cq, const abi::ibv_wc& entry) {
     cq.entries.push_back(entry);
@@ -159,30 +233,68 @@ class Fabric {
     EXPECT_EQ(::write(cq.channel->fd, &one, sizeof(one)), static_cast<ssize_t>(sizeof(one)));
   }
 
+  // The noise that ibv_poll_cq(3) allows in a failed completion.
+  static abi::ibv_wc failed(uint64_t id, int status, uint32_t number) {
+    abi::ibv_wc entry{};
+    entry.wr_id = id;
+    entry.status = status;
+    entry.qp_num = number;
+    entry.opcode = abi::IBV_WC_RECV_RDMA_WITH_IMM;
+    entry.wc_flags = abi::IBV_WC_WITH_IMM;
+    entry.imm_data = 0xDEADBEEF;
+    entry.byte_len = 0x7FFFFFFF;
+    entry.vendor_err = 0x88;
+    return entry;
+  }
+
   void complete(Qp& qp, const Sent& sent, int status, bool always) {
     ++qp.unsignalled;
     if ((sent.request.send_flags & abi::IBV_SEND_SIGNALED) == 0 && !always) return;
     qp.outstanding -= std::exchange(qp.unsignalled, 0);
     abi::ibv_wc entry{};
     entry.wr_id = sent.request.wr_id;
-    entry.status = status;
     entry.qp_num = qp.qp_num;
-    if (status != abi::IBV_WC_SUCCESS) {  // the noise that ibv_poll_cq(3) allows
-      entry.opcode = abi::IBV_WC_RECV_RDMA_WITH_IMM;
-      entry.wc_flags = abi::IBV_WC_WITH_IMM;
-      entry.imm_data = 0xDEADBEEF;
-      entry.byte_len = 0x7FFFFFFF;
-      entry.vendor_err = 0x88;
-    }
+    if (status != abi::IBV_WC_SUCCESS) entry = failed(sent.request.wr_id, status, qp.qp_num);
     push(*reinterpret_cast<Cq*>(qp.send_cq), entry);
   }
 
+  void flush(Qp& qp, bool now = false) {
+    if (!qp.flushed_at || (turn_ < *qp.flushed_at && !now)) return;
+    qp.flushed_at.reset();
+    for (const Sent& sent : std::exchange(qp.unheard, {})) complete(qp, sent, abi::IBV_WC_WR_FLUSH_ERR, true);
+    for (const Sent& sent : std::exchange(qp.waiting, {})) complete(qp, sent, abi::IBV_WC_WR_FLUSH_ERR, true);
+    if (qp.half_arrived) {
+      push(*reinterpret_cast<Cq*>(qp.recv_cq), failed(*qp.half_arrived, abi::IBV_WC_WR_FLUSH_ERR, qp.qp_num));
+      qp.half_arrived.reset();
+    }
+    if (says_last_receive) raise(Context::of(qp.context), {{.qp = &qp}, abi::IBV_EVENT_QP_LAST_WQE_REACHED});
+  }
+
+  bool reaches_peer(const Qp& qp) {
+    const Qp* const peer = find(qp.rtr.dest_qp_num);
+    const bool ready = peer != nullptr && (peer->state == abi::IBV_QPS_RTR || peer->state == abi::IBV_QPS_RTS);
+    return ready && peer->rtr.dest_qp_num == qp.qp_num && peer->rtr.rq_psn == qp.rts.sq_psn;
+  }
+
   void drain(Qp& qp) {
+    if (!write_acknowledgements_lost && qp.state == abi::IBV_QPS_RTS && !qp.unheard.empty()) {
+      if (!reaches_peer(qp)) {
+        complete(qp, qp.unheard.front(), abi::IBV_WC_RETRY_EXC_ERR, true);
+        qp.unheard.pop_front();
+        return error(qp);
+      }
+      for (const Sent& sent : std::exchange(qp.unheard, {})) complete(qp, sent, abi::IBV_WC_SUCCESS, false);
+    }
     while (!stalled && qp.state == abi::IBV_QPS_RTS && !qp.waiting.empty()) {
       const std::optional<int> status = carry_out(qp, qp.waiting.front());
       if (!status) return;  // the receiver is not ready: try again
       const Sent sent = std::move(qp.waiting.front());
       qp.waiting.pop_front();
+      const bool write = sent.request.opcode <= abi::IBV_WR_RDMA_WRITE_WITH_IMM;
+      if (*status == abi::IBV_WC_SUCCESS && write && write_acknowledgements_lost) {
+        qp.unheard.push_back(sent);
+        continue;
+      }
       complete(qp, sent, *status, *status != abi::IBV_WC_SUCCESS);
       if (*status != abi::IBV_WC_SUCCESS) error(qp);
     }
@@ -190,21 +302,20 @@ class Fabric {
 
   std::optional<int> carry_out(Qp& qp, const Sent& sent) {
     if (fail_next) return std::exchange(fail_next, std::nullopt);
-    Qp* const peer = find(qp.rtr.dest_qp_num);
-    const bool ready = peer != nullptr && (peer->state == abi::IBV_QPS_RTR || peer->state == abi::IBV_QPS_RTS);
-    if (!ready || peer->rtr.dest_qp_num != qp.qp_num || peer->rtr.rq_psn != qp.rts.sq_psn) {
+    if (!reaches_peer(qp)) {
       ++posts_before_ready;
       return abi::IBV_WC_RETRY_EXC_ERR;
     }
+    Qp* const peer = find(qp.rtr.dest_qp_num);
     const abi::ibv_send_wr& request = sent.request;
     const std::byte* source =
         sent.copied.empty() ? reinterpret_cast<const std::byte*>(sent.piece.addr) : sent.copied.data();
     const uint32_t bytes = request.num_sge == 0 ? 0 : sent.piece.length;
-    const bool write = request.opcode == abi::IBV_WR_RDMA_WRITE || request.opcode == abi::IBV_WR_RDMA_WRITE_WITH_IMM;
+    const bool write = request.opcode <= abi::IBV_WR_RDMA_WRITE_WITH_IMM;
     if (write && bytes > 0) {
       Mr* const mr = region_of(request.wr.rdma.remote_addr, bytes, request.wr.rdma.rkey);
       if (mr == nullptr || (peer->init.qp_access_flags & abi::IBV_ACCESS_REMOTE_WRITE) == 0) {
-        events.push_back({{.qp = peer}, abi::IBV_EVENT_QP_ACCESS_ERR});
+        raise(Context::of(peer->context), {{.qp = peer}, abi::IBV_EVENT_QP_ACCESS_ERR});
         error(*peer);
         return abi::IBV_WC_REM_ACCESS_ERR;
       }
@@ -240,303 +351,11 @@ class Fabric {
     return nullptr;
   }
 
-  int never_[2];
+  std::mutex mutex_;
+  std::condition_variable acknowledged_;
+  uint64_t turn_ = 0;
   uint32_t last_qp_ = 100;
   uint32_t last_key_ = 0x1000;
 };
-
-struct Context : abi::ibv_context {
-  Device* nic = nullptr;
-};
-
-struct Functions {
-  static Fabric& fabric() { return *Fabric::current; }
-
-  static abi::ibv_device** get_device_list(int* count) {
-    auto& devices = fabric().devices;
-    auto** const list = new abi::ibv_device*[devices.size() + 1];
-    size_t i = 0;
-    for (Device& device : devices) list[i++] = &device.device;
-    list[i] = nullptr;
-    *count = static_cast<int>(devices.size());
-    return list;
-  }
-  static void free_device_list(abi::ibv_device** list) { delete[] list; }
-  static Device& nic(abi::ibv_device* device) {
-    return *std::find_if(fabric().devices.begin(), fabric().devices.end(),
-                         [&](Device& candidate) { return &candidate.device == device; });
-  }
-  static const char* get_device_name(abi::ibv_device* device) { return nic(device).name.c_str(); }
-
-  static abi::ibv_context* open_device(abi::ibv_device* device) {
-    auto* const context = new Context{};
-    context->device = device;
-    context->nic = &nic(device);
-    context->async_fd = fabric().never_[0];
-    context->num_comp_vectors = 1;
-    context->ops.poll_cq = poll_cq;
-    context->ops.req_notify_cq = req_notify_cq;
-    context->ops.post_srq_recv = post_srq_recv;
-    context->ops.post_send = post_send;
-    ++fabric().objects;
-    return context;
-  }
-  static int close_device(abi::ibv_context* context) {
-    delete static_cast<Context*>(context);
-    --fabric().objects;
-    return 0;
-  }
-  static int query_device(abi::ibv_context* context, abi::ibv_device_attr* attr) {
-    *attr = {};
-    attr->phys_port_cnt = static_cast<uint8_t>(static_cast<Context*>(context)->nic->ports.size());
-    attr->max_qp_wr = 1 << 14;
-    attr->max_srq_wr = 1 << 14;
-    attr->max_cqe = static_cast<Context*>(context)->nic->max_cqe;
-    return 0;
-  }
-  static const Port& port(abi::ibv_context* context, uint32_t number) {
-    return static_cast<Context*>(context)->nic->ports.at(number - 1);
-  }
-  static int query_port(abi::ibv_context* context, uint8_t number, abi::ibv_port_attr* attr) {
-    if (number == 0 || number > static_cast<Context*>(context)->nic->ports.size()) return EINVAL;
-    const Port& port = Functions::port(context, number);
-    *attr = {};
-    attr->state = port.state;
-    attr->active_mtu = port.mtu;
-    attr->max_mtu = port.mtu;
-    attr->link_layer = port.link_layer;
-    attr->lid = port.lid;
-    attr->gid_tbl_len = static_cast<int>(port.gids.size());
-    attr->pkey_tbl_len = static_cast<uint16_t>(port.pkeys.size());
-    attr->max_msg_sz = static_cast<Context*>(context)->nic->max_message;
-    attr->active_speed = 64;
-    attr->active_width = 2;
-    return 0;
-  }
-  static int query_gid_ex(abi::ibv_context* context, uint32_t number, uint32_t index, abi::ibv_gid_entry* entry,
-                          uint32_t /*flags*/, size_t /*size*/) {
-    const auto& [type, gid] = port(context, number).gids.at(index);
-    if (gid == Gid{}) return ENODATA;
-    *entry = {};
-    entry->gid_type = type;
-    entry->gid_index = index;
-    std::copy(gid.begin(), gid.end(), std::begin(entry->gid.raw));
-    return 0;
-  }
-  static int query_pkey(abi::ibv_context* context, uint8_t number, int index, uint16_t* pkey) {
-    *pkey = big_endian(port(context, number).pkeys.at(static_cast<size_t>(index)));
-    return 0;
-  }
-
-  static abi::ibv_pd* alloc_pd(abi::ibv_context* /*context*/) {
-    ++fabric().objects;
-    return reinterpret_cast<abi::ibv_pd*>(new int(0));
-  }
-  static int dealloc_pd(abi::ibv_pd* pd) {
-    delete reinterpret_cast<int*>(pd);
-    --fabric().objects;
-    return 0;
-  }
-  static abi::ibv_mr* reg_mr(abi::ibv_pd* /*pd*/, void* address, size_t bytes, uint64_t /*iova*/, unsigned access) {
-    auto& mr = fabric().regions.emplace_back(std::make_unique<Mr>());
-    mr->addr = address;
-    mr->length = bytes;
-    mr->access = access;
-    mr->lkey = mr->rkey = ++fabric().last_key_;
-    return mr.get();
-  }
-  static int dereg_mr(abi::ibv_mr* mr) {
-    fabric().regions.remove_if([&](const auto& region) { return region.get() == mr; });
-    return 0;
-  }
-
-  static abi::ibv_comp_channel* create_comp_channel(abi::ibv_context* /*context*/) {
-    auto* const channel = new Channel{};
-    channel->fd = ::eventfd(0, EFD_CLOEXEC);
-    ++fabric().objects;
-    return channel;
-  }
-  static int destroy_comp_channel(abi::ibv_comp_channel* channel) {
-    ::close(channel->fd);
-    delete static_cast<Channel*>(channel);
-    --fabric().objects;
-    return 0;
-  }
-  static abi::ibv_cq* create_cq(abi::ibv_context* context, int capacity, void* /*cq_context*/,
-                                abi::ibv_comp_channel* channel, int /*vector*/) {
-    if (capacity > static_cast<Context*>(context)->nic->max_cqe) {
-      errno = EINVAL;
-      return nullptr;
-    }
-    auto* const cq = new Cq{};
-    cq->capacity = capacity;
-    cq->channel = static_cast<Channel*>(channel);
-    ++fabric().objects;
-    return reinterpret_cast<abi::ibv_cq*>(cq);
-  }
-  static int destroy_cq(abi::ibv_cq* cq) {
-    delete reinterpret_cast<Cq*>(cq);
-    --fabric().objects;
-    return 0;
-  }
-  static int get_cq_event(abi::ibv_comp_channel* channel, abi::ibv_cq** /*cq*/, void** /*context*/) {
-    uint64_t count = 0;
-    return ::read(channel->fd, &count, sizeof(count)) == sizeof(count) ? 0 : -1;
-  }
-  static void ack_cq_events(abi::ibv_cq* /*cq*/, unsigned /*events*/) {}
-  static int poll_cq(abi::ibv_cq* raw, int room, abi::ibv_wc* out) {
-    fabric().run();
-    auto& entries = reinterpret_cast<Cq*>(raw)->entries;
-    int count = 0;
-    for (; count < room && !entries.empty(); ++count) {
-      out[count] = entries.front();
-      entries.pop_front();
-    }
-    return count;
-  }
-  static int req_notify_cq(abi::ibv_cq* cq, int /*solicited*/) {
-    reinterpret_cast<Cq*>(cq)->armed = true;
-    return 0;
-  }
-
-  static abi::ibv_srq* create_srq(abi::ibv_pd* /*pd*/, abi::ibv_srq_init_attr* attr) {
-    auto* const srq = new Srq{};
-    srq->capacity = attr->attr.max_wr;
-    ++fabric().objects;
-    return reinterpret_cast<abi::ibv_srq*>(srq);
-  }
-  static int destroy_srq(abi::ibv_srq* srq) {
-    delete reinterpret_cast<Srq*>(srq);
-    --fabric().objects;
-    return 0;
-  }
-  static int post_srq_recv(abi::ibv_srq* raw, abi::ibv_recv_wr* request, abi::ibv_recv_wr** bad) {
-    auto& srq = *reinterpret_cast<Srq*>(raw);
-    for (; request != nullptr; request = request->next) {
-      if (srq.receives.size() >= srq.capacity) {
-        *bad = request;
-        return ENOMEM;
-      }
-      srq.receives.emplace_back(request->wr_id, request->num_sge > 0 ? std::optional(*request->sg_list) : std::nullopt);
-    }
-    return 0;
-  }
-
-  static abi::ibv_qp* create_qp(abi::ibv_pd* /*pd*/, abi::ibv_qp_init_attr* attr) {
-    auto& qp = fabric().queue_pairs.emplace_back(std::make_unique<Qp>());
-    qp->qp_num = ++fabric().last_qp_;
-    qp->send_cq = attr->send_cq;
-    qp->recv_cq = attr->recv_cq;
-    qp->srq = attr->srq;
-    qp->cap = attr->cap;
-    return qp.get();
-  }
-  static int modify_qp(abi::ibv_qp* raw, abi::ibv_qp_attr* attr, int mask) {
-    auto& qp = *static_cast<Qp*>(raw);
-    if ((mask & abi::IBV_QP_STATE) == 0) return EINVAL;
-    if (attr->qp_state == abi::IBV_QPS_ERR) {
-      fabric().error(qp);
-      return 0;
-    }
-    // Each state comes from the one before it.
-    if (attr->qp_state != qp.state + 1) return EINVAL;
-    qp.state = attr->qp_state;
-    if (qp.state == abi::IBV_QPS_INIT) qp.init = *attr;
-    if (qp.state == abi::IBV_QPS_RTR) fabric().rtr_log.push_back(qp.rtr = *attr);
-    if (qp.state == abi::IBV_QPS_RTS) fabric().rts_log.push_back(qp.rts = *attr);
-    return 0;
-  }
-  static int destroy_qp(abi::ibv_qp* qp) {
-    // As mlx5 does: the queue pair's completions leave the queue with it.
-    for (abi::ibv_cq* const raw : {qp->send_cq, qp->recv_cq}) {
-      std::erase_if(reinterpret_cast<Cq*>(raw)->entries,
-                    [&](const abi::ibv_wc& entry) { return entry.qp_num == qp->qp_num; });
-    }
-    fabric().queue_pairs.remove_if([&](const auto& candidate) { return candidate.get() == qp; });
-    return 0;
-  }
-  static int post_send(abi::ibv_qp* raw, abi::ibv_send_wr* request, abi::ibv_send_wr** bad) {
-    auto& qp = *static_cast<Qp*>(raw);
-    for (; request != nullptr; request = request->next) {
-      *bad = request;
-      if (qp.state != abi::IBV_QPS_RTS && qp.state != abi::IBV_QPS_ERR) return EINVAL;
-      if (fabric().memory_for && (*fabric().memory_for)-- == 0) {
-        fabric().memory_for.reset();
-        return ENOMEM;
-      }
-      EXPECT_LT(qp.outstanding, qp.cap.max_send_wr) << "posted beyond the queue";
-      ++qp.outstanding;
-      Sent sent{*request, {}, {}};
-      if (request->num_sge > 0) {
-        sent.piece = *request->sg_list;
-        if ((request->send_flags & abi::IBV_SEND_INLINE) != 0) {
-          EXPECT_LE(sent.piece.length, qp.cap.max_inline_data);
-          const auto* const data = reinterpret_cast<const std::byte*>(sent.piece.addr);
-          sent.copied.assign(data, data + sent.piece.length);
-        } else {
-          EXPECT_TRUE(fabric().region_of(sent.piece.addr, sent.piece.length, sent.piece.lkey) != nullptr)
-              << "a source without memory region";
-        }
-      }
-      fabric().log.push_back(sent);
-      if (qp.state == abi::IBV_QPS_ERR) {
-        fabric().complete(qp, sent, abi::IBV_WC_WR_FLUSH_ERR, true);
-      } else {
-        qp.waiting.push_back(sent);
-      }
-    }
-    fabric().run();
-    return 0;
-  }
-
-  static int get_async_event(abi::ibv_context* /*context*/, abi::ibv_async_event* event) {
-    if (fabric().events.empty()) return -1;
-    *event = fabric().events.front();
-    fabric().events.pop_front();
-    return 0;
-  }
-  static void ack_async_event(abi::ibv_async_event* /*event*/) {}
-  static const char* event_type_str(int /*type*/) { return "an event of the device"; }
-  static const char* wc_status_str(int status) {
-    return status == abi::IBV_WC_REM_ACCESS_ERR ? "remote access error" : "some error";
-  }
-  static int fork_init() { return 0; }
-};
-
-inline const Library& Fabric::library() {
-  static const Library library{
-      .get_device_list = Functions::get_device_list,
-      .free_device_list = Functions::free_device_list,
-      .get_device_name = Functions::get_device_name,
-      .open_device = Functions::open_device,
-      .close_device = Functions::close_device,
-      .query_device = Functions::query_device,
-      .query_port = Functions::query_port,
-      .query_gid_ex = Functions::query_gid_ex,
-      .query_pkey = Functions::query_pkey,
-      .alloc_pd = Functions::alloc_pd,
-      .dealloc_pd = Functions::dealloc_pd,
-      .reg_mr_iova2 = Functions::reg_mr,
-      .dereg_mr = Functions::dereg_mr,
-      .create_comp_channel = Functions::create_comp_channel,
-      .destroy_comp_channel = Functions::destroy_comp_channel,
-      .create_cq = Functions::create_cq,
-      .destroy_cq = Functions::destroy_cq,
-      .get_cq_event = Functions::get_cq_event,
-      .ack_cq_events = Functions::ack_cq_events,
-      .create_srq = Functions::create_srq,
-      .destroy_srq = Functions::destroy_srq,
-      .create_qp = Functions::create_qp,
-      .modify_qp = Functions::modify_qp,
-      .destroy_qp = Functions::destroy_qp,
-      .get_async_event = Functions::get_async_event,
-      .ack_async_event = Functions::ack_async_event,
-      .event_type_str = Functions::event_type_str,
-      .wc_status_str = Functions::wc_status_str,
-      .fork_init = Functions::fork_init,
-      .reg_dmabuf_mr = nullptr,
-  };
-  return library;
-}
 
 }  // namespace kvc::verbs::fake

@@ -10,40 +10,45 @@
 #include <string>
 #include <vector>
 
+#include "providers/verbs/connector.h"
 #include "providers/verbs/domain.h"
 #include "tests/domain_test_support.h"
 #include "tests/verbs_fake.h"
+#include "tests/verbs_fake_library.h"
 
 namespace kvc::verbs {
 
 using test::Batch;
+using test::Driven;
+using test::fence;
 using test::immediate_of;
 using test::kLinkOfA;
 using test::kLinkOfB;
 using test::post;
-using test::RecordingSink;
+using test::Record;
 using test::run_idle;
 using test::run_until;
 
 // A domain with one registered region.
 struct End {
   End(const Library& library, const std::string& device, const Tuning& tuning = {}, size_t bytes = 1 << 20)
-      : memory(bytes) {
-    DomainConfig config;
-    config.provider = "verbs";
-    config.device = device;
-    auto opened = VerbsDomain::open(config, sink, library, tuning);
-    if (!opened) throw std::runtime_error(opened.error().to_string());
-    domain = std::move(opened.value());
-    rkey = test::must(domain->register_region(memory.data(), memory.size(), -1, 0));
-  }
+      : memory(bytes),
+        domain(std::make_unique<Driven>([&](ControlQueue& control) {
+          DomainConfig config;
+          config.provider = "verbs";
+          config.device = device;
+          return VerbsConnector::open(config, control, library, tuning);
+        })),
+        record(domain->record),
+        rkey(test::must(domain->register_region(memory.data(), memory.size()))) {}
   // Deterministic bytes that differ from page to page and from seed to seed.
   void fill(uint64_t seed) { test::fill_random(memory.data(), memory.size(), seed); }
+  VerbsDomain::Held held() const { return static_cast<VerbsDomain&>(domain->domain()).held(); }
 
-  RecordingSink sink;
   std::vector<std::byte> memory;
-  std::unique_ptr<VerbsDomain> domain;
-  uint64_t rkey = 0;
+  std::unique_ptr<Driven> domain;
+  Record& record;
+  uint64_t rkey;
 };
 
 // `pages` pages of 4 KiB, each to the place mirrored on the other side.
@@ -74,9 +79,21 @@ struct Pair {
   void connect(LinkId link_a = kLinkOfA, LinkId link_b = kLinkOfB) {
     test::connect(*a.domain, *b.domain, link_a, link_b);
   }
-  std::vector<Domain*> both() { return {a.domain.get(), b.domain.get()}; }
+  std::vector<Driven*> both() { return {a.domain.get(), b.domain.get()}; }
   void run_until(const std::function<bool()>& done, const char* what = "condition") {
     test::run_until(both(), done, what);
+  }
+  // Ends the link on the side of A or of B, while both are driven.
+  void fence(End& end, LinkId link) {
+    run_until([&] { return end.domain->fence(link); }, "fence");
+  }
+  // Of links that were fenced on both sides nothing is left.
+  void expect_empty() {
+    run_until([&] { return a.held().links == 0 && b.held().links == 0; }, "the ends of all links");
+    for (const End* end : {&a, &b}) {
+      EXPECT_EQ(end->held().credits_used, 0U);
+      EXPECT_EQ(end->held().buffers_used, 0U);
+    }
   }
 
   End a;

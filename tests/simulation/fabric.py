@@ -114,6 +114,7 @@ class Link:
 @dataclass(eq=False)
 class _Counters:
     values: list[int]
+    raisers: Sequence[int]  # peers
     targets: Sequence[int] | None = None
     reached: bool = False
 
@@ -236,11 +237,11 @@ class SimEngine:
     def cancel(self, number: int) -> None:
         self._open(number, "cancel").stop(EventKind.TRANSFER_CANCELLED, "cancelled")
 
-    def alloc_counters(self, count: int) -> CounterSet:
+    def alloc_counters(self, count: int, raisers: Sequence[int]) -> CounterSet:
         if self.no_counters:
             self.no_counters -= 1
             raise _error(ErrorCode.RESOURCES, "alloc_counters", "all counters are in use")
-        counters = self._sets[number := self._number()] = _Counters([0] * count)
+        counters = self._sets[number := self._number()] = _Counters([0] * count, raisers)
         immediates = tuple(self.process.world.fabric.immediate() for _ in range(count))
         self._immediates |= {imm: (counters, number, i) for i, imm in enumerate(immediates)}
         return CounterSet(number, immediates)
@@ -447,6 +448,8 @@ class SimEngine:
             self._books.fail(f"{self.process} counts a page on counters that it has freed")
             return
         counters, number, index = found
+        foreign = batch.transfer.link.numbers[self] not in counters.raisers
+        self._books.check(not foreign, "%s counts a page of the wrong peer", self.process)
         counters.values[index] += len(batch.targets)
         if counters.targets is not None:
             too_many = counters.values[index] > counters.targets[index]

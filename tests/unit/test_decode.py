@@ -69,7 +69,7 @@ def assert_over(machine: DecodeMachine) -> None:
 
 def test_reserve_leaves_at_once_where_there_is_a_session(machine: DecodeMachine) -> None:
     machine.peer_up(0.0, P_ADDRESS, PEER)
-    assert machine.reserve(10.0, decode_request(blocks=(11, 0, 13))) == [OpenCounters("d-t", (2, 2))]
+    assert machine.reserve(10.0, decode_request(blocks=(11, 0, 13))) == [OpenCounters(PEER, "d-t", (2, 2))]
     actions = machine.counters_opened(10.0, "d-t", IMMEDIATES)
     assert only(actions, Send).peer == PEER
     message = sent(actions, Reserve)
@@ -82,7 +82,7 @@ def test_reserve_leaves_at_once_where_there_is_a_session(machine: DecodeMachine)
 def test_reserve_waits_for_its_session(machine: DecodeMachine) -> None:
     assert machine.reserve(0.0, decode_request()) == [Dial(P_ADDRESS)]
     assert machine.peer_up(0.5, OTHER_ADDRESS, OTHER) == []
-    assert machine.peer_up(1.0, P_ADDRESS, PEER) == [OpenCounters("d-t", (3, 3))]
+    assert machine.peer_up(1.0, P_ADDRESS, PEER) == [OpenCounters(PEER, "d-t", (3, 3))]
     message = sent(machine.counters_opened(1.0, "d-t", IMMEDIATES), Reserve)
     assert message.deadline_ms == (TIMES.transfer - 1.0) * 1000
 
@@ -319,7 +319,7 @@ def test_after_a_death_the_next_request_dials_again(machine: DecodeMachine) -> N
     machine.peer_down(1.0, PEER, "gone")
     assert machine.reserve(1.0, decode_request("u")) == [Dial(P_ADDRESS)]
     machine.fenced(2.0, PEER)
-    assert machine.peer_up(3.0, P_ADDRESS, OTHER) == [OpenCounters("d-u", (3, 3))]
+    assert machine.peer_up(3.0, P_ADDRESS, OTHER) == [OpenCounters(OTHER, "d-u", (3, 3))]
 
 
 def test_release_goes_out_now_or_when_the_session_is_there(machine: DecodeMachine) -> None:

@@ -1,13 +1,18 @@
 // Runs one of the hot loops, for a tool that counts its instructions: scripts/count-instructions.
 //
 //   kvc_hot_loops submit | submit_one | post | count   NUMBER
+//   kvc_hot_loops scatter | prepared_scatter | barrier | prepared_barrier   NUMBER PEERS
+//
+// NUMBER is of calls, of pages (post), of immediates (count), or of members written to: as many as that whatever PEERS is.
 
 #include <charconv>
 #include <cstdio>
 #include <cstring>
 #include <exception>
+#include <optional>
 #include <string_view>
 
+#include "bench/group_steps.h"
 #include "bench/micro.h"
 
 namespace {
@@ -15,6 +20,8 @@ namespace {
 constexpr uint32_t kPagesARequest = 2048;
 constexpr uint64_t kPageBytes = 64;
 constexpr uint32_t kCounters = 61;
+// Microseconds: the worker that writes never sleeps meanwhile.
+constexpr uint32_t kAwake = 1'000'000;
 
 bool run(std::string_view loop, uint32_t number) {
   if (loop == "submit") {
@@ -31,18 +38,46 @@ bool run(std::string_view loop, uint32_t number) {
   return true;
 }
 
+bool run(std::string_view loop, uint32_t number, uint32_t peers) {
+  kvc::DomainConfig sim;
+  sim.provider = "sim";
+  sim.fabric = "hot loops";
+  sim.max_delay_us = 0;
+  kvc::bench::GroupSteps group({sim}, {sim}, kAwake, peers, kPageBytes);
+  if (loop == "scatter") {
+    group.scatter(number / peers);
+  } else if (loop == "prepared_scatter") {
+    group.prepared_scatter(number / peers);
+  } else if (loop == "barrier") {
+    group.barrier(number / peers);
+  } else if (loop == "prepared_barrier") {
+    group.prepared_barrier(number / peers);
+  } else {
+    return false;
+  }
+  return true;
+}
+
+std::optional<uint32_t> number_of(const char* word) {
+  uint32_t number = 0;
+  const bool good = std::from_chars(word, word + std::strlen(word), number).ec == std::errc() && number > 0;
+  return good ? std::optional(number) : std::nullopt;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
-  uint32_t number = 0;
-  const bool numbered =
-      argc == 3 && std::from_chars(argv[2], argv[2] + std::strlen(argv[2]), number).ec == std::errc() && number > 0;
+  const auto number = argc > 2 ? number_of(argv[2]) : std::nullopt;
+  const auto peers = argc > 3 ? number_of(argv[3]) : std::nullopt;
   try {
-    if (numbered && run(argv[1], number)) return 0;
+    if (number && argc == 3 && run(argv[1], *number)) return 0;
+    if (number && peers && argc == 4 && run(argv[1], *number, *peers)) return 0;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "kvc_hot_loops: %s\n", error.what());
     return 1;
   }
-  std::fprintf(stderr, "usage: kvc_hot_loops submit|submit_one|post|count NUMBER\n");
+  std::fprintf(stderr,
+               "usage: kvc_hot_loops submit|submit_one|post|count NUMBER\n"
+               "       kvc_hot_loops scatter|prepared_scatter|barrier|prepared_barrier NUMBER PEERS\n");
   return 2;
 }

@@ -1,283 +1,455 @@
 #include "providers/bounce/domain.h"
 
 #include <algorithm>
-#include <chrono>
+#include <cstring>
 #include <numeric>
 #include <utility>
 
-#include "engine/byte_codec.h"
+#include "engine/immediate.h"
 #include "providers/bounce/errors.h"
-#include "providers/same_host/system.h"
 
 namespace kvc::bounce {
 
 namespace {
 
-// The lane below's own greeting, in ours. Generous: the largest is libfabric's, some hundred bytes.
-constexpr size_t kMaxGreeting = 64 << 10;
-// Ending a link waits so long for the copies under way, a few hundred microseconds normally, so that its batches end and
-// its fence is through at once. A GPU that needs longer is waited for by and by.
-constexpr auto kDrainLimit = std::chrono::seconds(2);
+using Clock = std::chrono::steady_clock;
+
+// Batches that wait in a link for a slot: the engine's window holds no more of a slot's size.
+constexpr size_t kQueueDepth = 64;
+// What the processor copies in a turn before others have theirs: one slot, which takes 100 us.
+constexpr uint64_t kTurnBytes = kSlotBytes;
+// A link that is fenced waits so long for the peer to hear what became of its slots. The peer does in its next turn, or
+// when its processor comes to it; and it is not waited for, if it has gone.
+constexpr auto kLastWord = std::chrono::milliseconds(50);
+
+// Works of the lane below: a slot's carries the pool slot, a note's the link, and a message's its place in `messages_`.
+constexpr WorkId kKindBits = WorkId{3} << 62;
+constexpr WorkId kMessageWork = WorkId{0} << 62;
+constexpr WorkId kSlotWork = WorkId{1} << 62;
+constexpr WorkId kNoteWork = WorkId{2} << 62;
+
+Error outcome_error(Outcome outcome) {
+  switch (outcome) {
+    case Outcome::kUnknownRegion:
+      return bounce_error(ErrorCode::kUnknownRegion, "write", "the peer has no region of this key, or has revoked it");
+    case Outcome::kOutOfRange:
+      return bounce_error(ErrorCode::kOutOfRange, "write", "the pages do not fit the peer's region");
+    default:
+      return bounce_error(ErrorCode::kPeerDown, "write", "the peer's GPU failed to copy the pages into place");
+  }
+}
+
+Error nonsense(std::string message) {
+  return bounce_error(ErrorCode::kPeerDown, "receive", "the peer " + std::move(message));
+}
+
+void break_link(Link& link, Error error) {
+  if (!link.broken) link.broken = std::move(error);
+}
 
 }  // namespace
 
-Result<std::unique_ptr<BounceDomain>> BounceDomain::open(const DomainConfig& config, DomainSink& sink) {
-  DomainConfig below = config;
-  const size_t colon = config.device.find(':');
-  below.provider = config.device.empty() ? "tcp" : config.device.substr(0, colon);
-  below.device = colon == std::string::npos ? "" : config.device.substr(colon + 1);
-  if (below.provider == "bounce" || below.provider == "nvlink") {
-    return bounce_error(ErrorCode::kInvalidArgument, "open",
-                        "the lane below has to move host memory: tcp, host, verbs or libfabric, not " + below.provider);
-  }
-  std::unique_ptr<BounceDomain> domain(new BounceDomain(config, sink));
-  Result<std::unique_ptr<Domain>> opened = renamed(open_domain(below, *domain));
-  if (!opened) return opened.error();
-  domain->below_ = std::move(opened.value());
-  Result<std::unique_ptr<SlotMemory>> pool = renamed(SlotMemory::create(kPoolSlots));
-  if (!pool) return pool.error();
-  domain->pool_ = std::move(pool.value());
-  domain->pool_free_.resize(kPoolSlots);
-  std::iota(domain->pool_free_.rbegin(), domain->pool_free_.rend(), 0U);
-  // What is written from is a registered region too. Its key is told to nobody.
-  const Result<uint64_t> key =
-      renamed(domain->below_->register_region(domain->pool_->data(), domain->pool_->size(), domain->pool_->fd(), 0));
-  if (!key) return key.error();
-  return domain;
+BounceDomain::BounceDomain(std::unique_ptr<Domain> below, const SlotMemory& pool, ControlQueue& control)
+    : control_(control), pool_(pool), pool_free_(kPoolSlots), below_(std::move(below)) {
+  std::iota(pool_free_.rbegin(), pool_free_.rend(), 0U);
 }
 
 BounceDomain::~BounceDomain() {
-  copier_.reset();
   below_.reset();
-}
-
-std::string BounceDomain::description() const {
-  return "bounce over " + below_->description() +
-         (context_ ? " for GPU " + std::to_string(context_->device()) : " for host memory");
-}
-
-// --- Memory
-
-// Makes `device` the domain's GPU, if it has none yet.
-Status BounceDomain::adopt(int device) {
-  if (context_ != nullptr) {
-    if (context_->device() == device) return {};
-    return bounce_error(ErrorCode::kInvalidArgument, "register_region",
-                        "this memory is on GPU " + std::to_string(device) + ", and earlier regions on GPU " +
-                            std::to_string(context_->device()) + ": one engine serves one GPU");
-  }
-  Result<std::shared_ptr<cuda::Context>> context = renamed(cuda::Context::retain(device));
-  if (!context) return context.error();
-  Result<std::unique_ptr<cuda::Copier>> copier = renamed(cuda::Copier::open(context.value(), copy_blocks_));
-  if (!copier) return copier.error();
-  if (Status pinned = renamed(pool_->pin(context.value())); !pinned) return pinned;
-  for (const auto& [id, link] : links_) {
-    if (Status pinned = renamed(link->memory->pin(context.value())); !pinned) return pinned;
-  }
-  context_ = std::move(context.value());
-  copier_ = std::move(copier.value());
-  return {};
-}
-
-Result<uint64_t> BounceDomain::register_region(std::byte* base, uint64_t bytes, int, uint64_t) {
-  if (base == nullptr || bytes == 0 || bytes > UINT64_MAX - reinterpret_cast<uint64_t>(base)) {
-    return bounce_error(ErrorCode::kInvalidArgument, "register_region", "the range is empty or wraps around");
-  }
-  bool gpu = false;
-  // A machine without a driver has no GPU memory either.
-  if (const Result<const cuda::Driver*> driver = cuda::driver()) {
-    const Result<cuda::Placement> placed = renamed(cuda::placement(*driver.value(), base));
-    if (!placed) return placed.error();
-    gpu = placed.value().device >= 0;
-    if (gpu) {
-      if (Status adopted = adopt(placed.value().device); !adopted) return adopted.error();
-    }
-  }
-  uint64_t rkey = 0;
-  while (rkey == 0 || regions_.contains(rkey)) {
-    if (Status random = same_host::fill_random(std::as_writable_bytes(std::span(&rkey, 1))); !random) {
-      return renamed(random.error());
-    }
-  }
-  regions_[rkey] = {.base = base, .bytes = bytes, .gpu = gpu};
-  return rkey;
-}
-
-bool BounceDomain::deregister_region(uint64_t rkey) {
-  const auto found = regions_.find(rkey);
-  if (found == regions_.end()) return true;
-  found->second.revoked = true;
-  if (found->second.landing > 0) return false;
-  regions_.erase(found);
-  return true;
-}
-
-bool BounceDomain::in_gpu(const std::byte* address) const noexcept {
-  return std::any_of(regions_.begin(), regions_.end(), [address](const auto& entry) {
-    const Region& region = entry.second;
-    return region.gpu && address >= region.base && address < region.base + region.bytes;
+  for (const auto& [id, link] : links_) ended_.push_back(link->memory);
+  // The GPU may still copy out of slots, and into them.
+  control_.run([copier = copies_.copier(), slots = std::move(ended_)]() mutable {
+    if (copier != nullptr) copier->wait();
+    slots.clear();
   });
 }
 
-// --- Links
+// --- Memory and links
+
+void BounceDomain::publish(Registration& registration) {
+  regions_.add(registration);
+  if (const auto& copier = static_cast<Region&>(registration).copier; copier != nullptr) copies_.open(copier);
+}
 
 Link* BounceDomain::find(LinkId link) noexcept {
   const auto found = links_.find(link);
   return found == links_.end() ? nullptr : found->second.get();
 }
 
-// With slots that the lane below knows.
-Result<Link*> BounceDomain::make_link(LinkId id, std::string_view operation) {
-  if (find(id) != nullptr) return bounce_error(ErrorCode::kInvalidArgument, operation, "this link exists");
-  Result<std::unique_ptr<SlotMemory>> memory = renamed(SlotMemory::create(kSlots));
-  if (!memory) return memory.error();
-  if (context_ != nullptr) {
-    if (Status pinned = renamed(memory.value()->pin(context_)); !pinned) return pinned.error();
-  }
-  const SlotMemory& slots = *memory.value();
-  const Result<uint64_t> rkey = renamed(below_->register_region(slots.data(), slots.size(), slots.fd(), 0));
-  if (!rkey) return rkey.error();
-  auto link = std::make_unique<Link>(id, std::move(memory.value()), rkey.value());
-  Link* made = link.get();
-  links_.emplace(id, std::move(link));
-  return made;
-}
-
-// Which slots the peer is to fill, and what the lane below has to say.
-Bytes BounceDomain::greeting(const Link& link, const Bytes& below) const {
-  ByteWriter writer;
-  writer.number(kMagic);
-  writer.number(kVersion);
-  writer.number(link.rkey);
-  writer.number(reinterpret_cast<uint64_t>(link.memory->data()));
-  writer.blob(below);
-  return writer.take();
-}
-
-// Reads the peer's greeting, and returns the lane below's part of it.
-Result<Bytes> BounceDomain::greet(Link& link, std::span<const std::byte> bytes, std::string_view operation) const {
-  ByteReader reader(bytes);
-  const auto magic = reader.number<uint32_t>();
-  const auto version = reader.number<uint32_t>();
-  link.peer_rkey = reader.number<uint64_t>();
-  link.peer_base = reader.number<uint64_t>();
-  const std::span<const std::byte> below = reader.blob(kMaxGreeting);
-  if (!reader.complete() || magic != kMagic) {
-    return bounce_error(ErrorCode::kInvalidArgument, operation, "malformed handshake");
-  }
-  if (version != kVersion) {
-    return bounce_error(ErrorCode::kRefused, operation,
-                        "the peer speaks version " + std::to_string(version) + " of the bounce lane and this process " +
-                            std::to_string(kVersion) + ": run one release on both sides");
-  }
-  return Bytes(below.begin(), below.end());
-}
-
-Result<Bytes> BounceDomain::offer(LinkId id) {
-  const Result<Link*> link = make_link(id, "offer");
-  if (!link) return link.error();
-  Result<Bytes> below = renamed(below_->offer(id));
-  if (!below) {
-    abandon(*link.value());
-    return below;
-  }
-  return greeting(*link.value(), below.value());
-}
-
-// The lane below has not made the link: it goes at the next turn.
-void BounceDomain::abandon(Link& link) {
-  link.closed = bounce_error(ErrorCode::kPeerDown, "link", "it was never made");
-  link.fenced_below = true;
-}
-
-Result<Bytes> BounceDomain::accept(LinkId id, std::span<const std::byte> offer) {
-  const Result<Link*> made = make_link(id, "accept");
-  if (!made) return made.error();
-  Link& link = *made.value();
-  const Result<Bytes> theirs = greet(link, offer, "accept");
-  Result<Bytes> answer = theirs ? renamed(below_->accept(id, theirs.value())) : theirs;
-  if (!answer) {
-    abandon(link);
-    return answer.error();
-  }
-  link.ready = true;
-  return greeting(link, answer.value());
-}
-
-Status BounceDomain::complete(LinkId id, std::span<const std::byte> answer) {
-  Link* link = find(id);
-  if (link == nullptr || link->closed) {
-    return bounce_error(ErrorCode::kInvalidArgument, "complete", "no such offer");
-  }
-  const Result<Bytes> below = greet(*link, answer, "complete");
-  if (!below) return below.error();
-  if (Status completed = renamed(below_->complete(id, below.value())); !completed) return completed;
-  link->ready = true;
-  return {};
+void BounceDomain::attach(LinkId id, std::unique_ptr<LinkEnd> end) {
+  auto& slots = static_cast<LinkSlots&>(*end);
+  links_.emplace(id, std::make_unique<Link>(id, slots));
+  below_->publish(slots.memory->registration());
+  below_->attach(id, std::move(slots.below));
 }
 
 bool BounceDomain::fence(LinkId id) {
-  Link* link = find(id);
+  Link* const link = find(id);
   if (link == nullptr) return true;
-  close(*link, bounce_error(ErrorCode::kPeerDown, "fence", "the link was fenced on this side"));
-  if (!link->fenced_below) link->fenced_below = below_->fence(id);
-  end_all(*link);
-  return link->fenced_below && link->landing == 0;
+  if (!link->closed) link->closed = bounce_error(ErrorCode::kPeerDown, "fence", "the link was fenced on this side");
+  if (link->flying > 0 || !heard_out(*link)) return false;
+  const bool fenced = below_->fence(id);
+  take_from_below();
+  if (fenced) forget(*link);
+  return fenced;
 }
 
-// Nothing is taken from or for the link any more; what the GPU has of it is waited for.
-void BounceDomain::close(Link& link, const Error& error) {
-  if (link.closed) return;
-  link.closed = error;
-  if (!flying(link.id)) return;
-  const Status drained = renamed(copier_->drain(kDrainLimit));
-  if (!drained && drained.error().code != ErrorCode::kTimeout && !dead_) dead_ = drained.error();
-  settle();
-}
-
-// Completes what the group waits for. A slow GPU may still gather for it: what it reads goes nowhere.
-void BounceDomain::end_all(Link& link) {
-  for (std::optional<Outgoing>& out : link.out) {
-    // What the lane below has taken it has completed; what the GPU gathers comes back when that ends.
-    if (out && !out->posted && out->gathered) pool_free_.push_back(out->pool_slot);
-    out.reset();
+// The peer knows what has become of its slots; or the lane below is broken, or it takes too long.
+bool BounceDomain::heard_out(Link& link) {
+  while (!link.broken && !link.notes.empty() && tell(link)) {
   }
-  link.queue.clear();
-  while (!link.batches.empty()) {
-    const auto node = link.batches.extract(link.batches.begin());
-    const Batch& batch = node.mapped();
-    sink_.on_complete(batch.work, batch.error ? &*batch.error : &*link.closed);
+  if (link.broken || (link.notes.empty() && link.untold == 0)) return true;
+  if (!link.last_word) link.last_word = Clock::now() + kLastWord;
+  return Clock::now() > *link.last_word;
+}
+
+// Completes what the engine waits for: nothing reads it any more.
+void BounceDomain::forget(Link& link) {
+  for (const std::optional<Outgoing>& out : link.out) {
+    if (out && !out->posted) pool_free_.push_back(out->pool_slot);  // else the lane below has given it back
   }
+  for (const auto& [key, batch] : link.batches) completions_.failed(batch.work, batch.error.value_or(*link.closed));
+  ended_.push_back(link.memory);
+  links_.erase(link.id);
 }
 
-void BounceDomain::break_down(Link& link, const Error& error) {
-  if (link.closed) return;
-  close(link, error);
-  link.fenced_below = below_->fence(link.id);
-  end_all(link);
-  sink_.on_link_down(link.id, error, link.fenced_below && link.landing == 0);
-}
+// --- Sending
 
-void BounceDomain::on_link_down(LinkId id, const Error& error, bool fenced) noexcept {
-  Link* link = find(id);
-  if (link == nullptr || link->closed) return;
-  const Error ours = renamed(error);
-  close(*link, ours);
-  link->fenced_below = fenced;
-  end_all(*link);
-  sink_.on_link_down(id, ours, fenced && link->landing == 0);
-}
-
-// Forgets links that are through, and their slots once the lane below has.
-void BounceDomain::reap() {
-  for (auto next = links_.begin(); next != links_.end();) {
-    const auto entry = next++;
-    const Link& link = *entry->second;
-    if (!link.closed || !link.fenced_below || flying(link.id)) continue;
-    ended_.push_back(std::move(entry->second));
-    links_.erase(entry);
+Posted BounceDomain::post(LinkId id, const WriteBatch& batch) {
+  Link* const link = find(id);
+  if (link == nullptr || link->closed) {
+    return refuse(batch.work, link != nullptr
+                                  ? *link->closed
+                                  : bounce_error(ErrorCode::kPeerDown, "post", "no such link, or it was fenced"));
   }
-  std::erase_if(ended_, [this](const auto& link) { return below_->deregister_region(link->rkey); });
+  if (link->queue.size() >= kQueueDepth) return Posted::kBusy;
+  const auto* const source = static_cast<const Region*>(batch.source);
+  const uint64_t key = ++next_id_;
+  link->batches.emplace(key, Batch{.work = batch.work,
+                                   .rkey = batch.rkey,
+                                   .page_bytes = batch.page_bytes,
+                                   .counted = batch.counted,
+                                   .in_gpu = source != nullptr && source->in_gpu(),
+                                   .immediate = batch.immediate,
+                                   .pages = {batch.pages.begin(), batch.pages.end()}});
+  link->queue.push_back(key);
+  return Posted::kYes;
+}
+
+// A slot can be filled now.
+bool BounceDomain::may_gather(const Link& link) const noexcept {
+  if (link.closed || link.queue.empty() || pool_free_.empty()) return false;
+  if (std::all_of(link.out.begin(), link.out.end(), [](const auto& out) { return out.has_value(); })) return false;
+  const Batch& batch = link.batches.at(link.queue.front());
+  if (batch.in_gpu && batch.page_bytes > 0 && !copies_.can_begin()) return false;
+  // The last piece of a page that one slot does not hold counts the page: it goes when all others are in place.
+  const bool last = batch.page_bytes > kSlotBytes && batch.page_bytes - batch.next_byte <= kSlotBytes;
+  return !last || !batch.counted || batch.under_way == 0;
+}
+
+// Fills a slot with the next pieces of the link's first batch.
+void BounceDomain::gather(Link& link) {
+  const uint64_t key = link.queue.front();
+  Batch& batch = link.batches.at(key);
+  const size_t left = batch.pages.size() - batch.next_page;
+  const bool split = batch.page_bytes > kSlotBytes;
+  const uint64_t piece = split ? std::min(kSlotBytes, batch.page_bytes - batch.next_byte) : batch.page_bytes;
+  const size_t count = split || piece == 0 ? (split ? 1 : left) : std::min<size_t>(left, kSlotBytes / piece);
+
+  const auto slot = static_cast<uint32_t>(
+      std::find_if(link.out.begin(), link.out.end(), [](const auto& out) { return !out; }) - link.out.begin());
+  const uint32_t place = pool_free_.back();
+  pool_free_.pop_back();
+  pool_use_[place] = {link.id, slot};
+  Outgoing& out =
+      link.out[slot].emplace(Outgoing{.batch = key, .pool_slot = place, .bytes = kHeaderBytes + count * piece});
+  ++batch.under_way;
+
+  SlotHeader header{.rkey = batch.rkey, .piece_bytes = piece, .pieces = static_cast<uint32_t>(count)};
+  const std::span<const PageWrite> pages = std::span(batch.pages).subspan(batch.next_page, count);
+  for (size_t i = 0; i < count; ++i) header.offsets[i] = pages[i].target_offset + batch.next_byte;
+  const uint64_t from = batch.next_byte;
+  if (split && from + piece < batch.page_bytes) {
+    batch.next_byte += piece;
+  } else {
+    batch.next_byte = 0;
+    batch.next_page += count;
+    header.counted = batch.counted ? 1 : 0;
+    if (batch.counted) {
+      header.immediate = Immediate::with_multiplicity(batch.immediate, static_cast<uint32_t>(count));
+    }
+  }
+  if (batch.all_taken()) link.queue.pop_front();
+  std::memcpy(pool_.slot(place), &header, sizeof(header));
+
+  if (piece > 0 && batch.in_gpu) {
+    cuda::Copier& copier = *copies_.copier();
+    copier.begin(piece);
+    for (size_t i = 0; i < count; ++i) {
+      copier.add(reinterpret_cast<uint64_t>(pages[i].source) + from, pool_.pieces_on_device(place) + i * piece);
+    }
+    Flight flight{true, link.id, slot};
+    copies_.launch({&flight, 1});
+    ++link.flying;
+    return;
+  }
+  for (size_t i = 0; i < count && piece > 0; ++i) {
+    std::memcpy(pool_.slot(place) + kHeaderBytes + i * piece, pages[i].source + from, piece);
+  }
+  copied_ += count * piece;
+  out.gathered = true;
+  write_out(link, slot);
+}
+
+// Hands a gathered slot to the lane below; false if that has no room.
+bool BounceDomain::write_out(Link& link, uint32_t slot) {
+  Outgoing& out = *link.out[slot];
+  const PageWrite page{pool_.slot(out.pool_slot), slot * kSlotStride};
+  out.posted = below_->post(link.id, {.work = kSlotWork | out.pool_slot,
+                                      .source = &pool_.registration(),
+                                      .rkey = link.peer_rkey,
+                                      .target_base = link.peer_base,
+                                      .page_bytes = out.bytes,
+                                      .counted = true,
+                                      .immediate = Note{.emptied = false, .slot = slot}.encode(),
+                                      .pages = {&page, 1}}) == Posted::kYes;
+  return out.posted;
+}
+
+// The slot is the peer's again once it is written here and emptied there.
+void BounceDomain::pass(Link& link, uint32_t slot) {
+  const Outgoing out = *link.out[slot];
+  if (!out.written || !out.emptied) return;
+  link.out[slot].reset();
+  Batch& batch = link.batches.at(out.batch);
+  --batch.under_way;
+  if (out.outcome != Outcome::kInPlace && !batch.error) {
+    batch.error = outcome_error(out.outcome);
+    if (!batch.all_taken()) {
+      std::erase(link.queue, out.batch);
+      batch.next_page = batch.pages.size();
+    }
+  }
+  if (batch.under_way > 0 || !batch.all_taken()) return;
+  if (batch.error) {
+    completions_.failed(batch.work, std::move(*batch.error));
+  } else {
+    completions_.done(batch.work);
+  }
+  link.batches.erase(out.batch);
+}
+
+Posted BounceDomain::send(LinkId id, WorkId work, std::span<const std::byte> message) {
+  const Link* const link = find(id);
+  if (link == nullptr || link->closed) {
+    return refuse(work, bounce_error(ErrorCode::kPeerDown, "send", "no such link, or it was fenced"));
+  }
+  const WorkId own = kMessageWork | ++next_id_;
+  const Posted posted = below_->send(id, own, message);
+  if (posted == Posted::kYes) messages_.emplace(own, work);
+  return posted;
+}
+
+void BounceDomain::take(LinkId id, uint32_t slot) {
+  if (find(id) != nullptr) below_->take(id, slot);
+}
+
+// --- What the lane below tells
+
+bool BounceDomain::take_from_below() {
+  return below_->completions().drain([this](Completion& completion) {
+    if (completion.kind == Completion::Kind::kWork) return on_work(completion.work(), completion.error());
+    Link* const link = find(completion.link);
+    if (link == nullptr) return;
+    if (completion.kind == Completion::Kind::kImmediate) {
+      on_immediate(*link, completion.immediate());
+    } else if (completion.kind == Completion::Kind::kMessage) {
+      completions_.put(std::move(completion));
+    } else {
+      break_link(*link, renamed(*completion.error()));
+    }
+  });
+}
+
+void BounceDomain::on_work(WorkId work, const Error* error) {
+  if ((work & kKindBits) == kMessageWork) {
+    const auto message = messages_.extract(work);
+    if (error != nullptr) return completions_.failed(message.mapped(), renamed(*error));
+    return completions_.done(message.mapped());
+  }
+  const auto carried = static_cast<uint32_t>(work & ~kKindBits);
+  const bool slot = (work & kKindBits) == kSlotWork;
+  Link& link = *find(slot ? pool_use_[carried].link : carried);  // a link stays until its works have completed
+  // Whether the peer has that slot, or that note, nobody knows: the link cannot go on.
+  if (error != nullptr) break_link(link, renamed(*error));
+  if (!slot) {
+    --link.untold;
+    return;
+  }
+  pool_free_.push_back(carried);
+  link.out[pool_use_[carried].slot]->written = true;
+  if (error == nullptr) pass(link, pool_use_[carried].slot);
+}
+
+void BounceDomain::on_immediate(Link& link, uint32_t immediate) {
+  const std::optional<Note> note = Note::decode(immediate);
+  if (!note) return break_link(link, nonsense("wrote a note that means nothing"));
+  if (!note->emptied) {
+    if (link.arrivals[note->slot]) return break_link(link, nonsense("filled a slot that was not empty"));
+    link.arrivals[note->slot].emplace();
+    link.full.push_back(note->slot);
+    return;
+  }
+  std::optional<Outgoing>& out = link.out[note->slot];
+  if (!out || !out->posted || out->emptied) return break_link(link, nonsense("emptied a slot that was not filled"));
+  out->emptied = true;
+  out->outcome = note->outcome;
+  pass(link, note->slot);
+}
+
+// --- Receiving
+
+// Whether these pieces may go where the peer wants them.
+Outcome BounceDomain::judge(const SlotHeader& header, Region*& region) const {
+  region = static_cast<Region*>(regions_.find(header.rkey));
+  if (region == nullptr) return Outcome::kUnknownRegion;
+  const bool inside = std::all_of(header.offsets, header.offsets + header.pieces,
+                                  [&](uint64_t offset) { return region->contains(offset, header.piece_bytes); });
+  return inside ? Outcome::kInPlace : Outcome::kOutOfRange;
+}
+
+// Empties the link's first full slot.
+void BounceDomain::scatter(Link& link) {
+  const uint32_t slot = link.full.front();
+  link.full.pop_front();
+  SlotHeader header;
+  std::memcpy(&header, link.memory->slot(slot), sizeof(header));
+  if (header.pieces == 0 || header.pieces > Immediate::kMaxMultiplicity || header.piece_bytes > kSlotBytes ||
+      header.pieces * header.piece_bytes > kSlotBytes ||
+      (header.counted != 0 && Immediate::decode(header.immediate).multiplicity != header.pieces)) {
+    return break_link(link, nonsense("wrote a malformed slot"));
+  }
+  Arrival& arrival = *link.arrivals[slot];
+  arrival.counted = header.counted != 0;
+  arrival.immediate = header.immediate;
+  Outcome outcome = Outcome::kInPlace;
+  if (header.piece_bytes > 0) outcome = judge(header, arrival.region);
+  if (outcome != Outcome::kInPlace || header.piece_bytes == 0) return scattered(link, slot, outcome);
+  Region& region = *arrival.region;
+  if (!region.in_gpu()) {
+    const std::byte* pieces = link.memory->slot(slot) + kHeaderBytes;
+    for (uint32_t i = 0; i < header.pieces; ++i) {
+      std::memcpy(region.base + header.offsets[i], pieces + i * header.piece_bytes, header.piece_bytes);
+    }
+    copied_ += header.pieces * header.piece_bytes;
+    return scattered(link, slot, outcome);
+  }
+  cuda::Copier& copier = *copies_.copier();
+  copier.begin(header.piece_bytes);
+  for (uint32_t i = 0; i < header.pieces; ++i) {
+    copier.add(link.memory->pieces_on_device(slot) + i * header.piece_bytes,
+               reinterpret_cast<uint64_t>(region.base) + header.offsets[i]);
+  }
+  Flight flight{false, link.id, slot};
+  copies_.launch({&flight, 1});
+  ++region.landing;
+  ++link.flying;
+}
+
+// The slot's pieces are in place, or will never be.
+void BounceDomain::scattered(Link& link, uint32_t slot, Outcome outcome) {
+  const Arrival arrival = *link.arrivals[slot];
+  link.arrivals[slot].reset();
+  if (outcome == Outcome::kInPlace && arrival.counted) completions_.immediate(link.id, arrival.immediate);
+  link.notes.push_back({.emptied = true, .slot = slot, .outcome = outcome});
+}
+
+// Says that a slot is empty; false if the lane below has no room.
+bool BounceDomain::tell(Link& link) {
+  const PageWrite none{};
+  if (below_->post(link.id, {.work = kNoteWork | link.id,
+                             .counted = true,
+                             .immediate = link.notes.front().encode(),
+                             .pages = {&none, 1}}) != Posted::kYes) {
+    return false;
+  }
+  link.notes.pop_front();
+  ++link.untold;
+  return true;
+}
+
+// --- The thread's turn
+
+bool BounceDomain::poll() {
+  bool any = below_->poll();
+  any |= take_from_below();
+  any |= settle();
+  copied_ = 0;
+  // Beginning behind the link that was served first last time, so that everyone has a turn at the pool.
+  auto next = links_.upper_bound(last_served_);
+  for (size_t left = links_.size(); left > 0; --left, ++next) {
+    if (next == links_.end()) next = links_.begin();
+    if (left == links_.size()) last_served_ = next->first;
+    any |= serve(*next->second);
+  }
+  if (!ended_.empty()) {
+    const auto gone = std::stable_partition(
+        ended_.begin(), ended_.end(), [this](const auto& slots) { return !below_->withdraw(slots->registration()); });
+    if (gone != ended_.end()) {
+      control_.run([slots = std::vector(gone, ended_.end())]() mutable { slots.clear(); });
+      ended_.erase(gone, ended_.end());
+    }
+  }
+  return any;
+}
+
+bool BounceDomain::serve(Link& link) {
+  if (link.closed) return false;
+  if (copies_.dead() != nullptr) break_link(link, renamed(*copies_.dead()));
+  if (link.broken) {
+    link.closed = link.broken;
+    completions_.link_down(link.id, *link.closed);
+    return true;
+  }
+  bool any = false;
+  while (!link.broken && !link.full.empty() && copied_ < kTurnBytes &&
+         (copies_.copier() == nullptr || copies_.can_begin())) {
+    scatter(link);
+    any = true;
+  }
+  while (!link.broken && !link.notes.empty() && tell(link)) any = true;
+  for (uint32_t slot = 0; slot < kSlots; ++slot) {
+    if (link.out[slot] && link.out[slot]->gathered && !link.out[slot]->posted) any |= write_out(link, slot);
+  }
+  while (copied_ < kTurnBytes && may_gather(link)) {
+    gather(link);
+    any = true;
+  }
+  return any;
+}
+
+// Ends the copies that the GPU has finished.
+bool BounceDomain::settle() {
+  return copies_.settle([this](const Flight& flight, const Error* failed) {
+    Link& link = *links_.at(flight.link);  // a link stays as long as it has any
+    --link.flying;
+    if (flight.outgoing) {
+      link.out[flight.slot]->gathered = true;  // or as far as it ever will be: then every link ends
+      if (failed == nullptr && !link.closed) write_out(link, flight.slot);
+      return;
+    }
+    --link.arrivals[flight.slot]->region->landing;
+    scattered(link, flight.slot, failed == nullptr ? Outcome::kInPlace : Outcome::kFailed);
+  });
+}
+
+bool BounceDomain::prepare_sleep() {
+  // The GPU wakes nobody: while it copies, the thread keeps looking. What waits for the lane below, that wakes us for.
+  if (!copies_.idle() || !below_->completions().empty()) return false;
+  for (const auto& [id, link] : links_) {
+    if (!link->closed && (link->broken || !link->full.empty() || may_gather(*link))) return false;
+  }
+  return below_->prepare_sleep();
 }
 
 }  // namespace kvc::bounce

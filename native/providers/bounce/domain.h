@@ -11,129 +11,89 @@
 // memory registered with it. Slots are the credit: a link has kSlots of them at the receiver, a domain kPoolSlots.
 #pragma once
 
+#include <array>
 #include <cstdint>
-#include <deque>
 #include <map>
 #include <memory>
-#include <optional>
-#include <string>
+#include <span>
 #include <unordered_map>
 #include <vector>
 
-#include "cuda/copier.h"
+#include "cuda/copy_queue.h"
 #include "engine/domain.h"
+#include "engine/region_table.h"
 #include "providers/bounce/link.h"
 #include "providers/bounce/slot_memory.h"
 #include "providers/bounce/wire.h"
 
 namespace kvc::bounce {
 
-// Slots in which batches are gathered, of all links together: two links at full speed.
-inline constexpr uint32_t kPoolSlots = 2 * kSlots;
-
-class BounceDomain final : public Domain, private DomainSink {
+class BounceDomain final : public Domain {
  public:
-  static Result<std::unique_ptr<BounceDomain>> open(const DomainConfig& config, DomainSink& sink);
-  BounceDomain(const BounceDomain&) = delete;
-  BounceDomain& operator=(const BounceDomain&) = delete;
-  // Waits for the copies that the GPU has.
+  // `below` is the lane below's; `pool` and `control` outlive this.
+  BounceDomain(std::unique_ptr<Domain> below, const SlotMemory& pool, ControlQueue& control);
   ~BounceDomain() override;
 
-  std::string description() const override;
-  uint64_t bits_per_second() const override { return below_->bits_per_second(); }
-  DomainLimits limits() const override { return {.batch_bytes = kSlotBytes, .window_bytes = kSlots * kSlotBytes}; }
-  Result<uint64_t> register_region(std::byte* base, uint64_t bytes, int memfd, uint64_t memfd_offset) override;
-  bool deregister_region(uint64_t rkey) override;
-  Result<Bytes> offer(LinkId link) override;
-  Result<Bytes> accept(LinkId link, std::span<const std::byte> offer) override;
-  Status complete(LinkId link, std::span<const std::byte> answer) override;
+  void publish(Registration& registration) override;
+  bool withdraw(Registration& registration) override { return regions_.withdraw(registration); }
+  void attach(LinkId link, std::unique_ptr<LinkEnd> end) override;
+  // Waits, turn by turn, for what the GPU copies of the link's; and a moment for the peer to hear of what has landed.
   bool fence(LinkId link) override;
   Posted post(LinkId link, const WriteBatch& batch) override;
   Posted send(LinkId link, WorkId work, std::span<const std::byte> message) override;
+  void take(LinkId link, uint32_t slot) override;
   bool poll() override;
   int fd() const override { return below_->fd(); }
   bool prepare_sleep() override;
 
  private:
-  struct Region {
-    std::byte* base = nullptr;
-    uint64_t bytes = 0;
-    bool gpu = false;
-    bool revoked = false;
-    uint32_t landing = 0;  // slots that are being scattered into it
-  };
-  // What a work of the lane below is.
-  struct Work {
-    enum class Kind : uint8_t { kSlot, kNote, kMessage };
-    Kind kind = Kind::kNote;
-    LinkId link = 0;
-    uint32_t slot = 0;   // kSlot: the peer's
-    WorkId message = 0;  // kMessage: the group's
-  };
   // A copy that the GPU has.
   struct Flight {
-    uint64_t launch = 0;  // the Copier's; all up to it must have ended
     bool outgoing = false;
     LinkId link = 0;
-    uint32_t slot = 0;       // of the peer (outgoing), or of the link's own memory
-    uint32_t pool_slot = 0;  // outgoing: where it is gathered
+    uint32_t slot = 0;  // of the peer (outgoing), or of the link's own memory
+  };
+  // What is written from a slot of the pool.
+  struct PoolUse {
+    LinkId link = 0;
+    uint32_t slot = 0;  // the peer's
   };
 
-  BounceDomain(const DomainConfig& config, DomainSink& sink) : sink_(sink), copy_blocks_(config.copy_blocks) {}
-
-  // DomainSink: what the lane below reports.
-  void on_complete(WorkId work, const Error* error) noexcept override;
-  void on_immediate(LinkId link, uint32_t immediate) noexcept override;
-  bool on_message(LinkId link, std::span<const std::byte> message) noexcept override;
-  void on_link_down(LinkId link, const Error& error, bool fenced) noexcept override;
-
   Link* find(LinkId link) noexcept;
-  Status adopt(int device);
-  bool in_gpu(const std::byte* address) const noexcept;
 
-  Result<Link*> make_link(LinkId link, std::string_view operation);
-  void abandon(Link& link);
-  Bytes greeting(const Link& link, const Bytes& below) const;
-  Result<Bytes> greet(Link& link, std::span<const std::byte> bytes, std::string_view operation) const;
+  bool take_from_below();
+  void on_work(WorkId work, const Error* error);
+  void on_immediate(Link& link, uint32_t immediate);
 
   bool serve(Link& link);
   bool may_gather(const Link& link) const noexcept;
   void gather(Link& link);
   bool write_out(Link& link, uint32_t slot);
   void pass(Link& link, uint32_t slot);
-  void end_batch(Link& link, uint64_t key);
   void scatter(Link& link);
-  Outcome judge(const SlotHeader& header);
+  Outcome judge(const SlotHeader& header, Region*& region) const;
   void scattered(Link& link, uint32_t slot, Outcome outcome);
-  bool tell(Link& link, Note note);
-
+  bool tell(Link& link);
   bool settle();
-  bool flying(LinkId link) const noexcept;
-  void check_health();
-  void close(Link& link, const Error& error);
-  void end_all(Link& link);
-  void break_down(Link& link, const Error& error);
-  void reap();
 
-  DomainSink& sink_;
-  const uint32_t copy_blocks_;
-  std::unordered_map<uint64_t, Region> regions_;  // by rkey
+  bool heard_out(Link& link);
+  void forget(Link& link);
 
-  std::unique_ptr<SlotMemory> pool_;
+  ControlQueue& control_;
+  const SlotMemory& pool_;
   std::vector<uint32_t> pool_free_;
-  // A map: a sink may open links while poll() walks over it. Entries only go in reap().
-  std::map<LinkId, std::unique_ptr<Link>> links_;
-  std::vector<std::unique_ptr<Link>> ended_;  // fenced; their memory is still known to the lane below
-  LinkId last_served_ = 0;
+  std::array<PoolUse, kPoolSlots> pool_use_{};
 
-  std::unordered_map<WorkId, Work> works_;
-  uint64_t next_id_ = 1;
-  std::shared_ptr<cuda::Context> context_;  // null until GPU memory is registered
-  std::unique_ptr<cuda::Copier> copier_;    // after the slots: its end waits for copies from and into them
-  std::deque<Flight> flights_;
-  std::optional<Error> dead_;  // the GPU's error, after which nothing of this process runs there
-  uint32_t turns_ = 0;
-  std::unique_ptr<Domain> below_;  // last: it reports to what is above
+  RegionTable regions_;
+  std::map<LinkId, std::unique_ptr<Link>> links_;  // in order: each has its turn
+  LinkId last_served_ = 0;
+  std::vector<std::shared_ptr<SlotMemory>> ended_;  // of links that are gone; the lane below still knows them
+
+  std::unordered_map<WorkId, WorkId> messages_;  // the engine's works, by those of the lane below
+  uint64_t next_id_ = 0;
+  cuda::CopyQueue<Flight> copies_;
+  uint64_t copied_ = 0;  // by the processor, in this turn
+  std::unique_ptr<Domain> below_;
 };
 
 }  // namespace kvc::bounce

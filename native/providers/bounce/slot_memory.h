@@ -7,27 +7,27 @@
 #include <utility>
 
 #include "cuda/driver.h"
-#include "engine/error.h"
+#include "engine/domain.h"
 #include "engine/shared_memory.h"
 #include "providers/bounce/wire.h"
 
 namespace kvc::bounce {
 
-// Owns the memory and its page lock. Worker thread only.
+// Owns the memory, its page lock, and what the lane below registered of it. Made, pinned and ended on the control thread,
+// as each of these takes milliseconds; in between its slots are the domain's.
 class SlotMemory {
  public:
-  // Takes no memory before it is touched, or pinned.
-  static Result<std::unique_ptr<SlotMemory>> create(uint32_t slots);
+  // Registered with `below`, which outlives it.
+  static Result<std::unique_ptr<SlotMemory>> create(uint32_t slots, Connector& below);
   SlotMemory(const SlotMemory&) = delete;
   SlotMemory& operator=(const SlotMemory&) = delete;
   ~SlotMemory();
 
-  // Page-locks it and maps it for the GPU: milliseconds, the first time.
+  // Page-locks it and maps it for the GPU, once. The slots may be in use meanwhile.
   Status pin(std::shared_ptr<cuda::Context> context);
 
   std::byte* data() const noexcept { return memory_.data(); }
-  uint64_t size() const noexcept { return memory_.size(); }
-  int fd() const noexcept { return memory_.fd(); }
+  Registration& registration() const noexcept { return *registration_; }
   std::byte* slot(uint32_t number) const noexcept { return data() + number * kSlotStride; }
   // Where the GPU finds the slot's pieces; after pin().
   cuda::DevicePointer pieces_on_device(uint32_t number) const noexcept {
@@ -40,6 +40,7 @@ class SlotMemory {
   SharedMemory memory_;
   std::shared_ptr<cuda::Context> context_;  // null: not pinned
   cuda::DevicePointer device_ = 0;
+  std::unique_ptr<Registration> registration_;
 };
 
 }  // namespace kvc::bounce

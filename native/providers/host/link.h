@@ -8,17 +8,17 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
-#include <initializer_list>
+#include <memory>
 #include <span>
 #include <unordered_map>
-#include <vector>
 
 #include "engine/domain.h"
-#include "engine/unique_fd.h"
+#include "providers/host/memory.h"
 #include "providers/host/wire.h"
 #include "providers/same_host/batch_queue.h"
 #include "providers/same_host/connection.h"
 #include "providers/same_host/immediate_ring.h"
+#include "providers/same_host/link_events.h"
 #include "providers/same_host/message_slots.h"
 
 namespace kvc::host {
@@ -29,7 +29,7 @@ using same_host::Mapping;
 using same_host::Message;
 using same_host::MessageKind;
 
-// What one turn of the worker may write before others have theirs: 512 KiB take 35 us with memcpy (15 GB/s), 75 us
+// What one turn may write before others have theirs: 512 KiB take 35 us with memcpy (15 GB/s), 75 us
 // with process_vm_writev at 64 KiB pages (7 GB/s) and at worst 170 us at 4 KiB pages (3 GB/s), beside which a
 // system call and the gate (2 us) do not count. Also the longest stay inside a gate, which a fence may wait for.
 constexpr uint64_t kChunkBytes = 512 << 10;
@@ -43,60 +43,60 @@ constexpr uint64_t kAnnounceBytes = 2 << 20;
 // Batches that wait in a link. They are written one after the other, so this only has to bridge two turns.
 constexpr uint32_t kQueueDepth = 64;
 
+// The domain's thread; nothing here blocks but the end, which closes and unmaps: the control thread's.
 class Link {
  public:
-  // `sink` and the epoll descriptor are the domain's and outlive the link. The data of its events is its id.
-  Link(LinkId id, DomainSink& sink, int epoll)
-      : id_(id), sink_(sink), connection_(kLane, id, epoll), ring_(id, sink), messages_(id, sink) {}
+  // What all links of a domain share. It need not be there any more when a link ends.
+  struct Shared {
+    const Memories& memories;
+    same_host::LinkEvents& events;
+    CompletionQueue& completions;
+    ControlQueue& control;
+  };
+
+  Link(LinkId id, std::unique_ptr<Connection> connection, const Shared& shared);
   Link(const Link&) = delete;
   Link& operator=(const Link&) = delete;
-  ~Link();
 
-  // --- Set-up: the domain's, and attach(). Batches are written once the connection has met the peer.
-
-  Connection& connection() noexcept { return connection_; }
-  // `segment` is a mapping of a whole Segment.
-  Status attach(same_host::PeerSocket peer, Mapping segment, Connection::Role role);
-
-  bool attached() const noexcept { return in_ != nullptr; }
-  bool closed() const noexcept { return closed_; }
+  // Once, before anything else: lets the peer write.
+  void begin();
 
   // --- Control messages.
 
-  // Sends, or queues behind what waits. Dups the descriptors it has to keep.
-  void send(const Message& message, std::initializer_list<int> descriptors = {});
-  // The socket has something to say: reads a bounded number of messages.
-  void service();
+  // Sends the next message about our memfds, if there is one and the socket takes it; true if it did.
+  bool tell();
+  // The memfd of this name has no published region any more.
+  void forget(uint32_t memory) { forgotten_.push_back(memory); }
+  // The socket has something to say, or takes something again: reads a bounded number of messages, and returns how many.
+  uint32_t service();
   // The peer's process is gone, perhaps without an end of the socket: a child that it has forked may hold it open.
   void process_ended();
 
-  // --- Data path.
+  // --- Data path. Batches are written once the connection has met the peer, and the peer's domain has the link.
 
   Posted post(const WriteBatch& batch);
-  Posted post_message(WorkId work, std::span<const std::byte> message);
+  Posted send(WorkId work, std::span<const std::byte> message);
+  void take(uint32_t slot) noexcept;
   // Writes until about `budget` bytes are written or there is nothing to do; returns what it spent.
   uint64_t progress(uint64_t budget);
-  // Hands a bounded number of arrived immediates and messages to the sink, and completes the messages that the peer has
-  // taken; true if there was one.
+  // Hands on a bounded number of arrived immediates and messages, and completes the messages that the peer has taken;
+  // true if there was one.
   bool receive();
-  // receive() or progress() would do something now.
+  // receive(), progress() or tell() would do something now.
   bool has_work() const noexcept;
 
   // --- The end.
 
   // Completes what is queued with `error`, revokes the peer's right to write and stops listening to it. Idempotent.
   void close(const Error& error);
-  // After close(): no write of the peer can land here over this link any more.
-  bool fenced();
+  // After close(): true once no write of the peer can land here over this link any more, and all that landed has been
+  // handed on. Tells the peer, which may have to know the same of us.
+  bool end();
   // The peer's gate now, and whether the peer has left the one it was in when `seen` was read.
-  uint64_t gate() const noexcept;
+  uint64_t gate() const noexcept { return in_.gate.load(std::memory_order_seq_cst); }
   bool left_gate(uint64_t seen) const;
 
  private:
-  struct Outgoing {
-    Message message;
-    std::vector<UniqueFd> descriptors;
-  };
   // Where a batch's region lies: in a mapping of ours, or at an address of the peer's.
   struct Target {
     std::byte* mapped = nullptr;
@@ -106,40 +106,40 @@ class Link {
   class Gate;
 
   bool handle(const Message& message, Connection::Descriptors& descriptors);
-  bool flush();
+  bool say(const Message& message, std::span<const int> descriptors);
+  bool has_to_tell() const noexcept { return told_ != shared_.memories.last || !forgotten_.empty(); }
   void lose_peer(const Error& error);
   void break_down(const Error& error);
-  void complete(WorkId work, const Error& error);
 
   Step advance(BatchQueue::Item& batch, uint64_t limit, Error& error);
   Step locate(const BatchQueue::Item& batch, Target& target, Error& error);
   Step copy_into(std::byte* region, BatchQueue::Item& batch, uint64_t limit);
   Step write_remote(uint64_t region, BatchQueue::Item& batch, uint64_t limit, Error& error);
   Step put_immediate(uint32_t immediate, Error& error);
-  bool receive_immediates();
-  bool receive_messages();
+  void announce_soon() noexcept;
 
   const LinkId id_;
-  DomainSink& sink_;
-  Connection connection_;
-  bool same_process_ = false;
-  std::deque<Outgoing> outbox_;
-
-  std::unordered_map<uint32_t, Mapping> memories_;  // the peer's memfds by their name
-  Channel* in_ = nullptr;
-  Channel* out_ = nullptr;
+  const Shared shared_;
+  const std::unique_ptr<Connection> connection_;
+  const bool same_process_;
+  Channel& in_;
+  Channel& out_;
   same_host::ImmediateRing ring_;
   same_host::MessageSlots messages_;
 
+  // What the peer has been told of our memfds: all up to this name, but for those forgotten.
+  uint32_t told_ = 0;
+  std::deque<uint32_t> forgotten_;
+  bool socket_full_ = false;
+
+  std::unordered_map<uint32_t, Mapping> memories_;  // the peer's memfds by their name
   BatchQueue queue_{kQueueDepth};
   uint64_t gate_ = 0;         // of out_: our own copy, because the peer could scribble over the shared one
   bool wake_due_ = false;     // there is something that a sleeping peer has not been told of
   uint64_t unannounced_ = 0;  // bytes written since the peer was last told
   bool awaiting_memory_ = false;
-  bool progressing_ = false;
 
   bool closed_ = false;
-  bool fenced_ = false;
   uint64_t gate_at_close_ = 0;
 };
 

@@ -1,13 +1,11 @@
 // The host provider: create() is all that it exports.
 #pragma once
 
-#include <memory>
-
 #include "engine/domain.h"
 
 namespace kvc::host {
 
-// Opens one host domain. Called on the worker thread; `sink` outlives the domain.
-Result<std::unique_ptr<Domain>> create(const DomainConfig& config, DomainSink& sink);
+// Opens one host domain; `control` outlives it. The control thread.
+Result<OpenedDomain> create(const DomainConfig& config, ControlQueue& control);
 
 }  // namespace kvc::host

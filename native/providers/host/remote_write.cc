@@ -43,7 +43,7 @@ Error remote_write_error(std::string_view operation, pid_t pid, int error_number
 }
 
 Status try_probe(std::string_view operation, pid_t pid, const Probe& probe) {
-  if (pid == getpid()) return {};
+  if (probe.private_regions == 0 || pid == getpid()) return {};
   if (pid == 0) {
     return kLane.error(ErrorCode::kNotReachable, operation,
                        "the peer runs in another pid namespace and its memory is not shared: use one pid namespace, "

@@ -14,8 +14,8 @@ namespace kvc::host {
 // one process or any: an engine has several peers, and offers before it knows their pids, so it is any.
 void allow_peers_to_write();
 
-// May this process write `pid`'s private memory? Reads the probe, which must have its value, and writes it back.
-// kNotReachable: it is not the process that the probe speaks of. kRefused: the kernel forbids it.
+// May this process write `pid`'s private memory, if there is any to write? Reads the probe, which must have its value,
+// and writes it back. kNotReachable: it is not the process that the probe speaks of. kRefused: the kernel forbids it.
 Status try_probe(std::string_view operation, pid_t pid, const Probe& probe);
 // process_vm_writev() failed: kPeerDown, kRefused with what to do, or the kernel's words.
 Error remote_write_error(std::string_view operation, pid_t pid, int error_number);

@@ -2,16 +2,17 @@
 // bytes of a handshake.
 //
 // Board    one per domain, written by that domain only, sealed read-only for everyone else: which regions exist,
-//          and whether the worker sleeps. One board serves all peers, so a registration is one store.
+//          and whether its thread sleeps. One board serves all peers, so a registration is one store.
 // Segment  one per link: a Channel for each direction.
 // Channel  one direction of a link: a ring of immediates, slots of messages, and the gate through which every write
 //          passes.
 //
-// The gate. A write of the sender is: enter (gate odd), look at `revoked` and at the region's key, write at most
+// The gate. A write of the sender is: enter (gate odd), look at `admission` and at the region's key, write at most
 // kChunkBytes, put the immediate into the ring if that was all, leave (gate even). The receiver revokes first and looks
 // at the gate then, both sequentially consistent: it sees the gate even or moved on, and then every later entry sees the
 // revocation; or it sees the gate odd, and asks again. So fencing never waits for a peer's cooperation, only for the end
-// of one chunk, and what the ring holds then is all that will ever be counted over this link.
+// of one chunk, and what the ring holds then is all that will ever be counted over this link. Nobody is admitted over a
+// link before the receiver's domain has it, and with it the gate to look at.
 #pragma once
 
 #include <cstddef>
@@ -26,12 +27,13 @@ namespace kvc::host {
 
 using same_host::SharedWord;
 
-constexpr uint32_t kVersion = 2;
+constexpr uint32_t kVersion = 3;
 constexpr uint32_t kMagic = 0x6B766368;  // "kvch": whose bytes these are
 
-// Regions of one domain. A model of 200 layers with K and V apart and a few auxiliary tensors registers 500.
-constexpr uint32_t kRegionBits = 12;
-constexpr uint32_t kMaxRegions = 1U << kRegionBits;
+// Regions of one domain. A model of 200 layers with K and V apart and a few auxiliary tensors registers 500; its weights,
+// each tensor apart, some thousands. The board is 1 MiB, of which only what was used once has memory behind it: whoever
+// reads more than the entries of keys that it was given makes the kernel allocate the rest.
+constexpr uint32_t kMaxRegions = 16384;
 
 struct RegionEntry {
   SharedWord rkey;  // 0: no region. Written last; stays 0 until no sender can be using the entry any more.
@@ -44,7 +46,7 @@ struct RegionEntry {
 static_assert(sizeof(RegionEntry) == 64);
 
 struct Board {
-  // Odd: the worker sleeps (or is about to) and wants kWake after anything new; a new number each time, so that a
+  // Odd: the domain's thread sleeps (or is about to) and wants kWake after anything new; a new number each time, so that a
   // sender wakes it once. Sequentially consistent against Channel::tail.
   alignas(64) SharedWord sleep;
   alignas(64) RegionEntry regions[kMaxRegions];

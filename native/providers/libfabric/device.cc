@@ -5,11 +5,15 @@
 #include <sys/uio.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <string_view>
+#include <thread>
 #include <utility>
 
 #include "cuda/driver.h"
+#include "cuda/gpu_memory.h"
+#include "engine/random.h"
 
 namespace kvc::libfabric {
 namespace {
@@ -44,6 +48,7 @@ bool uses_ip(const fi_info& info) {
 
 // Which GPU's memory this is; -1: none's.
 int gpu_of(const std::byte* base) {
+  if (!cuda::is_gpu_memory(base)) return -1;
   const auto driver = cuda::driver();
   if (!driver) return -1;
   const auto placement = cuda::placement(*driver.value(), base);
@@ -61,8 +66,11 @@ Info make_hints(const Library& library, const Choice& choice, bool gpu_memory) {
   // A completion has to mean that the bytes are in the peer's memory. Order is not asked for: every write is counted
   // by itself, so that EFA's unordered datagrams and tcp's streams are treated alike.
   hints->tx_attr->op_flags = FI_COMPLETION | FI_DELIVERY_COMPLETE;
-  // All calls for a domain come from one thread: providers may leave out their locks.
-  hints->domain_attr->threading = FI_THREAD_DOMAIN;
+  // Not FI_THREAD_DOMAIN, by which providers leave out locks: the control thread closes endpoints and registers memory
+  // while the driving thread works on other endpoints, and those share more than the manual says ("control interfaces
+  // are always considered thread safe"): tcp one progress engine, EFA its queues of peers and its table of queue pairs
+  // (srx_lock), verbs its pool of work requests. None of the calls waits for another for longer than a short lock.
+  hints->domain_attr->threading = FI_THREAD_SAFE;
   // The provider queues, or says FI_EAGAIN, where it would else lose something.
   hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
   hints->domain_attr->mr_mode =
@@ -162,7 +170,7 @@ Result<Info> find(const Library& library, const Choice& choice, const char* addr
 
 }  // namespace
 
-Result<std::unique_ptr<Device>> Device::open(const DomainConfig& config) {
+Result<std::shared_ptr<const Device>> Device::open(const DomainConfig& config, const Tuning& tuning) {
   const Result<const Library*> loaded = libfabric::library();
   if (!loaded) return loaded.error();
   const Library& library = *loaded.value();
@@ -182,9 +190,13 @@ Result<std::unique_ptr<Device>> Device::open(const DomainConfig& config) {
     info = find(library, same, config.address.c_str(), gpu_memory);
     if (!info) return info.error();
   }
-  std::unique_ptr<Device> device(new Device(library, std::move(info.value()), choice.allows_emulation));
+  std::shared_ptr<Device> device(new Device(library, std::move(info.value())));
+  device->allows_emulation_ = choice.allows_emulation;
+  device->memory_per_endpoint_ = tuning.memory_per_endpoint;
+  device->takes_turns_ =
+      device->provider() == "net" || (device->provider() == "tcp" && FI_VERSION_LT(library.version, FI_VERSION(1, 19)));
   if (Status started = device->start(); !started) return started.error();
-  return device;
+  return std::shared_ptr<const Device>(std::move(device));
 }
 
 Status Device::start() {
@@ -232,7 +244,21 @@ uint64_t Device::bits_per_second() const noexcept {
   return nic == nullptr || nic->link_attr == nullptr ? 0 : nic->link_attr->speed;
 }
 
-Result<Fid<fid_mr>> Device::register_memory(std::byte* base, uint64_t bytes, uint64_t access, fid_ep* endpoint) const {
+bool Device::close(fid& object) const noexcept {
+  constexpr int kTries = 100;
+  for (int tries = 0; tries < kTries; ++tries) {
+    {
+      const auto own_turn = turn();
+      if (fi_close(&object) != -FI_EBUSY) return true;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return false;
+}
+
+void CloseMemory::operator()(fid_mr* memory) const noexcept { device->close(memory->fid); }
+
+Result<Memory> Device::register_memory(std::byte* base, uint64_t bytes, uint64_t access, fid_ep* endpoint) const {
   // The library may be newer than our headers, and its fi_mr_attr longer: the rest has to be there, and 0.
   struct {
     fi_mr_attr attributes{};
@@ -246,12 +272,13 @@ Result<Fid<fid_mr>> Device::register_memory(std::byte* base, uint64_t bytes, uin
   const int gpu = gpu_of(base);
   if (gpu >= 0) {
     if (!takes_gpu_memory()) {
-      return fabric_error(ErrorCode::kRefused, "register_region",
+      return fabric_error(ErrorCode::kNotReachable, "register_memory",
                           "this is GPU memory, and " + provider() +
                               " does not reach it here (FI_HMEM): EFA needs libfabric 1.18 or later, and a kernel with "
                               "dmabuf or the driver's peer memory module; or use the provider bounce over libfabric, "
                               "which goes through host memory");
     }
+    if (Status synchronous = cuda::make_synchronous(base); !synchronous) return synchronous.error();
     request.attributes.iface = FI_HMEM_CUDA;
     request.attributes.device.cuda = gpu;
   }
@@ -261,42 +288,54 @@ Result<Fid<fid_mr>> Device::register_memory(std::byte* base, uint64_t bytes, uin
   fid_mr* region = nullptr;
   int result = 0;
   do {
+    // Not beyond the provider's key size, and not 2^64-1, which means "none".
     if (!needs(FI_MR_PROV_KEY)) {
-      Result<uint64_t> key = random_key();
-      if (!key) return key.error();
-      // Not beyond the provider's key size, and not 2^64-1, which means "none".
-      request.attributes.requested_key = key.value() >> (64 - 8 * info_->domain_attr->mr_key_size) >> 1;
+      request.attributes.requested_key = random_key() >> (64 - 8 * info_->domain_attr->mr_key_size) >> 1;
     }
+    const auto own_turn = turn();
     result = fi_mr_regattr(domain_.get(), &request.attributes, 0, &region);
   } while (result == -FI_ENOKEY && !needs(FI_MR_PROV_KEY));  // that key is taken
-  if (result != 0) return fabric_error("register_region", "fi_mr_regattr", result);
-  Fid<fid_mr> owner(region);
+  if (result != 0) return fabric_error("register_memory", "fi_mr_regattr", result);
+  Memory owner(region, CloseMemory{this});
   if (needs(FI_MR_ENDPOINT)) {
     result = endpoint == nullptr ? -FI_EINVAL : fi_mr_bind(region, &endpoint->fid, 0);
     if (result == 0) result = fi_mr_enable(region);
-    if (result != 0) return fabric_error("register_region", "fi_mr_bind and fi_mr_enable", result);
+    if (result != 0) return fabric_error("register_memory", "fi_mr_bind and fi_mr_enable", result);
   }
   return owner;
 }
 
-Result<RemoteMemory> Device::describe(fid_mr& region, const std::byte* base, uint64_t bytes) const {
-  RemoteMemory memory;
-  memory.bytes = bytes;
+Result<RemoteMemory> Device::describe(fid_mr& memory, const std::byte* base, uint64_t bytes) const {
+  RemoteMemory told;
+  told.bytes = bytes;
   // FI_MR_VIRT_ADDR: remote memory goes by its virtual address there; else it begins at 0.
-  memory.address = needs(FI_MR_VIRT_ADDR) ? reinterpret_cast<uintptr_t>(base) : 0;
+  told.address = needs(FI_MR_VIRT_ADDR) ? reinterpret_cast<uintptr_t>(base) : 0;
   if (needs(FI_MR_RAW)) {
     size_t length = kMaxKeyBytes;
-    memory.key.resize(length);
-    const int result =
-        fi_mr_raw_attr(&region, &memory.address, reinterpret_cast<uint8_t*>(memory.key.data()), &length, 0);
-    if (result != 0) return fabric_error("register_region", "fi_mr_raw_attr", result);
-    memory.key.resize(std::max(length, sizeof(uint64_t) + 1));  // longer than a plain key: that tells them apart
-    return memory;
+    told.key.resize(length);
+    const int result = fi_mr_raw_attr(&memory, &told.address, reinterpret_cast<uint8_t*>(told.key.data()), &length, 0);
+    if (result != 0) return fabric_error("register_memory", "fi_mr_raw_attr", result);
+    told.key.resize(std::max(length, sizeof(uint64_t) + 1));  // longer than a plain key: that tells them apart
+    return told;
   }
-  const uint64_t key = fi_mr_key(&region);
-  memory.key.resize(sizeof(key));
-  std::memcpy(memory.key.data(), &key, sizeof(key));
-  return memory;
+  const uint64_t key = fi_mr_key(&memory);
+  told.key.resize(sizeof(key));
+  std::memcpy(told.key.data(), &key, sizeof(key));
+  return told;
+}
+
+Result<PeerMemory> Device::map(const RemoteMemory& memory) const {
+  PeerMemory mapped{memory.address, memory.bytes};
+  if (memory.key.size() == sizeof(mapped.key)) {
+    std::memcpy(&mapped.key, memory.key.data(), sizeof(mapped.key));
+    return mapped;
+  }
+  Bytes raw = memory.key;
+  const int result =
+      fi_mr_map_raw(domain_.get(), memory.address, reinterpret_cast<uint8_t*>(raw.data()), raw.size(), &mapped.key, 0);
+  if (result != 0) return fabric_error("connect", "fi_mr_map_raw", result);
+  mapped.mapping = {domain_.get(), [key = mapped.key](fid_domain* domain) { fi_mr_unmap_key(domain, key); }};
+  return mapped;
 }
 
 }  // namespace kvc::libfabric

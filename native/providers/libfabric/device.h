@@ -9,10 +9,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <utility>
 
 #include "engine/domain.h"
 #include "providers/libfabric/library.h"
+#include "providers/libfabric/tuning.h"
 #include "providers/libfabric/wire.h"
 
 namespace kvc::libfabric {
@@ -21,6 +24,8 @@ namespace kvc::libfabric {
 // that the engine keeps in flight. Providers set memory aside for each: the ofi_rxm layer 16 KiB a receive.
 inline constexpr size_t kTransmits = 512;
 inline constexpr size_t kReceives = 256;
+
+class Device;
 
 struct CloseFid {
   template <typename Object>
@@ -32,16 +37,35 @@ struct CloseFid {
 template <typename Object>
 using Fid = std::unique_ptr<Object, CloseFid>;
 
+struct CloseMemory {
+  const Device* device = nullptr;
+  void operator()(fid_mr* memory) const noexcept;  // Device::close()
+};
+// Registered memory; ends before its device.
+using Memory = std::unique_ptr<fid_mr, CloseMemory>;
+
 struct FreeInfo {
   const Library* library;
   void operator()(fi_info* info) const noexcept { library->freeinfo(info); }
 };
 using Info = std::unique_ptr<fi_info, FreeInfo>;
 
+// Memory of a peer's, as it is named in a write. Ends before its device.
+struct PeerMemory {
+  uint64_t address = 0;  // of offset 0
+  uint64_t bytes = 0;
+  uint64_t key = 0;
+  std::shared_ptr<void> mapping{};  // of a raw key: unmapped with the last copy
+
+  bool contains(uint64_t offset, uint64_t length) const noexcept { return length <= bytes && offset <= bytes - length; }
+};
+
+// Immutable once it is open. Its providers are asked to be thread-safe (FI_THREAD_SAFE): the control thread registers
+// memory, makes and closes endpoints while the driving thread works on others of the same libfabric domain.
 class Device {
  public:
-  // kRefused where the library, the provider or what it lacks makes it unusable.
-  static Result<std::unique_ptr<Device>> open(const DomainConfig& config);
+  // Control thread; blocks. kRefused where the library, the provider or what it lacks makes it unusable.
+  static Result<std::shared_ptr<const Device>> open(const DomainConfig& config, const Tuning& tuning);
 
   fi_info& info() const noexcept { return *info_; }
   fid_fabric& fabric() const noexcept { return *fabric_; }
@@ -54,6 +78,8 @@ class Device {
   uint64_t bits_per_second() const noexcept;
 
   bool needs(uint64_t mr_mode_bit) const noexcept { return (info_->domain_attr->mr_mode & mr_mode_bit) != 0; }
+  // Regions are registered by each endpoint that uses them.
+  bool memory_per_endpoint() const noexcept { return memory_per_endpoint_ || needs(FI_MR_ENDPOINT); }
   // Immediates use up receives that the target posted (FI_RX_CQ_DATA), as on a verbs queue pair.
   bool immediates_take_receives() const noexcept { return (info_->mode & FI_RX_CQ_DATA) != 0; }
   // Only processes of this machine can be reached.
@@ -64,26 +90,41 @@ class Device {
   bool takes_gpu_memory() const noexcept { return (info_->caps & FI_HMEM) != 0; }
   // Completion queues have a descriptor to sleep on; else they have to be looked at.
   bool waits_by_descriptor() const noexcept { return waits_by_descriptor_; }
-  // The longest write. Longer pages are refused: the pieces of one could not be counted as one.
+  // The longest write, and so the longest page: the pieces of one could not be counted as one.
   uint64_t max_write() const noexcept { return info_->ep_attr->max_msg_size; }
 
   // Registers memory for local use (`access` of FI_SEND and FI_RECV) or for peers' writes as well (FI_WRITE and
-  // FI_REMOTE_WRITE). A GPU's memory is taken where takes_gpu_memory(), and else refused. Where the device wants regions bound to an endpoint (FI_MR_ENDPOINT), to `endpoint`.
-  Result<Fid<fid_mr>> register_memory(std::byte* base, uint64_t bytes, uint64_t access, fid_ep* endpoint) const;
-  // What a peer has to be told in order to write there.
-  Result<RemoteMemory> describe(fid_mr& region, const std::byte* base, uint64_t bytes) const;
-  // A queue of at least `entries`, in FI_CQ_FORMAT_DATA.
+  // FI_REMOTE_WRITE). A GPU's memory is taken where takes_gpu_memory(), and else kNotReachable. Where the device wants
+  // regions bound to an endpoint (FI_MR_ENDPOINT), to `endpoint`. Control thread; blocks: seconds for many GiB.
+  Result<Memory> register_memory(std::byte* base, uint64_t bytes, uint64_t access, fid_ep* endpoint) const;
+  // What a peer has to be told in order to write there. Any thread; does not block.
+  Result<RemoteMemory> describe(fid_mr& memory, const std::byte* base, uint64_t bytes) const;
+  // What a peer has told. Any thread; does not block: a raw key is unpacked.
+  Result<PeerMemory> map(const RemoteMemory& memory) const;
+  // A queue of at least `entries`, in FI_CQ_FORMAT_DATA. Control thread.
   Result<Fid<fid_cq>> open_queue(size_t entries) const;
+  // Closes memory or an endpoint. What is still bound to it or in use by the provider (-FI_EBUSY) is waited for, for
+  // 100 ms, far longer than an operation takes to end: false if that was not enough. Blocks.
+  bool close(fid& object) const noexcept;
+
+  // Held by whoever registers or closes memory, and around each call that may carry out a peer's write. It locks only
+  // tcp before 1.19, which searches its table of keys under one lock and changes it under another, and never for longer
+  // than a look into that table takes.
+  std::unique_lock<std::mutex> turn() const {
+    return takes_turns_ ? std::unique_lock(turns_) : std::unique_lock<std::mutex>();
+  }
 
  private:
-  Device(const Library& library, Info info, bool allows_emulation)
-      : library_(library), info_(std::move(info)), allows_emulation_(allows_emulation) {}
+  Device(const Library& library, Info info) : library_(library), info_(std::move(info)) {}
   Status start();
 
   const Library& library_;
   Info info_;
-  const bool allows_emulation_;
+  bool allows_emulation_ = false;
+  bool memory_per_endpoint_ = false;
   bool waits_by_descriptor_ = true;
+  bool takes_turns_ = false;
+  mutable std::mutex turns_;
   Fid<fid_fabric> fabric_;
   Fid<fid_domain> domain_;
 };

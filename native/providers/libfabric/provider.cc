@@ -6,11 +6,9 @@
 
 namespace kvc::libfabric {
 
-Result<std::unique_ptr<Domain>> create([[maybe_unused]] const DomainConfig& config, [[maybe_unused]] DomainSink& sink) {
+Result<OpenedDomain> create([[maybe_unused]] const DomainConfig& config, [[maybe_unused]] ControlQueue& control) {
 #if KVC_HAVE_LIBFABRIC
-  auto domain = LibfabricDomain::open(config, sink);
-  if (!domain) return domain.error();
-  return std::unique_ptr<Domain>(std::move(domain.value()));
+  return open(config, control);
 #else
   return Error{ErrorCode::kRefused,
                "libfabric",

@@ -23,7 +23,7 @@ namespace kvc::libfabric {
 static_assert(std::endian::native == std::endian::little, "the wire format is a little-endian host's memory layout");
 
 // Raised with every change of a layout below; two ends must agree.
-inline constexpr uint16_t kVersion = 1;
+inline constexpr uint16_t kVersion = 2;
 
 // Bounds of what a peer names: an endpoint's address (EFA 32 bytes, shm a name of 256) and a raw key (FI_MR_RAW).
 inline constexpr size_t kMaxAddressBytes = 512;
@@ -61,8 +61,8 @@ enum class MessageKind : uint8_t {
   kTell = 6,     // Tell
   kRevoke = 7,   // u64 rkey: write there no more, and say so when nothing is under way
   kRevoked = 8,  // u64 rkey
-  kUser = 9,     // u32 number, then the user's message
-  kTaken = 10,   // u32 number: that message was taken by the peer's engine
+  kUser = 9,     // u32 slot, then the user's message
+  kTaken = 10,   // u32 slot: its message was taken by the peer's engine
   kSeen = 11,    // u64: so many immediates of this link were read from the completion queue, since its beginning
 };
 

@@ -1,137 +1,124 @@
 #include "providers/nvlink/link.h"
 
-#include <utility>
+#include <sys/socket.h>
 
-#include "engine/immediate.h"
+#include <string>
+#include <vector>
+
+#include "engine/process.h"
 
 namespace kvc::nvlink {
 
+using same_host::Admission;
+using same_host::direction_of;
 using same_host::Received;
 using same_host::Taken;
+using Put = same_host::ImmediateRing::Put;
 
 namespace {
 
-Error overwritten() {
-  return kLane.error(ErrorCode::kPeerDown, "receive", "the peer has overwritten the link's control words");
+Error peer_down(std::string_view operation, std::string message) {
+  return kLane.error(ErrorCode::kPeerDown, operation, std::move(message));
 }
+
+// On the control thread, when no copy uses the peer's memory any more. The socket's end tells the peer that nothing of ours
+// is under way either. Its other direction stays as it is: there the peer says the same.
+void let_go(std::vector<std::shared_ptr<PeerRegion>> regions, const Connection& connection) {
+  regions.clear();
+  connection.outgoing<Segment>().let_go.store(kAllLetGo, std::memory_order_seq_cst);
+  shutdown(connection.socket().get(), SHUT_WR);
+}
+
+Error overwritten() { return peer_down("receive", "the peer has overwritten the link's control words"); }
 
 }  // namespace
 
 // --- Set-up
 
-Link::~Link() {
-  if (in_ != nullptr) in_->revoked.store(1, std::memory_order_seq_cst);
+Meeting::~Meeting() {
+  if (connection != nullptr) let_go(regions.take_all(), *connection);
 }
 
-Status Link::attach(same_host::PeerSocket peer, Mapping segment, Connection::Role role, bool same_process) {
-  same_process_ = same_process;
-  Status attached = connection_.attach(std::move(peer), std::move(segment), role);
-  in_ = &connection_.incoming<Segment>();
-  out_ = &connection_.outgoing<Segment>();
-  ring_.attach(same_host::direction_of(*in_), same_host::direction_of(*out_));
-  messages_.attach(same_host::direction_of(*in_), same_host::direction_of(*out_));
-  return attached;
+Link::~Link() { let_go(regions_.take_all(), *connection_); }
+
+Link::Link(LinkId id, Meeting& meeting, const Shared& shared)
+    : id_(id),
+      shared_(shared),
+      connection_(std::move(meeting.connection)),
+      in_(connection_->incoming<Segment>()),
+      out_(connection_->outgoing<Segment>()),
+      ring_(id, shared.completions, direction_of(in_), direction_of(out_)),
+      messages_(id, shared.completions, direction_of(in_), direction_of(out_)),
+      regions_(std::move(meeting.regions)),
+      pieces_(std::move(meeting.pieces)),
+      told_(meeting.told) {}
+
+void Link::begin(const Regions& ours) {
+  bool known = told_ == 0;
+  for (const auto& [place, region] : ours) {
+    known |= region->key == told_;
+    if (region->key != told_) tell(*region);
+  }
+  if (!known) pieces_.forget(told_);  // it was withdrawn meanwhile
+  if (Status added = shared_.events.add(kLane, id_, *connection_); !added) return break_down(added.error());
+  in_.admit(Admission::kOpen);
+  connection_->send({.kind = MessageKind::kWake});  // the peer may have batches that wait for this
+}
+
+// --- Our memory
+
+void Link::tell(const Region& region) {
+  if (region.shared.pieces && !regions_.same_process() && !closed_) pieces_.tell(region.key, region.shared.pieces);
+}
+
+Region::User Link::revoke(uint64_t key) {
+  const uint64_t entered = in_.entered.load(std::memory_order_seq_cst);
+  // Over a link that has ended the peer hears nothing more: it lets go of all.
+  return {id_, entered, closed_ ? kAllLetGo : regions_.same_process() ? 0 : pieces_.forget(key)};
+}
+
+// A peer that is gone closes its link, and is found out in over().
+bool Link::has_left(const Region::User& user) const {
+  if (gone_) return true;
+  if (!ended_ && !peer_left(user.entered)) return false;
+  return regions_.same_process() || in_.let_go.load(std::memory_order_acquire) >= user.forgets;
 }
 
 // --- Control messages
 
-void Link::tell(const Message& message, int descriptor) {
+void Link::service() {
   if (closed_) return;
-  // Not kYes: the peer has hung up, which service() reads; or its socket is full of wake-ups, and this one is not needed.
-  // The one message with a descriptor is the first of all, for which there is room.
-  connection_.send(message, {&descriptor, descriptor >= 0 ? 1U : 0U});
+  if (std::exchange(socket_full_, false)) shared_.events.watch_room(id_, *connection_, false);
+  const Received last = connection_->receive(
+      [this](const Message& message, Connection::Descriptors& descriptors) { return handle(message, descriptors); });
+  if (last == Received::kClosed) lose_peer(connection_->what_ended(last));
+  if (last == Received::kMalformed) break_down(connection_->what_ended(last));
 }
 
-Status Link::service() {
-  if (closed_ || !attached()) return {};
-  const Received last = connection_.receive([this](const Message& message, Connection::Descriptors& descriptors) {
-    switch (message.kind) {
-      case MessageKind::kWake:
-        return true;
-      case MessageKind::kWelcome:
-        return connection_.meet(descriptors);
-      case MessageKind::kMemory:
-        return met() && pieces_in_.hear(message, std::move(descriptors[0]));
-      case MessageKind::kForget:
-        forget_peer_memory(message.memory);
-        return true;
-      case MessageKind::kNone:
-      case MessageKind::kHello:
-        break;  // only ever the first message, and read by the rendezvous
-    }
-    return false;
-  });
-  if (last == Received::kClosed || last == Received::kMalformed) return connection_.what_ended(last);
-  return {};
-}
+void Link::process_ended() { lose_peer(peer_down("link", "the peer's process is gone")); }
 
-// --- Memory in pieces
-
-void Link::tell_memory(uint32_t memory, PieceSender::Pieces pieces) {
-  if (!closed_ && !same_process_) pieces_out_.tell(memory, std::move(pieces));
-}
-
-void Link::forget_memory(uint32_t memory) {
-  if (!closed_ && !same_process_) pieces_out_.forget(memory);
-}
-
-uint64_t Link::pieces_taken() const noexcept { return in_->pieces_taken.load(std::memory_order_seq_cst); }
-
-bool Link::send_piece(const cuda::Driver& driver) {
-  return !closed_ && attached() && pieces_out_.advance(driver, connection_, pieces_taken());
-}
-
-Result<bool> Link::map_piece(const std::shared_ptr<cuda::Context>& context) {
-  if (!has_piece_to_map()) return false;
-  if (!pieces_in_.map_next(context, board())) return connection_.what_ended(Received::kMalformed);
-  out_->pieces_taken.store(pieces_in_.taken(), std::memory_order_seq_cst);
-  wake_due_ = true;
-  // The first thing that the peer's memory is asked for: no other will work, and the link is of no use.
-  if (const Error* why = pieces_in_.cannot_map(); why != nullptr && targets_.empty()) return *why;
-  return true;
-}
-
-bool Link::awaits(const RegionEntry& entry) const noexcept {
-  const auto memory = static_cast<uint32_t>(entry.memory.load(std::memory_order_relaxed));
-  if (memory == 0 || same_process_) return false;
-  const PieceReceiver::Memory* found = pieces_in_.find(memory);
-  return found == nullptr || !found->arrived();
-}
-
-bool Link::awaits(uint64_t rkey) const noexcept {
-  const RegionEntry& entry = board().regions[rkey % kMaxRegions];
-  return rkey != 0 && entry.rkey.load(std::memory_order_seq_cst) == rkey && awaits(entry);
-}
-
-void Link::forget_peer_memory(uint32_t memory) {
-  std::optional<PieceReceiver::Memory> forgotten = pieces_in_.forget(memory);
-  out_->pieces_taken.store(pieces_in_.taken(), std::memory_order_seq_cst);
-  wake_due_ = true;
-  if (!forgotten) return;
-  targets_.erase(forgotten->rkey);
-  set_aside(std::move(*forgotten));
-}
-
-void Link::set_aside(PieceReceiver::Memory memory) {
-  if (memory.allocation) unused_.push_back(std::move(memory.allocation));
+bool Link::handle(const Message& message, Connection::Descriptors& descriptors) {
+  switch (message.kind) {
+    case MessageKind::kWake:
+      return true;
+    case MessageKind::kWelcome:
+      return connection_->meet(descriptors);
+    case MessageKind::kMemory:
+      return met() && regions_.hear(message, std::move(descriptors[0]), board(), shared_.control);
+    case MessageKind::kForget:
+      return regions_.forget(message, shared_.copies.next_launch());
+    case MessageKind::kNone:
+    case MessageKind::kHello:
+      break;  // only ever the first message, and read by the rendezvous
+  }
+  return false;
 }
 
 // --- Sending
 
 Posted Link::post(const WriteBatch& batch) {
   if (closed_) {
-    sink_.on_complete(batch.work, &*closed_);
-    return Posted::kYes;
-  }
-  const size_t count = batch.pages.size();
-  if (count == 0 || count > Immediate::kMaxMultiplicity) {
-    const Error error = kLane.error(ErrorCode::kInvalidArgument, "post", "a batch has 1 to 64 pages");
-    sink_.on_complete(batch.work, &error);
-    return Posted::kYes;
-  }
-  if (batch.page_bytes == 0) {
-    if (!attached()) return Posted::kBusy;
-    land(batch.work, batch.counted, batch.immediate);
+    shared_.completions.failed(batch.work, *closed_);
     return Posted::kYes;
   }
   if (queue_.full()) return Posted::kBusy;
@@ -141,69 +128,141 @@ Posted Link::post(const WriteBatch& batch) {
 
 Posted Link::send(WorkId work, std::span<const std::byte> message) {
   if (closed_) {
-    sink_.on_complete(work, &*closed_);
+    shared_.completions.failed(work, *closed_);
     return Posted::kYes;
   }
-  if (message.empty() || message.size() > kMaxMessageBytes) {
-    const Error error = kLane.error(ErrorCode::kInvalidArgument, "send", "a message has 1 to 4096 bytes");
-    sink_.on_complete(work, &error);
-    return Posted::kYes;
-  }
-  if (!attached()) return Posted::kBusy;
   if (!messages_.put(work, message)) return Posted::kBusy;
   wake_due_ = true;
   return Posted::kYes;
 }
 
-void Link::land(WorkId work, bool counted, uint32_t immediate) {
-  if (counted && (!uncounted_.empty() || !put_immediate(immediate))) {
-    uncounted_.push_back({work, immediate});
-    return;
-  }
-  sink_.on_complete(work, nullptr);
+bool Link::still_waits() const noexcept {
+  if (out_.admitted() == Admission::kPending) return true;
+  const BatchQueue::Item& batch = queue_.front();
+  return batch.page_bytes > 0 && board().find(batch.rkey) != nullptr && regions_.awaits(batch.rkey);
 }
 
-bool Link::put_immediate(uint32_t immediate) {
-  if (ring_.put(immediate) != same_host::ImmediateRing::Put::kYes) return false;
-  wake_due_ = true;
-  return true;
+std::optional<Flight> Link::take(cuda::Copier& copier) {
+  const BatchQueue::Item& batch = queue_.front();
+  if (!copier.has_room(batch.count)) return std::nullopt;
+  waiting_ = out_.admitted() == Admission::kPending;
+  const PeerRegion* region = nullptr;
+  if (const RegionEntry* entry = board().find(batch.rkey); entry != nullptr && batch.page_bytes > 0 && !waiting_) {
+    region = regions_.find(batch.rkey, *entry, shared_.control);
+    waiting_ = region == nullptr || region->state() == PeerRegion::State::kComing;
+  }
+  if (waiting_) return std::nullopt;
+  Flight flight{id_, batch.work, batch.immediate, batch.counted};
+  // From here on it counts as landing: only now its right to land is looked at.
+  out_.entered.store(++entered_, std::memory_order_seq_cst);
+  flight.error = refuse(batch, region);
+  if (!flight.error && batch.page_bytes > 0) {
+    for (const PageWrite& page : batch.all()) {
+      copier.add(reinterpret_cast<uint64_t>(page.source), region->base() + page.target_offset);
+    }
+  }
+  queue_.pop();
+  return flight;
 }
 
-bool Link::flush() {
-  if (closed_ || !attached()) return false;
-  bool any = messages_.complete();
-  while (!closed_ && !uncounted_.empty() && put_immediate(uncounted_.front().immediate)) {
-    const WorkId work = uncounted_.front().work;
-    uncounted_.pop_front();  // before the sink may post again
-    sink_.on_complete(work, nullptr);
-    any = true;
+std::optional<Error> Link::refuse(const BatchQueue::Item& batch, const PeerRegion* region) const {
+  if (out_.admitted() != Admission::kOpen) return peer_down("write", "the peer has fenced this link");
+  if (batch.page_bytes == 0) return std::nullopt;
+  if (region == nullptr || board().find(batch.rkey) == nullptr) {
+    return kLane.error(ErrorCode::kUnknownRegion, "write", "the peer has no region of this key, or has revoked it");
   }
-  // Once a turn and not once a batch: waking a process costs as much as copying many pages.
-  if (!closed_ && met() && std::exchange(wake_due_, false) && connection_.begin_wake()) {
-    tell(Message{.kind = MessageKind::kWake});
+  if (region->state() == PeerRegion::State::kFailed) return region->error();
+  for (const PageWrite& page : batch.all()) {
+    if (batch.page_bytes <= region->bytes && page.target_offset <= region->bytes - batch.page_bytes) continue;
+    return kLane.error(ErrorCode::kOutOfRange, "write",
+                       std::to_string(batch.page_bytes) + " bytes at " + std::to_string(page.target_offset) +
+                           " do not fit the peer's region of " + std::to_string(region->bytes));
+  }
+  return std::nullopt;
+}
+
+void Link::land(Flight flight) {
+  landed_.push_back(std::move(flight));
+  settle_landed();
+}
+
+bool Link::settle_landed() {
+  bool any = false;
+  for (; !landed_.empty(); any = true) {
+    Flight& flight = landed_.front();
+    if (!flight.error && closed_) flight.error = *closed_;
+    if (!flight.error && flight.counted) {
+      const Put put = ring_.put(flight.immediate);
+      if (put == Put::kFull) break;
+      if (put == Put::kOverwritten) flight.error = overwritten();
+      wake_due_ = true;
+    }
+    same_host::handing_over();
+    out_.left.store(++left_, std::memory_order_release);
+    if (!flight.error) {
+      shared_.completions.done(flight.work);
+    } else {
+      if (flight.error->code == ErrorCode::kPeerDown) break_down(*flight.error);
+      shared_.completions.failed(flight.work, std::move(*flight.error));
+    }
+    landed_.pop_front();
   }
   return any;
 }
 
 // --- Receiving
 
-Result<bool> Link::receive() {
-  if (closed_ || !attached()) return false;
+bool Link::receive() {
+  if (closed_) return false;
   const Taken immediates = ring_.receive();
-  if (immediates == Taken::kOverwritten) return overwritten();
-  if (immediates == Taken::kSome && ring_.starves_peer()) tell(Message{.kind = MessageKind::kWake});
-  const Taken messages = closed_ ? Taken::kNothing : messages_.receive();
-  if (messages == Taken::kOverwritten) return overwritten();
-  wake_due_ |= messages == Taken::kSome;  // flush() follows in the same turn
-  return immediates == Taken::kSome || messages == Taken::kSome;
+  if (immediates == Taken::kSome && ring_.starves_peer()) connection_->send({.kind = MessageKind::kWake});
+  const Taken messages = messages_.receive();
+  const bool completed = messages_.complete();
+  if (immediates == Taken::kOverwritten || messages == Taken::kOverwritten) break_down(overwritten());
+  return immediates != Taken::kNothing || messages != Taken::kNothing || completed;
+}
+
+void Link::take_message(uint32_t slot) noexcept {
+  messages_.take(slot);
+  wake_due_ = true;
+}
+
+// --- Each turn
+
+bool Link::flush() {
+  bool any = settle_landed();
+  if (closed_) return any;
+  // Nothing is mapped before the peer's domain has the link, and with it whom to tell when its memory goes.
+  if (met() && out_.admitted() == Admission::kOpen) any |= regions_.prefetch(board(), shared_.control);
+  if (regions_.advance(out_, shared_.control, [this](uint64_t launch) { return shared_.copies.settled(launch); })) {
+    wake_due_ = any = true;
+  }
+  if (const Error* why = regions_.useless()) {
+    break_down(*why);
+    return true;
+  }
+  if (!socket_full_) {
+    const uint64_t taken = in_.pieces_taken.load(std::memory_order_seq_cst);
+    const PieceSender::Sent sent = pieces_.advance(shared_.driver, *connection_, taken, shared_.control);
+    socket_full_ = sent == PieceSender::Sent::kFull;
+    if (socket_full_) shared_.events.watch_room(id_, *connection_, true);
+    any |= sent == PieceSender::Sent::kSome;
+  }
+  // Once a turn and not once a batch: waking a process costs as much as copying many pages. A socket that takes no more has
+  // something for the peer to read: it wakes up without this.
+  if (met() && std::exchange(wake_due_, false) && connection_->begin_wake()) {
+    connection_->send({.kind = MessageKind::kWake});
+  }
+  return any;
 }
 
 bool Link::has_work() const noexcept {
-  if (closed_ || !attached()) return false;
-  if (ring_.has_arrivals() || messages_.has_work()) return true;
-  if (!uncounted_.empty() && ring_.may_have_room()) return true;
-  if (pieces_out_.has_work(pieces_taken())) return true;
-  return can_launch() || (wake_due_ && met());
+  if (closed_) return !landed_.empty();
+  if (ring_.has_arrivals() || messages_.has_work() || regions_.must_let_go()) return true;
+  if (!landed_.empty() && ring_.may_have_room()) return true;
+  if (!socket_full_ && pieces_.has_work(in_.pieces_taken.load(std::memory_order_seq_cst))) return true;
+  if (!met()) return false;
+  return wake_due_ || can_launch() || (out_.admitted() == Admission::kOpen && regions_.may_prefetch(board()));
 }
 
 // --- The end
@@ -211,54 +270,66 @@ bool Link::has_work() const noexcept {
 void Link::close(const Error& error) {
   if (closed_) return;
   closed_ = error;
-  ring_.close();
-  if (attached()) {
-    in_->revoked.store(1, std::memory_order_seq_cst);
-    entered_at_close_ = peer_entered();
-  }
-  connection_.stop();
-  pieces_out_.close();
-  for (PieceReceiver::Memory& memory : pieces_in_.close()) set_aside(std::move(memory));
-  for (auto& [rkey, target] : targets_) {
-    if (target.mapping && target.memory == 0) unused_.push_back(std::move(target.mapping));
-  }
-  targets_.clear();
+  in_.admit(Admission::kRevoked);
+  entered_at_close_ = in_.entered.load(std::memory_order_seq_cst);
+  shared_.events.remove(*connection_);
+  messages_.complete();
+  messages_.fail(error);
+  for (; !queue_.empty(); queue_.pop()) shared_.completions.failed(queue_.front().work, error);
 }
 
-void Link::fail_queued() {
-  while (!queue_.empty()) {
-    const WorkId work = queue_.front().work;
-    queue_.pop();
-    sink_.on_complete(work, &*closed_);
-  }
-  while (!uncounted_.empty()) {
-    const WorkId work = uncounted_.front().work;
-    uncounted_.pop_front();
-    sink_.on_complete(work, &*closed_);
-  }
-  messages_.close(*closed_);
+void Link::break_down(const Error& error) {
+  if (closed_) return;
+  close(error);
+  shared_.completions.link_down(id_, error);
 }
 
-bool Link::fenced() {
-  if (!fenced_ && closed_ && (!attached() || peer_left(entered_at_close_))) {
-    fenced_ = true;
-    if (attached()) ring_.drain();
-  }
-  // To a peer without a pidfd of ours the end of the socket says that nothing of us is under way.
-  if (fenced_ && !flying()) connection_.hang_up();
-  return fenced_;
+// What the peer has told us before its end is true: it has the messages that we sent, and we take its own.
+void Link::lose_peer(const Error& error) {
+  messages_.receive();
+  break_down(error);
 }
 
-uint64_t Link::peer_entered() const noexcept { return attached() ? in_->entered.load(std::memory_order_seq_cst) : 0; }
+bool Link::end() {
+  if (ended_) return true;
+  settle_landed();
+  // A batch leaves when its immediate is in the ring: who waits for room there gets it.
+  if (ring_.receive() == Taken::kSome && ring_.starves_peer()) connection_->send({.kind = MessageKind::kWake});
+  if (entered_ != left_) return false;
+  // Not by the socket alone where there is a pidfd: of a process that dies it may end before its work on the GPU does.
+  const UniqueFd& process = connection_->process();
+  if (!peer_left(entered_at_close_) && !(process ? is_gone(process) : hung_up())) return false;
+  ring_.drain();
+  ended_ = true;
+  shared_.control.run(
+      [regions = regions_.take_all(), connection = connection_]() mutable { let_go(std::move(regions), *connection); });
+  return true;
+}
 
-bool Link::peer_left(uint64_t entered) const {
-  if (!attached() || fenced_) return true;
+bool Link::over() {
+  if (!closed_) return false;
+  const UniqueFd& process = connection_->process();
+  // A peer whose domain never had the link has hung up without a word.
+  gone_ = gone_ || is_gone(process) || ((!process || out_.admitted() == Admission::kPending) && hung_up());
+  const bool let_go = in_.let_go.load(std::memory_order_acquire) == kAllLetGo;
+  return ended_ && (gone_ || let_go || regions_.same_process());
+}
+
+bool Link::peer_left(uint64_t entered) const noexcept {
   // A signed difference: a peer that scribbles makes us wait for its process to end, and nothing else.
-  if (static_cast<int64_t>(in_->left.load(std::memory_order_acquire) - entered) >= 0) {
-    same_host::taking_over();
-    return true;
-  }
-  return connection_.peer_is_gone();
+  if (static_cast<int64_t>(in_.left.load(std::memory_order_acquire) - entered) < 0) return false;
+  same_host::taking_over();
+  return true;
+}
+
+// The peer has closed the socket. After close(): what else it says there is of no interest any more.
+bool Link::hung_up() const {
+  Message unread;
+  ssize_t length = 0;
+  do {
+    length = recv(connection_->socket().get(), &unread, sizeof(unread), MSG_DONTWAIT);
+  } while (length > 0);
+  return length == 0;
 }
 
 }  // namespace kvc::nvlink

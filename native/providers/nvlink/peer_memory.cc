@@ -1,7 +1,9 @@
 #include "providers/nvlink/peer_memory.h"
 
-#include <utility>
+#include <bit>
+#include <vector>
 
+#include "cuda/virtual_memory.h"
 #include "providers/nvlink/wire.h"
 
 namespace kvc::nvlink {
@@ -10,38 +12,51 @@ namespace {
 
 constexpr unsigned kLazyPeerAccess = 1;  // CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
-class IpcAllocation final : public PeerAllocation {
- public:
-  IpcAllocation(std::shared_ptr<cuda::Context> context, cuda::DevicePointer base)
-      : context_(std::move(context)), base_(base) {}
-  ~IpcAllocation() override {
-    const cuda::Context::Scope scope(*context_);
-    context_->driver().cuIpcCloseMemHandle(base_);
-  }
-  cuda::DevicePointer base() const noexcept override { return base_; }
-
- private:
-  const std::shared_ptr<cuda::Context> context_;
-  const cuda::DevicePointer base_;
-};
-
 }  // namespace
 
-Result<std::shared_ptr<PeerAllocation>> PeerMemory::open(const std::shared_ptr<cuda::Context>& context,
-                                                         const cuda::IpcHandle& handle) {
-  std::erase_if(open_, [](const auto& entry) { return entry.second.expired(); });
-  std::weak_ptr<PeerAllocation>& known = open_[handle.bytes];
-  if (std::shared_ptr<PeerAllocation> mapped = known.lock()) return mapped;
-  const cuda::Context::Scope scope(*context);
+IpcMapping::~IpcMapping() {
+  const cuda::Context::Scope scope(*context_);
+  context_->driver().cuIpcCloseMemHandle(base);
+}
+
+Result<std::shared_ptr<IpcMapping>> PeerMemory::open(const cuda::IpcHandle& handle) {
+  std::weak_ptr<IpcMapping>& known = open_[handle.bytes];
+  if (std::shared_ptr<IpcMapping> mapped = known.lock()) return mapped;
+  const cuda::Context::Scope scope(*context_);
   cuda::DevicePointer base = 0;
-  if (int result = context->driver().cuIpcOpenMemHandle_v2(&base, handle, kLazyPeerAccess); result != cuda::kSuccess) {
+  const int result = context_->driver().cuIpcOpenMemHandle_v2(&base, handle, kLazyPeerAccess);
+  if (result != cuda::kSuccess) {
+    open_.erase(handle.bytes);
     Error error = cannot_be_mapped(cuda::cuda_error("accept", "cuIpcOpenMemHandle", result));
     error.message += "; containers need one IPC namespace (--ipc=host)";
     return error;
   }
-  const auto mapped = std::make_shared<IpcAllocation>(context, base);
+  const auto mapped = std::make_shared<IpcMapping>(context_, base);
   known = mapped;
-  return std::shared_ptr<PeerAllocation>(mapped);
+  // Now and then, as thousands of allocations come one after the other.
+  if (std::has_single_bit(open_.size())) std::erase_if(open_, [](const auto& entry) { return entry.second.expired(); });
+  return mapped;
+}
+
+Status PeerMemory::reach_gpu(int device) const {
+  if (device == context_->device()) return {};
+  Result<std::shared_ptr<cuda::Context>> other = cuda::Context::retain(device);
+  if (!other) return kLane.named(other.error());
+  const cuda::Context::Scope scope(*context_);
+  const int result = context_->driver().cuCtxEnablePeerAccess(other.value()->handle(), 0);
+  if (result == cuda::kSuccess || result == cuda::kPeerAccessAlreadyEnabled) return {};
+  Error error = kLane.named(cuda::cuda_error("accept", "cuCtxEnablePeerAccess", result));
+  error.code = ErrorCode::kRefused;
+  return error;
+}
+
+Status PeerMemory::reach_pieces(cuda::DevicePointer base, uint64_t bytes) const {
+  const Result<std::vector<cuda::Piece>> pieces = cuda::pieces_of(context_->driver(), base, bytes);
+  if (!pieces) return kLane.named(pieces.error());
+  if (Status allowed = cuda::allow_access(*context_, pieces.value()); !allowed) {
+    return cannot_be_mapped(allowed.error());
+  }
+  return {};
 }
 
 Error cannot_be_mapped(Error error) {

@@ -1,13 +1,18 @@
 #include "providers/nvlink/provider.h"
 
+#include <utility>
+
+#include "providers/nvlink/connector.h"
 #include "providers/nvlink/domain.h"
 
 namespace kvc::nvlink {
 
-Result<std::unique_ptr<Domain>> create(const DomainConfig& config, DomainSink& sink) {
-  auto domain = std::make_unique<NvlinkDomain>(config, sink);
+Result<OpenedDomain> create(const DomainConfig& config, ControlQueue& control) {
+  auto connector = std::make_unique<NvlinkConnector>(config);
+  if (Status opened = connector->open(); !opened) return opened.error();
+  auto domain = std::make_unique<NvlinkDomain>(connector->board(), connector->driver(), control);
   if (Status opened = domain->open(); !opened) return opened.error();
-  return std::unique_ptr<Domain>(std::move(domain));
+  return OpenedDomain{std::move(connector), std::move(domain)};
 }
 
 }  // namespace kvc::nvlink

@@ -1,13 +1,10 @@
 // The nvlink provider: create() is all that it exports.
 #pragma once
 
-#include <memory>
-
 #include "engine/domain.h"
 
 namespace kvc::nvlink {
 
-// Opens one nvlink domain. Called on the worker thread; `sink` outlives the domain.
-Result<std::unique_ptr<Domain>> create(const DomainConfig& config, DomainSink& sink);
+Result<OpenedDomain> create(const DomainConfig& config, ControlQueue& control);
 
 }  // namespace kvc::nvlink

@@ -40,7 +40,7 @@ class BatchQueue {
     head_ = (head_ + 1) & mask_;
     --size_;
   }
-  // `batch` has 1..kMaxMultiplicity pages, and the queue is not full.
+  // The queue is not full.
   void push(const WriteBatch& batch) noexcept {
     Item& item = items_[(head_ + size_) & mask_];
     ++size_;

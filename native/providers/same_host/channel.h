@@ -21,30 +21,39 @@
 namespace kvc::same_host {
 
 // Immediates under way in one direction. One stands for up to 64 pages, so 4,096 are 1 GiB of 4 KiB pages: a
-// receiver's worker has 100 ms to come by before a processor that copies at full speed waits. They are 4 GiB of 16 KiB
+// receiver has 100 ms to come by before a processor that copies at full speed waits. They are 4 GiB of 16 KiB
 // pages, for which a GPU leaves it 10 ms. 16 KiB of memory a direction.
 constexpr uint32_t kRingEntries = 4096;
 static_assert((kRingEntries & (kRingEntries - 1)) == 0, "positions are masked");
 
-// Messages in one direction that the receiver's engine has not taken, each in a slot until then, so that they can be
-// taken in any order: 64 KiB, of which a link without messages touches nothing.
-constexpr uint32_t kMessageSlots = 16;
-
 using SharedWord = std::atomic<uint64_t>;
 static_assert(SharedWord::is_always_lock_free, "a lock would not be shared between processes");
 
-// The words of a message are atomic because the other process may write them at any time: whatever it does must not be
-// undefined here.
+// A message that the receiver's engine has not taken. Its words are atomic because the other process may write them at
+// any time: whatever it does must not be undefined here.
 struct MessageSlot {
   SharedWord bytes;
   SharedWord words[kMaxMessageBytes / sizeof(uint64_t)];
 };
 
+// Whether the sender may write.
+enum class Admission : uint64_t {
+  kPending = 0,  // the receiver's domain does not have the link yet: it says kWake when it does
+  kOpen = 1,
+  kRevoked = 2,  // fenced, for good; so is whatever else is found there
+};
+
 // Written by the receiver.
 struct ReceiverWords {
-  alignas(64) SharedWord revoked;  // 1: fenced, for good
-  SharedWord head;                 // immediates taken out so far
-  SharedWord messages_taken;       // a bit a slot: equal to that of `messages_put` once its message was taken
+  alignas(64) SharedWord admission;
+  SharedWord head;            // immediates taken out so far
+  SharedWord messages_taken;  // a bit a slot: equal to that of `messages_put` once its message was taken
+
+  void admit(Admission value) noexcept { admission.store(static_cast<uint64_t>(value), std::memory_order_seq_cst); }
+  Admission admitted() const noexcept {
+    const uint64_t value = admission.load(std::memory_order_seq_cst);
+    return value <= 1 ? static_cast<Admission>(value) : Admission::kRevoked;
+  }
 };
 static_assert(sizeof(ReceiverWords) == 64);
 
@@ -53,7 +62,7 @@ struct SenderWords {
   alignas(64) SharedWord tail;  // immediates put in so far
   SharedWord messages_put;      // a bit a slot: it changes with each message that is put there
   alignas(64) std::atomic<uint32_t> ring[kRingEntries];
-  alignas(64) MessageSlot messages[kMessageSlots];
+  alignas(64) MessageSlot messages[kMessageSlots];  // 64 KiB, of which a link without messages touches nothing
 };
 
 // A lane's Channel, as ImmediateRing and MessageSlots see it. Owns nothing: the segment outlives it.

@@ -1,44 +1,27 @@
 #include "providers/same_host/connection.h"
 
-#include <sys/epoll.h>
 #include <sys/socket.h>
 
-#include <cerrno>
 #include <string>
 #include <utility>
+
+#include "engine/process.h"
 
 namespace kvc::same_host {
 
 namespace {
 
-constexpr uint32_t kMessagesPerTurn = 64;  // a peer that floods its socket has a turn like everyone
+constexpr uint32_t kMessagesPerTurn = 16;  // a peer that floods its socket has a turn like everyone: 6 us a memfd
 
 }  // namespace
 
-// --- Set-up
-
-bool Connection::admit(const Secret& secret) noexcept {
-  if (!secret_ || !equal(*secret_, secret)) return false;
-  secret_.reset();
-  return true;
-}
-
-Status Connection::attach(PeerSocket peer, Mapping segment, Role role) {
-  socket_ = std::move(peer.fd);
-  pidfd_ = open_pidfd(peer.pid);
-  pid_ = peer.pid;
-  role_ = role;
-  segment_ = std::move(segment);
-  for (const UniqueFd* fd : {&socket_, &pidfd_}) {
-    epoll_event event{};
-    event.events = EPOLLIN;
-    event.data.u64 = link_ | (fd == &pidfd_ ? kProcessEvent : 0);
-    if (*fd && epoll_ctl(epoll_, EPOLL_CTL_ADD, fd->get(), &event) != 0) {
-      return lane_.named(kernel_error("attach", "epoll_ctl", errno));
-    }
-  }
-  return {};
-}
+Connection::Connection(const Lane& lane, PeerSocket peer, Mapping segment, Role role)
+    : lane_(lane),
+      role_(role),
+      pid_(peer.pid),
+      socket_(std::move(peer.fd)),
+      pidfd_(open_pidfd(peer.pid)),
+      segment_(std::move(segment)) {}
 
 bool Connection::meet(const Descriptors& welcome) {
   if (role_ != Role::kAcceptor || met()) return false;
@@ -51,13 +34,6 @@ bool Connection::meet(const Descriptors& welcome) {
 
 Sent Connection::send(const Message& message, std::span<const int> descriptors) const {
   return send_message(socket_.get(), message, descriptors);
-}
-
-void Connection::watch(uint32_t events) const {
-  epoll_event event{};
-  event.events = events;
-  event.data.u64 = link_;
-  epoll_ctl(epoll_, EPOLL_CTL_MOD, socket_.get(), &event);
 }
 
 Received Connection::receive(const std::function<bool(const Message&, Descriptors&)>& handle) const {
@@ -88,23 +64,14 @@ bool Connection::begin_wake() noexcept {
 
 // --- The end
 
-void Connection::stop() {
-  secret_.reset();
-  // By hand: a forked child keeps a descriptor open, and with it its place in the epoll set.
-  if (socket_) epoll_ctl(epoll_, EPOLL_CTL_DEL, socket_.get(), nullptr);
-  if (pidfd_) epoll_ctl(epoll_, EPOLL_CTL_DEL, pidfd_.get(), nullptr);
-}
-
-void Connection::hang_up() {
-  socket_.reset();
-  pidfd_.reset();
-}
+// Not by closing the descriptor: the control thread does that, when it has the time.
+void Connection::hang_up() const { shutdown(socket_.get(), SHUT_RDWR); }
 
 bool Connection::peer_is_gone() const {
   if (pidfd_) return is_gone(pidfd_);
   // Without a pidfd the socket has to say it: the kernel closes it after the peer's last thread has ended.
   std::byte unused{};
-  return socket_ && recv(socket_.get(), &unused, sizeof(unused), MSG_PEEK | MSG_DONTWAIT) == 0;
+  return recv(socket_.get(), &unused, sizeof(unused), MSG_PEEK | MSG_DONTWAIT) == 0;
 }
 
 }  // namespace kvc::same_host

@@ -1,6 +1,6 @@
 // Connection: the socket of one link, the process at its other end, and the memory that both map.
 //
-// Set up by either role: the offerer expects a secret until a newcomer knows it, the acceptor has dialled. The socket
+// The rendezvous makes it, whole but for the acceptor's view of the peer's board, which comes with kWelcome. The socket
 // carries descriptors and wake-ups, and its end tells that the peer is gone.
 #pragma once
 
@@ -9,7 +9,6 @@
 #include <array>
 #include <cstdint>
 #include <functional>
-#include <optional>
 #include <span>
 #include <utility>
 
@@ -28,37 +27,24 @@ struct PeerSocket {
   pid_t pid = 0;
 };
 
-// The worker thread; nothing here blocks.
-class Connection {
+// One owner at a time: the connector, then the domain. Nothing here blocks but the end, which unmaps.
+class Connection : public LinkEnd {
  public:
   enum class Role : uint8_t { kOfferer, kAcceptor };
   using Descriptors = std::array<UniqueFd, kMaxDescriptors>;
 
-  // In the data of an event of the link: it is about the peer's process, and not about the socket.
-  static constexpr uint64_t kProcessEvent = 1ULL << 61;
-
-  // The lane and the epoll descriptor outlive the connection. The data of its events is the link's id.
-  Connection(const Lane& lane, LinkId link, int epoll) : lane_(lane), link_(link), epoll_(epoll) {}
-  Connection(const Connection&) = delete;
-  Connection& operator=(const Connection&) = delete;
-
-  // --- Set-up, in this order.
-
-  void expect(const Secret& secret) noexcept { secret_ = secret; }
-  // True, once, for the secret that expect() was given.
-  bool admit(const Secret& secret) noexcept;
-  // `segment` is a mapping of a whole segment of the lane.
-  Status attach(PeerSocket peer, Mapping segment, Role role);
+  // `segment` is a mapping of a whole segment of the lane, which outlives this.
+  Connection(const Lane& lane, PeerSocket peer, Mapping segment, Role role);
   // `board` is a read-only mapping of the peer's board.
   void meet(Mapping board) noexcept { board_ = std::move(board); }
-  // The same for the acceptor, which gets it with the peer's kWelcome. False: that was none.
+  // The same for the acceptor, with the peer's kWelcome. False: that was none.
   bool meet(const Descriptors& welcome);
 
-  bool attached() const noexcept { return static_cast<bool>(segment_); }
   bool met() const noexcept { return static_cast<bool>(board_); }
   pid_t pid() const noexcept { return pid_; }
+  const UniqueFd& socket() const noexcept { return socket_; }
   const UniqueFd& process() const noexcept { return pidfd_; }  // readable once it is gone; may be none
-  // The memory as the lane sees it, valid as long as this: directions after attach(), the board after meet().
+  // The memory as the lane sees it, valid as long as this; the board once they have met.
   template <typename Segment>
   auto& incoming() const noexcept {
     auto& segment = *reinterpret_cast<Segment*>(segment_.data());
@@ -76,36 +62,28 @@ class Connection {
 
   // --- Control messages.
 
-  Sent send(const Message& message, std::span<const int> descriptors) const;
-  // Which events of the socket the link is told of.
-  void watch(uint32_t events) const;
-  // Reads a bounded number of messages, and hands each to `handle`, which says whether it makes sense and does not end
-  // the link. kClosed and kMalformed are the end of the link; what_ended() has the words.
+  Sent send(const Message& message, std::span<const int> descriptors = {}) const;
+  // Reads a bounded number of messages, and hands each to `handle`, which says whether it makes sense. kClosed and
+  // kMalformed are the end of the link; what_ended() has the words.
   Received receive(const std::function<bool(const Message&, Descriptors&)>& handle) const;
   Error what_ended(Received how) const;
-  // The peer sleeps, and nobody has woken it: the caller sends kWake. True once for each sleep.
+  // The peer sleeps, and nobody has woken it: the caller sends kWake. True once for each sleep. Not before they have met.
   bool begin_wake() noexcept;
 
   // --- The end.
 
-  // Tells of no more events, and admits nobody.
-  void stop();
-  // Closes the socket, which tells the peer. Not before the peer is fenced: its end tells us that the peer is gone.
-  void hang_up();
+  // Tells the peer that nothing of ours is under way any more: without a pidfd it takes the end of the socket for that.
+  void hang_up() const;
   // The peer's process has ended, or if the kernel does not tell, its end of the socket.
   bool peer_is_gone() const;
 
  private:
   const Lane& lane_;
-  const LinkId link_;
-  const int epoll_;
-  std::optional<Secret> secret_;
-
-  UniqueFd socket_;
-  UniqueFd pidfd_;
-  pid_t pid_ = 0;
-  Role role_ = Role::kOfferer;
-  Mapping segment_;
+  const Role role_;
+  const pid_t pid_;
+  const UniqueFd socket_;
+  const UniqueFd pidfd_;
+  const Mapping segment_;
   Mapping board_;
   uint64_t woken_ = 0;  // the peer's sleep that we have ended already
 };

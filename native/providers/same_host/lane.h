@@ -3,11 +3,14 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
 
 #include "engine/error.h"
+#include "providers/same_host/wire.h"
 
 namespace kvc::same_host {
 
@@ -37,6 +40,14 @@ struct Lane {
     return error(ErrorCode::kRefused, operation,
                  "the peer speaks version " + std::to_string(theirs) + " of the " + std::string(name) +
                      " lane and this process " + std::to_string(version) + ": run one release on both sides");
+  }
+  // The bytes of a peer as the lane's Answer, which begins with a magic and a version.
+  template <typename Answer>
+  Result<Answer> read_answer(std::span<const std::byte> bytes) const {
+    const std::optional<Answer> answer = from_bytes<Answer>(bytes, magic);
+    if (!answer) return error(ErrorCode::kInvalidArgument, "complete", "malformed answer");
+    if (Status fits = check_version("complete", answer->version); !fits) return fits.error();
+    return *answer;
   }
 };
 

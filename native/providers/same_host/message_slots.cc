@@ -1,9 +1,11 @@
 #include "providers/same_host/message_slots.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
+#include <cstddef>
 #include <cstring>
-#include <utility>
+#include <optional>
 
 namespace kvc::same_host {
 
@@ -11,22 +13,23 @@ namespace {
 
 constexpr uint64_t kAllSlots = (uint64_t{1} << kMessageSlots) - 1;
 
+constexpr uint64_t bit(uint32_t slot) noexcept { return uint64_t{1} << slot; }
+
 }  // namespace
 
 // --- Sending
 
 bool MessageSlots::put(WorkId work, std::span<const std::byte> message) noexcept {
-  const auto place = static_cast<size_t>(std::countr_one(put_ ^ seen_));
-  if (place >= kMessageSlots) return false;
-  MessageSlot& slot = out_.sender->messages[place];
+  const std::optional<uint32_t> place = sent_.put(work);
+  if (!place) return false;
+  MessageSlot& slot = out_.sender->messages[*place];
   for (size_t at = 0; at < message.size(); at += sizeof(uint64_t)) {
     uint64_t word = 0;
     std::memcpy(&word, message.data() + at, std::min(sizeof(word), message.size() - at));
     slot.words[at / sizeof(word)].store(word, std::memory_order_relaxed);
   }
   slot.bytes.store(message.size(), std::memory_order_relaxed);
-  works_[place] = work;
-  put_ ^= uint64_t{1} << place;
+  put_ ^= bit(*place);
   handing_over();
   out_.sender->messages_put.store(put_, std::memory_order_seq_cst);
   return true;
@@ -34,41 +37,34 @@ bool MessageSlots::put(WorkId work, std::span<const std::byte> message) noexcept
 
 // The slots whose message the peer has taken. Whatever it writes there concerns messages to itself alone.
 uint64_t MessageSlots::done() const noexcept {
-  const uint64_t posted = put_ ^ seen_;
-  if (posted == 0) return 0;
-  return (out_.receiver->messages_taken.load(std::memory_order_seq_cst) ^ seen_) & posted;
+  const uint64_t used = sent_.used();
+  if (used == 0) return 0;
+  return used & ~(out_.receiver->messages_taken.load(std::memory_order_seq_cst) ^ put_);
 }
 
 bool MessageSlots::complete() {
-  bool any = false;
-  for (uint64_t left = done(); left != 0; left &= left - 1) {
-    if (!any) taking_over();
-    any = true;
-    const auto place = static_cast<size_t>(std::countr_zero(left));
-    const uint64_t bit = uint64_t{1} << place;
-    if (((put_ ^ seen_) & bit) == 0) break;  // the sink ended the link meanwhile: close() completed the rest
-    seen_ ^= bit;
-    sink_.on_complete(works_[place], nullptr);
-  }
-  return any;
+  uint64_t left = done();
+  if (left == 0) return false;
+  taking_over();
+  for (; left != 0; left &= left - 1) completions_.done(*sent_.take(static_cast<uint32_t>(std::countr_zero(left))));
+  return true;
 }
 
 // --- Receiving
 
-uint64_t MessageSlots::waiting(std::memory_order order) const noexcept {
-  return (in_.sender->messages_put.load(order) ^ taken_) & kAllSlots;
+// The slots that are to be looked at: a message that was not handed on, or one that went although it was not taken.
+uint64_t MessageSlots::arrived(std::memory_order order) const noexcept {
+  return ((in_.sender->messages_put.load(order) ^ taken_) & kAllSlots) ^ handed_;
 }
 
 Taken MessageSlots::receive() {
-  uint64_t left = waiting(std::memory_order_acquire);
+  uint64_t left = arrived(std::memory_order_acquire);
   if (left == 0) return Taken::kNothing;
+  if ((left & handed_) != 0) return Taken::kOverwritten;
   taking_over();
-  bool any = false;
-  refused_ = 0;
   for (; left != 0; left &= left - 1) {
     // Copied before anybody looks at it: the peer may go on writing.
-    const auto place = static_cast<size_t>(std::countr_zero(left));
-    const uint64_t bit = uint64_t{1} << place;
+    const auto place = static_cast<uint32_t>(std::countr_zero(left));
     const MessageSlot& slot = in_.sender->messages[place];
     const uint64_t bytes = slot.bytes.load(std::memory_order_relaxed);
     if (bytes == 0 || bytes > kMaxMessageBytes) return Taken::kOverwritten;
@@ -76,31 +72,23 @@ Taken MessageSlots::receive() {
     for (size_t word = 0; word * sizeof(uint64_t) < bytes; ++word) {
       words[word] = slot.words[word].load(std::memory_order_relaxed);
     }
-    const bool taken = sink_.on_message(link_, std::as_bytes(std::span(words)).first(bytes));
-    if (closed_) return Taken::kSome;  // by the sink
-    if (!taken) {
-      refused_ |= bit;
-      continue;
-    }
-    any = true;
-    taken_ ^= bit;
-    handing_over();
-    in_.receiver->messages_taken.store(taken_, std::memory_order_seq_cst);
+    handed_ |= bit(place);
+    completions_.message(link_, place, std::as_bytes(std::span(words)).first(bytes));
   }
-  return any ? Taken::kSome : Taken::kNothing;
+  return Taken::kSome;
 }
 
-bool MessageSlots::has_work() const noexcept {
-  return (waiting(std::memory_order_seq_cst) & ~refused_) != 0 || done() != 0;
+void MessageSlots::take(uint32_t slot) noexcept {
+  handed_ &= ~bit(slot);
+  taken_ ^= bit(slot);
+  handing_over();
+  in_.receiver->messages_taken.store(taken_, std::memory_order_seq_cst);
 }
 
 // --- The end
 
-void MessageSlots::close(const Error& error) {
-  closed_ = true;
-  for (uint64_t left = put_ ^ std::exchange(seen_, put_); left != 0; left &= left - 1) {
-    sink_.on_complete(works_[static_cast<size_t>(std::countr_zero(left))], &error);
-  }
+void MessageSlots::fail(const Error& error) {
+  sent_.clear([&](WorkId work) { completions_.failed(work, error); });
 }
 
 }  // namespace kvc::same_host

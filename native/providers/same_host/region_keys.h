@@ -1,55 +1,68 @@
 // RegionKeys: the keys of a domain's regions. Each names a place on its board: a sender finds it without a search.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
-#include <numeric>
-#include <span>
 #include <string>
 #include <vector>
 
+#include "engine/domain.h"
+#include "engine/random.h"
 #include "providers/same_host/lane.h"
-#include "providers/same_host/system.h"
 
 namespace kvc::same_host {
 
-// One thread; nothing here blocks.
+// The control thread; nothing here blocks.
 class RegionKeys {
  public:
   // `places`, a power of two, is how many regions the board has room for.
-  RegionKeys(const Lane& lane, uint32_t places) : lane_(lane), places_(places), free_(places) {
-    std::iota(free_.rbegin(), free_.rend(), 0U);
-  }
+  RegionKeys(const Lane& lane, uint32_t places) : lane_(lane), places_(places) {}
+  RegionKeys(const RegionKeys&) = delete;
+  RegionKeys& operator=(const RegionKeys&) = delete;
 
-  // Whether [base, base+bytes) can be a region at all, and there is a place for one more.
-  Status check(const std::byte* base, uint64_t bytes) const {
-    if (base == nullptr || bytes == 0 || bytes > UINT64_MAX - reinterpret_cast<uint64_t>(base)) {
-      return lane_.error(ErrorCode::kInvalidArgument, "register_region", "the range is empty or wraps around");
+  // Whether the range can be a region at all, and there is a place for one more.
+  Status check(const MemoryRange& range) const {
+    if (range.base == nullptr || range.bytes == 0 ||
+        range.bytes > UINT64_MAX - reinterpret_cast<uint64_t>(range.base)) {
+      return lane_.error(ErrorCode::kInvalidArgument, "register_memory", "the range is empty or wraps around");
     }
-    if (free_.empty()) {
-      return lane_.error(ErrorCode::kResources, "register_region",
+    if (free_.empty() && used_ == places_) {
+      return lane_.error(ErrorCode::kResources, "register_memory",
                          "all " + std::to_string(places_) + " regions are taken: register larger ones");
     }
     return {};
   }
   // A new key, after check(): random above the bits of its place, and never 0.
-  Result<uint64_t> take() {
-    uint64_t rkey = 0;
-    if (Status random = fill_random(std::as_writable_bytes(std::span(&rkey, 1))); !random) {
-      return lane_.named(random.error());
+  uint64_t take() {
+    uint32_t place = used_;
+    if (free_.empty()) {
+      ++used_;
+    } else {
+      place = free_.back();
+      free_.pop_back();
     }
-    const uint32_t place = free_.back();
-    free_.pop_back();
-    return (rkey | places_) - rkey % places_ + place;
+    return ((random_key() | places_) & ~uint64_t{places_ - 1}) + place;
   }
   // Its place may go to another region.
-  void give_back(uint64_t rkey) { free_.push_back(place(rkey)); }
-  uint32_t place(uint64_t rkey) const noexcept { return static_cast<uint32_t>(rkey % places_); }
+  void give_back(uint64_t key) { free_.push_back(place(key)); }
+
+  uint32_t place(uint64_t key) const noexcept { return static_cast<uint32_t>(key % places_); }
 
  private:
   const Lane& lane_;
   const uint32_t places_;
-  std::vector<uint32_t> free_;
+  uint32_t used_ = 0;           // the places from here on were never taken: the board has no memory for them yet
+  std::vector<uint32_t> free_;  // below it
+};
+
+// A registration with a place on the board, until its end.
+class BoardRegion : public Registration {
+ public:
+  // After keys.check(range). `keys` outlives this.
+  BoardRegion(const MemoryRange& range, RegionKeys& keys) : Registration(range, keys.take()), keys_(keys) {}
+  ~BoardRegion() override { keys_.give_back(key); }
+
+ private:
+  RegionKeys& keys_;
 };
 
 }  // namespace kvc::same_host

@@ -4,7 +4,6 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <cinttypes>
 #include <cstdio>
@@ -12,16 +11,17 @@
 #include <string_view>
 #include <utility>
 
+#include "engine/process.h"
+
 namespace kvc::same_host {
 
 namespace {
 
-// Epoll data: a link's id (with Connection::kProcessEvent for its peer's process), or one of these bits.
-constexpr uint64_t kListenerEvent = 1ULL << 62;
-constexpr uint64_t kStrangerEvent = 1ULL << 63;  // and the descriptor
-
 // A peer says who it is right after it has dialled, so more than a few are somebody's mistake.
 constexpr size_t kMaxStrangers = 64;
+
+// Those who are let in before the control thread sees to something else: 64 take 0.3 ms.
+constexpr int kDialsPerTurn = 64;
 
 std::string_view name_of(const std::array<char, 28>& zero_filled) {
   return {zero_filled.data(), strnlen(zero_filled.data(), zero_filled.size())};
@@ -38,75 +38,110 @@ Status Rendezvous::open() {
   if (!board) return lane_.named(board.error());
   board_ = std::move(board.value());
 
-  uint64_t suffix = 0;
-  if (Status random = fill_random(std::as_writable_bytes(std::span(&suffix, 1))); !random) {
-    return lane_.named(random.error());
-  }
-  std::snprintf(socket_name_.data(), socket_name_.size(), "%s%016" PRIx64, lane_.socket, suffix);
+  std::snprintf(socket_name_.data(), socket_name_.size(), "%s%016" PRIx64, lane_.socket, random_key());
   Result<UniqueFd> listener = listen_on(name_of(socket_name_));
   if (!listener) return lane_.named(listener.error());
   listener_ = std::move(listener.value());
 
   epoll_ = UniqueFd(epoll_create1(EPOLL_CLOEXEC));
+  if (!epoll_ || !watch(listener_.get())) return lane_.named(kernel_error("open", "epoll", errno));
+  return {};
+}
+
+// Until unwatch(), not only until the descriptor is closed: a forked child may keep it open, and with it its place here.
+bool Rendezvous::watch(int fd) const {
   epoll_event event{};
   event.events = EPOLLIN;
-  event.data.u64 = kListenerEvent;
-  if (!epoll_ || epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, listener_.get(), &event) != 0) {
-    return lane_.named(kernel_error("open", "epoll", errno));
+  event.data.fd = fd;
+  return epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) == 0;
+}
+
+void Rendezvous::unwatch(int fd) const { epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr); }
+
+// --- Who dials
+
+void Rendezvous::serve() {
+  std::array<epoll_event, 16> events;
+  const int ready = epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), 0);
+  for (int i = 0; i < ready; ++i) {
+    const int fd = events[static_cast<size_t>(i)].data.fd;
+    if (fd == listener_.get()) {
+      let_in(kDialsPerTurn);
+      continue;
+    }
+    const auto stranger =
+        std::find_if(strangers_.begin(), strangers_.end(), [fd](const PeerSocket& one) { return one.fd.get() == fd; });
+    if (stranger != strangers_.end() && hear(*stranger)) strangers_.erase(stranger);
   }
-  return {};
+}
+
+// Lets in up to `dials` of those who have dialled. Where too many say nothing, the one that has for longest has to go.
+void Rendezvous::let_in(int dials) {
+  for (; dials > 0; --dials) {
+    UniqueFd socket(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (!socket && (errno == EINTR || errno == ECONNABORTED)) continue;
+    if (!socket) return;
+    const Result<PeerProcess> peer = peer_process(socket.get());
+    if (!peer || peer.value().uid != geteuid()) continue;
+    PeerSocket stranger{std::move(socket), peer.value().pid};
+    if (hear(stranger)) continue;
+    if (strangers_.size() == kMaxStrangers) {
+      unwatch(strangers_.front().fd.get());
+      strangers_.pop_front();
+    }
+    if (watch(stranger.fd.get())) strangers_.push_back(std::move(stranger));
+  }
+}
+
+// Reads a stranger's first message. True: it has come, and who has no connection by it is to be forgotten.
+bool Rendezvous::hear(PeerSocket& stranger) {
+  Message message;
+  Connection::Descriptors descriptors;
+  const Received received = receive_message(stranger.fd.get(), message, descriptors);
+  if (received == Received::kNothing) return false;
+  unwatch(stranger.fd.get());
+  if (received != Received::kMessage || message.kind != MessageKind::kHello) return true;
+  const auto found = std::find_if(invited_.begin(), invited_.end(), [&message](const auto& entry) {
+    return entry.second.connection == nullptr && entry.second.secret.equals(message.secret);
+  });
+  if (found == invited_.end()) return true;
+  Result<Mapping> segment = map_peer_memory(descriptors[0].get(), lane_.segment_bytes, Others::kWrite);
+  Result<Mapping> board = map_peer_memory(descriptors[1].get(), lane_.board_bytes, Others::kRead);
+  if (!segment || !board) return true;
+  found->second.connection =
+      std::make_unique<Connection>(lane_, std::move(stranger), std::move(segment.value()), Connection::Role::kOfferer);
+  found->second.connection->meet(std::move(board.value()));
+  return true;
 }
 
 // --- The offerer
 
-Result<Invitation> Rendezvous::invite() const {
+Result<Invitation> Rendezvous::invite(LinkId link) {
+  const auto [entry, fresh] = invited_.try_emplace(link, Invited{Secret::make(), nullptr});
+  if (!fresh) return lane_.error(ErrorCode::kInvalidArgument, "offer", "this link exists");
   Invitation invitation{.magic = lane_.magic, .version = lane_.version, .socket = socket_name_};
   std::copy(boot_id_.begin(), boot_id_.end(), invitation.boot_id.begin());
-  if (Status random = fill_random(std::as_writable_bytes(std::span(invitation.secret))); !random) {
-    return lane_.named(random.error());
-  }
+  invitation.secret = entry->second.secret;
   return invitation;
 }
 
-void Rendezvous::hear_all() {
-  admit_strangers();
-  for (auto& [fd, stranger] : std::exchange(strangers_, {})) {
-    epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);
-    hear(std::move(stranger));
-  }
-}
-
-void Rendezvous::admit_strangers() {
-  for (;;) {
-    UniqueFd socket(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-    if (!socket) {
-      if (errno == EINTR || errno == ECONNABORTED) continue;
-      return;
+Result<std::unique_ptr<Connection>> Rendezvous::admit(LinkId link) {
+  const auto found = invited_.find(link);
+  if (found == invited_.end()) return lane_.error(ErrorCode::kInvalidArgument, "complete", "no such offer");
+  if (found->second.connection == nullptr) {
+    // It is among those whom the kernel keeps for us, or was let in before it said hello.
+    let_in(kMaxDials);
+    for (PeerSocket& stranger : std::exchange(strangers_, {})) {
+      if (!hear(stranger)) strangers_.push_back(std::move(stranger));
     }
-    const Result<PeerProcess> peer = peer_process(socket.get());
-    if (peer && peer.value().uid == geteuid()) hear({std::move(socket), peer.value().pid});
   }
-}
-
-// Reads a stranger's first message; keeps the stranger if it has not arrived yet, and forgets it if it is no hello.
-void Rendezvous::hear(PeerSocket stranger) {
-  Message message;
-  std::array<UniqueFd, kMaxDescriptors> descriptors;
-  const int fd = stranger.fd.get();
-  const Received received = receive_message(fd, message, descriptors);
-  if (received == Received::kNothing) {
-    if (strangers_.size() >= kMaxStrangers) return;
-    epoll_event event{};
-    event.events = EPOLLIN;
-    event.data.u64 = kStrangerEvent | static_cast<uint64_t>(fd);
-    if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) == 0) strangers_.emplace(fd, std::move(stranger));
-    return;
+  std::unique_ptr<Connection> connection = std::move(found->second.connection);
+  invited_.erase(found);
+  const std::array descriptors{board_.fd.get()};
+  if (connection == nullptr || connection->send({.kind = MessageKind::kWelcome}, descriptors) != Sent::kYes) {
+    return lane_.error(ErrorCode::kPeerDown, "complete", "the peer answered, but its connection is gone");
   }
-  if (received != Received::kMessage || message.kind != MessageKind::kHello) return;
-  Result<Mapping> segment = map_peer_memory(descriptors[0].get(), lane_.segment_bytes, Others::kWrite);
-  Result<Mapping> board = map_peer_memory(descriptors[1].get(), lane_.board_bytes, Others::kRead);
-  if (!segment || !board) return;
-  welcome_({std::move(stranger), message.secret, std::move(segment.value()), std::move(board.value())});
+  return connection;
 }
 
 // --- The acceptor
@@ -131,35 +166,16 @@ Result<PeerSocket> Rendezvous::dial(const Invitation& invitation) const {
   return PeerSocket{std::move(socket.value()), peer.value().pid};
 }
 
-Result<Mapping> Rendezvous::say_hello(const PeerSocket& peer, const Secret& secret) const {
+Result<std::unique_ptr<Connection>> Rendezvous::say_hello(PeerSocket peer, const Secret& secret) const {
   Result<SealedMemory> segment = create_sealed_memory(lane_.segment, lane_.segment_bytes, Others::kWrite);
   if (!segment) return lane_.named(segment.error());
-  const std::array descriptors{segment.value().fd.get(), board_fd()};
-  if (send_message(peer.fd.get(), {.kind = MessageKind::kHello, .secret = secret}, descriptors) != Sent::kYes) {
+  auto connection = std::make_unique<Connection>(lane_, std::move(peer), std::move(segment.value().mapping),
+                                                 Connection::Role::kAcceptor);
+  const std::array descriptors{segment.value().fd.get(), board_.fd.get()};
+  if (connection->send({.kind = MessageKind::kHello, .secret = secret}, descriptors) != Sent::kYes) {
     return lane_.error(ErrorCode::kNotReachable, "accept", "the peer hung up");
   }
-  return std::move(segment.value().mapping);
-}
-
-// --- Events
-
-bool Rendezvous::serve(const std::function<void(LinkId, bool process)>& on_link) {
-  std::array<epoll_event, 16> events;
-  const int ready = epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), 0);
-  for (int i = 0; i < ready; ++i) {
-    const uint64_t data = events[static_cast<size_t>(i)].data.u64;
-    if (data == kListenerEvent) {
-      admit_strangers();
-    } else if ((data & kStrangerEvent) != 0) {
-      const auto fd = static_cast<int>(data & ~kStrangerEvent);
-      auto stranger = strangers_.extract(fd);
-      epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);
-      if (stranger) hear(std::move(stranger.mapped()));
-    } else {
-      on_link(static_cast<LinkId>(data), (data & Connection::kProcessEvent) != 0);
-    }
-  }
-  return ready > 0;
+  return connection;
 }
 
 }  // namespace kvc::same_host

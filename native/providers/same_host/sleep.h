@@ -1,4 +1,4 @@
-// Sleep: whether a domain's worker sleeps, in the first word of the board that all its peers map.
+// Sleep: whether a domain's thread sleeps, in the first word of the board that all its peers map.
 #pragma once
 
 #include <atomic>
@@ -8,24 +8,24 @@
 
 namespace kvc::same_host {
 
-// The worker thread; nothing here blocks.
+// The domain's thread; nothing here blocks.
 class Sleep {
  public:
-  // Once, before anything else. `word`, of our own board, outlives this.
-  void attach(SharedWord& word) noexcept { word_ = &word; }
+  // `word`, of our own board, outlives this.
+  explicit Sleep(SharedWord& word) noexcept : word_(word) {}
 
-  // The worker is about to sleep. Look for work after this: a sender either sees it, or we see what it has put.
+  // The thread is about to sleep. Look for work after this: a sender either sees it, or we see what it has put.
   void announce() noexcept {
     if (asleep_) return;
     asleep_ = true;
-    word_->store(word_->load(std::memory_order_relaxed) + 1, std::memory_order_seq_cst);
+    word_.store(word_.load(std::memory_order_relaxed) + 1, std::memory_order_seq_cst);
   }
-  // The worker is awake; at the beginning of each turn.
+  // The thread is awake; at the beginning of each turn.
   void end() noexcept {
     if (!asleep_) return;
     asleep_ = false;
     just_woken_ = true;
-    word_->store(word_->load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+    word_.store(word_.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
   }
 
   // Whether this turn looks at the descriptors; at the end of each. After a sleep it does, but not before what the
@@ -38,10 +38,11 @@ class Sleep {
   }
 
  private:
-  // A system call of 300 ns each turn would be most of an idle turn. 16 busy turns are 2 ms, which a new peer can wait.
+  // A system call of 300 ns each turn would be most of an idle turn. 16 busy turns are 2 ms, which the news of a socket
+  // can wait.
   static constexpr uint32_t kTurnsPerLook = 16;
 
-  SharedWord* word_ = nullptr;
+  SharedWord& word_;
   uint32_t turns_ = 0;
   bool asleep_ = false;
   bool just_woken_ = false;

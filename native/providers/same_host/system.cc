@@ -1,27 +1,19 @@
 #include "providers/same_host/system.h"
 
 #include <fcntl.h>
-#include <poll.h>
 #include <sys/mman.h>
-#include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
-#include <sys/uio.h>
 #include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <fstream>
 #include <utility>
 
 #ifndef F_SEAL_FUTURE_WRITE  // Linux 5.1, but not in the headers of every distribution that a wheel is built on
 #define F_SEAL_FUTURE_WRITE 0x0010
-#endif
-#ifndef SYS_pidfd_open
-#define SYS_pidfd_open 434
 #endif
 
 namespace kvc::same_host {
@@ -80,7 +72,7 @@ Result<SealedMemory> create_sealed_memory(const char* name, size_t bytes, Others
 }
 
 Status seal_against_shrinking(int memfd, uint64_t offset, uint64_t bytes) {
-  constexpr std::string_view kOperation = "register_region";
+  constexpr std::string_view kOperation = "register_memory";
   if (fcntl(memfd, F_ADD_SEALS, F_SEAL_SHRINK) != 0) {
     const int seals = fcntl(memfd, F_GET_SEALS);
     if (seals < 0 || (seals & F_SEAL_SHRINK) == 0) {
@@ -135,8 +127,7 @@ Result<UniqueFd> listen_on(std::string_view name) {
   if (!listener) return kernel_error("open", "socket(AF_UNIX)", errno);
   const AbstractAddress address(name);
   if (bind(listener.get(), address.address(), address.length) != 0) return kernel_error("open", "bind", errno);
-  // The kernel caps this at net.core.somaxconn: peers that may dial between two turns of the worker.
-  if (listen(listener.get(), 4096) != 0) return kernel_error("open", "listen", errno);
+  if (listen(listener.get(), kMaxDials) != 0) return kernel_error("open", "listen", errno);
   return listener;
 }
 
@@ -215,40 +206,6 @@ Received receive_message(int socket, Message& message, std::array<UniqueFd, kMax
   }
   const bool whole = (header.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) == 0;
   return whole && length == sizeof(message) ? Received::kMessage : Received::kMalformed;
-}
-
-// --- Processes
-
-UniqueFd open_pidfd(pid_t pid) {
-  // Our own process outlives every link in it, and 0 is nobody that we can name.
-  if (pid == 0 || pid == getpid()) return {};
-  return UniqueFd(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
-}
-
-bool is_gone(const UniqueFd& pidfd) {
-  pollfd entry{pidfd.get(), POLLIN, 0};
-  return pidfd && poll(&entry, 1, 0) == 1;
-}
-
-std::string boot_id() {
-  std::ifstream file("/proc/sys/kernel/random/boot_id");
-  std::string id;
-  file >> id;
-  return id;
-}
-
-Status fill_random(std::span<std::byte> bytes) {
-  // 256 bytes or less come whole, once the kernel's pool is ready (it is, since boot).
-  if (getrandom(bytes.data(), bytes.size(), GRND_NONBLOCK) != static_cast<ssize_t>(bytes.size())) {
-    return kernel_error("getrandom", "no random bytes", errno);
-  }
-  return {};
-}
-
-bool equal(const Secret& left, const Secret& right) noexcept {
-  unsigned difference = 0;
-  for (size_t i = 0; i < left.size(); ++i) difference |= static_cast<unsigned>(left[i]) ^ right[i];
-  return difference == 0;
 }
 
 }  // namespace kvc::same_host

@@ -1,5 +1,5 @@
-// The system calls of the lanes of one machine: sealed shared memory, sockets that carry descriptors, and the end of
-// another process. Any thread; nothing here blocks. Errors name no provider: Lane::named() does.
+// The system calls of the lanes of one machine: sealed shared memory, and sockets that carry descriptors. Any thread;
+// nothing here blocks but the end of a large mapping. Errors name no provider: Lane::named() does.
 #pragma once
 
 #include <sys/types.h>
@@ -22,7 +22,7 @@ Error kernel_error(std::string_view operation, std::string_view what, int error_
 
 // --- Memory
 
-// A mapping that unmaps itself.
+// A mapping that unmaps itself: tens of GiB that were touched take seconds, so a domain leaves it to the control thread.
 class Mapping {
  public:
   Mapping() = default;
@@ -58,6 +58,10 @@ Result<Mapping> map_peer_memory(int memfd, uint64_t bytes, Others access);
 
 // --- Sockets (SOCK_SEQPACKET, close-on-exec, non-blocking)
 
+// Peers that may dial before the first of them is let in; the kernel's own limit, net.core.somaxconn, is the same. To let
+// them all in takes 20 ms.
+constexpr int kMaxDials = 4096;
+
 // Listens on the abstract name: no file that a killed process leaves behind, no directory that two containers must
 // share. It lives in the network namespace: containers that share that (a pod, --network host) find each other.
 Result<UniqueFd> listen_on(std::string_view name);
@@ -84,16 +88,5 @@ enum class Received : uint8_t {
   kMalformed  // not one of ours
 };
 Received receive_message(int socket, Message& message, std::array<UniqueFd, kMaxDescriptors>& descriptors);
-
-// --- Processes
-
-// Readable once the process is gone with all its threads; none where the kernel gives none (other pid namespace).
-UniqueFd open_pidfd(pid_t pid);
-bool is_gone(const UniqueFd& pidfd);
-
-std::string boot_id();  // empty if unknown
-Status fill_random(std::span<std::byte> bytes);
-// Takes as long for a near miss as for a far one.
-bool equal(const Secret& left, const Secret& right) noexcept;
 
 }  // namespace kvc::same_host

@@ -11,18 +11,17 @@
 #include <type_traits>
 
 #include "engine/domain.h"
+#include "engine/random.h"
 
 namespace kvc::same_host {
-
-using Secret = std::array<uint8_t, 16>;
 
 enum class MessageKind : uint32_t {
   kNone,     // never sent
   kHello,    // acceptor to offerer, first: `secret`; descriptors: segment, board of the acceptor
   kWelcome,  // offerer to acceptor, the answer; descriptor: board of the offerer
   kMemory,   // host: a memfd that regions lie in: `memory` is its name from now on, `bytes` its size; descriptor: it
-             // nvlink: the next piece of the region's memory that its board calls `memory`: `bytes` its size;
-             // descriptor: it. None and 0 bytes: its owner has failed to get one, and no other piece follows
+             // nvlink: the next piece of the region's memory that its board has at `memory`, of key `key`: `bytes` its
+             // size; descriptor: it. None and 0 bytes: its owner has failed to get one, and no other piece follows
   kForget,   // `memory` backs no region any more
   kWake,     // look at your rings: you were asleep
 };
@@ -32,9 +31,10 @@ struct Message {
   MessageKind kind = MessageKind::kNone;
   uint32_t memory = 0;
   uint64_t bytes = 0;
+  uint64_t key = 0;
   Secret secret{};
 };
-static_assert(std::is_trivially_copyable_v<Message> && sizeof(Message) == 32);
+static_assert(std::is_trivially_copyable_v<Message> && sizeof(Message) == 40);
 
 // What each lane's offer begins with. The handshake travels in native byte order: whoever reads it with sense runs
 // under the same kernel.

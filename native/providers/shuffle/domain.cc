@@ -1,8 +1,6 @@
 #include "providers/shuffle/domain.h"
 
 #include <sys/epoll.h>
-#include <sys/timerfd.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -12,35 +10,23 @@
 namespace kvc::shuffle {
 namespace {
 
-// Batches and messages without a completion: 64 batches of 64 pages are enough to mix, and tests meet kBusy.
-constexpr size_t kMaxWorks = 64;
+// Batches without a completion: 64 of 64 pages are enough to mix, and tests meet kBusy.
+constexpr size_t kMaxBatches = 64;
 // Pieces posted and immediates told in one poll(): 0.2 us each.
 constexpr int kPiecesPerPoll = 256;
 // A piece that the inner domain has no room for is offered again after this long.
 constexpr std::chrono::microseconds kBusyPause{20};
 
-Error shuffle_error(ErrorCode code, const char* operation, const char* message) {
-  return Error{code, "shuffle", {}, operation, message};
-}
-
 }  // namespace
 
-Result<std::unique_ptr<ShuffleDomain>> ShuffleDomain::open(const DomainConfig& config, DomainSink& sink) {
-  std::unique_ptr<ShuffleDomain> domain(new ShuffleDomain(config, sink));
-  DomainConfig inner = config;
-  const size_t colon = config.device.find(':');
-  inner.provider = config.device.empty() ? "tcp" : config.device.substr(0, colon);
-  inner.device = colon == std::string::npos ? "" : config.device.substr(colon + 1);
-  if (inner.provider == "shuffle") {
-    return Error{ErrorCode::kInvalidArgument, "shuffle", {}, "open", "shuffled once is shuffled"};
-  }
-  Result<std::unique_ptr<Domain>> opened = renamed(open_domain(inner, *domain));
-  if (!opened) return opened.error();
-  domain->inner_ = std::move(opened.value());
+Result<std::unique_ptr<ShuffleDomain>> ShuffleDomain::open(const DomainConfig& config, std::unique_ptr<Domain> inner) {
+  std::unique_ptr<ShuffleDomain> domain(new ShuffleDomain(config, std::move(inner)));
+  Result<TimerFd> timer = TimerFd::create("shuffle");
+  if (!timer) return timer.error();
+  domain->timer_ = std::move(timer.value());
   domain->epoll_ = UniqueFd(::epoll_create1(EPOLL_CLOEXEC));
-  domain->timer_ = UniqueFd(::timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC));
-  if (!domain->epoll_ || !domain->timer_) return system_error("shuffle", "open", errno);
-  for (const int fd : {domain->timer_.get(), domain->inner_->fd()}) {
+  if (!domain->epoll_) return system_error("shuffle", "open", errno);
+  for (const int fd : {domain->timer_.fd(), domain->inner_->fd()}) {
     epoll_event readable{.events = EPOLLIN, .data = {.fd = fd}};
     if (::epoll_ctl(domain->epoll_.get(), EPOLL_CTL_ADD, fd, &readable) != 0) {
       return system_error("shuffle", "epoll_ctl", errno);
@@ -49,22 +35,11 @@ Result<std::unique_ptr<ShuffleDomain>> ShuffleDomain::open(const DomainConfig& c
   return domain;
 }
 
-Result<uint64_t> ShuffleDomain::register_region(std::byte* base, uint64_t bytes, int memfd, uint64_t memfd_offset) {
-  return renamed(inner_->register_region(base, bytes, memfd, memfd_offset));
-}
-
-Result<Bytes> ShuffleDomain::accept(LinkId link, std::span<const std::byte> offer) {
-  return renamed(inner_->accept(link, offer));
-}
-
-Status ShuffleDomain::complete(LinkId link, std::span<const std::byte> answer) {
-  return renamed(inner_->complete(link, answer));
-}
-
 bool ShuffleDomain::fence(LinkId link) {
-  drop_all(link, shuffle_error(ErrorCode::kPeerDown, "write", "the link was fenced on this side"));
+  drop_all(link, Error{ErrorCode::kPeerDown, "shuffle", {}, "write", "the link was fenced on this side"});
   const bool fenced = inner_->fence(link);
-  tell_all(link);  // what the inner domain reported last included
+  listen();
+  if (fenced) tell_all(link);  // what the inner domain reported last included
   return fenced;
 }
 
@@ -75,22 +50,18 @@ ShuffleDomain::Due ShuffleDomain::draw() {
   return {Clock::now() + delay, random_()};
 }
 
-uint64_t ShuffleDomain::own(LinkId link, WorkId work, size_t pieces) {
+uint64_t ShuffleDomain::own(Work work) {
   const uint64_t owner = next_id_++;
-  works_.emplace(owner, Work{link, work, pieces, {}});
+  if (!work.message) ++batches_;
+  works_.emplace(owner, std::move(work));
   return owner;
 }
 
 Posted ShuffleDomain::post(LinkId link, const WriteBatch& batch) {
-  if (works_.size() >= kMaxWorks) return Posted::kBusy;
-  if (batch.pages.empty()) {
-    const Error error = shuffle_error(ErrorCode::kInvalidArgument, "write", "a batch has 1 to 64 pages");
-    sink_.on_complete(batch.work, &error);
-    return Posted::kYes;
-  }
+  if (batches_ >= kMaxBatches) return Posted::kBusy;
   // An immediate alone stays one: there are no pages that it has to wait for.
   const bool whole = batch.page_bytes == 0;
-  const uint64_t owner = own(link, batch.work, whole ? 1 : batch.pages.size());
+  const uint64_t owner = own({link, batch.work, whole ? 1 : batch.pages.size()});
   if (whole) {
     // Nothing of a page is looked at: only how many there are, which the immediate says as well.
     pieces_.emplace(draw(), Piece{owner, link, batch, {}, {}});
@@ -105,13 +76,11 @@ Posted ShuffleDomain::post(LinkId link, const WriteBatch& batch) {
 }
 
 Posted ShuffleDomain::send(LinkId link, WorkId work, std::span<const std::byte> message) {
-  if (works_.size() >= kMaxWorks) return Posted::kBusy;
-  if (message.empty()) {
-    const Error error = shuffle_error(ErrorCode::kInvalidArgument, "send", "a message has 1 byte at least");
-    sink_.on_complete(work, &error);
-    return Posted::kYes;
-  }
-  Piece piece{own(link, work, 1), link, {}, {}, Bytes(message.begin(), message.end())};
+  const auto untaken = std::count_if(works_.begin(), works_.end(), [link](const auto& entry) {
+    return entry.second.message && entry.second.link == link;
+  });
+  if (untaken >= kMessageSlots) return Posted::kBusy;
+  Piece piece{own({link, work, 1, true}), link, {}, {}, Bytes(message.begin(), message.end())};
   pieces_.emplace(draw(), std::move(piece));
   return Posted::kYes;
 }
@@ -122,7 +91,6 @@ bool ShuffleDomain::post_due(Clock::time_point now) {
     auto node = pieces_.extract(pieces_.begin());
     Piece& piece = node.mapped();
     const WorkId id = next_id_++;
-    posted_.emplace(id, piece.owner);  // the completion may come before post() returns
     Posted posted = Posted::kYes;
     if (piece.message.empty()) {
       // An immediate alone has as many pages as it is counted for.
@@ -135,22 +103,14 @@ bool ShuffleDomain::post_due(Clock::time_point now) {
       posted = inner_->send(piece.link, id, piece.message);
     }
     if (posted == Posted::kYes) {
+      posted_.emplace(id, piece.owner);
       any = true;
       continue;
     }
-    posted_.erase(id);
     node.key().first = now + kBusyPause;
     pieces_.insert(std::move(node));
   }
   return any;
-}
-
-void ShuffleDomain::on_complete(WorkId work, const Error* error) noexcept {
-  const auto found = posted_.find(work);
-  if (found == posted_.end()) return;
-  const uint64_t owner = found->second;
-  posted_.erase(found);
-  end_piece(owner, error);
 }
 
 void ShuffleDomain::end_piece(uint64_t owner, const Error* error) {
@@ -164,7 +124,12 @@ void ShuffleDomain::end_piece(uint64_t owner, const Error* error) {
   if (--work.left > 0) return;
   const Work ended = std::move(work);
   works_.erase(found);
-  sink_.on_complete(ended.work, ended.error ? &*ended.error : nullptr);
+  if (!ended.message) --batches_;
+  if (ended.error) {
+    completions_.failed(ended.work, *ended.error);
+  } else {
+    completions_.done(ended.work);
+  }
 }
 
 void ShuffleDomain::drop_all(LinkId link, const Error& error) {
@@ -179,15 +144,35 @@ void ShuffleDomain::drop_all(LinkId link, const Error& error) {
 
 // --- In
 
-void ShuffleDomain::on_immediate(LinkId link, uint32_t immediate) noexcept {
-  landed_.emplace(draw(), Landed{link, immediate});
+bool ShuffleDomain::listen() {
+  return inner_->completions().drain([this](Completion& completion) { hear(completion); });
+}
+
+void ShuffleDomain::hear(Completion& completion) {
+  switch (completion.kind) {
+    case Completion::Kind::kWork: {
+      const auto node = posted_.extract(completion.work());
+      if (!node.empty()) end_piece(node.mapped(), completion.error());
+      return;
+    }
+    case Completion::Kind::kImmediate:
+      landed_.emplace(draw(), Landed{completion.link, completion.immediate()});
+      return;
+    case Completion::Kind::kMessage:
+      return completions_.put(std::move(completion));  // shuffled by its sender
+    case Completion::Kind::kLinkDown:
+      completion.detail->error.provider = "shuffle";
+      drop_all(completion.link, completion.detail->error);
+      tell_all(completion.link);
+      return completions_.put(std::move(completion));
+  }
 }
 
 bool ShuffleDomain::tell_due(Clock::time_point now) {
   bool any = false;
   for (int i = 0; i < kPiecesPerPoll && !landed_.empty() && landed_.begin()->first.first <= now; ++i) {
     const Landed landed = landed_.extract(landed_.begin()).mapped();
-    sink_.on_immediate(landed.link, landed.immediate);
+    completions_.immediate(landed.link, landed.immediate);
     any = true;
   }
   return any;
@@ -200,19 +185,7 @@ void ShuffleDomain::tell_all(LinkId link) {
     immediates.push_back(entry.second.immediate);
     return true;
   });
-  for (const uint32_t immediate : immediates) sink_.on_immediate(link, immediate);
-}
-
-bool ShuffleDomain::on_message(LinkId link, std::span<const std::byte> message) noexcept {
-  return sink_.on_message(link, message);  // shuffled by its sender
-}
-
-void ShuffleDomain::on_link_down(LinkId link, const Error& error, bool fenced) noexcept {
-  Error renamed = error;
-  renamed.provider = "shuffle";
-  drop_all(link, renamed);
-  tell_all(link);
-  sink_.on_link_down(link, renamed, fenced);
+  for (const uint32_t immediate : immediates) completions_.immediate(link, immediate);
 }
 
 // --- The worker's turn
@@ -221,6 +194,7 @@ bool ShuffleDomain::poll() {
   const Clock::time_point now = Clock::now();
   bool any = post_due(now);
   any |= inner_->poll();
+  any |= listen();
   any |= tell_due(now);
   return any;
 }
@@ -229,17 +203,9 @@ bool ShuffleDomain::prepare_sleep() {
   std::optional<Clock::time_point> due;
   if (!pieces_.empty()) due = pieces_.begin()->first.first;
   if (!landed_.empty() && (!due || landed_.begin()->first.first < *due)) due = landed_.begin()->first.first;
-  itimerspec when{};
-  if (due) {
-    if (*due <= Clock::now()) return false;
-    const auto since_boot = due->time_since_epoch();
-    const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(since_boot);
-    when.it_value.tv_sec = seconds.count();
-    when.it_value.tv_nsec = std::chrono::nanoseconds(since_boot - seconds).count();
-  }
-  // Disarms it too, and makes it unreadable again.
-  ::timerfd_settime(timer_.get(), TFD_TIMER_ABSTIME, &when, nullptr);
-  return inner_->prepare_sleep();
+  if (due && *due <= Clock::now()) return false;
+  timer_.arm(due);
+  return inner_->prepare_sleep() && inner_->completions().empty();
 }
 
 }  // namespace kvc::shuffle

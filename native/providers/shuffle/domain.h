@@ -16,45 +16,42 @@
 #include <memory>
 #include <optional>
 #include <random>
-#include <string>
 #include <unordered_map>
 #include <utility>
 
 #include "engine/domain.h"
+#include "engine/timer_fd.h"
 #include "engine/unique_fd.h"
 
 namespace kvc::shuffle {
 
-class ShuffleDomain final : public Domain, private DomainSink {
+class ShuffleDomain final : public Domain {
  public:
-  static Result<std::unique_ptr<ShuffleDomain>> open(const DomainConfig& config, DomainSink& sink);
+  static Result<std::unique_ptr<ShuffleDomain>> open(const DomainConfig& config, std::unique_ptr<Domain> inner);
 
-  std::string description() const override { return "shuffle over " + inner_->description(); }
-  uint64_t bits_per_second() const override { return inner_->bits_per_second(); }
-  DomainLimits limits() const override { return inner_->limits(); }
-  Result<uint64_t> register_region(std::byte* base, uint64_t bytes, int memfd, uint64_t memfd_offset) override;
-  bool deregister_region(uint64_t rkey) override { return inner_->deregister_region(rkey); }
-  Result<Bytes> offer(LinkId link) override { return renamed(inner_->offer(link)); }
-  Result<Bytes> accept(LinkId link, std::span<const std::byte> offer) override;
-  Status complete(LinkId link, std::span<const std::byte> answer) override;
+  void publish(Registration& region) override { inner_->publish(region); }
+  bool withdraw(Registration& region) override { return inner_->withdraw(region); }
+  void attach(LinkId link, std::unique_ptr<LinkEnd> end) override { inner_->attach(link, std::move(end)); }
   bool fence(LinkId link) override;
   Posted post(LinkId link, const WriteBatch& batch) override;
   Posted send(LinkId link, WorkId work, std::span<const std::byte> message) override;
+  void take(LinkId link, uint32_t slot) override { inner_->take(link, slot); }
   bool poll() override;
   int fd() const override { return epoll_.get(); }
   bool prepare_sleep() override;
 
  private:
-  using Clock = std::chrono::steady_clock;
+  using Clock = TimerFd::Clock;
   // When something is due, and a random number that mixes what is due at the same time.
   using Due = std::pair<Clock::time_point, uint64_t>;
 
-  // A batch, or a message, that the group waits for.
+  // A batch, or a message, that the engine waits for.
   struct Work {
     LinkId link = 0;
     WorkId work = 0;
     size_t left = 0;  // pages that have not ended
-    std::optional<Error> error;
+    bool message = false;
+    std::optional<Error> error{};
   };
   // One page of a batch, or one message, on its way to the inner domain.
   struct Piece {
@@ -69,37 +66,29 @@ class ShuffleDomain final : public Domain, private DomainSink {
     uint32_t immediate = 0;
   };
 
-  ShuffleDomain(const DomainConfig& config, DomainSink& sink)
-      : sink_(sink), random_(config.seed), max_delay_us_(config.max_delay_us) {}
-
-  void on_complete(WorkId work, const Error* error) noexcept override;
-  void on_immediate(LinkId link, uint32_t immediate) noexcept override;
-  bool on_message(LinkId link, std::span<const std::byte> message) noexcept override;
-  void on_link_down(LinkId link, const Error& error, bool fenced) noexcept override;
+  ShuffleDomain(const DomainConfig& config, std::unique_ptr<Domain> inner)
+      : inner_(std::move(inner)), random_(config.seed), max_delay_us_(config.max_delay_us) {}
 
   Due draw();
-  uint64_t own(LinkId link, WorkId work, size_t pieces);
+  uint64_t own(Work work);
   void end_piece(uint64_t owner, const Error* error);
   bool post_due(Clock::time_point now);
   bool tell_due(Clock::time_point now);
+  // What the inner domain has to say.
+  bool listen();
+  void hear(Completion& completion);
   // The link has ended: what landed over it is told, and what was not posted yet ends with `error`.
   void tell_all(LinkId link);
   void drop_all(LinkId link, const Error& error);
 
-  template <typename T>
-  static T renamed(T result) {
-    if (!result.ok()) result.error().provider = "shuffle";
-    return result;
-  }
-
-  DomainSink& sink_;
-  std::unique_ptr<Domain> inner_;
+  const std::unique_ptr<Domain> inner_;
   UniqueFd epoll_;
-  UniqueFd timer_;
+  TimerFd timer_;
   std::mt19937_64 random_;
   const uint32_t max_delay_us_;
   uint64_t next_id_ = 1;
   std::unordered_map<uint64_t, Work> works_;
+  size_t batches_ = 0;                           // of them
   std::unordered_map<WorkId, uint64_t> posted_;  // the inner domain's works: which of ours a piece belongs to
   std::multimap<Due, Piece> pieces_;
   std::multimap<Due, Landed> landed_;

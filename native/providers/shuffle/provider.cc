@@ -1,13 +1,27 @@
 #include "providers/shuffle/provider.h"
 
+#include <memory>
+#include <utility>
+
+#include "providers/shuffle/connector.h"
 #include "providers/shuffle/domain.h"
 
 namespace kvc::shuffle {
 
-Result<std::unique_ptr<Domain>> create(const DomainConfig& config, DomainSink& sink) {
-  auto domain = ShuffleDomain::open(config, sink);
+Result<OpenedDomain> create(const DomainConfig& config, ControlQueue& control) {
+  DomainConfig inner = config;
+  const size_t colon = config.device.find(':');
+  inner.provider = config.device.empty() ? "tcp" : config.device.substr(0, colon);
+  inner.device = colon == std::string::npos ? "" : config.device.substr(colon + 1);
+  if (inner.provider == "shuffle") {
+    return Error{ErrorCode::kInvalidArgument, "shuffle", {}, "open", "shuffled once is shuffled"};
+  }
+  Result<OpenedDomain> opened = renamed(open_domain(inner, control));
+  if (!opened) return opened;
+  Result<std::unique_ptr<ShuffleDomain>> domain = ShuffleDomain::open(config, std::move(opened.value().domain));
   if (!domain) return domain.error();
-  return std::unique_ptr<Domain>(std::move(domain.value()));
+  return OpenedDomain{std::make_unique<ShuffleConnector>(std::move(opened.value().connector)),
+                      std::move(domain.value())};
 }
 
 }  // namespace kvc::shuffle

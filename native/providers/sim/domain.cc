@@ -1,36 +1,23 @@
 #include "providers/sim/domain.h"
 
-#include <sys/epoll.h>
-#include <sys/timerfd.h>
-#include <time.h>
-#include <unistd.h>
-
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <functional>
 #include <utility>
 
-#include "engine/byte_codec.h"
 #include "engine/immediate.h"
 
 namespace kvc::sim {
 
 namespace {
 
-// Batches on one link without a completion. Small, so that tests meet kBusy.
-constexpr size_t kMaxPosted = 32;
-// Messages on one link that the peer's sink has not taken: what a peer that does not read its messages can make us
-// hold is 32 x 4 KiB a link. Apart from kMaxPosted: unread messages must not stop writes.
-constexpr size_t kMaxMessages = 32;
-
 // What one poll() delivers at most: 1 MiB is 100 us at 10 GB/s, a page's bookkeeping about 0.4 us.
 constexpr uint64_t kPollBytes = 1 << 20;
 constexpr uint64_t kPollRuns = 256;
 
 int64_t now_ns() {
-  timespec now{};
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return now.tv_sec * 1'000'000'000LL + now.tv_nsec;
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(TimerFd::Clock::now().time_since_epoch()).count();
 }
 
 Error error(ErrorCode code, std::string operation, std::string message) {
@@ -39,300 +26,214 @@ Error error(ErrorCode code, std::string operation, std::string message) {
 
 }  // namespace
 
-SimDomain::SimDomain(const DomainConfig& config, DomainSink& sink, std::shared_ptr<Inbox> inbox, UniqueFd timer,
-                     UniqueFd epoll)
-    : name_(config.fabric),
-      fabric_(Fabric::get(config.fabric)),
-      number_(fabric_->next_domain()),
-      // One that has no name is the domain's own, and ends with it.
-      nic_(config.device.empty() ? std::make_shared<Nic>() : fabric_->nic(config.device)),
-      sink_(sink),
+SimDomain::SimDomain(const DomainConfig& config, uint64_t number, std::shared_ptr<Fabric> fabric,
+                     std::shared_ptr<Inbox> inbox, TimerFd timer, UniqueFd epoll)
+    : fabric_(std::move(fabric)),
       inbox_(std::move(inbox)),
       timer_(std::move(timer)),
       epoll_(std::move(epoll)),
       max_delay_us_(config.max_delay_us),
-      random_(config.seed + number_) {}
+      random_(config.seed + number) {}
 
-SimDomain::~SimDomain() {
-  // The engine has fenced every link before it destroys its domains; this is for one that had no time to.
-  for (auto& [id, link] : links_) end_link(link);
-  inbox_->close();
-}
-
-std::string SimDomain::description() const { return "sim " + name_; }
-
-// --- Memory
-
-Result<uint64_t> SimDomain::register_region(std::byte* base, uint64_t bytes, int /*memfd*/, uint64_t /*memfd_offset*/) {
-  const uint64_t rkey = random_u64();
-  regions_[rkey] = Region{base, bytes};
-  return rkey;
-}
-
-bool SimDomain::deregister_region(uint64_t rkey) {
-  // Pages are copied by this thread: none is landing now, and none will find the key again.
-  regions_.erase(rkey);
-  return true;
-}
+SimDomain::~SimDomain() { inbox_->close(); }
 
 // --- Links
 
-Result<Bytes> SimDomain::offer(LinkId id) {
-  if (!nic_->up.load()) return error(ErrorCode::kSystem, "offer", "the NIC " + nic_->device + " is down");
-  Link link;
-  link.gate = std::make_shared<Gate>();
-  link.gate->inbox[0] = inbox_;
-  link.gate->nic[0] = nic_;
-  link.gate->link[0] = id;
-  link.side = 0;
-  link.secret = random_u64();
-  fabric_->publish(link.secret, link.gate);
-  ByteWriter writer;
-  writer.number(fabric_->token());
-  writer.number(link.secret);
-  links_.emplace(id, std::move(link));
-  return writer.take();
-}
-
-Result<Bytes> SimDomain::accept(LinkId id, std::span<const std::byte> offer) {
-  ByteReader reader(offer);
-  const auto token = reader.number<uint64_t>();
-  const auto secret = reader.number<uint64_t>();
-  if (!reader.complete()) return error(ErrorCode::kInvalidArgument, "accept", "not an offer of a sim domain");
-  if (token != fabric_->token()) {
-    return error(ErrorCode::kNotReachable, "accept", "the peer is in another fabric than " + name_);
-  }
-  std::shared_ptr<Gate> gate = fabric_->take(secret);
-  if (gate == nullptr) return error(ErrorCode::kRefused, "accept", "this offer was used already, or withdrawn");
+void SimDomain::attach(LinkId id, std::unique_ptr<LinkEnd> end) {
+  std::unique_ptr<Link> link(static_cast<Link*>(end.release()));
+  Gate& gate = *link->gate;
+  gate.attached[static_cast<size_t>(link->side)].store(true);
+  std::shared_ptr<Inbox> other;
+  bool open = false;
   {
-    const std::lock_guard lock(gate->mutex);
-    gate->inbox[1] = inbox_;
-    gate->link[1] = id;
-    gate->nic[1] = nic_;
+    const std::lock_guard lock(gate.mutex);
+    open = gate.open;
+    other = gate.inbox[link->other()];
   }
-  if (!fabric_->join(gate)) return error(ErrorCode::kSystem, "accept", "a NIC is down, here or at the peer");
-  Link link;
-  link.gate = std::move(gate);
-  link.side = 1;
-  link.answered = true;
   links_.emplace(id, std::move(link));
-  ByteWriter writer;
-  writer.number(secret);
-  return writer.take();
+  if (open) {
+    if (other != nullptr) other->put(LinkReady{});
+  } else {
+    inbox_->put(LinkClosed{id});  // it ended before it was here
+  }
 }
 
-Status SimDomain::complete(LinkId id, std::span<const std::byte> answer) {
+Link* SimDomain::find(LinkId id) noexcept {
   const auto found = links_.find(id);
-  if (found == links_.end()) return error(ErrorCode::kPeerDown, "complete", "the link ended before its answer came");
-  ByteReader reader(answer);
-  const auto secret = reader.number<uint64_t>();
-  if (!reader.complete() || secret != found->second.secret) {
-    return error(ErrorCode::kInvalidArgument, "complete", "not the answer to this offer");
-  }
-  found->second.answered = true;
-  return {};
+  return found == links_.end() ? nullptr : found->second.get();
 }
 
 bool SimDomain::fence(LinkId id) {
-  const auto found = links_.find(id);
-  if (found == links_.end()) return true;
-  Link link = std::move(found->second);
-  links_.erase(found);
-  end_link(link);
-  const Error fenced = error(ErrorCode::kPeerDown, "write", "the link was fenced on this side");
-  for (const WorkId work : link.posted) sink_.on_complete(work, &fenced);
+  auto node = links_.extract(id);
+  if (node.empty()) return true;
+  std::unique_ptr<Link> link = std::move(node.mapped());
+  // Nothing lands once the gate is closed. What the peer has said of works before is still true.
+  Fabric::close(*link->gate, link->side);
+  end_posted(*link, error(ErrorCode::kPeerDown, "write", "the link was fenced on this side"));
   return true;
 }
 
-void SimDomain::end_link(Link& link) {
-  if (link.side == 0) fabric_->take(link.secret);
-  std::shared_ptr<Inbox> other;
-  LinkId other_link = 0;
-  {
-    const std::lock_guard lock(link.gate->mutex);
-    if (!link.gate->open) return;
-    link.gate->open = false;
-    other = link.gate->inbox[static_cast<size_t>(link.other())];
-    other_link = link.gate->link[static_cast<size_t>(link.other())];
-  }
-  if (other != nullptr) other->put({LinkClosed{other_link}});
+void SimDomain::end_posted(Link& link, const Error& error) {
+  link.posted.clear([&](WorkId work) { completions_.failed(work, error); });
+  link.messages.clear([&](WorkId work) { completions_.failed(work, error); });
 }
 
 // --- Data path
 
-// The link, if it may carry something; null: `work` was completed with an error.
-Link* SimDomain::ready_link(LinkId id, WorkId work) {
-  const auto found = links_.find(id);
-  if (found != links_.end() && found->second.answered) return &found->second;
-  const Error down = error(ErrorCode::kPeerDown, "write", "no such link: it ended, or has no answer yet");
-  sink_.on_complete(work, &down);
-  return nullptr;
+Posted SimDomain::refuse_unknown(WorkId work) {
+  return refuse(work, error(ErrorCode::kPeerDown, "write", "no such link: it ended, or has no answer yet"));
 }
 
 Posted SimDomain::post(LinkId id, const WriteBatch& batch) {
-  Link* const ready = ready_link(id, batch.work);
-  if (ready == nullptr) return Posted::kYes;
-  Link& link = *ready;
-  if (link.posted.size() - link.messages >= kMaxPosted) return Posted::kBusy;
-  auto shared = std::make_shared<Batch>();
-  shared->work = batch.work;
-  shared->gate = link.gate;
-  shared->sender = link.side;
+  Link* const link = find(id);
+  if (link == nullptr) return refuse_unknown(batch.work);
+  Gate& gate = *link->gate;
+  if (link->posted.full() || !gate.attached[link->other()].load()) return Posted::kBusy;
+  const uint32_t slot = *link->posted.put(batch.work);
+  std::shared_ptr<Batch>& shared = link->batches[slot];
+  if (shared == nullptr || shared.use_count() > 1) {
+    shared = std::make_shared<Batch>();
+    shared->gate = link->gate;
+    shared->sender = link->side;
+    shared->slot = slot;
+  }
   shared->rkey = batch.rkey;
   shared->page_bytes = batch.page_bytes;
   shared->counted = batch.counted;
   shared->immediate = batch.immediate;
-  shared->runs.reserve(batch.pages.size());
+  shared->error.reset();
+  shared->runs.clear();
   const int64_t now = now_ns();
   for_each_run(batch, [&](const PageRun& run) { shared->runs.push_back({run, now + delay_ns()}); });
   shared->runs_left = shared->runs.size();
-  link.posted.insert(batch.work);
-  // The other side's inbox was set before we were told that we may post.
-  link.gate->inbox[static_cast<size_t>(link.other())]->put({BatchArrival{std::move(shared)}});
+  gate.inbox[link->other()]->put(BatchArrival{shared});
   return Posted::kYes;
 }
 
 Posted SimDomain::send(LinkId id, WorkId work, std::span<const std::byte> message) {
-  Link* const link = ready_link(id, work);
-  if (link == nullptr) return Posted::kYes;
-  if (link->messages >= kMaxMessages) return Posted::kBusy;
-  link->posted.insert(work);
-  ++link->messages;
-  link->gate->inbox[static_cast<size_t>(link->other())]->put(
-      {MessageArrival{link->gate, link->side, work, Bytes(message.begin(), message.end()), now_ns() + delay_ns()}});
+  Link* const link = find(id);
+  if (link == nullptr) return refuse_unknown(work);
+  Gate& gate = *link->gate;
+  if (link->messages.full() || !gate.attached[link->other()].load()) return Posted::kBusy;
+  auto batch = std::make_shared<Batch>();
+  batch->gate = link->gate;
+  batch->sender = link->side;
+  batch->slot = *link->messages.put(work);
+  batch->message.assign(message.begin(), message.end());
+  batch->runs.push_back({{}, now_ns() + delay_ns()});
+  gate.inbox[link->other()]->put(BatchArrival{std::move(batch)});
   return Posted::kYes;
+}
+
+void SimDomain::take(LinkId id, uint32_t slot) {
+  const Link* const link = find(id);
+  if (link == nullptr) return;
+  const size_t other = link->other();
+  link->gate->inbox[other]->put(WorkDone{.link = link->gate->link[other], .slot = slot, .message = true});
 }
 
 int64_t SimDomain::delay_ns() { return static_cast<int64_t>(random_() % (uint64_t{max_delay_us_} * 1000 + 1)); }
 
 bool SimDomain::poll() {
-  std::vector<Message> messages = inbox_->take();
-  bool any = !messages.empty();
-  for (Message& message : messages) {
-    std::visit([this](auto& m) { receive(std::move(m)); }, message);
+  messages_.clear();
+  inbox_->take(messages_);
+  bool any = !messages_.empty();
+  for (Message& message : messages_) {
+    std::visit([this](auto& m) { receive(m); }, message);
   }
-  any |= deliver_held();
   uint64_t runs = 0;
   uint64_t bytes = 0;
-  const int64_t now = now_ns();
+  const int64_t now = arrivals_.empty() ? 0 : now_ns();
   while (!arrivals_.empty() && runs < kPollRuns && bytes < kPollBytes && arrivals_.front().due_ns <= now) {
-    Arrived arrived = take_arrival();
+    std::pop_heap(arrivals_.begin(), arrivals_.end(), std::mem_fn(&Arrival::later_than));
+    const Arrival arrival = std::move(arrivals_.back());
+    arrivals_.pop_back();
+    bytes += deliver(arrival);
     ++runs;
     any = true;
-    if (auto* const message = std::get_if<MessageArrival>(&arrived)) {
-      if (!deliver(*message)) held_.push_back(std::move(*message));
-      continue;
-    }
-    const auto& page = std::get<PageArrival>(arrived);
-    bytes += page.run.pages * page.batch->page_bytes;
-    deliver(page);
   }
   return any;
 }
 
-void SimDomain::receive(const BatchArrival& arrival) {
-  for (const Batch::Run& run : arrival.batch->runs) add_arrival(run.due_ns, PageArrival{arrival.batch, run.pages});
+void SimDomain::receive(BatchArrival& arrival) {
+  for (uint32_t run = 0; run < arrival.batch->runs.size(); ++run) {
+    arrivals_.push_back({arrival.batch->runs[run].due_ns, random_(), arrival.batch, run});
+    std::push_heap(arrivals_.begin(), arrivals_.end(), std::mem_fn(&Arrival::later_than));
+  }
 }
 
-void SimDomain::receive(MessageArrival message) {
-  const int64_t due_ns = message.due_ns;
-  add_arrival(due_ns, std::move(message));
+void SimDomain::receive(WorkDone& done) {
+  Link* const link = find(done.link);
+  if (link == nullptr || link->gate->cut.load()) return;  // fenced meanwhile, or lost with the link
+  const std::optional<WorkId> work = done.message ? link->messages.take(done.slot) : link->posted.take(done.slot);
+  if (!work) return;
+  if (done.error) {
+    completions_.failed(*work, *std::move(done.error));
+  } else {
+    completions_.done(*work);
+  }
 }
 
-void SimDomain::add_arrival(int64_t due_ns, Arrived what) {
-  arrivals_.push_back({due_ns, random_(), std::move(what)});
-  std::push_heap(arrivals_.begin(), arrivals_.end(), std::mem_fn(&Arrival::later_than));
-}
-
-SimDomain::Arrived SimDomain::take_arrival() {
-  std::pop_heap(arrivals_.begin(), arrivals_.end(), std::mem_fn(&Arrival::later_than));
-  Arrived what = std::move(arrivals_.back().what);
-  arrivals_.pop_back();
-  return what;
-}
-
-void SimDomain::receive(BatchDone done) {
-  const auto found = links_.find(done.link);
-  if (found == links_.end() || found->second.gate->cut.load()) return;  // fenced meanwhile, or lost with the link
-  if (found->second.posted.erase(done.work) == 0) return;
-  if (done.message) --found->second.messages;
-  sink_.on_complete(done.work, done.error ? &*done.error : nullptr);
-}
-
-void SimDomain::receive(LinkClosed closed) {
-  const auto found = links_.find(closed.link);
-  if (found == links_.end()) return;
-  Link link = std::move(found->second);
-  links_.erase(found);
+void SimDomain::receive(LinkClosed& closed) {
+  auto node = links_.extract(closed.link);
+  if (node.empty()) return;
+  Link& link = *node.mapped();
   const Error down = error(ErrorCode::kPeerDown, "write",
                            link.gate->cut.load() ? "a NIC of the link is down" : "the peer ended the link");
-  for (const WorkId work : link.posted) sink_.on_complete(work, &down);
-  sink_.on_link_down(closed.link, down, true);
+  end_posted(link, down);
+  completions_.link_down(closed.link, down);
 }
 
-void SimDomain::deliver(const PageArrival& page) {
-  Batch& batch = *page.batch;
+// The bytes that it took.
+uint64_t SimDomain::deliver(const Arrival& arrival) {
+  Batch& batch = *arrival.batch;
   Gate& gate = *batch.gate;
   const auto sender = static_cast<size_t>(batch.sender);
+  const LinkId link = gate.link[1 - sender];
+  const PageRun run = batch.runs[arrival.run].pages;
+  const uint64_t bytes = run.pages * batch.page_bytes;
   {
     const std::lock_guard lock(gate.mutex);
-    if (!gate.open) return;  // its sender was told, or will find LinkClosed
-    if (std::optional<Error> failed = copy(page)) {
+    if (!gate.open) return 0;  // its sender was told, or will find LinkClosed
+    if (!batch.message.empty()) {
+      completions_.message(link, batch.slot, batch.message);
+      return batch.message.size();
+    }
+    if (std::optional<Error> failed = copy(batch, run)) {
       if (!batch.error) batch.error = std::move(failed);
     } else if (batch.counted) {
-      sink_.on_immediate(gate.link[1 - sender], Immediate::with_multiplicity(batch.immediate, page.run.pages));
+      completions_.immediate(link, Immediate::with_multiplicity(batch.immediate, run.pages));
     }
+    // Under the lock: who closes the gate after this finds it said. The last of its runs: the batch is its sender's then.
+    if (--batch.runs_left == 0) gate.inbox[sender]->put(WorkDone{gate.link[sender], batch.slot, false, batch.error});
   }
-  if (--batch.runs_left == 0) gate.inbox[sender]->put({BatchDone{gate.link[sender], batch.work, false, batch.error}});
-  for (const auto& nic : gate.nic) fabric_->carried(*nic, page.run.pages);
+  for (const auto& nic : gate.nic) fabric_->carried(*nic, run.pages);
+  return bytes;
 }
 
-// False: the sink has no room for it now.
-bool SimDomain::deliver(const MessageArrival& message) {
-  Gate& gate = *message.gate;
-  const auto sender = static_cast<size_t>(message.sender);
-  {
-    const std::lock_guard lock(gate.mutex);
-    if (!gate.open) return true;  // it ended with its link
-  }
-  // Outside the lock: the sink may fence this very link.
-  if (!sink_.on_message(gate.link[1 - sender], message.bytes)) return false;
-  gate.inbox[sender]->put({BatchDone{gate.link[sender], message.work, true, std::nullopt}});
-  return true;
-}
-
-bool SimDomain::deliver_held() {
-  return std::erase_if(held_, [this](const MessageArrival& message) { return deliver(message); }) > 0;
-}
-
-std::optional<Error> SimDomain::copy(const PageArrival& page) {
-  const Batch& batch = *page.batch;
+std::optional<Error> SimDomain::copy(const Batch& batch, const PageRun& run) {
   if (batch.page_bytes == 0) return std::nullopt;  // an immediate alone
-  const auto found = regions_.find(batch.rkey);
-  if (found == regions_.end()) {
+  const Registration* const region = regions_.find(batch.rkey);
+  if (region == nullptr) {
     return error(ErrorCode::kUnknownRegion, "write", "the peer knows no region with this key, or has revoked it");
   }
-  const Region& region = found->second;
-  const uint64_t bytes = page.run.pages * batch.page_bytes;
-  if (bytes > region.bytes || page.run.target_offset > region.bytes - bytes) {
+  const uint64_t bytes = run.pages * batch.page_bytes;
+  if (!region->contains(run.target_offset, bytes)) {
     return error(ErrorCode::kOutOfRange, "write",
-                 std::to_string(bytes) + " bytes at offset " + std::to_string(page.run.target_offset) +
-                     " lie outside the peer's region of " + std::to_string(region.bytes) + " bytes");
+                 std::to_string(bytes) + " bytes at offset " + std::to_string(run.target_offset) +
+                     " lie outside the peer's region of " + std::to_string(region->bytes) + " bytes");
   }
-  std::memcpy(region.base + page.run.target_offset, page.run.source, bytes);
+  std::memcpy(region->base + run.target_offset, run.source, bytes);
   return std::nullopt;
 }
 
 bool SimDomain::prepare_sleep() {
-  const int64_t due = arrivals_.empty() ? 0 : arrivals_.front().due_ns;
-  if (due != 0 && due <= now_ns()) return false;
-  if (due != timer_due_ns_) {
-    // Also makes a timer that has expired unreadable again; zero only does that.
-    itimerspec when{};
-    when.it_value.tv_sec = due / 1'000'000'000;
-    when.it_value.tv_nsec = due % 1'000'000'000;
-    timerfd_settime(timer_.get(), TFD_TIMER_ABSTIME, &when, nullptr);
-    timer_due_ns_ = due;
+  if (arrivals_.empty()) {
+    timer_.arm(std::nullopt);
+  } else {
+    const TimerFd::Clock::time_point due{std::chrono::nanoseconds(arrivals_.front().due_ns)};
+    if (due <= TimerFd::Clock::now()) return false;
+    timer_.arm(due);
   }
   return inbox_->prepare_sleep();
 }

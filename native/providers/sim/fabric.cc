@@ -1,25 +1,18 @@
 #include "providers/sim/fabric.h"
 
-#include <sys/random.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <utility>
 
+#include "engine/random.h"
+
 namespace kvc::sim {
 
-uint64_t random_u64() {
-  uint64_t value = 0;
-  // Never short and never interrupted at this size once the kernel's pool is ready (getrandom(2)).
-  while (getrandom(&value, sizeof(value), 0) != sizeof(value)) {
-  }
-  return value;
-}
-
-void Inbox::put(std::vector<Message> messages) {
+void Inbox::put(Message message) {
   const std::lock_guard lock(mutex_);
   if (closed_) return;
-  for (Message& message : messages) messages_.push_back(std::move(message));
+  messages_.push_back(std::move(message));
   if (sleeping_ && !signalled_) {
     signalled_ = true;
     const uint64_t one = 1;
@@ -27,7 +20,7 @@ void Inbox::put(std::vector<Message> messages) {
   }
 }
 
-std::vector<Message> Inbox::take() {
+void Inbox::take(std::vector<Message>& messages) {
   const std::lock_guard lock(mutex_);
   sleeping_ = false;
   if (signalled_) {
@@ -35,7 +28,7 @@ std::vector<Message> Inbox::take() {
     uint64_t count = 0;
     [[maybe_unused]] const ssize_t got = read(fd_.get(), &count, sizeof(count));
   }
-  return std::exchange(messages_, {});
+  messages_.swap(messages);
 }
 
 bool Inbox::prepare_sleep() {
@@ -60,7 +53,7 @@ std::shared_ptr<Fabric> Fabric::get(const std::string& name) {
   return fabric;
 }
 
-Fabric::Fabric() : token_(random_u64()) {}
+Fabric::Fabric() : token_(random_key()) {}
 
 void Fabric::publish(uint64_t secret, std::shared_ptr<Gate> gate) {
   const std::lock_guard lock(mutex_);
@@ -116,8 +109,21 @@ void Fabric::cut(Nic& nic) {
       gate->cut.store(true);
     }
     // Both ends were set before join().
-    for (size_t side = 0; side < 2; ++side) gate->inbox[side]->put({LinkClosed{gate->link[side]}});
+    for (size_t side = 0; side < 2; ++side) gate->inbox[side]->put(LinkClosed{gate->link[side]});
   }
+}
+
+void Fabric::close(Gate& gate, int side) {
+  const auto other = static_cast<size_t>(1 - side);
+  std::shared_ptr<Inbox> inbox;
+  LinkId link = 0;
+  {
+    const std::lock_guard lock(gate.mutex);
+    if (!std::exchange(gate.open, false)) return;
+    inbox = gate.inbox[other];
+    link = gate.link[other];
+  }
+  if (inbox != nullptr) inbox->put(LinkClosed{link});
 }
 
 void Fabric::carried(Nic& nic, uint32_t pages) {

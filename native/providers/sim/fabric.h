@@ -1,7 +1,7 @@
 // Fabric: where the sim domains of one process meet.
 //
-// Threads: each domain belongs to one worker thread; the fabric is what those threads share. A page is copied by the
-// receiving domain's worker, under the link's gate; completions travel back through the sender's inbox.
+// Threads: each domain belongs to one thread, and so does each connector; the fabric is what those threads share. A page is
+// copied by the receiving domain's thread, under the link's gate; completions travel back through the sender's inbox.
 #pragma once
 
 #include <array>
@@ -44,13 +44,15 @@ struct Gate {
   std::array<std::shared_ptr<Inbox>, 2> inbox;
   std::array<LinkId, 2> link{};
   std::array<std::shared_ptr<Nic>, 2> nic;
+  std::array<std::atomic<bool>, 2> attached{};  // the side's domain has it: it may be written to
 };
 
-// One posted batch: its runs of pages are delivered one by one, in any order; the last one reports.
+// One posted batch, or a message: its runs of pages are delivered one by one, in any order; the last one reports. In use
+// by its sender's link again once nobody else holds it.
 struct Batch {
-  WorkId work = 0;
   std::shared_ptr<Gate> gate;
-  int sender = 0;  // the sender's side of the gate
+  int sender = 0;     // the sender's side of the gate
+  uint32_t slot = 0;  // of the sender's link
   uint64_t rkey = 0;
   uint64_t page_bytes = 0;
   bool counted = false;
@@ -60,40 +62,36 @@ struct Batch {
     int64_t due_ns = 0;
   };
   std::vector<Run> runs;
-  // The receiving worker's:
+  Bytes message;  // not empty: a message, whose one run says when it is due
+  // The receiving thread's:
   size_t runs_left = 0;
   std::optional<Error> error;
 };
 
-// All of a batch's runs, each with its own time.
 struct BatchArrival {
   std::shared_ptr<Batch> batch;
 };
-// A small message: reports to its sender once the receiver's sink has taken it.
-struct MessageArrival {
-  std::shared_ptr<Gate> gate;
-  int sender = 0;
-  WorkId work = 0;
-  Bytes bytes;
-  int64_t due_ns = 0;
-};
-struct BatchDone {
+// To the sender: the batch of this slot has ended, or the message was taken.
+struct WorkDone {
   LinkId link = 0;
-  WorkId work = 0;
-  bool message = false;  // of a send()
-  std::optional<Error> error;
+  uint32_t slot = 0;
+  bool message = false;
+  std::optional<Error> error{};
 };
 struct LinkClosed {
   LinkId link = 0;
 };
-using Message = std::variant<BatchArrival, MessageArrival, BatchDone, LinkClosed>;
+// The other side has the link: what was refused as too early may be posted.
+struct LinkReady {};
+using Message = std::variant<BatchArrival, WorkDone, LinkClosed, LinkReady>;
 
-// Messages to one domain. Any thread puts; the domain's worker takes.
+// Messages to one domain. Any thread puts; the domain's thread takes.
 class Inbox {
  public:
   explicit Inbox(UniqueFd fd) : fd_(std::move(fd)) {}
-  void put(std::vector<Message> messages);
-  std::vector<Message> take();
+  void put(Message message);
+  // Into `messages`, which is empty before.
+  void take(std::vector<Message>& messages);
   // False: something is there.
   bool prepare_sleep();
   // The domain is gone: nobody takes any more. Messages hold their link's gate, and that holds this.
@@ -131,6 +129,8 @@ class Fabric {
   void cut(Nic& nic);
   // A NIC has carried so many pages; cuts it where that was the plan. Not while a gate's mutex is held.
   void carried(Nic& nic, uint32_t pages);
+  // One side ends the link: the other is told.
+  static void close(Gate& gate, int side);
 
  private:
   const uint64_t token_;
@@ -139,7 +139,5 @@ class Fabric {
   std::map<uint64_t, std::shared_ptr<Gate>> offered_;
   std::map<std::string, std::shared_ptr<Nic>> nics_;
 };
-
-uint64_t random_u64();
 
 }  // namespace kvc::sim

@@ -1,23 +1,30 @@
 // Link: one end of a connection between two sim domains.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
-#include <set>
 
+#include "engine/sent_messages.h"
 #include "providers/sim/fabric.h"
 
 namespace kvc::sim {
 
-struct Link {
-  std::shared_ptr<Gate> gate;
-  int side = 0;             // ours of the gate
-  bool answered = false;    // may post
-  uint64_t secret = 0;      // what an offer waits under in the fabric
-  std::set<WorkId> posted;  // batches and messages without a completion yet
-  size_t messages = 0;      // messages among them
+// Batches on one link without a completion. Few, so that tests meet kBusy.
+inline constexpr uint32_t kMaxPosted = 32;
 
-  int other() const { return 1 - side; }
+struct Link : LinkEnd {
+  Link(std::shared_ptr<Gate> both_ends, int our_side) : gate(std::move(both_ends)), side(our_side) {}
+  // Whoever lets go of it: the gate is closed.
+  ~Link() override { Fabric::close(*gate, side); }
+
+  const std::shared_ptr<Gate> gate;
+  const int side;  // ours of the gate
+  WorkSlots<kMaxPosted> posted;
+  SentMessages messages;
+  std::array<std::shared_ptr<Batch>, kMaxPosted> batches;  // by slot; in use again once only this holds them
+
+  size_t other() const { return static_cast<size_t>(1 - side); }
 };
 
 }  // namespace kvc::sim

@@ -64,17 +64,14 @@ Error down(std::string_view operation, int error_number) {
 
 }  // namespace
 
-Connection::~Connection() { close(); }
+// --- Opening and ending.
 
-// --- Opening and closing.
-
-Status Connection::dial(UniqueFd socket, const Hello& hello, const Welcome& welcome) {
-  if (Status watched = shared_.epoll.add(socket, EPOLLOUT, *this); !watched) return watched;
-  socket_ = std::move(socket);
-  hello_ = hello;
-  welcome_ = welcome;
+Status Connection::dial(Dialled dialled) {
+  socket_ = std::move(dialled.socket);
+  hello_ = dialled.hello;
+  welcome_ = dialled.welcome;
   state_ = State::kConnecting;
-  return {};
+  return shared_.epoll.add(socket_.get(), EPOLLOUT, *this);
 }
 
 Status Connection::finish_connecting() {
@@ -87,31 +84,50 @@ Status Connection::finish_connecting() {
   return watch(false);
 }
 
-Status Connection::adopt(UniqueFd socket, const Welcome& welcome) {
+Status Connection::adopt(UniqueFd socket) {
   socket_ = std::move(socket);
   state_ = State::kUp;
-  if (::send(socket_.get(), &welcome, sizeof(welcome), MSG_DONTWAIT | MSG_NOSIGNAL) != sizeof(welcome)) {
-    return down("accept", errno);
-  }
   want_turn();
-  return watch(false);
+  return shared_.epoll.add(socket_.get(), EPOLLIN, *this);
 }
 
-void Connection::close() {
-  if (state_ == State::kClosed) return;
-  state_ = State::kClosed;
-  if (in_sendable_) std::erase(shared_.sendable, this);
-  in_sendable_ = false;
-  if (holds()) std::erase(shared_.holding, this);
-  held_slots_ = 0;
-  if (socket_) {
-    shared_.epoll.remove(socket_);
+void Connection::part_with(std::unique_ptr<OutgoingFrame> last_words) {
+  if (state_ != State::kUp || std::exchange(parted_, true)) return;
+  // What has not begun to leave never will.
+  for (; !unsent_.empty() && unsent_.back()->sent == 0; unsent_.pop_back()) drop_frame(std::move(unsent_.back()));
+  if (last_words == nullptr && owes_acknowledgement()) last_words = take_frame(FrameHeader{});
+  if (last_words != nullptr) {
+    // Behind the rest of a frame that has begun to leave, whose pages are still ours to read. As much of it as one poll()
+    // may move: a full batch.
+    unsent_.push_back(std::move(last_words));
+    bool room = true;
+    for (int i = 0; i < shared_.tuning.turns && room && !unsent_.empty(); ++i) {
+      const Result<bool> sent = transmit();
+      room = sent && sent.value();
+    }
+  }
+  // Also where a forked child holds the same descriptor.
+  ::shutdown(socket_.get(), SHUT_WR);
+  (void)watch(false);
+}
+
+void Connection::end() {
+  if (state_ == State::kEnded) return;
+  part();
+  const bool was_up = std::exchange(state_, State::kEnded) == State::kUp;
+  if (std::exchange(in_sendable_, false)) std::erase(shared_.sendable, this);
+  if (socket_) shared_.epoll.remove(socket_.get());
+  if (was_up) {
+    // Whoever closes a socket into which the peer still writes takes our last words back.
+    shared_.control.run([lingering = shared_.lingering, socket = std::make_shared<UniqueFd>(std::move(socket_))] {
+      lingering->add(std::move(*socket));
+    });
+  } else if (socket_) {
     hang_up(socket_);
   }
   if (landing_.region != nullptr) --landing_.region->landing;
   landing_.region = nullptr;
-  for (auto& frame : unsent_) shared_.spare_frames.push_back(std::move(frame));
-  unsent_.clear();
+  for (auto& frame : std::exchange(unsent_, {})) drop_frame(std::move(frame));
 }
 
 void Connection::complete_all(const Error& error) {
@@ -120,29 +136,33 @@ void Connection::complete_all(const Error& error) {
   uint64_t sequence = acknowledged_;
   for (const Unacknowledged& batch : posted) {
     const bool refused = refusal_ && refusal_->sequence == ++sequence;
-    shared_.sink.on_complete(batch.work, refused ? &refusal_->error : &error);
-  }
-  for (uint32_t left = std::exchange(messages_posted_, 0); left != 0; left &= left - 1) {
-    shared_.sink.on_complete(messages_[static_cast<size_t>(std::countr_zero(left))], &error);
+    shared_.completions.failed(batch.work, refused ? refusal_->error : error);
   }
 }
 
 Status Connection::on_events(uint32_t events) {
-  if (state_ == State::kConnecting) return finish_connecting();
-  if ((events & ~static_cast<uint32_t>(EPOLLOUT)) != 0) {
-    if (Status read = read_turn(); !read) return read;
+  if (state_ == State::kEnded) return {};  // since the event was fetched
+  Status status;
+  if (state_ == State::kConnecting) {
+    status = finish_connecting();
+  } else if ((events & ~static_cast<uint32_t>(EPOLLOUT)) != 0) {
+    status = read_turn();
   }
-  if ((events & EPOLLOUT) != 0) return send_turn();
-  return {};
+  if (!status) {
+    end();
+  } else if ((events & EPOLLOUT) != 0) {
+    status = send_turn();
+  }
+  return status;
 }
 
 Status Connection::watch(bool writable) {
   watching_writable_ = writable;
-  return shared_.epoll.modify(socket_, writable ? EPOLLIN | EPOLLOUT : EPOLLIN, *this);
+  return shared_.epoll.modify(socket_.get(), writable ? EPOLLIN | EPOLLOUT : EPOLLIN, *this);
 }
 
 void Connection::want_turn() {
-  if (state_ != State::kUp || watching_writable_ || in_sendable_) return;
+  if (state_ != State::kUp || parted_ || watching_writable_ || in_sendable_) return;
   shared_.sendable.push_back(this);
   in_sendable_ = true;
 }
@@ -166,6 +186,8 @@ std::unique_ptr<OutgoingFrame> Connection::take_frame(const FrameHeader& header)
   frame->sent = 0;
   return frame;
 }
+
+void Connection::drop_frame(std::unique_ptr<OutgoingFrame> frame) { shared_.spare_frames.push_back(std::move(frame)); }
 
 bool Connection::post(const WriteBatch& batch) {
   if (queued_bytes_ >= shared_.tuning.queue_bytes || unacknowledged_.size() >= shared_.tuning.queue_batches)
@@ -199,11 +221,7 @@ bool Connection::post(const WriteBatch& batch) {
   return true;
 }
 
-bool Connection::send(WorkId work, std::span<const std::byte> message) {
-  const auto slot = static_cast<uint32_t>(std::countr_one(messages_posted_));
-  if (slot >= kMessageSlots) return false;
-  messages_posted_ |= 1U << slot;
-  messages_[slot] = work;
+void Connection::send(uint32_t slot, std::span<const std::byte> message) {
   FrameHeader header;
   header.type = FrameType::kMessage;
   header.count = static_cast<uint16_t>(message.size());
@@ -219,16 +237,27 @@ bool Connection::send(WorkId work, std::span<const std::byte> message) {
   while (place != unsent_.end() && ((*place)->sent > 0 || (*place)->type == FrameType::kMessage)) ++place;
   unsent_.insert(place, std::move(frame));
   want_turn();
-  return true;
 }
 
-void Connection::queue_ack() { unsent_.push_back(take_frame(FrameHeader{})); }
-
 Status Connection::send_turn() {
-  if (std::exchange(in_sendable_, false); state_ != State::kUp) return {};
+  in_sendable_ = false;
+  if (state_ != State::kUp || parted_) return {};
   // Any frame whose header has not left yet acknowledges as well as an ack would.
-  if (owes_acknowledgement() && (unsent_.empty() || unsent_.back()->sent > 0)) queue_ack();
+  if (owes_acknowledgement() && (unsent_.empty() || unsent_.back()->sent > 0)) {
+    unsent_.push_back(take_frame(FrameHeader{}));
+  }
+  if (!unsent_.empty()) {
+    const Result<bool> sent = transmit();
+    if (!sent) return sent.error();
+    // Full: epoll will say when it is not.
+    if (!sent.value() && !watching_writable_) return watch(true);
+  }
+  if (unsent_.empty() && watching_writable_) return watch(false);
+  if (!unsent_.empty()) want_turn();
+  return {};
+}
 
+Result<bool> Connection::transmit() {
   IoList list(shared_.tuning.turn_bytes);
   for (const auto& frame : unsent_) {
     if (list.full()) break;
@@ -245,18 +274,11 @@ Status Connection::send_turn() {
       list.add(frame->sources[page] + offset, frame->page_bytes - offset);
     }
   }
-  if (list.bytes() > 0) {
-    const msghdr message = list.message();
-    const ssize_t sent = ::sendmsg(socket_.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
-    if (sent < 0 && !would_block(errno) && errno != EINTR) return down("write", errno);
-    retire_sent(sent > 0 ? static_cast<uint64_t>(sent) : 0);
-    // Less than asked for: the socket is full, and epoll will say when it is not.
-    const bool full = sent < static_cast<ssize_t>(list.bytes());
-    if (full && !watching_writable_) return watch(true);
-  }
-  if (unsent_.empty() && watching_writable_) return watch(false);
-  if (!unsent_.empty()) want_turn();
-  return {};
+  const msghdr message = list.message();
+  const ssize_t sent = ::sendmsg(socket_.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+  if (sent < 0 && !would_block(errno) && errno != EINTR) return down("write", errno);
+  retire_sent(sent > 0 ? static_cast<uint64_t>(sent) : 0);
+  return sent == static_cast<ssize_t>(list.bytes());
 }
 
 void Connection::retire_sent(uint64_t bytes) {
@@ -273,7 +295,7 @@ void Connection::retire_sent(uint64_t bytes) {
     if (frame.sent < frame.total_bytes()) return;
     if (frame.type == FrameType::kWrite) ++sent_;
     if (frame.type == FrameType::kMessage) messages_sent_ |= 1U << frame.slot;
-    shared_.spare_frames.push_back(std::move(unsent_.front()));
+    drop_frame(std::move(unsent_.front()));
     unsent_.pop_front();
   }
 }
@@ -281,7 +303,6 @@ void Connection::retire_sent(uint64_t bytes) {
 // --- Receiving.
 
 Status Connection::read_turn() {
-  if (state_ != State::kGreeting && state_ != State::kUp) return {};
   uint64_t budget = shared_.tuning.turn_bytes;
   bool drained = false;
   while (budget > 0 && !drained) {
@@ -316,7 +337,6 @@ Status Connection::read_turn() {
     inbox_end_ += bytes - landed;
     if (landed > 0) advance_landing(landed);
     if (Status parsed = parse_inbox(); !parsed) return parsed;
-    if (state_ != State::kGreeting && state_ != State::kUp) return {};  // the sink fenced us
   }
   // While more is waiting, one acknowledgement for all of it is enough.
   if (owes_acknowledgement() &&
@@ -326,28 +346,17 @@ Status Connection::read_turn() {
   return {};
 }
 
-void Connection::read_last_words() {
-  // Enough turns for whatever a receive buffer can hold (net.ipv4.tcp_rmem: 32 MiB at most on common systems).
-  const size_t turns = (32U << 20) / shared_.tuning.turn_bytes + 1;
-  for (size_t i = 0; i < turns && state_ == State::kUp; ++i) {
-    const uint64_t before = received_;
-    const uint64_t acknowledged = acknowledged_;
-    if (Status read = read_turn(); !read) return;
-    if (received_ == before && acknowledged_ == acknowledged && landing_.region == nullptr) return;
-  }
-}
-
 Status Connection::parse_inbox() {
   if (state_ == State::kGreeting) {
     bool taken = false;
     if (Status welcome = take_welcome(taken); !welcome || !taken) return welcome;
   }
-  while (state_ == State::kUp && landing_.region == nullptr && inbox_bytes() >= sizeof(FrameHeader)) {
+  while (landing_.region == nullptr && inbox_bytes() >= sizeof(FrameHeader)) {
     FrameHeader header;
     const std::byte* const head = inbox_.data() + inbox_begin_;
     std::memcpy(&header, head, sizeof(header));
     if (auto why = malformed(header)) return refuse(header.sequence, ErrorCode::kInvalidArgument, *std::move(why));
-    if (Status taken = take_acknowledgement(header); !taken || state_ != State::kUp) return taken;
+    if (Status taken = take_acknowledgement(header); !taken) return taken;
     const size_t size = head_bytes(header);
     if (inbox_bytes() < size) return {};
     const std::byte* const body = head + sizeof(header);
@@ -386,10 +395,10 @@ Status Connection::begin_landing(const FrameHeader& header, const std::byte* off
   }
   if (header.page_bytes == 0) {  // an immediate alone
     ++received_;
-    if (header.counted != 0) shared_.sink.on_immediate(link_.id(), header.value);
+    if (header.counted != 0) shared_.completions.immediate(link_.id(), header.value);
     return {};
   }
-  Region* const region = shared_.regions.find(header.rkey);
+  Registration* const region = shared_.regions.find(header.rkey);
   if (region == nullptr) {
     return refuse(header.sequence, ErrorCode::kUnknownRegion, "no memory region has this key, or it was revoked");
   }
@@ -434,41 +443,20 @@ void Connection::advance_landing(uint64_t bytes) {
   landing_.region = nullptr;
   ++received_;
   untold_bytes_ += position;
-  if (landing_.counted) shared_.sink.on_immediate(link_.id(), landing_.immediate);
+  if (landing_.counted) shared_.completions.immediate(link_.id(), landing_.immediate);
 }
 
 Status Connection::take_message(uint32_t slot, std::span<const std::byte> message) {
-  const uint32_t bit = 1U << slot;
-  if ((held_slots_ & bit) != 0) {
+  if (!link_.put(slot, *this)) {
     return refuse(0, ErrorCode::kInvalidArgument, "a message in a slot whose last one was not taken");
   }
-  const bool taken = shared_.sink.on_message(link_.id(), message);
-  if (state_ != State::kUp) return {};  // the sink fenced us
-  if (taken) {
-    messages_taken_ ^= bit;
-    return {};
-  }
-  if (!holds()) shared_.holding.push_back(this);
-  held_slots_ |= bit;
-  held_[slot].assign(message.begin(), message.end());
+  shared_.completions.message(link_.id(), slot, message);
   return {};
 }
 
-bool Connection::offer_held() {
-  bool any = false;
-  // Each one, also behind one that is refused again: the sink may have room for some peers and not for others.
-  for (uint32_t left = held_slots_; left != 0; left &= left - 1) {
-    const auto slot = static_cast<size_t>(std::countr_zero(left));
-    const bool taken = shared_.sink.on_message(link_.id(), held_[slot]);
-    if (state_ != State::kUp) return true;  // the sink fenced us
-    if (!taken) continue;
-    held_slots_ ^= 1U << slot;
-    held_[slot] = {};
-    messages_taken_ ^= 1U << slot;
-    any = true;
-  }
-  if (any) want_turn();
-  return any;
+void Connection::take(uint32_t slot) {
+  messages_taken_ ^= 1U << slot;
+  want_turn();
 }
 
 Status Connection::take_acknowledgement(const FrameHeader& header) {
@@ -479,44 +467,33 @@ Status Connection::take_acknowledgement(const FrameHeader& header) {
   }
   messages_seen_ ^= messages;
   messages_sent_ ^= messages;
-  // The sink may fence us meanwhile: then close() has completed the others.
-  for (; (messages & messages_posted_) != 0; messages &= messages - 1) {
-    messages_posted_ &= ~(messages & -messages);
-    shared_.sink.on_complete(messages_[static_cast<size_t>(std::countr_zero(messages))], nullptr);
-  }
-  while (acknowledged_ < acknowledged && !unacknowledged_.empty()) {
+  for (; messages != 0; messages &= messages - 1) link_.taken(static_cast<uint32_t>(std::countr_zero(messages)));
+  while (acknowledged_ < acknowledged) {
     const Unacknowledged done = unacknowledged_.front();
     unacknowledged_.pop_front();
     ++acknowledged_;
     queued_bytes_ -= done.bytes;
-    shared_.sink.on_complete(done.work, nullptr);
+    shared_.completions.done(done.work);
   }
   return {};
 }
 
 Error Connection::take_refusal(const FrameHeader& header, std::string_view text) {
-  state_ = State::kBroken;
   std::string words = "the peer refused a write: " + printable(text);
   refusal_ = Refusal{header.sequence, tcp_error(refusal_code(header.value), "write", words)};
   return down("write", std::move(words));
 }
 
 Error Connection::refuse(uint64_t sequence, ErrorCode code, std::string why) {
-  state_ = State::kBroken;
-  // Only between frames: inside one it would be taken for payload, and the peer will see a closed connection alone.
-  if (unsent_.empty() || unsent_.front()->sent == 0) {
-    FrameHeader header;
-    header.type = FrameType::kRefusal;
-    header.count = static_cast<uint16_t>(std::min(why.size(), kMaxRefusalText));
-    header.acknowledged = received_;
-    header.sequence = sequence;
-    header.value = static_cast<uint32_t>(code);
-    const iovec parts[] = {{&header, sizeof(header)}, {why.data(), header.count}};
-    msghdr message{};
-    message.msg_iov = const_cast<iovec*>(parts);
-    message.msg_iovlen = std::size(parts);
-    ::sendmsg(socket_.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
-  }
+  FrameHeader header;
+  header.type = FrameType::kRefusal;
+  header.count = static_cast<uint16_t>(std::min(why.size(), kMaxRefusalText));
+  header.sequence = sequence;
+  header.value = static_cast<uint32_t>(code);
+  auto frame = take_frame(header);
+  std::memcpy(frame->head.data() + sizeof(header), why.data(), header.count);
+  frame->head_bytes = static_cast<uint32_t>(head_bytes(header));
+  part_with(std::move(frame));
   return down("receive", "closed the connection because the peer sent " + why);
 }
 

@@ -1,6 +1,9 @@
 // Connection: one socket of a link, full duplex. Frames of posted batches leave in order, the peer's frames land
 // straight in registered memory, and acknowledgements of each direction travel in the headers of the other. Messages
-// overtake writes that have not begun to leave; one that the sink refuses waits here, and the peer's window with it.
+// overtake writes that have not begun to leave.
+//
+// It ends in two steps, so that what has landed or was taken here is no failure at the peer: part() acknowledges it and
+// ends our direction; the peer's direction is read on (the link fails) or handed over unread (the link is fenced).
 #pragma once
 
 #include <array>
@@ -13,8 +16,10 @@
 
 #include "engine/domain.h"
 #include "engine/error.h"
+#include "engine/region_table.h"
 #include "engine/unique_fd.h"
-#include "providers/tcp/region_table.h"
+#include "providers/tcp/lingering_sockets.h"
+#include "providers/tcp/link_end.h"
 #include "providers/tcp/socket.h"
 #include "providers/tcp/tuning.h"
 #include "providers/tcp/wire.h"
@@ -41,15 +46,21 @@ struct OutgoingFrame {
 
 // What the connections of one domain share. One owner thread.
 struct Shared {
-  Shared(DomainSink& domain_sink, const Tuning& domain_tuning, Epoll domain_epoll)
-      : sink(domain_sink), tuning(domain_tuning), epoll(std::move(domain_epoll)) {}
+  Shared(CompletionQueue& domain_completions, ControlQueue& domain_control,
+         std::shared_ptr<LingeringSockets> domain_lingering, const Tuning& domain_tuning, Epoll domain_epoll)
+      : completions(domain_completions),
+        control(domain_control),
+        lingering(std::move(domain_lingering)),
+        tuning(domain_tuning),
+        epoll(std::move(domain_epoll)) {}
 
-  DomainSink& sink;
+  CompletionQueue& completions;
+  ControlQueue& control;
+  const std::shared_ptr<LingeringSockets> lingering;  // the control thread's
   const Tuning tuning;
   Epoll epoll;
   RegionTable regions;
   std::deque<Connection*> sendable;  // have something to send and no reason to believe that the socket is full
-  std::vector<Connection*> holding;  // have messages that the sink refused
   std::vector<std::unique_ptr<OutgoingFrame>> spare_frames;
 };
 
@@ -59,50 +70,50 @@ class Connection final : public Watched {
       : Watched(Kind::kConnection), shared_(shared), link_(link), index_(index) {}
   Connection(const Connection&) = delete;
   Connection& operator=(const Connection&) = delete;
-  ~Connection();
+  ~Connection() { end(); }
 
   Link& link() noexcept { return link_; }
-  // Nothing dialed or accepted yet.
+  // Nothing dialled or accepted yet.
   bool vacant() const noexcept { return state_ == State::kVacant; }
   // Both ends have proved themselves: frames may pass.
   bool up() const noexcept { return state_ == State::kUp; }
+  // Nothing of the peer lands any more.
+  bool ended() const noexcept { return state_ == State::kEnded; }
   // Posted and not acknowledged.
   uint64_t queued_bytes() const noexcept { return queued_bytes_; }
 
-  // The dialing end: takes a socket that is connecting, will send `hello` and wait for `welcome`.
-  Status dial(UniqueFd socket, const Hello& hello, const Welcome& welcome);
-  // The listening end: takes an accepted socket, already watched, whose Hello was right, and sends `welcome`.
-  Status adopt(UniqueFd socket, const Welcome& welcome);
+  // The dialling end.
+  Status dial(Dialled dialled);
+  // The listening end: a socket whose Hello was right and which has been welcomed.
+  Status adopt(UniqueFd socket);
 
   // Queues a batch, connected or not. False: the queue is full.
   bool post(const WriteBatch& batch);
-  // Queues a message, connected or not. False: too many have not been taken by the peer.
-  bool send(WorkId work, std::span<const std::byte> message);
-  // Has messages that the sink refused.
-  bool holds() const noexcept { return held_slots_ != 0; }
+  // Queues a message, connected or not.
+  void send(uint32_t slot, std::span<const std::byte> message);
+  // The message that came in this slot is in our engine's hands.
+  void take(uint32_t slot);
 
-  // epoll reported `events`. An error ends the link; the same for send_turn().
+  // epoll reported `events`. An error fails the link, and this connection has ended.
   Status on_events(uint32_t events);
-  // Sends up to one turn of what is queued, or an acknowledgement that is due. For `Shared::sendable`.
+  // Sends up to one turn of what is queued, or an acknowledgement that is due. For `Shared::sendable`. An error fails the
+  // link; the peer's direction may still hold something.
   Status send_turn();
-  // Reads up to one turn.
-  Status read_turn();
-  // Offers the messages that the sink refused once more; true if it took one. For `Shared::holding`.
-  bool offer_held();
-  // The connection breaks: takes in the acknowledgements and the refusal that may still lie in the socket.
-  void read_last_words();
 
-  // Closes the socket (nothing of the peer lands after this) and leaves the sendable queue. Reports nothing.
-  void close();
-  // Completes whatever is still posted, with the peer's refusal or else `error`. After close().
+  // Says the last words, as far as the socket takes them at once: an acknowledgement of what is in memory and of what was
+  // taken, where that is due. Then ends our direction. Idempotent.
+  void part() { part_with(nullptr); }
+  // Parts, and gives the socket away: nothing of the peer lands after this. Completes nothing. Idempotent.
+  void end();
+  // Completes whatever is still posted, with the peer's refusal or else `error`. After end().
   void complete_all(const Error& error);
 
  private:
-  enum class State : uint8_t { kVacant, kConnecting, kGreeting, kUp, kBroken, kClosed };
+  enum class State : uint8_t { kVacant, kConnecting, kGreeting, kUp, kEnded };
 
   // The pages of the frame that is landing.
   struct Landing {
-    Region* region = nullptr;  // null: no frame is landing
+    Registration* region = nullptr;  // null: no frame is landing
     std::array<std::byte*, kMaxPages> targets{};
     uint32_t pages = 0;
     uint64_t page_bytes = 0;
@@ -122,13 +133,16 @@ class Connection final : public Watched {
 
   // Sending.
   std::unique_ptr<OutgoingFrame> take_frame(const FrameHeader& header);
-  void queue_ack();
+  void drop_frame(std::unique_ptr<OutgoingFrame> frame);
   void want_turn();
   Status watch(bool writable);
+  // Gives the kernel up to one turn of the unsent frames. False: the socket is full.
+  Result<bool> transmit();
   void retire_sent(uint64_t bytes);
 
   // Receiving.
   Status finish_connecting();
+  Status read_turn();
   Status parse_inbox();
   Status take_welcome(bool& taken);
   Status begin_landing(const FrameHeader& header, const std::byte* offsets);
@@ -138,8 +152,9 @@ class Connection final : public Watched {
   Status take_message(uint32_t slot, std::span<const std::byte> message);
   bool owes_acknowledgement() const noexcept { return received_ > told_ || messages_taken_ != messages_told_; }
   Error take_refusal(const FrameHeader& header, std::string_view text);
-  // Tells the peer why, as far as the socket takes it at once, and returns the error that ends the link.
+  // Tells the peer why, as its last words, and returns the error that fails the link.
   Error refuse(uint64_t sequence, ErrorCode code, std::string why);
+  void part_with(std::unique_ptr<OutgoingFrame> last_words);
   size_t inbox_bytes() const noexcept { return inbox_end_ - inbox_begin_; }
 
   Shared& shared_;
@@ -151,6 +166,7 @@ class Connection final : public Watched {
   Welcome welcome_;
   bool watching_writable_ = false;
   bool in_sendable_ = false;
+  bool parted_ = false;  // our direction has ended
 
   std::deque<std::unique_ptr<OutgoingFrame>> unsent_;  // the first one may be partly sent
   std::deque<Unacknowledged> unacknowledged_;          // every posted batch, oldest first
@@ -161,12 +177,8 @@ class Connection final : public Watched {
   std::optional<Refusal> refusal_;
 
   // Messages, as bits of their slots.
-  std::array<WorkId, kMessageSlots> messages_{};  // by slot
-  uint32_t messages_posted_ = 0;                  // not taken by the peer yet
-  uint32_t messages_sent_ = 0;                    // those of them that the kernel has taken entirely
-  uint32_t messages_seen_ = 0;                    // the peer's `messages_taken`, last time
-  std::array<Bytes, kMessageSlots> held_;         // messages that the sink refused, by slot
-  uint32_t held_slots_ = 0;
+  uint32_t messages_sent_ = 0;   // the kernel has taken them entirely, the peer's engine has not
+  uint32_t messages_seen_ = 0;   // the peer's `messages_taken`, last time
   uint32_t messages_taken_ = 0;  // as FrameHeader has it
   uint32_t messages_told_ = 0;   // what the peer has been told of it
 

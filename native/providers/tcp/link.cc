@@ -1,10 +1,11 @@
 #include "providers/tcp/link.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace kvc::tcp {
 
-Link::Link(Shared& shared, LinkId id, uint16_t connections) : id_(id) {
+Link::Link(Shared& shared, LinkId id, uint16_t connections) : Watched(Kind::kArrivals), shared_(shared), id_(id) {
   for (uint16_t index = 0; index < connections; ++index) {
     connections_.push_back(std::make_unique<Connection>(shared, *this, index));
   }
@@ -14,25 +15,38 @@ bool Link::up() const noexcept {
   return std::all_of(connections_.begin(), connections_.end(), [](const auto& connection) { return connection->up(); });
 }
 
-void Link::expect(const Secret& dialer, const Secret& listener) {
-  dialer_ = dialer;
-  listener_ = listener;
-  offered_ = true;
+bool Link::ended() const noexcept {
+  return std::all_of(connections_.begin(), connections_.end(),
+                     [](const auto& connection) { return connection->ended(); });
 }
 
-void Link::limit(uint16_t connections) { connections_.resize(connections); }
-
-Connection* Link::admit(const Hello& hello) noexcept {
-  const bool proved = offered_ && hello.secret.equals(dialer_);
-  if (!proved || hello.index >= connections_.size() || !connections_[hello.index]->vacant()) return nullptr;
-  return connections_[hello.index].get();
+Status Link::begin(TcpLinkEnd& end) {
+  for (Dialled& dialled : end.dialled) {
+    if (Status begun = connections_[dialled.hello.index]->dial(std::move(dialled)); !begun) return begun;
+  }
+  if (end.arrivals == nullptr) return {};
+  arrivals_ = std::move(end.arrivals);
+  return shared_.epoll.add(arrivals_->fd(), EPOLLIN, *this);
 }
 
-Welcome Link::welcome(uint16_t index) const noexcept {
-  Welcome welcome;
-  welcome.index = index;
-  welcome.secret = listener_;
-  return welcome;
+Status Link::admit() {
+  if (arrivals_ == nullptr) return {};  // since the event was fetched
+  for (Arrivals::Arrival& arrival : arrivals_->take()) {
+    if (arrival.index >= connections_.size()) {  // came before the answer, which named fewer
+      hang_up(arrival.socket);
+      continue;
+    }
+    if (Status adopted = connections_[arrival.index]->adopt(std::move(arrival.socket)); !adopted) return adopted;
+  }
+  const bool all = std::none_of(connections_.begin(), connections_.end(),
+                                [](const auto& connection) { return connection->vacant(); });
+  if (all) refuse_arrivals();
+  return {};
+}
+
+void Link::refuse_arrivals() {
+  if (arrivals_ != nullptr) shared_.epoll.remove(arrivals_->fd());
+  arrivals_.reset();
 }
 
 Connection& Link::least_loaded() const noexcept {
@@ -45,15 +59,43 @@ Connection& Link::least_loaded() const noexcept {
 Posted Link::post(const WriteBatch& batch) { return least_loaded().post(batch) ? Posted::kYes : Posted::kBusy; }
 
 Posted Link::send(WorkId work, std::span<const std::byte> message) {
-  if (least_loaded().send(work, message)) return Posted::kYes;
-  const bool sent = std::any_of(connections_.begin(), connections_.end(),
-                                [&](const auto& connection) { return connection->send(work, message); });
-  return sent ? Posted::kYes : Posted::kBusy;
+  const std::optional<uint32_t> slot = messages_.put(work);
+  if (!slot) return Posted::kBusy;
+  least_loaded().send(*slot, message);
+  return Posted::kYes;
 }
 
-void Link::close(const Error& error) {
-  for (const auto& connection : connections_) connection->close();
-  for (const auto& connection : connections_) connection->complete_all(error);
+void Link::take(uint32_t slot) {
+  if (Connection* const bearer = std::exchange(bearers_[slot], nullptr); bearer != nullptr) bearer->take(slot);
+}
+
+bool Link::put(uint32_t slot, Connection& bearer) {
+  if (bearers_[slot] != nullptr) return false;
+  bearers_[slot] = &bearer;
+  return true;
+}
+
+void Link::taken(uint32_t slot) {
+  if (const std::optional<WorkId> work = messages_.take(slot)) shared_.completions.done(*work);
+}
+
+void Link::part() {
+  refuse_arrivals();
+  for (const auto& connection : connections_) {
+    if (connection->up()) {
+      connection->part();
+    } else {
+      connection->end();
+    }
+  }
+}
+
+void Link::end(const Error& error) {
+  refuse_arrivals();
+  const Error& why = failure ? *failure : error;
+  for (const auto& connection : connections_) connection->end();
+  for (const auto& connection : connections_) connection->complete_all(why);
+  messages_.clear([&](WorkId work) { shared_.completions.failed(work, why); });
 }
 
 }  // namespace kvc::tcp

@@ -1,57 +1,73 @@
 // Link: the connections between this domain and one domain of a peer. They live and break together.
 #pragma once
 
-#include <chrono>
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <vector>
 
 #include "engine/domain.h"
+#include "engine/sent_messages.h"
+#include "engine/timer_fd.h"
 #include "providers/tcp/connection.h"
-#include "providers/tcp/wire.h"
+#include "providers/tcp/link_end.h"
 
 namespace kvc::tcp {
 
-using Clock = std::chrono::steady_clock;
+using Clock = TimerFd::Clock;
 
-class Link {
+// The domain's thread. Watched for arrivals.
+class Link final : public Watched {
  public:
   Link(Shared& shared, LinkId id, uint16_t connections);
+  Link(const Link&) = delete;
+  Link& operator=(const Link&) = delete;
+  ~Link() { refuse_arrivals(); }
 
   LinkId id() const noexcept { return id_; }
-  const std::vector<std::unique_ptr<Connection>>& connections() const noexcept { return connections_; }
+  // All connections are up.
   bool up() const noexcept;
+  // Nothing more will come over any of them.
+  bool ended() const noexcept;
 
-  // The offering side: keeps the secrets that prove the two ends of each connection to each other.
-  void expect(const Secret& dialer, const Secret& listener);
-  // The offering side: `connections` of them will be dialed; the others are void.
-  void limit(uint16_t connections);
-  // The offering side: the connection that a stranger's Hello may take over; null if it proves nothing. The secret
-  // opens each connection once.
-  Connection* admit(const Hello& hello) noexcept;
-  // The offering side: what it shows on that connection.
-  Welcome welcome(uint16_t index) const noexcept;
+  // Takes what the connector has made.
+  Status begin(TcpLinkEnd& end);
+  // Takes the connections that have come. An error ends the link.
+  Status admit();
 
-  // Spreads batches: the connection with the fewest unacknowledged bytes takes it.
+  // Spreads batches: the connection with the fewest unacknowledged bytes takes it. On a link that fails it waits for end().
   Posted post(const WriteBatch& batch);
   Posted send(WorkId work, std::span<const std::byte> message);
+  // Our engine has the message of this slot.
+  void take(uint32_t slot);
 
-  // Closes every connection, then completes every posted batch with its refusal or else with `error`.
-  void close(const Error& error);
+  // For its connections: a message has come into the slot. False: the last one there was not taken.
+  bool put(uint32_t slot, Connection& bearer);
+  // The same: the peer's engine has taken the message of this slot.
+  void taken(uint32_t slot);
 
-  // By when all connections have to be up; none: no such wait.
+  // Says the last words on every connection; those that are not up end.
+  void part();
+  // Ends every connection, then completes all that is posted, with its refusal or else with `failure` or `error`.
+  void end(const Error& error);
+
+  // By when all connections have to be up, or, with a failure, to have ended; none: no such wait.
   std::optional<Clock::time_point> deadline;
+  // Why the link ends by itself.
+  std::optional<Error> failure;
 
  private:
   // The connection with the fewest unacknowledged bytes.
   Connection& least_loaded() const noexcept;
+  void refuse_arrivals();
 
+  Shared& shared_;
   const LinkId id_;
-  bool offered_ = false;
-  Secret dialer_;
-  Secret listener_;
   std::vector<std::unique_ptr<Connection>> connections_;
+  std::shared_ptr<Arrivals> arrivals_;  // null once all have come
+  SentMessages messages_;
+  std::array<Connection*, kMessageSlots> bearers_{};  // by slot: over which the peer's message came; null: it was taken
 };
 
 }  // namespace kvc::tcp

@@ -1,13 +1,14 @@
-// The tcp provider: create() is all that it exports.
+// The tcp provider: create() is all that the engine needs of it.
 #pragma once
 
-#include <memory>
-
 #include "engine/domain.h"
+#include "providers/tcp/tuning.h"
 
 namespace kvc::tcp {
 
-// Opens one tcp domain. Called on the worker thread; `sink` outlives the domain.
-Result<std::unique_ptr<Domain>> create(const DomainConfig& config, DomainSink& sink);
+// Opens both halves of one tcp domain; `control` outlives them.
+Result<OpenedDomain> create(const DomainConfig& config, ControlQueue& control);
+// The same with numbers of the caller's: tests.
+Result<OpenedDomain> open(const DomainConfig& config, ControlQueue& control, const Tuning& tuning);
 
 }  // namespace kvc::tcp

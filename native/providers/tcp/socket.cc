@@ -169,23 +169,23 @@ Result<Epoll> Epoll::create() {
   return Epoll(std::move(fd));
 }
 
-Status Epoll::control(int operation, const UniqueFd& target, uint32_t events, Watched& watched) {
+Status Epoll::control(int operation, int target, uint32_t events, Watched& watched) {
   epoll_event event{};
   event.events = events;
   event.data.ptr = &watched;
-  if (::epoll_ctl(fd_.get(), operation, target.get(), &event) != 0) return system_error("tcp", "epoll_ctl", errno);
+  if (::epoll_ctl(fd_.get(), operation, target, &event) != 0) return system_error("tcp", "epoll_ctl", errno);
   return {};
 }
 
-Status Epoll::add(const UniqueFd& target, uint32_t events, Watched& watched) {
+Status Epoll::add(int target, uint32_t events, Watched& watched) {
   return control(EPOLL_CTL_ADD, target, events, watched);
 }
 
-Status Epoll::modify(const UniqueFd& target, uint32_t events, Watched& watched) {
+Status Epoll::modify(int target, uint32_t events, Watched& watched) {
   return control(EPOLL_CTL_MOD, target, events, watched);
 }
 
-void Epoll::remove(const UniqueFd& target) noexcept { ::epoll_ctl(fd_.get(), EPOLL_CTL_DEL, target.get(), nullptr); }
+void Epoll::remove(int target) noexcept { ::epoll_ctl(fd_.get(), EPOLL_CTL_DEL, target, nullptr); }
 
 std::span<epoll_event> Epoll::ready(std::span<epoll_event> room) const noexcept {
   const int count = ::epoll_wait(fd_.get(), room.data(), static_cast<int>(room.size()), 0);

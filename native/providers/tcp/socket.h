@@ -35,7 +35,7 @@ void hang_up(UniqueFd& socket);
 
 // What an epoll event leads to. The object must outlive its registration and the events already fetched.
 struct Watched {
-  enum class Kind : uint8_t { kListener, kTimer, kStranger, kConnection };
+  enum class Kind : uint8_t { kListener, kTimer, kStranger, kLingering, kArrivals, kConnection };
   explicit Watched(Kind watched_kind) : kind(watched_kind) {}
   const Kind kind;
 };
@@ -45,16 +45,16 @@ class Epoll {
  public:
   static Result<Epoll> create();
   int fd() const noexcept { return fd_.get(); }
-  Status add(const UniqueFd& target, uint32_t events, Watched& watched);
-  Status modify(const UniqueFd& target, uint32_t events, Watched& watched);
+  Status add(int target, uint32_t events, Watched& watched);
+  Status modify(int target, uint32_t events, Watched& watched);
   // Before a watched descriptor is closed: close() alone leaves it watched where a forked child holds it too.
-  void remove(const UniqueFd& target) noexcept;
+  void remove(int target) noexcept;
   // Ready events, without waiting.
   std::span<epoll_event> ready(std::span<epoll_event> room) const noexcept;
 
  private:
   explicit Epoll(UniqueFd fd) : fd_(std::move(fd)) {}
-  Status control(int operation, const UniqueFd& target, uint32_t events, Watched& watched);
+  Status control(int operation, int target, uint32_t events, Watched& watched);
   UniqueFd fd_;
 };
 

@@ -35,6 +35,12 @@ struct Tuning {
   std::chrono::milliseconds hello_timeout{5000};
   // All connections of a link must be up by then: room for three of the kernel's SYN retries (after 1, 3 and 7 s).
   std::chrono::milliseconds connect_timeout{10000};
+  // A link whose end has begun waits so long for what its peer still says, and a socket that this side has ended so long
+  // for its peer's end. A live peer answers within a round trip; two lost packets in a row cost 200 + 400 ms (the
+  // kernel's least retransmission timeout, doubled).
+  std::chrono::milliseconds closing_timeout{1000};
+  // Ended sockets that are kept so: those of 128 links at the default; one more ends the oldest.
+  size_t max_lingering = 256;
   // Accepted connections that have not proved themselves; one more pushes out the oldest. A peer's Hello is there
   // after a round trip, so only a flood of strangers can push it out.
   size_t max_strangers = 64;

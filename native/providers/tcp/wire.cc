@@ -1,8 +1,5 @@
 #include "providers/tcp/wire.h"
 
-#include <sys/random.h>
-
-#include <cerrno>
 #include <cstring>
 
 #include "engine/byte_codec.h"
@@ -13,15 +10,6 @@ namespace {
 constexpr uint32_t kOfferMagic = 0x314f564b;   // "KVO1"
 constexpr uint32_t kAnswerMagic = 0x3141564b;  // "KVA1"
 constexpr size_t kMaxAddress = 64;             // the longest numeric IPv6 address with a scope is shorter
-
-Status fill_random(std::span<std::byte> bytes) {
-  // Up to 256 bytes come whole and uninterrupted once the kernel's generator is seeded (getrandom(2)).
-  for (;;) {
-    const ssize_t got = ::getrandom(bytes.data(), bytes.size(), 0);
-    if (got == static_cast<ssize_t>(bytes.size())) return {};
-    if (got < 0 && errno != EINTR) return system_error("tcp", "getrandom", errno);
-  }
-}
 
 Secret take_secret(ByteReader& reader) {
   Secret secret;
@@ -50,26 +38,6 @@ Status check_prefix(ByteReader& reader, uint32_t magic, std::string_view what) {
 }
 
 }  // namespace
-
-Result<Secret> Secret::make() {
-  Secret secret;
-  if (Status filled = fill_random(secret.bytes); !filled) return filled.error();
-  return secret;
-}
-
-bool Secret::equals(const Secret& other) const noexcept {
-  unsigned difference = 0;
-  for (size_t i = 0; i < bytes.size(); ++i) difference |= std::to_integer<unsigned>(bytes[i] ^ other.bytes[i]);
-  return difference == 0;
-}
-
-Result<uint64_t> make_key() {
-  uint64_t key = 0;
-  while (key == 0) {
-    if (Status filled = fill_random(std::as_writable_bytes(std::span(&key, 1))); !filled) return filled.error();
-  }
-  return key;
-}
 
 Bytes Offer::encode() const {
   ByteWriter writer;

@@ -11,7 +11,6 @@
 // peer that may be broken: decoding checks every length and never reads beyond what it was given.
 #pragma once
 
-#include <array>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
@@ -24,27 +23,15 @@
 #include "engine/domain.h"
 #include "engine/error.h"
 #include "engine/immediate.h"
+#include "engine/random.h"
 
 namespace kvc::tcp {
 
 static_assert(std::endian::native == std::endian::little,
               "the wire format is the memory layout of a little-endian host");
 
-// Raised with every change of a layout below; two ends must agree.
-inline constexpr uint16_t kVersion = 2;
-
-// 128 random bits that prove to be the process which the control plane talked to.
-struct Secret {
-  std::array<std::byte, 16> bytes{};
-
-  // From the kernel's generator. Fails only where the kernel has none.
-  static Result<Secret> make();
-  // In time that does not depend on where the two differ.
-  bool equals(const Secret& other) const noexcept;
-};
-
-// 64 random bits, never 0: a memory region's key.
-Result<uint64_t> make_key();
+// Raised with every change of a layout below, or of what a field means; two ends must agree.
+inline constexpr uint16_t kVersion = 3;
 
 // --- Control plane.
 
@@ -52,7 +39,7 @@ Result<uint64_t> make_key();
 // bound keeps a hostile offer from opening thousands of sockets.
 inline constexpr uint16_t kMaxConnections = 16;
 
-// Where and how to dial the offering domain.
+// Where and how to dial the offering domain. Who shows its secrets is the process that the control plane talked to.
 struct Offer {
   std::string address;  // numeric, IPv4 or IPv6
   uint16_t port = 0;
@@ -110,8 +97,8 @@ struct FrameHeader {
   uint64_t sequence = 0;      // write: its number on this connection, from 1; refusal: the number of the refused write
   uint64_t rkey = 0;
   uint64_t page_bytes = 0;
-  uint32_t value = 0;           // write: the immediate; refusal: an ErrorCode; message: its slot
-  uint32_t messages_taken = 0;  // a bit a slot: it changes with each message of the other direction taken from the slot
+  uint32_t value = 0;           // write: the immediate; refusal: an ErrorCode; message: its slot, one of the link's
+  uint32_t messages_taken = 0;  // a bit a slot: it changes with each message of this connection that is taken
 };
 static_assert(sizeof(FrameHeader) == 48 && std::is_trivially_copyable_v<FrameHeader>);
 
@@ -124,10 +111,6 @@ inline constexpr size_t kMaxRefusalText = 256;
 // a buffer of its own.
 inline constexpr size_t kMaxHeadBytes = sizeof(FrameHeader) + kMaxPages * sizeof(uint64_t);
 static_assert(sizeof(FrameHeader) + kMaxRefusalText <= kMaxHeadBytes);
-
-// Messages on one connection that the peer's engine has not taken: each has a slot until then, so that they can be taken
-// in any order. 16 of 4 KiB are what a peer that does not read can make us keep, and what a flood can make us hold.
-inline constexpr uint32_t kMessageSlots = 16;
 
 // Bytes of header, offsets, text and message: all of a frame but its pages. Valid for a header that malformed() passed.
 size_t head_bytes(const FrameHeader& header) noexcept;

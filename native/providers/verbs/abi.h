@@ -74,6 +74,7 @@ enum {
   IBV_EVENT_PORT_ACTIVE = 9,
   IBV_EVENT_PORT_ERR = 10,
   IBV_EVENT_SRQ_ERR = 14,
+  IBV_EVENT_QP_LAST_WQE_REACHED = 16,
 };
 
 // --- Structures.

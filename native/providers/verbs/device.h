@@ -47,6 +47,7 @@ struct Path {
   bool global = false;  // with a routing header: always on Ethernet, between subnets on InfiniBand
 };
 
+// Immutable once opened.
 class Device {
  public:
   // Opens the port that `spec` names, or the first that can do the work. An error lists each device with the reason
@@ -58,10 +59,11 @@ class Device {
 
   const Library& library() const noexcept { return library_; }
   abi::ibv_context* context() const noexcept { return context_.get(); }
-  // Memory regions belong to the protection domain, queues to the one that is also bound to a thread domain, where
-  // the device has those: its driver then takes no locks for us.
-  abi::ibv_pd* memory_pd() const noexcept { return pd_.get(); }
-  abi::ibv_pd* queue_pd() const noexcept { return parent_ ? parent_.get() : pd_.get(); }
+  // Memory regions and shared receive queues belong to the protection domain. Queue pairs belong to the one that is also
+  // bound to a thread domain, where the device has those: its driver takes no locks for what is posted on them. A shared
+  // receive queue needs its lock, as the end of a queue pair on another thread reaches into it (mlx5_free_srq_wqe).
+  abi::ibv_pd* shared_pd() const noexcept { return pd_.get(); }
+  abi::ibv_pd* queue_pair_pd() const noexcept { return parent_ ? parent_.get() : pd_.get(); }
   const abi::ibv_device_attr& limits() const noexcept { return limits_; }
   const DeviceSpec& spec() const noexcept { return spec_; }  // with the choices filled in
   uint16_t pkey_index() const noexcept { return pkey_index_; }

@@ -8,64 +8,48 @@ namespace kvc::verbs {
 
 using Kind = WorkRequestId::Kind;
 
-WriteChain::WriteChain() {
-  for (uint32_t i = 0; i < kLength; ++i) {
-    requests_[i].next = i + 1 < kLength ? &requests_[i + 1] : nullptr;
-    requests_[i].sg_list = &pieces_[i];
-  }
+namespace {
+
+// Of two counts modulo 2^16 that are never 2^15 apart, as fewer requests fit into a queue.
+bool reached(uint16_t count, uint16_t target) { return static_cast<int16_t>(count - target) >= 0; }
+
+}  // namespace
+
+Link::Link(Shared& shared, LinkId id, const Connection& connection)
+    : shared_(shared),
+      id_(id),
+      peer_key_half_(connection.peer_key_half()),
+      state_(connection.offering() ? State::kUp : State::kAccepted),
+      writes_(connection.writes(), shared.credits),
+      messages_(connection.messages(), shared.credits),
+      owes_hello_(connection.offering()),
+      writes_end_(connection.writes()),
+      messages_end_(connection.messages()) {}
+
+Link::~Link() {
+  if (over()) return;
+  shared_.control.run([writes = writes_.pair(), messages = messages_.pair()] {
+    writes->destroy();
+    messages->destroy();
+  });
 }
 
-Link::Link(Shared& shared, LinkId id, QueuePair writes, QueuePair messages)
-    : shared_(shared), id_(id), writes_(std::move(writes)), messages_(std::move(messages)) {}
+// --- Writes
 
-// --- Connecting
-
-Endpoint Link::endpoint(LinkId offered, const Address& address) const {
-  return Endpoint{.link = offered,
-                  .key_half = shared_.regions.key_half(),
-                  .address = address,
-                  .writes = writes_.end(),
-                  .messages = messages_.end()};
-}
-
-Status Link::accept(const Path& path, const Endpoint& peer) {
-  if (Status status = writes_.receive_from(path, peer.writes); !status) return status;
-  if (Status status = messages_.receive_from(path, peer.messages); !status) return status;
-  peer_key_half_ = peer.key_half;
-  state_ = State::kAccepted;
-  return {};
-}
-
-Status Link::open() {
-  if (Status status = writes_.start_sending(); !status) return status;
-  if (Status status = messages_.start_sending(); !status) return status;
-  state_ = State::kUp;
-  return {};
-}
-
-Status Link::complete(const Path& path, const Endpoint& peer) {
-  if (Status status = accept(path, peer); !status) return status;
-  if (Status status = open(); !status) return status;
-  return say(Control{Control::Kind::kHello});
-}
-
-// --- Writing
-
-Posted Link::post(const WriteBatch& batch, Region* source) {
-  if (state_ != State::kUp || broken || has_rest()) return Posted::kBusy;
+Posted Link::post(const WriteBatch& batch) {
+  if (!up() || has_rest()) return Posted::kBusy;
   Remainder& posting = shared_.posting;
-  posting.start(batch, source, shared_.device->max_message());
+  posting.start(batch, shared_.queues.device->max_message());
   // One that can never go at once goes in parts; any other waits until there is room for all of it.
-  if (writes_.room() < std::min<uint64_t>(posting.pieces(), writes_.slots() / 2)) return Posted::kBusy;
-  if (source != nullptr) ++source->in_flight;
-  if (Status posted = post_pieces(posting); !posted) broken = Broken{posted.error()};
+  if (writes_.room() < std::min<uint64_t>(posting.pieces(), writes_.pair()->slots() / 2)) return Posted::kBusy;
+  if (Status posted = post_pieces(posting); !posted) fault = posted.error();
   if (posting.pieces() > 0) rest_ = std::make_unique<Remainder>(posting);
   return Posted::kYes;
 }
 
 bool Link::continue_rest() {
   const uint64_t before = rest_->pieces();
-  if (Status posted = post_pieces(*rest_); !posted) broken = Broken{posted.error()};
+  if (Status posted = post_pieces(*rest_); !posted) fault = posted.error();
   const bool any = rest_->pieces() < before;
   if (rest_->pieces() == 0) rest_.reset();
   return any;
@@ -81,12 +65,15 @@ Status Link::post_pieces(Remainder& batch) {
     Sent sent;
     if (batch.pieces() == 0) {
       sent.work = batch.work();
-      sent.source = batch.region();
+      sent.landed_at = counted_ + 1;  // of one that raises nothing: with the next that does
     }
     shared_.chain.cut(count);
     Result<uint32_t> taken = writes_.post(&shared_.chain.request(0), count, sent);
     shared_.chain.mend(count);
-    if (taken.ok() && taken.value() == count) continue;
+    if (taken.ok() && taken.value() == count) {
+      if (batch.counted() && batch.pieces() == 0) ++counted_;
+      continue;
+    }
     batch.rewind(before);
     for (uint32_t i = 0; taken.ok() && i < taken.value(); ++i) batch.next();
     return taken.ok() ? Status() : taken.error();
@@ -96,21 +83,22 @@ Status Link::post_pieces(Remainder& batch) {
 
 void Link::fill(Remainder& batch, uint32_t count) {
   const uint64_t id = WorkRequestId{Kind::kWrite, id_, writes_.next_sequence()}.encode();
-  const bool host = batch.region() != nullptr && batch.region()->host;
+  const uint32_t inline_bytes = batch.source() != nullptr && batch.source()->host ? writes_.pair()->inline_bytes() : 0;
   for (uint32_t i = 0; i < count; ++i) {
     const Remainder::Piece piece = batch.next();
     abi::ibv_send_wr& request = shared_.chain.request(i);
     request.wr_id = id;
     request.opcode = abi::IBV_WR_RDMA_WRITE;
-    request.send_flags = host && piece.bytes <= writes_.inline_bytes() ? unsigned{abi::IBV_SEND_INLINE} : 0U;
+    request.send_flags = 0;
     if (batch.empty()) {
       request.num_sge = 0;
       request.wr.rdma.remote_addr = 0;
       request.wr.rdma.rkey = 0;
       continue;
     }
+    if (piece.bytes <= inline_bytes) request.send_flags = abi::IBV_SEND_INLINE;
     request.num_sge = 1;
-    shared_.chain.piece(i) = {piece.source, piece.bytes, batch.region()->mr->lkey};
+    shared_.chain.piece(i) = {piece.source, piece.bytes, batch.source()->lkey()};
     request.wr.rdma.remote_addr = piece.target;
     request.wr.rdma.rkey = batch.rkey();
   }
@@ -124,26 +112,26 @@ void Link::fill(Remainder& batch, uint32_t count) {
 }
 
 void Link::ask() {
-  if (state_ != State::kUp || broken || has_rest() || !writes_.idle() || writes_.room() == 0) return;
+  if (!up() || has_rest() || !writes_.idle() || writes_.room() == 0) return;
   abi::ibv_send_wr request{};
   request.wr_id = WorkRequestId{Kind::kWrite, id_, writes_.next_sequence()}.encode();
   request.opcode = abi::IBV_WR_RDMA_WRITE;
   request.send_flags = abi::IBV_SEND_SIGNALED;
-  if (Result<uint32_t> posted = writes_.post(&request, 1, Sent{}); !posted) broken = Broken{posted.error()};
+  if (Result<uint32_t> posted = writes_.post(&request, 1, Sent{}); !posted) fault = posted.error();
 }
 
 // --- Messages
 
-Result<uint32_t> Link::post_message(std::span<const std::byte> message, const Control& control) {
+bool Link::post_message(std::span<const std::byte> message, const Control& control) {
   abi::ibv_sge piece{};
   abi::ibv_send_wr request{};
   Sent sent;
   if (!message.empty()) {
-    sent.buffer = shared_.buffers->take();
-    if (!sent.buffer) return uint32_t{0};
-    std::byte* const copy = shared_.buffers->data(*sent.buffer);
+    sent.buffer = shared_.queues.buffers->take();
+    if (!sent.buffer) return false;
+    std::byte* const copy = shared_.queues.buffers->data(*sent.buffer);
     std::memcpy(copy, message.data(), message.size());
-    piece = {reinterpret_cast<uint64_t>(copy), static_cast<uint32_t>(message.size()), shared_.buffers->lkey()};
+    piece = {reinterpret_cast<uint64_t>(copy), static_cast<uint32_t>(message.size()), shared_.queues.buffers->lkey()};
     request.sg_list = &piece;
     request.num_sge = 1;
   }
@@ -152,80 +140,140 @@ Result<uint32_t> Link::post_message(std::span<const std::byte> message, const Co
   request.send_flags = abi::IBV_SEND_SIGNALED;
   request.imm_data = big_endian(control.encode());
   Result<uint32_t> taken = messages_.post(&request, 1, sent);
-  if (sent.buffer && (!taken || taken.value() == 0)) shared_.buffers->give_back(*sent.buffer);
-  return taken;
+  if (!taken) fault = taken.error();
+  const bool posted = taken.ok() && taken.value() == 1;
+  if (sent.buffer && !posted) shared_.queues.buffers->give_back(*sent.buffer);
+  return posted;
 }
+
+bool Link::say(const Control& control) { return can_say() && post_message({}, control); }
 
 Posted Link::send(WorkId work, std::span<const std::byte> message) {
-  // Two slots stay free: for saying what we took, and for saying goodbye.
-  if (state_ != State::kUp || broken || messages_.room() < 3) return Posted::kBusy;
-  const auto slot = std::find(untaken_.begin(), untaken_.end(), std::nullopt);
-  if (slot == untaken_.end()) return Posted::kBusy;
-  const auto number = static_cast<uint16_t>(slot - untaken_.begin());
-  Result<uint32_t> posted = post_message(message, Control{Control::Kind::kMessage, number});
-  if (!posted) {
-    broken = Broken{posted.error()};  // the work is completed with the link
-    *slot = work;
-    return Posted::kYes;
-  }
-  if (posted.value() == 0) return Posted::kBusy;
-  *slot = work;
-  return Posted::kYes;
+  if (!up() || messages_.room() == 0) return Posted::kBusy;
+  const std::optional<uint32_t> slot = sent_messages_.put(work);
+  if (!slot) return Posted::kBusy;
+  if (post_message(message, {Control::Kind::kMessage, static_cast<uint16_t>(*slot)})) return Posted::kYes;
+  if (fault) return Posted::kYes;  // the work ends with the link
+  sent_messages_.take(*slot);
+  return Posted::kBusy;
 }
 
-void Link::taken(uint32_t slots, DomainSink& sink) {
-  for (uint32_t slot = 0; slot < kMessages; ++slot) {
-    if ((slots & (1U << slot)) == 0 || !untaken_[slot]) continue;
-    sink.on_complete(*std::exchange(untaken_[slot], std::nullopt), nullptr);
-  }
-}
-
-bool Link::say_taken() {
-  if (state_ != State::kUp || broken || messages_.room() < 2) return false;
-  if (!say(Control{Control::Kind::kTaken, static_cast<uint16_t>(took_)})) return false;
-  took_ = 0;
+bool Link::arrived(uint32_t slot) noexcept {
+  if (slot >= kMessageSlots || (untaken_ & (1U << slot)) != 0) return false;
+  untaken_ |= 1U << slot;
   return true;
 }
 
-Status Link::say(const Control& control) {
-  if (messages_.room() > 0) {
-    Result<uint32_t> posted = post_message({}, control);
-    if (!posted) return posted.error();
-    if (posted.value() == 1) return {};
-  }
-  return verbs_error(ErrorCode::kResources, "connect", "the queue for messages takes nothing more");
+void Link::take(uint32_t slot) noexcept {
+  owes_taken_ |= untaken_ & (1U << slot);
+  untaken_ &= ~(1U << slot);
 }
 
-// --- Ending
+bool Link::say_owed() {
+  if (owes_hello_ && !say({Control::Kind::kHello})) return false;
+  owes_hello_ = false;
+  if (owes_taken_ != 0 && !say({Control::Kind::kTaken, static_cast<uint16_t>(owes_taken_)})) return false;
+  owes_taken_ = 0;
+  return true;
+}
+
+// --- What the peer says of itself
+
+bool Link::hear_hello() noexcept {
+  if (state_ != State::kAccepted) return false;
+  state_ = State::kUp;
+  return true;
+}
+
+bool Link::hear_taken(uint32_t slots, CompletionQueue& out) {
+  for (uint32_t left = slots; left != 0; left &= left - 1) {
+    const std::optional<WorkId> work = sent_messages_.take(static_cast<uint32_t>(std::countr_zero(left)));
+    if (!work) return false;
+    out.done(*work);
+  }
+  return true;
+}
+
+// --- Completions of what was posted
 
 std::optional<Sent> Link::completed(const WorkRequestId& request) {
-  return queue(request.kind).completed(request.sequence);
+  const std::optional<Sent> sent = queue(request.kind).completed(request.sequence);
+  if (sent && sent->buffer) shared_.queues.buffers->give_back(*sent->buffer);
+  return sent;
 }
 
-void Link::release(const Sent& sent) {
-  if (sent.source != nullptr) --sent.source->in_flight;
-  if (sent.buffer) shared_.buffers->give_back(*sent.buffer);
-}
+// --- The end
 
-bool Link::broke(Kind kind, uint32_t sequence) const noexcept {
-  return broken && broken->request && broken->request->kind == kind && broken->request->sequence == sequence;
-}
-
-void Link::destroy(Kind kind, const Error& error, DomainSink& sink) {
-  for (const Sent& sent : queue(kind).destroy()) {
-    release(sent);
-    if (sent.work) sink.on_complete(*sent.work, broke(kind, sent.sequence) ? &broken->error : &error);
+void Link::end(const Error& why, bool goodbye, Clock::time_point now) {
+  if (!ending()) {
+    goodbye = goodbye && up() && !(failure_ && failure_->request.kind == Kind::kMessage);
+    state_ = State::kEnding;
+    why_ = why;
+    why_.code = ErrorCode::kPeerDown;  // the others' fate is the link's
+    writes_end_.begin(shared_.control);
+    if (goodbye) goodbye_ = Goodbye::kOwed;
+    goodbye_deadline_ = now + shared_.queues.tuning.goodbye_timeout;
   }
-  if (kind != Kind::kWrite || !has_rest()) return;
-  const std::unique_ptr<Remainder> rest = std::move(rest_);
-  if (rest->region() != nullptr) --rest->region()->in_flight;
-  sink.on_complete(rest->work(), &error);
+  if (goodbye) return;
+  goodbye_ = Goodbye::kNone;
+  messages_end_.begin(shared_.control);
 }
 
-void Link::give_up_messages(const Error& error, DomainSink& sink) {
-  for (std::optional<WorkId>& work : untaken_) {
-    if (work) sink.on_complete(*std::exchange(work, std::nullopt), &error);
+void Link::note_last_receive(uint32_t number) noexcept {
+  (number == writes_.pair()->number() ? writes_end_ : messages_end_).note_last_receive();
+}
+
+bool Link::step(Clock::time_point now, CompletionQueue& out) {
+  const auto flush_timeout = shared_.queues.tuning.flush_timeout;
+  bool any = writes_end_.step(shared_.control, shared_.completions, now, flush_timeout);
+  // Once nothing more can land, and the engine has had a turn to take what has come last.
+  if (goodbye_ == Goodbye::kOwed && closed_ && !messages_end_.begun()) any |= say_goodbye();
+  if (!messages_end_.begun() &&
+      ((goodbye_ == Goodbye::kSaid && messages_.idle()) || goodbye_deadline_ <= now || fault)) {
+    messages_end_.begin(shared_.control);
+    any = true;
   }
+  any |= messages_end_.step(shared_.control, shared_.completions, now, flush_timeout);
+  if (!closed_ && writes_end_.over()) close(out);
+  if (messages_end_.over()) {
+    for (const Sent& sent : messages_.give_up()) {
+      if (sent.buffer) shared_.queues.buffers->give_back(*sent.buffer);
+    }
+  }
+  return any;
+}
+
+bool Link::say_goodbye() {
+  if (!say_owed() || !say({Control::Kind::kGoodbye, landed_})) return false;
+  goodbye_ = Goodbye::kSaid;
+  return true;
+}
+
+void Link::close(CompletionQueue& out) {
+  closed_ = true;
+  for (const Sent& sent : writes_.give_up()) {
+    if (!sent.work) continue;
+    if (landed_there_ && reached(*landed_there_, sent.landed_at)) {
+      out.done(*sent.work);
+    } else if (failure_ && failure_->request.kind == Kind::kWrite && failure_->request.sequence == sent.sequence) {
+      out.failed(*sent.work, failure_->error);
+    } else {
+      out.failed(*sent.work, why_);
+    }
+  }
+  if (has_rest()) out.failed(rest_->work(), why_);
+  rest_.reset();
+  sent_messages_.clear([&](WorkId work) { out.failed(work, why_); });
+}
+
+std::optional<Clock::time_point> Link::deadline() const noexcept {
+  std::optional<Clock::time_point> earliest = writes_end_.deadline();
+  const auto consider = [&](std::optional<Clock::time_point> when) {
+    if (when && (!earliest || *when < *earliest)) earliest = when;
+  };
+  consider(messages_end_.deadline());
+  if (parting()) consider(goodbye_deadline_);
+  return earliest;
 }
 
 }  // namespace kvc::verbs

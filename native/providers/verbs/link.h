@@ -1,5 +1,5 @@
-// Link: the two queue pairs between this domain and one domain of a peer, one for writes and one for messages. They
-// live and break together.
+// Link: what goes over the two queue pairs of a connection, one for writes and one for messages. They live and break
+// together; the one for messages may outlive the other by a goodbye.
 #pragma once
 
 #include <array>
@@ -9,133 +9,150 @@
 #include <span>
 
 #include "engine/domain.h"
-#include "engine/immediate.h"
-#include "providers/verbs/device.h"
-#include "providers/verbs/memory.h"
-#include "providers/verbs/queue_pair.h"
+#include "engine/sent_messages.h"
+#include "providers/verbs/connection.h"
+#include "providers/verbs/departure.h"
 #include "providers/verbs/remainder.h"
-#include "providers/verbs/send_buffers.h"
-#include "providers/verbs/tuning.h"
+#include "providers/verbs/send_queue.h"
+#include "providers/verbs/shared.h"
 #include "providers/verbs/wire.h"
 
 namespace kvc::verbs {
 
-// Work requests of a batch, chained and filled in once; a post changes only what differs.
-class WriteChain {
- public:
-  static constexpr uint32_t kLength = Immediate::kMaxMultiplicity;
-
-  WriteChain();
-  // Ends the chain after `count` requests; mend() undoes it.
-  void cut(uint32_t count) noexcept { requests_[count - 1].next = nullptr; }
-  void mend(uint32_t count) noexcept {
-    if (count < kLength) requests_[count - 1].next = &requests_[count];
-  }
-  abi::ibv_send_wr& request(uint32_t i) noexcept { return requests_[i]; }
-  abi::ibv_sge& piece(uint32_t i) noexcept { return pieces_[i]; }
-
- private:
-  std::array<abi::ibv_send_wr, kLength> requests_{};
-  std::array<abi::ibv_sge, kLength> pieces_{};
-};
-
-// What a domain's links share.
-struct Shared {
-  std::unique_ptr<Device> device;
-  Tuning tuning;
-  RegionTable regions{};
-  std::unique_ptr<SendBuffers> buffers{};
-  Credits credits = 0;
-  WriteChain chain{};
-  Remainder posting{};  // the batch that is being posted
-};
-
+// One thread: the domain's. Nothing here blocks.
 class Link {
  public:
-  // Messages sent and not taken by the peer's sink; what a peer that does not read can make us hold is as much.
-  static constexpr uint32_t kMessages = 16;
-
-  enum class State : uint8_t {
-    kOffered,   // offer(): the peer is not known yet
-    kAccepted,  // accept(): takes in what comes; may not send until the offerer's hello says that it is ready
-    kUp,
-  };
-  struct Broken {
-    Error error;
-    std::optional<WorkRequestId> request{};  // the one that failed, if one did
-    bool by_peer = false;                    // its goodbye: it needs none of ours
-  };
-
-  Link(Shared& shared, LinkId id, QueuePair writes, QueuePair messages);
+  Link(Shared& shared, LinkId id, const Connection& connection);
+  // Leaves the queue pairs, if they are not gone yet, to the control thread.
+  ~Link();
+  Link(const Link&) = delete;
+  Link& operator=(const Link&) = delete;
 
   LinkId id() const noexcept { return id_; }
-  State state() const noexcept { return state_; }
-  // Whether this may be a key of the domain at the other end. Not before the peer is known: kOffered.
+  bool up() const noexcept { return state_ == State::kUp; }
+  bool ending() const noexcept { return state_ == State::kEnding; }
+  // Whether this may be a key of the domain at the other end.
   bool knows_key(uint64_t key) const noexcept { return key >> 32 == peer_key_half_; }
-  QueuePair& queue(WorkRequestId::Kind kind) noexcept {
-    return kind == WorkRequestId::Kind::kWrite ? writes_ : messages_;
-  }
-  // Our end, as the peer needs it; `offered` is the offering side's id of the link.
-  Endpoint endpoint(LinkId offered, const Address& address) const;
+  // The numbers of its queue pairs.
+  std::array<uint32_t, 2> numbers() const noexcept { return {writes_.pair()->number(), messages_.pair()->number()}; }
 
-  // The accepting side: both queue pairs take in what the peer sends.
-  Status accept(const Path& path, const Endpoint& peer);
-  // The accepting side: the peer's hello is here.
-  Status open();
-  // The offering side: both queue pairs are ready both ways, then the peer is told.
-  Status complete(const Path& path, const Endpoint& peer);
+  // --- Writes.
 
-  // `source` holds the batch's pages; null for one that has no bytes.
-  Posted post(const WriteBatch& batch, Region* source);
+  // kBusy until the transport is up and has room, and from the link's end on.
+  Posted post(const WriteBatch& batch);
   // The rest of a batch that the queue had no room for.
   bool has_rest() const noexcept { return rest_ != nullptr; }
-  bool can_continue() const noexcept { return has_rest() && !broken && writes_.room() > 0; }
+  bool can_continue() const noexcept { return has_rest() && up() && writes_.room() > 0; }
   // Posts of it what fits; true if anything was posted.
   bool continue_rest();
-
   // Unless something is in flight that will tell: writes nothing to the peer, which fails if the peer is gone.
   void ask();
+  // One of the peer's has landed here.
+  void count_landed() noexcept { ++landed_; }
+
+  // --- Messages.
 
   Posted send(WorkId work, std::span<const std::byte> message);
-  // The peer took these messages of ours: a bit for each of its slots.
-  void taken(uint32_t slots, DomainSink& sink);
-  // We took the peer's message of this slot; say_taken() tells it, as soon as there is room for that.
-  void took(uint32_t slot) noexcept { took_ |= 1U << slot; }
-  bool owes_taken() const noexcept { return took_ != 0; }
-  bool say_taken();
-  Status say_goodbye() { return say(Control{Control::Kind::kGoodbye}); }
+  // The peer's message of this slot has come. False: it has no right to that slot.
+  bool arrived(uint32_t slot) noexcept;
+  // The engine has it: say_owed() tells the peer.
+  void take(uint32_t slot) noexcept;
+  // Whether the peer has to hear something, and whether that can be said.
+  bool owes() const noexcept { return up() && (owes_hello_ || owes_taken_ != 0); }
+  bool can_say() const noexcept { return messages_.room() > 0; }
+  // False: not all of it, yet.
+  bool say_owed();
 
-  // A post completed well: what it meant. nullopt: this queue has no such post.
+  // --- What the peer says of itself. False: it has no right to say that.
+
+  bool hear_hello() noexcept;
+  bool hear_taken(uint32_t slots, CompletionQueue& out);
+  // So many of our immediates have landed there, and no more will.
+  void hear_goodbye(uint16_t landed) noexcept { landed_there_ = landed; }
+
+  // --- Completions of what was posted.
+
+  // A post ended well: what it meant, and its buffer is free. Nothing: this queue has no such post.
   std::optional<Sent> completed(const WorkRequestId& request);
-  // Frees what a post held: its buffer, its hold on the region.
-  void release(const Sent& sent);
+  // The first one that failed: its batch ends with this error, the others with the link's.
+  void failed(const WorkRequestId& request, const Error& error) { failure_ = Failure{request, error}; }
+  // The queue pair for messages has failed while the link ends: it says nothing any more.
+  void fall_silent() { messages_end_.begin(shared_.control); }
 
-  // Destroys a queue pair and completes what was posted on it: with the link's own error the post that broke it, with
-  // `error` the others.
-  void destroy(WorkRequestId::Kind kind, const Error& error, DomainSink& sink);
-  // Completes the messages that were not taken; their queue pair may live on for a goodbye, and their buffers with it.
-  void give_up_messages(const Error& error, DomainSink& sink);
+  // A queue pair took no more, and the domain has not seen to that yet.
+  std::optional<Error> fault;
 
-  std::optional<Broken> broken;  // waits to be ended by the domain
+  // --- The end.
+
+  // Ends the link, if it is not ending already; `why` is what is posted on it completes with. `goodbye`: the peer hears of
+  // it, if it still can.
+  void end(const Error& why, bool goodbye, Clock::time_point now);
+  // The queue pair has flushed its last receive.
+  void note_last_receive(uint32_t number) noexcept;
+  // True if its end came any further. `out` gets what was posted, once nothing reads from it or lands any more.
+  bool step(Clock::time_point now, CompletionQueue& out);
+  // Nothing can land, everything that did is counted, and everything that was posted has completed.
+  bool closed() const noexcept { return closed_; }
+  // Nothing is left of it.
+  bool over() const noexcept { return writes_end_.over() && messages_end_.over(); }
+  // It has not yet said goodbye, or the peer's NIC has not acknowledged that.
+  bool parting() const noexcept { return ending() && goodbye_ != Goodbye::kNone && !messages_end_.begun(); }
+  // When step() is to be called although nothing happens.
+  std::optional<Clock::time_point> deadline() const noexcept;
+
+  // The domain's notes of an ending link.
+  std::optional<Error> down;  // the engine is to be told, once it is closed
+  bool fenced = false;        // no affair of the engine's any more
 
  private:
-  bool broke(WorkRequestId::Kind kind, uint32_t sequence) const noexcept;
+  enum class State : uint8_t {
+    kAccepted,  // takes in what comes; may not post until the offerer's hello says that it is ready
+    kUp,
+    kEnding,
+  };
+  enum class Goodbye : uint8_t { kNone, kOwed, kSaid };
+
+  SendQueue& queue(WorkRequestId::Kind kind) noexcept {
+    return kind == WorkRequestId::Kind::kWrite ? writes_ : messages_;
+  }
   // Posts what fits of `batch`.
   Status post_pieces(Remainder& batch);
   // The next `count` pieces of `batch`, into the chain.
   void fill(Remainder& batch, uint32_t count);
-  Status say(const Control& control);
-  Result<uint32_t> post_message(std::span<const std::byte> message, const Control& control);
+  // False: not now. A queue pair that takes nothing more is a fault.
+  bool say(const Control& control);
+  bool post_message(std::span<const std::byte> message, const Control& control);
+  bool say_goodbye();
+  void close(CompletionQueue& out);
 
   Shared& shared_;
   const LinkId id_;
-  State state_ = State::kOffered;
-  uint32_t peer_key_half_ = 0;
-  QueuePair writes_;
-  QueuePair messages_;
+  const uint32_t peer_key_half_;
+  State state_;
+  SendQueue writes_;
+  SendQueue messages_;
+
   std::unique_ptr<Remainder> rest_;
-  std::array<std::optional<WorkId>, kMessages> untaken_{};
-  uint32_t took_ = 0;
+  uint16_t counted_ = 0;                  // our immediates, posted
+  uint16_t landed_ = 0;                   // the peer's, landed here
+  std::optional<uint16_t> landed_there_;  // ours, by its goodbye
+
+  SentMessages sent_messages_;
+  uint32_t untaken_ = 0;  // the peer's slots whose messages the engine has not taken, a bit each
+  uint32_t owes_taken_ = 0;
+  bool owes_hello_;
+
+  Departure writes_end_;
+  Departure messages_end_;
+  Goodbye goodbye_ = Goodbye::kNone;
+  Clock::time_point goodbye_deadline_;
+  Error why_;
+  struct Failure {
+    WorkRequestId request;
+    Error error;
+  };
+  std::optional<Failure> failure_;  // the post that broke the link
+  bool closed_ = false;
 };
 
 }  // namespace kvc::verbs

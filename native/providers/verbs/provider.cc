@@ -1,15 +1,13 @@
 #include "providers/verbs/provider.h"
 
-#include "providers/verbs/domain.h"
+#include "providers/verbs/connector.h"
 
 namespace kvc::verbs {
 
-Result<std::unique_ptr<Domain>> create(const DomainConfig& config, DomainSink& sink) {
+Result<OpenedDomain> create(const DomainConfig& config, ControlQueue& control) {
   Result<const Library*> library = Library::load();
   if (!library) return library.error();
-  auto domain = VerbsDomain::open(config, sink, *library.value(), Tuning{});
-  if (!domain) return domain.error();
-  return std::unique_ptr<Domain>(std::move(domain.value()));
+  return VerbsConnector::open(config, control, *library.value(), Tuning{});
 }
 
 }  // namespace kvc::verbs

@@ -18,13 +18,12 @@ Result<std::unique_ptr<ReceiveQueue>> ReceiveQueue::create(const Device& device,
   abi::ibv_srq_init_attr attr{};
   attr.attr.max_wr = slots;
   attr.attr.max_sge = 1;
-  queue->srq_ = owned(library.create_srq(device.queue_pd(), &attr), library.destroy_srq);
+  queue->srq_ = owned(library.create_srq(device.shared_pd(), &attr), library.destroy_srq);
   if (!queue->srq_) return verbs_error(ErrorCode::kResources, "open", "ibv_create_srq", errno);
   if (slot_bytes > 0) {
     const size_t bytes = size_t{slots} * slot_bytes;
     queue->memory_ = std::make_unique<std::byte[]>(bytes);
-    bool host = true;
-    Result<Owned<abi::ibv_mr>> mr = register_memory(device, queue->memory_.get(), bytes, host);
+    Result<Owned<abi::ibv_mr>> mr = register_host_memory(device, queue->memory_.get(), bytes);
     if (!mr) return mr.error();
     queue->mr_ = std::move(mr.value());
   }

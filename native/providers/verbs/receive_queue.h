@@ -1,5 +1,4 @@
-// ReceiveQueue: a shared receive queue that is kept filled. One serves all links' writes, one all links' messages: a
-// WriteImm uses up a receive like a message does, so on one queue either could starve the other.
+// ReceiveQueue: a shared receive queue that is kept filled.
 #pragma once
 
 #include <cstdint>
@@ -13,6 +12,7 @@
 
 namespace kvc::verbs {
 
+// Made and destroyed on the control thread, the domain's in between.
 class ReceiveQueue {
  public:
   // `slots` receives of `slot_bytes` each (0: for immediates alone), given back `batch` at a time.

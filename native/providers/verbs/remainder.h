@@ -28,10 +28,10 @@ class Remainder {
     uint64_t pieces = 0;  // left
   };
 
-  // All of a batch. `source` holds its pages; null for one without bytes.
-  void start(const WriteBatch& batch, Region* source, uint64_t max_piece) {
+  // All of a batch, in pieces of `max_piece` bytes at most.
+  void start(const WriteBatch& batch, uint64_t max_piece) {
     work_ = batch.work;
-    region_ = source;
+    source_ = static_cast<const MemoryRegistration*>(batch.source);
     rkey_ = static_cast<uint32_t>(batch.rkey);
     target_base_ = batch.target_base;
     page_bytes_ = batch.page_bytes;
@@ -48,7 +48,7 @@ class Remainder {
   }
 
   WorkId work() const noexcept { return work_; }
-  Region* region() const noexcept { return region_; }
+  const MemoryRegistration* source() const noexcept { return source_; }  // null for one without bytes
   uint32_t rkey() const noexcept { return rkey_; }
   bool empty() const noexcept { return page_bytes_ == 0; }  // an immediate alone
   bool counted() const noexcept { return counted_; }
@@ -76,7 +76,7 @@ class Remainder {
 
  private:
   WorkId work_ = 0;
-  Region* region_ = nullptr;
+  const MemoryRegistration* source_ = nullptr;
   uint32_t rkey_ = 0;
   uint64_t target_base_ = 0;
   uint64_t page_bytes_ = 0;

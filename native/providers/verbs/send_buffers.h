@@ -11,14 +11,14 @@
 
 namespace kvc::verbs {
 
+// Made and destroyed on the control thread, the domain's in between.
 class SendBuffers {
  public:
   static Result<std::unique_ptr<SendBuffers>> create(const Device& device, uint32_t count) {
     auto buffers = std::make_unique<SendBuffers>();
     const size_t bytes = size_t{count} * kMaxMessageBytes;
     buffers->memory_ = std::make_unique<std::byte[]>(bytes);
-    bool host = true;
-    Result<Owned<abi::ibv_mr>> mr = register_memory(device, buffers->memory_.get(), bytes, host);
+    Result<Owned<abi::ibv_mr>> mr = register_host_memory(device, buffers->memory_.get(), bytes);
     if (!mr) return mr.error();
     buffers->mr_ = std::move(mr.value());
     for (uint32_t i = 0; i < count; ++i) buffers->free_.push_back(i);

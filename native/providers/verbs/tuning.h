@@ -10,13 +10,15 @@ struct Tuning {
   // Send queue of a link's writes. 512 pages of 4 KiB are 2 MiB on the wire: 40 us at 400 Gb/s, twice a long round
   // trip. A slot takes 64 to 192 bytes of the device's queue, so an idle link costs about 64 KiB.
   uint32_t write_slots = 512;
-  // Send queue of a link's messages: 16 that the peer has not taken, and as much for saying what we took.
+  // Send queue of a link's messages: kMessageSlots that the peer has not taken, and as much for what the link itself has
+  // to say.
   uint32_t message_slots = 32;
 
   // Receives for WriteImms, shared by all links: one is used up by each batch that arrives. 4,096 batches of one page
   // keep a 400 Gb/s port busy for 300 us of the worker's absence at 4 KiB; beyond that the senders wait (RNR).
   uint32_t write_receives = 4096;
-  // Receives for messages, shared by all links, and buffers for messages being sent: half a MiB each.
+  // Receives for messages, shared by all links, and buffers for messages being sent: half a MiB each. A message is copied
+  // and its receive given back as it comes, so what the engine has not taken holds none.
   uint32_t message_receives = 128;
   uint32_t message_buffers = 128;
   // Receives given back at a time: one call (a doorbell on hardware, a system call's worth on rxe) for this many.
@@ -50,6 +52,10 @@ struct Tuning {
   std::chrono::milliseconds ask_interval{2000};
   // From accept() to the offerer's hello: a round trip of the control plane and one of the network.
   std::chrono::milliseconds connect_timeout{10000};
+  // How long a stopped queue pair is given to flush its receives, where no event says that it has (Departure). A device
+  // writes those entries in microseconds, and an event takes an interrupt and a turn of the worker, many times less than
+  // this; where it never comes, the end of each link takes this long.
+  std::chrono::milliseconds flush_timeout{50};
   // How long a queue pair is kept to say goodbye to a peer whose receives are all in use.
   std::chrono::milliseconds goodbye_timeout{2000};
   // The same while the whole domain closes: the peer's NIC acknowledges in microseconds unless it is gone.

@@ -1,10 +1,8 @@
 #include "providers/verbs/wire.h"
 
 #include <arpa/inet.h>
-#include <sys/random.h>
 
 #include <algorithm>
-#include <random>
 
 #include "engine/byte_codec.h"
 #include "providers/verbs/library.h"
@@ -13,7 +11,7 @@ namespace kvc::verbs {
 
 namespace {
 
-constexpr uint32_t kMagic = 0x3156564b;  // "KVV1": raised with every change of the layout below
+constexpr uint32_t kMagic = 0x3256564b;  // "KVV2": raised with every change of the layout below, or of Control
 constexpr uint32_t kMax24 = 0xFFFFFF;    // queue pair numbers and PSNs have 24 bits
 
 void write(ByteWriter& writer, const QueueEnd& end) {
@@ -86,12 +84,6 @@ Result<Endpoint> Endpoint::decode(std::span<const std::byte> bytes, std::string_
     return verbs_error(ErrorCode::kInvalidArgument, operation, "not from a verbs domain of this version");
   }
   return end;
-}
-
-uint32_t random_bits() {
-  uint32_t bits = 0;
-  if (getrandom(&bits, sizeof(bits), 0) == sizeof(bits)) return bits;
-  return std::random_device{}();  // a kernel without the call; the library reads its device instead
 }
 
 }  // namespace kvc::verbs

@@ -56,10 +56,10 @@ struct Endpoint {
 // The immediate of every send on the queue pair for messages: what it is.
 struct Control {
   enum class Kind : uint16_t {
-    kHello = 0x4b01,    // the offering side's queue pairs are ready
+    kHello = 0x4b01,    // the offering side takes in what comes
     kMessage = 0x4b02,  // value: its slot, 0 to 15; the bytes are the message
     kTaken = 0x4b03,    // value: a bit for each slot whose message was taken
-    kGoodbye = 0x4b04,  // this end of the link is gone
+    kGoodbye = 0x4b04,  // this end of the link is gone; value: how many immediates have landed here, modulo 2^16
   };
 
   Kind kind = Kind::kHello;
@@ -73,6 +73,8 @@ struct Control {
 };
 
 // Our own id of every work request: whose it is and which one. After an error nothing else of a completion says so.
+// Nothing else has the same id meanwhile: a LinkId is whole in it and never used again, and a queue pair has 2^14 posts
+// under way at most, of the 2^30 that its sequence tells apart.
 struct WorkRequestId {
   enum class Kind : uint8_t { kWrite, kMessage, kWriteReceive, kMessageReceive };
   static constexpr uint32_t kSequenceBits = 30;
@@ -91,8 +93,5 @@ struct WorkRequestId {
             static_cast<uint32_t>(raw) & kSequenceMask};
   }
 };
-
-// 32 random bits from the kernel.
-uint32_t random_bits();
 
 }  // namespace kvc::verbs

@@ -1,9 +1,11 @@
 // libcuda.so.1 for machines without a GPU: what kv-connector calls of the driver, over ordinary memory.
 //
 // "GPU memory" is a memfd, so that another process can map it by its IPC handle or its descriptor as CUDA maps it; a
-// stream is a thread that runs one operation after the other, a little late; and the kernels of native/cuda/kernels.cu are written again in C++.
-// With it the nvlink lane's links, launches, counts and fences are tested where CI runs. What it cannot show is whether
-// the kernels themselves are right: that takes a GPU (the same tests run there over the real driver).
+// stream is a thread that runs one operation after the other, a little late; and the kernels of native/cuda/kernels.cu are
+// written again in C++. With it the nvlink lane's links, launches, counts and fences are tested where CI runs. What it
+// cannot show is whether the kernels themselves are right: that takes a GPU (the same tests run there over the real
+// driver). It is stricter than the real one where that leaves a misuse undefined: memory that is freed while another
+// process has it mapped by its IPC handle ends this process.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -13,6 +15,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <functional>
@@ -37,16 +40,30 @@ constexpr int kSuccess = 0;
 constexpr int kInvalidValue = 1;
 constexpr int kInvalidContext = 201;
 constexpr int kNotReady = 600;
+constexpr int kLaunchFailed = 719;
 constexpr int kNotSupported = 801;
+constexpr int kCaptureUnsupported = 900;
+constexpr int kCaptureInvalidated = 901;
 constexpr int kUnknown = 999;
 constexpr int kDevices = 2;
+
+struct Handle {
+  int pid;
+  int fd;
+  uint64_t bytes;
+  uint64_t inode;  // of the memfd: another one may have its number by now
+  char padding[40];
+};
+static_assert(sizeof(Handle) == 64);
 
 struct Allocation {
   uint64_t bytes = 0;
   int fd = -1;
   int device = 0;
-  bool imported = false;
   bool capable = true;
+  unsigned synchronous = 0;
+  uint32_t opened = 0;  // how often, if it is another process's
+  Handle handle{};      // if so, by which
 };
 std::mutex mutex;
 std::map<DevicePointer, Allocation> allocations;  // by address, this process's and mapped ones
@@ -119,16 +136,38 @@ std::vector<DevicePointer> pieces_in(DevicePointer pointer, size_t bytes) {
   return found;
 }
 
-struct Handle {
-  int pid;
-  int fd;
-  uint64_t bytes;
-  char padding[48];
-};
-static_assert(sizeof(Handle) == 64);
-
 int contexts[kDevices];  // their addresses are the handles
+unsigned context_flags[kDevices];
 thread_local std::vector<int*> current;
+int device_of_current() { return static_cast<int>(current.back() - contexts); }
+
+// --- IPC mappings: each has one of these bytes of the memfd locked, so that the owner can count them, and a process that
+// is killed has none any more.
+
+constexpr int kMaxMappings = 64;
+
+struct flock byte_lock(int index) {
+  struct flock lock{};
+  lock.l_type = F_WRLCK;
+  lock.l_start = index;
+  lock.l_len = 1;
+  return lock;
+}
+bool take_mapping_lock(int fd) {
+  for (int i = 0; i < kMaxMappings; ++i) {
+    struct flock lock = byte_lock(i);
+    if (fcntl(fd, F_OFD_SETLK, &lock) == 0) return true;
+  }
+  return false;
+}
+int count_mappings(int fd) {
+  int count = 0;
+  for (int i = 0; i < kMaxMappings; ++i) {
+    struct flock lock = byte_lock(i);
+    if (fcntl(fd, F_OFD_GETLK, &lock) == 0 && lock.l_type != F_UNLCK) ++count;
+  }
+  return count;
+}
 
 class FakeStream {
  public:
@@ -187,6 +226,49 @@ FakeStream& stream_of(void* stream) {
   return stream != nullptr ? *static_cast<FakeStream*>(stream) : *legacy;
 }
 
+// --- Stream capture
+
+constexpr int kCaptureGlobal = 0;
+constexpr int kCaptureRelaxed = 2;
+
+struct Capture {
+  std::thread::id thread;
+  int mode = kCaptureGlobal;
+  bool invalid = false;
+  std::vector<std::function<void()>> operations;
+};
+using Graph = std::vector<std::function<void()>>;
+std::map<void*, Capture> captures;  // by stream
+thread_local int thread_mode = kCaptureGlobal;
+
+// The calling thread does something that is potentially unsafe while a stream is captured. True: it must not, and the
+// capture is ruined. Which calls that are was seen on an H100 with driver 580.
+bool ruins_capture() {
+  if (thread_mode == kCaptureRelaxed) return false;
+  const std::lock_guard lock(mutex);
+  bool ruined = false;
+  for (auto& [stream, capture] : captures) {
+    const bool own = capture.thread == std::this_thread::get_id() && capture.mode != kCaptureRelaxed;
+    if (!own && !(thread_mode == kCaptureGlobal && capture.mode == kCaptureGlobal)) continue;
+    ruined = capture.invalid = true;
+  }
+  return ruined;
+}
+
+// Puts an operation onto the stream, or into what is captured from it.
+int enqueue(void* stream, std::function<void()> operation) {
+  {
+    const std::lock_guard lock(mutex);
+    if (const auto found = captures.find(stream); found != captures.end()) {
+      if (found->second.invalid) return kCaptureInvalidated;
+      found->second.operations.push_back(std::move(operation));
+      return kSuccess;
+    }
+  }
+  stream_of(stream).push(std::move(operation));
+  return kSuccess;
+}
+
 std::map<DevicePointer, Allocation>::iterator find(DevicePointer pointer) {
   auto found = allocations.upper_bound(pointer);
   if (found == allocations.begin()) return allocations.end();
@@ -196,11 +278,20 @@ std::map<DevicePointer, Allocation>::iterator find(DevicePointer pointer) {
 
 std::atomic<bool> copies_held{false};
 std::atomic<int> copies_waiting{0};
+std::atomic<int> waiting_for_streams{0};
+std::atomic<bool> broken{false};
+std::atomic<int> breaks{0};
+std::atomic<bool> own_handles{false};
+std::atomic<int> writes_ordering{100};
+std::atomic<int> flush_options{1};
+std::atomic<int> flushes{0};
 
-void copy_pages(const CopyLaunch& launch) {
+// `breaks_before`: how often the GPU had broken down when it was launched.
+void copy_pages(const CopyLaunch& launch, int breaks_before) {
   ++copies_waiting;
   copies_held.wait(true);
   --copies_waiting;
+  if (breaks != breaks_before) return;
   for (uint32_t unit = 0; unit < launch.units; ++unit) {
     const kvc::cuda::PageCopy& page = launch.pages[unit / launch.units_per_page];
     const uint64_t offset = static_cast<uint64_t>(unit % launch.units_per_page) * kvc::cuda::kUnitBytes;
@@ -241,8 +332,26 @@ KVC_API int cuDeviceGetName(char* name, int bytes, int) {
   return kSuccess;
 }
 KVC_API int cuDeviceGetAttribute(int* value, int attribute, int) {
-  *value = attribute == 75 ? 9 : attribute == 16 ? 4 : attribute == 122 ? 1 : 0;
-  return kSuccess;
+  switch (attribute) {
+    case 16:
+      *value = 4;
+      return kSuccess;
+    case 75:
+      *value = 9;
+      return kSuccess;
+    case 117:
+      *value = flush_options;
+      return kSuccess;
+    case 118:
+      *value = writes_ordering;
+      return kSuccess;
+    case 122:
+      *value = 1;
+      return kSuccess;
+    default:
+      *value = 0;
+      return kSuccess;
+  }
 }
 KVC_API int cuDevicePrimaryCtxRetain(int** context, int device) {
   *context = &contexts[device];
@@ -255,7 +364,7 @@ KVC_API int cuCtxGetCurrent(int** context) {
 }
 KVC_API int cuCtxGetDevice(int* device) {
   if (current.empty()) return kInvalidContext;
-  *device = static_cast<int>(current.back() - contexts);
+  *device = device_of_current();
   return kSuccess;
 }
 KVC_API int cuCtxPushCurrent_v2(int* context) {
@@ -274,38 +383,110 @@ KVC_API int cuCtxGetStreamPriorityRange(int* lowest, int* highest) {
   return kSuccess;
 }
 KVC_API int cuCtxEnablePeerAccess(int*, unsigned) { return kSuccess; }
-KVC_API int cuCtxSynchronize() { return kSuccess; }
+KVC_API int cuCtxGetFlags(unsigned* flags) {
+  if (current.empty()) return kInvalidContext;
+  *flags = context_flags[device_of_current()];
+  return kSuccess;
+}
+KVC_API int cuCtxSetFlags(unsigned flags) {
+  if (current.empty()) return kInvalidContext;
+  context_flags[device_of_current()] = flags;
+  return kSuccess;
+}
+// Never allowed while a stream is captured, whatever the mode.
+KVC_API int cuCtxSynchronize() {
+  const std::lock_guard lock(mutex);
+  for (auto& [stream, capture] : captures) capture.invalid = true;
+  return captures.empty() ? kSuccess : kCaptureUnsupported;
+}
+KVC_API int cuThreadExchangeStreamCaptureMode(int* mode) {
+  std::swap(*mode, thread_mode);
+  return kSuccess;
+}
+KVC_API int cuStreamBeginCapture_v2(void* stream, int mode) {
+  const std::lock_guard lock(mutex);
+  const auto [capture, fresh] = captures.try_emplace(stream);
+  capture->second.thread = std::this_thread::get_id();
+  capture->second.mode = mode;
+  return fresh ? kSuccess : kInvalidValue;
+}
+KVC_API int cuStreamIsCapturing(void* stream, int* status) {
+  const std::lock_guard lock(mutex);
+  const auto found = captures.find(stream);
+  *status = found == captures.end() ? 0 : found->second.invalid ? 2 : 1;
+  return kSuccess;
+}
+KVC_API int cuStreamEndCapture(void* stream, Graph** graph) {
+  const std::lock_guard lock(mutex);
+  const auto capture = captures.extract(stream);
+  *graph = nullptr;
+  if (!capture) return kInvalidValue;
+  if (capture.mapped().invalid) return kCaptureInvalidated;
+  *graph = new Graph(capture.mapped().operations);
+  return kSuccess;
+}
+KVC_API int cuGraphInstantiateWithFlags(Graph** executable, Graph* graph, unsigned long long) {
+  *executable = new Graph(*graph);
+  return kSuccess;
+}
+KVC_API int cuGraphLaunch(Graph* executable, void* stream) {
+  for (const auto& operation : *executable) stream_of(stream).push(operation);
+  return kSuccess;
+}
+KVC_API int cuGraphExecDestroy(Graph* executable) {
+  delete executable;
+  return kSuccess;
+}
+KVC_API int cuGraphDestroy(Graph* graph) {
+  delete graph;
+  return kSuccess;
+}
 KVC_API int cuMemAlloc_v2(DevicePointer* pointer, size_t bytes) {
   if (current.empty()) return kInvalidContext;
+  if (ruins_capture()) return kCaptureUnsupported;
   const int fd = memfd_create("fake-gpu", MFD_CLOEXEC);
   if (fd < 0 || ftruncate(fd, static_cast<off_t>(bytes)) != 0) return 2;
   void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (data == MAP_FAILED) return 2;
   *pointer = reinterpret_cast<DevicePointer>(data);
   const std::lock_guard lock(mutex);
-  allocations[*pointer] = {bytes, fd, static_cast<int>(current.back() - contexts), false, true};
+  allocations[*pointer] = {.bytes = bytes, .fd = fd, .device = device_of_current()};
   return kSuccess;
 }
+// With the mutex held.
+static void end_allocation(std::map<DevicePointer, Allocation>::iterator allocation) {
+  munmap(reinterpret_cast<void*>(allocation->first), allocation->second.bytes);
+  close(allocation->second.fd);
+  allocations.erase(allocation);
+}
 KVC_API int cuMemFree_v2(DevicePointer pointer) {
+  if (ruins_capture()) return kCaptureUnsupported;
   const std::lock_guard lock(mutex);
   const auto found = allocations.find(pointer);
-  if (found == allocations.end()) return kInvalidValue;
-  munmap(reinterpret_cast<void*>(pointer), found->second.bytes);
-  close(found->second.fd);
-  allocations.erase(found);
+  if (found == allocations.end() || found->second.opened > 0) return kInvalidValue;
+  if (const int mappings = count_mappings(found->second.fd); mappings > 0) {
+    std::fprintf(stderr, "fake_cuda: memory is freed that %d others have mapped by its IPC handle\n", mappings);
+    std::abort();
+  }
+  end_allocation(found);
   return kSuccess;
 }
 KVC_API int cuMemHostAlloc(void** pointer, size_t bytes, unsigned) {
   if (current.empty()) return kInvalidContext;
+  if (ruins_capture()) return kCaptureUnsupported;
   *pointer = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
   return *pointer != nullptr ? kSuccess : 2;
 }
 KVC_API int cuMemFreeHost(void* pointer) {
+  if (ruins_capture()) return kCaptureUnsupported;
   std::free(pointer);
   return kSuccess;
 }
-KVC_API int cuMemHostRegister_v2(void*, size_t, unsigned) { return current.empty() ? kInvalidContext : kSuccess; }
-KVC_API int cuMemHostUnregister(void*) { return kSuccess; }
+KVC_API int cuMemHostRegister_v2(void*, size_t, unsigned) {
+  if (current.empty()) return kInvalidContext;
+  return ruins_capture() ? kCaptureUnsupported : kSuccess;
+}
+KVC_API int cuMemHostUnregister(void*) { return ruins_capture() ? kCaptureUnsupported : kSuccess; }
 KVC_API int cuMemHostGetDevicePointer_v2(DevicePointer* device, void* pointer, unsigned) {
   *device = reinterpret_cast<DevicePointer>(pointer);
   return kSuccess;
@@ -315,13 +496,16 @@ KVC_API int cuMemcpyHtoD_v2(DevicePointer target, const void* source, size_t byt
   return kSuccess;
 }
 KVC_API int cuMemcpyDtoH_v2(void* target, DevicePointer source, size_t bytes) {
+  if (bytes == sizeof(uint64_t)) {  // a word, which a stream may write meanwhile
+    *static_cast<uint64_t*>(target) = reinterpret_cast<const std::atomic<uint64_t>*>(source)->load();
+    return kSuccess;
+  }
   std::memcpy(target, reinterpret_cast<const void*>(source), bytes);
   return kSuccess;
 }
 KVC_API int cuMemcpyDtoDAsync_v2(DevicePointer target, DevicePointer source, size_t bytes, void* stream) {
-  stream_of(stream).push(
-      [=] { std::memcpy(reinterpret_cast<void*>(target), reinterpret_cast<const void*>(source), bytes); });
-  return kSuccess;
+  return enqueue(stream,
+                 [=] { std::memcpy(reinterpret_cast<void*>(target), reinterpret_cast<const void*>(source), bytes); });
 }
 KVC_API int cuMemsetD8_v2(DevicePointer target, unsigned char value, size_t bytes) {
   std::memset(reinterpret_cast<void*>(target), value, bytes);
@@ -335,19 +519,20 @@ struct Attributes {
   uint64_t handle_types = 0;
   size_t mapping_bytes = 0;
   DevicePointer mapping = 0;
+  unsigned synchronous = 0;
 };
 // With the mutex held. False: nothing is known of it.
 static bool describe(DevicePointer pointer, Attributes& found) {
   if (const auto piece = find_piece(pointer); piece != pieces.end()) {
     const auto& [reserved, reserved_bytes] = *find_reservation(pointer);
-    found = {piece->second.device, 0,           reserved, reserved_bytes, piece->second.exportable ? 1U : 0U,
-             piece->second.bytes,  piece->first};
+    found = {piece->second.device, 0, reserved, reserved_bytes, piece->second.exportable ? 1U : 0U, piece->second.bytes,
+             piece->first,         0};
     return true;
   }
   const auto allocation = find(pointer);
   if (allocation == allocations.end()) return false;
   const auto& [address, memory] = *allocation;
-  found = {memory.device, memory.capable, address, memory.bytes, 0, memory.bytes, address};
+  found = {memory.device, memory.capable, address, memory.bytes, 0, memory.bytes, address, memory.synchronous};
   return true;
 }
 KVC_API int cuPointerGetAttribute(void* value, int attribute, DevicePointer pointer) {
@@ -357,6 +542,9 @@ KVC_API int cuPointerGetAttribute(void* value, int attribute, DevicePointer poin
   switch (attribute) {
     case 2:
       *static_cast<unsigned*>(value) = 2;
+      return kSuccess;
+    case 6:
+      *static_cast<unsigned*>(value) = found.synchronous;
       return kSuccess;
     case 9:
       *static_cast<int*>(value) = found.device;
@@ -383,6 +571,32 @@ KVC_API int cuPointerGetAttribute(void* value, int attribute, DevicePointer poin
       return kInvalidValue;
   }
 }
+// CU_POINTER_ATTRIBUTE_SYNC_MEMOPS alone, which memory in pieces does not have.
+KVC_API int cuPointerSetAttribute(const void* value, int attribute, DevicePointer pointer) {
+  if (ruins_capture()) return kCaptureUnsupported;
+  const std::lock_guard lock(mutex);
+  if (find_piece(pointer) != pieces.end()) return kNotSupported;
+  const auto found = find(pointer);
+  if (found == allocations.end() || attribute != 6) return kInvalidValue;
+  found->second.synchronous = *static_cast<const unsigned*>(value);
+  return kSuccess;
+}
+KVC_API int cuFlushGPUDirectRDMAWrites(int target, int scope) {
+  if (current.empty()) return kInvalidContext;
+  if (target != 0 || (scope != 100 && scope != 200)) return kInvalidValue;
+  ++flushes;
+  return kSuccess;
+}
+KVC_API int cuMemGetHandleForAddressRange(int* descriptor, DevicePointer pointer, size_t bytes, int type,
+                                          unsigned long long) {
+  const std::lock_guard lock(mutex);
+  const auto found = find(pointer);
+  if (found == allocations.end() || bytes > found->second.bytes - (pointer - found->first) || type != 1) {
+    return kInvalidValue;
+  }
+  *descriptor = fcntl(found->second.fd, F_DUPFD_CLOEXEC, 0);
+  return *descriptor >= 0 ? kSuccess : 2;
+}
 // Not of the driver: copies that have not begun wait until they are let go, as on a GPU whose kernels leave them no room.
 KVC_API int fakeHoldCopies(int hold) {
   copies_held = hold != 0;
@@ -391,33 +605,79 @@ KVC_API int fakeHoldCopies(int hold) {
 }
 // Not of the driver: how many do.
 KVC_API int fakeHeldCopies() { return copies_held ? copies_waiting.load() : 0; }
+// Not of the driver: nothing runs any more, as after a kernel's fault, and every stream says so.
+KVC_API int fakeBreak(int now) {
+  broken = now != 0;
+  if (broken) ++breaks;
+  return kSuccess;
+}
+// Not of the driver: what the GPUs say of remote writes (CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_...).
+KVC_API int fakeRemoteWrites(int ordering, int options) {
+  writes_ordering = ordering;
+  flush_options = options;
+  return kSuccess;
+}
+// Not of the driver: how often they were flushed.
+KVC_API int fakeFlushes() { return flushes; }
 // Not of the driver: makes an allocation one that cannot be shared, as those of a memory pool are.
 KVC_API int fakeForbidSharing(DevicePointer pointer) {
   const std::lock_guard lock(mutex);
   allocations[pointer].capable = false;
   return kSuccess;
 }
+// Not of the driver: two domains of one process can be strangers to each other.
+KVC_API int fakeOpenOwnHandles(int open) {
+  own_handles = open != 0;
+  return kSuccess;
+}
+// Not of the driver: how many others have this allocation mapped by its IPC handle.
+KVC_API int fakeIpcMappings(DevicePointer pointer) {
+  const std::lock_guard lock(mutex);
+  const auto found = allocations.find(pointer);
+  return found == allocations.end() ? -1 : count_mappings(found->second.fd);
+}
 KVC_API int cuIpcGetMemHandle(Handle* handle, DevicePointer pointer) {
   const std::lock_guard lock(mutex);
   const auto found = allocations.find(pointer);
   if (found == allocations.end() || !found->second.capable) return kInvalidValue;
-  *handle = {getpid(), found->second.fd, found->second.bytes, {}};
+  struct stat status{};
+  fstat(found->second.fd, &status);
+  *handle = {getpid(), found->second.fd, found->second.bytes, status.st_ino, {}};
   return kSuccess;
 }
 KVC_API int cuIpcOpenMemHandle_v2(DevicePointer* pointer, Handle handle, unsigned) {
-  if (current.empty() || handle.pid == getpid()) return kInvalidContext;
+  if (current.empty() || (handle.pid == getpid() && !own_handles)) return kInvalidContext;
+  if (ruins_capture()) return kCaptureUnsupported;
+  const std::lock_guard lock(mutex);
+  for (auto& [address, allocation] : allocations) {
+    if (allocation.opened == 0 || std::memcmp(&allocation.handle, &handle, sizeof(handle)) != 0) continue;
+    ++allocation.opened;
+    *pointer = address;
+    return kSuccess;
+  }
   char path[64];
   std::snprintf(path, sizeof(path), "/proc/%d/fd/%d", handle.pid, handle.fd);
   const int fd = open(path, O_RDWR | O_CLOEXEC);
-  if (fd < 0) return kInvalidValue;
+  struct stat status{};
+  if (fd < 0 || fstat(fd, &status) != 0 || status.st_ino != handle.inode || !take_mapping_lock(fd)) {
+    close(fd);
+    return kInvalidValue;
+  }
   void* data = mmap(nullptr, handle.bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (data == MAP_FAILED) return kInvalidValue;
   *pointer = reinterpret_cast<DevicePointer>(data);
-  const std::lock_guard lock(mutex);
-  allocations[*pointer] = {handle.bytes, fd, static_cast<int>(current.back() - contexts), true, false};
+  allocations[*pointer] = {
+      .bytes = handle.bytes, .fd = fd, .device = device_of_current(), .opened = 1, .handle = handle};
   return kSuccess;
 }
-KVC_API int cuIpcCloseMemHandle(DevicePointer pointer) { return cuMemFree_v2(pointer); }
+KVC_API int cuIpcCloseMemHandle(DevicePointer pointer) {
+  if (ruins_capture()) return kCaptureUnsupported;
+  const std::lock_guard lock(mutex);
+  const auto found = allocations.find(pointer);
+  if (found == allocations.end() || found->second.opened == 0) return kInvalidValue;
+  if (--found->second.opened == 0) end_allocation(found);
+  return kSuccess;
+}
 KVC_API int cuMemGetAllocationGranularity(size_t* granularity, const AllocationProperties*, int) {
   *granularity = kGranularity;
   return kSuccess;
@@ -544,24 +804,35 @@ KVC_API int cuStreamDestroy_v2(void* stream) {
   delete static_cast<FakeStream*>(stream);
   return kSuccess;
 }
-KVC_API int cuStreamQuery(void* stream) { return stream_of(stream).idle() ? kSuccess : kNotReady; }
+KVC_API int cuStreamQuery(void* stream) {
+  if (ruins_capture()) return kCaptureUnsupported;
+  if (broken) return kLaunchFailed;
+  return stream_of(stream).idle() ? kSuccess : kNotReady;
+}
 KVC_API int cuStreamSynchronize(void* stream) {
+  if (ruins_capture()) return kCaptureUnsupported;
+  if (broken) return kLaunchFailed;
+  ++waiting_for_streams;
   stream_of(stream).wait();
+  --waiting_for_streams;
   return kSuccess;
 }
+// Not of the driver: how many threads are in it.
+KVC_API int fakeWaitingForStreams() { return waiting_for_streams; }
 KVC_API int cuStreamWriteValue64_v2(void* stream, DevicePointer word, uint64_t value, unsigned) {
-  stream_of(stream).push([=] { reinterpret_cast<std::atomic<uint64_t>*>(word)->store(value); });
-  return kSuccess;
+  return enqueue(stream, [=] { reinterpret_cast<std::atomic<uint64_t>*>(word)->store(value); });
 }
 KVC_API int cuEventCreate(void**, unsigned) { return kInvalidValue; }
 KVC_API int cuEventDestroy_v2(void*) { return kInvalidValue; }
 KVC_API int cuEventRecord(void*, void*) { return kInvalidValue; }
 KVC_API int cuEventElapsedTime(float*, void*, void*) { return kInvalidValue; }
+// The real driver allows this one; its documentation does not say so.
 KVC_API int cuModuleLoadData(void** module, const void*) {
+  if (ruins_capture()) return kCaptureUnsupported;
   *module = &contexts;
   return kSuccess;
 }
-KVC_API int cuModuleUnload(void*) { return kSuccess; }
+KVC_API int cuModuleUnload(void*) { return ruins_capture() ? kCaptureUnsupported : kSuccess; }
 KVC_API int cuModuleGetFunction(const void** function, void*, const char* name) {
   for (const auto& kernel : kKernels) {
     if (std::strcmp(kernel, name) != 0) continue;
@@ -573,14 +844,13 @@ KVC_API int cuModuleGetFunction(const void** function, void*, const char* name) 
 KVC_API int cuFuncSetAttribute(void*, int, int) { return kSuccess; }
 KVC_API int cuLaunchKernel(const void* function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
                            void* stream, void** arguments, void**) {
+  if (broken) return kLaunchFailed;
   const auto kernel = static_cast<const char* const*>(function) - kKernels;
   if (kernel <= 1) {
     const CopyLaunch launch = *static_cast<const CopyLaunch*>(arguments[0]);
-    stream_of(stream).push([launch] { copy_pages(launch); });
-    return kSuccess;
+    return enqueue(stream, [launch, before = breaks.load()] { copy_pages(launch, before); });
   }
   auto* word = *static_cast<std::atomic<uint64_t>**>(arguments[0]);
-  const uint64_t value = *static_cast<const uint64_t*>(arguments[1]);
-  stream_of(stream).push([=] { word->store(kernel == 2 ? value : word->load() + 1); });
-  return kSuccess;
+  const uint64_t value = kernel == 2 ? *static_cast<const uint64_t*>(arguments[1]) : 0;
+  return enqueue(stream, [=] { word->store(kernel == 2 ? value : word->load() + 1); });
 }

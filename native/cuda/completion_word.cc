@@ -1,0 +1,71 @@
+#include "cuda/completion_word.h"
+
+namespace kvc::cuda {
+
+namespace {
+
+constexpr std::string_view kOperation = "create_completion_word";
+
+}  // namespace
+
+Result<std::unique_ptr<CompletionWord>> CompletionWord::create(int device, Place place, bool remote_writes) {
+  Result<std::shared_ptr<Context>> context = Context::retain(device);
+  if (!context) return context.error();
+  const Context& gpu = *context.value();
+  const Driver& driver = gpu.driver();
+  std::unique_ptr<CompletionWord> word(new CompletionWord(context.value()));
+  if (remote_writes) {
+    Result<RemoteWrites> writes = RemoteWrites::of(context.value());
+    if (!writes) return writes.error();
+    word->remote_writes_ = std::move(writes.value());
+  }
+  const Context::Scope scope(gpu);
+  if (place == Place::kHost) {
+    Result<PinnedMemory> pinned = PinnedMemory::allocate(driver, sizeof(uint64_t));
+    if (!pinned) return pinned.error();
+    word->pinned_ = std::move(pinned.value());
+    return word;
+  }
+  if (gpu.attribute(kAttributeStreamWrites64) == 0) {
+    return Error{ErrorCode::kRefused,
+                 "cuda",
+                 {},
+                 std::string(kOperation),
+                 gpu.name() + " cannot write 64-bit words from a stream: take one in host memory"};
+  }
+  Result<OwnedStream> stream = OwnedStream::create(driver, OwnedStream::Priority::kHighest);
+  if (!stream) return stream.error();
+  word->stream_ = std::move(stream.value());
+  if (int result = driver.cuMemAlloc_v2(&word->word_, sizeof(uint64_t)); result != kSuccess) {
+    return cuda_error(kOperation, "cuMemAlloc", result);
+  }
+  if (int result = driver.cuMemsetD8_v2(word->word_, 0, sizeof(uint64_t)); result != kSuccess) {
+    return cuda_error(kOperation, "cuMemsetD8", result);
+  }
+  return word;
+}
+
+CompletionWord::~CompletionWord() {
+  const Context::Scope scope(*context_);
+  // Here and not in their destructors after this one: they need the scope.
+  stream_ = {};
+  pinned_ = {};
+  if (word_ != 0) context_->driver().cuMemFree_v2(word_);
+}
+
+Status CompletionWord::store(uint64_t value) noexcept {
+  if (remote_writes_) {
+    if (Status flushed = remote_writes_->flush(); !flushed) return flushed;
+  }
+  if (pinned_.data() != nullptr) {
+    pinned_.word().store(value, std::memory_order_release);
+    return {};
+  }
+  const Context::Scope scope(*context_);
+  // Flags 0: with a memory barrier, so that what the word stands for is visible before it.
+  const int result = context_->driver().cuStreamWriteValue64_v2(stream_.get(), word_, value, 0);
+  if (result != kSuccess) return cuda_error("store", "cuStreamWriteValue64", result);
+  return {};
+}
+
+}  // namespace kvc::cuda

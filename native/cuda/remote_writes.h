@@ -1,0 +1,32 @@
+// RemoteWrites: what NICs write into one GPU's memory (GPUDirect RDMA), for kernels that are running there meanwhile.
+//
+// A kernel that is launched after a transfer was counted sees its bytes: that is CUDA's rule. One that runs already and
+// polls a word does so only where the GPU keeps remote writes in order (Hopper does for its own kernels, as an H100
+// says), or is told to flush them before the word is stored.
+#pragma once
+
+#include <memory>
+#include <utility>
+
+#include "cuda/driver.h"
+#include "engine/error.h"
+
+namespace kvc::cuda {
+
+class RemoteWrites {
+ public:
+  // Of the context's GPU. kRefused: neither can be had there.
+  static Result<RemoteWrites> of(std::shared_ptr<Context> context);
+
+  // Any thread. What a completion has told of before is visible to the GPU's running kernels afterwards. Nothing to do
+  // where the GPU keeps order; else 1 us (an H100, asked for the order of all GPUs).
+  Status flush() const;
+
+ private:
+  RemoteWrites(std::shared_ptr<Context> context, bool ordered) : context_(std::move(context)), ordered_(ordered) {}
+
+  std::shared_ptr<Context> context_;
+  bool ordered_;
+};
+
+}  // namespace kvc::cuda

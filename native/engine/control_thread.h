@@ -1,0 +1,68 @@
+// ControlThread: the engine's thread for whatever may block: memory registration, making and ending links.
+//
+// It carries out tasks in the order in which they came, and lets connectors serve what comes to them by itself. It may wait
+// for the worker; the worker never waits for it.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <type_traits>
+#include <utility>
+
+#include "engine/control_queue.h"
+#include "engine/domain.h"
+#include "engine/latch.h"
+#include "engine/unique_fd.h"
+
+namespace kvc {
+
+class ControlThread final : public ControlQueue {
+ public:
+  // `after`: called on the thread after each round of tasks.
+  explicit ControlThread(std::function<void()> after) : after_(std::move(after)) {}
+  // Stops if it runs.
+  ~ControlThread() override;
+
+  Status start(const std::string& engine);
+  // Carries out what is left and ends the thread. Blocks.
+  void stop();
+
+  void run(std::function<void()> task) override;
+
+  // Runs `f` (which returns a Result) on the thread and returns what it returns. Blocks. Not on the thread itself.
+  template <typename F>
+  std::invoke_result_t<F> call(F f) {
+    std::optional<std::invoke_result_t<F>> result;
+    Latch latch;
+    run([&] {
+      result.emplace(f());
+      latch.set_done();
+    });
+    latch.wait();
+    return std::move(*result);
+  }
+
+  // On the thread: from now on the connector is served, until unwatch_all().
+  void watch(Connector& connector);
+  void unwatch_all() { watched_.clear(); }
+
+ private:
+  void loop();
+  bool run_tasks();
+
+  const std::function<void()> after_;
+  std::thread thread_;
+  UniqueFd wake_;
+  std::mutex mutex_;
+  std::deque<std::function<void()>> tasks_;  // guarded by mutex_
+  bool stopping_ = false;                    // guarded by mutex_
+
+  std::vector<Connector*> watched_;  // the thread's
+};
+
+}  // namespace kvc

@@ -1,0 +1,152 @@
+// DomainProxy: a domain that another thread drives, on the thread that schedules.
+//
+// What the scheduler asks of it goes over to the domain's thread, and what the domain tells comes back, each in order; so
+// the scheduler finds the contract of any other domain. A batch is copied on the way, 1 KiB at most: 50 ns, where posting
+// its 64 pages can cost fifty times that.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "engine/domain.h"
+#include "engine/immediate.h"
+#include "engine/spsc_ring.h"
+#include "engine/submission_queue.h"
+#include "engine/waker.h"
+
+namespace kvc {
+
+// What lies between the two threads.
+struct DomainPassage {
+  struct Batch {
+    LinkId link = 0;
+    WriteBatch write;  // of the first of `pages`
+    std::array<PageWrite, Immediate::kMaxMultiplicity> pages;
+  };
+  // Whatever else is asked.
+  struct Request {
+    enum class Kind : uint8_t { kPublish, kWithdraw, kAttach, kFence, kSend, kTake };
+    Kind kind = Kind::kTake;
+    LinkId link = 0;
+    uint64_t value = 0;  // kSend: the WorkId; kTake: the slot
+    Registration* region = nullptr;
+    std::unique_ptr<LinkEnd> end{};
+    Bytes message{};
+    uint64_t after = 0;  // so many batches were posted before it
+    Request* next = nullptr;
+  };
+  struct Told {
+    enum class Kind : uint8_t { kCompletion, kFenced, kPublished, kWithdrawn };
+    Kind kind = Kind::kCompletion;
+    Completion completion;
+    LinkId link = 0;                 // kFenced
+    Registration* region = nullptr;  // kPublished, kWithdrawn
+  };
+
+  // 16 batches each for 16 links: their windows are full before.
+  static constexpr size_t kBatches = 256;
+  // Completions, 32 KiB of them. Beyond that the domain is not polled.
+  static constexpr size_t kTold = 1024;
+
+  explicit DomainPassage(std::shared_ptr<Waker> of_scheduler) : scheduler(std::move(of_scheduler)) {}
+
+  SpscRing<Batch> batches{kBatches};
+  SubmissionQueue<Request> requests;
+  SpscRing<Told> told{kTold};
+  const std::shared_ptr<Waker> scheduler;
+  // Links that the domain had no room for when it was asked last. They share places by their ids: one may find itself
+  // busy for another's sake.
+  std::array<std::atomic<uint32_t>, 256> busy{};
+  std::atomic<uint32_t>& busy_of(LinkId link) noexcept { return busy[link % busy.size()]; }
+  // A post was refused, and there was no more room since.
+  std::atomic<bool> refused{false};
+};
+
+class DomainProxy final : public Domain {
+ public:
+  // `wake`: wakes the domain's thread. `close`: ends the domain there; blocks.
+  DomainProxy(std::shared_ptr<DomainPassage> passage, std::function<void()> wake, std::function<void()> close)
+      : passage_(std::move(passage)), wake_(std::move(wake)), close_(std::move(close)) {}
+  ~DomainProxy() override;
+
+  void publish(Registration& region) override;
+  bool published(const Registration& region) const override { return !publishing_.contains(&region); }
+  bool withdraw(Registration& region) override;
+  void attach(LinkId link, std::unique_ptr<LinkEnd> end) override;
+  bool fence(LinkId link) override;
+  Posted post(LinkId link, const WriteBatch& batch) override;
+  Posted send(LinkId link, WorkId work, std::span<const std::byte> message) override;
+  void take(LinkId link, uint32_t slot) override;
+  bool poll() override;
+  int fd() const override { return passage_->scheduler->fd(); }
+  bool prepare_sleep() override;
+
+ private:
+  using Request = DomainPassage::Request;
+  struct Link {
+    uint32_t messages = 0;  // sent and not ended
+    bool fencing = false;
+  };
+  void ask(Request request);
+  bool has_room(LinkId link);
+  bool room_again();
+  bool listen();
+  void hear(DomainPassage::Told& told);
+
+  const std::shared_ptr<DomainPassage> passage_;
+  const std::function<void()> wake_;
+  const std::function<void()> close_;
+  std::unordered_map<LinkId, Link> links_;
+  std::unordered_map<WorkId, LinkId> messages_;
+  std::unordered_set<const Registration*> publishing_;
+  std::unordered_map<Registration*, bool> withdrawing_;  // true: the domain has let go of it
+  bool refused_ = false;
+  bool announced_ = false;
+};
+
+// The domain itself, on its thread.
+class DrivenDomain {
+ public:
+  DrivenDomain(std::unique_ptr<Domain> domain, std::shared_ptr<DomainPassage> passage)
+      : domain_(std::move(domain)), passage_(std::move(passage)) {}
+  ~DrivenDomain();
+
+  bool turn();
+  bool prepare_sleep();
+  // A fence or a withdrawal is not through: no descriptor says when it is.
+  bool retries() const noexcept { return !steps_.empty(); }
+  int fd() const { return domain_->fd(); }
+
+ private:
+  using Request = DomainPassage::Request;
+  using Batch = DomainPassage::Batch;
+  // What the domain has no room for, oldest first.
+  struct Waiting {
+    std::deque<Batch> batches;
+    std::deque<std::unique_ptr<Request>> messages;
+  };
+
+  void begin(std::unique_ptr<Request> request);
+  bool post_until(uint64_t until);
+  bool post(Batch& batch);
+  bool retry();
+  bool step(Request& request);
+  void drop(LinkId link);
+  bool tell_completions();
+  void tell(DomainPassage::Told told);
+
+  const std::unique_ptr<Domain> domain_;
+  const std::shared_ptr<DomainPassage> passage_;
+  std::unordered_map<LinkId, Waiting> waiting_;
+  std::vector<std::unique_ptr<Request>> steps_;  // fences and withdrawals
+  std::deque<DomainPassage::Told> untold_;       // the ring is full
+};
+
+}  // namespace kvc

@@ -1,0 +1,53 @@
+// DomainThread: one more worker of an engine. It drives some of the domains, and nothing else: what is posted on them, and
+// what comes of it, is the scheduling worker's affair (domain_proxy.h).
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine/domain.h"
+#include "engine/domain_proxy.h"
+#include "engine/latch.h"
+#include "engine/poll_loop.h"
+#include "engine/submission_queue.h"
+
+namespace kvc {
+
+class DomainThread final : private PollLoop::Work {
+ public:
+  explicit DomainThread(std::shared_ptr<Waker> waker) : loop_(std::move(waker)) {}
+  DomainThread(const DomainThread&) = delete;
+  DomainThread& operator=(const DomainThread&) = delete;
+  // Stops the thread; its domains have ended. Blocks.
+  ~DomainThread() override;
+
+  // Blocks until the thread runs; after a failure there is none. Pinned to `cpu` unless that is -1.
+  Status start(const std::string& name, int cpu, std::chrono::microseconds spin);
+
+  // Opens a domain on this thread, and gives the calling one its proxy. Blocks, as the proxy's end does.
+  Result<OpenedDomain> open(const DomainFactory& factory, const DomainConfig& config, ControlQueue& control);
+
+  // Any thread.
+  void wake() noexcept { loop_.wake(); }
+
+ private:
+  struct Task {
+    std::function<void()> run;
+    Task* next = nullptr;
+  };
+  void call(const std::function<void()>& f);
+
+  bool turn() override;
+  bool prepare_sleep() override;
+  std::optional<std::chrono::milliseconds> longest_sleep() const override;
+
+  PollLoop loop_;
+  std::thread thread_;
+  SubmissionQueue<Task> tasks_;
+  std::vector<std::unique_ptr<DrivenDomain>> domains_;  // the thread's
+};
+
+}  // namespace kvc

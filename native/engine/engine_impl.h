@@ -1,0 +1,203 @@
+// TransferEngine::Impl: the parts of an engine, and what several of its operations need.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <shared_mutex>
+#include <string>
+#include <vector>
+
+#include "engine/control_thread.h"
+#include "engine/counter_sets.h"
+#include "engine/domain_group.h"
+#include "engine/domain_thread.h"
+#include "engine/event_queue.h"
+#include "engine/ids.h"
+#include "engine/lanes.h"
+#include "engine/memory_region.h"
+#include "engine/message_pool.h"
+#include "engine/offers.h"
+#include "engine/peer.h"
+#include "engine/registry.h"
+#include "engine/scatter.h"
+#include "engine/stats.h"
+#include "engine/transfer.h"
+#include "engine/transfer_engine.h"
+#include "engine/waker.h"
+#include "engine/worker.h"
+
+namespace kvc {
+
+inline Error invalid(std::string operation, std::string message) {
+  return Error{ErrorCode::kInvalidArgument, {}, {}, std::move(operation), std::move(message)};
+}
+
+// The members keep being known when they are gone: they then fail.
+struct PeerGroup {
+  std::vector<std::shared_ptr<Peer>> members;
+};
+
+class TransferEngine::Impl {
+ public:
+  Impl(EngineConfig engine_config, std::shared_ptr<Waker> shared_waker)
+      : config(std::move(engine_config)),
+        waker(std::move(shared_waker)),
+        control([this] {
+          waker->wake();
+          for (const auto& thread : domain_threads) thread->wake();
+        }),
+        offers(config, lanes),
+        group({lanes, peers, transfers, regions, remote_regions, counters, events, messages, stats, control,
+               [this](std::function<void()> task) { worker.submit<Call>(std::move(task)); }}),
+        worker(config, lanes, group, waker, stats) {}
+  // The worker ends first, and needs the control thread for that; the connectors end last, on the control thread.
+  ~Impl() {
+    worker.stop();
+    control.run([this] {
+      control.unwatch_all();
+      worker.drop_commands();
+      for (const std::shared_ptr<LocalRegion>& region : regions.all()) region->memory->registrations.clear();
+    });
+    control.run([this] { lanes.close_connectors(); });
+    control.stop();
+  }
+  Impl(const Impl&) = delete;
+  Impl& operator=(const Impl&) = delete;
+
+  // All threads; blocks until the domains are open.
+  Status start() {
+    const uint32_t others = std::min(config.workers - 1, static_cast<uint32_t>(config.domains.size()));
+    for (uint32_t i = 0; i < others; ++i) {
+      Result<std::shared_ptr<Waker>> own = Waker::create();
+      if (!own) return own.error();
+      const auto& thread = domain_threads.emplace_back(std::make_unique<DomainThread>(std::move(own.value())));
+      const int cpu = config.worker_cpu < 0 ? -1 : config.worker_cpu + 1 + static_cast<int>(i);
+      const auto spin = std::chrono::microseconds(config.spin_us);
+      if (Status started = thread->start("kvc" + std::to_string(i + 1) + "-" + config.name, cpu, spin); !started) {
+        return started;
+      }
+    }
+    if (Status started = control.start(config.name); !started) return started;
+    if (Status started = worker.start(control, domain_threads); !started) return started;
+    control.run([this] {
+      for (Lane& lane : lanes.all()) {
+        for (LaneDomain& domain : lane.domains) control.watch(*domain.connector);
+      }
+    });
+    return {};
+  }
+
+  // Runs `f` (which returns a Result) on the control thread and returns what it returns. Blocks.
+  template <typename F>
+  std::invoke_result_t<F> on_control(const char* operation, F f) {
+    if (worker.on_thread()) return std::invoke_result_t<F>(Worker::blocking_in_callback(operation));
+    return control.call(std::move(f));
+  }
+
+  // --- Looking up.
+
+  static Error no_transfer(TransferId id, const char* operation) {
+    return invalid(operation, "no open transfer " + std::to_string(id) + ": it has ended");
+  }
+  static Error unknown_region(const char* operation, std::string message) {
+    return Error{ErrorCode::kUnknownRegion, {}, {}, operation, std::move(message)};
+  }
+  Result<std::shared_ptr<Transfer>> find_transfer(TransferId id, const char* operation) const {
+    std::shared_ptr<Transfer> transfer = transfers.find(id);
+    if (transfer == nullptr) return no_transfer(id, operation);
+    return transfer;
+  }
+  Result<std::shared_ptr<Peer>> find_peer(PeerId id, const char* operation) const {
+    std::shared_ptr<Peer> peer = peers.find(id);
+    if (peer == nullptr) {
+      return Error{
+          ErrorCode::kUnknownPeer, {}, {}, operation, "no peer " + std::to_string(id) + ": never connected, or fenced"};
+    }
+    return peer;
+  }
+  // One that has answered.
+  Result<std::shared_ptr<Peer>> find_connected(PeerId id, const char* operation) const {
+    Result<std::shared_ptr<Peer>> peer = find_peer(id, operation);
+    if (peer && peer.value()->state.load(std::memory_order_acquire) == Peer::State::kOffered) {
+      return invalid(operation, "peer " + peer.value()->name + " has not answered yet: call complete() first");
+    }
+    return peer;
+  }
+  // The scatter whose submission is known as `id`, and its run; nothing: there is none in flight.
+  struct Submission {
+    std::shared_ptr<Scatter> scatter;
+    ScatterRun* run = nullptr;
+  };
+  std::optional<Submission> find_submission(TransferId id) const {
+    for (std::shared_ptr<Scatter>& scatter : scatters.all()) {
+      if (ScatterRun* const run = scatter->find(id)) return Submission{std::move(scatter), run};
+    }
+    return std::nullopt;
+  }
+
+  // What a write needs, belonging together.
+  struct Ends {
+    Transfer* transfer = nullptr;
+    LocalRegion* source = nullptr;
+    const RemoteRegion* target = nullptr;
+  };
+  // Finds the regions of `ends.transfer`. The caller holds writes_mutex as long as it uses them.
+  Status peek_regions(Ends& ends, RegionId source, RemoteRegionId target, const char* operation) const;
+  Status peek_ends(Ends& ends, TransferId transfer, RegionId source, RemoteRegionId target,
+                   const char* operation) const;
+  // The same for longer than a moment.
+  struct HeldEnds {
+    std::shared_ptr<Transfer> transfer;
+    std::shared_ptr<LocalRegion> source;
+    std::shared_ptr<const RemoteRegion> target;
+  };
+  Status hold_ends(HeldEnds& held, TransferId transfer, RegionId source, RemoteRegionId target, const char* operation);
+  Status check_single(const Ends& ends, const SingleWrite& write, uint64_t bytes, const char* operation) const;
+
+  // A transfer that only its maker knows: publish() makes it one of the engine's.
+  Result<std::shared_ptr<Transfer>> make_transfer(PeerId peer, EventCallback callback,
+                                                  Transfer::Kind kind = Transfer::Kind::kWrites);
+  Status publish(const std::shared_ptr<Transfer>& transfer);
+  Status publish_locked(const std::shared_ptr<Transfer>& transfer);
+
+  Result<std::shared_ptr<PeerGroup>> find_group(PeerGroupId id, const char* operation) const;
+  // Whether there is one of the `given` for each member.
+  Status check_members(PeerGroupId id, size_t given, const char* operation) const;
+  // `once`: for one submission, after which it is forgotten.
+  Result<std::shared_ptr<Scatter>> make_scatter(PeerGroupId group, const std::vector<PreparedSlice>& slices,
+                                                EventCallback callback, bool once, const char* operation);
+  Result<TransferId> submit(const std::shared_ptr<Scatter>& scatter, std::span<const ScatterUpdate> updates);
+
+  const EngineConfig config;
+  WriterFirstMutex peers_mutex;
+  WriterFirstMutex writes_mutex;  // of what a write looks up
+  Registry<Peer> peers{peers_mutex};
+  Registry<PeerGroup> peer_groups{peers_mutex};
+  Registry<Scatter> scatters{peers_mutex};
+  Registry<Transfer> transfers{writes_mutex};
+  Registry<LocalRegion> regions{writes_mutex};
+  Registry<const RemoteRegion> remote_regions{writes_mutex};
+  IdSource<PeerId> peer_ids;
+  IdSource<PeerGroupId> group_ids;
+  IdSource<ScatterId> scatter_ids;
+  IdSource<TransferId> transfer_ids;
+  IdSource<RegionId> region_ids;
+  IdSource<RemoteRegionId> remote_region_ids;
+  const std::shared_ptr<CounterSets> counted = std::make_shared<CounterSets>();  // also its readers'
+  CounterSets& counters = *counted;
+  EventQueue events;
+  MessagePool messages;
+  Stats stats;
+  std::shared_ptr<Waker> waker;
+  std::vector<std::unique_ptr<DomainThread>> domain_threads;  // EngineConfig::workers less the first
+  Lanes lanes;
+  ControlThread control;
+  Offers offers;  // the control thread's
+  DomainGroup group;
+  Worker worker;
+};
+
+}  // namespace kvc

@@ -1,0 +1,160 @@
+#include "engine/scatter.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+namespace kvc {
+
+// --- Submitting
+
+ScatterRun::ScatterRun(Scatter& of) : scatter_(of), filled_(of.slices_.size()) {
+  for (const std::shared_ptr<Peer>& member : of.members_) parts_.emplace_back(*this, *member);
+  requests_.reserve(of.slices_.size());
+  for (const Scatter::Slice& slice : of.slices_) {
+    const bool idle = slice.bytes == 0 && !slice.immediate;
+    requests_.push_back(idle ? RequestRef()
+                             : Request::make(slice.source, slice.target, slice.bytes, slice.immediate,
+                                             SingleWrite{slice.source_offset, slice.target_offset}));
+  }
+}
+
+void ScatterRun::fill(std::span<const ScatterUpdate> updates) {
+  keep_ = scatter_.shared_from_this();
+  for (size_t i = 0; i < updates.size(); ++i) {
+    const Scatter::Slice& slice = scatter_.slices_[i];
+    const ScatterUpdate& update = updates[i];
+    filled_[i] = update.bytes > 0 || slice.immediate.has_value();
+    if (!filled_[i]) continue;
+    requests_[i]->again(slice.source_offset + update.source_offset, slice.target_offset + update.target_offset,
+                        update.bytes);
+  }
+}
+
+std::optional<Error> Scatter::check(std::span<const ScatterUpdate> updates) const {
+  constexpr const char* kOperation = "submit_scatter";
+  if (updates.size() != slices_.size()) {
+    return Error{ErrorCode::kInvalidArgument,
+                 {},
+                 {},
+                 kOperation,
+                 std::to_string(updates.size()) + " updates for " + std::to_string(slices_.size()) +
+                     " slices: one for each, in their order"};
+  }
+  for (size_t i = 0; i < updates.size(); ++i) {
+    const ScatterUpdate& update = updates[i];
+    const uint64_t bytes = slices_[i].bytes;
+    const bool fits = update.bytes <= bytes && update.source_offset <= bytes - update.bytes &&
+                      update.target_offset <= bytes - update.bytes;
+    if (fits) continue;
+    return Error{ErrorCode::kOutOfRange,
+                 {},
+                 members_[slices_[i].member]->name,
+                 kOperation,
+                 "slice " + std::to_string(i) + ": " + std::to_string(update.bytes) + " bytes from offset " +
+                     std::to_string(update.source_offset) + " to offset " + std::to_string(update.target_offset) +
+                     " lie outside the " + std::to_string(bytes) + " bytes that were prepared"};
+  }
+  return std::nullopt;
+}
+
+ScatterRun* Scatter::take(TransferId id) {
+  const std::lock_guard lock(mutex_);
+  auto free = std::find_if(runs_.begin(), runs_.end(), [](const ScatterRun& run) { return run.id() == 0; });
+  if (free == runs_.end()) {
+    if (runs_.size() >= kMaxRuns) return nullptr;
+    runs_.emplace_back(*this);
+    free = std::prev(runs_.end());
+  }
+  free->id_.store(id, std::memory_order_release);
+  return &*free;
+}
+
+ScatterRun* Scatter::find(TransferId id) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = std::find_if(runs_.begin(), runs_.end(), [id](const ScatterRun& run) { return run.id() == id; });
+  return found == runs_.end() ? nullptr : const_cast<ScatterRun*>(&*found);
+}
+
+// --- The worker
+
+void ScatterRun::start(Poster& poster, Endings& endings) {
+  parts_left_ = parts_.size();
+  size_t slice = 0;
+  uint32_t member = 0;
+  for (Part& part : parts_) {
+    Peer& peer = *part.peer;
+    part.sealed = true;
+    part.cancelled = part.ended = false;
+    part.quiesced = true;
+    part.error.reset();
+    ++peer.scatter_parts;
+    const Peer::State state = peer.state.load(std::memory_order_relaxed);
+    bool lost = false;  // what it was to be written to was forgotten with the peer
+    for (; slice < requests_.size() && scatter_.slices_[slice].member == member; ++slice) {
+      if (!filled_[slice]) continue;
+      lost |= scatter_.slices_[slice].target == nullptr && scatter_.slices_[slice].bytes > 0;
+      part.ready.push_back(requests_[slice]);
+    }
+    ++member;
+    if (part.ready.empty()) {
+      endings.touch(part);
+    } else if (lost || peer.down || state == Peer::State::kFencing) {
+      endings.fail(part, peer.down
+                             ? *peer.down
+                             : Error{ErrorCode::kUnknownPeer, {}, {}, "scatter", "this peer was fenced, or has left"});
+    } else if (state != Peer::State::kConnected) {
+      endings.fail(
+          part, Error{ErrorCode::kPeerDown, {}, {}, "scatter", "this peer is leaving: nothing new can be sent to it"});
+    } else {
+      poster.make_runnable(part);
+    }
+  }
+}
+
+void ScatterRun::cancel(Poster& poster, Endings& endings) {
+  for (Part& part : parts_) {
+    if (part.ended) continue;
+    part.cancelled = true;
+    part.ready.clear();
+    poster.remove(part);
+    endings.touch(part);
+  }
+}
+
+void ScatterRun::end(Stream& part, Endings& endings) {
+  part.ended = true;
+  --part.peer->scatter_parts;
+  cancelled_ |= part.cancelled;
+  quiesced_ &= part.quiesced;
+  if (part.error) failures_.push_back({part.peer->id, *part.error});
+  if (--parts_left_ > 0) return;
+
+  const auto taken = [](std::atomic<uint64_t>& counter) { return counter.exchange(0, std::memory_order_relaxed); };
+  Event event{.kind = EventKind::kTransferDone,
+              .id = id(),
+              .quiesced = std::exchange(quiesced_, true),
+              .pages = taken(progress_.pages_done),
+              .bytes = taken(progress_.bytes_done),
+              .failures = std::exchange(failures_, {})};
+  if (!event.failures.empty()) event.error = event.failures.front().error;
+  if (std::exchange(cancelled_, false)) {
+    event.kind = EventKind::kTransferCancelled;
+  } else if (event.error) {
+    event.kind = EventKind::kTransferFailed;
+  }
+  const std::shared_ptr<Scatter> scatter = std::move(keep_);
+  const auto forget = [&] {
+    if (scatter->on_end_) scatter->on_end_();
+    id_.store(0, std::memory_order_release);  // the run is whoever's that takes it
+    return true;
+  };
+  if (!scatter->callback_) {
+    endings.events().push_if(std::move(event), forget);
+  } else {
+    forget();
+    endings.call(scatter->callback_, event);
+  }
+}
+
+}  // namespace kvc

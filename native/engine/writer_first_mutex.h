@@ -1,0 +1,33 @@
+// WriterFirstMutex: a std::shared_mutex whose writers do not starve.
+#pragma once
+
+#include <pthread.h>
+
+namespace kvc {
+
+// glibc's read-write lock lets readers in as long as others hold it, so that a few threads in a tight loop of submissions
+// would keep the worker from ever ending a transfer. Here a writer that waits holds up new readers. Nobody may lock it
+// shared twice.
+class WriterFirstMutex {
+ public:
+  WriterFirstMutex() noexcept {
+    pthread_rwlockattr_t attributes;
+    pthread_rwlockattr_init(&attributes);
+    pthread_rwlockattr_setkind_np(&attributes, PTHREAD_RWLOCK_PREFER_WRITER_NONRECURSIVE_NP);
+    pthread_rwlock_init(&lock_, &attributes);
+    pthread_rwlockattr_destroy(&attributes);
+  }
+  WriterFirstMutex(const WriterFirstMutex&) = delete;
+  WriterFirstMutex& operator=(const WriterFirstMutex&) = delete;
+  ~WriterFirstMutex() { pthread_rwlock_destroy(&lock_); }
+
+  void lock() noexcept { pthread_rwlock_wrlock(&lock_); }
+  void unlock() noexcept { pthread_rwlock_unlock(&lock_); }
+  void lock_shared() noexcept { pthread_rwlock_rdlock(&lock_); }
+  void unlock_shared() noexcept { pthread_rwlock_unlock(&lock_); }
+
+ private:
+  pthread_rwlock_t lock_;
+};
+
+}  // namespace kvc

@@ -1,0 +1,158 @@
+#include "providers/bounce/connector.h"
+
+#include <utility>
+
+#include "cuda/gpu_memory.h"
+#include "engine/byte_codec.h"
+#include "engine/random.h"
+#include "providers/bounce/errors.h"
+
+namespace kvc::bounce {
+
+namespace {
+
+// The lane below's own greeting, in ours. Generous: the largest is libfabric's, some hundred bytes.
+constexpr size_t kMaxGreeting = 64 << 10;
+
+// Which slots the peer is to fill, and what the lane below has to say.
+Bytes greeting(const LinkSlots& link, const Bytes& below) {
+  ByteWriter writer;
+  writer.number(kMagic);
+  writer.number(kVersion);
+  writer.number(link.memory->registration().key);
+  writer.number(reinterpret_cast<uint64_t>(link.memory->data()));
+  writer.blob(below);
+  return writer.take();
+}
+
+// Reads the peer's greeting, and returns the lane below's part of it.
+Result<Bytes> greet(LinkSlots& link, std::span<const std::byte> bytes, std::string_view operation) {
+  ByteReader reader(bytes);
+  const auto magic = reader.number<uint32_t>();
+  const auto version = reader.number<uint32_t>();
+  link.peer_rkey = reader.number<uint64_t>();
+  link.peer_base = reader.number<uint64_t>();
+  const std::span<const std::byte> below = reader.blob(kMaxGreeting);
+  if (!reader.complete() || magic != kMagic) {
+    return bounce_error(ErrorCode::kInvalidArgument, operation, "malformed handshake");
+  }
+  if (version != kVersion) {
+    return bounce_error(ErrorCode::kRefused, operation,
+                        "the peer speaks version " + std::to_string(version) + " of the bounce lane and this process " +
+                            std::to_string(kVersion) + ": run one release on both sides");
+  }
+  return Bytes(below.begin(), below.end());
+}
+
+}  // namespace
+
+Region::Region(const MemoryRange& range, std::shared_ptr<cuda::Copier> gpu)
+    : Registration(range, random_key()), copier(std::move(gpu)) {}
+
+Result<std::unique_ptr<BounceConnector>> BounceConnector::open(const DomainConfig& config,
+                                                               std::unique_ptr<Connector> below) {
+  std::unique_ptr<BounceConnector> connector(new BounceConnector(config, std::move(below)));
+  // What is written from is a registered region too. Its key is told to nobody.
+  Result<std::unique_ptr<SlotMemory>> pool = renamed(SlotMemory::create(kPoolSlots, *connector->below_));
+  if (!pool) return pool.error();
+  connector->pool_ = std::move(pool.value());
+  connector->slots_ = {connector->pool_};
+  return connector;
+}
+
+BounceConnector::~BounceConnector() = default;
+
+std::string BounceConnector::description() const {
+  const auto& context = gpu_.context();
+  return "bounce over " + below_->description() +
+         (context ? " for GPU " + std::to_string(context->device()) : " for host memory");
+}
+
+// --- Memory
+
+// Makes `device` the domain's GPU, if it has none yet.
+Result<std::shared_ptr<cuda::Copier>> BounceConnector::adopt(int device) {
+  Result<std::shared_ptr<cuda::Copier>> copier = renamed(gpu_.adopt(device));
+  if (!copier) return copier;
+  for (const std::weak_ptr<SlotMemory>& known : slots_) {
+    const std::shared_ptr<SlotMemory> slots = known.lock();
+    if (slots == nullptr) continue;
+    if (Status pinned = renamed(slots->pin(gpu_.context())); !pinned) return pinned.error();
+  }
+  return copier;
+}
+
+Result<std::unique_ptr<Registration>> BounceConnector::register_memory(const MemoryRange& range) {
+  if (range.base == nullptr || range.bytes == 0 || range.bytes > UINT64_MAX - reinterpret_cast<uint64_t>(range.base)) {
+    return bounce_error(ErrorCode::kInvalidArgument, "register_memory", "the range is empty or wraps around");
+  }
+  std::shared_ptr<cuda::Copier> copier;
+  if (cuda::is_gpu_memory(range.base)) {
+    const Result<cuda::Placement> placed = renamed(cuda::placement(*cuda::loaded_driver(), range.base));
+    if (!placed) return placed.error();
+    Result<std::shared_ptr<cuda::Copier>> adopted = adopt(placed.value().device);
+    if (!adopted) return adopted.error();
+    if (Status synchronous = renamed(cuda::make_synchronous(range.base)); !synchronous) return synchronous.error();
+    copier = std::move(adopted.value());
+  }
+  return std::unique_ptr<Registration>(std::make_unique<Region>(range, std::move(copier)));
+}
+
+// --- Links
+
+// With slots that the lane below knows.
+Result<std::unique_ptr<LinkSlots>> BounceConnector::make_slots() {
+  Result<std::unique_ptr<SlotMemory>> memory = renamed(SlotMemory::create(kSlots, *below_));
+  if (!memory) return memory.error();
+  if (gpu_.context() != nullptr) {
+    if (Status pinned = renamed(memory.value()->pin(gpu_.context())); !pinned) return pinned.error();
+  }
+  auto link = std::make_unique<LinkSlots>();
+  link->memory = std::move(memory.value());
+  std::erase_if(slots_, [](const auto& known) { return known.expired(); });
+  slots_.push_back(link->memory);
+  return link;
+}
+
+Result<Bytes> BounceConnector::offer(LinkId id) {
+  Result<std::unique_ptr<LinkSlots>> link = make_slots();
+  if (!link) return link.error();
+  const Result<Bytes> below = renamed(below_->offer(id));
+  if (!below) return below.error();
+  return greeting(*(offers_[id] = std::move(link.value())), below.value());
+}
+
+Result<Connector::Accepted> BounceConnector::accept(LinkId id, std::span<const std::byte> offer) {
+  Result<std::unique_ptr<LinkSlots>> made = make_slots();
+  if (!made) return made.error();
+  LinkSlots& link = *made.value();
+  const Result<Bytes> theirs = greet(link, offer, "accept");
+  if (!theirs) return theirs.error();
+  Result<Accepted> accepted = renamed(below_->accept(id, theirs.value()));
+  if (!accepted) return accepted.error();
+  link.below = std::move(accepted.value().end);
+  Bytes answer = greeting(link, accepted.value().answer);
+  return Accepted{std::move(answer), std::move(made.value())};
+}
+
+Result<std::unique_ptr<LinkEnd>> BounceConnector::complete(LinkId id, std::span<const std::byte> answer) {
+  auto offered = offers_.extract(id);
+  if (!offered) return bounce_error(ErrorCode::kInvalidArgument, "complete", "no such offer");
+  LinkSlots& link = *offered.mapped();
+  const Result<Bytes> theirs = greet(link, answer, "complete");
+  if (!theirs) {
+    below_->withdraw(id);
+    return theirs.error();
+  }
+  Result<std::unique_ptr<LinkEnd>> below = renamed(below_->complete(id, theirs.value()));
+  if (!below) return below.error();
+  link.below = std::move(below.value());
+  return std::unique_ptr<LinkEnd>(std::move(offered.mapped()));
+}
+
+void BounceConnector::withdraw(LinkId id) {
+  offers_.erase(id);
+  below_->withdraw(id);
+}
+
+}  // namespace kvc::bounce

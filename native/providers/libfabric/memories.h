@@ -1,0 +1,69 @@
+// Memories: our registered regions as one endpoint knows them. Most devices register a region once for all endpoints; for
+// those that do not (FI_MR_ENDPOINT) it is registered with the endpoint at its first use there, which may block.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <optional>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "engine/control_queue.h"
+#include "providers/libfabric/endpoint.h"
+#include "providers/libfabric/region.h"
+
+namespace kvc::libfabric {
+
+// The driving thread; nothing blocks.
+class Memories {
+ public:
+  Memories(std::shared_ptr<Endpoint> endpoint, ControlQueue& control)
+      : endpoint_(std::move(endpoint)), control_(control) {}
+
+  // Null while the control thread is about it, which wakes the driving thread.
+  Result<fid_mr*> of(const Region& region) {
+    if (region.memory != nullptr) return region.memory.get();
+    std::shared_ptr<Bound>& bound = bound_[&region];
+    if (bound == nullptr) {
+      bound = std::make_shared<Bound>();
+      control_.run([endpoint = endpoint_, bound, base = region.base, bytes = region.bytes] {
+        bound->memory.emplace(endpoint->bind(base, bytes));
+        bound->ready.store(true, std::memory_order_release);
+      });
+    }
+    if (!bound->ready.load(std::memory_order_acquire)) return static_cast<fid_mr*>(nullptr);
+    if (!*bound->memory) return bound->memory->error();
+    return bound->memory->value().get();
+  }
+
+  // The region ends, and so does what this endpoint has of it. False: the control thread is about it, call again.
+  bool release(const Region& region) {
+    const auto found = bound_.find(&region);
+    if (found == bound_.end()) return true;
+    if (!found->second->ready.load(std::memory_order_acquire)) return false;
+    control_.run([bound = std::move(found->second)] { bound->memory.reset(); });
+    bound_.erase(found);
+    return true;
+  }
+
+  // The endpoint ends, after what it has of regions. To be called there, and only once.
+  std::function<void()> end() {
+    return [endpoint = endpoint_, bound = std::exchange(bound_, {})] {
+      for (const auto& [region, memory] : bound) memory->memory.reset();
+      endpoint->close();
+    };
+  }
+
+ private:
+  struct Bound {
+    std::optional<Result<Memory>> memory;  // the control thread's until it is ready, and again from its last task on
+    std::atomic<bool> ready = false;
+  };
+
+  const std::shared_ptr<Endpoint> endpoint_;
+  ControlQueue& control_;
+  std::unordered_map<const Region*, std::shared_ptr<Bound>> bound_;
+};
+
+}  // namespace kvc::libfabric

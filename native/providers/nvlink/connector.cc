@@ -1,0 +1,219 @@
+#include "providers/nvlink/connector.h"
+
+#include <unistd.h>
+
+#include <chrono>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "cuda/gpu_memory.h"
+#include "cuda/virtual_memory.h"
+#include "engine/random.h"
+
+namespace kvc::nvlink {
+
+using same_host::Admission;
+using same_host::Received;
+using same_host::to_bytes;
+
+namespace {
+
+// The peer's domain has the link one turn after its connector has answered, and the answer takes its time. Whoever is
+// slower than this has its memory mapped by and by.
+constexpr auto kAdmissionWait = std::chrono::milliseconds(100);
+constexpr auto kAdmissionLook = std::chrono::microseconds(50);
+
+// One number for all domains of this process, and no other's.
+uint64_t process_mark() {
+  static const uint64_t mark = random_key();
+  return mark;
+}
+
+// What is left to the control thread, on the control thread.
+struct AtOnce final : ControlQueue {
+  void run(std::function<void()> task) override { task(); }
+};
+
+}  // namespace
+
+NvlinkConnector::NvlinkConnector(const DomainConfig& config, std::optional<uint64_t> process)
+    : process_(process.value_or(process_mark())), gpu_(config.copy_blocks) {}
+
+Status NvlinkConnector::open() {
+  const Result<const cuda::Driver*> driver = cuda::driver();
+  if (!driver) return kLane.named(driver.error());
+  driver_ = driver.value();
+  if (cuda::kernel_image().empty()) {
+    return kLane.error(ErrorCode::kRefused, "open",
+                       "this build holds no GPU kernels: nvcc was not found when it was built");
+  }
+  if (Status opened = rendezvous_.open(); !opened) return opened;
+  board().process = process_;
+  return {};
+}
+
+std::string NvlinkConnector::description() const {
+  const auto& context = gpu_.context();
+  return "nvlink pid " + std::to_string(getpid()) + (context ? " GPU " + std::to_string(context->device()) : "");
+}
+
+// --- Memory
+
+Result<std::unique_ptr<Registration>> NvlinkConnector::register_memory(const MemoryRange& range) {
+  constexpr std::string_view kOperation = "register_memory";
+  if (Status possible = keys_.check(range); !possible) return possible.error();
+  const Result<cuda::Placement> placed = cuda::placement(*driver_, range.base);
+  if (!placed) return kLane.named(placed.error());
+  const cuda::Placement& place = placed.value();
+  if (place.device < 0) {
+    return kLane.error(ErrorCode::kNotReachable, kOperation,
+                       "this memory is in no GPU: the nvlink lane moves GPU memory only (host, tcp: the other kind)");
+  }
+  Result<Shared> shared = share(place, range);
+  if (!shared) return shared.error();
+  Result<std::shared_ptr<cuda::Copier>> copier = gpu_.adopt(place.device);
+  if (!copier) return kLane.named(copier.error());
+  if (peer_memory_ == nullptr) peer_memory_ = std::make_shared<PeerMemory>(gpu_.context());
+  if (place.ipc_capable) {
+    const cuda::Context::Scope scope(*gpu_.context());
+    if (int result = driver_->cuIpcGetMemHandle(&shared.value().handle, place.allocation); result != cuda::kSuccess) {
+      Error error = kLane.named(cuda::cuda_error(kOperation, "cuIpcGetMemHandle", result));
+      error.code = ErrorCode::kRefused;
+      return error;
+    }
+  }
+  if (Status synchronous = cuda::make_synchronous(range.base); !synchronous) return kLane.named(synchronous.error());
+  return std::unique_ptr<Registration>(
+      std::make_unique<Region>(range, keys_, pieced_, std::move(shared.value()), std::move(copier.value())));
+}
+
+// One allocation, which CUDA IPC can name to other processes, or pieces. Of the former the handle is still to come.
+Result<Shared> NvlinkConnector::share(const cuda::Placement& place, const MemoryRange& range) const {
+  if (!place.ipc_capable) return share_pieces(range);
+  const uint64_t offset = reinterpret_cast<uint64_t>(range.base) - place.allocation;
+  if (range.bytes > place.allocation_bytes || offset > place.allocation_bytes - range.bytes) {
+    return kLane.error(ErrorCode::kRefused, "register_memory",
+                       "the region spans several allocations: register each as a region of its own");
+  }
+  return Shared{.offset = offset};
+}
+
+// Pieces, whose descriptors the links carry. They are exported as they are sent: here it shows whether they can be.
+Result<Shared> NvlinkConnector::share_pieces(const MemoryRange& range) const {
+  const auto address = reinterpret_cast<uint64_t>(range.base);
+  Result<std::vector<cuda::Piece>> pieces = cuda::pieces_of(*driver_, address, range.bytes);
+  Status exported;
+  if (pieces) {
+    if (Result<UniqueFd> first = cuda::export_piece(*driver_, pieces.value().front().address); !first) {
+      exported = first.error();
+      exported.error().code = ErrorCode::kRefused;
+    }
+  }
+  if (!pieces || !exported) {
+    Error error = kLane.named(pieces ? exported.error() : pieces.error());
+    if (error.code == ErrorCode::kRefused) {
+      error.message +=
+          ": turn off what places it so, as vLLM's sleep mode does, and PYTORCH_CUDA_ALLOC_CONF=expandable_segments "
+          "before PyTorch 2.5";
+    }
+    return error;
+  }
+  Shared shared;
+  shared.offset = address - pieces.value().front().address;
+  for (const cuda::Piece& piece : pieces.value()) shared.pieces_bytes += piece.bytes;
+  shared.pieces = std::make_shared<const std::vector<cuda::Piece>>(std::move(pieces.value()));
+  return shared;
+}
+
+// --- Links
+
+Status NvlinkConnector::check_gpu(std::string_view operation) const {
+  if (peer_memory_ != nullptr) return {};
+  return kLane.error(ErrorCode::kInvalidArgument, operation, "register GPU memory before connecting to peers");
+}
+
+Result<Bytes> NvlinkConnector::offer(LinkId link) {
+  const Result<same_host::Invitation> invitation = rendezvous_.invite(link);
+  if (!invitation) return invitation.error();
+  return to_bytes(Offer{invitation.value(), process_});
+}
+
+Result<Connector::Accepted> NvlinkConnector::accept(LinkId, std::span<const std::byte> bytes) {
+  const Result<Offer> offer = rendezvous_.read_offer<Offer>(bytes);
+  if (!offer) return offer.error();
+  if (Status ready = check_gpu("accept"); !ready) return ready.error();
+  Result<same_host::PeerSocket> peer = rendezvous_.dial(offer.value());
+  if (!peer) return peer.error();
+  Result<std::unique_ptr<Connection>> connection = rendezvous_.say_hello(std::move(peer.value()), offer.value().secret);
+  if (!connection) return connection.error();
+  auto meeting = std::make_unique<Meeting>(std::move(connection.value()),
+                                           PeerRegions(peer_memory_, offer.value().process == process_));
+  send_ahead(*meeting);
+  return Accepted{to_bytes(Answer{}), std::move(meeting)};
+}
+
+// The first pieces of a region, so that the peer finds out now whether it can map our memory, and not after complete().
+void NvlinkConnector::send_ahead(Meeting& meeting) const {
+  if (meeting.regions.same_process()) return;
+  for (const Region* region : pieced_) {
+    if (board().find(region->key) == nullptr) continue;  // not published yet, or not any more
+    meeting.pieces.tell(region->key, region->shared.pieces);
+    meeting.told = region->key;
+    AtOnce control;
+    meeting.pieces.advance(*driver_, *meeting.connection, 0, control);
+    return;
+  }
+}
+
+Result<std::unique_ptr<LinkEnd>> NvlinkConnector::complete(LinkId link, std::span<const std::byte> bytes) {
+  const Result<Answer> answer = kLane.read_answer<Answer>(bytes);
+  const Status ready = answer ? check_gpu("complete") : answer.error();
+  if (!ready) {
+    withdraw(link);
+    return ready.error();
+  }
+  Result<std::unique_ptr<Connection>> connection = rendezvous_.admit(link);
+  if (!connection) return connection.error();
+  const bool same_process = connection.value()->board<Board>().process == process_;
+  auto meeting = std::make_unique<Meeting>(std::move(connection.value()), PeerRegions(peer_memory_, same_process));
+  if (Status mapped = map_known(*meeting); !mapped) return mapped.error();
+  return std::unique_ptr<LinkEnd>(std::move(meeting));
+}
+
+// Maps what the peer has registered so far, so that its first write finds it done, and a GPU that cannot be reached is
+// found out while another lane can still be chosen. Of memory in pieces the first ones tell that.
+Status NvlinkConnector::map_known(Meeting& meeting) const {
+  const Connection& connection = *meeting.connection;
+  const Channel& out = connection.outgoing<Segment>();
+  const auto deadline = std::chrono::steady_clock::now() + kAdmissionWait;
+  while (out.admitted() == Admission::kPending && std::chrono::steady_clock::now() < deadline) {
+    std::this_thread::sleep_for(kAdmissionLook);
+  }
+  if (out.admitted() != Admission::kOpen) return {};
+  AtOnce control;
+  const Board& board = connection.board<Board>();
+  Received last = Received::kMessage;
+  while (last == Received::kMessage) {
+    last = connection.receive([&](const Message& message, Connection::Descriptors& descriptors) {
+      switch (message.kind) {
+        case MessageKind::kWake:
+          return true;
+        case MessageKind::kMemory:
+          return meeting.regions.hear(message, std::move(descriptors[0]), board, control);
+        case MessageKind::kForget:
+          return meeting.regions.forget(message, 0);
+        default:
+          return false;
+      }
+    });
+  }
+  if (last != Received::kNothing) return connection.what_ended(last);
+  for (bool more = true; more;) {
+    more = meeting.regions.prefetch(board, control);
+    if (const Error* why = meeting.regions.useless()) return *why;
+  }
+  return {};
+}
+
+}  // namespace kvc::nvlink

@@ -1,0 +1,67 @@
+// NvlinkConnector: the control half of the lane between GPUs of one machine. It registers memory, makes the connections
+// over which the domain (domain.h) writes, and maps what the peers have registered by then.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+
+#include "cuda/copy_queue.h"
+#include "engine/domain.h"
+#include "providers/nvlink/link.h"
+#include "providers/nvlink/peer_memory.h"
+#include "providers/nvlink/region.h"
+#include "providers/nvlink/wire.h"
+#include "providers/same_host/region_keys.h"
+#include "providers/same_host/rendezvous.h"
+
+namespace kvc::nvlink {
+
+// A batch is as many pages as one immediate counts, also large ones (64 of 256 KiB): the batches of one turn go into
+// one launch anyway, and each costs the domain a microsecond.
+inline constexpr uint64_t kBatchBytes = 16 << 20;
+// Four launches of the largest kind: two copy, and two wait behind them on the GPU while others end and are gathered.
+// Of the default, 8 MiB, NVLink makes 200 GB/s, because a launch and its completion take as long as they do (measured).
+inline constexpr uint64_t kWindowBytes = 4 * cuda::kLaunchBytes;
+
+class NvlinkConnector final : public Connector {
+ public:
+  // `process`: one number for all domains of this process, and no other's. Tests give two domains two of them, so that
+  // they treat each other as strangers.
+  explicit NvlinkConnector(const DomainConfig& config, std::optional<uint64_t> process = std::nullopt);
+
+  // Once, before anything else: loads the driver, listens, and makes the board. Touches no GPU yet.
+  Status open();
+  // For the domain to write, as long as this lives.
+  Board& board() const noexcept { return rendezvous_.board<Board>(); }
+  const cuda::Driver& driver() const noexcept { return *driver_; }
+
+  std::string description() const override;
+  DomainLimits limits() const override { return {.batch_bytes = kBatchBytes, .window_bytes = kWindowBytes}; }
+  Result<std::unique_ptr<Registration>> register_memory(const MemoryRange& range) override;
+  Result<Bytes> offer(LinkId link) override;
+  Result<Accepted> accept(LinkId link, std::span<const std::byte> offer) override;
+  Result<std::unique_ptr<LinkEnd>> complete(LinkId link, std::span<const std::byte> answer) override;
+  void withdraw(LinkId link) override { rendezvous_.withdraw(link); }
+  int fd() const override { return rendezvous_.fd(); }
+  void serve() override { rendezvous_.serve(); }
+
+ private:
+  Result<Shared> share(const cuda::Placement& place, const MemoryRange& range) const;
+  Result<Shared> share_pieces(const MemoryRange& range) const;
+  Status check_gpu(std::string_view operation) const;
+  void send_ahead(Meeting& meeting) const;
+  Status map_known(Meeting& meeting) const;
+
+  const uint64_t process_;
+  const cuda::Driver* driver_ = nullptr;
+  same_host::Rendezvous rendezvous_{kLane};
+  same_host::RegionKeys keys_{kLane, kMaxRegions};
+  cuda::DomainGpu gpu_;
+  std::shared_ptr<PeerMemory> peer_memory_;  // null until memory is registered
+  Region::Registry pieced_;
+};
+
+}  // namespace kvc::nvlink

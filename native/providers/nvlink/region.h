@@ -1,0 +1,56 @@
+// Region: memory of one of this process's GPUs that peers may write over the nvlink lane.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "cuda/copier.h"
+#include "cuda/virtual_memory.h"
+#include "engine/domain.h"
+#include "providers/nvlink/wire.h"
+#include "providers/same_host/region_keys.h"
+
+namespace kvc::nvlink {
+
+using Pieces = std::shared_ptr<const std::vector<cuda::Piece>>;  // at least one
+
+// How other processes get at a region: by a handle, or in pieces.
+struct Shared {
+  cuda::IpcHandle handle{};
+  uint64_t offset = 0;  // of the region in what is shared
+  Pieces pieces{};
+  uint64_t pieces_bytes = 0;
+};
+
+class Region final : public same_host::BoardRegion {
+ public:
+  using Registry = std::set<const Region*>;
+  // `registry` has it, if it is in pieces, until its end; both outlive it.
+  Region(const MemoryRange& range, same_host::RegionKeys& keys, Registry& registry, Shared how,
+         std::shared_ptr<cuda::Copier> gpu)
+      : BoardRegion(range, keys), shared(std::move(how)), copier(std::move(gpu)), registry_(registry) {
+    if (shared.pieces) registry_.insert(this);
+  }
+  ~Region() override { registry_.erase(this); }
+
+  uint32_t place() const noexcept { return place_of(key); }
+
+  const Shared shared;
+  const std::shared_ptr<cuda::Copier> copier;
+
+  // The domain's: who had a link when the region was revoked, as far as they still use it.
+  struct User {
+    LinkId link = 0;
+    uint64_t entered = 0;  // batches that had entered by then
+    uint64_t forgets = 0;  // what has to be let go of: AccountWords::let_go
+  };
+  std::vector<User> users;
+
+ private:
+  Registry& registry_;
+};
+
+}  // namespace kvc::nvlink

@@ -1,0 +1,44 @@
+// VerbsConnector: registers memory with one port of one RDMA NIC and connects queue pairs.
+//
+// They are connected through the offer and answer of the control plane alone, no datagrams. The accepting side's can
+// receive before the offering side learns where to send; it posts nothing itself before the offering side's hello, the
+// first message on the link.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "engine/domain.h"
+#include "providers/verbs/connection.h"
+#include "providers/verbs/memory.h"
+#include "providers/verbs/queues.h"
+
+namespace kvc::verbs {
+
+class VerbsConnector final : public Connector {
+ public:
+  // Both halves, on the port that `config.device` names.
+  static Result<OpenedDomain> open(const DomainConfig& config, ControlQueue& control, const Library& library,
+                                   const Tuning& tuning);
+
+  std::string description() const override { return "verbs " + queues_->device->description(); }
+  uint64_t bits_per_second() const override { return queues_->device->bits_per_second(); }
+  Result<std::unique_ptr<Registration>> register_memory(const MemoryRange& range) override {
+    return MemoryRegistration::create(*queues_->device, queues_->key_half, range);
+  }
+  Result<Bytes> offer(LinkId link) override;
+  Result<Accepted> accept(LinkId link, std::span<const std::byte> offer) override;
+  Result<std::unique_ptr<LinkEnd>> complete(LinkId link, std::span<const std::byte> answer) override;
+  void withdraw(LinkId link) override { offers_.erase(link); }
+
+ private:
+  explicit VerbsConnector(std::unique_ptr<Queues> queues) : queues_(std::move(queues)) {}
+  Result<std::unique_ptr<Connection>> make_connection(bool offering) const;
+
+  const std::unique_ptr<Queues> queues_;
+  std::map<LinkId, std::unique_ptr<Connection>> offers_;
+};
+
+}  // namespace kvc::verbs

@@ -1,0 +1,43 @@
+// Queues: what both halves of a domain work on: the device, the completion queue and the receives that all links share.
+// Made by opening the domain, ended with its connector, which outlives everything that is made of it.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+
+#include "providers/verbs/device.h"
+#include "providers/verbs/handle.h"
+#include "providers/verbs/receive_queue.h"
+#include "providers/verbs/send_buffers.h"
+#include "providers/verbs/tuning.h"
+
+namespace kvc::verbs {
+
+// Control thread to open and end; immutable in between, but for what is said to be the domain's.
+struct Queues {
+  static Result<std::unique_ptr<Queues>> open(std::unique_ptr<Device> device, const Tuning& tuning);
+
+  const std::unique_ptr<Device> device;
+  const Tuning tuning;
+  const uint32_t key_half;  // the upper half of all keys of this domain
+  Owned<abi::ibv_comp_channel> channel{nullptr, nullptr};
+  // One for all links: one call polls it, and one arms the wake-up.
+  Owned<abi::ibv_cq> completions{nullptr, nullptr};
+  uint32_t entries = 0;  // of the completion queue
+  uint32_t credits = 0;  // of those, the ones that are not kept for receives
+
+  // The domain's. A WriteImm uses up a receive like a message does, so on one queue either could starve the other.
+  std::unique_ptr<ReceiveQueue> write_receives;
+  std::unique_ptr<ReceiveQueue> message_receives;
+  std::unique_ptr<SendBuffers> buffers;
+
+  // The event by which the device has failed, as the domain has read it: no link can be made any more.
+  static constexpr int kSound = -1;
+  std::atomic<int> failed_by{kSound};
+
+ private:
+  Queues(std::unique_ptr<Device> opened, const Tuning& numbers);
+};
+
+}  // namespace kvc::verbs
