@@ -14,7 +14,7 @@ NATIVE_SOURCES := $(filter %.cc,$(NATIVE))
 # gcc's thread sanitizer cannot place its shadow under some kernels' address randomisation.
 NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
-.PHONY: help setup demo test test-native test-python test-libfabric test-verbs bench-verbs campaign test-faults fuzz lint analyze format bench bench-gpu clean distclean
+.PHONY: help setup demo test test-native test-python test-libfabric test-verbs bench-verbs campaign test-faults fuzz hostile lint analyze format bench bench-gpu clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -99,6 +99,10 @@ campaign: setup ## the protocol under every fault, in virtual time: SEEDS=200000
 INPUTS ?= 10000000
 fuzz: setup ## mutated inputs for every decoder, then raw connections to a live agent; INPUTS=10000000
 	@PYTHONPATH=tests $(PYTHON_ENV)/python -m fuzz.campaign --inputs $(INPUTS)
+
+FRAMES ?= 10000000
+hostile: setup ## strangers and peers out of their senses against a live engine, over tcp, host and nvlink; FRAMES=10000000
+	@PYTHONPATH=tests $(PYTHON_ENV)/python -m fuzz.hostile --frames $(FRAMES)
 
 # Real engines that are killed, stopped and cut off: as long as one likes, so no part of `make test`. The rolling
 # replacement alone takes MINUTES: pytest's dump of a test that hangs, after 10 minutes elsewhere, waits for an hour here.

@@ -58,6 +58,9 @@ class EngineEnd:
     def singles(self, bytes: int, iterations: int, immediate: int) -> list[float]:
         """Seconds that each of these writes took, one after the other."""
 
+    def register_once(self, memory: int, bytes: int) -> None:
+        """Registers memory and deregisters it again. Any thread, beside what else is called."""
+
 @final
 class EnginePingPong(EngineEnd):
     """prepare() on both sides comes before each ping() and pong()."""

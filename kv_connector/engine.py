@@ -132,8 +132,8 @@ class EngineConfig:
     # the next one instead of refusing.
     allow_fallback: bool = False
     spin_us: int = 20  # how long an idle worker polls before it sleeps
-    # Threads: of several the first schedules, and the domains are dealt out among the others. For several NICs whose
-    # small pages are more than one thread can post.
+    # Threads: of several the first schedules, and the domains are dealt out among the others. For several
+    # NICs whose small pages are more than one thread can post.
     workers: int = 1
     worker_cpu: int | None = None  # pin the workers to this core and those after it
 
@@ -646,8 +646,8 @@ class TransferEngine:
         """One event when each counter has reached its target (at once if they have).
 
         Counts only grow: once that event has come, new targets may be set, above the last ones. `word`
-        becomes `value` before the event is told, for a kernel that polls it; where it could not be stored, the
-        event carries the error.
+        becomes `value` before the event is told, for a kernel that polls it; where it could not be stored,
+        the event carries the error.
         """
         self._callbacks.give(
             callback, lambda token: self._native.expect(counters, list(targets), token, word, value)

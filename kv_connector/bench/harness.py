@@ -14,12 +14,22 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from kv_connector.bench.machine import busy_seconds, resident_bytes, wait_quiet
 from kv_connector.bench.pool import Pool
-from kv_connector.bench.records import Failure, Idle, IdlePeers, Latency, Record, Singles, Throughput
+from kv_connector.bench.records import (
+    Failure,
+    Idle,
+    Latency,
+    PeerCost,
+    Peers,
+    Record,
+    Singles,
+    Throughput,
+)
 from kv_connector.bench.side import Contestant, Face, Role
 from kv_connector.bench.workloads import IDLE, LATENCY, WORKLOADS, Slots, Workload
 
@@ -63,6 +73,14 @@ def measure_round(
                 yield pair.idle(number)
     except BenchError as error:
         yield Failure(round=number, contestant=contestant.name, case=case, reason=str(error))
+
+
+class Footprint(NamedTuple):
+    """What a process holds."""
+
+    memory: int
+    """Bytes of it that are in memory."""
+    descriptors: int
 
 
 class Pair:
@@ -169,20 +187,32 @@ class Pair:
     def describe(self) -> dict[Role, list[str]]:
         return {role: self._call(role, "describe") for role in Role}
 
-    def idle_peers(self, number: int, peers: int) -> IdlePeers:
-        """What `peers` more peers that do nothing cost each side."""
+    def peers(self, number: int, peers: int) -> Peers:
+        """What `peers` more peers cost each side."""
         self._call_each(dict.fromkeys(Role, ("add_peers", 1)))  # code and tables that the first one needs
-        before = [self._call(role, "memory") for role in Role]
+        self._call(Role.INITIATOR, "write_to_peers")
+        before = self._both("footprint")
+        start = time.monotonic()
         self._call_each(dict.fromkeys(Role, ("add_peers", peers)))
-        initiator, target = (
-            (self._call(role, "memory") - memory) / peers for role, memory in zip(Role, before, strict=True)
-        )
-        return IdlePeers(
+        seconds = time.monotonic() - start
+        idle = self._both("footprint")
+        self._call(Role.INITIATOR, "write_to_peers")
+        written = self._both("footprint")
+
+        def cost(role: Role) -> PeerCost:
+            return PeerCost(
+                idle_bytes=(idle[role].memory - before[role].memory) / peers,
+                written_bytes=(written[role].memory - before[role].memory) / peers,
+                descriptors=(written[role].descriptors - before[role].descriptors) / peers,
+            )
+
+        return Peers(
             round=number,
             contestant=self.contestant.name,
             peers=peers,
-            initiator_bytes=initiator,
-            target_bytes=target,
+            seconds=seconds,
+            initiator=cost(Role.INITIATOR),
+            target=cost(Role.TARGET),
         )
 
     def idle(self, number: int) -> Idle:
@@ -211,8 +241,8 @@ class Pair:
     def _cpu_total(self) -> float:
         return sum(self._cpu())
 
-    def _both(self, method: str) -> None:
-        self._call_each(dict.fromkeys(Role, (method,)))
+    def _both(self, method: str) -> dict[Role, Any]:
+        return self._call_each(dict.fromkeys(Role, (method,)))
 
     def _call(self, role: Role, *call: Any) -> Any:
         return self._call_each({role: call})[role]
@@ -319,10 +349,12 @@ class _Runner:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._side.add_peers(count)
 
-    def memory(self) -> int:
-        """Bytes of this process that are in memory."""
+    def write_to_peers(self) -> None:
+        self._side.write_to_peers()
+
+    def footprint(self) -> Footprint:
         gc.collect()
-        return resident_bytes()
+        return Footprint(resident_bytes(), sum(1 for _ in Path("/proc/self/fd").iterdir()))
 
     def ping(self, face: Face, iterations: int, pause_us: int) -> list[float]:
         return [round(half, 2) for half in self._side.ping(face, iterations, pause_us)]

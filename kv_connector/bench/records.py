@@ -76,17 +76,28 @@ class Singles(msgspec.Struct, tag="singles", kw_only=True, frozen=True):
         return self.bytes * 8 / statistics.median(self.seconds) / 1e9
 
 
-class IdlePeers(msgspec.Struct, tag="idle peers", kw_only=True, frozen=True):
-    """Memory that a connected peer costs while it does nothing, as each process sees it: without what the
-    kernel keeps for its sockets and queue pairs.
+class PeerCost(msgspec.Struct, kw_only=True, frozen=True):
+    """What a peer costs one side. Memory as its process sees it: without what the kernel keeps for sockets
+    and queue pairs.
     """
+
+    idle_bytes: float
+    """Of a peer that is connected and does nothing."""
+    written_bytes: float
+    """And of one that a page was written to."""
+    descriptors: float
+
+
+class Peers(msgspec.Struct, tag="peers", kw_only=True, frozen=True):
+    """Peers of one engine, all connected one after the other."""
 
     round: int
     contestant: str
     peers: int
-    initiator_bytes: float
-    """For each peer."""
-    target_bytes: float
+    seconds: float
+    """To connect them all, the control plane's part included."""
+    initiator: PeerCost
+    target: PeerCost
 
 
 class GroupRun(msgspec.Struct, tag="group", kw_only=True, frozen=True):
@@ -102,6 +113,18 @@ class GroupRun(msgspec.Struct, tag="group", kw_only=True, frozen=True):
     first: list[float]
     last: list[float]
     done: list[float]
+
+
+class Registering(msgspec.Struct, tag="registering", kw_only=True, frozen=True):
+    """A ping-pong by itself, and while a thread registers and deregisters memory with the engine that pings:
+    half of each round trip in microseconds.
+    """
+
+    round: int
+    lane: str
+    undisturbed: list[float]
+    disturbed: list[float]
+    registrations_a_second: float
 
 
 class Micro(msgspec.Struct, tag="micro", kw_only=True, frozen=True):
@@ -135,7 +158,7 @@ class Failure(msgspec.Struct, tag="failure", kw_only=True, frozen=True):
     reason: str
 
 
-Record = Throughput | Latency | Idle | Singles | IdlePeers | Failure
+Record = Throughput | Latency | Idle | Singles | Peers | Failure
 """Of one contestant in one round."""
 
 

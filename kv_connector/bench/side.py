@@ -78,6 +78,10 @@ class Side:
         """Both sides at the same time: connects `count` times more, each time as another peer."""
         raise NotImplementedError
 
+    def write_to_peers(self) -> None:
+        """The initiator's: one page to each peer that was added since the last time."""
+        raise NotImplementedError
+
     def describe(self) -> list[str]:
         """What this side's ends of the lane call themselves."""
         return []

@@ -1,4 +1,4 @@
-"""The paper's Table 2 over our lanes: single and paged writes by size, between two processes; idle peers."""
+"""The paper's Table 2 over our lanes: single and paged writes by size, between two processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kv_connector.bench.contestants.ours import EngineSide
 from kv_connector.bench.harness import REPETITIONS, BenchError, Pair
 from kv_connector.bench.lane import Lane
 from kv_connector.bench.machine import conditions
-from kv_connector.bench.records import Failure, IdlePeers, Record, Singles, Throughput, append
+from kv_connector.bench.records import Failure, Record, Singles, Throughput, append
 from kv_connector.bench.side import Contestant
 from kv_connector.bench.tables import print_conditions, print_table
 from kv_connector.bench.workloads import POOL_BYTES, Workload
@@ -27,7 +27,6 @@ PAGE_BYTES = (1 << 10, 4 << 10, 8 << 10, 16 << 10, 64 << 10)
 BATCH_BYTES = 64 << 20
 # Enough of each single write for a median; the large ones take milliseconds each.
 _SINGLES = {size: 200 if size <= 1 << 20 else 20 for size in SINGLE_BYTES}
-IDLE_PEERS = 256
 
 PAGED = tuple(Workload(f"paged {size >> 10}K", BATCH_BYTES // size, size) for size in PAGE_BYTES)
 
@@ -77,21 +76,6 @@ def run(plan: Plan, console: Console) -> bool:
         ["", *(_size(size) for size in PAGE_BYTES)],
         ([name, *(_paged(name, workload, records) for workload in PAGED)] for name in names),
     )
-    print_table(
-        console,
-        "Memory of a connected idle peer in KiB (sockets and queue pairs inside the kernel not counted)",
-        ["", "peers", "initiator", "target"],
-        (
-            [
-                record.contestant,
-                str(record.peers),
-                f"{record.initiator_bytes / 1024:.1f}",
-                f"{record.target_bytes / 1024:.1f}",
-            ]
-            for record in records
-            if isinstance(record, IdlePeers) and record.round == 1
-        ),
-    )
     failures = [record for record in records if isinstance(record, Failure)]
     for failure in failures:
         console.print(f"[red]failed: {failure.contestant}, {failure.case}:[/] {escape(failure.reason)}")
@@ -113,9 +97,6 @@ def _measure(number: int, lane: Lane, plan: Plan, console: Console) -> Iterator[
             for workload in PAGED:
                 case = workload.name
                 yield pair.throughput(number, workload)
-            if number == 1:
-                case = "idle peers"
-                yield pair.idle_peers(number, IDLE_PEERS)
     except BenchError as error:
         yield Failure(round=number, contestant=lane.name, case=case, reason=str(error))
 

@@ -143,7 +143,7 @@ def table_2(
     ] = False,
     json: _Json = None,
 ) -> None:
-    """The paper's Table 2: single writes of 64 KiB to 32 MiB, paged ones of 1 to 64 KiB. And idle peers."""
+    """The paper's Table 2: single writes of 64 KiB to 32 MiB, paged ones of 1 to 64 KiB."""
     from kv_connector.bench.tables import make_console
     from kv_connector.bench.writes import Plan, run
 
@@ -175,6 +175,46 @@ def tables_8_and_9(
         raise typer.BadParameter("--peers: a group has one peer at least")
     lanes = _lanes(provider, device, target_device, in_one_process=True)
     if not run(Plan(lanes, peers=sizes, iterations=iterations, json=json), make_console()):
+        raise typer.Exit(1)
+
+
+@app.command("peers")
+def cost_of_peers(
+    provider: _Providers = "",
+    device: _Devices = "",
+    target_device: _TargetDevices = "",
+    peers: Annotated[int, typer.Option(min=1, help="That the two engines are to each other.")] = 1000,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that each lane has its turn.")] = 3,
+    json: _Json = None,
+) -> None:
+    """What peers cost: seconds to connect them, memory and file descriptors of each."""
+    from kv_connector.bench.peers import Plan, run
+    from kv_connector.bench.tables import make_console
+
+    lanes = _lanes(provider, device, target_device, in_one_process=False)
+    if not run(Plan(lanes, peers=peers, rounds=rounds, json=json), make_console()):
+        raise typer.Exit(1)
+
+
+@app.command("registration")
+def registering_beside_writes(
+    provider: _Providers = "",
+    device: _Devices = "",
+    target_device: _TargetDevices = "",
+    mib: Annotated[int, typer.Option(min=1, help="Memory that is registered.")] = 4096,
+    iterations: Annotated[
+        int, typer.Option(min=100, max=30_000, help="Round trips, a counter each.")
+    ] = 10_000,
+    rounds: Annotated[int, typer.Option(min=1, help="Each measures with and without.")] = 5,
+    json: _Json = None,
+) -> None:
+    """Latency of a 4 KiB write while another thread registers and deregisters memory with the same engine."""
+    from kv_connector.bench.registration import Plan, run
+    from kv_connector.bench.tables import make_console
+
+    lanes = _lanes(provider, device, target_device, in_one_process=True)
+    plan = Plan(lanes, registered_bytes=mib << 20, iterations=iterations, rounds=rounds, json=json)
+    if not run(plan, make_console()):
         raise typer.Exit(1)
 
 

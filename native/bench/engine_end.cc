@@ -58,4 +58,9 @@ std::vector<double> EngineEnd::singles(uint64_t bytes, uint32_t iterations, uint
   return seconds;
 }
 
+void EngineEnd::register_once(std::byte* memory, uint64_t bytes) {
+  const RegionId region = checked(engine_->register_memory(memory, bytes));
+  checked(engine_->deregister_memory(region, kPatience));
+}
+
 }  // namespace kvc::bench

@@ -13,7 +13,7 @@
 
 namespace kvc::bench {
 
-// The buffer's owner is the caller. One thread at a time may call an EngineEnd's methods.
+// The buffer's owner is the caller. One thread at a time may call an EngineEnd's methods, but for one.
 class EngineEnd {
  public:
   // Opens an engine with these domains and registers the `buffer`. `memfd`: what backs it, or -1.
@@ -29,6 +29,10 @@ class EngineEnd {
   // How long each of `iterations` single writes of `bytes` took in seconds, one after the other: from the call until
   // the thread that sleeps in wait_transfer() knows that it is in place. Counted on one of the peer's `immediates`.
   std::vector<double> singles(uint64_t bytes, uint32_t iterations, uint32_t immediate);
+
+  // Registers [memory, memory + bytes) and deregisters it again. Any thread, beside what else is called: it is what other
+  // measurements are disturbed by.
+  void register_once(std::byte* memory, uint64_t bytes);
 
  protected:
   std::unique_ptr<TransferEngine> engine_;

@@ -124,7 +124,11 @@ PYBIND11_MODULE(_bench, module) {
       .def("descriptor", [](EngineEnd& self) { return to_python(self.descriptor()); })
       .def("import_region", [](EngineEnd& self, std::string_view bytes) { self.import_region(from_python(bytes)); })
       .def("singles", &EngineEnd::singles, py::arg("bytes"), py::arg("iterations"), py::arg("immediate"), Unlocked(),
-           "Seconds that each of these writes took, one after the other.");
+           "Seconds that each of these writes took, one after the other.")
+      .def(
+          "register_once",
+          [](EngineEnd& self, uintptr_t address, uint64_t bytes) { self.register_once(memory(address), bytes); },
+          py::arg("memory"), py::arg("bytes"), Unlocked(), "Registers memory and deregisters it again. Any thread.");
 
   py::class_<EnginePingPong, EngineEnd> ping_pong(module, "EnginePingPong",
                                                   "One side of a ping-pong between two engines.");

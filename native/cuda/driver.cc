@@ -13,11 +13,6 @@ namespace {
 // CUDA 12.0: the oldest driver that runs the kernels' PTX and has the functions above in these versions.
 constexpr int kOldestDriver = 12000;
 
-constexpr int kPointerMemoryType = 2;      // CU_POINTER_ATTRIBUTE_MEMORY_TYPE
-constexpr int kPointerDevice = 9;          // CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-constexpr int kPointerIpcCapable = 10;     // CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
-constexpr int kPointerRangeStart = 11;     // CU_POINTER_ATTRIBUTE_RANGE_START_ADDR
-constexpr int kPointerRangeSize = 12;      // CU_POINTER_ATTRIBUTE_RANGE_SIZE
 constexpr unsigned kMemoryTypeDevice = 2;  // CU_MEMORYTYPE_DEVICE
 
 constexpr unsigned kHostPortable = 1;       // CU_MEMHOSTALLOC_PORTABLE

@@ -191,10 +191,20 @@ class Context {
 
 inline constexpr int kAttributeMultiprocessors = 16;  // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 inline constexpr int kAttributeMajor = 75;            // ..._COMPUTE_CAPABILITY_MAJOR
-inline constexpr int kAttributeMinor = 76;            // ..._COMPUTE_CAPABILITY_MINOR
 inline constexpr int kAttributeStreamWrites64 = 122;  // ..._CAN_USE_64_BIT_STREAM_MEM_OPS
 inline constexpr int kAttributeFlushOptions = 117;    // ..._GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS
 inline constexpr int kAttributeWritesOrdering = 118;  // ..._GPU_DIRECT_RDMA_WRITES_ORDERING
+
+// CU_POINTER_ATTRIBUTE_...
+inline constexpr int kPointerMemoryType = 2;     // ..._MEMORY_TYPE
+inline constexpr int kPointerSyncMemops = 6;     // ..._SYNC_MEMOPS
+inline constexpr int kPointerDevice = 9;         // ..._DEVICE_ORDINAL
+inline constexpr int kPointerIpcCapable = 10;    // ..._IS_LEGACY_CUDA_IPC_CAPABLE
+inline constexpr int kPointerRangeStart = 11;    // ..._RANGE_START_ADDR
+inline constexpr int kPointerRangeSize = 12;     // ..._RANGE_SIZE
+inline constexpr int kPointerHandleTypes = 14;   // ..._ALLOWED_HANDLE_TYPES
+inline constexpr int kPointerMappingSize = 18;   // ..._MAPPING_SIZE
+inline constexpr int kPointerMappingStart = 19;  // ..._MAPPING_BASE_ADDR
 
 // Where a pointer lies.
 struct Placement {

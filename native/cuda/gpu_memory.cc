@@ -14,13 +14,6 @@ namespace kvc::cuda {
 namespace {
 
 // Values of cuda.h.
-constexpr int kPointerMemoryType = 2;          // CU_POINTER_ATTRIBUTE_MEMORY_TYPE
-constexpr int kPointerSyncMemops = 6;          // CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
-constexpr int kPointerDevice = 9;              // CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-constexpr int kPointerRangeStart = 11;         // CU_POINTER_ATTRIBUTE_RANGE_START_ADDR
-constexpr int kPointerRangeSize = 12;          // CU_POINTER_ATTRIBUTE_RANGE_SIZE
-constexpr int kPointerMappingSize = 18;        // CU_POINTER_ATTRIBUTE_MAPPING_SIZE
-constexpr int kPointerMappingStart = 19;       // CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR
 constexpr unsigned kMemoryTypeDevice = 2;      // CU_MEMORYTYPE_DEVICE
 constexpr unsigned kContextSyncMemops = 0x80;  // CU_CTX_SYNC_MEMOPS
 constexpr int kDmaBufHandle = 1;               // CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD

@@ -7,11 +7,6 @@ namespace kvc::cuda {
 
 namespace {
 
-constexpr int kPointerDevice = 9;         // CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-constexpr int kPointerHandleTypes = 14;   // CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES
-constexpr int kPointerMappingSize = 18;   // CU_POINTER_ATTRIBUTE_MAPPING_SIZE
-constexpr int kPointerMappingStart = 19;  // CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR
-
 constexpr int kDescriptor = 1;      // CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 constexpr int kLocationDevice = 1;  // CU_MEM_LOCATION_TYPE_DEVICE
 constexpr int kReadWrite = 3;       // CU_MEM_ACCESS_FLAGS_PROT_READWRITE

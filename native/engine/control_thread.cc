@@ -46,21 +46,23 @@ void ControlThread::watch(Connector& connector) {
 
 // False: it has to stop, and nothing is left to do.
 bool ControlThread::run_tasks() {
-  bool any = false;
-  for (;;) {
+  for (bool ran = false;; ran = true) {
     std::function<void()> task;
+    bool stopping = false;
     {
       const std::lock_guard lock(mutex_);
-      if (tasks_.empty()) break;
-      task = std::move(tasks_.front());
-      tasks_.pop_front();
+      stopping = stopping_;
+      if (!tasks_.empty()) {
+        task = std::move(tasks_.front());
+        tasks_.pop_front();
+      }
     }
+    // Of the task before: the next one may take seconds. After the lock, which keeps what a waker reads from overtaking what
+    // that task has written.
+    if (ran) after_();
+    if (!task) return !stopping;
     task();
-    any = true;
   }
-  if (any) after_();
-  const std::lock_guard lock(mutex_);
-  return !stopping_ || !tasks_.empty();
 }
 
 void ControlThread::loop() {

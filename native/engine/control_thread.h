@@ -23,7 +23,7 @@ namespace kvc {
 
 class ControlThread final : public ControlQueue {
  public:
-  // `after`: called on the thread after each round of tasks.
+  // `after`: called on the thread after each task.
   explicit ControlThread(std::function<void()> after) : after_(std::move(after)) {}
   // Stops if it runs.
   ~ControlThread() override;

@@ -110,14 +110,12 @@ bool CounterSets::exists(CounterSetId id) const {
   return sets_.contains(id);
 }
 
-CounterSets::Added CounterSets::add(uint32_t immediate, PeerId peer) {
-  const ImmCounterTable::Added added = table_.add(immediate, peer);
-  if (!added.reached) return {added.stale, added.foreign, {}};
+std::optional<CounterSets::Fired> CounterSets::reached(CounterSetId id) {
   const std::lock_guard lock(mutex_);
-  const auto found = sets_.find(added.owner);
+  const auto found = sets_.find(id);
   // Released between the count and here: nobody waits for it any more.
-  if (found == sets_.end() || --found->second.remaining > 0) return {};
-  return {false, false, found->second.fire(added.owner)};
+  if (found == sets_.end() || --found->second.remaining > 0) return std::nullopt;
+  return found->second.fire(id);
 }
 
 }  // namespace kvc

@@ -1,9 +1,8 @@
 // CounterSets: the receiver's counters in groups, each with one "all reached their targets" event for each time
 // that targets are set. Counts only grow, so targets are cumulative, and nobody has to know when the last one was passed.
 //
-// Any thread may call anything here. The worker's add() takes the lock only when a counter reaches its target, so
-// counting itself stays lock-free. Callbacks are never called here: they belong to the worker, which asks for the
-// fired sets.
+// Any thread may call anything here. The lock is taken only when a counter reaches its target, so counting itself stays
+// lock-free. Callbacks are never called here: they belong to the worker, which asks for the fired sets.
 #pragma once
 
 #include <cstdint>
@@ -44,13 +43,11 @@ class CounterSets {
   // Of a live counter; 0 for one that was released. Lock-free.
   uint64_t value(uint32_t immediate) const noexcept { return table_.value(immediate).value_or(0); }
 
-  // Counts an immediate of `peer` that landed, and says what became of it.
-  struct Added {
-    bool stale = false;
-    bool foreign = false;  // nothing was raised: the counter is another peer's
-    std::optional<Fired> fired;
-  };
-  Added add(uint32_t immediate, PeerId peer);
+  // Counts an immediate of `peer` that landed, and says what became of it. Once for each page: what a reached target entails
+  // is the caller's next call, so that this one returns in two registers.
+  ImmCounterTable::Added add(uint32_t immediate, PeerId peer) noexcept { return table_.add(immediate, peer); }
+  // add() said that a counter of this set has reached its target: the set, if it was the last one.
+  std::optional<Fired> reached(CounterSetId id);
 
   uint32_t allocated() const noexcept { return table_.allocated(); }
 

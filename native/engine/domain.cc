@@ -38,6 +38,14 @@ constexpr auto kNames = [] {
 
 std::span<const std::string_view> provider_names() noexcept { return kNames; }
 
+DomainConfig carrier_of(const DomainConfig& config) {
+  DomainConfig carrier = config;
+  const size_t colon = config.device.find(':');
+  carrier.provider = config.device.empty() ? "tcp" : config.device.substr(0, colon);
+  carrier.device = colon == std::string::npos ? "" : config.device.substr(colon + 1);
+  return carrier;
+}
+
 Result<OpenedDomain> open_domain(const DomainConfig& config, ControlQueue& control) {
   std::string known;
   for (const Provider& provider : kProviders) {

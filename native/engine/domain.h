@@ -45,6 +45,9 @@ struct DomainConfig {
   uint32_t copy_blocks = 16;          // nvlink, bounce: how many of the GPU's SMs a copy may occupy
 };
 
+// Of a lane that is carried by another one, which its device names as PROVIDER[:DEVICE]: that one's. Not named: tcp.
+DomainConfig carrier_of(const DomainConfig& config);
+
 // How much a domain wants to be given at a time.
 struct DomainLimits {
   // Bytes of one batch, but one page at least: a link is then busy with one batch for 20 us at 50 GB/s and 250 us at

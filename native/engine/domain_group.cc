@@ -98,12 +98,14 @@ bool DomainGroup::published(const LocalMemory& memory) const {
 bool DomainGroup::withdraw_step(LocalMemory& memory) {
   memory.live.store(false, std::memory_order_relaxed);
   memory.withdrawn.resize(memory.registrations.size(), false);
-  bool all = memory.batches_in_flight == 0;
+  if (memory.batches_in_flight > 0) return false;
+  bool all = true;
   for (Lane& lane : shared_.lanes.all()) {
     for (LaneDomain& domain : lane.domains) {
+      // Of two threads that deregister it, one may be past this, and end the registrations.
+      if (memory.withdrawn[domain.place]) continue;
       Registration* const registration = memory.registrations[domain.place].get();
-      if (registration == nullptr || memory.withdrawn[domain.place]) continue;
-      memory.withdrawn[domain.place] = domain.domain->withdraw(*registration);
+      memory.withdrawn[domain.place] = registration == nullptr || domain.domain->withdraw(*registration);
       all &= memory.withdrawn[domain.place];
     }
   }
@@ -200,10 +202,12 @@ void DomainGroup::count(LinkId id, uint32_t immediate) {
   if (place.peer == nullptr) return Stats::add(shared_.stats.immediates_stale, pages);
   // Counted for the link too, where there is another one that could have to stand in for it.
   if (place.peer->links.size() > 1) place.link->counted.add(immediate);
-  CounterSets::Added added = shared_.counters.add(immediate, place.peer->id);
-  if (added.fired) scheduler_.endings().fired(std::move(*added.fired));
-  if (added.foreign) {
+  const ImmCounterTable::Added added = shared_.counters.add(immediate, place.peer->id);
+  if (added.reached) {
+    if (auto fired = shared_.counters.reached(added.owner)) scheduler_.endings().fired(*std::move(fired));
+  } else if (added.foreign) {
     Stats::add(shared_.stats.immediates_foreign, pages);
+    if (keeper_.last_broken(id)) return;
     keeper_.broke(*place.peer, *place.link, id,
                   Error{ErrorCode::kRefused,
                         {},
@@ -356,14 +360,16 @@ void DomainGroup::lose_peer(Peer& peer, Error error) {
 // --- The worker's turn
 
 bool DomainGroup::turn() {
-  bool any = scheduler_.post_due_layers();
+  // What the last turn heard of broken links, after the commands that came meanwhile: who has sealed a transfer before the
+  // peer left is not told that it failed.
+  bool any = keeper_.step();
+  any |= scheduler_.post_due_layers();
   any |= scheduler_.post();
   for (Domain* const domain : domains_) {
     any |= domain->poll();
     any |= hear(*domain);
   }
   for (Peer* const peer : scheduler_.take_wanting()) keeper_.make_links(*peer);
-  any |= keeper_.step();
   any |= retry_untaken();
   any |= deliver_messages();
   any |= scheduler_.settle();

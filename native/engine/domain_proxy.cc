@@ -131,6 +131,7 @@ DrivenDomain::~DrivenDomain() {
 }
 
 bool DrivenDomain::turn() {
+  const uint64_t told = passage_->told.puts();
   // Looked at before the requests: so the link of a batch is attached before it.
   const uint64_t until = passage_->batches.ready();
   bool any = passage_->requests.drain([this](std::unique_ptr<Request> request) { begin(std::move(request)); });
@@ -139,6 +140,8 @@ bool DrivenDomain::turn() {
   any |= std::erase_if(steps_, [this](const auto& request) { return step(*request); }) > 0;
   if (untold_.empty()) any |= domain_->poll();
   any |= tell_completions();
+  // Also where nothing is new: what the ring had no room for before, and what a fence has told that is not through.
+  any |= passage_->told.puts() != told;
   if (any) passage_->scheduler->wake();
   return any;
 }

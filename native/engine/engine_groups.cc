@@ -36,8 +36,7 @@ Result<std::shared_ptr<PeerGroup>> TransferEngine::Impl::find_group(PeerGroupId 
 
 Result<std::shared_ptr<Scatter>> TransferEngine::Impl::make_scatter(PeerGroupId group_id,
                                                                     const std::vector<PreparedSlice>& slices,
-                                                                    EventCallback callback, bool once,
-                                                                    const char* operation) {
+                                                                    EventCallback callback, const char* operation) {
   const Result<std::shared_ptr<PeerGroup>> found = find_group(group_id, operation);
   if (!found) return found.error();
   const std::vector<std::shared_ptr<Peer>>& members = found.value()->members;
@@ -82,9 +81,8 @@ Result<std::shared_ptr<Scatter>> TransferEngine::Impl::make_scatter(PeerGroupId 
     }
   }
   const ScatterId id = scatter_ids.next();
-  std::function<void()> on_end;
-  if (once) on_end = [this, id] { group.scheduler().endings().retire(scatters.erase(id)); };
-  auto scatter = std::make_shared<Scatter>(id, members, std::move(prepared), std::move(callback), std::move(on_end));
+  auto scatter = std::make_shared<Scatter>(id, members, std::move(prepared), std::move(callback),
+                                           [this, id] { scatters.erase(id); });
   scatters.insert(id, scatter);
   return scatter;
 }
@@ -105,23 +103,34 @@ Result<TransferId> TransferEngine::Impl::submit(const std::shared_ptr<Scatter>& 
   return id;
 }
 
+Result<TransferId> TransferEngine::Impl::submit_once(const Result<std::shared_ptr<Scatter>>& scatter,
+                                                     std::span<const ScatterUpdate> updates) {
+  if (!scatter) return scatter.error();
+  const Result<TransferId> submitted = submit(scatter.value(), updates);
+  scatter.value()->release();
+  return submitted;
+}
+
 Result<ScatterId> TransferEngine::prepare_scatter(PeerGroupId group, const std::vector<PreparedSlice>& slices,
                                                   EventCallback callback) {
   const Result<std::shared_ptr<Scatter>> made =
-      impl_->make_scatter(group, slices, std::move(callback), false, "prepare_scatter");
+      impl_->make_scatter(group, slices, std::move(callback), "prepare_scatter");
   if (!made) return made.error();
   return made.value()->id();
 }
 
 Result<TransferId> TransferEngine::submit_scatter(ScatterId id, std::span<const ScatterUpdate> updates) {
   const std::shared_ptr<Scatter> scatter = impl_->scatters.find(id);
-  if (scatter == nullptr) return invalid("submit_scatter", "no prepared scatter " + std::to_string(id));
+  if (scatter == nullptr || scatter->released()) {
+    return invalid("submit_scatter", "no prepared scatter " + std::to_string(id));
+  }
   if (std::optional<Error> wrong = scatter->check(updates)) return *std::move(wrong);
   return impl_->submit(scatter, updates);
 }
 
 Status TransferEngine::release_scatter(ScatterId id) {
-  if (impl_->scatters.erase(id) != nullptr) return {};
+  const std::shared_ptr<Scatter> scatter = impl_->scatters.find(id);
+  if (scatter != nullptr && scatter->release()) return {};
   return invalid("release_scatter", "no prepared scatter " + std::to_string(id));
 }
 
@@ -136,10 +145,7 @@ Result<TransferId> TransferEngine::scatter(PeerGroupId group, RegionId source, c
     updates.push_back({.bytes = slice.bytes});
   }
   if (Status status = impl_->check_members(group, slices.size(), "scatter"); !status) return status.error();
-  const Result<std::shared_ptr<Scatter>> made =
-      impl_->make_scatter(group, prepared, std::move(callback), true, "scatter");
-  if (!made) return made.error();
-  return impl_->submit(made.value(), updates);
+  return impl_->submit_once(impl_->make_scatter(group, prepared, std::move(callback), "scatter"), updates);
 }
 
 Result<TransferId> TransferEngine::barrier(PeerGroupId group, const std::vector<uint32_t>& immediates,
@@ -147,10 +153,8 @@ Result<TransferId> TransferEngine::barrier(PeerGroupId group, const std::vector<
   std::vector<PreparedSlice> prepared;
   for (uint32_t i = 0; i < immediates.size(); ++i) prepared.push_back({.member = i, .immediate = immediates[i]});
   if (Status status = impl_->check_members(group, immediates.size(), "barrier"); !status) return status.error();
-  const Result<std::shared_ptr<Scatter>> made =
-      impl_->make_scatter(group, prepared, std::move(callback), true, "barrier");
-  if (!made) return made.error();
-  return impl_->submit(made.value(), std::vector<ScatterUpdate>(immediates.size()));
+  return impl_->submit_once(impl_->make_scatter(group, prepared, std::move(callback), "barrier"),
+                            std::vector<ScatterUpdate>(immediates.size()));
 }
 
 Status TransferEngine::Impl::check_members(PeerGroupId id, size_t given, const char* operation) const {

@@ -31,10 +31,6 @@
 
 namespace kvc {
 
-inline Error invalid(std::string operation, std::string message) {
-  return Error{ErrorCode::kInvalidArgument, {}, {}, std::move(operation), std::move(message)};
-}
-
 // The members keep being known when they are gone: they then fail.
 struct PeerGroup {
   std::vector<std::shared_ptr<Peer>> members;
@@ -166,10 +162,12 @@ class TransferEngine::Impl {
   Result<std::shared_ptr<PeerGroup>> find_group(PeerGroupId id, const char* operation) const;
   // Whether there is one of the `given` for each member.
   Status check_members(PeerGroupId id, size_t given, const char* operation) const;
-  // `once`: for one submission, after which it is forgotten.
   Result<std::shared_ptr<Scatter>> make_scatter(PeerGroupId group, const std::vector<PreparedSlice>& slices,
-                                                EventCallback callback, bool once, const char* operation);
+                                                EventCallback callback, const char* operation);
   Result<TransferId> submit(const std::shared_ptr<Scatter>& scatter, std::span<const ScatterUpdate> updates);
+  // One that was made for this submission alone.
+  Result<TransferId> submit_once(const Result<std::shared_ptr<Scatter>>& scatter,
+                                 std::span<const ScatterUpdate> updates);
 
   const EngineConfig config;
   WriterFirstMutex peers_mutex;

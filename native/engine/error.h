@@ -18,10 +18,10 @@ enum class ErrorCode : uint8_t {
   kUnknownPeer,      // no such peer, or it was disconnected
   kUnknownRegion,    // no such memory region, or its key was revoked
   kOutOfRange,       // bytes outside a registered region
-  kNotReachable,     // this provider does not lead to that peer (another machine); another provider may
-  kRefused,          // the kernel, the library or the peer forbids it
-  kPeerDown,         // the link to the peer broke, or its process is gone
-  kResources,        // a bounded resource is used up (counters, descriptors, memory)
+  kNotReachable,  // this provider does not lead there (another machine, memory of another kind); another provider may
+  kRefused,       // the kernel, the library or the peer forbids it
+  kPeerDown,      // the link to the peer broke, or its process is gone
+  kResources,     // a bounded resource is used up (counters, descriptors, memory)
   kTimeout,
   kCancelled,
   kClosed,  // the engine is shutting down
@@ -41,6 +41,11 @@ struct Error {
   // One line: "PEER_DOWN in write_pages over tcp to decode-0: connection reset by peer".
   std::string to_string() const;
 };
+
+// The engine's own refusal of what its caller asks for.
+inline Error invalid(std::string operation, std::string message) {
+  return Error{ErrorCode::kInvalidArgument, {}, {}, std::move(operation), std::move(message)};
+}
 
 // An Error built from errno's words.
 Error system_error(std::string_view provider, std::string_view operation, int error_number);

@@ -88,6 +88,9 @@ class LinkKeeper {
 
   // The link `id` (link.id, or what it is offered as) broke, or its batches end with errors that speak of the link.
   void broke(Peer& peer, Link& link, LinkId id, Error error);
+  // That of this link was the last note, and is still one: a peer out of its senses gives the same reason thousands of
+  // times in a turn.
+  bool last_broken(LinkId id) const noexcept { return !broken_.empty() && broken_.back().id == id; }
   // A message of the peer's with one of the tags of link_message.h, over the link `id`.
   void receive(Peer& peer, LinkId id, std::span<const std::byte> message);
 

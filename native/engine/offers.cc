@@ -17,10 +17,6 @@ std::string join(const std::vector<std::string>& words) {
   return text;
 }
 
-Error invalid(const char* operation, std::string message) {
-  return Error{ErrorCode::kInvalidArgument, {}, {}, operation, std::move(message)};
-}
-
 }  // namespace
 
 LinkId next_link_id() {

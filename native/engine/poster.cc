@@ -130,11 +130,19 @@ Poster::Outcome Poster::post_batch(Stream& stream) {
   }
   Peer& peer = *stream.peer;
   Request& request = stream.ready.front();
-  if (request.position() == 0 && request.splittable() > kPartBytes) split(peer, request);
+  if (request.position() == 0 && request.splittable() > std::min(kPartBytes, peer.limits.page_bytes)) {
+    split(peer, request);
+  }
 
   const Request::Batch batch = request.batch(request.position(), pages_, peer.limits.batch_bytes);
   if (batch.source != nullptr && !batch.source->live.load(std::memory_order_relaxed)) {
     owner_.fail(stream, {ErrorCode::kUnknownRegion, {}, {}, "post", "the source region was deregistered"});
+    return Outcome::kNothing;
+  }
+  if (batch.page_bytes > peer.limits.page_bytes) {
+    owner_.fail(stream, {ErrorCode::kOutOfRange, peer.provider, peer.name, "post",
+                         "pages of " + std::to_string(batch.page_bytes) + " bytes are longer than the " +
+                             std::to_string(peer.limits.page_bytes) + " that the lane takes"});
     return Outcome::kNothing;
   }
   const bool message = batch.message != nullptr;
@@ -205,7 +213,7 @@ void Poster::split(const Peer& peer, Request& request) {
   const bool spread = up > 1 && !request.domain();
   // Unsplit it is one round trip less, and two of half a window keep a link as busy as its parts would.
   const uint64_t most = std::min(peer.limits.page_bytes, peer.limits.window_bytes / 2);
-  if (spread ? bytes < 2 * kPartBytes : bytes <= most) return;
+  if (bytes <= most && (!spread || bytes < 2 * kPartBytes)) return;
   uint64_t part = std::max(kPartBytes, peer.limits.batch_bytes);
   if (spread) part = std::clamp(bytes / (kPartsPerLink * up), kPartBytes, part);
   part = std::min((part + kPartAlignment - 1) / kPartAlignment * kPartAlignment, peer.limits.page_bytes);

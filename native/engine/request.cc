@@ -38,7 +38,7 @@ std::optional<uint32_t> Request::domain() const {
 
 uint64_t Request::splittable() const {
   const auto* single = std::get_if<SingleWrite>(&body_);
-  return single != nullptr && !single->domain && part_bytes_ == 0 ? page_bytes_ : 0;
+  return single != nullptr && part_bytes_ == 0 ? page_bytes_ : 0;
 }
 
 void Request::split(uint64_t part_bytes) {

@@ -119,7 +119,7 @@ class Request {
   std::optional<uint32_t> immediate() const { return immediate_; }
   // The local domain that has to carry it, if it can.
   std::optional<uint32_t> domain() const;
-  // Bytes of a SingleWrite that is not in parts yet; 0 for anything else.
+  // Bytes of a SingleWrite that is not in parts; 0 for anything else.
   uint64_t splittable() const;
   // Before anything of it was posted: posts the single write in parts of `part_bytes`, the last one shorter, each a
   // batch of its own.

@@ -66,6 +66,7 @@ ScatterRun* Scatter::take(TransferId id) {
     runs_.emplace_back(*this);
     free = std::prev(runs_.end());
   }
+  users_.fetch_add(1, std::memory_order_relaxed);
   free->id_.store(id, std::memory_order_release);
   return &*free;
 }
@@ -74,6 +75,16 @@ ScatterRun* Scatter::find(TransferId id) const {
   const std::lock_guard lock(mutex_);
   const auto found = std::find_if(runs_.begin(), runs_.end(), [id](const ScatterRun& run) { return run.id() == id; });
   return found == runs_.end() ? nullptr : const_cast<ScatterRun*>(&*found);
+}
+
+bool Scatter::release() {
+  if (released_.exchange(true, std::memory_order_relaxed)) return false;
+  leave();
+  return true;
+}
+
+void Scatter::leave() {
+  if (users_.fetch_sub(1, std::memory_order_acq_rel) == 1) on_end_();
 }
 
 // --- The worker
@@ -145,8 +156,8 @@ void ScatterRun::end(Stream& part, Endings& endings) {
   }
   const std::shared_ptr<Scatter> scatter = std::move(keep_);
   const auto forget = [&] {
-    if (scatter->on_end_) scatter->on_end_();
     id_.store(0, std::memory_order_release);  // the run is whoever's that takes it
+    scatter->leave();
     return true;
   };
   if (!scatter->callback_) {

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -84,8 +85,8 @@ class Scatter : public std::enable_shared_from_this<Scatter> {
     std::optional<uint32_t> immediate;
   };
 
-  // `slices` by rising member. `callback`: gets each run's event; empty: the event queue does. `on_end`: called on the
-  // worker when a run has ended, before its event can be seen.
+  // `slices` by rising member. `callback`: gets each run's event; empty: the event queue does. `on_end`: called when it is
+  // released and no run is in flight, before the last one's event can be seen.
   Scatter(ScatterId id, std::vector<std::shared_ptr<Peer>> members, std::vector<Slice> slices, EventCallback callback,
           std::function<void()> on_end)
       : id_(id),
@@ -105,6 +106,9 @@ class Scatter : public std::enable_shared_from_this<Scatter> {
   ScatterRun* take(TransferId id);
   // The run of this id; null: it has ended.
   ScatterRun* find(TransferId id) const;
+  // Its user takes no more runs. False: it was released before.
+  bool release();
+  bool released() const noexcept { return released_.load(std::memory_order_relaxed); }
 
  private:
   friend class ScatterRun;
@@ -112,11 +116,16 @@ class Scatter : public std::enable_shared_from_this<Scatter> {
   // In flight at a time: a round trip of 20 us holds ten submissions of 2 us.
   static constexpr size_t kMaxRuns = 16;
 
+  // One who needs it to be found does so no more.
+  void leave();
+
   const ScatterId id_;
   const std::vector<std::shared_ptr<Peer>> members_;
   const std::vector<Slice> slices_;
   const EventCallback callback_;
   const std::function<void()> on_end_;
+  std::atomic<bool> released_{false};
+  std::atomic<uint32_t> users_{1};  // who need it to be found: its user, until release(), and each run in flight
   mutable std::mutex mutex_;
   std::deque<ScatterRun> runs_;  // guarded by mutex_; they stay where they are
 };

@@ -72,7 +72,8 @@ void TransferScheduler::cancel(Transfer& transfer) {
 void TransferScheduler::fail_peer(Peer& peer, const Error& error) {
   if (!peer.down) peer.down = error;
   for (const std::shared_ptr<Transfer>& transfer : transfers_.all()) {
-    if (transfer->peer.get() == &peer && !transfer->stream.ended) fail(transfer->stream, error);
+    // One that may end is through, although it was not told yet: its last completion came just before the peer's end.
+    if (transfer->peer.get() == &peer && !transfer->stream.may_end()) fail(transfer->stream, error);
   }
   for (Recovery* const recovery : rewriter_.of(peer)) fail(*recovery, error);
   // What is left in its queue is no transfer: parts of scatters.
@@ -193,6 +194,8 @@ void TransferScheduler::finish_request(Stream& stream, const Request& request) {
     Stats::add(stats_.pages_written, 1);
   }
   if (request.pages_at_end() == 0) return;
+  // Of a scatter's part nobody has said so before, if all of it was in flight.
+  if (stream.peer->down) return fail(stream, *stream.peer->down);
   stream.ready.push_front(
       Request::make(nullptr, nullptr, 0, request.immediate(), ImmediateOnly{request.pages_at_end()}));
   poster_.make_runnable(stream);

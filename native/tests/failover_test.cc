@@ -47,15 +47,6 @@ struct Rig {
   TransferEngine& receiver() { return *pair.receiver.engine; }
 };
 
-template <typename Condition>
-void await(Condition condition, const char* what) {
-  const auto deadline = std::chrono::steady_clock::now() + kLimit;
-  while (!condition()) {
-    if (std::chrono::steady_clock::now() > deadline) throw std::runtime_error(std::string("waited for ") + what);
-    std::this_thread::sleep_for(std::chrono::microseconds(200));
-  }
-}
-
 constexpr size_t kPage = 512;
 
 // One direction's traffic: paged writes with counters, split single writes with one, immediates shared by transfers.

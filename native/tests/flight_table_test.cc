@@ -2,6 +2,7 @@
 
 #include "engine/flight_table.h"
 
+#include <array>
 #include <set>
 
 #include "engine/message.h"

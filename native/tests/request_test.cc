@@ -67,9 +67,11 @@ TEST(Request, ASplitWriteComesInUncountedPartsAndCountsOnceAtItsEnd) {
   EXPECT_TRUE(request.done());
 }
 
-TEST(Request, APinnedWriteIsNotSplit) {
+TEST(Request, APinnedWriteKeepsItsDomainWhenSplit) {
   Fixture f;
-  const Request request(f.source, f.target, 900, 7, SingleWrite{50, 60, 1});
+  Request request(f.source, f.target, 900, 7, SingleWrite{50, 60, 1});
+  EXPECT_EQ(request.splittable(), 900U);
+  request.split(400);
   EXPECT_EQ(request.splittable(), 0U);
   EXPECT_EQ(request.domain(), 1U);
 }

@@ -62,6 +62,16 @@ inline void must(Status status) {
   if (!status.ok()) throw std::runtime_error(status.error().to_string());
 }
 
+// For what no event tells.
+template <typename Condition>
+void await(Condition condition, const char* what) {
+  const auto deadline = std::chrono::steady_clock::now() + kLimit;
+  while (!condition()) {
+    if (std::chrono::steady_clock::now() > deadline) throw std::runtime_error(std::string("waited for ") + what);
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+  }
+}
+
 // KVC_TEST_DOMAINS: how many domains (NICs) stand for each that a test asks for.
 inline EngineConfig config(const std::string& name, const std::string& provider, size_t domains = 1) {
   static const char* const times = std::getenv("KVC_TEST_DOMAINS");
@@ -161,11 +171,8 @@ struct Pair {
     const TransferId write =
         must(sender.engine->write_one(to_receiver, sender.region, 0, receiver_region, 0, 1, std::nullopt));
     must(sender.engine->wait_transfer(write, kLimit));
-    const auto limit = std::chrono::steady_clock::now() + kLimit;
-    while (sender.engine->stats().links < links || receiver.engine->stats().links < links) {
-      if (std::chrono::steady_clock::now() > limit) throw std::runtime_error("the links are not made");
-      std::this_thread::sleep_for(std::chrono::microseconds(100));
-    }
+    await([&] { return sender.engine->stats().links >= links && receiver.engine->stats().links >= links; },
+          "all links");
   }
   // A receiver's counter with a target, and the immediate that raises it.
   std::pair<CounterSetId, uint32_t> counter(uint64_t target) {

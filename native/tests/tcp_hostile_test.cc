@@ -194,6 +194,24 @@ TEST_F(TcpHostile, AFloodOfMessagesIsHeldToItsSlots) {
   EXPECT_EQ(end->record().messages.size(), kMessageSlots);
 }
 
+// A frame of 48 bytes takes as long as 1 KiB of pages: it is not its bytes that a turn has to be short of.
+TEST_F(TcpHostile, AFloodOfSmallFramesHasItsTurnLikeEverythingElse) {
+  constexpr uint64_t kFrames = 4000;
+  open();
+  std::vector<FrameHeader> flood(kFrames, write_header(1, 0));
+  for (uint64_t i = 0; i < kFrames; ++i) flood[i].sequence = i + 1;
+  peer->send(std::as_bytes(std::span(flood)));
+  uint64_t most = 0;
+  const auto limit = std::chrono::steady_clock::now() + test::kLimit;
+  for (uint64_t counted = 0; counted < kFrames;) {
+    ASSERT_LT(std::chrono::steady_clock::now(), limit);
+    end->domain->poll();
+    most = std::max(most, end->record().counted - counted);
+    counted = end->record().counted;
+  }
+  EXPECT_LE(most, 256U + 170U) << "more than the turn's 256 KiB at 1 KiB each, and what is left of one read";
+}
+
 TEST_F(TcpHostile, AMessageGoesAheadOfWritesThatHaveNotBegun) {
   open();
   ASSERT_EQ(post(*end, kLinkOfA, *end, {.work = 1, .from = {0}, .to = {0}}), Posted::kYes);

@@ -101,14 +101,14 @@ TEST_F(Scheduler, APinnedWriteTakesItsDomainAsLongAsThatWorks) {
   const auto transfer = open();
   for (int i = 0; i < 4; ++i) write(*transfer, 5 * kMiB, kCounter, 1);
   post_all();
-  EXPECT_EQ(bytes_posted(), (std::vector<uint64_t>{0, 5 * kMiB, 0}));  // whole, and the window admits one
+  EXPECT_EQ(bytes_posted(), (std::vector<uint64_t>{0, 8 * kMiB, 0}));  // a window of it, in parts
   complete(1);
   post_all();
-  EXPECT_EQ(bytes_posted(), (std::vector<uint64_t>{0, 10 * kMiB, 0}));
+  EXPECT_EQ(bytes_posted(), (std::vector<uint64_t>{0, 16 * kMiB, 0}));
   link(1).state = Link::State::kOut;
   post_all();
   const std::vector<uint64_t> bytes = bytes_posted();
-  EXPECT_EQ(bytes[0] + bytes[2], 10 * kMiB);
+  EXPECT_EQ(bytes[0] + bytes[2], 4 * kMiB);
 }
 
 // --- Split writes
@@ -151,6 +151,45 @@ TEST_F(Scheduler, ALargeWriteIsSplitAndCountsOnceAfterAllItsParts) {
   run();
   expect_done(1);
   EXPECT_EQ(raised(0) + raised(1), 1U);
+  expect_clean();
+}
+
+TEST_F(Scheduler, AWriteLongerThanTheLanesLongestPageIsSplitHoweverSmall) {
+  connect(2);
+  peer->limits.page_bytes = 8192;
+  const auto transfer = open();
+  write(*transfer, 20000);
+  write(*transfer, 8192);
+  scheduler.seal(*transfer);
+  run();
+  uint64_t bytes = 0;
+  for (size_t i = 0; i < 2; ++i) {
+    for (const auto& posting : postings(i)) {
+      EXPECT_LE(posting.page_bytes, 8192U);
+      bytes += posting.bytes();
+    }
+  }
+  EXPECT_EQ(bytes, 28192U);
+  EXPECT_EQ(raised(0) + raised(1), 2U);
+  expect_done(2);
+  expect_clean();
+}
+
+TEST_F(Scheduler, PagesLongerThanTheLaneTakesFailTheirTransferAlone) {
+  connect(1);
+  peer->limits.page_bytes = 8192;
+  const auto transfer = open();
+  write_pages(*transfer, 2, 8193);
+  const auto other = open();
+  write_pages(*other, 2, 8192);
+  for (const auto& each : {transfer, other}) scheduler.seal(*each);
+  run();
+  ASSERT_EQ(postings(0).size(), 1U);
+  for (const Event& event : events.poll(2)) {
+    EXPECT_EQ(event.kind, event.id == 1 ? EventKind::kTransferFailed : EventKind::kTransferDone);
+    if (!event.error) continue;
+    EXPECT_EQ(event.error->code, ErrorCode::kOutOfRange);
+  }
   expect_clean();
 }
 
@@ -485,6 +524,27 @@ TEST_F(Scheduler, WhenThePeerGoesDownWhatWaitedFails) {
     if (!posting.over) scheduler.complete(posting.work, &kBroken);
   }
   scheduler.settle();
+  const std::optional<Event> event = ended();
+  ASSERT_TRUE(event.has_value());
+  EXPECT_EQ(event->kind, EventKind::kTransferFailed);
+  expect_clean();
+}
+
+// It was posted whole, so that the peer's end finds it nowhere, and what counts it would come behind that end.
+TEST_F(Scheduler, ASplitSliceWhosePartsEndBehindTheirPeerFails) {
+  connect(1);
+  const Scatter::Slice slice{source, target, 0, 0, 0, 8 * kMiB, kCounter};
+  const auto scatter =
+      std::make_shared<Scatter>(1, std::vector{peer}, std::vector{slice}, EventCallback{}, std::function<void()>{});
+  ScatterRun* const submission = scatter->take(1);
+  submission->fill(std::vector{ScatterUpdate{.bytes = 8 * kMiB}});
+  scheduler.start(*submission);
+  post_and_settle();
+  ASSERT_EQ(bytes_posted()[0], 8 * kMiB);
+  EXPECT_EQ(raised(0), 0U);
+  scheduler.fail_peer(*peer, kBroken);
+  complete(0);
+  post_and_settle();
   const std::optional<Event> event = ended();
   ASSERT_TRUE(event.has_value());
   EXPECT_EQ(event->kind, EventKind::kTransferFailed);

@@ -1,7 +1,8 @@
 """The conformance list runs over every lane: sim in one process, the others between two.
 
-KVC_TEST_PROVIDERS names others, as PROVIDER[:DEVICE] with commas between, for machines that have them. A
-provider of GPU memory gets it in pieces (cuMemCreate) where "-vmm" stands behind it.
+KVC_TEST_PROVIDERS names others, as PROVIDER[:DEVICE][/WORKERS] with commas between, for machines that have
+them. A provider of GPU memory gets it in pieces (cuMemCreate) where "-vmm" stands behind it. "/3" is the same
+lane in engines of three workers.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from .node import (
     provider_of,
 )
 
-LANES = os.environ.get("KVC_TEST_PROVIDERS", "sim,host,tcp,nvlink,nvlink-vmm,bounce").split(",")
+LANES = os.environ.get(
+    "KVC_TEST_PROVIDERS", "sim,host,tcp,nvlink,nvlink-vmm,bounce,sim/3,host/3,tcp/3,nvlink/3"
+).split(",")
 
 
 @pytest.fixture(scope="session")
@@ -55,7 +58,7 @@ def cuda(request: pytest.FixtureRequest, provider: str) -> str | None:
 
 @pytest.fixture(params=LANES)
 def lane(request: pytest.FixtureRequest) -> str:
-    """PROVIDER[-vmm][:DEVICE]."""
+    """PROVIDER[-vmm][:DEVICE][/WORKERS]."""
     name: str = request.param
     if provider_of(name) in GPU_PROVIDERS:
         request.getfixturevalue("stand_in_driver")
@@ -87,7 +90,7 @@ def new_receiver(lane: str, cuda: str | None, processes: list[Process]) -> Itera
 
         def new(name: str = "receiver", nbytes: int = 4096, domains: int = 1, memfd: bool = True) -> Receiver:
             config = NodeConfig(name, lane, nbytes, domains, memfd, cuda)
-            if lane == "sim":
+            if provider_of(lane) == "sim":
                 node: Receiver = LocalNode(config)
             else:
                 process = processes.pop() if processes else Process()
@@ -112,3 +115,13 @@ def new_pair(lane: str, cuda: str | None, new_receiver: NewReceiver) -> Iterator
             return connect(sender, new_receiver("receiver", nbytes, receiver_domains, memfd), "receiver")
 
         yield new
+
+
+@pytest.fixture
+def members(new_pair: NewPair, new_receiver: NewReceiver) -> list[Pair]:
+    """One sender, connected to each of three."""
+    first = new_pair(nbytes=8192)
+    return [
+        first,
+        *(connect(first.sender, new_receiver(name, 8192), name) for name in ("receiver-1", "receiver-2")),
+    ]

@@ -143,6 +143,12 @@ class GpuMemory:
         )
         self._in_context("cuCtxSynchronize")
 
+    def read_word(self, address: int) -> int:
+        """64 bits anywhere in memory that this GPU sees."""
+        word = ctypes.c_uint64()
+        self._in_context("cuMemcpyDtoH_v2", ctypes.byref(word), ctypes.c_uint64(address), ctypes.c_size_t(8))
+        return word.value
+
     def free(self) -> None:
         if self._reserved == 0:
             self._in_context("cuMemFree_v2", ctypes.c_uint64(self.address))

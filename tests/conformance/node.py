@@ -13,7 +13,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kv_connector.engine import DomainConfig, EngineConfig, Handshake, SharedMemory, TransferEngine
+from kv_connector.engine import (
+    DomainConfig,
+    EngineConfig,
+    Handshake,
+    MemoryRange,
+    SharedMemory,
+    TransferEngine,
+    buffer_range,
+)
 
 from .gpu import GpuMemory
 
@@ -30,20 +38,27 @@ LIMIT = 30.0
 @dataclass(frozen=True)
 class NodeConfig:
     name: str
-    lane: str  # PROVIDER[-vmm][:DEVICE]
+    lane: str  # PROVIDER[-vmm][:DEVICE][/WORKERS]
     nbytes: int
     domains: int = 1
     memfd: bool = True  # False: ordinary private memory
     cuda: str | None = None  # lanes of GPU memory: the CUDA driver's library; None: the machine's own
 
 
+def parts_of(lane: str) -> tuple[str, str, int]:
+    """Provider (with its "-vmm"), device and workers of a lane."""
+    names, _, workers = lane.partition("/")
+    provider, _, device = names.partition(":")
+    return provider, device, int(workers or 1)
+
+
 def provider_of(lane: str) -> str:
-    return lane.partition(":")[0].removesuffix(VMM)
+    return parts_of(lane)[0].removesuffix(VMM)
 
 
 def domain_config(lane: str, index: int, name: str = "sender") -> DomainConfig:
     """KVC_TEST_DEVICES: verbs' NICs, in turn those of the sender and of the receivers."""
-    provider, device = provider_of(lane), lane.partition(":")[2]
+    provider, device = provider_of(lane), parts_of(lane)[1]
     nics = os.environ.get("KVC_TEST_DEVICES", "").split(",")
     if provider == "verbs" and not device:
         device = nics[(2 * index + (name != "sender")) % len(nics)]
@@ -54,30 +69,39 @@ class Node:
     """An engine with one region. Its public methods can be called across a pipe."""
 
     def __init__(self, config: NodeConfig) -> None:
+        provider, _, workers = parts_of(config.lane)
         domains = [domain_config(config.lane, i, config.name) for i in range(config.domains)]
+        engine_config = EngineConfig(config.name, domains, workers=workers)
         self.memory: npt.NDArray[np.uint8] | GpuMemory
         self._gpu: GpuMemory | None = None
         if provider_of(config.lane) in GPU_PROVIDERS:
             # Before the engine: this loads the driver that it will find.
             device = 0 if config.name == "sender" else 1
-            vmm = config.lane.partition(":")[0].endswith(VMM)
-            self._gpu = self.memory = GpuMemory(config.nbytes, device, config.cuda, vmm)
-            self.engine = TransferEngine(EngineConfig(config.name, domains))
-            self.region = self.engine.register_memory(self._gpu.address, config.nbytes)
+            self._gpu = self.memory = GpuMemory(config.nbytes, device, config.cuda, provider.endswith(VMM))
+            self._range = MemoryRange(self._gpu.address, config.nbytes)
+            self.engine = TransferEngine(engine_config)
+            self.region = self.register_again()
             return
-        self.engine = TransferEngine(EngineConfig(config.name, domains))
+        self.engine = TransferEngine(engine_config)
         buffer: Any = SharedMemory(config.name, config.nbytes) if config.memfd else bytearray(config.nbytes)
         self._buffer = buffer
+        self._range = buffer_range(buffer)
         self.memory = np.frombuffer(buffer, dtype=np.uint8)
-        self.region = self.engine.register_buffer(buffer)
+        self.region = self.register_again()
 
     def register_again(self) -> int:
         """Its memory, after it was deregistered."""
-        if self._gpu is not None:
-            self.region = self.engine.register_memory(self._gpu.address, self.memory.size)
-        else:
-            self.region = self.engine.register_buffer(self._buffer)
+        (self.region,) = self.engine.register_ranges([self._range])
         return self.region
+
+    def part(self, offset: int, nbytes: int) -> MemoryRange:
+        """A range of its memory."""
+        whole = self._range
+        return MemoryRange(whole.address + offset, nbytes, whole.memfd, offset)
+
+    def register_parts(self, offsets: list[int], nbytes: int) -> list[int]:
+        """Regions of `nbytes` bytes each in its memory, in one call."""
+        return self.engine.register_ranges([self.part(offset, nbytes) for offset in offsets])
 
     def fill(self, seed: int) -> None:
         self.memory[:] = np.random.default_rng(seed).integers(0, 256, self.memory.size, dtype=np.uint8)

@@ -450,6 +450,7 @@ def test_a_killed_peer_fails_its_transfers_and_nobody_elses(
 
 def test_an_idle_peer_that_is_killed_is_noticed(new_pair: NewPair) -> None:
     pair = new_pair()
+    write_one(pair)  # both ends are up
     pair.receiver.kill()
     await_peer_down(pair.engine, pair.to_receiver)
 

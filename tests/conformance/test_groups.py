@@ -6,18 +6,8 @@ import pytest
 
 from kv_connector.engine import ErrorCode, EventKind, ScatterSlice, TransferError
 
-from .node import LIMIT, NewPair, NewReceiver, Pair, connect
+from .node import LIMIT, Pair
 from .test_contract import await_peer_down
-
-MEMBERS = 3
-
-
-@pytest.fixture
-def members(new_pair: NewPair, new_receiver: NewReceiver) -> list[Pair]:
-    """One sender, connected to each of them."""
-    first = new_pair(nbytes=8192)
-    others = [f"receiver-{number}" for number in range(1, MEMBERS)]
-    return [first, *(connect(first.sender, new_receiver(name, 8192), name) for name in others)]
 
 
 def test_a_scatter_gives_each_member_its_slice_and_counts_it_there(members: list[Pair]) -> None:
@@ -30,7 +20,7 @@ def test_a_scatter_gives_each_member_its_slice_and_counts_it_there(members: list
         for number, pair in enumerate(members)
     ]
     event = sender.engine.wait_transfer(sender.engine.scatter(group, sender.region, slices), LIMIT)
-    assert (event.kind, event.pages, event.nbytes) == (EventKind.TRANSFER_DONE, MEMBERS, 1000 * MEMBERS)
+    assert (event.kind, event.pages, event.nbytes) == (EventKind.TRANSFER_DONE, 3, 3000)
     for number, pair in enumerate(members):
         pair.await_counters(counters[number][0])
         assert pair.receiver.call("read", 8, 1000) == sender.read(1000 * number, 1000)

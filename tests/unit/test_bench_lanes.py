@@ -1,4 +1,4 @@
-"""`kv-connector bench writes`, `groups` and `micro`: that they measure what they say. Not how fast it is."""
+"""`kv-connector bench` of our lanes alone: that its commands measure what they say. Not how fast it is."""
 
 from __future__ import annotations
 
@@ -46,12 +46,10 @@ def test_table_2_over_two_lanes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.setattr(writes, "_SINGLES", {64 << 10: 5, 2 << 20: 3})
     monkeypatch.setattr(writes, "PAGE_BYTES", (4 << 10,))
     monkeypatch.setattr(writes, "PAGED", (Workload("paged 4K", 512, 4 << 10),))
-    monkeypatch.setattr(writes, "IDLE_PEERS", 5)
     file = tmp_path / "results.jsonl"
     status, output = run("writes", "--provider", "host,tcp", "--rounds", "1", "--json", str(file))
     assert status == 0, output
     assert output.index("Conditions") < output.index("Single writes") < output.index("Paged writes")
-    assert output.index("Paged writes") < output.index("connected idle peer")
     singles = lines(file, "singles")
     assert [(line["contestant"], line["bytes"], len(line["seconds"])) for line in singles] == [
         (lane, size, count) for lane in ("host", "tcp") for size, count in ((64 << 10, 5), (2 << 20, 3))
@@ -59,13 +57,56 @@ def test_table_2_over_two_lanes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert all(min(line["seconds"]) > 0 for line in singles)
     paged = lines(file, "throughput")
     assert [line["verified"] for line in paged] == [True, True]
-    assert [line["peers"] for line in lines(file, "idle peers")] == [5, 5]
 
 
 def test_sim_is_refused_where_two_processes_are_measured() -> None:
     status, output = run("writes", "--provider", "sim")
     assert status == 2
     assert "same process" in output
+
+
+# --- peers
+
+
+def test_what_peers_cost_each_side(tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    words = ("--provider", "host,tcp", "--peers", "20", "--rounds", "1", "--json", str(file))
+    status, output = run("peers", *words)
+    assert status == 0, output
+    found = lines(file, "peers")
+    assert [(line["contestant"], line["peers"]) for line in found] == [("host", 20), ("tcp", 20)]
+    for line in found:
+        assert line["seconds"] > 0
+        for side in ("initiator", "target"):
+            assert line[side]["descriptors"] >= 1
+            assert line[side]["written_bytes"] > 0
+
+
+# --- registration
+
+
+@pytest.mark.parametrize("provider", ["sim", "host", "tcp"])
+def test_a_ping_pong_by_itself_and_beside_registrations(provider: str, tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    words = (
+        "--provider",
+        provider,
+        "--mib",
+        "8",
+        "--iterations",
+        "100",
+        "--rounds",
+        "2",
+        "--json",
+        str(file),
+    )
+    status, output = run("registration", *words)
+    assert status == 0, output
+    found = lines(file, "registering")
+    assert [(line["round"], line["lane"]) for line in found] == [(1, provider), (2, provider)]
+    for line in found:
+        assert len(line["undisturbed"]) == len(line["disturbed"]) == 100
+        assert line["registrations_a_second"] > 0
 
 
 # --- groups
@@ -80,10 +121,9 @@ def test_the_steps_of_a_scatter_and_of_a_barrier(provider: str, tmp_path: Path) 
     assert output.index("Conditions") < output.index("call -> enqueued")
     found = lines(file, "group")
     assert [(line["operation"], line["peers"]) for line in found] == [
-        ("scatter", 2),
-        ("barrier", 2),
-        ("scatter", 3),
-        ("barrier", 3),
+        (operation, peers)
+        for peers in (2, 3)
+        for operation in ("scatter", "prepared scatter", "barrier", "prepared barrier")
     ]
     for line in found:
         for step in ("submit", "dequeue", "first", "last", "done"):

@@ -31,20 +31,31 @@ class EngineSide(Side):
         self.engine = TransferEngine(self.config)
         self.region = self.engine.register_memory(pool.address, POOL_BYTES, pool.memfd)
         self.counter = self.engine.alloc_counters(1)
+        self.added: list[int] = []  # and not written to
 
     def connect(self, peer: Connection) -> None:
         self.control = peer
         self.peer = self._shake_hands()
         peer.send((self.engine.region_descriptor(self.region), self.counter.immediates[0]))
-        descriptor, self.immediate = peer.recv()
-        self.target = self.engine.import_region(self.peer, descriptor)
+        self.descriptor, self.immediate = peer.recv()
+        self.target = self.engine.import_region(self.peer, self.descriptor)
 
     def describe(self) -> list[str]:
         return self.engine.domains()
 
     def add_peers(self, count: int) -> None:
-        for _ in range(count):
-            self._shake_hands()
+        self.added += [self._shake_hands() for _ in range(count)]
+
+    def write_to_peers(self) -> None:
+        transfers = []
+        while self.added:
+            peer = self.added.pop()
+            target = self.engine.import_region(peer, self.descriptor)
+            transfers.append(
+                self.engine.write_one(peer, self.region, 0, target, 0, LATENCY_BYTES, self.immediate)
+            )
+        for transfer in transfers:
+            self._wait(transfer)
 
     def _shake_hands(self) -> int:
         """The other side does the same; returns its id here."""
@@ -71,6 +82,9 @@ class EngineSide(Side):
         transfer = self.engine.open_transfer(self.peer)
         self.engine.write_pages(transfer, self.batch)
         self.engine.seal(transfer)
+        self._wait(transfer)
+
+    def _wait(self, transfer: int) -> None:
         event = self.engine.wait_transfer(transfer, _PATIENCE)
         if event.kind is not EventKind.TRANSFER_DONE:
             raise RuntimeError(f"the transfer ended as {event.kind.name}: {event.error}")

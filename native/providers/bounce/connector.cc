@@ -83,9 +83,6 @@ Result<std::shared_ptr<cuda::Copier>> BounceConnector::adopt(int device) {
 }
 
 Result<std::unique_ptr<Registration>> BounceConnector::register_memory(const MemoryRange& range) {
-  if (range.base == nullptr || range.bytes == 0 || range.bytes > UINT64_MAX - reinterpret_cast<uint64_t>(range.base)) {
-    return bounce_error(ErrorCode::kInvalidArgument, "register_memory", "the range is empty or wraps around");
-  }
   std::shared_ptr<cuda::Copier> copier;
   if (cuda::is_gpu_memory(range.base)) {
     const Result<cuda::Placement> placed = renamed(cuda::placement(*cuda::loaded_driver(), range.base));

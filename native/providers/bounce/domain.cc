@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <numeric>
 #include <utility>
 
@@ -57,6 +58,7 @@ BounceDomain::BounceDomain(std::unique_ptr<Domain> below, const SlotMemory& pool
 BounceDomain::~BounceDomain() {
   below_.reset();
   for (const auto& [id, link] : links_) ended_.push_back(link->memory);
+  links_.clear();
   // The GPU may still copy out of slots, and into them.
   control_.run([copier = copies_.copier(), slots = std::move(ended_)]() mutable {
     if (copier != nullptr) copier->wait();
@@ -396,7 +398,9 @@ bool BounceDomain::poll() {
     const auto gone = std::stable_partition(
         ended_.begin(), ended_.end(), [this](const auto& slots) { return !below_->withdraw(slots->registration()); });
     if (gone != ended_.end()) {
-      control_.run([slots = std::vector(gone, ended_.end())]() mutable { slots.clear(); });
+      // Moved, not copied: the last reference has to be the control thread's.
+      control_.run([slots = std::vector(std::make_move_iterator(gone),
+                                        std::make_move_iterator(ended_.end()))]() mutable { slots.clear(); });
       ended_.erase(gone, ended_.end());
     }
   }

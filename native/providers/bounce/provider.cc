@@ -9,10 +9,7 @@
 namespace kvc::bounce {
 
 Result<OpenedDomain> create(const DomainConfig& config, ControlQueue& control) {
-  DomainConfig below = config;
-  const size_t colon = config.device.find(':');
-  below.provider = config.device.empty() ? "tcp" : config.device.substr(0, colon);
-  below.device = colon == std::string::npos ? "" : config.device.substr(colon + 1);
+  const DomainConfig below = carrier_of(config);
   if (below.provider == "bounce" || below.provider == "nvlink") {
     return bounce_error(ErrorCode::kInvalidArgument, "open",
                         "the lane below has to move host memory: tcp, host, verbs or libfabric, not " + below.provider);

@@ -26,7 +26,7 @@ std::string HostConnector::description() const { return "host pid " + std::to_st
 // --- Memory
 
 Result<std::unique_ptr<Registration>> HostConnector::register_memory(const MemoryRange& range) {
-  if (Status possible = keys_.check(range); !possible) return possible.error();
+  if (Status possible = keys_.check(); !possible) return possible.error();
   if (Status possible = cuda::refuse_gpu_memory(kLane.name, range.base); !possible) return possible.error();
   if (range.memfd < 0 && probe().private_regions == 0) allow_peers_to_write();
   Result<std::shared_ptr<Memory>> memory = range.memfd < 0 ? private_memory_ : share(range);

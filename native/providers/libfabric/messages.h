@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "engine/domain.h"
-#include "engine/sent_messages.h"
+#include "engine/work_slots.h"
 #include "providers/libfabric/endpoint.h"
 #include "providers/libfabric/wire.h"
 

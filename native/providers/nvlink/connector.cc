@@ -62,7 +62,7 @@ std::string NvlinkConnector::description() const {
 
 Result<std::unique_ptr<Registration>> NvlinkConnector::register_memory(const MemoryRange& range) {
   constexpr std::string_view kOperation = "register_memory";
-  if (Status possible = keys_.check(range); !possible) return possible.error();
+  if (Status possible = keys_.check(); !possible) return possible.error();
   const Result<cuda::Placement> placed = cuda::placement(*driver_, range.base);
   if (!placed) return kLane.named(placed.error());
   const cuda::Placement& place = placed.value();
@@ -147,10 +147,15 @@ Result<Connector::Accepted> NvlinkConnector::accept(LinkId, std::span<const std:
   if (!peer) return peer.error();
   Result<std::unique_ptr<Connection>> connection = rendezvous_.say_hello(std::move(peer.value()), offer.value().secret);
   if (!connection) return connection.error();
-  auto meeting = std::make_unique<Meeting>(std::move(connection.value()),
-                                           PeerRegions(peer_memory_, offer.value().process == process_));
+  const bool same_process = is_ours(*connection.value(), offer.value().process);
+  auto meeting = std::make_unique<Meeting>(std::move(connection.value()), PeerRegions(peer_memory_, same_process));
   send_ahead(*meeting);
   return Accepted{to_bytes(Answer{}), std::move(meeting)};
+}
+
+// The mark alone would do if nobody lied: whose it is says where in our own memory we would write.
+bool NvlinkConnector::is_ours(const Connection& peer, uint64_t mark) const {
+  return mark == process_ && peer.pid() == getpid();
 }
 
 // The first pieces of a region, so that the peer finds out now whether it can map our memory, and not after complete().
@@ -175,7 +180,7 @@ Result<std::unique_ptr<LinkEnd>> NvlinkConnector::complete(LinkId link, std::spa
   }
   Result<std::unique_ptr<Connection>> connection = rendezvous_.admit(link);
   if (!connection) return connection.error();
-  const bool same_process = connection.value()->board<Board>().process == process_;
+  const bool same_process = is_ours(*connection.value(), connection.value()->board<Board>().process);
   auto meeting = std::make_unique<Meeting>(std::move(connection.value()), PeerRegions(peer_memory_, same_process));
   if (Status mapped = map_known(*meeting); !mapped) return mapped.error();
   return std::unique_ptr<LinkEnd>(std::move(meeting));

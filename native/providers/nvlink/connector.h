@@ -52,6 +52,8 @@ class NvlinkConnector final : public Connector {
   Result<Shared> share(const cuda::Placement& place, const MemoryRange& range) const;
   Result<Shared> share_pieces(const MemoryRange& range) const;
   Status check_gpu(std::string_view operation) const;
+  // The peer is a domain of this process, and not only one that says so.
+  bool is_ours(const Connection& peer, uint64_t mark) const;
   void send_ahead(Meeting& meeting) const;
   Status map_known(Meeting& meeting) const;
 

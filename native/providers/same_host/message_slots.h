@@ -8,7 +8,7 @@
 #include <span>
 
 #include "engine/domain.h"
-#include "engine/sent_messages.h"
+#include "engine/work_slots.h"
 #include "providers/same_host/channel.h"
 
 namespace kvc::same_host {

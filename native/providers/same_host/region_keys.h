@@ -19,12 +19,8 @@ class RegionKeys {
   RegionKeys(const RegionKeys&) = delete;
   RegionKeys& operator=(const RegionKeys&) = delete;
 
-  // Whether the range can be a region at all, and there is a place for one more.
-  Status check(const MemoryRange& range) const {
-    if (range.base == nullptr || range.bytes == 0 ||
-        range.bytes > UINT64_MAX - reinterpret_cast<uint64_t>(range.base)) {
-      return lane_.error(ErrorCode::kInvalidArgument, "register_memory", "the range is empty or wraps around");
-    }
+  // Whether there is a place for one more.
+  Status check() const {
     if (free_.empty() && used_ == places_) {
       return lane_.error(ErrorCode::kResources, "register_memory",
                          "all " + std::to_string(places_) + " regions are taken: register larger ones");
@@ -57,7 +53,7 @@ class RegionKeys {
 // A registration with a place on the board, until its end.
 class BoardRegion : public Registration {
  public:
-  // After keys.check(range). `keys` outlives this.
+  // After keys.check(). `keys` outlives this.
   BoardRegion(const MemoryRange& range, RegionKeys& keys) : Registration(range, keys.take()), keys_(keys) {}
   ~BoardRegion() override { keys_.give_back(key); }
 

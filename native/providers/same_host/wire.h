@@ -31,8 +31,8 @@ struct Message {
   MessageKind kind = MessageKind::kNone;
   uint32_t memory = 0;
   uint64_t bytes = 0;
-  uint64_t key = 0;
   Secret secret{};
+  uint64_t key = 0;
 };
 static_assert(std::is_trivially_copyable_v<Message> && sizeof(Message) == 40);
 

@@ -9,10 +9,7 @@
 namespace kvc::shuffle {
 
 Result<OpenedDomain> create(const DomainConfig& config, ControlQueue& control) {
-  DomainConfig inner = config;
-  const size_t colon = config.device.find(':');
-  inner.provider = config.device.empty() ? "tcp" : config.device.substr(0, colon);
-  inner.device = colon == std::string::npos ? "" : config.device.substr(colon + 1);
+  const DomainConfig inner = carrier_of(config);
   if (inner.provider == "shuffle") {
     return Error{ErrorCode::kInvalidArgument, "shuffle", {}, "open", "shuffled once is shuffled"};
   }

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "engine/sent_messages.h"
+#include "engine/work_slots.h"
 #include "providers/sim/fabric.h"
 
 namespace kvc::sim {

@@ -18,6 +18,10 @@ namespace {
 // What one system call may gather or scatter (UIO_MAXIOV).
 constexpr size_t kMaxIovecs = 1024;
 
+// What a frame costs in a turn's budget beside its bytes: to parse it, and to count what it raises, takes as long as 1 KiB
+// takes to land (0.15 us, measured on a flood of immediates alone).
+constexpr uint64_t kFrameCost = 1 << 10;
+
 // Collects up to `room` bytes for one sendmsg or recvmsg.
 class IoList {
  public:
@@ -336,7 +340,7 @@ Status Connection::read_turn() {
     const uint64_t landed = std::min(bytes, landing_bytes);
     inbox_end_ += bytes - landed;
     if (landed > 0) advance_landing(landed);
-    if (Status parsed = parse_inbox(); !parsed) return parsed;
+    if (Status parsed = parse_inbox(budget); !parsed) return parsed;
   }
   // While more is waiting, one acknowledgement for all of it is enough.
   if (owes_acknowledgement() &&
@@ -346,12 +350,13 @@ Status Connection::read_turn() {
   return {};
 }
 
-Status Connection::parse_inbox() {
+Status Connection::parse_inbox(uint64_t& budget) {
   if (state_ == State::kGreeting) {
     bool taken = false;
     if (Status welcome = take_welcome(taken); !welcome || !taken) return welcome;
   }
   while (landing_.region == nullptr && inbox_bytes() >= sizeof(FrameHeader)) {
+    budget -= std::min(budget, kFrameCost);
     FrameHeader header;
     const std::byte* const head = inbox_.data() + inbox_begin_;
     std::memcpy(&header, head, sizeof(header));

@@ -143,7 +143,8 @@ class Connection final : public Watched {
   // Receiving.
   Status finish_connecting();
   Status read_turn();
-  Status parse_inbox();
+  // All that is there, at a cost for each frame.
+  Status parse_inbox(uint64_t& budget);
   Status take_welcome(bool& taken);
   Status begin_landing(const FrameHeader& header, const std::byte* offsets);
   void land_from_inbox();

@@ -60,9 +60,6 @@ std::string TcpConnector::description() const { return "tcp " + endpoint(config_
 // --- Memory.
 
 Result<std::unique_ptr<Registration>> TcpConnector::register_memory(const MemoryRange& range) {
-  if (range.base == nullptr || range.bytes == 0 || range.bytes > UINT64_MAX - reinterpret_cast<uintptr_t>(range.base)) {
-    return tcp_error(ErrorCode::kInvalidArgument, "register_memory", "the range is empty or wraps around");
-  }
   if (Status possible = cuda::refuse_gpu_memory("tcp", range.base); !possible) return possible.error();
   return std::make_unique<Registration>(range, random_key());
 }

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "engine/domain.h"
-#include "engine/sent_messages.h"
 #include "engine/timer_fd.h"
+#include "engine/work_slots.h"
 #include "providers/tcp/connection.h"
 #include "providers/tcp/link_end.h"
 

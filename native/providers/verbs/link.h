@@ -9,7 +9,7 @@
 #include <span>
 
 #include "engine/domain.h"
-#include "engine/sent_messages.h"
+#include "engine/work_slots.h"
 #include "providers/verbs/connection.h"
 #include "providers/verbs/departure.h"
 #include "providers/verbs/remainder.h"

@@ -1,0 +1,163 @@
+// Work that may block (registering memory, making links) is the control thread's: while it is held up, whatever the worker
+// does goes on. Over each lane.
+
+#include <atomic>
+#include <future>
+#include <string_view>
+#include <utility>
+
+#include "tests/nics.h"
+#include "tests/rig.h"
+
+namespace kvc::test {
+namespace {
+
+constexpr size_t kBytes = 256 << 10;
+
+// Holds up one call on a control thread.
+class Hold {
+ public:
+  explicit Hold(Nic& nic) {
+    nic.control_work = [this](std::string_view call) {
+      if (call != call_ || !armed_.exchange(false)) return;
+      entered_.set_value();
+      released_.get_future().wait();
+    };
+  }
+  // The next of these calls is held up. Nothing of that kind is under way.
+  void arm(std::string_view call) {
+    call_ = call;
+    entered_ = {};
+    released_ = {};
+    holds_ = true;
+    armed_ = true;
+  }
+  void wait_until_held() { ASSERT_EQ(entered_.get_future().wait_for(kLimit), std::future_status::ready); }
+  void release() {
+    if (std::exchange(holds_, false)) released_.set_value();
+  }
+  // For a test that ends early: who waits for the call would wait for ever.
+  struct Releases {
+    Hold& hold;
+    ~Releases() { hold.release(); }
+  };
+
+ private:
+  std::string_view call_;
+  std::promise<void> entered_;
+  std::promise<void> released_;
+  bool holds_ = false;              // the test's
+  std::atomic<bool> armed_{false};  // publishes the others
+};
+
+class ControlWork : public testing::TestWithParam<std::string> {
+ protected:
+  std::string provider() const { return GetParam(); }
+
+  // All that two connected peers do with each other, both ways.
+  static void expect_alive(Pair& pair) {
+    for (uint64_t round = 0; round < 20; ++round) {
+      const auto write = [&](Side& from, PeerId to, RemoteRegionId region, Side& target) {
+        const CounterSet set = must(target.engine->alloc_counters(1));
+        must(target.engine->expect(set.id, {1}));
+        const TransferId transfer =
+            must(from.engine->write_one(to, from.region, 0, region, 0, kBytes, set.immediates[0]));
+        must(target.engine->wait_counters(set.id, kLimit));
+        EXPECT_EQ(ended(*from.engine, transfer).kind, EventKind::kTransferDone);
+        const TransferId sent = must(from.engine->send(to, Bytes(10)));
+        must(target.engine->wait_message(kLimit));
+        EXPECT_EQ(ended(*from.engine, sent).kind, EventKind::kTransferDone);
+      };
+      write(pair.sender, pair.to_receiver, pair.receiver_region, pair.receiver);
+      write(pair.receiver, pair.to_sender, pair.sender_region, pair.sender);
+      const TransferId cancelled = must(pair.receiver.engine->open_transfer(pair.to_sender));
+      must(pair.receiver.engine->cancel(cancelled));
+      EXPECT_EQ(ended(*pair.receiver.engine, cancelled).kind, EventKind::kTransferCancelled);
+    }
+  }
+  template <typename T>
+  static void expect_held(const std::future<T>& call) {
+    EXPECT_EQ(call.wait_for(std::chrono::seconds(0)), std::future_status::timeout) << "it was not held up";
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Lanes, ControlWork, testing::ValuesIn(providers()),
+                         [](const auto& info) { return label(info.param); });
+
+TEST_P(ControlWork, ARegistrationHoldsNothingElseUp) {
+  Nics nics;
+  Hold hold(nics[0]);
+  Pair pair(config("sender", provider()), nics.with(config("receiver", provider())), kBytes);
+  TransferEngine& receiver = *pair.receiver.engine;
+  const SharedMemory more = must(SharedMemory::create("kvc-test", kBytes));
+  hold.arm("register_memory");
+  auto registered =
+      std::async(std::launch::async, [&] { return receiver.register_memory(more.data(), more.size(), more.fd(), 0); });
+  const Hold::Releases releases{hold};
+  hold.wait_until_held();
+  expect_alive(pair);
+  EXPECT_EQ(receiver.stats().regions, 1U);
+  expect_held(registered);
+  hold.release();
+  const RegionId region = must(registered.get());
+  // And it is as good as any other.
+  const RemoteRegionId imported =
+      must(pair.sender.engine->import_region(pair.to_receiver, must(receiver.region_descriptor(region))));
+  EXPECT_EQ(ended(*pair.sender.engine, must(pair.sender.engine->write_one(pair.to_receiver, pair.sender.region, 0,
+                                                                          imported, 0, kBytes, std::nullopt)))
+                .kind,
+            EventKind::kTransferDone);
+  must(receiver.deregister_memory(region, kLimit));
+}
+
+TEST_P(ControlWork, AConnectionThatIsMadeHoldsNoOtherPeerUp) {
+  for (const std::string_view call : {"offer", "accept", "complete"}) {
+    Nics nics;
+    Hold hold(nics[0]);
+    Pair pair(config("sender", provider()), nics.with(config("receiver", provider())), kBytes);
+    Side third(config("third", provider()), kBytes);
+    hold.arm(call);
+    auto connected = std::async(std::launch::async, [&] {
+      return call == "accept" ? connect(*third.engine, *pair.receiver.engine)
+                              : connect(*pair.receiver.engine, *third.engine);
+    });
+    const Hold::Releases releases{hold};
+    hold.wait_until_held();
+    expect_alive(pair);
+    expect_held(connected);
+    hold.release();
+    const Connection connection = connected.get();
+    const PeerId peer = call == "accept" ? connection.second_to_first : connection.first_to_second;
+    EXPECT_EQ(ended(*pair.receiver.engine, must(pair.receiver.engine->send(peer, Bytes(1)))).kind,
+              EventKind::kTransferDone);
+  }
+}
+
+// The links of one peer are made while there is something to write to it: over those it has.
+TEST_P(ControlWork, TheSecondLinkOfAPeerHoldsTheFirstNotUp) {
+  for (const std::string_view call : {"offer", "accept", "complete"}) {
+    Nics nics;
+    Hold hold(nics[1]);
+    const bool accepts = call == "accept";
+    const EngineConfig sender = config("sender", provider(), 2);
+    const EngineConfig receiver = config("receiver", provider(), 2);
+    Pair pair(accepts ? sender : nics.with(sender), accepts ? nics.with(receiver) : receiver, kBytes);
+    // The first one is up, which takes some control work as well; messages are no reason to make others.
+    const TransferId sent = must(pair.sender.engine->send(pair.to_receiver, Bytes(1)));
+    EXPECT_EQ(ended(*pair.sender.engine, sent).kind, EventKind::kTransferDone);
+    must(pair.receiver.engine->wait_message(kLimit));
+    hold.arm(call);
+    const Hold::Releases releases{hold};
+    const TransferId first = must(pair.sender.engine->write_one(pair.to_receiver, pair.sender.region, 0,
+                                                                pair.receiver_region, 0, 1, std::nullopt));
+    EXPECT_EQ(ended(*pair.sender.engine, first).kind, EventKind::kTransferDone);
+    hold.wait_until_held();
+    expect_alive(pair);
+    EXPECT_LT(pair.sender.engine->stats().links, pair.sender.engine->domains().size());
+    hold.release();
+    pair.make_links();
+    expect_alive(pair);
+  }
+}
+
+}  // namespace
+}  // namespace kvc::test

@@ -1,0 +1,27 @@
+// Slices of armed lists, where only the engine itself can be asked (tests/conformance/test_slices.py has the rest).
+#include <gtest/gtest.h>
+
+#include <thread>
+
+#include "tests/rig.h"
+
+namespace kvc::test {
+namespace {
+
+TEST(Slices, OfACancelledTransferAreNotTakenForDrained) {
+  EngineConfig slow = config("sender", "sim");
+  slow.domains[0].max_delay_us = 200000;  // in flight while the other is asked for
+  Pair pair(std::move(slow), config("receiver", "sim"), 4096);
+  TransferEngine& engine = *pair.sender.engine;
+  const TransferId transfer = must(engine.open_transfer(pair.to_receiver));
+  const auto signal = engine.create_signal();
+  std::vector<ArmedSlice> slices(2, {0, pair.sender.region, 0, pair.receiver_region, 0, 64, std::nullopt});
+  slices[1].signal_value = 1;
+  must(engine.arm_slices(transfer, signal, slices));
+  while (must(engine.progress(transfer)).pages_posted == 0) std::this_thread::yield();
+  must(engine.cancel(transfer));
+  EXPECT_FALSE(engine.wait_drained(transfer, 1, kLimit).ok());
+}
+
+}  // namespace
+}  // namespace kvc::test

@@ -1,0 +1,35 @@
+// Submissions read what the worker writes at the end of each transfer: however many there are, transfers end.
+
+#include <thread>
+#include <vector>
+
+#include "tests/rig.h"
+
+namespace kvc::test {
+namespace {
+
+TEST(WriterFirstMutex, ThreadsThatSubmitWithoutPauseKeepNoTransferFromEnding) {
+  Pair pair("sim", 4096);
+  TransferEngine& engine = *pair.sender.engine;
+  const TransferId open = must(engine.open_transfer(pair.to_receiver));
+  const auto limit = std::chrono::steady_clock::now() + kLimit;
+  std::vector<std::jthread> threads;
+  for (int i = 0; i < 8; ++i) {
+    threads.emplace_back([&](const std::stop_token& stop) {
+      // Looked up and refused: so that it is the lock that is kept busy, and nothing piles up.
+      while (!stop.stop_requested() && std::chrono::steady_clock::now() < limit) {
+        EXPECT_EQ(engine.write(open, pair.sender.region, 4096, pair.receiver_region, 0, 1, std::nullopt).error().code,
+                  ErrorCode::kOutOfRange);
+      }
+    });
+  }
+  for (int i = 0; i < 200; ++i) {
+    const TransferId transfer =
+        must(engine.write_one(pair.to_receiver, pair.sender.region, 0, pair.receiver_region, 0, 64, std::nullopt));
+    EXPECT_EQ(ended(engine, transfer).kind, EventKind::kTransferDone);
+  }
+  EXPECT_LT(std::chrono::steady_clock::now(), limit) << "they ended only when the others gave up";
+}
+
+}  // namespace
+}  // namespace kvc::test

@@ -1,0 +1,389 @@
+"""An engine that is attacked, and a peer that behaves meanwhile: each in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.managers import BaseManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from conformance.gpu import GpuMemory
+
+from kv_connector.engine import (
+    MAX_MESSAGE_BYTES,
+    DomainConfig,
+    EngineConfig,
+    EngineStats,
+    ErrorCode,
+    Event,
+    EventKind,
+    Handshake,
+    MemoryRange,
+    SharedMemory,
+    TransferEngine,
+    TransferError,
+)
+
+PAGE = 4096
+# What the honest peer writes, between stretches that nobody may write.
+PAGES = 64
+GUARD = 16 * PAGE
+NBYTES = GUARD + PAGES * PAGE + GUARD
+GUARDED = 0xA5
+# What hostile peers of tcp may write: they have its key.
+PLAYGROUND = 1 << 20
+# A step that takes longer hangs: the same patience as the conformance list's.
+LIMIT = 30.0
+# Two pings in a row would keep both processors busy by themselves. At this pace the engines sleep in between.
+PING_EVERY = 0.0005
+# A peer that comes anew takes 2 ms of the control thread at most.
+NEWCOMER_EVERY = 0.1
+
+
+@contextlib.contextmanager
+def first_served() -> Iterator[None]:
+    """Threads that begin in here come before all others of this machine, where it lets us.
+
+    A hostile peer's processor time would be another machine's, and what else runs here would hide what the
+    attack does: so the engines, and the thread that measures, do not compete for it.
+    """
+    try:
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+    except PermissionError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
+class _Memory:
+    """NBYTES that the engine registers, between the guards, and can be looked at."""
+
+    def __init__(self, lane: str, driver: str | None) -> None:
+        self.bytes: npt.NDArray[np.uint8] | GpuMemory
+        self._shared: SharedMemory | None = None
+        if lane == "nvlink":
+            self.bytes = GpuMemory(NBYTES, 0, driver)
+            address = self.bytes.address
+        else:
+            self._shared = SharedMemory("hostile", NBYTES)
+            self.bytes = np.frombuffer(self._shared, dtype=np.uint8)
+            address = self._shared.address
+        self.bytes[:] = GUARDED
+        self.bytes[GUARD:-GUARD] = 0
+        fd = -1 if self._shared is None else self._shared.fd
+        self.range = MemoryRange(address + GUARD, PAGES * PAGE, fd, 0 if fd < 0 else GUARD)
+
+    def pages(self) -> bytes:
+        return self.bytes[GUARD:-GUARD].tobytes()
+
+    def guarded(self) -> bool:
+        return bool((self.bytes[:GUARD] == GUARDED).all() and (self.bytes[-GUARD:] == GUARDED).all())
+
+
+@dataclass(frozen=True)
+class State:
+    """The victim, looked at from inside."""
+
+    stats: EngineStats
+    counted: int  # of the honest peer's counter
+    pages: bytes
+    guarded: bool
+    resident_mib: float
+    peak_mib: float
+    descriptors: int
+    found: tuple[str, ...]  # what must never happen
+
+
+class Victim:
+    """Whoever comes is taken for a peer: who is let in has been given this by the control plane."""
+
+    def __init__(self, lane: str, driver: str | None = None) -> None:
+        self._memory = _Memory(lane, driver)
+        with first_served():
+            self._engine = TransferEngine(EngineConfig("victim", [DomainConfig(lane)]))
+        self._region = self._engine.register_ranges([self._memory.range])[0]
+        self._playground = SharedMemory("playground", PLAYGROUND)
+        self._counters = 0
+        self._honest = 0
+        self._found: list[str] = []
+        self._down: list[int] = []  # the keeper's
+        self._stop = threading.Event()
+        self._keeper = threading.Thread(target=self._keep, name="keeper", daemon=True)
+        self._keeper.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._keeper.join()
+        self._engine.close()
+
+    # --- The honest peer
+
+    def meet(self, offer: bytes) -> tuple[bytes, bytes, int]:
+        """The answer, the descriptor of the pages, and the immediate that counts them."""
+        answer = self._engine.accept("honest", offer)
+        counters = self._engine.alloc_counters(1, [answer.peer])
+        self._honest, self._counters = answer.peer, counters.id
+        return answer.data, self._engine.region_descriptor(self._region), counters.immediates[0]
+
+    # --- Hostile peers. Nobody waits long for one of them.
+
+    def playground(self) -> bytes:
+        """The descriptor of memory that hostile peers may write."""
+        return self._engine.region_descriptor(self._engine.register_buffer(self._playground))
+
+    def offers(self, count: int) -> list[Handshake]:
+        return [self._engine.offer("hostile") for _ in range(count)]
+
+    def complete(self, answers: Sequence[tuple[int, bytes]], region: bytes = b"") -> list[bool]:
+        """Whether each answer was taken. With a region: something is on its way to each of them."""
+        return [self._complete(peer, answer, region) for peer, answer in answers]
+
+    def _complete(self, peer: int, answer: bytes, region: bytes) -> bool:
+        try:
+            self._engine.complete(peer, answer)
+        except TransferError:
+            return False
+        self._write_to(peer, region)
+        return True
+
+    def accept(self, offers: Sequence[bytes], region: bytes = b"") -> list[Handshake | None]:
+        """The answers to offers of hostile peers."""
+        return [self._accept(offer, region) for offer in offers]
+
+    def _accept(self, offer: bytes, region: bytes) -> Handshake | None:
+        try:
+            answer = self._engine.accept("hostile", offer)
+        except TransferError:
+            return None
+        self._write_to(answer.peer, region)
+        return answer
+
+    def _write_to(self, peer: int, region: bytes) -> None:
+        if not region:
+            return
+        with contextlib.suppress(TransferError):  # it is down already
+            target = self._engine.import_region(peer, region)
+            self._engine.write_one(peer, self._region, 0, target, 0, PAGE)
+            self._engine.send(peer, b"how are you?")
+
+    def fence(self, peers: Sequence[int]) -> None:
+        """They never came, or are not to come back."""
+        for peer in peers:
+            self._fence(peer, LIMIT)
+
+    def _fence(self, peer: int, timeout: float) -> bool:
+        """False: it may still be writing."""
+        try:
+            self._engine.fence(peer, timeout)
+        except TransferError as error:
+            return error.code is not ErrorCode.TIMEOUT  # else somebody was quicker
+        return True
+
+    # --- What became of it
+
+    def settled(self) -> bool:
+        """Nobody is left but the honest peer, and every transfer to the others has ended."""
+        stats = self._engine.stats()
+        return stats.peers == 1 and stats.transfers_open == 0
+
+    def descriptors(self) -> int:
+        return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+    def state(self) -> State:
+        status = dict(
+            line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line
+        )
+        mib = {name: int(status[name].split()[0]) / 1024 for name in ("VmRSS", "VmHWM")}
+        return State(
+            self._engine.stats(),
+            self._engine.counter_values(self._counters)[0],
+            self._memory.pages(),
+            self._memory.guarded(),
+            mib["VmRSS"],
+            mib["VmHWM"],
+            self.descriptors(),
+            tuple(self._found),
+        )
+
+    # --- The keeper: takes what peers send, and lets go of those that are down.
+
+    def _keep(self) -> None:
+        files = [self._engine.event_fd(), self._engine.message_fd()]
+        while not self._stop.is_set():
+            select.select(files, [], [], 0.1)
+            for message in self._engine.receive():
+                if message.peer == self._honest and message.data != PING:
+                    self._found.append(f"a message of the honest peer's came as {message.data[:40]!r}")
+            for event in self._engine.poll_events():
+                self._hear(event)
+            self._down = [peer for peer in self._down if not self._fence(peer, 0.001)]
+
+    def _hear(self, event: Event) -> None:
+        if event.kind is EventKind.PEER_LEFT and event.id != self._honest:
+            return
+        if event.kind not in (EventKind.PEER_DOWN, EventKind.PEER_LEFT):
+            return  # the end of what was on its way to a hostile peer
+        if event.id == self._honest:
+            self._found.append(f"the honest peer was taken for broken: {event}")
+        self._down.append(event.id)
+
+
+PING = (bytes(range(256)) * 16)[:MAX_MESSAGE_BYTES]
+
+
+@dataclass(frozen=True)
+class Times:
+    """Of one stretch of time, in microseconds."""
+
+    pings: int
+    median: float
+    p99: float
+    slowest: float
+    newcomers: int
+    newcomers_slowest: float
+    newcomers_refused: int
+
+
+class Honest:
+    """A peer that plays ping-pong with the victim all the time, and knows what it has written.
+
+    A ping is a page of 4 KiB, counted, and a message of as much; the pong is the victim's engine's: it has
+    taken both. So no Python of the victim's is in the way.
+    """
+
+    def __init__(self, lane: str, victim: Any, driver: str | None = None) -> None:
+        self._lane = lane
+        self._memory = _Memory(lane, driver)
+        self._victim = victim
+        with first_served():
+            self._engine = TransferEngine(EngineConfig("honest", [DomainConfig(lane)]))
+        self._region = self._engine.register_ranges([self._memory.range])[0]
+        offer = self._engine.offer("victim")
+        answer, descriptor, self._immediate = victim.meet(offer.data)
+        self._peer = offer.peer
+        self._engine.complete(offer.peer, answer)
+        self._target = self._engine.import_region(offer.peer, descriptor)
+        self._pings = 0
+        self._times: list[int] = []
+        self._newcomers: list[int] = []
+        self._refused = 0
+        self._failed: list[Exception] = []
+        self._stop = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def begin(self, newcomers: bool = True) -> None:
+        self._times, self._newcomers, self._refused, self._failed = [], [], 0, []
+        self._stop.clear()
+        self._threads = []
+        with first_served():
+            self._start(self._ping, PING_EVERY)
+        if newcomers:
+            self._start(self._come_anew, NEWCOMER_EVERY)
+
+    def _start(self, step: Callable[[], None], pause: float) -> None:
+        self._threads.append(threading.Thread(target=self._again, args=(step, pause), daemon=True))
+        self._threads[-1].start()
+
+    def end(self) -> Times:
+        """Raises what went wrong."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+        if self._failed:
+            raise self._failed[0]
+        times = np.array(self._times) / 1000
+        return Times(
+            len(times),
+            float(np.median(times)),
+            float(np.percentile(times, 99)),
+            float(times.max()),
+            len(self._newcomers),
+            max(self._newcomers, default=0) / 1e6,
+            self._refused,
+        )
+
+    def immediate(self) -> int:
+        """What it raises the victim's counter by."""
+        return self._immediate
+
+    def written(self) -> tuple[int, bytes]:
+        """How many pages in all, and what they look like now."""
+        return self._pings, self._memory.pages()
+
+    def _again(self, step: Callable[[], None], pause: float) -> None:
+        try:
+            while not self._stop.is_set():
+                step()
+                time.sleep(pause)
+        except Exception as error:
+            self._failed.append(error)
+
+    def _ping(self) -> None:
+        offset = self._pings % PAGES * PAGE
+        page = np.full(PAGE // 8, self._pings + 1, dtype=np.uint64).view(np.uint8)
+        self._memory.bytes[GUARD + offset : GUARD + offset + PAGE] = page
+        began = time.perf_counter_ns()
+        write = self._engine.write_one(
+            self._peer, self._region, offset, self._target, offset, PAGE, self._immediate
+        )
+        message = self._engine.send(self._peer, PING)
+        for transfer in (write, message):
+            event = self._engine.wait_transfer(transfer, LIMIT)
+            if event.kind is not EventKind.TRANSFER_DONE:
+                raise RuntimeError(f"the honest peer's transfer ended so: {event}")
+        self._times.append(time.perf_counter_ns() - began)
+        self._pings += 1
+
+    def _come_anew(self) -> None:
+        """One more peer dials the victim, says a word and leaves."""
+        (offer,) = self._victim.offers(1)
+        began = time.perf_counter_ns()
+        try:
+            answer = self._engine.accept("victim", offer.data)
+        except TransferError:
+            self._refused += 1
+            return self._victim.fence([offer.peer])
+        (taken,) = self._victim.complete([(offer.peer, answer.data)])
+        sent = self._engine.send(answer.peer, b"hello")
+        done = self._engine.wait_transfer(sent, LIMIT).kind is EventKind.TRANSFER_DONE
+        if taken and done:
+            self._newcomers.append(time.perf_counter_ns() - began)
+        else:
+            self._refused += 1
+        self._engine.fence(answer.peer, LIMIT)
+        return self._victim.fence([offer.peer])
+
+
+class _Manager(BaseManager):
+    """A process with one of these in it."""
+
+
+_Manager.register("Victim", Victim)
+_Manager.register("Honest", Honest)
+
+
+@contextlib.contextmanager
+def stage(lane: str, driver: str | None = None) -> Iterator[tuple[Any, Any]]:
+    """A victim and an honest peer of it, in processes of their own."""
+    with contextlib.ExitStack() as stack:
+        victim, honest = (stack.enter_context(_Manager(ctx=get_context("spawn"))) for _ in range(2))
+        attacked = victim.Victim(lane, driver)  # type: ignore[attr-defined]
+        stack.callback(attacked.close)
+        behaves = honest.Honest(lane, attacked, driver)  # type: ignore[attr-defined]
+        stack.callback(behaves.close)
+        yield attacked, behaves

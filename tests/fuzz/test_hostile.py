@@ -1,0 +1,26 @@
+"""The hostile peers at CI's size: each attack once. `make hostile` sends as many frames as one likes."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from fuzz import hostile, wire
+from fuzz.hostile_same_host import SameHostAttacker
+from fuzz.peers import stage
+
+
+@pytest.mark.parametrize("lane", hostile.LANES)
+def test_a_live_engine_takes_no_harm(lane: str) -> None:
+    with closing(hostile.campaign(lane, 0, "ci")) as lines:
+        assert "attacks" in next(lines)
+
+
+def test_nobody_passes_for_a_domain_of_our_own_process(tmp_path: Path) -> None:
+    """What such a one calls its memory would be an address in ours."""
+    with stage("nvlink", hostile.gpu_driver(tmp_path)) as (victim, honest):
+        attacker = SameHostAttacker(wire.NVLINK, victim, honest.immediate(), "ci")
+        assert attacker.pass_for_one_of_theirs() == [False]
+        attacker.close()
