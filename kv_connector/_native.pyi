@@ -69,8 +69,9 @@ class _CompletionWord: ...
 class CompletionWord(_CompletionWord):
     """A 64-bit word, 0 at first, that the engine stores and kernels of the GPU `device` poll.
 
-    It lies in page-locked host memory or, `on_gpu`, in the GPU's. `remote_writes`: NICs write what it
-    stands for into that GPU's memory, which each store shows to running kernels first.
+    It lies in page-locked host memory or, `on_gpu`, in the GPU's, where a store is on a stream, and may
+    still be on its way, when store() returns. `remote_writes`: NICs write what it stands for into that
+    GPU's memory, which each store shows to running kernels first.
     """
 
     def __init__(self, device: int, on_gpu: bool = False, remote_writes: bool = True) -> None:

@@ -2,8 +2,8 @@
 messages.
 
 Threads: every method may be called from any thread. Those that can block say so; they release the GIL and
-give way to Ctrl-C. The engine's own worker thread never takes the GIL, so Python is never on the path of a
-page or its completion.
+give way to Ctrl-C. The engine's own workers never take the GIL, so Python is never on the path of a page
+or its completion.
 
 Units: sizes and offsets in bytes, timeouts in seconds. Failures raise `TransferError`.
 """
@@ -297,10 +297,10 @@ def providers() -> list[ProviderStatus]:
 
 
 class TransferEngine:
-    """Domains, one worker thread, registered memory and peers. As a context manager it closes at the end."""
+    """Domains and their workers, registered memory and peers. As a context manager it closes at the end."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Opens the domains and starts the worker. Blocks until they are open.
+        """Opens the domains and starts the workers. Blocks until they are open.
 
         TransferError: a configured provider is not usable here (with its reason), unless `allow_fallback`.
         """
@@ -645,9 +645,9 @@ class TransferEngine:
     ) -> None:
         """One event when each counter has reached its target (at once if they have).
 
-        Counts only grow: once that event has come, new targets may be set, above the last ones. `word`
-        becomes `value` before the event is told, for a kernel that polls it; where it could not be stored,
-        the event carries the error.
+        Counts only grow: once that event has come, new targets may be set, above the last ones. `value`
+        is stored into `word` before the event is told (one in a GPU's memory: on a stream, and may still be
+        on its way), for a kernel that polls it; where it could not be stored, the event carries the error.
         """
         self._callbacks.give(
             callback, lambda token: self._native.expect(counters, list(targets), token, word, value)

@@ -32,8 +32,8 @@ class CompletionWord final : public kvc::CompletionWord {
   // When no kernel polls it any more. Blocks.
   ~CompletionWord() override;
 
-  // One thread at a time; does not wait for what runs on the GPU. In host memory 10 ns; in the GPU's 2 us, and 40 us
-  // until a kernel sees it (H100).
+  // One thread at a time; does not wait for what runs on the GPU. In host memory the word has its value when this returns;
+  // in the GPU's the store is on the stream then, and a kernel sees it a while later.
   Status store(uint64_t value) noexcept override;
 
   // Where the host finds it; null: it is in the GPU's memory.

@@ -57,7 +57,6 @@ bool fill_table(int mode) {
   KVC_FIND(cuCtxGetFlags);
   KVC_FIND(cuCtxGetStreamPriorityRange);
   KVC_FIND(cuCtxEnablePeerAccess);
-  KVC_FIND(cuCtxSynchronize);
   KVC_FIND(cuMemAlloc_v2);
   KVC_FIND(cuMemFree_v2);
   KVC_FIND(cuMemHostAlloc);
@@ -91,10 +90,6 @@ bool fill_table(int mode) {
   KVC_FIND(cuStreamQuery);
   KVC_FIND(cuStreamSynchronize);
   KVC_FIND(cuStreamWriteValue64_v2);
-  KVC_FIND(cuEventCreate);
-  KVC_FIND(cuEventDestroy_v2);
-  KVC_FIND(cuEventRecord);
-  KVC_FIND(cuEventElapsedTime);
   KVC_FIND(cuModuleLoadData);
   KVC_FIND(cuModuleUnload);
   KVC_FIND(cuModuleGetFunction);

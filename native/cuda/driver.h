@@ -24,7 +24,6 @@ using Stream = struct CUstream_st*;           // CUstream; null: the legacy defa
 using ContextHandle = struct CUctx_st*;       // CUcontext
 using ModuleHandle = struct CUmod_st*;        // CUmodule
 using Function = struct CUfunc_st*;           // CUfunction
-using Event = struct CUevent_st*;             // CUevent
 using AllocationHandle = unsigned long long;  // CUmemGenericAllocationHandle: a physical allocation, mapped or not
 
 // CUipcMemHandle: names an allocation of one process to others on the same machine.
@@ -61,7 +60,6 @@ struct Driver {
   int (*cuCtxSetFlags)(unsigned);  // null before CUDA 12.1
   int (*cuCtxGetStreamPriorityRange)(int*, int*);
   int (*cuCtxEnablePeerAccess)(ContextHandle, unsigned);
-  int (*cuCtxSynchronize)();
   int (*cuMemAlloc_v2)(DevicePointer*, size_t);
   int (*cuMemFree_v2)(DevicePointer);
   int (*cuMemHostAlloc)(void**, size_t, unsigned);
@@ -95,10 +93,6 @@ struct Driver {
   int (*cuStreamQuery)(Stream);
   int (*cuStreamSynchronize)(Stream);
   int (*cuStreamWriteValue64_v2)(Stream, DevicePointer, uint64_t, unsigned);
-  int (*cuEventCreate)(Event*, unsigned);
-  int (*cuEventDestroy_v2)(Event);
-  int (*cuEventRecord)(Event, Stream);
-  int (*cuEventElapsedTime)(float*, Event, Event);
   int (*cuModuleLoadData)(ModuleHandle*, const void*);
   int (*cuModuleUnload)(ModuleHandle);
   int (*cuModuleGetFunction)(Function*, ModuleHandle, const char*);

@@ -19,7 +19,7 @@ class RemoteWrites {
   static Result<RemoteWrites> of(std::shared_ptr<Context> context);
 
   // Any thread. What a completion has told of before is visible to the GPU's running kernels afterwards. Nothing to do
-  // where the GPU keeps order; else 1 us (an H100, asked for the order of all GPUs).
+  // where the GPU keeps order; else a call of the driver's that waits for the flush.
   Status flush() const;
 
  private:

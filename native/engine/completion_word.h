@@ -12,8 +12,8 @@ class CompletionWord {
  public:
   virtual ~CompletionWord() = default;
 
-  // The word becomes `value` once the pages that have landed so far are visible to whoever reads it. One thread at a time;
-  // does not block.
+  // The word becomes `value` once the pages that have landed so far are visible to whoever reads it, perhaps after this has
+  // returned. One thread at a time; does not block.
   virtual Status store(uint64_t value) noexcept = 0;
 };
 

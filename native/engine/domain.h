@@ -1,6 +1,7 @@
 // What every provider implements: one NIC, or one stand-in for a NIC, in two halves.
 //
-//   Connector   registers memory and makes links. It may block, and every method runs on the engine's control thread.
+//   Connector   registers memory and makes links. It may block, and every method runs on the engine's control thread, but
+//               for those that describe it: the engine asks them where it opens the domain, before anything else.
 //   Domain      posts and polls. Nothing in it blocks, and every method runs on the one thread that drives it: so neither
 //               half needs a lock of its own. What happened it puts into its completions(), never calling anybody.
 //
@@ -21,6 +22,7 @@
 #include <string_view>
 #include <vector>
 
+#include "engine/bounds.h"
 #include "engine/completion_queue.h"
 #include "engine/control_queue.h"
 #include "engine/error.h"
@@ -83,8 +85,7 @@ class Registration {
   const uint64_t bytes;
   const uint64_t key;  // what peers write by: hard to guess (random 64 bits), differs between registrations
 
-  // Overflow-safe: `offset` and `length` are a peer's words.
-  bool contains(uint64_t offset, uint64_t length) const noexcept { return length <= bytes && offset <= bytes - length; }
+  bool contains(uint64_t offset, uint64_t length) const noexcept { return fits(offset, length, bytes); }
 
   // The domain's (region_table.h):
   uint32_t landing = 0;  // writes of peers that have begun to land here and have not ended
@@ -104,6 +105,8 @@ class Connector {
   Connector& operator=(const Connector&) = delete;
   // After its domain's end, and after the end of all that it has made.
   virtual ~Connector() = default;
+
+  // --- What it is: asked by the worker that opens the engine, before the control thread has the connector.
 
   // "tcp 10.0.0.3:41233", "host pid 4711", "sim default/3": what logs call this lane's local end.
   virtual std::string description() const = 0;

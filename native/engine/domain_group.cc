@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "engine/message.h"
+#include "engine/poll_loop.h"
 
 namespace kvc {
 
@@ -13,10 +14,6 @@ namespace {
 // How long closing waits for fences. Only a peer on this machine that is stopped in the middle of a copy needs more
 // than milliseconds, and a process that ends cannot wait for it for ever.
 constexpr auto kCloseTimeout = std::chrono::seconds(5);
-
-// While something has to be asked again (a fence, a revoked key) the worker sleeps this long at most: such steps end
-// without a descriptor saying so.
-constexpr std::chrono::milliseconds kRetry{1};
 
 uint32_t sequence_of(std::span<const std::byte> message) {
   uint32_t sequence = 0;
@@ -400,11 +397,11 @@ bool DomainGroup::retry_endings() {
 }
 
 std::optional<std::chrono::milliseconds> DomainGroup::longest_sleep() const {
-  if (!endings_.empty() || !falling_.empty() || !departures_.empty()) return kRetry;
+  if (!endings_.empty() || !falling_.empty() || !departures_.empty()) return PollLoop::kRetry;
   const std::optional<LinkKeeper::Clock::time_point> next = keeper_.next_step();
   if (!next) return std::nullopt;
   const auto wait = std::chrono::ceil<std::chrono::milliseconds>(*next - LinkKeeper::Clock::now());
-  return std::max(wait, kRetry);
+  return std::max(wait, PollLoop::kRetry);
 }
 
 bool DomainGroup::prepare_sleep() {
@@ -417,6 +414,7 @@ bool DomainGroup::prepare_sleep() {
 
 std::vector<int> DomainGroup::fds() const {
   std::vector<int> fds;
+  fds.reserve(domains_.size());
   for (const Domain* const domain : domains_) fds.push_back(domain->fd());
   return fds;
 }

@@ -58,8 +58,8 @@ class DomainGroup final : private LinkKeeper::Owner {
 
   // Once the lanes are open.
   void open();
-  // Ends every peer and transfer, and the domains. Keeps calling them until all links are fenced and no peer maps our
-  // memory any more, or kCloseTimeout.
+  // Ends every peer and transfer, and the domains. Keeps calling them until all links are fenced and no peer's GPU
+  // maps our memory any more, or kCloseTimeout.
   void close();
 
   // --- Control operations. Those that end in _step may have to be called again: until true.

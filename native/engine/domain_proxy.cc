@@ -82,7 +82,8 @@ bool DomainProxy::room_again() {
 
 bool DomainProxy::poll() {
   if (std::exchange(announced_, false)) passage_->scheduler->awake();
-  return listen() | room_again();
+  const bool heard = listen();
+  return room_again() || heard;
 }
 
 bool DomainProxy::prepare_sleep() {

@@ -81,7 +81,7 @@ bool DomainThread::prepare_sleep() {
 
 std::optional<std::chrono::milliseconds> DomainThread::longest_sleep() const {
   const bool retries = std::any_of(domains_.begin(), domains_.end(), [](const auto& d) { return d->retries(); });
-  return retries ? std::optional(std::chrono::milliseconds(1)) : std::nullopt;
+  return retries ? std::optional(PollLoop::kRetry) : std::nullopt;
 }
 
 }  // namespace kvc

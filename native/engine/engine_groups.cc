@@ -7,6 +7,14 @@
 
 namespace kvc {
 
+namespace {
+
+Error no_scatter(const char* operation, ScatterId id) {
+  return invalid(operation, "no prepared scatter " + std::to_string(id));
+}
+
+}  // namespace
+
 Result<PeerGroupId> TransferEngine::add_peer_group(const std::vector<PeerId>& members) {
   auto group = std::make_shared<PeerGroup>();
   for (const PeerId id : members) {
@@ -67,11 +75,8 @@ Result<std::shared_ptr<Scatter>> TransferEngine::Impl::make_scatter(PeerGroupId 
       return invalid(operation, "region " + std::to_string(slice.target) + " belongs to another peer than member " +
                                     std::to_string(member) + " (" + peer.name + ")");
     }
-    const auto fits = [&](uint64_t offset, uint64_t region) {
-      return slice.bytes <= region && offset <= region - slice.bytes;
-    };
-    if (!fits(slice.source_offset, made.source->bytes) ||
-        (made.target != nullptr && !fits(slice.target_offset, made.target->bytes))) {
+    if (!fits(slice.source_offset, slice.bytes, made.source->bytes) ||
+        (made.target != nullptr && !fits(slice.target_offset, slice.bytes, made.target->bytes))) {
       return Error{ErrorCode::kOutOfRange,
                    {},
                    peer.name,
@@ -92,6 +97,7 @@ Result<TransferId> TransferEngine::Impl::submit(const std::shared_ptr<Scatter>& 
   const TransferId id = transfer_ids.next();
   ScatterRun* const run = scatter->take(id);
   if (run == nullptr) {
+    if (scatter->released()) return no_scatter("submit_scatter", scatter->id());
     return Error{ErrorCode::kResources,
                  {},
                  {},
@@ -121,9 +127,7 @@ Result<ScatterId> TransferEngine::prepare_scatter(PeerGroupId group, const std::
 
 Result<TransferId> TransferEngine::submit_scatter(ScatterId id, std::span<const ScatterUpdate> updates) {
   const std::shared_ptr<Scatter> scatter = impl_->scatters.find(id);
-  if (scatter == nullptr || scatter->released()) {
-    return invalid("submit_scatter", "no prepared scatter " + std::to_string(id));
-  }
+  if (scatter == nullptr) return no_scatter("submit_scatter", id);
   if (std::optional<Error> wrong = scatter->check(updates)) return *std::move(wrong);
   return impl_->submit(scatter, updates);
 }
@@ -131,7 +135,7 @@ Result<TransferId> TransferEngine::submit_scatter(ScatterId id, std::span<const 
 Status TransferEngine::release_scatter(ScatterId id) {
   const std::shared_ptr<Scatter> scatter = impl_->scatters.find(id);
   if (scatter != nullptr && scatter->release()) return {};
-  return invalid("release_scatter", "no prepared scatter " + std::to_string(id));
+  return no_scatter("release_scatter", id);
 }
 
 Result<TransferId> TransferEngine::scatter(PeerGroupId group, RegionId source, const std::vector<ScatterSlice>& slices,
@@ -151,6 +155,7 @@ Result<TransferId> TransferEngine::scatter(PeerGroupId group, RegionId source, c
 Result<TransferId> TransferEngine::barrier(PeerGroupId group, const std::vector<uint32_t>& immediates,
                                            EventCallback callback) {
   std::vector<PreparedSlice> prepared;
+  prepared.reserve(immediates.size());
   for (uint32_t i = 0; i < immediates.size(); ++i) prepared.push_back({.member = i, .immediate = immediates[i]});
   if (Status status = impl_->check_members(group, immediates.size(), "barrier"); !status) return status.error();
   return impl_->submit_once(impl_->make_scatter(group, prepared, std::move(callback), "barrier"),

@@ -128,10 +128,11 @@ class TransferEngine::Impl {
     ScatterRun* run = nullptr;
   };
   std::optional<Submission> find_submission(TransferId id) const {
-    for (std::shared_ptr<Scatter>& scatter : scatters.all()) {
-      if (ScatterRun* const run = scatter->find(id)) return Submission{std::move(scatter), run};
-    }
-    return std::nullopt;
+    ScatterRun* run = nullptr;
+    std::shared_ptr<Scatter> scatter =
+        scatters.find_if([&](const Scatter& candidate) { return (run = candidate.find(id)) != nullptr; });
+    if (scatter == nullptr) return std::nullopt;
+    return Submission{std::move(scatter), run};
   }
 
   // What a write needs, belonging together.

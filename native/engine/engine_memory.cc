@@ -122,7 +122,7 @@ Status TransferEngine::deregister_memory(std::span<const RegionId> ids, Timeout 
     }
     memories.push_back(region->memory);
   }
-  const Status status = impl_->worker.call_until(
+  Status status = impl_->worker.call_until(
       kOperation,
       [impl = impl_.get(), memories] {
         bool all = true;
@@ -216,7 +216,11 @@ Result<std::vector<RemoteRegionId>> TransferEngine::import_regions(PeerId peer_i
     const RemoteRegionId id = ids.emplace_back(region->id);
     impl_->remote_regions.insert_locked(id, std::move(region));
   }
-  return ids;
+  // After the insertion: a fence first changes the state, and then forgets the regions that it finds.
+  if (peer.state.load(std::memory_order_seq_cst) == Peer::State::kConnected) return ids;
+  for (const RemoteRegionId id : ids) impl_->remote_regions.erase_locked(id);
+  return Error{ErrorCode::kPeerDown, peer.provider, peer.name, kOperation,
+               "this peer was lost, fenced, or has left meanwhile"};
 }
 
 }  // namespace kvc

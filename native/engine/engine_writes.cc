@@ -27,7 +27,7 @@ std::optional<uint64_t> end_of(const Pages& pages, uint64_t page_bytes) {
 // The pages of one side, moved by the offset of a layer, against their region. `end`: end_of() them.
 Status check_pages(const char* side, const Pages& pages, std::optional<uint64_t> end, uint64_t extra_offset,
                    uint64_t page_bytes, uint64_t region_bytes) {
-  if (end && *end <= region_bytes && extra_offset <= region_bytes - *end) return {};
+  if (end && fits(extra_offset, *end, region_bytes)) return {};
   const auto negative =
       std::find_if(pages.indices.begin(), pages.indices.end(), [](int64_t index) { return index < 0; });
   const auto largest = std::max_element(pages.indices.begin(), pages.indices.end());
@@ -96,8 +96,7 @@ Status TransferEngine::Impl::check_single(const Ends& ends, const SingleWrite& w
                                     " in this peer's lane (" + peer.provider + ")");
     }
   }
-  const auto fits = [&](uint64_t offset, uint64_t region) { return bytes <= region && offset <= region - bytes; };
-  if (!fits(write.source_offset, ends.source->bytes) || !fits(write.target_offset, ends.target->bytes)) {
+  if (!fits(write.source_offset, bytes, ends.source->bytes) || !fits(write.target_offset, bytes, ends.target->bytes)) {
     return Error{ErrorCode::kOutOfRange,
                  {},
                  peer.name,
@@ -264,22 +263,17 @@ Status TransferEngine::wait_drained(TransferId id, uint64_t signal_value, Timeou
   const Result<std::shared_ptr<Transfer>> found = impl_->find_transfer(id, "wait_drained");
   if (!found) return found.error();
   const std::shared_ptr<Transfer>& transfer = found.value();
-  // The step writes `ended_with` before the completion that this thread waits for.
-  auto ended_with = std::make_shared<std::optional<Error>>();
-  Status status = impl_->worker.call_until(
+  return impl_->worker.call_until(
       "wait_drained",
-      [transfer, signal_value, ended_with] {
-        *ended_with = transfer->stream.error;
-        if (ended_with->has_value() || transfer->stream.drained(signal_value)) return true;
+      [transfer, signal_value]() -> std::optional<Status> {
+        if (transfer->stream.error) return *transfer->stream.error;
+        if (transfer->stream.drained(signal_value)) return Status();
         if (transfer->stream.ended) {
-          *ended_with = Error{ErrorCode::kCancelled, {}, {}, "wait_drained", "the transfer was cancelled"};
+          return Error{ErrorCode::kCancelled, {}, {}, "wait_drained", "the transfer was cancelled"};
         }
-        return transfer->stream.ended;
+        return std::nullopt;
       },
       timeout, "slices of transfer " + std::to_string(id) + " are armed or in flight");
-  if (!status) return status;
-  if (ended_with->has_value()) return **ended_with;
-  return {};
 }
 
 Status TransferEngine::seal(TransferId transfer) {
@@ -310,19 +304,13 @@ Status TransferEngine::quiesce(TransferId id, Timeout timeout) {
   const Result<std::shared_ptr<Transfer>> found = impl_->find_transfer(id, "quiesce");
   if (!found) return found.error();
   const std::shared_ptr<Transfer>& transfer = found.value();
-  // The step writes `ended_with` before the completion that this thread waits for.
-  auto ended_with = std::make_shared<std::optional<Error>>();
-  Status status = impl_->worker.call_until(
+  return impl_->worker.call_until(
       "quiesce",
-      [transfer, ended_with] {
-        if (!transfer->stream.idle()) return false;
-        *ended_with = transfer->stream.error;
-        return true;
+      [transfer]() -> std::optional<Status> {
+        if (!transfer->stream.idle()) return std::nullopt;
+        return transfer->stream.error ? Status(*transfer->stream.error) : Status();
       },
       timeout, "writes of transfer " + std::to_string(id) + " are still in flight");
-  if (!status) return status;
-  if (ended_with->has_value()) return **ended_with;
-  return {};
 }
 
 Result<TransferProgress> TransferEngine::progress(TransferId transfer) {

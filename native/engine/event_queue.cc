@@ -83,7 +83,12 @@ Result<Event> EventQueue::wait(Subject subject, uint64_t id, Timeout timeout, co
       break;
     }
   }
-  if (--waiting_[event_key] == 0) waiting_.erase(event_key);
+  if (--waiting_[event_key] == 0) {
+    waiting_.erase(event_key);
+    if (auto left = reserved_.extract(event_key)) {
+      for (Event& other : left.mapped()) deliver(std::move(other));  // whoever polls gets them
+    }
+  }
   if (event) return std::move(*event);
   if (why == ErrorCode::kTimeout) return Error{why, {}, {}, operation, "no event for " + std::to_string(id) + " yet"};
   return Error{why, {}, {}, operation, std::to_string(id) + " is not open, and no event of it is left to take"};

@@ -154,7 +154,7 @@ std::optional<RegionDescriptor> decode_region_descriptor(std::span<const std::by
   for (const RegionDescriptor::Region& region : descriptor.regions) {
     if (region.memory >= descriptor.memories.size()) return std::nullopt;
     const uint64_t room = descriptor.memories[region.memory].bytes;
-    if (region.bytes == 0 || region.bytes > room || region.offset > room - region.bytes) return std::nullopt;
+    if (region.bytes == 0 || !fits(region.offset, region.bytes, room)) return std::nullopt;
   }
   return descriptor;
 }

@@ -16,6 +16,10 @@ namespace kvc {
 
 class PollLoop {
  public:
+  // The longest sleep while something has to be asked again (a fence, a revoked key): it ends without a descriptor saying
+  // so.
+  static constexpr std::chrono::milliseconds kRetry{1};
+
   // What the thread does.
   class Work {
    public:

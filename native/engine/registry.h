@@ -34,6 +34,15 @@ class Registry {
     const auto found = objects_.find(id);
     return found == objects_.end() ? nullptr : found->second;
   }
+  // Any one of which `wanted`, called with the mutex held, says so.
+  template <typename Predicate>
+  std::shared_ptr<T> find_if(Predicate wanted) const {
+    const std::shared_lock lock(mutex_);
+    for (const auto& [id, object] : objects_) {
+      if (wanted(*object)) return object;
+    }
+    return nullptr;
+  }
   // The caller holds the mutex, shared or not, as long as it uses what it gets.
   T* peek(uint64_t id) const {
     const auto found = objects_.find(id);

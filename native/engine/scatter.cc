@@ -44,9 +44,7 @@ std::optional<Error> Scatter::check(std::span<const ScatterUpdate> updates) cons
   for (size_t i = 0; i < updates.size(); ++i) {
     const ScatterUpdate& update = updates[i];
     const uint64_t bytes = slices_[i].bytes;
-    const bool fits = update.bytes <= bytes && update.source_offset <= bytes - update.bytes &&
-                      update.target_offset <= bytes - update.bytes;
-    if (fits) continue;
+    if (fits(update.source_offset, update.bytes, bytes) && fits(update.target_offset, update.bytes, bytes)) continue;
     return Error{ErrorCode::kOutOfRange,
                  {},
                  members_[slices_[i].member]->name,
@@ -60,6 +58,7 @@ std::optional<Error> Scatter::check(std::span<const ScatterUpdate> updates) cons
 
 ScatterRun* Scatter::take(TransferId id) {
   const std::lock_guard lock(mutex_);
+  if (released_) return nullptr;
   auto free = std::find_if(runs_.begin(), runs_.end(), [](const ScatterRun& run) { return run.id() == 0; });
   if (free == runs_.end()) {
     if (runs_.size() >= kMaxRuns) return nullptr;
@@ -77,8 +76,16 @@ ScatterRun* Scatter::find(TransferId id) const {
   return found == runs_.end() ? nullptr : const_cast<ScatterRun*>(&*found);
 }
 
+bool Scatter::released() const {
+  const std::lock_guard lock(mutex_);
+  return released_;
+}
+
 bool Scatter::release() {
-  if (released_.exchange(true, std::memory_order_relaxed)) return false;
+  {
+    const std::lock_guard lock(mutex_);
+    if (std::exchange(released_, true)) return false;
+  }
   leave();
   return true;
 }

@@ -30,6 +30,8 @@ class Scatter;
 class ScatterRun {
  public:
   explicit ScatterRun(Scatter& of);
+  // The run that a stream of kind kScatterPart belongs to.
+  static ScatterRun& of(Stream& part) { return static_cast<Part&>(part).run; }
 
   // Which transfer this is for its user; 0: none, the run is free. Any thread.
   TransferId id() const noexcept { return id_.load(std::memory_order_acquire); }
@@ -66,10 +68,6 @@ class ScatterRun {
   bool cancelled_ = false;
   std::vector<PeerFailure> failures_;
   bool quiesced_ = true;
-
- public:
-  // The run that a stream of kind kScatterPart belongs to.
-  static ScatterRun& of(Stream& part) { return static_cast<Part&>(part).run; }
 };
 
 class Scatter : public std::enable_shared_from_this<Scatter> {
@@ -102,13 +100,13 @@ class Scatter : public std::enable_shared_from_this<Scatter> {
 
   // nullopt, or why `updates` lie outside of what was checked.
   std::optional<Error> check(std::span<const ScatterUpdate> updates) const;
-  // A free run, known as `id` from now on. Null: kMaxRuns are in flight.
+  // A free run, known as `id` from now on. Null: it was released, or kMaxRuns are in flight.
   ScatterRun* take(TransferId id);
   // The run of this id; null: it has ended.
   ScatterRun* find(TransferId id) const;
   // Its user takes no more runs. False: it was released before.
   bool release();
-  bool released() const noexcept { return released_.load(std::memory_order_relaxed); }
+  bool released() const;
 
  private:
   friend class ScatterRun;
@@ -124,9 +122,9 @@ class Scatter : public std::enable_shared_from_this<Scatter> {
   const std::vector<Slice> slices_;
   const EventCallback callback_;
   const std::function<void()> on_end_;
-  std::atomic<bool> released_{false};
   std::atomic<uint32_t> users_{1};  // who need it to be found: its user, until release(), and each run in flight
   mutable std::mutex mutex_;
+  bool released_ = false;        // guarded by mutex_
   std::deque<ScatterRun> runs_;  // guarded by mutex_; they stay where they are
 };
 

@@ -124,26 +124,19 @@ Status TransferEngine::disconnect(PeerId peer_id, Timeout timeout) {
   if (peer->state.load(std::memory_order_acquire) == Peer::State::kOffered) {
     return invalid("disconnect", "peer " + peer->name + " has not answered yet: fence() withdraws the offer");
   }
-  // The step writes `broke` before the completion that this thread waits for.
-  auto broke = std::make_shared<std::optional<Error>>();
   Status status = impl_->worker.call_until(
       "disconnect",
-      [impl = impl_.get(), peer, broke] {
-        if (impl->peers.find(peer->id) == nullptr) return true;
-        if (peer->parting.fencing) return false;
-        *broke = peer->down;
-        if (broke->has_value()) return true;
+      [impl = impl_.get(), peer]() -> std::optional<Status> {
+        if (impl->peers.find(peer->id) == nullptr) return Status();
+        if (peer->parting.fencing) return std::nullopt;
+        if (peer->down) return *peer->down;
         impl->group.leave(peer);
-        return false;
+        return std::nullopt;
       },
       timeout,
       "transfers or messages between us and this peer have not ended: seal or cancel what is open on both sides and "
       "call again, or fence()");
-  if (!status) {
-    status.error().peer = peer->name;
-  } else if (broke->has_value()) {
-    status = **broke;
-  }
+  if (!status) status.error().peer = peer->name;
   return status;
 }
 
@@ -216,7 +209,9 @@ Status TransferEngine::expect(CounterSetId set, const std::vector<uint64_t>& tar
   if (fired.value()->callback || fired.value()->word) {
     impl_->worker.submit<Fire>(std::make_unique<CounterSets::Fired>(std::move(*fired.value())));
   } else {
-    impl_->events.push(Event{.kind = EventKind::kCountersReached, .id = set});
+    // It may be released meanwhile.
+    impl_->events.push_if(Event{.kind = EventKind::kCountersReached, .id = set},
+                          [&] { return impl_->counters.exists(set); });
   }
   return {};
 }
@@ -245,7 +240,7 @@ Status TransferEngine::release_counters(CounterSetId set) {
 Result<Event> TransferEngine::wait_transfer(TransferId id, Timeout timeout) {
   if (impl_->worker.on_thread()) return Worker::blocking_in_callback("wait_transfer");
   const std::shared_ptr<Transfer> transfer = impl_->transfers.find(id);
-  const std::optional<Impl::Submission> submission = impl_->find_submission(id);
+  const std::optional<Impl::Submission> submission = transfer ? std::nullopt : impl_->find_submission(id);
   if ((transfer != nullptr && transfer->callback) || (submission && submission->scatter->has_callback())) {
     return invalid("wait_transfer", "transfer " + std::to_string(id) + " has a callback, which gets its event");
   }

@@ -1,9 +1,10 @@
 // TransferEngine: counted one-sided writes between registered memory of two processes, and small messages.
 //
-// The engine owns one DomainGroup: the domains that serve one device, driven by one worker thread that posts and polls, and a
-// control thread for what may block: memory registration, making and ending links. Every public method may be called from
-// any thread. Unless its comment says that it blocks, a method only hands a command to the worker and returns in well under
-// a microsecond. Errors come back as values; nothing here throws or aborts.
+// The engine owns one DomainGroup: the domains that serve one device, driven by a worker thread that posts and polls, and a
+// control thread for what may block: memory registration, making and ending links. Where there are several workers
+// (EngineConfig::workers), "the worker" is the first of them, which schedules and calls back. Every public method may be
+// called from any thread. Unless its comment says that it blocks, a method only hands a command to the worker and returns in
+// well under a microsecond. Errors come back as values; nothing here throws or aborts.
 //
 // Two objects carry all completion:
 //   Transfer    a growing set of writes to one peer, with exactly one final event. A message (send), a scatter and a
@@ -224,11 +225,11 @@ struct Handshake {
 
 class TransferEngine {
  public:
-  // Opens the domains and starts the worker. Blocks until they are open. Fails if any configured provider is not
+  // Opens the domains and starts the workers. Blocks until they are open. Fails if any configured provider is not
   // usable on this machine and allow_fallback is false (or none is usable), with the provider's reason.
   static Result<std::unique_ptr<TransferEngine>> create(EngineConfig config);
 
-  // Stops the worker: open transfers end with kClosed, links are fenced, registered memory is released. Blocks; for a
+  // Stops the workers: open transfers end with kClosed, links are fenced, registered memory is released. Blocks; for a
   // peer that cannot be fenced (its process is stopped in the middle of a copy) 5 s at most.
   ~TransferEngine();
 
@@ -242,9 +243,10 @@ class TransferEngine {
   // Registers each range, all or none. Those that lie in one GPU allocation, or touch each other in host memory, are
   // registered in one piece, from the first byte to the last, and share its keys.
   Result<std::vector<RegionId>> register_memory(std::span<const MemoryRange> ranges);
-  // Revokes the region's keys and waits until no write can land in it any more, and no peer maps it. Blocks up to `timeout`.
-  // kTimeout: the region stays registered (fence the peer that is stuck, then try again). Regions that share keys go
-  // together: kInvalidArgument where one is missing.
+  // Revokes the region's keys and waits until no write can land in it any more, and no peer has it mapped for its GPU (a
+  // memfd may stay in a peer's address space a moment longer). Blocks up to `timeout`. kTimeout: the region stays registered
+  // (fence the peer that is stuck, then try again). Regions that share keys go together: kInvalidArgument where one is
+  // missing.
   Status deregister_memory(RegionId region, Timeout timeout);
   Status deregister_memory(std::span<const RegionId> regions, Timeout timeout);
   // What a peer needs to write into the regions: opaque bytes for its import_regions(), which answers in the same order.
@@ -328,7 +330,7 @@ class TransferEngine {
   Result<ScatterId> prepare_scatter(PeerGroupId group, const std::vector<PreparedSlice>& slices,
                                     EventCallback callback = {});
   // Slice i goes as updates[i] says. One final event: done, or failed with `failures`. Allocates nothing once as many
-  // submissions have been in flight at a time as are now. kResources: kMaxScatterRuns are; wait for one.
+  // submissions have been in flight at a time as are now. kResources: 16 are; wait for one.
   Result<TransferId> submit_scatter(ScatterId scatter, std::span<const ScatterUpdate> updates);
   // Submissions in flight end as they would.
   Status release_scatter(ScatterId scatter);
@@ -356,8 +358,9 @@ class TransferEngine {
   // raised. Empty: any connected peer may raise them, which is for peers that trust each other.
   Result<CounterSet> alloc_counters(uint32_t n, const std::vector<PeerId>& raisers = {});
   // One event when counters[i] >= targets[i] for all i (at once if they are). Counts only grow: once that event has come,
-  // new targets may be set, above the last ones. `word`: becomes `value` before the event is told,
-  // for a kernel that polls; where it could not be stored, the event carries the error.
+  // new targets may be set, above the last ones. `word`: `value` is stored into it before the event
+  // is told (one in a GPU's memory: on a stream, and may still be on its way), for a kernel that polls; where it could not
+  // be stored, the event carries the error.
   Status expect(CounterSetId set, const std::vector<uint64_t>& targets, EventCallback callback = {},
                 std::shared_ptr<CompletionWord> word = nullptr, uint64_t value = 0);
   Result<CounterReader> counter_reader(CounterSetId set);

@@ -7,10 +7,6 @@ namespace kvc {
 
 namespace {
 
-// While a step waits (a fence, a revoked key) the worker sleeps this long at most: steps end without a descriptor
-// saying so.
-constexpr std::chrono::milliseconds kRetry{1};
-
 RequestRef request_of(const AddWrite& add) {
   return Request::make(add.source->shared_from_this(), add.target->shared_from_this(), add.bytes, add.immediate,
                        add.write);
@@ -68,6 +64,16 @@ Status Worker::call_until(const char* operation, std::function<bool()> step, Tim
   return Error{ErrorCode::kTimeout, {}, {}, operation, std::move(message)};
 }
 
+Status Worker::call_until(const char* operation, std::function<std::optional<Status>()> step, Timeout timeout,
+                          std::string message) {
+  // Written on the worker before the completion that this thread waits for.
+  const auto outcome = std::make_shared<std::optional<Status>>();
+  Status status = call_until(
+      operation, [outcome, step = std::move(step)] { return (*outcome = step()).has_value(); }, timeout,
+      std::move(message));
+  return status ? std::move(**outcome) : status;
+}
+
 Status Worker::open(ControlQueue& control, std::span<const std::unique_ptr<DomainThread>> others) {
   if (Status opened = loop_.open("kvc-" + config_.name, config_.worker_cpu); !opened) return opened;
   // After pinning, so that what a domain allocates lies near the core that uses it.
@@ -93,7 +99,7 @@ bool Worker::prepare_sleep() {
 }
 
 std::optional<std::chrono::milliseconds> Worker::longest_sleep() const {
-  return steps_.empty() ? group_.longest_sleep() : std::optional(kRetry);
+  return steps_.empty() ? group_.longest_sleep() : std::optional(PollLoop::kRetry);
 }
 
 bool Worker::run_commands() {

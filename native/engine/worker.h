@@ -72,6 +72,9 @@ class Worker final : private PollLoop::Work {
   // Runs `step` on the worker once a turn until it says true, or `timeout` is over (kTimeout, with `message`). The
   // step may run after the caller has left: it owns what it uses. Blocks.
   Status call_until(const char* operation, std::function<bool()> step, Timeout timeout, std::string message);
+  // The same with a step that also says how it came out; nothing: again.
+  Status call_until(const char* operation, std::function<std::optional<Status>()> step, Timeout timeout,
+                    std::string message);
 
   // What a blocking method answers on the worker thread, where it would wait for itself.
   static Error blocking_in_callback(const char* operation);

@@ -21,6 +21,8 @@
 #include <vector>
 
 #include "engine/random.h"
+#include "providers/nvlink/peer_memory.h"
+#include "providers/nvlink/peer_regions.h"
 #include "providers/nvlink/wire.h"
 #include "tests/cuda_test_support.h"
 #include "tests/domain_test_support.h"
@@ -124,6 +126,32 @@ TEST_F(CudaIpc, WhatIsDeregisteredIsUnmappedByThePeersBeforeItMayBeFreed) {
   EXPECT_EQ(std::memcmp(b.memory.get().data(), a.memory.get().data(), kPage), 0);
   EXPECT_TRUE(a.record().down.empty() && b.record().down.empty());
   part(a, b);
+}
+
+TEST_F(CudaIpc, ARegionThatIsLargerThanItsAllocationIsNotWritten) {
+  const End a(first_, 1);
+  const GpuBuffer theirs(second_, kBytes);
+  nvlink::RegionEntry entry{};
+  entry.device = 1;
+  entry.offset = 4096;
+  entry.length = kBytes - 4096;
+  {
+    const cuda::Context::Scope scope(*second_);
+    ASSERT_EQ(second_->driver().cuIpcGetMemHandle(&entry.allocation, theirs.address), cuda::kSuccess);
+  }
+  nvlink::PeerMemory memory(first_);
+  nvlink::PeerRegion whole(1, entry, false);
+  whole.map(memory);
+  EXPECT_EQ(whole.state(), nvlink::PeerRegion::State::kReady);
+  for (const auto& [offset, bytes] :
+       {std::pair<uint64_t, uint64_t>{4096, kBytes - 4095}, {kBytes + 1, 1}, {8, ~0ULL}}) {
+    entry.offset = offset;
+    entry.length = bytes;
+    nvlink::PeerRegion forged(2, entry, false);
+    forged.map(memory);
+    ASSERT_EQ(forged.state(), nvlink::PeerRegion::State::kFailed);
+    EXPECT_EQ(forged.error().code, ErrorCode::kOutOfRange);
+  }
 }
 
 TEST_F(CudaIpc, ACopyUnderWayKeepsTheMappingAndTheRegion) {

@@ -66,6 +66,26 @@ TEST(EventQueue, AnEventThatIsWaitedForDoesNotShowUpInPoll) {
   EXPECT_EQ(got.value().id, 7U);
 }
 
+TEST(EventQueue, WhatIsLeftByTheLastWaiterIsPolled) {
+  Queue queue;
+  std::atomic<bool> waiting{false};
+  std::thread waiter([&] {
+    EXPECT_TRUE(queue
+                    .wait(Subject::kTransfer, 7, kLong,
+                          [&] {
+                            waiting = true;
+                            return true;
+                          })
+                    .ok());
+  });
+  while (!waiting) std::this_thread::yield();
+  // As of counters that reach two targets before it is awake.
+  queue.push(done(7));
+  queue.push(done(7));
+  waiter.join();
+  EXPECT_EQ(queue.poll(9).size(), 1U);
+}
+
 TEST(EventQueue, TheSameNumberOfAnotherKindIsAnotherEvent) {
   Queue queue;
   queue.push(Event{.kind = EventKind::kCountersReached, .id = 5});

@@ -30,7 +30,10 @@ SAME_PLACE(ibv_device_attr, max_qp_wr);
 SAME_PLACE(ibv_device_attr, max_cqe);
 SAME_PLACE(ibv_device_attr, max_srq_wr);
 SAME_PLACE(ibv_device_attr, phys_port_cnt);
-SAME_SIZE(ibv_port_attr);
+// It grows at its end, for the header's inline function, which says how large its caller's is. The ibv_query_port that the
+// library exports, which is what we call, fills what stands before port_cap_flags2, whatever the library's version.
+static_assert(sizeof(abi::ibv_port_attr) <= sizeof(::ibv_port_attr), "ibv_port_attr");
+SAME_PLACE(ibv_port_attr, port_cap_flags2);
 SAME_PLACE(ibv_port_attr, state);
 SAME_PLACE(ibv_port_attr, active_mtu);
 SAME_PLACE(ibv_port_attr, gid_tbl_len);

@@ -30,7 +30,7 @@ void HostDomain::publish(Registration& registration) {
     memory.name = ++memories_.last;
     memories_.by_name.emplace(memory.name, &memory);  // of which the links tell their peers
   }
-  RegionEntry& entry = board_.regions[region.key % kMaxRegions];
+  RegionEntry& entry = board_.regions[place_of(region.key)];
   entry.base.store(reinterpret_cast<uint64_t>(region.base), std::memory_order_relaxed);
   entry.length.store(region.bytes, std::memory_order_relaxed);
   entry.memory.store(memory.name, std::memory_order_relaxed);
@@ -41,7 +41,7 @@ void HostDomain::publish(Registration& registration) {
 bool HostDomain::withdraw(Registration& registration) {
   auto& region = static_cast<Region&>(registration);
   if (!std::exchange(region.revoked, true)) {
-    board_.regions[region.key % kMaxRegions].rkey.store(0, std::memory_order_seq_cst);
+    board_.regions[place_of(region.key)].rkey.store(0, std::memory_order_seq_cst);
     for (const auto& [id, link] : links_) {
       if (const uint64_t gate = link->gate(); gate % 2 != 0) region.inside.emplace_back(id, gate);
     }

@@ -231,7 +231,7 @@ Link::Step Link::advance(BatchQueue::Item& batch, uint64_t limit, Error& error) 
 // Finds the region of `batch` on the peer's board and checks every page against it. Inside the gate, each time: the
 // region may be gone since the last chunk.
 Link::Step Link::locate(const BatchQueue::Item& batch, Target& target, Error& error) {
-  const RegionEntry& entry = connection_->board<Board>().regions[batch.rkey % kMaxRegions];
+  const RegionEntry& entry = connection_->board<Board>().regions[place_of(batch.rkey)];
   if (batch.rkey == 0 || entry.rkey.load(std::memory_order_seq_cst) != batch.rkey) {
     error = kLane.error(ErrorCode::kUnknownRegion, "write", "the peer has no region of this key, or has revoked it");
     return Step::kFailed;
@@ -242,7 +242,7 @@ Link::Step Link::locate(const BatchQueue::Item& batch, Target& target, Error& er
   const uint64_t offset = entry.memory_offset.load(std::memory_order_relaxed);
   for (uint32_t i = 0; i < batch.count; ++i) {
     const uint64_t at = batch.pages[i].target_offset;
-    if (batch.page_bytes > length || at > length - batch.page_bytes) {
+    if (!fits(at, batch.page_bytes, length)) {
       error = kLane.error(ErrorCode::kOutOfRange, "write",
                           std::to_string(batch.page_bytes) + " bytes at " + std::to_string(at) +
                               " do not fit the peer's region of " + std::to_string(length));
@@ -261,7 +261,7 @@ Link::Step Link::locate(const BatchQueue::Item& batch, Target& target, Error& er
     awaiting_memory_ = true;
     return Step::kBlocked;
   }
-  if (offset > found->second.size() || length > found->second.size() - offset) {
+  if (!fits(offset, length, found->second.size())) {
     error = kLane.error(ErrorCode::kOutOfRange, "write", "the peer's region is larger than the memory behind it");
     return Step::kFailed;
   }

@@ -5,7 +5,7 @@
 
 namespace kvc::host {
 
-// Opens one host domain; `control` outlives it. The control thread.
+// Opens one host domain; `control` outlives it. Blocks.
 Result<OpenedDomain> create(const DomainConfig& config, ControlQueue& control);
 
 }  // namespace kvc::host

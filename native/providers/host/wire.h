@@ -34,6 +34,8 @@ constexpr uint32_t kMagic = 0x6B766368;  // "kvch": whose bytes these are
 // each tensor apart, some thousands. The board is 1 MiB, of which only what was used once has memory behind it: whoever
 // reads more than the entries of keys that it was given makes the kernel allocate the rest.
 constexpr uint32_t kMaxRegions = 16384;
+// Where the region of a key is on its owner's board.
+constexpr uint32_t place_of(uint64_t rkey) noexcept { return static_cast<uint32_t>(rkey % kMaxRegions); }
 
 struct RegionEntry {
   SharedWord rkey;  // 0: no region. Written last; stays 0 until no sender can be using the entry any more.

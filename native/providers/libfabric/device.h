@@ -57,7 +57,7 @@ struct PeerMemory {
   uint64_t key = 0;
   std::shared_ptr<void> mapping{};  // of a raw key: unmapped with the last copy
 
-  bool contains(uint64_t offset, uint64_t length) const noexcept { return length <= bytes && offset <= bytes - length; }
+  bool contains(uint64_t offset, uint64_t length) const noexcept { return fits(offset, length, bytes); }
 };
 
 // Immutable once it is open. Its providers are asked to be thread-safe (FI_THREAD_SAFE): the control thread registers

@@ -167,7 +167,8 @@ void Endpoint::close() {
     buffers_memory_.reset();
   }
   if (endpoint_ != nullptr && !device_->close(endpoint_->fid)) return;
-  (void)endpoint_.release();
+  // NOLINTNEXTLINE(bugprone-unused-return-value): it was closed above
+  static_cast<void>(endpoint_.release());
   closed_.store(true, std::memory_order_release);
 }
 

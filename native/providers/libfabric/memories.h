@@ -50,6 +50,7 @@ class Memories {
   // The endpoint ends, after what it has of regions. To be called there, and only once.
   std::function<void()> end() {
     return [endpoint = endpoint_, bound = std::exchange(bound_, {})] {
+      // NOLINTNEXTLINE(bugprone-nondeterministic-pointer-iteration-order): they may end in any order
       for (const auto& [region, memory] : bound) memory->memory.reset();
       endpoint->close();
     };

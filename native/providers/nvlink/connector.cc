@@ -92,7 +92,7 @@ Result<std::unique_ptr<Registration>> NvlinkConnector::register_memory(const Mem
 Result<Shared> NvlinkConnector::share(const cuda::Placement& place, const MemoryRange& range) const {
   if (!place.ipc_capable) return share_pieces(range);
   const uint64_t offset = reinterpret_cast<uint64_t>(range.base) - place.allocation;
-  if (range.bytes > place.allocation_bytes || offset > place.allocation_bytes - range.bytes) {
+  if (!fits(offset, range.bytes, place.allocation_bytes)) {
     return kLane.error(ErrorCode::kRefused, "register_memory",
                        "the region spans several allocations: register each as a region of its own");
   }

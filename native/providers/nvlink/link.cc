@@ -173,7 +173,7 @@ std::optional<Error> Link::refuse(const BatchQueue::Item& batch, const PeerRegio
   }
   if (region->state() == PeerRegion::State::kFailed) return region->error();
   for (const PageWrite& page : batch.all()) {
-    if (batch.page_bytes <= region->bytes && page.target_offset <= region->bytes - batch.page_bytes) continue;
+    if (fits(page.target_offset, batch.page_bytes, region->bytes)) continue;
     return kLane.error(ErrorCode::kOutOfRange, "write",
                        std::to_string(batch.page_bytes) + " bytes at " + std::to_string(page.target_offset) +
                            " do not fit the peer's region of " + std::to_string(region->bytes));

@@ -17,13 +17,14 @@ namespace kvc::nvlink {
 // and before its owner frees it: CUDA leaves undefined what becomes of a mapping otherwise, and of copies into it.
 class IpcMapping {
  public:
-  IpcMapping(std::shared_ptr<cuda::Context> context, cuda::DevicePointer base)
-      : base(base), context_(std::move(context)) {}
+  IpcMapping(std::shared_ptr<cuda::Context> context, cuda::DevicePointer base, uint64_t bytes)
+      : base(base), bytes(bytes), context_(std::move(context)) {}
   IpcMapping(const IpcMapping&) = delete;
   IpcMapping& operator=(const IpcMapping&) = delete;
   ~IpcMapping();
 
   const cuda::DevicePointer base;
+  const uint64_t bytes;  // that may be written from there on
 
  private:
   const std::shared_ptr<cuda::Context> context_;

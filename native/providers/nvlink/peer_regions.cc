@@ -36,7 +36,7 @@ void PeerRegion::map(PeerMemory& memory) {
   Result<std::shared_ptr<IpcMapping>> mapping = memory.open(allocation_);
   if (!mapping) return fail(std::move(mapping.error()));
   mapping_ = std::move(mapping.value());
-  ready(mapping_->base + offset_);
+  ready_within(mapping_->base, mapping_->bytes);
 }
 
 void PeerRegion::append(PeerMemory& memory, int descriptor, uint64_t piece_bytes) {
@@ -49,10 +49,12 @@ void PeerRegion::append(PeerMemory& memory, int descriptor, uint64_t piece_bytes
   if (Status mapped = pieces_->append(descriptor, piece_bytes); !mapped) return fail(cannot_be_mapped(mapped.error()));
   reached_.store(true, std::memory_order_release);
   if (!pieces_->complete()) return;
-  if (offset_ > pieces_bytes || bytes > pieces_bytes - offset_) {
-    return fail(kLane.error(ErrorCode::kOutOfRange, "write", "the peer's region is larger than the memory behind it"));
-  }
-  ready(pieces_->base() + offset_);
+  ready_within(pieces_->base(), pieces_bytes);
+}
+
+void PeerRegion::ready_within(cuda::DevicePointer memory, uint64_t memory_bytes) {
+  if (fits(offset_, bytes, memory_bytes)) return ready(memory + offset_);
+  fail(kLane.error(ErrorCode::kOutOfRange, "write", "the peer's region is larger than the memory behind it"));
 }
 
 void PeerRegion::ready(cuda::DevicePointer base) noexcept {
@@ -171,6 +173,7 @@ const Error* PeerRegions::useless() {
 
 std::vector<std::shared_ptr<PeerRegion>> PeerRegions::take_all() {
   std::vector<std::shared_ptr<PeerRegion>> all;
+  all.reserve(regions_.size() + forgotten_.size());
   for (auto& [place, region] : regions_) all.push_back(std::move(region));
   for (Forgotten& forgotten : forgotten_) all.push_back(std::move(forgotten.region));
   regions_.clear();

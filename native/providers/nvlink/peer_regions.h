@@ -50,6 +50,8 @@ class PeerRegion {
   void fail(Error error);
 
  private:
+  // A copy beyond what is mapped would end every kernel of this process.
+  void ready_within(cuda::DevicePointer memory, uint64_t memory_bytes);
   void ready(cuda::DevicePointer base) noexcept;
 
   const bool same_process_;

@@ -12,6 +12,8 @@
 #include <cstring>
 #include <utility>
 
+#include "engine/bounds.h"
+
 #ifndef F_SEAL_FUTURE_WRITE  // Linux 5.1, but not in the headers of every distribution that a wheel is built on
 #define F_SEAL_FUTURE_WRITE 0x0010
 #endif
@@ -83,7 +85,7 @@ Status seal_against_shrinking(int memfd, uint64_t offset, uint64_t bytes) {
   struct stat status{};
   if (fstat(memfd, &status) != 0) return kernel_error(kOperation, "fstat of the memfd", errno);
   const auto size = static_cast<uint64_t>(status.st_size);
-  if (bytes > size || offset > size - bytes) {
+  if (!fits(offset, bytes, size)) {
     return plain_error(ErrorCode::kInvalidArgument, kOperation, "the region ends behind the end of its memfd");
   }
   return {};

@@ -139,7 +139,7 @@ bool SimDomain::poll() {
   inbox_->take(messages_);
   bool any = !messages_.empty();
   for (Message& message : messages_) {
-    std::visit([this](auto& m) { receive(m); }, message);
+    std::visit([this](auto& m) { this->receive(m); }, message);
   }
   uint64_t runs = 0;
   uint64_t bytes = 0;

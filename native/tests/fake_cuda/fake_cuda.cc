@@ -822,10 +822,6 @@ KVC_API int fakeWaitingForStreams() { return waiting_for_streams; }
 KVC_API int cuStreamWriteValue64_v2(void* stream, DevicePointer word, uint64_t value, unsigned) {
   return enqueue(stream, [=] { reinterpret_cast<std::atomic<uint64_t>*>(word)->store(value); });
 }
-KVC_API int cuEventCreate(void**, unsigned) { return kInvalidValue; }
-KVC_API int cuEventDestroy_v2(void*) { return kInvalidValue; }
-KVC_API int cuEventRecord(void*, void*) { return kInvalidValue; }
-KVC_API int cuEventElapsedTime(float*, void*, void*) { return kInvalidValue; }
 // The real driver allows this one; its documentation does not say so.
 KVC_API int cuModuleLoadData(void** module, const void*) {
   if (ruins_capture()) return kCaptureUnsupported;
