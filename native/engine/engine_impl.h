@@ -143,8 +143,13 @@ class TransferEngine::Impl {
   };
   // Finds the regions of `ends.transfer`. The caller holds writes_mutex as long as it uses them.
   Status peek_regions(Ends& ends, RegionId source, RemoteRegionId target, const char* operation) const;
+  // In each write: here, so that it is compiled into it.
   Status peek_ends(Ends& ends, TransferId transfer, RegionId source, RemoteRegionId target,
-                   const char* operation) const;
+                   const char* operation) const {
+    ends.transfer = transfers.peek(transfer);
+    if (ends.transfer == nullptr) return no_transfer(transfer, operation);
+    return peek_regions(ends, source, target, operation);
+  }
   // The same for longer than a moment.
   struct HeldEnds {
     std::shared_ptr<Transfer> transfer;

@@ -68,13 +68,6 @@ Status TransferEngine::Impl::peek_regions(Ends& ends, RegionId source, RemoteReg
   return {};
 }
 
-Status TransferEngine::Impl::peek_ends(Ends& ends, TransferId transfer, RegionId source, RemoteRegionId target,
-                                       const char* operation) const {
-  ends.transfer = transfers.peek(transfer);
-  if (ends.transfer == nullptr) return no_transfer(transfer, operation);
-  return peek_regions(ends, source, target, operation);
-}
-
 Status TransferEngine::Impl::hold_ends(HeldEnds& held, TransferId transfer, RegionId source, RemoteRegionId target,
                                        const char* operation) {
   const std::shared_lock lock(writes_mutex);

@@ -16,18 +16,19 @@ constexpr uint32_t generation_of(uint64_t word) noexcept {
   return static_cast<uint32_t>((word >> kTagShift) & kGenerationMask);
 }
 
+// `raisers`: a slot's.
+bool may_raise(uint64_t raisers, PeerId peer) noexcept {
+  if (raisers == 0) return true;
+  if (raisers % 2 == 1) return raisers / 2 == peer;
+  const auto& several = *reinterpret_cast<const std::vector<PeerId>*>(raisers);
+  return std::binary_search(several.begin(), several.end(), peer);
+}
+
 }  // namespace
 
 ImmCounterTable::Slot* ImmCounterTable::find(uint32_t slot) const noexcept {
   Chunk* chunk = chunks_[slot / kChunkSlots].load(std::memory_order_acquire);
   return chunk == nullptr ? nullptr : &(*chunk)[slot % kChunkSlots];
-}
-
-bool ImmCounterTable::may_raise(uint64_t raisers, PeerId peer) noexcept {
-  if (raisers == 0) return true;
-  if (raisers % 2 == 1) return raisers / 2 == peer;
-  const auto& several = *reinterpret_cast<const std::vector<PeerId>*>(raisers);
-  return std::binary_search(several.begin(), several.end(), peer);
 }
 
 bool ImmCounterTable::allocate(uint32_t n, uint64_t owner, const std::vector<PeerId>& raisers,

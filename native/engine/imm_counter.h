@@ -69,7 +69,6 @@ class ImmCounterTable {
   using Chunk = std::array<Slot, kChunkSlots>;
 
   Slot* find(uint32_t slot) const noexcept;
-  static bool may_raise(uint64_t raisers, PeerId peer) noexcept;
 
   std::array<std::atomic<Chunk*>, kSlots / kChunkSlots> chunks_{};
   std::array<std::unique_ptr<Chunk>, kSlots / kChunkSlots> storage_;  // guarded by mutex_

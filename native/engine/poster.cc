@@ -41,6 +41,17 @@ void Poster::make_runnable(Stream& stream, bool first) {
   if (!std::exchange(peer.scheduled, true)) active_.push_back(&peer);
 }
 
+void Poster::start(Stream& stream) {
+  Peer& peer = *stream.peer;
+  if (peer.scheduled) return make_runnable(stream);
+  stream.runnable = true;
+  peer.runnable.push_back(stream);
+  post_peer(peer);
+  if (peer.runnable.empty()) return;
+  peer.scheduled = true;
+  active_.push_back(&peer);
+}
+
 void Poster::remove(Stream& stream) {
   if (std::exchange(stream.runnable, false)) stream.peer->runnable.erase(stream);
 }

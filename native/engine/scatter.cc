@@ -8,7 +8,7 @@ namespace kvc {
 
 // --- Submitting
 
-ScatterRun::ScatterRun(Scatter& of) : scatter_(of), filled_(of.slices_.size()) {
+ScatterRun::ScatterRun(Scatter& of) : scatter_(of), updates_(of.slices_.size()) {
   for (const std::shared_ptr<Peer>& member : of.members_) parts_.emplace_back(*this, *member);
   requests_.reserve(of.slices_.size());
   for (const Scatter::Slice& slice : of.slices_) {
@@ -21,14 +21,7 @@ ScatterRun::ScatterRun(Scatter& of) : scatter_(of), filled_(of.slices_.size()) {
 
 void ScatterRun::fill(std::span<const ScatterUpdate> updates) {
   keep_ = scatter_.shared_from_this();
-  for (size_t i = 0; i < updates.size(); ++i) {
-    const Scatter::Slice& slice = scatter_.slices_[i];
-    const ScatterUpdate& update = updates[i];
-    filled_[i] = update.bytes > 0 || slice.immediate.has_value();
-    if (!filled_[i]) continue;
-    requests_[i]->again(slice.source_offset + update.source_offset, slice.target_offset + update.target_offset,
-                        update.bytes);
-  }
+  std::copy(updates.begin(), updates.end(), updates_.begin());
 }
 
 std::optional<Error> Scatter::check(std::span<const ScatterUpdate> updates) const {
@@ -110,9 +103,14 @@ void ScatterRun::start(Poster& poster, Endings& endings) {
     const Peer::State state = peer.state.load(std::memory_order_relaxed);
     bool lost = false;  // what it was to be written to was forgotten with the peer
     for (; slice < requests_.size() && scatter_.slices_[slice].member == member; ++slice) {
-      if (!filled_[slice]) continue;
-      lost |= scatter_.slices_[slice].target == nullptr && scatter_.slices_[slice].bytes > 0;
-      part.ready.push_back(requests_[slice]);
+      const Scatter::Slice& prepared = scatter_.slices_[slice];
+      const ScatterUpdate& update = updates_[slice];
+      if (update.bytes == 0 && !prepared.immediate) continue;
+      RequestRef& request = requests_[slice];
+      request->again(prepared.source_offset + update.source_offset, prepared.target_offset + update.target_offset,
+                     update.bytes);
+      lost |= prepared.target == nullptr && prepared.bytes > 0;
+      part.ready.push_back(request);
     }
     ++member;
     if (part.ready.empty()) {
@@ -125,7 +123,7 @@ void ScatterRun::start(Poster& poster, Endings& endings) {
       endings.fail(
           part, Error{ErrorCode::kPeerDown, {}, {}, "scatter", "this peer is leaving: nothing new can be sent to it"});
     } else {
-      poster.make_runnable(part);
+      poster.start(part);
     }
   }
 }

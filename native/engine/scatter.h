@@ -62,7 +62,8 @@ class ScatterRun {
   std::atomic<TransferId> id_{0};
   std::deque<Part> parts_;            // by member
   std::vector<RequestRef> requests_;  // by slice; none: this slice never writes nor counts
-  std::vector<bool> filled_;          // by slice
+  // By slice. The worker puts them into the requests: those stay with its core, and what changes cores is this alone.
+  std::vector<ScatterUpdate> updates_;
   Progress progress_;
   size_t parts_left_ = 0;
   bool cancelled_ = false;

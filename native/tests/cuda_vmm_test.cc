@@ -96,7 +96,7 @@ class Segment {
     const cuda::Context::Scope scope(*context_);
     EXPECT_EQ(context_->driver().cuMemcpyHtoD_v2(address + offset, bytes_to_put.data(), bytes_to_put.size()),
               cuda::kSuccess);
-    test::driver_function<int()>("cuCtxSynchronize")();
+    driver_function<int()>("cuCtxSynchronize")();
   }
   std::vector<std::byte> get(size_t offset, size_t count) const {
     std::vector<std::byte> data(count);

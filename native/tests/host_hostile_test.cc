@@ -241,6 +241,16 @@ TEST(Host, SilentStrangersDoNotKeepPeersOut) {
   run_until(pair.both(), [&] { return pair.a.record().counted == 1; }, "a write");
 }
 
+TEST(Host, AHelloInACrowdIsHeard) {
+  End end;
+  const RawPeer raw(end);
+  run_idle({end.domain.get()});  // it has been let in, and is silent
+  std::vector<UniqueFd> crowd;
+  for (int i = 0; i < 100; ++i) crowd.push_back(std::move(connect_to(raw.offer.socket.data()).value()));
+  raw.hello();
+  EXPECT_TRUE(end.domain->complete(kLinkOfA, to_bytes(Answer{})).ok());
+}
+
 TEST(Host, AFloodOfDialsIsTheControlThreadsAlone) {
   End end;
   ASSERT_TRUE(end.domain->prepare_sleep());

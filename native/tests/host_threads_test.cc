@@ -69,8 +69,8 @@ TEST(HostThreads, TheTwoHalvesOfADomainAreTwoThreads) {
   SharedMemory source = std::move(SharedMemory::create("host-test", 1 << 16).value());
   SharedMemory target = std::move(SharedMemory::create("host-test", 1 << 16).value());
   ControlThread control;
-  OpenedDomain a;
-  OpenedDomain b;
+  OpenedDomain a = std::move(create(DomainConfig{}, control).value());
+  OpenedDomain b = std::move(create(DomainConfig{}, control).value());
   size_t done = 0;
   size_t counted = 0;
   size_t messages = 0;
@@ -99,10 +99,6 @@ TEST(HostThreads, TheTwoHalvesOfADomainAreTwoThreads) {
       if (a.domain && b.domain) poll();
     }
   };
-  on_control([&] {
-    a = std::move(create(DomainConfig{}, control).value());
-    b = std::move(create(DomainConfig{}, control).value());
-  });
   for (LinkId link = 1; link <= 30; ++link) {
     std::unique_ptr<Registration> region;
     std::unique_ptr<LinkEnd> end_a;

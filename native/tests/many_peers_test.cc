@@ -1,8 +1,9 @@
 // A thousand peers that come, write, and go by every way there is to go leave nothing behind: no peer, transfer, region,
-// counter, link, descriptor, thread or byte.
+// counter, link, descriptor, thread or byte. Nor do they disturb who writes meanwhile.
 
 #include <malloc.h>
 
+#include <atomic>
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
@@ -39,6 +40,7 @@ size_t lost_by_library(const std::string& lane, int peers) {
   return lane.find("libfabric") == std::string::npos ? 0 : static_cast<size_t>(peers) * (6 << 10);
 }
 constexpr size_t kPage = 4096;
+constexpr size_t kRegion = 4 * kPage;
 constexpr const char* kThreads = "/proc/self/task";
 constexpr const char* kDescriptors = "/proc/self/fd";
 
@@ -74,25 +76,38 @@ class ManyPeers : public testing::TestWithParam<std::string> {};
 INSTANTIATE_TEST_SUITE_P(Lanes, ManyPeers, testing::ValuesIn(providers()),
                          [](const auto& info) { return label(info.param); });
 
+enum class Leaves : uint8_t { kNothing, kWrites };  // under way, of both sides, when it goes
+
 // One peer's life: connects (each side dials in turn), both sides write one page, and it goes in one of four ways.
-void come_and_go(Side& server, const std::string& provider, int number) {
-  Side client(config("client", provider), kPage);
+void come_and_go(Side& server, const std::string& provider, int number, Leaves leaves = Leaves::kNothing) {
+  Side client(config("client", provider), kRegion);
   const Connection connection =
       number % 2 == 0 ? connect(*client.engine, *server.engine) : connect(*server.engine, *client.engine);
   const PeerId to_server = number % 2 == 0 ? connection.first_to_second : connection.second_to_first;
   const PeerId to_client = number % 2 == 0 ? connection.second_to_first : connection.first_to_second;
-  const auto write = [](Side& from, PeerId peer, Side& to) {
+  const uint64_t place = kPage * (2 + number % 2);  // where nobody else writes who is there at the time
+  const auto write = [place](Side& from, PeerId peer, Side& to) {
     const RemoteRegionId target = must(from.engine->import_region(peer, must(to.engine->region_descriptor(to.region))));
     CounterSet counter = must(to.engine->alloc_counters(1));
     must(to.engine->expect(counter.id, {1}));
     const TransferId transfer =
-        must(from.engine->write_one(peer, from.region, 0, target, 0, kPage, counter.immediates[0]));
+        must(from.engine->write_one(peer, from.region, 0, target, place, kPage, counter.immediates[0]));
     must(to.engine->wait_counters(counter.id, kLimit));
     must(to.engine->release_counters(counter.id));
     EXPECT_EQ(ended(*from.engine, transfer).kind, EventKind::kTransferDone);
   };
   write(client, to_server, server);
   write(server, to_client, client);
+  const auto begin = [place](Side& from, PeerId peer, Side& to) {
+    const RemoteRegionId target = must(from.engine->import_region(peer, must(to.engine->region_descriptor(to.region))));
+    for (int i = 0; i < 16; ++i) {
+      must(from.engine->write_one(peer, from.region, 0, target, place, kPage, std::nullopt, [](const Event&) {}));
+    }
+  };
+  if (leaves == Leaves::kWrites) {
+    begin(client, to_server, server);
+    begin(server, to_client, client);
+  }
   switch (number % 4) {
     case 0:  // parts in good order
       must(client.engine->disconnect(to_server, kLimit));
@@ -108,20 +123,20 @@ void come_and_go(Side& server, const std::string& provider, int number) {
       client.engine.reset();
       must(server.engine->fence(to_client, kLimit));
   }
-  server.engine->poll_events(16);  // that a link broke is an event too
 }
 
 TEST_P(ManyPeers, ThatComeAndGoLeaveNothingBehind) {
   const size_t threads_before = entries(kThreads);
   const size_t descriptors_before = entries(kDescriptors);
   {
-    Side server(config("server", GetParam()), kPage);
+    Side server(config("server", GetParam()), kRegion);
     const size_t threads = entries(kThreads);
     const size_t descriptors = entries(kDescriptors);
     const int peers = peers_over(GetParam());
     size_t allocated = 0;
     for (int number = 0; number < peers; ++number) {
       ASSERT_NO_THROW(come_and_go(server, GetParam(), number)) << "peer " << number;
+      server.engine->poll_events(16);  // that a link broke is an event too
       if (number + 1 == warm_up(peers)) allocated = allocated_bytes();
     }
     EXPECT_EQ(settled(kThreads, threads), threads);
@@ -136,6 +151,50 @@ TEST_P(ManyPeers, ThatComeAndGoLeaveNothingBehind) {
   }
   EXPECT_EQ(settled(kThreads, threads_before), threads_before);
   EXPECT_EQ(settled(kDescriptors, descriptors_before), descriptors_before);
+}
+
+TEST_P(ManyPeers, ThatComeAndGoWhileOthersWriteDisturbNobody) {
+  // 4 threads beside the engines' own, of which each peer has two or more.
+  const int peers = peers_over(GetParam()) / 10;
+  Pair pair(GetParam(), kRegion);
+  Side& server = pair.receiver;
+  const CounterSet counter = must(server.engine->alloc_counters(1, {pair.to_sender}));
+  fill_random(pair.sender.data(), kPage, 3);
+  std::atomic<bool> stop{false};
+  uint64_t written = 0;
+  std::thread writer([&] {
+    for (; !stop; ++written) {
+      const TransferId one = must(pair.sender.engine->write_one(
+          pair.to_receiver, pair.sender.region, 0, pair.receiver_region, kPage, kPage, counter.immediates[0]));
+      EXPECT_EQ(ended(*pair.sender.engine, one).kind, EventKind::kTransferDone) << "write " << written;
+    }
+  });
+  std::thread registrar([&] {
+    const SharedMemory memory = must(SharedMemory::create("kvc-test", kPage * 64));
+    while (!stop) {
+      const RegionId region = must(server.engine->register_memory(memory.data(), memory.size(), memory.fd(), 0));
+      must(server.engine->deregister_memory(region, kLimit));
+    }
+  });
+  const auto visit = [&](int first) {
+    for (int number = first; number < peers; number += 2) {
+      ASSERT_NO_THROW(come_and_go(server, GetParam(), number, Leaves::kWrites)) << "peer " << number;
+    }
+  };
+  std::thread odd([&] { visit(1); });
+  visit(0);
+  odd.join();
+  stop = true;
+  writer.join();
+  registrar.join();
+  await([&] { return must(server.engine->counter_values(counter.id))[0] == written; }, "every count");
+  EXPECT_GT(written, 0U);
+  EXPECT_EQ(std::memcmp(server.data() + kPage, pair.sender.data(), kPage), 0);
+  await([&] { return server.engine->stats().peers == 1; }, "the peers to be gone");
+  const EngineStats stats = server.engine->stats();
+  EXPECT_EQ(stats.transfers_open, 0U);
+  EXPECT_EQ(stats.counters_allocated, 1U);
+  EXPECT_EQ(stats.regions, 1U);
 }
 
 }  // namespace

@@ -425,6 +425,27 @@ TEST(TcpStrangers, ACrowdPushesOutItsOldest) {
   pair.run_until([&] { return pair.a.record().succeeded(1); });
 }
 
+TEST(TcpStrangers, AHelloInACrowdIsHeard) {
+  Tuning tuning;
+  tuning.max_strangers = 24;
+  End a(tuning);
+  const Offer offer = Offer::decode(a.domain->offer(kLinkOfA).value()).value();
+  const auto dial = [&](int count) {
+    std::vector<RawSocket> dialled;
+    for (; count > 0; --count) dialled.push_back(RawSocket::dial(offer.port));
+    return dialled;
+  };
+  RawSocket peer = RawSocket::dial(offer.port);
+  std::vector<RawSocket> strangers = dial(20);
+  run_idle({a.domain.get()});
+  // All at once: one more than there is room for, those who say a word, and last the oldest stranger's Hello.
+  const std::vector<RawSocket> crowd = dial(16);
+  for (RawSocket& stranger : strangers) stranger.send(std::byte{});
+  peer.send(hello_for(offer));
+  run_idle({a.domain.get()});
+  EXPECT_TRUE(peer.receive<Welcome>().secret.equals(offer.listener));
+}
+
 TEST(TcpStrangers, AFloodCostsNoTransfer) {
   constexpr size_t kFlood = 2000;
   rlimit descriptors{};

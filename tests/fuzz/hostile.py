@@ -107,11 +107,8 @@ def gpu_driver(directory: Path) -> str | None:
     return None if gpu.real_driver() else gpu.build_stand_in(directory)
 
 
-def campaign(lane: str, frames: int, seed: str) -> Generator[str, None, None]:
+def campaign(lane: str, frames: int, seed: str, driver: str | None) -> Generator[str, None, None]:
     with contextlib.ExitStack() as stack:
-        driver = None
-        if lane == "nvlink":
-            driver = gpu_driver(Path(stack.enter_context(TemporaryDirectory())))
         victim, honest = stack.enter_context(stage(lane, driver))
         immediate = honest.immediate()
         attacker: TcpAttacker | SameHostAttacker
@@ -154,10 +151,12 @@ def main() -> None:
     parser.add_argument("--seed", default=str(time.time_ns()))
     options = parser.parse_args()
     print(f"seed {options.seed}; ratios are to the quiet time before each attack", flush=True)
-    for lane in options.lanes:
-        print(f"== {lane}", flush=True)
-        for line in campaign(lane, options.frames // len(options.lanes), options.seed):
-            print(line, flush=True)
+    with TemporaryDirectory() as directory:
+        driver = gpu_driver(Path(directory))
+        for lane in options.lanes:
+            print(f"== {lane}", flush=True)
+            for line in campaign(lane, options.frames // len(options.lanes), options.seed, driver):
+                print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import mmap
 import os
 import random
 import socket
+import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -208,8 +209,10 @@ class SameHostAttacker:
 
     def _dial(self, name: bytes) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        connection.settimeout(PATIENCE)  # the queue of those who dial may be full
+        # The queue of those who dial may be full: only a socket that blocks waits for room there.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(PATIENCE), 0))
         connection.connect(b"\0" + name)
+        connection.settimeout(PATIENCE)
         return connection
 
     # --- Handshakes that break off
@@ -361,17 +364,16 @@ class SameHostAttacker:
                 tally.foreign += pages
                 with contextlib.suppress(ConnectionError):
                     seat.send(wire.control(WAKE))
-            self._await_the_end(seats, tally)
+            self._await_the_end(seats)
 
         return self._links(frames, guess)
 
-    def _await_the_end(self, seats: Sequence[Seat], tally: Tally) -> None:
+    def _await_the_end(self, seats: Sequence[Seat]) -> None:
         """The victim hangs up on all of them."""
         for seat in seats:
             with contextlib.suppress(ConnectionError):
                 while seat.socket.recv(wire.CONTROL.size):
                     pass
-            tally.refusals += 1
 
     def lengths(self, frames: int) -> Tally:
         """Of messages in slots, of memory that is told of, of regions on the board."""

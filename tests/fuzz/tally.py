@@ -19,7 +19,6 @@ class Tally:
 
     frames: int = 0
     links: int = 0
-    refusals: int = 0  # links that the victim is known to have ended
     foreign: int = 0  # pages for which it was asked to raise the honest peer's counter
 
 

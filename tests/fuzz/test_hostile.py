@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
@@ -12,15 +11,20 @@ from fuzz.hostile_same_host import SameHostAttacker
 from fuzz.peers import stage
 
 
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> str | None:
+    return hostile.gpu_driver(tmp_path_factory.mktemp("driver"))
+
+
 @pytest.mark.parametrize("lane", hostile.LANES)
-def test_a_live_engine_takes_no_harm(lane: str) -> None:
-    with closing(hostile.campaign(lane, 0, "ci")) as lines:
+def test_a_live_engine_takes_no_harm(lane: str, driver: str | None) -> None:
+    with closing(hostile.campaign(lane, 0, "ci", driver)) as lines:
         assert "attacks" in next(lines)
 
 
-def test_nobody_passes_for_a_domain_of_our_own_process(tmp_path: Path) -> None:
+def test_nobody_passes_for_a_domain_of_our_own_process(driver: str | None) -> None:
     """What such a one calls its memory would be an address in ours."""
-    with stage("nvlink", hostile.gpu_driver(tmp_path)) as (victim, honest):
+    with stage("nvlink", driver) as (victim, honest):
         attacker = SameHostAttacker(wire.NVLINK, victim, honest.immediate(), "ci")
         assert attacker.pass_for_one_of_theirs() == [False]
         attacker.close()

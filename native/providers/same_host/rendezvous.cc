@@ -75,7 +75,8 @@ void Rendezvous::serve() {
   }
 }
 
-// Lets in up to `dials` of those who have dialled. Where too many say nothing, the one that has for longest has to go.
+// Lets in up to `dials` of those who have dialled. Where too many say nothing, the one that has for longest has to go: not
+// before it is heard, whose word may have come meanwhile.
 void Rendezvous::let_in(int dials) {
   for (; dials > 0; --dials) {
     UniqueFd socket(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
@@ -86,7 +87,7 @@ void Rendezvous::let_in(int dials) {
     PeerSocket stranger{std::move(socket), peer.value().pid};
     if (hear(stranger)) continue;
     if (strangers_.size() == kMaxStrangers) {
-      unwatch(strangers_.front().fd.get());
+      if (!hear(strangers_.front())) unwatch(strangers_.front().fd.get());
       strangers_.pop_front();
     }
     if (watch(stranger.fd.get())) strangers_.push_back(std::move(stranger));

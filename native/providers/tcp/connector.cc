@@ -160,6 +160,8 @@ void TcpConnector::accept_strangers() {
       }
       break;
     }
+    // Who has to go is heard first: its Hello may have come meanwhile.
+    if (strangers_.size() >= tuning_.max_strangers) hear(strangers_.front());
     if (strangers_.size() >= tuning_.max_strangers) dismiss(strangers_.front());
     Stranger& stranger = strangers_.emplace_back(std::move(socket), Clock::now() + tuning_.hello_timeout);
     if (!epoll_.add(stranger.socket.get(), EPOLLIN, stranger)) dismiss(stranger);
