@@ -360,6 +360,7 @@ bool DomainGroup::turn() {
   // What the last turn heard of broken links, after the commands that came meanwhile: who has sealed a transfer before the
   // peer left is not told that it failed.
   bool any = keeper_.step();
+  if (any) scheduler_.settle();
   any |= scheduler_.post_due_layers();
   any |= scheduler_.post();
   for (Domain* const domain : domains_) {
@@ -369,7 +370,8 @@ bool DomainGroup::turn() {
   for (Peer* const peer : scheduler_.take_wanting()) keeper_.make_links(*peer);
   any |= retry_untaken();
   any |= deliver_messages();
-  any |= scheduler_.settle();
+  // Where a link broke, the next turn tells of the peer's end first, and then of what failed with it.
+  any |= keeper_.has_broken() || scheduler_.settle();
   any |= departures_.turn();
   any |= retry_endings();
   return any;

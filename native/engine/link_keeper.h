@@ -88,6 +88,8 @@ class LinkKeeper {
 
   // The link `id` (link.id, or what it is offered as) broke, or its batches end with errors that speak of the link.
   void broke(Peer& peer, Link& link, LinkId id, Error error);
+  // Whether such a note waits for step().
+  bool has_broken() const noexcept { return !broken_.empty(); }
   // That of this link was the last note, and is still one: a peer out of its senses gives the same reason thousands of
   // times in a turn.
   bool last_broken(LinkId id) const noexcept { return !broken_.empty() && broken_.back().id == id; }

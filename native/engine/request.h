@@ -74,6 +74,7 @@ struct TableWrite {
 // Raises the request's immediate by `count` and writes nothing. No regions.
 struct ImmediateOnly {
   uint32_t count = 1;
+  bool ends_parts = false;  // of a write in parts
 };
 
 // A message: kUserHeaderBytes of room, then the user's bytes. No regions.
@@ -125,6 +126,11 @@ class Request {
   // batch of its own.
   void split(uint64_t part_bytes);
   bool in_parts() const { return part_bytes_ > 0; }
+  // It is the immediate at the end of one in parts.
+  bool ends_parts() const {
+    const auto* only = std::get_if<ImmediateOnly>(&body_);
+    return only != nullptr && only->ends_parts;
+  }
 
   // Counts apart from its batches: they are all uncounted, and once they have completed, `immediate` is raised by
   // `pages` (nothing where that is 0). Fabrics keep no order, so the counting write may not be posted earlier.

@@ -182,6 +182,12 @@ void TransferScheduler::resolve(uint32_t place, const Error* error, bool may_lan
 
 // All of it was posted and has completed.
 void TransferScheduler::finish_request(Stream& stream, const Request& request) {
+  // A write in parts is one page, and done when it is counted: who cancels in between finds as many pages as counts.
+  const bool whole = request.in_parts() ? request.pages_at_end() == 0 : request.ends_parts();
+  if (whole && !stream.error) {
+    Stats::add(stream.progress->pages_done, 1);
+    Stats::add(stats_.pages_written, 1);
+  }
   if (stream.stopping()) return;
   if (request.released_by != 0) {
     auto& own = static_cast<Transfer::OwnStream&>(stream);
@@ -189,15 +195,11 @@ void TransferScheduler::finish_request(Stream& stream, const Request& request) {
     if (--left->second == 0) own.undrained.erase(left);
     own.transfer.armed_slices.fetch_sub(1, std::memory_order_relaxed);
   }
-  if (request.in_parts()) {
-    Stats::add(stream.progress->pages_done, 1);
-    Stats::add(stats_.pages_written, 1);
-  }
   if (request.pages_at_end() == 0) return;
   // Of a scatter's part nobody has said so before, if all of it was in flight.
   if (stream.peer->down) return fail(stream, *stream.peer->down);
-  stream.ready.push_front(
-      Request::make(nullptr, nullptr, 0, request.immediate(), ImmediateOnly{request.pages_at_end()}));
+  stream.ready.push_front(Request::make(nullptr, nullptr, 0, request.immediate(),
+                                        ImmediateOnly{request.pages_at_end(), request.in_parts()}));
   poster_.make_runnable(stream);
 }
 

@@ -205,11 +205,13 @@ TEST_P(Faults, APeerThatDiesUnderLoadFailsTheTransferOnce) {
   must(pair.sender.engine->write_pages(transfer, write));
   while (must(pair.sender.engine->progress(transfer)).pages_done < 100) std::this_thread::yield();
   pair.receiver.engine.reset();
+  const Event down = next_event(*pair.sender.engine);
+  EXPECT_EQ(down.kind, EventKind::kPeerDown) << "told before what fails with it";
+  EXPECT_EQ(down.id, pair.to_receiver);
   const Event event = ended(*pair.sender.engine, transfer);
   EXPECT_EQ(event.kind, EventKind::kTransferFailed);
   EXPECT_EQ(event.error->code, ErrorCode::kPeerDown);
   EXPECT_GE(event.pages, 100U);
-  EXPECT_EQ(wait_peer_down(*pair.sender.engine).id, pair.to_receiver);
   must(pair.sender.engine->fence(pair.to_receiver, kLimit));
 }
 

@@ -154,6 +154,26 @@ TEST_F(Scheduler, ALargeWriteIsSplitAndCountsOnceAfterAllItsParts) {
   expect_clean();
 }
 
+TEST_F(Scheduler, ASplitWriteThatIsCancelledIsDoneIfItIsCounted) {
+  connect(2);
+  for (const bool counted : {false, true}) {
+    const auto transfer = open();
+    write(*transfer, 2 * kMiB);
+    post_all();
+    complete(0);
+    complete(1);  // its immediate is due
+    if (counted) post_all();
+    scheduler.cancel(*transfer);
+    run();
+    const std::vector<Event> events_told = events.poll(2);
+    ASSERT_EQ(events_told.size(), 1U);
+    EXPECT_EQ(events_told[0].kind, EventKind::kTransferCancelled);
+    EXPECT_EQ(raised(0) + raised(1), counted ? 1U : 0U);
+    EXPECT_EQ(events_told[0].pages, counted ? 1U : 0U);
+  }
+  expect_clean();
+}
+
 TEST_F(Scheduler, AWriteLongerThanTheLanesLongestPageIsSplitHoweverSmall) {
   connect(2);
   peer->limits.page_bytes = 8192;
@@ -531,59 +551,6 @@ TEST_F(Scheduler, WhenThePeerGoesDownWhatWaitedFails) {
 }
 
 // It was posted whole, so that the peer's end finds it nowhere, and what counts it would come behind that end.
-TEST_F(Scheduler, ASplitSliceWhosePartsEndBehindTheirPeerFails) {
-  connect(1);
-  const Scatter::Slice slice{source, target, 0, 0, 0, 8 * kMiB, kCounter};
-  const auto scatter =
-      std::make_shared<Scatter>(1, std::vector{peer}, std::vector{slice}, EventCallback{}, std::function<void()>{});
-  ScatterRun* const submission = scatter->take(1);
-  submission->fill(std::vector{ScatterUpdate{.bytes = 8 * kMiB}});
-  scheduler.start(*submission);
-  post_and_settle();
-  ASSERT_EQ(bytes_posted()[0], 8 * kMiB);
-  EXPECT_EQ(raised(0), 0U);
-  scheduler.fail_peer(*peer, kBroken);
-  complete(0);
-  post_and_settle();
-  const std::optional<Event> event = ended();
-  ASSERT_TRUE(event.has_value());
-  EXPECT_EQ(event->kind, EventKind::kTransferFailed);
-  expect_clean();
-}
-
-TEST_F(Scheduler, ASliceIsPostedAsItsSubmissionIsTakenUnlessItsPeerHasOtherWorkOrNoRoom) {
-  connect(1);
-  const auto scatter = std::make_shared<Scatter>(1, std::vector{peer},
-                                                 std::vector<Scatter::Slice>{{source, target, 0, 0, 0, 8, kCounter}},
-                                                 EventCallback{}, [] {});
-  const auto submit = [&](uint64_t bytes) {
-    ScatterRun* const run = scatter->take(++last_id);
-    run->fill(std::vector<ScatterUpdate>{{.bytes = bytes}});
-    scheduler.start(*run);
-  };
-  submit(1);
-  EXPECT_EQ(bytes_posted()[0], 1U) << "posted by the command itself";
-
-  const auto transfer = open();
-  write(*transfer, 100);
-  submit(2);
-  EXPECT_EQ(bytes_posted()[0], 1U) << "what was there before goes before";
-  post_all();
-  ASSERT_EQ(postings(0).size(), 3U);
-  EXPECT_EQ(postings(0)[1].bytes(), 100U);
-  EXPECT_EQ(postings(0)[2].bytes(), 2U);
-
-  domains[0]->busy = true;
-  submit(3);
-  EXPECT_EQ(postings(0).size(), 3U);
-  domains[0]->busy = false;
-  post_all();
-  EXPECT_EQ(postings(0).size(), 4U) << "and is not forgotten";
-  scheduler.seal(*transfer);
-  run();
-  expect_clean();
-}
-
 TEST_F(Scheduler, ASourceThatIsDeregisteredMeanwhileFailsTheRecovery) {
   connect(2);
   const auto transfer = open();
