@@ -107,9 +107,9 @@ class Device {
   // 100 ms, far longer than an operation takes to end: false if that was not enough. Blocks.
   bool close(fid& object) const noexcept;
 
-  // Held by whoever registers or closes memory, and around each call that may carry out a peer's write. It locks only
-  // tcp before 1.19, which searches its table of keys under one lock and changes it under another, and never for longer
-  // than a look into that table takes.
+  // Held by whoever registers memory, opens or closes anything, and around each call that may carry out a peer's write. It
+  // locks only tcp before 1.19, which searches its table of keys under one lock and changes it under another, and which
+  // crashes in fi_cq_read() now and then while another endpoint of its domain is made or ends.
   std::unique_lock<std::mutex> turn() const {
     return takes_turns_ ? std::unique_lock(turns_) : std::unique_lock<std::mutex>();
   }

@@ -47,6 +47,12 @@ Result<std::unique_ptr<Endpoint>> Endpoint::open(std::shared_ptr<const Device> d
 
 Status Endpoint::start() {
   if (Status opened = open_queue(); !opened) return opened;
+  if (Status opened = open_endpoint(); !opened) return opened;
+  return open_buffers();
+}
+
+Status Endpoint::open_endpoint() {
+  const auto turn = device_->turn();
   fid_ep* endpoint = nullptr;
   int result = fi_endpoint(&device_->domain(), &device_->info(), &endpoint, nullptr);
   if (result != 0) return fabric_error("open link", "fi_endpoint", result);
@@ -62,13 +68,11 @@ Status Endpoint::start() {
     if (device_->provider().ends_with("ofi_rxm")) error.message += ": set FI_UNIVERSE_SIZE=8 in the environment";
     return error;
   }
-  if (device_->is_efa()) {
-    if (Status checked = check_efa(*device_, *endpoint); !checked) return checked;
-  }
-  return open_buffers();
+  return device_->is_efa() ? check_efa(*device_, *endpoint) : Status();
 }
 
 Status Endpoint::open_queue() {
+  const auto turn = device_->turn();
   Result<Fid<fid_cq>> queue = device_->open_queue(kQueueEntries);
   if (!queue) return queue.error();
   cq_ = std::move(queue.value());
@@ -141,7 +145,11 @@ Status Endpoint::meet(const Card& peer, bool is_offerer) {
   // Providers read as much as their kind of address has, or to the end of a string, whatever a peer has sent.
   Bytes address = peer.address;
   address.resize(kMaxAddressBytes + 1);
-  const int inserted = fi_av_insert(av_.get(), address.data(), 1, &peer_, 0, nullptr);
+  int inserted = 0;
+  {
+    const auto turn = device_->turn();
+    inserted = fi_av_insert(av_.get(), address.data(), 1, &peer_, 0, nullptr);
+  }
   if (inserted != 1) return fabric_error("connect", "fi_av_insert", inserted < 0 ? inserted : -FI_EADDRNOTAVAIL);
   Result<PeerMemory> doorbell = device_->map(peer.doorbell);
   if (!doorbell) return doorbell.error();
@@ -152,6 +160,16 @@ Status Endpoint::meet(const Card& peer, bool is_offerer) {
 }
 
 // --- The end
+
+Endpoint::~Endpoint() {
+  close();
+  buffers_memory_.reset();
+  doorbell_memory_.reset();
+  const auto turn = device_->turn();
+  endpoint_.reset();
+  av_.reset();
+  cq_.reset();
+}
 
 Result<Memory> Endpoint::bind(std::byte* base, uint64_t bytes) {
   const std::lock_guard lock(closing_);

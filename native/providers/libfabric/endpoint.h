@@ -53,7 +53,7 @@ class Endpoint final : public LinkEnd {
 
   // Opens and enables an endpoint whose receives are posted. Nobody knows its address yet. Blocks.
   static Result<std::unique_ptr<Endpoint>> open(std::shared_ptr<const Device> device, uint64_t secret);
-  ~Endpoint() override { close(); }
+  ~Endpoint() override;
 
   // Our end, for the peer.
   Result<Card> card() const;
@@ -108,6 +108,7 @@ class Endpoint final : public LinkEnd {
   Endpoint(std::shared_ptr<const Device> device, uint64_t secret) : device_(std::move(device)), secret_(secret) {}
   Status start();
   Status open_queue();
+  Status open_endpoint();
   Status open_buffers();
 
   const std::shared_ptr<const Device> device_;
