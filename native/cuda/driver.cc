@@ -69,6 +69,7 @@ bool fill_table(int mode) {
   KVC_FIND(cuMemcpyDtoDAsync_v2);
   KVC_FIND(cuMemsetD8_v2);
   KVC_FIND(cuPointerGetAttribute);
+  KVC_FIND(cuPointerGetAttributes);
   KVC_FIND(cuPointerSetAttribute);
   KVC_FIND(cuFlushGPUDirectRDMAWrites);
   KVC_FIND(cuMemGetHandleForAddressRange);
@@ -180,13 +181,23 @@ int Context::attribute(int attribute) const {
   return driver_.cuDeviceGetAttribute(&value, attribute, device_) == kSuccess ? value : 0;
 }
 
+Result<bool> is_device_memory(const Driver& driver, DevicePointer address) {
+  const RelaxedCapture relaxed(driver);
+  unsigned type = 0;
+  // The plural has no type for memory that CUDA does not know; the singular fails for it, which sanitizers report.
+  int attribute = kPointerMemoryType;
+  void* value = &type;
+  const int result = driver.cuPointerGetAttributes(1, &attribute, &value, address);
+  if (result != kSuccess) return cuda_error("register_memory", "cuPointerGetAttributes(MEMORY_TYPE)", result);
+  return type == kMemoryTypeDevice;
+}
+
 Result<Placement> placement(const Driver& driver, const void* pointer) {
   const RelaxedCapture relaxed(driver);
   const auto address = reinterpret_cast<DevicePointer>(pointer);
-  unsigned type = 0;
-  const int result = driver.cuPointerGetAttribute(&type, kPointerMemoryType, address);
-  if (result == kInvalidValue || (result == kSuccess && type != kMemoryTypeDevice)) return Placement{};
-  if (result != kSuccess) return cuda_error("register_memory", "cuPointerGetAttribute", result);
+  const Result<bool> of_a_gpu = is_device_memory(driver, address);
+  if (!of_a_gpu) return of_a_gpu.error();
+  if (!of_a_gpu.value()) return Placement{};
   Placement found;
   size_t bytes = 0;
   int capable = 0;

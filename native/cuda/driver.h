@@ -72,6 +72,7 @@ struct Driver {
   int (*cuMemcpyDtoDAsync_v2)(DevicePointer, DevicePointer, size_t, Stream);
   int (*cuMemsetD8_v2)(DevicePointer, unsigned char, size_t);
   int (*cuPointerGetAttribute)(void*, int, DevicePointer);
+  int (*cuPointerGetAttributes)(unsigned, int*, void**, DevicePointer);
   int (*cuPointerSetAttribute)(const void*, int, DevicePointer);
   int (*cuFlushGPUDirectRDMAWrites)(int, int);
   int (*cuMemGetHandleForAddressRange)(void*, DevicePointer, size_t, int, unsigned long long);
@@ -114,7 +115,7 @@ Error cuda_error(std::string_view operation, std::string_view call, int result);
 
 // CUresult values that callers tell apart.
 inline constexpr int kSuccess = 0;
-inline constexpr int kInvalidValue = 1;                // CUDA_ERROR_INVALID_VALUE: also a pointer CUDA knows nothing of
+inline constexpr int kInvalidValue = 1;                // CUDA_ERROR_INVALID_VALUE
 inline constexpr int kNotReady = 600;                  // CUDA_ERROR_NOT_READY
 inline constexpr int kPeerAccessAlreadyEnabled = 704;  // CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED
 inline constexpr int kNotSupported = 801;              // CUDA_ERROR_NOT_SUPPORTED
@@ -199,6 +200,9 @@ inline constexpr int kPointerRangeSize = 12;     // ..._RANGE_SIZE
 inline constexpr int kPointerHandleTypes = 14;   // ..._ALLOWED_HANDLE_TYPES
 inline constexpr int kPointerMappingSize = 18;   // ..._MAPPING_SIZE
 inline constexpr int kPointerMappingStart = 19;  // ..._MAPPING_BASE_ADDR
+
+// Whether a GPU's memory is at `address`, which may be anything.
+Result<bool> is_device_memory(const Driver& driver, DevicePointer address);
 
 // Where a pointer lies.
 struct Placement {

@@ -14,7 +14,6 @@ namespace kvc::cuda {
 namespace {
 
 // Values of cuda.h.
-constexpr unsigned kMemoryTypeDevice = 2;      // CU_MEMORYTYPE_DEVICE
 constexpr unsigned kContextSyncMemops = 0x80;  // CU_CTX_SYNC_MEMOPS
 constexpr int kDmaBufHandle = 1;               // CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
 
@@ -42,10 +41,8 @@ Status make_context_synchronous(const Driver& driver, int device) {
 bool is_gpu_memory(const std::byte* address) {
   const Driver* const driver = loaded_driver();
   if (driver == nullptr) return false;
-  const RelaxedCapture relaxed(*driver);
-  unsigned type = 0;
-  const int error = driver->cuPointerGetAttribute(&type, kPointerMemoryType, reinterpret_cast<DevicePointer>(address));
-  return error == kSuccess && type == kMemoryTypeDevice;  // an error: memory that CUDA does not know
+  const Result<bool> found = is_device_memory(*driver, reinterpret_cast<DevicePointer>(address));
+  return found && found.value();  // an error: a driver without a GPU
 }
 
 const std::byte* allocation_end(const std::byte* address) {

@@ -22,8 +22,8 @@ struct CopyLaunch {
   uint64_t sequence;
 };
 
-// Measured on an H200: 12 stages of 16 KiB keep enough bytes in flight for 16 blocks to
-// fill NVLink, and fit into the 227 KiB of shared memory that a block can have.
+// Measured on an H200: 12 stages of 16 KiB keep enough bytes in flight for 16 blocks to fill NVLink, and fit into the
+// 227 KiB of shared memory that a block can have.
 inline constexpr uint32_t kUnitBytes = 16 << 10;
 inline constexpr uint32_t kStages = 12;
 // Stages whose store may still be reading while the next loads are under way.

@@ -1,10 +1,10 @@
 // DomainGroup: the peers of one engine, the links to them, and the domains that carry these.
 //
-// Every method runs on the worker thread, and so does every domain, or its proxy (domain_proxy.h). All domains of one provider form a lane; a peer is
-// reached over exactly one lane. It has max(own, its) links, so that each domain of either side carries traffic also where
-// the two sides have different numbers of them: the first one from the handshake, the others from the LinkKeeper once there
-// is something to write. A link that breaks while the peer has others is the LinkKeeper's; with its last one the peer is
-// down.
+// Every method runs on the worker thread, and so does every domain, or its proxy (domain_proxy.h). All domains of one
+// provider form a lane; a peer is reached over exactly one lane. It has max(own, its) links, so that each domain of either
+// side carries traffic also where the two sides have different numbers of them: the first one from the handshake, the others
+// from the LinkKeeper once there is something to write. A link that breaks while the peer has others is the LinkKeeper's;
+// with its last one the peer is down.
 #pragma once
 
 #include <array>

@@ -26,11 +26,6 @@ Bytes numbered(uint32_t number) {
   std::memcpy(bytes.data(), &number, sizeof(number));
   return bytes;
 }
-uint32_t number_of(const Bytes& bytes) {
-  uint32_t number = 0;
-  std::memcpy(&number, bytes.data(), sizeof(number));
-  return number;
-}
 
 // A domain by itself holds so many of the longest, of each link; no more, whatever else the link carries.
 TEST_P(MessageRoom, IsThatOfEachLink) {

@@ -28,11 +28,6 @@ Bytes numbered(uint32_t number) {
   std::memcpy(bytes.data(), &number, sizeof(number));
   return bytes;
 }
-uint32_t number_of(const Bytes& bytes) {
-  uint32_t number = 0;
-  std::memcpy(&number, bytes.data(), sizeof(number));
-  return number;
-}
 
 class Messages : public testing::TestWithParam<std::string> {
  protected:

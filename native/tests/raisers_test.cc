@@ -49,6 +49,13 @@ void expect_down(TransferEngine& engine, PeerId peer) {
   EXPECT_EQ(event.id, peer);
 }
 
+// By the pair's sender: lands, whether or not it is counted.
+void write_page(Pair& pair, uint32_t immediate) {
+  const TransferId transfer = must(pair.sender.engine->write_one(pair.to_receiver, pair.sender.region, 0,
+                                                                 pair.receiver_region, 0, kPage, immediate));
+  EXPECT_EQ(ended(*pair.sender.engine, transfer).kind, EventKind::kTransferDone);
+}
+
 class Raisers : public testing::TestWithParam<std::string> {
  protected:
   std::string provider() const { return GetParam(); }
@@ -63,12 +70,7 @@ TEST_P(Raisers, AForeignImmediateRaisesNothingAndCostsItsSenderTheLink) {
     Other thief("thief", provider(), pair.receiver);
     const CounterSet set = must(receiver.alloc_counters(1, {pair.to_sender}));
     must(receiver.expect(set.id, {2}));
-    const auto write = [&] {
-      const TransferId transfer = must(pair.sender.engine->write_one(
-          pair.to_receiver, pair.sender.region, 0, pair.receiver_region, 0, kPage, set.immediates[0]));
-      EXPECT_EQ(ended(*pair.sender.engine, transfer).kind, EventKind::kTransferDone);
-    };
-    write();
+    write_page(pair, set.immediates[0]);
     const TransferId stolen = with_pages ? thief.write_pages(1, set.immediates[0]) : thief.raise(set.immediates[0]);
     const Event down = next_event(receiver);
     EXPECT_EQ(down.kind, EventKind::kPeerDown);
@@ -82,7 +84,7 @@ TEST_P(Raisers, AForeignImmediateRaisesNothingAndCostsItsSenderTheLink) {
     ended(*thief.side.engine, stolen);  // either way
     expect_down(*thief.side.engine, thief.connection.first_to_second);
     // It is the thief's affair alone.
-    write();
+    write_page(pair, set.immediates[0]);
     must(receiver.wait_counters(set.id, kLimit));
     EXPECT_EQ(pair.count(set.id), 2U);
     EXPECT_TRUE(receiver.poll_events(8).empty());
@@ -142,9 +144,7 @@ TEST_P(Raisers, OfSeveralEachMayRaiseAndNobodyElse) {
   Other stranger("stranger", provider(), pair.receiver);
   const CounterSet set = must(receiver.alloc_counters(1, {third.at_receiver(), pair.to_sender, second.at_receiver()}));
   must(receiver.expect(set.id, {2 * kPages + 1}));
-  const TransferId one = must(pair.sender.engine->write_one(pair.to_receiver, pair.sender.region, 0,
-                                                            pair.receiver_region, 0, kPage, set.immediates[0]));
-  EXPECT_EQ(ended(*pair.sender.engine, one).kind, EventKind::kTransferDone);
+  write_page(pair, set.immediates[0]);
   EXPECT_EQ(ended(*second.side.engine, second.write_pages(kPages, set.immediates[0])).kind, EventKind::kTransferDone);
   stranger.write_pages(1, set.immediates[0]);
   expect_down(receiver, stranger.at_receiver());
@@ -160,9 +160,7 @@ TEST_P(Raisers, WithoutAnyNamedAllMayRaise) {
   TransferEngine& receiver = *pair.receiver.engine;
   Other other("other", provider(), pair.receiver);
   const auto [set, immediate] = pair.counter(kPages + 2);
-  const TransferId one = must(pair.sender.engine->write_one(pair.to_receiver, pair.sender.region, 0,
-                                                            pair.receiver_region, 0, kPage, immediate));
-  EXPECT_EQ(ended(*pair.sender.engine, one).kind, EventKind::kTransferDone);
+  write_page(pair, immediate);
   EXPECT_EQ(ended(*other.side.engine, other.write_pages(kPages, immediate)).kind, EventKind::kTransferDone);
   EXPECT_EQ(ended(*other.side.engine, other.raise(immediate)).kind, EventKind::kTransferDone);
   must(receiver.wait_counters(set, kLimit));
@@ -179,11 +177,8 @@ TEST_P(Raisers, ALateImmediateOfARaiserIsNoForeignOne) {
   const CounterSet released = must(receiver.alloc_counters(1, {pair.to_sender}));
   must(receiver.release_counters(released.id));
   const CounterSet next = must(receiver.alloc_counters(ImmCounterTable::kSlots, {other.at_receiver()}));
-  const TransferId late = must(pair.sender.engine->write_one(pair.to_receiver, pair.sender.region, 0,
-                                                             pair.receiver_region, 0, kPage, released.immediates[0]));
-  EXPECT_EQ(ended(*pair.sender.engine, late).kind, EventKind::kTransferDone);
-  await([&] { return receiver.stats().immediates_received == 1; }, "the immediate");
-  EXPECT_EQ(receiver.stats().immediates_stale, 1U);
+  write_page(pair, released.immediates[0]);
+  await([&] { return receiver.stats().immediates_stale == 1; }, "the immediate");
   EXPECT_EQ(receiver.stats().immediates_foreign, 0U);
   for (const uint64_t value : must(receiver.counter_values(next.id))) EXPECT_EQ(value, 0U);
   EXPECT_TRUE(receiver.poll_events(8).empty());

@@ -117,6 +117,13 @@ inline void fill_random(std::byte* data, size_t bytes, uint64_t seed) {
   }
 }
 
+// The number that a test's message begins with.
+inline uint32_t number_of(const Bytes& bytes) {
+  uint32_t number = 0;
+  std::memcpy(&number, bytes.data(), sizeof(number));
+  return number;
+}
+
 // An engine with one registered region of shared memory.
 struct Side {
   SharedMemory memory;  // outlives the engine

@@ -540,9 +540,6 @@ KVC_API int cuPointerGetAttribute(void* value, int attribute, DevicePointer poin
   Attributes found;
   if (!describe(pointer, found)) return kInvalidValue;
   switch (attribute) {
-    case 2:
-      *static_cast<unsigned*>(value) = 2;
-      return kSuccess;
     case 6:
       *static_cast<unsigned*>(value) = found.synchronous;
       return kSuccess;
@@ -570,6 +567,14 @@ KVC_API int cuPointerGetAttribute(void* value, int attribute, DevicePointer poin
     default:
       return kInvalidValue;
   }
+}
+// CU_POINTER_ATTRIBUTE_MEMORY_TYPE alone, which the singular above does not tell: it fails for memory of no GPU.
+KVC_API int cuPointerGetAttributes(unsigned count, int* attributes, void** values, DevicePointer pointer) {
+  const std::lock_guard lock(mutex);
+  if (count != 1 || attributes[0] != 2) return kInvalidValue;
+  Attributes found;
+  *static_cast<unsigned*>(values[0]) = describe(pointer, found) ? 2 : 0;
+  return kSuccess;
 }
 // CU_POINTER_ATTRIBUTE_SYNC_MEMOPS alone, which memory in pieces does not have.
 KVC_API int cuPointerSetAttribute(const void* value, int attribute, DevicePointer pointer) {
