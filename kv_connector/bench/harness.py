@@ -39,7 +39,7 @@ WARM_UPS = 3
 # A latency measurement aims at this long, within these numbers of round trips: contestants differ by a factor
 # of a thousand.
 LATENCY_SECONDS = 1.0
-LATENCY_ITERATIONS = (100, 2000)
+LATENCY_ITERATIONS = (100, 20_000)
 _LATENCY_PROBE = 20
 # Back to back, and after a rest in which everybody has gone to sleep.
 PAUSES_US = (0, 1000)

@@ -20,8 +20,6 @@ constexpr unsigned kHostDeviceMap = 2;      // CU_MEMHOSTALLOC_DEVICEMAP
 constexpr unsigned kStreamNonBlocking = 1;  // CU_STREAM_NON_BLOCKING
 constexpr int kMaxDynamicShared = 8;        // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
-Error refused(std::string message) { return Error{ErrorCode::kRefused, "cuda", {}, "open", std::move(message)}; }
-
 // The mutex guards all of this; the table does not change any more once it is filled.
 std::mutex mutex;
 Driver table{};
@@ -102,7 +100,8 @@ bool fill_table(int mode) {
 }
 
 Status initialise() {
-  if (!missing.empty()) return refused("the CUDA driver lacks " + missing + ": CUDA 12.0 or later is needed");
+  if (!missing.empty())
+    return cuda_refused("open", "the CUDA driver lacks " + missing + ": CUDA 12.0 or later is needed");
   if (const int result = table.cuInit(0); result != kSuccess) {
     Error error = cuda_error("open", "cuInit", result);
     error.code = ErrorCode::kRefused;
@@ -111,12 +110,12 @@ Status initialise() {
   int version = 0;
   table.cuDriverGetVersion(&version);
   if (version < kOldestDriver) {
-    return refused("the CUDA driver is of version " + std::to_string(version / 1000) + "." +
-                   std::to_string(version % 1000 / 10) + ": 12.0 or later is needed");
+    return cuda_refused("open", "the CUDA driver is of version " + std::to_string(version / 1000) + "." +
+                                    std::to_string(version % 1000 / 10) + ": 12.0 or later is needed");
   }
   int devices = 0;
   table.cuDeviceGetCount(&devices);
-  if (devices == 0) return refused("no GPU is visible to this process (CUDA_VISIBLE_DEVICES?)");
+  if (devices == 0) return cuda_refused("open", "no GPU is visible to this process (CUDA_VISIBLE_DEVICES?)");
   return {};
 }
 
@@ -126,8 +125,9 @@ Result<const Driver*> driver() {
   const std::lock_guard lock(mutex);
   if (!fill_table(0)) {
     const char* why = dlerror();
-    return refused(std::string("no CUDA driver: ") + (why != nullptr ? why : "libcuda.so.1 cannot be opened") +
-                   " (install the NVIDIA driver; in containers run with --gpus)");
+    return cuda_refused("open", std::string("no CUDA driver: ") +
+                                    (why != nullptr ? why : "libcuda.so.1 cannot be opened") +
+                                    " (install the NVIDIA driver; in containers run with --gpus)");
   }
   if (!ready) {
     if (Status status = initialise(); !status) return status.error();
@@ -152,6 +152,10 @@ Error cuda_error(std::string_view operation, std::string_view call, int result) 
   constexpr int kOutOfMemory = 2;  // CUDA_ERROR_OUT_OF_MEMORY
   const ErrorCode code = result == kOutOfMemory ? ErrorCode::kResources : ErrorCode::kSystem;
   return Error{code, "cuda", {}, std::string(operation), std::move(message)};
+}
+
+Error cuda_refused(std::string_view operation, std::string message) {
+  return Error{ErrorCode::kRefused, "cuda", {}, std::string(operation), std::move(message)};
 }
 
 Result<std::shared_ptr<Context>> Context::retain(int device) {
@@ -251,7 +255,8 @@ Result<OwnedStream> OwnedStream::create(const Driver& driver, Priority priority)
 Result<Module> Module::load(const Driver& driver) {
   const std::span<const unsigned char> image = kernel_image();
   if (image.empty()) {
-    return refused("this build holds no GPU kernels: nvcc was not found when it was built (set CUDACXX and rebuild)");
+    return cuda_refused(
+        "open", "this build holds no GPU kernels: nvcc was not found when it was built (set CUDACXX and rebuild)");
   }
   Module module;
   module.driver_ = &driver;

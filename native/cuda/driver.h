@@ -112,6 +112,7 @@ const Driver* loaded_driver();
 
 // `result` (a CUresult that is not 0) of `call` in the driver's own words.
 Error cuda_error(std::string_view operation, std::string_view call, int result);
+Error cuda_refused(std::string_view operation, std::string message);
 
 // CUresult values that callers tell apart.
 inline constexpr int kSuccess = 0;

@@ -17,10 +17,6 @@ namespace {
 constexpr unsigned kContextSyncMemops = 0x80;  // CU_CTX_SYNC_MEMOPS
 constexpr int kDmaBufHandle = 1;               // CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
 
-Error refused(std::string message) {
-  return Error{ErrorCode::kRefused, "cuda", {}, "register_memory", std::move(message)};
-}
-
 // What make_synchronous() does for memory in pieces on this device.
 Status make_context_synchronous(const Driver& driver, int device) {
   if (driver.cuCtxSetFlags == nullptr) return {};
@@ -92,7 +88,7 @@ Status make_synchronous(const std::byte* address) {
 Result<DmaBuf> export_dma_buf(const std::byte* base, uint64_t bytes) {
   const Driver* const driver = loaded_driver();
   if (driver == nullptr || driver->cuMemGetHandleForAddressRange == nullptr) {
-    return refused("this CUDA driver exports no DMA-BUF (11.7 and later do)");
+    return cuda_refused("register_memory", "this CUDA driver exports no DMA-BUF (11.7 and later do)");
   }
   const RelaxedCapture relaxed(*driver);
   // The exported range has to begin and end at pages of the host.
@@ -103,7 +99,7 @@ Result<DmaBuf> export_dma_buf(const std::byte* base, uint64_t bytes) {
   int fd = -1;
   if (const int error = driver->cuMemGetHandleForAddressRange(&fd, begin, end - begin, kDmaBufHandle, 0);
       error != kSuccess) {
-    return refused("cuMemGetHandleForAddressRange: CUDA error " + std::to_string(error));
+    return cuda_refused("register_memory", "cuMemGetHandleForAddressRange: CUDA error " + std::to_string(error));
   }
   return DmaBuf{UniqueFd(fd), address - begin};
 }

@@ -85,7 +85,12 @@ bool Poster::post_peer(Peer& peer) {
     Stream& stream = *peer.runnable.front();
     uint32_t turn = 0;
     Outcome outcome = Outcome::kPosted;
-    while (turn < kStreamQuantum && (outcome = post_batch(stream)) == Outcome::kPosted) ++turn;
+    while (turn < kStreamQuantum && outcome == Outcome::kPosted) {
+      outcome = post_batch(stream);
+      if (outcome != Outcome::kPosted) break;
+      ++turn;
+      if (stream.ready.empty()) outcome = Outcome::kNothing;
+    }
     posted += turn;
     blocked = outcome == Outcome::kBlocked;
     if (outcome == Outcome::kNothing) {
@@ -105,6 +110,14 @@ bool Poster::post_peer(Peer& peer) {
 }
 
 Link* Poster::pick_link(Peer& peer, const Request& request, bool message, uint64_t charge, uint32_t tried) const {
+  const auto room = [&](const Link& link) {
+    return message ? link.messages_in_flight < kMessageWindow
+                   : link.bytes_in_flight == 0 || link.bytes_in_flight + charge <= peer.limits.window_bytes;
+  };
+  if (peer.links.size() == 1) {
+    Link& only = peer.links.front();
+    return only.state == Link::State::kUp && tried == 0 && room(only) ? &only : nullptr;
+  }
   const std::optional<uint32_t> domain = request.domain();
   const bool pinned = domain && std::any_of(peer.links.begin(), peer.links.end(), [&](const Link& link) {
                         return link.state == Link::State::kUp && link.local_domain == *domain;
@@ -118,9 +131,7 @@ Link* Poster::pick_link(Peer& peer, const Request& request, bool message, uint64
     Link& link = peer.links[index];
     if (link.state != Link::State::kUp || ((tried >> index) & 1) != 0) continue;
     if (pinned && link.local_domain != *domain) continue;
-    const bool room = message ? link.messages_in_flight < kMessageWindow
-                              : link.bytes_in_flight == 0 || link.bytes_in_flight + charge <= peer.limits.window_bytes;
-    if (!room) continue;
+    if (!room(link)) continue;
     const double time = static_cast<double>(link.bytes_in_flight + charge) * link.cost;
     if (best == nullptr || time < best_time) {
       best = &link;

@@ -4,19 +4,9 @@
 #include <utility>
 
 #include "engine/message.h"
+#include "engine/overloaded.h"
 
 namespace kvc {
-
-namespace {
-
-template <typename... Ts>
-struct Overloaded : Ts... {
-  using Ts::operator()...;
-};
-template <typename... Ts>
-Overloaded(Ts...) -> Overloaded<Ts...>;
-
-}  // namespace
 
 void Request::again(uint64_t source_offset, uint64_t target_offset, uint64_t bytes) {
   page_bytes_ = bytes;
@@ -24,10 +14,13 @@ void Request::again(uint64_t source_offset, uint64_t target_offset, uint64_t byt
   at_end_.reset();
   position_ = 0;
   end_ = 1;
+  const SingleWrite write{source_offset, target_offset};
   if (bytes == 0) {
     body_.emplace<ImmediateOnly>();
+  } else if (auto* const before = std::get_if<SingleWrite>(&body_)) {
+    *before = write;
   } else {
-    body_.emplace<SingleWrite>(SingleWrite{source_offset, target_offset});
+    body_.emplace<SingleWrite>(write);
   }
 }
 

@@ -3,6 +3,8 @@
 #include <chrono>
 #include <string>
 
+#include "engine/overloaded.h"
+
 namespace kvc {
 
 namespace {
@@ -11,11 +13,6 @@ RequestRef request_of(const AddWrite& add) {
   return Request::make(add.source->shared_from_this(), add.target->shared_from_this(), add.bytes, add.immediate,
                        add.write);
 }
-
-template <typename... Ts>
-struct Overloaded : Ts... {
-  using Ts::operator()...;
-};
 
 }  // namespace
 

@@ -8,7 +8,7 @@
 #include "tests/rig.h"
 #include "tests/scheduler_test_support.h"
 
-namespace kvc::test {
+namespace kvc::test::acknowledgement {
 namespace {
 
 constexpr size_t kRounds = 100;
@@ -142,4 +142,4 @@ TEST_F(Scheduler, WhatWasAcknowledgedJustBeforeThePeersEndIsDone) {
 }
 
 }  // namespace
-}  // namespace kvc::test
+}  // namespace kvc::test::acknowledgement

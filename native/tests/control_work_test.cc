@@ -9,7 +9,7 @@
 #include "tests/nics.h"
 #include "tests/rig.h"
 
-namespace kvc::test {
+namespace kvc::test::control_work {
 namespace {
 
 constexpr size_t kBytes = 256 << 10;
@@ -160,4 +160,4 @@ TEST_P(ControlWork, TheSecondLinkOfAPeerHoldsTheFirstNotUp) {
 }
 
 }  // namespace
-}  // namespace kvc::test
+}  // namespace kvc::test::control_work

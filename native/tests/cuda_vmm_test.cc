@@ -20,7 +20,7 @@
 #include "tests/cuda_test_support.h"
 #include "tests/domain_test_support.h"
 
-namespace kvc {
+namespace kvc::test::cuda_vmm {
 namespace {
 
 using test::driver_function;
@@ -688,4 +688,4 @@ TEST_F(CudaVmmPeer, WhatIsForgottenIsUnmappedBeforeThePeerHearsOfIt) {
 }
 
 }  // namespace
-}  // namespace kvc
+}  // namespace kvc::test::cuda_vmm

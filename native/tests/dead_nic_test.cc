@@ -6,7 +6,7 @@
 #include "tests/nics.h"
 #include "tests/rig.h"
 
-namespace kvc::test {
+namespace kvc::test::dead_nic {
 namespace {
 
 constexpr size_t kBytes = 1 << 20;
@@ -127,4 +127,4 @@ TEST_P(DeadNic, OfALaneOfItsOwnLeavesTheNextLane) {
 }
 
 }  // namespace
-}  // namespace kvc::test
+}  // namespace kvc::test::dead_nic

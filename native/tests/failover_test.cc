@@ -11,7 +11,7 @@
 #include "providers/sim/faults.h"
 #include "tests/rig.h"
 
-namespace kvc::test {
+namespace kvc::test::failover {
 namespace {
 
 // "s0", "s1", ... are the sender's NICs, "r0", ... the receiver's, in a fabric of the test's own.
@@ -373,4 +373,4 @@ TEST(Failover, TheOnlyLinkOfAPeerIsThePeer) {
 }
 
 }  // namespace
-}  // namespace kvc::test
+}  // namespace kvc::test::failover

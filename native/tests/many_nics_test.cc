@@ -7,7 +7,7 @@
 
 #include "tests/rig.h"
 
-namespace kvc::test {
+namespace kvc::test::many_nics {
 namespace {
 
 using Param = std::tuple<std::string, std::pair<size_t, size_t>>;
@@ -92,4 +92,4 @@ TEST_P(ManyNics, PagesInOrderCountLikeScatteredOnes) {
 }
 
 }  // namespace
-}  // namespace kvc::test
+}  // namespace kvc::test::many_nics

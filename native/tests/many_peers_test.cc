@@ -17,7 +17,7 @@
 extern "C" size_t __sanitizer_get_current_allocated_bytes();  // NOLINT: the sanitizers' own name
 #endif
 
-namespace kvc::test {
+namespace kvc::test::many_peers {
 namespace {
 
 #ifdef KVC_SANITIZED
@@ -198,4 +198,4 @@ TEST_P(ManyPeers, ThatComeAndGoWhileOthersWriteDisturbNobody) {
 }
 
 }  // namespace
-}  // namespace kvc::test
+}  // namespace kvc::test::many_peers

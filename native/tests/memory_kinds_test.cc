@@ -7,7 +7,7 @@
 #include "tests/nics.h"
 #include "tests/rig.h"
 
-namespace kvc::test {
+namespace kvc::test::memory_kinds {
 namespace {
 
 constexpr size_t kBytes = 8192;
@@ -141,4 +141,4 @@ TEST(MemoryKinds, OneRangeThatIsRefusedRefusesTheCall) {
 }
 
 }  // namespace
-}  // namespace kvc::test
+}  // namespace kvc::test::memory_kinds

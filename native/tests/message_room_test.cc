@@ -21,7 +21,7 @@ class MessageRoom : public testing::TestWithParam<std::string> {
 INSTANTIATE_TEST_SUITE_P(Lanes, MessageRoom, testing::ValuesIn(providers()),
                          [](const auto& info) { return label(info.param); });
 
-Bytes numbered(uint32_t number) {
+Bytes longest(uint32_t number) {
   Bytes bytes(kMaxUserMessageBytes);
   std::memcpy(bytes.data(), &number, sizeof(number));
   return bytes;
@@ -83,7 +83,7 @@ TEST_P(MessageRoom, FailoverFindsRoomBesideWhatNobodyReads) {
   End ends[] = {{sender, pair.to_receiver}, {receiver, pair.to_sender}};
   for (End& end : ends) {
     while (true) {
-      const Result<TransferId> sent = end.engine.send(end.to, numbered(end.sent), [](const Event&) {});
+      const Result<TransferId> sent = end.engine.send(end.to, longest(end.sent), [](const Event&) {});
       if (!sent.ok()) break;
       ++end.sent;
     }

@@ -26,7 +26,7 @@
 #include "engine/immediate.h"
 #include "tests/rig.h"
 
-namespace kvc::test {
+namespace kvc::test::published_defects {
 namespace {
 
 class PublishedDefects : public testing::TestWithParam<std::string> {
@@ -260,4 +260,4 @@ TEST_P(PublishedDefects, D14_ACallbackThatFailsStopsNothingAndMayCallTheEngine) 
 }
 
 }  // namespace
-}  // namespace kvc::test
+}  // namespace kvc::test::published_defects

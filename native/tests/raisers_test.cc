@@ -6,7 +6,7 @@
 #include "engine/imm_counter.h"
 #include "tests/rig.h"
 
-namespace kvc::test {
+namespace kvc::test::raisers {
 namespace {
 
 constexpr size_t kPage = 4096;
@@ -185,4 +185,4 @@ TEST_P(Raisers, ALateImmediateOfARaiserIsNoForeignOne) {
 }
 
 }  // namespace
-}  // namespace kvc::test
+}  // namespace kvc::test::raisers

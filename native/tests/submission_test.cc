@@ -8,7 +8,7 @@
 
 #include "tests/rig.h"
 
-namespace kvc::test {
+namespace kvc::test::submission {
 namespace {
 
 constexpr size_t kBytes = 4096;
@@ -93,4 +93,4 @@ TEST(Submission, WritersAndThoseWhoForgetDoNotMeet) {
 }
 
 }  // namespace
-}  // namespace kvc::test
+}  // namespace kvc::test::submission

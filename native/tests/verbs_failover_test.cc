@@ -7,7 +7,7 @@
 
 #include "tests/rig.h"
 
-namespace kvc::test {
+namespace kvc::test::verbs_failover {
 namespace {
 
 constexpr uint64_t kPage = 64 << 10;
@@ -52,4 +52,4 @@ TEST(VerbsFailover, ALinkTakenDownInMidTransferLosesNothing) {
 }
 
 }  // namespace
-}  // namespace kvc::test
+}  // namespace kvc::test::verbs_failover

@@ -7,20 +7,12 @@
 
 namespace kvc::sim {
 
-namespace {
-
-Error error(ErrorCode code, std::string operation, std::string message) {
-  return Error{code, "sim", {}, std::move(operation), std::move(message)};
-}
-
-}  // namespace
-
 Result<std::unique_ptr<Registration>> SimConnector::register_memory(const MemoryRange& range) {
   return std::make_unique<Registration>(range, random_key());
 }
 
 Result<Bytes> SimConnector::offer(LinkId id) {
-  if (!nic_->up.load()) return error(ErrorCode::kSystem, "offer", "the NIC " + nic_->device + " is down");
+  if (!nic_->up.load()) return sim_error(ErrorCode::kSystem, "offer", "the NIC " + nic_->device + " is down");
   auto gate = std::make_shared<Gate>();
   gate->inbox[0] = inbox_;
   gate->nic[0] = nic_;
@@ -38,12 +30,12 @@ Result<Connector::Accepted> SimConnector::accept(LinkId id, std::span<const std:
   ByteReader reader(offer);
   const auto token = reader.number<uint64_t>();
   const auto secret = reader.number<uint64_t>();
-  if (!reader.complete()) return error(ErrorCode::kInvalidArgument, "accept", "not an offer of a sim domain");
+  if (!reader.complete()) return sim_error(ErrorCode::kInvalidArgument, "accept", "not an offer of a sim domain");
   if (token != fabric_->token()) {
-    return error(ErrorCode::kNotReachable, "accept", "the peer is in another fabric than " + name_);
+    return sim_error(ErrorCode::kNotReachable, "accept", "the peer is in another fabric than " + name_);
   }
   std::shared_ptr<Gate> gate = fabric_->take(secret);
-  if (gate == nullptr) return error(ErrorCode::kRefused, "accept", "this offer was used already, or withdrawn");
+  if (gate == nullptr) return sim_error(ErrorCode::kRefused, "accept", "this offer was used already, or withdrawn");
   {
     const std::lock_guard lock(gate->mutex);
     gate->inbox[1] = inbox_;
@@ -51,7 +43,7 @@ Result<Connector::Accepted> SimConnector::accept(LinkId id, std::span<const std:
     gate->nic[1] = nic_;
   }
   auto link = std::make_unique<Link>(gate, 1);
-  if (!fabric_->join(gate)) return error(ErrorCode::kSystem, "accept", "a NIC is down, here or at the peer");
+  if (!fabric_->join(gate)) return sim_error(ErrorCode::kSystem, "accept", "a NIC is down, here or at the peer");
   ByteWriter writer;
   writer.number(secret);
   return Accepted{writer.take(), std::move(link)};
@@ -59,12 +51,12 @@ Result<Connector::Accepted> SimConnector::accept(LinkId id, std::span<const std:
 
 Result<std::unique_ptr<LinkEnd>> SimConnector::complete(LinkId id, std::span<const std::byte> answer) {
   auto node = offers_.extract(id);
-  if (node.empty()) return error(ErrorCode::kPeerDown, "complete", "no such offer");
+  if (node.empty()) return sim_error(ErrorCode::kPeerDown, "complete", "no such offer");
   ByteReader reader(answer);
   const auto secret = reader.number<uint64_t>();
   if (!reader.complete() || secret != node.mapped().secret) {
     fabric_->take(node.mapped().secret);
-    return error(ErrorCode::kInvalidArgument, "complete", "not the answer to this offer");
+    return sim_error(ErrorCode::kInvalidArgument, "complete", "not the answer to this offer");
   }
   return std::unique_ptr<LinkEnd>(std::move(node.mapped().link));
 }

@@ -20,10 +20,6 @@ int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(TimerFd::Clock::now().time_since_epoch()).count();
 }
 
-Error error(ErrorCode code, std::string operation, std::string message) {
-  return Error{code, "sim", {}, std::move(operation), std::move(message)};
-}
-
 }  // namespace
 
 SimDomain::SimDomain(const DomainConfig& config, uint64_t number, std::shared_ptr<Fabric> fabric,
@@ -69,7 +65,7 @@ bool SimDomain::fence(LinkId id) {
   std::unique_ptr<Link> link = std::move(node.mapped());
   // Nothing lands once the gate is closed. What the peer has said of works before is still true.
   Fabric::close(*link->gate, link->side);
-  end_posted(*link, error(ErrorCode::kPeerDown, "write", "the link was fenced on this side"));
+  end_posted(*link, sim_error(ErrorCode::kPeerDown, "write", "the link was fenced on this side"));
   return true;
 }
 
@@ -81,7 +77,7 @@ void SimDomain::end_posted(Link& link, const Error& error) {
 // --- Data path
 
 Posted SimDomain::refuse_unknown(WorkId work) {
-  return refuse(work, error(ErrorCode::kPeerDown, "write", "no such link: it ended, or has no answer yet"));
+  return refuse(work, sim_error(ErrorCode::kPeerDown, "write", "no such link: it ended, or has no answer yet"));
 }
 
 Posted SimDomain::post(LinkId id, const WriteBatch& batch) {
@@ -178,8 +174,8 @@ void SimDomain::receive(LinkClosed& closed) {
   auto node = links_.extract(closed.link);
   if (node.empty()) return;
   Link& link = *node.mapped();
-  const Error down = error(ErrorCode::kPeerDown, "write",
-                           link.gate->cut.load() ? "a NIC of the link is down" : "the peer ended the link");
+  const Error down = sim_error(ErrorCode::kPeerDown, "write",
+                               link.gate->cut.load() ? "a NIC of the link is down" : "the peer ended the link");
   end_posted(link, down);
   completions_.link_down(closed.link, down);
 }
@@ -215,13 +211,13 @@ std::optional<Error> SimDomain::copy(const Batch& batch, const PageRun& run) {
   if (batch.page_bytes == 0) return std::nullopt;  // an immediate alone
   const Registration* const region = regions_.find(batch.rkey);
   if (region == nullptr) {
-    return error(ErrorCode::kUnknownRegion, "write", "the peer knows no region with this key, or has revoked it");
+    return sim_error(ErrorCode::kUnknownRegion, "write", "the peer knows no region with this key, or has revoked it");
   }
   const uint64_t bytes = run.pages * batch.page_bytes;
   if (!region->contains(run.target_offset, bytes)) {
-    return error(ErrorCode::kOutOfRange, "write",
-                 std::to_string(bytes) + " bytes at offset " + std::to_string(run.target_offset) +
-                     " lie outside the peer's region of " + std::to_string(region->bytes) + " bytes");
+    return sim_error(ErrorCode::kOutOfRange, "write",
+                     std::to_string(bytes) + " bytes at offset " + std::to_string(run.target_offset) +
+                         " lie outside the peer's region of " + std::to_string(region->bytes) + " bytes");
   }
   std::memcpy(region->base + run.target_offset, run.source, bytes);
   return std::nullopt;

@@ -13,6 +13,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -21,6 +22,10 @@
 #include "engine/unique_fd.h"
 
 namespace kvc::sim {
+
+inline Error sim_error(ErrorCode code, std::string operation, std::string message) {
+  return Error{code, "sim", {}, std::move(operation), std::move(message)};
+}
 
 class Inbox;
 class Fabric;

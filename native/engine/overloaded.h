@@ -1,0 +1,13 @@
+// Overloaded: one function object out of several, for std::visit.
+#pragma once
+
+namespace kvc {
+
+template <typename... Ts>
+struct Overloaded : Ts... {
+  using Ts::operator()...;
+};
+template <typename... Ts>
+Overloaded(Ts...) -> Overloaded<Ts...>;
+
+}  // namespace kvc
