@@ -14,6 +14,7 @@ import msgspec
 from kv_connector.router.client import EngineClient, HttpError, Reply, content_type
 from kv_connector.router.completion import DISOWNED_PATH, Completion, decode_params, disowned_body
 from kv_connector.router.endpoint import Endpoint
+from kv_connector.router.events import EventStream
 from kv_connector.router.failure import Failure, engine_down, failure
 from kv_connector.router.members import Members, Side
 from kv_connector.router.metrics import Metrics
@@ -37,7 +38,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Answer:
-    """The decode engine's answer, from its first byte on."""
+    """The decode engine's answer, from its beginning on."""
 
     status: int
     content_type: str
@@ -74,9 +75,9 @@ class Dispatcher:
 
     @asynccontextmanager
     async def open(self, completion: Completion, call: Call) -> AsyncIterator[Answer]:
-        """Waits for the first byte of the answer; Failure if there is none.
+        """Waits until the answer begins; Failure if there is none.
 
-        Until that byte an engine that fails is replaced by another, if there is one. Leaving the block early
+        Until then an engine that fails is replaced by another, if there is one. Leaving the block early
         (or being cancelled before) closes the connections to both engines, which makes vLLM abort the
         request on both.
         """
@@ -259,7 +260,7 @@ class Dispatcher:
         stack: AsyncExitStack,
         source: Endpoint | None = None,
     ) -> Answer:
-        """Sends D its part and waits for the first bytes of its answer. ``stack`` closes the connection.
+        """Sends D its part and waits until its answer begins. ``stack`` closes the connection.
 
         ``source``: the prefill engine that D depends on, and that may be to blame if D fails.
         """
@@ -274,26 +275,27 @@ class Dispatcher:
                     raise self._failure(Side.DECODE, endpoint, call, refusal, source)
                 if not kind.startswith("text/event-stream"):
                     return Answer(response.status, kind, _one(await response.read()))
-                chunks = response.content.iter_any()
-                first = await anext(chunks, b"")
+                events = EventStream(response.content.iter_any())
+                try:
+                    opening = await events.opening()
+                except Failure as problem:
+                    # vLLM has sent its status before it knew; the client has not seen it yet.
+                    raise self._failure(Side.DECODE, endpoint, call, problem, source) from None
         except (*HttpError, EngineLost) as error:
             raise self._broken(Side.DECODE, endpoint, call, error) from error
-        if problem := _error_event(first):
-            # vLLM has sent its status before it knew; the client has not seen it yet.
-            raise self._failure(Side.DECODE, endpoint, call, problem, source)
-        return Answer(response.status, kind, self._relay(first, chunks, lease, call))
+        return Answer(response.status, kind, self._relay(opening, events, lease, call))
 
     async def _relay(
-        self, first: bytes, chunks: AsyncIterator[bytes], lease: Lease, call: Call
+        self, opening: bytes, events: EventStream, lease: Lease, call: Call
     ) -> AsyncIterator[bytes]:
-        yield first
+        yield opening
         try:
             while True:
                 async with lease.alive():
-                    chunk = await anext(chunks, None)
-                if chunk is None:
+                    more = await events.read()
+                if not more:
                     return
-                yield chunk
+                yield more
         except (*HttpError, EngineLost) as error:
             # The status is long out: the stream's own way to say it is an event.
             broken = self._broken(Side.DECODE, lease.endpoint, call, error)
@@ -357,27 +359,6 @@ async def _end(task: asyncio.Task[Any]) -> None:
     """Cancels what still runs, and takes note of how it ended."""
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-
-
-class _ErrorEvent(msgspec.Struct):
-    code: int = 500
-
-
-class _FirstEvent(msgspec.Struct):
-    error: _ErrorEvent | None = None
-
-
-def _error_event(chunk: bytes) -> Failure | None:
-    """The error that a stream begins with, if it does."""
-    if not chunk.startswith(b'data: {"error"'):
-        return None
-    body = chunk.partition(b"\n")[0].removeprefix(b"data: ")
-    try:
-        error = msgspec.json.decode(body, type=_FirstEvent).error
-    except msgspec.MsgspecError:
-        return None
-    status = error.code if error is not None and 400 <= error.code <= 599 else 500
-    return Failure(status, body)
 
 
 async def _one(chunk: bytes) -> AsyncIterator[bytes]:

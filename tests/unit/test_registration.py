@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
@@ -373,6 +374,28 @@ async def test_an_error_event_at_the_beginning_of_a_stream_is_an_error(cluster: 
         ):
             answer = await ask(client, stream=True)
             assert (answer.status_code, answer.content) == (200, b"data: 1\n\n")
+
+
+async def test_a_chat_whose_load_fails_after_its_roles_is_tried_elsewhere(cluster: Cluster) -> None:
+    """vLLM names the role of each choice before it knows; the client sees one right answer."""
+    choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+    role = b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+    broken, good = Stream(), Stream()
+    for chunk in (role, b'data: {"error": {"message": "KV load failed", "code": 500}}\n\n', None):
+        broken.queue.put_nowait(chunk)
+    for chunk in (role[:20], role[20:], b"data: 1\n\n", None):
+        good.queue.put_nowait(chunk)
+    async with (
+        serve_engine(answer_ok) as p,
+        serve_engine(broken) as first,
+        serve_engine(good) as second,
+        listed([p], [first, second]) as url,
+        httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client,
+    ):
+        body = {"messages": [{"role": "user", "content": "x"}], "stream": True}
+        answer = await within(client.post("/v1/chat/completions", json=body))
+        assert (answer.status_code, answer.content) == (200, role + b"data: 1\n\n")
+        assert await metric(client, "kv_connector_router_retries_total") == 1
 
 
 async def test_the_clients_own_error_is_not_tried_elsewhere() -> None:

@@ -286,6 +286,7 @@ async def test_d_breaking_off_ends_the_stream_with_an_error_event() -> None:
             chunks = answer.aiter_raw()
             assert await within(anext(chunks)) == b"data: 1\n\n"
             logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+            stream.queue.put_nowait(b'data: {"half of')
             stream.queue.put_nowait(RuntimeError("the engine broke"))
             last = b"".join([chunk async for chunk in chunks])
         assert last.startswith(b"data: {")

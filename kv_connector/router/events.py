@@ -1,0 +1,71 @@
+"""EventStream: an engine's streamed answer (server-sent events), in whole events."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+
+from kv_connector.router.failure import Failure
+
+_END = b"\n\n"
+
+
+class EventStream:
+    """One answer. ``chunks``: its bytes, cut anywhere; what they raise is raised here."""
+
+    def __init__(self, chunks: AsyncIterator[bytes]) -> None:
+        self._chunks = chunks
+        self._rest = b""  # of an event whose end has not come
+
+    async def read(self) -> bytes:
+        """The events that come next, one or more; b"" at the end.
+
+        Of an event that breaks off nothing is seen: an error event after half of one would be glued to it.
+        """
+        while chunk := await anext(self._chunks, b""):
+            whole, end, self._rest = (self._rest + chunk).rpartition(_END)
+            if end:
+                return whole + end
+        rest, self._rest = self._rest, b""
+        return rest
+
+    async def opening(self) -> bytes:
+        """All up to the first event that tells the client anything; Failure if that is an error.
+
+        vLLM begins a chat with an event for each choice that names the role, before it knows whether the
+        request works.
+        """
+        opening = b""
+        while events := await self.read():
+            opening += events
+            if any(_tells(event) for event in events.split(_END)):
+                break
+        return opening
+
+
+class _Event(msgspec.Struct):
+    error: dict[str, Any] | None = None
+    choices: list[dict[str, Any]] | None = None
+
+
+def _tells(event: bytes) -> bool:
+    """Whether there is anything of an answer in it; Failure if it is an error."""
+    if not event.startswith(b"data:"):
+        return False
+    data = event.removeprefix(b"data:").strip()
+    try:
+        said = msgspec.json.decode(data, type=_Event)
+    except msgspec.MsgspecError:
+        return True  # not of vLLM's making: the client may know it
+    if said.error is not None:
+        code = said.error.get("code")
+        raise Failure(code if isinstance(code, int) and 400 <= code <= 599 else 500, data)
+    return not said.choices or any(_says(choice) for choice in said.choices)
+
+
+def _says(choice: dict[str, Any]) -> bool:
+    delta = choice.get("delta")
+    told = delta if isinstance(delta, dict) else {}
+    return any(value for key, value in told.items() if key != "role") or any(
+        value for key, value in choice.items() if key not in ("index", "delta")
+    )
