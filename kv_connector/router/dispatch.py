@@ -188,7 +188,7 @@ class Dispatcher:
         prefilling.add_done_callback(lambda _: held.close())
         # D is served by then. P's own answer is a matter of milliseconds, and closing its connection would
         # abort it.
-        stack.push_async_exit(_Finish(prefilling))
+        stack.push_async_exit(_Finish(prefilling, self._settings.patience))
         body = completion.decode_body(decode_params(transfer_id, prefill.endpoint))
         decoding = asyncio.create_task(self._decode(decode, body, call, stack, prefill.endpoint))
         stack.push_async_callback(_end, decoding)
@@ -344,14 +344,15 @@ async def _first_byte(prefilling: asyncio.Task[Any], decoding: asyncio.Task[Answ
 
 
 class _Finish:
-    """Waits for a task where all went well, and ends it where not."""
+    """Waits for a task where all went well, `seconds` at most, and ends it then or where not."""
 
-    def __init__(self, task: asyncio.Task[Any]) -> None:
+    def __init__(self, task: asyncio.Task[Any], seconds: float) -> None:
         self._task = task
+        self._seconds = seconds
 
     async def __call__(self, kind: object, *_: object) -> None:
         if kind is None:
-            await asyncio.wait({self._task})
+            await asyncio.wait({self._task}, timeout=self._seconds)
         await _end(self._task)
 
 

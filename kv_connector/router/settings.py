@@ -25,7 +25,8 @@ class Settings:
     """Seconds without a sign of life after which a registered engine gets nothing new, and is given up with
     the requests that it has. The agents' own deadlines have the same defaults."""
     patience: float = 5.0
-    """Seconds that a request waits for an engine to join: a router that comes back knows all after one."""
+    """Seconds that a request waits for an engine to join (a router that comes back knows all after one), and
+    that P may take for its own answer once D has given the whole one."""
 
     def __post_init__(self) -> None:
         if self.registration is None and not (self.prefill and self.decode):

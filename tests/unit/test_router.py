@@ -257,6 +257,17 @@ async def test_the_status_waits_for_the_first_byte_so_that_ps_error_can_still_be
         await within(stream.aborted.wait())
 
 
+async def test_a_p_that_never_answers_is_left_once_d_has() -> None:
+    async def prefill(request: Request, body: dict[str, Any]) -> Response:
+        return await p.until_gone(request)
+
+    async with cluster(prefill, answer_ok, patience=0.1) as (p, _, client):
+        answer = await within(client.post("/v1/completions", json={"prompt": "x"}))
+        assert answer.status_code == 200
+        await within(p.aborted.wait())
+        await until_metric(client, "kv_connector_router_in_flight", 0)
+
+
 async def test_d_goes_on_when_p_fails_after_the_first_byte() -> None:
     fail = asyncio.Event()
     stream = Stream()
