@@ -51,8 +51,8 @@ class Completion:
         """For D, when it prefills itself."""
         return msgspec.json.encode(self._body)
 
-    def prefill_body(self, transfer_id: str) -> bytes:
-        """For P: the same prompt, one token, answered at once.
+    def prefill_body(self, transfer_id: str, *, serial: bool) -> bytes:
+        """For P: the same prompt, one token, answered at once. ``serial``: D is asked after that.
 
         The one token makes vLLM run the prefill to its end; D computes it again from the pages it got.
         """
@@ -68,6 +68,7 @@ class Completion:
             "do_remote_decode": True,
             "do_remote_prefill": False,
             "transfer_id": transfer_id,
+            "serial": serial,
         }
         return msgspec.json.encode(body)
 

@@ -160,7 +160,8 @@ class Dispatcher:
         with ExitStack() as prefilling:
             prefill = await self._acquire(Side.PREFILL, prefilling, avoid)
             with self._owed(transfer_id, prefill.endpoint, call):
-                params = await self._prefill(prefill, completion.prefill_body(transfer_id), call)
+                body = completion.prefill_body(transfer_id, serial=True)
+                params = await self._prefill(prefill, body, call)
         if not params:
             # Going on would compute the prompt twice, and nobody would notice.
             raise failure(
@@ -184,7 +185,8 @@ class Dispatcher:
         if decode.endpoint == prefill.endpoint:
             # The only engine is both.
             return await self._local(completion, call, "one_engine", stack, avoid)
-        prefilling = asyncio.create_task(self._prefill(prefill, completion.prefill_body(transfer_id), call))
+        prompt = completion.prefill_body(transfer_id, serial=False)
+        prefilling = asyncio.create_task(self._prefill(prefill, prompt, call))
         prefilling.add_done_callback(lambda _: held.close())
         # D is served by then. P's own answer is a matter of milliseconds, and closing its connection would
         # abort it.

@@ -278,7 +278,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        if self._scheduler.prefill.must_wait(request):
+        if self._scheduler.prefill.must_wait(request) or self._scheduler.decode.must_wait(request):
             return None, False
         tokens = self._scheduler.decode.tokens_to_load(request, num_computed_tokens)
         return tokens, tokens > 0

@@ -95,19 +95,18 @@ class PrefillScheduler:
         transfer_id = _transfer_id(params, default=uuid.uuid4().hex)
         if transfer_id in self._transfers:
             raise BadParams(f"transfer {transfer_id} belongs to another live request")
-        tokens = _prompt_token_ids(request)
+        tokens, digest = _prompt(request)
         self._transfers.add(transfer_id)
         self._prompts[request.request_id] = _Prompt(
             request,
             transfer_id,
-            len(tokens),
-            # Where P names the transfer, D comes after P and its queue is in P's order.
-            speculative=params.get("transfer_id") is not None,
+            tokens,
+            # Where D comes after P its queue is in P's order: where P names the transfer, as in NIXL's flow,
+            # or the router says so.
+            speculative=params.get("transfer_id") is not None and params.get("serial") is not True,
             told=[0] * len(self._block_sizes),
         )
-        self._commands.append(
-            PrefillRequest(request.request_id, transfer_id, len(tokens), prompt_hash(tokens))
-        )
+        self._commands.append(PrefillRequest(request.request_id, transfer_id, tokens, digest))
 
     def must_wait(self, request: Request) -> bool:
         """Whether this prompt must not be started yet. Pure: vLLM may ask every step.
@@ -259,7 +258,9 @@ class DecodeScheduler:
         self._block_sizes = block_sizes
         self._commands = commands
         self._targets: dict[str, _Target] = {}
-        self._transfers: set[str] = set()
+        self._transfers: dict[str, _Target] = {}
+        self._siblings: dict[str, _Target] = {}
+        """Requests that want what another one loads."""
         self._told_waiting: tuple[tuple[str, Address], ...] = ()
 
     def __len__(self) -> int:
@@ -267,15 +268,21 @@ class DecodeScheduler:
 
     def add(self, request: Request, params: Mapping[str, Any]) -> None:
         transfer_id = _transfer_id(params, default=None)
-        if transfer_id in self._transfers:
-            # Samples of one prompt (n > 1) share their parameters: the first loads, the rest compute.
-            raise BadParams(f"transfer {transfer_id} belongs to another live request")
         peer = _peer(params)
-        tokens = _prompt_token_ids(request)
-        self._transfers.add(transfer_id)
-        self._targets[request.request_id] = _Target(
-            request.request_id, transfer_id, peer, len(tokens), prompt_hash(tokens)
-        )
+        tokens, digest = _prompt(request)
+        if first := self._transfers.get(transfer_id):
+            if (first.peer, first.prompt_hash) != (peer, digest):
+                raise BadParams(f"transfer {transfer_id} belongs to another live request")
+            # Samples of one prompt (n > 1) share their parameters: the first one loads for all.
+            self._siblings[request.request_id] = first
+            return
+        target = _Target(request.request_id, transfer_id, peer, tokens, digest)
+        self._transfers[transfer_id] = self._targets[request.request_id] = target
+
+    def must_wait(self, request: Request) -> bool:
+        """Whether another request loads this one's prompt: then it is found in the prefix cache. Pure."""
+        first = self._siblings.get(request.request_id)
+        return first is not None and first.load is not _Load.OVER
 
     def tokens_to_load(self, request: Request, local_tokens: int) -> int:
         """How many tokens to load behind the first ``local_tokens``. Pure: vLLM may ask every step.
@@ -330,6 +337,7 @@ class DecodeScheduler:
         """vLLM itself keeps the blocks of a request that is still being loaded, until the load is reported
         over.
         """
+        self._siblings.pop(request.request_id, None)
         target = self._targets.get(request.request_id)
         if target is None:
             return
@@ -365,8 +373,7 @@ class DecodeScheduler:
 
     def _forget_if_over(self, target: _Target) -> None:
         if target.finished and target.load is _Load.OVER:
-            del self._targets[target.request_id]
-            self._transfers.discard(target.transfer_id)
+            del self._targets[target.request_id], self._transfers[target.transfer_id]
 
 
 class SchedulerSide:
@@ -466,7 +473,12 @@ def _peer(params: Mapping[str, Any]) -> Address:
     return Address(host, port)
 
 
-def _prompt_token_ids(request: Request) -> list[int]:
+def _prompt(request: Request) -> tuple[int, bytes]:
+    """Its tokens, and their hash."""
     if not request.prompt_token_ids:
         raise BadParams("the prompt has no token ids (prompt embeddings cannot be transferred)")
-    return list(request.prompt_token_ids)
+    tokens = list(request.prompt_token_ids)
+    try:
+        return len(tokens), prompt_hash(tokens)
+    except (OverflowError, TypeError) as error:
+        raise BadParams(f"the prompt's token ids are no unsigned 32-bit integers: {error}") from None

@@ -70,6 +70,7 @@ async def test_p_gets_one_token_and_d_the_request_with_ps_control_address() -> N
                 "do_remote_decode": True,
                 "do_remote_prefill": False,
                 "transfer_id": transfer,
+                "serial": False,
             },
         }
         assert to_d == request | {

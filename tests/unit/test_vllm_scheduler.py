@@ -207,6 +207,20 @@ class TestPrefill:
         assert (request.transfer_id, request.peer) == (expected.transfer_id, ADDRESS)
         assert request.prompt_hash == expected.prompt_hash
 
+    @pytest.mark.parametrize("token", [-1, 1 << 32])
+    def test_token_ids_that_have_no_hash_leave_nothing_behind(
+        self, prefill: Stage, decode: Stage, token: int, log: pytest.LogCaptureFixture
+    ) -> None:
+        for stage, params in ((prefill, PARAMS_OF_P), (decode, PARAMS_OF_D)):
+            stage.add("r", [*prompt(40), token], dict(params))
+            assert "the prompt's token ids are no unsigned 32-bit integers" in log.text
+            log.clear()
+            assert stage.step().commands == ()
+            stage.step()
+            stage.assert_idle()
+            stage.add("again", prompt(40), dict(params))
+            assert log.text == ""
+
     def test_a_second_request_of_a_transfer_is_computed_alone(
         self, prefill: Stage, log: pytest.LogCaptureFixture
     ) -> None:
@@ -272,13 +286,15 @@ class TestSpeculation:
 
     def test_serial_dispatch_and_own_requests_are_not_limited(self, stage: MakeStage) -> None:
         prefill = stage("kv_producer", budget=4000)
-        for seed in range(3):
-            prefill.add(f"p{seed}", prompt(700, seed), {"do_remote_decode": True})
-        prefill.add("own", prompt(700, seed=7))
+        # NIXL's flow names no transfer; our router does, and says that D comes later.
+        named = [{"transfer_id": f"t-{number}", "serial": True} for number in range(3)]
+        for seed, params in enumerate(({}, *named)):
+            prefill.add(f"p{seed}", prompt(700, seed), {"do_remote_decode": True, **params})
+        prefill.add("own", prompt(100, seed=7))
         output, _ = prefill.schedule()
-        assert sorted(output.num_scheduled_tokens) == ["own", "p0", "p1", "p2"]
+        assert sorted(output.num_scheduled_tokens) == ["own", "p0", "p1", "p2", "p3"]
         prefill.update(output)
-        prefill.step(sent=["p0", "p1", "p2"])
+        prefill.step(sent=["p0", "p1", "p2", "p3"])
         prefill.assert_idle()
 
     def test_a_preempted_prompt_counts_again_when_it_has_blocks(self, stage: MakeStage) -> None:
@@ -313,6 +329,68 @@ class TestDecode:
         for _ in range(3):
             decode.step()
         decode.assert_idle()
+
+    def test_samples_of_one_prompt_are_loaded_once(self, decode: Stage) -> None:
+        """n > 1: the first one loads, the others find its blocks."""
+        shared = dict(PARAMS_OF_D)
+        for name in ("d0", "d1", "d2"):
+            decode.add(name, prompt(100), shared)
+        assert shared == PARAMS_OF_D
+        output, metadata = decode.schedule()
+        assert reservation(metadata).request_id == "d0"
+        assert output.total_num_scheduled_tokens == 0
+        decode.update(output)
+        assert decode.step().commands == ()
+        decode.step(received=["d0"])
+        output, metadata = decode.schedule()
+        # 96 of 100 tokens are whole blocks.
+        assert output.num_scheduled_tokens == {"d0": 1, "d1": 4, "d2": 4}
+        assert metadata.commands == ()
+        decode.update(output)
+        decode.step()
+        decode.assert_idle()
+
+    @pytest.mark.parametrize("loading", [False, True])
+    def test_samples_whose_first_one_leaves_go_on(self, decode: Stage, loading: bool) -> None:
+        decode.add("d0", prompt(100), dict(PARAMS_OF_D))
+        decode.add("d1", prompt(100), dict(PARAMS_OF_D))
+        if loading:
+            decode.step()
+        decode.abort("d0")
+        output, metadata = decode.schedule()
+        if loading:
+            assert metadata.commands == (Cancel("d0"),)
+            assert output.total_num_scheduled_tokens == 0
+            decode.update(output)
+            decode.step(received=["d0"])
+            output, metadata = decode.schedule()
+        else:
+            assert metadata.commands == (Release("t", ADDRESS),)
+        assert output.num_scheduled_tokens == {"d1": 100}
+        decode.update(output)
+        decode.step()
+        decode.assert_idle()
+
+    def test_a_sample_that_leaves_early_is_forgotten(self, decode: Stage) -> None:
+        decode.add("d0", prompt(100), dict(PARAMS_OF_D))
+        decode.add("d1", prompt(100), dict(PARAMS_OF_D))
+        decode.step()
+        decode.abort("d1")
+        decode.step(received=["d0"])
+        decode.step()
+        decode.step()
+        decode.assert_idle()
+
+    def test_another_prompt_under_a_transfers_name_is_computed_alone(
+        self, decode: Stage, log: pytest.LogCaptureFixture
+    ) -> None:
+        decode.add("d", prompt(100), dict(PARAMS_OF_D))
+        decode.add("other", prompt(100, seed=2), dict(PARAMS_OF_D))
+        output, metadata = decode.schedule()
+        assert "transfer t belongs to another live request" in log.text
+        assert reservation(metadata).request_id == "d"
+        assert output.num_scheduled_tokens == {"other": 100}
+        decode.update(output)
 
     def test_only_what_the_own_cache_lacks_is_asked_for(self, decode: Stage) -> None:
         decode.add("first", prompt(70))
@@ -394,20 +472,6 @@ class TestDecode:
         assert output.num_scheduled_tokens == {"d": 100}
         assert metadata.commands == ()
         decode.update(output)
-        decode.step()
-        decode.assert_idle()
-
-    def test_samples_of_one_prompt_load_once(self, decode: Stage) -> None:
-        shared = dict(PARAMS_OF_D)
-        decode.add("0_d", prompt(100), shared)
-        decode.add("1_d", prompt(100), shared)
-        output, metadata = decode.schedule()
-        assert reservation(metadata).request_id == "0_d"
-        assert output.num_scheduled_tokens == {"1_d": 100}
-        assert shared == PARAMS_OF_D, "the samples share this dict"
-        decode.update(output)
-        decode.step(received=["0_d"])
-        decode.step()
         decode.step()
         decode.assert_idle()
 

@@ -107,7 +107,7 @@ async def test_many_at_once(deployment: Deployment, client: Client, dispatch: st
 
 
 async def test_samples_of_one_prompt(deployment: Deployment, client: Client) -> None:
-    """n > 1: one sample's pages come from P, the others find them on D or compute them."""
+    """n > 1: one sample's pages come from P, the others find them on D."""
     one = prompt("samples", 200)
     sampling = {"n": 3, "temperature": 1.0, "seed": 7}
     outputs = await client.choices(deployment.concurrent, one, OUTPUT, **sampling)
