@@ -106,7 +106,7 @@ def feed_completion(data: bytes) -> bool:
     except Failure:
         return False
     completion.local_reason()
-    body = msgspec.json.decode(completion.prefill_body("t"))
+    body = msgspec.json.decode(completion.prefill_body("t", serial=False))
     assert body["max_tokens"] == 1
     assert body["kv_transfer_params"]["transfer_id"] == "t"
     return True
