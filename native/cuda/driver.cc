@@ -100,8 +100,9 @@ bool fill_table(int mode) {
 }
 
 Status initialise() {
-  if (!missing.empty())
+  if (!missing.empty()) {
     return cuda_refused("open", "the CUDA driver lacks " + missing + ": CUDA 12.0 or later is needed");
+  }
   if (const int result = table.cuInit(0); result != kSuccess) {
     Error error = cuda_error("open", "cuInit", result);
     error.code = ErrorCode::kRefused;
@@ -197,11 +198,11 @@ Result<bool> is_device_memory(const Driver& driver, DevicePointer address) {
 }
 
 Result<Placement> placement(const Driver& driver, const void* pointer) {
-  const RelaxedCapture relaxed(driver);
   const auto address = reinterpret_cast<DevicePointer>(pointer);
   const Result<bool> of_a_gpu = is_device_memory(driver, address);
   if (!of_a_gpu) return of_a_gpu.error();
   if (!of_a_gpu.value()) return Placement{};
+  const RelaxedCapture relaxed(driver);
   Placement found;
   size_t bytes = 0;
   int capable = 0;

@@ -114,7 +114,7 @@ Link* Poster::pick_link(Peer& peer, const Request& request, bool message, uint64
     return message ? link.messages_in_flight < kMessageWindow
                    : link.bytes_in_flight == 0 || link.bytes_in_flight + charge <= peer.limits.window_bytes;
   };
-  if (peer.links.size() == 1) {
+  if (peer.links.size() == 1) {  // most peers': a third of the instructions of choosing
     Link& only = peer.links.front();
     return only.state == Link::State::kUp && tried == 0 && room(only) ? &only : nullptr;
   }

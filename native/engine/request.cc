@@ -14,13 +14,10 @@ void Request::again(uint64_t source_offset, uint64_t target_offset, uint64_t byt
   at_end_.reset();
   position_ = 0;
   end_ = 1;
-  const SingleWrite write{source_offset, target_offset};
   if (bytes == 0) {
-    body_.emplace<ImmediateOnly>();
-  } else if (auto* const before = std::get_if<SingleWrite>(&body_)) {
-    *before = write;
+    body_ = ImmediateOnly{};
   } else {
-    body_.emplace<SingleWrite>(write);
+    body_ = SingleWrite{source_offset, target_offset};
   }
 }
 

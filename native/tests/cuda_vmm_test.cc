@@ -23,14 +23,6 @@
 namespace kvc::test::cuda_vmm {
 namespace {
 
-using test::driver_function;
-using test::kLinkOfA;
-using test::kLinkOfB;
-using test::must;
-using test::random_bytes;
-using test::run_idle;
-using test::run_until;
-
 struct MemoryLocation {  // CUmemLocation
   int type = 1;          // CU_MEM_LOCATION_TYPE_DEVICE
   int device = 0;
@@ -119,8 +111,7 @@ class Segment {
 // A domain that says it is a process of its own.
 struct End {
   explicit End(uint64_t process)
-      : domain(std::make_unique<test::Driven>(
-            [=](ControlQueue& control) { return test::open_nvlink(process, control); })) {}
+      : domain(std::make_unique<Driven>([=](ControlQueue& control) { return open_nvlink(process, control); })) {}
   uint64_t add(const Segment& segment, size_t offset, size_t bytes) {
     memory.at = segment.data() + offset;
     return rkey = must(domain->register_region(memory.at, bytes), "register_region");
@@ -130,13 +121,13 @@ struct End {
     std::byte* at = nullptr;
     std::byte* data() const { return at; }
   };
-  test::Record& record() const { return domain->record; }
-  std::unique_ptr<test::Driven> domain;
+  Record& record() const { return domain->record; }
+  std::unique_ptr<Driven> domain;
   View memory;  // of the last region
   uint64_t rkey = 0;
 };
 
-class CudaVmm : public test::Cuda {
+class CudaVmm : public Cuda {
  protected:
   void TearDown() override { fail_imports(false); }
 
@@ -163,7 +154,7 @@ TEST_F(CudaVmm, PagesGoIntoAndOutOfARegionOfSeveralPieces) {
   End b(2);
   a.add(here, kShift, here.bytes - kShift);
   b.add(there, kShift, there.bytes - kShift - 4096);
-  test::connect(*a.domain, *b.domain);
+  connect(*a.domain, *b.domain);
   // A page across each border of pieces, one at the beginning, and one at the end.
   std::vector<uint64_t> to = {0, there.bytes - kShift - 4096 - kPage};
   std::vector<uint64_t> from = {4096, 100000};
@@ -180,21 +171,20 @@ TEST_F(CudaVmm, PagesGoIntoAndOutOfARegionOfSeveralPieces) {
   };
   here.put(0, random_bytes(here.bytes, 1));
   there.put(0, std::vector<std::byte>(there.bytes));
-  ASSERT_EQ(test::post(a, kLinkOfA, b, {.work = 1, .page_bytes = kPage, .from = from, .to = to}), Posted::kYes);
+  ASSERT_EQ(post(a, kLinkOfA, b, {.work = 1, .page_bytes = kPage, .from = from, .to = to}), Posted::kYes);
   run_until({a.domain.get(), b.domain.get()},
             [&] { return a.record().succeeded(1) && b.record().counted == to.size(); });
   EXPECT_TRUE(same(here, there, from, to));
   EXPECT_EQ(there.get(0, kShift), std::vector<std::byte>(kShift)) << "what lies before the region";
 
   there.put(0, random_bytes(there.bytes, 2));
-  ASSERT_EQ(test::post(b, kLinkOfB, a, {.work = 2, .page_bytes = kPage, .from = to, .to = from}), Posted::kYes);
+  ASSERT_EQ(post(b, kLinkOfB, a, {.work = 2, .page_bytes = kPage, .from = to, .to = from}), Posted::kYes);
   run_until({a.domain.get(), b.domain.get()},
             [&] { return b.record().succeeded(2) && a.record().counted == to.size(); });
   EXPECT_TRUE(same(there, here, to, from));
 
   const uint64_t end = there.bytes - kShift - 4096;
-  ASSERT_EQ(test::post(a, kLinkOfA, b, {.work = 3, .page_bytes = kPage, .from = {0}, .to = {end - kPage + 1}}),
-            Posted::kYes);
+  ASSERT_EQ(post(a, kLinkOfA, b, {.work = 3, .page_bytes = kPage, .from = {0}, .to = {end - kPage + 1}}), Posted::kYes);
   run_until({a.domain.get(), b.domain.get()}, [&] { return a.record().completed.contains(3); });
   EXPECT_EQ(a.record().failure(3), ErrorCode::kOutOfRange);
 }
@@ -218,14 +208,13 @@ TEST_F(CudaVmm, MemoryThatIsRegisteredLaterComesOverTheLinksThatThereAre) {
   End b(2);
   a.add(here, 0, here.bytes);
   b.add(there, 0, 4096);
-  test::connect(*a.domain, *b.domain);
+  connect(*a.domain, *b.domain);
   run_idle({a.domain.get(), b.domain.get()});
   const Segment later(second_, {1, 3, 1});
   b.add(later, 4096, later.bytes - 4096);
   const uint64_t last = later.bytes - 4096 - kPage;
   here.put(0, random_bytes(2 * kPage, 3));
-  ASSERT_EQ(test::post(a, kLinkOfA, b, {.work = 1, .page_bytes = kPage, .from = {0, kPage}, .to = {0, last}}),
-            Posted::kYes);
+  ASSERT_EQ(post(a, kLinkOfA, b, {.work = 1, .page_bytes = kPage, .from = {0, kPage}, .to = {0, last}}), Posted::kYes);
   run_until({a.domain.get(), b.domain.get()}, [&] { return a.record().succeeded(1) && b.record().counted == 2; });
   EXPECT_EQ(later.get(4096, kPage), here.get(0, kPage));
   EXPECT_EQ(later.get(4096 + last, kPage), here.get(kPage, kPage));
@@ -246,10 +235,10 @@ TEST_F(CudaVmm, WhatWasSentAheadAndIsGoneByTheTimeOfTheLinkIsForgotten) {
   b.add(there, 0, there.bytes);  // at its place on the board
   b.domain->domain().attach(kLinkOfB, std::move(accepted.end));
   must(a.domain->complete(kLinkOfA, accepted.answer));
-  const std::vector<test::Driven*> both = {a.domain.get(), b.domain.get()};
+  const std::vector<Driven*> both = {a.domain.get(), b.domain.get()};
   here.put(0, random_bytes(kPage, 3));
   const uint64_t last = there.bytes - kPage;
-  ASSERT_EQ(test::post(a, kLinkOfA, b, {.work = 1, .page_bytes = kPage, .from = {0}, .to = {last}}), Posted::kYes);
+  ASSERT_EQ(post(a, kLinkOfA, b, {.work = 1, .page_bytes = kPage, .from = {0}, .to = {last}}), Posted::kYes);
   run_until(both, [&] { return a.record().succeeded(1); });
   EXPECT_EQ(there.get(last, kPage), here.get(0, kPage));
   run_idle(both);
@@ -267,11 +256,10 @@ TEST_F(CudaVmm, ManyPiecesComeWhileTheFirstBatchWaitsForThem) {
   End b(2);
   a.add(here, 0, here.bytes);
   b.add(there, 12288, there.bytes - 12288);
-  test::connect(*a.domain, *b.domain);
+  connect(*a.domain, *b.domain);
   here.put(0, random_bytes(2 * kPage, 4));
   const uint64_t last = there.bytes - 12288 - kPage;
-  ASSERT_EQ(test::post(a, kLinkOfA, b, {.work = 1, .page_bytes = kPage, .from = {0, kPage}, .to = {0, last}}),
-            Posted::kYes);
+  ASSERT_EQ(post(a, kLinkOfA, b, {.work = 1, .page_bytes = kPage, .from = {0, kPage}, .to = {0, last}}), Posted::kYes);
   run_until({a.domain.get(), b.domain.get()}, [&] { return a.record().succeeded(1) && b.record().counted == 2; });
   EXPECT_EQ(there.get(12288, kPage), here.get(0, kPage));
   EXPECT_EQ(there.get(12288 + last, kPage), here.get(kPage, kPage));
@@ -279,9 +267,9 @@ TEST_F(CudaVmm, ManyPiecesComeWhileTheFirstBatchWaitsForThem) {
   if (before) {
     EXPECT_EQ(*mapped_pieces(), *before + static_cast<int>(kPieces) + 1) << "each side maps the other's";
   }
-  test::fence(*a.domain, kLinkOfA);
+  fence(*a.domain, kLinkOfA);
   run_until({a.domain.get(), b.domain.get()}, [&] { return b.record().down.size() == 1; });
-  test::fence(*b.domain, kLinkOfB);
+  fence(*b.domain, kLinkOfB);
   run_idle({a.domain.get(), b.domain.get()});
   if (before) {
     EXPECT_EQ(mapped_pieces(), before);
@@ -289,7 +277,7 @@ TEST_F(CudaVmm, ManyPiecesComeWhileTheFirstBatchWaitsForThem) {
 }
 
 TEST_F(CudaVmm, MemoryThatHasNoDescriptorIsRefusedWithWhatToTurnOff) {
-  const auto engine = must(TransferEngine::create(test::config("engine", "nvlink")), "create");
+  const auto engine = must(TransferEngine::create(config("engine", "nvlink")), "create");
   const Segment all(first_, {1}, {false});
   const Segment second(first_, {1, 1}, {true, false});
   for (const Segment* segment : {&all, &second}) {
@@ -302,7 +290,7 @@ TEST_F(CudaVmm, MemoryThatHasNoDescriptorIsRefusedWithWhatToTurnOff) {
 }
 
 TEST_F(CudaVmm, ARegionWithAHoleIsRefused) {
-  const auto engine = must(TransferEngine::create(test::config("engine", "nvlink")), "create");
+  const auto engine = must(TransferEngine::create(config("engine", "nvlink")), "create");
   const Segment segment(first_, {1, 1}, {true}, 1);
   const Result<RegionId> region = engine->register_memory(segment.data() + 4096, segment.bytes);
   ASSERT_FALSE(region.ok());
@@ -318,14 +306,13 @@ TEST_F(CudaVmm, WhatIsDeregisteredIsUnmappedByThePeers) {
   End b(2);
   a.add(here, 0, here.bytes);
   b.add(there, 0, there.bytes);
-  test::connect(*a.domain, *b.domain);
-  const std::vector<test::Driven*> both = {a.domain.get(), b.domain.get()};
-  ASSERT_EQ(test::post(a, kLinkOfA, b, {.work = 1, .page_bytes = kPage, .from = {0}, .to = {there.granule()}}),
-            Posted::kYes);
+  connect(*a.domain, *b.domain);
+  const std::vector<Driven*> both = {a.domain.get(), b.domain.get()};
+  ASSERT_EQ(post(a, kLinkOfA, b, {.work = 1, .page_bytes = kPage, .from = {0}, .to = {there.granule()}}), Posted::kYes);
   run_until(both, [&] { return a.record().succeeded(1); });
   const uint64_t old = b.rkey;
   run_until(both, [&] { return b.domain->deregister_region(old); });
-  ASSERT_EQ(test::post(a, kLinkOfA, b, {.work = 2, .page_bytes = kPage, .from = {0}, .to = {0}}), Posted::kYes);
+  ASSERT_EQ(post(a, kLinkOfA, b, {.work = 2, .page_bytes = kPage, .from = {0}, .to = {0}}), Posted::kYes);
   run_until(both, [&] { return a.record().completed.contains(2); });
   EXPECT_EQ(a.record().failure(2), ErrorCode::kUnknownRegion);
   run_idle(both);
@@ -335,13 +322,12 @@ TEST_F(CudaVmm, WhatIsDeregisteredIsUnmappedByThePeers) {
 
   b.add(there, 4096, there.bytes - 4096);
   here.put(0, random_bytes(kPage, 5));
-  ASSERT_EQ(test::post(a, kLinkOfA, b, {.work = 3, .page_bytes = kPage, .from = {0}, .to = {there.granule()}}),
-            Posted::kYes);
+  ASSERT_EQ(post(a, kLinkOfA, b, {.work = 3, .page_bytes = kPage, .from = {0}, .to = {there.granule()}}), Posted::kYes);
   run_until(both, [&] { return a.record().succeeded(3); });
   EXPECT_EQ(there.get(4096 + there.granule(), kPage), here.get(0, kPage));
-  ASSERT_EQ(test::post(a, kLinkOfA, b,
-                       {.work = 4, .page_bytes = kPage, .from = {0}, .to = {0}, .counted = false, .rkey = old}),
-            Posted::kYes);
+  ASSERT_EQ(
+      post(a, kLinkOfA, b, {.work = 4, .page_bytes = kPage, .from = {0}, .to = {0}, .counted = false, .rkey = old}),
+      Posted::kYes);
   run_until(both, [&] { return a.record().completed.contains(4); });
   EXPECT_EQ(a.record().failure(4), ErrorCode::kUnknownRegion);
 }
@@ -355,17 +341,16 @@ TEST_F(CudaVmm, NothingIsUnmappedThatACopyUnderWayWritesTo) {
   End b(2);
   a.add(here, 0, here.bytes);
   b.add(there, 0, there.bytes);
-  test::connect(*a.domain, *b.domain);
-  const std::vector<test::Driven*> both = {a.domain.get(), b.domain.get()};
+  connect(*a.domain, *b.domain);
+  const std::vector<Driven*> both = {a.domain.get(), b.domain.get()};
   size_t posted = 0;
   for (int round = 0; round < 20; ++round) {
     const size_t before = posted;
     while (posted < before + kBatches) {
       const size_t index = posted - before;
       const uint64_t at = index * (there.bytes / kBatches);
-      const test::Batch batch{
-          .work = ++posted, .page_bytes = kPage + 16 * index, .from = {at}, .to = {at}, .counted = false};
-      ASSERT_EQ(test::post(a, kLinkOfA, b, batch), Posted::kYes);
+      const Batch batch{.work = ++posted, .page_bytes = kPage + 16 * index, .from = {at}, .to = {at}, .counted = false};
+      ASSERT_EQ(post(a, kLinkOfA, b, batch), Posted::kYes);
     }
     // The peer says in the middle of the copies that the region is gone, and is heard.
     run_until(both, [&] { return a.record().completed.size() > before; });
@@ -377,26 +362,26 @@ TEST_F(CudaVmm, NothingIsUnmappedThatACopyUnderWayWritesTo) {
 }
 
 TEST_F(CudaVmm, ASlowGpuHoldsUpBothFences) {
-  if (!test::HeldCopies::possible()) GTEST_SKIP() << "a real driver is loaded: only its stand-in holds copies";
+  if (!HeldCopies::possible()) GTEST_SKIP() << "a real driver is loaded: only its stand-in holds copies";
   const Segment here(first_, {1});
   const Segment there(second_, {1});
   End a(1);
   End b(2);
   a.add(here, 0, here.bytes);
   b.add(there, 0, there.bytes);
-  test::connect(*a.domain, *b.domain);
-  const std::vector<test::Driven*> both = {a.domain.get(), b.domain.get()};
+  connect(*a.domain, *b.domain);
+  const std::vector<Driven*> both = {a.domain.get(), b.domain.get()};
   const std::vector<std::byte> source = random_bytes(kPage, 3);
   here.put(0, source);
   {
-    const test::HeldCopies held;
-    ASSERT_EQ(test::post(a, kLinkOfA, b, {.work = 1, .page_bytes = kPage, .from = {0}, .to = {0}}), Posted::kYes);
+    const HeldCopies held;
+    ASSERT_EQ(post(a, kLinkOfA, b, {.work = 1, .page_bytes = kPage, .from = {0}, .to = {0}}), Posted::kYes);
     run_until(both, [&] { return held.count() == 1; });
     for (int turn = 0; turn < 10; ++turn) {
       EXPECT_FALSE(a.domain->fence(kLinkOfA)) << "a copy still reads the source";
       EXPECT_FALSE(b.domain->fence(kLinkOfB)) << "a copy may still land";
       EXPECT_FALSE(b.domain->deregister_region(b.rkey));
-      for (test::Driven* domain : both) domain->poll();
+      for (Driven* domain : both) domain->poll();
     }
     EXPECT_FALSE(a.record().completed.contains(1));
   }
@@ -407,8 +392,8 @@ TEST_F(CudaVmm, ASlowGpuHoldsUpBothFences) {
   run_until(both, [&] { return b.domain->deregister_region(b.rkey); });
   // The GPU is no worse for it.
   b.add(there, 0, there.bytes);
-  test::connect(*a.domain, *b.domain, 31, 32);
-  ASSERT_EQ(test::post(a, 31, b, {.work = 2, .page_bytes = kPage, .from = {0}, .to = {0}}), Posted::kYes);
+  connect(*a.domain, *b.domain, 31, 32);
+  ASSERT_EQ(post(a, 31, b, {.work = 2, .page_bytes = kPage, .from = {0}, .to = {0}}), Posted::kYes);
   run_until(both, [&] { return a.record().succeeded(2); });
 }
 
@@ -421,18 +406,18 @@ TEST_F(CudaVmm, ABatchThatWaitsForPiecesEndsWithItsRegionAndWithItsLink) {
     End b(2);
     a.add(here, 0, here.bytes);
     b.add(there, 0, 4096);
-    test::connect(*a.domain, *b.domain);
+    connect(*a.domain, *b.domain);
     run_idle({a.domain.get(), b.domain.get()});
     b.add(there, 0, there.bytes);
     // b has no turn in which it could send the pieces.
-    ASSERT_EQ(test::post(a, kLinkOfA, b, {.work = 1, .page_bytes = kPage, .from = {0}, .to = {0}}), Posted::kYes);
+    ASSERT_EQ(post(a, kLinkOfA, b, {.work = 1, .page_bytes = kPage, .from = {0}, .to = {0}}), Posted::kYes);
     run_idle({a.domain.get()});
     ASSERT_FALSE(a.record().completed.contains(1));
     EXPECT_TRUE(a.domain->prepare_sleep()) << "nothing to do but to wait";
     if (how == std::string("the region")) {
       EXPECT_FALSE(b.domain->deregister_region(b.rkey)) << "a has not said that it is not mapped there";
     } else if (how == std::string("the link")) {
-      test::fence(*a.domain, kLinkOfA);
+      fence(*a.domain, kLinkOfA);
     } else {
       b.domain.reset();
     }
@@ -461,11 +446,11 @@ TEST_F(CudaVmm, MemoryThatCannotBeMappedFailsTheLinksSetUp) {
   EXPECT_EQ(completed.error().code, ErrorCode::kRefused);
   EXPECT_NE(completed.error().message.find("need another lane"), std::string::npos) << completed.error().message;
   run_until({a.domain.get(), b.domain.get()}, [&] { return b.record().down.size() == 1; });
-  test::fence(*b.domain, kLinkOfB);
+  fence(*b.domain, kLinkOfB);
 
   // The offerer's memory comes after the answer.
   fail_imports(false);
-  test::connect(*a.domain, *b.domain, kLinkOfA + 100, kLinkOfB + 100);
+  connect(*a.domain, *b.domain, kLinkOfA + 100, kLinkOfB + 100);
   fail_imports(true);
   run_until({a.domain.get(), b.domain.get()}, [&] { return b.record().down.size() == 2; });
   EXPECT_EQ(b.record().down.back().link, kLinkOfB + 100);
@@ -481,14 +466,13 @@ TEST_F(CudaVmm, LaterMemoryThatCannotBeMappedFailsItsBatchesAlone) {
   a.add(here, 0, here.bytes);
   b.add(there, 0, 4096);
   const uint64_t good = b.rkey;
-  test::connect(*a.domain, *b.domain);
-  const std::vector<test::Driven*> both = {a.domain.get(), b.domain.get()};
+  connect(*a.domain, *b.domain);
+  const std::vector<Driven*> both = {a.domain.get(), b.domain.get()};
   run_idle(both);
   fail_imports(true);
   b.add(there, 0, there.bytes);
-  ASSERT_EQ(test::post(a, kLinkOfA, b, {.work = 1, .page_bytes = kPage, .from = {0}, .to = {0}}), Posted::kYes);
-  ASSERT_EQ(test::post(a, kLinkOfA, b, {.work = 2, .page_bytes = 4096, .from = {0}, .to = {0}, .rkey = good}),
-            Posted::kYes);
+  ASSERT_EQ(post(a, kLinkOfA, b, {.work = 1, .page_bytes = kPage, .from = {0}, .to = {0}}), Posted::kYes);
+  ASSERT_EQ(post(a, kLinkOfA, b, {.work = 2, .page_bytes = 4096, .from = {0}, .to = {0}, .rkey = good}), Posted::kYes);
   run_until(both, [&] { return a.record().completed.size() == 2; });
   EXPECT_EQ(a.record().failure(1), ErrorCode::kRefused);
   EXPECT_TRUE(a.record().succeeded(2));
@@ -498,17 +482,17 @@ TEST_F(CudaVmm, LaterMemoryThatCannotBeMappedFailsItsBatchesAlone) {
 TEST_F(CudaVmm, EnginesOfOneProcessReachEachOthersPieces) {
   const Segment here(first_, {1, 1});
   const Segment there(second_, {1, 1});
-  const auto sender = must(TransferEngine::create(test::config("sender", "nvlink")), "create");
-  const auto receiver = must(TransferEngine::create(test::config("receiver", "nvlink")), "create");
+  const auto sender = must(TransferEngine::create(config("sender", "nvlink")), "create");
+  const auto receiver = must(TransferEngine::create(config("receiver", "nvlink")), "create");
   const RegionId source = must(sender->register_memory(here.data(), here.bytes), "register_memory");
   const RegionId region = must(receiver->register_memory(there.data(), there.bytes), "register_memory");
-  const test::Connection connection = test::connect(*sender, *receiver);
+  const Connection connection = connect(*sender, *receiver);
   const RemoteRegionId target =
       must(sender->import_region(connection.first_to_second, must(receiver->region_descriptor(region))));
   here.put(0, random_bytes(here.bytes, 6));
   const uint64_t border = there.granule() - kPage / 2;
   const TransferId transfer = must(sender->write_one(connection.first_to_second, source, 0, target, border, kPage, {}));
-  EXPECT_EQ(test::ended(*sender, transfer).kind, EventKind::kTransferDone);
+  EXPECT_EQ(ended(*sender, transfer).kind, EventKind::kTransferDone);
   EXPECT_EQ(there.get(border, kPage), here.get(0, kPage));
   auto* const get_access =
       driver_function<int(unsigned long long*, const MemoryLocation*, cuda::DevicePointer)>("cuMemGetAccess");
@@ -560,7 +544,7 @@ class CudaVmmPeer : public CudaVmm {
 
   std::optional<Segment> segment_;
   std::unique_ptr<nvlink::Board> board_ = std::make_unique<nvlink::Board>();
-  test::ManualControl control_;
+  ManualControl control_;
   std::unique_ptr<nvlink::PeerRegions> peer_;
   nvlink::AccountWords told_{};
 };
