@@ -26,10 +26,10 @@ std::unique_ptr<TransferEngine> open(const std::string& name, const std::vector<
 }  // namespace
 
 GroupSteps::GroupSteps(const std::vector<DomainConfig>& domains, const std::vector<DomainConfig>& peer_domains,
-                       uint32_t spin_us, uint32_t peers, uint64_t slice_bytes)
+                       uint32_t spin_us, uint32_t peers, uint64_t slice_bytes, bool timed)
     : source_(peers * slice_bytes),
       members_(peers),
-      engine_(open("initiator", domains, spin_us, TimedDomain::factory(clock_))),
+      engine_(open("initiator", domains, spin_us, timed ? TimedDomain::factory(clock_) : open_domain)),
       region_(checked(engine_->register_memory(source_.data(), source_.size()))) {
   std::vector<PeerId> ids;
   for (uint32_t i = 0; i < peers; ++i) {

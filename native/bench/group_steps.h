@@ -27,9 +27,10 @@ struct Steps {
 class GroupSteps {
  public:
   // Opens an engine with `domains` and `peers` engines with `peer_domains` each, and connects them. `slice_bytes`: what
-  // a scatter writes to each peer.
+  // a scatter writes to each peer. `timed`: posts are timed; without it Steps::first and last mean nothing, and posting
+  // takes what it takes without a clock.
   GroupSteps(const std::vector<DomainConfig>& domains, const std::vector<DomainConfig>& peer_domains, uint32_t spin_us,
-             uint32_t peers, uint64_t slice_bytes);
+             uint32_t peers, uint64_t slice_bytes, bool timed = true);
 
   // Blocks until all iterations have ended.
   Steps scatter(uint32_t iterations);

@@ -11,20 +11,9 @@ std::optional<uint32_t> Flight::counter() const {
   return Immediate::with_multiplicity(*request->immediate(), 1);
 }
 
-WorkId FlightTable::take(Flight flight) {
-  if (free_.empty()) {
-    free_.push_back(static_cast<uint32_t>(entries_.size()));
-    entries_.emplace_back().generation = first_generation_;
-  }
-  const uint32_t place = free_.back();
-  free_.pop_back();
-  flight.used = true;
-  flight.link->bytes_in_flight += flight.charge;
-  if (flight.message) ++flight.link->messages_in_flight;
-  if (flight.source != nullptr) ++flight.source->batches_in_flight;
-  Entry& entry = entries_[place];
-  entry.flight = std::move(flight);
-  return (static_cast<WorkId>(entry.generation) << 32) | place;
+void FlightTable::grow() {
+  free_.push_back(static_cast<uint32_t>(entries_.size()));
+  entries_.emplace_back().generation = first_generation_;
 }
 
 std::optional<uint32_t> FlightTable::find(WorkId work) const noexcept {

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "engine/domain.h"
@@ -40,7 +41,16 @@ class FlightTable {
   explicit FlightTable(uint32_t first_generation = 0) : first_generation_(first_generation) {}
 
   // Enters it into the accounts of its link and its source. Then it is posted, or given back by put_back().
-  WorkId take(Flight flight);
+  WorkId take(Flight&& flight) {
+    if (free_.empty()) grow();
+    const uint32_t place = free_.back();
+    free_.pop_back();
+    Entry& entry = entries_[place];
+    entry.flight = std::move(flight);
+    entry.flight.used = true;
+    enter(entry.flight);
+    return (static_cast<WorkId>(entry.generation) << 32) | place;
+  }
   void put_back(WorkId work);
 
   // The place of what is in flight under this id; nothing: it is not.
@@ -58,6 +68,12 @@ class FlightTable {
     uint32_t generation = 0;
     Flight flight;
   };
+  static void enter(const Flight& flight) {
+    flight.link->bytes_in_flight += flight.charge;
+    if (flight.message) ++flight.link->messages_in_flight;
+    if (flight.source != nullptr) ++flight.source->batches_in_flight;
+  }
+  void grow();
   void free(uint32_t place);
 
   const uint32_t first_generation_;

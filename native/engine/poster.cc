@@ -31,6 +31,11 @@ static_assert((uint64_t{128} << 20) / kLeastCharge < LinkTally::kModulus / 2);
 // room beside them, also where nobody reads.
 constexpr uint32_t kMessageWindow = kMessageSlots / 2;
 
+inline bool has_room(const Link& link, bool message, uint64_t charge, const DomainLimits& limits) {
+  return message ? link.messages_in_flight < kMessageWindow
+                 : link.bytes_in_flight == 0 || link.bytes_in_flight + charge <= limits.window_bytes;
+}
+
 }  // namespace
 
 void Poster::make_runnable(Stream& stream, bool first) {
@@ -42,14 +47,8 @@ void Poster::make_runnable(Stream& stream, bool first) {
 }
 
 void Poster::start(Stream& stream) {
-  Peer& peer = *stream.peer;
-  if (peer.scheduled) return make_runnable(stream);
-  stream.runnable = true;
-  peer.runnable.push_back(stream);
-  post_peer(peer);
-  if (peer.runnable.empty()) return;
-  peer.scheduled = true;
-  active_.push_back(&peer);
+  uint32_t posted = 0;
+  if (stream.peer->scheduled || post_turn(stream, posted) != Outcome::kNothing) make_runnable(stream);
 }
 
 void Poster::remove(Stream& stream) {
@@ -84,13 +83,7 @@ bool Poster::post_peer(Peer& peer) {
   while (!blocked && posted < kPeerQuantum && !peer.runnable.empty()) {
     Stream& stream = *peer.runnable.front();
     uint32_t turn = 0;
-    Outcome outcome = Outcome::kPosted;
-    while (turn < kStreamQuantum && outcome == Outcome::kPosted) {
-      outcome = post_batch(stream);
-      if (outcome != Outcome::kPosted) break;
-      ++turn;
-      if (stream.ready.empty()) outcome = Outcome::kNothing;
-    }
+    const Outcome outcome = post_turn(stream, turn);
     posted += turn;
     blocked = outcome == Outcome::kBlocked;
     if (outcome == Outcome::kNothing) {
@@ -109,15 +102,23 @@ bool Poster::post_peer(Peer& peer) {
   return posted > 0;
 }
 
-Link* Poster::pick_link(Peer& peer, const Request& request, bool message, uint64_t charge, uint32_t tried) const {
-  const auto room = [&](const Link& link) {
-    return message ? link.messages_in_flight < kMessageWindow
-                   : link.bytes_in_flight == 0 || link.bytes_in_flight + charge <= peer.limits.window_bytes;
-  };
-  if (peer.links.size() == 1) {  // most peers': a third of the instructions of choosing
-    Link& only = peer.links.front();
-    return only.state == Link::State::kUp && tried == 0 && room(only) ? &only : nullptr;
+Poster::Outcome Poster::post_turn(Stream& stream, uint32_t& posted) {
+  while (posted < kStreamQuantum) {
+    if (const Outcome outcome = post_batch(stream); outcome != Outcome::kPosted) return outcome;
+    ++posted;
+    if (stream.ready.empty()) return Outcome::kNothing;
   }
+  return Outcome::kPosted;
+}
+
+inline Link* Poster::pick_link(Peer& peer, const Request& request, bool message, uint64_t charge, uint32_t tried) {
+  if (peer.links.size() > 1) return choose_link(peer, request, message, charge, tried);
+  if (peer.links.empty() || tried != 0) return nullptr;
+  Link& only = peer.links.front();  // most peers': a third of the instructions of choosing
+  return only.state == Link::State::kUp && has_room(only, message, charge, peer.limits) ? &only : nullptr;
+}
+
+Link* Poster::choose_link(Peer& peer, const Request& request, bool message, uint64_t charge, uint32_t tried) {
   const std::optional<uint32_t> domain = request.domain();
   const bool pinned = domain && std::any_of(peer.links.begin(), peer.links.end(), [&](const Link& link) {
                         return link.state == Link::State::kUp && link.local_domain == *domain;
@@ -131,7 +132,7 @@ Link* Poster::pick_link(Peer& peer, const Request& request, bool message, uint64
     Link& link = peer.links[index];
     if (link.state != Link::State::kUp || ((tried >> index) & 1) != 0) continue;
     if (pinned && link.local_domain != *domain) continue;
-    if (!room(link)) continue;
+    if (!has_room(link, message, charge, peer.limits)) continue;
     const double time = static_cast<double>(link.bytes_in_flight + charge) * link.cost;
     if (best == nullptr || time < best_time) {
       best = &link;

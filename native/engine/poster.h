@@ -62,8 +62,12 @@ class Poster {
     kNothing,
   };
   Outcome post_batch(Stream& stream);
+  // A stream's quantum, from `posted` on, which it raises. kPosted: there is more.
+  Outcome post_turn(Stream& stream, uint32_t& posted);
   bool post_peer(Peer& peer);
-  Link* pick_link(Peer& peer, const Request& request, bool message, uint64_t charge, uint32_t tried) const;
+  // The link for a batch that takes `charge` of a window; null: none has room. `tried`: a bit for each that had none.
+  static Link* pick_link(Peer& peer, const Request& request, bool message, uint64_t charge, uint32_t tried);
+  static Link* choose_link(Peer& peer, const Request& request, bool message, uint64_t charge, uint32_t tried);
   static void split(const Peer& peer, Request& request);
 
   FlightTable& flights_;

@@ -8,27 +8,11 @@
 
 namespace kvc {
 
-void Request::again(uint64_t source_offset, uint64_t target_offset, uint64_t bytes) {
-  page_bytes_ = bytes;
-  part_bytes_ = 0;
-  at_end_.reset();
-  position_ = 0;
-  end_ = 1;
-  if (bytes == 0) {
-    body_ = ImmediateOnly{};
-  } else {
-    body_ = SingleWrite{source_offset, target_offset};
-  }
-}
+void RequestRef::free(Request* request) noexcept { delete request; }
 
 std::optional<uint32_t> Request::domain() const {
   const auto* single = std::get_if<SingleWrite>(&body_);
   return single == nullptr ? std::nullopt : single->domain;
-}
-
-uint64_t Request::splittable() const {
-  const auto* single = std::get_if<SingleWrite>(&body_);
-  return single != nullptr && part_bytes_ == 0 ? page_bytes_ : 0;
 }
 
 void Request::split(uint64_t part_bytes) {
@@ -39,19 +23,14 @@ void Request::split(uint64_t part_bytes) {
 
 void Request::count_at_end(uint32_t pages) { at_end_ = pages; }
 
-Request::Batch Request::batch(size_t position, std::span<PageWrite> room, uint64_t max_bytes) const {
+Request::Batch Request::batch_of_many(size_t position, std::span<PageWrite> room, uint64_t max_bytes) const {
   const auto fitting = [&](uint64_t page_bytes) {
     const uint64_t pages = page_bytes == 0 ? room.size() : std::max<uint64_t>(max_bytes / page_bytes, 1);
     return static_cast<size_t>(std::min<uint64_t>({pages, room.size(), end_ - position}));
   };
   return std::visit(
       Overloaded{
-          [&](const SingleWrite& write) {
-            const uint64_t offset = position * part_bytes_;
-            const uint64_t bytes = part_bytes_ == 0 ? page_bytes_ : std::min(part_bytes_, page_bytes_ - offset);
-            room[0] = {source_->base + write.source_offset + offset, target_->offset + write.target_offset + offset};
-            return Batch{1, 1, bytes, source_->memory.get(), target_.get()};
-          },
+          [&](const SingleWrite& write) { return batch(write, position, room); },
           [&](const TableWrite& write) {
             const Pages& source = write.table->source;
             const Pages& target = write.table->target;

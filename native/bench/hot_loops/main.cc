@@ -43,7 +43,7 @@ bool run(std::string_view loop, uint32_t number, uint32_t peers) {
   sim.provider = "sim";
   sim.fabric = "hot loops";
   sim.max_delay_us = 0;
-  kvc::bench::GroupSteps group({sim}, {sim}, kAwake, peers, kPageBytes);
+  kvc::bench::GroupSteps group({sim}, {sim}, kAwake, peers, kPageBytes, false);
   if (loop == "scatter") {
     group.scatter(number / peers);
   } else if (loop == "prepared_scatter") {

@@ -99,8 +99,7 @@ Posted SimDomain::post(LinkId id, const WriteBatch& batch) {
   shared->immediate = batch.immediate;
   shared->error.reset();
   shared->runs.clear();
-  const int64_t now = now_ns();
-  for_each_run(batch, [&](const PageRun& run) { shared->runs.push_back({run, now + delay_ns()}); });
+  for_each_run(batch, [&](const PageRun& run) { shared->runs.push_back({run, due_ns()}); });
   shared->runs_left = shared->runs.size();
   gate.inbox[link->other()]->put(BatchArrival{shared});
   return Posted::kYes;
@@ -116,7 +115,7 @@ Posted SimDomain::send(LinkId id, WorkId work, std::span<const std::byte> messag
   batch->sender = link->side;
   batch->slot = *link->messages.put(work);
   batch->message.assign(message.begin(), message.end());
-  batch->runs.push_back({{}, now_ns() + delay_ns()});
+  batch->runs.push_back({{}, due_ns()});
   gate.inbox[link->other()]->put(BatchArrival{std::move(batch)});
   return Posted::kYes;
 }
@@ -128,7 +127,11 @@ void SimDomain::take(LinkId id, uint32_t slot) {
   link->gate->inbox[other]->put(WorkDone{.link = link->gate->link[other], .slot = slot, .message = true});
 }
 
-int64_t SimDomain::delay_ns() { return static_cast<int64_t>(random_() % (uint64_t{max_delay_us_} * 1000 + 1)); }
+// Without delays neither the clock nor the seed is asked: everything is due at once, and receive() reorders it.
+int64_t SimDomain::due_ns() {
+  if (max_delay_us_ == 0) return 0;
+  return now_ns() + static_cast<int64_t>(random_() % (uint64_t{max_delay_us_} * 1000 + 1));
+}
 
 bool SimDomain::poll() {
   messages_.clear();

@@ -57,7 +57,7 @@ class SimDomain final : public Domain {
   void end_posted(Link& link, const Error& error);
   Link* find(LinkId link) noexcept;
   Posted refuse_unknown(WorkId work);
-  int64_t delay_ns();
+  int64_t due_ns();
 
   const std::shared_ptr<Fabric> fabric_;
   const std::shared_ptr<Inbox> inbox_;

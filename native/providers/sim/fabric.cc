@@ -9,15 +9,10 @@
 
 namespace kvc::sim {
 
-void Inbox::put(Message message) {
-  const std::lock_guard lock(mutex_);
-  if (closed_) return;
-  messages_.push_back(std::move(message));
-  if (sleeping_ && !signalled_) {
-    signalled_ = true;
-    const uint64_t one = 1;
-    [[maybe_unused]] const ssize_t written = write(fd_.get(), &one, sizeof(one));
-  }
+void Inbox::wake() {
+  signalled_ = true;
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t written = write(fd_.get(), &one, sizeof(one));
 }
 
 void Inbox::take(std::vector<Message>& messages) {

@@ -94,7 +94,14 @@ using Message = std::variant<BatchArrival, WorkDone, LinkClosed, LinkReady>;
 class Inbox {
  public:
   explicit Inbox(UniqueFd fd) : fd_(std::move(fd)) {}
-  void put(Message message);
+  // Built in place: most of a message is the room for an error.
+  template <typename Kind>
+  void put(Kind&& message) {
+    const std::lock_guard lock(mutex_);
+    if (closed_) return;
+    messages_.emplace_back(std::in_place_type<Kind>, std::forward<Kind>(message));
+    if (sleeping_ && !signalled_) wake();
+  }
   // Into `messages`, which is empty before.
   void take(std::vector<Message>& messages);
   // False: something is there.
@@ -104,6 +111,8 @@ class Inbox {
   int fd() const { return fd_.get(); }
 
  private:
+  void wake();
+
   const UniqueFd fd_;
   std::mutex mutex_;
   std::vector<Message> messages_;
