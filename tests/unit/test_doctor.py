@@ -145,8 +145,9 @@ def test_an_unsupported_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.31.0")
     assert doctor.vllm().verdict is Verdict.FAIL
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.32.1")
-    assert doctor.vllm().verdict is Verdict.OK
+    for version in ("0.32.1", "0.33.0"):
+        monkeypatch.setattr("importlib.metadata.version", lambda name, version=version: version)
+        assert doctor.vllm().verdict is Verdict.OK
 
 
 def test_a_nics_device_file_is_missing_or_forbidden_or_fine(

@@ -1,13 +1,14 @@
 """Where the connector says that pages lie, against the tensors that vLLM itself lays over the same memory."""
 
 import ctypes
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -19,10 +20,11 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 from vllm.v1.worker.utils import allocate_kv_cache
-from vllm_stage import vllm_config
+from vllm_stage import get_kv_cache_config_from_groups, vllm_config
 
 from kv_connector.cluster.model import make_llama
 from kv_connector.layout import KvLayout
+from kv_connector.vllm import compat
 from kv_connector.vllm.compat import UnsupportedConfiguration, check_configuration
 from kv_connector.vllm.compatibility import model_identity
 from kv_connector.vllm.kv_cache import MemoryRange, kv_layout
@@ -167,6 +169,18 @@ MAMBA = MambaSpec(block_size=32, shapes=((2, 512),), dtypes=(torch.float32,))
 def test_unknown_caches_are_refused(config: Any, group: KVCacheGroupSpec, problem: str) -> None:
     cache = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[group])
     with pytest.raises(UnsupportedConfiguration, match=problem):
+        check_configuration(config, cache)
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_sleep_is_refused_where_vllm_does_not_tell_of_it(
+    config: Any, follows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
+    monkeypatch.setattr(config.model_config, "enable_sleep_mode", True)
+    monkeypatch.setattr(compat, "_release", SimpleNamespace(FOLLOWS_SLEEP=follows))
+    problem = pytest.raises(UnsupportedConfiguration, match="--enable-sleep-mode")
+    with nullcontext() if follows else problem:
         check_configuration(config, cache)
 
 

@@ -1,6 +1,8 @@
 """What an operator writes, and what vLLM makes of it: settings, roles, versions, registration."""
 
+import importlib
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
 from kv_connector.cluster_key import ClusterKey
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timers import Timeouts
-from kv_connector.vllm.compat import UnsupportedVllm, adopt_vllm_logging, check_version, default_host
+from kv_connector.vllm.compat import RELEASES, UnsupportedVllm, adopt_vllm_logging, default_host, release_of
 from kv_connector.vllm.connector import WriteImmConnector, transfer_role
 from kv_connector.vllm.plugin import register
 from kv_connector.vllm.settings import Settings, SettingsError, parse_settings
@@ -149,14 +151,28 @@ def test_the_default_host_is_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_this_vllm_is_supported() -> None:
-    check_version(vllm.__version__)
-    check_version("0.32.1+cu129")
+    release_of(vllm.__version__)
 
 
-@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.32.0", "dev"])
+@pytest.mark.parametrize(
+    ("version", "module"),
+    [("0.32.0", "release_0_32"), ("0.32.1+cu129", "release_0_32"), ("0.33.0", "release_0_33")],
+)
+def test_each_release_has_its_module(version: str, module: str) -> None:
+    assert release_of(version) == module
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "0.330.0", "1.32.0", "dev"])
 def test_other_versions_are_refused_by_name(version: str) -> None:
-    with pytest.raises(UnsupportedVllm, match=f"supports vLLM 0.32.x, this is vLLM {version}"):
-        check_version(version)
+    words = f"supports vLLM 0.32.x and 0.33.x, this is vLLM {version}. Install vllm==0.33"
+    with pytest.raises(UnsupportedVllm, match=re.escape(words)):
+        release_of(version)
+
+
+def test_the_releases_describe_the_same_differences() -> None:
+    modules = [importlib.import_module(f"kv_connector.vllm.{name}") for name in RELEASES.values()]
+    names = [{name for name in vars(module) if name.isupper()} for module in modules]
+    assert all(theirs == names[0] and theirs for theirs in names)
 
 
 def test_the_plugin_registers_the_name_once() -> None:

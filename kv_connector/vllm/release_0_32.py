@@ -1,0 +1,6 @@
+"""vLLM 0.32.x, where it differs from the other supported releases: compat.py takes these names from here."""
+
+from __future__ import annotations
+
+FOLLOWS_SLEEP = False
+"""Sleep unmaps the KV cache and says nothing to the connector, which would go on registered and written to."""

@@ -1,0 +1,6 @@
+"""vLLM 0.33.x, where it differs from the other supported releases: compat.py takes these names from here."""
+
+from __future__ import annotations
+
+FOLLOWS_SLEEP = True
+"""Sleep calls unregister_kv_caches before it unmaps the KV cache, and wake-up restore_kv_caches."""
