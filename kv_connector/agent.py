@@ -84,7 +84,8 @@ class AgentConfig:
 
 @dataclass(frozen=True)
 class MemoryRange:
-    """Memory that holds KV pages, one for each region of the layout. It must stay mapped until close()."""
+    """Memory that holds KV pages, one for each region of the layout. It must stay mapped until close(), but
+    between unregister_memory() and register_memory()."""
 
     address: int
     nbytes: int
@@ -112,9 +113,11 @@ class Agent:
             raise AgentError(f"{config.engine_id}: {problem}")
         self._config = config
         self._engine = engine if engine is not None else _open_engine(config)
+        self._memory = tuple(memory)
+        self._regions: list[int] = []  # of the engine; empty while the memory is not registered
         try:
-            regions = [self._engine.register_memory(part.address, part.nbytes) for part in memory]
-            descriptors = tuple(self._engine.region_descriptor(region) for region in regions)
+            self._regions = self._register()
+            descriptors = self._descriptors()
             self.signal: LayerSignal = (
                 self._engine.create_stream_signal() if config.on_gpu else self._engine.create_signal()
             )
@@ -126,7 +129,7 @@ class Agent:
         self._effects = Effects(
             engine=self._engine,
             signal=self.signal,
-            regions=regions,
+            regions=self._regions,
             layout=config.layout,
             control=self._control,
             peers=PeerTable(
@@ -221,7 +224,7 @@ class Agent:
         forgotten until computed() names them again."""
         future: Future[list[_Draining]] = Future()
         self._ask(lambda now: self._preempt(transfer_ids, future), future)
-        draining = self._insist(future)
+        draining = self._insist(future, "preemption")
         deadline = time.monotonic() + self._config.timeouts.drain
         stuck = [writes for writes in draining if not self._drained(writes, deadline)]
         if stuck:
@@ -278,6 +281,36 @@ class Agent:
             phases=self._effects.phases(),
         )
 
+    def unregister_memory(self) -> None:
+        """Ends all sessions and lets go of the memory, which may be unmapped then; peers that dial meanwhile
+        are told that this engine is asleep. BLOCKS until nothing can be written to the memory, or read from
+        it. The second call does nothing; raises AgentError where the memory must stay mapped."""
+        if not self._regions:
+            return
+        future: Future[None] = Future()
+        self._ask(lambda now: self._fall_asleep(now, future), future)
+        self._insist(future, "sleep")
+        try:
+            self._engine.deregister_memory(self._regions, self._config.timeouts.drain)
+        except TransferError as error:
+            self._wake_up(self._descriptors())
+            raise AgentError(f"{self._config.engine_id}: the KV cache must stay mapped: {error}") from error
+        self._regions = []
+
+    def register_memory(self) -> None:
+        """After unregister_memory(), once the same addresses are mapped again: sessions are made anew as they
+        are needed, and their peers get the new descriptors. BLOCKS. The second call does nothing; raises
+        AgentError where the memory cannot be registered, and stays asleep."""
+        if self._regions:
+            return
+        try:
+            self._regions = self._register()
+            self._wake_up(self._descriptors())
+        except TransferError as error:
+            raise AgentError(
+                f"{self._config.engine_id}: cannot register the KV cache again, restart this engine: {error}"
+            ) from error
+
     def close(self) -> None:
         """Ends everything, tells the peers and frees the memory. BLOCKS, at most about ``timeouts.drain``
         when peers do not answer. The second call does nothing."""
@@ -292,6 +325,43 @@ class Agent:
                 os.close(self._wake)
             self._control.close()
             self._engine.close()
+
+    # --- Sleep
+
+    def _register(self) -> list[int]:
+        regions: list[int] = []
+        try:
+            for part in self._memory:
+                regions.append(self._engine.register_memory(part.address, part.nbytes))
+        except TransferError:
+            if regions:  # all or none
+                self._engine.deregister_memory(regions, self._config.timeouts.drain)
+            raise
+        return regions
+
+    def _descriptors(self) -> tuple[bytes, ...]:
+        """What peers need to write to the memory."""
+        return tuple(self._engine.region_descriptor(region) for region in self._regions)
+
+    def _fall_asleep(self, now: float, future: Future[None]) -> Sequence[Action]:
+        # Executed before the next command, so that all sessions are being fenced when that is asked for.
+        self._effects.run(now, self._effects.peers.sleep())
+        self._effects.run(now, self._effects.prefill.forget_pages(now))
+        self._effects.regions = ()
+        self._effects.when_fenced(lambda: future.set_result(None))
+        return ()
+
+    def _wake_up(self, descriptors: tuple[bytes, ...]) -> None:
+        regions, future = tuple(self._regions), Future[None]()
+
+        def command(now: float) -> Sequence[Action]:
+            self._effects.regions = regions
+            actions = self._effects.peers.wake(now, descriptors)
+            future.set_result(None)
+            return actions
+
+        self._ask(command, future)
+        self._insist(future, "wake-up")
 
     # --- Preemption, on the caller's thread
 
@@ -327,9 +397,9 @@ class Agent:
             return ()
 
         self._ask(command, future)
-        self._insist(future)
+        self._insist(future, "preemption")
 
-    def _insist(self, future: Future[_T]) -> _T:
+    def _insist(self, future: Future[_T], what: str) -> _T:
         """Waits for the agent's thread however long it takes: to go on would let another request's pages be
         written into blocks that are still being read for this one, and nobody would ever notice."""
         waited = 0.0
@@ -338,9 +408,9 @@ class Agent:
                 return future.result(self._config.timeouts.drain)
             except FutureTimeoutError:
                 if not self._thread.is_alive() and not future.done():
-                    raise AgentError("the agent was closed during a preemption") from None
+                    raise AgentError(f"{what}: the agent was closed meanwhile") from None
                 waited += self._config.timeouts.drain
-                logger.error("preemption waits for the agent's thread, for %g s so far", waited)
+                logger.error("%s waits for the agent's thread, for %g s so far", what, waited)
 
     # --- The thread
 

@@ -153,7 +153,7 @@ class Effects:
         decode: DecodeMachine,
         ledger: Ledger,
     ) -> None:
-        """``regions``: the engine's numbers of the memory regions of ``layout``."""
+        """``regions``: the engine's numbers of the memory regions of ``layout``; none while it is asleep."""
         self.peers = peers
         self.prefill = prefill
         self.decode = decode
@@ -161,7 +161,7 @@ class Effects:
         self.outgoing: dict[str, Outgoing] = {}
         self._engine = engine
         self._signal = signal
-        self._regions = tuple(regions)
+        self.regions = tuple(regions)
         self._layout = layout
         self._control = control
         self._ledger = ledger
@@ -172,6 +172,7 @@ class Effects:
         self._counters: dict[str, tuple[int, int]] = {}  # request id -> the engine's set, pages expected
         self._counting: dict[int, str] = {}  # the engine's set -> request id
         self._fencing: dict[PeerId, _Fencing] = {}
+        self._when_fenced: list[Callable[[], None]] = []
         # Transfers that were written and not yet reported: seconds since the first push, bytes.
         self._sent: dict[str, tuple[float, int]] = {}
         self._next_look = 0.0
@@ -258,6 +259,13 @@ class Effects:
         for transfer_id in tuple(waiting):
             self.outgoing[transfer_id].done.append(functools.partial(ended, transfer_id))
         if not waiting:
+            done()
+
+    def when_fenced(self, done: Callable[[], None]) -> None:
+        """Calls ``done`` once nothing of a session that is over can be written here or read here."""
+        if self._fencing:
+            self._when_fenced.append(done)
+        else:
             done()
 
     # --- Actions
@@ -434,6 +442,9 @@ class Effects:
     def _fenced(self, now: float, peer: PeerId) -> Sequence[Action]:
         self._over.append(peer)
         del self._fencing[peer]
+        if not self._fencing:
+            while self._when_fenced:
+                self._when_fenced.pop()()
         return [*self.prefill.fenced(now, peer), *self.decode.fenced(now, peer)]
 
     # --- Writing
@@ -468,7 +479,7 @@ class Effects:
             ]
             write = PagedWrite(
                 page_bytes=run.page_bytes,
-                source=self._regions[run.source_region],
+                source=self.regions[run.source_region],
                 source_pages=Pages(pages.source, run.source_stride),
                 target=link.regions[run.target_region],
                 target_pages=Pages(pages.target, run.target_stride),

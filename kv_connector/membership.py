@@ -35,6 +35,7 @@ class Register(Message, frozen=True, tag="register"):
     control_host: Host  # of its connector's rank 0
     control_port: Port
     draining: bool = False  # finishes what it has, wants nothing new
+    asleep: bool = False  # its KV cache is not mapped; it will be back
 
 
 class Leave(Message, frozen=True, tag="leave"):

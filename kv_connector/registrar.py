@@ -44,8 +44,14 @@ class Registrar:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._sockets.watch(self._wake)
         self._closing = False
+        self._asleep = False
         self._thread = threading.Thread(target=self._main, name="kv-registrar", daemon=True)
         self._thread.start()
+
+    def set_asleep(self, asleep: bool) -> None:
+        """From now on the routers are told that the engine sleeps, or that it is awake. At once."""
+        self._asleep = asleep
+        os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
         """Says LEAVE and ends the thread; blocks for a fraction of a second. The second call does nothing."""
@@ -73,6 +79,8 @@ class Registrar:
 
     def _beat(self) -> None:
         """One REGISTER to each router, and then a heartbeat's time for what they say."""
+        if self._registration.asleep is not self._asleep:
+            self._registration = msgspec.structs.replace(self._registration, asleep=self._asleep)
         for router in self._routers:
             if self._sockets.send(router.link, self._registration):
                 router.missed = 0
@@ -85,7 +93,9 @@ class Registrar:
         missed = any(router.missed for router in self._routers)
         deadline = time.monotonic() + (HEARTBEAT_S / _SOONER if missed else HEARTBEAT_S)
         while not self._closing and (left := deadline - time.monotonic()) > 0:
-            self._sockets.wait(left)
+            if self._wake in self._sockets.wait(left) and not self._closing:
+                os.eventfd_read(self._wake)
+                return  # something has changed: say so at once
             messages = [received.message for received in self._sockets.receive()]
             if (
                 any(isinstance(message, BeginDrain) for message in messages)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kv_connector.layout import KvLayout
 from kv_connector.protocol.actions import Address, Log, PeerId
@@ -40,6 +40,10 @@ from kv_connector.protocol.timers import Timeouts, Timers
 
 # Refusals that are logged once; names come from outside.
 _REMEMBERED_NAKS = 1024
+
+# Why nobody new comes in.
+_CLOSING = "is shutting down"
+_ASLEEP = "is asleep"
 
 # Names one control connection, given by the owner of the sockets. One that broke and came back is another.
 Source = bytes
@@ -213,7 +217,7 @@ class PeerTable:
         self._next_peer = 1
         self._sequence = 0
         self._last_tick: float | None = None
-        self._closing = False
+        self._away = ""  # why nobody new comes in
 
     def __len__(self) -> int:
         """Sessions that are not over."""
@@ -240,8 +244,8 @@ class PeerTable:
         """A session with this address is wanted; nothing happens if there is one, or one is being made."""
         if address in self._by_address:
             return []
-        if self._closing:
-            return [DialFailed(address, "this engine is shutting down")]
+        if self._away:
+            return [DialFailed(address, f"this engine {self._away}")]
         peer = self._add(now, str(address), Role.PREFILL)
         peer.address = address
         peer.give_up = now + self._timeouts.connect
@@ -290,12 +294,7 @@ class PeerTable:
             if id_problem(transfer_id) is None:
                 lists.setdefault(address, []).append(transfer_id)
         self._waiting = {address: tuple(ids) for address, ids in lists.items()}
-        actions: list[PeersAction] = []
-        if not self._closing:
-            for address in self._waiting:
-                if address not in self._by_address and address not in self._redial:
-                    actions += self.dial(now, address)
-        return actions
+        return self._dial_waiting(now)
 
     # --- Being dialled (P)
 
@@ -369,33 +368,56 @@ class PeerTable:
                 self._connecting(now, peer) if peer.state is PeerState.CONNECTING else self._beat(now, peer)
             )
         while (address := self._redial.pop_due(now)) is not None:
-            if address in self._waiting and not self._closing:
+            if address in self._waiting and not self._away:
                 actions += self.dial(now, address)
         return actions
 
     def drain(self) -> None:
         """From now on nobody new comes in; sessions live on until leave()."""
-        self._closing = True
+        self._away = _CLOSING
 
     def farewells(self) -> list[Reply]:
         """BYE to everybody. Sessions end with leave(), which had better come once these are out: a peer that
         sees its data links end first takes this side for broken."""
-        self._closing = True
-        return [
-            Reply(peer.source, Bye("shutting down"))
-            for peer in self._peers.values()
-            if peer.source is not None
-        ]
+        self._away = _CLOSING
+        return self._byes("shutting down")
 
     def leave(self, now: float) -> list[PeersAction]:
         """Ends all sessions."""
-        self._closing = True
-        actions: list[PeersAction] = []
-        for peer in list(self._peers.values()):
-            actions += self._forget(peer, "this engine is shutting down")
-        return actions
+        self._away = _CLOSING
+        return self._forget_all()
+
+    def sleep(self) -> list[PeersAction]:
+        """Ends all sessions, and makes no new one until wake(): there is no memory to write to or from."""
+        self._away = _ASLEEP
+        return [*self._byes("going to sleep"), *self._forget_all()]
+
+    def wake(self, now: float, regions: tuple[bytes, ...]) -> list[PeersAction]:
+        """The memory is there again, under new descriptors: whoever is dialled or dials gets these."""
+        self._identity = replace(self._identity, regions=regions)
+        self._away = ""
+        return self._dial_waiting(now)
 
     # --- Steps
+
+    def _byes(self, reason: str) -> list[Reply]:
+        sources = [peer.source for peer in self._peers.values()]
+        return [Reply(source, Bye(reason)) for source in sources if source is not None]
+
+    def _forget_all(self) -> list[PeersAction]:
+        actions: list[PeersAction] = []
+        for peer in list(self._peers.values()):
+            actions += self._forget(peer, f"this engine {self._away}")
+        return actions
+
+    def _dial_waiting(self, now: float) -> list[PeersAction]:
+        """Sessions with all peers that requests wait for, but those that were tried a moment ago."""
+        actions: list[PeersAction] = []
+        if not self._away:
+            for address in self._waiting:
+                if address not in self._by_address and address not in self._redial:
+                    actions += self.dial(now, address)
+        return actions
 
     def _add(self, now: float, name: str, role: Role) -> _Peer:
         peer = _Peer(self._next_peer, name, role, now)
@@ -564,8 +586,8 @@ class PeerTable:
 
     def _refusal(self, hello: Hello) -> tuple[NakReason, str] | None:
         us = self._identity
-        if self._closing:
-            return NakReason.DRAINING, f"prefill engine {us.engine_id} is shutting down"
+        if self._away:
+            return NakReason.DRAINING, f"prefill engine {us.engine_id} {self._away}"
         if us.role is Role.DECODE:
             text = f"{us.engine_id} is a decode engine: give the router the address of a prefill engine"
             return NakReason.WRONG_ROLE, text

@@ -266,6 +266,16 @@ class PrefillMachine:
                 known.clear()
         return tuple(transfer_id for transfer_id in transfer_ids if self.writing(transfer_id))
 
+    def forget_pages(self, now: float) -> list[PrefillAction]:
+        """The memory loses its contents, and all sessions are over: what was computed has to be computed again,
+        and a finished prompt has nothing left to give."""
+        self.preempt(tuple(self._transfers))
+        actions: list[PrefillAction] = []
+        for transfer in list(self._transfers.values()):
+            if transfer.finished and transfer.phase is _Phase.WAITING:
+                actions += self._end(now, transfer, FailCode.PREFILL_ABORTED, "the prefill engine was asleep")
+        return actions
+
     def quiesce_failed(self, now: float, transfer_id: str) -> list[PrefillAction]:
         """A preempted transfer did not drain in time: only a fence stops the reads."""
         transfer = self._transfers.get(transfer_id)

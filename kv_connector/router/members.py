@@ -42,6 +42,7 @@ class State(enum.Enum):
     UNREACHABLE = "unreachable"  # it did not answer a request, and has not answered a look since
     SILENT = "silent"  # no REGISTER for a while
     DRAINING = "draining"
+    ASLEEP = "asleep"  # it says so: its KV cache is not mapped
 
 
 @dataclass
@@ -56,6 +57,7 @@ class _Engine:
     seen: float | None = None  # the last REGISTER
     joined: bool = False  # it was usable once
     draining: bool = False
+    asleep: bool = False
     silent: bool = False
 
     @property
@@ -64,6 +66,8 @@ class _Engine:
             return State.SILENT
         if self.draining:
             return State.DRAINING
+        if self.asleep:
+            return State.ASLEEP
         if not self.answers:
             return State.UNREACHABLE if self.joined else State.JOINING
         return State.READY
@@ -132,7 +136,7 @@ class Members:
                 self._withdraw(engine, lost=registered)
             logger.info("%s: %s engine %s", replacement.state.name, message.role.value, name)
             engine = self._engines[endpoint.url] = replacement
-        engine.seen = now
+        engine.seen, engine.asleep = now, message.asleep
         self._update(engine, silent=False, draining=engine.draining or message.draining)
         return endpoint.url
 
@@ -206,7 +210,7 @@ class Members:
         if state is State.READY:
             engine.joined = True
         if state is not before:
-            level = logging.INFO if state in (State.READY, State.DRAINING) else logging.WARNING
+            level = logging.INFO if state in (State.READY, State.DRAINING, State.ASLEEP) else logging.WARNING
             logger.log(level, "%s: %s%s", state.name, engine.name, f": {reason}" if reason else "")
         self._publish(engine)
 

@@ -209,6 +209,23 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         )
         return Registrar(registration, self._settings.router_addresses(), key)
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Yes. A lane that cannot register such memory (nvlink) refuses it at the start."""
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        """Sleep is about to unmap the KV cache. Raises where that must not be: sleep fails then."""
+        self._worker.agent.unregister_memory()
+        if self._registrar is not None:
+            self._registrar.set_asleep(True)
+
+    def restore_kv_caches(self) -> None:
+        """The KV cache is mapped again, at its old addresses and without its contents."""
+        self._worker.agent.register_memory()
+        if self._registrar is not None:
+            self._registrar.set_asleep(False)
+
     def get_handshake_metadata(self) -> RankAddress | None:
         return RankAddress(self._address) if self._address is not None else None
 

@@ -4,6 +4,8 @@ them."""
 from __future__ import annotations
 
 import itertools
+import math
+import mmap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -48,7 +50,7 @@ class Side:
 
     agent: Agent
     address: Address
-    pages: npt.NDArray[np.uint8]  # [layer, block, byte]
+    pages: npt.NDArray[np.uint8] = field(repr=False)  # [layer, block, byte]; a test may unmap it
     layout: KvLayout
     sent: list[str] = field(default_factory=list)
     received: list[str] = field(default_factory=list)
@@ -150,7 +152,9 @@ class Stage:
         key: ClusterKey | None = None,
     ) -> Side:
         shape = pages if pages is not None else layout(num_blocks=64 if role is Role.PREFILL else 32)
-        memory = np.zeros((len(shape.layers), shape.num_blocks, shape.layers[0].block_stride), np.uint8)
+        dimensions = len(shape.layers), shape.num_blocks, shape.layers[0].block_stride
+        # In pages of its own: a test may unmap it.
+        memory = np.frombuffer(mmap.mmap(-1, math.prod(dimensions)), np.uint8).reshape(dimensions)
         name = name or role.value
         config = AgentConfig(
             engine_id=name,

@@ -486,6 +486,33 @@ def test_bye_ends_the_session_on_the_other_side(decode: PeerTable, prefill: Peer
     assert decode.peers() == prefill.peers() == ()
 
 
+def test_sleep_ends_the_sessions_and_wake_tells_the_new_descriptors(
+    decode: PeerTable, prefill: PeerTable
+) -> None:
+    p, _ = up(decode, prefill)
+    decode.set_waiting(0.0, [("t", P_ADDRESS)])
+    actions = decode.sleep()
+    assert only(actions, Reply).message == Bye("going to sleep")
+    assert only(actions, SessionOver) == SessionOver(p, "this engine is asleep")
+    assert actions.index(only(actions, Reply)) < actions.index(only(actions, SessionOver))
+    assert decode.dial(1.0, P_ADDRESS) == [DialFailed(P_ADDRESS, "this engine is asleep")]
+    assert decode.set_waiting(1.0, [("u", P_ADDRESS)]) == []
+    assert decode.tick(100.0) == []
+    (connect,) = decode.wake(100.0, (b"another",))
+    assert isinstance(connect, Connect)
+    hello = only(decode.offered(100.0, connect.peer, DIALLED, b"offer"), Reply).message
+    assert isinstance(hello, Hello)
+    assert hello.regions == (b"another",)
+
+
+def test_a_sleeping_engine_lets_nobody_in(decode: PeerTable, prefill: PeerTable) -> None:
+    prefill.sleep()
+    nak = only(prefill.receive(0.0, CALLER, dial(decode)), Reply).message
+    assert nak == HelloNak(NakReason.DRAINING, "prefill engine p0 is asleep")
+    assert prefill.wake(1.0, (b"another",)) == []
+    only(prefill.receive(1.0, CALLER, dial(table("d1", Role.DECODE))), Accept)
+
+
 def test_a_new_incarnation_replaces_the_old_session(decode: PeerTable, prefill: PeerTable) -> None:
     _, d = up(decode, prefill)
     again = table("d0", Role.DECODE, incarnation="d0-boot2")

@@ -642,6 +642,17 @@ def test_a_cancelled_transfer_of_a_dead_peer_ends_with_the_fence(machine: Prefil
     assert_over(machine)
 
 
+def test_pages_that_are_forgotten_are_computed_again_or_given_up(machine: PrefillMachine) -> None:
+    machine.expect(0.0, prefill_request("running"))
+    machine.computed(0.0, computed((1, 2, 3), transfer="running"))
+    machine.expect(0.0, prefill_request("finished"))
+    machine.finished(0.0, "finished", True, "")
+    actions = machine.forget_pages(1.0)
+    assert only(actions, FinishedSending).request_id == prefill_request("finished").request_id
+    assert every(machine.reserve(1.0, PEER, reserve(transfer="running")), Push) == []
+    assert every(machine.computed(1.0, computed((1, 2, 3), transfer="running")), Push) != []
+
+
 def test_shutting_down_ends_every_reservation_and_takes_no_other(machine: PrefillMachine) -> None:
     active(machine)
     machine.expect(0.0, prefill_request("waiting"))

@@ -287,6 +287,17 @@ async def test_a_drained_engine_finishes_what_it_has(cluster: Cluster, tmp_path:
     assert old.registrar._registration.draining
 
 
+async def test_an_engine_that_sleeps_gets_nothing_until_it_wakes(cluster: Cluster) -> None:
+    client = await cluster.router()
+    await cluster.engine(Role.PREFILL)
+    decode = await cluster.engine(Role.DECODE)
+    url = decode.engine.url
+    for asleep, state, status in ((True, "asleep", 503), (False, "ready", 200), (True, "asleep", 503)):
+        decode.registrar.set_asleep(asleep)
+        await until_health(client, lambda found, state=state: found["decode"].get(url) == state)
+        assert (await ask(client)).status_code == status
+
+
 async def test_draining_an_engine_that_is_not_there(cluster: Cluster, tmp_path: Any) -> None:
     await cluster.router()
     key_file = tmp_path / "key"
