@@ -14,7 +14,7 @@ NATIVE_SOURCES := $(filter %.cc,$(NATIVE))
 # gcc's thread sanitizer cannot place its shadow under some kernels' address randomisation.
 NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
-.PHONY: help setup demo test test-native test-python test-libfabric test-verbs bench-verbs campaign test-faults fuzz hostile lint analyze format bench bench-gpu clean distclean
+.PHONY: help setup demo test test-native test-python test-libfabric test-verbs test-vllm-next bench-verbs campaign test-faults fuzz hostile lint analyze format bench bench-gpu clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -89,6 +89,14 @@ test-libfabric: setup ## the contract over libfabric's tcp, net, shm and sockets
 			$(PYTHON_ENV)/python -m pytest -rs tests/conformance; \
 	done
 
+$(STAMPS)/next: $(STAMPS)/project
+	@scripts/setup next
+	@touch $@
+
+# vLLM's ordinary wheel finds no device here: it is told to take the CPU, whose kernels it lacks and these tests need not.
+test-vllm-next: $(STAMPS)/next ## the tests of the adapter against the newest supported vLLM, which has no CPU wheel
+	@VLLM_TARGET_DEVICE=cpu .venv-next/bin/python -m pytest tests/unit/test_vllm_*.py tests/unit/test_sleep.py
+
 bench-gpu: ## on a machine with two GPUs: the nvlink lane, and vLLM P/D beside one engine (PYTHON: one that has vLLM)
 	@scripts/bench-gpu
 
@@ -142,4 +150,4 @@ clean: ## removes build outputs and caches, keeps .venv
 	@find . -path ./.venv -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
 
 distclean: clean ## removes .venv too
-	@rm -rf .venv
+	@rm -rf .venv .venv-next

