@@ -202,9 +202,7 @@ def test_memory_that_cannot_be_let_go_stays_in_use(
     transfer(prefill, decode)
     with monkeypatch.context() as patch:
         patch.setattr(decode.agent._engine, "deregister_memory", refuse(ErrorCode.TIMEOUT))
-        with pytest.raises(
-            AgentError, match=r"decode: the KV cache must stay mapped: .*as the test wants"
-        ):
+        with pytest.raises(AgentError, match=r"decode: the KV cache must stay mapped: .*as the test wants"):
             decode.agent.unregister_memory()
     until(lambda: prefill.agent.live().peers == 0)
     transfer(prefill, decode, "u")
