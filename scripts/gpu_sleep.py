@@ -1,7 +1,7 @@
 """Sleep and wake of a prefill and of a decode engine on two GPUs, at rest and in the middle of a transfer.
 
-Needs what bench_gpu_pd.py needs, and a vLLM from 0.33 on. After each wake-up P and D must give the tokens that
-they gave before, with no KV block left in use. Ends with status 1 if they do not.
+Needs what bench_gpu_pd.py needs, and a vLLM from 0.33 on. After each wake-up P and D must give the tokens
+that they gave before, with no KV block left in use. Ends with status 1 if they do not.
 """
 # ruff: noqa: T201  (its output is a report)
 
