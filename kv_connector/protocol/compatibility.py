@@ -10,6 +10,7 @@ _ADVICE = {
     "engine": "run the same release of the engine on both sides",
     "model": "serve the same model on both sides",
     "dtype": "start both engines with the same --dtype and --kv-cache-dtype",
+    "kv_scales": "load the same checkpoint on both sides: it has the scales of the quantized KV cache",
     "kv_layout": "run both engines on the same kind of machine with the same KV cache layout",
     "attention_backend": "start both engines with the same --attention-backend",
     "block_sizes": "start both engines with the same --block-size",
@@ -37,5 +38,5 @@ def _difference(field: str, prefill: object, decode: object) -> str:
         if len(prefill) != len(decode):
             return f"{field}: prefill has {len(prefill)} entries, decode has {len(decode)} entries"
         index = next(i for i, (a, b) in enumerate(zip(prefill, decode, strict=True)) if a != b)
-        field, prefill, decode = f"{field}[{index}]", prefill[index], decode[index]
+        return _difference(f"{field}[{index}]", prefill[index], decode[index])
     return f"{field}: prefill has {prefill}, decode has {decode}"

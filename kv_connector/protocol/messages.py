@@ -55,6 +55,7 @@ class Compatibility(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine: Text  # "vllm 0.32.0"
     model: Text  # architecture and a hash of the model's configuration; not its path
     dtype: Text  # of the KV cache
+    kv_scales: tuple[tuple[float, ...], ...]  # of quantized pages: per layer, k and v
     kv_layout: Text  # memory order and, where pages are opaque (CPU attention), the ISA's packing
     attention_backend: Text
     block_sizes: tuple[Natural, ...]  # tokens a block, one per group

@@ -32,13 +32,14 @@ class Completion:
         """Why this request must be prefilled by the decode engine itself; None if P and D can share it.
 
         vLLM gives all prompts of a request, and all its beams, the same kv_transfer_params: with several
-        prompts one transfer would stand for different KV. And who asks for the prompt's log probabilities
-        needs a whole prefill where they are computed.
+        prompts one transfer would stand for different KV. A prompt of embeddings has no token ids, by which
+        P and D make sure that they mean the same one. And who asks for the prompt's log probabilities needs
+        a whole prefill where they are computed.
         """
         if any(_batched(self._body.get(key)) for key in ("prompt", "prompt_embeds")):
             return "several_prompts"
-        if self._body.get("prompt") and self._body.get("prompt_embeds"):
-            return "several_prompts"
+        if self._body.get("prompt_embeds"):
+            return "several_prompts" if self._body.get("prompt") else "prompt_embeds"
         if self._body.get("use_beam_search"):
             return "beam_search"
         if self._body.get("prompt_logprobs") is not None:

@@ -3,10 +3,11 @@
 import asyncio
 import itertools
 import logging
+import re
 import uuid
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -47,6 +48,10 @@ class Answer:
     @property
     def streaming(self) -> bool:
         return self.content_type.startswith("text/event-stream")
+
+
+# In an answer's usage. Within a string, of a generated text for one, its quotes would be escaped.
+_CACHED_TOKENS = re.compile(rb'("cached_tokens": ?)\d+')
 
 
 class EngineFailure(Failure):
@@ -202,7 +207,22 @@ class Dispatcher:
             decode.endpoint.url,
         )
         with self._owed(transfer_id, prefill.endpoint, call):
-            return await _first_byte(prefilling, decoding)
+            answer = await _first_byte(prefilling, decoding)
+        return replace(answer, chunks=self._recount(answer.chunks, prefilling))
+
+    async def _recount(
+        self, chunks: AsyncIterator[bytes], prefilling: asyncio.Task[dict[str, Any] | None]
+    ) -> AsyncIterator[bytes]:
+        """D's answer with the cached tokens that P counted: to D all that came from P was cached.
+
+        Where D is asked after P, vLLM does this itself, by P's kv_transfer_params.
+        """
+        async for chunk in chunks:
+            if _CACHED_TOKENS.search(chunk):
+                await asyncio.wait({prefilling}, timeout=self._settings.patience)
+                if (cached := _prefix_hits(prefilling)) is not None:
+                    chunk = _CACHED_TOKENS.sub(rb"\g<1>%d" % cached, chunk)
+            yield chunk
 
     @contextmanager
     def _owed(self, transfer_id: str, prefill: Endpoint, call: Call) -> Iterator[None]:
@@ -332,6 +352,14 @@ class Dispatcher:
 
 class _PrefillAnswer(msgspec.Struct):
     kv_transfer_params: dict[str, Any] | None = None
+
+
+def _prefix_hits(prefilling: asyncio.Task[dict[str, Any] | None]) -> int | None:
+    """How many of the prompt's tokens P found in its prefix cache, if it has said so."""
+    if not prefilling.done() or prefilling.cancelled() or prefilling.exception():
+        return None
+    cached = (prefilling.result() or {}).get("remote_prefill_cached_tokens")
+    return cached if isinstance(cached, int) else None
 
 
 async def _first_byte(prefilling: asyncio.Task[Any], decoding: asyncio.Task[Answer]) -> Answer:

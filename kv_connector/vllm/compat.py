@@ -55,7 +55,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (  # noqa: E402
     KVConnectorStats,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank  # noqa: E402
-from vllm.model_executor.models.utils import extract_layer_index  # noqa: E402
 from vllm.utils.network_utils import get_ip  # noqa: E402
 from vllm.v1.core.kv_cache_manager import KVCacheManager  # noqa: E402
 from vllm.v1.kv_cache_interface import (  # noqa: E402
@@ -65,6 +64,7 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
     MLAAttentionSpec,
     SlidingWindowSpec,
     get_kv_cache_spec_kind,
+    is_quantized_kv_cache,
     iter_layer_specs,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: E402
@@ -96,8 +96,8 @@ __all__ = [
     "check_configuration",
     "create_metric_per_engine",
     "default_host",
-    "extract_layer_index",
     "group_kind",
+    "kv_scales",
     "release_of",
     "replace_idle_pause",
     "sleep_for_messages",
@@ -142,11 +142,6 @@ def check_configuration(vllm_config: Any, kv_cache_config: Any) -> None:
             "WriteImmConnector does not support microbatches yet: turn --enable-dbo and --ubatch-size off."
         )
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
-        if group.is_eagle_group:
-            raise UnsupportedConfiguration(
-                "WriteImmConnector does not support drafters with a KV cache (EAGLE, MTP) yet: "
-                "run without --speculative-config, or with an ngram drafter."
-            )
         strange = {
             type(spec).__name__
             for spec in iter_layer_specs(group.kv_cache_spec)
@@ -162,10 +157,12 @@ def check_configuration(vllm_config: Any, kv_cache_config: Any) -> None:
 
 def group_kind(kv_cache_spec: Any) -> str:
     """The kind of attention of a KV cache group, with its window: it decides which blocks a request keeps."""
-    kind = get_kv_cache_spec_kind(kv_cache_spec).value
+    kind: str = get_kv_cache_spec_kind(kv_cache_spec).value
     spec = next(iter(iter_layer_specs(kv_cache_spec)))
     window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
-    return f"{kind} {window}" if window else kind
+    # A drafter of several MTP modules reads a few tokens behind the window.
+    behind = getattr(spec, "extra_retained_tokens", 0)
+    return f"{kind} {window + behind}" if window else kind
 
 
 def attention_backends(vllm_config: Any, layer_names: list[str]) -> str:
@@ -183,6 +180,21 @@ def attention_isa(vllm_config: Any, layer_names: list[str]) -> str:
     """
     layers = vllm_config.compilation_config.static_forward_context
     return "+".join(sorted({str(isa) for name in layer_names if (isa := getattr(layers[name], "isa", None))}))
+
+
+def kv_scales(vllm_config: Any, layer_names: list[str]) -> tuple[tuple[float, ...], ...]:
+    """What the numbers in each layer's quantized pages are multiplied by: its k and v scales, one of each or
+    one per head. The layers have them from the checkpoint, or 1.
+    """
+    layers = vllm_config.compilation_config.static_forward_context
+    return tuple(_scales(layers[name]) for name in layer_names)
+
+
+def _scales(layer: Any) -> tuple[float, ...]:
+    if not is_quantized_kv_cache(getattr(layer, "kv_cache_dtype", "auto")):
+        return ()  # whatever the checkpoint has, vLLM does not use it
+    found = (getattr(layer, name, None) for name in ("_k_scale", "_v_scale"))
+    return tuple(value for scale in found if scale is not None for value in scale.flatten().tolist())
 
 
 def tensor_parallel_rank() -> int:

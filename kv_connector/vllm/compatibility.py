@@ -11,10 +11,10 @@ import torch
 
 from kv_connector.layout import KvLayout
 from kv_connector.protocol.messages import PROTOCOL_VERSION, Compatibility
-from kv_connector.vllm.compat import VLLM_VERSION, attention_backends, attention_isa
+from kv_connector.vllm.compat import VLLM_VERSION, attention_backends, attention_isa, kv_scales
 
 # Where a model was loaded from, by what, and how its weights are stored: none of it changes what a page
-# holds.
+# holds, but for the scales of a quantized KV cache, which are compared themselves.
 _IRRELEVANT = {"_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "quantization_config"}
 
 
@@ -27,6 +27,7 @@ def compatibility(vllm_config: Any, kv_cache_config: Any, layout: KvLayout) -> C
         engine=f"vllm {VLLM_VERSION}",
         model=model_identity(vllm_config.model_config),
         dtype=f"{vllm_config.model_config.dtype} kv {vllm_config.cache_config.cache_dtype}",
+        kv_scales=kv_scales(vllm_config, names),
         kv_layout=_memory_order(vllm_config, kv_cache_config, names),
         attention_backend=attention_backends(vllm_config, names),
         block_sizes=tuple(group.block_size for group in layout.groups),

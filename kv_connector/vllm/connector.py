@@ -27,6 +27,7 @@ from kv_connector.vllm.compat import (
     KVConnectorTransferResults,
     Request,
     SupportsHMA,
+    UnsupportedConfiguration,
     adopt_vllm_logging,
     check_configuration,
     default_host,
@@ -280,7 +281,13 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         self._scheduler.prefill.blocks = KvBlocks(kv_cache_manager)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        self._scheduler.prefill.address = metadata[0, 0].address
+        ours = metadata[0, 0]
+        if not isinstance(ours, RankAddress):
+            raise UnsupportedConfiguration(
+                "vLLM's MultiConnector gives all its connectors the handshake metadata of the first that has "
+                f"any, and that is another's ({type(ours).__name__}): put WriteImmConnector first."
+            )
+        self._scheduler.prefill.address = ours.address
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """All groups: vLLM must not zero any block that a peer may be writing."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from kv_connector.agent import MemoryRange
 from kv_connector.layout import GroupLayout, KvLayout, LayerLayout
-from kv_connector.vllm.compat import UnsupportedConfiguration, extract_layer_index, group_kind
+from kv_connector.vllm.compat import UnsupportedConfiguration, group_kind
 
 
 def kv_layout(kv_cache_config: Any, tensors: Mapping[str, Any]) -> tuple[KvLayout, tuple[MemoryRange, ...]]:
@@ -27,7 +27,7 @@ def kv_layout(kv_cache_config: Any, tensors: Mapping[str, Any]) -> tuple[KvLayou
         for name in spec.layer_names
     ]
     # By layer index: the order of the forward pass, in which the hooks are called.
-    order.sort(key=lambda layer: (extract_layer_index(layer[0]), layer[0]))
+    order.sort(key=lambda layer: (_layer_index(layer[0]), layer[0]))
     places = _places(kv_cache_config.kv_cache_tensors)
     storages = [tensors[name].untyped_storage() for name, _ in order]
     memory = {storage.data_ptr(): MemoryRange(storage.data_ptr(), storage.nbytes()) for storage in storages}
@@ -56,6 +56,11 @@ def kv_layout(kv_cache_config: Any, tensors: Mapping[str, Any]) -> tuple[KvLayou
         for group in kv_cache_config.kv_cache_groups
     )
     return KvLayout(kv_cache_config.num_blocks, groups, tuple(layers)), tuple(memory.values())
+
+
+def _layer_index(name: str) -> tuple[int, ...]:
+    """(3,) of `model.layers.3.self_attn.attn`, (3, 1) of the second attention module of LongCat's layer 3."""
+    return tuple(int(part) for part in name.split(".") if part.isdecimal())
 
 
 def _places(kv_cache_tensors: Sequence[Any]) -> dict[str, tuple[int, int]]:

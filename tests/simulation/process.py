@@ -35,6 +35,7 @@ COMPATIBILITY = Compatibility(
     engine="simulated",
     model="simulated",
     dtype="u8",
+    kv_scales=((),) * LAYERS,
     kv_layout="simulated",
     attention_backend="none",
     block_sizes=(TOKENS, TOKENS),

@@ -42,6 +42,7 @@ def compatibility(**changes: Any) -> Compatibility:
         "engine": "vllm 0.32.0",
         "model": "llama",
         "dtype": "bfloat16",
+        "kv_scales": ((0.5, 0.5), (1.0, 1.0)),
         "kv_layout": "LBHNC",
         "attention_backend": "CPU_ATTN",
         "block_sizes": (BLOCK,),

@@ -197,6 +197,18 @@ def test_long_lists_show_their_first_difference() -> None:
     text = incompatibility(compatibility(layer_names=names), compatibility(layer_names=other))
     assert text is not None
     assert text.startswith("layer_names[70]: prefill has layer70, decode has mtp:")
+    scales = tuple((0.5, 0.25) for _ in names)
+    other_scales = (*scales[:70], (1.0, 1.0), *scales[71:])
+    text = incompatibility(compatibility(kv_scales=scales), compatibility(kv_scales=other_scales))
+    assert text is not None
+    assert text.startswith("kv_scales[70]: prefill has (0.5, 0.25), decode has (1.0, 1.0): load the same")
+    heads = tuple(i / 64 for i in range(64))  # per-head scales
+    text = incompatibility(
+        compatibility(kv_scales=(heads,) * 80),
+        compatibility(kv_scales=((*heads[:9], 0.1, *heads[10:]),) * 80),
+    )
+    assert text is not None
+    assert text.startswith("kv_scales[0][9]: prefill has 0.140625, decode has 0.1:")
     fewer = incompatibility(compatibility(layer_names=names), compatibility(layer_names=names[:79]))
     assert fewer is not None
     assert fewer.startswith("layer_names: prefill has 80 entries, decode has 79 entries:")

@@ -178,6 +178,8 @@ async def test_serial_dispatch_refuses_to_prefill_twice() -> None:
         ({"prompt": ["one", "two"]}, "several_prompts"),
         ({"prompt": [[1, 2], [3]]}, "several_prompts"),
         ({"prompt": "one", "prompt_embeds": "AAAA"}, "several_prompts"),
+        ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
+        ({"prompt_embeds": ["AAAA"], "prompt": ""}, "prompt_embeds"),
         ({"prompt": "one", "use_beam_search": True, "n": 2}, "beam_search"),
         ({"prompt": "one", "prompt_logprobs": 1}, "prompt_logprobs"),
         ({"prompt": "one", "echo": True, "logprobs": 1}, "prompt_logprobs"),

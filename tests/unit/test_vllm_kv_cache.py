@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.model_executor.layers.attention.attention import set_default_quant_scales
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -20,14 +22,22 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 from vllm.v1.worker.utils import allocate_kv_cache
-from vllm_stage import get_kv_cache_config_from_groups, vllm_config
+from vllm_stage import ADDRESS, get_kv_cache_config_from_groups, vllm_config
 
 from kv_connector.cluster.model import make_llama
 from kv_connector.layout import KvLayout
 from kv_connector.vllm import compat
-from kv_connector.vllm.compat import UnsupportedConfiguration, check_configuration
+from kv_connector.vllm.compat import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorRole,
+    UnsupportedConfiguration,
+    check_configuration,
+    kv_scales,
+)
 from kv_connector.vllm.compatibility import model_identity
+from kv_connector.vllm.connector import WriteImmConnector
 from kv_connector.vllm.kv_cache import MemoryRange, kv_layout
+from kv_connector.vllm.metadata import RankAddress
 
 SHAPE: dict[str, Any] = {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
 FULL = FullAttentionSpec(**SHAPE)
@@ -95,6 +105,14 @@ def test_one_group(config: Any, order: str, spec: Any) -> None:
     assert_pages_are_the_tensors(layout, memory, tensors)
 
 
+def test_two_attention_modules_a_layer(config: Any) -> None:
+    """LongCat's, whose hooks are called one after the other."""
+    names = [f"model.layers.{layer}.self_attn.{module}.attn" for layer in (2, 10) for module in (0, 1)]
+    cache, tensors = caches(config, [KVCacheGroupSpec([names[i] for i in (3, 0, 2, 1)], MLA)])
+    layout, _ = kv_layout(cache, tensors)
+    assert [layer.name for layer in layout.layers] == names
+
+
 def test_groups_share_the_memory(config: Any) -> None:
     groups = [KVCacheGroupSpec([name(0), name(2)], FULL), KVCacheGroupSpec([name(1), name(3)], SLIDING)]
     layout, memory = kv_layout(*caches(config, groups))
@@ -102,6 +120,12 @@ def test_groups_share_the_memory(config: Any) -> None:
     assert layout.layers[0].offset == layout.layers[1].offset
     assert [group.kind for group in layout.groups] == ["full_attention", "sliding_window 64"]
     assert len(memory) == 1
+
+
+def test_a_window_that_a_drafter_reads_behind_is_another_kind(config: Any) -> None:
+    group = KVCacheGroupSpec([name(0)], replace(SLIDING, extra_retained_tokens=2))
+    layout, _ = kv_layout(*caches(config, [group]))
+    assert [group.kind for group in layout.groups] == ["sliding_window 66"]
 
 
 def test_layers_of_one_group_with_pages_of_two_sizes(config: Any) -> None:
@@ -161,7 +185,6 @@ MAMBA = MambaSpec(block_size=32, shapes=((2, 512),), dtypes=(torch.float32,))
     ("group", "problem"),
     [
         (KVCacheGroupSpec([name(0)], MAMBA), r"group 0 yet \(MambaSpec\)"),
-        (KVCacheGroupSpec([name(0)], FULL, is_eagle_group=True), "EAGLE"),
         (KVCacheGroupSpec([name(0)], FULL, host_resident=True), "not in device memory"),
         (KVCacheGroupSpec([name(0)], FULL, enable_kv_transfer=False), "not in device memory"),
     ],
@@ -202,6 +225,50 @@ def test_unsupported_parallelism_is_refused(
         monkeypatch.setattr(config.parallel_config, key, value)
     with pytest.raises(UnsupportedConfiguration, match="does not support"):
         check_configuration(config, cache)
+
+
+def test_anothers_handshake_metadata_is_refused(config: Any) -> None:
+    """vLLM's MultiConnector hands all its connectors the metadata of one of them."""
+
+    class Another(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+        pass
+
+    cache = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
+    connector = WriteImmConnector(config, KVConnectorRole.SCHEDULER, cache)
+    with pytest.raises(UnsupportedConfiguration, match=r"another's \(Another\): put WriteImmConnector first"):
+        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): Another()})
+    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): RankAddress(ADDRESS)})
+    assert connector.scheduler is not None
+    assert connector.scheduler.prefill.address == ADDRESS
+
+
+def scaled(kv_cache_dtype: str, k: float | None, v: float | None) -> torch.nn.Module:
+    """A layer as vLLM leaves it behind once the weights are loaded; None: the checkpoint has no scale."""
+    layer = torch.nn.Module()
+    set_default_quant_scales(layer, register_buffer=True)
+    layer.kv_cache_dtype = kv_cache_dtype
+    method = BaseKVCacheMethod(None)  # type: ignore[arg-type]
+    method.create_weights(layer)
+    for parameter, scale in ((layer.k_scale, k), (layer.v_scale, v)):
+        if scale is not None:
+            parameter.data.fill_(scale)
+    method.process_weights_after_loading(layer)
+    return layer
+
+
+def test_the_scales_of_quantized_pages_are_in_the_compatibility() -> None:
+    """Of two engines with `--kv-cache-dtype fp8` one may have them from its checkpoint, the other none."""
+    heads = scaled("fp8", 1.0, 1.0)
+    heads._k_scale, heads._v_scale = torch.tensor([[0.5, 2.0]]), torch.tensor([[0.25, 4.0]])
+    layers = {
+        "calibrated": scaled("fp8", 0.5, 0.25),
+        "not calibrated": scaled("fp8_e4m3", None, None),
+        "per head": heads,
+        "not quantized": scaled("auto", 0.5, 0.25),
+        "no attention": torch.nn.Module(),
+    }
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    assert kv_scales(config, [*layers]) == ((0.5, 0.25), (1.0, 1.0), (0.5, 2.0, 0.25, 4.0), (), ())
 
 
 def test_the_model_in_the_compatibility_is_its_configuration_not_its_place(tmp_path: Path) -> None:

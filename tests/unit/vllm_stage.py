@@ -39,9 +39,16 @@ PARAMS_OF_D = {
 
 
 def vllm_config(
-    model: Path, role: str, *, budget: int = 256, policy: str = "fail", extra: dict[str, Any] | None = None
+    model: Path,
+    role: str,
+    *,
+    budget: int = 256,
+    policy: str = "fail",
+    extra: dict[str, Any] | None = None,
+    drafter: str | None = None,
 ) -> VllmConfig:
-    """An engine's configuration: prefill chunks of ``budget`` tokens, blocks of 32."""
+    """An engine's configuration: prefill chunks of ``budget`` tokens, blocks of 32. ``drafter``: the method
+    by which the same model drafts three tokens."""
     return EngineArgs(
         model=str(model),
         enforce_eager=True,
@@ -51,6 +58,9 @@ def vllm_config(
         max_num_seqs=8,
         block_size=32,
         enable_prefix_caching=True,
+        speculative_config=(
+            {"method": drafter, "model": str(model), "num_speculative_tokens": 3} if drafter else None
+        ),
         kv_transfer_config=KVTransferConfig(
             kv_connector="WriteImmConnector",
             kv_connector_module_path="kv_connector.vllm.connector",

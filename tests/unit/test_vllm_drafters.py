@@ -1,0 +1,85 @@
+"""Speculative decoding: the drafter's KV cache travels with the model's, in uniform and in hybrid models.
+
+Whatever it drafts, the model decides on each token: of a drafter's pages only the speed depends.
+"""
+
+from pathlib import Path
+
+import pytest
+from test_vllm_kv_cache import assert_pages_are_the_tensors, caches, name
+from test_vllm_scheduler import BLOCK, FULL, SLIDING, WINDOW, named_blocks, prompt, reservation
+from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm_stage import PARAMS_OF_D, PARAMS_OF_P, Stage, vllm_config
+
+from kv_connector.cluster.model import make_llama
+from kv_connector.vllm.compat import check_configuration
+from kv_connector.vllm.kv_cache import kv_layout
+
+UNIFORM, HYBRID = [FULL, FULL], [FULL, SLIDING, FULL]
+both_kinds_of_model = pytest.mark.parametrize("specs", [UNIFORM, HYBRID], ids=["uniform", "hybrid"])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("llama"), layers=1, hidden=64, intermediate=64)
+
+
+@both_kinds_of_model
+def test_its_layers_are_moved_like_any_other(model: Path, specs: list[KVCacheSpec]) -> None:
+    """Grouped by vLLM, which marks a group as the drafter's only where there are several."""
+    config = vllm_config(model, "kv_both", drafter="eagle")
+    assert config.speculative_config is not None
+    config.speculative_config.method = "mtp"  # whose layers vLLM looks for at the end
+    config.cache_config.kv_cache_layout = "LBHNC"
+    groups = get_kv_cache_groups(config, {name(layer): spec for layer, spec in enumerate(specs)})
+    assert any(group.is_eagle_group for group in groups) == (specs is HYBRID)
+    cache, tensors = caches(config, groups)
+    check_configuration(config, cache)
+    layout, memory = kv_layout(cache, tensors)
+    assert [layer.name for layer in layout.layers] == [name(layer) for layer in range(len(specs))]
+    assert_pages_are_the_tensors(layout, memory, tensors)
+
+
+@both_kinds_of_model
+@pytest.mark.parametrize("drafter", ["eagle", "draft_model"])
+@pytest.mark.parametrize("cached", [0, 3 * BLOCK])
+def test_d_asks_for_all_but_the_last_token_and_p_has_it(
+    model: Path, specs: list[KVCacheSpec], drafter: str, cached: int
+) -> None:
+    """The drafter's KV of a token depends on the next one: of those that are sent, P knows the next. D drafts
+    behind the prompt, in blocks that it takes once the pages are here.
+    """
+    specs = specs[:2] if specs is HYBRID else specs[:1]
+    prefill = Stage(vllm_config(model, "kv_producer", drafter=drafter), specs)
+    decode = Stage(vllm_config(model, "kv_consumer", drafter=drafter), specs)
+    for tokens in (cached + 2, 2 * WINDOW, 2 * WINDOW + 1, 2 * WINDOW + 2, 250, 600):
+        text = prompt(tokens, seed=tokens)
+        if cached:
+            decode.add("first", text[: cached + 1])
+            decode.step()
+            decode.step()
+        prefill.add("p", text, dict(PARAMS_OF_P))
+        named = named_blocks(*(prefill.step() for _ in range(-(-tokens // 256))))
+        decode.add("d", text, dict(PARAMS_OF_D))
+        output, metadata = decode.schedule()
+        asked = reservation(metadata)
+        if cached:
+            # vLLM takes no hit's last block: the drafter's KV of its last token was made with another next.
+            assert asked.first_token == cached - (BLOCK if drafter == "eagle" else 0)
+        for index, target in enumerate(asked.groups):
+            oldest = max(asked.first_token, tokens - WINDOW if index else 0)
+            wanted = {i for i, block in enumerate(target.blocks, target.first) if block}
+            assert {token // BLOCK for token in range(oldest, tokens - 1)} <= wanted <= named[index].keys()
+            assert target.first + len(target.blocks) == -(-(tokens - 1) // BLOCK)
+        decode.update(output, received=["d"])
+        drafting, _ = decode.schedule()
+        # The last token, and three drafts that nobody has made yet.
+        assert drafting.num_scheduled_tokens == {"d": 4}
+        assert all(len(table) * BLOCK >= tokens + 3 for table in decode.tables("d"))
+        decode.update(drafting)
+        decode.step()
+        prefill.step()
+        prefill.step(sent=["p"])
+        prefill.assert_idle()
+        decode.assert_idle()
