@@ -211,6 +211,16 @@ class Agent:
 
         self._submit(command)
 
+    def order_layers(self, signal_base: int, ordinals: Sequence[int]) -> None:
+        """From this step on the signal reaches ``signal_base + k`` when the first k of these layers are
+        computed; without it, in the layout's order. To be called before the step's computed()."""
+
+        def command(now: float) -> Sequence[Action]:
+            self._effects.order_layers(signal_base, ordinals)
+            return ()
+
+        self._submit(command)
+
     def computed(self, pages: ComputedPages) -> None:
         """These pages become valid in this step; each is pushed once, when D wants it."""
         self._submit(lambda now: self._effects.prefill.computed(now, pages))

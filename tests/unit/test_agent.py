@@ -8,7 +8,7 @@ import logging
 import random
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from agent_setup import IMPATIENT, LIVELY, TIMES, Side, Stage, stage, until
 from protocol_setup import PAGE, compatibility, layout
 
 from kv_connector.agent import Agent, AgentConfig, AgentError, MemoryRange
-from kv_connector.engine import ErrorCode, TransferError
+from kv_connector.engine import ArmedLayer, ErrorCode, LayerSignal, PagedWrite, TransferError
 from kv_connector.protocol.actions import Address, Outcome
 from kv_connector.protocol.messages import Release, Role, encode
 from kv_connector.protocol.peers import PeerState
@@ -108,6 +108,51 @@ def test_layers_leave_as_they_are_signalled(pair: tuple[Side, Side]) -> None:
     stats = prefill.agent.stats()
     assert (stats.pages_before_prefill_end, stats.layers_before_prefill_end) == (3, 1)
     assert stats.bytes_before_prefill_end == 3 * PAGE
+
+
+def test_layers_leave_in_the_order_in_which_they_are_computed(pair: tuple[Side, Side]) -> None:
+    prefill, decode = pair
+    prefill.pages[:] = 7
+    prefill.expect()
+    decode.reserve(prefill.address)
+    prefill.agent.order_layers(0, (1, 0))
+    prefill.compute(SOURCE, forward=False)
+    until(lambda: prefill.agent.live().engine_transfers == 1)
+    prefill.agent.signal.store(1)
+    until(lambda: prefill.agent._engine.stats().pages_written == 3)
+    assert (decode.pages[1, 11:14] == 7).all()
+    assert not decode.pages[0].any()  # it comes last
+    prefill.agent.note_prefill_end(["t"])
+    prefill.agent.signal.store(2)
+    prefill.agent.finished("t", True, "")
+    decode.wait(received=["d-t"])
+    prefill.wait(sent=["p-t"])
+    assert prefill.agent.stats().layers_before_prefill_end == 1
+
+
+def test_pages_of_a_step_before_the_order_changed_wait_for_its_end(pair: tuple[Side, Side]) -> None:
+    """Of a GPU's steps several may be under way: what the signal says of an earlier one goes by an order that
+    nobody remembers."""
+    prefill, decode = pair
+    engine, values = prefill.agent._engine, []
+    arm = engine.arm
+
+    def recording(number: int, signal: LayerSignal, write: PagedWrite, layers: Sequence[ArmedLayer]) -> None:
+        values.append([layer.signal_value for layer in layers])
+        arm(number, signal, write, layers)
+
+    engine.arm = recording  # type: ignore[method-assign]
+    prefill.expect()
+    prefill.compute((1, 2), forward=False)
+    prefill.agent.order_layers(2, (1, 0))
+    prefill.compute((3,), first=2, forward=False)
+    decode.reserve(prefill.address)
+    prefill.agent.finished("t", True, "")
+    prefill.agent.signal.store(4)
+    decode.wait(received=["d-t"])
+    prefill.wait(sent=["p-t"])
+    assert values == [[2, 2], [4, 3]]
+
 
 
 def test_the_prompt_may_be_computed_before_decode_asks(pair: tuple[Side, Side]) -> None:
