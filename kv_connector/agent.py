@@ -201,6 +201,15 @@ class Agent:
 
     # --- Prefill
 
+    def set_ranks(self, addresses: Sequence[Address]) -> None:
+        """Where each rank of this engine listens: who dials this one for another is told."""
+
+        def command(now: float) -> Sequence[Action]:
+            self._effects.peers.set_ranks(addresses)
+            return ()
+
+        self._submit(command)
+
     def expect(self, request: PrefillRequest) -> None:
         """The request has reached the scheduler."""
 
@@ -463,5 +472,8 @@ def _bind_problem(config: AgentConfig, error: zmq.ZMQError) -> str:
             f"{where}: the port is in use. Set control_port to a free one (rank r takes control_port plus r)."
         )
     if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
-        return f"{where}: that is no address of this machine. Set control_host to one of its own."
+        return (
+            f"{where}: that is no address of this machine. Set control_host to one of its own; for an engine "
+            f"on several machines leave it out, and set VLLM_HOST_IP on each."
+        )
     return f"{where}: {error}. Check control_host and control_port."

@@ -59,6 +59,7 @@ from kv_connector.protocol.peers import (
     HangUp,
     PeersAction,
     PeerTable,
+    Reconnect,
     Reply,
     SessionOver,
     SessionUp,
@@ -306,6 +307,8 @@ class Effects:
                 return self.peers.dial(now, address)
             case Connect(peer, address, name):
                 return self._connect(now, action)
+            case Reconnect(peer, address):
+                return self.peers.reconnected(now, peer, self._control.dial(address))
             case Accept():
                 return self._accept(now, action)
             case Complete(peer, name, lane, answer):
@@ -350,7 +353,7 @@ class Effects:
                 # Whatever it has begun, D shall not wait for it.
                 fail = Fail(transfer_id, attempt, FailCode.WRITE_ERROR, clip(reason), quiesced=False)
                 return [Send(peer, fail)]
-            case Connect(peer) | Complete(peer):
+            case Connect(peer) | Reconnect(peer) | Complete(peer):
                 return self.peers.dial_error(now, peer, reason)
             case Accept(peer):
                 return self.peers.refused(now, peer, NakReason.NO_LANE, reason)

@@ -184,7 +184,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         self._address = agent.start()
         self._reporter = AgentReporter(agent, rank)
         self.worker = WorkerSide(
-            agent, tuple(layer.name for layer in layout.layers), rank, signal_writer(agent.signal)
+            agent, tuple(layer.name for layer in layout.layers), signal_writer(agent.signal)
         )
         if device.type == "cuda":
             replace_idle_pause(self.worker.pause)
@@ -263,7 +263,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         self._scheduler.prefill.blocks = KvBlocks(kv_cache_manager)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        self._scheduler.prefill.address = metadata[0, 0].address
+        self._scheduler.set_addresses(tuple(metadata[0, rank].address for rank in range(len(metadata))))
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """All groups: vLLM must not zero any block that a peer may be writing."""

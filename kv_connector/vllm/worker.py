@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from kv_connector.agent import Agent
 from kv_connector.engine import LayerSignal, StreamSignal
-from kv_connector.protocol.actions import Address
 from kv_connector.protocol.decode import DecodeRequest
 from kv_connector.protocol.prefill import ComputedPages, PrefillRequest
 from kv_connector.vllm.compat import KVConnectorTransferResults
@@ -23,6 +21,7 @@ from kv_connector.vllm.metadata import (
     FailLoad,
     FinishPrefill,
     NewPages,
+    RankAddresses,
     Release,
     Reserved,
     StepMetadata,
@@ -118,13 +117,9 @@ def signal_writer(signal: LayerSignal) -> Callable[[int], None]:
 class WorkerSide:
     """One rank's Agent, driven by the connector's hooks."""
 
-    def __init__(
-        self, agent: Agent, layer_names: tuple[str, ...], rank: int, signal: Callable[[int], None]
-    ) -> None:
-        """``agent`` is started; ``rank`` is added to the ports of peers, which name their rank 0. ``signal``
-        writes agent.signal, in the order of the forward pass."""
+    def __init__(self, agent: Agent, layer_names: tuple[str, ...], signal: Callable[[int], None]) -> None:
+        """``agent`` is started; ``signal`` writes agent.signal, in the order of the forward pass."""
         self.agent = agent
-        self._rank = rank
         self._progress = LayerProgress(layer_names, signal)
         self._patient = not isinstance(agent.signal, StreamSignal)
         # Finished by the scheduler: only these may be reported sent, and only then vLLM expects it.
@@ -149,10 +144,9 @@ class WorkerSide:
                 logger.exception("cannot execute %r", command)
                 self._give_up(command)
         if metadata.waiting is not None:
-            waiting = [(transfer_id, self._on_my_rank(peer)) for transfer_id, peer in metadata.waiting]
-            for peer in {peer for _, peer in waiting}:
+            for peer in {peer for _, peer in metadata.waiting}:
                 self.agent.dial(peer)
-            self.agent.set_waiting(waiting)
+            self.agent.set_waiting(metadata.waiting)
         ending = [pages.transfer_id for pages in metadata.new_pages if pages.last]
         if self._progress.begin_step(lambda: self.agent.note_prefill_end(ending) if ending else None):
             self.agent.order_layers(self._progress.base, self._progress.order)
@@ -199,17 +193,19 @@ class WorkerSide:
 
     def _execute(self, command: Command) -> None:
         match command:
+            case RankAddresses():
+                self.agent.set_ranks(command.addresses)
             case PrefillRequest():
                 self.agent.expect(command)
             case FinishPrefill():
                 self._finished.add(command.request_id)
                 self.agent.finished(command.transfer_id, command.ok, command.reason)
             case DecodeRequest():
-                self.agent.reserve(replace(command, peer=self._on_my_rank(command.peer)))
+                self.agent.reserve(command)
             case Cancel():
                 self.agent.cancel(command.request_id)
             case Release():
-                self.agent.release(command.transfer_id, self._on_my_rank(command.peer))
+                self.agent.release(command.transfer_id, command.peer)
             case FailLoad():
                 self._failed_here.add(command.request_id)
 
@@ -226,6 +222,3 @@ class WorkerSide:
             self.agent.computed(ComputedPages(pages.transfer_id, self._progress.base, pages.groups))
         except Exception:
             logger.exception("transfer %s: pages are lost", pages.transfer_id)
-
-    def _on_my_rank(self, peer: Address) -> Address:
-        return Address(peer.host, peer.port + self._rank)

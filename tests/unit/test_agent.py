@@ -154,7 +154,6 @@ def test_pages_of_a_step_before_the_order_changed_wait_for_its_end(pair: tuple[S
     assert values == [[2, 2], [4, 3]]
 
 
-
 def test_the_prompt_may_be_computed_before_decode_asks(pair: tuple[Side, Side]) -> None:
     prefill, decode = pair
     prefill.expect()
@@ -587,6 +586,46 @@ def test_a_restarted_decode_engine_replaces_its_old_self(
     assert prefill.agent.live().peers == 1
 
 
+def test_ranks_on_several_hosts_find_each_other(sim: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kv_connector")
+    two = compatibility(tensor_parallel=2)
+    prefill, decode = (
+        [sim.side(role, host=f"127.0.0.{rank + 1}", compatible=two, rank=rank) for rank in range(2)]
+        for role in (Role.PREFILL, Role.DECODE)
+    )
+    engine = prefill[0].address  # all that requests say
+    for p in prefill:
+        p.agent.set_ranks([p.address for p in prefill])
+        p.expect()
+    for d in decode:
+        d.reserve(engine)
+    for rank, (p, d) in enumerate(zip(prefill, decode, strict=True)):
+        p.pages[:] = rank + 1
+        p.compute(SOURCE, forward=False)
+        p.agent.signal.store(2)
+        p.agent.finished("t", True, "")
+        d.wait(received=["d-t"])
+        p.wait(sent=["p-t"])
+        assert d.failed == []
+        assert (d.pages[:, 11:14] == rank + 1).all()
+        assert f"UP: prefill peer prefill/{rank} at {p.address}, lane sim" in caplog.text
+        assert p.agent.live().peers == 1
+
+
+def test_every_rank_of_another_topology_is_refused_at_once(
+    sim: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    patient = replace(TIMES, connect=1000.0, transfer=1000.0)
+    prefill, two = sim.side(Role.PREFILL), compatibility(tensor_parallel=2)
+    for rank in range(2):
+        decode = sim.side(Role.DECODE, compatible=two, rank=rank, timeouts=patient)
+        decode.reserve(prefill.address)
+        decode.wait(received=["d-t"])
+        assert decode.failed == ["d-t"]
+    reason = "tensor_parallel: prefill has 1, decode has 2: start both engines with the same"
+    assert caplog.text.count(f"NAK from {prefill.address}: incompatible: {reason}") == 2
+
+
 def test_an_address_where_nobody_listens_fails_the_request(
     sim: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -609,7 +648,7 @@ def test_an_address_where_nobody_listens_fails_the_request(
             "incompatible: block_sizes: prefill has (16,), decode has (32,): start both engines",
         ),
         ({"pages": layout(groups=(3,))}, "incompatible: layers: prefill has 2, decode has 3"),
-        ({"rank": 1}, "incompatible: decode rank 1 dialled prefill rank 0"),
+        ({"rank": 1}, "protocol: there is no rank 1 among 1"),
     ],
     ids=["block size", "layout", "rank"],
 )

@@ -16,6 +16,7 @@ from kv_connector.vllm.metadata import (
     FailLoad,
     FinishPrefill,
     NewPages,
+    RankAddresses,
     Release,
     Reserved,
     StepMetadata,
@@ -23,7 +24,6 @@ from kv_connector.vllm.metadata import (
 from kv_connector.vllm.worker import IDLE_STEP_SECONDS, LayerProgress, WorkerSide
 
 PEER = Address("10.0.0.1", 5600)
-HERE = Address("10.0.0.1", 5603)  # the peer's rank 3
 LAYERS = ("model.layers.0", "model.layers.1", "model.layers.2")
 EXPECT = PrefillRequest("p", "t", 100, bytes(16))
 RESERVE = DecodeRequest("d", "t", PEER, 100, 0, bytes(16), ())
@@ -63,7 +63,7 @@ def agent() -> RecordingAgent:
 
 @pytest.fixture
 def worker(agent: RecordingAgent) -> WorkerSide:
-    return WorkerSide(agent, LAYERS, rank=3, signal=agent.signal.store)  # type: ignore[arg-type]
+    return WorkerSide(agent, LAYERS, signal=agent.signal.store)  # type: ignore[arg-type]
 
 
 def step(worker: WorkerSide, *commands: Command, hooks: tuple[str, ...] = LAYERS, **metadata: Any) -> Any:
@@ -80,13 +80,22 @@ def step(worker: WorkerSide, *commands: Command, hooks: tuple[str, ...] = LAYERS
 def test_commands_reach_the_agent_in_order_before_the_forward(
     agent: RecordingAgent, worker: WorkerSide
 ) -> None:
-    commands = (EXPECT, RESERVE, Cancel("d"), Release("r", PEER), FinishPrefill("p", "t", False, "aborted"))
+    ranks = RankAddresses((PEER, Address("10.0.0.2", 5601)))
+    commands = (
+        ranks,
+        EXPECT,
+        RESERVE,
+        Cancel("d"),
+        Release("r", PEER),
+        FinishPrefill("p", "t", False, "aborted"),
+    )
     step(worker, *commands)
-    assert agent.take_calls()[:5] == [
+    assert agent.take_calls()[:6] == [
+        ("set_ranks", ranks.addresses),
         ("expect", EXPECT),
-        ("reserve", DecodeRequest("d", "t", HERE, 100, 0, bytes(16), ())),
+        ("reserve", RESERVE),
         ("cancel", "d"),
-        ("release", "r", HERE),
+        ("release", "r", PEER),
         ("finished", "t", False, "aborted"),
     ]
 
@@ -127,7 +136,7 @@ HOOKED = ("layers.0", "layers.1", "draft.0")
 
 
 def test_layers_are_signalled_as_their_hooks_come_whatever_their_names(agent: RecordingAgent) -> None:
-    worker = WorkerSide(agent, TANGLED, rank=3, signal=agent.signal.store)  # type: ignore[arg-type]
+    worker = WorkerSide(agent, TANGLED, signal=agent.signal.store)  # type: ignore[arg-type]
     step(worker, hooks=HOOKED)
     assert agent.take_calls() == [("store", 2), ("store", 4)], "the order is not known yet: late, not early"
     pages = NewPages("t", PAGES, last=False)
@@ -146,7 +155,7 @@ def test_layers_are_signalled_as_their_hooks_come_whatever_their_names(agent: Re
 def test_a_step_with_fewer_hooks_leaves_the_order_as_it_is(
     agent: RecordingAgent, hooks: tuple[str, ...]
 ) -> None:
-    worker = WorkerSide(agent, TANGLED, rank=3, signal=agent.signal.store)  # type: ignore[arg-type]
+    worker = WorkerSide(agent, TANGLED, signal=agent.signal.store)  # type: ignore[arg-type]
     for came in (HOOKED, hooks, HOOKED):
         agent.take_calls()
         step(worker, hooks=came)
@@ -195,9 +204,9 @@ def test_waiting_transfers_are_dialled_and_listed_when_they_change(
     agent: RecordingAgent, worker: WorkerSide
 ) -> None:
     step(worker, waiting=(("t", PEER), ("u", PEER)))
-    assert agent.take_calls()[:2] == [("dial", HERE), ("set_waiting", [("t", HERE), ("u", HERE)])]
+    assert agent.take_calls()[:2] == [("dial", PEER), ("set_waiting", (("t", PEER), ("u", PEER)))]
     step(worker, waiting=())
-    assert agent.take_calls()[0] == ("set_waiting", [])
+    assert agent.take_calls()[0] == ("set_waiting", ())
 
 
 def test_sent_is_reported_once_and_only_after_the_scheduler_has_finished(
