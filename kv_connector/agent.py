@@ -204,6 +204,15 @@ class Agent:
 
     # --- Prefill
 
+    def set_ranks(self, addresses: Sequence[Address]) -> None:
+        """Where each rank of this engine listens: who dials this one for another is told."""
+
+        def command(now: float) -> Sequence[Action]:
+            self._effects.peers.set_ranks(addresses)
+            return ()
+
+        self._submit(command)
+
     def expect(self, request: PrefillRequest) -> None:
         """The request has reached the scheduler."""
 
@@ -211,6 +220,16 @@ class Agent:
             actions = self._effects.prefill.expect(now, request)
             self._effects.note_reserved(request.transfer_id)
             return actions
+
+        self._submit(command)
+
+    def order_layers(self, signal_base: int, ordinals: Sequence[int]) -> None:
+        """From this step on the signal reaches ``signal_base + k`` when the first k of these layers are
+        computed; without it, in the layout's order. To be called before the step's computed()."""
+
+        def command(now: float) -> Sequence[Action]:
+            self._effects.order_layers(signal_base, ordinals)
+            return ()
 
         self._submit(command)
 
@@ -523,5 +542,8 @@ def _bind_problem(config: AgentConfig, error: zmq.ZMQError) -> str:
             f"{where}: the port is in use. Set control_port to a free one (rank r takes control_port plus r)."
         )
     if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
-        return f"{where}: that is no address of this machine. Set control_host to one of its own."
+        return (
+            f"{where}: that is no address of this machine. Set control_host to one of its own; for an engine "
+            f"on several machines leave it out, and set VLLM_HOST_IP on each."
+        )
     return f"{where}: {error}. Check control_host and control_port."

@@ -59,6 +59,7 @@ from kv_connector.protocol.peers import (
     HangUp,
     PeersAction,
     PeerTable,
+    Reconnect,
     Reply,
     SessionOver,
     SessionUp,
@@ -122,8 +123,8 @@ class Outgoing:
     peer: PeerId
     opened: float
     last_signal: int = 0  # the highest value that a layer of it waits for
-    step: int = -1  # the signal base of the last step's pages, and how many of them each layer has
-    step_pages: dict[int, int] = field(default_factory=dict)
+    step: int = -1  # the signal base of the last step's pages
+    step_pages: dict[tuple[int, int], int] = field(default_factory=dict)  # of a signal value and its layer
     layers: set[int] = field(default_factory=set)
     at_prefill_end: TransferProgress | None = None
     done: list[Callable[[], None]] = field(default_factory=list)  # to be called at its end
@@ -163,6 +164,8 @@ class Effects:
         self._signal = signal
         self.regions = tuple(regions)
         self._layout = layout
+        self._positions: Sequence[int] = range(1, len(layout.layers) + 1)  # in the signal's order, by ordinal
+        self._ordered_since = 0
         self._control = control
         self._ledger = ledger
         self._actions: deque[Action] = deque()
@@ -226,6 +229,12 @@ class Effects:
         if now >= self._next_look:
             self._next_look = now + _SLOW_S / 2
             self._report_slow(now)
+
+    def order_layers(self, signal_base: int, ordinals: Sequence[int]) -> None:
+        """From the step of ``signal_base`` on the signal counts the layers in this order. Before the pages of
+        that step are named."""
+        self._ordered_since = signal_base
+        self._positions = [ordinals.index(ordinal) + 1 for ordinal in range(len(ordinals))]
 
     def under_way(self) -> list[UnderWay]:
         """All transfers that are not over. Any thread may call it."""
@@ -306,6 +315,8 @@ class Effects:
                 return self.peers.dial(now, address)
             case Connect(peer, address, name):
                 return self._connect(now, action)
+            case Reconnect(peer, address):
+                return self.peers.reconnected(now, peer, self._control.dial(address))
             case Accept():
                 return self._accept(now, action)
             case Complete(peer, name, lane, answer):
@@ -350,7 +361,7 @@ class Effects:
                 # Whatever it has begun, D shall not wait for it.
                 fail = Fail(transfer_id, attempt, FailCode.WRITE_ERROR, clip(reason), quiesced=False)
                 return [Send(peer, fail)]
-            case Connect(peer) | Complete(peer):
+            case Connect(peer) | Reconnect(peer) | Complete(peer):
                 return self.peers.dial_error(now, peer, reason)
             case Accept(peer):
                 return self.peers.refused(now, peer, NakReason.NO_LANE, reason)
@@ -470,7 +481,7 @@ class Effects:
         for run in link.plan.runs(pages.group):
             layers = [
                 ArmedLayer(
-                    signal_value=push.signal_base + layer.ordinal + 1,
+                    signal_value=self._signal_value(push.signal_base, layer.ordinal),
                     source_offset=layer.source_offset,
                     target_offset=layer.target_offset,
                     immediate=push.immediates[layer.ordinal],
@@ -485,12 +496,17 @@ class Effects:
                 target_pages=Pages(pages.target, run.target_stride),
             )
             self._engine.arm(outgoing.number, self._signal, write, layers)
-            for layer in run.layers:
+            for layer, armed in zip(run.layers, layers, strict=True):
                 outgoing.layers.add(layer.ordinal)
-                outgoing.step_pages[layer.ordinal] = outgoing.step_pages.get(layer.ordinal, 0) + len(
-                    pages.source
-                )
-            outgoing.last_signal = max(outgoing.last_signal, push.signal_base + run.layers[-1].ordinal + 1)
+                when = armed.signal_value, layer.ordinal
+                outgoing.step_pages[when] = outgoing.step_pages.get(when, 0) + len(pages.source)
+                outgoing.last_signal = max(outgoing.last_signal, armed.signal_value)
+
+    def _signal_value(self, signal_base: int, ordinal: int) -> int:
+        """From which the layer's pages of that step are valid. For a step before the last change of order,
+        whose signal may still be on its way, that is the step's end."""
+        known = signal_base >= self._ordered_since
+        return signal_base + (self._positions[ordinal] if known else len(self._positions))
 
     def _open_counters(self, peer: PeerId, request_id: str, targets: tuple[int, ...]) -> Sequence[int]:
         raiser = self._links[peer].engine_peer
@@ -604,9 +620,9 @@ def _before_end(outgoing: Outgoing, event: Event) -> tuple[int, int, int]:
         return 0, 0, 0
     missing = event.pages - then.pages_done
     late = set()
-    for ordinal in sorted(outgoing.step_pages, reverse=True):
+    for (_, ordinal), pages in sorted(outgoing.step_pages.items(), reverse=True):
         if missing <= 0:
             break
-        missing -= outgoing.step_pages[ordinal]
+        missing -= pages
         late.add(ordinal)
     return then.pages_done, then.bytes_done, len(outgoing.layers - late)

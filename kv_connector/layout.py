@@ -28,7 +28,7 @@ class LayerLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KvLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All pages of one rank. ``layers`` is in the order of the forward pass; its index is the ordinal."""
+    """All pages of one rank. ``layers`` is in an order that both ends agree on; its index is the ordinal."""
 
     num_blocks: int
     groups: tuple[GroupLayout, ...]

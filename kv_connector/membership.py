@@ -13,7 +13,7 @@ import msgspec
 
 from kv_connector.cluster_key import ClusterKey
 from kv_connector.control import Codec, MessageSockets
-from kv_connector.protocol.messages import Id, MalformedMessage, Message, Natural, Role
+from kv_connector.protocol.messages import Host, Id, MalformedMessage, Message, Natural, Port, Role
 
 # Seconds between two REGISTERs of an engine. A router calls one silent after three of them.
 HEARTBEAT_S = 1.0
@@ -21,8 +21,6 @@ HEARTBEAT_S = 1.0
 _MAX_BYTES = 16 << 10
 
 Url = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
-Host = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
-Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
 class Register(Message, frozen=True, tag="register"):

@@ -20,16 +20,24 @@ _ADVICE = {
     "pipeline_parallel": "start both engines with the same --pipeline-parallel-size",
 }
 
+# Fields that differ where another one does: that one is to be named, and this one's advice would mislead.
+_FOLLOWS = {"page_bytes": "tensor_parallel"}
+
 _SHOWN = 4  # entries of a list that are worth showing: beyond it, only the first difference is
 
 
 def incompatibility(prefill: Compatibility, decode: Compatibility) -> str | None:
     """One sentence for each field that differs, or None if none does."""
-    problems = []
-    for field in Compatibility.__struct_fields__:
-        ours, theirs = getattr(prefill, field), getattr(decode, field)
-        if ours != theirs:
-            problems.append(_difference(field, ours, theirs) + f": {_ADVICE[field]}")
+    different = {
+        field: (getattr(prefill, field), getattr(decode, field))
+        for field in Compatibility.__struct_fields__
+        if getattr(prefill, field) != getattr(decode, field)
+    }
+    problems = [
+        f"{_difference(field, *values)}: {_ADVICE[field]}"
+        for field, values in different.items()
+        if _FOLLOWS.get(field) not in different
+    ]
     return "; ".join(problems) or None
 
 

@@ -3,9 +3,9 @@
 Every message is one ZMQ frame. ``decode`` either returns a valid message or raises ``MalformedMessage``; it
 never allocates more than the frame's own size allows. Pages never travel here.
 
-Who speaks: decode (D) dials prefill (P). D sends HELLO, RESERVE, CANCEL, RELEASE; P answers HELLO_ACK or
-HELLO_NAK, FAIL, CANCEL_ACK. D sends PING, P answers PONG: either proves the other alive. Both may send BYE.
-There is no completion message: D counts immediates.
+Who speaks: decode (D) dials prefill (P). D sends HELLO, RESERVE, CANCEL, RELEASE; P answers HELLO_ACK,
+HELLO_NAK or REDIRECT, FAIL, CANCEL_ACK. D sends PING, P answers PONG: either proves the other alive. Both may
+send BYE. There is no completion message: D counts immediates.
 
 A session is one connection with one HELLO: what arrives over another connection, or after BYE, belongs to no
 session and is answered by BYE.
@@ -21,7 +21,7 @@ import msgspec
 
 from kv_connector.layout import KvLayout
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 # A RESERVE of 1 M tokens at block size 16 is 65,536 block ids of at most 5 bytes, times 8 groups: 2.6 MB.
 MAX_MESSAGE_BYTES = 4 << 20
@@ -35,6 +35,8 @@ Id = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID)]
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 UInt32 = Annotated[int, msgspec.Meta(ge=0, le=0xFFFFFFFF)]
 Natural = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
+Host = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
+Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 Blob = Annotated[bytes, msgspec.Meta(max_length=64 << 10)]
 
 
@@ -111,6 +113,13 @@ class HelloNak(Message, frozen=True, tag="hello_nak"):
 
     reason: NakReason
     message: Text
+
+
+class Redirect(Message, frozen=True, tag="redirect"):
+    """P's answer to a HELLO of another rank than its own: where the worker of that rank listens."""
+
+    host: Host
+    port: Port
 
 
 class GroupTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -199,7 +208,9 @@ class Bye(Message, frozen=True, tag="bye"):
     reason: Text = ""
 
 
-AnyMessage = Hello | HelloAck | HelloNak | Reserve | Fail | Cancel | CancelAck | Release | Ping | Pong | Bye
+AnyMessage = (
+    Hello | HelloAck | HelloNak | Redirect | Reserve | Fail | Cancel | CancelAck | Release | Ping | Pong | Bye
+)
 
 
 def clip(text: str) -> str:

@@ -1,16 +1,18 @@
 """Membership, sans-IO: who is there, since when, and whether they still are.
 
 A session is one control connection with one HELLO. D dials an address, says HELLO, and P answers HELLO_ACK or
-HELLO_NAK. D pings, P answers; silence makes a peer SUSPECT, then DEAD. A session ends once, by BYE, by
-death, by a message that breaks the protocol, or because the same engine came back; what follows it is a new
-session with a new PeerId. Whoever ends a session fences the peer: ``SessionOver`` asks for that.
+HELLO_NAK. Requests name the address of P's rank 0: D's other ranks dial it, too, and REDIRECT tells each of
+them where the one of its own rank listens. D pings, P answers; silence makes a peer SUSPECT, then DEAD. A
+session ends once, by BYE, by death, by a message that breaks the protocol, or because the same engine came
+back; what follows it is a new session with a new PeerId. Whoever ends a session fences the peer:
+``SessionOver`` asks for that.
 """
 
 from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from kv_connector.layout import KvLayout
@@ -30,6 +32,7 @@ from kv_connector.protocol.messages import (
     NakReason,
     Ping,
     Pong,
+    Redirect,
     Release,
     Reserve,
     Role,
@@ -86,6 +89,15 @@ class Connect:
     peer: PeerId
     address: Address
     name: str
+
+
+@dataclass(frozen=True)
+class Reconnect:
+    """Open a control connection to another address for the same offer: ``reconnected`` or ``dial_error``
+    answers."""
+
+    peer: PeerId
+    address: Address
 
 
 @dataclass(frozen=True)
@@ -164,6 +176,7 @@ class Deliver:
 
 PeersAction = (
     Connect
+    | Reconnect
     | Accept
     | Complete
     | Reply
@@ -184,6 +197,7 @@ class _Peer:
     role: Role
     last_seen: float
     address: Address | None = None  # what we dialled
+    at: Address | None = None  # where the peer turned out to listen
     source: Source | None = None
     state: PeerState = PeerState.CONNECTING
     engine: tuple[str, int] | None = None  # engine id and rank, once known
@@ -212,6 +226,7 @@ class PeerTable:
         self._by_engine: dict[tuple[str, int], PeerId] = {}  # peers that dialled us
         self._waiting: dict[Address, tuple[str, ...]] = {}
         self._naks: dict[str, str] = {}  # by peer, what was logged last: a refusal repeats with each request
+        self._ranks: tuple[Address, ...] = ()
         self._timers: Timers[PeerId] = Timers()
         self._redial: Timers[Address] = Timers()  # of sessions that ended while requests wait for them
         self._next_peer = 1
@@ -233,6 +248,10 @@ class PeerTable:
         known = self._peers.get(peer)
         return None if known is None else known.source
 
+    def set_ranks(self, addresses: Sequence[Address]) -> None:
+        """Where each rank of this engine listens."""
+        self._ranks = tuple(addresses)
+
     def next_deadline(self) -> float | None:
         """When tick() is due, if nothing happens before."""
         deadlines = [timers.next() for timers in (self._timers, self._redial)]
@@ -247,7 +266,7 @@ class PeerTable:
         if self._away:
             return [DialFailed(address, f"this engine {self._away}")]
         peer = self._add(now, str(address), Role.PREFILL)
-        peer.address = address
+        peer.address = peer.at = address
         peer.give_up = now + self._timeouts.connect
         self._by_address[address] = peer.peer
         return [Connect(peer.peer, address, peer.name)]
@@ -255,8 +274,6 @@ class PeerTable:
     def offered(self, now: float, peer_id: PeerId, source: Source, offer: bytes) -> list[PeersAction]:
         """The connection and the engine's offer are there: say HELLO."""
         peer = self._peers[peer_id]
-        peer.source = source
-        self._by_source[source] = peer_id
         us = self._identity
         peer.hello = Hello(
             engine_id=us.engine_id,
@@ -269,8 +286,11 @@ class PeerTable:
             regions=us.regions,
             offer=offer,
         )
-        peer.backoff = self._timeouts.handshake
-        return self._say_hello(now, peer)
+        return self._introduce(now, peer, source)
+
+    def reconnected(self, now: float, peer_id: PeerId, source: Source) -> list[PeersAction]:
+        """The connection to where REDIRECT pointed is there: say the same HELLO."""
+        return self._introduce(now, self._peers[peer_id], source)
 
     def dial_error(self, now: float, peer_id: PeerId, reason: str) -> list[PeersAction]:
         """Our own side could not connect, or the engine did not take P's answer."""
@@ -279,8 +299,8 @@ class PeerTable:
     def completed(self, now: float, peer_id: PeerId) -> list[PeersAction]:
         """The engine took P's answer: P can write."""
         peer = self._peers[peer_id]
-        assert peer.address is not None
-        self._naks.pop(str(peer.address), None)
+        for address in (peer.address, peer.at):
+            self._naks.pop(str(address), None)
         return self._up(now, peer)
 
     def set_waiting(self, now: float, waiting: Collection[tuple[str, Address]]) -> list[PeersAction]:
@@ -451,6 +471,12 @@ class PeerTable:
         text = f"UP: {peer.role.value} peer {peer.name}, lane {peer.lane}"
         return [Log(logging.INFO, text), SessionUp(peer.peer, peer.address)]
 
+    def _introduce(self, now: float, peer: _Peer, source: Source) -> list[PeersAction]:
+        peer.source = source
+        self._by_source[source] = peer.peer
+        peer.backoff = self._timeouts.handshake
+        return self._say_hello(now, peer)
+
     def _say_hello(self, now: float, peer: _Peer) -> list[PeersAction]:
         assert peer.source is not None
         assert peer.hello is not None
@@ -464,7 +490,7 @@ class PeerTable:
             return self._say_hello(now, peer)
         text = (
             f"no answer to HELLO within {self._timeouts.connect:g} s: "
-            f"is a prefill engine's agent listening at {peer.address}, with the same cluster key?"
+            f"is a prefill engine's agent listening at {peer.at}, with the same cluster key?"
         )
         return self.drop(now, peer.peer, text)
 
@@ -512,7 +538,7 @@ class PeerTable:
             if peer.state is PeerState.CONNECTING and not peer.engine:
                 peer.engine = (message.engine_id, message.rank)
                 peer.incarnation = message.incarnation
-                peer.name = f"{message.engine_id}/{message.rank} at {peer.address}"
+                peer.name = f"{message.engine_id}/{message.rank} at {peer.at}"
                 peer.lane = message.lane
                 return [Complete(peer.peer, peer.name, peer.lane, message.answer)]
             if message.incarnation != peer.incarnation:
@@ -520,6 +546,8 @@ class PeerTable:
             return []  # the answer to a repeated HELLO
         if isinstance(message, HelloNak):
             return self._nak_received(peer, message)
+        if isinstance(message, Redirect):
+            return self._redirected(now, peer, Address(message.host, message.port))
         if peer.state is PeerState.CONNECTING:
             return []
         if isinstance(message, Fail | CancelAck):
@@ -543,11 +571,23 @@ class PeerTable:
         source = peer.source
         return [*self.drop(now, peer.peer, text), Distrust(source, text)]
 
+    def _redirected(self, now: float, peer: _Peer, address: Address) -> list[PeersAction]:
+        if peer.engine is not None or peer.at != peer.address:
+            reason = (
+                f"{peer.address} led to {peer.at}, and that leads to {address}: is the engine restarting?"
+            )
+            return self.drop(now, peer.peer, reason)
+        assert peer.source is not None
+        hang_up = HangUp(peer.source)
+        del self._by_source[peer.source]
+        peer.source, peer.at, peer.name = None, address, str(address)
+        return [hang_up, Reconnect(peer.peer, address)]
+
     def _nak_received(self, peer: _Peer, message: HelloNak) -> list[PeersAction]:
         assert peer.address is not None
         reason = f"{message.reason.value}: {message.message}"
-        log = self._log_nak(logging.ERROR, "from", str(peer.address), reason)
-        return [*log, *self._forget(peer, f"{peer.address} refused: {reason}")]
+        log = self._log_nak(logging.ERROR, "from", str(peer.at), reason)
+        return [*log, *self._forget(peer, f"{peer.at} refused: {reason}")]
 
     def _nak(self, source: Source, name: str, reason: NakReason, text: str) -> list[PeersAction]:
         log = self._log_nak(logging.WARNING, "to", f"decode peer {name}", f"{reason.value}: {text}")
@@ -574,6 +614,11 @@ class PeerTable:
         refusal = self._refusal(hello)
         if refusal is not None:
             return self._nak(source, name, *refusal)
+        if hello.rank != self._identity.rank:
+            if hello.rank >= len(self._ranks):
+                return []  # we are starting, and will know it when D asks again
+            theirs = self._ranks[hello.rank]
+            return [Reply(source, Redirect(theirs.host, theirs.port))]
         actions: list[PeersAction] = []
         if known is not None:
             back = "restarted" if known.incarnation != hello.incarnation else "dialled again"
@@ -599,10 +644,7 @@ class PeerTable:
             if problem is None:
                 return NakReason.PROTOCOL, "the digest does not belong to the fields of the HELLO"
             return NakReason.INCOMPATIBLE, problem
-        if hello.rank != us.rank:
-            text = (
-                f"decode rank {hello.rank} dialled prefill rank {us.rank}: "
-                f"rank r of the prefill engine listens at the port of rank 0 plus r"
-            )
-            return NakReason.INCOMPATIBLE, text
+        ranks = us.compatibility.tensor_parallel
+        if hello.rank >= ranks:
+            return NakReason.PROTOCOL, f"there is no rank {hello.rank} among {ranks}, counted from 0"
         return None

@@ -51,7 +51,7 @@ class GroupPages:
 
 @dataclass(frozen=True)
 class ComputedPages:
-    """Pages that become valid in one step: layer k's once the signal reaches ``signal_base + k + 1``.
+    """Pages that become valid in one step: as the signal goes from ``signal_base`` up, one value a layer.
 
     ``groups`` has one entry per KV group. The blocks must keep their contents until the request is reported
     as sent or preempted; repeating pages is fine.

@@ -185,7 +185,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         self._address = agent.start()
         self._reporter = AgentReporter(agent, rank)
         self.worker = WorkerSide(
-            agent, tuple(layer.name for layer in layout.layers), rank, signal_writer(agent.signal)
+            agent, tuple(layer.name for layer in layout.layers), signal_writer(agent.signal)
         )
         if device.type == "cuda":
             replace_idle_pause(self.worker.pause)
@@ -287,7 +287,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
                 "vLLM's MultiConnector gives all its connectors the handshake metadata of the first that has "
                 f"any, and that is another's ({type(ours).__name__}): put WriteImmConnector first."
             )
-        self._scheduler.prefill.address = ours.address
+        self._scheduler.set_addresses(tuple(metadata[0, rank].address for rank in range(len(metadata))))
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """All groups: vLLM must not zero any block that a peer may be writing."""

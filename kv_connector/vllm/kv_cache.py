@@ -26,7 +26,7 @@ def kv_layout(kv_cache_config: Any, tensors: Mapping[str, Any]) -> tuple[KvLayou
         for group, spec in enumerate(kv_cache_config.kv_cache_groups)
         for name in spec.layer_names
     ]
-    # By layer index: the order of the forward pass, in which the hooks are called.
+    # The same on both sides; in a model without a drafter, about the order of the forward pass.
     order.sort(key=lambda layer: (_layer_index(layer[0]), layer[0]))
     places = _places(kv_cache_config.kv_cache_tensors)
     storages = [tensors[name].untyped_storage() for name, _ in order]

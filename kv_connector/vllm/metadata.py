@@ -1,6 +1,6 @@
 """What the two halves of the connector tell each other, once per engine step. Pickled by vLLM.
 
-Addresses are those of a peer engine's rank 0: each worker adds its own rank to the port.
+A peer's address is that of its rank 0, which tells each worker where the one of its own rank listens.
 """
 
 from __future__ import annotations
@@ -49,7 +49,14 @@ class FailLoad:
     request_id: str
 
 
-Command = PrefillRequest | FinishPrefill | DecodeRequest | Cancel | Release | FailLoad
+@dataclass(frozen=True)
+class RankAddresses:
+    """Where each worker of this engine listens."""
+
+    addresses: tuple[Address, ...]
+
+
+Command = RankAddresses | PrefillRequest | FinishPrefill | DecodeRequest | Cancel | Release | FailLoad
 
 
 @dataclass(frozen=True)

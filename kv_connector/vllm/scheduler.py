@@ -25,6 +25,7 @@ from kv_connector.vllm.metadata import (
     FailLoad,
     FinishPrefill,
     NewPages,
+    RankAddresses,
     Release,
     StepMetadata,
 )
@@ -385,6 +386,13 @@ class SchedulerSide:
         self._commands: list[Command] = []
         self.prefill = PrefillScheduler(engine_id, block_sizes, self._commands)
         self.decode = DecodeScheduler(block_sizes, self._commands)
+
+    def set_addresses(self, addresses: tuple[Address, ...]) -> None:
+        """Where each rank's worker listens. They tell each other's peers: the address of rank 0 is all that
+        routers know."""
+        self.prefill.address = addresses[0]
+        if len(addresses) > 1:
+            self._commands.append(RankAddresses(addresses))
 
     def on_new_request(self, request: Request) -> None:
         params = request.kv_transfer_params or {}

@@ -32,7 +32,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     else this host's own; without one 127.0.0.1.
     """
     control_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 5600
-    """Port of rank 0 of data-parallel rank 0; the others follow. 0: any free port (one rank only)."""
+    """Port of rank 0 of data-parallel rank 0; the others follow. 0: any free port."""
     control_key_file: str | None = None
     """The cluster key: who does not have it is not listened to. Default: what the environment names."""
     allow_unauthenticated: bool = False
@@ -124,11 +124,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def port(self, *, data_parallel_index: int, ranks: int, rank: int) -> int:
         """The control port of one rank of one data-parallel engine of ``ranks`` ranks."""
         if self.control_port == 0:
-            if ranks > 1:
-                raise SettingsError(
-                    f"kv_connector_extra_config: control_port 0 (any free port) works for one rank only, and "
-                    f"this engine has {ranks}: peers count rank ports up from the first. Name a port."
-                )
             return 0
         port = self.control_port + data_parallel_index * ranks + rank
         if port > 65535:

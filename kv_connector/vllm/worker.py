@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from kv_connector.agent import Agent
 from kv_connector.engine import LayerSignal, StreamSignal
-from kv_connector.protocol.actions import Address
 from kv_connector.protocol.decode import DecodeRequest
 from kv_connector.protocol.prefill import ComputedPages, PrefillRequest
 from kv_connector.vllm.compat import KVConnectorTransferResults
@@ -23,6 +21,7 @@ from kv_connector.vllm.metadata import (
     FailLoad,
     FinishPrefill,
     NewPages,
+    RankAddresses,
     Release,
     Reserved,
     StepMetadata,
@@ -47,9 +46,11 @@ is under way by then, and the one after it is the first that can be another."""
 class LayerProgress:
     """Tells the engine's LayerSignal how far the forward pass has come.
 
-    The signal only grows: step s of an engine with L layers takes the values s*L+1 to s*L+L, layer k is
-    computed once the signal is s*L+k+1. Layers whose hook does not come in forward order (or at all) count as
-    computed at the end of the step.
+    The signal only grows: step s of an engine with L layers takes the values s*L+1 to s*L+L, and reaches
+    s*L+k once the first k layers of ``order`` are computed. Names do not say in which order layers are
+    computed (a drafter's come after the model's), or which have no hook (an indexer's cache). So the order is
+    that of the last step's hooks, and layers whose hooks did not come are behind them. A step that goes
+    another way is late, never early: no layer is signalled before its hook, or the end of the step.
     """
 
     def __init__(self, layer_names: tuple[str, ...], store: Callable[[int], None]) -> None:
@@ -57,27 +58,43 @@ class LayerProgress:
         self._store = store
         self._steps = 0
         self._done = len(layer_names)
+        self._hooked: dict[int, None] = {}  # the ordinals of this step's hooks, in their order
         self._before_last: Callable[[], None] = lambda: None
         self.base = 0
+        self.order = tuple(range(len(layer_names)))
+        """The layers' ordinals, as this step's signal counts them."""
 
-    def begin_step(self, before_last: Callable[[], None]) -> None:
-        """``before_last`` is called once, just before the step's last layer is signalled."""
+    def begin_step(self, before_last: Callable[[], None]) -> bool:
+        """Whether ``order`` is another from this step on. ``before_last`` is called once, just before the
+        step's last layer is signalled."""
+        came = tuple(self._hooked)
+        changed = came != self.order[: len(came)]
+        if changed:
+            self.order = came + tuple(ordinal for ordinal in self.order if ordinal not in self._hooked)
         self.base = self._steps * len(self._ordinals)
         self._steps += 1
         self._done = 0
+        self._hooked = {}
         self._before_last = before_last
+        return changed
 
     def layer_computed(self, name: str) -> None:
-        if self._ordinals.get(name) == self._done:
-            self._advance(self._done + 1)
+        ordinal = self._ordinals.get(name)
+        if ordinal is None or self._done == len(self.order):
+            return
+        self._hooked[ordinal] = None
+        done = self._done
+        while done < len(self.order) and self.order[done] in self._hooked:
+            done += 1
+        if done > self._done:
+            self._advance(done)
 
     def end_step(self) -> None:
-        self._advance(len(self._ordinals))
+        if self._done < len(self.order):
+            self._advance(len(self.order))
 
     def _advance(self, done: int) -> None:
-        if self._done == len(self._ordinals):
-            return
-        if done == len(self._ordinals):
+        if done == len(self.order):
             self._before_last()
         self._done = done
         self._store(self.base + done)
@@ -100,13 +117,9 @@ def signal_writer(signal: LayerSignal) -> Callable[[int], None]:
 class WorkerSide:
     """One rank's Agent, driven by the connector's hooks."""
 
-    def __init__(
-        self, agent: Agent, layer_names: tuple[str, ...], rank: int, signal: Callable[[int], None]
-    ) -> None:
-        """``agent`` is started; ``rank`` is added to the ports of peers, which name their rank 0. ``signal``
-        writes agent.signal, in the order of the forward pass."""
+    def __init__(self, agent: Agent, layer_names: tuple[str, ...], signal: Callable[[int], None]) -> None:
+        """``agent`` is started; ``signal`` writes agent.signal, in the order of the forward pass."""
         self.agent = agent
-        self._rank = rank
         self._progress = LayerProgress(layer_names, signal)
         self._patient = not isinstance(agent.signal, StreamSignal)
         # Finished by the scheduler: only these may be reported sent, and only then vLLM expects it.
@@ -131,12 +144,12 @@ class WorkerSide:
                 logger.exception("cannot execute %r", command)
                 self._give_up(command)
         if metadata.waiting is not None:
-            waiting = [(transfer_id, self._on_my_rank(peer)) for transfer_id, peer in metadata.waiting]
-            for peer in {peer for _, peer in waiting}:
+            for peer in {peer for _, peer in metadata.waiting}:
                 self.agent.dial(peer)
-            self.agent.set_waiting(waiting)
+            self.agent.set_waiting(metadata.waiting)
         ending = [pages.transfer_id for pages in metadata.new_pages if pages.last]
-        self._progress.begin_step(lambda: self.agent.note_prefill_end(ending) if ending else None)
+        if self._progress.begin_step(lambda: self.agent.note_prefill_end(ending) if ending else None):
+            self.agent.order_layers(self._progress.base, self._progress.order)
         for pages in metadata.new_pages:
             self._computed(pages)
         self._computes = metadata.computes
@@ -180,17 +193,19 @@ class WorkerSide:
 
     def _execute(self, command: Command) -> None:
         match command:
+            case RankAddresses():
+                self.agent.set_ranks(command.addresses)
             case PrefillRequest():
                 self.agent.expect(command)
             case FinishPrefill():
                 self._finished.add(command.request_id)
                 self.agent.finished(command.transfer_id, command.ok, command.reason)
             case DecodeRequest():
-                self.agent.reserve(replace(command, peer=self._on_my_rank(command.peer)))
+                self.agent.reserve(command)
             case Cancel():
                 self.agent.cancel(command.request_id)
             case Release():
-                self.agent.release(command.transfer_id, self._on_my_rank(command.peer))
+                self.agent.release(command.transfer_id, command.peer)
             case FailLoad():
                 self._failed_here.add(command.request_id)
 
@@ -207,6 +222,3 @@ class WorkerSide:
             self.agent.computed(ComputedPages(pages.transfer_id, self._progress.base, pages.groups))
         except Exception:
             logger.exception("transfer %s: pages are lost", pages.transfer_id)
-
-    def _on_my_rank(self, peer: Address) -> Address:
-        return Address(peer.host, peer.port + self._rank)

@@ -59,6 +59,7 @@ def protocol_messages() -> list[AnyMessage]:
         ),
         messages.HelloAck("p", "2", Role.PREFILL, 0, "tcp", b"answer" * 20),
         messages.HelloNak(messages.NakReason.INCOMPATIBLE, "block sizes differ"),
+        messages.Redirect("10.0.0.2", 5601),
         reserve(),
         reserve(blocks=range(300), tokens=300 * 16, more=((1, 2, 3),)),
         messages.Fail("t", 1, messages.FailCode.WRITE_ERROR, "broken", False),

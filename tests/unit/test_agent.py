@@ -8,7 +8,7 @@ import logging
 import random
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from agent_setup import IMPATIENT, LIVELY, TIMES, Side, Stage, stage, until
 from protocol_setup import PAGE, compatibility, layout
 
 from kv_connector.agent import Agent, AgentConfig, AgentError, MemoryRange
-from kv_connector.engine import ErrorCode, TransferError
+from kv_connector.engine import ArmedLayer, ErrorCode, LayerSignal, PagedWrite, TransferError
 from kv_connector.protocol.actions import Address, Outcome
 from kv_connector.protocol.messages import Release, Role, encode
 from kv_connector.protocol.peers import PeerState
@@ -108,6 +108,50 @@ def test_layers_leave_as_they_are_signalled(pair: tuple[Side, Side]) -> None:
     stats = prefill.agent.stats()
     assert (stats.pages_before_prefill_end, stats.layers_before_prefill_end) == (3, 1)
     assert stats.bytes_before_prefill_end == 3 * PAGE
+
+
+def test_layers_leave_in_the_order_in_which_they_are_computed(pair: tuple[Side, Side]) -> None:
+    prefill, decode = pair
+    prefill.pages[:] = 7
+    prefill.expect()
+    decode.reserve(prefill.address)
+    prefill.agent.order_layers(0, (1, 0))
+    prefill.compute(SOURCE, forward=False)
+    until(lambda: prefill.agent.live().engine_transfers == 1)
+    prefill.agent.signal.store(1)
+    until(lambda: prefill.agent._engine.stats().pages_written == 3)
+    assert (decode.pages[1, 11:14] == 7).all()
+    assert not decode.pages[0].any()  # it comes last
+    prefill.agent.note_prefill_end(["t"])
+    prefill.agent.signal.store(2)
+    prefill.agent.finished("t", True, "")
+    decode.wait(received=["d-t"])
+    prefill.wait(sent=["p-t"])
+    assert prefill.agent.stats().layers_before_prefill_end == 1
+
+
+def test_pages_of_a_step_before_the_order_changed_wait_for_its_end(pair: tuple[Side, Side]) -> None:
+    """Of a GPU's steps several may be under way: what the signal says of an earlier one goes by an order that
+    nobody remembers."""
+    prefill, decode = pair
+    engine, values = prefill.agent._engine, []
+    arm = engine.arm
+
+    def recording(number: int, signal: LayerSignal, write: PagedWrite, layers: Sequence[ArmedLayer]) -> None:
+        values.append([layer.signal_value for layer in layers])
+        arm(number, signal, write, layers)
+
+    engine.arm = recording  # type: ignore[method-assign]
+    prefill.expect()
+    prefill.compute((1, 2), forward=False)
+    prefill.agent.order_layers(2, (1, 0))
+    prefill.compute((3,), first=2, forward=False)
+    decode.reserve(prefill.address)
+    prefill.agent.finished("t", True, "")
+    prefill.agent.signal.store(4)
+    decode.wait(received=["d-t"])
+    prefill.wait(sent=["p-t"])
+    assert values == [[2, 2], [4, 3]]
 
 
 def test_the_prompt_may_be_computed_before_decode_asks(pair: tuple[Side, Side]) -> None:
@@ -542,6 +586,46 @@ def test_a_restarted_decode_engine_replaces_its_old_self(
     assert prefill.agent.live().peers == 1
 
 
+def test_ranks_on_several_hosts_find_each_other(sim: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kv_connector")
+    two = compatibility(tensor_parallel=2)
+    prefill, decode = (
+        [sim.side(role, host=f"127.0.0.{rank + 1}", compatible=two, rank=rank) for rank in range(2)]
+        for role in (Role.PREFILL, Role.DECODE)
+    )
+    engine = prefill[0].address  # all that requests say
+    for p in prefill:
+        p.agent.set_ranks([p.address for p in prefill])
+        p.expect()
+    for d in decode:
+        d.reserve(engine)
+    for rank, (p, d) in enumerate(zip(prefill, decode, strict=True)):
+        p.pages[:] = rank + 1
+        p.compute(SOURCE, forward=False)
+        p.agent.signal.store(2)
+        p.agent.finished("t", True, "")
+        d.wait(received=["d-t"])
+        p.wait(sent=["p-t"])
+        assert d.failed == []
+        assert (d.pages[:, 11:14] == rank + 1).all()
+        assert f"UP: prefill peer prefill/{rank} at {p.address}, lane sim" in caplog.text
+        assert p.agent.live().peers == 1
+
+
+def test_every_rank_of_another_topology_is_refused_at_once(
+    sim: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    patient = replace(TIMES, connect=1000.0, transfer=1000.0)
+    prefill, two = sim.side(Role.PREFILL), compatibility(tensor_parallel=2)
+    for rank in range(2):
+        decode = sim.side(Role.DECODE, compatible=two, rank=rank, timeouts=patient)
+        decode.reserve(prefill.address)
+        decode.wait(received=["d-t"])
+        assert decode.failed == ["d-t"]
+    reason = "tensor_parallel: prefill has 1, decode has 2: start both engines with the same"
+    assert caplog.text.count(f"NAK from {prefill.address}: incompatible: {reason}") == 2
+
+
 def test_an_address_where_nobody_listens_fails_the_request(
     sim: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -564,7 +648,7 @@ def test_an_address_where_nobody_listens_fails_the_request(
             "incompatible: block_sizes: prefill has (16,), decode has (32,): start both engines",
         ),
         ({"pages": layout(groups=(3,))}, "incompatible: layers: prefill has 2, decode has 3"),
-        ({"rank": 1}, "incompatible: decode rank 1 dialled prefill rank 0"),
+        ({"rank": 1}, "protocol: there is no rank 1 among 1"),
     ],
     ids=["block size", "layout", "rank"],
 )

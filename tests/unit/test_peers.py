@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from protocol_setup import P_ADDRESS, compatibility, every, layout, only, reserve
 
-from kv_connector.protocol.actions import Log
+from kv_connector.protocol.actions import Address, Log
 from kv_connector.protocol.messages import (
     MAX_WAITING,
     Bye,
@@ -23,6 +23,7 @@ from kv_connector.protocol.messages import (
     NakReason,
     Ping,
     Pong,
+    Redirect,
     Release,
     Role,
 )
@@ -38,6 +39,7 @@ from kv_connector.protocol.peers import (
     PeersAction,
     PeerState,
     PeerTable,
+    Reconnect,
     Reply,
     SessionOver,
     SessionUp,
@@ -223,10 +225,22 @@ def test_an_engine_of_both_roles_dials_and_is_dialled() -> None:
     assert [info.role for info in one.peers()] == [Role.PREFILL, Role.DECODE]
 
 
-def test_another_rank_is_refused(prefill: PeerTable) -> None:
+def test_every_rank_of_another_topology_is_refused_at_once_for_one_reason(prefill: PeerTable) -> None:
+    for rank in range(2):
+        halves = compatibility(tensor_parallel=2, page_bytes=(32, 32))
+        hello = dial(table("d0", Role.DECODE, rank=rank, compatibility=halves))
+        answer = nak(prefill.receive(0.0, CALLER, hello))
+        assert answer.reason is NakReason.INCOMPATIBLE
+        assert answer.message == (
+            "tensor_parallel: prefill has 1, decode has 2: "
+            "start both engines with the same --tensor-parallel-size"
+        )
+
+
+def test_a_rank_that_cannot_be_is_refused(prefill: PeerTable) -> None:
     answer = nak(prefill.receive(0.0, CALLER, dial(table("d0", Role.DECODE, rank=1))))
-    assert answer.reason is NakReason.INCOMPATIBLE
-    assert answer.message.startswith("decode rank 1 dialled prefill rank 0")
+    assert answer.reason is NakReason.PROTOCOL
+    assert answer.message == "there is no rank 1 among 1, counted from 0"
 
 
 def test_a_digest_that_lies_is_refused(prefill: PeerTable) -> None:
@@ -279,6 +293,95 @@ def test_an_engine_that_leaves_takes_nobody_new(decode: PeerTable, prefill: Peer
     assert only(decode_leaving.dial(0.0, P_ADDRESS), DialFailed).address == P_ADDRESS
 
 
+# --- Ranks
+
+ELSEWHERE = Address("10.0.0.2", 5601)  # P's rank 1
+
+
+def rank(engine: str, role: Role, number: int) -> PeerTable:
+    made = table(engine, role, rank=number, compatibility=compatibility(tensor_parallel=2))
+    if role is Role.PREFILL:
+        made.set_ranks((P_ADDRESS, ELSEWHERE))
+    return made
+
+
+def redirected(decode: PeerTable, hello: Hello) -> Hello:
+    """P's rank 0 sends D's rank 1 on; what that says there."""
+    told = only(rank("p0", Role.PREFILL, 0).receive(0.0, CALLER, hello), Reply).message
+    assert told == Redirect(ELSEWHERE.host, ELSEWHERE.port)
+    actions = decode.receive(0.0, DIALLED, told)
+    assert only(actions, HangUp).source == DIALLED
+    again = only(actions, Reconnect)
+    assert again.address == ELSEWHERE
+    said = only(decode.reconnected(0.0, again.peer, b"dialled 2"), Reply)
+    assert said.source == b"dialled 2"
+    assert isinstance(said.message, Hello)
+    return said.message
+
+
+def test_a_rank_is_told_by_rank_0_where_its_own_listens() -> None:
+    decode = rank("d0", Role.DECODE, 1)
+    hello = dial(decode)
+    assert redirected(decode, hello) == hello  # the offer is the same one
+    _, ack = accept(rank("p0", Role.PREFILL, 1), hello)
+    complete = only(decode.receive(0.0, b"dialled 2", ack), Complete)
+    actions = decode.completed(0.0, complete.peer)
+    # Requests go on naming the address of rank 0.
+    assert only(actions, SessionUp).address == P_ADDRESS
+    assert only(actions, Log).text == f"UP: prefill peer p0/1 at {ELSEWHERE}, lane tcp"
+    assert decode.dial(0.0, P_ADDRESS) == []
+    decode.drop(0.0, complete.peer, "x")
+    assert not any((decode._by_source, decode._by_address))
+
+
+def test_rank_0_is_not_sent_anywhere() -> None:
+    up(rank("d0", Role.DECODE, 0), rank("p0", Role.PREFILL, 0))
+
+
+def test_a_rank_that_asks_while_the_engine_starts_asks_again() -> None:
+    starting = table("p0", Role.PREFILL, compatibility=compatibility(tensor_parallel=2))
+    decode = rank("d0", Role.DECODE, 1)
+    assert starting.receive(0.0, CALLER, dial(decode)) == []
+    starting.set_ranks((P_ADDRESS, ELSEWHERE))
+    again = only(decode.tick(1.0), Reply).message
+    assert only(starting.receive(1.0, CALLER, again), Reply).message == Redirect(
+        ELSEWHERE.host, ELSEWHERE.port
+    )
+    assert starting.peers() == ()
+
+
+def test_where_a_rank_does_not_listen_the_dial_fails_in_time() -> None:
+    decode = rank("d0", Role.DECODE, 1)
+    redirected(decode, dial(decode))
+    actions = decode.tick(TIMES.connect)
+    assert f"listening at {ELSEWHERE}, " in only(actions, DialFailed).reason
+    assert only(actions, DialFailed).address == P_ADDRESS
+    assert only(actions, HangUp).source == b"dialled 2"
+
+
+def test_a_connection_that_cannot_be_made_where_a_rank_listens_fails_the_dial() -> None:
+    decode = rank("d0", Role.DECODE, 1)
+    dial(decode)
+    again = only(decode.receive(0.0, DIALLED, Redirect("nowhere", 1)), Reconnect)
+    actions = decode.dial_error(0.0, again.peer, "no such host")
+    assert only(actions, DialFailed) == DialFailed(P_ADDRESS, "no such host")
+    assert decode.peers() == ()
+
+
+def test_ranks_are_not_sent_around() -> None:
+    decode = rank("d0", Role.DECODE, 1)
+    redirected(decode, dial(decode))
+    actions = decode.receive(0.0, b"dialled 2", Redirect("10.0.0.3", 5602))
+    assert only(actions, DialFailed).reason == (
+        f"{P_ADDRESS} led to {ELSEWHERE}, and that leads to 10.0.0.3:5602: is the engine restarting?"
+    )
+
+
+def test_a_session_is_not_sent_anywhere(decode: PeerTable, prefill: PeerTable) -> None:
+    p, _ = up(decode, prefill)
+    assert only(decode.receive(0.0, DIALLED, Redirect("10.0.0.2", 5601)), SessionOver).peer == p
+
+
 # --- Messages
 
 
@@ -296,7 +399,9 @@ def test_a_connection_without_a_session_is_told_so(prefill: PeerTable) -> None:
     assert prefill.receive(0.0, CALLER, Bye()) == []  # no answer to that, or it would never end
 
 
-@pytest.mark.parametrize("message", [HelloNak(NakReason.PROTOCOL, ""), Pong(1), CancelAck("t", 1, True)])
+@pytest.mark.parametrize(
+    "message", [HelloNak(NakReason.PROTOCOL, ""), Redirect("h", 1), Pong(1), CancelAck("t", 1, True)]
+)
 def test_decode_must_not_say_what_prefill_says(decode: PeerTable, prefill: PeerTable, message: Any) -> None:
     _, d = up(decode, prefill)
     actions = prefill.receive(0.0, CALLER, message)

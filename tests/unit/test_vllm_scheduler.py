@@ -13,9 +13,18 @@ from vllm_stage import ADDRESS, PARAMS_OF_D, PARAMS_OF_P, Stage, vllm_config
 
 from kv_connector.cluster.model import make_llama
 from kv_connector.prompt_hash import prompt_hash
+from kv_connector.protocol.actions import Address
 from kv_connector.protocol.decode import DecodeRequest
 from kv_connector.protocol.prefill import PrefillRequest
-from kv_connector.vllm.metadata import Cancel, FailLoad, FinishPrefill, Release, StepMetadata
+from kv_connector.vllm.metadata import (
+    Cancel,
+    FailLoad,
+    FinishPrefill,
+    RankAddress,
+    RankAddresses,
+    Release,
+    StepMetadata,
+)
 
 BLOCK = 32
 WINDOW = 64
@@ -589,6 +598,20 @@ def test_unusable_parameters_are_named_and_the_prompt_is_computed_alone(
     engine.update(output)
     engine.step()
     engine.assert_idle()
+
+
+def test_the_workers_are_told_of_each_other_before_any_request(prefill: Stage) -> None:
+    connector = prefill.scheduler.connector
+    assert connector is not None
+    assert not connector.has_pending_push_work(), "a single worker has nobody to hear of"
+    addresses = (ADDRESS, Address("10.0.0.2", 5601))
+    connector.set_xfer_handshake_metadata_pp_aware(
+        {(0, rank): RankAddress(addresses[rank]) for rank in (1, 0)}
+    )
+    assert connector.has_pending_push_work(), "or the engine would not step"
+    assert prefill.step().commands == (RankAddresses(addresses),)
+    assert not connector.has_pending_push_work()
+    assert prefill.side.prefill.address == ADDRESS, "what routers are told"
 
 
 def test_an_engine_may_play_both_roles(stage: MakeStage) -> None:

@@ -126,10 +126,11 @@ def test_each_rank_has_its_port() -> None:
     assert ports == list(range(5600, 5606))
 
 
-def test_a_port_of_the_kernels_choice_is_for_one_rank() -> None:
-    assert Settings(control_port=0).port(data_parallel_index=0, ranks=1, rank=0) == 0
-    with pytest.raises(SettingsError, match="works for one rank only"):
-        Settings(control_port=0).port(data_parallel_index=0, ranks=2, rank=0)
+def test_a_port_of_the_kernels_choice_is_one_for_each_rank() -> None:
+    assert [Settings(control_port=0).port(data_parallel_index=0, ranks=2, rank=rank) for rank in (0, 1)] == [
+        0,
+        0,
+    ]
 
 
 def test_a_port_beyond_the_last_is_refused() -> None:

@@ -3,6 +3,8 @@
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.decode import DecodeRequest
@@ -14,14 +16,14 @@ from kv_connector.vllm.metadata import (
     FailLoad,
     FinishPrefill,
     NewPages,
+    RankAddresses,
     Release,
     Reserved,
     StepMetadata,
 )
-from kv_connector.vllm.worker import IDLE_STEP_SECONDS, WorkerSide
+from kv_connector.vllm.worker import IDLE_STEP_SECONDS, LayerProgress, WorkerSide
 
 PEER = Address("10.0.0.1", 5600)
-HERE = Address("10.0.0.1", 5603)  # the peer's rank 3
 LAYERS = ("model.layers.0", "model.layers.1", "model.layers.2")
 EXPECT = PrefillRequest("p", "t", 100, bytes(16))
 RESERVE = DecodeRequest("d", "t", PEER, 100, 0, bytes(16), ())
@@ -61,7 +63,7 @@ def agent() -> RecordingAgent:
 
 @pytest.fixture
 def worker(agent: RecordingAgent) -> WorkerSide:
-    return WorkerSide(agent, LAYERS, rank=3, signal=agent.signal.store)  # type: ignore[arg-type]
+    return WorkerSide(agent, LAYERS, signal=agent.signal.store)  # type: ignore[arg-type]
 
 
 def step(worker: WorkerSide, *commands: Command, hooks: tuple[str, ...] = LAYERS, **metadata: Any) -> Any:
@@ -78,13 +80,22 @@ def step(worker: WorkerSide, *commands: Command, hooks: tuple[str, ...] = LAYERS
 def test_commands_reach_the_agent_in_order_before_the_forward(
     agent: RecordingAgent, worker: WorkerSide
 ) -> None:
-    commands = (EXPECT, RESERVE, Cancel("d"), Release("r", PEER), FinishPrefill("p", "t", False, "aborted"))
+    ranks = RankAddresses((PEER, Address("10.0.0.2", 5601)))
+    commands = (
+        ranks,
+        EXPECT,
+        RESERVE,
+        Cancel("d"),
+        Release("r", PEER),
+        FinishPrefill("p", "t", False, "aborted"),
+    )
     step(worker, *commands)
-    assert agent.take_calls()[:5] == [
+    assert agent.take_calls()[:6] == [
+        ("set_ranks", ranks.addresses),
         ("expect", EXPECT),
-        ("reserve", DecodeRequest("d", "t", HERE, 100, 0, bytes(16), ())),
+        ("reserve", RESERVE),
         ("cancel", "d"),
-        ("release", "r", HERE),
+        ("release", "r", PEER),
         ("finished", "t", False, "aborted"),
     ]
 
@@ -106,7 +117,7 @@ def test_each_layer_is_signalled_when_it_is_computed(agent: RecordingAgent, work
     [
         ((), [3]),
         (LAYERS[:1], [1, 3]),
-        ((LAYERS[1], LAYERS[0], LAYERS[2]), [1, 3]),
+        ((LAYERS[1], LAYERS[0], LAYERS[2]), [2, 3]),
         ((*LAYERS, LAYERS[2]), [1, 2, 3]),
         ((LAYERS[0], "draft.layers.9", LAYERS[1]), [1, 2, 3]),
     ],
@@ -117,6 +128,61 @@ def test_what_the_hooks_leave_out_is_signalled_at_the_end_of_the_step(
 ) -> None:
     step(worker, hooks=hooks)
     assert agent.take_calls() == [("store", value) for value in stores]
+
+
+# By name a drafter comes before the model whose tokens it continues; an indexer's cache has no hook.
+TANGLED = ("draft.0", "layers.0", "layers.0.indexer", "layers.1")
+HOOKED = ("layers.0", "layers.1", "draft.0")
+
+
+def test_layers_are_signalled_as_their_hooks_come_whatever_their_names(agent: RecordingAgent) -> None:
+    worker = WorkerSide(agent, TANGLED, signal=agent.signal.store)  # type: ignore[arg-type]
+    step(worker, hooks=HOOKED)
+    assert agent.take_calls() == [("store", 2), ("store", 4)], "the order is not known yet: late, not early"
+    pages = NewPages("t", PAGES, last=False)
+    step(worker, hooks=HOOKED, new_pages=(pages,))
+    assert agent.take_calls() == [
+        ("order_layers", 4, (1, 3, 0, 2)),
+        ("computed", ComputedPages("t", 4, PAGES)),
+        ("store", 5),
+        ("store", 6),
+        ("store", 7),
+        ("store", 8),
+    ]
+
+
+@pytest.mark.parametrize("hooks", [(), HOOKED[:2]], ids=["full graph", "without the drafter"])
+def test_a_step_with_fewer_hooks_leaves_the_order_as_it_is(
+    agent: RecordingAgent, hooks: tuple[str, ...]
+) -> None:
+    worker = WorkerSide(agent, TANGLED, signal=agent.signal.store)  # type: ignore[arg-type]
+    for came in (HOOKED, hooks, HOOKED):
+        agent.take_calls()
+        step(worker, hooks=came)
+    assert agent.take_calls() == [("store", value) for value in (9, 10, 11, 12)]
+
+
+@given(st.lists(st.lists(st.integers(0, 3), max_size=6), min_size=2, max_size=6))
+def test_no_layer_is_signalled_before_its_hook_or_the_steps_end(steps: list[list[int]]) -> None:
+    stored = [0]
+    progress = LayerProgress(TANGLED, stored.append)
+    for hooks in steps:
+        progress.begin_step(lambda: None)
+        came: set[int] = set()
+        for ordinal in hooks:
+            came.add(ordinal)
+            progress.layer_computed(TANGLED[ordinal])
+            signalled = progress.order[: max(stored[-1] - progress.base, 0)]
+            assert came.issuperset(signalled)
+        progress.end_step()
+        assert sorted(progress.order) == [0, 1, 2, 3]
+        assert stored[-1] == progress.base + 4
+    assert stored == sorted(set(stored)), "the signal only grows"
+    # And the next step, if it goes like the last, holds nothing back.
+    progress.begin_step(lambda: None)
+    for position, ordinal in enumerate(dict.fromkeys(hooks), 1):
+        progress.layer_computed(TANGLED[ordinal])
+        assert stored[-1] == progress.base + position
 
 
 @pytest.mark.parametrize("hooks", [LAYERS, ()], ids=["hooked", "swept"])
@@ -138,9 +204,9 @@ def test_waiting_transfers_are_dialled_and_listed_when_they_change(
     agent: RecordingAgent, worker: WorkerSide
 ) -> None:
     step(worker, waiting=(("t", PEER), ("u", PEER)))
-    assert agent.take_calls()[:2] == [("dial", HERE), ("set_waiting", [("t", HERE), ("u", HERE)])]
+    assert agent.take_calls()[:2] == [("dial", PEER), ("set_waiting", (("t", PEER), ("u", PEER)))]
     step(worker, waiting=())
-    assert agent.take_calls()[0] == ("set_waiting", [])
+    assert agent.take_calls()[0] == ("set_waiting", ())
 
 
 def test_sent_is_reported_once_and_only_after_the_scheduler_has_finished(
