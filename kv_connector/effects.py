@@ -11,22 +11,21 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from kv_connector.control import ControlPlane
 from kv_connector.engine import (
     ArmedLayer,
     ErrorCode,
     Event,
     EventKind,
-    LayerSignal,
     PagedWrite,
     Pages,
-    TransferEngine,
     TransferError,
     TransferProgress,
 )
 from kv_connector.layout import KvLayout
 from kv_connector.plan import PushPlan
+from kv_connector.ports import Engine, Sockets
 from kv_connector.protocol.actions import Ended, Fence, Log, Outcome, PeerId, Send, UnderWay
 from kv_connector.protocol.decode import (
     CloseCounters,
@@ -144,11 +143,11 @@ class Effects:
     def __init__(
         self,
         *,
-        engine: TransferEngine,
-        signal: LayerSignal,
+        engine: Engine,
+        signal: Any,
         regions: Sequence[int],
         layout: KvLayout,
-        control: ControlPlane,
+        control: Sockets,
         peers: PeerTable,
         prefill: PrefillMachine,
         decode: DecodeMachine,

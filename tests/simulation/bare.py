@@ -1,9 +1,8 @@
 """Lets the simulator run where only msgspec is installed: on a big machine that is lent for a campaign.
 
-kv_connector.effects names types of the control sockets (zmq), of the native engine and of numpy, and the
-simulator gives it its own sockets and its own engine. Where one of these is missing, modules take its place
-in which every name is an empty class. Nothing of them is ever called. To be imported before anything of
-kv_connector.
+kv_connector.engine, whose values kv_connector.effects takes and gives, imports the native engine and numpy.
+Where one of these is missing, modules take its place in which every name is an empty class. Nothing of them
+is ever called. To be imported before anything of kv_connector.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-_REPLACED = ("zmq", "numpy", "kv_connector._native")
+_REPLACED = ("numpy", "kv_connector._native")
 
 
 class _Anything:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from kv_connector.control import Received
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.messages import AnyMessage, Hello, MalformedMessage, decode, encode
 from kv_connector.protocol.peers import Source
@@ -21,6 +20,11 @@ if TYPE_CHECKING:
     from .world import World
 
 _RECONNECT_S = 0.1  # ZMQ_RECONNECT_IVL
+
+
+class Received(NamedTuple):
+    source: Source
+    message: AnyMessage | None
 
 
 class _Way:

@@ -67,11 +67,11 @@ class Process:
         self.engine = SimEngine(self, random.Random(f"{world.scenario.seed} {name} {life} engine"))
         self.ledger = Ledger()
         self.effects = Effects(
-            engine=self.engine,  # type: ignore[arg-type]
-            signal=self.engine.signal,  # type: ignore[arg-type]
+            engine=self.engine,
+            signal=self.engine.signal,
             regions=(1,),
             layout=LAYOUT,
-            control=self.port,  # type: ignore[arg-type]
+            control=self.port,
             peers=PeerTable(
                 Identity(name, self.incarnation, role, 0, COMPATIBILITY, LAYOUT, (b"memory",)),
                 world.times,
