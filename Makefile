@@ -14,7 +14,7 @@ NATIVE_SOURCES := $(filter %.cc,$(NATIVE))
 # gcc's thread sanitizer cannot place its shadow under some kernels' address randomisation.
 NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
-.PHONY: help setup demo test test-native test-python test-libfabric test-verbs bench-verbs campaign test-faults fuzz hostile lint analyze format bench bench-gpu clean distclean
+.PHONY: help setup demo test test-native test-python test-libfabric test-verbs test-upstream bench-verbs campaign test-faults fuzz hostile lint analyze format bench bench-gpu clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -88,6 +88,10 @@ test-libfabric: setup ## the contract over libfabric's tcp, net, shm and sockets
 		KVC_TEST_PROVIDERS="$(LIBFABRIC_LANES),libfabric:shm,shuffle:libfabric:shm" \
 			$(PYTHON_ENV)/python -m pytest -rs tests/conformance; \
 	done
+
+VLLM ?= $(error name a source tree of the vLLM that setup installs: make test-upstream VLLM=path)
+test-upstream: setup ## vLLM's own tests of connectors, over ours: VLLM=path of a source tree
+	@$(PYTHON_ENV)/python scripts/upstream_tests.py "$(VLLM)"
 
 bench-gpu: ## on a machine with two GPUs: the nvlink lane, and vLLM P/D beside one engine (PYTHON: one that has vLLM)
 	@scripts/bench-gpu
