@@ -14,7 +14,7 @@ NATIVE_SOURCES := $(filter %.cc,$(NATIVE))
 # gcc's thread sanitizer cannot place its shadow under some kernels' address randomisation.
 NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
-.PHONY: help setup demo test test-native test-python test-libfabric test-verbs test-vllm-next bench-verbs campaign test-faults fuzz hostile lint analyze format bench bench-gpu clean distclean
+.PHONY: help setup demo test test-native test-python test-libfabric test-verbs test-vllm-next test-upstream bench-verbs campaign test-faults fuzz hostile lint analyze format bench bench-gpu clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -96,6 +96,10 @@ $(STAMPS)/next: $(STAMPS)/project
 # vLLM's ordinary wheel finds no device here: it is told to take the CPU, whose kernels it lacks and these tests need not.
 test-vllm-next: $(STAMPS)/next ## the tests of the adapter against the newest supported vLLM, which has no CPU wheel
 	@VLLM_TARGET_DEVICE=cpu .venv-next/bin/python -m pytest tests/unit/test_vllm_*.py tests/unit/test_sleep.py
+
+VLLM ?= $(error name a source tree of the vLLM that setup installs: make test-upstream VLLM=path)
+test-upstream: setup ## vLLM's own tests of connectors, over ours: VLLM=path of a source tree
+	@$(PYTHON_ENV)/python scripts/upstream_tests.py "$(VLLM)"
 
 bench-gpu: ## on a machine with two GPUs: the nvlink lane, and vLLM P/D beside one engine (PYTHON: one that has vLLM)
 	@scripts/bench-gpu
