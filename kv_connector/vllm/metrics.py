@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import REGISTRY
@@ -154,7 +154,7 @@ class AgentReporter:
         ]
         return None if result.is_empty() else result
 
-    def _count_phases(self, live: LiveState) -> Mapping[str, int]:
+    def _count_phases(self, live: LiveState) -> dict[str, int]:
         now = time.monotonic()
         if live.prefill_requests + live.decode_requests <= _FEW_TRANSFERS or now >= self._next_count:
             self._phases, self._next_count = self._agent.phases(), now + _COUNT_S
