@@ -297,7 +297,6 @@ class Agent:
             commands=commands,
             acting=self._in_turn,
             peers=len(self._effects.peers),
-            phases=self._effects.phases(),
         )
 
     def unregister_memory(self) -> None:
@@ -329,6 +328,10 @@ class Agent:
             raise AgentError(
                 f"{self._config.engine_id}: cannot register the KV cache again, restart this engine: {error}"
             ) from error
+
+    def phases(self) -> dict[str, int]:
+        """Transfers, by side and phase ("decode reserved"): where requests are waiting. Looks at each one."""
+        return self._effects.phases()
 
     def close(self) -> None:
         """Ends everything, tells the peers and frees the memory. BLOCKS, at most about ``timeouts.drain``

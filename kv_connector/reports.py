@@ -71,8 +71,6 @@ class LiveState:
     commands: int  # handed to the agent, not yet looked at
     acting: bool  # the agent's thread acts on what it heard: a request's end may not be reported yet
     peers: int
-    # Transfers, by side and phase ("decode reserved"): where requests are waiting.
-    phases: dict[str, int] = field(default_factory=dict)
 
     @property
     def idle(self) -> bool:

@@ -28,7 +28,7 @@ OUTPUT_TOKENS = 24
 SETTLE_SECONDS = 10.0
 SETTLE_POLL_SECONDS = 0.2
 
-LANE = "kv_connector_lane_info"
+PEERS = "kv_connector_peers"
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def _rows(prefill: Engine, alone: Engine, router: str) -> Iterator[Row]:
 
 
 def _lane(prefill: Engine) -> str:
-    lanes = {labels.get("provider", "?") for labels, value in prefill.samples(LANE) if value}
+    lanes = {labels.get("lane", "?") for labels, value in prefill.samples(PEERS) if value}
     return ", ".join(sorted(lanes)) or "none"
 
 

@@ -1,6 +1,9 @@
-"""The ASGI application: OpenAI's routes, the router's own health and metrics, and nothing else."""
+"""The ASGI application: OpenAI's and Anthropic's routes, the router's own health and metrics, and nothing
+else.
+"""
 
 import asyncio
+import json
 import logging
 import time
 import uuid
@@ -16,22 +19,37 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from kv_connector.router.client import EngineClient
+from kv_connector.router.client import EngineClient, Reply
 from kv_connector.router.completion import Completion
 from kv_connector.router.dispatch import Answer, Call, Dispatcher
 from kv_connector.router.failure import Failure, failure
 from kv_connector.router.members import State
 from kv_connector.router.metrics import Metrics
 from kv_connector.router.registry import Registry
+from kv_connector.router.responses import ResponsesRequest
 from kv_connector.router.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 # Prefill on one engine, decode on another.
-COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
+COMPLETIONS = {
+    "/v1/completions": Completion,
+    "/v1/chat/completions": Completion,
+    "/v1/messages": Completion,
+    "/v1/responses": ResponsesRequest,
+}
 # Answered by any decode engine. A list of what is safe: vLLM has routes that pause, reset or unload an
 # engine.
-FORWARDED = (("GET", "/v1/models"), ("GET", "/version"), ("POST", "/tokenize"), ("POST", "/detokenize"))
+FORWARDED = (
+    ("GET", "/v1/models"),
+    ("GET", "/version"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("POST", "/v1/messages/count_tokens"),
+)
+# Of the router itself.
+OWN = ("/health", "/ping", "/load", "/metrics", "/openapi.json")
+SERVED = sorted({*COMPLETIONS, *(path for _, path in FORWARDED), *OWN})
 
 # Of the client's headers the engines get these.
 PASSED_HEADERS = ("authorization", "content-type", "traceparent", "tracestate")
@@ -59,10 +77,22 @@ def create_app(settings: Settings) -> Starlette:
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)
 
-    async def forward(request: Request) -> Response:
+    async def ask(request: Request) -> Reply:
         body = await _read(request, settings.body_limit)
         headers = {**_passed(request), "x-request-id": _request_id(request)}
-        reply = await dispatcher.forward(request.method, request.url.path, body, headers)
+        return await dispatcher.forward(request.method, request.url.path, body, headers)
+
+    async def forward(request: Request) -> Response:
+        reply = await ask(request)
+        return Response(reply.body, reply.status, media_type=reply.content_type)
+
+    async def describe(request: Request) -> Response:
+        """A decode engine's description of its routes, less those that are not to be had here."""
+        reply = await ask(request)
+        if reply.status == 200:
+            described = json.loads(reply.body)
+            described["paths"] = {path: text for path, text in described["paths"].items() if path in SERVED}
+            return JSONResponse(described)
         return Response(reply.body, reply.status, media_type=reply.content_type)
 
     async def health(_: Request) -> Response:
@@ -72,22 +102,30 @@ def create_app(settings: Settings) -> Starlette:
         found = {side.value: {url: s.value for url, s in engines.items()} for side, engines in states.items()}
         return JSONResponse(found, status_code=200 if usable else 503)
 
+    async def load(_: Request) -> Response:
+        return JSONResponse({"server_load": metrics.requests_in_flight()})
+
     async def expose(_: Request) -> Response:
-        for side, engines in dispatcher.members.states().items():
+        states = dispatcher.members.states()
+        for side, engines in states.items():
             count = Counter(engines.values())
             for state in State:
                 metrics.engines.labels(side.value, state.value).set(count[state])
+        metrics.prune(time.monotonic(), {url for engines in states.values() for url in engines})
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     return Starlette(
         routes=[
             *(
-                Route(path, Completions(path, settings, dispatcher, metrics), methods=["POST"])
-                for path in COMPLETIONS
+                Route(path, Completions(path, kind, settings, dispatcher, metrics), methods=["POST"])
+                for path, kind in COMPLETIONS.items()
             ),
             *(Route(path, forward, methods=[method]) for method, path in FORWARDED),
             Route("/health", health),
+            Route("/ping", health, methods=["GET", "POST"]),
+            Route("/load", load),
             Route("/metrics", expose),
+            Route("/openapi.json", describe),
         ],
         exception_handlers={HTTPException: _http_error, Failure: _failure},
         lifespan=lifespan,
@@ -97,8 +135,16 @@ def create_app(settings: Settings) -> Starlette:
 class Completions:
     """One completions route, as a plain ASGI endpoint: it has to see the client leave at any moment."""
 
-    def __init__(self, path: str, settings: Settings, dispatcher: Dispatcher, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        path: str,
+        kind: type[Completion],
+        settings: Settings,
+        dispatcher: Dispatcher,
+        metrics: Metrics,
+    ) -> None:
         self._path = path
+        self._kind = kind
         self._settings = settings
         self._dispatcher = dispatcher
         self._metrics = metrics
@@ -121,7 +167,7 @@ class Completions:
     async def _serve(self, request: Request, body: bytes) -> int:
         """Answers the request; returns the status, CLIENT_LEFT if the client did not wait for it."""
         answering = _Answering(request, self._dispatcher, self._metrics)
-        work = asyncio.create_task(answering.run(Completion.decode(body), self._path))
+        work = asyncio.create_task(answering.run(self._kind.decode(body), self._path))
         left = asyncio.create_task(_until_disconnect(request.receive))
         try:
             await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
@@ -196,8 +242,7 @@ def _request_id(request: Request) -> str:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    known = ", ".join(sorted({*COMPLETIONS, *(path for _, path in FORWARDED), "/health", "/metrics"}))
-    message = f"{request.method} {request.url.path}: {error.detail}. This router serves {known}"
+    message = f"{request.method} {request.url.path}: {error.detail}. This router serves {', '.join(SERVED)}"
     return failure(error.status_code, "invalid_request_error", message).response()
 
 

@@ -11,7 +11,7 @@ Body = dict[str, Any]
 
 
 class Completion:
-    """The decoded body of /v1/completions or /v1/chat/completions."""
+    """The decoded body of /v1/completions, /v1/chat/completions or /v1/messages."""
 
     def __init__(self, body: Body) -> None:
         # Where to fetch KV from is the router's word alone, never a client's.
@@ -61,9 +61,7 @@ class Completion:
         # n and best_of: one child fills the KV that all of D's children read.
         for key in ("stream_options", "min_tokens", "n", "best_of"):
             body.pop(key, None)
-        body["max_tokens"] = 1
-        if "max_completion_tokens" in body:
-            body["max_completion_tokens"] = 1
+        body |= self._one_token()
         body["stream"] = False
         body["kv_transfer_params"] = {
             "do_remote_decode": True,
@@ -72,6 +70,13 @@ class Completion:
             "serial": serial,
         }
         return msgspec.json.encode(body)
+
+    def _one_token(self) -> Body:
+        """What P's answer is limited by, in this request's words."""
+        limits = {"max_tokens": 1}
+        if "max_completion_tokens" in self._body:
+            limits["max_completion_tokens"] = 1
+        return limits
 
     def decode_body(self, kv_transfer_params: dict[str, Any]) -> bytes:
         """For D: `decode_params` where it is dispatched together with P, else what P answered."""

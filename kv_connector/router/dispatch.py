@@ -320,8 +320,7 @@ class Dispatcher:
                 yield more
         except (*HttpError, EngineLost) as error:
             # The status is long out: the stream's own way to say it is an event.
-            broken = self._broken(Side.DECODE, lease.endpoint, call, error)
-            yield b"data: " + broken.body + b"\n\n"
+            yield events.error(self._broken(Side.DECODE, lease.endpoint, call, error).body)
 
     def _failure(
         self, side: Side, endpoint: Endpoint, call: Call, answer: Failure, source: Endpoint | None = None

@@ -8,6 +8,8 @@ import msgspec
 from kv_connector.router.failure import Failure
 
 _END = b"\n\n"
+# Events that begin a message or a response before vLLM knows whether the request works.
+_BEGINNINGS = ("message_start", "response.created", "response.in_progress")
 
 
 class EventStream:
@@ -16,6 +18,7 @@ class EventStream:
     def __init__(self, chunks: AsyncIterator[bytes]) -> None:
         self._chunks = chunks
         self._rest = b""  # of an event whose end has not come
+        self._named = False  # events have names: those of /v1/messages and /v1/responses do
 
     async def read(self) -> bytes:
         """The events that come next, one or more; b"" at the end.
@@ -25,6 +28,7 @@ class EventStream:
         while chunk := await anext(self._chunks, b""):
             whole, end, self._rest = (self._rest + chunk).rpartition(_END)
             if end:
+                self._named = self._named or whole.startswith(b"event:")
                 return whole + end
         rest, self._rest = self._rest, b""
         return rest
@@ -42,17 +46,23 @@ class EventStream:
                 break
         return opening
 
+    def error(self, body: bytes) -> bytes:
+        """The event that tells of an error: who names events overlooks one without."""
+        return (b"event: error\n" if self._named else b"") + b"data: " + body + _END
+
 
 class _Event(msgspec.Struct):
+    type: str = ""
     error: dict[str, Any] | None = None
     choices: list[dict[str, Any]] | None = None
 
 
 def _tells(event: bytes) -> bool:
     """Whether there is anything of an answer in it; Failure if it is an error."""
-    if not event.startswith(b"data:"):
+    data = next((line for line in event.split(b"\n") if line.startswith(b"data:")), None)
+    if data is None:
         return False
-    data = event.removeprefix(b"data:").strip()
+    data = data.removeprefix(b"data:").strip()
     try:
         said = msgspec.json.decode(data, type=_Event)
     except msgspec.MsgspecError:
@@ -60,6 +70,8 @@ def _tells(event: bytes) -> bool:
     if said.error is not None:
         code = said.error.get("code")
         raise Failure(code if isinstance(code, int) and 400 <= code <= 599 else 500, data)
+    if said.type in _BEGINNINGS:
+        return False
     return not said.choices or any(_says(choice) for choice in said.choices)
 
 

@@ -1,4 +1,4 @@
-"""Failure: an answer that is an error, in the shape that OpenAI's clients understand."""
+"""Failure: an answer that is an error, in the shape that OpenAI's clients understand, and Anthropic's."""
 
 import msgspec
 from starlette.responses import Response
@@ -18,9 +18,9 @@ class Failure(Exception):
 
 
 def failure(status: int, kind: str, message: str) -> Failure:
-    """A failure in the router's own words. `kind` is OpenAI's: invalid_request_error or api_error."""
+    """A failure in the router's own words. `kind` is both APIs': invalid_request_error or api_error."""
     error = {"message": message, "type": kind, "param": None, "code": status}
-    return Failure(status, msgspec.json.encode({"error": error}))
+    return Failure(status, msgspec.json.encode({"type": "error", "error": error}))
 
 
 def bad_request(message: str) -> Failure:

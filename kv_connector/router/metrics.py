@@ -1,9 +1,13 @@
 """Metrics: what a router counts, for Prometheus."""
 
+from collections.abc import Collection
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 # From a tiny model on loopback to a prompt of 100,000 tokens in a queue.
 FIRST_BYTE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+# How long the failures of an engine that is gone are still told: many scrapes, and few engines at a time.
+KEEP_SECONDS = 600.0
 
 
 class Metrics:
@@ -47,3 +51,20 @@ class Metrics:
             buckets=FIRST_BYTE_BUCKETS,
             registry=self.registry,
         )
+        self._gone: dict[str, float] = {}  # engines with failures that are not known any more, since when
+
+    def requests_in_flight(self) -> int:
+        return int(self.registry.get_sample_value("kv_connector_router_in_flight") or 0)
+
+    def prune(self, now: float, known: Collection[str]) -> None:
+        """Forgets engines that are long gone; ``known``: the URLs of those that are there."""
+        counted = {
+            (sample.labels["side"], sample.labels["engine"])
+            for metric in self.failures.collect()
+            for sample in metric.samples
+        }
+        engines = {engine for _, engine in counted}
+        self._gone = {engine: self._gone.get(engine, now) for engine in engines.difference(known)}
+        for side, engine in counted:
+            if now - self._gone.get(engine, now) >= KEEP_SECONDS:
+                self.failures.remove(side, engine)

@@ -5,12 +5,17 @@ with that step's output to the API server. An idle engine takes no steps, so the
 truth: every prefill request stays in vLLM's books until its agent has reported it sent, every decode request
 until its pages have ended, and an agent forgets a request before it reports it. The step that carries a
 report therefore carries its zeros too.
+
+Of several API servers (``--api-server-count``) any one gets a step's sum, and their gauges are merged by the
+latest value of each series: a series has one rank as its source, and who is not told of it leaves it alone.
+No series can be removed there, so no label names what comes and goes.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import REGISTRY
@@ -55,7 +60,12 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 # From one page of a small model to 128 GiB.
 _BYTES = tuple(float(1 << exponent) for exponent in range(14, 38, 2))
 
-_NAMES = {*COUNTERS, *GAUGES, *HISTOGRAMS, "transfers", "transfers_under_way", "lane_info"}
+_NAMES = {*COUNTERS, *GAUGES, *HISTOGRAMS, "transfers", "transfers_under_way", "peers"}
+
+# Phases are counted on the forward thread, some 2 us a transfer: in each step up to this many,
+_FEW_TRANSFERS = 16
+# and every so often beyond.
+_COUNT_S = 1.0
 
 
 class TransferStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not typed for mypy
@@ -65,7 +75,7 @@ class TransferStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not type
         counters   {key of COUNTERS: increment}
         transfers  {"prefill completed": increment, ...}: transfers that ended, by role and outcome
         gauges     {rank: {key of GAUGES: value}}
-        lanes      {rank: [[provider, peer], ...]}
+        lanes      {rank: {lane: peers that are connected over it}}
         phases     {rank: {"decode reserved": transfers that are in it}}
         timings    [[key of HISTOGRAMS, lane, value], ...]
     """
@@ -112,7 +122,9 @@ class AgentReporter:
         self._agent = agent
         self._rank = str(rank)
         self._counted: dict[str, dict[str, int | float]] = {"counters": {}, "transfers": {}}
-        self._shown: tuple[dict[str, int], list[list[str]], dict[str, int]] | None = None
+        self._shown: dict[str, dict[str, int]] = {"gauges": {}, "lanes": {}, "phases": {}}
+        self._phases: dict[str, int] = {}
+        self._next_count = 0.0
 
     def take(self) -> TransferStats | None:
         """What has changed since the last call, or None."""
@@ -128,18 +140,25 @@ class AgentReporter:
                 if value != known.get(name, 0)
             }
             self._counted[key] = values
-        lanes = sorted([peer.lane, peer.name] for peer in stats.peers if peer.lane)
-        shown = (_gauges(live), lanes, live.phases)
-        if shown != self._shown:
-            for key, value in zip(("gauges", "lanes", "phases"), shown, strict=True):
-                result.data[key] = {self._rank: value}
-            self._shown = shown
+        lanes = Counter(peer.lane for peer in stats.peers if peer.lane)
+        for key, now in (("gauges", _gauges(live)), ("lanes", lanes), ("phases", self._count_phases(live))):
+            # Whoever gets this does not know what was shown before: what is gone is told as 0.
+            state = dict.fromkeys(self._shown[key], 0) | now
+            if state != self._shown[key]:
+                result.data[key] = {self._rank: state}
+                self._shown[key] = state
         result.data["timings"] = [
             [name, timing.lane, value]
             for timing in self._agent.take_timings()
             for name, value in _values(timing)
         ]
         return None if result.is_empty() else result
+
+    def _count_phases(self, live: LiveState) -> dict[str, int]:
+        now = time.monotonic()
+        if live.prefill_requests + live.decode_requests <= _FEW_TRANSFERS or now >= self._next_count:
+            self._phases, self._next_count = self._agent.phases(), now + _COUNT_S
+        return self._phases
 
 
 def _counters(stats: AgentStats) -> dict[str, int | float]:
@@ -200,28 +219,20 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM is not 
             key: self._per_engine(self._counter_cls(f"kv_connector_{key}", text, labelnames))
             for key, text in COUNTERS.items()
         }
-        self._gauges = {
-            key: self._per_engine(
-                self._gauge_cls(f"kv_connector_{key}", text, labelnames, multiprocess_mode="mostrecent")
-            )
-            for key, text in GAUGES.items()
-        }
+        self._gauges = {key: self._gauge(key, text) for key, text in GAUGES.items()}
+        self._lanes = self._gauge(
+            "peers", "Peers that are connected, by the lane that their pages take", "lane"
+        )
+        self._under_way = self._gauge(
+            "transfers_under_way",
+            "Transfers that are not over, by this engine's role and what they wait for",
+            "role",
+            "phase",
+        )
         self._transfers = self._counter_cls(
             "kv_connector_transfers",
             "Transfers that ended, by this engine's role",
             [*labelnames, "role", "outcome"],
-        )
-        self._lanes = self._gauge_cls(
-            "kv_connector_lane_info",
-            "1 for each peer that is connected, and the provider that its pages take",
-            [*labelnames, "provider", "peer"],
-            multiprocess_mode="mostrecent",
-        )
-        self._under_way = self._gauge_cls(
-            "kv_connector_transfers_under_way",
-            "Transfers that are not over, by this engine's role and what they wait for",
-            [*labelnames, "role", "phase"],
-            multiprocess_mode="mostrecent",
         )
         self._histograms = {
             key: self._histogram_cls(
@@ -236,11 +247,11 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM is not 
             for role in ("prefill", "decode"):
                 for outcome in Outcome:
                     self._transfers.labels(*labels, role, outcome.value)
-        # Per engine and rank: the latest state.
-        self._ranks: dict[int, dict[str, dict[str, int]]] = {}
-        self._connected: dict[int, dict[str, set[tuple[str, str]]]] = {}
-        self._phases: dict[int, dict[str, dict[str, int]]] = {}
-        self._shown_phases: set[str] = set()
+
+    def _gauge(self, key: str, text: str, *labels: str) -> Any:
+        """One of which each series belongs to one rank."""
+        names = [*self._labelnames, "rank", *labels]
+        return self._gauge_cls(f"kv_connector_{key}", text, names, multiprocess_mode="mostrecent")
 
     def _per_engine(self, metric: Any) -> dict[int, Any]:
         children: dict[int, Any] = create_metric_per_engine(metric, self.per_engine_labelvalues)
@@ -253,36 +264,17 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM is not 
         labels = self.per_engine_labelvalues[engine_idx]
         for name, increment in data["transfers"].items():
             self._transfers.labels(*labels, *name.split(" ")).inc(increment)
-        ranks = self._ranks.setdefault(engine_idx, {})
-        ranks.update(data["gauges"])
-        for key, gauge in self._gauges.items():
-            gauge[engine_idx].set(sum(state[key] for state in ranks.values()))
-        self._show_lanes(engine_idx, data["lanes"])
-        self._show_phases(engine_idx, data["phases"])
+        for rank, state in data["gauges"].items():
+            for key, value in state.items():
+                self._gauges[key].labels(*labels, rank).set(value)
+        for rank, state in data["lanes"].items():
+            for lane, peers in state.items():
+                self._lanes.labels(*labels, rank, lane).set(peers)
+        for rank, state in data["phases"].items():
+            for phase, transfers in state.items():
+                self._under_way.labels(*labels, rank, *phase.split(" ")).set(transfers)
         for key, lane, value in data["timings"]:
             self._histograms[key].labels(*labels, lane).observe(value)
-
-    def _show_phases(self, engine_idx: int, phases: dict[str, dict[str, int]]) -> None:
-        ranks = self._phases.setdefault(engine_idx, {})
-        ranks.update(phases)
-        counts: Counter[str] = Counter()
-        for rank in ranks.values():
-            counts.update(rank)
-        self._shown_phases |= counts.keys()
-        labels = self.per_engine_labelvalues[engine_idx]
-        for phase in self._shown_phases:  # one that was there before falls to 0
-            self._under_way.labels(*labels, *phase.split(" ")).set(counts[phase])
-
-    def _show_lanes(self, engine_idx: int, lanes: dict[str, Iterable[Iterable[str]]]) -> None:
-        ranks = self._connected.setdefault(engine_idx, {})
-        before = set(_all(ranks.values()))
-        ranks.update({rank: {(provider, peer) for provider, peer in peers} for rank, peers in lanes.items()})
-        now = set(_all(ranks.values()))
-        labels = self.per_engine_labelvalues[engine_idx]
-        for provider, peer in before - now:
-            self._lanes.remove(*labels, provider, peer)
-        for provider, peer in now - before:
-            self._lanes.labels(*labels, provider, peer).set(1)
 
 
 def _unregister_ours() -> None:
@@ -292,8 +284,3 @@ def _unregister_ours() -> None:
     for collector in list(REGISTRY._collector_to_names):
         if getattr(collector, "_name", "").removeprefix("kv_connector_") in _NAMES:
             REGISTRY.unregister(collector)
-
-
-def _all(sets: Iterable[set[tuple[str, str]]]) -> Iterator[tuple[str, str]]:
-    for members in sets:
-        yield from members

@@ -36,12 +36,14 @@ class FakeEngine:
         self.url = ""
         routes = [
             Route(path, self.complete, methods=["POST"])
-            for path in ("/v1/completions", "/v1/chat/completions")
+            for path in ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
         ]
         routes += [
             Route("/v1/models", self.models),
             Route("/health", self.models),
             Route("/tokenize", self.echo, methods=["POST"]),
+            Route("/v1/messages/count_tokens", self.echo, methods=["POST"]),
+            Route("/openapi.json", self.describe),
             Route("/reset_prefix_cache", self.echo, methods=["POST"]),
         ]
         self.app = Starlette(routes=routes)
@@ -55,6 +57,10 @@ class FakeEngine:
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [{"id": "m"}], "engine": self.url})
+
+    async def describe(self, request: Request) -> Response:
+        paths = {path: {"post": {}} for path in ("/v1/responses", "/sleep", "/v1/models")}
+        return JSONResponse({"openapi": "3.1.0", "paths": paths})
 
     async def echo(self, request: Request) -> Response:
         return JSONResponse({"echo": json.loads(await request.body())})

@@ -52,15 +52,15 @@ def test_a_peer_without_the_key_fails_its_own_requests_and_says_why(
 def test_phases_say_what_a_request_waits_for(agents: Stage) -> None:
     prefill, decode = agents.pair()
     prefill.expect("early")
-    until(lambda: prefill.agent.live().phases == {"prefill waiting": 1})
+    until(lambda: prefill.agent.phases() == {"prefill waiting": 1})
     decode.reserve(prefill.address, transfer="late")
-    until(lambda: decode.agent.live().phases == {"decode reserved": 1})
-    until(lambda: prefill.agent.live().phases == {"prefill waiting": 1, "prefill orphan": 1})
+    until(lambda: decode.agent.phases() == {"decode reserved": 1})
+    until(lambda: prefill.agent.phases() == {"prefill waiting": 1, "prefill orphan": 1})
     decode.agent.cancel("d-late")
     prefill.agent.finished("early", False, "aborted")
     prefill.idle()
     decode.idle()
-    assert prefill.agent.live().phases == decode.agent.live().phases == {}
+    assert prefill.agent.phases() == decode.agent.phases() == {}
 
 
 def test_a_transfer_that_takes_long_is_named_once(

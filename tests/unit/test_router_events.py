@@ -26,6 +26,13 @@ def said(**delta: Any) -> bytes:
     return event(id="c", choices=[{"index": 0, "delta": delta, "finish_reason": None}])
 
 
+def named(kind: str, **fields: Any) -> bytes:
+    """What vLLM sends of messages and responses."""
+    return f"event: {kind}\n".encode() + event(type=kind, **fields)
+
+
+MESSAGE = named("message_start", message={"id": "m", "content": []})
+RESPONSE = named("response.created", response={"id": "r", "error": None}) + named("response.in_progress")
 ERROR = event(error={"message": "KV load failed", "type": "InternalServerError", "code": 503})
 
 
@@ -75,6 +82,21 @@ def test_an_answer_begins_with_what_tells_something(first: bytes, size: int) -> 
     told = b": hello\n\n" + role(0) + role(1) + first
     assert begun.startswith(told)
     assert begun + after == told + b"data: next\n\n"
+
+
+@pytest.mark.parametrize("size", [1, 50, 10_000])
+@pytest.mark.parametrize("beginning", [MESSAGE, RESPONSE])
+def test_named_events_that_begin_an_answer_tell_nothing(beginning: bytes, size: int) -> None:
+    async def opening(first: bytes) -> bytes:
+        return await EventStream(cut(beginning + first + b": more\n\n" * 50, size)).opening()
+
+    for kind in ("content_block_start", "response.output_item.added", "response.completed"):
+        begun = asyncio.run(opening(named(kind)))
+        assert begun.startswith(beginning + named(kind))
+        assert len(begun) < len(beginning + named(kind)) + size
+    with pytest.raises(Failure) as raised:
+        asyncio.run(opening(named("error", error={"type": "internal_error", "message": "no"})))
+    assert (raised.value.status, json.loads(raised.value.body)["error"]["message"]) == (500, "no")
 
 
 @pytest.mark.parametrize("size", [1, 50, 10_000])

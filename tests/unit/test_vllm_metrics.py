@@ -1,11 +1,14 @@
 """From an agent's counts through vLLM's stats to /metrics."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import prometheus_client.values
 import pytest
-from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.multiprocess import MultiProcessCollector
 from vllm.config import VllmConfig
 
 from kv_connector.protocol.actions import Outcome
@@ -50,6 +53,8 @@ class CountingAgent:
     def __init__(self) -> None:
         self.counted = NO_STATS
         self.alive = IDLE
+        self.in_phases: dict[str, int] = {}
+        self.phases_counted = 0
         self.timings: list[Timing] = []
 
     def stats(self) -> AgentStats:
@@ -57,6 +62,10 @@ class CountingAgent:
 
     def live(self) -> LiveState:
         return self.alive
+
+    def phases(self) -> dict[str, int]:
+        self.phases_counted += 1
+        return dict(self.in_phases)
 
     def take_timings(self) -> list[Timing]:
         timings, self.timings = self.timings, []
@@ -81,8 +90,46 @@ def metrics() -> PromMetrics:
     )
 
 
-def sample(name: str, engine: int = 0, **labels: str) -> float | None:
-    return REGISTRY.get_sample_value(
+class ApiServers:
+    """Several API servers in prometheus_client's multiprocess mode: processes, as far as it can tell."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, directory: Path, servers: int) -> None:
+        monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(directory))
+        self._monkeypatch = monkeypatch
+        self._values = [
+            prometheus_client.values.MultiProcessValue(lambda name=f"server{index}": name)
+            for index in range(servers)
+        ]
+        types = {Gauge: Gauge, Counter: Counter, Histogram: Histogram}
+        self._metrics = []
+        for index in range(servers):
+            self._become(index)
+            self._metrics.append(
+                WriteImmConnector.build_prom_metrics(
+                    VllmConfig(), types, ["model_name", "engine"], {0: ["m", "0"], 1: ["m", "1"]}
+                )
+            )
+
+    def observe(self, server: int, stats: TransferStats | None, engine: int = 0) -> None:
+        self._become(server)
+        self._metrics[server].observe(over_the_wire(stats), engine)
+
+    def scrape(self) -> CollectorRegistry:
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)
+        return registry
+
+    def _become(self, server: int) -> None:
+        self._monkeypatch.setattr(prometheus_client.values, "ValueClass", self._values[server])
+
+
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ApiServers:
+    return ApiServers(monkeypatch, tmp_path, 2)
+
+
+def sample(name: str, engine: int = 0, registry: CollectorRegistry = REGISTRY, **labels: str) -> float | None:
+    return registry.get_sample_value(
         f"kv_connector_{name}", {"model_name": "m", "engine": str(engine), **labels}
     )
 
@@ -135,13 +182,15 @@ def test_gauges_show_the_latest_state_and_return_to_zero(
     )
     metrics.observe(over_the_wire(reporter.take()))
     names = ("live_prefill_requests", "live_decode_requests", "live_transfers", "live_counter_sets")
-    assert [sample(name) for name in names] == [1, 2, 3, 4]
+    assert [sample(name, rank="0") for name in names] == [1, 2, 3, 4]
     agent.alive = IDLE
     metrics.observe(over_the_wire(reporter.take()))
-    assert [sample(name) for name in names] == [0, 0, 0, 0]
+    assert [sample(name, rank="0") for name in names] == [0, 0, 0, 0]
 
 
-def test_ranks_add_up_and_keep_their_own_state(agent: CountingAgent, metrics: PromMetrics) -> None:
+def test_counters_of_ranks_add_up_and_gauges_stand_side_by_side(
+    agent: CountingAgent, metrics: PromMetrics
+) -> None:
     first, second = AgentReporter(agent, 0), AgentReporter(agent, 1)  # type: ignore[arg-type]
     agent.counted = replace(NO_STATS, bytes_pushed=100)
     agent.alive = replace(IDLE, decode_requests=1)
@@ -151,22 +200,65 @@ def test_ranks_add_up_and_keep_their_own_state(agent: CountingAgent, metrics: Pr
     assert other is not None
     metrics.observe(over_the_wire(both.aggregate(other)))
     assert sample("bytes_pushed_total") == 200
-    assert sample("live_decode_requests") == 2
+    assert [sample("live_decode_requests", rank=rank) for rank in "01"] == [1, 1]
     agent.alive = IDLE
     metrics.observe(over_the_wire(first.take()))
-    assert sample("live_decode_requests") == 1
+    assert [sample("live_decode_requests", rank=rank) for rank in "01"] == [0, 1]
 
 
-def test_lanes_come_and_go(agent: CountingAgent, reporter: AgentReporter, metrics: PromMetrics) -> None:
+def test_gauges_are_right_whichever_api_server_hears_of_them(
+    agent: CountingAgent, servers: ApiServers
+) -> None:
+    first, second = AgentReporter(agent, 0), AgentReporter(agent, 1)  # type: ignore[arg-type]
+    agent.alive = replace(IDLE, decode_requests=2)
+    agent.counted = replace(NO_STATS, peers=(peer("p1/0", "tcp"), peer("p2/0", "tcp")))
+    agent.in_phases = {"decode staged": 2}
+    servers.observe(0, first.take())
+    servers.observe(1, second.take())
+    agent.counted = replace(agent.counted, pages_pushed=5)
+    servers.observe(1, first.take())  # this one was never told of rank 0's gauges
+    found = servers.scrape()
+    for rank in "01":
+        assert sample("live_decode_requests", registry=found, rank=rank) == 2
+        assert sample("peers", registry=found, rank=rank, lane="tcp") == 2
+        assert sample("transfers_under_way", registry=found, rank=rank, role="decode", phase="staged") == 2
+    assert sample("pages_pushed_total", registry=found) == 5
+    assert sample("live_decode_requests", engine=1, registry=found, rank="0") is None
+    agent.alive, agent.counted, agent.in_phases = IDLE, replace(agent.counted, peers=()), {}
+    servers.observe(1, first.take())  # what the other one has shown is over
+    found = servers.scrape()
+    assert sample("live_decode_requests", registry=found, rank="0") == 0
+    assert sample("peers", registry=found, rank="0", lane="tcp") == 0
+    assert sample("transfers_under_way", registry=found, rank="0", role="decode", phase="staged") == 0
+    assert sample("live_decode_requests", registry=found, rank="1") == 2
+
+
+def test_peers_that_restart_add_no_series(agent: CountingAgent, servers: ApiServers) -> None:
+    reporter = AgentReporter(agent, 0)  # type: ignore[arg-type]
+
+    def restart(generation: int) -> int:
+        agent.counted = replace(
+            NO_STATS, malformed_messages=generation, peers=(peer(f"d{generation}", "tcp"),)
+        )
+        servers.observe(generation % 2, reporter.take())
+        return sum(len(metric.samples) for metric in servers.scrape().collect())
+
+    restart(0)
+    assert len({restart(generation) for generation in range(1, 6)}) == 1
+
+
+def test_peers_are_counted_by_lane(
+    agent: CountingAgent, reporter: AgentReporter, metrics: PromMetrics
+) -> None:
     agent.counted = replace(NO_STATS, peers=(peer("d1/0", "tcp"), peer("d2/0", "host"), peer("d3/0", "")))
     metrics.observe(over_the_wire(reporter.take()))
-    assert sample("lane_info", provider="tcp", peer="d1/0") == 1
-    assert sample("lane_info", provider="host", peer="d2/0") == 1
-    assert sample("lane_info", provider="", peer="d3/0") is None, "not connected yet"
-    agent.counted = replace(NO_STATS, peers=(peer("d2/0", "host"),))
+    assert sample("peers", rank="0", lane="tcp") == 1
+    assert sample("peers", rank="0", lane="host") == 1
+    assert sample("peers", rank="0", lane="") is None, "not connected yet"
+    agent.counted = replace(NO_STATS, peers=(peer("d2/0", "host"), peer("d4/0", "host")))
     metrics.observe(over_the_wire(reporter.take()))
-    assert sample("lane_info", provider="tcp", peer="d1/0") is None
-    assert sample("lane_info", provider="host", peer="d2/0") == 1
+    assert sample("peers", rank="0", lane="tcp") == 0
+    assert sample("peers", rank="0", lane="host") == 2
 
 
 def test_each_completed_transfer_is_timed_by_lane(
@@ -190,13 +282,37 @@ def test_each_completed_transfer_is_timed_by_lane(
 def test_phases_show_where_requests_wait(
     agent: CountingAgent, reporter: AgentReporter, metrics: PromMetrics
 ) -> None:
-    agent.alive = replace(IDLE, decode_requests=3, phases={"decode staged": 1, "decode reserved": 2})
+    agent.alive, agent.in_phases = (
+        replace(IDLE, decode_requests=3),
+        {"decode staged": 1, "decode reserved": 2},
+    )
     metrics.observe(over_the_wire(reporter.take()))
-    assert sample("transfers_under_way", role="decode", phase="reserved") == 2
-    assert sample("transfers_under_way", role="decode", phase="staged") == 1
-    agent.alive = IDLE
+    assert sample("transfers_under_way", rank="0", role="decode", phase="reserved") == 2
+    assert sample("transfers_under_way", rank="0", role="decode", phase="staged") == 1
+    agent.alive, agent.in_phases = IDLE, {}
     metrics.observe(over_the_wire(reporter.take()))
-    assert sample("transfers_under_way", role="decode", phase="reserved") == 0
+    assert sample("transfers_under_way", rank="0", role="decode", phase="reserved") == 0
+
+
+def test_a_step_does_not_look_at_each_of_many_transfers(
+    agent: CountingAgent, reporter: AgentReporter, metrics: PromMetrics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("kv_connector.vllm.metrics.time.monotonic", lambda: now)
+    agent.alive, agent.in_phases = replace(IDLE, prefill_requests=1000), {"prefill active": 1000}
+    metrics.observe(over_the_wire(reporter.take()))
+    for _ in range(100):
+        assert reporter.take() is None
+    assert agent.phases_counted == 1
+    agent.in_phases = {"prefill active": 600, "prefill draining": 400}
+    now += 1
+    metrics.observe(over_the_wire(reporter.take()))
+    assert sample("transfers_under_way", rank="0", role="prefill", phase="draining") == 400
+    # The last step tells the truth at once.
+    agent.alive, agent.in_phases = IDLE, {}
+    metrics.observe(over_the_wire(reporter.take()))
+    assert sample("transfers_under_way", rank="0", role="prefill", phase="draining") == 0
+    assert sample("transfers_under_way", rank="0", role="prefill", phase="active") == 0
 
 
 def test_the_log_line_has_what_happened(agent: CountingAgent, reporter: AgentReporter) -> None:

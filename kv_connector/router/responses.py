@@ -1,0 +1,27 @@
+"""ResponsesRequest: a request to /v1/responses, and what keeps its prompt from being shared."""
+
+from kv_connector.router.completion import Body, Completion
+
+
+class ResponsesRequest(Completion):
+    """The decoded body of /v1/responses."""
+
+    def local_reason(self) -> str | None:
+        """Why this request must be prefilled by the decode engine itself; None if P and D can share it.
+
+        What was stored is in the memory of one API server. And with a tool that the engine calls itself, vLLM
+        sends the prompt of each turn under the request's one set of kv_transfer_params.
+        """
+        if self._body.get("background") or self._body.get("previous_response_id"):
+            return "stored_response"
+        tools = self._body.get("tools")
+        if isinstance(tools, list) and not all(_called_by_client(tool) for tool in tools):
+            return "engine_tools"
+        return None
+
+    def _one_token(self) -> Body:
+        return {"max_output_tokens": 1, "store": False}
+
+
+def _called_by_client(tool: object) -> bool:
+    return isinstance(tool, dict) and tool.get("type") in ("function", "custom")
