@@ -260,7 +260,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        self._scheduler.prefill.blocks = KvBlocks(kv_cache_manager)
+        self._scheduler.bind(KvBlocks(kv_cache_manager))
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         self._scheduler.prefill.address = metadata[0, 0].address
