@@ -273,6 +273,16 @@ class PrefillMachine:
             return []
         return [Fence(transfer.reservation.peer, f"writes of preempted transfer {transfer_id} did not drain")]
 
+    def cache_cleared(self, now: float) -> list[PrefillAction]:
+        """All prompts are computed anew, and differently: what D has of one would not fit the rest."""
+        actions: list[PrefillAction] = []
+        for transfer in list(self._transfers.values()):
+            reservation = transfer.reservation
+            if reservation is not None and reservation.left > 0 and any(reservation.pushed):
+                text = "the prefill engine cleared its KV cache when a part of the prompt had gone"
+                actions += self._end(now, transfer, FailCode.PREFILL_ABORTED, text)
+        return actions
+
     def finished(self, now: float, transfer_id: str, ok: bool, reason: str) -> list[PrefillAction]:
         """The request left P's scheduler, with its prompt computed (ok) or not."""
         transfer = self._transfers.get(transfer_id)

@@ -317,10 +317,8 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     @never_raises(lambda: False)
     def reset_cache(self) -> bool:
-        """The connector caches nothing; False while there are transfers that a reset of vLLM's caches would
-        meet.
-        """
-        return self._scheduler.idle
+        """The connector caches nothing, but transfers carry KV from before the reset."""
+        return self._scheduler.reset()
 
 
 def transfer_role(kv_role: str | None) -> Role:

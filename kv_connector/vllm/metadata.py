@@ -49,7 +49,12 @@ class FailLoad:
     request_id: str
 
 
-Command = PrefillRequest | FinishPrefill | DecodeRequest | Cancel | Release | FailLoad
+@dataclass(frozen=True)
+class CacheCleared:
+    """All KV of before is worthless, as after a change of weights: no prompt may be part old, part new."""
+
+
+Command = PrefillRequest | FinishPrefill | DecodeRequest | Cancel | Release | FailLoad | CacheCleared
 
 
 @dataclass(frozen=True)

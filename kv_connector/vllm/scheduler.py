@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import logging
 import uuid
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from kv_connector.protocol.prefill import GroupPages, PrefillRequest
 from kv_connector.vllm.admission import AdmissionGate, gates
 from kv_connector.vllm.compat import Request, RequestStatus
 from kv_connector.vllm.metadata import (
+    CacheCleared,
     Cancel,
     Command,
     FailLoad,
@@ -52,6 +53,8 @@ class Blocks(Protocol):
     def first_attended(self, group: int, computed_tokens: int) -> int: ...
     def hold_windows(self, request_id: str, firsts: tuple[int, ...]) -> list[Any]: ...
     def give_back(self, held: list[Any]) -> None: ...
+    def free(self, request: Request) -> None: ...
+    def around_reset(self, before: Callable[[], Collection[str]], after: Callable[[], None]) -> None: ...
 
 
 def _first_attended(blocks: Blocks, groups: int, tokens: int) -> tuple[int, ...]:
@@ -80,6 +83,8 @@ class _Prompt:
     """
     complete: bool = False
     """The workers know the whole prompt's blocks."""
+    finished: bool = False
+    """It has left vLLM's scheduler."""
     held: list[Any] = field(default_factory=list)
 
 
@@ -201,6 +206,7 @@ class PrefillScheduler:
         prompt = self._prompts.get(request.request_id)
         if prompt is None:
             return False, None
+        prompt.finished = True
         ok = prompt.complete and request.status in _GOOD_ENDS
         reason = "" if ok else f"prefill ended as {request.status.name} before the prompt's end"
         self._commands.append(FinishPrefill(request.request_id, prompt.transfer_id, ok, reason))
@@ -223,6 +229,18 @@ class PrefillScheduler:
                 self._give_back(prompt)
                 self._leave(prompt)
 
+    def before_reset(self) -> None:
+        """vLLM is about to empty its prefix cache: of a preempted prompt it wants all blocks back now."""
+        for prompt in self._prompts.values():
+            if prompt.request.status is RequestStatus.PREEMPTED:
+                self._give_back(prompt)
+
+    def reset(self) -> bool:
+        """All KV is worthless. False while a finished prompt's blocks are still to be read."""
+        if self._prompts:
+            self._commands.append(CacheCleared())
+        return not any(prompt.finished for prompt in self._prompts.values())
+
     def _leave(self, prompt: _Prompt) -> None:
         assert self.gate is not None
         self.gate.leave(prompt.request.request_id)
@@ -244,6 +262,7 @@ class _Load(enum.Enum):
 class _Target:
     """A request of D whose prompt a P computes."""
 
+    request: Request
     request_id: str
     transfer_id: str
     peer: Address
@@ -251,6 +270,8 @@ class _Target:
     prompt_hash: bytes
     load: _Load = _Load.WAITING
     finished: bool = False
+    void: bool = False
+    """What comes is of no use: the request computes its prompt itself once nothing comes any more."""
 
 
 class DecodeScheduler:
@@ -281,7 +302,7 @@ class DecodeScheduler:
             # Samples of one prompt (n > 1) share their parameters: the first one loads for all.
             self._siblings[request.request_id] = first
             return
-        target = _Target(request.request_id, transfer_id, peer, tokens, digest)
+        target = _Target(request, request.request_id, transfer_id, peer, tokens, digest)
         self._transfers[transfer_id] = self._targets[request.request_id] = target
 
     def must_wait(self, request: Request) -> bool:
@@ -370,7 +391,39 @@ class DecodeScheduler:
         for request_id in request_ids:
             if target := self._targets.get(request_id):
                 self._over(target)
+                if target.void and not target.finished:
+                    assert self.blocks is not None
+                    self.blocks.free(target.request)
                 self._forget_if_over(target)
+
+    def loading(self) -> list[str]:
+        """The requests that hold blocks for a load. vLLM cannot preempt them."""
+        return [target.request_id for target in self._loading()]
+
+    def _loading(self) -> list[_Target]:
+        return [
+            target
+            for target in self._targets.values()
+            if target.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        ]
+
+    def after_reset(self) -> None:
+        """vLLM has emptied its prefix cache: what is being loaded, and what is loaded, is not used."""
+        for target in self._loading():
+            if target.load is _Load.OVER:
+                assert self.blocks is not None
+                self.blocks.free(target.request)
+            elif not target.void:
+                target.void = True
+                self._commands.append(Cancel(target.request_id))
+
+    def reset(self) -> bool:
+        """All KV is worthless, P's too: who would have asked for it computes its prompt here. False while
+        pages may still land for a finished request."""
+        for target in self._targets.values():
+            if target.load is _Load.WAITING:
+                self._release(target)
+        return not any(target.finished for target in self._targets.values())
 
     def waiting(self) -> tuple[tuple[str, Address], ...] | None:
         """The transfers whose requests have no blocks yet; None if the workers know."""
@@ -412,6 +465,16 @@ class SchedulerSide:
         """Before the first request."""
         self.prefill.blocks = self.decode.blocks = blocks
         self.prefill.gate, self.decode.gate = gates(self._role, blocks.total)
+        blocks.around_reset(self._before_reset, self.decode.after_reset)
+
+    def _before_reset(self) -> Collection[str]:
+        self.prefill.before_reset()
+        return self.decode.loading()
+
+    def reset(self) -> bool:
+        """All KV is worthless, here and elsewhere. Whether nothing of before is still on its way."""
+        prefill, decode = self.prefill.reset(), self.decode.reset()
+        return prefill and decode
 
     def on_new_request(self, request: Request) -> None:
         params = request.kv_transfer_params or {}
@@ -457,11 +520,6 @@ class SchedulerSide:
     def has_unsent_commands(self) -> bool:
         """Whether the workers have still to be told something: the engine must take another step for it."""
         return bool(self._commands)
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is known of any request, and the workers know it."""
-        return not (self._commands or len(self.prefill) or len(self.decode))
 
     def update(
         self,

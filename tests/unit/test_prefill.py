@@ -303,6 +303,31 @@ def test_preempted_writes_that_do_not_drain_are_fenced(machine: PrefillMachine) 
     assert only(machine.finished(0.0, "t", True, ""), FinishedSending)
 
 
+def test_a_prompt_of_which_a_part_has_gone_is_not_completed_from_a_cleared_cache(
+    machine: PrefillMachine,
+) -> None:
+    active(machine)
+    assert machine.cache_cleared(0.0) == [CancelWrites("t")]
+    assert machine.computed(0.0, computed((4, 5, 6))) == []
+    fail = message(machine.writes_ended(0.0, "t", WritesEnd.CANCELLED, True, ""))
+    assert isinstance(fail, Fail)
+    assert (fail.code, fail.quiesced) == (FailCode.PREFILL_ABORTED, True)
+    assert "cleared its KV cache" in fail.message
+    assert only(machine.finished(0.0, "t", True, ""), FinishedSending)
+    assert_over(machine)
+
+
+def test_a_prompt_that_has_gone_as_a_whole_or_not_at_all_survives_a_cleared_cache(
+    machine: PrefillMachine,
+) -> None:
+    machine.expect(0.0, prefill_request("u"))
+    machine.reserve(0.0, PEER, reserve(transfer="u", attempt=2))
+    active(machine)
+    machine.computed(0.0, computed((3,), first=2))
+    assert machine.cache_cleared(0.0) == []
+    assert pushed(machine.computed(0.0, computed((4, 5, 6), transfer="u"))) == {4: 11, 5: 12, 6: 13}
+
+
 # --- What RESERVE may ask
 
 
