@@ -208,8 +208,8 @@ class PeerTable:
         self._by_address: dict[Address, PeerId] = {}
         self._by_engine: dict[tuple[str, int], PeerId] = {}  # peers that dialled us
         self._waiting: dict[Address, tuple[str, ...]] = {}
-        # When our engine took its last step, if it says so. One that is paused takes none, and nothing is held
-        # for it meanwhile: a P that is to be paused too would wait for it.
+        # When our engine took its last step, if it says so. One that is paused takes none, and nothing is
+        # held for it meanwhile: a P that is to be paused too would wait for it.
         self.last_step = math.inf
         self._naks: dict[str, str] = {}  # by peer, what was logged last: a refusal repeats with each request
         self._timers: Timers[PeerId] = Timers()

@@ -13,6 +13,7 @@ from deployment import (
     prefill_params,
     prompt,
     wait_live,
+    wait_until,
 )
 
 pytestmark = pytest.mark.anyio
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.anyio
 @pytest.mark.parametrize("deployment", ["llama"], indirect=True)
 @pytest.mark.parametrize("clear", [True, False])
 async def test_keep(deployment: Deployment, client: Client, tmp_path: Path, clear: bool) -> None:
-    """Both engines are paused while P is in the middle of a prompt that D loads, and D decodes another one."""
+    """Both are paused while P is in the middle of a prompt that D loads, and D decodes another one."""
     prefill, decode = deployment.prefill, deployment.decode
     one, other = prompt(f"paused {clear}", 1200), prompt(f"decoding {clear}", 300)
     expected = await asyncio.gather(
@@ -33,7 +34,8 @@ async def test_keep(deployment: Deployment, client: Client, tmp_path: Path, clea
     )
     await started.wait()
     hold = Hold(client, prefill, tmp_path)
-    await hold.arm(2 * deployment.shape.layers + 1)
+    # Released, it crawls: the pause meets it in the prompt.
+    await hold.arm(2 * deployment.shape.layers + 1, prompts=2)
     transfer = f"pause {clear}"
     halves = [
         asyncio.create_task(client.complete(url, one, tokens, kv_transfer_params=params))
@@ -51,7 +53,8 @@ async def test_keep(deployment: Deployment, client: Client, tmp_path: Path, clea
     finally:
         hold.release()
     await pausing
-    assert not any(half.done() for half in halves)
+    assert not halves[0].done()
+    await client.probe(prefill, "probe_unhold")
     for engine in (prefill, decode):
         await client.post(f"{engine.url}/resume")
     tokens, _ = await asyncio.gather(*halves)
@@ -69,6 +72,12 @@ async def test_wait_and_abort(deployment: Deployment, client: Client, mode: str)
     await client.post(f"{decode.url}/pause?mode={mode}")
     queued = [asyncio.create_task(client.complete(deployment.concurrent, one, 8)) for one in prompts]
     await wait_live(client, prefill)
+
+    async def missing() -> str:
+        load = await client.load(decode)
+        return "" if load == len(prompts) else f"{len(prompts)} requests at D, not {load}"
+
+    await wait_until(missing)
     await client.post(f"{decode.url}/pause?mode={mode}")
     if mode == "abort":
         # All that was in hand is gone at both; what vLLM aborts is no answer.
