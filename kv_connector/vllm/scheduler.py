@@ -458,6 +458,8 @@ class SchedulerSide:
         """``block_sizes``: tokens a block, per KV cache group."""
         self._role = role
         self._commands: list[Command] = []
+        self._emptied = False
+        """vLLM has just emptied its prefix cache."""
         self.prefill = PrefillScheduler(role, engine_id, block_sizes, self._commands)
         self.decode = DecodeScheduler(block_sizes, self._commands)
 
@@ -465,14 +467,23 @@ class SchedulerSide:
         """Before the first request."""
         self.prefill.blocks = self.decode.blocks = blocks
         self.prefill.gate, self.decode.gate = gates(self._role, blocks.total)
-        blocks.around_reset(self._before_reset, self.decode.after_reset)
+        blocks.around_reset(self._before_reset, self._after_reset)
 
     def _before_reset(self) -> Collection[str]:
         self.prefill.before_reset()
         return self.decode.loading()
 
+    def _after_reset(self) -> None:
+        self._emptied = True
+        self.decode.after_reset()
+
     def reset(self) -> bool:
-        """All KV is worthless, here and elsewhere. Whether nothing of before is still on its way."""
+        """After a try of vLLM's to empty its prefix cache: KV elsewhere is worthless too. Whether nothing of
+        before is still on its way.
+        """
+        emptied, self._emptied = self._emptied, False
+        if not emptied:
+            return False
         prefill, decode = self.prefill.reset(), self.decode.reset()
         return prefill and decode
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
-from vllm.v1.request import RequestStatus
 from vllm_stage import ADDRESS, PARAMS_OF_D, PARAMS_OF_P, Stage, vllm_config
 
 from kv_connector.cluster.model import make_llama
@@ -110,8 +109,9 @@ def test_a_second_reset_before_the_load_has_stopped(stage: MakeStage) -> None:
     finish(decode)
 
 
-def test_a_load_of_before_that_fails(stage: MakeStage) -> None:
-    decode = stage("kv_consumer")
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_load_of_before_that_fails(stage: MakeStage, policy: str) -> None:
+    decode = stage("kv_consumer", policy=policy)
     load(decode, "t", 1)
     decode.step()
     pause(decode)
@@ -192,13 +192,28 @@ def test_a_reset_that_fails_changes_nothing(stage: MakeStage) -> None:
     finish(both)
 
 
-def test_a_connector_with_a_finished_request_in_hand_says_so(stage: MakeStage) -> None:
+def test_a_reset_that_fails_releases_nobody(stage: MakeStage) -> None:
+    """A request of its own runs. What P has pushed and what D waits for stay as they are."""
+    both = stage("kv_both", blocks=20, budget=100)
+    both.add("own", prompt(100, 7), max_tokens=40)
+    both.step()
+    both.add("p", prompt(300, 8), dict(PARAMS_OF_P, transfer_id="p"))
+    load(both, "t", 1)
+    both.step()
+    load(both, "waits", 2)
+    metadata = both.step()
+    assert ("waits", ADDRESS) in (metadata.waiting or ())
+    assert not both.scheduler.reset_prefix_cache(reset_connector=True)
+    assert both.step().commands == ()
+
+
+def test_a_finished_request_in_hand_is_not_reset(stage: MakeStage) -> None:
+    """It has no blocks, but the workers have still to forget it."""
     prefill = stage("kv_producer")
-    request = prefill.add("p", prompt(40), dict(PARAMS_OF_P))
-    prefill.step()
-    assert request.status is RequestStatus.FINISHED_LENGTH_CAPPED
-    assert not prefill.side.reset()
+    prefill.add("p", prompt(40), dict(PARAMS_OF_P))
+    prefill.abort("p")
+    assert not prefill.scheduler.reset_prefix_cache(reset_connector=True)
     prefill.step()
     prefill.step(sent=["p"])
-    assert prefill.side.reset()
+    assert prefill.scheduler.reset_prefix_cache(reset_connector=True)
     prefill.assert_idle()
