@@ -180,6 +180,10 @@ class Agent:
         transfers = tuple(waiting)
         self._submit(lambda now: self._effects.peers.set_waiting(now, transfers))
 
+    def note_step(self) -> None:
+        """The engine takes a step: it is not paused, and what it waits for is worth holding."""
+        self._effects.peers.last_step = time.monotonic()
+
     def reserve(self, request: DecodeRequest) -> None:
         """Asks for the prompt's pages. Ends in one finished_recving report, and failed_recving if it
         failed."""
@@ -252,6 +256,10 @@ class Agent:
     def finished(self, transfer_id: str, ok: bool, reason: str = "") -> None:
         """The request left the scheduler, its prompt computed or not. Ends in one finished_sending report."""
         self._submit(lambda now: self._effects.prefill.finished(now, transfer_id, ok, reason))
+
+    def cache_cleared(self) -> None:
+        """What was computed before is worthless: transfers of which a part has been pushed fail."""
+        self._submit(lambda now: self._effects.prefill.cache_cleared(now))
 
     def note_prefill_end(self, transfer_ids: Sequence[str]) -> None:
         """The last layer of the last chunk is about to be signalled: notes, for stats(), what has arrived."""

@@ -28,12 +28,12 @@ from kv_connector.plan import PushPlan
 from kv_connector.ports import Engine, Sockets
 from kv_connector.protocol.actions import Ended, Fence, Log, Outcome, PeerId, Send, UnderWay
 from kv_connector.protocol.decode import (
-    CloseCounters,
+    CloseCounter,
     DecodeAction,
     DecodeMachine,
     Dial,
     FinishedReceiving,
-    OpenCounters,
+    OpenCounter,
 )
 from kv_connector.protocol.messages import (
     Cancel,
@@ -288,10 +288,10 @@ class Effects:
             case CancelWrites(transfer_id):
                 if transfer_id in self.outgoing:
                     self._engine.cancel(self.outgoing[transfer_id].number)
-            case OpenCounters(peer, request_id, targets):
-                immediates = self._open_counters(peer, request_id, targets)
-                return self.decode.counters_opened(now, request_id, immediates)
-            case CloseCounters(request_id):
+            case OpenCounter(peer, request_id, pages):
+                immediate = self._open_counter(peer, request_id, pages)
+                return self.decode.counter_opened(now, request_id, immediate)
+            case CloseCounter(request_id):
                 number, _ = self._counters.pop(request_id)
                 del self._counting[number]
                 self._engine.release_counters(number)
@@ -350,8 +350,8 @@ class Effects:
             case CancelWrites(transfer_id):
                 # It has ended already: its event is on the way.
                 logger.debug("transfer %s is not cancelled: %s", transfer_id, reason)
-            case OpenCounters(_, request_id):
-                return self.decode.counters_failed(now, request_id, reason)
+            case OpenCounter(_, request_id):
+                return self.decode.counter_failed(now, request_id, reason)
             case Send(peer, Reserve(transfer_id, attempt)):
                 # Nothing was sent, so nothing can land.
                 fail = Fail(transfer_id, attempt, FailCode.INCOMPATIBLE, reason, quiesced=True)
@@ -483,7 +483,7 @@ class Effects:
                     signal_value=self._signal_value(push.signal_base, layer.ordinal),
                     source_offset=layer.source_offset,
                     target_offset=layer.target_offset,
-                    immediate=push.immediates[layer.ordinal],
+                    immediate=push.immediate,
                 )
                 for layer in run.layers
             ]
@@ -507,18 +507,18 @@ class Effects:
         known = signal_base >= self._ordered_since
         return signal_base + (self._positions[ordinal] if known else len(self._positions))
 
-    def _open_counters(self, peer: PeerId, request_id: str, targets: tuple[int, ...]) -> Sequence[int]:
+    def _open_counter(self, peer: PeerId, request_id: str, pages: int) -> int:
         raiser = self._links[peer].engine_peer
         assert raiser is not None
-        counters = self._engine.alloc_counters(len(targets), [raiser])
+        counters = self._engine.alloc_counters(1, [raiser])
         try:
-            self._engine.expect(counters.id, targets)
+            self._engine.expect(counters.id, (pages,))
         except TransferError:
             self._engine.release_counters(counters.id)
             raise
-        self._counters[request_id] = (counters.id, sum(targets))
+        self._counters[request_id] = (counters.id, pages)
         self._counting[counters.id] = request_id
-        return counters.immediates
+        return counters.immediates[0]
 
     # --- What comes back
 
@@ -536,7 +536,7 @@ class Effects:
             if request_id is None:
                 return []
             self._ledger.received_pages(self._counters[request_id][1])
-            return self.decode.counters_reached(now, request_id)
+            return self.decode.counter_reached(now, request_id)
         if event.kind in (EventKind.PEER_DOWN, EventKind.PEER_LEFT):
             peer = next((peer for peer, link in self._links.items() if link.engine_peer == event.id), None)
             why = f"its data links broke: {reason}" if event.error is not None else "its engine has left"

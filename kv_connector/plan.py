@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kv_connector.layout import KvLayout, LayerLayout
-from kv_connector.protocol.messages import GroupTarget, Reserve
+from kv_connector.protocol.messages import GroupTarget
 
 NULL_BLOCK = 0  # vLLM's block 0 holds nothing: outside of a sliding window, or not needed
 
@@ -84,17 +84,10 @@ def targets_problem(layout: KvLayout, groups: Sequence[GroupTarget], prompt_toke
     return None
 
 
-def reserve_problem(decode: KvLayout, reserve: Reserve) -> str | None:
-    """Whether a RESERVE fits the layout that its sender announced."""
-    if len(reserve.immediates) != len(decode.layers):
-        return f"the reservation has {len(reserve.immediates)} counters for {len(decode.layers)} layers"
-    return targets_problem(decode, reserve.groups, reserve.prompt_tokens)
-
-
-def expected_counts(layout: KvLayout, groups: Sequence[GroupTarget]) -> tuple[int, ...]:
-    """Pages that each layer's counter will see, by ordinal: the non-null blocks of the layer's group."""
+def expected_pages(layout: KvLayout, groups: Sequence[GroupTarget]) -> int:
+    """Pages that will land: in each layer, the non-null blocks of its group."""
     wanted = [len(target.blocks) - target.blocks.count(NULL_BLOCK) for target in groups]
-    return tuple(wanted[layer.group] for layer in layout.layers)
+    return sum(wanted[layer.group] for layer in layout.layers)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@
     CANCELLING  CANCEL is sent: waits for CANCEL_ACK (or for the last page, whichever comes first)
     FENCING     the peer is being fenced: waits until none of its writes can land
 
-Blocks and counters are handed back only when nothing can land in them any more: all pages have come, or P
+Blocks and the counter are handed back only when nothing can land in them any more: all pages have come, or P
 said that nothing is in flight, or the peer is fenced. A failed transfer is reported as failed, an aborted
 one is not.
 """
@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kv_connector.layout import KvLayout
-from kv_connector.plan import expected_counts, targets_problem
+from kv_connector.plan import expected_pages, targets_problem
 from kv_connector.protocol.actions import Address, Ended, Fence, Log, Outcome, PeerId, Send, UnderWay
 from kv_connector.protocol.messages import (
     Cancel,
@@ -60,20 +59,21 @@ class Dial:
 
 
 @dataclass(frozen=True)
-class OpenCounters:
-    """Allocate a counter per layer, to report when all reached their targets; ``counters_opened`` answers.
+class OpenCounter:
+    """Allocate a counter, to report when it has reached ``pages``; ``counter_opened`` answers.
 
-    Only ``peer`` may raise them.
+    Only ``peer`` may raise it. One for the whole request: nobody waits for a single layer, and an engine has
+    65,536 counters, which one for each of 94 layers would use up in 697 requests.
     """
 
     peer: PeerId
     request_id: str
-    targets: tuple[int, ...]
+    pages: int
 
 
 @dataclass(frozen=True)
-class CloseCounters:
-    """Free the request's counters: later immediates for them are stale."""
+class CloseCounter:
+    """Free the request's counter: later immediates for it are stale."""
 
     request_id: str
 
@@ -86,7 +86,7 @@ class FinishedReceiving:
     failed: bool
 
 
-DecodeAction = Send | Fence | Ended | Log | Dial | OpenCounters | CloseCounters | FinishedReceiving
+DecodeAction = Send | Fence | Ended | Log | Dial | OpenCounter | CloseCounter | FinishedReceiving
 
 
 class _Phase(enum.Enum):
@@ -103,7 +103,7 @@ class _Transfer:
     deadline: float
     phase: _Phase = _Phase.STAGED
     peer: PeerId | None = None
-    counting: bool = False  # counters are allocated
+    counting: bool = False  # its counter is allocated
     since: float = 0.0  # when RESERVE was sent
     aborted: bool = False
     failure: str = ""  # why the transfer is being stopped, unless it was aborted
@@ -229,10 +229,10 @@ class DecodeMachine:
             actions += self._stopped(now, transfer)
         return actions
 
-    # --- Counters
+    # --- The counter
 
-    def counters_opened(self, now: float, request_id: str, immediates: Sequence[int]) -> list[DecodeAction]:
-        """The counters exist, so pages may come."""
+    def counter_opened(self, now: float, request_id: str, immediate: int) -> list[DecodeAction]:
+        """The counter exists, so pages may come."""
         transfer = self._transfers[request_id]
         transfer.counting = True
         transfer.phase = _Phase.RESERVED
@@ -246,16 +246,16 @@ class DecodeMachine:
             first_token=request.first_token,
             prompt_hash=request.prompt_hash,
             groups=request.groups,
-            immediates=tuple(immediates),
+            immediate=immediate,
             deadline_ms=max(0, round((transfer.deadline - now) * 1000)),
         )
         return [Send(transfer.peer, reserve)]
 
-    def counters_failed(self, now: float, request_id: str, reason: str) -> list[DecodeAction]:
-        """No counters: nothing was sent, so nothing can land."""
+    def counter_failed(self, now: float, request_id: str, reason: str) -> list[DecodeAction]:
+        """No counter: nothing was sent, so nothing can land."""
         return self._end(now, self._transfers[request_id], Outcome.FAILED, reason)
 
-    def counters_reached(self, now: float, request_id: str) -> list[DecodeAction]:
+    def counter_reached(self, now: float, request_id: str) -> list[DecodeAction]:
         """Every page has landed exactly once, whatever else is under way: nothing more can land."""
         transfer = self._transfers.get(request_id)
         if transfer is None:
@@ -326,8 +326,8 @@ class DecodeMachine:
 
     def _open(self, transfer: _Transfer, peer: PeerId) -> list[DecodeAction]:
         transfer.peer = peer
-        targets = expected_counts(self._layout, transfer.request.groups)
-        return [OpenCounters(peer, transfer.request.request_id, targets)]
+        pages = expected_pages(self._layout, transfer.request.groups)
+        return [OpenCounter(peer, transfer.request.request_id, pages)]
 
     def _give_up(self, now: float, transfer: _Transfer, reason: str) -> list[DecodeAction]:
         """Stops a transfer that nobody aborted; one that is being stopped already goes on as it does."""
@@ -358,4 +358,4 @@ class DecodeMachine:
         seconds = now - transfer.since if transfer.counting else 0.0
         ended = Ended(Role.DECODE, request.transfer_id, transfer.peer, outcome, reason, seconds)
         report = FinishedReceiving(request.request_id, failed=outcome is Outcome.FAILED)
-        return [CloseCounters(request.request_id), ended, report] if transfer.counting else [ended, report]
+        return [CloseCounter(request.request_id), ended, report] if transfer.counting else [ended, report]

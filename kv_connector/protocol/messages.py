@@ -5,7 +5,7 @@ never allocates more than the frame's own size allows. Pages never travel here.
 
 Who speaks: decode (D) dials prefill (P). D sends HELLO, RESERVE, CANCEL, RELEASE; P answers HELLO_ACK,
 HELLO_NAK or REDIRECT, FAIL, CANCEL_ACK. D sends PING, P answers PONG: either proves the other alive. Both may
-send BYE. There is no completion message: D counts immediates.
+send BYE. There is no completion message: D counts pages.
 
 A session is one connection with one HELLO: what arrives over another connection, or after BYE, belongs to no
 session and is answered by BYE.
@@ -133,10 +133,10 @@ class GroupTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Reserve(Message, frozen=True, tag="reserve"):
-    """D has blocks and counters ready and wants the prompt's pages.
+    """D has blocks and a counter ready and wants the prompt's pages.
 
-    ``immediates`` has one counter per layer, by ordinal; layer k's counter will be raised once for each
-    non-null block of its group. ``attempt`` separates repeated tries under one transfer id.
+    The counter behind ``immediate`` is to be raised once for each page: in each layer, for each non-null
+    block of its group. ``attempt`` separates repeated tries under one transfer id.
     """
 
     transfer_id: Id
@@ -145,7 +145,7 @@ class Reserve(Message, frozen=True, tag="reserve"):
     first_token: Natural  # D holds the tokens before this one
     prompt_hash: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
     groups: Annotated[tuple[GroupTarget, ...], msgspec.Meta(max_length=64)]
-    immediates: Annotated[tuple[UInt32, ...], msgspec.Meta(max_length=4096)]
+    immediate: UInt32
     deadline_ms: Natural  # from receipt; P gives up then
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -225,6 +226,9 @@ class PeerTable:
         self._by_address: dict[Address, PeerId] = {}
         self._by_engine: dict[tuple[str, int], PeerId] = {}  # peers that dialled us
         self._waiting: dict[Address, tuple[str, ...]] = {}
+        # When our engine took its last step, if it says so. One that is paused takes none, and nothing is
+        # held for it meanwhile: a P that is to be paused too would wait for it.
+        self.last_step = math.inf
         self._naks: dict[str, str] = {}  # by peer, what was logged last: a refusal repeats with each request
         self._ranks: tuple[Address, ...] = ()
         self._timers: Timers[PeerId] = Timers()
@@ -507,16 +511,17 @@ class PeerTable:
         if peer.address is not None:
             if now >= peer.next_ping:
                 peer.next_ping = now + self._timeouts.heartbeat
-                actions += self._ping(peer)
+                actions += self._ping(now, peer)
             wake = peer.next_ping
         limit = self._timeouts.dead if peer.state is PeerState.SUSPECT else self._timeouts.suspect
         self._timers.set(peer.peer, min(wake, peer.last_seen + limit))
         return actions
 
-    def _ping(self, peer: _Peer) -> list[PeersAction]:
+    def _ping(self, now: float, peer: _Peer) -> list[PeersAction]:
         assert peer.address is not None
         assert peer.source is not None
-        waiting = self._waiting.get(peer.address, ())
+        paused = now - self.last_step > self._timeouts.hold
+        waiting = () if paused else self._waiting.get(peer.address, ())
         actions: list[PeersAction] = []
         for start in range(0, max(len(waiting), 1), MAX_WAITING):
             self._sequence += 1

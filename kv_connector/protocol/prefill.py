@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kv_connector.layout import KvLayout
-from kv_connector.plan import NULL_BLOCK, layout_problem, layouts_problem, reserve_problem
+from kv_connector.plan import NULL_BLOCK, layout_problem, layouts_problem, targets_problem
 from kv_connector.protocol.actions import Ended, Fence, Log, Outcome, PeerId, Send, UnderWay
 from kv_connector.protocol.messages import Cancel, CancelAck, Fail, FailCode, Reserve, Role, clip
 from kv_connector.protocol.timers import Timeouts, Timers
@@ -82,7 +82,7 @@ class Push:
     peer: PeerId
     transfer_id: str
     signal_base: int
-    immediates: tuple[int, ...]  # one per layer
+    immediate: int  # raises D's counter, by one for each page
     groups: tuple[PushedGroup, ...]
 
 
@@ -283,6 +283,16 @@ class PrefillMachine:
             return []
         return [Fence(transfer.reservation.peer, f"writes of preempted transfer {transfer_id} did not drain")]
 
+    def cache_cleared(self, now: float) -> list[PrefillAction]:
+        """All prompts are computed anew, and differently: what D has of one would not fit the rest."""
+        actions: list[PrefillAction] = []
+        for transfer in list(self._transfers.values()):
+            reservation = transfer.reservation
+            if reservation is not None and reservation.left > 0 and any(reservation.pushed):
+                text = "the prefill engine cleared its KV cache when a part of the prompt had gone"
+                actions += self._end(now, transfer, FailCode.PREFILL_ABORTED, text)
+        return actions
+
     def finished(self, now: float, transfer_id: str, ok: bool, reason: str) -> list[PrefillAction]:
         """The request left P's scheduler, with its prompt computed (ok) or not."""
         transfer = self._transfers.get(transfer_id)
@@ -315,7 +325,7 @@ class PrefillMachine:
         layout = self._peers.get(peer)
         if layout is None:
             return []
-        problem = reserve_problem(layout, message)
+        problem = targets_problem(layout, message.groups, message.prompt_tokens)
         if problem is not None:
             return [self._refuse(peer, message, FailCode.INCOMPATIBLE, problem)]
         transfer = self._transfers.get(message.transfer_id)
@@ -526,9 +536,9 @@ class PrefillMachine:
                 steps.setdefault(signal_base, []).append(PushedGroup(group, source, target_blocks))
         if steps:
             reservation.writing = True
-        immediates = reservation.message.immediates
+        immediate = reservation.message.immediate
         return [
-            Push(reservation.peer, transfer.transfer_id, signal_base, immediates, tuple(groups))
+            Push(reservation.peer, transfer.transfer_id, signal_base, immediate, tuple(groups))
             for signal_base, groups in sorted(steps.items())
         ]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import vllm
@@ -260,6 +260,7 @@ class KvBlocks:
     """The scheduler's block tables, as far as the connector needs more of them than the hooks show."""
 
     def __init__(self, kv_cache_manager: KVCacheManager) -> None:
+        self._manager = kv_cache_manager
         self._pool = kv_cache_manager.block_pool
         self.total: int = self._pool.num_gpu_blocks
         """Blocks of the pool, used or not."""
@@ -288,3 +289,36 @@ class KvBlocks:
     def give_back(self, held: list[Any]) -> None:
         """Ends the references that ``hold_windows`` took."""
         self._pool.free_blocks(reversed(held))
+
+    def free(self, request: Request) -> None:
+        """Takes all blocks of a request that waits: it begins anew, as vLLM lets it after a failed load."""
+        self._manager.free(request)
+        request.num_computed_tokens = 0
+
+    def around_reset(self, before: Callable[[], Collection[str]], after: Callable[[], None]) -> None:
+        """Has vLLM empty its prefix cache although the requests that ``before()`` names hold blocks. They
+        keep them; ``after()`` is called when it has succeeded.
+
+        vLLM resets only a pool that nobody uses, and cannot preempt a request that waits for a load.
+        """
+        reset = self._manager.reset_prefix_cache
+
+        def reset_around_loads() -> bool:
+            blocks = [
+                block
+                for request_id in before()
+                for manager in self._managers
+                for block in manager.req_to_blocks.get(request_id, ())
+                if not block.is_null
+            ]
+            # Nobody else gets a turn in between.
+            self._pool.free_blocks(blocks)
+            try:
+                succeeded: bool = reset()
+            finally:
+                self._pool.touch(blocks)
+            if succeeded:
+                after()
+            return succeeded
+
+        self._manager.reset_prefix_cache = reset_around_loads

@@ -278,7 +278,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        self._scheduler.prefill.blocks = KvBlocks(kv_cache_manager)
+        self._scheduler.bind(KvBlocks(kv_cache_manager))
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         ours = metadata[0, 0]
@@ -341,10 +341,8 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     @never_raises(lambda: False)
     def reset_cache(self) -> bool:
-        """The connector caches nothing; False while there are transfers that a reset of vLLM's caches would
-        meet.
-        """
-        return self._scheduler.idle
+        """The connector caches nothing, but transfers carry KV from before the reset."""
+        return self._scheduler.reset()
 
 
 def transfer_role(kv_role: str | None) -> Role:

@@ -56,7 +56,21 @@ class RankAddresses:
     addresses: tuple[Address, ...]
 
 
-Command = RankAddresses | PrefillRequest | FinishPrefill | DecodeRequest | Cancel | Release | FailLoad
+@dataclass(frozen=True)
+class CacheCleared:
+    """All KV of before is worthless, as after a change of weights: no prompt may be part old, part new."""
+
+
+Command = (
+    RankAddresses
+    | PrefillRequest
+    | FinishPrefill
+    | DecodeRequest
+    | Cancel
+    | Release
+    | FailLoad
+    | CacheCleared
+)
 
 
 @dataclass(frozen=True)

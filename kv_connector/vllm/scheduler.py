@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import logging
 import uuid
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,8 +18,10 @@ from kv_connector.protocol.actions import Address
 from kv_connector.protocol.decode import DecodeRequest
 from kv_connector.protocol.messages import GroupTarget, Role, id_problem
 from kv_connector.protocol.prefill import GroupPages, PrefillRequest
+from kv_connector.vllm.admission import AdmissionGate, gates
 from kv_connector.vllm.compat import Request, RequestStatus
 from kv_connector.vllm.metadata import (
+    CacheCleared,
     Cancel,
     Command,
     FailLoad,
@@ -52,6 +54,19 @@ class Blocks(Protocol):
     def first_attended(self, group: int, computed_tokens: int) -> int: ...
     def hold_windows(self, request_id: str, firsts: tuple[int, ...]) -> list[Any]: ...
     def give_back(self, held: list[Any]) -> None: ...
+    def free(self, request: Request) -> None: ...
+    def around_reset(self, before: Callable[[], Collection[str]], after: Callable[[], None]) -> None: ...
+
+
+def _first_attended(blocks: Blocks, groups: int, tokens: int) -> tuple[int, ...]:
+    """Per group: the first logical block that the prompt's last token, which D computes, attends to."""
+    return tuple(blocks.first_attended(group, tokens - 1) for group in range(groups))
+
+
+def _blocks_of(blocks: Blocks, block_sizes: tuple[int, ...], tokens: int) -> int:
+    """What a prompt holds when it is computed; a window holds a chunk more before."""
+    firsts = _first_attended(blocks, len(block_sizes), tokens)
+    return sum(-(-tokens // size) - first for size, first in zip(block_sizes, firsts, strict=True))
 
 
 @dataclass
@@ -61,30 +76,34 @@ class _Prompt:
     request: Request
     transfer_id: str
     tokens: int
-    speculative: bool
+    early: bool
     """No D has asked for it yet, and whether one will does not depend on P alone."""
-    admitted: bool = False
-    """It has blocks."""
     told: list[int] = field(default_factory=list)
     """Per group: the logical blocks before this one have been named to the workers (since the last
     admission).
     """
     complete: bool = False
     """The workers know the whole prompt's blocks."""
+    finished: bool = False
+    """It has left vLLM's scheduler."""
     held: list[Any] = field(default_factory=list)
 
 
 class PrefillScheduler:
     """P's requests, from their arrival until the workers report them sent."""
 
-    def __init__(self, engine_id: str, block_sizes: tuple[int, ...], commands: list[Command]) -> None:
+    def __init__(
+        self, role: Role, engine_id: str, block_sizes: tuple[int, ...], commands: list[Command]
+    ) -> None:
+        self._role = role
         self._engine_id = engine_id
         self._block_sizes = block_sizes
         self._commands = commands
         self._prompts: dict[str, _Prompt] = {}
         self._transfers: set[str] = set()
         self.blocks: Blocks | None = None
-        """Set before the first request."""
+        self.gate: AdmissionGate | None = None
+        """Of early prompts. Both are set before the first request."""
         self.address: Address | None = None
         """Of rank 0, for routers that dispatch D after P. Set before the first request."""
 
@@ -103,55 +122,37 @@ class PrefillScheduler:
             transfer_id,
             tokens,
             # Where D comes after P its queue is in P's order: where P names the transfer, as in NIXL's flow,
-            # or the router says so.
-            speculative=params.get("transfer_id") is not None and params.get("serial") is not True,
+            # or the router says so. That helps unless P has loads of its own.
+            early=self._role is Role.BOTH
+            or (params.get("transfer_id") is not None and params.get("serial") is not True),
             told=[0] * len(self._block_sizes),
         )
         self._commands.append(PrefillRequest(request.request_id, transfer_id, tokens, digest))
 
     def must_wait(self, request: Request) -> bool:
-        """Whether this prompt must not be started yet. Pure: vLLM may ask every step.
-
-        P and D admit in orders of their own. A P full of prompts that D has no room for, and a D full of
-        requests whose prompts P has no room for, would wait for each other. So half of P's blocks are kept
-        for prompts that D has room for; one that needs more than half goes when no other is speculative.
-        """
+        """Whether this prompt must not be started yet. vLLM may ask every step."""
         prompt = self._prompts.get(request.request_id)
-        if prompt is None or not prompt.speculative:
+        if prompt is None or not prompt.early:
             return False
-        others = sum(
-            self._blocks_of(other)
-            for other in self._prompts.values()
-            if other.speculative and other.admitted and other is not prompt
-        )
         assert self.blocks is not None
-        return others > 0 and others + self._blocks_of(prompt) > self.blocks.total // 2
-
-    def _blocks_of(self, prompt: _Prompt) -> int:
-        """What the prompt holds when it is computed; a window holds a chunk more before."""
-        return sum(
-            -(-prompt.tokens // size) - first
-            for size, first in zip(self._block_sizes, self._first_attended(prompt), strict=True)
-        )
-
-    def _first_attended(self, prompt: _Prompt) -> tuple[int, ...]:
-        """Per group: the first logical block that the prompt's last token, which D computes, attends to."""
-        assert self.blocks is not None
-        blocks = self.blocks
-        return tuple(
-            blocks.first_attended(group, prompt.tokens - 1) for group in range(len(self._block_sizes))
-        )
+        assert self.gate is not None
+        blocks = _blocks_of(self.blocks, self._block_sizes, prompt.tokens)
+        return self.gate.must_wait(request.request_id, blocks)
 
     def allocated(self, request: Request) -> None:
         """vLLM has given the request its first blocks."""
-        if prompt := self._prompts.get(request.request_id):
-            prompt.admitted = True
+        prompt = self._prompts.get(request.request_id)
+        if prompt is not None and prompt.early:
+            assert self.blocks is not None
+            assert self.gate is not None
+            self.gate.enter(request.request_id, _blocks_of(self.blocks, self._block_sizes, prompt.tokens))
 
     def reserved(self, transfer_ids: Collection[str]) -> None:
         """D has room for these prompts."""
         for prompt in self._prompts.values():
             if prompt.transfer_id in transfer_ids:
-                prompt.speculative = False
+                prompt.early = False
+                self._leave(prompt)
 
     def preempted(self, request_ids: Iterable[str]) -> tuple[str, ...]:
         """vLLM has taken these requests' blocks back; all will be named again at the next admission."""
@@ -159,8 +160,9 @@ class PrefillScheduler:
         for request_id in request_ids:
             if prompt := self._prompts.get(request_id):
                 prompt.told = [0] * len(self._block_sizes)
-                prompt.complete = prompt.admitted = False
+                prompt.complete = False
                 self._give_back(prompt)
+                self._leave(prompt)
                 transfers.append(prompt.transfer_id)
         return tuple(transfers)
 
@@ -186,7 +188,7 @@ class PrefillScheduler:
         last = computed == prompt.tokens
         # Blocks that D's token no longer attends to are never asked for, and vLLM reuses them while the
         # prompt is still being computed: they must not be named.
-        firsts = self._first_attended(prompt)
+        firsts = _first_attended(self.blocks, len(self._block_sizes), prompt.tokens)
         groups = []
         for group, (table, size) in enumerate(zip(tables, self._block_sizes, strict=True)):
             end = -(-computed // size) if last else computed // size
@@ -205,6 +207,7 @@ class PrefillScheduler:
         prompt = self._prompts.get(request.request_id)
         if prompt is None:
             return False, None
+        prompt.finished = True
         ok = prompt.complete and request.status in _GOOD_ENDS
         reason = "" if ok else f"prefill ended as {request.status.name} before the prompt's end"
         self._commands.append(FinishPrefill(request.request_id, prompt.transfer_id, ok, reason))
@@ -225,6 +228,23 @@ class PrefillScheduler:
             if prompt := self._prompts.pop(request_id, None):
                 self._transfers.discard(prompt.transfer_id)
                 self._give_back(prompt)
+                self._leave(prompt)
+
+    def before_reset(self) -> None:
+        """vLLM is about to empty its prefix cache: of a preempted prompt it wants all blocks back now."""
+        for prompt in self._prompts.values():
+            if prompt.request.status is RequestStatus.PREEMPTED:
+                self._give_back(prompt)
+
+    def reset(self) -> bool:
+        """All KV is worthless. False while a finished prompt's blocks are still to be read."""
+        if self._prompts:
+            self._commands.append(CacheCleared())
+        return not any(prompt.finished for prompt in self._prompts.values())
+
+    def _leave(self, prompt: _Prompt) -> None:
+        assert self.gate is not None
+        self.gate.leave(prompt.request.request_id)
 
     def _give_back(self, prompt: _Prompt) -> None:
         if prompt.held:
@@ -243,6 +263,7 @@ class _Load(enum.Enum):
 class _Target:
     """A request of D whose prompt a P computes."""
 
+    request: Request
     request_id: str
     transfer_id: str
     peer: Address
@@ -250,6 +271,8 @@ class _Target:
     prompt_hash: bytes
     load: _Load = _Load.WAITING
     finished: bool = False
+    void: bool = False
+    """What comes is of no use: the request computes its prompt itself once nothing comes any more."""
 
 
 class DecodeScheduler:
@@ -263,6 +286,9 @@ class DecodeScheduler:
         self._siblings: dict[str, _Target] = {}
         """Requests that want what another one loads."""
         self._told_waiting: tuple[tuple[str, Address], ...] = ()
+        self.blocks: Blocks | None = None
+        self.gate: AdmissionGate | None = None
+        """Of loads. Both are set before the first request."""
 
     def __len__(self) -> int:
         return len(self._targets)
@@ -277,13 +303,23 @@ class DecodeScheduler:
             # Samples of one prompt (n > 1) share their parameters: the first one loads for all.
             self._siblings[request.request_id] = first
             return
-        target = _Target(request.request_id, transfer_id, peer, tokens, digest)
+        target = _Target(request, request.request_id, transfer_id, peer, tokens, digest)
         self._transfers[transfer_id] = self._targets[request.request_id] = target
 
     def must_wait(self, request: Request) -> bool:
-        """Whether another request loads this one's prompt: then it is found in the prefix cache. Pure."""
-        first = self._siblings.get(request.request_id)
-        return first is not None and first.load is not _Load.OVER
+        """Whether another request loads this one's prompt, which is then found in the prefix cache, or there
+        is no room for this load yet. vLLM may ask every step."""
+        if first := self._siblings.get(request.request_id):
+            return first.load is not _Load.OVER
+        target = self._targets.get(request.request_id)
+        if target is None or target.load is not _Load.WAITING:
+            return False
+        assert self.gate is not None
+        return self.gate.must_wait(target.request_id, self._blocks_of(target))
+
+    def _blocks_of(self, target: _Target) -> int:
+        assert self.blocks is not None
+        return _blocks_of(self.blocks, self._block_sizes, target.tokens)
 
     def tokens_to_load(self, request: Request, local_tokens: int) -> int:
         """How many tokens to load behind the first ``local_tokens``. Pure: vLLM may ask every step.
@@ -308,6 +344,8 @@ class DecodeScheduler:
             self._release(target)
             return
         target.load = _Load.RESERVED
+        assert self.gate is not None
+        self.gate.enter(target.request_id, self._blocks_of(target))
         try:
             self._commands.append(self._reservation(target, blocks.get_block_ids(), external_tokens))
         except Exception:
@@ -353,8 +391,40 @@ class DecodeScheduler:
         """These loads are over, well or not."""
         for request_id in request_ids:
             if target := self._targets.get(request_id):
-                target.load = _Load.OVER
+                self._over(target)
+                if target.void and not target.finished:
+                    assert self.blocks is not None
+                    self.blocks.free(target.request)
                 self._forget_if_over(target)
+
+    def loading(self) -> list[str]:
+        """The requests that hold blocks for a load. vLLM cannot preempt them."""
+        return [target.request_id for target in self._loading()]
+
+    def _loading(self) -> list[_Target]:
+        return [
+            target
+            for target in self._targets.values()
+            if target.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        ]
+
+    def after_reset(self) -> None:
+        """vLLM has emptied its prefix cache: what is being loaded, and what is loaded, is not used."""
+        for target in self._loading():
+            if target.load is _Load.OVER:
+                assert self.blocks is not None
+                self.blocks.free(target.request)
+            elif not target.void:
+                target.void = True
+                self._commands.append(Cancel(target.request_id))
+
+    def reset(self) -> bool:
+        """All KV is worthless, P's too: who would have asked for it computes its prompt here. False while
+        pages may still land for a finished request."""
+        for target in self._targets.values():
+            if target.load is _Load.WAITING:
+                self._release(target)
+        return not any(target.finished for target in self._targets.values())
 
     def waiting(self) -> tuple[tuple[str, Address], ...] | None:
         """The transfers whose requests have no blocks yet; None if the workers know."""
@@ -368,8 +438,13 @@ class DecodeScheduler:
         self._told_waiting = waiting
         return waiting
 
-    def _release(self, target: _Target) -> None:
+    def _over(self, target: _Target) -> None:
         target.load = _Load.OVER
+        assert self.gate is not None
+        self.gate.leave(target.request_id)
+
+    def _release(self, target: _Target) -> None:
+        self._over(target)
         self._commands.append(Release(target.transfer_id, target.peer))
 
     def _forget_if_over(self, target: _Target) -> None:
@@ -384,7 +459,9 @@ class SchedulerSide:
         """``block_sizes``: tokens a block, per KV cache group."""
         self._role = role
         self._commands: list[Command] = []
-        self.prefill = PrefillScheduler(engine_id, block_sizes, self._commands)
+        self._emptied = False
+        """vLLM has just emptied its prefix cache."""
+        self.prefill = PrefillScheduler(role, engine_id, block_sizes, self._commands)
         self.decode = DecodeScheduler(block_sizes, self._commands)
 
     def set_addresses(self, addresses: tuple[Address, ...]) -> None:
@@ -393,6 +470,30 @@ class SchedulerSide:
         self.prefill.address = addresses[0]
         if len(addresses) > 1:
             self._commands.append(RankAddresses(addresses))
+
+    def bind(self, blocks: Blocks) -> None:
+        """Before the first request."""
+        self.prefill.blocks = self.decode.blocks = blocks
+        self.prefill.gate, self.decode.gate = gates(self._role, blocks.total)
+        blocks.around_reset(self._before_reset, self._after_reset)
+
+    def _before_reset(self) -> Collection[str]:
+        self.prefill.before_reset()
+        return self.decode.loading()
+
+    def _after_reset(self) -> None:
+        self._emptied = True
+        self.decode.after_reset()
+
+    def reset(self) -> bool:
+        """After a try of vLLM's to empty its prefix cache: KV elsewhere is worthless too. Whether nothing of
+        before is still on its way.
+        """
+        emptied, self._emptied = self._emptied, False
+        if not emptied:
+            return False
+        prefill, decode = self.prefill.reset(), self.decode.reset()
+        return prefill and decode
 
     def on_new_request(self, request: Request) -> None:
         params = request.kv_transfer_params or {}
@@ -438,11 +539,6 @@ class SchedulerSide:
     def has_unsent_commands(self) -> bool:
         """Whether the workers have still to be told something: the engine must take another step for it."""
         return bool(self._commands)
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is known of any request, and the workers know it."""
-        return not (self._commands or len(self.prefill) or len(self.decode))
 
     def update(
         self,

@@ -16,6 +16,7 @@ from kv_connector.protocol.decode import DecodeRequest
 from kv_connector.protocol.prefill import ComputedPages, PrefillRequest
 from kv_connector.vllm.compat import KVConnectorTransferResults
 from kv_connector.vllm.metadata import (
+    CacheCleared,
     Cancel,
     Command,
     FailLoad,
@@ -137,6 +138,7 @@ class WorkerSide:
             self.agent.preempt(metadata.preempted)
 
     def begin_step(self, metadata: StepMetadata) -> None:
+        self.agent.note_step()
         for command in metadata.commands:
             try:
                 self._execute(command)
@@ -208,6 +210,8 @@ class WorkerSide:
                 self.agent.release(command.transfer_id, command.peer)
             case FailLoad():
                 self._failed_here.add(command.request_id)
+            case CacheCleared():
+                self.agent.cache_cleared()
 
     def _give_up(self, command: Command) -> None:
         """vLLM waits for a report on these; the agent that refused the command will not make one."""

@@ -453,7 +453,7 @@ class SimEngine:
         counters.values[index] += len(batch.targets)
         if counters.targets is not None:
             too_many = counters.values[index] > counters.targets[index]
-            self._books.check(not too_many, "%s: layer %d has a page too many", self.process, index)
+            self._books.check(not too_many, "%s counts a page too many", self.process)
         self._maybe_reached(number)
 
     def _maybe_reached(self, number: int) -> None:

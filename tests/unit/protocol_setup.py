@@ -79,7 +79,6 @@ def reserve(
     tokens: int = 3 * BLOCK,
     prompt_hash: bytes = HASH,
     deadline_ms: int = 300_000,
-    layers: int = 2,
     more: Sequence[Sequence[int]] = (),
 ) -> Reserve:
     return Reserve(
@@ -89,7 +88,7 @@ def reserve(
         first_token=0,
         prompt_hash=prompt_hash,
         groups=(GroupTarget(0, tuple(blocks)), *(GroupTarget(0, tuple(other)) for other in more)),
-        immediates=tuple(range(100, 100 + layers)),
+        immediate=100,
         deadline_ms=deadline_ms,
     )
 

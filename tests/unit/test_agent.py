@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import zmq
 from agent_setup import IMPATIENT, LIVELY, TIMES, Side, Stage, stage, until
-from protocol_setup import PAGE, compatibility, layout
+from protocol_setup import BLOCK, PAGE, compatibility, layout
 
 from kv_connector.agent import Agent, AgentConfig, AgentError, MemoryRange
 from kv_connector.engine import ArmedLayer, ErrorCode, LayerSignal, PagedWrite, TransferError
@@ -152,6 +152,17 @@ def test_pages_of_a_step_before_the_order_changed_wait_for_its_end(pair: tuple[S
     decode.wait(received=["d-t"])
     prefill.wait(sent=["p-t"])
     assert values == [[2, 2], [4, 3]]
+
+
+def test_loads_of_a_deep_model_do_not_run_out_of_counters(sim: Stage) -> None:
+    """An engine has 65,536: one for each of 94 layers would do for 697 requests."""
+    pages = layout(groups=(94,), num_blocks=16)
+    prefill, decode = sim.side(Role.PREFILL, pages=pages), sim.side(Role.DECODE, pages=pages)
+    for number in range(700):
+        decode.reserve(prefill.address, (11,), transfer=f"t{number}", tokens=BLOCK)
+    until(lambda: decode.agent.live().phases.get("decode reserved") == 700)
+    decode.poll()
+    assert decode.failed == []
 
 
 def test_the_prompt_may_be_computed_before_decode_asks(pair: tuple[Side, Side]) -> None:

@@ -9,12 +9,12 @@ from protocol_setup import BLOCK, HASH, P_ADDRESS, T, decode_request, every, lay
 
 from kv_connector.protocol.actions import Address, Ended, Fence, Log, Outcome, Send
 from kv_connector.protocol.decode import (
-    CloseCounters,
+    CloseCounter,
     DecodeAction,
     DecodeMachine,
     Dial,
     FinishedReceiving,
-    OpenCounters,
+    OpenCounter,
 )
 from kv_connector.protocol.messages import Cancel, CancelAck, Fail, FailCode, Release, Reserve, Role
 from kv_connector.protocol.timers import Timeouts
@@ -22,7 +22,7 @@ from kv_connector.protocol.timers import Timeouts
 PEER, OTHER = 1, 2
 OTHER_ADDRESS = Address("127.0.0.2", 5600)
 TIMES = Timeouts()
-IMMEDIATES = (100, 101)
+IMMEDIATE = 100
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def reserved(machine: DecodeMachine, transfer: str = "t", now: float = 0.0, peer
     """A request whose RESERVE has been sent."""
     machine.peer_up(now, P_ADDRESS, peer)
     machine.reserve(now, decode_request(transfer))
-    return sent(machine.counters_opened(now, f"d-{transfer}", IMMEDIATES), Reserve)
+    return sent(machine.counter_opened(now, f"d-{transfer}", IMMEDIATE), Reserve)
 
 
 def sent(actions: list[DecodeAction], kind: type[T]) -> T:
@@ -46,7 +46,7 @@ def sent(actions: list[DecodeAction], kind: type[T]) -> T:
 def report(actions: list[DecodeAction]) -> FinishedReceiving:
     """The one report; the counters are closed before it."""
     index = actions.index(only(actions, FinishedReceiving))
-    for close in every(actions, CloseCounters):
+    for close in every(actions, CloseCounter):
         assert actions.index(close) < index
     return actions[index]  # type: ignore[return-value]
 
@@ -69,31 +69,31 @@ def assert_over(machine: DecodeMachine) -> None:
 
 def test_reserve_leaves_at_once_where_there_is_a_session(machine: DecodeMachine) -> None:
     machine.peer_up(0.0, P_ADDRESS, PEER)
-    assert machine.reserve(10.0, decode_request(blocks=(11, 0, 13))) == [OpenCounters(PEER, "d-t", (2, 2))]
-    actions = machine.counters_opened(10.0, "d-t", IMMEDIATES)
+    assert machine.reserve(10.0, decode_request(blocks=(11, 0, 13))) == [OpenCounter(PEER, "d-t", 4)]
+    actions = machine.counter_opened(10.0, "d-t", IMMEDIATE)
     assert only(actions, Send).peer == PEER
     message = sent(actions, Reserve)
     assert (message.transfer_id, message.prompt_tokens, message.prompt_hash) == ("t", 3 * BLOCK, HASH)
     assert message.groups == decode_request(blocks=(11, 0, 13)).groups
-    assert message.immediates == IMMEDIATES
+    assert message.immediate == IMMEDIATE
     assert message.deadline_ms == TIMES.transfer * 1000
 
 
 def test_reserve_waits_for_its_session(machine: DecodeMachine) -> None:
     assert machine.reserve(0.0, decode_request()) == [Dial(P_ADDRESS)]
     assert machine.peer_up(0.5, OTHER_ADDRESS, OTHER) == []
-    assert machine.peer_up(1.0, P_ADDRESS, PEER) == [OpenCounters(PEER, "d-t", (3, 3))]
-    message = sent(machine.counters_opened(1.0, "d-t", IMMEDIATES), Reserve)
+    assert machine.peer_up(1.0, P_ADDRESS, PEER) == [OpenCounter(PEER, "d-t", 6)]
+    message = sent(machine.counter_opened(1.0, "d-t", IMMEDIATE), Reserve)
     assert message.deadline_ms == (TIMES.transfer - 1.0) * 1000
 
 
 def test_the_last_page_ends_the_transfer(machine: DecodeMachine) -> None:
     reserved(machine, now=3.0)
-    actions = machine.counters_reached(10.0, "d-t")
+    actions = machine.counter_reached(10.0, "d-t")
     assert report(actions) == done()
-    assert every(actions, CloseCounters) == [CloseCounters("d-t")]
+    assert every(actions, CloseCounter) == [CloseCounter("d-t")]
     assert (only(actions, Ended).outcome, only(actions, Ended).seconds) == (Outcome.COMPLETED, 7.0)
-    assert machine.counters_reached(7.0, "d-t") == []
+    assert machine.counter_reached(7.0, "d-t") == []
     assert_over(machine)
 
 
@@ -132,7 +132,7 @@ def test_a_request_that_cannot_be_asked_for_fails_at_once(
 def test_without_counters_the_request_fails_and_nothing_was_sent(machine: DecodeMachine) -> None:
     machine.peer_up(0.0, P_ADDRESS, PEER)
     machine.reserve(0.0, decode_request())
-    actions = machine.counters_failed(0.0, "d-t", "RESOURCES in alloc_counters")
+    actions = machine.counter_failed(0.0, "d-t", "RESOURCES in alloc_counters")
     assert actions == [Ended(Role.DECODE, "t", PEER, Outcome.FAILED, "RESOURCES in alloc_counters"), failed()]
     assert_over(machine)
 
@@ -192,14 +192,14 @@ def test_an_abort_is_reported_when_p_has_stopped(machine: DecodeMachine) -> None
     assert machine.cancel(1.0, "d-t") == []
     actions = machine.cancel_ack(2.0, PEER, CancelAck("t", attempt, drained=True))
     assert report(actions) == done()  # the request is gone: not failed
-    assert every(actions, CloseCounters) == [CloseCounters("d-t")]
+    assert every(actions, CloseCounter) == [CloseCounter("d-t")]
     assert_over(machine)
 
 
 def test_the_last_page_beats_the_cancellation(machine: DecodeMachine) -> None:
     attempt = reserved(machine).attempt
     machine.cancel(1.0, "d-t")
-    assert report(machine.counters_reached(1.5, "d-t")) == done()
+    assert report(machine.counter_reached(1.5, "d-t")) == done()
     assert machine.cancel_ack(2.0, PEER, CancelAck("t", attempt, drained=True)) == []
     assert_over(machine)
 
@@ -241,7 +241,7 @@ def test_an_abort_during_the_fence_is_not_a_failure(machine: DecodeMachine) -> N
 def test_an_abort_of_an_unknown_or_finished_request_is_nothing(machine: DecodeMachine) -> None:
     assert machine.cancel(0.0, "d-t") == []
     reserved(machine)
-    machine.counters_reached(0.0, "d-t")
+    machine.counter_reached(0.0, "d-t")
     assert machine.cancel(0.0, "d-t") == []
 
 
@@ -261,7 +261,7 @@ def test_a_transfer_that_takes_too_long_is_cancelled_and_fails(machine: DecodeMa
 def test_all_pages_after_the_deadline_are_still_all_pages(machine: DecodeMachine) -> None:
     reserved(machine)
     machine.tick(TIMES.transfer)
-    assert report(machine.counters_reached(300.5, "d-t")) == done()
+    assert report(machine.counter_reached(300.5, "d-t")) == done()
 
 
 def test_an_abort_after_the_deadline_is_not_a_failure(machine: DecodeMachine) -> None:
@@ -297,7 +297,7 @@ def test_a_dead_peers_requests_fail_once_it_is_fenced(machine: DecodeMachine) ->
     reserved(machine)
     machine.peer_up(0.0, OTHER_ADDRESS, OTHER)
     machine.reserve(0.0, decode_request("v", peer=OTHER_ADDRESS))
-    machine.counters_opened(0.0, "d-v", IMMEDIATES)
+    machine.counter_opened(0.0, "d-v", IMMEDIATE)
     assert machine.peer_down(1.0, PEER, "silent for 5 s") == []
     assert machine.fail(1.0, PEER, Fail("t", 1, FailCode.WRITE_ERROR, "", quiesced=True)) == []
     actions = machine.fenced(2.0, PEER)
@@ -309,7 +309,7 @@ def test_a_dead_peers_requests_fail_once_it_is_fenced(machine: DecodeMachine) ->
 def test_the_last_page_may_come_before_the_fence(machine: DecodeMachine) -> None:
     reserved(machine)
     machine.peer_down(1.0, PEER, "gone")
-    assert report(machine.counters_reached(1.0, "d-t")) == done()
+    assert report(machine.counter_reached(1.0, "d-t")) == done()
     assert machine.fenced(2.0, PEER) == []
     assert_over(machine)
 
@@ -319,7 +319,7 @@ def test_after_a_death_the_next_request_dials_again(machine: DecodeMachine) -> N
     machine.peer_down(1.0, PEER, "gone")
     assert machine.reserve(1.0, decode_request("u")) == [Dial(P_ADDRESS)]
     machine.fenced(2.0, PEER)
-    assert machine.peer_up(3.0, P_ADDRESS, OTHER) == [OpenCounters(OTHER, "d-u", (3, 3))]
+    assert machine.peer_up(3.0, P_ADDRESS, OTHER) == [OpenCounter(OTHER, "d-u", 6)]
 
 
 def test_release_goes_out_now_or_when_the_session_is_there(machine: DecodeMachine) -> None:

@@ -87,7 +87,7 @@ def test_reserve_on_the_wire() -> None:
         "first_token": 0,
         "prompt_hash": HASH,
         "groups": [{"first": 0, "blocks": [11, 0, 13]}],
-        "immediates": [100, 101],
+        "immediate": 100,
         "deadline_ms": 300_000,
     }
 

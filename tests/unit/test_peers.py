@@ -529,6 +529,26 @@ def test_the_first_ping_leaves_at_once_and_lists_what_waits(decode: PeerTable, p
     assert prefill.receive(1.0, CALLER, Ping(2)) == [Reply(CALLER, Pong(2))]
 
 
+def test_a_paused_engine_has_nothing_held_for_it(decode: PeerTable, prefill: PeerTable) -> None:
+    """It takes no steps; P, paused too, waits until nobody holds its prompts any more."""
+    up(decode, prefill)
+    decode.set_waiting(0.0, [("t", P_ADDRESS)])
+    decode.last_step = 0.0
+    assert listed(decode, 0.0) == ("t",)
+    assert listed(decode, TIMES.hold) == ("t",)
+    assert listed(decode, TIMES.hold + 1) == ()
+    decode.last_step = TIMES.hold + 2
+    assert listed(decode, TIMES.hold + 2) == ("t",)
+
+
+def listed(decode: PeerTable, now: float) -> tuple[str, ...]:
+    """What the next PING lists; its peer is alive."""
+    decode.receive(now, DIALLED, Pong(1))
+    ping = only(decode.tick(now), Reply).message
+    assert isinstance(ping, Ping)
+    return ping.waiting
+
+
 def test_peers_of_waiting_requests_are_dialled(decode: PeerTable) -> None:
     assert only(decode.set_waiting(0.0, [("t", P_ADDRESS)]), Connect).address == P_ADDRESS
     assert decode.set_waiting(0.0, [("t", P_ADDRESS), ("u", P_ADDRESS)]) == []

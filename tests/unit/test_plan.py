@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from protocol_setup import BLOCK, PAGE, layout, region_bytes, reserve
+from protocol_setup import BLOCK, PAGE, layout, region_bytes
 
 from kv_connector.layout import KvLayout
 from kv_connector.plan import (
     LayerRun,
     PushLayer,
     PushPlan,
-    expected_counts,
+    expected_pages,
     layout_problem,
     layouts_problem,
     memory_problem,
-    reserve_problem,
     targets_problem,
 )
 from kv_connector.protocol.messages import GroupTarget
@@ -27,11 +26,11 @@ def with_layer(pages: KvLayout, ordinal: int, **changes: object) -> KvLayout:
     return msgspec.structs.replace(pages, layers=tuple(layers))
 
 
-def test_expected_counts_are_the_non_null_blocks_of_each_layers_group() -> None:
+def test_expected_pages_are_the_non_null_blocks_of_each_layers_group() -> None:
     groups = (GroupTarget(0, (5, 6, 7)), GroupTarget(0, (0, 0, 8)))
     # Layers take turns: full, sliding, full, sliding.
-    assert expected_counts(layout(groups=(2, 2)), groups) == (3, 1, 3, 1)
-    assert expected_counts(layout(), (GroupTarget(2, (0, 0)),)) == (0, 0)
+    assert expected_pages(layout(groups=(2, 2)), groups) == 8
+    assert expected_pages(layout(), (GroupTarget(2, (0, 0)),)) == 0
 
 
 def test_a_plan_takes_one_run_for_layers_of_one_geometry() -> None:
@@ -121,8 +120,3 @@ def test_targets_must_fit_the_layout_and_the_prompt() -> None:
         problem = targets_problem(pages, groups, tokens)
         assert problem is not None
         assert words in problem
-
-
-def test_a_reservation_needs_a_counter_for_each_layer() -> None:
-    assert reserve_problem(layout(), reserve()) is None
-    assert reserve_problem(layout(), reserve(layers=3)) == "the reservation has 3 counters for 2 layers"

@@ -74,7 +74,7 @@ def test_pages_go_as_they_are_computed_and_the_request_is_reported_when_they_hav
     machine.expect(0.0, prefill_request())
     machine.reserve(0.0, PEER, reserve())
     actions = machine.computed(1.0, computed((1, 2), base=40))
-    assert actions == [Push(PEER, "t", 40, (100, 101), (PushedGroup(0, (1, 2), (11, 12)),))]
+    assert actions == [Push(PEER, "t", 40, 100, (PushedGroup(0, (1, 2), (11, 12)),))]
     assert pushed(machine.computed(2.0, computed((3,), first=2, base=42))) == {3: 13}
     assert machine.finished(3.0, "t", True, "") == [Seal("t")]
     actions = machine.writes_ended(4.0, "t", WritesEnd.DONE, True, "")
@@ -132,7 +132,7 @@ def test_groups_are_pushed_by_their_own_tables() -> None:
     machine = PrefillMachine(layout(groups=(2, 1)), TIMES)
     assert machine.admit(PEER, layout(groups=(2, 1)), regions=1) is None
     machine.expect(0.0, prefill_request())
-    machine.reserve(0.0, PEER, reserve(layers=3, more=[(0, 22, 23)]))
+    machine.reserve(0.0, PEER, reserve(more=[(0, 22, 23)]))
     push = only(machine.computed(0.0, computed((1, 2, 3), more=[(0, 5, 6)])), Push)
     assert push.groups == (PushedGroup(0, (1, 2, 3), (11, 12, 13)), PushedGroup(1, (5, 6), (22, 23)))
 
@@ -303,6 +303,31 @@ def test_preempted_writes_that_do_not_drain_are_fenced(machine: PrefillMachine) 
     assert only(machine.finished(0.0, "t", True, ""), FinishedSending)
 
 
+def test_a_prompt_of_which_a_part_has_gone_is_not_completed_from_a_cleared_cache(
+    machine: PrefillMachine,
+) -> None:
+    active(machine)
+    assert machine.cache_cleared(0.0) == [CancelWrites("t")]
+    assert machine.computed(0.0, computed((4, 5, 6))) == []
+    fail = message(machine.writes_ended(0.0, "t", WritesEnd.CANCELLED, True, ""))
+    assert isinstance(fail, Fail)
+    assert (fail.code, fail.quiesced) == (FailCode.PREFILL_ABORTED, True)
+    assert "cleared its KV cache" in fail.message
+    assert only(machine.finished(0.0, "t", True, ""), FinishedSending)
+    assert_over(machine)
+
+
+def test_a_prompt_that_has_gone_as_a_whole_or_not_at_all_survives_a_cleared_cache(
+    machine: PrefillMachine,
+) -> None:
+    machine.expect(0.0, prefill_request("u"))
+    machine.reserve(0.0, PEER, reserve(transfer="u", attempt=2))
+    active(machine)
+    machine.computed(0.0, computed((3,), first=2))
+    assert machine.cache_cleared(0.0) == []
+    assert pushed(machine.computed(0.0, computed((4, 5, 6), transfer="u"))) == {4: 11, 5: 12, 6: 13}
+
+
 # --- What RESERVE may ask
 
 
@@ -335,7 +360,6 @@ def test_another_prompt_is_refused_and_the_right_one_still_served(
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (reserve(layers=3), "3 counters for 2 layers"),
         (reserve(blocks=(32,)), "block 32 of 32"),
         (reserve(more=[(1,)]), "2 KV groups"),
         (reserve(blocks=(1, 2, 3, 4)), "behind the 3"),

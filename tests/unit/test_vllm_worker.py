@@ -11,6 +11,7 @@ from kv_connector.protocol.decode import DecodeRequest
 from kv_connector.protocol.prefill import ComputedPages, GroupPages, PrefillRequest
 from kv_connector.reports import Reports
 from kv_connector.vllm.metadata import (
+    CacheCleared,
     Cancel,
     Command,
     FailLoad,
@@ -35,6 +36,7 @@ class RecordingAgent:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
+        self.steps = 0
         self.reports = Reports()
         self.refused: set[str] = set()
         self.signal = self
@@ -46,6 +48,9 @@ class RecordingAgent:
                 raise RuntimeError(f"{name} is refused")
 
         return call
+
+    def note_step(self) -> None:
+        self.steps += 1
 
     def take_reports(self) -> Reports:
         reports, self.reports = self.reports, Reports()
@@ -227,6 +232,18 @@ def test_received_is_reported_with_its_failures(agent: RecordingAgent, worker: W
     assert results.finished_recving == {"good", "bad", "broken"}
     assert results.failed_recving == {"bad", "broken"}
     assert step(worker).finished_recving == set()
+
+
+def test_every_step_is_noted(agent: RecordingAgent, worker: WorkerSide) -> None:
+    step(worker)
+    step(worker, computes=False)
+    assert agent.steps == 2
+
+
+def test_a_cleared_cache_is_passed_on_before_new_pages(agent: RecordingAgent, worker: WorkerSide) -> None:
+    step(worker, CacheCleared(), new_pages=(NewPages("t", PAGES, True),))
+    names = [call[0] for call in agent.take_calls()]
+    assert names.index("cache_cleared") < names.index("computed")
 
 
 def test_reservations_are_passed_on_where_there_are_any(worker: WorkerSide, agent: RecordingAgent) -> None:

@@ -185,6 +185,7 @@ class Stage:
         assert not self.scheduler.requests
         assert self.blocks_in_use == 0
         side = self.side
-        assert side.idle
+        assert not side.has_unsent_commands()
+        assert len(side.prefill) == len(side.decode) == 0
         assert not side.prefill._transfers
         assert not side.decode._transfers

@@ -1,0 +1,68 @@
+"""Who may take blocks that vLLM cannot take back while another engine has to act.
+
+Two kinds of requests hold such blocks: a load at D waits until P has computed its prompt, and an early prompt
+at P, one that D has not asked for yet, waits until D has room for its load. If they may fill the pools, two
+engines wait for each other: P's pool is full of prompts that D has no room for, and D's of loads whose
+prompts P has no room for; or two engines that are P and D at once are full of each other's loads.
+
+So each kind that a role has gets a share of the pool, and one more share is left for all other requests: a P
+has halves, an engine that is P and D thirds. The loads of an engine that is D only may fill its pool, since
+nobody waits for what it computes. Nobody waits for ever then, if each request fits into a share:
+
+1. A prompt that D has room for waits for nobody else's engine. Neither do requests of the engine's own. What
+   both other kinds hold leaves them a share, in which vLLM runs at least the oldest one to its end. So each
+   comes to its end.
+2. So each load ends: its prompt is one of those, as P is told that D has room once the load has blocks. So
+   the loads' share empties again and again, and each load gets its blocks in its turn.
+3. So each early prompt ends: its load comes to its turn, and then it is one of the first kind.
+
+Each step builds on the ones before only: there is no circle. One share for both kinds would not do: prompts
+that fill it at both engines wait for loads that fit at neither. A request that is larger than a share goes
+when nobody of its kind holds anything; two such ones may still wait for each other until a deadline.
+"""
+
+from __future__ import annotations
+
+from kv_connector.protocol.messages import Role
+
+
+def gates(role: Role, blocks: int) -> tuple[AdmissionGate, AdmissionGate]:
+    """Of early prompts, and of loads, in a pool of so many blocks."""
+    if role is Role.BOTH:
+        return AdmissionGate(blocks // 3), AdmissionGate(blocks // 3)
+    return AdmissionGate(blocks // 2), AdmissionGate(None)
+
+
+class AdmissionGate:
+    """One kind's share of the pool."""
+
+    def __init__(self, blocks: int | None) -> None:
+        """None: the kind may fill the pool."""
+        self._share = blocks
+        self._held: dict[str, int] = {}
+        self._first: str | None = None
+        """Who was told first to wait: nobody passes it, or small ones might for ever."""
+
+    def must_wait(self, request_id: str, blocks: int) -> bool:
+        """Whether the request must not take its blocks yet. It may be asked again and again."""
+        if self._share is None:
+            return False
+        # Who has been in was preempted, which vLLM says at the step's end only, and comes before all others.
+        back = request_id in self._held
+        held = sum(self._held.values()) - self._held.get(request_id, 0)
+        fits = held == 0 or held + blocks <= self._share
+        if fits and (back or self._first in (None, request_id)):
+            return False
+        self._first = self._first or request_id
+        return True
+
+    def enter(self, request_id: str, blocks: int) -> None:
+        """The request has its blocks."""
+        self.leave(request_id)
+        self._held[request_id] = blocks
+
+    def leave(self, request_id: str) -> None:
+        """The request has no blocks any more, or does not wait for another engine."""
+        self._held.pop(request_id, None)
+        if self._first == request_id:
+            self._first = None

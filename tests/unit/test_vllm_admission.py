@@ -1,0 +1,195 @@
+"""Engines that are P and D at once do not wait for each other: vLLM's real schedulers, and pretended
+transfers."""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm_stage import PARAMS_OF_D, PARAMS_OF_P, Stage, vllm_config
+
+from kv_connector.cluster.model import make_llama
+from kv_connector.protocol.decode import DecodeRequest
+from kv_connector.protocol.messages import Role
+from kv_connector.vllm.admission import AdmissionGate, gates
+from kv_connector.vllm.metadata import FinishPrefill, Release, StepMetadata
+
+BLOCK = 32
+POOL = 100
+SHARE = POOL // 3 - 1  # blocks: the null block is nobody's
+
+
+def test_a_gate_lets_in_what_fits_its_share() -> None:
+    gate = AdmissionGate(10)
+    assert not gate.must_wait("a", 4)
+    gate.enter("a", 4)
+    assert not gate.must_wait("b", 6)
+    gate.enter("b", 6)
+    assert gate.must_wait("c", 1)
+    gate.leave("a")
+    assert not gate.must_wait("c", 4)
+
+
+def test_nobody_passes_who_waits_first() -> None:
+    gate = AdmissionGate(10)
+    gate.enter("a", 4)
+    assert gate.must_wait("large", 7)
+    assert gate.must_wait("small", 1)
+    gate.leave("a")
+    assert gate.must_wait("small", 1)
+    assert not gate.must_wait("large", 7)
+    gate.enter("large", 7)
+    assert not gate.must_wait("small", 1)
+
+
+def test_who_leaves_the_queue_holds_up_nobody() -> None:
+    gate = AdmissionGate(10)
+    gate.enter("a", 4)
+    assert gate.must_wait("large", 7)
+    gate.leave("large")
+    assert not gate.must_wait("small", 1)
+
+
+def test_what_is_larger_than_the_share_goes_alone() -> None:
+    gate = AdmissionGate(10)
+    assert not gate.must_wait("huge", 30)
+    gate.enter("huge", 30)
+    assert gate.must_wait("small", 1)
+
+
+def test_loads_of_an_engine_that_is_d_only_fill_its_pool() -> None:
+    _, loads = gates(Role.DECODE, POOL)
+    loads.enter("a", POOL)
+    assert not loads.must_wait("b", POOL)
+
+
+@dataclass
+class Transfer:
+    p: Stage
+    d: Stage
+    reserved: bool = False
+    told: bool = False  # P's scheduler knows of the reservation
+    computed: bool = False
+    finished: bool = False
+    sent: bool = False
+
+
+@dataclass
+class Pair:
+    """Two engines, each P and D for the other. A page is there as soon as it is computed and asked for."""
+
+    engines: tuple[Stage, Stage]
+    transfers: dict[str, Transfer] = field(default_factory=dict)
+    loading: set[str] = field(default_factory=set)
+
+    def add_prompt(self, name: str, p: int, tokens: int) -> None:
+        self.transfers.setdefault(name, Transfer(self.engines[p], self.engines[1 - p]))
+        self.engines[p].add(f"p-{name}", prompt(name, tokens), dict(PARAMS_OF_P, transfer_id=name))
+
+    def add_load(self, name: str, p: int, tokens: int) -> None:
+        self.transfers.setdefault(name, Transfer(self.engines[p], self.engines[1 - p]))
+        params = dict(PARAMS_OF_D, transfer_id=name)
+        self.engines[1 - p].add(f"d-{name}", prompt(name, tokens), params, max_tokens=3)
+
+    def run(self) -> None:
+        """Until all requests are over. Fails where nothing moves any more."""
+        for _ in range(1000):
+            if not any(engine.scheduler.has_requests() for engine in self.engines):
+                return
+            for engine in self.engines:
+                self._step(engine)
+        left = [sorted(engine.scheduler.requests) for engine in self.engines]
+        pytest.fail(f"the engines wait for each other: {left}")
+
+    def _step(self, engine: Stage) -> None:
+        output, metadata = engine.schedule()
+        self._hear(metadata)
+        here = {name: one for name, one in self.transfers.items() if one.p is engine}
+        reserved = [name for name, one in here.items() if one.reserved and not one.told]
+        sent = [name for name, one in here.items() if one.finished and one.reserved and not one.sent]
+        for name in reserved:
+            here[name].told = True
+        for name in sent:
+            here[name].sent = True
+        received = [
+            name
+            for name in self.loading
+            if self.transfers[name].d is engine and self.transfers[name].computed
+        ]
+        self.loading -= set(received)
+        engine.update(
+            output,
+            reserved=reserved,
+            sent=[f"p-{name}" for name in sent],
+            received=[f"d-{name}" for name in received],
+        )
+
+    def _hear(self, metadata: StepMetadata) -> None:
+        for command in metadata.commands:
+            match command:
+                case DecodeRequest():
+                    self.transfers[command.transfer_id].reserved = True
+                    self.loading.add(command.transfer_id)
+                case FinishPrefill():
+                    self.transfers[command.transfer_id].finished = True
+                case Release():
+                    self.transfers[command.transfer_id].reserved = True
+        for pages in metadata.new_pages:
+            self.transfers[pages.transfer_id].computed |= pages.last
+
+
+def prompt(name: str, tokens: int) -> list[int]:
+    numbers = random.Random(name)
+    return [numbers.randrange(300) for _ in range(tokens)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("llama"), layers=1, hidden=64, intermediate=64)
+
+
+@pytest.fixture
+def pair(model: Path) -> Iterator[Pair]:
+    spec: Any = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32)
+    made = Pair(tuple(Stage(vllm_config(model, "kv_both", budget=4000), [spec], POOL) for _ in range(2)))
+    yield made
+    for engine in made.engines:
+        engine.assert_idle()
+
+
+Add = Callable[[str, int, int], None]
+
+
+def test_loads_leave_room_for_the_prompts_that_others_load(pair: Pair) -> None:
+    """Five loads of 22 blocks would fill each pool, and the prompts are behind them."""
+    for add in (pair.add_load, pair.add_prompt):
+        for p in (0, 1):
+            for number in range(5):
+                add(f"{p}-{number}", p, 700)
+    pair.run()
+
+
+def test_early_prompts_leave_room_for_loads(pair: Pair) -> None:
+    for add in (pair.add_prompt, pair.add_load):
+        for p in (0, 1):
+            for number in range(5):
+                add(f"{p}-{number}", p, 700)
+    pair.run()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_order_of_arrival_comes_to_its_end(pair: Pair, seed: int) -> None:
+    numbers = random.Random(seed)
+    halves: list[tuple[Add, str, int, int]] = []
+    for number in range(24):
+        tokens = numbers.randrange(2, SHARE * BLOCK)
+        for add in (pair.add_prompt, pair.add_load):
+            halves.append((add, f"{seed}-{number}", number % 2, tokens))
+    numbers.shuffle(halves)
+    for add, name, p, tokens in halves:
+        add(name, p, tokens)
+    pair.run()

@@ -1,0 +1,219 @@
+"""vLLM empties its prefix cache while P/D requests live, as pause_generation(mode="keep") does for new
+weights: under its real scheduler and block pool."""
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm_stage import ADDRESS, PARAMS_OF_D, PARAMS_OF_P, Stage, vllm_config
+
+from kv_connector.cluster.model import make_llama
+from kv_connector.protocol.decode import DecodeRequest
+from kv_connector.vllm.metadata import CacheCleared, Cancel, FinishPrefill, Release
+
+SHAPE: dict[str, Any] = {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
+FULL = FullAttentionSpec(**SHAPE)
+SLIDING = SlidingWindowSpec(**SHAPE, sliding_window=64)
+
+MakeStage = Callable[..., Stage]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("llama"), layers=1, hidden=64, intermediate=64)
+
+
+@pytest.fixture
+def stage(model: Path) -> MakeStage:
+    def make(role: str, *specs: Any, blocks: int = 100, **options: Any) -> Stage:
+        return Stage(vllm_config(model, role, **options), specs or (FULL,), blocks)
+
+    return make
+
+
+def prompt(tokens: int, seed: int = 1) -> list[int]:
+    return [(token * 31 + seed) % 300 for token in range(tokens)]
+
+
+def load(engine: Stage, name: str, seed: int, max_tokens: int = 3) -> None:
+    engine.add(f"d-{name}", prompt(100, seed), dict(PARAMS_OF_D, transfer_id=name), max_tokens=max_tokens)
+
+
+def pause(engine: Stage) -> None:
+    """What EngineCore does for mode="keep" with clear_cache=True, once no step is under way."""
+    engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+
+
+def resume(engine: Stage) -> None:
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+
+def finish(engine: Stage) -> None:
+    for _ in range(20):
+        engine.step()
+    engine.assert_idle()
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_loads_of_before_are_given_up_and_computed_here(stage: MakeStage, policy: str) -> None:
+    decode = stage("kv_consumer", blocks=14, policy=policy)
+    load(decode, "runs", 1, max_tokens=20)
+    decode.step()
+    decode.step(received=["d-runs"])
+    decode.step()
+    load(decode, "is over", 2)
+    load(decode, "loads", 3)
+    decode.step()
+    load(decode, "waits", 4)
+    output, metadata = decode.schedule()
+    assert metadata.waiting == (("waits", ADDRESS),)
+    decode.update(output, received=["d-is over"])
+
+    pause(decode)
+    assert decode.blocks_in_use == 4, "pages may still land for the load"
+    metadata = decode.step()
+    assert set(metadata.commands) == {Cancel("d-loads"), Release("waits", ADDRESS)}
+    assert metadata.waiting == ()
+    assert not decode.side.has_unsent_commands()
+
+    resume(decode)
+    computed: Counter[str] = Counter()
+    for number in range(30):
+        output, metadata = decode.schedule()
+        assert not any(isinstance(command, DecodeRequest) for command in metadata.commands)
+        computed.update(output.num_scheduled_tokens)
+        decode.update(output, received=["d-loads"] if number == 0 else [])
+    # Each computes its prompt, and all tokens but its last.
+    assert computed == {"d-runs": 119, "d-is over": 102, "d-loads": 102, "d-waits": 102}
+    decode.assert_idle()
+
+
+def test_a_second_reset_before_the_load_has_stopped(stage: MakeStage) -> None:
+    decode = stage("kv_consumer")
+    load(decode, "t", 1)
+    decode.step()
+    pause(decode)
+    pause(decode)
+    assert decode.step().commands == (Cancel("d-t"),)
+    resume(decode)
+    decode.step(received=["d-t"])
+    output, _ = decode.schedule()
+    assert output.num_scheduled_tokens == {"d-t": 100}
+    decode.update(output)
+    finish(decode)
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_load_of_before_that_fails(stage: MakeStage, policy: str) -> None:
+    decode = stage("kv_consumer", policy=policy)
+    load(decode, "t", 1)
+    decode.step()
+    pause(decode)
+    resume(decode)
+    decode.step()
+    decode.step(received=["d-t"], failed=["d-t"])
+    finish(decode)
+
+
+def test_a_load_of_before_that_is_aborted(stage: MakeStage) -> None:
+    decode = stage("kv_consumer")
+    load(decode, "t", 1)
+    decode.step()
+    pause(decode)
+    decode.abort("d-t")
+    assert decode.blocks_in_use == 4
+    decode.step(received=["d-t"])
+    finish(decode)
+
+
+def test_two_loads_that_share_blocks_keep_them(stage: MakeStage) -> None:
+    decode = stage("kv_consumer")
+    decode.add("first", prompt(70))
+    decode.step()
+    decode.step()
+    for name in ("a", "b"):
+        load(decode, name, 1)
+    decode.step()
+    assert decode.blocks_in_use == 6, "two blocks are cached, each load has two more"
+    pause(decode)
+    assert decode.blocks_in_use == 6
+    resume(decode)
+    decode.step(received=["d-a"])
+    decode.step(received=["d-b"])
+    finish(decode)
+
+
+def test_prompts_of_before_are_computed_anew_and_p_is_told(stage: MakeStage) -> None:
+    """One is in the middle, one complete: of that one the connector holds window blocks itself."""
+    prefill = stage("kv_producer", FULL, SLIDING, budget=320)
+    prefill.add("complete", prompt(300, 1), dict(PARAMS_OF_P, transfer_id="complete"), max_tokens=40)
+    prefill.step(reserved=["complete"])
+    prefill.add("middle", prompt(600, 2), dict(PARAMS_OF_P, transfer_id="middle"))
+    prefill.step(reserved=["middle"])
+    pause(prefill)
+    assert prefill.blocks_in_use == 0
+    metadata = prefill.step()
+    assert metadata.commands == (CacheCleared(),)
+    resume(prefill)
+    ended: set[str] = set()
+    preempted = set(metadata.preempted)
+    for _ in range(60):
+        output, metadata = prefill.schedule()
+        preempted |= set(metadata.preempted)
+        done = {c.request_id for c in metadata.commands if isinstance(c, FinishPrefill)}
+        prefill.update(output, sent=done)
+        ended |= done
+    assert preempted == {"complete", "middle"}
+    assert ended == {"complete", "middle"}
+    prefill.assert_idle()
+
+
+def test_a_reset_that_fails_changes_nothing(stage: MakeStage) -> None:
+    """A finished prompt's blocks are still to be read: a pause waits for that, a bare reset does not."""
+    both = stage("kv_both", budget=4000)
+    both.add("p", prompt(40, 7), dict(PARAMS_OF_P, transfer_id="p"))
+    load(both, "t", 1)
+    both.step()
+    both.step()
+    used = both.blocks_in_use
+    assert not both.scheduler.reset_prefix_cache(reset_connector=False)
+    assert both.blocks_in_use == used
+    assert both.step().commands == ()
+    both.step(sent=["p"], received=["d-t"])
+    output, _ = both.schedule()
+    assert output.num_scheduled_tokens == {"d-t": 1}, "it was loaded"
+    both.update(output)
+    finish(both)
+
+
+def test_a_reset_that_fails_releases_nobody(stage: MakeStage) -> None:
+    """A request of its own runs. What P has pushed and what D waits for stay as they are."""
+    both = stage("kv_both", blocks=20, budget=100)
+    both.add("own", prompt(100, 7), max_tokens=40)
+    both.step()
+    both.add("p", prompt(300, 8), dict(PARAMS_OF_P, transfer_id="p"))
+    load(both, "t", 1)
+    both.step()
+    load(both, "waits", 2)
+    metadata = both.step()
+    assert ("waits", ADDRESS) in (metadata.waiting or ())
+    assert not both.scheduler.reset_prefix_cache(reset_connector=True)
+    assert both.step().commands == ()
+
+
+def test_a_finished_request_in_hand_is_not_reset(stage: MakeStage) -> None:
+    """It has no blocks, but the workers have still to forget it."""
+    prefill = stage("kv_producer")
+    prefill.add("p", prompt(40), dict(PARAMS_OF_P))
+    prefill.abort("p")
+    assert not prefill.scheduler.reset_prefix_cache(reset_connector=True)
+    prefill.step()
+    prefill.step(sent=["p"])
+    assert prefill.scheduler.reset_prefix_cache(reset_connector=True)
+    prefill.assert_idle()
