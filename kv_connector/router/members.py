@@ -130,7 +130,7 @@ class Members:
         control = Address(message.control_host, message.control_port)
         endpoint = replace(Endpoint.parse(f"{message.url}@{control}"), rank=message.rank)
         engine = self._engines.get(endpoint.place)
-        if engine is not None and engine.replaced == message.incarnation:
+        if engine is not None and engine.replaced == message.incarnation != engine.incarnation:
             # Each beat of either would cost the other its requests.
             raise ValueError(
                 f"two live engines call themselves rank {message.rank} of {endpoint.url}, "

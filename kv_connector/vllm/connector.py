@@ -334,7 +334,7 @@ def data_parallel_rank(parallel_config: Any) -> int:
     an API server has the cores of one host, or one core, and counts these.
     """
     if parallel_config.local_engines_only:
-        return int(parallel_config.data_parallel_rank_local or 0)
+        return int(parallel_config.data_parallel_rank_local)
     return int(parallel_config.data_parallel_index)
 
 

@@ -150,7 +150,6 @@ def test_a_core_has_the_rank_by_which_its_api_server_calls_it(
 
 def test_an_engine_without_data_parallelism_has_rank_0() -> None:
     assert data_parallel_rank(ParallelConfig()) == 0
-    assert data_parallel_rank(ParallelConfig(data_parallel_external_lb=True)) == 0
 
 
 def test_a_port_of_the_kernels_choice_is_for_one_rank() -> None:
