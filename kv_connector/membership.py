@@ -21,10 +21,11 @@ HEARTBEAT_S = 1.0
 _MAX_BYTES = 16 << 10
 
 Url = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+Rank = Annotated[int, msgspec.Meta(ge=0, le=65535)]  # vLLM numbers its engine cores with two bytes
 
 
 class Register(Message, frozen=True, tag="register"):
-    """An engine is there."""
+    """An engine is there: a data-parallel deployment is one for each rank."""
 
     engine_id: Id
     incarnation: Id  # new at each start
@@ -34,6 +35,7 @@ class Register(Message, frozen=True, tag="register"):
     control_port: Port
     draining: bool = False  # finishes what it has, wants nothing new
     asleep: bool = False  # its KV cache is not mapped; it will be back
+    rank: Rank = 0  # among those that the API server serves, as X-data-parallel-rank counts
 
 
 class Leave(Message, frozen=True, tag="leave"):
@@ -44,7 +46,7 @@ class Leave(Message, frozen=True, tag="leave"):
 
 
 class Drain(Message, frozen=True, tag="drain"):
-    """To a router: send this engine nothing more. Repeated until DRAINING says that it is idle."""
+    """To a router: send this API server nothing more. Repeated until DRAINING says that it is idle."""
 
     url: Url
 

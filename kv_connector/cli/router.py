@@ -49,12 +49,17 @@ def router(
             parser=endpoint,
             metavar="URL[@HOST:PORT]",
             help="A prefill engine, and after the @ its connector's control address "
-            "(default: the same host, port 5600). Repeat for more.",
+            "(default: the same host, port 5600). Repeat for more, and for each rank of a data-parallel one, "
+            "in order.",
         ),
     ] = None,
     decode: Annotated[
         list[Endpoint] | None,
-        typer.Option(parser=endpoint, metavar="URL", help="A decode engine. Repeat for more."),
+        typer.Option(
+            parser=endpoint,
+            metavar="URL",
+            help="A decode engine. Repeat for more, and for each rank of a data-parallel one.",
+        ),
     ] = None,
     registration: Annotated[
         Address | None,
@@ -102,7 +107,7 @@ def router(
             key=key,
         )
     except ValueError as error:
-        raise typer.BadParameter(f"{error}: --prefill and --decode, or --registration") from None
+        raise typer.BadParameter(f"{error} (--prefill, --decode, --registration)") from None
     logging.getLogger(__name__).info(
         "%s dispatch over prefill %s and decode %s%s; listening on http://%s:%d",
         settings.dispatch,

@@ -2,7 +2,7 @@
 
 from kv_connector.cluster.cluster import Dispatch, Engine, EngineSettings, LocalCluster, Role
 from kv_connector.cluster.completion import Answer, CompletionError, complete
-from kv_connector.cluster.model import make_gemma3, make_llama
+from kv_connector.cluster.model import make_gemma3, make_llama, make_mixtral
 from kv_connector.cluster.process import Process, StartError
 
 __all__ = [
@@ -18,4 +18,5 @@ __all__ = [
     "complete",
     "make_gemma3",
     "make_llama",
+    "make_mixtral",
 ]

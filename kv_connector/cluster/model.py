@@ -124,6 +124,52 @@ def make_gemma3(
     return _write(directory, config, weights)
 
 
+def make_mixtral(
+    directory: Path,
+    *,
+    layers: int = 4,
+    hidden: int = 256,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    intermediate: int = 512,
+    experts: int = 4,
+    max_positions: int = 8192,
+    seed: int = 0,
+) -> Path:
+    """Writes a Mixtral-shaped model (two of its experts a token) into `directory` and returns it."""
+    config: dict[str, Any] = {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "hidden_act": "silu",
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "num_local_experts": experts,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+    }
+    config |= _shape(layers, hidden, heads, kv_heads, head_dim, intermediate, max_positions)
+    rng = np.random.default_rng(seed)
+    weights: Weights = {"model.embed_tokens.weight": _normal(rng, VOCABULARY, hidden, scale=1.0)}
+    for prefix in _layer_prefixes(layers):
+        weights |= _attention(rng, prefix, hidden, heads, kv_heads, head_dim)
+        moe = f"{prefix}.block_sparse_moe"
+        weights[f"{moe}.gate.weight"] = _normal(rng, experts, hidden, scale=hidden**-0.5)
+        for expert in range(experts):
+            for name, (rows, columns) in {
+                "w1": (intermediate, hidden),
+                "w2": (hidden, intermediate),
+                "w3": (intermediate, hidden),
+            }.items():
+                matrix = _normal(rng, rows, columns, scale=columns**-0.5)
+                weights[f"{moe}.experts.{expert}.{name}.weight"] = matrix
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"{prefix}.{norm}.weight"] = np.ones(hidden, dtype=np.float32)
+    weights["model.norm.weight"] = np.ones(hidden, dtype=np.float32)
+    weights["lm_head.weight"] = _normal(rng, VOCABULARY, hidden, scale=hidden**-0.5)
+    return _write(directory, config, weights)
+
+
 def _shape(
     layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int, intermediate: int, max_positions: int
 ) -> dict[str, Any]:

@@ -97,7 +97,8 @@ class Dispatcher:
             lease = await self._acquire(Side.DECODE, stack, ())
             try:
                 async with lease.alive():
-                    return await self._client.whole(method, lease.endpoint.url + path, body, headers)
+                    url = lease.endpoint.url + path
+                    return await self._client.whole(method, url, body, lease.endpoint.headers(headers))
             except (*HttpError, EngineLost) as error:
                 raise self._broken(Side.DECODE, lease.endpoint, call, error) from error
 
@@ -142,7 +143,7 @@ class Dispatcher:
             return stack.enter_context(pool.lease(avoid))
         except NoEngine:
             states = self.members.states()[side]
-            known = ", ".join(f"{url} is {state.value}" for url, state in states.items()) or "none is known"
+            known = ", ".join(f"{name} is {state.value}" for name, state in states.items()) or "none is known"
             raise failure(503, "api_error", f"no {side.value} engine takes requests: {known}") from None
 
     async def _local(
@@ -172,7 +173,7 @@ class Dispatcher:
             raise failure(
                 502,
                 "api_error",
-                f"the prefill engine {prefill.endpoint.url} answered without kv_transfer_params: "
+                f"the prefill engine {prefill.endpoint} answered without kv_transfer_params: "
                 "was it started with --kv-transfer-config and a role that produces?",
             )
         with self._owed(transfer_id, prefill.endpoint, call):
@@ -203,8 +204,8 @@ class Dispatcher:
             "request %s: transfer %s from %s to %s",
             call.request_id,
             transfer_id,
-            prefill.endpoint.url,
-            decode.endpoint.url,
+            prefill.endpoint,
+            decode.endpoint,
         )
         with self._owed(transfer_id, prefill.endpoint, call):
             answer = await _first_byte(prefilling, decoding)
@@ -246,13 +247,13 @@ class Dispatcher:
         try:
             async with asyncio.timeout(self._settings.patience):
                 with self._pools[Side.DECODE].lease() as lease:
-                    body = disowned_body(transfer_id, prefill)
-                    await self._client.whole("POST", lease.endpoint.url + DISOWNED_PATH, body, call.headers)
+                    url, body = lease.endpoint.url + DISOWNED_PATH, disowned_body(transfer_id, prefill)
+                    await self._client.whole("POST", url, body, lease.endpoint.headers(call.headers))
         except (*HttpError, NoEngine) as error:
             logger.info(
                 "request %s: %s keeps transfer %s for its hold time, no decode engine could tell it: %s: %s",
                 call.request_id,
-                prefill.url,
+                prefill,
                 transfer_id,
                 type(error).__name__,
                 error,
@@ -260,18 +261,20 @@ class Dispatcher:
 
     async def _prefill(self, lease: Lease, body: bytes, call: Call) -> dict[str, Any] | None:
         """Sends P its part; returns the kv_transfer_params it answered with, if any."""
+        endpoint = lease.endpoint
         try:
             async with lease.alive():
-                reply = await self._client.whole("POST", lease.endpoint.url + call.path, body, call.headers)
+                headers = endpoint.headers(call.headers)
+                reply = await self._client.whole("POST", endpoint.url + call.path, body, headers)
         except (*HttpError, EngineLost) as error:
-            raise self._broken(Side.PREFILL, lease.endpoint, call, error) from error
+            raise self._broken(Side.PREFILL, endpoint, call, error) from error
         if reply.status >= 400:
             refusal = Failure(reply.status, reply.body, reply.content_type)
-            raise self._failure(Side.PREFILL, lease.endpoint, call, refusal)
+            raise self._failure(Side.PREFILL, endpoint, call, refusal)
         try:
             params = msgspec.json.decode(reply.body, type=_PrefillAnswer).kv_transfer_params
         except msgspec.MsgspecError as error:
-            raise self._broken(Side.PREFILL, lease.endpoint, call, error) from error
+            raise self._broken(Side.PREFILL, endpoint, call, error) from error
         return params
 
     async def _decode(
@@ -289,7 +292,8 @@ class Dispatcher:
         endpoint = lease.endpoint
         try:
             async with lease.alive():
-                request = self._client.stream("POST", endpoint.url + call.path, body, call.headers)
+                headers = endpoint.headers(call.headers)
+                request = self._client.stream("POST", endpoint.url + call.path, body, headers)
                 response = await stack.enter_async_context(request)
                 kind = content_type(response)
                 if response.status >= 400:
@@ -326,27 +330,25 @@ class Dispatcher:
         self, side: Side, endpoint: Endpoint, call: Call, answer: Failure, source: Endpoint | None = None
     ) -> Failure:
         """An engine's own error: the request's fault, or from 500 on the engine's, or its source's."""
-        self._metrics.failures.labels(side.value, endpoint.url).inc()
-        logger.warning(
-            "request %s: %s engine %s answered %s", call.request_id, side.value, endpoint.url, answer
-        )
+        self._metrics.failures.labels(side.value, str(endpoint)).inc()
+        logger.warning("request %s: %s engine %s answered %s", call.request_id, side.value, endpoint, answer)
         if answer.status < 500:
             return answer
         return EngineFailure(answer, {side: endpoint, **({Side.PREFILL: source} if source else {})})
 
     def _broken(self, side: Side, endpoint: Endpoint, call: Call, error: Exception) -> EngineFailure:
         """An engine that does not answer, or broke off: it is left alone until it answers again."""
-        self._metrics.failures.labels(side.value, endpoint.url).inc()
+        self._metrics.failures.labels(side.value, str(endpoint)).inc()
         logger.warning(
             "request %s: %s engine %s failed: %s: %s",
             call.request_id,
             side.value,
-            endpoint.url,
+            endpoint,
             type(error).__name__,
             error,
         )
         self.members.failed(endpoint, f"{type(error).__name__}: {error}")
-        return EngineFailure(engine_down(side.value, endpoint.url, error), {side: endpoint})
+        return EngineFailure(engine_down(side.value, str(endpoint), error), {side: endpoint})
 
 
 class _PrefillAnswer(msgspec.Struct):

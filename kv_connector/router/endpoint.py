@@ -1,20 +1,39 @@
 """Endpoint: where an engine listens."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 from urllib.parse import urlsplit
 
 # The connector's own default for `control_port`.
 CONTROL_PORT = 5600
+# With it vLLM's API server gives a request to the core that is named, and without it to whichever is free.
+RANK_HEADER = "x-data-parallel-rank"
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """An engine's HTTP address and, for a prefill engine, the control address of its connector."""
+    """An engine: its HTTP address and, for a prefill engine, the control address of its connector.
+
+    The engines of a data-parallel deployment share the API server at `url`, which tells them apart by rank.
+    """
 
     url: str
     control_host: str
     control_port: int
+    rank: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.url} rank {self.rank}" if self.rank else self.url
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """What names the engine, whichever process it is at the time."""
+        return self.url, self.rank
+
+    def headers(self, headers: Mapping[str, str]) -> dict[str, str]:
+        """Those of a request for this engine, and for no other behind the same API server."""
+        return {**headers, RANK_HEADER: str(self.rank)}
 
     @classmethod
     def parse(cls, text: str) -> Self:

@@ -27,8 +27,8 @@ def bad_request(message: str) -> Failure:
     return failure(400, "invalid_request_error", message)
 
 
-def engine_down(side: str, url: str, error: Exception) -> Failure:
+def engine_down(side: str, engine: str, error: Exception) -> Failure:
     """An engine that could not be reached, or that broke off."""
     return failure(
-        502, "api_error", f"the {side} engine {url} failed: {type(error).__name__}: {error or 'no answer'}"
+        502, "api_error", f"the {side} engine {engine} failed: {type(error).__name__}: {error or 'no answer'}"
     )

@@ -3,14 +3,18 @@
 An engine is in a router's list from the start (command line), or registers by itself. A registered one is
 used once its API server has answered, not used while it is silent, draining or unreachable, and lost when
 it has been silent for too long: the requests that it has are then failed at once, not when TCP notices.
+
+Each rank of a data-parallel deployment is an engine. Their API server is one: whether it answers, and whether
+it drains, holds for all of them.
 """
 
 from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from kv_connector.membership import Leave, Register
 from kv_connector.protocol.actions import Address
@@ -54,6 +58,7 @@ class _Engine:
     name: str
     engine_id: str = ""
     incarnation: str = ""
+    replaced: str = ""  # the incarnation that was here before
     seen: float | None = None  # the last REGISTER
     joined: bool = False  # it was usable once
     draining: bool = False
@@ -84,61 +89,74 @@ class Members:
         suspect: float,
         dead: float,
     ) -> None:
-        """``suspect``, ``dead``: seconds of silence after which a registered engine is not used, is lost."""
+        """``listed``: a URL that one side has several times is that of as many ranks, in their order.
+        ``suspect``, ``dead``: seconds of silence after which a registered engine is not used, is lost.
+        """
         self._pools = pools
         self._suspect = suspect
         self._dead = dead
-        self._engines: dict[str, _Engine] = {}  # by URL
+        self._engines: dict[tuple[str, int], _Engine] = {}  # by Endpoint.place
         self._ticked: float | None = None
         for side, endpoints in listed.items():
-            for endpoint in endpoints:
-                known = self._engines.get(endpoint.url)
-                sides = (side,) if known is None else (*known.sides, side)
-                self._engines[endpoint.url] = _Engine(
-                    endpoint, sides, listed=True, answers=True, name=endpoint.url, joined=True
+            ranks: Counter[str] = Counter()
+            for named in endpoints:
+                endpoint = replace(named, rank=ranks[named.url])
+                ranks[named.url] += 1
+                known = self._engines.get(endpoint.place)
+                if known is not None:
+                    known.sides = (*known.sides, side)
+                    continue
+                self._engines[endpoint.place] = _Engine(
+                    endpoint, (side,), listed=True, answers=True, name=str(endpoint), joined=True
                 )
         for engine in self._engines.values():
             self._publish(engine)
 
     def states(self) -> dict[Side, dict[str, State]]:
-        """By side and URL."""
+        """By side and the endpoint's name."""
         found: dict[Side, dict[str, State]] = {side: {} for side in Side}
-        for url, engine in self._engines.items():
+        for engine in self._engines.values():
             for side in engine.sides:
-                found[side][url] = engine.state
+                found[side][str(engine.endpoint)] = engine.state
         return found
 
     def outstanding(self, url: str) -> int | None:
-        """Requests that this engine has from here; None if there is no such engine."""
-        engine = self._engines.get(url)
-        return (
-            None if engine is None else sum(self._pools[s].outstanding(engine.endpoint) for s in engine.sides)
-        )
+        """Requests that this API server's engines have from here; None if there is no such server."""
+        served = self._served_at(url)
+        if not served:
+            return None
+        return sum(self._pools[side].outstanding(e.endpoint) for e in served for side in e.sides)
 
     # --- What engines say
 
-    def register(self, now: float, message: Register) -> str:
-        """REGISTER. Returns the engine's URL as it is known here; ValueError where it is none."""
+    def register(self, now: float, message: Register) -> Endpoint:
+        """REGISTER. Returns the engine as it is known here; ValueError where there can be none."""
         control = Address(message.control_host, message.control_port)
-        endpoint = Endpoint.parse(f"{message.url}@{control}")
-        engine = self._engines.get(endpoint.url)
+        endpoint = replace(Endpoint.parse(f"{message.url}@{control}"), rank=message.rank)
+        engine = self._engines.get(endpoint.place)
+        if engine is not None and engine.replaced == message.incarnation != engine.incarnation:
+            # Each beat of either would cost the other its requests.
+            raise ValueError(
+                f"two live engines call themselves rank {message.rank} of {endpoint.url}, "
+                f"{message.engine_id} and {engine.name}: give each its API server's own api_url"
+            )
         if engine is None and len(self._engines) >= MAX_ENGINES:
             raise ValueError(f"there are {MAX_ENGINES} engines already")
         if engine is None or engine.endpoint != endpoint or engine.incarnation != message.incarnation:
-            sides, name = _SIDES[message.role], f"{message.engine_id} at {endpoint.url} (control {control})"
+            sides, name = _SIDES[message.role], f"{message.engine_id} at {endpoint} (control {control})"
             replacement = _Engine(endpoint, sides, listed=False, answers=False, name=name)
             replacement.engine_id, replacement.incarnation = message.engine_id, message.incarnation
             if engine is not None:
                 registered = engine.seen is not None
-                replacement.listed = engine.listed
+                replacement.listed, replacement.replaced = engine.listed, engine.incarnation
                 # The process that the command line named, and not another in its place?
                 replacement.answers = replacement.joined = not registered and engine.answers
                 self._withdraw(engine, lost=registered)
             logger.info("%s: %s engine %s", replacement.state.name, message.role.value, name)
-            engine = self._engines[endpoint.url] = replacement
+            engine = self._engines[endpoint.place] = replacement
         engine.seen, engine.asleep = now, message.asleep
         self._update(engine, silent=False, draining=engine.draining or message.draining)
-        return endpoint.url
+        return endpoint
 
     def leave(self, message: Leave) -> None:
         """LEAVE. What the engine still has ends by itself."""
@@ -148,31 +166,28 @@ class Members:
                 self._forget(engine, "LEFT", lost=False)
 
     def drain(self, url: str) -> None:
-        """No new requests for this engine."""
-        engine = self._engines.get(url)
-        if engine is not None:
+        """No new requests for this API server's engines."""
+        for engine in self._served_at(url):
             self._update(engine, draining=True)
 
     # --- What the router finds out itself
 
     def failed(self, endpoint: Endpoint, reason: str) -> None:
-        """The engine broke a connection, or took none: it is not used until it answers again."""
-        engine = self._engines.get(endpoint.url)
-        if engine is not None and engine.endpoint == endpoint:
+        """The engine's API server broke a connection, or took none: it is not used until it answers again."""
+        for engine in self._served_with(endpoint):
             self._update(engine, answers=False, reason=reason)
 
     def to_probe(self) -> list[Endpoint]:
-        """Engines whose API servers are to be looked at: those not used because they do not answer."""
-        return [e.endpoint for e in self._engines.values() if not e.answers and not e.silent]
+        """Whose API servers are to be looked at: those not used because they do not answer."""
+        return _one_a_server(e.endpoint for e in self._engines.values() if not e.answers and not e.silent)
 
     def unwatched(self) -> list[Endpoint]:
-        """Engines that give no sign of life by themselves: those that are listed and have not registered."""
-        return [e.endpoint for e in self._engines.values() if e.seen is None]
+        """Whose API servers give no sign of life by themselves: those listed that have not registered."""
+        return _one_a_server(e.endpoint for e in self._engines.values() if e.seen is None)
 
     def answered(self, endpoint: Endpoint) -> None:
         """The API server is healthy."""
-        engine = self._engines.get(endpoint.url)
-        if engine is not None and engine.endpoint == endpoint:
+        for engine in self._served_with(endpoint):
             self._update(engine, answers=True)
 
     def tick(self, now: float) -> None:
@@ -192,6 +207,14 @@ class Members:
                 self._update(engine, silent=True)
 
     # --- Steps
+
+    def _served_at(self, url: str) -> list[_Engine]:
+        return [engine for engine in self._engines.values() if engine.endpoint.url == url]
+
+    def _served_with(self, endpoint: Endpoint) -> list[_Engine]:
+        """The engines of this one's API server; none if another process is in its place by now."""
+        engine = self._engines.get(endpoint.place)
+        return self._served_at(endpoint.url) if engine is not None and engine.endpoint == endpoint else []
 
     def _update(
         self,
@@ -225,9 +248,13 @@ class Members:
     def _forget(self, engine: _Engine, why: str, *, lost: bool) -> None:
         logger.log(logging.WARNING if lost else logging.INFO, "%s: %s", why, engine.name)
         self._withdraw(engine, lost=lost)
-        del self._engines[engine.endpoint.url]
+        del self._engines[engine.endpoint.place]
         if engine.listed:
             # The command line's word stands: it may come back without registering.
             again = _Engine(engine.endpoint, engine.sides, True, answers=False, name=engine.name, joined=True)
-            self._engines[engine.endpoint.url] = again
+            self._engines[engine.endpoint.place] = again
             self._publish(again)
+
+
+def _one_a_server(endpoints: Iterable[Endpoint]) -> list[Endpoint]:
+    return list({endpoint.url: endpoint for endpoint in endpoints}.values())

@@ -44,8 +44,8 @@ class Registry:
         self._address = address
         self._key = key
         self._sockets: MembershipSockets | None = None
-        self._engines: dict[str, Source] = {}  # URL -> the connection that registered it last
-        self._probing: dict[Endpoint, asyncio.Task[None]] = {}
+        self._engines: dict[tuple[str, int], Source] = {}  # place -> the connection that registered it last
+        self._probing: dict[str, asyncio.Task[None]] = {}  # by URL
 
     def open(self) -> Address | None:
         """Binds the address and returns it, with the port if it named none; RegistryError if it cannot."""
@@ -101,10 +101,10 @@ class Registry:
             try:
                 match message:
                     case Register():
-                        url = self._members.register(time.monotonic(), message)
+                        endpoint = self._members.register(time.monotonic(), message)
                         if len(self._engines) > MAX_ENGINES:
-                            self._engines.clear()  # of URLs long gone, most; who is there registers again
-                        self._engines[url] = received.source
+                            self._engines.clear()  # of engines long gone, most; who is there registers again
+                        self._engines[endpoint.place] = received.source
                     case Leave():
                         self._members.leave(message)
                     case Drain(url=url):
@@ -119,22 +119,23 @@ class Registry:
         assert self._sockets is not None
         self._members.drain(url)
         outstanding = self._members.outstanding(url)
-        if url in self._engines:
-            # The engine keeps it, and tells the other routers, and this one when it comes back.
-            self._sockets.send(self._engines[url], BeginDrain())
+        for (served_at, _), source in self._engines.items():
+            if served_at == url:
+                # The engine keeps it, and tells the other routers, and this one when it comes back.
+                self._sockets.send(source, BeginDrain())
         self._sockets.send(asker, Draining(outstanding))
 
     async def _probe(self) -> None:
         while True:
             for endpoint in self._members.to_probe():
-                if endpoint not in self._probing:
+                if endpoint.url not in self._probing:
                     task = asyncio.create_task(self._look(endpoint))
-                    self._probing[endpoint] = task
-                    task.add_done_callback(functools.partial(self._looked, endpoint))
+                    self._probing[endpoint.url] = task
+                    task.add_done_callback(functools.partial(self._looked, endpoint.url))
             await asyncio.sleep(_PROBE_S)
 
-    def _looked(self, endpoint: Endpoint, _: asyncio.Task[None]) -> None:
-        del self._probing[endpoint]
+    def _looked(self, url: str, _: asyncio.Task[None]) -> None:
+        del self._probing[url]
 
     async def _look(self, endpoint: Endpoint) -> None:
         try:

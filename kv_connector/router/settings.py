@@ -29,6 +29,11 @@ class Settings:
     that P may take for its own answer once D has given the whole one."""
 
     def __post_init__(self) -> None:
+        if len(set(self.prefill)) < len(self.prefill):
+            raise ValueError(
+                "a prefill engine is listed twice at one control address; data-parallel ranks share the URL, "
+                "and each has its own control address"
+            )
         if self.registration is None and not (self.prefill and self.decode):
             raise ValueError(
                 "a router needs at least one prefill engine and one decode engine, or an address at which "

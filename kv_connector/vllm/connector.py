@@ -194,11 +194,6 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     def _register(self, address: Address, key: ClusterKey | None) -> Registrar:
         """Tells the routers where this engine is, from now until shutdown."""
-        if self._vllm_config.parallel_config.data_parallel_size > 1:
-            raise SettingsError(
-                "kv_connector_extra_config: routers does not work with --data-parallel-size yet: a router "
-                "cannot choose the data-parallel rank. Start one engine for each rank."
-            )
         assert self._settings.api_url is not None
         registration = Register(
             engine_id=self._engine_id,
@@ -207,6 +202,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
             url=self._settings.api_url,
             control_host=address.host,
             control_port=address.port,
+            rank=data_parallel_rank(self._vllm_config.parallel_config),
         )
         return Registrar(registration, self._settings.router_addresses(), key)
 
@@ -353,6 +349,15 @@ def transfer_role(kv_role: str | None) -> Role:
             f"WriteImmConnector needs kv_role kv_producer (prefill), kv_consumer (decode) or kv_both, "
             f"not {kv_role!r}."
         ) from None
+
+
+def data_parallel_rank(parallel_config: Any) -> int:
+    """This engine's rank as its API server counts, in X-data-parallel-rank: behind an external load balancer
+    an API server has the cores of one host, or one core, and counts these.
+    """
+    if parallel_config.local_engines_only:
+        return int(parallel_config.data_parallel_rank_local)
+    return int(parallel_config.data_parallel_index)
 
 
 def _ranks(parallel_config: Any) -> int:

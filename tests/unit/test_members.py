@@ -233,3 +233,121 @@ def test_a_url_that_is_none_is_refused(router: Fixture, url: str) -> None:
     with pytest.raises(ValueError, match="address"):
         router.members.register(0.0, register(url=url))
     assert router.state() is None
+
+
+# --- Data-parallel ranks: engines behind one API server
+
+
+def rank(number: int, **changes: Any) -> dict[str, Any]:
+    """What a rank's core says of itself."""
+    return {
+        "engine_id": f"p_dp{number}",
+        "incarnation": f"of rank {number}",
+        "control_port": 5600 + number,
+        "rank": number,
+    } | changes
+
+
+@pytest.fixture
+def ranks() -> Fixture:
+    """A router with two ranks behind one API server."""
+    router = Fixture()
+    for number in range(2):
+        router.members.register(0.0, register(**rank(number)))
+    (endpoint,) = router.members.to_probe()
+    router.members.answered(endpoint)
+    return router
+
+
+def test_ranks_take_turns_and_no_beat_of_one_costs_the_other_its_requests(ranks: Fixture) -> None:
+    async def scenario() -> None:
+        leases = [ranks.pools[Side.PREFILL].acquire() for _ in range(4)]
+        for now in (1.0, 2.0):
+            for number in range(2):
+                ranks.members.register(now, register(**rank(number)))
+        for lease in leases:
+            async with lease.alive():
+                pass
+        held = [(lease.endpoint.url, lease.endpoint.rank, lease.endpoint.control_port) for lease in leases]
+        assert held == [(URL, 0, 5600), (URL, 1, 5601)] * 2
+        assert ranks.members.outstanding(URL) == 4
+
+    asyncio.run(scenario())
+
+
+def test_ranks_are_told_apart_where_states_are_shown(ranks: Fixture) -> None:
+    assert ranks.members.states()[Side.PREFILL] == {URL: State.READY, f"{URL} rank 1": State.READY}
+
+
+def test_an_api_server_that_does_not_answer_costs_all_its_ranks(ranks: Fixture) -> None:
+    other = "http://10.0.0.2:8100"
+    ranks.join(url=other, engine_id="other", incarnation="other")
+    ranks.members.failed(Endpoint(URL, "10.0.0.1", 5601, rank=1), "connection refused")
+    states = ranks.members.states()[Side.PREFILL]
+    assert states == {URL: State.UNREACHABLE, f"{URL} rank 1": State.UNREACHABLE, other: State.READY}
+    (endpoint,) = ranks.members.to_probe()
+    ranks.members.answered(endpoint)
+    assert set(ranks.members.states()[Side.PREFILL].values()) == {State.READY}
+
+
+def test_what_a_replaced_rank_broke_is_not_held_against_its_api_server(ranks: Fixture) -> None:
+    gone = Endpoint(URL, "10.0.0.1", 5601, rank=1)
+    ranks.join(1.0, **rank(1, incarnation="again", control_port=5701))
+    ranks.members.failed(gone, "connection reset")
+    assert set(ranks.members.states()[Side.PREFILL].values()) == {State.READY}
+
+
+def test_a_rank_that_falls_silent_is_lost_alone(ranks: Fixture) -> None:
+    async def scenario() -> None:
+        for now in (1.0, 2.0, 3.0, 4.0, 5.0):
+            ranks.members.register(now, register(**rank(0)))
+            ranks.members.tick(now)
+        assert ranks.members.states()[Side.PREFILL] == {URL: State.READY}
+
+    asyncio.run(scenario())
+
+
+def test_a_rank_leaves_alone(ranks: Fixture) -> None:
+    ranks.members.leave(Leave("p_dp0", "of rank 0"))
+    assert ranks.members.states()[Side.PREFILL] == {f"{URL} rank 1": State.READY}
+
+
+def test_a_drain_is_for_all_ranks_of_an_api_server(ranks: Fixture) -> None:
+    lease = ranks.pools[Side.PREFILL].acquire()
+    ranks.members.drain(URL)
+    assert set(ranks.members.states()[Side.PREFILL].values()) == {State.DRAINING}
+    assert not ranks.usable()
+    assert ranks.members.outstanding(URL) == 1
+    lease.release()
+    assert ranks.members.outstanding(URL) == 0
+
+
+def test_two_that_call_themselves_one_rank_do_not_fight_over_it(router: Fixture) -> None:
+    """API servers that were given one api_url: the later one is used, and the other's beats are refused."""
+
+    async def scenario() -> None:
+        router.join(0.0)
+        router.join(1.0, engine_id="q", incarnation="2", control_port=5700)
+        lease = router.pools[Side.PREFILL].acquire()
+        with pytest.raises(ValueError, match=r"two live engines .* rank 0 of .* api_url"):
+            router.members.register(2.0, register())
+        async with lease.alive():
+            assert lease.endpoint.control_port == 5700
+
+    asyncio.run(scenario())
+
+
+def test_a_url_that_is_listed_twice_has_two_ranks() -> None:
+    router = Fixture(prefill=(f"{URL}@10.0.0.1:5600", f"{URL}@10.0.0.1:5602"), decode=(URL, URL))
+    prefill = [router.pools[Side.PREFILL].acquire().endpoint for _ in range(2)]
+    assert prefill == [Endpoint(URL, "10.0.0.1", 5600, 0), Endpoint(URL, "10.0.0.1", 5602, 1)]
+    decode = [router.pools[Side.DECODE].acquire().endpoint for _ in range(2)]
+    assert decode == prefill, "on both sides it is one engine, and its control address is the named one"
+    assert len(router.members.unwatched()) == 1
+
+
+def test_a_listed_rank_is_joined_by_one_that_registers() -> None:
+    router = Fixture(prefill=(f"{URL}@10.0.0.1:5600",))
+    for number in range(2):
+        router.join(1.0, **rank(number))
+    assert [router.pools[Side.PREFILL].acquire().endpoint.rank for _ in range(4)] == [0, 1, 0, 1]

@@ -86,6 +86,13 @@ class Cluster:
         self._stack.callback(member.fall_silent)
         return member
 
+    async def ranks(self, role: Role, handler: Handler = answer_ok) -> tuple["Member", "Member"]:
+        """Two engines that have registered, behind one API server."""
+        first = await self.engine(role, handler)
+        second = Member(self, role, first.engine, rank=1)
+        self._stack.callback(second.fall_silent)
+        return first, second
+
     async def pair(self) -> tuple["Member", "Member"]:
         return await self.engine(Role.PREFILL), await self.engine(Role.DECODE)
 
@@ -95,10 +102,11 @@ class Member:
 
     _count = 0
 
-    def __init__(self, cluster: Cluster, role: Role, engine: FakeEngine) -> None:
+    def __init__(self, cluster: Cluster, role: Role, engine: FakeEngine, rank: int = 0) -> None:
         self.engine = engine
         Member._count += 1
-        registration = Register(f"engine-{Member._count}", "1", role, engine.url, "127.0.0.1", 5600)
+        name, port = f"engine-{Member._count}", 5600 + rank
+        registration = Register(name, "1", role, engine.url, "127.0.0.1", port, rank=rank)
         self.registrar = Registrar(registration, [cluster.address], cluster.key)
 
     def leave(self) -> None:
@@ -251,6 +259,58 @@ async def test_two_routers_share_the_engines(cluster: Cluster) -> None:
         cluster._stack.callback(member.fall_silent)
     for client in clients:
         assert (await ask(client)).status_code == 200
+
+
+# --- Data-parallel ranks
+
+
+@pytest.mark.parametrize("dispatch", ["concurrent", "serial"])
+async def test_a_request_goes_to_the_ranks_that_were_chosen_for_it(cluster: Cluster, dispatch: str) -> None:
+    """vLLM's own balancer would give it to any rank: D would ask one P for what another computes."""
+    client = await cluster.router(dispatch=dispatch)
+    (p, _), (d, _) = await cluster.ranks(Role.PREFILL), await cluster.ranks(Role.DECODE)
+    await until_health(
+        client, lambda state: [*state["prefill"].values(), *state["decode"].values()] == ["ready"] * 4
+    )
+    for _ in range(8):
+        assert (await ask(client)).status_code == 200
+    at_p, at_d = ([headers["x-data-parallel-rank"] for headers in e.headers] for e in (p.engine, d.engine))
+    assert sorted(at_p) == sorted(at_d) == ["0"] * 4 + ["1"] * 4
+    if dispatch == "concurrent":
+        told = {b["kv_transfer_params"]["transfer_id"]: b["kv_transfer_params"] for b in d.engine.bodies}
+        for rank, body in zip(at_p, p.engine.bodies, strict=True):
+            assert told[body["kv_transfer_params"]["transfer_id"]]["remote_port"] == 5600 + int(rank)
+
+
+async def test_heartbeats_of_one_rank_leave_the_requests_of_the_other_alone(cluster: Cluster) -> None:
+    client = await cluster.router()
+    await cluster.engine(Role.PREFILL)
+    stream = Stream()
+    await cluster.ranks(Role.DECODE, stream)
+    stream.queue.put_nowait(b"data: 1\n\n")
+    async with client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
+        chunks = answer.aiter_raw()
+        assert await within(anext(chunks)) == b"data: 1\n\n"
+        await until_health(client, lambda state: list(state["decode"].values()) == ["ready"] * 2)
+        await asyncio.sleep(0.3)  # many heartbeats of both
+        stream.queue.put_nowait(b"data: 2\n\n")
+        stream.queue.put_nowait(None)
+        assert b"".join([chunk async for chunk in chunks]) == b"data: 2\n\n"
+
+
+async def test_a_drain_reaches_every_rank(cluster: Cluster, tmp_path: Any) -> None:
+    client = await cluster.router()
+    ranks = await cluster.ranks(Role.DECODE)
+    await until_health(client, lambda state: list(state["decode"].values()) == ["ready"] * 2)
+    key_file = tmp_path / "key"
+    cluster.key.write(key_file)
+    words = ["drain", ranks[0].engine.url, "--router", str(cluster.address), "--key-file", str(key_file)]
+    idle = await asyncio.to_thread(CliRunner().invoke, command_line, words)
+    assert idle.exit_code == 0, idle.output
+    async with asyncio.timeout(PATIENCE):
+        while not all(rank.registrar._registration.draining for rank in ranks):
+            await asyncio.sleep(0.01)
+    assert list((await client.get("/health")).json()["decode"].values()) == ["draining"] * 2
 
 
 # --- Draining

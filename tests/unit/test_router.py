@@ -117,6 +117,33 @@ async def test_p_counts_as_free_once_it_has_answered() -> None:
             await until_metric(client, "kv_connector_router_in_flight", 0)
 
 
+async def test_listed_ranks_are_asked_in_turn_each_for_its_own_pages() -> None:
+    """Each is what the router says, never what a client says."""
+    async with serve_engine(answer_ok) as p, serve_engine(answer_ok) as d:
+        settings = Settings(
+            prefill=tuple(Endpoint.parse(f"{p.url}@10.0.0.1:{port}") for port in (5600, 5602)),
+            decode=(Endpoint.parse(d.url),) * 2,
+        )
+        async with (
+            serve(create_app(settings)) as url,
+            httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client,
+        ):
+            for _ in range(4):
+                headers = {"X-data-parallel-rank": "7"}
+                answer = await client.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+                assert answer.status_code == 200
+            assert list((await client.get("/health")).json()["decode"]) == [d.url, f"{d.url} rank 1"]
+    assert [headers["x-data-parallel-rank"] for headers in p.headers] == ["0", "1"] * 2
+    assert [headers["x-data-parallel-rank"] for headers in d.headers] == ["0", "1"] * 2
+    assert [body["kv_transfer_params"]["remote_port"] for body in d.bodies] == [5600, 5602] * 2
+
+
+async def test_a_request_that_d_prefills_itself_goes_to_the_rank_that_was_chosen() -> None:
+    async with cluster(answer_ok, answer_ok) as (_, d, client):
+        await client.post("/v1/completions", json={"prompt": ["x", "y"]})
+        assert d.headers[0]["x-data-parallel-rank"] == "0"
+
+
 async def test_a_chat_for_p_has_both_names_of_the_limit_set() -> None:
     request = {
         "messages": [],
@@ -624,6 +651,13 @@ def test_a_wrong_endpoint_is_named(text: str) -> None:
 def test_a_router_needs_both_sides() -> None:
     with pytest.raises(ValueError, match="at least one prefill engine"):
         Settings(prefill=(), decode=(Endpoint.parse("http://h:1"),))
+
+
+def test_two_ranks_of_a_listed_p_have_two_control_addresses() -> None:
+    twice = (Endpoint.parse("http://h:1"),) * 2
+    with pytest.raises(ValueError, match="each has its own control address"):
+        Settings(prefill=twice, decode=twice)
+    Settings(prefill=twice[:1], decode=twice)
 
 
 def test_an_empty_object_is_the_engines_to_judge() -> None:

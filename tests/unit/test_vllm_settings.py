@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import vllm
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, ParallelConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
 
@@ -16,7 +16,7 @@ from kv_connector.cluster_key import ClusterKey
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timers import Timeouts
 from kv_connector.vllm.compat import RELEASES, UnsupportedVllm, adopt_vllm_logging, default_host, release_of
-from kv_connector.vllm.connector import WriteImmConnector, transfer_role
+from kv_connector.vllm.connector import WriteImmConnector, data_parallel_rank, transfer_role
 from kv_connector.vllm.plugin import register
 from kv_connector.vllm.settings import Settings, SettingsError, parse_settings
 
@@ -131,6 +131,34 @@ def test_a_port_of_the_kernels_choice_is_one_for_each_rank() -> None:
         0,
         0,
     ]
+
+
+@pytest.mark.parametrize(
+    ("balancer", "moe", "index", "local", "rank"),
+    [
+        ({}, False, 1, 1, 1),
+        ({}, True, 1, 1, 1),
+        ({}, True, 3, 1, 3),  # a second host, without an API server
+        ({"data_parallel_hybrid_lb": True}, True, 3, 1, 1),
+        ({"data_parallel_hybrid_lb": True}, False, 3, 1, 1),
+        ({"data_parallel_external_lb": True}, True, 3, 0, 0),
+    ],
+)
+def test_a_core_has_the_rank_by_which_its_api_server_calls_it(
+    balancer: dict[str, bool], moe: bool, index: int, local: int, rank: int
+) -> None:
+    parallel = ParallelConfig(data_parallel_size=4, data_parallel_size_local=2, is_moe_model=moe, **balancer)
+    # As EngineCoreProc.run_engine_core does.
+    parallel.data_parallel_rank_local, parallel.data_parallel_index = local, index
+    if moe:
+        parallel.data_parallel_rank = index
+    else:
+        parallel.reconfigure_for_independent_dp_rank()
+    assert data_parallel_rank(parallel) == rank
+
+
+def test_an_engine_without_data_parallelism_has_rank_0() -> None:
+    assert data_parallel_rank(ParallelConfig()) == 0
 
 
 def test_a_port_beyond_the_last_is_refused() -> None:

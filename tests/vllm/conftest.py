@@ -1,5 +1,6 @@
 """Engines for the tests, started once a session and shared; their logs beside each failure."""
 
+import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -11,6 +12,10 @@ from kv_connector.cluster import LocalCluster, make_gemma3, make_llama
 from kv_connector.cluster_key import KEY_FILE_VARIABLE, ClusterKey
 
 MODELS = ("llama", "gemma3")
+
+if "KVC_DATA_PARALLEL" not in os.environ:
+    # Its engines take minutes to start: `make test-data-parallel`.
+    collect_ignore = ["test_data_parallel.py"]
 
 # Seconds. A prompt that nobody fetches, and a reservation whose prompt never comes, are waited for by a test.
 # An engine that gets no turn on a busy machine is not to be taken for dead.
