@@ -160,7 +160,7 @@ def test_loads_of_a_deep_model_do_not_run_out_of_counters(sim: Stage) -> None:
     prefill, decode = sim.side(Role.PREFILL, pages=pages), sim.side(Role.DECODE, pages=pages)
     for number in range(700):
         decode.reserve(prefill.address, (11,), transfer=f"t{number}", tokens=BLOCK)
-    until(lambda: decode.agent.live().phases.get("decode reserved") == 700)
+    until(lambda: decode.agent.phases().get("decode reserved") == 700)
     decode.poll()
     assert decode.failed == []
 
