@@ -22,11 +22,19 @@ from kv_connector.vllm.metadata import RankAddress, Reserved, StepMetadata
 from kv_connector.vllm.scheduler import SchedulerSide
 
 try:
-    from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups  # 0.33
+    from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups, get_kv_cache_groups  # 0.33
 except ImportError:
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups  # 0.32
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups  # 0.32
 
-__all__ = ["ADDRESS", "PARAMS_OF_D", "PARAMS_OF_P", "Stage", "get_kv_cache_config_from_groups", "vllm_config"]
+__all__ = [
+    "ADDRESS",
+    "PARAMS_OF_D",
+    "PARAMS_OF_P",
+    "Stage",
+    "get_kv_cache_config_from_groups",
+    "get_kv_cache_groups",
+    "vllm_config",
+]
 
 ADDRESS = Address("10.0.0.1", 5600)
 PARAMS_OF_P = {"do_remote_decode": True, "transfer_id": "t"}
