@@ -1,4 +1,5 @@
-"""The native engine as pybind11 exposes it, in tuples and numbers. `kv_connector.engine` is its typed face.
+"""The native engine as pybind11 exposes it, in tuples and numbers. its typed face is
+`kv_connector.engine.transfer_engine`.
 
 Every method may raise `kv_connector.engine.TransferError`. Timeouts are in seconds.
 """

@@ -28,7 +28,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from kv_connector.cluster.process import POLL_SECONDS, Process, answers, stop
+from kv_connector.lab.process import POLL_SECONDS, Process, answers, stop
 
 HOST = "127.0.0.1"
 JSON = {"content-type": "application/json"}
@@ -467,7 +467,7 @@ TINY_ARGUMENTS += ["--enable-prefix-caching"]  # for the one engine's second ans
 
 def write_tiny(directory: Path) -> Path:
     """A model that is computed the same way by every engine, with weights that make its tokens differ."""
-    from kv_connector.cluster.model import make_llama
+    from kv_connector.lab.model import make_llama
 
     return make_llama(directory, layers=8, hidden=512, heads=8, kv_heads=4, head_dim=64)
 

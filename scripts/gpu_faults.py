@@ -28,7 +28,7 @@ from bench_gpu_pd import (
     write_8b,
 )
 
-from kv_connector.cluster.process import stop
+from kv_connector.lab.process import stop
 
 # Its prefill takes 0.5 s on an H200.
 VICTIM_TOKENS = 16384

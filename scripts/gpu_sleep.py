@@ -18,7 +18,7 @@ import numpy as np
 from bench_gpu_pd import Body, Deployment, Server, deployment, direct, wait_ready, write_8b
 from gpu_faults import MIDDLE_SECONDS, VICTIM_TOKENS, rests
 
-from kv_connector.cluster.process import stop
+from kv_connector.lab.process import stop
 
 
 async def ask(client: httpx.AsyncClient, server: Server, what: str) -> None:

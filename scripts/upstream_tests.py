@@ -156,8 +156,8 @@ def adapt(helpers: Any, model: Path) -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1 import example_connector
 
     from kv_connector.protocol.actions import Address
-    from kv_connector.vllm.compat import KVConnectorTransferResults
     from kv_connector.vllm.connector import WriteImmConnector
+    from kv_connector.vllm.internals import KVConnectorTransferResults
     from kv_connector.vllm.metadata import RankAddress, StepMetadata
 
     connectors: list[Any] = []

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from kv_connector.bench.lane import Lane
+    from kv_connector.lab.bench.lane import Lane
 
 app = typer.Typer(invoke_without_command=True)
 
@@ -38,10 +38,10 @@ def transfers(
     """
     if context.invoked_subcommand is not None:
         return
-    from kv_connector.bench.contestants import CONTESTANTS
-    from kv_connector.bench.tables import make_console
-    from kv_connector.bench.transfers import Plan, run
-    from kv_connector.bench.workloads import CASES
+    from kv_connector.lab.bench.contestants import CONTESTANTS
+    from kv_connector.lab.bench.tables import make_console
+    from kv_connector.lab.bench.transfers import Plan, run
+    from kv_connector.lab.bench.workloads import CASES
 
     names = _choose(contestants, [contestant.name for contestant in CONTESTANTS])
     plan = Plan(
@@ -69,9 +69,9 @@ def prefill_decode(
     ] = None,
 ) -> None:
     """Time to first token and throughput: one vLLM engine alone beside P/D pairs, on this machine's CPUs."""
-    from kv_connector.bench.pd.deployments import DEPLOYMENTS
-    from kv_connector.bench.pd.run import Plan, run
-    from kv_connector.bench.tables import make_console
+    from kv_connector.lab.bench.pd.deployments import DEPLOYMENTS
+    from kv_connector.lab.bench.pd.run import Plan, run
+    from kv_connector.lab.bench.tables import make_console
 
     names = _choose(deployments, [deployment.name for deployment in DEPLOYMENTS])
     plan = Plan(
@@ -100,8 +100,8 @@ def compare_faults(
 
     Each fault has a pair of its own, one after the other.
     """
-    from kv_connector.bench.pd.faults import FAULTS, PAIRS, Plan, run
-    from kv_connector.bench.tables import make_console
+    from kv_connector.lab.bench.pd.faults import FAULTS, PAIRS, Plan, run
+    from kv_connector.lab.bench.tables import make_console
 
     pairs = _choose(deployments, [deployment.name for deployment in PAIRS])
     names = _choose(faults, [fault.name for fault in FAULTS])
@@ -144,8 +144,8 @@ def table_2(
     json: _Json = None,
 ) -> None:
     """The paper's Table 2: single writes of 64 KiB to 32 MiB, paged ones of 1 to 64 KiB."""
-    from kv_connector.bench.tables import make_console
-    from kv_connector.bench.writes import Plan, run
+    from kv_connector.lab.bench.tables import make_console
+    from kv_connector.lab.bench.writes import Plan, run
 
     lanes = _lanes(provider, device, target_device, in_one_process=False)
     if not run(Plan(lanes, rounds=rounds, pin=pin, shared=shared, json=json), make_console()):
@@ -164,8 +164,8 @@ def tables_8_and_9(
     json: _Json = None,
 ) -> None:
     """The paper's Tables 8 and 9: the steps of a scatter and of a barrier, by number of peers."""
-    from kv_connector.bench.groups import Plan, run
-    from kv_connector.bench.tables import make_console
+    from kv_connector.lab.bench.groups import Plan, run
+    from kv_connector.lab.bench.tables import make_console
 
     try:
         sizes = tuple(int(size) for size in peers.split(","))
@@ -188,8 +188,8 @@ def cost_of_peers(
     json: _Json = None,
 ) -> None:
     """What peers cost: seconds to connect them, memory and file descriptors of each."""
-    from kv_connector.bench.peers import Plan, run
-    from kv_connector.bench.tables import make_console
+    from kv_connector.lab.bench.peers import Plan, run
+    from kv_connector.lab.bench.tables import make_console
 
     lanes = _lanes(provider, device, target_device, in_one_process=False)
     if not run(Plan(lanes, peers=peers, rounds=rounds, json=json), make_console()):
@@ -209,8 +209,8 @@ def registering_beside_writes(
     json: _Json = None,
 ) -> None:
     """Latency of a 4 KiB write while another thread registers and deregisters memory with the same engine."""
-    from kv_connector.bench.registration import Plan, run
-    from kv_connector.bench.tables import make_console
+    from kv_connector.lab.bench.registration import Plan, run
+    from kv_connector.lab.bench.tables import make_console
 
     lanes = _lanes(provider, device, target_device, in_one_process=True)
     plan = Plan(lanes, registered_bytes=mib << 20, iterations=iterations, rounds=rounds, json=json)
@@ -224,15 +224,15 @@ def hot_loops(
     json: _Json = None,
 ) -> None:
     """The engine's hot loops: submitting, posting and counting, over sim. Exits 1 where an aim is missed."""
-    from kv_connector.bench.micro import Plan, run
-    from kv_connector.bench.tables import make_console
+    from kv_connector.lab.bench.micro import Plan, run
+    from kv_connector.lab.bench.tables import make_console
 
     if not run(Plan(iterations=iterations, json=json), make_console()):
         raise typer.Exit(1)
 
 
 def _lanes(provider: str, device: str, target_device: str, *, in_one_process: bool) -> "Sequence[Lane]":
-    from kv_connector.bench.lane import UnknownLane, choose_lanes
+    from kv_connector.lab.bench.lane import UnknownLane, choose_lanes
 
     try:
         return choose_lanes(

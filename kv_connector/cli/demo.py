@@ -21,9 +21,9 @@ def demo(
 ) -> None:
     """Starts P, D, one engine alone and a router; compares outputs and times. Takes about two minutes."""
     try:
-        from kv_connector.cluster.completion import CompletionError
-        from kv_connector.cluster.demonstration import demonstrate
-        from kv_connector.cluster.process import StartError
+        from kv_connector.lab.completion import CompletionError
+        from kv_connector.lab.demonstration import demonstrate
+        from kv_connector.lab.process import StartError
     except ImportError as error:
         raise typer.BadParameter(f"{error}; install it: pip install 'kv-connector[demo]'") from None
     if importlib.util.find_spec("vllm") is None:
@@ -57,7 +57,7 @@ def demo(
 
 def _check(provider: str) -> None:
     """Refuses now what three engines would refuse one by one, a minute later."""
-    from kv_connector.engine import providers
+    from kv_connector.engine.transfer_engine import providers
 
     known = {status.name: status for status in providers()}
     if provider not in known:

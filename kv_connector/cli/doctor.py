@@ -21,8 +21,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from kv_connector import __version__
-from kv_connector.placement import NIC_PROVIDERS, choose_core, cores_in_use
-from kv_connector.topology import Machine, Nic, Port, read_machine
+from kv_connector.engine.placement import NIC_PROVIDERS, choose_core, cores_in_use
+from kv_connector.engine.topology import Machine, Nic, Port, read_machine
 
 SUPPORTED_VLLM = ("0.32.", "0.33.")
 # Providers for tests: no engine serves over them.
@@ -145,7 +145,7 @@ def vllm() -> Finding:
 def lanes(required: Sequence[str]) -> Iterator[Finding]:
     """Each provider with its own words: it knows what it misses."""
     try:
-        from kv_connector.engine import providers
+        from kv_connector.engine.transfer_engine import providers
     except ImportError as error:
         yield Finding("engine", Verdict.FAIL, f"the native engine does not load: {error}")
         return

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from kv_connector.cli.router import KeyFile, address, cluster_key, endpoint
-from kv_connector.membership import Drain, Draining, MembershipSockets
+from kv_connector.control.membership import Drain, Draining, MembershipSockets
 from kv_connector.protocol.actions import Address
 from kv_connector.router.endpoint import Endpoint
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from kv_connector.cluster_key import KEY_FILE_VARIABLE, ClusterKey
+from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey
 
 
 def keygen(

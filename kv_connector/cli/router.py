@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from kv_connector.cluster_key import KEY_FILE_VARIABLE, ClusterKey, KeyFileError, find_key
-from kv_connector.network import is_loopback, parse_address
+from kv_connector.control.addresses import is_loopback, parse_address
+from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey, KeyFileError, find_key
 from kv_connector.protocol.actions import Address
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.settings import Settings

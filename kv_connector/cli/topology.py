@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kv_connector.placement import (
+from kv_connector.engine.placement import (
     NIC_PROVIDERS,
     CoreChoice,
     CoresInUse,
@@ -22,7 +22,7 @@ from kv_connector.placement import (
     choose_nics_without_device,
     cores_in_use,
 )
-from kv_connector.topology import Machine, Port, read_machine
+from kv_connector.engine.topology import Machine, Port, read_machine
 
 _FILE_COLUMNS = 140
 # An engine's thread that launches kernels; its compute threads are the GPU's.

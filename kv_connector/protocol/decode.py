@@ -16,19 +16,10 @@ import enum
 import logging
 from dataclasses import dataclass
 
-from kv_connector.layout import KvLayout
-from kv_connector.plan import expected_pages, targets_problem
 from kv_connector.protocol.actions import Address, Ended, Fence, Log, Outcome, PeerId, Send, UnderWay
-from kv_connector.protocol.messages import (
-    Cancel,
-    CancelAck,
-    Fail,
-    GroupTarget,
-    Release,
-    Reserve,
-    Role,
-    id_problem,
-)
+from kv_connector.protocol.layout import GroupTarget, KvLayout
+from kv_connector.protocol.messages import Cancel, CancelAck, Fail, Release, Reserve, Role, id_problem
+from kv_connector.protocol.plan import expected_pages, targets_problem
 from kv_connector.protocol.timers import Timeouts, Timers
 
 PROMPT_HASH_BYTES = 16

@@ -19,7 +19,7 @@ from typing import Annotated
 
 import msgspec
 
-from kv_connector.layout import KvLayout
+from kv_connector.protocol.layout import GroupTarget, KvLayout
 
 PROTOCOL_VERSION = 2
 
@@ -120,16 +120,6 @@ class Redirect(Message, frozen=True, tag="redirect"):
 
     host: Host
     port: Port
-
-
-class GroupTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where D wants the pages of one KV group: logical block ``first + i`` goes to D's block ``blocks[i]``.
-
-    0 is vLLM's null block: D needs nothing there (outside a sliding window).
-    """
-
-    first: Natural
-    blocks: Annotated[tuple[UInt32, ...], msgspec.Meta(max_length=1 << 20)]
 
 
 class Reserve(Message, frozen=True, tag="reserve"):

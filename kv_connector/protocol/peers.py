@@ -16,9 +16,8 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from kv_connector.layout import KvLayout
 from kv_connector.protocol.actions import Address, Log, PeerId
-from kv_connector.protocol.compatibility import incompatibility
+from kv_connector.protocol.layout import KvLayout
 from kv_connector.protocol.messages import (
     MAX_WAITING,
     AnyMessage,
@@ -40,6 +39,7 @@ from kv_connector.protocol.messages import (
     clip,
     id_problem,
 )
+from kv_connector.protocol.mismatch import incompatibility
 from kv_connector.protocol.timers import Timeouts, Timers
 
 # Refusals that are logged once; names come from outside.

@@ -23,10 +23,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kv_connector.layout import KvLayout
-from kv_connector.plan import NULL_BLOCK, layout_problem, layouts_problem, targets_problem
 from kv_connector.protocol.actions import Ended, Fence, Log, Outcome, PeerId, Send, UnderWay
+from kv_connector.protocol.layout import KvLayout
 from kv_connector.protocol.messages import Cancel, CancelAck, Fail, FailCode, Reserve, Role, clip
+from kv_connector.protocol.plan import NULL_BLOCK, layout_problem, layouts_problem, targets_problem
 from kv_connector.protocol.timers import Timeouts, Timers
 from kv_connector.protocol.tombstones import Tombstones, Verdict
 

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from kv_connector.membership import Leave, Register
+from kv_connector.control.membership import Leave, Register
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.messages import Role
 from kv_connector.router.endpoint import Endpoint

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import zmq
 
-from kv_connector.cluster_key import ClusterKey
-from kv_connector.membership import BeginDrain, Drain, Draining, Leave, MembershipSockets, Register
+from kv_connector.control.cluster_key import ClusterKey
+from kv_connector.control.membership import BeginDrain, Drain, Draining, Leave, MembershipSockets, Register
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.peers import Source
 from kv_connector.router.client import EngineClient, HttpError

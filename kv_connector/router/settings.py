@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from kv_connector.cluster_key import ClusterKey
+from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.protocol.actions import Address
 from kv_connector.router.endpoint import Endpoint
 

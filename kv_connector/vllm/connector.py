@@ -13,13 +13,14 @@ import uuid
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from kv_connector.agent import Agent, AgentConfig
-from kv_connector.cluster_key import ClusterKey
-from kv_connector.membership import Register
+from kv_connector.agent.agent import Agent, AgentConfig
+from kv_connector.control.cluster_key import ClusterKey
+from kv_connector.control.membership import Register
+from kv_connector.control.registrar import Registrar
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.messages import Role
-from kv_connector.registrar import Registrar
-from kv_connector.vllm.compat import (
+from kv_connector.vllm.fingerprint import compatibility
+from kv_connector.vllm.internals import (
     CacheHitSource,
     KvBlocks,
     KVConnectorBase_V1,
@@ -35,7 +36,6 @@ from kv_connector.vllm.compat import (
     sleep_for_messages,
     tensor_parallel_rank,
 )
-from kv_connector.vllm.compatibility import compatibility
 from kv_connector.vllm.kv_cache import kv_layout
 from kv_connector.vllm.metadata import RankAddress, Reserved, StepMetadata
 from kv_connector.vllm.metrics import AgentReporter, PromMetrics, TransferStats

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kv_connector.agent import MemoryRange
-from kv_connector.layout import GroupLayout, KvLayout, LayerLayout
-from kv_connector.vllm.compat import UnsupportedConfiguration, group_kind
+from kv_connector.agent.agent import MemoryRange
+from kv_connector.protocol.layout import GroupLayout, KvLayout, LayerLayout
+from kv_connector.vllm.internals import UnsupportedConfiguration, group_kind
 
 
 def kv_layout(kv_cache_config: Any, tensors: Mapping[str, Any]) -> tuple[KvLayout, tuple[MemoryRange, ...]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.decode import DecodeRequest
 from kv_connector.protocol.prefill import GroupPages, PrefillRequest
-from kv_connector.vllm.compat import (
+from kv_connector.vllm.internals import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,

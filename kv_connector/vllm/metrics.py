@@ -20,11 +20,11 @@ from typing import Any
 
 from prometheus_client import REGISTRY
 
-from kv_connector.agent import Agent
+from kv_connector.agent.agent import Agent
+from kv_connector.agent.ledger import AgentStats, LiveState, Timing
 from kv_connector.protocol.actions import Outcome
 from kv_connector.protocol.messages import Role
-from kv_connector.reports import AgentStats, LiveState, Timing
-from kv_connector.vllm.compat import KVConnectorPromMetrics, KVConnectorStats, create_metric_per_engine
+from kv_connector.vllm.internals import KVConnectorPromMetrics, KVConnectorStats, create_metric_per_engine
 
 # Key in the stats: what grows. The metric's name is kv_connector_<key>_total.
 COUNTERS = {

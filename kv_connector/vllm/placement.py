@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kv_connector.placement import (
+from kv_connector.engine.placement import (
     NIC_PROVIDERS,
     CoreChoice,
     CoreClaim,
@@ -18,7 +18,7 @@ from kv_connector.placement import (
     cores_in_use,
     device_name,
 )
-from kv_connector.topology import Machine, cuda_gpu_address, read_machine
+from kv_connector.engine.topology import Machine, cuda_gpu_address, read_machine
 from kv_connector.vllm.settings import Settings
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ CONNECTOR = "WriteImmConnector"
 def register() -> None:
     """Makes the name WriteImmConnector known to vLLM. Idempotent.
 
-    The one import of vLLM that does not go through compat: compat refuses unsupported versions, and that is
+    The one import of vLLM that does not go through internals: that refuses unsupported versions, and that is
     for engines that use the connector, not for every vLLM on the machine. vLLM imports our module when it is
     first used.
     """

@@ -1,4 +1,4 @@
-"""vLLM 0.33.x, where it differs from the other supported releases: compat.py takes these names from here."""
+"""vLLM 0.33.x, where it differs from the other supported releases: internals.py takes these from here."""
 
 from __future__ import annotations
 

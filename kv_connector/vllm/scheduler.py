@@ -13,13 +13,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kv_connector.prompt_hash import prompt_hash
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.decode import DecodeRequest
-from kv_connector.protocol.messages import GroupTarget, Role, id_problem
+from kv_connector.protocol.layout import GroupTarget
+from kv_connector.protocol.messages import Role, id_problem
 from kv_connector.protocol.prefill import GroupPages, PrefillRequest
+from kv_connector.protocol.prompt_hash import prompt_hash
 from kv_connector.vllm.admission import AdmissionGate, gates
-from kv_connector.vllm.compat import Request, RequestStatus
+from kv_connector.vllm.internals import Request, RequestStatus
 from kv_connector.vllm.metadata import (
     CacheCleared,
     Cancel,
@@ -47,7 +48,7 @@ class BadParams(ValueError):
 
 
 class Blocks(Protocol):
-    """What compat.KvBlocks offers."""
+    """What internals.KvBlocks offers."""
 
     total: int
 

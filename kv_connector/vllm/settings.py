@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from kv_connector.cluster_key import KEY_FILE_VARIABLE, ClusterKey, KeyFileError, find_key
-from kv_connector.network import LOOPBACK, is_loopback, parse_address
+from kv_connector.control.addresses import LOOPBACK, is_loopback, parse_address
+from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey, KeyFileError, find_key
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timers import Timeouts
 

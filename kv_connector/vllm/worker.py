@@ -10,11 +10,11 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from kv_connector.agent import Agent
-from kv_connector.engine import LayerSignal, StreamSignal
+from kv_connector.agent.agent import Agent
+from kv_connector.engine.transfer_engine import LayerSignal, StreamSignal
 from kv_connector.protocol.decode import DecodeRequest
 from kv_connector.protocol.prefill import ComputedPages, PrefillRequest
-from kv_connector.vllm.compat import KVConnectorTransferResults
+from kv_connector.vllm.internals import KVConnectorTransferResults
 from kv_connector.vllm.metadata import (
     CacheCleared,
     Cancel,

@@ -13,7 +13,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from kv_connector.engine import EngineConfig, TransferEngine, TransferError
+from kv_connector.engine import EngineConfig, TransferError
+from kv_connector.engine.transfer_engine import TransferEngine
 
 from . import gpu
 from .node import (

@@ -13,15 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kv_connector.engine import (
-    DomainConfig,
-    EngineConfig,
-    Handshake,
-    MemoryRange,
-    SharedMemory,
-    TransferEngine,
-    buffer_range,
-)
+from kv_connector.engine import DomainConfig, EngineConfig, Handshake, MemoryRange
+from kv_connector.engine.transfer_engine import SharedMemory, TransferEngine, buffer_range
 
 from .gpu import GpuMemory
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kv_connector.engine import CompletionWord, Event, EventKind, TransferError
+from kv_connector.engine import Event, EventKind, TransferError
+from kv_connector.engine.transfer_engine import CompletionWord
 
 from .gpu import GpuMemory
 from .node import LIMIT, NewPair, Pair

@@ -12,16 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kv_connector.engine import (
-    ArmedLayer,
-    ErrorCode,
-    Event,
-    EventKind,
-    PagedWrite,
-    Pages,
-    TransferEngine,
-    TransferError,
-)
+from kv_connector.engine import ArmedLayer, ErrorCode, Event, EventKind, PagedWrite, Pages, TransferError
+from kv_connector.engine.transfer_engine import TransferEngine
 
 from .node import LIMIT, NewPair, NewReceiver, Pair, connect
 

@@ -7,13 +7,8 @@ import threading
 
 import pytest
 
-from kv_connector.engine import (
-    MAX_MESSAGE_BYTES,
-    ErrorCode,
-    EventKind,
-    Message,
-    TransferError,
-)
+from kv_connector.engine import ErrorCode, EventKind, Message, TransferError
+from kv_connector.engine.transfer_engine import MAX_MESSAGE_BYTES
 
 from .node import LIMIT, NewPair
 

@@ -7,14 +7,7 @@ import queue
 import numpy as np
 import pytest
 
-from kv_connector.engine import (
-    ErrorCode,
-    Event,
-    EventKind,
-    PreparedSlice,
-    ScatterUpdate,
-    TransferError,
-)
+from kv_connector.engine import ErrorCode, Event, EventKind, PreparedSlice, ScatterUpdate, TransferError
 
 from .node import LIMIT, Pair
 from .test_contract import await_peer_down, await_values

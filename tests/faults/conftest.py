@@ -24,7 +24,7 @@ if "KVC_FAULT_MINUTES" not in os.environ:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from deployment import LLAMA
 
-    from kv_connector.cluster import make_llama
+    from kv_connector.lab.model import make_llama
 
     return make_llama(
         tmp_path_factory.mktemp("model") / "llama",

@@ -16,10 +16,9 @@ from typing import Any, Self
 import httpx
 from deployment import Client, Refused, assert_quiescent, engine_settings, prompt
 
-from kv_connector.cluster import Engine, LocalCluster
-from kv_connector.cluster.cluster import HOST, Role
-from kv_connector.cluster.ports import free_ports
-from kv_connector.cluster_key import KEY_FILE_VARIABLE, ClusterKey
+from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey
+from kv_connector.lab.cluster import HOST, Engine, LocalCluster, Role
+from kv_connector.lab.free_ports import free_ports
 
 # The connector's and the router's defaults.
 DEAD_SECONDS = 5.0

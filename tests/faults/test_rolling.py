@@ -13,7 +13,7 @@ from deployment import Client
 from fault_site import Load, Site, judge
 from nursery import nursery
 
-from kv_connector.cluster.cluster import HOST
+from kv_connector.lab.cluster import HOST
 
 pytestmark = pytest.mark.anyio
 

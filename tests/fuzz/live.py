@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fuzz.mutator import Mutator
 from fuzz.targets import protocol_messages
-from kv_connector.cluster_key import ClusterKey
+from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.protocol.messages import Role, encode
 
 sys.path.append(str(Path(__file__).parent.parent / "unit"))

@@ -19,7 +19,6 @@ import numpy.typing as npt
 from conformance.gpu import GpuMemory
 
 from kv_connector.engine import (
-    MAX_MESSAGE_BYTES,
     DomainConfig,
     EngineConfig,
     EngineStats,
@@ -28,10 +27,9 @@ from kv_connector.engine import (
     EventKind,
     Handshake,
     MemoryRange,
-    SharedMemory,
-    TransferEngine,
     TransferError,
 )
+from kv_connector.engine.transfer_engine import MAX_MESSAGE_BYTES, SharedMemory, TransferEngine
 
 PAGE = 4096
 # What the honest peer writes, between stretches that nobody may write.

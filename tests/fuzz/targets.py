@@ -13,17 +13,11 @@ from pathlib import Path
 
 import msgspec
 
-from kv_connector.engine import DomainConfig, EngineConfig, TransferEngine, TransferError
-from kv_connector.membership import (
-    BeginDrain,
-    Drain,
-    Draining,
-    Leave,
-    MembershipMessage,
-    Register,
-)
-from kv_connector.membership import decode as decode_membership
-from kv_connector.membership import encode as encode_membership
+from kv_connector.control.membership import BeginDrain, Drain, Draining, Leave, MembershipMessage, Register
+from kv_connector.control.membership import decode as decode_membership
+from kv_connector.control.membership import encode as encode_membership
+from kv_connector.engine import DomainConfig, EngineConfig, TransferError
+from kv_connector.engine.transfer_engine import TransferEngine
 from kv_connector.protocol import messages
 from kv_connector.protocol.messages import AnyMessage, MalformedMessage, Role
 from kv_connector.router.completion import Completion

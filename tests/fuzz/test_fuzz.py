@@ -49,7 +49,7 @@ def test_handshakes_of_the_native_engine(lane: str) -> None:
 
 
 def test_raw_connections_to_a_live_agent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kv_connector.control._HANDSHAKE_MS", 300)
+    monkeypatch.setattr("kv_connector.control.sockets._HANDSHAKE_MS", 300)
     assert len(list(attack("ci", 300))) == 2
 
 

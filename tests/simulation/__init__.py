@@ -3,5 +3,3 @@
 docs/reliability.md says what is real, what is modelled and what is checked. `python -m tests.simulation
 --help`.
 """
-
-from . import bare as bare  # first of all

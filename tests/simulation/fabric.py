@@ -1,5 +1,5 @@
-"""The data fabric and each engine's end of it: TransferEngine's face as kv_connector.effects uses it, in
-virtual time.
+"""The data fabric and each engine's end of it: TransferEngine's face as kv_connector.agent.ports has it,
+in virtual time.
 
 It promises what the contract of the data plane promises (docs/architecture.md) and nothing more. Operations
 overtake each other; a page is read some time before it lands, and a failed write may land long after its

@@ -130,7 +130,7 @@ BUGS = (
     # The retry after a fence that needs time is what makes it one.
     Bug(
         "a fence that is not through counts as one",
-        "effects.py",
+        "agent/effects.py",
         "not in (ErrorCode.UNKNOWN_PEER, ErrorCode.CLOSED):",
         "not in (ErrorCode.UNKNOWN_PEER, ErrorCode.CLOSED, ErrorCode.TIMEOUT):",
     ),
@@ -144,7 +144,7 @@ BUGS = (
     # A peer that was replaced is still believed to be there: vLLM's connectors kept its state for ever.
     Bug(
         "the end of a session is not told to the transfers",
-        "effects.py",
+        "agent/effects.py",
         "            *self.decode.peer_down(now, peer, reason),\n",
         "",
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kv_connector.layout import GroupLayout, KvLayout, LayerLayout
+from kv_connector.protocol.layout import GroupLayout, KvLayout, LayerLayout
 
 # Small on purpose: a block that comes back is soon somebody else's.
 BLOCKS = 160

@@ -12,13 +12,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from kv_connector.effects import Action, Effects
+from kv_connector.agent.effects import Action, Effects
+from kv_connector.agent.ledger import Ledger
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.decode import DecodeMachine
 from kv_connector.protocol.messages import Compatibility, Role
 from kv_connector.protocol.peers import Identity, PeerTable
 from kv_connector.protocol.prefill import PrefillMachine
-from kv_connector.reports import Ledger
 
 from .clock import SkewedClock
 from .fabric import SimEngine

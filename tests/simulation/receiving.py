@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kv_connector.effects import Action
+from kv_connector.agent.effects import Action
 from kv_connector.protocol.decode import DecodeRequest
-from kv_connector.protocol.messages import GroupTarget
+from kv_connector.protocol.layout import GroupTarget
 
 from .pool import LAYERS_OF_GROUP, TOKENS, Content, Page
 from .scenario import Plan

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kv_connector.effects import Action
+from kv_connector.agent.effects import Action
 from kv_connector.protocol.prefill import ComputedPages, GroupPages, PrefillRequest
 
 from .pool import LAYERS, LAYERS_OF_GROUP, TOKENS

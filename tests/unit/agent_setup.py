@@ -15,13 +15,14 @@ import numpy as np
 import numpy.typing as npt
 from protocol_setup import BLOCK, HASH, compatibility, layout
 
-from kv_connector.agent import Agent, AgentConfig, MemoryRange
-from kv_connector.cluster_key import ClusterKey
-from kv_connector.engine import DomainConfig, EngineConfig, TransferEngine
-from kv_connector.layout import KvLayout
+from kv_connector.agent.agent import Agent, AgentConfig, MemoryRange
+from kv_connector.control.cluster_key import ClusterKey
+from kv_connector.engine import DomainConfig, EngineConfig
+from kv_connector.engine.transfer_engine import TransferEngine
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.decode import DecodeRequest
-from kv_connector.protocol.messages import Compatibility, GroupTarget, Role
+from kv_connector.protocol.layout import GroupTarget, KvLayout
+from kv_connector.protocol.messages import Compatibility, Role
 from kv_connector.protocol.prefill import ComputedPages, GroupPages, PrefillRequest
 from kv_connector.protocol.timers import Timeouts
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kv_connector.topology import Machine, read_machine
+from kv_connector.engine.topology import Machine, read_machine
 
 H200 = "0x2335"
 
@@ -226,6 +226,6 @@ def soft_roce(root: Path) -> FakeSys:
 
 
 def _cores(text: str) -> list[int]:
-    from kv_connector.topology import parse_cores
+    from kv_connector.engine.topology import parse_cores
 
     return sorted(parse_cores(text))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
-from kv_connector.layout import GroupLayout, KvLayout, LayerLayout
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.decode import DecodeRequest
-from kv_connector.protocol.messages import Compatibility, GroupTarget, Reserve
+from kv_connector.protocol.layout import GroupLayout, GroupTarget, KvLayout, LayerLayout
+from kv_connector.protocol.messages import Compatibility, Reserve
 from kv_connector.protocol.prefill import ComputedPages, GroupPages, PrefillRequest
 
 HASH = bytes(range(16))

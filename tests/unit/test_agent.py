@@ -17,8 +17,9 @@ import zmq
 from agent_setup import IMPATIENT, LIVELY, TIMES, Side, Stage, stage, until
 from protocol_setup import BLOCK, PAGE, compatibility, layout
 
-from kv_connector.agent import Agent, AgentConfig, AgentError, MemoryRange
-from kv_connector.engine import ArmedLayer, ErrorCode, LayerSignal, PagedWrite, TransferError
+from kv_connector.agent.agent import Agent, AgentConfig, AgentError, MemoryRange
+from kv_connector.engine import ArmedLayer, ErrorCode, PagedWrite, TransferError
+from kv_connector.engine.transfer_engine import LayerSignal
 from kv_connector.protocol.actions import Address, Outcome
 from kv_connector.protocol.messages import Release, Role, encode
 from kv_connector.protocol.peers import PeerState

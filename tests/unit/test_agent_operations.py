@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from agent_setup import PATIENCE, TIMES, Stage, stage, until
 
-from kv_connector.cluster_key import ClusterKey
+from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.protocol.messages import Role
 
 
@@ -66,7 +66,7 @@ def test_phases_say_what_a_request_waits_for(agents: Stage) -> None:
 def test_a_transfer_that_takes_long_is_named_once(
     agents: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kv_connector.effects._SLOW_S", 0.1)
+    monkeypatch.setattr("kv_connector.agent.effects._SLOW_S", 0.1)
     prefill, decode = agents.pair(replace(TIMES, heartbeat=0.05))
     decode.reserve(prefill.address)
     prefill.expect()

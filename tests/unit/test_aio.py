@@ -7,14 +7,9 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 
-from kv_connector.aio import AsyncEvents
-from kv_connector.engine import (
-    DomainConfig,
-    EngineConfig,
-    EventKind,
-    SharedMemory,
-    TransferEngine,
-)
+from kv_connector.engine import DomainConfig, EngineConfig, EventKind
+from kv_connector.engine.aio import AsyncEvents
+from kv_connector.engine.transfer_engine import SharedMemory, TransferEngine
 
 LIMIT = 30.0
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kv_connector.bench import machine, micro, writes
-from kv_connector.bench.lane import Lane, UnknownLane, choose_lanes
-from kv_connector.bench.records import Micro, percentile
-from kv_connector.bench.side import Role
-from kv_connector.bench.workloads import Workload
 from kv_connector.cli.bench import app
+from kv_connector.lab.bench import machine, micro, writes
+from kv_connector.lab.bench.lane import Lane, UnknownLane, choose_lanes
+from kv_connector.lab.bench.records import Micro, percentile
+from kv_connector.lab.bench.side import Role
+from kv_connector.lab.bench.workloads import Workload
 
 
 @pytest.fixture(autouse=True)

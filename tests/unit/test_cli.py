@@ -3,10 +3,9 @@
 import pytest
 from typer.testing import CliRunner
 
-from kv_connector import engine
 from kv_connector.cli.main import app
-from kv_connector.cluster import demonstration
-from kv_connector.engine import ProviderStatus
+from kv_connector.engine import ProviderStatus, transfer_engine
+from kv_connector.lab import demonstration
 
 WIDE = {"COLUMNS": "200", "TERM": "dumb"}
 
@@ -40,7 +39,7 @@ def test_the_demo_refuses_a_lane_before_it_starts_anything(
     lane: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     status = [ProviderStatus("tcp", True, ""), ProviderStatus("nvlink", False, "no CUDA driver")]
-    monkeypatch.setattr(engine, "providers", lambda: status)
+    monkeypatch.setattr(transfer_engine, "providers", lambda: status)
     monkeypatch.setattr(demonstration, "demonstrate", lambda *_: pytest.fail("it has begun"))
     code, output = run("demo", "--provider", lane)
     assert code == 2

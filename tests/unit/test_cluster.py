@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from kv_connector.cluster import Engine, LocalCluster, Process, StartError, make_gemma3, make_llama
-from kv_connector.cluster.demonstration import LAYERS, PROMPTS_PER_LENGTH, Pushed, Row, _problems
-from kv_connector.cluster.ports import free_ports
-from kv_connector.cluster.process import stop
+from kv_connector.lab.cluster import Engine, LocalCluster
+from kv_connector.lab.demonstration import LAYERS, PROMPTS_PER_LENGTH, Pushed, Row, _problems
+from kv_connector.lab.free_ports import free_ports
+from kv_connector.lab.model import make_gemma3, make_llama
+from kv_connector.lab.process import Process, StartError, stop
 
 PATIENCE = 10.0
 
@@ -62,7 +63,7 @@ FAMILY = """
 def test_stop_ends_children_too_even_those_that_ignore_it(
     start: Start, leader: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kv_connector.cluster.process.STOP_SECONDS", 0.2)
+    monkeypatch.setattr("kv_connector.lab.process.STOP_SECONDS", 0.2)
     process = start(FAMILY.format(leader=leader))
     until(lambda: "up" in process.log_tail())
     assert len(process.members()) == 2
@@ -90,7 +91,7 @@ def orphan(log: Path, environment: Mapping[str, str] | None = None) -> int:
     program = f"""
         import sys, time
         from pathlib import Path
-        from kv_connector.cluster import Process
+        from kv_connector.lab.process import Process
         command = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
         child = Process("child", command, environment={{}}, log=Path({str(log)!r}))
         print(child.pid, flush=True)

@@ -13,7 +13,7 @@ import pytest
 import zmq
 from protocol_setup import reserve
 
-from kv_connector.control import ControlPlane, Received
+from kv_connector.control.sockets import ControlPlane, Received
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.messages import MAX_MESSAGE_BYTES, Bye, Ping, Pong, Release, encode
 from kv_connector.protocol.peers import Source
@@ -179,7 +179,7 @@ def test_malformed_messages_of_one_host_are_logged_once_a_minute(
 ) -> None:
     plane, address = server
     now = 100.0
-    monkeypatch.setattr("kv_connector.control.time.monotonic", lambda: now)
+    monkeypatch.setattr("kv_connector.control.sockets.time.monotonic", lambda: now)
     context = zmq.Context()
     for moment in (100.0, 130.0, 161.0):
         dealer = context.socket(zmq.DEALER)

@@ -14,9 +14,9 @@ import zmq
 from typer.testing import CliRunner
 
 from kv_connector.cli.main import app
-from kv_connector.cluster_key import KEY_FILE_VARIABLE, ClusterKey, KeyFileError, find_key
-from kv_connector.control import ControlPlane, Received
-from kv_connector.network import is_loopback, parse_address
+from kv_connector.control.addresses import is_loopback, parse_address
+from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey, KeyFileError, find_key
+from kv_connector.control.sockets import ControlPlane, Received
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.messages import Ping, Pong, encode
 
@@ -170,7 +170,7 @@ def test_a_client_with_the_key_tells_a_plain_server_nothing(make: Make, key: Clu
 def test_a_stranger_who_says_nothing_is_thrown_out(
     make: Make, key: ClusterKey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kv_connector.control._HANDSHAKE_MS", 200)
+    monkeypatch.setattr("kv_connector.control.sockets._HANDSHAKE_MS", 200)
     server = make(key)
     address = server.bind(LOCAL)
     with socket.create_connection((address.host, address.port), timeout=10) as silent:
@@ -181,8 +181,8 @@ def test_a_stranger_who_says_nothing_is_thrown_out(
 def test_a_flood_costs_its_sender_the_standing_and_nobody_else(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kv_connector.control._BURST", 100.0)
-    monkeypatch.setattr("kv_connector.control._UNITS_PER_S", 0.001)
+    monkeypatch.setattr("kv_connector.control.sockets._BURST", 100.0)
+    monkeypatch.setattr("kv_connector.control.sockets._UNITS_PER_S", 0.001)
     server, client, flood = make(None), make(None), make(None)
     address = server.bind(LOCAL)
     calm, wild = client.dial(address), flood.dial(address)

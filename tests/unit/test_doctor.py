@@ -15,7 +15,7 @@ from kv_connector.cli import doctor
 from kv_connector.cli import topology as topology_command
 from kv_connector.cli.doctor import Roots, Verdict
 from kv_connector.cli.main import app
-from kv_connector.placement import CoresInUse
+from kv_connector.engine.placement import CoresInUse
 
 NO_LIBRARY = "libibverbs.so.1 is not there: apt-get install libibverbs1 ibverbs-providers"
 UNPRIVILEGED = "CapEff:\t0000000000000000\n"
@@ -43,7 +43,7 @@ def usual_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def set_lanes(monkeypatch: pytest.MonkeyPatch, lanes: Iterable[tuple[str, bool, str]]) -> None:
-    monkeypatch.setattr("kv_connector.engine.providers", lambda: list(lanes))
+    monkeypatch.setattr("kv_connector.engine.transfer_engine.providers", lambda: list(lanes))
 
 
 def nic_words(roots: Roots, machine: machines.FakeSys) -> dict[str, tuple[Verdict, str]]:

@@ -18,11 +18,9 @@ from kv_connector.engine import (
     Message,
     PagedWrite,
     Pages,
-    SharedMemory,
-    TransferEngine,
     TransferError,
-    providers,
 )
+from kv_connector.engine.transfer_engine import SharedMemory, TransferEngine, providers
 
 LIMIT = 30.0
 

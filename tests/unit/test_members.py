@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kv_connector.membership import Leave, Register
+from kv_connector.control.membership import Leave, Register
 from kv_connector.protocol.messages import Role
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.members import MAX_ENGINES, Members, Side, State

@@ -9,7 +9,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from protocol_setup import HASH, compatibility, layout, reserve
 
-from kv_connector.protocol.compatibility import incompatibility
 from kv_connector.protocol.messages import (
     MAX_ID,
     MAX_MESSAGE_BYTES,
@@ -36,6 +35,7 @@ from kv_connector.protocol.messages import (
     encode,
     id_problem,
 )
+from kv_connector.protocol.mismatch import incompatibility
 
 MESSAGES: list[AnyMessage] = [
     Hello(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kv_connector.placement import (
+from kv_connector.engine.placement import (
     CoreClaim,
     CoresInUse,
     Nearness,
@@ -20,7 +20,7 @@ from kv_connector.placement import (
     choose_nics_without_device,
     cores_in_use,
 )
-from kv_connector.topology import Gpu, Location, Machine, Nic, NumaNode, Port, parse_cores
+from kv_connector.engine.topology import Gpu, Location, Machine, Nic, NumaNode, Port, parse_cores
 
 
 def everything(machine: Machine) -> frozenset[int]:

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from protocol_setup import BLOCK, PAGE, layout, region_bytes
 
-from kv_connector.layout import KvLayout
-from kv_connector.plan import (
+from kv_connector.protocol.layout import GroupTarget, KvLayout
+from kv_connector.protocol.plan import (
     LayerRun,
     PushLayer,
     PushPlan,
@@ -17,7 +17,6 @@ from kv_connector.plan import (
     memory_problem,
     targets_problem,
 )
-from kv_connector.protocol.messages import GroupTarget
 
 
 def with_layer(pages: KvLayout, ordinal: int, **changes: object) -> KvLayout:

@@ -29,12 +29,12 @@ from starlette.responses import Response
 from typer.testing import CliRunner
 
 from kv_connector.cli.main import app as command_line
-from kv_connector.cluster.ports import free_ports
-from kv_connector.cluster_key import ClusterKey
-from kv_connector.membership import MembershipSockets, Register, decode, encode
+from kv_connector.control.cluster_key import ClusterKey
+from kv_connector.control.membership import MembershipSockets, Register, decode, encode
+from kv_connector.control.registrar import Registrar
+from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.messages import MalformedMessage, Role
-from kv_connector.registrar import Registrar
 from kv_connector.router.app import create_app
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.settings import Settings
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.anyio
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heartbeats of 50 ms instead of a second."""
-    monkeypatch.setattr("kv_connector.registrar.HEARTBEAT_S", 0.05)
+    monkeypatch.setattr("kv_connector.control.registrar.HEARTBEAT_S", 0.05)
     monkeypatch.setattr("kv_connector.router.registry._TICK_S", 0.02)
     monkeypatch.setattr("kv_connector.router.registry._PROBE_S", 0.02)
 

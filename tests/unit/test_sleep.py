@@ -14,7 +14,7 @@ from agent_setup import Side, Stage, stage, until
 from protocol_setup import BLOCK
 from test_agent import SOURCE, TARGET, every_lane, refuse, transfer
 
-from kv_connector.agent import AgentError
+from kv_connector.agent.agent import AgentError
 from kv_connector.engine import ErrorCode
 from kv_connector.protocol.messages import Role
 from kv_connector.vllm.connector import WriteImmConnector

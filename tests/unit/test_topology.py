@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kv_connector.topology import Machine, parse_cores, read_machine
+from kv_connector.engine.topology import Machine, parse_cores, read_machine
 
 
 def test_a_dgx(tmp_path: Path) -> None:

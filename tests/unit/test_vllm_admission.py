@@ -12,7 +12,7 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm_stage import PARAMS_OF_D, PARAMS_OF_P, Stage, vllm_config
 
-from kv_connector.cluster.model import make_llama
+from kv_connector.lab.model import make_llama
 from kv_connector.protocol.decode import DecodeRequest
 from kv_connector.protocol.messages import Role
 from kv_connector.vllm.admission import AdmissionGate, gates

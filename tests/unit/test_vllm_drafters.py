@@ -11,8 +11,8 @@ from test_vllm_scheduler import BLOCK, FULL, SLIDING, WINDOW, named_blocks, prom
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm_stage import PARAMS_OF_D, PARAMS_OF_P, Stage, get_kv_cache_groups, vllm_config
 
-from kv_connector.cluster.model import make_llama
-from kv_connector.vllm.compat import check_configuration
+from kv_connector.lab.model import make_llama
+from kv_connector.vllm.internals import check_configuration
 from kv_connector.vllm.kv_cache import kv_layout
 
 UNIFORM, HYBRID = [FULL, FULL], [FULL, SLIDING, FULL]

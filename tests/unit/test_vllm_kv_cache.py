@@ -24,18 +24,18 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.worker.utils import allocate_kv_cache
 from vllm_stage import ADDRESS, get_kv_cache_config_from_groups, vllm_config
 
-from kv_connector.cluster.model import make_llama
-from kv_connector.layout import KvLayout
-from kv_connector.vllm import compat
-from kv_connector.vllm.compat import (
+from kv_connector.lab.model import make_llama
+from kv_connector.protocol.layout import KvLayout
+from kv_connector.vllm import internals
+from kv_connector.vllm.connector import WriteImmConnector
+from kv_connector.vllm.fingerprint import model_identity
+from kv_connector.vllm.internals import (
     KVConnectorHandshakeMetadata,
     KVConnectorRole,
     UnsupportedConfiguration,
     check_configuration,
     kv_scales,
 )
-from kv_connector.vllm.compatibility import model_identity
-from kv_connector.vllm.connector import WriteImmConnector
 from kv_connector.vllm.kv_cache import MemoryRange, kv_layout
 from kv_connector.vllm.metadata import RankAddress
 
@@ -201,7 +201,7 @@ def test_sleep_is_refused_where_vllm_does_not_tell_of_it(
 ) -> None:
     cache = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
     monkeypatch.setattr(config.model_config, "enable_sleep_mode", True)
-    monkeypatch.setattr(compat, "_release", SimpleNamespace(FOLLOWS_SLEEP=follows))
+    monkeypatch.setattr(internals, "_release", SimpleNamespace(FOLLOWS_SLEEP=follows))
     problem = pytest.raises(UnsupportedConfiguration, match="--enable-sleep-mode")
     with nullcontext() if follows else problem:
         check_configuration(config, cache)

@@ -11,10 +11,10 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from prometheus_client.multiprocess import MultiProcessCollector
 from vllm.config import VllmConfig
 
+from kv_connector.agent.ledger import AgentStats, LiveState, Timing
 from kv_connector.protocol.actions import Outcome
 from kv_connector.protocol.messages import Role
 from kv_connector.protocol.peers import PeerInfo, PeerState
-from kv_connector.reports import AgentStats, LiveState, Timing
 from kv_connector.vllm.connector import WriteImmConnector
 from kv_connector.vllm.metrics import AgentReporter, PromMetrics, TransferStats
 

@@ -9,8 +9,8 @@ from typing import Any
 import machines
 import pytest
 
-from kv_connector.placement import CoresInUse
-from kv_connector.topology import Machine
+from kv_connector.engine.placement import CoresInUse
+from kv_connector.engine.topology import Machine
 from kv_connector.vllm import placement
 from kv_connector.vllm.placement import place_worker
 from kv_connector.vllm.settings import Settings, SettingsError, parse_settings

@@ -12,11 +12,17 @@ from vllm.config import KVTransferConfig, ParallelConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
 
-from kv_connector.cluster_key import ClusterKey
+from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timers import Timeouts
-from kv_connector.vllm.compat import RELEASES, UnsupportedVllm, adopt_vllm_logging, default_host, release_of
 from kv_connector.vllm.connector import WriteImmConnector, data_parallel_rank, transfer_role
+from kv_connector.vllm.internals import (
+    RELEASES,
+    UnsupportedVllm,
+    adopt_vllm_logging,
+    default_host,
+    release_of,
+)
 from kv_connector.vllm.plugin import register
 from kv_connector.vllm.settings import Settings, SettingsError, parse_settings
 

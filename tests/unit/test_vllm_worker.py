@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kv_connector.agent.ledger import Reports
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.decode import DecodeRequest
 from kv_connector.protocol.prefill import ComputedPages, GroupPages, PrefillRequest
-from kv_connector.reports import Reports
 from kv_connector.vllm.metadata import (
     CacheCleared,
     Cancel,

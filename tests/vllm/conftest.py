@@ -8,8 +8,9 @@ import pytest
 from deployment import DATA_HOST, GEMMA3, LLAMA, Client, Deployment, Shape, engine_settings, prefill_settings
 from nursery import nursery
 
-from kv_connector.cluster import LocalCluster, make_gemma3, make_llama
-from kv_connector.cluster_key import KEY_FILE_VARIABLE, ClusterKey
+from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey
+from kv_connector.lab.cluster import LocalCluster
+from kv_connector.lab.model import make_gemma3, make_llama
 
 MODELS = ("llama", "gemma3")
 

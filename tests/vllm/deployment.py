@@ -14,8 +14,7 @@ from typing import Any
 
 import httpx
 
-from kv_connector.cluster import Engine, EngineSettings, LocalCluster
-from kv_connector.cluster.cluster import HOST, MODEL_NAME
+from kv_connector.lab.cluster import HOST, MODEL_NAME, Engine, EngineSettings, LocalCluster
 
 # How long a condition may take to come true on a busy machine; everything that is awaited ends far sooner.
 PATIENCE_SECONDS = 60.0

@@ -44,8 +44,7 @@ _PR_SET_PDEATHSIG = 1
 @contextmanager
 def nursery(directory: Path, environment: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
     """What to run modules with instead of a Python interpreter. `environment`: of who imports."""
-    from kv_connector.cluster import Process
-    from kv_connector.cluster.process import stop
+    from kv_connector.lab.process import Process, stop
 
     path = str(directory / "nursery")
     command = [sys.executable, __file__]

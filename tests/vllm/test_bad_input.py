@@ -29,8 +29,8 @@ from deployment import (
     wait_until,
 )
 
-from kv_connector.cluster import Engine, LocalCluster, make_llama
-from kv_connector.cluster.cluster import HOST
+from kv_connector.lab.cluster import HOST, Engine, LocalCluster
+from kv_connector.lab.model import make_llama
 
 pytestmark = pytest.mark.anyio
 

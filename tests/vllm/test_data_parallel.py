@@ -12,9 +12,9 @@ import pytest
 from conftest import TIMEOUTS
 from deployment import PATIENCE_SECONDS, Client, Refused, completion_body, engine_settings, prompt, wait_until
 
-from kv_connector.cluster import Engine, LocalCluster, make_llama, make_mixtral
-from kv_connector.cluster.cluster import HOST
-from kv_connector.cluster.ports import free_ports
+from kv_connector.lab.cluster import HOST, Engine, LocalCluster
+from kv_connector.lab.free_ports import free_ports
+from kv_connector.lab.model import make_llama, make_mixtral
 
 RANKS = 2
 REQUESTS = 60

@@ -21,7 +21,7 @@ from deployment import (
     wait_logged,
 )
 
-from kv_connector.cluster import Engine, LocalCluster
+from kv_connector.lab.cluster import Engine, LocalCluster
 
 pytestmark = pytest.mark.anyio
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 from deployment import BLOCK, Client, Deployment, PageCount, assert_quiescent, prompt
 
-from kv_connector.cluster import Engine
+from kv_connector.lab.cluster import Engine
 
 pytestmark = pytest.mark.anyio
 

@@ -1,0 +1,627 @@
+"""Carries out what the state machines decide: on the sockets, on the TransferEngine and in the reports.
+
+Owned by the agent's thread. An action that fails becomes the event that tells its machine; nothing that one
+request or one peer does reaches another.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kv_connector.agent.ledger import Ledger, Timing
+from kv_connector.agent.ports import Engine, Sockets
+from kv_connector.engine import (
+    ArmedLayer,
+    ErrorCode,
+    Event,
+    EventKind,
+    PagedWrite,
+    Pages,
+    TransferError,
+    TransferProgress,
+)
+from kv_connector.protocol.actions import Ended, Fence, Log, Outcome, PeerId, Send, UnderWay
+from kv_connector.protocol.decode import (
+    CloseCounter,
+    DecodeAction,
+    DecodeMachine,
+    Dial,
+    FinishedReceiving,
+    OpenCounter,
+)
+from kv_connector.protocol.layout import KvLayout
+from kv_connector.protocol.messages import (
+    Cancel,
+    CancelAck,
+    Fail,
+    FailCode,
+    Hello,
+    NakReason,
+    Ping,
+    Release,
+    Reserve,
+    Role,
+    clip,
+)
+from kv_connector.protocol.peers import (
+    Accept,
+    Complete,
+    Connect,
+    Deliver,
+    DialFailed,
+    Distrust,
+    HangUp,
+    PeersAction,
+    PeerTable,
+    Reconnect,
+    Reply,
+    SessionOver,
+    SessionUp,
+)
+from kv_connector.protocol.plan import PushPlan
+from kv_connector.protocol.prefill import (
+    CancelWrites,
+    FinishedSending,
+    PrefillAction,
+    PrefillMachine,
+    Push,
+    PushedGroup,
+    Seal,
+    WritesEnd,
+)
+
+logger = logging.getLogger("kv_connector")
+
+Action = PrefillAction | DecodeAction | PeersAction
+
+# A fence usually takes one turn of the engine's worker. The agent waits this long for it, then goes on with
+# everybody else and asks again: fences make progress while they are asked for. The interval grows with the
+# wait, so that a fence takes at most half as long again as it must. 300 that are stuck then cost the agent
+# 0.3 s in each second (while somebody waits for a fence, the worker turns every millisecond), and sessions
+# live on heartbeats of 1 s.
+_FENCE_TIMEOUT_S = 0.005
+_FENCE_RETRY_TIMEOUT_S = 0.001
+_FENCE_RETRY_S = 0.02
+_FENCE_LONGEST_RETRY_S = 1.0
+# How often a fence that does not succeed is reported: the blocks behind it stay taken.
+_FENCE_LOG_S = 10.0
+# A transfer that is not over by then gets a line in the log: far longer than a prefill of 100,000 tokens'
+# pages takes on a lane that works, and shorter than any deadline.
+_SLOW_S = 10.0
+# Events taken from the engine in one turn.
+_EVENTS = 256
+
+_WRITES_END = {
+    EventKind.TRANSFER_DONE: WritesEnd.DONE,
+    EventKind.TRANSFER_FAILED: WritesEnd.FAILED,
+    EventKind.TRANSFER_CANCELLED: WritesEnd.CANCELLED,
+}
+
+
+@dataclass
+class _Link:
+    """What the engine knows of one session's peer."""
+
+    name: str
+    lane: str = ""
+    engine_peer: int | None = None
+    regions: tuple[int, ...] = ()  # D's memory, imported
+    plan: PushPlan | None = None  # how pages go there
+
+
+@dataclass
+class Outgoing:
+    """A transfer that is open in the engine."""
+
+    number: int  # the engine's
+    peer: PeerId
+    opened: float
+    last_signal: int = 0  # the highest value that a layer of it waits for
+    step: int = -1  # the signal base of the last step's pages
+    step_pages: dict[tuple[int, int], int] = field(default_factory=dict)  # of a signal value and its layer
+    layers: set[int] = field(default_factory=set)
+    at_prefill_end: TransferProgress | None = None
+    done: list[Callable[[], None]] = field(default_factory=list)  # to be called at its end
+
+
+@dataclass
+class _Fencing:
+    reason: str
+    since: float
+    retry: float
+    log: float
+
+
+class Effects:
+    """The machines of one agent, and the world they act on."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        signal: Any,
+        regions: Sequence[int],
+        layout: KvLayout,
+        control: Sockets,
+        peers: PeerTable,
+        prefill: PrefillMachine,
+        decode: DecodeMachine,
+        ledger: Ledger,
+    ) -> None:
+        """``regions``: the engine's numbers of the memory regions of ``layout``; none while it is asleep."""
+        self.peers = peers
+        self.prefill = prefill
+        self.decode = decode
+        # Open transfers by transfer id. Other threads may look one up, never change it.
+        self.outgoing: dict[str, Outgoing] = {}
+        self._engine = engine
+        self._signal = signal
+        self.regions = tuple(regions)
+        self._layout = layout
+        self._positions: Sequence[int] = range(1, len(layout.layers) + 1)  # in the signal's order, by ordinal
+        self._ordered_since = 0
+        self._control = control
+        self._ledger = ledger
+        self._actions: deque[Action] = deque()
+        self._links: dict[PeerId, _Link] = {}
+        self._over: list[PeerId] = []  # links whose last log lines may still be in _actions
+        self._transfer_ids: dict[int, str] = {}  # by the engine's number
+        self._counters: dict[str, tuple[int, int]] = {}  # request id -> the engine's set, pages expected
+        self._counting: dict[int, str] = {}  # the engine's set -> request id
+        self._fencing: dict[PeerId, _Fencing] = {}
+        self._when_fenced: list[Callable[[], None]] = []
+        # Transfers that were written and not yet reported: seconds since the first push, bytes.
+        self._sent: dict[str, tuple[float, int]] = {}
+        self._next_look = 0.0
+        self._reported_slow: set[str] = set()
+
+    @property
+    def fences(self) -> int:
+        """Sessions that are over, but whose writes may still land."""
+        return len(self._fencing)
+
+    @property
+    def counter_sets(self) -> int:
+        return len(self._counters)
+
+    def run(self, now: float, actions: Sequence[Action]) -> None:
+        """Executes the actions, and all that follow from them."""
+        self._actions.extend(actions)
+        while self._actions:
+            action = self._actions.popleft()
+            try:
+                self._actions.extend(self._execute(now, action))
+            except TransferError as error:
+                self._actions.extend(self._failed(now, action, str(error)))
+            except Exception as error:
+                logger.exception("%s failed", type(action).__name__)
+                self._actions.extend(self._failed(now, action, f"{type(error).__name__}: {error}"))
+        for peer in self._over:
+            self._links.pop(peer, None)
+        self._over.clear()
+
+    def receive(self, now: float) -> None:
+        """Handles the messages that the last wait() of the control plane found."""
+        for received in self._control.receive():
+            if received.message is None:
+                self.run(now, self.peers.lost(now, received.source, "it sent a malformed message"))
+            else:
+                self.run(now, self.peers.receive(now, received.source, received.message))
+
+    def engine_events(self, now: float) -> None:
+        """Handles what the engine reports."""
+        self.run(now, self._engine_events(now))
+
+    def tick(self, now: float) -> None:
+        """Acts on every deadline that has come. After receive(), so that nobody is called silent who
+        spoke."""
+        self.run(now, self.peers.tick(now))
+        self.run(now, self.prefill.tick(now))
+        self.run(now, self.decode.tick(now))
+        for peer in [peer for peer, fencing in self._fencing.items() if fencing.retry <= now]:
+            self.run(now, self._try_fence(now, peer))
+        if now >= self._next_look:
+            self._next_look = now + _SLOW_S / 2
+            self._report_slow(now)
+
+    def order_layers(self, signal_base: int, ordinals: Sequence[int]) -> None:
+        """From the step of ``signal_base`` on the signal counts the layers in this order. Before the pages of
+        that step are named."""
+        self._ordered_since = signal_base
+        self._positions = [ordinals.index(ordinal) + 1 for ordinal in range(len(ordinals))]
+
+    def under_way(self) -> list[UnderWay]:
+        """All transfers that are not over. Any thread may call it."""
+        return [*self.prefill.under_way(), *self.decode.under_way()]
+
+    def phases(self) -> dict[str, int]:
+        """How many transfers are in each phase. Any thread may call it."""
+        return dict(Counter(f"{one.side.value} {one.phase}" for one in self.under_way()))
+
+    def note_reserved(self, transfer_id: str) -> None:
+        """After a RESERVE or its request came: the adapter is told once both are here."""
+        if self.prefill.wanted(transfer_id):
+            self._ledger.reserved(transfer_id)
+
+    def next_deadline(self) -> float | None:
+        """When tick() is due, if nothing happens before."""
+        deadlines = [machine.next_deadline() for machine in (self.peers, self.prefill, self.decode)]
+        deadlines += [fencing.retry for fencing in self._fencing.values()]
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+    def when_over(self, transfer_ids: Sequence[str], done: Callable[[], None]) -> None:
+        """Calls ``done`` once none of these transfers is open in the engine: nothing reads their pages any
+        more."""
+        waiting = {transfer_id for transfer_id in transfer_ids if transfer_id in self.outgoing}
+
+        def ended(transfer_id: str) -> None:
+            waiting.remove(transfer_id)
+            if not waiting:
+                done()
+
+        for transfer_id in tuple(waiting):
+            self.outgoing[transfer_id].done.append(functools.partial(ended, transfer_id))
+        if not waiting:
+            done()
+
+    def when_fenced(self, done: Callable[[], None]) -> None:
+        """Calls ``done`` once nothing of a session that is over can be written here or read here."""
+        if self._fencing:
+            self._when_fenced.append(done)
+        else:
+            done()
+
+    # --- Actions
+
+    def _execute(self, now: float, action: Action) -> Sequence[Action]:
+        match action:
+            case Push():
+                self._push(now, action)
+            case Seal(transfer_id):
+                if transfer_id in self.outgoing:
+                    self._engine.seal(self.outgoing[transfer_id].number)
+            case CancelWrites(transfer_id):
+                if transfer_id in self.outgoing:
+                    self._engine.cancel(self.outgoing[transfer_id].number)
+            case OpenCounter(peer, request_id, pages):
+                immediate = self._open_counter(peer, request_id, pages)
+                return self.decode.counter_opened(now, request_id, immediate)
+            case CloseCounter(request_id):
+                number, _ = self._counters.pop(request_id)
+                del self._counting[number]
+                self._engine.release_counters(number)
+            case FinishedSending(request_id):
+                self._ledger.sent(request_id)
+            case FinishedReceiving(request_id, failed):
+                self._ledger.received(request_id, failed)
+            case Ended():
+                self._ended(action)
+            case Send(peer, message):
+                source = self.peers.source(peer)
+                return [] if source is None else self._execute(now, Reply(source, message))
+            case Reply(source, message):
+                if not self._control.send(source, message):
+                    hint = " (has only one of the two a cluster key?)" if isinstance(message, Hello) else ""
+                    return self.peers.lost(now, source, f"its control connection takes no messages{hint}")
+            case Deliver(peer, message):
+                return self._deliver(now, peer, message)
+            case Dial(address):
+                return self.peers.dial(now, address)
+            case Connect(peer, address, name):
+                return self._connect(now, action)
+            case Reconnect(peer, address):
+                return self.peers.reconnected(now, peer, self._control.dial(address))
+            case Accept():
+                return self._accept(now, action)
+            case Complete(peer, name, lane, answer):
+                link = self._links[peer]
+                link.name, link.lane = name, lane
+                assert link.engine_peer is not None
+                self._engine.complete(link.engine_peer, answer)
+                return self.peers.completed(now, peer)
+            case SessionUp(peer, address):
+                return [] if address is None else self.decode.peer_up(now, address, peer)
+            case DialFailed(address, reason):
+                return self.decode.dial_failed(now, address, reason)
+            case Fence(peer, reason):
+                return self.peers.drop(now, peer, reason)
+            case SessionOver(peer, reason):
+                return self._session_over(now, peer, reason)
+            case HangUp(source):
+                self._control.hang_up(source)
+            case Distrust(source, reason):
+                self._control.distrust(source)
+            case Log(level, text):
+                logger.log(level, "%s", text)
+        return []
+
+    def _failed(self, now: float, action: Action, reason: str) -> Sequence[Action]:
+        """The event that tells a machine what became of its action."""
+        match action:
+            case Push(_, transfer_id) | Seal(transfer_id):
+                if transfer_id in self.outgoing:
+                    return self.prefill.push_failed(now, transfer_id, reason)
+                return self.prefill.writes_ended(now, transfer_id, WritesEnd.FAILED, True, reason)
+            case CancelWrites(transfer_id):
+                # It has ended already: its event is on the way.
+                logger.debug("transfer %s is not cancelled: %s", transfer_id, reason)
+            case OpenCounter(_, request_id):
+                return self.decode.counter_failed(now, request_id, reason)
+            case Send(peer, Reserve(transfer_id, attempt)):
+                # Nothing was sent, so nothing can land.
+                fail = Fail(transfer_id, attempt, FailCode.INCOMPATIBLE, reason, quiesced=True)
+                return self.decode.fail(now, peer, fail)
+            case Deliver(peer, Reserve(transfer_id, attempt)):
+                # Whatever it has begun, D shall not wait for it.
+                fail = Fail(transfer_id, attempt, FailCode.WRITE_ERROR, clip(reason), quiesced=False)
+                return [Send(peer, fail)]
+            case Connect(peer) | Reconnect(peer) | Complete(peer):
+                return self.peers.dial_error(now, peer, reason)
+            case Accept(peer):
+                return self.peers.refused(now, peer, NakReason.NO_LANE, reason)
+            case _:
+                logger.error("%s failed: %s", type(action).__name__, reason)
+        return []
+
+    def _deliver(
+        self, now: float, peer: PeerId, message: Reserve | Cancel | Release | Fail | CancelAck | Ping
+    ) -> Sequence[Action]:
+        match message:
+            case Reserve():
+                actions = self.prefill.reserve(now, peer, message)
+                self.note_reserved(message.transfer_id)
+                return actions
+            case Cancel():
+                return self.prefill.cancel(now, peer, message)
+            case Release(transfer_id):
+                return self.prefill.release(now, peer, transfer_id)
+            case Ping(_, waiting):
+                return self.prefill.waiting(now, peer, waiting)
+            case Fail():
+                return self.decode.fail(now, peer, message)
+            case CancelAck():
+                return self.decode.cancel_ack(now, peer, message)
+
+    # --- Sessions
+
+    def _connect(self, now: float, action: Connect) -> Sequence[Action]:
+        link = self._links[action.peer] = _Link(action.name)
+        handshake = self._engine.offer(action.name)
+        link.engine_peer = handshake.peer
+        source = self._control.dial(action.address)
+        return self.peers.offered(now, action.peer, source, handshake.data)
+
+    def _accept(self, now: float, action: Accept) -> Sequence[Action]:
+        hello = action.hello
+        link = self._links[action.peer] = _Link(action.name)
+        handshake = self._engine.accept(action.name, hello.offer)
+        link.engine_peer = handshake.peer
+        link.regions = tuple(
+            self._engine.import_region(handshake.peer, descriptor) for descriptor in hello.regions
+        )
+        link.lane = self._engine.lane(handshake.peer)
+        for lane in handshake.passed_over:
+            logger.info("decode peer %s takes lane %s, not %s", action.name, link.lane, lane)
+        problem = self.prefill.admit(action.peer, hello.layout, len(hello.regions))
+        if problem is not None:
+            return self.peers.refused(now, action.peer, NakReason.INCOMPATIBLE, problem)
+        link.plan = PushPlan(self._layout, hello.layout)
+        return self.peers.accepted(now, action.peer, link.lane, handshake.data)
+
+    def _session_over(self, now: float, peer: PeerId, reason: str) -> Sequence[Action]:
+        actions: list[Action] = [
+            *self.prefill.peer_down(now, peer, reason),
+            *self.decode.peer_down(now, peer, reason),
+        ]
+        link = self._links.get(peer)
+        self._fencing[peer] = _Fencing(reason, now, now, now + _FENCE_LOG_S)
+        if link is None or link.engine_peer is None:
+            return [*actions, *self._fenced(now, peer)]
+        return [*actions, *self._try_fence(now, peer)]
+
+    def _try_fence(self, now: float, peer: PeerId) -> Sequence[Action]:
+        fencing, link = self._fencing[peer], self._links[peer]
+        assert link.engine_peer is not None
+        try:
+            first = now == fencing.since
+            self._engine.fence(link.engine_peer, _FENCE_TIMEOUT_S if first else _FENCE_RETRY_TIMEOUT_S)
+        except TransferError as error:
+            if error.code not in (ErrorCode.UNKNOWN_PEER, ErrorCode.CLOSED):
+                wait = (now - fencing.since) / 2
+                fencing.retry = now + min(max(wait, _FENCE_RETRY_S), _FENCE_LONGEST_RETRY_S)
+                if now >= fencing.log:
+                    fencing.log = now + _FENCE_LOG_S
+                    logger.warning(
+                        "peer %s, lane %s: not fenced after %.0f s, its transfers' blocks stay taken: %s",
+                        link.name,
+                        link.lane,
+                        now - fencing.since,
+                        error,
+                    )
+                return []
+        return [
+            *self._engine_events(now),
+            *self._fenced(now, peer),
+        ]  # first the last words about its transfers
+
+    def _fenced(self, now: float, peer: PeerId) -> Sequence[Action]:
+        self._over.append(peer)
+        del self._fencing[peer]
+        if not self._fencing:
+            while self._when_fenced:
+                self._when_fenced.pop()()
+        return [*self.prefill.fenced(now, peer), *self.decode.fenced(now, peer)]
+
+    # --- Writing
+
+    def _push(self, now: float, push: Push) -> None:
+        if not self.prefill.writing(push.transfer_id):
+            return  # an earlier Push of the same step failed
+        link = self._links[push.peer]
+        assert link.plan is not None
+        assert link.engine_peer is not None
+        outgoing = self.outgoing.get(push.transfer_id)
+        if outgoing is None:
+            outgoing = Outgoing(self._engine.open_transfer(link.engine_peer), push.peer, now)
+            self.outgoing[push.transfer_id] = outgoing
+            self._transfer_ids[outgoing.number] = push.transfer_id
+        if outgoing.step != push.signal_base:
+            outgoing.step, outgoing.step_pages = push.signal_base, {}
+        for pages in push.groups:
+            self._arm(link, outgoing, push, pages)
+
+    def _arm(self, link: _Link, outgoing: Outgoing, push: Push, pages: PushedGroup) -> None:
+        assert link.plan is not None
+        for run in link.plan.runs(pages.group):
+            layers = [
+                ArmedLayer(
+                    signal_value=self._signal_value(push.signal_base, layer.ordinal),
+                    source_offset=layer.source_offset,
+                    target_offset=layer.target_offset,
+                    immediate=push.immediate,
+                )
+                for layer in run.layers
+            ]
+            write = PagedWrite(
+                page_bytes=run.page_bytes,
+                source=self.regions[run.source_region],
+                source_pages=Pages(pages.source, run.source_stride),
+                target=link.regions[run.target_region],
+                target_pages=Pages(pages.target, run.target_stride),
+            )
+            self._engine.arm(outgoing.number, self._signal, write, layers)
+            for layer, armed in zip(run.layers, layers, strict=True):
+                outgoing.layers.add(layer.ordinal)
+                when = armed.signal_value, layer.ordinal
+                outgoing.step_pages[when] = outgoing.step_pages.get(when, 0) + len(pages.source)
+                outgoing.last_signal = max(outgoing.last_signal, armed.signal_value)
+
+    def _signal_value(self, signal_base: int, ordinal: int) -> int:
+        """From which the layer's pages of that step are valid. For a step before the last change of order,
+        whose signal may still be on its way, that is the step's end."""
+        known = signal_base >= self._ordered_since
+        return signal_base + (self._positions[ordinal] if known else len(self._positions))
+
+    def _open_counter(self, peer: PeerId, request_id: str, pages: int) -> int:
+        raiser = self._links[peer].engine_peer
+        assert raiser is not None
+        counters = self._engine.alloc_counters(1, [raiser])
+        try:
+            self._engine.expect(counters.id, (pages,))
+        except TransferError:
+            self._engine.release_counters(counters.id)
+            raise
+        self._counters[request_id] = (counters.id, pages)
+        self._counting[counters.id] = request_id
+        return counters.immediates[0]
+
+    # --- What comes back
+
+    def _engine_events(self, now: float) -> Sequence[Action]:
+        actions: list[Action] = []
+        while events := self._engine.poll_events(_EVENTS):
+            for event in events:
+                actions += self._event(now, event)
+        return actions
+
+    def _event(self, now: float, event: Event) -> Sequence[Action]:
+        reason = str(event.error) if event.error is not None else ""
+        if event.kind is EventKind.COUNTERS_REACHED:
+            request_id = self._counting.get(event.id)
+            if request_id is None:
+                return []
+            self._ledger.received_pages(self._counters[request_id][1])
+            return self.decode.counter_reached(now, request_id)
+        if event.kind in (EventKind.PEER_DOWN, EventKind.PEER_LEFT):
+            peer = next((peer for peer, link in self._links.items() if link.engine_peer == event.id), None)
+            why = f"its data links broke: {reason}" if event.error is not None else "its engine has left"
+            return [] if peer is None else self.peers.drop(now, peer, why)
+        transfer_id = self._transfer_ids.pop(event.id, None)
+        if transfer_id is None:
+            return []
+        outgoing = self.outgoing.pop(transfer_id)
+        for done in outgoing.done:
+            done()
+        if event.kind is EventKind.TRANSFER_DONE:
+            before_end = _before_end(outgoing, event)
+            self._sent[transfer_id] = now - outgoing.opened, event.nbytes
+            self._ledger.pushed(event.pages, event.nbytes, len(outgoing.layers), before_end)
+        else:
+            self._ledger.pushed(event.pages, event.nbytes, 0, (0, 0, 0))
+        return self.prefill.writes_ended(now, transfer_id, _WRITES_END[event.kind], event.quiesced, reason)
+
+    def _report_slow(self, now: float) -> None:
+        """A line for each transfer that takes long, once: which peer, lane and phase it is in."""
+        slow = {one.transfer_id: one for one in self.under_way() if _slow(now, one)}
+        for transfer_id in slow.keys() - self._reported_slow:
+            one = slow[transfer_id]
+            assert one.since is not None
+            link = None if one.peer is None else self._links.get(one.peer)
+            logger.warning(
+                "SLOW: transfer %s %s %s, lane %s: %s for %.0f s, %s",
+                transfer_id,
+                "to" if one.side is Role.PREFILL else "from",
+                "no peer yet" if link is None else link.name,
+                "-" if link is None else link.lane,
+                one.phase,
+                now - one.since,
+                self._progress(one),
+            )
+        self._reported_slow = set(slow)
+
+    def _progress(self, one: UnderWay) -> str:
+        try:
+            if one.side is Role.DECODE and one.request_id in self._counters:
+                number, pages = self._counters[one.request_id]
+                return f"{sum(self._engine.counter_values(number))} of {pages} pages are here"
+            if one.side is Role.PREFILL and one.transfer_id in self.outgoing:
+                done = self._engine.progress(self.outgoing[one.transfer_id].number)
+                return f"{done.pages_done} of {done.pages_posted} posted pages are there"
+        except TransferError:
+            pass  # it has just ended
+        return "no page yet"
+
+    def _ended(self, ended: Ended) -> None:
+        self._ledger.ended(ended)
+        sent = self._sent.pop(ended.transfer_id, None) if ended.side is Role.PREFILL else None
+        if ended.outcome is Outcome.COMPLETED and ended.peer in self._links:
+            lane = self._links[ended.peer].lane
+            opened, nbytes = (ended.seconds, 0) if sent is None else sent
+            first = max(0.0, ended.seconds - opened) if ended.side is Role.PREFILL else 0.0
+            self._ledger.timed(Timing(ended.side, lane, ended.seconds, first, nbytes))
+        if ended.outcome not in (Outcome.FAILED, Outcome.EXPIRED):
+            return
+        where = "which no peer asked for" if ended.side is Role.PREFILL else "without a session with its peer"
+        link = None if ended.peer is None else self._links.get(ended.peer)
+        if link is not None:
+            where = f"{'to' if ended.side is Role.PREFILL else 'from'} {link.name} over {link.lane}"
+        outcome, reason = ended.outcome.value, ended.reason
+        logger.warning("transfer %s %s: %s: %s", ended.transfer_id, where, outcome, reason)
+
+
+def _slow(now: float, one: UnderWay) -> bool:
+    return one.since is not None and now - one.since >= _SLOW_S
+
+
+def _before_end(outgoing: Outgoing, event: Event) -> tuple[int, int, int]:
+    """Pages, bytes and layers of an ended transfer that had arrived when its prefill ended.
+
+    Pages arrive in the order of the steps, and about in the order of the layers: what was missing then were
+    the last layers of the last step.
+    """
+    then = outgoing.at_prefill_end
+    if then is None:
+        return 0, 0, 0
+    missing = event.pages - then.pages_done
+    late = set()
+    for (_, ordinal), pages in sorted(outgoing.step_pages.items(), reverse=True):
+        if missing <= 0:
+            break
+        missing -= pages
+        late.add(ordinal)
+    return then.pages_done, then.bytes_done, len(outgoing.layers - late)

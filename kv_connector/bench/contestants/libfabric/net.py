@@ -1,3 +1,0 @@
-from kv_connector.bench.contestants.libfabric import require
-
-require("net")

@@ -1,0 +1,87 @@
+"""What engines and routers tell each other about who is there: MessagePack over the control plane's sockets.
+
+Engines dial routers. An engine says REGISTER again and again, and LEAVE when it stops; so a router that comes
+back, or comes new, knows everybody within one heartbeat, and keeps nothing on disk. A drain is asked of any
+router, and kept by the engine, which says so in each REGISTER from then on.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from kv_connector.control.cluster_key import ClusterKey
+from kv_connector.control.sockets import Codec, MessageSockets
+from kv_connector.protocol.messages import Host, Id, MalformedMessage, Message, Natural, Port, Role
+
+# Seconds between two REGISTERs of an engine. A router calls one silent after three of them.
+HEARTBEAT_S = 1.0
+
+_MAX_BYTES = 16 << 10
+
+Url = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+Rank = Annotated[int, msgspec.Meta(ge=0, le=65535)]  # vLLM numbers its engine cores with two bytes
+
+
+class Register(Message, frozen=True, tag="register"):
+    """An engine is there: a data-parallel deployment is one for each rank."""
+
+    engine_id: Id
+    incarnation: Id  # new at each start
+    role: Role
+    url: Url  # of its API server
+    control_host: Host  # of its connector's rank 0
+    control_port: Port
+    draining: bool = False  # finishes what it has, wants nothing new
+    asleep: bool = False  # its KV cache is not mapped; it will be back
+    rank: Rank = 0  # among those that the API server serves, as X-data-parallel-rank counts
+
+
+class Leave(Message, frozen=True, tag="leave"):
+    """An engine has stopped."""
+
+    engine_id: Id
+    incarnation: Id
+
+
+class Drain(Message, frozen=True, tag="drain"):
+    """To a router: send this API server nothing more. Repeated until DRAINING says that it is idle."""
+
+    url: Url
+
+
+class Draining(Message, frozen=True, tag="draining"):
+    """The answer. ``outstanding``: requests that the router still has there; None: no such engine."""
+
+    outstanding: Natural | None
+
+
+class BeginDrain(Message, frozen=True, tag="begin_drain"):
+    """A router passes DRAIN on to the engine."""
+
+
+MembershipMessage = Register | Leave | Drain | Draining | BeginDrain
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(MembershipMessage)
+
+
+def encode(message: MembershipMessage) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(frame: bytes | memoryview) -> MembershipMessage:
+    """The message in ``frame``; raises MalformedMessage with the reason, whatever the bytes are."""
+    try:
+        message: MembershipMessage = _decoder.decode(frame)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise MalformedMessage(str(error)) from error
+    return message
+
+
+class MembershipSockets(MessageSockets[MembershipMessage]):
+    """The sockets between engines and routers."""
+
+    def __init__(self, key: ClusterKey | None) -> None:
+        super().__init__(Codec(_MAX_BYTES, encode, decode), key)

@@ -1,0 +1,106 @@
+"""Registrar: keeps an engine known to its routers, on a thread of its own, until it is closed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from kv_connector.control.cluster_key import ClusterKey
+from kv_connector.control.membership import HEARTBEAT_S, BeginDrain, Leave, MembershipSockets, Register
+from kv_connector.protocol.actions import Address
+from kv_connector.protocol.peers import Source
+
+logger = logging.getLogger("kv_connector")
+
+
+# A router that could not be told is tried this many times as often, and after so many attempts dialled anew.
+_SOONER = 4
+_REDIAL = 8
+
+
+@dataclass
+class _Router:
+    address: Address
+    link: Source
+    missed: int = 0  # attempts in a row to tell it
+
+
+class Registrar:
+    """Says REGISTER to every router each heartbeat. A router that is away is not waited for.
+
+    In the process of the engine's first worker: one that is stopped or dead falls silent.
+    """
+
+    def __init__(self, registration: Register, routers: Sequence[Address], key: ClusterKey | None) -> None:
+        self._registration = registration
+        self._sockets = MembershipSockets(key)
+        self._routers = [_Router(address, self._dial(address)) for address in routers]
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._sockets.watch(self._wake)
+        self._closing = False
+        self._asleep = False
+        self._thread = threading.Thread(target=self._main, name="kv-registrar", daemon=True)
+        self._thread.start()
+
+    def set_asleep(self, asleep: bool) -> None:
+        """From now on the routers are told that the engine sleeps, or that it is awake. At once."""
+        self._asleep = asleep
+        os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """Says LEAVE and ends the thread; blocks for a fraction of a second. The second call does nothing."""
+        if self._closing:
+            return
+        self._closing = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        self._sockets.close()
+        os.close(self._wake)
+
+    def _main(self) -> None:
+        while not self._closing:
+            try:
+                self._beat()
+            except Exception:
+                logger.exception("the registration with the routers goes on after an error")
+                time.sleep(HEARTBEAT_S)
+        leave = Leave(self._registration.engine_id, self._registration.incarnation)
+        for router in self._routers:
+            self._sockets.send(router.link, leave)
+
+    def _dial(self, address: Address) -> Source:
+        return self._sockets.dial(address, patient=False)
+
+    def _beat(self) -> None:
+        """One REGISTER to each router, and then a heartbeat's time for what they say."""
+        if self._registration.asleep is not self._asleep:
+            self._registration = msgspec.structs.replace(self._registration, asleep=self._asleep)
+        for router in self._routers:
+            if self._sockets.send(router.link, self._registration):
+                router.missed = 0
+                continue
+            router.missed += 1
+            if router.missed % _REDIAL == 0:
+                # ZMQ gives a connection up for good where only one side has a key: it may have one by now.
+                self._sockets.hang_up(router.link)
+                router.link = self._dial(router.address)
+        missed = any(router.missed for router in self._routers)
+        deadline = time.monotonic() + (HEARTBEAT_S / _SOONER if missed else HEARTBEAT_S)
+        while not self._closing and (left := deadline - time.monotonic()) > 0:
+            if self._wake in self._sockets.wait(left) and not self._closing:
+                os.eventfd_read(self._wake)
+                return  # something has changed: say so at once
+            messages = [received.message for received in self._sockets.receive()]
+            if (
+                any(isinstance(message, BeginDrain) for message in messages)
+                and not self._registration.draining
+            ):
+                logger.info("DRAINING: asked by a router; no new requests come from now on")
+                self._registration = msgspec.structs.replace(self._registration, draining=True)
+                return  # say so at once

@@ -1,0 +1,262 @@
+"""The transfer engine's words: what it takes, gives and raises. The engine itself is in transfer_engine.py.
+
+Nothing here needs the native module or numpy when it runs, so that who only speaks of transfers, as Effects
+and the simulator do, works without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+
+class ErrorCode(Enum):
+    """What kind of failure it was; the values are the stable names that logs show."""
+
+    INVALID_ARGUMENT = "INVALID_ARGUMENT"  # something that can never work
+    UNKNOWN_PEER = "UNKNOWN_PEER"  # no such peer, or it was fenced
+    UNKNOWN_REGION = "UNKNOWN_REGION"  # no such memory region, or its key was revoked
+    OUT_OF_RANGE = "OUT_OF_RANGE"  # bytes outside a registered region
+    NOT_REACHABLE = "NOT_REACHABLE"  # no lane leads to that peer
+    REFUSED = "REFUSED"  # the kernel, the library or the peer forbids it
+    PEER_DOWN = "PEER_DOWN"  # the link to the peer broke, or its process is gone
+    RESOURCES = "RESOURCES"  # a bounded resource is used up
+    TIMEOUT = "TIMEOUT"
+    CANCELLED = "CANCELLED"
+    CLOSED = "CLOSED"  # the engine is closed
+    SYSTEM = "SYSTEM"  # a system call failed in a way that has no better code
+
+
+class TransferError(Exception):
+    """An operation of the engine failed: who (provider, peer), in what, and the library's own words."""
+
+    def __init__(self, code: ErrorCode, provider: str, peer: str, operation: str, message: str) -> None:
+        super().__init__(code, provider, peer, operation, message)
+        self.code = code
+        self.provider = provider
+        self.peer = peer
+        self.operation = operation
+        self.message = message
+
+    def __str__(self) -> str:
+        text = self.code.value
+        for preposition, what in (("in", self.operation), ("over", self.provider), ("to", self.peer)):
+            if what:
+                text += f" {preposition} {what}"
+        return f"{text}: {self.message}" if self.message else text
+
+    @classmethod
+    def _from_native(cls, code: str, provider: str, peer: str, operation: str, message: str) -> Self:
+        """What the native side raises through."""
+        return cls(ErrorCode(code), provider, peer, operation, message)
+
+
+class EventKind(Enum):
+    TRANSFER_DONE = 0  # every write is in the peer's memory; source pages may be reused
+    TRANSFER_FAILED = 1  # at least one write failed; nothing is in flight on this side any more
+    TRANSFER_CANCELLED = 2  # cancelled and drained: nothing is in flight any more
+    COUNTERS_REACHED = 3  # every counter of the set reached its target; the pages are visible
+    PEER_DOWN = 4  # the peer's links broke; its transfers end with their own events
+    PEER_LEFT = 5  # the peer disconnected in good order: all is drained both ways, its id is forgotten
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    kind: EventKind
+    id: int  # the transfer, the counter set, or the peer
+    # Of a failed or cancelled transfer: nothing of it can land at the peer any more. False: only the peer's
+    # own fence() can say so.
+    quiesced: bool
+    pages: int  # of a transfer: what is known to have arrived
+    nbytes: int
+    error: TransferError | None
+    failures: tuple[
+        tuple[int, TransferError], ...
+    ] = ()  # scatter, barrier: (peer, error) of each that failed
+
+
+@dataclass(frozen=True, slots=True)
+class DomainConfig:
+    """One NIC, or one stand-in for a NIC. Fields that a provider does not use are ignored by it."""
+
+    provider: str  # "host", "tcp", "sim", ...: see providers()
+    device: str = ""  # which NIC or GPU, as the provider names them; empty: the provider's choice
+    address: str = "127.0.0.1"  # tcp: the one local address to listen on
+    connections: int = 2  # tcp: connections to each peer
+    fabric: str = "default"  # sim: domains meet in the fabric of this name in this process
+    seed: int = 1  # sim: decides every delay and reorder
+    max_delay_us: int = 50  # sim: each page is delivered after 0..max_delay_us
+    copy_blocks: int = 16  # nvlink, bounce: how many of the GPU's SMs a copy may occupy
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    name: str  # how logs and peers call this engine
+    domains: Sequence[DomainConfig]  # in order of preference; all domains of one provider form one lane
+    # Where a preferred provider is not usable here, or reaches the peer's machine but does not work: go on to
+    # the next one instead of refusing.
+    allow_fallback: bool = False
+    spin_us: int = 20  # how long an idle worker polls before it sleeps
+    # Threads: of several the first schedules, and the domains are dealt out among the others. For several
+    # NICs whose small pages are more than one thread can post.
+    workers: int = 1
+    worker_cpu: int | None = None  # pin the workers to this core and those after it
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Pages of one region: page i begins at offset + indices[i] * stride."""
+
+    indices: Sequence[int] | npt.NDArray[np.integer[Any]]
+    stride: int
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PagedWrite:
+    """page_bytes bytes from each source page to the target page of the same position.
+
+    `immediate` (one of the peer's counters) is raised by exactly the number of pages; None: not counted.
+    """
+
+    page_bytes: int
+    source: int  # local region
+    source_pages: Pages
+    target: int  # imported region
+    target_pages: Pages
+    immediate: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ArmedLayer:
+    """One layer of an armed write: posted when the signal reaches signal_value, counted on its immediate."""
+
+    signal_value: int
+    source_offset: int  # added to source_pages.offset
+    target_offset: int  # added to target_pages.offset
+    immediate: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScatterSlice:
+    """What one member of a peer group gets: `nbytes` from the source region, counted as one page.
+
+    0 bytes: the immediate alone, if there is one.
+    """
+
+    source_offset: int
+    target: int  # imported region of that member's
+    target_offset: int
+    nbytes: int
+    immediate: int | None = None  # a counter of that member's
+
+
+@dataclass(frozen=True, slots=True)
+class ArmedSlice:
+    """One slice of a list that a sender releases as it goes.
+
+    Written when the signal reaches `signal_value`, counted as one page.
+    """
+
+    signal_value: int
+    source: int  # local region
+    source_offset: int
+    target: int  # imported region
+    target_offset: int
+    nbytes: int
+    immediate: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedSlice:
+    """What may go to one member of a peer group in one slice of a prepared scatter.
+
+    Up to `nbytes`, from and to places within the `nbytes` that begin at the two offsets. 0 bytes: never more
+    than the immediate.
+    """
+
+    member: int  # its place in the group
+    source: int = 0  # local region
+    source_offset: int = 0
+    target: int = 0  # imported region of that member's
+    target_offset: int = 0
+    nbytes: int = 0
+    immediate: int | None = None  # a counter of that member's
+
+
+class ScatterUpdate(NamedTuple):
+    """What goes in a prepared slice this time, beyond its prepared offsets. 0 bytes: the immediate alone."""
+
+    source_offset: int = 0
+    target_offset: int = 0
+    nbytes: int = 0
+
+
+class MemoryRange(NamedTuple):
+    """[address, address + nbytes). `memfd`: what backs it from `memfd_offset` on, if anything."""
+
+    address: int
+    nbytes: int
+    memfd: int = -1
+    memfd_offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    peer: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TransferProgress:
+    pages_posted: int
+    bytes_posted: int
+    pages_done: int  # in the peer's memory
+    bytes_done: int
+
+
+@dataclass(frozen=True, slots=True)
+class CounterSet:
+    id: int
+    immediates: tuple[int, ...]  # for the sender, one per counter
+
+
+@dataclass(frozen=True, slots=True)
+class Handshake:
+    """A peer as seen after offer() or accept(): its id here, and the bytes to hand to it."""
+
+    peer: int
+    data: bytes
+    passed_over: tuple[str, ...] = ()  # accept(): the lanes passed over before the one in use, and why
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    pages_written: int
+    bytes_written: int
+    batches_posted: int
+    immediates_received: int  # pages counted, stale ones included
+    immediates_stale: int  # of an older generation, or of no counter at all
+    immediates_foreign: int  # of a counter that is another peer's: its link was ended
+    links: int  # up now, of all peers
+    links_lost: int  # taken out while their peer has others; up again: links_restored
+    links_restored: int
+    pages_rewritten: int  # after their link broke, over another one
+    sleeps: int  # times the worker went to sleep
+    callback_errors: int
+    transfers_open: int
+    counters_allocated: int
+    peers: int
+    regions: int
+
+
+class ProviderStatus(NamedTuple):
+    name: str
+    usable: bool
+    reason: str  # why it is not usable; empty if it is

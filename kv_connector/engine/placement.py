@@ -1,0 +1,275 @@
+"""Which NICs serve a device, and which core its transfer worker is pinned to.
+
+NICs: those that share the deepest PCI ancestor with the device, else those of its NUMA node, else all;
+divided evenly among the devices that have the same ones nearest.
+
+Core: on the device's NUMA node, never one that an engine on this machine is bound to, nor its sibling. Where
+nothing says that a core is spare the worker stays unpinned: the kernel then finds it a place, and a worker
+pinned onto an engine's core costs far more than one that moves.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from kv_connector.engine.topology import Gpu, Location, Machine, Nic, parse_cores
+
+MAX_NICS = 8
+"""Domains of a group: the engine takes no more."""
+
+NIC_PROVIDERS = {"verbs": "rc", "libfabric": "efa"}
+"""The providers that run over NICs, and the kind of NIC that each takes here."""
+
+# A NIC slower than this share of the fastest is there for management or storage, not for data.
+_SLOWEST_SHARE = 0.5
+# What an engine keeps busy beside its compute threads: the API server, EngineCore's loop, our agent's thread.
+_OTHER_BUSY_THREADS = 3
+
+
+def device_name(provider: str, nic: str) -> str:
+    """What DomainConfig.device calls this NIC."""
+    # libfabric's efa provider makes two domains of each NIC, for datagrams ("-dgrm") and for reliable writes.
+    return f"efa:{nic}-rdm" if provider == "libfabric" else nic
+
+
+class Nearness(StrEnum):
+    SWITCH = "behind the same PCI bridge"
+    ROOT = "under the same PCI root"
+    NODE = "on the same NUMA node"
+    MACHINE = "in the same machine"
+    NONE = "none"
+
+
+class NicChoice(msgspec.Struct, frozen=True):
+    nics: tuple[str, ...]
+    nearness: Nearness
+    shared: bool
+    """Other devices have been given some of these NICs too."""
+
+
+class CoreChoice(msgspec.Struct, frozen=True):
+    cores: tuple[int, ...]
+    """Spare ones, the best first; empty: do not pin."""
+    reason: str
+
+
+class CoresInUse(msgspec.Struct, frozen=True):
+    """What is known about who computes where."""
+
+    allowed: frozenset[int]
+    """Where this process may run: its affinity mask, which the kernel keeps within its cgroup's cpuset."""
+    bound: frozenset[int] | None
+    """Cores that engines (and whoever else) are bound to; None: bound, but nobody can tell where."""
+
+
+def choose_nics(machine: Machine, gpus: Sequence[Gpu], provider: str) -> dict[str, NicChoice]:
+    """For each of `gpus`, by address, the NICs that `provider` is to open for it."""
+    usable = usable_nics(machine, provider)
+    nearest = {gpu.address: _nearest(gpu.location, usable) for gpu in gpus}
+    own = {}
+    for gpu in gpus:
+        nics, _ = nearest[gpu.address]
+        rivals = [other for other in gpus if nearest[other.address][0] == nics]
+        own[gpu.address] = tuple(nic.name for nic in _share(nics, rivals.index(gpu), len(rivals))[:MAX_NICS])
+    users = Counter(name for names in own.values() for name in names)
+    return {
+        address: NicChoice(names, nearest[address][1], shared=any(users[name] > 1 for name in names))
+        for address, names in own.items()
+    }
+
+
+def choose_nics_without_device(machine: Machine, provider: str, numa_node: int | None) -> NicChoice:
+    """The NICs for an engine in CPU memory."""
+    nics, nearness = _nearest(Location(numa_node=numa_node), usable_nics(machine, provider))
+    return NicChoice(tuple(nic.name for nic in nics[:MAX_NICS]), nearness, shared=False)
+
+
+def usable_nics(machine: Machine, provider: str) -> list[Nic]:
+    """NICs of the kind that `provider` takes, with a port that is up, fast enough to be meant for data."""
+    up = [nic for nic in machine.nics if nic.active and nic.kind == NIC_PROVIDERS[provider]]
+    fastest = max((nic.gbit_per_second for nic in up), default=0.0)
+    return [nic for nic in up if nic.gbit_per_second >= fastest * _SLOWEST_SHARE]
+
+
+def choose_core(
+    machine: Machine,
+    in_use: CoresInUse,
+    *,
+    numa_node: int | None,
+    engine_threads: int,
+    turn: tuple[int, int] = (0, 1),
+) -> CoreChoice:
+    """Spare cores for the worker of a device on `numa_node` (None: unknown).
+
+    `engine_threads`: compute threads of the engine that are bound to no core. `turn` (i, n): this is the i-th
+    of n devices of that node; each begins its search at another core.
+    """
+    if in_use.bound is None:
+        return CoreChoice((), "not pinned: the engine's threads are bound, in a way that cannot be read")
+    if numa_node is None:
+        numa_node = _only_node(machine, in_use.bound & in_use.allowed or in_use.allowed)
+        if numa_node is None:
+            return CoreChoice((), "not pinned: nothing says which NUMA node the memory is on")
+    spare = []
+    for core in machine.cores_of(numa_node):
+        siblings = machine.siblings.get(core, (core,))
+        runnable = [sibling for sibling in siblings if sibling in in_use.allowed]
+        if runnable and core == runnable[0] and not in_use.bound.intersection(siblings):
+            spare.append(core)
+    needed = engine_threads + _OTHER_BUSY_THREADS
+    if len(spare) <= needed:
+        return CoreChoice(
+            (),
+            f"not pinned: {len(spare)} cores of NUMA node {numa_node} are free, and the engine's unbound "
+            f"threads may need {needed}",
+        )
+    # From the end: interrupts and whoever counts from 0 are at the beginning.
+    spare.reverse()
+    position, count = turn
+    begin = position * len(spare) // count
+    return CoreChoice(
+        tuple(spare[begin:] + spare[:begin]), f"one of {len(spare)} free cores of NUMA node {numa_node}"
+    )
+
+
+class CoreClaim:
+    """Keeps the workers of other engines off a core for as long as it lives.
+
+    An abstract socket's name: taken by one process at a time, and free again when that process is gone. It is
+    seen by the processes of one network namespace, which engines that use the host's NICs share.
+    """
+
+    def __init__(self, core: int, holder: socket.socket) -> None:
+        self.core = core
+        self._holder = holder
+
+    @classmethod
+    def first_free(cls, cores: Sequence[int]) -> Self | None:
+        for core in cores:
+            holder = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            try:
+                holder.bind(f"\0kv-connector/core/{core}")
+            except OSError:
+                holder.close()
+                continue
+            return cls(core, holder)
+        return None
+
+    def release(self) -> None:
+        self._holder.close()
+
+
+def cores_in_use(environment: Mapping[str, str] = os.environ, proc: Path = Path("/proc")) -> CoresInUse:
+    """What the environment and the threads of this machine say. Some milliseconds, more where many run."""
+    # An OpenMP runtime binds the main thread too: only all threads together show where we may run.
+    allowed = frozenset().union(*_masks(proc / "self/task"))
+    asked = bound_by_environment(environment)
+    if asked is None:
+        return CoresInUse(allowed, None)
+    bound = set(asked)
+    for process in proc.glob("[0-9]*"):
+        for mask in _masks(process / "task"):
+            # Whoever may run wherever we may run is bound to nothing.
+            if not allowed <= mask:
+                bound |= mask & allowed
+    return CoresInUse(allowed, frozenset(bound))
+
+
+def bound_by_environment(environment: Mapping[str, str]) -> frozenset[int] | None:
+    """The cores that OpenMP and vLLM are told to bind their threads to. None: told in words unknown here."""
+    vllm = environment.get("VLLM_CPU_OMP_THREADS_BIND", "")
+    cores: set[int] = set()
+    try:
+        if vllm not in ("", "auto", "nobind"):
+            for rank in vllm.split("|"):
+                cores |= parse_cores(rank)
+        cores |= _gomp_cores(environment.get("GOMP_CPU_AFFINITY", ""))
+        cores |= _omp_places(environment.get("OMP_PLACES", ""))
+        cores |= _kmp_cores(environment.get("KMP_AFFINITY", ""))
+    except ValueError:
+        return None
+    return frozenset(cores)
+
+
+def _gomp_cores(text: str) -> set[int]:
+    """ "0 3 1-2 4-15:2"."""
+    cores: set[int] = set()
+    for part in re.split(r"[\s,]+", text.strip()):
+        span, _, stride = part.partition(":")
+        first, dash, last = span.partition("-")
+        if span:
+            cores.update(range(int(first), int(last if dash else first) + 1, int(stride or 1)))
+    return cores
+
+
+def _omp_places(text: str) -> set[int]:
+    """ "{0,1,2}", "{0},{1}", "{0:4}", "{0:4:2}"; an abstract name ("cores") says nothing about which ones."""
+    if not text or text.partition("(")[0] in ("threads", "cores", "sockets", "ll_caches", "numa_domains"):
+        return set()
+    cores: set[int] = set()
+    if not re.fullmatch(r"\{[0-9:,\s]+\}(,\s*\{[0-9:,\s]+\})*", text):
+        raise ValueError(f"OMP_PLACES {text!r}")
+    for place in re.findall(r"\{([^}]*)\}", text):
+        for part in place.split(","):
+            first, *rest = (int(number) for number in part.split(":"))
+            count, stride = (*rest, *(1, 1)[len(rest) :])
+            cores.update(range(first, first + count * stride, stride))
+    return cores
+
+
+def _kmp_cores(text: str) -> set[int]:
+    """ "granularity=fine,explicit,proclist=[0,1,4-7]"; without a list the runtime decides."""
+    match = re.search(r"proclist=\[([^\]]*)\]", text)
+    return set(parse_cores(match.group(1))) if match else set()
+
+
+def _masks(tasks: Path) -> Iterator[frozenset[int]]:
+    """Where each thread of a process may run. Threads come and go meanwhile."""
+    for task in tasks.glob("[0-9]*"):
+        status = _status(task)
+        # The kernel's own threads, bound to every core there is, have no address space.
+        if "\nVmSize:" in status and (match := re.search(r"\nCpus_allowed_list:\s*(\S+)", status)):
+            yield parse_cores(match.group(1))
+
+
+def _status(task: Path) -> str:
+    try:
+        return (task / "status").read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _only_node(machine: Machine, cores: frozenset[int]) -> int | None:
+    nodes = [node.number for node in machine.numa_nodes if cores.intersection(node.cores)]
+    return nodes[0] if len(nodes) == 1 else None
+
+
+def _nearest(location: Location, nics: Sequence[Nic]) -> tuple[list[Nic], Nearness]:
+    if not nics:
+        return [], Nearness.NONE
+    depths = [location.common_depth(nic.location) for nic in nics]
+    if deepest := max(depths):
+        nearest = [nic for nic, depth in zip(nics, depths, strict=True) if depth == deepest]
+        # The first common component is the root itself, what follows are its bridges.
+        return nearest, Nearness.SWITCH if deepest > 1 else Nearness.ROOT
+    if location.numa_node is not None:
+        nearest = [nic for nic in nics if nic.location.numa_node == location.numa_node]
+        if nearest:
+            return nearest, Nearness.NODE
+    return list(nics), Nearness.MACHINE
+
+
+def _share(nics: Sequence[Nic], position: int, count: int) -> Sequence[Nic]:
+    """The position-th of `count` even parts; where there are fewer NICs than parts, one that is shared."""
+    if len(nics) >= count:
+        return nics[position * len(nics) // count : (position + 1) * len(nics) // count]
+    return nics[position * len(nics) // count :][:1]

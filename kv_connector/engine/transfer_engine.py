@@ -1,0 +1,627 @@
+"""The typed face of the native TransferEngine: counted one-sided writes between registered memory, and small
+messages.
+
+Threads: every method may be called from any thread. Those that can block say so; they release the GIL and
+give way to Ctrl-C. The engine's own workers never take the GIL, so Python is never on the path of a page
+or its completion.
+
+Units: sizes and offsets in bytes, timeouts in seconds. Failures raise `TransferError`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kv_connector import _native
+from kv_connector.engine import (
+    ArmedLayer,
+    ArmedSlice,
+    CounterSet,
+    EngineConfig,
+    EngineStats,
+    Event,
+    EventKind,
+    Handshake,
+    MemoryRange,
+    Message,
+    PagedWrite,
+    Pages,
+    PreparedSlice,
+    ProviderStatus,
+    ScatterSlice,
+    ScatterUpdate,
+    TransferError,
+    TransferProgress,
+)
+
+SharedMemory = _native.SharedMemory
+CompletionWord = _native.CompletionWord
+CounterReader = _native.CounterReader
+LayerSignal = _native.LayerSignal
+StreamSignal = _native.StreamSignal
+
+EventCallback = Callable[["Event"], object]
+"""Called on the engine's callback thread with the one event. What it raises is logged and stops nothing."""
+
+MessageCallback = Callable[["Message"], object]
+
+MAX_MESSAGE_BYTES = _native.MAX_MESSAGE_BYTES
+
+logger = logging.getLogger("kv_connector")
+
+_Indices = npt.NDArray[np.int64]
+
+T = TypeVar("T")
+
+
+def providers() -> list[ProviderStatus]:
+    """Every provider of this build, fastest first, and whether a domain of it opens here. Blocks briefly."""
+    return [ProviderStatus(*status) for status in _native.probe_providers()]
+
+
+class TransferEngine:
+    """Domains and their workers, registered memory and peers. As a context manager it closes at the end."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Opens the domains and starts the workers. Blocks until they are open.
+
+        TransferError: a configured provider is not usable here (with its reason), unless `allow_fallback`.
+        """
+        self.config = config
+        self._native = _native.TransferEngine(
+            config.name,
+            [
+                (
+                    d.provider,
+                    d.device,
+                    d.address,
+                    d.connections,
+                    d.fabric,
+                    d.seed,
+                    d.max_delay_us,
+                    d.copy_blocks,
+                )
+                for d in config.domains
+            ],
+            config.allow_fallback,
+            config.spin_us,
+            config.workers,
+            -1 if config.worker_cpu is None else config.worker_cpu,
+        )
+        self._callbacks = _Callbacks(self._native)
+        self._reader: _Reader | None = None
+        self._scatters: dict[int, int] = {}  # prepared ones, and the tokens of their callbacks
+
+    def close(self) -> None:
+        """Ends open transfers with CLOSED, fences every peer, and stops the worker. Blocks; idempotent.
+
+        Afterwards nothing reads or writes registered memory any more, and every method raises CLOSED.
+        """
+        self.on_message(None)
+        self._native.close()
+        self._callbacks.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- Memory
+
+    def register_memory(self, address: int, nbytes: int, memfd: int = -1, memfd_offset: int = 0) -> int:
+        """Registers [address, address+nbytes) and returns the region. Blocks; writes go on meanwhile.
+
+        The memory must stay mapped until deregister_memory() or close() returned. `memfd`: the memfd behind
+        it, if any (the host lane then maps it at the peer; make it with os.MFD_ALLOW_SEALING).
+        """
+        return self.register_ranges([MemoryRange(address, nbytes, memfd, memfd_offset)])[0]
+
+    def register_buffer(self, buffer: bytearray | memoryview | npt.NDArray[Any] | SharedMemory) -> int:
+        """Registers a writable, contiguous buffer. The caller keeps it alive. Blocks."""
+        return self.register_ranges([buffer_range(buffer)])[0]
+
+    def register_ranges(self, ranges: Sequence[MemoryRange]) -> list[int]:
+        """Registers each range, all or none, and returns their regions. Blocks.
+
+        Those that lie in one GPU allocation, or touch each other in host memory, are registered in one piece,
+        from the first byte to the last, and share its keys. `buffer_range()` makes a range of a buffer.
+        """
+        return self._native.register_memory(list(ranges))
+
+    def deregister_memory(self, regions: int | Sequence[int], timeout: float) -> None:
+        """Revokes the regions' keys and waits until no write can land there any more. Blocks up to `timeout`.
+
+        TIMEOUT: they stay registered; fence the peer that is stuck, then try again. Regions that share keys
+        go together: INVALID_ARGUMENT where one is missing.
+        """
+        self._native.deregister_memory(_list(regions), timeout)
+
+    def region_descriptor(self, regions: int | Sequence[int]) -> bytes:
+        """What a peer needs to write into the regions: for its import_region() or import_regions()."""
+        return self._native.region_descriptor(_list(regions))
+
+    def import_region(self, peer: int, descriptor: bytes) -> int:
+        """The region of a descriptor that has one."""
+        (region,) = self._native.import_regions(peer, descriptor)
+        return region
+
+    def import_regions(self, peer: int, descriptor: bytes) -> list[int]:
+        """The regions of a descriptor, in the order in which they were given to region_descriptor()."""
+        return self._native.import_regions(peer, descriptor)
+
+    # --- Peers: offer() here -> accept() there -> complete() here, over an authenticated control plane.
+
+    def offer(self, name: str) -> Handshake:
+        """Blocks for what it takes to make a link (milliseconds on a NIC), as accept() and complete() do."""
+        return _handshake(self._native.offer(name))
+
+    def accept(self, name: str, offer: bytes) -> Handshake:
+        return _handshake(self._native.accept(name, offer))
+
+    def complete(self, peer: int, answer: bytes) -> None:
+        """A refused answer uses the offer up: the peer's id is forgotten."""
+        self._native.complete(peer, answer)
+
+    def fence(self, peer: int, timeout: float) -> None:
+        """Ends the peer both ways: then none of its writes can land here any more, and its id is forgotten.
+
+        Blocks up to `timeout`; TIMEOUT: call again.
+        """
+        self._native.fence(peer, timeout)
+
+    def disconnect(self, peer: int, timeout: float) -> None:
+        """Parts from the peer in good order: what is open on both sides ends, then both let go of each other.
+
+        Nothing new can be opened towards the peer from now on. No error event on either side; the peer's side
+        gets PEER_LEFT. Blocks up to `timeout`; TIMEOUT: transfers are still open on one of the sides, or
+        messages unread: seal or cancel them and call again, or fence().
+        """
+        self._native.disconnect(peer, timeout)
+
+    def lane(self, peer: int) -> str:
+        """The provider that this peer's writes take."""
+        return self._native.lane(peer)
+
+    # --- Writing
+
+    def open_transfer(self, peer: int, callback: EventCallback | None = None) -> int:
+        """A growing set of writes with exactly one final event: for `callback`, or to wait or poll for."""
+        return self._callbacks.give(callback, lambda token: self._native.open_transfer(peer, token))
+
+    def write(
+        self,
+        transfer: int,
+        source: int,
+        source_offset: int,
+        target: int,
+        target_offset: int,
+        nbytes: int,
+        immediate: int | None = None,
+        domain: int | None = None,
+    ) -> None:
+        """Adds one contiguous write of any size. It counts as one page.
+
+        A large one is split over the domains of the peer's lane, unless `domain` (a number in the order of
+        EngineConfig.domains) pins it to one; while that one is broken, the others carry it.
+        """
+        self._native.write(transfer, source, source_offset, target, target_offset, nbytes, immediate, domain)
+
+    def write_pages(self, transfer: int, write: PagedWrite) -> None:
+        """Adds pages. OUT_OF_RANGE adds nothing. An empty list is fine."""
+        self._native.write_pages(transfer, *_paged(write), write.immediate)
+
+    def arm(
+        self, transfer: int, signal: LayerSignal, pages: PagedWrite, layers: Sequence[ArmedLayer]
+    ) -> None:
+        """Adds the pages of each layer, posted when `signal` (of this engine) reaches that layer's value.
+
+        `pages.immediate` is ignored: each layer has its own. OUT_OF_RANGE adds nothing.
+        """
+        self._native.arm(
+            transfer,
+            signal,
+            *_paged(pages),
+            [
+                (layer.signal_value, layer.source_offset, layer.target_offset, layer.immediate)
+                for layer in layers
+            ],
+        )
+
+    def arm_slices(self, transfer: int, signal: LayerSignal, slices: Sequence[ArmedSlice]) -> None:
+        """Adds slices of any regions of the two sides, each posted when `signal` reaches its value.
+
+        For a sender that packs into its source memory as it goes. One that is wrong adds nothing. RESOURCES:
+        65,536 slices of the transfer wait or are in flight; wait_drained() first.
+        """
+        self._native.arm_slices(
+            transfer,
+            signal,
+            [
+                (s.signal_value, s.source, s.source_offset, s.target, s.target_offset, s.nbytes, s.immediate)
+                for s in slices
+            ],
+        )
+
+    def wait_drained(self, transfer: int, signal_value: int, timeout: float) -> None:
+        """Blocks until all slices with values up to `signal_value` are in the peer's memory.
+
+        Their source bytes may be packed anew then. Raises the transfer's error where it fails meanwhile.
+        """
+        self._native.wait_drained(transfer, signal_value, timeout)
+
+    def seal(self, transfer: int) -> None:
+        """No more writes follow: the transfer ends when all have completed."""
+        self._native.seal(transfer)
+
+    def cancel(self, transfer: int) -> None:
+        """When this returns nothing more is posted; TRANSFER_CANCELLED follows once it has drained.
+
+        Blocks for one turn of the worker.
+        """
+        self._native.cancel(transfer)
+
+    def quiesce(self, transfer: int, timeout: float) -> None:
+        """Blocks until all writes whose signal has passed have completed. Layers still armed stay armed."""
+        self._native.quiesce(transfer, timeout)
+
+    def progress(self, transfer: int) -> TransferProgress:
+        return TransferProgress(*self._native.progress(transfer))
+
+    def write_one(
+        self,
+        peer: int,
+        source: int,
+        source_offset: int,
+        target: int,
+        target_offset: int,
+        nbytes: int,
+        immediate: int | None = None,
+        callback: EventCallback | None = None,
+        domain: int | None = None,
+    ) -> int:
+        """open_transfer, one write, seal."""
+        return self._callbacks.give(
+            callback,
+            lambda token: self._native.write_one(
+                peer, source, source_offset, target, target_offset, nbytes, immediate, token, domain
+            ),
+        )
+
+    # --- Peer groups: one call for many peers. Whoever is down or fails is named in the event's `failures`,
+    # and stops none of the others.
+
+    def add_peer_group(self, members: Sequence[int]) -> int:
+        """Connected peers, each once. A member that is fenced later stays one that fails."""
+        return self._native.add_peer_group(list(members))
+
+    def remove_peer_group(self, group: int) -> None:
+        self._native.remove_peer_group(group)
+
+    def scatter(
+        self,
+        group: int,
+        source: int,
+        slices: Sequence[ScatterSlice],
+        callback: EventCallback | None = None,
+    ) -> int:
+        """Writes slices[i] to member i: a transfer with one final event. OUT_OF_RANGE sends nothing."""
+        native = [(s.source_offset, s.target, s.target_offset, s.nbytes, s.immediate) for s in slices]
+        return self._callbacks.give(
+            callback, lambda token: self._native.scatter(group, source, native, token)
+        )
+
+    def barrier(self, group: int, immediates: Sequence[int], callback: EventCallback | None = None) -> int:
+        """Raises immediates[i], a counter of member i's, by one: a transfer with one final event."""
+        return self._callbacks.give(
+            callback, lambda token: self._native.barrier(group, list(immediates), token)
+        )
+
+    def prepare_scatter(
+        self, group: int, slices: Sequence[PreparedSlice], callback: EventCallback | None = None
+    ) -> int:
+        """A scatter that is checked once and submitted often: several slices a member, in the members' order.
+
+        `callback` gets each submission's event. A barrier is one whose slices have no bytes.
+        """
+        native = [
+            (s.member, s.source, s.source_offset, s.target, s.target_offset, s.nbytes, s.immediate)
+            for s in slices
+        ]
+        token = self._callbacks.keep(callback)
+        try:
+            scatter = self._native.prepare_scatter(group, native, token)
+        except BaseException:
+            self._callbacks.drop(token)
+            raise
+        self._scatters[scatter] = token
+        return scatter
+
+    def submit_scatter(self, scatter: int, updates: Sequence[ScatterUpdate] | npt.NDArray[np.uint64]) -> int:
+        """Slice i goes as updates[i] says (an array: rows of source offset, target offset, bytes).
+
+        A transfer with one final event. OUT_OF_RANGE, beyond what was prepared, sends nothing. RESOURCES: 16
+        submissions are in flight; wait for one.
+        """
+        rows = np.ascontiguousarray(updates, dtype=np.uint64).reshape(-1, 3)
+        return self._native.submit_scatter(scatter, rows)
+
+    def release_scatter(self, scatter: int) -> None:
+        """Submissions in flight end as they would, but their events find no callback any more."""
+        self._native.release_scatter(scatter)
+        self._callbacks.drop(self._scatters.pop(scatter))
+
+    # --- Messages: small, reliable, in no order. What the peer's user does not read waits here.
+
+    def send(
+        self, peer: int, message: bytes | bytearray | memoryview, callback: EventCallback | None = None
+    ) -> int:
+        """Sends 1 to MAX_MESSAGE_BYTES bytes, copied before this returns: a transfer with one final event.
+
+        TRANSFER_DONE once the peer's engine has taken the message. RESOURCES: too many sends to this peer
+        have not ended, because it does not read.
+        """
+        return self._callbacks.give(callback, lambda token: self._native.send(peer, bytes(message), token))
+
+    def receive(self, limit: int = 256) -> list[Message]:
+        """Takes up to `limit` messages. Never blocks."""
+        return [Message(*message) for message in self._native.receive(limit)]
+
+    def wait_message(self, timeout: float) -> Message:
+        """Blocks for the next message and takes it."""
+        return Message(*self._native.wait_message(timeout))
+
+    def message_fd(self) -> int:
+        """A descriptor that is readable while receive() would return something. Not yours to close."""
+        return self._native.message_fd()
+
+    def on_message(self, callback: MessageCallback | None) -> None:
+        """From now on each message goes to `callback`, on a thread of its own; None: to receive() again.
+
+        A slow callback holds up its peers and no more than that. What it raises is logged. Called from within
+        the callback, it takes effect after it; else no callback is running any more when it returns.
+        """
+        if self._reader is not None:
+            self._reader.stop()
+        self._reader = None if callback is None else _Reader(self, callback)
+
+    # --- Counting
+
+    def alloc_counters(self, count: int, raisers: Sequence[int] = ()) -> CounterSet:
+        """`count` counters at zero. They exist from now on: what arrives before expect() is not lost.
+
+        `raisers`: the peers that the immediates are given to. Anybody else who raises one of these counters
+        loses his link, and it is not raised. Empty: any connected peer may, for peers that trust each other.
+        """
+        set_id, immediates = self._native.alloc_counters(count, list(raisers))
+        return CounterSet(set_id, tuple(immediates))
+
+    def expect(
+        self,
+        counters: int,
+        targets: Sequence[int],
+        callback: EventCallback | None = None,
+        word: CompletionWord | None = None,
+        value: int = 0,
+    ) -> None:
+        """One event when each counter has reached its target (at once if they have).
+
+        Counts only grow: once that event has come, new targets may be set, above the last ones. `value`
+        is stored into `word` before the event is told (one in a GPU's memory: on a stream, and may still be
+        on its way), for a kernel that polls it; where it could not be stored, the event carries the error.
+        """
+        self._callbacks.give(
+            callback, lambda token: self._native.expect(counters, list(targets), token, word, value)
+        )
+
+    def counter_reader(self, counters: int) -> CounterReader:
+        """The set's counters without a lock: for who polls. A released set's are 0."""
+        return self._native.counter_reader(counters)
+
+    def counter_values(self, counters: int) -> list[int]:
+        return self._native.counter_values(counters)
+
+    def release_counters(self, counters: int) -> None:
+        """Frees the set: later immediates count as stale. No event follows."""
+        self._native.release_counters(counters)
+
+    # --- Waiting
+
+    def wait_transfer(self, transfer: int, timeout: float) -> Event:
+        """Blocks for the transfer's final event and takes it. For transfers without a callback."""
+        return _event(self._native.wait_transfer(transfer, timeout))
+
+    def wait_counters(self, counters: int, timeout: float) -> Event:
+        """Blocks for the set's event and takes it. For sets without a callback."""
+        return _event(self._native.wait_counters(counters, timeout))
+
+    def poll_events(self, limit: int = 256) -> list[Event]:
+        """Takes up to `limit` events that nobody waits for. Never blocks."""
+        return [_event(event) for event in self._native.poll_events(limit)]
+
+    def event_fd(self) -> int:
+        """A descriptor that is readable while poll_events() would return something. Not yours to close."""
+        return self._native.event_fd()
+
+    # --- The rest
+
+    def create_signal(self) -> LayerSignal:
+        return self._native.create_signal()
+
+    def create_stream_signal(self) -> StreamSignal:
+        """A signal that a CUDA stream writes. Call it where the forward runs, with its device current."""
+        return self._native.create_stream_signal()
+
+    def stats(self) -> EngineStats:
+        return EngineStats(*self._native.stats())
+
+    def domains(self) -> list[str]:
+        """One line per open domain, as its provider describes it."""
+        return self._native.domains()
+
+    def unusable(self) -> list[str]:
+        """With allow_fallback: why configured domains could not be opened."""
+        return self._native.unusable()
+
+
+class _Reader:
+    """A thread that takes messages one by one, each after the last one's callback, so the bound holds."""
+
+    def __init__(self, engine: TransferEngine, callback: MessageCallback) -> None:
+        self._engine = engine
+        self._callback = callback
+        self._stopped = os.eventfd(0, os.EFD_CLOEXEC)
+        self._poller = select.poll()
+        self._poller.register(self._stopped, select.POLLIN)
+        self._poller.register(engine.message_fd(), select.POLLIN)
+        # A daemon: a process that ends without close() must not hang on it.
+        self._thread = threading.Thread(target=self._run, name="kvc-messages", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        os.eventfd_write(self._stopped, 1)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while self._stopped not in dict(self._poller.poll()):
+            for message in self._engine.receive(1):
+                try:
+                    self._callback(message)
+                except BaseException:  # whatever it is, the next message still has to be read
+                    logger.exception("a message callback failed: %s", self._callback)
+        os.close(self._stopped)
+
+
+class _Callbacks:
+    """Runs Python callbacks on one thread of their own, which is started with the first of them.
+
+    The worker only puts the event into a native queue: a slow callback delays other callbacks, nothing else.
+    """
+
+    def __init__(self, engine: _native.TransferEngine) -> None:
+        self._engine = engine
+        self._lock = threading.Lock()
+        self._waiting: dict[int, EventCallback] = {}  # for one event
+        self._kept: dict[int, EventCallback] = {}  # for any number
+        self._last_token = 0
+        self._thread: threading.Thread | None = None
+
+    def give(self, callback: EventCallback | None, call: Callable[[int], T]) -> T:
+        """Calls `call` with the token under which the native side is to report the event; 0: no callback."""
+        if callback is None:
+            return call(0)
+        with self._lock:
+            self._last_token += 1
+            token = self._last_token
+            self._waiting[token] = callback
+            self._start()
+        try:
+            return call(token)
+        except BaseException:
+            with self._lock:
+                del self._waiting[token]
+            raise
+
+    def keep(self, callback: EventCallback | None) -> int:
+        """The token under which the native side is to report events, any number of them, until drop()."""
+        if callback is None:
+            return 0
+        with self._lock:
+            self._last_token += 1
+            self._kept[self._last_token] = callback
+            self._start()
+            return self._last_token
+
+    def drop(self, token: int) -> None:
+        with self._lock:
+            self._kept.pop(token, None)
+
+    def _start(self) -> None:
+        if self._thread is None:
+            # A daemon: a process that ends without close() must not hang on it.
+            self._thread = threading.Thread(target=self._run, name="kvc-callbacks", daemon=True)
+            self._thread.start()
+
+    def join(self) -> None:
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _run(self) -> None:
+        while (reported := self._engine.next_callback()) is not None:
+            token, event = reported
+            with self._lock:
+                callback = self._waiting.pop(token, None) or self._kept.get(token)
+            if callback is None:
+                continue  # of a scatter that was released
+            try:
+                callback(_event(event))
+            except BaseException:  # whatever it is, the other callbacks still have to run
+                logger.exception("an event callback failed: %s", callback)
+
+
+def _event(native: _native._EventTuple) -> Event:
+    kind, subject, quiesced, pages, nbytes, error, failures = native
+    return Event(
+        EventKind(kind),
+        subject,
+        quiesced,
+        pages,
+        nbytes,
+        None if error is None else TransferError._from_native(*error),
+        tuple((peer, TransferError._from_native(*failure)) for peer, failure in failures),
+    )
+
+
+def _handshake(native: tuple[int, bytes, list[str]]) -> Handshake:
+    peer, data, passed_over = native
+    return Handshake(peer, data, tuple(passed_over))
+
+
+def buffer_range(buffer: bytearray | memoryview | npt.NDArray[Any] | SharedMemory) -> MemoryRange:
+    """Where a writable, contiguous buffer lies. Whoever registers it keeps it alive."""
+    if isinstance(buffer, SharedMemory):
+        return MemoryRange(buffer.address, buffer.nbytes, buffer.fd)
+    view = np.frombuffer(buffer, dtype=np.uint8)
+    if not view.flags.writeable:
+        raise ValueError("the buffer is read-only: peers could not write into it")
+    return MemoryRange(view.ctypes.data, view.nbytes)
+
+
+def _list(regions: int | Sequence[int]) -> list[int]:
+    return [regions] if isinstance(regions, int) else list(regions)
+
+
+def _indices(pages: Pages) -> _Indices:
+    array = np.asarray(pages.indices)
+    if array.size == 0:
+        return np.empty(0, dtype=np.int64)
+    # same_kind: floats are refused rather than cut.
+    return np.ascontiguousarray(array.astype(np.int64, casting="same_kind", copy=False))
+
+
+def _paged(write: PagedWrite) -> tuple[int, int, _Indices, int, int, int, _Indices, int, int]:
+    source, target = write.source_pages, write.target_pages
+    return (
+        write.page_bytes,
+        write.source,
+        _indices(source),
+        source.stride,
+        source.offset,
+        write.target,
+        _indices(target),
+        target.stride,
+        target.offset,
+    )

@@ -1,0 +1,1 @@
+"""Engines and routers as processes of this machine, small models, measurements: for demo, bench, tests."""

@@ -1,0 +1,3 @@
+from kv_connector.lab.bench.contestants.libfabric import require
+
+require("shm")

@@ -1,0 +1,296 @@
+"""LocalCluster: vLLM engines and a router as processes on this machine, over loopback, on CPUs."""
+
+import json
+import sys
+import time
+import urllib.request
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from kv_connector.lab.free_ports import free_ports
+from kv_connector.lab.process import Process, stop
+
+Role = Literal["kv_producer", "kv_consumer", "kv_both"]
+Dispatch = Literal["concurrent", "serial"]
+
+HOST = "127.0.0.1"
+MODEL_NAME = "model"
+
+# Nine processes import torch while three engines start: 60 s on two idle cores. The rest is for a busy
+# machine.
+START_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What the engines of a cluster have in common, in vLLM's own terms."""
+
+    max_model_len: int = 4096
+    max_batched_tokens: int = 1024
+    """Tokens of one step: a longer prompt is prefilled in chunks of this many."""
+    max_seqs: int = 16
+    block_size: int = 32
+    """Tokens a page; a multiple of 32 on CPUs."""
+    kv_cache_bytes: int = 256 << 20
+    prefix_caching: bool = True
+    threads: int = 1
+    """OpenMP threads of an engine."""
+    arguments: tuple[str, ...] = ()
+    """Further arguments of vLLM's API server, as they are."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+class Engine(Process):
+    """One vLLM API server with its engine core and workers."""
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        log: Path,
+        port: int,
+        control_port: int | None,
+        host: str = HOST,
+    ) -> None:
+        super().__init__(name, command, environment=environment, log=log)
+        self.command = tuple(command)
+        self.environment = dict(environment)
+        self.host = host
+        self.port = port
+        self.control_port = control_port
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    @property
+    def endpoint(self) -> str:
+        """What the router's --prefill takes: the HTTP address, and the connector's control address."""
+        return self.url if self.control_port is None else f"{self.url}@{self.host}:{self.control_port}"
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric over all its label values, 0 where it is not there (yet)."""
+        return sum(value for _, value in self.samples(name))
+
+    def samples(self, name: str) -> list[tuple[dict[str, str], float]]:
+        """(labels, value) of each sample of `name`, spelled as in /metrics (counters end in _total)."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as response:
+            text = response.read().decode()
+        return [
+            (sample.labels, sample.value)
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == name
+        ]
+
+
+class LocalCluster:
+    """Starts engines and routers, and ends them all when its `with` block is left, however it is left.
+
+    Logs go to `directory`, one file a process. Processes start side by side: start all, then `wait_ready`.
+    """
+
+    def __init__(self, directory: Path, model: Path, settings: EngineSettings | None = None) -> None:
+        self.directory = directory
+        self.model = model
+        self.settings = settings or EngineSettings()
+        self.environment: dict[str, str] = {}
+        """Of every process that is started from now on, beside what it needs."""
+        self.interpreter: tuple[str, ...] = (sys.executable,)
+        """What runs vLLM's modules."""
+        self.routers: dict[str, Process] = {}
+        """By URL, those that were started."""
+        self._processes: list[Process] = []
+        self._health: list[tuple[Process, str]] = []
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends every process of the cluster. Idempotent."""
+        stop(self._processes)
+
+    def start_engine(
+        self,
+        name: str,
+        *,
+        role: Role | None = None,
+        extra: Mapping[str, Any] | None = None,
+        settings: EngineSettings | None = None,
+        port: int | None = None,
+        control_port: int | None = None,
+        connector: str = "WriteImmConnector",
+        routers: Iterable[str] = (),
+        namespace: tuple[str, str] | None = None,
+        on_load_failure: Literal["fail", "recompute"] = "fail",
+    ) -> Engine:
+        """Starts an engine and returns at once.
+
+        `role` None is a plain engine without a connector. `extra` goes into kv_connector_extra_config beside
+        control_host and control_port. Ports are picked where none are given (give them to restart an engine
+        at its old addresses). `routers`: addresses at which routers take registrations.
+        `namespace`: a network namespace to run in, and this engine's address there.
+        """
+        host = HOST if namespace is None else namespace[1]
+        settings = settings or self.settings
+        http, control = free_ports(2)
+        port = port or http
+        command = [
+            *([] if namespace is None else ["ip", "netns", "exec", namespace[0]]),
+            *self.interpreter,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            *self._arguments(settings, host, port),
+        ]
+        if role is None:
+            control_port = None
+        else:
+            control_port = control_port or control
+            addresses = list(routers)
+            joining = {"routers": addresses, "api_url": f"http://{host}:{port}"} if addresses else {}
+            transfer = {
+                "kv_connector": connector,
+                "kv_role": role,
+                "kv_connector_extra_config": {
+                    "control_host": host,
+                    "control_port": control_port,
+                    **joining,
+                    **(extra or {}),
+                },
+                "kv_load_failure_policy": on_load_failure,
+            }
+            command += ["--kv-transfer-config", json.dumps(transfer)]
+        engine = Engine(
+            name,
+            command,
+            environment={**_environment(settings), "VLLM_HOST_IP": host, **self.environment},
+            log=self.directory / f"{name}.log",
+            port=port,
+            control_port=control_port,
+            host=host,
+        )
+        self._adopt(engine, f"{engine.url}/health")
+        return engine
+
+    def restart(self, engine: Engine) -> Engine:
+        """Starts an engine again as it was, at its ports and with its log, and returns at once.
+
+        What is left of it is killed first.
+        """
+        engine.kill()
+        again = Engine(
+            engine.name,
+            engine.command,
+            environment=engine.environment,
+            log=engine.log,
+            port=engine.port,
+            control_port=engine.control_port,
+            host=engine.host,
+        )
+        self._adopt(again, f"{again.url}/health")
+        return again
+
+    def start_router(
+        self,
+        name: str,
+        *,
+        prefill: Iterable[Engine] = (),
+        decode: Iterable[Engine] = (),
+        dispatch: Dispatch = "concurrent",
+        registration: int | None = None,
+        port: int | None = None,
+        host: str = HOST,
+    ) -> str:
+        """Starts a router over these engines and returns its URL at once.
+
+        `registration`: the port at which further engines register. `port`: its own, if it is to come back
+        where it was.
+        """
+        port = port or free_ports(1)[0]
+        command = [
+            sys.executable,
+            "-m",
+            "kv_connector.cli.main",
+            "router",
+            "--host",
+            host,
+            "--port",
+            str(port),
+        ]
+        for engine in prefill:
+            command += ["--prefill", engine.endpoint]
+        for engine in decode:
+            command += ["--decode", engine.url]
+        if dispatch == "serial":
+            command.append("--serial")
+        if registration is not None:
+            command += ["--registration", f"{host}:{registration}"]
+        router = Process(name, command, environment=self.environment, log=self.directory / f"{name}.log")
+        url = f"http://{host}:{port}"
+        self.routers[url] = router
+        self._adopt(router, f"{url}/health")
+        return url
+
+    def wait_ready(self, *processes: Process, seconds: float = START_SECONDS) -> None:
+        """Blocks until these processes (default: all that were started) are healthy.
+
+        StartError names the first that is not.
+        """
+        deadline = time.monotonic() + seconds
+        for entry in list(self._health):
+            process, url = entry
+            if not processes or process in processes:
+                process.wait_healthy(url, deadline=deadline)
+                self._health.remove(entry)
+
+    def stop(self, process: Process) -> None:
+        """Ends one process of the cluster, politely first."""
+        stop([process])
+
+    def _adopt(self, process: Process, health: str) -> None:
+        self._processes.append(process)
+        self._health.append((process, health))
+
+    def _arguments(self, settings: EngineSettings, host: str, port: int) -> list[str]:
+        arguments = {
+            "model": self.model,
+            "served-model-name": MODEL_NAME,
+            "host": host,
+            "port": port,
+            "dtype": "float32",
+            "seed": 0,
+            "max-model-len": settings.max_model_len,
+            "max-num-batched-tokens": settings.max_batched_tokens,
+            "max-num-seqs": settings.max_seqs,
+            "block-size": settings.block_size,
+            "kv-cache-memory-bytes": settings.kv_cache_bytes,
+        }
+        caching = "--enable-prefix-caching" if settings.prefix_caching else "--no-enable-prefix-caching"
+        words = [word for key, value in arguments.items() for word in (f"--{key}", str(value))]
+        return [*words, "--enforce-eager", caching, *settings.arguments]
+
+
+def _environment(settings: EngineSettings) -> dict[str, str]:
+    return {
+        # Several engines share the cores: none may pin its threads.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(settings.threads),
+        # Nothing leaves the machine.
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        **settings.environment,
+    }

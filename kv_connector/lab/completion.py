@@ -1,0 +1,69 @@
+"""One streamed completion of token ids, timed at the client."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from kv_connector.lab.cluster import MODEL_NAME
+
+# An engine of ours answers in a second or two; a machine that does other things too may take longer.
+ANSWER_SECONDS = 120.0
+
+
+class CompletionError(RuntimeError):
+    """The engine or the router refused the request, or broke off; the message has its words."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    tokens: list[int]
+    first_token_seconds: float
+
+
+def complete(
+    url: str, prompt: Sequence[int], *, max_tokens: int, parameters: Mapping[str, Any] | None = None
+) -> Answer:
+    """Sends a prompt of token ids and blocks until the answer is complete.
+
+    Greedy, and exactly `max_tokens` tokens come back (the end-of-sequence token is one like any other here),
+    unless `parameters` of the request's body say otherwise. CompletionError where there is no whole answer.
+    """
+    body = {
+        "model": MODEL_NAME,
+        "prompt": list(prompt),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+        **(parameters or {}),
+    }
+    try:
+        with httpx.Client(timeout=ANSWER_SECONDS, trust_env=False) as client:
+            return _stream(client, f"{url}/v1/completions", body)
+    except httpx.HTTPError as error:
+        raise CompletionError(f"{url} broke off: {type(error).__name__}: {error}") from error
+
+
+def _stream(client: httpx.Client, url: str, body: Mapping[str, Any]) -> Answer:
+    tokens: list[int] = []
+    first = 0.0
+    started = time.perf_counter()
+    with client.stream("POST", url, json=body) as response:
+        if response.status_code != 200:
+            raise CompletionError(f"{url} answered {response.status_code}: {response.read().decode()[:1000]}")
+        for line in response.iter_lines():
+            event = line.removeprefix("data: ")
+            if event in (line, "[DONE]"):
+                continue
+            chunk = json.loads(event)
+            if "error" in chunk:
+                raise CompletionError(f"{url} broke off: {chunk['error']}")
+            for choice in chunk["choices"]:
+                first = first or time.perf_counter()
+                tokens += choice["token_ids"]
+    return Answer(tokens, first - started)

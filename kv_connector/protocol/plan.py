@@ -1,0 +1,136 @@
+"""Which source page goes to which destination page, and how many pages each counter must see.
+
+Pure functions of the two sides' layouts. Problems come back as text that says what does not fit (None: it
+fits), because they travel to the other side in a HELLO_NAK or a FAIL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kv_connector.protocol.layout import GroupTarget, KvLayout, LayerLayout
+
+NULL_BLOCK = 0  # vLLM's block 0 holds nothing: outside of a sliding window, or not needed
+
+
+def layout_problem(layout: KvLayout, regions: int) -> str | None:
+    """Whether the layout is consistent and names only ``regions`` memory regions.
+
+    It may come from a peer: nothing in it is believed. That its pages lie inside of the regions is checked
+    by the engine, with each write.
+    """
+    if layout.num_blocks < 1 or not layout.layers or not layout.groups:
+        return "the KV layout has no blocks, no layers or no groups"
+    if any(group.block_size < 1 for group in layout.groups):
+        return "a KV group has a block size below 1"
+    for layer in layout.layers:
+        if not 0 <= layer.group < len(layout.groups):
+            return f"layer {layer.name} names group {layer.group} of {len(layout.groups)}"
+        if not 0 <= layer.region < regions:
+            return f"layer {layer.name} names memory region {layer.region} of {regions}"
+        if layer.offset < 0:
+            return f"layer {layer.name} begins at {layer.offset} bytes"
+        if layer.page_bytes < 1 or layer.block_stride < layer.page_bytes:
+            sizes = f"{layer.page_bytes} bytes every {layer.block_stride} bytes"
+            return f"layer {layer.name} has pages of {sizes}"
+    return None
+
+
+def memory_problem(layout: KvLayout, region_bytes: Sequence[int]) -> str | None:
+    """Whether all pages of our own layout lie inside regions of these lengths."""
+    problem = layout_problem(layout, len(region_bytes))
+    if problem is not None:
+        return problem
+    for region, need in sorted(layout.bytes_per_region().items()):
+        if need > region_bytes[region]:
+            return f"memory region {region} has {region_bytes[region]} bytes, its layers need {need}"
+    return None
+
+
+def layouts_problem(prefill: KvLayout, decode: KvLayout) -> str | None:
+    """Whether pages of ``prefill`` can be copied into pages of ``decode`` one to one.
+
+    Where the pages lie (regions, offsets, strides, number of blocks) may differ; what they are may not.
+    """
+    if prefill.groups != decode.groups:
+        return f"KV groups: prefill has {_groups(prefill)}, decode has {_groups(decode)}"
+    if len(prefill.layers) != len(decode.layers):
+        return f"layers: prefill has {len(prefill.layers)}, decode has {len(decode.layers)}"
+    for ours, theirs in zip(prefill.layers, decode.layers, strict=True):
+        for field in ("name", "group", "page_bytes"):
+            a, b = getattr(ours, field), getattr(theirs, field)
+            if a != b:
+                return f"{field} of layer {ours.name}: prefill has {a}, decode has {b}"
+    return None
+
+
+def _groups(layout: KvLayout) -> str:
+    return ", ".join(f"{group.kind} of {group.block_size} tokens a block" for group in layout.groups)
+
+
+def targets_problem(layout: KvLayout, groups: Sequence[GroupTarget], prompt_tokens: int) -> str | None:
+    """Whether D's targets fit D's own ``layout`` and the prompt."""
+    if len(groups) != len(layout.groups):
+        return f"the reservation has {len(groups)} KV groups, the layout {len(layout.groups)}"
+    for index, (target, group) in enumerate(zip(groups, layout.groups, strict=True)):
+        highest = max(target.blocks, default=NULL_BLOCK)
+        if highest >= layout.num_blocks:
+            return f"group {index} asks for block {highest} of {layout.num_blocks}"
+        filled = -(-prompt_tokens // group.block_size)
+        if any(target.blocks[max(filled - target.first, 0) :]):
+            return f"group {index} asks for blocks behind the {filled} that {prompt_tokens} tokens fill"
+    return None
+
+
+def expected_pages(layout: KvLayout, groups: Sequence[GroupTarget]) -> int:
+    """Pages that will land: in each layer, the non-null blocks of its group."""
+    wanted = [len(target.blocks) - target.blocks.count(NULL_BLOCK) for target in groups]
+    return sum(wanted[layer.group] for layer in layout.layers)
+
+
+@dataclass(frozen=True)
+class PushLayer:
+    """One layer of a LayerRun: its ordinal, and the offset of its block 0 in the source and the target
+    region."""
+
+    ordinal: int
+    source_offset: int
+    target_offset: int
+
+
+@dataclass(frozen=True)
+class LayerRun:
+    """Layers that one armed write can carry: same group, same pair of regions, same geometry on each side."""
+
+    source_region: int
+    target_region: int
+    page_bytes: int
+    source_stride: int
+    target_stride: int
+    layers: tuple[PushLayer, ...]
+
+
+class PushPlan:
+    """How each group's pages go from one layout to another. Built once per peer."""
+
+    def __init__(self, source: KvLayout, target: KvLayout) -> None:
+        """The layouts must fit each other (``layouts_problem``)."""
+        runs: list[dict[_Geometry, list[PushLayer]]] = [{} for _ in source.groups]
+        for ordinal, (ours, theirs) in enumerate(zip(source.layers, target.layers, strict=True)):
+            layer = PushLayer(ordinal, ours.offset, theirs.offset)
+            runs[ours.group].setdefault(_geometry(ours, theirs), []).append(layer)
+        self._runs = tuple(
+            tuple(LayerRun(*geometry, tuple(layers)) for geometry, layers in group.items()) for group in runs
+        )
+
+    def runs(self, group: int) -> tuple[LayerRun, ...]:
+        """The armed writes that one batch of the group's pages takes; usually one."""
+        return self._runs[group]
+
+
+_Geometry = tuple[int, int, int, int, int]
+
+
+def _geometry(source: LayerLayout, target: LayerLayout) -> _Geometry:
+    return (source.region, target.region, source.page_bytes, source.block_stride, target.block_stride)

@@ -1,0 +1,87 @@
+"""The package's rooms: which there are, and who may import whom (docs/architecture.md draws it).
+
+Read from the source, so that imports inside functions and for type checkers count too.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import kv_connector
+
+PACKAGE = Path(kv_connector.__file__).parent
+
+# A room imports rooms above it alone: no arrow can run back.
+ROOMS: dict[str, set[str]] = {
+    "protocol": set(),
+    "engine": {"_native"},
+    "control": {"protocol"},
+    "agent": {"protocol", "engine", "control"},
+    "vllm": {"protocol", "engine", "control", "agent"},
+    "router": {"protocol", "control"},
+    "lab": {"engine", "_bench"},
+    "cli": {"protocol", "engine", "control", "router", "lab"},
+}
+NATIVE = {"_native", "_bench"}
+
+
+def imported(room: str) -> Iterator[tuple[str, str]]:
+    """(where, module) of each import in the room."""
+    for path in sorted((PACKAGE / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert not node.level, f"{path}:{node.lineno}: imports name the package"
+                modules = [f"{node.module}.{alias.name}" for alias in node.names]
+            else:
+                continue
+            for module in modules:
+                yield f"{path.relative_to(PACKAGE)}:{node.lineno}", module
+
+
+def test_nothing_lies_about_outside_of_the_rooms() -> None:
+    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders == set(ROOMS)
+    assert {path.name for path in PACKAGE.glob("*.py")} == {"__init__.py"}
+
+
+def test_the_table_has_no_way_back() -> None:
+    above = set(NATIVE)
+    for room, rooms in ROOMS.items():
+        assert rooms <= above
+        above.add(room)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_only_what_its_arrows_lead_to(room: str) -> None:
+    wrong = [
+        f"{where} imports {module}"
+        for where, module in imported(room)
+        if module.startswith("kv_connector.")
+        and module.split(".")[1] not in {room, *ROOMS[room], "__version__"}
+    ]
+    assert not wrong
+
+
+def test_the_protocol_needs_nothing_of_the_outer_world() -> None:
+    """Of all packages msgspec alone, of the standard library nothing that acts."""
+    acting = {"asyncio", "os", "select", "socket", "subprocess", "threading", "time"}
+    for where, module in imported("protocol"):
+        top = module.split(".")[0]
+        assert top in {"kv_connector", "msgspec"} or top in sys.stdlib_module_names - acting, (
+            f"{where} imports {module}"
+        )
+
+
+def test_the_simulator_needs_no_sockets_no_numpy_and_no_native_module() -> None:
+    """A campaign runs on a big machine that has Python and msgspec alone."""
+    absent = "zmq", "numpy", "kv_connector._native"
+    code = f"import sys; sys.modules.update(dict.fromkeys({absent})); import tests.simulation.campaign"
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True)
