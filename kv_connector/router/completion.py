@@ -13,6 +13,9 @@ Body = dict[str, Any]
 class Completion:
     """The decoded body of /v1/completions, /v1/chat/completions or /v1/messages."""
 
+    goes_to_named_rank = True
+    """Whether vLLM gives it to the data-parallel rank that RANK_HEADER names."""
+
     def __init__(self, body: Body) -> None:
         # Where to fetch KV from is the router's word alone, never a client's.
         self._body = {key: value for key, value in body.items() if key != "kv_transfer_params"}

@@ -129,7 +129,9 @@ class Dispatcher:
         reason = completion.local_reason()
         if reason is not None:
             return await self._local(completion, call, reason, stack, avoid)
-        if self._settings.dispatch == "serial":
+        # D asks a rank of P's for the pages: where vLLM chooses the rank, its answer has to say which.
+        unknown_rank = not completion.goes_to_named_rank and self.members.has_ranks(Side.PREFILL)
+        if self._settings.dispatch == "serial" or unknown_rank:
             return await self._serial(completion, call, stack, avoid)
         return await self._concurrent(completion, call, stack, avoid)
 

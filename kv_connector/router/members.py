@@ -120,6 +120,10 @@ class Members:
                 found[side][str(engine.endpoint)] = engine.state
         return found
 
+    def has_ranks(self, side: Side) -> bool:
+        """Whether engines of this side share an API server."""
+        return any(engine.endpoint.rank for engine in self._engines.values() if side in engine.sides)
+
     def outstanding(self, url: str) -> int | None:
         """Requests that this API server's engines have from here; None if there is no such server."""
         served = self._served_at(url)

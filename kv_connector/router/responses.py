@@ -6,6 +6,8 @@ from kv_connector.router.completion import Body, Completion
 class ResponsesRequest(Completion):
     """The decoded body of /v1/responses."""
 
+    goes_to_named_rank = False
+
     def local_reason(self) -> str | None:
         """Why this request must be prefilled by the decode engine itself; None if P and D can share it.
 

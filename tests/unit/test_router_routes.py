@@ -85,6 +85,22 @@ async def test_a_response_that_cannot_be_shared_is_prefilled_by_d(
         assert await metric(client, f'kv_connector_router_local_prefills_total{{reason="{reason}"}}') == 1
 
 
+async def test_a_response_over_ranks_is_fetched_from_the_one_that_computed_it() -> None:
+    """vLLM gives a response to any rank: only P's answer says to which."""
+    async with serve_engine(answer_ok) as p, serve_engine(answer_ok) as d:
+        settings = Settings(
+            prefill=tuple(Endpoint.parse(f"{p.url}@10.0.0.1:{port}") for port in (5600, 5602)),
+            decode=(Endpoint.parse(d.url),),
+        )
+        async with (
+            serve(create_app(settings)) as url,
+            httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client,
+        ):
+            assert (await client.post("/v1/responses", json={"input": "x"})).status_code == 200
+            assert (await client.post("/v1/messages", json={"messages": []})).status_code == 200
+    assert [body["kv_transfer_params"].get("from") for body in d.bodies] == ["p", None]
+
+
 @pytest.mark.parametrize("tools", [None, [], [FUNCTION], [{"type": "custom", "name": "c"}], "no list"])
 def test_tools_that_the_client_calls_do_not_matter(tools: object) -> None:
     assert ResponsesRequest({"input": "x", "tools": tools}).local_reason() is None
