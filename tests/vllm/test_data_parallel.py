@@ -38,7 +38,8 @@ def site(
     directory = tmp_path_factory.mktemp(request.param)
     small = {"layers": 4, "hidden": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate": 256}
     model = MODELS[request.param](directory / "model", **small)
-    settings = engine_settings("--data-parallel-size", str(RANKS))
+    ranks = ("--data-parallel-size", str(RANKS), "--worker-extension-cls", "moe_on_cpu.Worker")
+    settings = engine_settings(*ranks)
     concurrent, serial = free_ports(2)
     registrations = [f"{HOST}:{port}" for port in (concurrent, serial)]
     with LocalCluster(directory, model, settings) as cluster:
