@@ -15,7 +15,7 @@ from kv_connector.lab.model import make_gemma3, make_llama
 MODELS = ("llama", "gemma3")
 
 if "KVC_DATA_PARALLEL" not in os.environ:
-    # Its engines take minutes to start: `make test-data-parallel`.
+    # Fifteen processes at a time, for two minutes: `make test-data-parallel`.
     collect_ignore = ["test_data_parallel.py"]
 
 # Seconds. A prompt that nobody fetches, and a reservation whose prompt never comes, are waited for by a test.
