@@ -17,7 +17,7 @@ from kv_connector.lab.free_ports import free_ports
 from kv_connector.lab.model import make_llama, make_mixtral
 
 RANKS = 2
-REQUESTS = 60
+REQUESTS = 200
 AT_A_TIME = 8
 TOKENS = 8
 MODELS = {"dense": make_llama, "moe": make_mixtral}
