@@ -1,4 +1,5 @@
-"""Sleep and wake of a prefill and of a decode engine on two GPUs, at rest and in the middle of a transfer.
+"""Sleep and wake of a prefill and of a decode engine, at rest and in the middle of a transfer, on two GPUs
+or on one (CUDA_VISIBLE_DEVICES=0,0).
 
 Needs what bench_gpu_pd.py needs, and a vLLM from 0.33 on. After each wake-up P and D must give the tokens
 that they gave before, with no KV block left in use. Ends with status 1 if they do not.
@@ -15,10 +16,22 @@ from pathlib import Path
 
 import httpx
 import numpy as np
-from bench_gpu_pd import Body, Deployment, Server, deployment, direct, wait_ready, write_8b
+from bench_gpu_pd import (
+    TINY_ARGUMENTS,
+    Body,
+    Deployment,
+    Server,
+    deployment,
+    direct,
+    wait_ready,
+    write_8b,
+    write_tiny,
+)
 from gpu_faults import MIDDLE_SECONDS, VICTIM_TOKENS, rests
 
 from kv_connector.lab.process import stop
+
+SMALLEST_VOCABULARY = 256
 
 
 async def ask(client: httpx.AsyncClient, server: Server, what: str) -> None:
@@ -26,19 +39,19 @@ async def ask(client: httpx.AsyncClient, server: Server, what: str) -> None:
     assert answer.status_code == 200, f"{server.name}: {what}: {answer.text}"
 
 
-async def sleep_and_wake(client: httpx.AsyncClient, pair: Deployment, mode: str) -> None:
+async def sleep_and_wake(client: httpx.AsyncClient, pair: Deployment, mode: str, long_tokens: int) -> None:
     prefill, decode = pair.pairs["ours"]
     rng = np.random.default_rng(3)
     short, long = (
-        Body(rng.integers(1000, 100000, count).tolist(), tokens)
-        for count, tokens in ((200, 16), (VICTIM_TOKENS, 4))
+        Body(rng.integers(1, SMALLEST_VOCABULARY, count).tolist(), tokens)
+        for count, tokens in ((200, 16), (long_tokens, 4))
     )
     expected = [(await direct(client, prefill, decode, body)).tokens for body in (short, long)]
     for sleepers in ([prefill], [decode], [prefill, decode]):
         names = " and ".join(server.name for server in sleepers)
         transfer = asyncio.create_task(direct(client, prefill, decode, long))
         await asyncio.sleep(MIDDLE_SECONDS)
-        assert not transfer.done(), "the transfer was over before the sleep"
+        assert transfer.done() == (long_tokens < VICTIM_TOKENS), "the sleep was to begin amid the transfer"
         # P's prompt is over when D has it: where both are to sleep, D waits for it and P is asked with it.
         await asyncio.gather(*(ask(client, server, f"sleep?level=1&mode={mode}") for server in sleepers))
         outcome = (await asyncio.gather(transfer, return_exceptions=True))[0]
@@ -55,10 +68,10 @@ async def sleep_and_wake(client: httpx.AsyncClient, pair: Deployment, mode: str)
         )
 
 
-async def run(pair: Deployment) -> None:
+async def run(pair: Deployment, long_tokens: int) -> None:
     async with httpx.AsyncClient(timeout=120.0, trust_env=False) as client:
         for mode in ("wait", "abort"):
-            await sleep_and_wake(client, pair, mode)
+            await sleep_and_wake(client, pair, mode, long_tokens)
 
 
 def main() -> None:
@@ -70,17 +83,26 @@ def main() -> None:
     plan = parser.parse_args()
     plan.work = plan.work.resolve()
     plan.work.mkdir(parents=True, exist_ok=True)
-    arguments = ["--load-format", "dummy", "--max-model-len", "40000", "--enforce-eager"]
-    arguments += ["--kv-cache-memory-bytes", str(8 << 30), "--enable-sleep-mode"]
-    model = write_8b(plan.work / "llama-8b")
-    pair = deployment("sleep", 9400, model, arguments, plan.work, provider=plan.provider)
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # for /sleep and /wake_up
+    large = ["--load-format", "dummy", "--max-model-len", "40000", "--enforce-eager"]
+    large += ["--kv-cache-memory-bytes", str(8 << 30)]
+    tiny = [*TINY_ARGUMENTS, "--no-enable-prefix-caching"]
+    # The large one is slow enough to be caught amid a transfer; the tiny one's tokens depend on each page.
+    sleep(plan, "large", 9400, write_8b(plan.work / "llama-8b"), large, VICTIM_TOKENS)
+    sleep(plan, "tiny", 9600, write_tiny(plan.work / "tiny"), tiny, 1000)
+
+
+def sleep(
+    plan: argparse.Namespace, name: str, port: int, model: Path, arguments: list[str], long_tokens: int
+) -> None:
+    arguments = [*arguments, "--enable-sleep-mode"]
+    pair = deployment(f"sleep-{name}", port, model, arguments, plan.work, provider=plan.provider)
     servers = pair.pairs["ours"]
     try:
         for server in servers:
             server.start()
         wait_ready(list(servers))
-        asyncio.run(run(pair))
+        asyncio.run(run(pair, long_tokens))
     except AssertionError as error:
         print(f"FAILED: {error}")
         sys.exit(1)
