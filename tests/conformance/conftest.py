@@ -33,6 +33,9 @@ from .node import (
     provider_of,
 )
 
+# docs/architecture.md: with the kernel's own choice of buffers libfabric's "sockets" stands still now and then.
+os.environ.setdefault("FI_SOCKETS_MAX_BUF_SZ", "4194304")
+
 LANES = os.environ.get(
     "KVC_TEST_PROVIDERS", "sim,host,tcp,nvlink,nvlink-vmm,bounce,sim/3,host/3,tcp/3,nvlink/3"
 ).split(",")
