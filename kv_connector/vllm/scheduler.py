@@ -13,6 +13,16 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from kv_connector.agent.commands import (
+    CacheCleared,
+    Cancel,
+    Command,
+    FailLoad,
+    FinishPrefill,
+    NewPages,
+    RankAddresses,
+    Release,
+)
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.admission import AdmissionGate, gates
 from kv_connector.protocol.decode import DecodeRequest
@@ -22,17 +32,7 @@ from kv_connector.protocol.params import BadParams, DecodeParams, PrefillParams,
 from kv_connector.protocol.prefill import GroupPages, PrefillRequest
 from kv_connector.protocol.prompt_hash import prompt_hash
 from kv_connector.vllm.internals import Request, RequestStatus
-from kv_connector.vllm.metadata import (
-    CacheCleared,
-    Cancel,
-    Command,
-    FailLoad,
-    FinishPrefill,
-    NewPages,
-    RankAddresses,
-    Release,
-    StepMetadata,
-)
+from kv_connector.vllm.metadata import StepMetadata
 
 logger = logging.getLogger(__name__)
 
