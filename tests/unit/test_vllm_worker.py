@@ -3,8 +3,6 @@
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from recording_agent import RecordingAgent
 
 from kv_connector.agent.commands import CacheCleared, Command, FailLoad, FinishPrefill, NewPages
@@ -13,7 +11,7 @@ from kv_connector.protocol.actions import Address
 from kv_connector.protocol.decode import DecodeRequest
 from kv_connector.protocol.prefill import ComputedPages, GroupPages, PrefillRequest
 from kv_connector.vllm.metadata import Reserved, StepMetadata
-from kv_connector.vllm.worker import IDLE_STEP_SECONDS, LayerProgress, WorkerSide
+from kv_connector.vllm.worker import IDLE_STEP_SECONDS, WorkerSide
 
 PEER = Address("10.0.0.1", 5600)
 LAYERS = ("model.layers.0", "model.layers.1", "model.layers.2")
@@ -55,24 +53,6 @@ def test_each_layer_is_signalled_when_it_is_computed(agent: RecordingAgent, work
     ]
 
 
-@pytest.mark.parametrize(
-    ("hooks", "stores"),
-    [
-        ((), [3]),
-        (LAYERS[:1], [1, 3]),
-        ((LAYERS[1], LAYERS[0], LAYERS[2]), [2, 3]),
-        ((*LAYERS, LAYERS[2]), [1, 2, 3]),
-        ((LAYERS[0], "draft.layers.9", LAYERS[1]), [1, 2, 3]),
-    ],
-    ids=["none", "first", "out of order", "twice", "unknown"],
-)
-def test_what_the_hooks_leave_out_is_signalled_at_the_end_of_the_step(
-    agent: RecordingAgent, worker: WorkerSide, hooks: tuple[str, ...], stores: list[int]
-) -> None:
-    step(worker, hooks=hooks)
-    assert agent.take_calls() == [("store", value) for value in stores]
-
-
 # By name a drafter comes before the model whose tokens it continues; an indexer's cache has no hook.
 TANGLED = ("draft.0", "layers.0", "layers.0.indexer", "layers.1")
 HOOKED = ("layers.0", "layers.1", "draft.0")
@@ -92,40 +72,6 @@ def test_layers_are_signalled_as_their_hooks_come_whatever_their_names(agent: Re
         ("store", 7),
         ("store", 8),
     ]
-
-
-@pytest.mark.parametrize("hooks", [(), HOOKED[:2]], ids=["full graph", "without the drafter"])
-def test_a_step_with_fewer_hooks_leaves_the_order_as_it_is(
-    agent: RecordingAgent, hooks: tuple[str, ...]
-) -> None:
-    worker = WorkerSide(agent, TANGLED, signal=agent.signal.store)  # type: ignore[arg-type]
-    for came in (HOOKED, hooks, HOOKED):
-        agent.take_calls()
-        step(worker, hooks=came)
-    assert agent.take_calls() == [("store", value) for value in (9, 10, 11, 12)]
-
-
-@given(st.lists(st.lists(st.integers(0, 3), max_size=6), min_size=2, max_size=6))
-def test_no_layer_is_signalled_before_its_hook_or_the_steps_end(steps: list[list[int]]) -> None:
-    stored = [0]
-    progress = LayerProgress(TANGLED, stored.append)
-    for hooks in steps:
-        progress.begin_step(lambda: None)
-        came: set[int] = set()
-        for ordinal in hooks:
-            came.add(ordinal)
-            progress.layer_computed(TANGLED[ordinal])
-            signalled = progress.order[: max(stored[-1] - progress.base, 0)]
-            assert came.issuperset(signalled)
-        progress.end_step()
-        assert sorted(progress.order) == [0, 1, 2, 3]
-        assert stored[-1] == progress.base + 4
-    assert stored == sorted(set(stored)), "the signal only grows"
-    # And the next step, if it goes like the last, holds nothing back.
-    progress.begin_step(lambda: None)
-    for position, ordinal in enumerate(dict.fromkeys(hooks), 1):
-        progress.layer_computed(TANGLED[ordinal])
-        assert stored[-1] == progress.base + position
 
 
 @pytest.mark.parametrize("hooks", [LAYERS, ()], ids=["hooked", "swept"])
