@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from kv_connector.agent.agent import Agent, AgentConfig
+from kv_connector.agent.progress import signal_writer
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.membership import Register
 from kv_connector.control.registrar import Registrar
@@ -42,7 +43,7 @@ from kv_connector.vllm.metrics import AgentReporter, PromMetrics, TransferStats
 from kv_connector.vllm.placement import WorkerPlacement, place_worker
 from kv_connector.vllm.scheduler import SchedulerSide
 from kv_connector.vllm.settings import Settings, SettingsError, parse_settings
-from kv_connector.vllm.worker import WorkerSide, signal_writer
+from kv_connector.vllm.worker import WorkerSide, current_stream
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +186,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         self._address = agent.start()
         self._reporter = AgentReporter(agent, rank)
         self.worker = WorkerSide(
-            agent, tuple(layer.name for layer in layout.layers), signal_writer(agent.signal)
+            agent, tuple(layer.name for layer in layout.layers), signal_writer(agent.signal, current_stream)
         )
         if device.type == "cuda":
             replace_idle_pause(self.worker.pause)
