@@ -7,13 +7,15 @@ use, an unusable lane) may fail, and says what to change.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 from kv_connector.agent.agent import Agent, AgentConfig
+from kv_connector.agent.settings import Settings, SettingsError, parse_settings
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.membership import Register
 from kv_connector.control.registrar import Registrar
@@ -41,7 +43,6 @@ from kv_connector.vllm.metadata import RankAddress, Reserved, StepMetadata
 from kv_connector.vllm.metrics import AgentReporter, PromMetrics, TransferStats
 from kv_connector.vllm.placement import WorkerPlacement, place_worker
 from kv_connector.vllm.scheduler import SchedulerSide
-from kv_connector.vllm.settings import Settings, SettingsError, parse_settings
 from kv_connector.vllm.worker import WorkerSide, signal_writer
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,15 @@ def never_raises(default: Callable[[], Any]) -> Callable[[Callable[P, R]], Calla
     return wrap
 
 
+@contextlib.contextmanager
+def _extra_config() -> Iterator[None]:
+    """Says where the operator wrote what cannot be used."""
+    try:
+        yield
+    except SettingsError as error:
+        raise SettingsError(f"kv_connector_extra_config: {error}") from error
+
+
 def _nothing() -> None:
     return None
 
@@ -86,7 +96,8 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         adopt_vllm_logging()
-        self._settings = parse_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        with _extra_config():
+            self._settings = parse_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._transfer_role = transfer_role(vllm_config.kv_transfer_config.kv_role)
         check_configuration(vllm_config, kv_cache_config)
         if vllm_config.device_config.device_type == "cpu":
@@ -146,6 +157,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         assert self.worker is not None, "no KV caches are registered"
         return self.worker
 
+    @_extra_config()
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Opens the lanes and the control socket. Raises with a message that says what to change."""
         layout, memory = kv_layout(self._kv_cache_config, kv_caches)

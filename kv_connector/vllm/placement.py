@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kv_connector.agent.settings import Settings
 from kv_connector.engine.placement import (
     NIC_PROVIDERS,
     CoreChoice,
@@ -19,7 +20,6 @@ from kv_connector.engine.placement import (
     device_name,
 )
 from kv_connector.engine.topology import Machine, cuda_gpu_address, read_machine
-from kv_connector.vllm.settings import Settings
 
 logger = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ from typing import Any
 import machines
 import pytest
 
+from kv_connector.agent.settings import Settings
 from kv_connector.engine.placement import CoresInUse
 from kv_connector.engine.topology import Machine
 from kv_connector.vllm import placement
 from kv_connector.vllm.placement import place_worker
-from kv_connector.vllm.settings import Settings, SettingsError, parse_settings
 
 
 def kv_cache(device: str = "cpu", index: int | None = None) -> Any:
@@ -79,19 +79,3 @@ def test_an_engine_on_cpus_whose_threads_want_every_core_is_not_pinned(
     with caplog.at_level("INFO"):
         assert place_worker(Settings(), 0, kv_cache()).worker_cpu is None
     assert "not pinned: 8 cores of NUMA node 0 are free" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("extra", "words"),
-    [({"worker_cpu": [1, 2, 3]}, "worker_cpu has 3 entries"), ({"nics": [["mlx5_0"]]}, "nics has 1 entries")],
-)
-def test_a_list_needs_an_entry_for_each_rank(extra: dict[str, Any], words: str) -> None:
-    settings = parse_settings(extra)
-    with pytest.raises(SettingsError, match=words):
-        settings.check_ranks(2)
-
-
-@pytest.mark.parametrize("worker_cpu", ["core 3", [-1], 3])
-def test_a_wrong_core_is_refused(worker_cpu: object) -> None:
-    with pytest.raises(SettingsError, match="worker_cpu"):
-        parse_settings({"worker_cpu": worker_cpu})
