@@ -77,9 +77,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         return self
 
-    def worker_cpu_of(self, rank: int) -> int | None:
-        """The core of one rank's worker where the operator names them; None: not pinned."""
-        return self.worker_cpu[rank] if isinstance(self.worker_cpu, tuple) else None
+    def worker_cpu_of(self, rank: int) -> int | Literal["auto", "none"]:
+        """The core of one rank's worker where the operator names them."""
+        return self.worker_cpu[rank] if isinstance(self.worker_cpu, tuple) else self.worker_cpu
 
     def nics_of(self, rank: int) -> tuple[str, ...]:
         """The NICs of one rank where the operator names them."""

@@ -14,11 +14,14 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
+import torch
+
 from kv_connector.agent.agent import Agent, AgentConfig
 from kv_connector.agent.settings import Settings, SettingsError, parse_settings
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.membership import Register
 from kv_connector.control.registrar import Registrar
+from kv_connector.engine.placement import Device, Placement, place
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.messages import Role
 from kv_connector.vllm.fingerprint import compatibility
@@ -41,7 +44,6 @@ from kv_connector.vllm.internals import (
 from kv_connector.vllm.kv_cache import kv_layout
 from kv_connector.vllm.metadata import RankAddress, Reserved, StepMetadata
 from kv_connector.vllm.metrics import AgentReporter, PromMetrics, TransferStats
-from kv_connector.vllm.placement import WorkerPlacement, place_worker
 from kv_connector.vllm.scheduler import SchedulerSide
 from kv_connector.vllm.worker import WorkerSide, signal_writer
 
@@ -109,7 +111,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         """In a worker, once it has its KV caches."""
         self._reporter: AgentReporter | None = None
         self._registrar: Registrar | None = None
-        self._placement: WorkerPlacement | None = None
+        self._placement: Placement | None = None
         self._address: Address | None = None
         if role is KVConnectorRole.SCHEDULER:
             block_sizes = tuple(group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups)
@@ -173,7 +175,13 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
                 "engine's KV cache (set control_key_file)",
                 host,
             )
-        self._placement = place_worker(settings, rank, next(iter(kv_caches.values())))
+        self._placement = place(
+            Device(device.type, device.index or 0),
+            providers=settings.providers,
+            nics=settings.nics_of(rank),
+            worker_cpu=settings.worker_cpu_of(rank),
+            compute_threads=torch.get_num_threads(),
+        )
         agent = Agent(
             AgentConfig(
                 engine_id=self._engine_id,

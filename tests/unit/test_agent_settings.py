@@ -138,6 +138,12 @@ def test_a_list_needs_an_entry_for_each_rank(extra: dict[str, Any], words: str) 
         settings.check_ranks(2)
 
 
+def test_each_rank_has_its_core_and_its_nics() -> None:
+    settings = parse_settings({"worker_cpu": [3, 5], "nics": [["mlx5_8"], ["mlx5_9", "mlx5_1"]]})
+    assert (settings.worker_cpu_of(1), settings.nics_of(1)) == (5, ("mlx5_9", "mlx5_1"))
+    assert (Settings().worker_cpu_of(1), Settings().nics_of(1)) == ("auto", ())
+
+
 @pytest.mark.parametrize("worker_cpu", ["core 3", [-1], 3])
 def test_a_wrong_core_is_refused(worker_cpu: object) -> None:
     with pytest.raises(SettingsError, match="worker_cpu"):
