@@ -17,6 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from kv_connector.agent.agent import Agent, AgentConfig
+from kv_connector.agent.metrics import AgentReporter
 from kv_connector.agent.settings import Settings, SettingsError, parse_settings
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.membership import Register
@@ -43,7 +44,7 @@ from kv_connector.vllm.internals import (
 )
 from kv_connector.vllm.kv_cache import kv_layout
 from kv_connector.vllm.metadata import RankAddress, Reserved, StepMetadata
-from kv_connector.vllm.metrics import AgentReporter, PromMetrics, TransferStats
+from kv_connector.vllm.metrics import PromMetrics, TransferStats
 from kv_connector.vllm.scheduler import SchedulerSide
 from kv_connector.vllm.worker import WorkerSide, signal_writer
 
@@ -283,7 +284,8 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     @never_raises(_nothing)
     def get_kv_connector_stats(self) -> TransferStats | None:
-        return self._reporter.take() if self._reporter is not None else None
+        interval = self._reporter.take() if self._reporter is not None else None
+        return TransferStats.of(interval) if interval is not None else None
 
     # --- The scheduler's half
 
