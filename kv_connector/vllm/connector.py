@@ -10,20 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from kv_connector.agent.agent import Agent, AgentConfig
-from kv_connector.agent.metrics import AgentReporter
-from kv_connector.agent.settings import Settings, SettingsError, parse_settings
-from kv_connector.control.cluster_key import ClusterKey
-from kv_connector.control.membership import Register
-from kv_connector.control.registrar import Registrar
-from kv_connector.engine.placement import Device, Placement, place
-from kv_connector.protocol.actions import Address
+from kv_connector.agent.settings import SettingsError, parse_settings
+from kv_connector.agent.start import Running, WorkerInfo, start
+from kv_connector.engine.placement import Device
 from kv_connector.protocol.messages import Role
 from kv_connector.vllm.fingerprint import compatibility
 from kv_connector.vllm.internals import (
@@ -110,10 +104,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         """In the scheduler's process."""
         self.worker: WorkerSide | None = None
         """In a worker, once it has its KV caches."""
-        self._reporter: AgentReporter | None = None
-        self._registrar: Registrar | None = None
-        self._placement: Placement | None = None
-        self._address: Address | None = None
+        self._running: Running | None = None
         if role is KVConnectorRole.SCHEDULER:
             block_sizes = tuple(group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups)
             self.scheduler = SchedulerSide(self._transfer_role, self._engine_id, block_sizes)
@@ -124,12 +115,8 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     @never_raises(_nothing)
     def shutdown(self) -> None:
-        if self._registrar is not None:
-            self._registrar.close()
-        if self.worker is not None:
-            self.worker.agent.close()
-        if self._placement is not None:
-            self._placement.release()
+        if self._running is not None:
+            self._running.close()
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -164,68 +151,29 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Opens the lanes and the control socket. Raises with a message that says what to change."""
         layout, memory = kv_layout(self._kv_cache_config, kv_caches)
-        rank = tensor_parallel_rank()
         device = next(iter(kv_caches.values())).device
-        settings, parallel = self._settings.for_device(device.type), self._vllm_config.parallel_config
-        settings.check_ranks(_ranks(parallel))
-        key = settings.key()
-        host = settings.host(default_host(), key)
-        if key is None:
-            logger.warning(
-                "NO CLUSTER KEY: everybody who reaches the control socket on %s can read and write this "
-                "engine's KV cache (set control_key_file)",
-                host,
-            )
-        self._placement = place(
-            Device(device.type, device.index or 0),
-            providers=settings.providers,
-            nics=settings.nics_of(rank),
-            worker_cpu=settings.worker_cpu_of(rank),
+        parallel = self._vllm_config.parallel_config
+        info = WorkerInfo(
+            engine_id=self._engine_id,
+            role=self._transfer_role,
+            rank=tensor_parallel_rank(),
+            ranks=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
+            data_parallel_index=parallel.data_parallel_index,
+            data_parallel_rank=data_parallel_rank(parallel),
+            host=default_host(),
+            device=Device(device.type, device.index or 0),
             compute_threads=torch.get_num_threads(),
+            layout=layout,
+            memory=memory,
+            compatibility=compatibility(self._vllm_config, self._kv_cache_config, layout),
         )
-        agent = Agent(
-            AgentConfig(
-                engine_id=self._engine_id,
-                role=self._transfer_role,
-                rank=rank,
-                address=Address(host, _rank_port(settings, parallel, rank)),
-                providers=settings.providers,
-                allow_fallback=settings.allow_fallback,
-                data_host=settings.data_host or host,
-                spin_us=settings.spin_us,
-                nics=self._placement.nics,
-                worker_cpu=self._placement.worker_cpu,
-                compatibility=compatibility(self._vllm_config, self._kv_cache_config, layout),
-                layout=layout,
-                timeouts=settings.agent_timeouts(),
-                key=key,
-                on_gpu=device.type == "cuda",
-            ),
-            memory,
-        )
-        self._address = agent.start()
-        self._reporter = AgentReporter(agent, rank)
+        self._running = start(self._settings, info)
+        agent = self._running.agent
         self.worker = WorkerSide(
             agent, tuple(layer.name for layer in layout.layers), signal_writer(agent.signal)
         )
         if device.type == "cuda":
             replace_idle_pause(self.worker.pause)
-        if rank == 0 and settings.routers:
-            self._registrar = self._register(self._address, key)
-
-    def _register(self, address: Address, key: ClusterKey | None) -> Registrar:
-        """Tells the routers where this engine is, from now until shutdown."""
-        assert self._settings.api_url is not None
-        registration = Register(
-            engine_id=self._engine_id,
-            incarnation=uuid.uuid4().hex,
-            role=self._transfer_role,
-            url=self._settings.api_url,
-            control_host=address.host,
-            control_port=address.port,
-            rank=data_parallel_rank(self._vllm_config.parallel_config),
-        )
-        return Registrar(registration, self._settings.router_addresses(), key)
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
@@ -234,18 +182,16 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     def unregister_kv_caches(self) -> None:
         """Sleep is about to unmap the KV cache. Raises where that must not be: sleep fails then."""
-        self._worker.agent.unregister_memory()
-        if self._registrar is not None:
-            self._registrar.set_asleep(True)
+        assert self._running is not None, "no KV caches are registered"
+        self._running.sleep()
 
     def restore_kv_caches(self) -> None:
         """The KV cache is mapped again, at its old addresses and without its contents."""
-        self._worker.agent.register_memory()
-        if self._registrar is not None:
-            self._registrar.set_asleep(False)
+        assert self._running is not None, "no KV caches are registered"
+        self._running.wake()
 
     def get_handshake_metadata(self) -> RankAddress | None:
-        return RankAddress(self._address) if self._address is not None else None
+        return RankAddress(self._running.address) if self._running is not None else None
 
     @never_raises(_nothing)
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
@@ -284,7 +230,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     @never_raises(_nothing)
     def get_kv_connector_stats(self) -> TransferStats | None:
-        interval = self._reporter.take() if self._reporter is not None else None
+        interval = self._running.reporter.take() if self._running is not None else None
         return TransferStats.of(interval) if interval is not None else None
 
     # --- The scheduler's half
@@ -380,12 +326,3 @@ def data_parallel_rank(parallel_config: Any) -> int:
     if parallel_config.local_engines_only:
         return int(parallel_config.data_parallel_rank_local)
     return int(parallel_config.data_parallel_index)
-
-
-def _ranks(parallel_config: Any) -> int:
-    return int(parallel_config.tensor_parallel_size * parallel_config.pipeline_parallel_size)
-
-
-def _rank_port(settings: Settings, parallel_config: Any, rank: int) -> int:
-    ranks = _ranks(parallel_config)
-    return settings.port(data_parallel_index=parallel_config.data_parallel_index, ranks=ranks, rank=rank)

@@ -12,7 +12,10 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
 
 from kv_connector.agent.settings import Settings, SettingsError
+from kv_connector.agent.start import WorkerInfo
+from kv_connector.engine.placement import Device
 from kv_connector.protocol.layout import KvLayout
+from kv_connector.protocol.messages import Role
 from kv_connector.vllm.connector import WriteImmConnector, data_parallel_rank, transfer_role
 from kv_connector.vllm.internals import (
     RELEASES,
@@ -38,17 +41,28 @@ def test_a_wrong_setting_is_told_with_where_it_is_written() -> None:
         WriteImmConnector(config, KVConnectorRole.WORKER, None)
 
 
-def test_so_is_one_that_does_not_fit_the_kv_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kv_connector.vllm.connector.kv_layout", lambda *_: (KvLayout(0, (), ()), ()))
-    monkeypatch.setattr("kv_connector.vllm.connector.tensor_parallel_rank", lambda: 0)
+def test_so_is_one_that_does_not_fit_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    infos = []
+
+    def start(settings: Settings, info: WorkerInfo) -> None:
+        infos.append(info)
+        raise SettingsError("providers: nvlink cannot move it")
+
+    for name, answer in (("kv_layout", (KvLayout(0, (), ()), ())), ("compatibility", None)):
+        monkeypatch.setattr(f"kv_connector.vllm.connector.{name}", lambda *_, answer=answer: answer)
+    monkeypatch.setattr("kv_connector.vllm.connector.tensor_parallel_rank", lambda: 1)
+    monkeypatch.setattr("kv_connector.vllm.connector.start", start)
     made: WriteImmConnector = object.__new__(WriteImmConnector)
-    made._settings, made._vllm_config, made._kv_cache_config = (
-        Settings(providers=("nvlink",)),
-        VllmConfig(),
-        None,
-    )
+    made._settings, made._transfer_role, made._engine_id = Settings(), Role.DECODE, "engine"
+    parallel = ParallelConfig(tensor_parallel_size=2, data_parallel_size=4, data_parallel_hybrid_lb=True)
+    parallel.data_parallel_rank_local, parallel.data_parallel_index = 1, 3  # the second of a second host
+    made._vllm_config, made._kv_cache_config = VllmConfig(), None
+    made._vllm_config.parallel_config = parallel
     with pytest.raises(SettingsError, match=r"^kv_connector_extra_config: providers: nvlink cannot move"):
         made.register_kv_caches({"layer": torch.zeros(1)})
+    (info,) = infos
+    assert (info.engine_id, info.role, info.device) == ("engine", Role.DECODE, Device("cpu"))
+    assert (info.rank, info.ranks, info.data_parallel_index, info.data_parallel_rank) == (1, 2, 3, 1)
 
 
 @pytest.mark.parametrize(
