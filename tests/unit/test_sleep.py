@@ -248,13 +248,12 @@ def connector(
         words.append("unregister")
 
     made: WriteImmConnector = object.__new__(WriteImmConnector)
-    made._running = Running(
-        agent=SimpleNamespace(unregister_memory=unregister, register_memory=lambda: words.append("register")),
-        address=Address("127.0.0.1", 5600),
-        reporter=None,
-        registrar=SimpleNamespace(set_asleep=words.append) if registers else None,
-        _resources=ExitStack(),
-    )  # type: ignore[arg-type]
+    agent: Any = SimpleNamespace(
+        unregister_memory=unregister, register_memory=lambda: words.append("register")
+    )
+    registrar: Any = SimpleNamespace(set_asleep=words.append) if registers else None
+    reporter: Any = None
+    made._running = Running(agent, Address("127.0.0.1", 5600), reporter, registrar, ExitStack())
     return made
 
 
