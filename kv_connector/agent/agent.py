@@ -232,7 +232,7 @@ class Agent:
         self._submit(command)
 
     def computed(self, pages: ComputedPages) -> None:
-        """These pages become valid in this step; each is pushed once, when D wants it."""
+        """These pages become valid in this step, or are already; each is pushed once, when D wants it."""
         self._submit(lambda now: self._effects.prefill.computed(now, pages))
 
     def preempt(self, transfer_ids: Sequence[str]) -> None:

@@ -122,7 +122,7 @@ class Outgoing:
     peer: PeerId
     opened: float
     last_signal: int = 0  # the highest value that a layer of it waits for
-    step: int = -1  # the signal base of the last step's pages
+    step: int | None = None  # the signal base of the last step's pages; None: they were computed already
     step_pages: dict[tuple[int, int], int] = field(default_factory=dict)  # of a signal value and its layer
     layers: set[int] = field(default_factory=set)
     at_prefill_end: TransferProgress | None = None
@@ -470,7 +470,7 @@ class Effects:
             outgoing = Outgoing(self._engine.open_transfer(link.engine_peer), push.peer, now)
             self.outgoing[push.transfer_id] = outgoing
             self._transfer_ids[outgoing.number] = push.transfer_id
-        if outgoing.step != push.signal_base:
+        if outgoing.step is None or outgoing.step != push.signal_base:  # what has no base is a step by itself
             outgoing.step, outgoing.step_pages = push.signal_base, {}
         for pages in push.groups:
             self._arm(link, outgoing, push, pages)
@@ -501,9 +501,12 @@ class Effects:
                 outgoing.step_pages[when] = outgoing.step_pages.get(when, 0) + len(pages.source)
                 outgoing.last_signal = max(outgoing.last_signal, armed.signal_value)
 
-    def _signal_value(self, signal_base: int, ordinal: int) -> int:
+    def _signal_value(self, signal_base: int | None, ordinal: int) -> int:
         """From which the layer's pages of that step are valid. For a step before the last change of order,
-        whose signal may still be on its way, that is the step's end."""
+        whose signal may still be on its way, that is the step's end; 0, where all signals begin, for what is
+        computed already."""
+        if signal_base is None:
+            return 0
         known = signal_base >= self._ordered_since
         return signal_base + (self._positions[ordinal] if known else len(self._positions))
 

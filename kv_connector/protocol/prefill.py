@@ -53,12 +53,13 @@ class GroupPages:
 class ComputedPages:
     """Pages that become valid in one step: as the signal goes from ``signal_base`` up, one value a layer.
 
+    ``signal_base`` None: they are computed already, on a GPU too, and go at once, whatever the signal says.
     ``groups`` has one entry per KV group. The blocks must keep their contents until the request is reported
     as sent or preempted; repeating pages is fine.
     """
 
     transfer_id: str
-    signal_base: int
+    signal_base: int | None
     groups: tuple[GroupPages, ...]
 
 
@@ -81,7 +82,7 @@ class Push:
 
     peer: PeerId
     transfer_id: str
-    signal_base: int
+    signal_base: int | None  # None: computed already
     immediate: int  # raises D's counter, by one for each page
     groups: tuple[PushedGroup, ...]
 
@@ -154,7 +155,7 @@ class _Transfer:
     reservation: _Reservation | None = None
     verdict: Verdict | None = None  # in DRAINING what it will be, in CLOSED what it is
     # Computed and not pushed, per group: logical block -> (P's block, signal base).
-    pages: list[dict[int, tuple[int, int]]] = field(default_factory=list)
+    pages: list[dict[int, tuple[int, int | None]]] = field(default_factory=list)
 
 
 class PrefillMachine:
@@ -494,7 +495,7 @@ class PrefillMachine:
         self._transfers[transfer_id] = transfer
         return transfer
 
-    def _pages(self, transfer_id: str) -> list[dict[int, tuple[int, int]]]:
+    def _pages(self, transfer_id: str) -> list[dict[int, tuple[int, int | None]]]:
         transfer = self._transfers.get(transfer_id)
         return [] if transfer is None else transfer.pages
 
@@ -520,10 +521,10 @@ class PrefillMachine:
         reservation = transfer.reservation
         if reservation is None or transfer.request is None:
             return []
-        steps: dict[int, list[PushedGroup]] = {}
+        steps: dict[int | None, list[PushedGroup]] = {}
         for group, (known, targets) in enumerate(zip(transfer.pages, reservation.targets, strict=True)):
             pushed = reservation.pushed[group]
-            pairs: dict[int, list[tuple[int, int]]] = {}
+            pairs: dict[int | None, list[tuple[int, int]]] = {}
             for logical, (block, signal_base) in known.items():
                 target = targets.get(logical)
                 if target is not None and logical not in pushed:
@@ -539,7 +540,7 @@ class PrefillMachine:
         immediate = reservation.message.immediate
         return [
             Push(reservation.peer, transfer.transfer_id, signal_base, immediate, tuple(groups))
-            for signal_base, groups in sorted(steps.items())
+            for signal_base, groups in sorted(steps.items(), key=_begin)
         ]
 
     def _seal(self, now: float, transfer: _Transfer) -> list[PrefillAction]:
@@ -645,6 +646,12 @@ def _prompt_problem(request: PrefillRequest, reserve: Reserve) -> str | None:
     if request.prompt_hash != reserve.prompt_hash:
         return "the prompts differ: several prompts or requests may share one transfer id"
     return None
+
+
+def _begin(step: tuple[int | None, object]) -> int:
+    """Steps by their beginning; what is computed already comes first."""
+    signal_base, _ = step
+    return -1 if signal_base is None else signal_base
 
 
 def _non_null(first: int, blocks: Sequence[int]) -> dict[int, int]:

@@ -143,19 +143,33 @@ class PrefillSide:
         process, base = self._process, self._base
         self._base += LAYERS
         fresh: list[tuple[_Prompt, range]] = []
+        late: list[ComputedPages] = []
         for prompt in batch:
             plan = prompt.plan
             first, end = prompt.computed, min(prompt.computed + plan.chunk, plan.blocks)
             prompt.computed = end
             named = end - 1 if plan.truncated and end == plan.blocks else end
             groups = tuple(GroupPages(first, tuple(table[first:named])) for table in prompt.tables)
-            pages = ComputedPages(plan.transfer_id, base, groups)
-            process.submit(lambda now, pages=pages: process.effects.prefill.computed(now, pages))
+            pages = ComputedPages(plan.transfer_id, None if plan.named_late else base, groups)
+            if plan.named_late:
+                late.append(pages)
+            else:
+                self._name(pages)
             fresh.append((prompt, range(first, end)))
             self._world.books.note("%s computes %s [%d, %d)", process, plan.name, first, end)
-        self._later(self._pass(), lambda: self._layer(base, 0, fresh))
+        self._later(self._pass(), lambda: self._layer(base, 0, fresh, late))
 
-    def _layer(self, base: int, layer: int, fresh: Sequence[tuple[_Prompt, range]]) -> None:
+    def _name(self, pages: ComputedPages) -> None:
+        effects = self._process.effects
+        self._process.submit(lambda now: effects.prefill.computed(now, pages))
+
+    def _layer(
+        self,
+        base: int,
+        layer: int,
+        fresh: Sequence[tuple[_Prompt, range]],
+        late: Sequence[ComputedPages],
+    ) -> None:
         process = self._process
         group = next(g for g, layers in enumerate(LAYERS_OF_GROUP) if layer in layers)
         for prompt, logicals in fresh:
@@ -164,8 +178,10 @@ class PrefillSide:
                 process.pool.content[layer, block] = (prompt.plan.computed_prompt, logical, layer)
         process.engine.signal.store(base + layer + 1)
         if layer + 1 < LAYERS:
-            self._later(self._pass(), lambda: self._layer(base, layer + 1, fresh))
+            self._later(self._pass(), lambda: self._layer(base, layer + 1, fresh, late))
             return
+        for pages in late:
+            self._name(pages)
         for prompt, _ in fresh:
             if prompt.computed == prompt.plan.blocks and not prompt.finished:
                 self._finish(prompt, ok=True)

@@ -155,6 +155,38 @@ def test_pages_of_a_step_before_the_order_changed_wait_for_its_end(pair: tuple[S
     assert values == [[2, 2], [4, 3]]
 
 
+def test_pages_that_are_computed_already_wait_for_no_signal(every_lane: Stage) -> None:
+    prefill, decode = every_lane.pair()
+    prefill.expect()
+    decode.reserve(prefill.address)
+    prefill.compute_first(SOURCE[:2])
+    until(lambda: prefill.agent._engine.stats().pages_written == 4)
+    prefill.compute_first(SOURCE[2:], first=2)
+    prefill.agent.preempt(["t"])  # waits for the writes, and for no step
+    prefill.agent.note_prefill_end(["t"])
+    prefill.agent.finished("t", True, "")
+    decode.wait(received=["d-t"])
+    assert decode.holds("t", SOURCE, TARGET)
+    prefill.wait(sent=["p-t"])
+    assert prefill.agent.signal.load() == 0
+    assert prefill.agent.stats().layers_before_prefill_end == 2
+
+
+def test_of_pages_that_are_computed_already_each_naming_is_a_step(pair: tuple[Side, Side]) -> None:
+    """What arrives after the prefill's end is the last step's: no layer was complete before it."""
+    prefill, decode = pair
+    prefill.expect()
+    decode.reserve(prefill.address)
+    prefill.compute_first(SOURCE[:2])
+    until(lambda: prefill.agent._engine.stats().pages_written == 4)
+    prefill.agent.note_prefill_end(["t"])
+    prefill.compute_first(SOURCE[2:], first=2)
+    prefill.agent.finished("t", True, "")
+    prefill.wait(sent=["p-t"])
+    stats = prefill.agent.stats()
+    assert (stats.pages_before_prefill_end, stats.layers_before_prefill_end) == (4, 0)
+
+
 def test_loads_of_a_deep_model_do_not_run_out_of_counters(sim: Stage) -> None:
     """An engine has 65,536: one for each of 94 layers would do for 697 requests."""
     pages = layout(groups=(94,), num_blocks=16)

@@ -120,6 +120,19 @@ def test_a_page_named_again_before_it_is_wanted_keeps_its_first_step(machine: Pr
     ]
 
 
+def test_pages_that_are_computed_already_go_without_a_step_of_their_own(machine: PrefillMachine) -> None:
+    machine.expect(0.0, prefill_request())
+    machine.computed(0.0, computed((1,), base=4))
+    machine.computed(0.0, computed((1, 2), base=None))  # the first is valid since its step
+    machine.computed(0.0, computed((2, 3), first=1, base=8))  # and the second is
+    actions = machine.reserve(0.0, PEER, reserve())
+    assert [(push.signal_base, push.groups[0].source) for push in every(actions, Push)] == [
+        (None, (2,)),
+        (4, (1,)),
+        (8, (3,)),
+    ]
+
+
 def test_null_blocks_are_skipped_on_both_sides(machine: PrefillMachine) -> None:
     machine.expect(0.0, prefill_request())
     machine.reserve(0.0, PEER, reserve(blocks=(0, 12, 13)))
