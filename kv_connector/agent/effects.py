@@ -25,7 +25,7 @@ from kv_connector.engine import (
     TransferError,
     TransferProgress,
 )
-from kv_connector.protocol.actions import Ended, Fence, Log, Outcome, PeerId, Send, UnderWay
+from kv_connector.protocol.actions import Ended, Fence, Log, Outcome, PeerId, Reached, Send, UnderWay
 from kv_connector.protocol.decode import (
     CloseCounter,
     DecodeAction,
@@ -243,11 +243,6 @@ class Effects:
         """How many transfers are in each phase. Any thread may call it."""
         return dict(Counter(f"{one.side.value} {one.phase}" for one in self.under_way()))
 
-    def note_reserved(self, transfer_id: str) -> None:
-        """After a RESERVE or its request came: the adapter is told once both are here."""
-        if self.prefill.wanted(transfer_id):
-            self._ledger.reserved(transfer_id)
-
     def next_deadline(self) -> float | None:
         """When tick() is due, if nothing happens before."""
         deadlines = [machine.next_deadline() for machine in (self.peers, self.prefill, self.decode)]
@@ -301,6 +296,8 @@ class Effects:
                 self._ledger.received(request_id, failed)
             case Ended():
                 self._ended(action)
+            case Reached():
+                self._ledger.reached(action)
             case Send(peer, message):
                 source = self.peers.source(peer)
                 return [] if source is None else self._execute(now, Reply(source, message))
@@ -373,9 +370,7 @@ class Effects:
     ) -> Sequence[Action]:
         match message:
             case Reserve():
-                actions = self.prefill.reserve(now, peer, message)
-                self.note_reserved(message.transfer_id)
-                return actions
+                return self.prefill.reserve(now, peer, message)
             case Cancel():
                 return self.prefill.cancel(now, peer, message)
             case Release(transfer_id):

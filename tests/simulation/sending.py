@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kv_connector.agent.effects import Action
+from kv_connector.protocol.actions import State
 from kv_connector.protocol.prefill import ComputedPages, GroupPages, PrefillRequest
 
 from .pool import LAYERS, LAYERS_OF_GROUP, TOKENS
@@ -49,6 +50,10 @@ class PrefillSide:
     def __len__(self) -> int:
         return len(self._prompts)
 
+    def requests(self) -> dict[str, list[int]]:
+        """Their blocks."""
+        return {request: prompt.blocks for request, prompt in self._prompts.items()}
+
     def arrive(self, plan: Plan) -> None:
         process = self._process
         if process.leaving or any(p.plan.transfer_id == plan.transfer_id for p in self._prompts.values()):
@@ -65,8 +70,8 @@ class PrefillSide:
             self._later(delay, lambda: setattr(prompt, "preempt", True))
         self._kick()
 
-    def sent(self, request_id: str) -> None:
-        """The agent's report."""
+    def sent(self, request_id: str, state: State | None) -> None:
+        """The agent's report, and the state that it said before."""
         if self._process.leaving:
             return
         books = self._world.books
@@ -75,6 +80,8 @@ class PrefillSide:
             books.fail(f"{self._process}: {request_id} was reported as sent, and is not known")
             return
         books.note("%s: %s is reported as sent", self._process, request_id)
+        if self._world.scenario.innocent(prompt.plan):
+            books.check(state is State.DONE, "%s was sent for nothing: %s", request_id, state)
         books.check(prompt.finished, "%s was reported as sent before it finished", request_id)
         waited = self._world.clock.now - max(prompt.since, self._world.last_word(prompt.plan))
         limit = self._world.prefill_bound()
