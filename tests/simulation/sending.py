@@ -72,10 +72,10 @@ class PrefillSide:
 
     def sent(self, request_id: str, state: State | None) -> None:
         """The agent's report, and the state that it said before."""
+        prompt = self._prompts.pop(request_id, None)
         if self._process.leaving:
             return
         books = self._world.books
-        prompt = self._prompts.pop(request_id, None)
         if prompt is None:
             books.fail(f"{self._process}: {request_id} was reported as sent, and is not known")
             return
