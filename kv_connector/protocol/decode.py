@@ -16,7 +16,18 @@ import enum
 import logging
 from dataclasses import dataclass
 
-from kv_connector.protocol.actions import Address, Ended, Fence, Log, Outcome, PeerId, Send, UnderWay
+from kv_connector.protocol.actions import (
+    Address,
+    Ended,
+    Fence,
+    Log,
+    Outcome,
+    PeerId,
+    Reached,
+    Send,
+    State,
+    UnderWay,
+)
 from kv_connector.protocol.layout import GroupTarget, KvLayout
 from kv_connector.protocol.messages import Cancel, CancelAck, Fail, Release, Reserve, Role, id_problem
 from kv_connector.protocol.plan import expected_pages, targets_problem
@@ -77,7 +88,7 @@ class FinishedReceiving:
     failed: bool
 
 
-DecodeAction = Send | Fence | Ended | Log | Dial | OpenCounter | CloseCounter | FinishedReceiving
+DecodeAction = Send | Fence | Ended | Reached | Log | Dial | OpenCounter | CloseCounter | FinishedReceiving
 
 
 class _Phase(enum.Enum):
@@ -240,7 +251,7 @@ class DecodeMachine:
             immediate=immediate,
             deadline_ms=max(0, round((transfer.deadline - now) * 1000)),
         )
-        return [Send(transfer.peer, reserve)]
+        return [_reached(request, State.MOVING), Send(transfer.peer, reserve)]
 
     def counter_failed(self, now: float, request_id: str, reason: str) -> list[DecodeAction]:
         """No counter: nothing was sent, so nothing can land."""
@@ -348,5 +359,11 @@ class DecodeMachine:
         self._timers.clear(request.request_id)
         seconds = now - transfer.since if transfer.counting else 0.0
         ended = Ended(Role.DECODE, request.transfer_id, transfer.peer, outcome, reason, seconds)
+        state = State.DONE if outcome is Outcome.COMPLETED else State.FAILED
         report = FinishedReceiving(request.request_id, failed=outcome is Outcome.FAILED)
-        return [CloseCounter(request.request_id), ended, report] if transfer.counting else [ended, report]
+        last: list[DecodeAction] = [ended, _reached(request, state, reason), report]
+        return [CloseCounter(request.request_id), *last] if transfer.counting else last
+
+
+def _reached(request: DecodeRequest, state: State, reason: str = "") -> Reached:
+    return Reached(Role.DECODE, request.transfer_id, request.request_id, state, reason)

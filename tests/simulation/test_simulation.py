@@ -126,6 +126,7 @@ plans = st.builds(
     prefill_abort=st.none() | st.floats(0, 2),
     decode_abort=st.none() | st.floats(0, 2),
     preempted=st.lists(st.floats(0, 1), max_size=2).map(tuple),
+    named_late=st.booleans(),
     unknown_to_prefill=st.booleans(),
     other_prompt=st.booleans(),
 )

@@ -99,6 +99,13 @@ class Side:
                     self.pages[ordinal, block] = content(transfer, ordinal, block)
                 self.agent.signal.store(base + ordinal + 1)
 
+    def compute_first(self, blocks: Sequence[int], first: int = 0, transfer: str = "t") -> None:
+        """A step whose pages are named once they are computed, and of which no signal speaks."""
+        for ordinal in range(len(self.layout.layers)):
+            for block in blocks:
+                self.pages[ordinal, block] = content(transfer, ordinal, block)
+        self.agent.computed(ComputedPages(transfer, None, (GroupPages(first, tuple(blocks)),)))
+
     # --- As decode
 
     def reserve(

@@ -63,7 +63,7 @@ def prefill_request(
 def computed(
     blocks: Iterable[int],
     first: int = 0,
-    base: int = 0,
+    base: int | None = 0,
     transfer: str = "t",
     more: Sequence[Sequence[int]] = (),
 ) -> ComputedPages:
