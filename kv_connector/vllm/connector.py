@@ -19,7 +19,7 @@ from kv_connector.control.membership import Register
 from kv_connector.control.registrar import Registrar
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.messages import Role
-from kv_connector.vllm.fingerprint import compatibility
+from kv_connector.vllm.fingerprint import ADVICE, rank_fingerprint
 from kv_connector.vllm.internals import (
     CacheHitSource,
     KvBlocks,
@@ -167,6 +167,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
                 engine_id=self._engine_id,
                 role=self._transfer_role,
                 rank=rank,
+                ranks=_ranks(parallel),
                 address=Address(host, _rank_port(settings, parallel, rank)),
                 providers=settings.providers,
                 allow_fallback=settings.allow_fallback,
@@ -174,7 +175,8 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
                 spin_us=settings.spin_us,
                 nics=self._placement.nics,
                 worker_cpu=self._placement.worker_cpu,
-                compatibility=compatibility(self._vllm_config, self._kv_cache_config, layout),
+                fingerprint=rank_fingerprint(self._vllm_config, self._kv_cache_config, layout),
+                advice=ADVICE,
                 layout=layout,
                 timeouts=settings.agent_timeouts(),
                 key=key,
