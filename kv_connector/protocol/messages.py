@@ -20,6 +20,7 @@ from typing import Annotated
 import msgspec
 
 from kv_connector.protocol.layout import GroupTarget, KvLayout
+from kv_connector.protocol.prompt_hash import PROMPT_HASH_BYTES
 
 PROTOCOL_VERSION = 2
 
@@ -38,6 +39,7 @@ Natural = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
 Host = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 Blob = Annotated[bytes, msgspec.Meta(max_length=64 << 10)]
+PromptHash = Annotated[bytes, msgspec.Meta(min_length=PROMPT_HASH_BYTES, max_length=PROMPT_HASH_BYTES)]
 
 
 class MalformedMessage(ValueError):
@@ -131,7 +133,7 @@ class Reserve(Message, frozen=True, tag="reserve"):
     attempt: UInt32
     prompt_tokens: Natural
     first_token: Natural  # D holds the tokens before this one
-    prompt_hash: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    prompt_hash: PromptHash | None  # None: D has none; P refuses that if it has one
     groups: Annotated[tuple[GroupTarget, ...], msgspec.Meta(max_length=64)]
     immediate: UInt32
     deadline_ms: Natural  # from receipt; P gives up then

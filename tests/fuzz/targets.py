@@ -55,6 +55,7 @@ def protocol_messages() -> list[AnyMessage]:
         messages.HelloNak(messages.NakReason.INCOMPATIBLE, "block sizes differ"),
         messages.Redirect("10.0.0.2", 5601),
         reserve(),
+        reserve(prompt_hash=None),
         reserve(blocks=range(300), tokens=300 * 16, more=((1, 2, 3),)),
         messages.Fail("t", 1, messages.FailCode.WRITE_ERROR, "broken", False),
         messages.Cancel("t", 1),

@@ -83,7 +83,7 @@ class Side:
 
     # --- As prefill
 
-    def expect(self, transfer: str = "t", tokens: int = 3 * BLOCK, prompt_hash: bytes = HASH) -> None:
+    def expect(self, transfer: str = "t", tokens: int = 3 * BLOCK, prompt_hash: bytes | None = HASH) -> None:
         self.agent.expect(PrefillRequest(f"p-{transfer}", transfer, tokens, prompt_hash))
 
     def compute(
@@ -107,7 +107,7 @@ class Side:
         blocks: Sequence[int] = (11, 12, 13),
         transfer: str = "t",
         tokens: int = 3 * BLOCK,
-        prompt_hash: bytes = HASH,
+        prompt_hash: bytes | None = HASH,
     ) -> None:
         groups = (GroupTarget(0, tuple(blocks)),)
         self.agent.reserve(DecodeRequest(f"d-{transfer}", transfer, peer, tokens, 0, prompt_hash, groups))

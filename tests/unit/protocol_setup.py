@@ -62,7 +62,7 @@ def pairs(**changes: str | tuple[str, ...]) -> Fingerprint:
 
 
 def prefill_request(
-    transfer: str = "t", tokens: int = 3 * BLOCK, prompt_hash: bytes = HASH, request: str | None = None
+    transfer: str = "t", tokens: int = 3 * BLOCK, prompt_hash: bytes | None = HASH, request: str | None = None
 ) -> PrefillRequest:
     return PrefillRequest(request or f"p-{transfer}", transfer, tokens, prompt_hash)
 
@@ -84,7 +84,7 @@ def reserve(
     transfer: str = "t",
     attempt: int = 1,
     tokens: int = 3 * BLOCK,
-    prompt_hash: bytes = HASH,
+    prompt_hash: bytes | None = HASH,
     deadline_ms: int = 300_000,
     more: Sequence[Sequence[int]] = (),
 ) -> Reserve:
@@ -106,7 +106,7 @@ def decode_request(
     request: str | None = None,
     peer: Address = P_ADDRESS,
     tokens: int = 3 * BLOCK,
-    prompt_hash: bytes = HASH,
+    prompt_hash: bytes | None = HASH,
 ) -> DecodeRequest:
     groups = (GroupTarget(0, tuple(blocks)),)
     return DecodeRequest(request or f"d-{transfer}", transfer, peer, tokens, 0, prompt_hash, groups)

@@ -283,6 +283,18 @@ def test_another_prompt_fails_decode_only(pair: tuple[Side, Side]) -> None:
     prefill.wait(sent=["p-t"])
 
 
+def test_a_prompt_without_a_hash_is_known_by_its_transfer_alone(pair: tuple[Side, Side]) -> None:
+    prefill, decode = pair
+    prefill.expect(prompt_hash=None)
+    decode.reserve(prefill.address, prompt_hash=None)
+    prefill.compute(SOURCE)
+    prefill.agent.finished("t", True, "")
+    decode.wait(received=["d-t"])
+    prefill.wait(sent=["p-t"])
+    assert decode.failed == []
+    assert decode.holds("t", SOURCE, TARGET)
+
+
 def test_a_release_frees_the_prompt(pair: tuple[Side, Side]) -> None:
     prefill, decode = pair
     prefill.expect()

@@ -54,6 +54,7 @@ MESSAGES: list[AnyMessage] = [
     HelloNak(NakReason.INCOMPATIBLE, "start both engines with the same --block-size"),
     Redirect("10.0.0.2", 5601),
     reserve(),
+    reserve(prompt_hash=None),
     Fail("t", 7, FailCode.WRITE_ERROR, "the link broke", quiesced=False),
     Cancel("t", 7),
     CancelAck("t", 7, drained=True),
@@ -91,6 +92,15 @@ def test_reserve_on_the_wire() -> None:
         "immediate": 100,
         "deadline_ms": 300_000,
     }
+
+
+@pytest.mark.parametrize("length", [0, 15, 17])
+def test_a_prompt_hash_is_whole_or_absent(length: int) -> None:
+    fields = msgpack.unpackb(encode(reserve(prompt_hash=None)))
+    assert fields["prompt_hash"] is None
+    fields["prompt_hash"] = bytes(length)
+    with pytest.raises(MalformedMessage, match=r"prompt_hash"):
+        decode(msgpack.packb(fields))
 
 
 def test_a_frame_of_another_implementation_is_read() -> None:
