@@ -31,7 +31,8 @@ from kv_connector.engine.transfer_engine import LayerSignal, TransferEngine
 from kv_connector.protocol.actions import Address, Reached, State
 from kv_connector.protocol.decode import DecodeMachine, DecodeRequest
 from kv_connector.protocol.layout import KvLayout
-from kv_connector.protocol.messages import Compatibility, Role
+from kv_connector.protocol.messages import Fingerprint, Role
+from kv_connector.protocol.mismatch import Advice
 from kv_connector.protocol.peers import Identity, PeerTable
 from kv_connector.protocol.plan import memory_problem
 from kv_connector.protocol.prefill import ComputedPages, PrefillMachine, PrefillRequest
@@ -60,9 +61,11 @@ class AgentConfig:
     engine_id: str
     role: Role
     rank: int
+    ranks: int  # of this engine
     address: Address  # of the control socket; port 0 takes a free one
-    compatibility: Compatibility
+    fingerprint: Fingerprint
     layout: KvLayout
+    advice: Mapping[str, Advice] = field(default_factory=dict)  # by the name of a pair of the fingerprint
     providers: tuple[str, ...] = ("host", "tcp")  # in order of preference
     allow_fallback: bool = False
     data_host: str = ""  # address that the providers' listeners bind; empty: the control socket's
@@ -132,9 +135,11 @@ class Agent:
                     incarnation=uuid.uuid4().hex,
                     role=config.role,
                     rank=config.rank,
-                    compatibility=config.compatibility,
+                    ranks=config.ranks,
+                    fingerprint=config.fingerprint,
                     layout=config.layout,
                     regions=descriptors,
+                    advice=config.advice,
                 ),
                 config.timeouts,
             ),

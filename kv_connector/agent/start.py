@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -17,7 +17,8 @@ from kv_connector.control.registrar import Registrar
 from kv_connector.engine.placement import Device, place
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.layout import KvLayout
-from kv_connector.protocol.messages import Compatibility, Role
+from kv_connector.protocol.messages import Fingerprint, Role
+from kv_connector.protocol.mismatch import Advice
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,9 @@ class WorkerInfo:
     """With which this process computes where its device is a CPU."""
     layout: KvLayout
     memory: Sequence[MemoryRange]
-    compatibility: Compatibility
+    fingerprint: Fingerprint
+    advice: Mapping[str, Advice]
+    """What an operator is to do about a pair that differs."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,7 @@ def start(settings: Settings, worker: WorkerInfo) -> Running:
                 engine_id=worker.engine_id,
                 role=worker.role,
                 rank=worker.rank,
+                ranks=worker.ranks,
                 address=Address(host, port),
                 providers=settings.providers,
                 allow_fallback=settings.allow_fallback,
@@ -107,7 +111,8 @@ def start(settings: Settings, worker: WorkerInfo) -> Running:
                 spin_us=settings.spin_us,
                 nics=placement.nics,
                 worker_cpu=placement.worker_cpu,
-                compatibility=worker.compatibility,
+                fingerprint=worker.fingerprint,
+                advice=worker.advice,
                 layout=worker.layout,
                 timeouts=settings.agent_timeouts(),
                 key=key,

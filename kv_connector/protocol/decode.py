@@ -31,9 +31,8 @@ from kv_connector.protocol.actions import (
 from kv_connector.protocol.layout import GroupTarget, KvLayout
 from kv_connector.protocol.messages import Cancel, CancelAck, Fail, Release, Reserve, Role, id_problem
 from kv_connector.protocol.plan import expected_pages, targets_problem
+from kv_connector.protocol.prompt_hash import PROMPT_HASH_BYTES
 from kv_connector.protocol.timers import Timeouts, Timers
-
-PROMPT_HASH_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class DecodeRequest:
     peer: Address
     prompt_tokens: int
     first_token: int  # the tokens before this one are here already
-    prompt_hash: bytes  # 16 bytes
+    prompt_hash: bytes | None  # as PrefillRequest's
     groups: tuple[GroupTarget, ...]
 
 
@@ -312,8 +311,9 @@ class DecodeMachine:
     # --- Steps
 
     def _problem(self, request: DecodeRequest) -> str | None:
-        if len(request.prompt_hash) != PROMPT_HASH_BYTES:
-            return f"a prompt hash has {PROMPT_HASH_BYTES} bytes, this one {len(request.prompt_hash)}"
+        length = PROMPT_HASH_BYTES if request.prompt_hash is None else len(request.prompt_hash)
+        if length != PROMPT_HASH_BYTES:
+            return f"a prompt hash has {PROMPT_HASH_BYTES} bytes, this one {length}"
         return targets_problem(self._layout, request.groups, request.prompt_tokens)
 
     def _staged(self, address: Address) -> list[_Transfer]:

@@ -48,7 +48,9 @@ class PrefillRequest:
     request_id: str
     transfer_id: str
     prompt_tokens: int
-    prompt_hash: bytes  # 16 bytes over the prompt's tokens: the same function on both sides
+    # 16 bytes over the prompt's tokens, by the same function on both sides. None where the transfer id alone
+    # says which prompt it is.
+    prompt_hash: bytes | None
 
 
 @dataclass(frozen=True)
@@ -654,6 +656,10 @@ def _prompt_problem(request: PrefillRequest, reserve: Reserve) -> str | None:
         return (
             f"prompt length: prefill has {request.prompt_tokens} tokens, decode has {reserve.prompt_tokens}"
         )
+    if request.prompt_hash is None:
+        return None
+    if reserve.prompt_hash is None:  # else an id alone, with whatever prompt, would get these pages
+        return "decode sends no hash of the prompt, prefill has one: run the same release on both sides"
     if request.prompt_hash != reserve.prompt_hash:
         return "the prompts differ: several prompts or requests may share one transfer id"
     return None

@@ -20,7 +20,7 @@ from kv_connector.agent.settings import SettingsError, parse_settings
 from kv_connector.agent.start import Running, WorkerInfo, start
 from kv_connector.engine.placement import Device
 from kv_connector.protocol.messages import Role
-from kv_connector.vllm.fingerprint import compatibility
+from kv_connector.vllm.fingerprint import ADVICE, rank_fingerprint
 from kv_connector.vllm.internals import (
     CacheHitSource,
     KvBlocks,
@@ -166,7 +166,8 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
             compute_threads=torch.get_num_threads(),
             layout=layout,
             memory=memory,
-            compatibility=compatibility(self._vllm_config, self._kv_cache_config, layout),
+            fingerprint=rank_fingerprint(self._vllm_config, self._kv_cache_config, layout),
+            advice=ADVICE,
         )
         self._running = start(self._settings, info)
         agent = self._running.agent

@@ -16,14 +16,14 @@ from kv_connector.agent.effects import Action, Effects
 from kv_connector.agent.ledger import Ledger
 from kv_connector.protocol.actions import Address, State
 from kv_connector.protocol.decode import DecodeMachine
-from kv_connector.protocol.messages import Compatibility, Role
+from kv_connector.protocol.messages import Role, fingerprint
 from kv_connector.protocol.peers import Identity, PeerTable
 from kv_connector.protocol.prefill import PrefillMachine
 
 from .clock import SkewedClock
 from .fabric import SimEngine
 from .network import Port
-from .pool import LAYERS, LAYOUT, PAGE, TOKENS, Pool
+from .pool import LAYOUT, Pool
 from .receiving import DecodeSide
 from .sending import PrefillSide
 
@@ -32,20 +32,7 @@ if TYPE_CHECKING:
 
 _OVER = (State.DONE, State.FAILED)
 
-COMPATIBILITY = Compatibility(
-    protocol=1,
-    engine="simulated",
-    model="simulated",
-    dtype="u8",
-    kv_scales=((),) * LAYERS,
-    kv_layout="simulated",
-    attention_backend="none",
-    block_sizes=(TOKENS, TOKENS),
-    page_bytes=(PAGE,) * LAYERS,
-    layer_names=tuple(layer.name for layer in LAYOUT.layers),
-    tensor_parallel=1,
-    pipeline_parallel=1,
-)
+FINGERPRINT = fingerprint({"engine": "simulated"})
 
 
 class Process:
@@ -75,7 +62,7 @@ class Process:
             layout=LAYOUT,
             control=self.port,
             peers=PeerTable(
-                Identity(name, self.incarnation, role, 0, COMPATIBILITY, LAYOUT, (b"memory",)),
+                Identity(name, self.incarnation, role, 0, 1, FINGERPRINT, LAYOUT, (b"memory",)),
                 world.times,
             ),
             prefill=PrefillMachine(LAYOUT, world.times),

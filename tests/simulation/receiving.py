@@ -174,7 +174,7 @@ class DecodeSide:
             peer=self._world.addresses[plan.prefill],
             prompt_tokens=plan.blocks * TOKENS,
             first_token=plan.cached * TOKENS,
-            prompt_hash=prompt_hash(plan.transfer_id),
+            prompt_hash=prompt_hash(plan, plan.transfer_id),
             groups=tuple(groups),
         )
         self._world.books.note("%s reserves %s", process, plan.name)

@@ -37,6 +37,7 @@ class Plan:
     unknown_to_decode: bool = False
     needs_nothing: bool = False  # D finds all it needs in its own cache
     other_prompt: bool = False  # P and D got different prompts
+    hashed: bool = True  # both sides have a hash of their prompt; else nobody can tell two apart
     truncated: bool = False  # P says that it has finished, and never names its last page
 
     @property
@@ -173,6 +174,7 @@ def _plan(rng: random.Random, scenario: Scenario, number: int, trouble: bool) ->
         unknown_to_decode=0.36 < fate < 0.39,
         needs_nothing=0.39 < fate < 0.42,
         other_prompt=0.42 < fate < 0.45,
+        hashed=(scenario.seed + number) % 2 == 0 or 0.42 < fate < 0.45,
         truncated=0.45 < fate < 0.48,
     )
 

@@ -61,7 +61,7 @@ class PrefillSide:
         prompt = _Prompt(plan, ready_at=self._world.clock.now + plan.scheduled_after)
         self._prompts[plan.name] = prompt
         request = PrefillRequest(
-            plan.name, plan.transfer_id, plan.blocks * TOKENS, prompt_hash(plan.computed_prompt)
+            plan.name, plan.transfer_id, plan.blocks * TOKENS, prompt_hash(plan, plan.computed_prompt)
         )
         process.submit(lambda now: process.effects.prefill.expect(now, request))
         if plan.prefill_abort is not None:
@@ -266,6 +266,6 @@ class PrefillSide:
         self._process.pool.give(blocks)
 
 
-def prompt_hash(prompt: str) -> bytes:
-    """16 bytes, as both sides compute them from their tokens."""
-    return prompt.encode().ljust(16, b".")[:16]
+def prompt_hash(plan: Plan, prompt: str) -> bytes | None:
+    """16 bytes, as both sides compute them from their tokens, or none on either."""
+    return prompt.encode().ljust(16, b".")[:16] if plan.hashed else None

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import zmq
 from agent_setup import IMPATIENT, LIVELY, TIMES, Side, Stage, stage, until
-from protocol_setup import BLOCK, PAGE, compatibility, layout
+from protocol_setup import BLOCK, PAGE, layout, pairs
 
 from kv_connector.agent.agent import Agent, AgentConfig, AgentError, MemoryRange
 from kv_connector.engine import ArmedLayer, ErrorCode, PagedWrite, TransferError
@@ -374,6 +374,18 @@ def test_another_prompt_fails_decode_only(pair: tuple[Side, Side]) -> None:
     prefill.wait(sent=["p-t"])
 
 
+def test_a_prompt_without_a_hash_is_known_by_its_transfer_alone(pair: tuple[Side, Side]) -> None:
+    prefill, decode = pair
+    prefill.expect(prompt_hash=None)
+    decode.reserve(prefill.address, prompt_hash=None)
+    prefill.compute(SOURCE)
+    prefill.agent.finished("t", True, "")
+    decode.wait(received=["d-t"])
+    prefill.wait(sent=["p-t"])
+    assert decode.failed == []
+    assert decode.holds("t", SOURCE, TARGET)
+
+
 def test_a_release_frees_the_prompt(pair: tuple[Side, Side]) -> None:
     prefill, decode = pair
     prefill.expect()
@@ -691,9 +703,8 @@ def test_a_restarted_decode_engine_replaces_its_old_self(
 
 def test_ranks_on_several_hosts_find_each_other(sim: Stage, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "kv_connector")
-    two = compatibility(tensor_parallel=2)
     prefill, decode = (
-        [sim.side(role, host=f"127.0.0.{rank + 1}", compatible=two, rank=rank) for rank in range(2)]
+        [sim.side(role, host=f"127.0.0.{rank + 1}", rank=rank, ranks=2) for rank in range(2)]
         for role in (Role.PREFILL, Role.DECODE)
     )
     engine = prefill[0].address  # all that requests say
@@ -719,13 +730,13 @@ def test_every_rank_of_another_topology_is_refused_at_once(
     sim: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
     patient = replace(TIMES, connect=1000.0, transfer=1000.0)
-    prefill, two = sim.side(Role.PREFILL), compatibility(tensor_parallel=2)
+    prefill, two = sim.side(Role.PREFILL), pairs(ranks="2")
     for rank in range(2):
-        decode = sim.side(Role.DECODE, compatible=two, rank=rank, timeouts=patient)
+        decode = sim.side(Role.DECODE, fingerprint=two, rank=rank, timeouts=patient)
         decode.reserve(prefill.address)
         decode.wait(received=["d-t"])
         assert decode.failed == ["d-t"]
-    reason = "tensor_parallel: prefill has 1, decode has 2: start both engines with the same"
+    reason = "ranks: prefill has 1, decode has 2: give both sides as many ranks"
     assert caplog.text.count(f"NAK from {prefill.address}: incompatible: {reason}") == 2
 
 
@@ -747,8 +758,8 @@ def test_an_address_where_nobody_listens_fails_the_request(
     ("changes", "words"),
     [
         (
-            {"compatible": compatibility(block_sizes=(32,))},
-            "incompatible: block_sizes: prefill has (16,), decode has (32,): start both engines",
+            {"fingerprint": pairs(block_sizes=("32",))},
+            "incompatible: block_sizes: prefill has (16), decode has (32): give both sides the same",
         ),
         ({"pages": layout(groups=(3,))}, "incompatible: layers: prefill has 2, decode has 3"),
         ({"rank": 1}, "protocol: there is no rank 1 among 1"),
@@ -883,7 +894,7 @@ ANYWHERE = Address("127.0.0.1", 0)
 
 
 def config(address: Address = ANYWHERE, **changes: Any) -> AgentConfig:
-    base = AgentConfig("p0", Role.PREFILL, 0, address, compatibility(), layout(), providers=("sim",))
+    base = AgentConfig("p0", Role.PREFILL, 0, 1, address, pairs(), layout(), providers=("sim",))
     return replace(base, **changes)
 
 

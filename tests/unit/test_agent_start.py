@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from agent_setup import until
-from protocol_setup import compatibility, layout, region_bytes
+from protocol_setup import layout, pairs, region_bytes
 
 from kv_connector.agent.agent import AgentError, MemoryRange
 from kv_connector.agent.settings import Settings, SettingsError
@@ -48,7 +48,8 @@ def starts() -> Iterator[Starts]:
                 "compute_threads": 1,
                 "layout": PAGES,
                 "memory": [MemoryRange(memory.ctypes.data, memory.nbytes)],
-                "compatibility": compatibility(),
+                "fingerprint": pairs(),
+                "advice": {},
             }
             running = start(settings, WorkerInfo(**(fields | changes)))
             stack.callback(running.close)

@@ -123,6 +123,12 @@ def test_the_last_page_ends_the_transfer(machine: DecodeMachine) -> None:
     assert_over(machine)
 
 
+def test_a_prompt_without_a_hash_is_asked_for_without_one(machine: DecodeMachine) -> None:
+    machine.peer_up(0.0, P_ADDRESS, PEER)
+    machine.reserve(0.0, decode_request(prompt_hash=None))
+    assert sent(machine.counter_opened(0.0, "d-t", IMMEDIATE), Reserve).prompt_hash is None
+
+
 def test_attempts_differ(machine: DecodeMachine) -> None:
     assert reserved(machine, "t").attempt != reserved(machine, "u").attempt
 
@@ -140,6 +146,7 @@ def test_a_request_is_received_once(machine: DecodeMachine) -> None:
         (decode_request(blocks=(32,)), "block 32 of 32"),
         (decode_request(blocks=(1, 2, 3, 4)), "behind the 3"),
         (decode_request(prompt_hash=b"short"), "a prompt hash has 16 bytes, this one 5"),
+        (decode_request(prompt_hash=b""), "a prompt hash has 16 bytes, this one 0"),
         (decode_request(transfer=""), "a transfer id has 1 to 256 characters, this one 0"),
         (decode_request(transfer="x" * 257), "this one 257"),
         (decode_request(transfer="\ud800"), "valid Unicode"),

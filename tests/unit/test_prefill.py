@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from protocol_setup import BLOCK, computed, every, layout, only, prefill_request, reserve
+from protocol_setup import BLOCK, HASH, computed, every, layout, only, prefill_request, reserve
 
 from kv_connector.protocol import tombstones
 from kv_connector.protocol.actions import Ended, Fence, Log, Outcome, Reached, Send, State
@@ -405,6 +405,7 @@ def test_a_prompt_that_has_gone_as_a_whole_or_not_at_all_survives_a_cleared_cach
     [
         ({"prompt_tokens": 3 * BLOCK - 1}, "prefill has 48 tokens, decode has 47"),
         ({"prompt_hash": bytes(16)}, "the prompts differ"),
+        ({"prompt_hash": None}, "decode sends no hash of the prompt"),
     ],
 )
 @pytest.mark.parametrize("order", ["request first", "RESERVE first"])
@@ -424,6 +425,28 @@ def test_another_prompt_is_refused_and_the_right_one_still_served(
     assert machine.next_deadline() is None
     machine.computed(0.0, computed((1, 2, 3)))
     assert pushed(machine.reserve(1.0, PEER, reserve(attempt=10))) == {1: 11, 2: 12, 3: 13}
+
+
+@pytest.mark.parametrize("theirs", [None, HASH], ids=["neither", "decode has one"])
+@pytest.mark.parametrize("order", ["request first", "RESERVE first"])
+def test_a_prompt_without_a_hash_is_compared_with_none(
+    machine: PrefillMachine, theirs: bytes | None, order: str
+) -> None:
+    """Its length still is."""
+    ours = prefill_request(prompt_hash=None)
+    short = msgspec.structs.replace(reserve(attempt=1, prompt_hash=theirs), prompt_tokens=3 * BLOCK - 1)
+    right = reserve(attempt=2, prompt_hash=theirs)
+    if order == "request first":
+        machine.expect(0.0, ours)
+        fail = message(machine.reserve(0.0, PEER, short))
+        machine.reserve(0.0, PEER, right)
+    else:
+        machine.reserve(0.0, PEER, short)
+        fail = message(machine.expect(0.0, ours))
+        machine.reserve(0.0, PEER, right)
+    assert isinstance(fail, Fail)
+    assert fail.message == "prompt length: prefill has 48 tokens, decode has 47"
+    assert pushed(machine.computed(0.0, computed((1, 2, 3)))) == {1: 11, 2: 12, 3: 13}
 
 
 @pytest.mark.parametrize(
