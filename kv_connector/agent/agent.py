@@ -28,10 +28,11 @@ from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.sockets import ControlPlane
 from kv_connector.engine import DomainConfig, EngineConfig, ErrorCode, TransferError
 from kv_connector.engine.transfer_engine import LayerSignal, TransferEngine
-from kv_connector.protocol.actions import Address
+from kv_connector.protocol.actions import Address, Reached, State
 from kv_connector.protocol.decode import DecodeMachine, DecodeRequest
 from kv_connector.protocol.layout import KvLayout
-from kv_connector.protocol.messages import Compatibility, Role
+from kv_connector.protocol.messages import Fingerprint, Role
+from kv_connector.protocol.mismatch import Advice
 from kv_connector.protocol.peers import Identity, PeerTable
 from kv_connector.protocol.plan import memory_problem
 from kv_connector.protocol.prefill import ComputedPages, PrefillMachine, PrefillRequest
@@ -60,9 +61,11 @@ class AgentConfig:
     engine_id: str
     role: Role
     rank: int
+    ranks: int  # of this engine
     address: Address  # of the control socket; port 0 takes a free one
-    compatibility: Compatibility
+    fingerprint: Fingerprint
     layout: KvLayout
+    advice: Mapping[str, Advice] = field(default_factory=dict)  # by the name of a pair of the fingerprint
     providers: tuple[str, ...] = ("host", "tcp")  # in order of preference
     allow_fallback: bool = False
     data_host: str = ""  # address that the providers' listeners bind; empty: the control socket's
@@ -132,9 +135,11 @@ class Agent:
                     incarnation=uuid.uuid4().hex,
                     role=config.role,
                     rank=config.rank,
-                    compatibility=config.compatibility,
+                    ranks=config.ranks,
+                    fingerprint=config.fingerprint,
                     layout=config.layout,
                     regions=descriptors,
+                    advice=config.advice,
                 ),
                 config.timeouts,
             ),
@@ -185,9 +190,12 @@ class Agent:
         def command(now: float) -> Sequence[Action]:
             try:
                 return self._effects.decode.reserve(now, request)
-            except Exception:
+            except Exception as error:
                 if request.request_id not in self._effects.decode:
-                    self._ledger.received(request.request_id, failed=True)
+                    transfer, receiver = request.transfer_id, request.request_id
+                    why = f"{type(error).__name__}: {error}"
+                    self._ledger.reached(Reached(Role.DECODE, transfer, receiver, State.FAILED, why))
+                    self._ledger.received(receiver, failed=True)
                 raise
 
         self._submit(command)
@@ -213,13 +221,7 @@ class Agent:
 
     def expect(self, request: PrefillRequest) -> None:
         """The request has reached the scheduler."""
-
-        def command(now: float) -> Sequence[Action]:
-            actions = self._effects.prefill.expect(now, request)
-            self._effects.note_reserved(request.transfer_id)
-            return actions
-
-        self._submit(command)
+        self._submit(lambda now: self._effects.prefill.expect(now, request))
 
     def order_layers(self, signal_base: int, ordinals: Sequence[int]) -> None:
         """From this step on the signal reaches ``signal_base + k`` when the first k of these layers are
@@ -232,7 +234,7 @@ class Agent:
         self._submit(command)
 
     def computed(self, pages: ComputedPages) -> None:
-        """These pages become valid in this step; each is pushed once, when D wants it."""
+        """These pages become valid in this step, or are already; each is pushed once, when D wants it."""
         self._submit(lambda now: self._effects.prefill.computed(now, pages))
 
     def preempt(self, transfer_ids: Sequence[str]) -> None:
@@ -274,8 +276,30 @@ class Agent:
         self._ledger.await_news(timeout)
 
     def take_reports(self) -> Reports:
-        """The requests that ended since the last call."""
+        """The requests that ended since the last call. Their states are forgotten."""
         return self._ledger.take_reports()
+
+    def state(self, request_id: str) -> State | None:
+        """How far a request has come, in one look-up: for adapters that ask of each one, in each turn. None:
+        it waits for the other side, or is not known. What is DONE or FAILED nobody reads or writes for any
+        more; a prompt that has FAILED may still be under way in its engine, which finished() ends.
+
+        An end is kept until take_reports() or forget(): an adapter uses one of them."""
+        return self._ledger.state(request_id)
+
+    def failure(self, request_id: str) -> str:
+        """Why a request is FAILED."""
+        return self._ledger.failure(request_id)
+
+    def forget(self, request_id: str) -> None:
+        """Drops all that is kept of a request for its adapter, in order with the other commands: to be called
+        when it is DONE or FAILED, and for a prompt after finished(). One that is not over stays."""
+
+        def command(now: float) -> Sequence[Action]:
+            self._ledger.forget(request_id)
+            return ()
+
+        self._submit(command)
 
     def stats(self) -> AgentStats:
         """Counters for metrics."""

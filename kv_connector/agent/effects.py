@@ -25,7 +25,7 @@ from kv_connector.engine import (
     TransferError,
     TransferProgress,
 )
-from kv_connector.protocol.actions import Ended, Fence, Log, Outcome, PeerId, Send, UnderWay
+from kv_connector.protocol.actions import Ended, Fence, Log, Outcome, PeerId, Reached, Send, UnderWay
 from kv_connector.protocol.decode import (
     CloseCounter,
     DecodeAction,
@@ -122,7 +122,7 @@ class Outgoing:
     peer: PeerId
     opened: float
     last_signal: int = 0  # the highest value that a layer of it waits for
-    step: int = -1  # the signal base of the last step's pages
+    step: int | None = None  # the signal base of the last step's pages; None: they were computed already
     step_pages: dict[tuple[int, int], int] = field(default_factory=dict)  # of a signal value and its layer
     layers: set[int] = field(default_factory=set)
     at_prefill_end: TransferProgress | None = None
@@ -243,11 +243,6 @@ class Effects:
         """How many transfers are in each phase. Any thread may call it."""
         return dict(Counter(f"{one.side.value} {one.phase}" for one in self.under_way()))
 
-    def note_reserved(self, transfer_id: str) -> None:
-        """After a RESERVE or its request came: the adapter is told once both are here."""
-        if self.prefill.wanted(transfer_id):
-            self._ledger.reserved(transfer_id)
-
     def next_deadline(self) -> float | None:
         """When tick() is due, if nothing happens before."""
         deadlines = [machine.next_deadline() for machine in (self.peers, self.prefill, self.decode)]
@@ -301,6 +296,8 @@ class Effects:
                 self._ledger.received(request_id, failed)
             case Ended():
                 self._ended(action)
+            case Reached():
+                self._ledger.reached(action)
             case Send(peer, message):
                 source = self.peers.source(peer)
                 return [] if source is None else self._execute(now, Reply(source, message))
@@ -373,9 +370,7 @@ class Effects:
     ) -> Sequence[Action]:
         match message:
             case Reserve():
-                actions = self.prefill.reserve(now, peer, message)
-                self.note_reserved(message.transfer_id)
-                return actions
+                return self.prefill.reserve(now, peer, message)
             case Cancel():
                 return self.prefill.cancel(now, peer, message)
             case Release(transfer_id):
@@ -470,7 +465,7 @@ class Effects:
             outgoing = Outgoing(self._engine.open_transfer(link.engine_peer), push.peer, now)
             self.outgoing[push.transfer_id] = outgoing
             self._transfer_ids[outgoing.number] = push.transfer_id
-        if outgoing.step != push.signal_base:
+        if outgoing.step is None or outgoing.step != push.signal_base:  # what has no base is a step by itself
             outgoing.step, outgoing.step_pages = push.signal_base, {}
         for pages in push.groups:
             self._arm(link, outgoing, push, pages)
@@ -501,9 +496,12 @@ class Effects:
                 outgoing.step_pages[when] = outgoing.step_pages.get(when, 0) + len(pages.source)
                 outgoing.last_signal = max(outgoing.last_signal, armed.signal_value)
 
-    def _signal_value(self, signal_base: int, ordinal: int) -> int:
+    def _signal_value(self, signal_base: int | None, ordinal: int) -> int:
         """From which the layer's pages of that step are valid. For a step before the last change of order,
-        whose signal may still be on its way, that is the step's end."""
+        whose signal may still be on its way, that is the step's end; 0, where all signals begin, for what is
+        computed already."""
+        if signal_base is None:
+            return 0
         known = signal_base >= self._ordered_since
         return signal_base + (self._positions[ordinal] if known else len(self._positions))
 

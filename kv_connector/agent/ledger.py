@@ -1,6 +1,6 @@
 """What the agent tells its engine adapter: ended requests, counters for metrics, and what is still alive.
 
-Written by the agent's thread, read by any: everything here is behind one lock.
+Written by the agent's thread, read by any: everything here is behind one lock, but for a look at a state.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import threading
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from kv_connector.protocol.actions import Ended, Outcome
+from kv_connector.protocol.actions import Ended, Outcome, Reached, State
 from kv_connector.protocol.messages import Role
 from kv_connector.protocol.peers import PeerInfo
 
@@ -96,6 +96,8 @@ class Ledger:
         self._news = threading.Condition(self._lock)  # a report, or a reservation
         self._reports = Reports()
         self._reserved: set[str] = set()
+        # How far each request has come, until its end was taken. Changed behind the lock, looked up without.
+        self._reached: dict[str, Reached] = {}
         self._ended: dict[Role, Counter[Outcome]] = {Role.PREFILL: Counter(), Role.DECODE: Counter()}
         self._seconds = {Role.PREFILL: 0.0, Role.DECODE: 0.0}
         self._pushed = [0, 0, 0]  # pages, bytes, layers
@@ -108,10 +110,37 @@ class Ledger:
             self._reports.finished_sending.add(request_id)
             self._news.notify_all()
 
-    def reserved(self, transfer_id: str) -> None:
+    @property
+    def states(self) -> int:
+        """Requests of which a state is kept."""
+        return len(self._reached)
+
+    def reached(self, reached: Reached) -> None:
         with self._lock:
-            self._reserved.add(transfer_id)
-            self._news.notify_all()
+            self._reached[reached.request_id] = reached
+            if reached.side is Role.PREFILL and reached.state is State.MOVING:
+                self._reserved.add(reached.transfer_id)
+                self._news.notify_all()
+
+    def state(self, request_id: str) -> State | None:
+        reached = self._reached.get(request_id)
+        return None if reached is None else reached.state
+
+    def failure(self, request_id: str) -> str:
+        reached = self._reached.get(request_id)
+        return "" if reached is None else reached.reason
+
+    def forget(self, request_id: str) -> None:
+        """Of a request that is over."""
+        with self._lock:
+            reached = self._reached.get(request_id)
+            if reached is None or reached.state is State.MOVING:
+                return
+            del self._reached[request_id]
+            self._reserved.discard(reached.transfer_id)
+            reports = self._reports
+            for ids in (reports.finished_sending, reports.finished_recving, reports.failed_recving):
+                ids.discard(request_id)
 
     def received(self, request_id: str, failed: bool) -> None:
         with self._lock:
@@ -164,6 +193,8 @@ class Ledger:
     def take_reports(self) -> Reports:
         with self._lock:
             reports, self._reports = self._reports, Reports()
+            for request_id in reports.finished_sending | reports.finished_recving:
+                self._reached.pop(request_id, None)
             return reports
 
     def stats(self, peers: tuple[PeerInfo, ...], malformed: int) -> AgentStats:

@@ -1,4 +1,4 @@
-"""Which NICs serve a device, and which core its transfer worker is pinned to.
+"""Which NICs serve a device, and which core its transfer worker is pinned to. ``place`` puts it together.
 
 NICs: those that share the deepest PCI ancestor with the device, else those of its NUMA node, else all;
 divided evenly among the devices that have the same ones nearest.
@@ -10,18 +10,30 @@ pinned onto an engine's core costs far more than one that moves.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 import msgspec
 
-from kv_connector.engine.topology import Gpu, Location, Machine, Nic, parse_cores
+from kv_connector.engine.topology import (
+    Gpu,
+    Location,
+    Machine,
+    Nic,
+    cuda_gpu_address,
+    parse_cores,
+    read_machine,
+)
+
+logger = logging.getLogger(__name__)
 
 MAX_NICS = 8
 """Domains of a group: the engine takes no more."""
@@ -168,6 +180,64 @@ class CoreClaim:
         self._holder.close()
 
 
+@dataclass(frozen=True)
+class Device:
+    """Where the memory is that is written and read."""
+
+    kind: Literal["cpu", "cuda"]
+    index: int = 0
+    """As this process counts."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """release() it when the worker has ended."""
+
+    nics: Mapping[str, tuple[str, ...]]
+    """By provider, as DomainConfig.device names them; a provider without any makes its own choice."""
+    claim: CoreClaim | None
+    worker_cpu: int | None
+    """The core to pin the transfer worker to."""
+
+    def release(self) -> None:
+        if self.claim is not None:
+            self.claim.release()
+
+
+def place(
+    device: Device,
+    *,
+    providers: Sequence[str],
+    nics: tuple[str, ...],
+    worker_cpu: int | Literal["auto", "none"],
+    compute_threads: int,
+) -> Placement:
+    """Chooses what the operator's ``nics`` (empty) and ``worker_cpu`` ("auto") leave open, and logs what, and
+    why. ``compute_threads``: with which this process computes where its device is a CPU.
+    """
+    machine = read_machine()
+    gpu = cuda_gpu_address(device.index) if device.kind == "cuda" else None
+    chosen = {
+        provider: nics or _nics(machine, gpu, provider) for provider in providers if provider in NIC_PROVIDERS
+    }
+    for provider, names in chosen.items():
+        logger.info(
+            "%s takes NICs %s for %s", provider, ", ".join(names) or "none", gpu or "memory of this node"
+        )
+    if worker_cpu != "auto":
+        return Placement(chosen, None, None if worker_cpu == "none" else worker_cpu)
+    choice = _core(machine, gpu, _unbound_threads(device, compute_threads))
+    claim = CoreClaim.first_free(choice.cores)
+    if claim is None:
+        reason = (
+            "not pinned: other engines' workers are on every free core" if choice.cores else choice.reason
+        )
+        logger.info("transfer worker: %s", reason)
+        return Placement(chosen, None, None)
+    logger.info("transfer worker: pinned to core %d, %s", claim.core, choice.reason)
+    return Placement(chosen, claim, claim.core)
+
+
 def cores_in_use(environment: Mapping[str, str] = os.environ, proc: Path = Path("/proc")) -> CoresInUse:
     """What the environment and the threads of this machine say. Some milliseconds, more where many run."""
     # An OpenMP runtime binds the main thread too: only all threads together show where we may run.
@@ -198,6 +268,31 @@ def bound_by_environment(environment: Mapping[str, str]) -> frozenset[int] | Non
     except ValueError:
         return None
     return frozenset(cores)
+
+
+def _nics(machine: Machine, gpu: str | None, provider: str) -> tuple[str, ...]:
+    choice = choose_nics(machine, machine.gpus, provider).get(gpu) if gpu is not None else None
+    if choice is None:
+        choice = choose_nics_without_device(machine, provider, None)
+    return tuple(device_name(provider, nic) for nic in choice.nics)
+
+
+def _core(machine: Machine, address: str | None, engine_threads: int) -> CoreChoice:
+    gpu = next((gpu for gpu in machine.gpus if gpu.address == address), None)
+    node = gpu.location.numa_node if gpu is not None else None
+    neighbours = [other for other in machine.gpus if other.location.numa_node == node]
+    turn = (neighbours.index(gpu), len(neighbours)) if gpu is not None else (0, 1)
+    return choose_core(machine, cores_in_use(), numa_node=node, engine_threads=engine_threads, turn=turn)
+
+
+def _unbound_threads(device: Device, compute_threads: int) -> int:
+    """Threads of this process that compute all the time and are bound to no core."""
+    if device.kind == "cuda":
+        return 1  # the one that launches kernels
+    # What binds them is also where cores_in_use() reads which cores they have.
+    if os.environ.get("OMP_PLACES") or os.environ.get("GOMP_CPU_AFFINITY") or os.environ.get("KMP_AFFINITY"):
+        return 0
+    return compute_threads
 
 
 def _gomp_cores(text: str) -> set[int]:

@@ -66,6 +66,25 @@ class Ended:
     seconds: float = 0.0  # D: from RESERVE to the last page; P: from RESERVE to the end
 
 
+class State(enum.Enum):
+    """How far a request has come, on either side. It never goes back; before, it waits for the other side."""
+
+    MOVING = "moving"  # both sides are there: pages go as they are computed
+    DONE = "done"  # all that decode asked for is there
+    FAILED = "failed"  # over without that, whatever the outcome; no page is read or written any more
+
+
+@dataclass(frozen=True)
+class Reached:
+    """A request of this engine has come so far."""
+
+    side: Role
+    transfer_id: str
+    request_id: str
+    state: State
+    reason: str = ""  # why it failed; empty where it was aborted here
+
+
 @dataclass(frozen=True)
 class UnderWay:
     """A transfer that is not over, as operators see it."""

@@ -16,13 +16,23 @@ import enum
 import logging
 from dataclasses import dataclass
 
-from kv_connector.protocol.actions import Address, Ended, Fence, Log, Outcome, PeerId, Send, UnderWay
+from kv_connector.protocol.actions import (
+    Address,
+    Ended,
+    Fence,
+    Log,
+    Outcome,
+    PeerId,
+    Reached,
+    Send,
+    State,
+    UnderWay,
+)
 from kv_connector.protocol.layout import GroupTarget, KvLayout
 from kv_connector.protocol.messages import Cancel, CancelAck, Fail, Release, Reserve, Role, id_problem
 from kv_connector.protocol.plan import expected_pages, targets_problem
+from kv_connector.protocol.prompt_hash import PROMPT_HASH_BYTES
 from kv_connector.protocol.timers import Timeouts, Timers
-
-PROMPT_HASH_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -38,7 +48,7 @@ class DecodeRequest:
     peer: Address
     prompt_tokens: int
     first_token: int  # the tokens before this one are here already
-    prompt_hash: bytes  # 16 bytes
+    prompt_hash: bytes | None  # as PrefillRequest's
     groups: tuple[GroupTarget, ...]
 
 
@@ -77,7 +87,7 @@ class FinishedReceiving:
     failed: bool
 
 
-DecodeAction = Send | Fence | Ended | Log | Dial | OpenCounter | CloseCounter | FinishedReceiving
+DecodeAction = Send | Fence | Ended | Reached | Log | Dial | OpenCounter | CloseCounter | FinishedReceiving
 
 
 class _Phase(enum.Enum):
@@ -240,7 +250,7 @@ class DecodeMachine:
             immediate=immediate,
             deadline_ms=max(0, round((transfer.deadline - now) * 1000)),
         )
-        return [Send(transfer.peer, reserve)]
+        return [_reached(request, State.MOVING), Send(transfer.peer, reserve)]
 
     def counter_failed(self, now: float, request_id: str, reason: str) -> list[DecodeAction]:
         """No counter: nothing was sent, so nothing can land."""
@@ -301,8 +311,9 @@ class DecodeMachine:
     # --- Steps
 
     def _problem(self, request: DecodeRequest) -> str | None:
-        if len(request.prompt_hash) != PROMPT_HASH_BYTES:
-            return f"a prompt hash has {PROMPT_HASH_BYTES} bytes, this one {len(request.prompt_hash)}"
+        length = PROMPT_HASH_BYTES if request.prompt_hash is None else len(request.prompt_hash)
+        if length != PROMPT_HASH_BYTES:
+            return f"a prompt hash has {PROMPT_HASH_BYTES} bytes, this one {length}"
         return targets_problem(self._layout, request.groups, request.prompt_tokens)
 
     def _staged(self, address: Address) -> list[_Transfer]:
@@ -348,5 +359,11 @@ class DecodeMachine:
         self._timers.clear(request.request_id)
         seconds = now - transfer.since if transfer.counting else 0.0
         ended = Ended(Role.DECODE, request.transfer_id, transfer.peer, outcome, reason, seconds)
+        state = State.DONE if outcome is Outcome.COMPLETED else State.FAILED
         report = FinishedReceiving(request.request_id, failed=outcome is Outcome.FAILED)
-        return [CloseCounter(request.request_id), ended, report] if transfer.counting else [ended, report]
+        last: list[DecodeAction] = [ended, _reached(request, state, reason), report]
+        return [CloseCounter(request.request_id), *last] if transfer.counting else last
+
+
+def _reached(request: DecodeRequest, state: State, reason: str = "") -> Reached:
+    return Reached(Role.DECODE, request.transfer_id, request.request_id, state, reason)

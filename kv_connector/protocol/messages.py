@@ -14,12 +14,13 @@ session and is answered by BYE.
 from __future__ import annotations
 
 import enum
-import hashlib
+from collections.abc import Mapping
 from typing import Annotated
 
 import msgspec
 
 from kv_connector.protocol.layout import GroupTarget, KvLayout
+from kv_connector.protocol.prompt_hash import PROMPT_HASH_BYTES
 
 PROTOCOL_VERSION = 2
 
@@ -38,6 +39,7 @@ Natural = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
 Host = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 Blob = Annotated[bytes, msgspec.Meta(max_length=64 << 10)]
+PromptHash = Annotated[bytes, msgspec.Meta(min_length=PROMPT_HASH_BYTES, max_length=PROMPT_HASH_BYTES)]
 
 
 class MalformedMessage(ValueError):
@@ -50,25 +52,23 @@ class Role(enum.Enum):
     BOTH = "both"  # dials as decode, is dialled as prefill
 
 
-class Compatibility(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What both engines must agree on before a page may move. By field, so that a refusal can name it."""
+class Pair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One thing that both engines must have alike before a page may move. What it is only the frameworks
+    know: here it has a name, so that a refusal can say it."""
 
-    protocol: int
-    engine: Text  # "vllm 0.32.0"
-    model: Text  # architecture and a hash of the model's configuration; not its path
-    dtype: Text  # of the KV cache
-    kv_scales: tuple[tuple[float, ...], ...]  # of quantized pages: per layer, k and v
-    kv_layout: Text  # memory order and, where pages are opaque (CPU attention), the ISA's packing
-    attention_backend: Text
-    block_sizes: tuple[Natural, ...]  # tokens a block, one per group
-    page_bytes: tuple[Natural, ...]  # one per layer
-    layer_names: tuple[Text, ...]
-    tensor_parallel: Natural
-    pipeline_parallel: Natural
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    value: Text | Annotated[tuple[Text, ...], msgspec.Meta(max_length=4096)]  # several: one a layer, say
 
-    def digest(self) -> bytes:
-        """16 bytes that are equal if, and only if, every field is."""
-        return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=16).digest()
+
+# All of them, in the order in which an operator is told of differences.
+Fingerprint = Annotated[tuple[Pair, ...], msgspec.Meta(max_length=64)]
+
+
+def fingerprint(values: Mapping[str, str | tuple[str, ...]]) -> Fingerprint:
+    """Raises where the other side would not read it."""
+    pairs = [{"name": name, "value": value} for name, value in values.items()]
+    checked: Fingerprint = msgspec.convert(pairs, Fingerprint)
+    return checked
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="t", forbid_unknown_fields=True, omit_defaults=True):
@@ -82,8 +82,8 @@ class Hello(Message, frozen=True, tag="hello"):
     incarnation: Id  # new at each boot
     role: Role
     rank: Natural
-    digest: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-    compatibility: Compatibility
+    protocol: Natural  # PROTOCOL_VERSION
+    fingerprint: Fingerprint
     layout: KvLayout
     regions: Annotated[tuple[Blob, ...], msgspec.Meta(max_length=256)]
     offer: Blob
@@ -101,7 +101,7 @@ class HelloAck(Message, frozen=True, tag="hello_ack"):
 
 
 class NakReason(enum.Enum):
-    INCOMPATIBLE = "incompatible"  # the message names the fields that differ
+    INCOMPATIBLE = "incompatible"  # the message names what differs
     WRONG_ROLE = "wrong_role"
     NO_LANE = "no_lane"  # no provider leads from P to D, or the preferred one is forbidden
     DRAINING = "draining"
@@ -133,7 +133,7 @@ class Reserve(Message, frozen=True, tag="reserve"):
     attempt: UInt32
     prompt_tokens: Natural
     first_token: Natural  # D holds the tokens before this one
-    prompt_hash: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    prompt_hash: PromptHash | None  # None: D has none; P refuses that if it has one
     groups: Annotated[tuple[GroupTarget, ...], msgspec.Meta(max_length=64)]
     immediate: UInt32
     deadline_ms: Natural  # from receipt; P gives up then

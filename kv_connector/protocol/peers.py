@@ -13,19 +13,20 @@ from __future__ import annotations
 import enum
 import logging
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from kv_connector.protocol.actions import Address, Log, PeerId
 from kv_connector.protocol.layout import KvLayout
 from kv_connector.protocol.messages import (
     MAX_WAITING,
+    PROTOCOL_VERSION,
     AnyMessage,
     Bye,
     Cancel,
     CancelAck,
-    Compatibility,
     Fail,
+    Fingerprint,
     Hello,
     HelloAck,
     HelloNak,
@@ -39,7 +40,7 @@ from kv_connector.protocol.messages import (
     clip,
     id_problem,
 )
-from kv_connector.protocol.mismatch import incompatibility
+from kv_connector.protocol.mismatch import SAME_RELEASE, Advice, mismatch
 from kv_connector.protocol.timers import Timeouts, Timers
 
 # Refusals that are logged once; names come from outside.
@@ -67,9 +68,11 @@ class Identity:
     incarnation: str
     role: Role
     rank: int
-    compatibility: Compatibility
+    ranks: int  # of this engine, and so of each peer's
+    fingerprint: Fingerprint
     layout: KvLayout
     regions: tuple[bytes, ...]  # TransferEngine's descriptor of each memory region
+    advice: Mapping[str, Advice] = field(default_factory=dict)  # not sent: by a pair's name
 
 
 @dataclass(frozen=True)
@@ -219,7 +222,6 @@ class PeerTable:
 
     def __init__(self, identity: Identity, timeouts: Timeouts) -> None:
         self._identity = identity
-        self._digest = identity.compatibility.digest()
         self._timeouts = timeouts
         self._peers: dict[PeerId, _Peer] = {}
         self._by_source: dict[Source, PeerId] = {}
@@ -284,8 +286,8 @@ class PeerTable:
             incarnation=us.incarnation,
             role=us.role,
             rank=us.rank,
-            digest=self._digest,
-            compatibility=us.compatibility,
+            protocol=PROTOCOL_VERSION,
+            fingerprint=us.fingerprint,
             layout=us.layout,
             regions=us.regions,
             offer=offer,
@@ -595,8 +597,9 @@ class PeerTable:
         return [*log, *self._forget(peer, f"{peer.at} refused: {reason}")]
 
     def _nak(self, source: Source, name: str, reason: NakReason, text: str) -> list[PeersAction]:
+        text = clip(text)
         log = self._log_nak(logging.WARNING, "to", f"decode peer {name}", f"{reason.value}: {text}")
-        return [*log, Reply(source, HelloNak(reason, clip(text)))]
+        return [*log, Reply(source, HelloNak(reason, text))]
 
     def _log_nak(self, level: int, direction: str, name: str, reason: str) -> list[PeersAction]:
         if self._naks.get(name) == reason:
@@ -644,12 +647,12 @@ class PeerTable:
         if hello.role is Role.PREFILL:
             text = f"{hello.engine_id} is a prefill engine: start it as a decode engine to receive pages"
             return NakReason.WRONG_ROLE, text
-        if hello.digest != self._digest or hello.compatibility != us.compatibility:
-            problem = incompatibility(us.compatibility, hello.compatibility)
-            if problem is None:
-                return NakReason.PROTOCOL, "the digest does not belong to the fields of the HELLO"
+        if hello.protocol != PROTOCOL_VERSION:
+            versions = f"prefill has {PROTOCOL_VERSION}, decode has {hello.protocol}"
+            return NakReason.INCOMPATIBLE, f"protocol: {versions}: {SAME_RELEASE}"
+        problem = mismatch(us.fingerprint, hello.fingerprint, us.advice)
+        if problem is not None:
             return NakReason.INCOMPATIBLE, problem
-        ranks = us.compatibility.tensor_parallel
-        if hello.rank >= ranks:
-            return NakReason.PROTOCOL, f"there is no rank {hello.rank} among {ranks}, counted from 0"
+        if hello.rank >= us.ranks:
+            return NakReason.PROTOCOL, f"there is no rank {hello.rank} among {us.ranks}, counted from 0"
         return None

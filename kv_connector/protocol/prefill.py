@@ -23,7 +23,17 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kv_connector.protocol.actions import Ended, Fence, Log, Outcome, PeerId, Send, UnderWay
+from kv_connector.protocol.actions import (
+    Ended,
+    Fence,
+    Log,
+    Outcome,
+    PeerId,
+    Reached,
+    Send,
+    State,
+    UnderWay,
+)
 from kv_connector.protocol.layout import KvLayout
 from kv_connector.protocol.messages import Cancel, CancelAck, Fail, FailCode, Reserve, Role, clip
 from kv_connector.protocol.plan import NULL_BLOCK, layout_problem, layouts_problem, targets_problem
@@ -38,7 +48,9 @@ class PrefillRequest:
     request_id: str
     transfer_id: str
     prompt_tokens: int
-    prompt_hash: bytes  # 16 bytes over the prompt's tokens: the same function on both sides
+    # 16 bytes over the prompt's tokens, by the same function on both sides. None where the transfer id alone
+    # says which prompt it is.
+    prompt_hash: bytes | None
 
 
 @dataclass(frozen=True)
@@ -53,12 +65,13 @@ class GroupPages:
 class ComputedPages:
     """Pages that become valid in one step: as the signal goes from ``signal_base`` up, one value a layer.
 
+    ``signal_base`` None: they are computed already, on a GPU too, and go at once, whatever the signal says.
     ``groups`` has one entry per KV group. The blocks must keep their contents until the request is reported
     as sent or preempted; repeating pages is fine.
     """
 
     transfer_id: str
-    signal_base: int
+    signal_base: int | None
     groups: tuple[GroupPages, ...]
 
 
@@ -81,7 +94,7 @@ class Push:
 
     peer: PeerId
     transfer_id: str
-    signal_base: int
+    signal_base: int | None  # None: computed already
     immediate: int  # raises D's counter, by one for each page
     groups: tuple[PushedGroup, ...]
 
@@ -107,7 +120,7 @@ class FinishedSending:
     request_id: str
 
 
-PrefillAction = Send | Fence | Ended | Log | Push | Seal | CancelWrites | FinishedSending
+PrefillAction = Send | Fence | Ended | Reached | Log | Push | Seal | CancelWrites | FinishedSending
 
 
 class WritesEnd(enum.Enum):
@@ -154,7 +167,7 @@ class _Transfer:
     reservation: _Reservation | None = None
     verdict: Verdict | None = None  # in DRAINING what it will be, in CLOSED what it is
     # Computed and not pushed, per group: logical block -> (P's block, signal base).
-    pages: list[dict[int, tuple[int, int]]] = field(default_factory=list)
+    pages: list[dict[int, tuple[int, int | None]]] = field(default_factory=list)
 
 
 class PrefillMachine:
@@ -172,11 +185,6 @@ class PrefillMachine:
     def __len__(self) -> int:
         """Transfers that are not over."""
         return len(self._transfers)
-
-    def wanted(self, transfer_id: str) -> bool:
-        """Whether both halves are here: the request, and a RESERVE for it."""
-        transfer = self._transfers.get(transfer_id)
-        return transfer is not None and transfer.request is not None and transfer.reservation is not None
 
     def writing(self, transfer_id: str) -> bool:
         """Whether the transfer may have an open counterpart in the engine."""
@@ -223,6 +231,8 @@ class PrefillMachine:
             )
             return [Log(logging.ERROR, text)]
         transfer.request = request
+        if transfer.phase is _Phase.CLOSED:  # if it was completed, then for another request
+            return _reached(transfer, State.FAILED)
         reservation = transfer.reservation
         if reservation is None or transfer.phase is not _Phase.ACTIVE:
             return []
@@ -232,7 +242,7 @@ class PrefillMachine:
             self._timers.clear(transfer.transfer_id)
             return [self._refuse(reservation.peer, reservation.message, FailCode.PROMPT_MISMATCH, problem)]
         self._timers.set(transfer.transfer_id, reservation.deadline)
-        return []
+        return _reached(transfer, State.MOVING)
 
     def computed(self, now: float, pages: ComputedPages) -> list[PrefillAction]:
         """These pages become valid in this step; the ones that D wants and lacks are pushed."""
@@ -363,7 +373,7 @@ class PrefillMachine:
             self._timers.set(transfer.transfer_id, min(deadline, now + self._timeouts.orphan))
             return []
         self._timers.set(transfer.transfer_id, deadline)
-        actions = self._push(transfer)
+        actions = [*_reached(transfer, State.MOVING), *self._push(transfer)]
         if transfer.finished:
             actions += self._seal(now, transfer)
         return actions
@@ -494,7 +504,7 @@ class PrefillMachine:
         self._transfers[transfer_id] = transfer
         return transfer
 
-    def _pages(self, transfer_id: str) -> list[dict[int, tuple[int, int]]]:
+    def _pages(self, transfer_id: str) -> list[dict[int, tuple[int, int | None]]]:
         transfer = self._transfers.get(transfer_id)
         return [] if transfer is None else transfer.pages
 
@@ -520,10 +530,10 @@ class PrefillMachine:
         reservation = transfer.reservation
         if reservation is None or transfer.request is None:
             return []
-        steps: dict[int, list[PushedGroup]] = {}
+        steps: dict[int | None, list[PushedGroup]] = {}
         for group, (known, targets) in enumerate(zip(transfer.pages, reservation.targets, strict=True)):
             pushed = reservation.pushed[group]
-            pairs: dict[int, list[tuple[int, int]]] = {}
+            pairs: dict[int | None, list[tuple[int, int]]] = {}
             for logical, (block, signal_base) in known.items():
                 target = targets.get(logical)
                 if target is not None and logical not in pushed:
@@ -539,7 +549,7 @@ class PrefillMachine:
         immediate = reservation.message.immediate
         return [
             Push(reservation.peer, transfer.transfer_id, signal_base, immediate, tuple(groups))
-            for signal_base, groups in sorted(steps.items())
+            for signal_base, groups in sorted(steps.items(), key=_begin)
         ]
 
     def _seal(self, now: float, transfer: _Transfer) -> list[PrefillAction]:
@@ -618,16 +628,20 @@ class PrefillMachine:
 
     def _settle(self, now: float, transfer: _Transfer) -> list[PrefillAction]:
         """Nothing moves any more: the request is reported if P's engine is done with it, else when it is."""
+        assert transfer.verdict is not None
+        over: list[PrefillAction] = []
+        if transfer.phase is not _Phase.CLOSED:
+            completed = transfer.verdict.outcome is Outcome.COMPLETED
+            over = _reached(transfer, State.DONE if completed else State.FAILED)
         transfer.phase, transfer.reservation = _Phase.CLOSED, None
         self._timers.clear(transfer.transfer_id)
         for known in transfer.pages:
             known.clear()
         if transfer.request is not None and not transfer.finished:
-            return []
+            return over
         del self._transfers[transfer.transfer_id]
-        assert transfer.verdict is not None
         self._tombstones.bury(now, transfer.transfer_id, transfer.verdict)
-        return [] if transfer.request is None else [FinishedSending(transfer.request.request_id)]
+        return over if transfer.request is None else [*over, FinishedSending(transfer.request.request_id)]
 
     def _forbid(self, now: float, transfer_id: str, verdict: Verdict) -> list[PrefillAction]:
         """A transfer of which nothing is known yet ends before it begins."""
@@ -642,9 +656,28 @@ def _prompt_problem(request: PrefillRequest, reserve: Reserve) -> str | None:
         return (
             f"prompt length: prefill has {request.prompt_tokens} tokens, decode has {reserve.prompt_tokens}"
         )
+    if request.prompt_hash is None:
+        return None
+    if reserve.prompt_hash is None:  # else an id alone, with whatever prompt, would get these pages
+        return "decode sends no hash of the prompt, prefill has one: run the same release on both sides"
     if request.prompt_hash != reserve.prompt_hash:
         return "the prompts differ: several prompts or requests may share one transfer id"
     return None
+
+
+def _reached(transfer: _Transfer, state: State) -> list[PrefillAction]:
+    """For the request, if there is one."""
+    request, verdict = transfer.request, transfer.verdict
+    if request is None:
+        return []
+    reason = verdict.text if state is State.FAILED and verdict is not None else ""
+    return [Reached(Role.PREFILL, transfer.transfer_id, request.request_id, state, reason)]
+
+
+def _begin(step: tuple[int | None, object]) -> int:
+    """Steps by their beginning; what is computed already comes first."""
+    signal_base, _ = step
+    return -1 if signal_base is None else signal_base
 
 
 def _non_null(first: int, blocks: Sequence[int]) -> dict[int, int]:

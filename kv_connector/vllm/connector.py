@@ -7,19 +7,20 @@ use, an unusable lane) may fail, and says what to change.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
-from kv_connector.agent.agent import Agent, AgentConfig
-from kv_connector.control.cluster_key import ClusterKey
-from kv_connector.control.membership import Register
-from kv_connector.control.registrar import Registrar
-from kv_connector.protocol.actions import Address
+import torch
+
+from kv_connector.agent.progress import signal_writer
+from kv_connector.agent.settings import SettingsError, parse_settings
+from kv_connector.agent.start import Running, WorkerInfo, start
+from kv_connector.engine.placement import Device
 from kv_connector.protocol.messages import Role
-from kv_connector.vllm.fingerprint import compatibility
+from kv_connector.vllm.fingerprint import ADVICE, rank_fingerprint
 from kv_connector.vllm.internals import (
     CacheHitSource,
     KvBlocks,
@@ -38,11 +39,9 @@ from kv_connector.vllm.internals import (
 )
 from kv_connector.vllm.kv_cache import kv_layout
 from kv_connector.vllm.metadata import RankAddress, Reserved, StepMetadata
-from kv_connector.vllm.metrics import AgentReporter, PromMetrics, TransferStats
-from kv_connector.vllm.placement import WorkerPlacement, place_worker
+from kv_connector.vllm.metrics import PromMetrics, TransferStats
 from kv_connector.vllm.scheduler import SchedulerSide
-from kv_connector.vllm.settings import Settings, SettingsError, parse_settings
-from kv_connector.vllm.worker import WorkerSide, signal_writer
+from kv_connector.vllm.worker import WorkerSide, current_stream
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +69,15 @@ def never_raises(default: Callable[[], Any]) -> Callable[[Callable[P, R]], Calla
     return wrap
 
 
+@contextlib.contextmanager
+def _extra_config() -> Iterator[None]:
+    """Says where the operator wrote what cannot be used."""
+    try:
+        yield
+    except SettingsError as error:
+        raise SettingsError(f"kv_connector_extra_config: {error}") from error
+
+
 def _nothing() -> None:
     return None
 
@@ -86,7 +94,8 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         adopt_vllm_logging()
-        self._settings = parse_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        with _extra_config():
+            self._settings = parse_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._transfer_role = transfer_role(vllm_config.kv_transfer_config.kv_role)
         check_configuration(vllm_config, kv_cache_config)
         if vllm_config.device_config.device_type == "cpu":
@@ -96,10 +105,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         """In the scheduler's process."""
         self.worker: WorkerSide | None = None
         """In a worker, once it has its KV caches."""
-        self._reporter: AgentReporter | None = None
-        self._registrar: Registrar | None = None
-        self._placement: WorkerPlacement | None = None
-        self._address: Address | None = None
+        self._running: Running | None = None
         if role is KVConnectorRole.SCHEDULER:
             block_sizes = tuple(group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups)
             self.scheduler = SchedulerSide(self._transfer_role, self._engine_id, block_sizes)
@@ -110,12 +116,8 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     @never_raises(_nothing)
     def shutdown(self) -> None:
-        if self._registrar is not None:
-            self._registrar.close()
-        if self.worker is not None:
-            self.worker.agent.close()
-        if self._placement is not None:
-            self._placement.release()
+        if self._running is not None:
+            self._running.close()
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -146,65 +148,34 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         assert self.worker is not None, "no KV caches are registered"
         return self.worker
 
+    @_extra_config()
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Opens the lanes and the control socket. Raises with a message that says what to change."""
         layout, memory = kv_layout(self._kv_cache_config, kv_caches)
-        rank = tensor_parallel_rank()
         device = next(iter(kv_caches.values())).device
-        settings, parallel = self._settings.for_device(device.type), self._vllm_config.parallel_config
-        settings.check_ranks(_ranks(parallel))
-        key = settings.key()
-        host = settings.host(default_host(), key)
-        if key is None:
-            logger.warning(
-                "NO CLUSTER KEY: everybody who reaches the control socket on %s can read and write this "
-                "engine's KV cache (set control_key_file)",
-                host,
-            )
-        self._placement = place_worker(settings, rank, next(iter(kv_caches.values())))
-        agent = Agent(
-            AgentConfig(
-                engine_id=self._engine_id,
-                role=self._transfer_role,
-                rank=rank,
-                address=Address(host, _rank_port(settings, parallel, rank)),
-                providers=settings.providers,
-                allow_fallback=settings.allow_fallback,
-                data_host=settings.data_host or host,
-                spin_us=settings.spin_us,
-                nics=self._placement.nics,
-                worker_cpu=self._placement.worker_cpu,
-                compatibility=compatibility(self._vllm_config, self._kv_cache_config, layout),
-                layout=layout,
-                timeouts=settings.agent_timeouts(),
-                key=key,
-                on_gpu=device.type == "cuda",
-            ),
-            memory,
+        parallel = self._vllm_config.parallel_config
+        info = WorkerInfo(
+            engine_id=self._engine_id,
+            role=self._transfer_role,
+            rank=tensor_parallel_rank(),
+            ranks=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
+            data_parallel_index=parallel.data_parallel_index,
+            data_parallel_rank=data_parallel_rank(parallel),
+            host=default_host(),
+            device=Device(device.type, device.index or 0),
+            compute_threads=torch.get_num_threads(),
+            layout=layout,
+            memory=memory,
+            fingerprint=rank_fingerprint(self._vllm_config, self._kv_cache_config, layout),
+            advice=ADVICE,
         )
-        self._address = agent.start()
-        self._reporter = AgentReporter(agent, rank)
+        self._running = start(self._settings, info)
+        agent = self._running.agent
         self.worker = WorkerSide(
-            agent, tuple(layer.name for layer in layout.layers), signal_writer(agent.signal)
+            agent, tuple(layer.name for layer in layout.layers), signal_writer(agent.signal, current_stream)
         )
         if device.type == "cuda":
             replace_idle_pause(self.worker.pause)
-        if rank == 0 and settings.routers:
-            self._registrar = self._register(self._address, key)
-
-    def _register(self, address: Address, key: ClusterKey | None) -> Registrar:
-        """Tells the routers where this engine is, from now until shutdown."""
-        assert self._settings.api_url is not None
-        registration = Register(
-            engine_id=self._engine_id,
-            incarnation=uuid.uuid4().hex,
-            role=self._transfer_role,
-            url=self._settings.api_url,
-            control_host=address.host,
-            control_port=address.port,
-            rank=data_parallel_rank(self._vllm_config.parallel_config),
-        )
-        return Registrar(registration, self._settings.router_addresses(), key)
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
@@ -213,18 +184,16 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     def unregister_kv_caches(self) -> None:
         """Sleep is about to unmap the KV cache. Raises where that must not be: sleep fails then."""
-        self._worker.agent.unregister_memory()
-        if self._registrar is not None:
-            self._registrar.set_asleep(True)
+        assert self._running is not None, "no KV caches are registered"
+        self._running.sleep()
 
     def restore_kv_caches(self) -> None:
         """The KV cache is mapped again, at its old addresses and without its contents."""
-        self._worker.agent.register_memory()
-        if self._registrar is not None:
-            self._registrar.set_asleep(False)
+        assert self._running is not None, "no KV caches are registered"
+        self._running.wake()
 
     def get_handshake_metadata(self) -> RankAddress | None:
-        return RankAddress(self._address) if self._address is not None else None
+        return RankAddress(self._running.address) if self._running is not None else None
 
     @never_raises(_nothing)
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
@@ -263,7 +232,8 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     @never_raises(_nothing)
     def get_kv_connector_stats(self) -> TransferStats | None:
-        return self._reporter.take() if self._reporter is not None else None
+        interval = self._running.reporter.take() if self._running is not None else None
+        return TransferStats.of(interval) if interval is not None else None
 
     # --- The scheduler's half
 
@@ -358,12 +328,3 @@ def data_parallel_rank(parallel_config: Any) -> int:
     if parallel_config.local_engines_only:
         return int(parallel_config.data_parallel_rank_local)
     return int(parallel_config.data_parallel_index)
-
-
-def _ranks(parallel_config: Any) -> int:
-    return int(parallel_config.tensor_parallel_size * parallel_config.pipeline_parallel_size)
-
-
-def _rank_port(settings: Settings, parallel_config: Any, rank: int) -> int:
-    ranks = _ranks(parallel_config)
-    return settings.port(data_parallel_index=parallel_config.data_parallel_index, ranks=ranks, rank=rank)

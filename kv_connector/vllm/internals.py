@@ -68,7 +68,6 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
     iter_layer_specs,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: E402
-from vllm.v1.metrics.utils import create_metric_per_engine  # noqa: E402
 from vllm.v1.request import Request, RequestStatus  # noqa: E402
 
 __all__ = [
@@ -94,7 +93,6 @@ __all__ = [
     "attention_backends",
     "attention_isa",
     "check_configuration",
-    "create_metric_per_engine",
     "default_host",
     "group_kind",
     "kv_scales",

@@ -13,15 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kv_connector.protocol.actions import Address
-from kv_connector.protocol.decode import DecodeRequest
-from kv_connector.protocol.layout import GroupTarget
-from kv_connector.protocol.messages import Role, id_problem
-from kv_connector.protocol.prefill import GroupPages, PrefillRequest
-from kv_connector.protocol.prompt_hash import prompt_hash
-from kv_connector.vllm.admission import AdmissionGate, gates
-from kv_connector.vllm.internals import Request, RequestStatus
-from kv_connector.vllm.metadata import (
+from kv_connector.agent.commands import (
     CacheCleared,
     Cancel,
     Command,
@@ -30,8 +22,17 @@ from kv_connector.vllm.metadata import (
     NewPages,
     RankAddresses,
     Release,
-    StepMetadata,
 )
+from kv_connector.protocol.actions import Address
+from kv_connector.protocol.admission import AdmissionGate, gates
+from kv_connector.protocol.decode import DecodeRequest
+from kv_connector.protocol.layout import GroupTarget
+from kv_connector.protocol.messages import Role
+from kv_connector.protocol.params import BadParams, DecodeParams, PrefillParams, parse_params
+from kv_connector.protocol.prefill import GroupPages, PrefillRequest
+from kv_connector.protocol.prompt_hash import prompt_hash
+from kv_connector.vllm.internals import Request, RequestStatus
+from kv_connector.vllm.metadata import StepMetadata
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +42,6 @@ _GOOD_ENDS = (
     RequestStatus.FINISHED_LENGTH_CAPPED,
     RequestStatus.FINISHED_REPETITION,
 )
-
-
-class BadParams(ValueError):
-    """A request's kv_transfer_params cannot be used; it is computed locally."""
 
 
 class Blocks(Protocol):
@@ -111,9 +108,8 @@ class PrefillScheduler:
     def __len__(self) -> int:
         return len(self._prompts)
 
-    def add(self, request: Request, params: Mapping[str, Any]) -> None:
-        # A router that knows NIXL's flow names no transfer: D learns our name from P's response.
-        transfer_id = _transfer_id(params, default=uuid.uuid4().hex)
+    def add(self, request: Request, params: PrefillParams) -> None:
+        transfer_id = params.transfer_id or uuid.uuid4().hex
         if transfer_id in self._transfers:
             raise BadParams(f"transfer {transfer_id} belongs to another live request")
         tokens, digest = _prompt(request)
@@ -124,8 +120,7 @@ class PrefillScheduler:
             tokens,
             # Where D comes after P its queue is in P's order: where P names the transfer, as in NIXL's flow,
             # or the router says so. That helps unless P has loads of its own.
-            early=self._role is Role.BOTH
-            or (params.get("transfer_id") is not None and params.get("serial") is not True),
+            early=self._role is Role.BOTH or (params.transfer_id is not None and not params.serial),
             told=[0] * len(self._block_sizes),
         )
         self._commands.append(PrefillRequest(request.request_id, transfer_id, tokens, digest))
@@ -294,9 +289,8 @@ class DecodeScheduler:
     def __len__(self) -> int:
         return len(self._targets)
 
-    def add(self, request: Request, params: Mapping[str, Any]) -> None:
-        transfer_id = _transfer_id(params, default=None)
-        peer = _peer(params)
+    def add(self, request: Request, params: DecodeParams) -> None:
+        transfer_id, peer = params.transfer_id, params.peer
         tokens, digest = _prompt(request)
         if first := self._transfers.get(transfer_id):
             if (first.peer, first.prompt_hash) != (peer, digest):
@@ -497,20 +491,14 @@ class SchedulerSide:
         return prefill and decode
 
     def on_new_request(self, request: Request) -> None:
-        params = request.kv_transfer_params or {}
-        remote_decode, remote_prefill = (
-            bool(params.get("do_remote_decode")),
-            bool(params.get("do_remote_prefill")),
-        )
         try:
-            if remote_decode and remote_prefill:
-                raise BadParams("do_remote_decode and do_remote_prefill are both set; set one of them")
-            if remote_decode:
-                self._require(Role.PREFILL, "do_remote_decode")
-                self.prefill.add(request, params)
-            elif remote_prefill:
-                self._require(Role.DECODE, "do_remote_prefill")
-                self.decode.add(request, params)
+            match parse_params(request.kv_transfer_params or {}):
+                case PrefillParams() as params:
+                    self._require(Role.PREFILL, "do_remote_decode")
+                    self.prefill.add(request, params)
+                case DecodeParams() as params:
+                    self._require(Role.DECODE, "do_remote_prefill")
+                    self.decode.add(request, params)
         except BadParams as error:
             # vLLM's own notice that it refused a request, or that a client left, computes nothing.
             if not request.abort_immediately:
@@ -556,26 +544,6 @@ class SchedulerSide:
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         self.decode.finished(request)
         return self.prefill.finished(request)
-
-
-def _transfer_id(params: Mapping[str, Any], *, default: str | None) -> str:
-    transfer_id = params.get("transfer_id")
-    if transfer_id is None:
-        transfer_id = default
-    if not isinstance(transfer_id, str):
-        raise BadParams(f"transfer_id must be a string, not {transfer_id!r:.100}")
-    if problem := id_problem(transfer_id):
-        raise BadParams(problem)
-    return transfer_id
-
-
-def _peer(params: Mapping[str, Any]) -> Address:
-    host, port = params.get("remote_host"), params.get("remote_port")
-    if not isinstance(host, str) or not host:
-        raise BadParams(f"remote_host must be the prefill engine's control_host, not {host!r:.100}")
-    if isinstance(port, bool) or not isinstance(port, int) or not 0 < port < 65536:
-        raise BadParams(f"remote_port must be the prefill engine's control_port, not {port!r:.100}")
-    return Address(host, port)
 
 
 def _prompt(request: Request) -> tuple[int, bytes]:

@@ -6,29 +6,17 @@ where a step computes nothing, a moment for the transfers that the engine waits 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
-from kv_connector.agent.agent import Agent
-from kv_connector.engine.transfer_engine import LayerSignal, StreamSignal
-from kv_connector.protocol.decode import DecodeRequest
-from kv_connector.protocol.prefill import ComputedPages, PrefillRequest
-from kv_connector.vllm.internals import KVConnectorTransferResults
-from kv_connector.vllm.metadata import (
-    CacheCleared,
-    Cancel,
-    Command,
-    FailLoad,
-    FinishPrefill,
-    NewPages,
-    RankAddresses,
-    Release,
-    Reserved,
-    StepMetadata,
-)
+import torch
 
-logger = logging.getLogger(__name__)
+from kv_connector.agent.agent import Agent
+from kv_connector.agent.progress import LayerProgress
+from kv_connector.agent.worker import Worker
+from kv_connector.engine.transfer_engine import StreamSignal
+from kv_connector.vllm.internals import KVConnectorTransferResults
+from kv_connector.vllm.metadata import Reserved, StepMetadata
 
 IDLE_STEP_SECONDS = 0.005
 """How long a step of a CPU engine that computes nothing waits for news. Without it, an engine that only
@@ -44,75 +32,10 @@ STEPS_TO_NEWS = 2
 is under way by then, and the one after it is the first that can be another."""
 
 
-class LayerProgress:
-    """Tells the engine's LayerSignal how far the forward pass has come.
-
-    The signal only grows: step s of an engine with L layers takes the values s*L+1 to s*L+L, and reaches
-    s*L+k once the first k layers of ``order`` are computed. Names do not say in which order layers are
-    computed (a drafter's come after the model's), or which have no hook (an indexer's cache). So the order is
-    that of the last step's hooks, and layers whose hooks did not come are behind them. A step that goes
-    another way is late, never early: no layer is signalled before its hook, or the end of the step.
-    """
-
-    def __init__(self, layer_names: tuple[str, ...], store: Callable[[int], None]) -> None:
-        self._ordinals = {name: ordinal for ordinal, name in enumerate(layer_names)}
-        self._store = store
-        self._steps = 0
-        self._done = len(layer_names)
-        self._hooked: dict[int, None] = {}  # the ordinals of this step's hooks, in their order
-        self._before_last: Callable[[], None] = lambda: None
-        self.base = 0
-        self.order = tuple(range(len(layer_names)))
-        """The layers' ordinals, as this step's signal counts them."""
-
-    def begin_step(self, before_last: Callable[[], None]) -> bool:
-        """Whether ``order`` is another from this step on. ``before_last`` is called once, just before the
-        step's last layer is signalled."""
-        came = tuple(self._hooked)
-        changed = came != self.order[: len(came)]
-        if changed:
-            self.order = came + tuple(ordinal for ordinal in self.order if ordinal not in self._hooked)
-        self.base = self._steps * len(self._ordinals)
-        self._steps += 1
-        self._done = 0
-        self._hooked = {}
-        self._before_last = before_last
-        return changed
-
-    def layer_computed(self, name: str) -> None:
-        ordinal = self._ordinals.get(name)
-        if ordinal is None or self._done == len(self.order):
-            return
-        self._hooked[ordinal] = None
-        done = self._done
-        while done < len(self.order) and self.order[done] in self._hooked:
-            done += 1
-        if done > self._done:
-            self._advance(done)
-
-    def end_step(self) -> None:
-        if self._done < len(self.order):
-            self._advance(len(self.order))
-
-    def _advance(self, done: int) -> None:
-        if done == len(self.order):
-            self._before_last()
-        self._done = done
-        self._store(self.base + done)
-
-
-def signal_writer(signal: LayerSignal) -> Callable[[int], None]:
-    """What a layer hook calls with the signal's next value.
-
-    On a CPU engine the layer is computed when its hook is called. On a GPU it is only enqueued: there the
-    value is enqueued behind it, on the stream that the forward pass uses at that moment, and nobody waits.
-    """
-    if not isinstance(signal, StreamSignal):
-        return signal.store
-    import torch
-
-    current_stream, store = torch.cuda.current_stream, signal.store_on_stream
-    return lambda value: store(current_stream().cuda_stream, value)
+def current_stream() -> int:
+    """The CUDA stream that this thread computes on."""
+    stream: int = torch.cuda.current_stream().cuda_stream
+    return stream
 
 
 class WorkerSide:
@@ -123,10 +46,7 @@ class WorkerSide:
         self.agent = agent
         self._progress = LayerProgress(layer_names, signal)
         self._patient = not isinstance(agent.signal, StreamSignal)
-        # Finished by the scheduler: only these may be reported sent, and only then vLLM expects it.
-        self._finished: set[str] = set()
-        self._sent: set[str] = set()
-        self._failed_here: set[str] = set()
+        self._books = Worker(agent)
         self._computes = True
         self._steps_to_news = 0
 
@@ -139,21 +59,13 @@ class WorkerSide:
 
     def begin_step(self, metadata: StepMetadata) -> None:
         self.agent.note_step()
-        for command in metadata.commands:
-            try:
-                self._execute(command)
-            except Exception:
-                logger.exception("cannot execute %r", command)
-                self._give_up(command)
+        self._books.execute(metadata.commands)
         if metadata.waiting is not None:
-            for peer in {peer for _, peer in metadata.waiting}:
-                self.agent.dial(peer)
-            self.agent.set_waiting(metadata.waiting)
+            self._books.waiting(metadata.waiting)
         ending = [pages.transfer_id for pages in metadata.new_pages if pages.last]
         if self._progress.begin_step(lambda: self.agent.note_prefill_end(ending) if ending else None):
             self.agent.order_layers(self._progress.base, self._progress.order)
-        for pages in metadata.new_pages:
-            self._computed(pages)
+        self._books.computed(metadata.new_pages, self._progress.base)
         self._computes = metadata.computes
 
     def layer_computed(self, name: str) -> None:
@@ -164,20 +76,15 @@ class WorkerSide:
 
     def transfer_results(self) -> Any:
         """What has ended since the last call, each request id exactly once."""
-        if self._patient and not (self._computes or self._failed_here or self._sent & self._finished):
-            self.agent.await_news(IDLE_STEP_SECONDS)
-        reports = self.agent.take_reports()
-        self._sent |= reports.finished_sending
-        sent = self._sent & self._finished
-        self._sent -= sent
-        self._finished -= sent
-        failed_here, self._failed_here = self._failed_here, set()
-        if sent or reports.finished_recving or failed_here:
+        if self._patient and not self._computes:
+            self._books.await_news(IDLE_STEP_SECONDS)
+        reports = self._books.take_reports()
+        if reports.finished_sending or reports.finished_recving:
             self._steps_to_news = STEPS_TO_NEWS
         return KVConnectorTransferResults(
-            finished_sending=sent,
-            finished_recving=reports.finished_recving | failed_here,
-            failed_recving=reports.failed_recving | failed_here,
+            finished_sending=reports.finished_sending,
+            finished_recving=reports.finished_recving,
+            failed_recving=reports.failed_recving,
         )
 
     def pause(self, seconds: float) -> None:
@@ -192,37 +99,3 @@ class WorkerSide:
         """The transfers for which a RESERVE has come since the last call, or None."""
         transfer_ids = self.agent.take_reserved()
         return Reserved(transfer_ids) if transfer_ids else None
-
-    def _execute(self, command: Command) -> None:
-        match command:
-            case RankAddresses():
-                self.agent.set_ranks(command.addresses)
-            case PrefillRequest():
-                self.agent.expect(command)
-            case FinishPrefill():
-                self._finished.add(command.request_id)
-                self.agent.finished(command.transfer_id, command.ok, command.reason)
-            case DecodeRequest():
-                self.agent.reserve(command)
-            case Cancel():
-                self.agent.cancel(command.request_id)
-            case Release():
-                self.agent.release(command.transfer_id, command.peer)
-            case FailLoad():
-                self._failed_here.add(command.request_id)
-            case CacheCleared():
-                self.agent.cache_cleared()
-
-    def _give_up(self, command: Command) -> None:
-        """vLLM waits for a report on these; the agent that refused the command will not make one."""
-        match command:
-            case FinishPrefill():
-                self._sent.add(command.request_id)
-            case DecodeRequest():
-                self._failed_here.add(command.request_id)
-
-    def _computed(self, pages: NewPages) -> None:
-        try:
-            self.agent.computed(ComputedPages(pages.transfer_id, self._progress.base, pages.groups))
-        except Exception:
-            logger.exception("transfer %s: pages are lost", pages.transfer_id)

@@ -19,14 +19,15 @@ from kv_connector.control.membership import encode as encode_membership
 from kv_connector.engine import DomainConfig, EngineConfig, TransferError
 from kv_connector.engine.transfer_engine import TransferEngine
 from kv_connector.protocol import messages
-from kv_connector.protocol.messages import AnyMessage, MalformedMessage, Role
+from kv_connector.protocol.messages import AnyMessage, MalformedMessage, Role, fingerprint
+from kv_connector.protocol.mismatch import mismatch
 from kv_connector.router.completion import Completion
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.failure import Failure
 
 sys.path.append(str(Path(__file__).parent.parent / "unit"))
 
-from protocol_setup import compatibility, layout, reserve
+from protocol_setup import ADVICE, layout, pairs, reserve
 
 
 @dataclass(frozen=True)
@@ -45,16 +46,16 @@ REGIONS_A_PEER = 200
 
 def protocol_messages() -> list[AnyMessage]:
     """One of each kind, and of each shape that matters."""
-    pages, compatible = layout(groups=(2, 2)), compatibility()
-    regions = (b"region" * 8,)
+    version, pages, regions = messages.PROTOCOL_VERSION, layout(groups=(2, 2)), (b"region" * 8,)
+    many = fingerprint({f"name{i}": tuple(f"{i} {k}" for k in range(i)) for i in range(20)})
     return [
-        messages.Hello(
-            "d", "1", Role.DECODE, 0, compatible.digest(), compatible, pages, regions, b"offer" * 20
-        ),
+        messages.Hello("d", "1", Role.DECODE, 0, version, pairs(), pages, regions, b"offer" * 20),
+        messages.Hello("d", "1", Role.DECODE, 0, version, many, pages, regions, b"offer" * 20),
         messages.HelloAck("p", "2", Role.PREFILL, 0, "tcp", b"answer" * 20),
         messages.HelloNak(messages.NakReason.INCOMPATIBLE, "block sizes differ"),
         messages.Redirect("10.0.0.2", 5601),
         reserve(),
+        reserve(prompt_hash=None),
         reserve(blocks=range(300), tokens=300 * 16, more=((1, 2, 3),)),
         messages.Fail("t", 1, messages.FailCode.WRITE_ERROR, "broken", False),
         messages.Cancel("t", 1),
@@ -83,6 +84,8 @@ def feed_protocol(data: bytes) -> bool:
         return False
     # What was taken can be sent on, and means the same.
     assert messages.decode(messages.encode(message)) == message
+    if isinstance(message, messages.Hello):
+        mismatch(pairs(), message.fingerprint, ADVICE)
     return True
 
 

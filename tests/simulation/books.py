@@ -4,6 +4,7 @@
 - a block comes back only when nothing that is under way could read it or land in it;
 - no counter ever exceeds its target; a request that was received holds exactly its own pages;
 - a request is reported once, after it finished, and within its bound;
+- its state never goes back, is DONE with the report of a success, and FAILED once nothing of it moves;
 - whoever no fault concerns is served, or refused for a good reason, and soon;
 - at rest nothing is left anywhere;
 - no machine raises, and no action has an unforeseen failure.

@@ -76,7 +76,7 @@ BUGS = (
         "protocol/prefill.py",
         """\
         if transfer.request is not None and not transfer.finished:
-            return []
+            return over
 """,
         "",
     ),

@@ -9,41 +9,30 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kv_connector.agent.effects import Action, Effects
 from kv_connector.agent.ledger import Ledger
-from kv_connector.protocol.actions import Address
+from kv_connector.protocol.actions import Address, State
 from kv_connector.protocol.decode import DecodeMachine
-from kv_connector.protocol.messages import Compatibility, Role
+from kv_connector.protocol.messages import Role, fingerprint
 from kv_connector.protocol.peers import Identity, PeerTable
 from kv_connector.protocol.prefill import PrefillMachine
 
 from .clock import SkewedClock
 from .fabric import SimEngine
 from .network import Port
-from .pool import LAYERS, LAYOUT, PAGE, TOKENS, Pool
+from .pool import LAYOUT, Pool
 from .receiving import DecodeSide
 from .sending import PrefillSide
 
 if TYPE_CHECKING:
     from .world import World
 
-COMPATIBILITY = Compatibility(
-    protocol=1,
-    engine="simulated",
-    model="simulated",
-    dtype="u8",
-    kv_scales=((),) * LAYERS,
-    kv_layout="simulated",
-    attention_backend="none",
-    block_sizes=(TOKENS, TOKENS),
-    page_bytes=(PAGE,) * LAYERS,
-    layer_names=tuple(layer.name for layer in LAYOUT.layers),
-    tensor_parallel=1,
-    pipeline_parallel=1,
-)
+_OVER = (State.DONE, State.FAILED)
+
+FINGERPRINT = fingerprint({"engine": "simulated"})
 
 
 class Process:
@@ -73,7 +62,7 @@ class Process:
             layout=LAYOUT,
             control=self.port,
             peers=PeerTable(
-                Identity(name, self.incarnation, role, 0, COMPATIBILITY, LAYOUT, (b"memory",)),
+                Identity(name, self.incarnation, role, 0, 1, FINGERPRINT, LAYOUT, (b"memory",)),
                 world.times,
             ),
             prefill=PrefillMachine(LAYOUT, world.times),
@@ -83,6 +72,7 @@ class Process:
         self.prefill = PrefillSide(self)
         self.decode = DecodeSide(self)
         self._commands: deque[Callable[[float], Sequence[Action]]] = deque()
+        self._states: Mapping[str, State | None] = {}  # of its requests, after the last turn
         self._leave_by = 0.0
         self._alarm: float | None = None  # when turn() is next due
 
@@ -159,6 +149,7 @@ class Process:
             "sources": len(peers._by_source) - sessions,
             "dialled peers": len(peers._by_address) - len(self.port.dialled),
             "connections": len(self.port.dialled) + len(peers._by_engine) - sessions,
+            "states": self.ledger.states,
             "timers of peers": len(peers._timers) - sessions,
             "timers of prefill": len(prefill._timers),
             "timers of decode": len(decode._timers),
@@ -194,11 +185,29 @@ class Process:
 
     def _take_reports(self) -> None:
         self.ledger.take_reserved()
+        prompts, loads = self.prefill.requests(), self.decode.requests()
+        states = {request: self.ledger.state(request) for request in (*prompts, *loads)}
         reports = self.ledger.take_reports()
+        check = self.world.books.check
+        for request, state in states.items():
+            before = self._states.get(request)
+            forth = before is None or state is before or (before is State.MOVING and state in _OVER)
+            check(forth, "%s: %s was %s and is %s", self, request, before, state)
+        for request in loads:
+            told, state = request in reports.finished_recving, states[request]
+            check((state in _OVER) == told, "%s: %s is %s, reported: %s", self, request, state, told)
+        for request, blocks in prompts.items():
+            told, state = request in reports.finished_sending, states[request]
+            busy = state is State.FAILED and self.engine.reading(set(blocks))
+            check(not busy, "%s: %s has failed, and its blocks may be read", self, request)
+            # That it failed is known before its engine is done with it.
+            check(told or state is not State.DONE, "%s: %s is done, and not reported", self, request)
+            check(state in _OVER or not told, "%s: %s is reported, and %s", self, request, state)
+        self._states = states
         for request in sorted(reports.finished_sending):
-            self.prefill.sent(request)
+            self.prefill.sent(request, states.get(request))
         for request in sorted(reports.finished_recving):
-            self.decode.received(request, request in reports.failed_recving)
+            self.decode.received(request, request in reports.failed_recving, states.get(request))
 
     # --- Its end
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kv_connector.agent.effects import Action
+from kv_connector.protocol.actions import State
 from kv_connector.protocol.decode import DecodeRequest
 from kv_connector.protocol.layout import GroupTarget
 
@@ -42,6 +43,10 @@ class DecodeSide:
     def __len__(self) -> int:
         return len(self._queue) + len(self._loads)
 
+    def requests(self) -> list[str]:
+        """Those that the agent was told of."""
+        return list(self._loads)
+
     def arrive(self, plan: Plan) -> None:
         process = self._process
         if process.leaving:
@@ -54,8 +59,8 @@ class DecodeSide:
         if plan.decode_abort is not None:
             self._later(plan.decode_abort, lambda: self._abort(load))
 
-    def received(self, request_id: str, failed: bool) -> None:
-        """The agent's report."""
+    def received(self, request_id: str, failed: bool, state: State | None) -> None:
+        """The agent's report, and the state that it said before."""
         world, process = self._world, self._process
         books = world.books
         load = self._loads.pop(request_id, None)
@@ -70,6 +75,9 @@ class DecodeSide:
             waited < world.decode_bound(), "%s was reported as received after %.1f s", plan.name, waited
         )
         books.check(not (failed and load.told), "%s was aborted, and is reported as failed", plan.name)
+        if failed or not load.told:
+            good = State.FAILED if failed else State.DONE
+            books.check(state is good, "%s is %s, failed=%s", plan.name, state, failed)
         if not failed and not load.told:
             missing = [
                 page for page, content in load.pages.items() if process.pool.content.get(page) != content
@@ -166,7 +174,7 @@ class DecodeSide:
             peer=self._world.addresses[plan.prefill],
             prompt_tokens=plan.blocks * TOKENS,
             first_token=plan.cached * TOKENS,
-            prompt_hash=prompt_hash(plan.transfer_id),
+            prompt_hash=prompt_hash(plan, plan.transfer_id),
             groups=tuple(groups),
         )
         self._world.books.note("%s reserves %s", process, plan.name)

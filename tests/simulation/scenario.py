@@ -31,11 +31,13 @@ class Plan:
     prefill_abort: float | None = None  # after it came
     decode_abort: float | None = None
     preempted: tuple[float, ...] = ()
+    named_late: bool = False  # P names a chunk's pages once they are computed, by no signal
     transfer: str = ""  # the transfer id, if it is not the name: two requests may claim one
     unknown_to_prefill: bool = False
     unknown_to_decode: bool = False
     needs_nothing: bool = False  # D finds all it needs in its own cache
     other_prompt: bool = False  # P and D got different prompts
+    hashed: bool = True  # both sides have a hash of their prompt; else nobody can tell two apart
     truncated: bool = False  # P says that it has finished, and never names its last page
 
     @property
@@ -165,12 +167,14 @@ def _plan(rng: random.Random, scenario: Scenario, number: int, trouble: bool) ->
         scheduled_after=rng.choice((0.0,) * 20 + (1.0, 40.0)) if trouble else 0.0,
         prefill_abort=sometimes(0.0, 0.12),
         decode_abort=sometimes(0.1, 0.3, rng.choice((0.0, admitted_after))),
+        named_late=rng.random() < 0.3,
         preempted=tuple(rng.uniform(0, 1.5) for _ in range(rng.choice((0, 0, 1, 2, 4)))),
         transfer="r0" if 0.3 < fate < 0.33 and number else "",
         unknown_to_prefill=0.33 < fate < 0.36,
         unknown_to_decode=0.36 < fate < 0.39,
         needs_nothing=0.39 < fate < 0.42,
         other_prompt=0.42 < fate < 0.45,
+        hashed=(scenario.seed + number) % 2 == 0 or 0.42 < fate < 0.45,
         truncated=0.45 < fate < 0.48,
     )
 

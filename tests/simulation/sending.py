@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kv_connector.agent.effects import Action
+from kv_connector.protocol.actions import State
 from kv_connector.protocol.prefill import ComputedPages, GroupPages, PrefillRequest
 
 from .pool import LAYERS, LAYERS_OF_GROUP, TOKENS
@@ -49,6 +50,10 @@ class PrefillSide:
     def __len__(self) -> int:
         return len(self._prompts)
 
+    def requests(self) -> dict[str, list[int]]:
+        """Their blocks."""
+        return {request: prompt.blocks for request, prompt in self._prompts.items()}
+
     def arrive(self, plan: Plan) -> None:
         process = self._process
         if process.leaving or any(p.plan.transfer_id == plan.transfer_id for p in self._prompts.values()):
@@ -56,7 +61,7 @@ class PrefillSide:
         prompt = _Prompt(plan, ready_at=self._world.clock.now + plan.scheduled_after)
         self._prompts[plan.name] = prompt
         request = PrefillRequest(
-            plan.name, plan.transfer_id, plan.blocks * TOKENS, prompt_hash(plan.computed_prompt)
+            plan.name, plan.transfer_id, plan.blocks * TOKENS, prompt_hash(plan, plan.computed_prompt)
         )
         process.submit(lambda now: process.effects.prefill.expect(now, request))
         if plan.prefill_abort is not None:
@@ -65,16 +70,18 @@ class PrefillSide:
             self._later(delay, lambda: setattr(prompt, "preempt", True))
         self._kick()
 
-    def sent(self, request_id: str) -> None:
-        """The agent's report."""
+    def sent(self, request_id: str, state: State | None) -> None:
+        """The agent's report, and the state that it said before."""
+        prompt = self._prompts.pop(request_id, None)
         if self._process.leaving:
             return
         books = self._world.books
-        prompt = self._prompts.pop(request_id, None)
         if prompt is None:
             books.fail(f"{self._process}: {request_id} was reported as sent, and is not known")
             return
         books.note("%s: %s is reported as sent", self._process, request_id)
+        if self._world.scenario.innocent(prompt.plan):
+            books.check(state is State.DONE, "%s was sent for nothing: %s", request_id, state)
         books.check(prompt.finished, "%s was reported as sent before it finished", request_id)
         waited = self._world.clock.now - max(prompt.since, self._world.last_word(prompt.plan))
         limit = self._world.prefill_bound()
@@ -143,19 +150,33 @@ class PrefillSide:
         process, base = self._process, self._base
         self._base += LAYERS
         fresh: list[tuple[_Prompt, range]] = []
+        late: list[ComputedPages] = []
         for prompt in batch:
             plan = prompt.plan
             first, end = prompt.computed, min(prompt.computed + plan.chunk, plan.blocks)
             prompt.computed = end
             named = end - 1 if plan.truncated and end == plan.blocks else end
             groups = tuple(GroupPages(first, tuple(table[first:named])) for table in prompt.tables)
-            pages = ComputedPages(plan.transfer_id, base, groups)
-            process.submit(lambda now, pages=pages: process.effects.prefill.computed(now, pages))
+            pages = ComputedPages(plan.transfer_id, None if plan.named_late else base, groups)
+            if plan.named_late:
+                late.append(pages)
+            else:
+                self._name(pages)
             fresh.append((prompt, range(first, end)))
             self._world.books.note("%s computes %s [%d, %d)", process, plan.name, first, end)
-        self._later(self._pass(), lambda: self._layer(base, 0, fresh))
+        self._later(self._pass(), lambda: self._layer(base, 0, fresh, late))
 
-    def _layer(self, base: int, layer: int, fresh: Sequence[tuple[_Prompt, range]]) -> None:
+    def _name(self, pages: ComputedPages) -> None:
+        effects = self._process.effects
+        self._process.submit(lambda now: effects.prefill.computed(now, pages))
+
+    def _layer(
+        self,
+        base: int,
+        layer: int,
+        fresh: Sequence[tuple[_Prompt, range]],
+        late: Sequence[ComputedPages],
+    ) -> None:
         process = self._process
         group = next(g for g, layers in enumerate(LAYERS_OF_GROUP) if layer in layers)
         for prompt, logicals in fresh:
@@ -164,8 +185,10 @@ class PrefillSide:
                 process.pool.content[layer, block] = (prompt.plan.computed_prompt, logical, layer)
         process.engine.signal.store(base + layer + 1)
         if layer + 1 < LAYERS:
-            self._later(self._pass(), lambda: self._layer(base, layer + 1, fresh))
+            self._later(self._pass(), lambda: self._layer(base, layer + 1, fresh, late))
             return
+        for pages in late:
+            self._name(pages)
         for prompt, _ in fresh:
             if prompt.computed == prompt.plan.blocks and not prompt.finished:
                 self._finish(prompt, ok=True)
@@ -243,6 +266,6 @@ class PrefillSide:
         self._process.pool.give(blocks)
 
 
-def prompt_hash(prompt: str) -> bytes:
-    """16 bytes, as both sides compute them from their tokens."""
-    return prompt.encode().ljust(16, b".")[:16]
+def prompt_hash(plan: Plan, prompt: str) -> bytes | None:
+    """16 bytes, as both sides compute them from their tokens, or none on either."""
+    return prompt.encode().ljust(16, b".")[:16] if plan.hashed else None

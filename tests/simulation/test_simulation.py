@@ -37,6 +37,11 @@ def test_nothing_leaks_hangs_or_mixes_up_pages() -> None:
     assert tally.ended["received"] > SEEDS
 
 
+def test_half_of_the_requests_have_no_hash_of_their_prompt() -> None:
+    hashed = [plan.hashed for seed in range(300) for plan in draw(seed).plans]
+    assert 0.4 < sum(hashed) / len(hashed) < 0.6
+
+
 def test_a_seed_decides_everything() -> None:
     for seed in range(20):
         first, second = (run(draw(seed), tracing=True)[0] for _ in range(2))
@@ -126,8 +131,10 @@ plans = st.builds(
     prefill_abort=st.none() | st.floats(0, 2),
     decode_abort=st.none() | st.floats(0, 2),
     preempted=st.lists(st.floats(0, 1), max_size=2).map(tuple),
+    named_late=st.booleans(),
     unknown_to_prefill=st.booleans(),
     other_prompt=st.booleans(),
+    hashed=st.booleans(),
 )
 faults = st.one_of(
     st.builds(
@@ -159,7 +166,11 @@ scenarios = st.builds(
     lease=st.booleans(),
     skew=st.booleans(),
     plans=st.lists(plans, min_size=1, max_size=6).map(
-        lambda found: tuple(replace(plan, name=f"r{i}") for i, plan in enumerate(found))
+        lambda found: tuple(
+            # Without a hash nobody sees another prompt.
+            replace(plan, name=f"r{i}", hashed=plan.hashed or plan.other_prompt)
+            for i, plan in enumerate(found)
+        )
     ),
     faults=st.lists(faults, max_size=5).map(tuple),
 )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
-from protocol_setup import BLOCK, HASH, compatibility, layout
+from protocol_setup import ADVICE, BLOCK, HASH, layout, pairs
 
 from kv_connector.agent.agent import Agent, AgentConfig, MemoryRange
 from kv_connector.control.cluster_key import ClusterKey
@@ -22,7 +22,7 @@ from kv_connector.engine.transfer_engine import TransferEngine
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.decode import DecodeRequest
 from kv_connector.protocol.layout import GroupTarget, KvLayout
-from kv_connector.protocol.messages import Compatibility, Role
+from kv_connector.protocol.messages import Fingerprint, Role
 from kv_connector.protocol.prefill import ComputedPages, GroupPages, PrefillRequest
 from kv_connector.protocol.timers import Timeouts
 
@@ -83,7 +83,7 @@ class Side:
 
     # --- As prefill
 
-    def expect(self, transfer: str = "t", tokens: int = 3 * BLOCK, prompt_hash: bytes = HASH) -> None:
+    def expect(self, transfer: str = "t", tokens: int = 3 * BLOCK, prompt_hash: bytes | None = HASH) -> None:
         self.agent.expect(PrefillRequest(f"p-{transfer}", transfer, tokens, prompt_hash))
 
     def compute(
@@ -99,6 +99,13 @@ class Side:
                     self.pages[ordinal, block] = content(transfer, ordinal, block)
                 self.agent.signal.store(base + ordinal + 1)
 
+    def compute_first(self, blocks: Sequence[int], first: int = 0, transfer: str = "t") -> None:
+        """A step whose pages are named once they are computed, and of which no signal speaks."""
+        for ordinal in range(len(self.layout.layers)):
+            for block in blocks:
+                self.pages[ordinal, block] = content(transfer, ordinal, block)
+        self.agent.computed(ComputedPages(transfer, None, (GroupPages(first, tuple(blocks)),)))
+
     # --- As decode
 
     def reserve(
@@ -107,7 +114,7 @@ class Side:
         blocks: Sequence[int] = (11, 12, 13),
         transfer: str = "t",
         tokens: int = 3 * BLOCK,
-        prompt_hash: bytes = HASH,
+        prompt_hash: bytes | None = HASH,
     ) -> None:
         groups = (GroupTarget(0, tuple(blocks)),)
         self.agent.reserve(DecodeRequest(f"d-{transfer}", transfer, peer, tokens, 0, prompt_hash, groups))
@@ -147,10 +154,11 @@ class Stage:
         host: str = "127.0.0.1",
         port: int = 0,
         pages: KvLayout | None = None,
-        compatible: Compatibility | None = None,
+        fingerprint: Fingerprint | None = None,
         timeouts: Timeouts = TIMES,
         engine: TransferEngine | None = None,
         rank: int = 0,
+        ranks: int = 1,
         key: ClusterKey | None = None,
     ) -> Side:
         shape = pages if pages is not None else layout(num_blocks=64 if role is Role.PREFILL else 32)
@@ -162,8 +170,10 @@ class Stage:
             engine_id=name,
             role=role,
             rank=rank,
+            ranks=ranks,
             address=Address(host, port),
-            compatibility=compatible if compatible is not None else compatibility(),
+            fingerprint=fingerprint if fingerprint is not None else pairs(),
+            advice=ADVICE,
             layout=shape,
             timeouts=timeouts,
             key=key,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.decode import DecodeRequest
 from kv_connector.protocol.layout import GroupLayout, GroupTarget, KvLayout, LayerLayout
-from kv_connector.protocol.messages import Compatibility, Reserve
+from kv_connector.protocol.messages import Fingerprint, Reserve, fingerprint
+from kv_connector.protocol.mismatch import Advice
 from kv_connector.protocol.prefill import ComputedPages, GroupPages, PrefillRequest
 
 HASH = bytes(range(16))
@@ -36,26 +37,32 @@ def region_bytes(pages: KvLayout) -> int:
     return pages.bytes_per_region()[0]
 
 
-def compatibility(**changes: Any) -> Compatibility:
-    fields: dict[str, Any] = {
-        "protocol": 1,
-        "engine": "vllm 0.32.0",
+# What an operator is told, by the names of ``pairs``; nothing is known of "engine".
+ADVICE = {
+    "model": Advice("serve the same model on both sides"),
+    "dtype": Advice("give both sides the same dtype"),
+    "block_sizes": Advice("give both sides the same block size"),
+    "page_bytes": Advice("give both sides pages of one size", follows="ranks"),
+    "layers": Advice("serve the same layers on both sides"),
+    "ranks": Advice("give both sides as many ranks"),
+}
+
+
+def pairs(**changes: str | tuple[str, ...]) -> Fingerprint:
+    values: dict[str, str | tuple[str, ...]] = {
+        "engine": "engine 1.0",
         "model": "llama",
         "dtype": "bfloat16",
-        "kv_scales": ((0.5, 0.5), (1.0, 1.0)),
-        "kv_layout": "LBHNC",
-        "attention_backend": "CPU_ATTN",
-        "block_sizes": (BLOCK,),
-        "page_bytes": (PAGE, PAGE),
-        "layer_names": ("layer0", "layer1"),
-        "tensor_parallel": 1,
-        "pipeline_parallel": 1,
+        "block_sizes": (str(BLOCK),),
+        "page_bytes": (str(PAGE), str(PAGE)),
+        "layers": ("layer0", "layer1"),
+        "ranks": "1",
     }
-    return Compatibility(**(fields | changes))
+    return fingerprint(values | changes)
 
 
 def prefill_request(
-    transfer: str = "t", tokens: int = 3 * BLOCK, prompt_hash: bytes = HASH, request: str | None = None
+    transfer: str = "t", tokens: int = 3 * BLOCK, prompt_hash: bytes | None = HASH, request: str | None = None
 ) -> PrefillRequest:
     return PrefillRequest(request or f"p-{transfer}", transfer, tokens, prompt_hash)
 
@@ -63,7 +70,7 @@ def prefill_request(
 def computed(
     blocks: Iterable[int],
     first: int = 0,
-    base: int = 0,
+    base: int | None = 0,
     transfer: str = "t",
     more: Sequence[Sequence[int]] = (),
 ) -> ComputedPages:
@@ -77,7 +84,7 @@ def reserve(
     transfer: str = "t",
     attempt: int = 1,
     tokens: int = 3 * BLOCK,
-    prompt_hash: bytes = HASH,
+    prompt_hash: bytes | None = HASH,
     deadline_ms: int = 300_000,
     more: Sequence[Sequence[int]] = (),
 ) -> Reserve:
@@ -99,7 +106,7 @@ def decode_request(
     request: str | None = None,
     peer: Address = P_ADDRESS,
     tokens: int = 3 * BLOCK,
-    prompt_hash: bytes = HASH,
+    prompt_hash: bytes | None = HASH,
 ) -> DecodeRequest:
     groups = (GroupTarget(0, tuple(blocks)),)
     return DecodeRequest(request or f"d-{transfer}", transfer, peer, tokens, 0, prompt_hash, groups)

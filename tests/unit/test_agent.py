@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import zmq
 from agent_setup import IMPATIENT, LIVELY, TIMES, Side, Stage, stage, until
-from protocol_setup import BLOCK, PAGE, compatibility, layout
+from protocol_setup import BLOCK, PAGE, layout, pairs
 
 from kv_connector.agent.agent import Agent, AgentConfig, AgentError, MemoryRange
 from kv_connector.engine import ArmedLayer, ErrorCode, PagedWrite, TransferError
 from kv_connector.engine.transfer_engine import LayerSignal
-from kv_connector.protocol.actions import Address, Outcome
+from kv_connector.protocol.actions import Address, Outcome, State
 from kv_connector.protocol.messages import Release, Role, encode
 from kv_connector.protocol.peers import PeerState
 from kv_connector.protocol.prefill import ComputedPages, GroupPages
@@ -155,6 +155,38 @@ def test_pages_of_a_step_before_the_order_changed_wait_for_its_end(pair: tuple[S
     assert values == [[2, 2], [4, 3]]
 
 
+def test_pages_that_are_computed_already_wait_for_no_signal(every_lane: Stage) -> None:
+    prefill, decode = every_lane.pair()
+    prefill.expect()
+    decode.reserve(prefill.address)
+    prefill.compute_first(SOURCE[:2])
+    until(lambda: prefill.agent._engine.stats().pages_written == 4)
+    prefill.compute_first(SOURCE[2:], first=2)
+    prefill.agent.preempt(["t"])  # waits for the writes, and for no step
+    prefill.agent.note_prefill_end(["t"])
+    prefill.agent.finished("t", True, "")
+    decode.wait(received=["d-t"])
+    assert decode.holds("t", SOURCE, TARGET)
+    prefill.wait(sent=["p-t"])
+    assert prefill.agent.signal.load() == 0
+    assert prefill.agent.stats().layers_before_prefill_end == 2
+
+
+def test_of_pages_that_are_computed_already_each_naming_is_a_step(pair: tuple[Side, Side]) -> None:
+    """What arrives after the prefill's end is the last step's: no layer was complete before it."""
+    prefill, decode = pair
+    prefill.expect()
+    decode.reserve(prefill.address)
+    prefill.compute_first(SOURCE[:2])
+    until(lambda: prefill.agent._engine.stats().pages_written == 4)
+    prefill.agent.note_prefill_end(["t"])
+    prefill.compute_first(SOURCE[2:], first=2)
+    prefill.agent.finished("t", True, "")
+    prefill.wait(sent=["p-t"])
+    stats = prefill.agent.stats()
+    assert (stats.pages_before_prefill_end, stats.layers_before_prefill_end) == (4, 0)
+
+
 def test_loads_of_a_deep_model_do_not_run_out_of_counters(sim: Stage) -> None:
     """An engine has 65,536: one for each of 94 layers would do for 697 requests."""
     pages = layout(groups=(94,), num_blocks=16)
@@ -233,6 +265,65 @@ def test_many_transfers_at_once_between_several_engines(sim: Stage) -> None:
         assert decode.holds(name, blocks, targets)
 
 
+# --- How far a request has come
+
+
+def test_the_state_of_a_request_is_asked_for_at_any_time(pair: tuple[Side, Side]) -> None:
+    prefill, decode = pair
+    prefill.expect()
+    until(lambda: prefill.agent.live().prefill_requests == 1)
+    assert prefill.agent.state("p-t") is decode.agent.state("d-t") is None
+    decode.reserve(prefill.address)
+    until(lambda: prefill.agent.state("p-t") is State.MOVING)
+    assert decode.agent.state("d-t") is State.MOVING
+    prefill.compute(SOURCE)
+    until(lambda: decode.agent.state("d-t") is not State.MOVING)
+    assert decode.agent.state("d-t") is State.DONE
+    assert decode.holds("t", SOURCE[:2], TARGET[:2])
+    assert prefill.agent.state("p-t") is State.MOVING  # its engine still works on it
+    prefill.agent.finished("t", True, "")
+    until(lambda: prefill.agent.state("p-t") is State.DONE)
+    for side, request in ((prefill, "p-t"), (decode, "d-t")):
+        side.agent.forget(request)
+        side.idle()  # heard
+        assert side.agent.state(request) is None
+    assert prefill.sent == decode.received == []  # no report is left of what was forgotten
+    assert prefill.agent.take_reserved() == set()
+
+
+def test_a_failure_says_why_on_both_sides(pair: tuple[Side, Side]) -> None:
+    prefill, decode = pair
+    prefill.expect()
+    decode.reserve(prefill.address)
+    prefill.compute(SOURCE[:1])
+    until(lambda: prefill.agent.live().engine_transfers == 1)
+    decode.agent.cancel("d-t")
+    # Before P's engine has finished with it: it need not compute the rest.
+    until(lambda: prefill.agent.state("p-t") is State.FAILED)
+    assert prefill.agent.failure("p-t") == "decode cancelled the transfer"
+    until(lambda: decode.agent.state("d-t") is State.FAILED)
+    assert decode.agent.failure("d-t") == ""  # who aborts knows
+    prefill.agent.finished("t", False, "nobody wants it")
+    prefill.wait(sent=["p-t"])
+    assert prefill.agent.state("p-t") is None  # reported
+
+
+def test_a_request_that_the_agent_cannot_take_has_failed(
+    pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = pair
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("as the test wants it")
+
+    monkeypatch.setattr(decode.agent._effects.decode, "reserve", broken)
+    decode.reserve(prefill.address)
+    until(lambda: decode.agent.state("d-t") is State.FAILED)
+    assert "as the test wants it" in decode.agent.failure("d-t")
+    decode.wait(received=["d-t"])
+    assert decode.failed == ["d-t"]
+
+
 # --- Ends that are not good
 
 
@@ -281,6 +372,18 @@ def test_another_prompt_fails_decode_only(pair: tuple[Side, Side]) -> None:
     decode.agent.release("t", prefill.address)
     prefill.agent.finished("t", True, "")
     prefill.wait(sent=["p-t"])
+
+
+def test_a_prompt_without_a_hash_is_known_by_its_transfer_alone(pair: tuple[Side, Side]) -> None:
+    prefill, decode = pair
+    prefill.expect(prompt_hash=None)
+    decode.reserve(prefill.address, prompt_hash=None)
+    prefill.compute(SOURCE)
+    prefill.agent.finished("t", True, "")
+    decode.wait(received=["d-t"])
+    prefill.wait(sent=["p-t"])
+    assert decode.failed == []
+    assert decode.holds("t", SOURCE, TARGET)
 
 
 def test_a_release_frees_the_prompt(pair: tuple[Side, Side]) -> None:
@@ -600,9 +703,8 @@ def test_a_restarted_decode_engine_replaces_its_old_self(
 
 def test_ranks_on_several_hosts_find_each_other(sim: Stage, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "kv_connector")
-    two = compatibility(tensor_parallel=2)
     prefill, decode = (
-        [sim.side(role, host=f"127.0.0.{rank + 1}", compatible=two, rank=rank) for rank in range(2)]
+        [sim.side(role, host=f"127.0.0.{rank + 1}", rank=rank, ranks=2) for rank in range(2)]
         for role in (Role.PREFILL, Role.DECODE)
     )
     engine = prefill[0].address  # all that requests say
@@ -628,13 +730,13 @@ def test_every_rank_of_another_topology_is_refused_at_once(
     sim: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
     patient = replace(TIMES, connect=1000.0, transfer=1000.0)
-    prefill, two = sim.side(Role.PREFILL), compatibility(tensor_parallel=2)
+    prefill, two = sim.side(Role.PREFILL), pairs(ranks="2")
     for rank in range(2):
-        decode = sim.side(Role.DECODE, compatible=two, rank=rank, timeouts=patient)
+        decode = sim.side(Role.DECODE, fingerprint=two, rank=rank, timeouts=patient)
         decode.reserve(prefill.address)
         decode.wait(received=["d-t"])
         assert decode.failed == ["d-t"]
-    reason = "tensor_parallel: prefill has 1, decode has 2: start both engines with the same"
+    reason = "ranks: prefill has 1, decode has 2: give both sides as many ranks"
     assert caplog.text.count(f"NAK from {prefill.address}: incompatible: {reason}") == 2
 
 
@@ -656,8 +758,8 @@ def test_an_address_where_nobody_listens_fails_the_request(
     ("changes", "words"),
     [
         (
-            {"compatible": compatibility(block_sizes=(32,))},
-            "incompatible: block_sizes: prefill has (16,), decode has (32,): start both engines",
+            {"fingerprint": pairs(block_sizes=("32",))},
+            "incompatible: block_sizes: prefill has (16), decode has (32): give both sides the same",
         ),
         ({"pages": layout(groups=(3,))}, "incompatible: layers: prefill has 2, decode has 3"),
         ({"rank": 1}, "protocol: there is no rank 1 among 1"),
@@ -792,7 +894,7 @@ ANYWHERE = Address("127.0.0.1", 0)
 
 
 def config(address: Address = ANYWHERE, **changes: Any) -> AgentConfig:
-    base = AgentConfig("p0", Role.PREFILL, 0, address, compatibility(), layout(), providers=("sim",))
+    base = AgentConfig("p0", Role.PREFILL, 0, 1, address, pairs(), layout(), providers=("sim",))
     return replace(base, **changes)
 
 

@@ -7,7 +7,7 @@ import logging
 import pytest
 from protocol_setup import BLOCK, HASH, P_ADDRESS, T, decode_request, every, layout, only
 
-from kv_connector.protocol.actions import Address, Ended, Fence, Log, Outcome, Send
+from kv_connector.protocol.actions import Address, Ended, Fence, Log, Outcome, Reached, Send, State
 from kv_connector.protocol.decode import (
     CloseCounter,
     DecodeAction,
@@ -59,6 +59,32 @@ def failed(request: str = "d-t") -> FinishedReceiving:
     return FinishedReceiving(request, failed=True)
 
 
+def reached(state: State, reason: str = "") -> Reached:
+    return Reached(Role.DECODE, "t", "d-t", state, reason)
+
+
+# --- How far a request has come
+
+
+def test_a_request_moves_with_its_reserve_and_is_done_with_its_last_page(machine: DecodeMachine) -> None:
+    assert every(machine.reserve(0.0, decode_request()), Reached) == []
+    assert every(machine.peer_up(0.0, P_ADDRESS, PEER), Reached) == []
+    assert only(machine.counter_opened(0.0, "d-t", IMMEDIATE), Reached) == reached(State.MOVING)
+    assert machine.counter_reached(1.0, "d-t")[-2:] == [reached(State.DONE), done()]
+
+
+def test_an_aborted_request_has_failed_once_nothing_can_land(machine: DecodeMachine) -> None:
+    attempt = reserved(machine).attempt
+    assert every(machine.cancel(0.0, "d-t"), Reached) == []
+    actions = machine.cancel_ack(1.0, PEER, CancelAck("t", attempt, drained=True))
+    assert actions[-2:] == [reached(State.FAILED), done()]
+
+
+def test_a_request_without_a_session_has_failed(machine: DecodeMachine) -> None:
+    machine.reserve(0.0, decode_request())
+    assert machine.dial_failed(1.0, P_ADDRESS, "refused")[-2:] == [reached(State.FAILED, "refused"), failed()]
+
+
 def assert_over(machine: DecodeMachine) -> None:
     assert len(machine) == 0
     assert machine.next_deadline() is None
@@ -97,6 +123,12 @@ def test_the_last_page_ends_the_transfer(machine: DecodeMachine) -> None:
     assert_over(machine)
 
 
+def test_a_prompt_without_a_hash_is_asked_for_without_one(machine: DecodeMachine) -> None:
+    machine.peer_up(0.0, P_ADDRESS, PEER)
+    machine.reserve(0.0, decode_request(prompt_hash=None))
+    assert sent(machine.counter_opened(0.0, "d-t", IMMEDIATE), Reserve).prompt_hash is None
+
+
 def test_attempts_differ(machine: DecodeMachine) -> None:
     assert reserved(machine, "t").attempt != reserved(machine, "u").attempt
 
@@ -114,6 +146,7 @@ def test_a_request_is_received_once(machine: DecodeMachine) -> None:
         (decode_request(blocks=(32,)), "block 32 of 32"),
         (decode_request(blocks=(1, 2, 3, 4)), "behind the 3"),
         (decode_request(prompt_hash=b"short"), "a prompt hash has 16 bytes, this one 5"),
+        (decode_request(prompt_hash=b""), "a prompt hash has 16 bytes, this one 0"),
         (decode_request(transfer=""), "a transfer id has 1 to 256 characters, this one 0"),
         (decode_request(transfer="x" * 257), "this one 257"),
         (decode_request(transfer="\ud800"), "valid Unicode"),
@@ -133,7 +166,9 @@ def test_without_counters_the_request_fails_and_nothing_was_sent(machine: Decode
     machine.peer_up(0.0, P_ADDRESS, PEER)
     machine.reserve(0.0, decode_request())
     actions = machine.counter_failed(0.0, "d-t", "RESOURCES in alloc_counters")
-    assert actions == [Ended(Role.DECODE, "t", PEER, Outcome.FAILED, "RESOURCES in alloc_counters"), failed()]
+    why = "RESOURCES in alloc_counters"
+    ended = Ended(Role.DECODE, "t", PEER, Outcome.FAILED, why)
+    assert actions == [ended, reached(State.FAILED, why), failed()]
     assert_over(machine)
 
 

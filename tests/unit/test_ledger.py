@@ -5,13 +5,21 @@ from collections.abc import Callable
 
 import pytest
 
-from kv_connector.agent.ledger import Ledger
+from kv_connector.agent.ledger import Ledger, Reports
+from kv_connector.protocol.actions import Reached, State
+from kv_connector.protocol.messages import Role
 
 LIMIT = 30.0
+
+
+def prefill(state: State, reason: str = "") -> Reached:
+    return Reached(Role.PREFILL, "t", "p", state, reason)
+
+
 NEWS: list[Callable[[Ledger], None]] = [
     lambda ledger: ledger.sent("p"),
     lambda ledger: ledger.received("d", failed=True),
-    lambda ledger: ledger.reserved("t"),
+    lambda ledger: ledger.reached(prefill(State.MOVING)),
 ]
 
 
@@ -41,3 +49,33 @@ def test_what_is_there_already_is_not_waited_for_and_what_was_taken_is() -> None
 
 def test_the_wait_ends_by_itself() -> None:
     Ledger().await_news(0.001)
+
+
+def test_a_state_is_kept_until_its_end_is_taken() -> None:
+    ledger = Ledger()
+    assert ledger.state("p") is None
+    ledger.reached(prefill(State.MOVING))
+    assert ledger.take_reserved() == {"t"}
+    assert ledger.state("p") is State.MOVING
+    ledger.reached(prefill(State.FAILED, "the peer left"))
+    assert ledger.take_reports() == Reports()  # its engine still works on it
+    assert (ledger.state("p"), ledger.failure("p")) == (State.FAILED, "the peer left")
+    ledger.sent("p")
+    assert ledger.take_reports().finished_sending == {"p"}
+    assert (ledger.state("p"), ledger.failure("p"), ledger.states) == (None, "", 0)
+
+
+@pytest.mark.parametrize("side", [Role.PREFILL, Role.DECODE])
+def test_who_asks_for_states_and_forgets_leaves_nothing(side: Role) -> None:
+    ledger = Ledger()
+    ledger.reached(Reached(side, "t", "r", State.MOVING))
+    ledger.forget("r")
+    assert ledger.state("r") is State.MOVING, "it is not over"
+    ledger.reached(Reached(side, "t", "r", State.FAILED, "cancelled"))
+    if side is Role.PREFILL:
+        ledger.sent("r")
+    else:
+        ledger.received("r", failed=True)
+    for _ in range(2):
+        ledger.forget("r")
+        assert (ledger.states, ledger.take_reports(), ledger.take_reserved()) == (0, Reports(), set())

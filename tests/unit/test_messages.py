@@ -7,17 +7,17 @@ import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from protocol_setup import HASH, compatibility, layout, reserve
+from protocol_setup import ADVICE, HASH, layout, pairs, reserve
 
 from kv_connector.protocol.messages import (
     MAX_ID,
     MAX_MESSAGE_BYTES,
     MAX_TEXT,
+    PROTOCOL_VERSION,
     AnyMessage,
     Bye,
     Cancel,
     CancelAck,
-    Compatibility,
     Fail,
     FailCode,
     Hello,
@@ -33,9 +33,10 @@ from kv_connector.protocol.messages import (
     clip,
     decode,
     encode,
+    fingerprint,
     id_problem,
 )
-from kv_connector.protocol.mismatch import incompatibility
+from kv_connector.protocol.mismatch import mismatch
 
 MESSAGES: list[AnyMessage] = [
     Hello(
@@ -43,8 +44,8 @@ MESSAGES: list[AnyMessage] = [
         "boot-1",
         Role.DECODE,
         0,
-        compatibility().digest(),
-        compatibility(),
+        PROTOCOL_VERSION,
+        pairs(),
         layout(),
         (b"region",),
         b"offer",
@@ -53,6 +54,7 @@ MESSAGES: list[AnyMessage] = [
     HelloNak(NakReason.INCOMPATIBLE, "start both engines with the same --block-size"),
     Redirect("10.0.0.2", 5601),
     reserve(),
+    reserve(prompt_hash=None),
     Fail("t", 7, FailCode.WRITE_ERROR, "the link broke", quiesced=False),
     Cancel("t", 7),
     CancelAck("t", 7, drained=True),
@@ -90,6 +92,15 @@ def test_reserve_on_the_wire() -> None:
         "immediate": 100,
         "deadline_ms": 300_000,
     }
+
+
+@pytest.mark.parametrize("length", [0, 15, 17])
+def test_a_prompt_hash_is_whole_or_absent(length: int) -> None:
+    fields = msgpack.unpackb(encode(reserve(prompt_hash=None)))
+    assert fields["prompt_hash"] is None
+    fields["prompt_hash"] = bytes(length)
+    with pytest.raises(MalformedMessage, match=r"prompt_hash"):
+        decode(msgpack.packb(fields))
 
 
 def test_a_frame_of_another_implementation_is_read() -> None:
@@ -167,50 +178,84 @@ def test_an_accepted_id_can_be_sent_and_a_refused_one_cannot(identifier: str) ->
     assert id_problem("x" * MAX_ID) is None
 
 
-def test_the_digest_changes_with_every_field() -> None:
-    base = compatibility()
-    assert compatibility().digest() == base.digest()
-    for field in Compatibility.__struct_fields__:
-        value = getattr(base, field)
-        other = value + 1 if isinstance(value, int) else value + value
-        assert compatibility(**{field: other}).digest() != base.digest(), field
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"": "x"},
+        {"n" * 65: "x"},
+        {"name": "x" * (MAX_TEXT + 1)},
+        {"name": ("x" * (MAX_TEXT + 1),)},
+        {"name": ("",) * 4097},
+        {f"name{i}": "x" for i in range(65)},
+    ],
+    ids=["no name", "long name", "long value", "long entry", "many entries", "many pairs"],
+)
+def test_a_fingerprint_is_bounded_on_both_sides(values: dict[str, str | tuple[str, ...]]) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        fingerprint(values)
+    hello = msgspec.to_builtins(MESSAGES[0], builtin_types=(bytes,))
+    hello["fingerprint"] = [{"name": name, "value": value} for name, value in values.items()]
+    with pytest.raises(MalformedMessage, match=r"fingerprint"):
+        decode(msgpack.packb(hello))
 
 
-def test_every_difference_is_named_with_what_to_do() -> None:
-    text = incompatibility(compatibility(), compatibility(block_sizes=(32,), dtype="float16"))
-    assert text is not None
-    assert "dtype: prefill has bfloat16, decode has float16: start both engines with the same --dtype" in text
-    assert (
-        "block_sizes: prefill has (16,), decode has (32,): start both engines with the same --block-size"
-        in text
+def test_the_largest_fingerprint_of_a_framework_fits_the_limit() -> None:
+    """All that a model of a thousand layers has to say of each, in five pairs."""
+    hello = MESSAGES[0]
+    assert isinstance(hello, Hello)
+    entries = tuple(f"{i} {'x' * 100}" for i in range(1000))
+    large = fingerprint({f"name{i}": entries for i in range(5)})
+    decode(encode(msgspec.structs.replace(hello, fingerprint=large)))
+
+
+def test_a_fingerprint_on_the_wire() -> None:
+    hello = msgpack.unpackb(encode(MESSAGES[0]))
+    assert hello["protocol"] == PROTOCOL_VERSION
+    assert hello["fingerprint"][1:4] == [
+        {"name": "model", "value": "llama"},
+        {"name": "dtype", "value": "bfloat16"},
+        {"name": "block_sizes", "value": ["16"]},
+    ]
+
+
+def test_every_difference_is_named_with_what_to_do_in_the_order_of_prefill() -> None:
+    assert mismatch(pairs(), pairs(dtype="float16", block_sizes=("32",)), ADVICE) == (
+        "dtype: prefill has bfloat16, decode has float16: give both sides the same dtype; "
+        "block_sizes: prefill has (16), decode has (32): give both sides the same block size"
     )
-    for field in Compatibility.__struct_fields__:
-        value = getattr(compatibility(), field)
-        other = value + 1 if isinstance(value, int) else value + value
-        problem = incompatibility(compatibility(), compatibility(**{field: other}))
+    for pair in pairs():
+        other = pair.value + pair.value if isinstance(pair.value, tuple) else pair.value + "x"
+        problem = mismatch(pairs(), pairs(**{pair.name: other}), ADVICE)
         assert problem is not None
-        assert problem.startswith(f"{field}: prefill has")
-    assert incompatibility(compatibility(), compatibility()) is None
+        assert problem.startswith(f"{pair.name}: prefill has ")
+    assert mismatch(pairs(), pairs(), ADVICE) is None
+
+
+def test_only_names_and_values_are_compared() -> None:
+    assert mismatch(pairs(), tuple(reversed(pairs())), ADVICE) is None
+
+
+def test_a_name_that_one_side_lacks_is_a_difference() -> None:
+    """Its advice would mislead: the other side's release does not compare it."""
+    ours, theirs = fingerprint({"model": "llama", "dtype": "u8"}), fingerprint({"model": "llama", "x": "1"})
+    assert mismatch(ours, theirs, ADVICE) == (
+        "dtype: prefill has u8, decode has nothing: run the same release of kv-connector on both sides; "
+        "x: prefill has nothing, decode has 1: run the same release of kv-connector on both sides"
+    )
+
+
+def test_of_a_difference_and_what_follows_from_it_the_first_is_told_alone() -> None:
+    text = mismatch(pairs(), pairs(ranks="2", page_bytes=("32", "32")), ADVICE)
+    assert text == "ranks: prefill has 1, decode has 2: give both sides as many ranks"
+    text = mismatch(pairs(), pairs(page_bytes=("32", "32")), ADVICE)
+    assert text == "page_bytes: prefill has (64, 64), decode has (32, 32): give both sides pages of one size"
 
 
 def test_long_lists_show_their_first_difference() -> None:
     names = tuple(f"layer{i}" for i in range(80))
     other = (*names[:70], "mtp", *names[71:])
-    text = incompatibility(compatibility(layer_names=names), compatibility(layer_names=other))
-    assert text is not None
-    assert text.startswith("layer_names[70]: prefill has layer70, decode has mtp:")
-    scales = tuple((0.5, 0.25) for _ in names)
-    other_scales = (*scales[:70], (1.0, 1.0), *scales[71:])
-    text = incompatibility(compatibility(kv_scales=scales), compatibility(kv_scales=other_scales))
-    assert text is not None
-    assert text.startswith("kv_scales[70]: prefill has (0.5, 0.25), decode has (1.0, 1.0): load the same")
-    heads = tuple(i / 64 for i in range(64))  # per-head scales
-    text = incompatibility(
-        compatibility(kv_scales=(heads,) * 80),
-        compatibility(kv_scales=((*heads[:9], 0.1, *heads[10:]),) * 80),
-    )
-    assert text is not None
-    assert text.startswith("kv_scales[0][9]: prefill has 0.140625, decode has 0.1:")
-    fewer = incompatibility(compatibility(layer_names=names), compatibility(layer_names=names[:79]))
+    text = mismatch(pairs(layers=names), pairs(layers=other), ADVICE)
+    assert text == "layers[70]: prefill has layer70, decode has mtp: serve the same layers on both sides"
+    fewer = mismatch(pairs(layers=names), pairs(layers=names[:79]), ADVICE)
     assert fewer is not None
-    assert fewer.startswith("layer_names: prefill has 80 entries, decode has 79 entries:")
+    assert fewer.startswith("layers: prefill has 80 entries, decode has 79 entries:")

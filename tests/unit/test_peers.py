@@ -7,11 +7,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from protocol_setup import P_ADDRESS, compatibility, every, layout, only, reserve
+from protocol_setup import ADVICE, P_ADDRESS, every, layout, only, pairs, reserve
 
 from kv_connector.protocol.actions import Address, Log
 from kv_connector.protocol.messages import (
+    MAX_TEXT,
     MAX_WAITING,
+    PROTOCOL_VERSION,
     Bye,
     Cancel,
     CancelAck,
@@ -26,6 +28,7 @@ from kv_connector.protocol.messages import (
     Redirect,
     Release,
     Role,
+    fingerprint,
 )
 from kv_connector.protocol.peers import (
     Accept,
@@ -57,9 +60,11 @@ def identity(engine: str, role: Role, **changes: Any) -> Identity:
         "incarnation": f"{engine}-boot1",
         "role": role,
         "rank": 0,
-        "compatibility": compatibility(),
+        "ranks": 1,
+        "fingerprint": pairs(),
         "layout": layout(),
         "regions": (b"region",),
+        "advice": ADVICE,
     }
     return Identity(**(fields | changes))
 
@@ -195,11 +200,11 @@ def test_an_answer_that_the_engine_refuses_fails_the_dial(decode: PeerTable, pre
 
 
 def test_a_refusal_names_what_differs_and_what_to_do(prefill: PeerTable) -> None:
-    hello = dial(table("d0", Role.DECODE, compatibility=compatibility(block_sizes=(32,))))
+    hello = dial(table("d0", Role.DECODE, fingerprint=pairs(block_sizes=("32",))))
     answer = nak(prefill.receive(0.0, CALLER, hello))
     assert answer.reason is NakReason.INCOMPATIBLE
     assert answer.message == (
-        "block_sizes: prefill has (16,), decode has (32,): start both engines with the same --block-size"
+        "block_sizes: prefill has (16), decode has (32): give both sides the same block size"
     )
     assert prefill.peers() == ()
 
@@ -227,14 +232,11 @@ def test_an_engine_of_both_roles_dials_and_is_dialled() -> None:
 
 def test_every_rank_of_another_topology_is_refused_at_once_for_one_reason(prefill: PeerTable) -> None:
     for rank in range(2):
-        halves = compatibility(tensor_parallel=2, page_bytes=(32, 32))
-        hello = dial(table("d0", Role.DECODE, rank=rank, compatibility=halves))
+        halves = pairs(ranks="2", page_bytes=("32", "32"))
+        hello = dial(table("d0", Role.DECODE, rank=rank, ranks=2, fingerprint=halves))
         answer = nak(prefill.receive(0.0, CALLER, hello))
         assert answer.reason is NakReason.INCOMPATIBLE
-        assert answer.message == (
-            "tensor_parallel: prefill has 1, decode has 2: "
-            "start both engines with the same --tensor-parallel-size"
-        )
+        assert answer.message == "ranks: prefill has 1, decode has 2: give both sides as many ranks"
 
 
 def test_a_rank_that_cannot_be_is_refused(prefill: PeerTable) -> None:
@@ -243,12 +245,23 @@ def test_a_rank_that_cannot_be_is_refused(prefill: PeerTable) -> None:
     assert answer.message == "there is no rank 1 among 1, counted from 0"
 
 
-def test_a_digest_that_lies_is_refused(prefill: PeerTable) -> None:
-    hello = msgspec.structs.replace(dial(table("d0", Role.DECODE)), digest=bytes(16))
-    assert nak(prefill.receive(0.0, CALLER, hello)).reason is NakReason.PROTOCOL
-    other = compatibility(model="other")
-    hello = msgspec.structs.replace(dial(table("d0", Role.DECODE)), compatibility=other)
-    assert nak(prefill.receive(0.0, CALLER, hello)).reason is NakReason.INCOMPATIBLE
+def test_another_release_of_the_protocol_is_refused_for_that_reason_alone(prefill: PeerTable) -> None:
+    hello = msgspec.structs.replace(
+        dial(table("d0", Role.DECODE, fingerprint=pairs(model="other"))), protocol=PROTOCOL_VERSION - 1
+    )
+    assert nak(prefill.receive(0.0, CALLER, hello)) == HelloNak(
+        NakReason.INCOMPATIBLE,
+        f"protocol: prefill has {PROTOCOL_VERSION}, decode has {PROTOCOL_VERSION - 1}: "
+        "run the same release of kv-connector on both sides",
+    )
+
+
+def test_a_peer_that_differs_in_everything_fills_no_log(prefill: PeerTable) -> None:
+    """What it sends may be megabytes; what is logged, remembered and answered is a message's text."""
+    names = {f"name{i}": ("x" * MAX_TEXT,) * 4 for i in range(64)}
+    actions = prefill.receive(0.0, CALLER, dial(table("d0", Role.DECODE, fingerprint=fingerprint(names))))
+    assert len(nak(actions).message) == MAX_TEXT
+    assert len(only(actions, Log).text) < 2 * MAX_TEXT
 
 
 def test_without_a_lane_the_refusal_says_why(decode: PeerTable, prefill: PeerTable) -> None:
@@ -299,7 +312,7 @@ ELSEWHERE = Address("10.0.0.2", 5601)  # P's rank 1
 
 
 def rank(engine: str, role: Role, number: int) -> PeerTable:
-    made = table(engine, role, rank=number, compatibility=compatibility(tensor_parallel=2))
+    made = table(engine, role, rank=number, ranks=2)
     if role is Role.PREFILL:
         made.set_ranks((P_ADDRESS, ELSEWHERE))
     return made
@@ -339,7 +352,7 @@ def test_rank_0_is_not_sent_anywhere() -> None:
 
 
 def test_a_rank_that_asks_while_the_engine_starts_asks_again() -> None:
-    starting = table("p0", Role.PREFILL, compatibility=compatibility(tensor_parallel=2))
+    starting = table("p0", Role.PREFILL, ranks=2)
     decode = rank("d0", Role.DECODE, 1)
     assert starting.receive(0.0, CALLER, dial(decode)) == []
     starting.set_ranks((P_ADDRESS, ELSEWHERE))
@@ -662,7 +675,7 @@ def test_the_same_engine_dialling_again_replaces_its_session(decode: PeerTable, 
 
 def test_a_refused_hello_replaces_nobody(decode: PeerTable, prefill: PeerTable) -> None:
     _, d = up(decode, prefill)
-    stranger = table("d0", Role.DECODE, incarnation="x", compatibility=compatibility(model="other"))
+    stranger = table("d0", Role.DECODE, incarnation="x", fingerprint=pairs(model="other"))
     assert nak(prefill.receive(1.0, b"router 2", dial(stranger))).reason is NakReason.INCOMPATIBLE
     assert [info.peer for info in prefill.peers()] == [d]
 

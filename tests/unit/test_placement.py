@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Literal
 
 import machines
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kv_connector.engine import placement
 from kv_connector.engine.placement import (
     CoreClaim,
     CoresInUse,
+    Device,
     Nearness,
+    Placement,
     bound_by_environment,
     choose_core,
     choose_nics,
     choose_nics_without_device,
     cores_in_use,
+    place,
 )
 from kv_connector.engine.topology import Gpu, Location, Machine, Nic, NumaNode, Port, parse_cores
 
@@ -299,3 +304,83 @@ def test_a_claimed_core_is_not_given_twice() -> None:
     assert again.core == 100_001
     again.release()
     second.release()
+
+
+# --- Of one worker
+
+
+def placed(
+    device: Device,
+    *,
+    providers: tuple[str, ...] = ("host", "tcp"),
+    nics: tuple[str, ...] = (),
+    worker_cpu: int | Literal["auto", "none"] = "auto",
+) -> Placement:
+    return place(device, providers=providers, nics=nics, worker_cpu=worker_cpu, compute_threads=8)
+
+
+@pytest.fixture
+def dgx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """This process runs on a DGX, and CUDA counts its GPUs from behind."""
+    machine = machines.dgx(tmp_path).machine()
+    monkeypatch.setattr(placement, "read_machine", lambda: machine)
+    in_use = CoresInUse(frozenset(machine.siblings), frozenset())
+    monkeypatch.setattr(placement, "cores_in_use", lambda: in_use)
+    monkeypatch.setattr(placement, "cuda_gpu_address", lambda ordinal: machine.gpus[7 - ordinal].address)
+    return machine
+
+
+@pytest.fixture
+def laptop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = machines.laptop(tmp_path).machine()
+    monkeypatch.setattr(placement, "read_machine", lambda: machine)
+    monkeypatch.setattr(placement, "cores_in_use", lambda: CoresInUse(frozenset(range(8)), frozenset()))
+    for name in ("OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_gpu_worker_gets_the_nic_beside_its_gpu_and_a_core_of_its_node(dgx: Machine) -> None:
+    worker = placed(Device("cuda", 2), providers=("verbs", "host", "tcp"))
+    worker.release()
+    assert worker.nics == {"verbs": ("mlx5_5",)}
+    assert worker.worker_cpu in dgx.cores_of(1)
+
+
+def test_efa_is_named_as_libfabric_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = machines.p5(tmp_path).machine()
+    monkeypatch.setattr(placement, "read_machine", lambda: machine)
+    monkeypatch.setattr(placement, "cuda_gpu_address", lambda _: machine.gpus[7].address)
+    worker = placed(Device("cuda", 7), providers=("libfabric",), worker_cpu="none")
+    assert worker.nics["libfabric"] == tuple(f"efa:rdmap{n}s0-rdm" for n in (181, 182, 183, 184))
+
+
+def test_workers_of_one_machine_do_not_share_a_core(dgx: Machine) -> None:
+    workers = [placed(Device("cuda", 1)) for _ in range(4)]
+    cores = [worker.worker_cpu for worker in workers]
+    for worker in workers:
+        worker.release()
+    assert len(set(cores)) == 4
+    again = placed(Device("cuda", 1))
+    again.release()
+    assert again.worker_cpu == cores[0]
+
+
+def test_the_operators_words_come_first(dgx: Machine) -> None:
+    worker = placed(Device("cuda"), providers=("verbs", "tcp"), nics=("mlx5_9", "mlx5_1"), worker_cpu=5)
+    assert (worker.nics, worker.worker_cpu) == ({"verbs": ("mlx5_9", "mlx5_1")}, 5)
+    assert placed(Device("cuda"), worker_cpu="none").worker_cpu is None
+
+
+def test_a_process_whose_threads_want_every_core_is_not_pinned(
+    laptop: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        assert placed(Device("cpu")).worker_cpu is None
+    assert "not pinned: 8 cores of NUMA node 0 are free" in caplog.text
+
+
+def test_threads_that_openmp_binds_want_no_other_core(laptop: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_PLACES", "cores")
+    worker = placed(Device("cpu"))
+    worker.release()
+    assert worker.worker_cpu is not None

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from protocol_setup import BLOCK, computed, every, layout, only, prefill_request, reserve
+from protocol_setup import BLOCK, HASH, computed, every, layout, only, prefill_request, reserve
 
 from kv_connector.protocol import tombstones
-from kv_connector.protocol.actions import Ended, Fence, Log, Outcome, Send
-from kv_connector.protocol.messages import Cancel, CancelAck, Fail, FailCode, Reserve
+from kv_connector.protocol.actions import Ended, Fence, Log, Outcome, Reached, Send, State
+from kv_connector.protocol.messages import Cancel, CancelAck, Fail, FailCode, Reserve, Role
 from kv_connector.protocol.prefill import (
     CancelWrites,
     FinishedSending,
@@ -26,6 +26,7 @@ from kv_connector.protocol.timers import Timeouts
 
 PEER, OTHER = 1, 2
 TIMES = Timeouts()
+MOVING = [Reached(Role.PREFILL, "t", "p-t", State.MOVING)]  # both halves are here
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def pushed(actions: list[PrefillAction]) -> dict[int, int]:
 def active(machine: PrefillMachine) -> None:
     """A request whose first two of three pages are on their way."""
     assert machine.expect(0.0, prefill_request()) == []
-    assert machine.reserve(0.0, PEER, reserve()) == []
+    assert machine.reserve(0.0, PEER, reserve()) == MOVING
     assert pushed(machine.computed(0.0, computed((1, 2)))) == {1: 11, 2: 12}
 
 
@@ -87,7 +88,7 @@ def test_pages_go_as_they_are_computed_and_the_request_is_reported_when_they_hav
 
 def test_reserve_may_come_before_the_request(machine: PrefillMachine) -> None:
     assert machine.reserve(0.0, PEER, reserve()) == []
-    assert machine.expect(1.0, prefill_request()) == []
+    assert machine.expect(1.0, prefill_request()) == MOVING
     assert machine.next_deadline() == TIMES.transfer  # an orphan no more
     assert pushed(machine.computed(1.0, computed((1, 2, 3)))) == {1: 11, 2: 12, 3: 13}
 
@@ -117,6 +118,19 @@ def test_a_page_named_again_before_it_is_wanted_keeps_its_first_step(machine: Pr
     assert [(push.signal_base, push.groups[0].source) for push in every(actions, Push)] == [
         (0, (1,)),
         (2, (2,)),
+    ]
+
+
+def test_pages_that_are_computed_already_go_without_a_step_of_their_own(machine: PrefillMachine) -> None:
+    machine.expect(0.0, prefill_request())
+    machine.computed(0.0, computed((1,), base=4))
+    machine.computed(0.0, computed((1, 2), base=None))  # the first is valid since its step
+    machine.computed(0.0, computed((2, 3), first=1, base=8))  # and the second is
+    actions = machine.reserve(0.0, PEER, reserve())
+    assert [(push.signal_base, push.groups[0].source) for push in every(actions, Push)] == [
+        (None, (2,)),
+        (4, (1,)),
+        (8, (3,)),
     ]
 
 
@@ -271,6 +285,61 @@ def test_long_reasons_are_cut_to_what_a_message_carries(machine: PrefillMachine)
     assert len(fail.message) == 1024
 
 
+# --- How far a request has come
+
+
+def states(actions: list[PrefillAction]) -> list[tuple[str, State]]:
+    return [(reached.request_id, reached.state) for reached in every(actions, Reached)]
+
+
+@pytest.mark.parametrize("first", ["request", "reserve"])
+def test_a_request_moves_once_both_halves_are_here_and_is_done_with_its_report(
+    machine: PrefillMachine, first: str
+) -> None:
+    halves = [lambda: machine.expect(0.0, prefill_request()), lambda: machine.reserve(0.0, PEER, reserve())]
+    if first == "reserve":
+        halves.reverse()
+    assert halves[0]() == []
+    assert halves[1]() == MOVING
+    assert states(machine.computed(0.0, computed((1, 2, 3)))) == []
+    assert states(machine.finished(0.0, "t", True, "")) == []
+    actions = machine.writes_ended(0.0, "t", WritesEnd.DONE, True, "")
+    assert states(actions) == [("p-t", State.DONE)]
+    assert actions[-1] == FinishedSending("p-t")
+
+
+def test_a_failure_is_told_before_the_request_finishes_and_once(machine: PrefillMachine) -> None:
+    active(machine)
+    actions = machine.writes_ended(0.0, "t", WritesEnd.FAILED, True, "PEER_DOWN over tcp")
+    assert only(actions, Reached) == Reached(Role.PREFILL, "t", "p-t", State.FAILED, "PEER_DOWN over tcp")
+    assert machine.finished(1.0, "t", True, "") == [FinishedSending("p-t")]
+
+
+def test_what_drains_still_moves(machine: PrefillMachine) -> None:
+    active(machine)
+    assert states(machine.cancel(0.0, PEER, Cancel("t", 1))) == []
+    assert states(machine.writes_ended(1.0, "t", WritesEnd.CANCELLED, True, "")) == [("p-t", State.FAILED)]
+
+
+def test_a_request_that_decode_gave_up_before_it_came_has_failed(machine: PrefillMachine) -> None:
+    assert states(machine.cancel(0.0, PEER, Cancel("t", 1))) == []
+    reached = only(machine.expect(1.0, prefill_request()), Reached)
+    assert (reached.state, reached.reason) == (State.FAILED, "decode cancelled the transfer")
+
+
+def test_a_second_request_of_a_transfer_that_is_complete_has_failed(machine: PrefillMachine) -> None:
+    sealed(machine)
+    machine.writes_ended(0.0, "t", WritesEnd.DONE, True, "")
+    again = machine.expect(1.0, prefill_request(request="again"))
+    assert states(again) == [("again", State.FAILED)]
+    assert machine.finished(2.0, "t", True, "") == [FinishedSending("again")]
+
+
+def test_what_nobody_here_asked_for_has_no_state(machine: PrefillMachine) -> None:
+    machine.reserve(0.0, PEER, reserve())
+    assert states(machine.tick(TIMES.orphan)) == []
+
+
 # --- Preemption
 
 
@@ -279,7 +348,7 @@ def test_preemption_forgets_what_was_not_pushed_and_keeps_the_ledger(machine: Pr
     machine.computed(0.0, computed((1, 2)))
     assert machine.preempt(["t", "unknown"]) == ()
     # Its old blocks belong to somebody else now; the prompt is computed again elsewhere.
-    assert machine.reserve(0.0, PEER, reserve()) == []
+    assert machine.reserve(0.0, PEER, reserve()) == MOVING
     assert pushed(machine.computed(0.0, computed((7, 8), base=4))) == {7: 11, 8: 12}
     assert machine.preempt(["t"]) == ("t",)
     assert pushed(machine.computed(0.0, computed((4, 5, 6), base=8))) == {6: 13}
@@ -336,6 +405,7 @@ def test_a_prompt_that_has_gone_as_a_whole_or_not_at_all_survives_a_cleared_cach
     [
         ({"prompt_tokens": 3 * BLOCK - 1}, "prefill has 48 tokens, decode has 47"),
         ({"prompt_hash": bytes(16)}, "the prompts differ"),
+        ({"prompt_hash": None}, "decode sends no hash of the prompt"),
     ],
 )
 @pytest.mark.parametrize("order", ["request first", "RESERVE first"])
@@ -357,6 +427,28 @@ def test_another_prompt_is_refused_and_the_right_one_still_served(
     assert pushed(machine.reserve(1.0, PEER, reserve(attempt=10))) == {1: 11, 2: 12, 3: 13}
 
 
+@pytest.mark.parametrize("theirs", [None, HASH], ids=["neither", "decode has one"])
+@pytest.mark.parametrize("order", ["request first", "RESERVE first"])
+def test_a_prompt_without_a_hash_is_compared_with_none(
+    machine: PrefillMachine, theirs: bytes | None, order: str
+) -> None:
+    """Its length still is."""
+    ours = prefill_request(prompt_hash=None)
+    short = msgspec.structs.replace(reserve(attempt=1, prompt_hash=theirs), prompt_tokens=3 * BLOCK - 1)
+    right = reserve(attempt=2, prompt_hash=theirs)
+    if order == "request first":
+        machine.expect(0.0, ours)
+        fail = message(machine.reserve(0.0, PEER, short))
+        machine.reserve(0.0, PEER, right)
+    else:
+        machine.reserve(0.0, PEER, short)
+        fail = message(machine.expect(0.0, ours))
+        machine.reserve(0.0, PEER, right)
+    assert isinstance(fail, Fail)
+    assert fail.message == "prompt length: prefill has 48 tokens, decode has 47"
+    assert pushed(machine.computed(0.0, computed((1, 2, 3)))) == {1: 11, 2: 12, 3: 13}
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -371,7 +463,7 @@ def test_a_reserve_that_does_not_fit_is_refused(machine: PrefillMachine, wrong: 
     assert isinstance(fail, Fail)
     assert (fail.code, fail.quiesced) == (FailCode.INCOMPATIBLE, True)
     assert words in fail.message
-    assert machine.reserve(0.0, PEER, reserve(attempt=2)) == []  # a good one is served
+    assert machine.reserve(0.0, PEER, reserve(attempt=2)) == MOVING  # a good one is served
 
 
 def test_the_same_reserve_twice_is_served_once(machine: PrefillMachine) -> None:

@@ -29,6 +29,9 @@ ROOMS: dict[str, set[str]] = {
     "cli": {"protocol", "engine", "control", "router", "lab"},
 }
 NATIVE = {"_native", "_bench"}
+FRAMEWORKS = {"vllm", "sglang", "torch"}
+ADAPTERS = {"vllm"}
+INSIDE_VLLM = "lab/bench/pd/mooncake_cpu.py"  # another connector, which vLLM loads
 
 
 def imported(room: str) -> Iterator[tuple[str, str]]:
@@ -66,6 +69,16 @@ def test_a_room_imports_only_what_its_arrows_lead_to(room: str) -> None:
         for where, module in imported(room)
         if module.startswith("kv_connector.")
         and module.split(".")[1] not in {room, *ROOMS[room], "__version__"}
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("room", sorted(ROOMS.keys() - ADAPTERS))
+def test_frameworks_are_imported_by_their_adapters_alone(room: str) -> None:
+    wrong = [
+        f"{where} imports {module}"
+        for where, module in imported(room)
+        if module.split(".")[0] in FRAMEWORKS and not where.startswith(INSIDE_VLLM)
     ]
     assert not wrong
 

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,9 @@ from protocol_setup import BLOCK
 from test_agent import SOURCE, TARGET, every_lane, refuse, transfer
 
 from kv_connector.agent.agent import AgentError
+from kv_connector.agent.start import Running
 from kv_connector.engine import ErrorCode
+from kv_connector.protocol.actions import Address
 from kv_connector.protocol.messages import Role
 from kv_connector.vllm.connector import WriteImmConnector
 
@@ -245,9 +248,12 @@ def connector(
         words.append("unregister")
 
     made: WriteImmConnector = object.__new__(WriteImmConnector)
-    agent = SimpleNamespace(unregister_memory=unregister, register_memory=lambda: words.append("register"))
-    made.worker = SimpleNamespace(agent=agent)  # type: ignore[assignment]
-    made._registrar = SimpleNamespace(set_asleep=words.append) if registers else None  # type: ignore[assignment]
+    agent: Any = SimpleNamespace(
+        unregister_memory=unregister, register_memory=lambda: words.append("register")
+    )
+    registrar: Any = SimpleNamespace(set_asleep=words.append) if registers else None
+    reporter: Any = None
+    made._running = Running(agent, Address("127.0.0.1", 5600), reporter, registrar, ExitStack())
     return made
 
 

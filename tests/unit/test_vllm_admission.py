@@ -12,59 +12,14 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm_stage import PARAMS_OF_D, PARAMS_OF_P, Stage, vllm_config
 
+from kv_connector.agent.commands import FinishPrefill, Release
 from kv_connector.lab.model import make_llama
 from kv_connector.protocol.decode import DecodeRequest
-from kv_connector.protocol.messages import Role
-from kv_connector.vllm.admission import AdmissionGate, gates
-from kv_connector.vllm.metadata import FinishPrefill, Release, StepMetadata
+from kv_connector.vllm.metadata import StepMetadata
 
 BLOCK = 32
 POOL = 100
 SHARE = POOL // 3 - 1  # blocks: the null block is nobody's
-
-
-def test_a_gate_lets_in_what_fits_its_share() -> None:
-    gate = AdmissionGate(10)
-    assert not gate.must_wait("a", 4)
-    gate.enter("a", 4)
-    assert not gate.must_wait("b", 6)
-    gate.enter("b", 6)
-    assert gate.must_wait("c", 1)
-    gate.leave("a")
-    assert not gate.must_wait("c", 4)
-
-
-def test_nobody_passes_who_waits_first() -> None:
-    gate = AdmissionGate(10)
-    gate.enter("a", 4)
-    assert gate.must_wait("large", 7)
-    assert gate.must_wait("small", 1)
-    gate.leave("a")
-    assert gate.must_wait("small", 1)
-    assert not gate.must_wait("large", 7)
-    gate.enter("large", 7)
-    assert not gate.must_wait("small", 1)
-
-
-def test_who_leaves_the_queue_holds_up_nobody() -> None:
-    gate = AdmissionGate(10)
-    gate.enter("a", 4)
-    assert gate.must_wait("large", 7)
-    gate.leave("large")
-    assert not gate.must_wait("small", 1)
-
-
-def test_what_is_larger_than_the_share_goes_alone() -> None:
-    gate = AdmissionGate(10)
-    assert not gate.must_wait("huge", 30)
-    gate.enter("huge", 30)
-    assert gate.must_wait("small", 1)
-
-
-def test_loads_of_an_engine_that_is_d_only_fill_its_pool() -> None:
-    _, loads = gates(Role.DECODE, POOL)
-    loads.enter("a", POOL)
-    assert not loads.must_wait("b", POOL)
 
 
 @dataclass

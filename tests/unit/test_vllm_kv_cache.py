@@ -1,12 +1,15 @@
 """Where the connector says that pages lie, against the tensors that vLLM itself lays over the same memory."""
 
 import ctypes
+import re
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from vllm.model_executor.layers.attention.attention import set_default_quant_scales
@@ -25,10 +28,12 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from vllm_stage import ADDRESS, get_kv_cache_config_from_groups, vllm_config
 
 from kv_connector.lab.model import make_llama
-from kv_connector.protocol.layout import KvLayout
-from kv_connector.vllm import internals
+from kv_connector.protocol.layout import GroupLayout, KvLayout, LayerLayout
+from kv_connector.protocol.messages import Fingerprint
+from kv_connector.protocol.mismatch import mismatch
+from kv_connector.vllm import fingerprint, internals
 from kv_connector.vllm.connector import WriteImmConnector
-from kv_connector.vllm.fingerprint import model_identity
+from kv_connector.vllm.fingerprint import ADVICE, model_identity, rank_fingerprint
 from kv_connector.vllm.internals import (
     KVConnectorHandshakeMetadata,
     KVConnectorRole,
@@ -256,7 +261,7 @@ def scaled(kv_cache_dtype: str, k: float | None, v: float | None) -> torch.nn.Mo
     return layer
 
 
-def test_the_scales_of_quantized_pages_are_in_the_compatibility() -> None:
+def test_the_scales_of_quantized_pages_are_found() -> None:
     """Of two engines with `--kv-cache-dtype fp8` one may have them from its checkpoint, the other none."""
     heads = scaled("fp8", 1.0, 1.0)
     heads._k_scale, heads._v_scale = torch.tensor([[0.5, 2.0]]), torch.tensor([[0.25, 4.0]])
@@ -271,7 +276,59 @@ def test_the_scales_of_quantized_pages_are_in_the_compatibility() -> None:
     assert kv_scales(config, [*layers]) == ((0.5, 0.25), (1.0, 1.0), (0.5, 2.0, 0.25, 4.0), (), ())
 
 
-def test_the_model_in_the_compatibility_is_its_configuration_not_its_place(tmp_path: Path) -> None:
+@pytest.fixture
+def fingerprint_of(config: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Fingerprint]:
+    """Of a rank with pages like these and layers with such scales; the model has not been loaded."""
+
+    def make(page_bytes: int, *scales: tuple[float, ...], **parallel: int) -> Fingerprint:
+        layers = tuple(LayerLayout(name(i), 0, 0, 0, page_bytes, page_bytes) for i in range(len(scales)))
+        with monkeypatch.context() as patch:
+            patch.setattr(fingerprint, "kv_scales", lambda *_: scales)
+            patch.setattr(fingerprint, "attention_backends", lambda *_: "CPU_ATTN")
+            patch.setattr(fingerprint, "attention_isa", lambda *_: "")
+            for size, value in parallel.items():
+                patch.setattr(config.parallel_config, size, value)
+            cache = SimpleNamespace(kv_cache_layout="LBHNC")
+            return rank_fingerprint(config, cache, KvLayout(5, (GroupLayout(32, "full"),), layers))
+
+    return make
+
+
+def test_there_is_advice_for_each_pair(fingerprint_of: Callable[..., Fingerprint]) -> None:
+    pairs = fingerprint_of(64, (), ())
+    assert [pair.name for pair in pairs] == list(ADVICE)
+    assert dict(msgspec.structs.astuple(pair) for pair in pairs)["block_sizes"] == ("32",)
+    assert {advice.follows for advice in ADVICE.values()} <= {"", *ADVICE}
+
+
+def test_a_checkpoint_with_other_scales_is_refused(fingerprint_of: Callable[..., Fingerprint]) -> None:
+    advice = "load the same checkpoint on both sides: it has the scales of the quantized KV cache"
+
+    def refusal(ours: tuple[float, ...], theirs: tuple[float, ...]) -> str | None:
+        layers = [(0.5, 0.25)] * 79
+        return mismatch(fingerprint_of(64, *layers, ours), fingerprint_of(64, *layers, theirs), ADVICE)
+
+    text = refusal((0.5, 0.25), (1.0, 1.0))
+    assert text == f"kv_scales[79]: prefill has 0.5 0.25, decode has 1.0 1.0: {advice}"
+    text = refusal((0.5, 0.25), ())
+    assert text == f"kv_scales[79]: prefill has 0.5 0.25, decode has none: {advice}"
+    heads = tuple(i / 3 for i in range(256))
+    text = refusal(heads, (*heads[:-1], 1.0))
+    assert text is not None
+    assert re.fullmatch(
+        rf"kv_scales\[79\]: prefill has 256 scales (\w+), decode has 256 scales (?!\1)\w+: {advice}", text
+    )
+    assert refusal(heads, heads) is None
+
+
+def test_another_tensor_parallel_size_is_the_one_reason(fingerprint_of: Callable[..., Fingerprint]) -> None:
+    one = fingerprint_of(64, (1.0, 2.0, 3.0, 4.0))
+    two = fingerprint_of(32, (1.0, 3.0), tensor_parallel_size=2)
+    advice = ADVICE["tensor_parallel"].text
+    assert mismatch(one, two, ADVICE) == f"tensor_parallel: prefill has 1, decode has 2: {advice}"
+
+
+def test_the_model_in_the_fingerprint_is_its_configuration_not_its_place(tmp_path: Path) -> None:
     def identity(directory: str, **shape: int) -> str:
         model = make_llama(tmp_path / directory, hidden=64, intermediate=64, **shape)
         return model_identity(vllm_config(model, "kv_both").model_config)

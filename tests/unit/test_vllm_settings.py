@@ -1,20 +1,21 @@
-"""What an operator writes, and what vLLM makes of it: settings, roles, versions, registration."""
+"""What an operator writes, and what vLLM makes of it: roles, versions, registration."""
 
 import importlib
 import logging
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 import vllm
-from vllm.config import KVTransferConfig, ParallelConfig
+from vllm.config import KVTransferConfig, ParallelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
 
-from kv_connector.control.cluster_key import ClusterKey
-from kv_connector.protocol.actions import Address
-from kv_connector.protocol.timers import Timeouts
+from kv_connector.agent.settings import Settings, SettingsError
+from kv_connector.agent.start import WorkerInfo
+from kv_connector.engine.placement import Device
+from kv_connector.protocol.layout import KvLayout
+from kv_connector.protocol.messages import Role
 from kv_connector.vllm.connector import WriteImmConnector, data_parallel_rank, transfer_role
 from kv_connector.vllm.internals import (
     RELEASES,
@@ -24,119 +25,44 @@ from kv_connector.vllm.internals import (
     release_of,
 )
 from kv_connector.vllm.plugin import register
-from kv_connector.vllm.settings import Settings, SettingsError, parse_settings
 
 
-def test_nothing_has_to_be_set() -> None:
-    settings = parse_settings({})
-    assert settings.key() is None
-    assert settings.host("10.0.0.5", None) == "127.0.0.1", "strangers are not let in unasked"
-    assert settings == Settings()
-    assert settings.control_port == 5600
-    assert settings.for_device("cpu").providers == ("host", "tcp")
-    assert settings.for_device("cuda").providers == ("nvlink",)
-    assert not settings.allow_fallback
-    assert settings.agent_timeouts() == Timeouts()
-
-
-@pytest.mark.parametrize(
-    ("device", "providers", "wrong", "advice"),
-    [
-        ("cuda", ["nvlink", "tcp"], "tcp cannot move a KV cache in a GPU's memory", "nvlink"),
-        ("cuda", ["host"], "host cannot move a KV cache in a GPU's memory", "bounce"),
-        ("cpu", ["nvlink", "host"], "nvlink cannot move a KV cache in CPU memory", "host"),
-    ],
-)
-def test_a_lane_for_the_other_kind_of_memory_is_refused(
-    device: str, providers: list[str], wrong: str, advice: str
-) -> None:
-    settings = parse_settings({"providers": providers})
-    with pytest.raises(SettingsError, match=wrong) as refused:
-        settings.for_device(device)
-    assert advice in str(refused.value)
-
-
-def test_lanes_for_either_kind_of_memory_are_kept() -> None:
-    assert parse_settings({"providers": ["verbs"]}).for_device("cuda").providers == ("verbs",)
-
-
-def test_everything_can_be_set() -> None:
-    settings = parse_settings(
-        {
-            "control_host": "10.0.0.7",
-            "control_port": 6000,
-            "providers": ["tcp"],
-            "allow_fallback": True,
-            "data_host": "10.1.0.7",
-            "spin_us": 5,
-            "timeouts": {"hold": 30, "dead": 2.5},
-            "allow_unauthenticated": True,
-            "control_key_file": "key",
-            "routers": ["10.0.0.1:8500", "[fd00::1]:8500"],
-            "api_url": "http://10.0.0.7:8100",
-        }
+def test_a_wrong_setting_is_told_with_where_it_is_written() -> None:
+    config = VllmConfig(
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="WriteImmConnector",
+            kv_connector_module_path="kv_connector.vllm.connector",
+            kv_role="kv_both",
+            kv_buffer_device="cpu",
+            kv_connector_extra_config={"contol_port": 1},
+        )
     )
-    assert settings.router_addresses() == (Address("10.0.0.1", 8500), Address("fd00::1", 8500))
-    assert settings.providers == ("tcp",)
-    assert settings.agent_timeouts() == Timeouts(hold=30, dead=2.5)
+    with pytest.raises(SettingsError, match=r"^kv_connector_extra_config: .*unknown field `contol_port`"):
+        WriteImmConnector(config, KVConnectorRole.WORKER, None)
 
 
-@pytest.mark.parametrize(
-    ("extra", "problem"),
-    [
-        ({"contol_port": 1}, "unknown field `contol_port`.*Valid keys: control_host, control_port"),
-        ({"control_port": "5600"}, r"Expected `int`, got `str` - at `\$.control_port`"),
-        ({"control_port": 70000}, "control_port"),
-        ({"providers": []}, "providers"),
-        ({"providers": "tcp"}, "Expected `array`"),
-        ({"allow_fallback": 1}, "Expected `bool`"),
-        ({"timeouts": {"hold": "30"}}, "Expected `float`"),
-        ({"timeouts": {"hold": 0}}, "> 0"),
-        ({"timeouts": {"hodl": 30}}, "unknown timeouts hodl. Valid: cancel, connect, dead"),
-        ({"control_host": "0.0.0.0"}, "control_host '0.0.0.0' is no address that a peer can dial"),
-        ({"control_host": ""}, "control_host '' is no address"),
-        ({"control_host": "*"}, "is no address"),
-        ({"data_host": "::"}, "data_host '::' is no address"),
-        ({"routers": ["10.0.0.1"], "api_url": "http://h:1"}, "routers: '10.0.0.1' must be host:port"),
-        ({"routers": ["10.0.0.1:8500"]}, "routers needs api_url"),
-    ],
-)
-def test_what_cannot_be_used_is_named(extra: dict[str, Any], problem: str) -> None:
-    with pytest.raises(SettingsError, match=problem):
-        parse_settings(extra)
+def test_so_is_one_that_does_not_fit_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    infos = []
 
+    def start(settings: Settings, info: WorkerInfo) -> None:
+        infos.append(info)
+        raise SettingsError("providers: nvlink cannot move it")
 
-def test_strangers_are_let_in_only_on_demand(tmp_path: Path) -> None:
-    key = ClusterKey.generate()
-    key.write(tmp_path / "key")
-    reachable = parse_settings({"control_host": "10.0.0.7"})
-    with pytest.raises(SettingsError, match=r"kv-connector keygen .*allow_unauthenticated"):
-        reachable.host("10.0.0.5", None)
-    assert reachable.host("10.0.0.5", key) == "10.0.0.7"
-    assert parse_settings({}).host("10.0.0.5", key) == "10.0.0.5"
-    assert parse_settings({"control_host": "127.0.0.2"}).host("10.0.0.5", None) == "127.0.0.2"
-    unsafe = parse_settings({"control_host": "10.0.0.7", "allow_unauthenticated": True})
-    assert unsafe.host("10.0.0.5", None) == "10.0.0.7"
-    assert parse_settings({"control_key_file": str(tmp_path / "key")}).key() == key
-    with pytest.raises(SettingsError, match="control_key_file: there is no key file"):
-        parse_settings({"control_key_file": str(tmp_path / "none")}).key()
-
-
-def test_each_rank_has_its_port() -> None:
-    settings = Settings(control_port=5600)
-    ports = [
-        settings.port(data_parallel_index=index, ranks=2, rank=rank)
-        for index in range(3)
-        for rank in range(2)
-    ]
-    assert ports == list(range(5600, 5606))
-
-
-def test_a_port_of_the_kernels_choice_is_one_for_each_rank() -> None:
-    assert [Settings(control_port=0).port(data_parallel_index=0, ranks=2, rank=rank) for rank in (0, 1)] == [
-        0,
-        0,
-    ]
+    for name, answer in (("kv_layout", (KvLayout(0, (), ()), ())), ("rank_fingerprint", None)):
+        monkeypatch.setattr(f"kv_connector.vllm.connector.{name}", lambda *_, answer=answer: answer)
+    monkeypatch.setattr("kv_connector.vllm.connector.tensor_parallel_rank", lambda: 1)
+    monkeypatch.setattr("kv_connector.vllm.connector.start", start)
+    made: WriteImmConnector = object.__new__(WriteImmConnector)
+    made._settings, made._transfer_role, made._engine_id = Settings(), Role.DECODE, "engine"
+    parallel = ParallelConfig(tensor_parallel_size=2, data_parallel_size=4, data_parallel_hybrid_lb=True)
+    parallel.data_parallel_rank_local, parallel.data_parallel_index = 1, 3  # the second of a second host
+    made._vllm_config, made._kv_cache_config = VllmConfig(), None
+    made._vllm_config.parallel_config = parallel
+    with pytest.raises(SettingsError, match=r"^kv_connector_extra_config: providers: nvlink cannot move"):
+        made.register_kv_caches({"layer": torch.zeros(1)})
+    (info,) = infos
+    assert (info.engine_id, info.role, info.device) == ("engine", Role.DECODE, Device("cpu"))
+    assert (info.rank, info.ranks, info.data_parallel_index, info.data_parallel_rank) == (1, 2, 3, 1)
 
 
 @pytest.mark.parametrize(
@@ -165,11 +91,6 @@ def test_a_core_has_the_rank_by_which_its_api_server_calls_it(
 
 def test_an_engine_without_data_parallelism_has_rank_0() -> None:
     assert data_parallel_rank(ParallelConfig()) == 0
-
-
-def test_a_port_beyond_the_last_is_refused() -> None:
-    with pytest.raises(SettingsError, match=r"leaves no port for rank 1 .* 65536"):
-        Settings(control_port=65535).port(data_parallel_index=0, ranks=2, rank=1)
 
 
 @pytest.mark.parametrize("role", [None, "prefill"])

@@ -92,7 +92,7 @@ async def test_wrong_configurations(
 
 # What the decode engine's log says of each.
 REFUSALS = {
-    "block size": r"block_sizes: prefill has \(32,\), decode has \(64,\): .*--block-size",
+    "block size": r"block_sizes: prefill has \(32\), decode has \(64\): .*--block-size",
     "dtype": r"dtype: prefill has \S*float32.*, decode has \S*bfloat16.*--dtype",
     "model": r"model: prefill has Llama\S* \S+, decode has Llama\S* \S+: serve the same model",
 }

@@ -1,6 +1,7 @@
 """vLLM's pause and resume while requests are between P and D: all end, with the right tokens."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,14 @@ from deployment import (
 pytestmark = pytest.mark.anyio
 
 
+@pytest.fixture(autouse=True)
+async def resumed(deployment: Deployment, client: Client) -> AsyncIterator[None]:
+    """A test that fails leaves no engine paused."""
+    yield
+    for engine in (deployment.prefill, deployment.decode):
+        await client.post(f"{engine.url}/resume")
+
+
 @pytest.mark.parametrize("deployment", ["llama"], indirect=True)
 @pytest.mark.parametrize("clear", [True, False])
 async def test_keep(deployment: Deployment, client: Client, tmp_path: Path, clear: bool) -> None:
@@ -26,11 +35,11 @@ async def test_keep(deployment: Deployment, client: Client, tmp_path: Path, clea
     prefill, decode = deployment.prefill, deployment.decode
     one, other = prompt(f"paused {clear}", 1200), prompt(f"decoding {clear}", 300)
     expected = await asyncio.gather(
-        client.complete(deployment.plain.url, one, 8), client.complete(deployment.plain.url, other, 400)
+        client.complete(deployment.plain.url, one, 8), client.complete(deployment.plain.url, other, 160)
     )
     started = asyncio.Event()
     decoding = asyncio.create_task(
-        client.stream(deployment.concurrent, other, 400, lambda tokens: started.set())
+        client.stream(deployment.concurrent, other, 160, lambda tokens: started.set())
     )
     await started.wait()
     hold = Hold(client, prefill, tmp_path)
@@ -54,6 +63,7 @@ async def test_keep(deployment: Deployment, client: Client, tmp_path: Path, clea
         hold.release()
     await pausing
     assert not halves[0].done()
+    assert not decoding.done()
     await client.probe(prefill, "probe_unhold")
     for engine in (prefill, decode):
         await client.post(f"{engine.url}/resume")

@@ -1,4 +1,4 @@
-"""Who may take blocks that vLLM cannot take back while another engine has to act.
+"""Who may take blocks that an engine cannot take back while another one has to act.
 
 Two kinds of requests hold such blocks: a load at D waits until P has computed its prompt, and an early prompt
 at P, one that D has not asked for yet, waits until D has room for its load. If they may fill the pools, two
@@ -10,8 +10,8 @@ has halves, an engine that is P and D thirds. The loads of an engine that is D o
 nobody waits for what it computes. Nobody waits for ever then, if each request fits into a share:
 
 1. A prompt that D has room for waits for nobody else's engine. Neither do requests of the engine's own. What
-   both other kinds hold leaves them a share, in which vLLM runs at least the oldest one to its end. So each
-   comes to its end.
+   both other kinds hold leaves them a share, in which at least the oldest one runs to its end. So each comes
+   to its end.
 2. So each load ends: its prompt is one of those, as P is told that D has room once the load has blocks. So
    the loads' share empties again and again, and each load gets its blocks in its turn.
 3. So each early prompt ends: its load comes to its turn, and then it is one of the first kind.
@@ -47,7 +47,7 @@ class AdmissionGate:
         """Whether the request must not take its blocks yet. It may be asked again and again."""
         if self._share is None:
             return False
-        # Who has been in was preempted, which vLLM says at the step's end only, and comes before all others.
+        # Who has been in was preempted, which is told at the step's end only, and comes before all others.
         back = request_id in self._held
         held = sum(self._held.values()) - self._held.get(request_id, 0)
         fits = held == 0 or held + blocks <= self._share

@@ -1,4 +1,4 @@
-"""What an operator may write into vLLM's kv_connector_extra_config for WriteImmConnector."""
+"""What an operator may set for an engine's agents, and what follows from it for each rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ DEFAULT_PROVIDERS = {"cpu": ("host", "tcp"), "cuda": ("nvlink",)}
 
 
 class SettingsError(ValueError):
-    """The configuration cannot be used; the message says what to write instead."""
+    """The configuration cannot be used; the message says what to write instead. Where it is written the
+    adapter knows, and puts it before the message."""
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -28,8 +29,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     control_host: str | None = None
-    """Address that the control sockets bind and that peers dial. Default: with a cluster key VLLM_HOST_IP,
-    else this host's own; without one 127.0.0.1.
+    """Address that the control sockets bind and that peers dial. Default: with a cluster key the
+    framework's own address; without one 127.0.0.1.
     """
     control_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 5600
     """Port of rank 0 of data-parallel rank 0; the others follow. 0: any free port."""
@@ -70,15 +71,15 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if wrong := [provider for provider in self.providers if provider in others]:
             kind = "a GPU's memory" if device_type == "cuda" else "CPU memory"
             raise SettingsError(
-                f"kv_connector_extra_config: providers: {', '.join(wrong)} cannot move a KV cache in {kind}. "
+                f"providers: {', '.join(wrong)} cannot move a KV cache in {kind}. "
                 f"Leave providers out, or write {list(DEFAULT_PROVIDERS[device_type])}"
                 + (", or bounce to go through host memory." if device_type == "cuda" else ".")
             )
         return self
 
-    def worker_cpu_of(self, rank: int) -> int | None:
-        """The core of one rank's worker where the operator names them; None: not pinned."""
-        return self.worker_cpu[rank] if isinstance(self.worker_cpu, tuple) else None
+    def worker_cpu_of(self, rank: int) -> int | Literal["auto", "none"]:
+        """The core of one rank's worker where the operator names them."""
+        return self.worker_cpu[rank] if isinstance(self.worker_cpu, tuple) else self.worker_cpu
 
     def nics_of(self, rank: int) -> tuple[str, ...]:
         """The NICs of one rank where the operator names them."""
@@ -89,8 +90,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for key, entries in (("worker_cpu", self.worker_cpu), ("nics", self.nics)):
             if isinstance(entries, tuple) and entries and len(entries) != ranks:
                 raise SettingsError(
-                    f"kv_connector_extra_config: {key} has {len(entries)} entries, and this engine has "
-                    f"{ranks} ranks. Write one entry for each rank, or leave it out."
+                    f"{key} has {len(entries)} entries, and this engine has {ranks} ranks. "
+                    f"Write one entry for each rank, or leave it out."
                 )
 
     def agent_timeouts(self) -> Timeouts:
@@ -101,7 +102,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         try:
             return find_key(self.control_key_file)
         except KeyFileError as error:
-            raise SettingsError(f"kv_connector_extra_config: control_key_file: {error}") from None
+            raise SettingsError(f"control_key_file: {error}") from None
 
     def host(self, own: str, key: ClusterKey | None) -> str:
         """The address to bind. ``own``: this host's. SettingsError where strangers could reach it.
@@ -111,8 +112,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         host = self.control_host or (LOOPBACK if key is None else own)
         if key is None and not self.allow_unauthenticated and not is_loopback(host):
             raise SettingsError(
-                f"kv_connector_extra_config: other machines reach control_host {host!r}, and there is no "
-                f"cluster key. Make one (kv-connector keygen FILE) and name it in control_key_file, or in "
+                f"other machines reach control_host {host!r}, and there is no cluster key. "
+                f"Make one (kv-connector keygen FILE) and name it in control_key_file, or in "
                 f"{KEY_FILE_VARIABLE}, of every engine. Where everybody on the network may use the "
                 f'KV cache, say "allow_unauthenticated": true instead.'
             )
@@ -128,24 +129,21 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         port = self.control_port + data_parallel_index * ranks + rank
         if port > 65535:
             raise SettingsError(
-                f"kv_connector_extra_config: control_port {self.control_port} leaves no port for rank {rank} "
+                f"control_port {self.control_port} leaves no port for rank {rank} "
                 f"of data-parallel rank {data_parallel_index} (it would be {port}). Choose a lower one."
             )
         return port
 
 
-def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
+def parse_settings(config: Mapping[str, Any]) -> Settings:
     """Raises SettingsError that names the wrong key or value and the valid keys."""
     try:
-        settings = msgspec.convert(dict(extra_config), Settings)
+        settings = msgspec.convert(dict(config), Settings)
     except msgspec.ValidationError as error:
-        raise SettingsError(f"kv_connector_extra_config: {error}. Valid keys: {_valid_keys()}.") from error
+        raise SettingsError(f"{error}. Valid keys: {_valid_keys()}.") from error
     known = {field.name for field in dataclasses.fields(Timeouts)}
     if unknown := sorted(settings.timeouts.keys() - known):
-        raise SettingsError(
-            f"kv_connector_extra_config: unknown timeouts {', '.join(unknown)}. "
-            f"Valid: {', '.join(sorted(known))}."
-        )
+        raise SettingsError(f"unknown timeouts {', '.join(unknown)}. Valid: {', '.join(sorted(known))}.")
     for key in ("control_host", "data_host"):
         _refuse_wildcard(key, getattr(settings, key))
     _check_routers(settings)
@@ -156,11 +154,11 @@ def _check_routers(settings: Settings) -> None:
     try:
         settings.router_addresses()
     except ValueError as error:
-        raise SettingsError(f"kv_connector_extra_config: routers: {error}") from None
+        raise SettingsError(f"routers: {error}") from None
     if settings.routers and not settings.api_url:
         raise SettingsError(
-            "kv_connector_extra_config: routers needs api_url, the address at which they reach this engine's "
-            "API server, such as http://10.0.0.5:8100"
+            "routers needs api_url, the address at which they reach this engine's API server, "
+            "such as http://10.0.0.5:8100"
         )
 
 
@@ -178,6 +176,6 @@ def _refuse_wildcard(key: str, host: str | None) -> None:
         wildcard = not host or "*" in host  # a name, for the resolver to judge
     if wildcard:
         raise SettingsError(
-            f"kv_connector_extra_config: {key} {host!r} is no address that a peer can dial. "
+            f"{key} {host!r} is no address that a peer can dial. "
             f"Write the address of the network interface that the other engines reach."
         )

@@ -1,0 +1,175 @@
+"""What a worker's agent counts, an interval at a time: each is added to others on its way to the metrics.
+
+Whoever is sent intervals may miss those of before (of several API servers any one gets a step's). So counters
+go as increments, and a rank's state is sent whole.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import msgspec
+
+from kv_connector.agent.agent import Agent
+from kv_connector.agent.ledger import AgentStats, LiveState, Timing
+from kv_connector.protocol.messages import Role
+
+# What grows. The metric's name is kv_connector_<key>_total.
+COUNTERS = {
+    "pages_pushed": "KV pages written into decode engines",
+    "bytes_pushed": "Bytes of KV pages written into decode engines",
+    "layers_pushed": "Layers of prompts written into decode engines",
+    "pages_pushed_before_prefill_end": "Pages that had arrived before the prompt's last layer was computed",
+    "bytes_pushed_before_prefill_end": "Bytes that had arrived before the prompt's last layer was computed",
+    "layers_pushed_before_prefill_end": "Layers that had arrived before the prompt's last layer was computed",
+    "pages_received": "KV pages that arrived from prefill engines",
+    "send_seconds": "Time from a reservation to the end of its transfer, summed over those that completed",
+    "receive_seconds": "Time from a reservation to its last page, summed over those that completed",
+    "malformed_messages": "Control messages that were refused",
+}
+
+# What rises and falls. The metric's name is kv_connector_<key>.
+GAUGES = {
+    "live_prefill_requests": "Prompts that are being computed, or held, for a decode engine",
+    "live_decode_requests": "Requests whose pages are under way to this engine",
+    "live_transfers": "Transfers that are open in the transfer engine",
+    "live_counter_sets": "Sets of immediate counters in use",
+}
+
+# Of each completed transfer, by lane. The metric's name is kv_connector_<key>.
+HISTOGRAMS = {
+    "send_duration_seconds": "From a reservation to the end of its writes",
+    "send_first_push_seconds": "From a reservation until its first pages could be written",
+    "send_size_bytes": "Bytes written for one reservation",
+    "receive_duration_seconds": "From a reservation to its last page",
+}
+
+# Phases are counted on the forward thread, some 2 us a transfer: in each step up to this many,
+_FEW_TRANSFERS = 16
+# and every so often beyond.
+_COUNT_S = 1.0
+
+
+class Interval(msgspec.Struct):
+    """Increments of the counters, and the latest state of each rank."""
+
+    counters: dict[str, int | float] = {}
+    """{key of COUNTERS: increment}"""
+    transfers: dict[str, int | float] = {}
+    """{"prefill completed": increment, ...}: transfers that ended, by role and outcome"""
+    gauges: dict[str, dict[str, int]] = {}
+    """{rank: {key of GAUGES: value}}"""
+    lanes: dict[str, dict[str, int]] = {}
+    """{rank: {lane: peers that are connected over it}}"""
+    phases: dict[str, dict[str, int]] = {}
+    """{rank: {"decode reserved": transfers that are in it}}"""
+    timings: list[tuple[str, str, float]] = []
+    """(key of HISTOGRAMS, lane, value)"""
+
+    def add(self, other: Interval) -> None:
+        """Another rank's interval, or a later one of the same rank."""
+        for ours, theirs in ((self.counters, other.counters), (self.transfers, other.transfers)):
+            for name, increment in theirs.items():
+                ours[name] = ours.get(name, 0) + increment
+        self.gauges.update(other.gauges)
+        self.lanes.update(other.lanes)
+        self.phases.update(other.phases)
+        self.timings += other.timings
+
+
+class AgentReporter:
+    """Takes one agent's numbers, once per engine step."""
+
+    def __init__(self, agent: Agent, rank: int) -> None:
+        self._agent = agent
+        self._rank = str(rank)
+        self._counters: dict[str, int | float] = {}
+        self._transfers: dict[str, int | float] = {}
+        self._shown: dict[str, dict[str, int]] = {"gauges": {}, "lanes": {}, "phases": {}}
+        self._phases: dict[str, int] = {}
+        self._next_count = 0.0
+
+    def take(self) -> Interval | None:
+        """What has changed since the last call, or None."""
+        # In this order: a transfer that ends in between is counted now or next time, but never shown as live
+        # for good.
+        live, stats = self._agent.live(), self._agent.stats()
+        counters, transfers = _counters(stats), _transfers(stats)
+        interval = Interval(
+            counters=_grown(counters, self._counters),
+            transfers=_grown(transfers, self._transfers),
+            gauges=self._changed("gauges", _gauges(live)),
+            lanes=self._changed("lanes", Counter(peer.lane for peer in stats.peers if peer.lane)),
+            phases=self._changed("phases", self._count_phases(live)),
+            timings=[
+                (name, timing.lane, value)
+                for timing in self._agent.take_timings()
+                for name, value in _values(timing)
+            ],
+        )
+        self._counters, self._transfers = counters, transfers
+        return interval if any(msgspec.structs.astuple(interval)) else None
+
+    def _changed(self, kind: str, now: dict[str, int]) -> dict[str, dict[str, int]]:
+        """This rank's state, where it is another than the one shown. Whoever gets it does not know what was
+        shown before: what is gone is told as 0.
+        """
+        state = dict.fromkeys(self._shown[kind], 0) | now
+        if state == self._shown[kind]:
+            return {}
+        self._shown[kind] = state
+        return {self._rank: state}
+
+    def _count_phases(self, live: LiveState) -> dict[str, int]:
+        now = time.monotonic()
+        if live.prefill_requests + live.decode_requests <= _FEW_TRANSFERS or now >= self._next_count:
+            self._phases, self._next_count = self._agent.phases(), now + _COUNT_S
+        return self._phases
+
+
+def _grown(now: dict[str, int | float], before: dict[str, int | float]) -> dict[str, int | float]:
+    return {name: value - before.get(name, 0) for name, value in now.items() if value != before.get(name, 0)}
+
+
+def _counters(stats: AgentStats) -> dict[str, int | float]:
+    return {
+        "pages_pushed": stats.pages_pushed,
+        "bytes_pushed": stats.bytes_pushed,
+        "layers_pushed": stats.layers_pushed,
+        "pages_pushed_before_prefill_end": stats.pages_before_prefill_end,
+        "bytes_pushed_before_prefill_end": stats.bytes_before_prefill_end,
+        "layers_pushed_before_prefill_end": stats.layers_before_prefill_end,
+        "pages_received": stats.received_pages,
+        "send_seconds": stats.sent_seconds,
+        "receive_seconds": stats.received_seconds,
+        "malformed_messages": stats.malformed_messages,
+    }
+
+
+def _transfers(stats: AgentStats) -> dict[str, int | float]:
+    return {
+        f"{role} {outcome.value}": count
+        for role, outcomes in (("prefill", stats.sent), ("decode", stats.received))
+        for outcome, count in outcomes.items()
+    }
+
+
+def _values(timing: Timing) -> Iterator[tuple[str, float]]:
+    """By key of HISTOGRAMS."""
+    if timing.side is Role.DECODE:
+        yield "receive_duration_seconds", timing.seconds
+        return
+    yield "send_duration_seconds", timing.seconds
+    yield "send_first_push_seconds", timing.first_push_seconds
+    yield "send_size_bytes", timing.nbytes
+
+
+def _gauges(live: LiveState) -> dict[str, int]:
+    return {
+        "live_prefill_requests": live.prefill_requests,
+        "live_decode_requests": live.decode_requests,
+        "live_transfers": live.engine_transfers,
+        "live_counter_sets": live.counter_sets,
+    }

@@ -1,0 +1,144 @@
+"""One worker's agent and what goes with it: from the operator's settings to all of it running."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from kv_connector.agent.agent import Agent, AgentConfig, MemoryRange
+from kv_connector.agent.metrics import AgentReporter
+from kv_connector.agent.settings import Settings
+from kv_connector.control.cluster_key import ClusterKey
+from kv_connector.control.membership import Register
+from kv_connector.control.registrar import Registrar
+from kv_connector.engine.placement import Device, place
+from kv_connector.protocol.actions import Address
+from kv_connector.protocol.layout import KvLayout
+from kv_connector.protocol.messages import Fingerprint, Role
+from kv_connector.protocol.mismatch import Advice
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """One worker of an engine, as its framework knows it."""
+
+    engine_id: str
+    role: Role
+    rank: int
+    ranks: int
+    """Workers of this engine."""
+    data_parallel_index: int
+    """Counts the engines that share ``control_port``."""
+    data_parallel_rank: int
+    """By which this engine's API server calls it."""
+    host: str
+    """The framework's own address here."""
+    device: Device
+    compute_threads: int
+    """With which this process computes where its device is a CPU."""
+    layout: KvLayout
+    memory: Sequence[MemoryRange]
+    fingerprint: Fingerprint
+    advice: Mapping[str, Advice]
+    """What an operator is to do about a pair that differs."""
+
+
+@dataclass(frozen=True)
+class Running:
+    agent: Agent
+    address: Address
+    """Where the agent listens."""
+    reporter: AgentReporter
+    registrar: Registrar | None
+    """On rank 0, where there are routers."""
+    _resources: ExitStack
+
+    def sleep(self) -> None:
+        """The memory is about to be unmapped. BLOCKS; raises AgentError where it must stay mapped."""
+        self.agent.unregister_memory()
+        if self.registrar is not None:
+            self.registrar.set_asleep(True)
+
+    def wake(self) -> None:
+        """The memory is mapped again, at its old addresses. BLOCKS; raises AgentError."""
+        self.agent.register_memory()
+        if self.registrar is not None:
+            self.registrar.set_asleep(False)
+
+    def close(self) -> None:
+        """The routers first, then the peers. BLOCKS as Agent.close(); the second call does nothing."""
+        self._resources.close()
+
+
+def start(settings: Settings, worker: WorkerInfo) -> Running:
+    """Opens the lanes and the control socket, and tells the routers. Raises SettingsError, or AgentError,
+    with a message that says what to change, and leaves nothing open then."""
+    settings = settings.for_device(worker.device.kind)
+    settings.check_ranks(worker.ranks)
+    key = settings.key()
+    host = settings.host(worker.host, key)
+    port = settings.port(data_parallel_index=worker.data_parallel_index, ranks=worker.ranks, rank=worker.rank)
+    if key is None:
+        logger.warning(
+            "NO CLUSTER KEY: everybody who reaches the control socket on %s can read and write this "
+            "engine's KV cache (set control_key_file)",
+            host,
+        )
+    with ExitStack() as resources:
+        placement = place(
+            worker.device,
+            providers=settings.providers,
+            nics=settings.nics_of(worker.rank),
+            worker_cpu=settings.worker_cpu_of(worker.rank),
+            compute_threads=worker.compute_threads,
+        )
+        resources.callback(placement.release)
+        agent = Agent(
+            AgentConfig(
+                engine_id=worker.engine_id,
+                role=worker.role,
+                rank=worker.rank,
+                ranks=worker.ranks,
+                address=Address(host, port),
+                providers=settings.providers,
+                allow_fallback=settings.allow_fallback,
+                data_host=settings.data_host or host,
+                spin_us=settings.spin_us,
+                nics=placement.nics,
+                worker_cpu=placement.worker_cpu,
+                fingerprint=worker.fingerprint,
+                advice=worker.advice,
+                layout=worker.layout,
+                timeouts=settings.agent_timeouts(),
+                key=key,
+                on_gpu=worker.device.kind == "cuda",
+            ),
+            worker.memory,
+        )
+        resources.callback(agent.close)
+        address = agent.start()
+        registrar = None
+        if worker.rank == 0 and settings.routers:
+            registrar = _register(settings, worker, address, key)
+            resources.callback(registrar.close)
+        return Running(agent, address, AgentReporter(agent, worker.rank), registrar, resources.pop_all())
+
+
+def _register(settings: Settings, worker: WorkerInfo, address: Address, key: ClusterKey | None) -> Registrar:
+    """Tells the routers where this engine is, until it is closed."""
+    assert settings.api_url is not None
+    registration = Register(
+        engine_id=worker.engine_id,
+        incarnation=uuid.uuid4().hex,
+        role=worker.role,
+        url=settings.api_url,
+        control_host=address.host,
+        control_port=address.port,
+        rank=worker.data_parallel_rank,
+    )
+    return Registrar(registration, settings.router_addresses(), key)

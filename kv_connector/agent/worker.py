@@ -1,0 +1,109 @@
+"""A worker's books over its Agent: the scheduler's commands go in, what has ended comes out.
+
+Called on one thread, the framework's. Nothing here waits, except for ``await_news``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from kv_connector.agent.agent import Agent
+from kv_connector.agent.commands import (
+    CacheCleared,
+    Cancel,
+    Command,
+    FailLoad,
+    FinishPrefill,
+    NewPages,
+    RankAddresses,
+    Release,
+)
+from kv_connector.agent.ledger import Reports
+from kv_connector.protocol.actions import Address
+from kv_connector.protocol.decode import DecodeRequest
+from kv_connector.protocol.prefill import ComputedPages, PrefillRequest
+
+logger = logging.getLogger(__name__)
+
+
+class Worker:
+    """Each request that the scheduler waits for is reported once, whatever the agent refuses."""
+
+    def __init__(self, agent: Agent) -> None:
+        """``agent`` is started."""
+        self._agent = agent
+        # Finished by the scheduler: only these may be reported sent, and only then it expects that.
+        self._finished: set[str] = set()
+        self._sent: set[str] = set()
+        self._failed_here: set[str] = set()
+
+    def execute(self, commands: Iterable[Command]) -> None:
+        """In their order. Raises nothing."""
+        for command in commands:
+            try:
+                self._execute(command)
+            except Exception:
+                logger.exception("cannot execute %r", command)
+                self._give_up(command)
+
+    def waiting(self, transfers: tuple[tuple[str, Address], ...]) -> None:
+        """The transfers whose requests still queue at D, with their P."""
+        for peer in {peer for _, peer in transfers}:
+            self._agent.dial(peer)
+        self._agent.set_waiting(transfers)
+
+    def computed(self, pages: Iterable[NewPages], signal_base: int) -> None:
+        """Pages of the step whose layers take the signal from ``signal_base`` up. Raises nothing."""
+        for new in pages:
+            try:
+                self._agent.computed(ComputedPages(new.transfer_id, signal_base, new.groups))
+            except Exception:
+                logger.exception("transfer %s: pages are lost", new.transfer_id)
+
+    def await_news(self, seconds: float) -> None:
+        """Blocks until there is something to take, or for so long."""
+        if not (self._failed_here or self._sent & self._finished):
+            self._agent.await_news(seconds)
+
+    def take_reports(self) -> Reports:
+        """What has ended since the last call."""
+        reports = self._agent.take_reports()
+        self._sent |= reports.finished_sending
+        sent = self._sent & self._finished
+        self._sent -= sent
+        self._finished -= sent
+        failed_here, self._failed_here = self._failed_here, set()
+        return Reports(
+            finished_sending=sent,
+            finished_recving=reports.finished_recving | failed_here,
+            failed_recving=reports.failed_recving | failed_here,
+        )
+
+    def _execute(self, command: Command) -> None:
+        match command:
+            case RankAddresses():
+                self._agent.set_ranks(command.addresses)
+            case PrefillRequest():
+                self._agent.expect(command)
+            case FinishPrefill():
+                self._finished.add(command.request_id)
+                self._agent.finished(command.transfer_id, command.ok, command.reason)
+            case DecodeRequest():
+                self._agent.reserve(command)
+            case Cancel():
+                self._agent.cancel(command.request_id)
+            case Release():
+                self._agent.release(command.transfer_id, command.peer)
+            case FailLoad():
+                self._failed_here.add(command.request_id)
+            case CacheCleared():
+                self._agent.cache_cleared()
+
+    def _give_up(self, command: Command) -> None:
+        """The scheduler waits for a report on these; the agent that refused the command will not make one."""
+        match command:
+            case PrefillRequest() | FinishPrefill():
+                self._sent.add(command.request_id)
+            case DecodeRequest():
+                self._failed_here.add(command.request_id)

@@ -1,0 +1,92 @@
+"""How far a step's signal goes, by the hooks that come."""
+
+from unittest.mock import Mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kv_connector.agent.progress import LayerProgress, signal_writer
+from kv_connector.engine.transfer_engine import LayerSignal, StreamSignal
+
+LAYERS = ("layers.0", "layers.1", "layers.2")
+# By name a drafter comes before the model whose tokens it continues; an indexer's cache has no hook.
+TANGLED = ("draft.0", "layers.0", "layers.0.indexer", "layers.1")
+HOOKED = ("layers.0", "layers.1", "draft.0")
+
+
+def step(progress: LayerProgress, hooks: tuple[str, ...]) -> bool:
+    changed = progress.begin_step(lambda: None)
+    for name in hooks:
+        progress.layer_computed(name)
+    progress.end_step()
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("hooks", "stores"),
+    [
+        ((), [3]),
+        (LAYERS[:1], [1, 3]),
+        ((LAYERS[1], LAYERS[0], LAYERS[2]), [2, 3]),
+        ((*LAYERS, LAYERS[2]), [1, 2, 3]),
+        ((LAYERS[0], "draft.layers.9", LAYERS[1]), [1, 2, 3]),
+    ],
+    ids=["none", "first", "out of order", "twice", "unknown"],
+)
+def test_what_the_hooks_leave_out_is_signalled_at_the_end_of_the_step(
+    hooks: tuple[str, ...], stores: list[int]
+) -> None:
+    stored: list[int] = []
+    step(LayerProgress(LAYERS, stored.append), hooks)
+    assert stored == stores
+
+
+@pytest.mark.parametrize("hooks", [(), HOOKED[:2]], ids=["full graph", "without the drafter"])
+def test_a_step_with_fewer_hooks_leaves_the_order_as_it_is(hooks: tuple[str, ...]) -> None:
+    stored: list[int] = []
+    progress = LayerProgress(TANGLED, stored.append)
+    assert [step(progress, came) for came in (HOOKED, hooks)] == [False, True]
+    assert progress.order == (1, 3, 0, 2)
+    stored.clear()
+    assert not step(progress, HOOKED)
+    assert stored == [9, 10, 11, 12]
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.integers(0, 3), max_size=6), min_size=2, max_size=6))
+def test_no_layer_is_signalled_before_its_hook_or_the_steps_end(steps: list[list[int]]) -> None:
+    stored = [0]
+    progress = LayerProgress(TANGLED, stored.append)
+    for hooks in steps:
+        progress.begin_step(lambda: None)
+        came: set[int] = set()
+        for ordinal in hooks:
+            came.add(ordinal)
+            progress.layer_computed(TANGLED[ordinal])
+            signalled = progress.order[: max(stored[-1] - progress.base, 0)]
+            assert came.issuperset(signalled)
+        progress.end_step()
+        assert sorted(progress.order) == [0, 1, 2, 3]
+        assert stored[-1] == progress.base + 4
+    assert stored == sorted(set(stored)), "the signal only grows"
+    # And the next step, if it goes like the last, holds nothing back.
+    progress.begin_step(lambda: None)
+    for position, ordinal in enumerate(dict.fromkeys(hooks), 1):
+        progress.layer_computed(TANGLED[ordinal])
+        assert stored[-1] == progress.base + position
+
+
+def test_on_a_cpu_the_value_is_stored_at_once() -> None:
+    signal = Mock(LayerSignal)
+    signal_writer(signal, lambda: pytest.fail("there is no stream"))(7)
+    signal.store.assert_called_once_with(7)
+
+
+def test_on_a_gpu_the_value_is_stored_on_the_stream_of_the_moment() -> None:
+    signal, streams = Mock(StreamSignal), iter([16, 32])
+    write = signal_writer(signal, lambda: next(streams))
+    write(7)
+    write(8)
+    assert [call.args for call in signal.store_on_stream.call_args_list] == [(16, 7), (32, 8)]
+    signal.store.assert_not_called()

@@ -1,0 +1,216 @@
+"""From the operator's settings to an agent that listens, counts and is registered; and the end of it all."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import pytest
+from agent_setup import until
+from protocol_setup import layout, pairs, region_bytes
+
+from kv_connector.agent.agent import AgentError, MemoryRange
+from kv_connector.agent.settings import Settings, SettingsError
+from kv_connector.agent.start import Running, WorkerInfo, start
+from kv_connector.control.cluster_key import ClusterKey
+from kv_connector.control.membership import Leave, MembershipSockets, Register
+from kv_connector.engine.placement import CoreClaim, Device, Placement
+from kv_connector.protocol.actions import Address
+from kv_connector.protocol.messages import Role
+
+PAGES = layout()
+ANY_PORT = Settings(control_port=0, providers=("tcp",), worker_cpu="none")
+
+Starts = Callable[..., Running]
+
+
+@pytest.fixture
+def starts() -> Iterator[Starts]:
+    """Starts a worker; what is given replaces what its framework says."""
+    with ExitStack() as stack:
+
+        def call(settings: Settings, **changes: Any) -> Running:
+            memory = np.zeros(region_bytes(PAGES), np.uint8)
+            stack.callback(lambda: memory)  # outlives the agent
+            fields: dict[str, Any] = {
+                "engine_id": "started",
+                "role": Role.PREFILL,
+                "rank": 0,
+                "ranks": 1,
+                "data_parallel_index": 0,
+                "data_parallel_rank": 0,
+                "host": "127.0.0.1",
+                "device": Device("cpu"),
+                "compute_threads": 1,
+                "layout": PAGES,
+                "memory": [MemoryRange(memory.ctypes.data, memory.nbytes)],
+                "fingerprint": pairs(),
+                "advice": {},
+            }
+            running = start(settings, WorkerInfo(**(fields | changes)))
+            stack.callback(running.close)
+            return running
+
+        yield call
+
+
+@pytest.fixture
+def claims(monkeypatch: pytest.MonkeyPatch) -> list[CoreClaim]:
+    """Of the workers that were placed: each has the same core, as long as it keeps it."""
+    made: list[CoreClaim] = []
+
+    def place(*_: Any, **__: Any) -> Placement:
+        claim = CoreClaim.first_free([200_001])
+        assert claim is not None, "another worker still has it"
+        made.append(claim)
+        return Placement({}, claim, None)
+
+    monkeypatch.setattr("kv_connector.agent.start.place", place)
+    return made
+
+
+def running_agents() -> int:
+    return sum(thread.name == "kv-agent-started" for thread in threading.enumerate())
+
+
+def free_again() -> bool:
+    claim = CoreClaim.first_free([200_001])
+    if claim is not None:
+        claim.release()
+    return claim is not None
+
+
+def test_it_listens_where_the_settings_say_and_ends_all_of_it(
+    starts: Starts, claims: list[CoreClaim]
+) -> None:
+    running = starts(ANY_PORT)
+    assert running.address.host == "127.0.0.1"
+    with socket.create_connection((running.address.host, running.address.port)):
+        assert running_agents() == 1
+    interval = running.reporter.take()
+    assert interval is not None
+    assert interval.gauges["0"]["live_prefill_requests"] == 0
+    assert not free_again()
+    for _ in range(2):
+        running.close()
+        assert running_agents() == 0
+        assert free_again()
+
+
+def test_each_rank_has_its_port(starts: Starts) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    settings = Settings(control_port=port - 7, providers=("tcp",), worker_cpu="none")
+    running = starts(settings, rank=1, ranks=2, data_parallel_index=3)
+    assert running.address == Address("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("protected", [True, False])
+def test_an_engine_that_anybody_may_write_to_says_so(
+    starts: Starts, protected: bool, tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    ClusterKey.generate().write(tmp_path / "key")
+    key_file = str(tmp_path / "key") if protected else None
+    starts(Settings(control_port=0, providers=("tcp",), worker_cpu="none", control_key_file=key_file))
+    assert ("NO CLUSTER KEY" in caplog.text) is not protected
+
+
+def test_what_does_not_fit_the_worker_is_refused(starts: Starts) -> None:
+    with pytest.raises(SettingsError, match="nvlink cannot move"):
+        starts(Settings(providers=("nvlink",)))
+    with pytest.raises(SettingsError, match="nics has 1 entries"):
+        starts(Settings(nics=(("mlx5_0",),)), ranks=2)
+
+
+def test_a_start_that_fails_leaves_nothing_open(
+    starts: Starts, claims: list[CoreClaim], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(AgentError):
+        starts(ANY_PORT, memory=[])
+    assert free_again()
+    first = starts(ANY_PORT)
+    first_claim = claims[-1]
+    first_claim.release()
+    in_use = Settings(control_port=first.address.port, providers=("tcp",), worker_cpu="none")
+    with pytest.raises(AgentError, match="port is in use"):
+        starts(in_use)
+    assert free_again()
+    first.close()
+
+    def no_sockets(*_: object) -> None:
+        raise OSError("too many open files")
+
+    monkeypatch.setattr("kv_connector.agent.start.Registrar", no_sockets)
+    with pytest.raises(OSError, match="too many"):
+        starts(registered(Address("127.0.0.1", 1)))
+    assert running_agents() == 0
+    assert free_again()
+
+
+# --- Routers
+
+
+def registered(router: Address) -> Settings:
+    return Settings(
+        control_port=0,
+        providers=("tcp",),
+        worker_cpu="none",
+        routers=(str(router),),
+        api_url="http://10.0.0.5:8100",
+    )
+
+
+class Router:
+    """Takes registrations, and keeps what it was told."""
+
+    def __init__(self) -> None:
+        self._sockets = MembershipSockets(None)
+        self.address = self._sockets.bind(Address("127.0.0.1", 0))
+        self.heard: list[object] = []
+
+    def hears(self, what: Callable[[Any], bool]) -> Any:
+        def listen() -> bool:
+            self._sockets.wait(0.05)
+            self.heard += [received.message for received in self._sockets.receive()]
+            return any(what(message) for message in self.heard)
+
+        until(listen, f"more than {self.heard}")
+        return next(message for message in self.heard if what(message))
+
+    def close(self) -> None:
+        self._sockets.close()
+
+
+@pytest.fixture
+def router() -> Iterator[Router]:
+    made = Router()
+    yield made
+    made.close()
+
+
+def test_the_routers_hear_of_rank_0_of_its_sleep_and_of_its_end(starts: Starts, router: Router) -> None:
+    running = starts(registered(router.address), role=Role.DECODE, data_parallel_rank=3)
+    told = router.hears(lambda message: isinstance(message, Register))
+    assert (told.engine_id, told.role, told.url, told.rank) == (
+        "started",
+        Role.DECODE,
+        "http://10.0.0.5:8100",
+        3,
+    )
+    assert Address(told.control_host, told.control_port) == running.address
+    running.sleep()
+    router.hears(lambda message: isinstance(message, Register) and message.asleep)
+    router.heard.clear()
+    running.wake()
+    router.hears(lambda message: isinstance(message, Register) and not message.asleep)
+    running.close()
+    router.hears(lambda message: isinstance(message, Leave))
+
+
+def test_no_other_rank_registers(starts: Starts, router: Router) -> None:
+    assert starts(registered(router.address), rank=1, ranks=2).registrar is None

@@ -1,0 +1,197 @@
+"""A worker's books over an agent that only writes down what it is told."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from recording_agent import RecordingAgent
+
+from kv_connector.agent.commands import (
+    CacheCleared,
+    Cancel,
+    Command,
+    FailLoad,
+    FinishPrefill,
+    NewPages,
+    RankAddresses,
+    Release,
+)
+from kv_connector.agent.ledger import Reports
+from kv_connector.agent.worker import Worker
+from kv_connector.protocol.actions import Address
+from kv_connector.protocol.decode import DecodeRequest
+from kv_connector.protocol.prefill import ComputedPages, GroupPages, PrefillRequest
+
+PEER = Address("10.0.0.1", 5600)
+EXPECT = PrefillRequest("p", "t", 100, bytes(16))
+RESERVE = DecodeRequest("d", "t", PEER, 100, 0, bytes(16), ())
+PAGES = (GroupPages(0, (1, 2)),)
+
+
+@pytest.fixture
+def agent() -> RecordingAgent:
+    return RecordingAgent()
+
+
+@pytest.fixture
+def worker(agent: RecordingAgent) -> Worker:
+    return Worker(agent)  # type: ignore[arg-type]
+
+
+def test_commands_reach_the_agent_in_order(agent: RecordingAgent, worker: Worker) -> None:
+    ranks = RankAddresses((PEER, Address("10.0.0.2", 5601)))
+    worker.execute(
+        (
+            ranks,
+            EXPECT,
+            RESERVE,
+            Cancel("d"),
+            Release("r", PEER),
+            FinishPrefill("p", "t", False, "aborted"),
+            CacheCleared(),
+        )
+    )
+    assert agent.take_calls() == [
+        ("set_ranks", ranks.addresses),
+        ("expect", EXPECT),
+        ("reserve", RESERVE),
+        ("cancel", "d"),
+        ("release", "r", PEER),
+        ("finished", "t", False, "aborted"),
+        ("cache_cleared",),
+    ]
+
+
+def test_peers_of_waiting_transfers_are_dialled(agent: RecordingAgent, worker: Worker) -> None:
+    worker.waiting((("t", PEER), ("u", PEER)))
+    assert agent.take_calls() == [("dial", PEER), ("set_waiting", (("t", PEER), ("u", PEER)))]
+
+
+def test_sent_is_reported_once_and_only_after_the_scheduler_has_finished(
+    agent: RecordingAgent, worker: Worker
+) -> None:
+    agent.reports.finished_sending = {"p"}
+    assert worker.take_reports() == Reports()
+    worker.execute([FinishPrefill("p", "t", True, "")])
+    assert worker.take_reports() == Reports(finished_sending={"p"})
+    assert worker.take_reports() == Reports()
+    worker.execute([FinishPrefill("q", "u", True, "")])
+    assert worker.take_reports() == Reports()
+    agent.reports.finished_sending = {"q"}
+    assert worker.take_reports() == Reports(finished_sending={"q"})
+
+
+def test_received_is_reported_with_its_failures(agent: RecordingAgent, worker: Worker) -> None:
+    agent.reports = Reports(finished_recving={"good", "bad"}, failed_recving={"bad"})
+    worker.execute([FailLoad("broken")])
+    expected = Reports(finished_recving={"good", "bad", "broken"}, failed_recving={"bad", "broken"})
+    assert worker.take_reports() == expected
+    assert worker.take_reports() == Reports()
+
+
+def test_an_agent_that_refuses_fails_only_what_it_refused(agent: RecordingAgent, worker: Worker) -> None:
+    agent.refused = {"reserve", "computed", "finished"}
+    worker.execute([EXPECT, RESERVE, FinishPrefill("p", "t", True, ""), Cancel("other")])
+    worker.computed([NewPages("t", PAGES, last=False), NewPages("u", PAGES, last=False)], 3)
+    assert agent.take_calls()[-3:] == [
+        ("cancel", "other"),
+        ("computed", ComputedPages("t", 3, PAGES)),
+        ("computed", ComputedPages("u", 3, PAGES)),
+    ]
+    assert worker.take_reports() == Reports({"p"}, {"d"}, {"d"})
+
+
+def test_nobody_waits_for_news_that_is_there(agent: RecordingAgent, worker: Worker) -> None:
+    def waits() -> bool:
+        worker.await_news(0.001)
+        return agent.take_calls() == [("await_news", 0.001)]
+
+    assert waits()
+    worker.execute([FailLoad("d")])
+    assert not waits()
+    worker.take_reports()
+    assert waits()
+    agent.refused = {"finished"}
+    worker.execute([FinishPrefill("p", "t", True, "")])
+    agent.take_calls()
+    assert not waits()
+
+
+class FickleAgent:
+    """Refuses what it is told to, and reports what it has accepted, as Agent does."""
+
+    def __init__(self) -> None:
+        self.refuses = False
+        self.expected: dict[str, str] = {}  # transfer -> request
+        self.loads: set[str] = set()
+        self.reports = Reports()
+
+    def _maybe(self) -> None:
+        if self.refuses:
+            raise RuntimeError("refused")
+
+    def expect(self, request: PrefillRequest) -> None:
+        self._maybe()
+        self.expected[request.transfer_id] = request.request_id
+
+    def finished(self, transfer_id: str, ok: bool, reason: str) -> None:
+        self._maybe()
+
+    def reserve(self, request: DecodeRequest) -> None:
+        self._maybe()
+        self.loads.add(request.request_id)
+
+    def cancel(self, request_id: str) -> None:
+        self._maybe()
+
+    def end(self, transfer_id: str, request_id: str) -> None:
+        """Both requests of a transfer: here they are of one engine."""
+        if request := self.expected.pop(transfer_id, None):
+            self.reports.finished_sending.add(request)
+        if request_id in self.loads:
+            self.loads.remove(request_id)
+            self.reports.finished_recving.add(request_id)
+
+    def take_reports(self) -> Reports:
+        reports, self.reports = self.reports, Reports()
+        return reports
+
+
+@settings(deadline=None)
+@given(st.randoms(use_true_random=False), st.integers(1, 6))
+def test_whatever_is_refused_each_request_is_reported_exactly_once(random: Any, requests: int) -> None:
+    agent = FickleAgent()
+    worker = Worker(agent)  # type: ignore[arg-type]
+    sent: list[str] = []
+    received: list[str] = []
+
+    def take() -> None:
+        reports = worker.take_reports()
+        sent.extend(reports.finished_sending)
+        received.extend(reports.finished_recving)
+
+    lives: list[list[Command]] = []
+    for number in range(requests):
+        p, d, t = f"p{number}", f"d{number}", f"t{number}"
+        lives.append([PrefillRequest(p, t, 100, bytes(16)), FinishPrefill(p, t, True, "")])
+        lives.append(
+            random.choice(
+                [[DecodeRequest(d, t, PEER, 100, 0, bytes(16), ()), Cancel(d)], [FailLoad(d), Cancel(d)]]
+            )
+        )
+    while lives:
+        life = random.choice(lives)
+        agent.refuses = random.random() < 0.5
+        worker.execute([life.pop(0)])
+        if not life:
+            lives.remove(life)
+        if random.random() < 0.3:
+            number = random.randrange(requests)
+            agent.end(f"t{number}", f"d{number}")
+            take()
+    for number in range(requests):
+        agent.end(f"t{number}", f"d{number}")
+    take()
+    assert sorted(sent) == [f"p{number}" for number in range(requests)]
+    assert sorted(received) == [f"d{number}" for number in range(requests)]

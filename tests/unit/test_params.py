@@ -1,0 +1,85 @@
+"""The parameters that say which half of a transfer a request is."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kv_connector.protocol.actions import Address
+from kv_connector.protocol.messages import id_problem
+from kv_connector.protocol.params import BadParams, DecodeParams, PrefillParams, parse_params
+
+OF_P = {"do_remote_decode": True, "transfer_id": "t"}
+OF_D = {"do_remote_prefill": True, "transfer_id": "t", "remote_host": "10.0.0.1", "remote_port": 5600}
+# What NIXL's proxy sends.
+NO_REMOTE = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+
+
+@pytest.mark.parametrize("params", [{}, {"do_remote_decode": False, "do_remote_prefill": None}, NO_REMOTE])
+def test_a_request_may_be_no_half_of_anything(params: dict[str, Any]) -> None:
+    assert parse_params(params) is None
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        (OF_P, PrefillParams("t", serial=False)),
+        ({**OF_P, "serial": True}, PrefillParams("t", serial=True)),
+        ({**OF_P, "serial": "yes"}, PrefillParams("t", serial=False)),
+        (
+            {"do_remote_decode": True, "do_remote_prefill": False, **NO_REMOTE},
+            PrefillParams(None, False),
+        ),
+    ],
+    ids=["concurrent", "serial", "serial is no truth value", "unnamed"],
+)
+def test_p_may_be_told_no_name(params: dict[str, Any], expected: PrefillParams) -> None:
+    assert parse_params(params) == expected
+
+
+def test_d_is_told_whom_to_ask() -> None:
+    expected = DecodeParams("t", Address("10.0.0.1", 5600))
+    assert parse_params(OF_D) == expected
+    assert parse_params({**OF_D, "do_remote_decode": False, "remote_engine_id": "e"}) == expected
+
+
+@pytest.mark.parametrize(
+    ("params", "problem"),
+    [
+        ({**OF_P, "transfer_id": 7}, "transfer_id must be a string, not 7"),
+        ({**OF_P, "transfer_id": ""}, "1 to 256 characters"),
+        ({**OF_D, "transfer_id": None}, "transfer_id must be a string, not None"),
+        ({**OF_D, "transfer_id": 7}, "transfer_id must be a string"),
+        ({**OF_D, "transfer_id": "x" * 300}, "1 to 256 characters"),
+        ({**OF_D, "transfer_id": "\ud800"}, "valid Unicode"),
+        ({**OF_D, "remote_host": None}, "remote_host must be"),
+        ({**OF_D, "remote_host": ""}, "remote_host must be"),
+        ({**OF_D, "remote_port": "5600"}, "remote_port must be"),
+        ({**OF_D, "remote_port": 70000}, "remote_port must be"),
+        ({**OF_D, "remote_port": True}, "remote_port must be"),
+        ({**OF_D, "do_remote_decode": True}, "both set"),
+    ],
+)
+def test_unusable_parameters_are_named(params: dict[str, Any], problem: str) -> None:
+    with pytest.raises(BadParams, match=problem):
+        parse_params(params)
+
+
+anything = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.lists(st.integers(), max_size=2)
+)
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.sampled_from(sorted({*OF_P, *OF_D, "serial"})), anything))
+def test_whatever_clients_send_is_refused_or_usable(params: dict[str, Any]) -> None:
+    try:
+        parsed = parse_params(params)
+    except BadParams:
+        return
+    if isinstance(parsed, DecodeParams):
+        assert parsed.peer.host
+        assert 0 < parsed.peer.port < 65536
+    if parsed is not None and parsed.transfer_id is not None:
+        assert id_problem(parsed.transfer_id) is None
