@@ -29,13 +29,14 @@ from kv_connector.control.sockets import ControlPlane
 from kv_connector.engine import DomainConfig, EngineConfig, ErrorCode, TransferError
 from kv_connector.engine.transfer_engine import LayerSignal, TransferEngine
 from kv_connector.protocol.actions import Address, Reached, State
-from kv_connector.protocol.decode import DecodeMachine, DecodeRequest
+from kv_connector.protocol.decode import DecodeMachine
 from kv_connector.protocol.layout import KvLayout
 from kv_connector.protocol.messages import Fingerprint, Role
 from kv_connector.protocol.mismatch import Advice
 from kv_connector.protocol.peers import Identity, PeerTable
 from kv_connector.protocol.plan import memory_problem
-from kv_connector.protocol.prefill import ComputedPages, PrefillMachine, PrefillRequest
+from kv_connector.protocol.prefill import PrefillMachine
+from kv_connector.protocol.requests import ComputedPages, DecodeRequest, PrefillRequest
 from kv_connector.protocol.timers import Timeouts
 
 __all__ = ["Address", "Agent", "AgentConfig", "AgentError", "MemoryRange"]
@@ -228,7 +229,7 @@ class Agent:
         computed; without it, in the layout's order. To be called before the step's computed()."""
 
         def command(now: float) -> Sequence[Action]:
-            self._effects.order_layers(signal_base, ordinals)
+            self._effects.writes.order_layers(signal_base, ordinals)
             return ()
 
         self._submit(command)
@@ -260,7 +261,7 @@ class Agent:
     def note_prefill_end(self, transfer_ids: Sequence[str]) -> None:
         """The last layer of the last chunk is about to be signalled: notes, for stats(), what has arrived."""
         for transfer_id in transfer_ids:
-            outgoing = self._effects.outgoing.get(transfer_id)
+            outgoing = self._effects.writes.open.get(transfer_id)
             if outgoing is not None:
                 with contextlib.suppress(TransferError):  # it has ended
                     outgoing.at_prefill_end = self._engine.progress(outgoing.number)
@@ -395,7 +396,7 @@ class Agent:
         # Executed before the next command, so that all sessions are being fenced when that is asked for.
         self._effects.run(now, self._effects.peers.sleep())
         self._effects.run(now, self._effects.prefill.forget_pages(now))
-        self._effects.regions = ()
+        self._effects.writes.regions = ()
         self._effects.when_fenced(lambda: future.set_result(None))
         return ()
 
@@ -403,7 +404,7 @@ class Agent:
         regions, future = tuple(self._regions), Future[None]()
 
         def command(now: float) -> Sequence[Action]:
-            self._effects.regions = regions
+            self._effects.writes.regions = regions
             actions = self._effects.peers.wake(now, descriptors)
             future.set_result(None)
             return actions
@@ -416,7 +417,7 @@ class Agent:
     def _preempt(self, transfer_ids: Sequence[str], future: Future[list[_Draining]]) -> Sequence[Action]:
         draining = []
         for transfer_id in self._effects.prefill.preempt(transfer_ids):
-            outgoing = self._effects.outgoing.get(transfer_id)
+            outgoing = self._effects.writes.open.get(transfer_id)
             if outgoing is not None:
                 draining.append(_Draining(transfer_id, outgoing.number, outgoing.last_signal))
         future.set_result(draining)
@@ -441,7 +442,9 @@ class Agent:
         def command(now: float) -> Sequence[Action]:
             for writes in stuck:
                 self._effects.run(now, self._effects.prefill.quiesce_failed(now, writes.transfer_id))
-            self._effects.when_over([writes.transfer_id for writes in stuck], lambda: future.set_result(None))
+            self._effects.writes.when_over(
+                [writes.transfer_id for writes in stuck], lambda: future.set_result(None)
+            )
             return ()
 
         self._ask(command, future)

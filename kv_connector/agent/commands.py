@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.decode import DecodeRequest
-from kv_connector.protocol.prefill import GroupPages, PrefillRequest
+from kv_connector.protocol.requests import DecodeRequest, GroupPages, PrefillRequest
 
 
 @dataclass(frozen=True)

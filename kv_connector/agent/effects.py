@@ -6,34 +6,40 @@ request or one peer does reaches another.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from kv_connector.agent.ledger import Ledger, Timing
 from kv_connector.agent.ports import Engine, Sockets
+from kv_connector.agent.writes import Target, Writes
 from kv_connector.engine import (
-    ArmedLayer,
     ErrorCode,
     Event,
     EventKind,
-    PagedWrite,
-    Pages,
     TransferError,
-    TransferProgress,
 )
-from kv_connector.protocol.actions import Ended, Fence, Log, Outcome, PeerId, Reached, Send, UnderWay
-from kv_connector.protocol.decode import (
+from kv_connector.protocol.actions import (
+    CancelWrites,
     CloseCounter,
-    DecodeAction,
-    DecodeMachine,
     Dial,
+    Ended,
+    Fence,
     FinishedReceiving,
+    FinishedSending,
+    Log,
     OpenCounter,
+    Outcome,
+    PeerId,
+    Push,
+    Reached,
+    Seal,
+    Send,
+    UnderWay,
 )
+from kv_connector.protocol.decode import DecodeAction, DecodeMachine
 from kv_connector.protocol.layout import KvLayout
 from kv_connector.protocol.messages import (
     Cancel,
@@ -64,16 +70,7 @@ from kv_connector.protocol.peers import (
     SessionUp,
 )
 from kv_connector.protocol.plan import PushPlan
-from kv_connector.protocol.prefill import (
-    CancelWrites,
-    FinishedSending,
-    PrefillAction,
-    PrefillMachine,
-    Push,
-    PushedGroup,
-    Seal,
-    WritesEnd,
-)
+from kv_connector.protocol.prefill import PrefillAction, PrefillMachine, WritesEnd
 
 logger = logging.getLogger("kv_connector")
 
@@ -110,23 +107,7 @@ class _Link:
     name: str
     lane: str = ""
     engine_peer: int | None = None
-    regions: tuple[int, ...] = ()  # D's memory, imported
-    plan: PushPlan | None = None  # how pages go there
-
-
-@dataclass
-class Outgoing:
-    """A transfer that is open in the engine."""
-
-    number: int  # the engine's
-    peer: PeerId
-    opened: float
-    last_signal: int = 0  # the highest value that a layer of it waits for
-    step: int | None = None  # the signal base of the last step's pages; None: they were computed already
-    step_pages: dict[tuple[int, int], int] = field(default_factory=dict)  # of a signal value and its layer
-    layers: set[int] = field(default_factory=set)
-    at_prefill_end: TransferProgress | None = None
-    done: list[Callable[[], None]] = field(default_factory=list)  # to be called at its end
+    target: Target | None = None  # where pages go
 
 
 @dataclass
@@ -153,24 +134,18 @@ class Effects:
         decode: DecodeMachine,
         ledger: Ledger,
     ) -> None:
-        """``regions``: the engine's numbers of the memory regions of ``layout``; none while it is asleep."""
+        """``regions``: as Writes has them."""
         self.peers = peers
         self.prefill = prefill
         self.decode = decode
-        # Open transfers by transfer id. Other threads may look one up, never change it.
-        self.outgoing: dict[str, Outgoing] = {}
+        self.writes = Writes(engine, signal, regions, len(layout.layers))
         self._engine = engine
-        self._signal = signal
-        self.regions = tuple(regions)
         self._layout = layout
-        self._positions: Sequence[int] = range(1, len(layout.layers) + 1)  # in the signal's order, by ordinal
-        self._ordered_since = 0
         self._control = control
         self._ledger = ledger
         self._actions: deque[Action] = deque()
         self._links: dict[PeerId, _Link] = {}
         self._over: list[PeerId] = []  # links whose last log lines may still be in _actions
-        self._transfer_ids: dict[int, str] = {}  # by the engine's number
         self._counters: dict[str, tuple[int, int]] = {}  # request id -> the engine's set, pages expected
         self._counting: dict[int, str] = {}  # the engine's set -> request id
         self._fencing: dict[PeerId, _Fencing] = {}
@@ -229,12 +204,6 @@ class Effects:
             self._next_look = now + _SLOW_S / 2
             self._report_slow(now)
 
-    def order_layers(self, signal_base: int, ordinals: Sequence[int]) -> None:
-        """From the step of ``signal_base`` on the signal counts the layers in this order. Before the pages of
-        that step are named."""
-        self._ordered_since = signal_base
-        self._positions = [ordinals.index(ordinal) + 1 for ordinal in range(len(ordinals))]
-
     def under_way(self) -> list[UnderWay]:
         """All transfers that are not over. Any thread may call it."""
         return [*self.prefill.under_way(), *self.decode.under_way()]
@@ -248,21 +217,6 @@ class Effects:
         deadlines = [machine.next_deadline() for machine in (self.peers, self.prefill, self.decode)]
         deadlines += [fencing.retry for fencing in self._fencing.values()]
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
-
-    def when_over(self, transfer_ids: Sequence[str], done: Callable[[], None]) -> None:
-        """Calls ``done`` once none of these transfers is open in the engine: nothing reads their pages any
-        more."""
-        waiting = {transfer_id for transfer_id in transfer_ids if transfer_id in self.outgoing}
-
-        def ended(transfer_id: str) -> None:
-            waiting.remove(transfer_id)
-            if not waiting:
-                done()
-
-        for transfer_id in tuple(waiting):
-            self.outgoing[transfer_id].done.append(functools.partial(ended, transfer_id))
-        if not waiting:
-            done()
 
     def when_fenced(self, done: Callable[[], None]) -> None:
         """Calls ``done`` once nothing of a session that is over can be written here or read here."""
@@ -278,11 +232,9 @@ class Effects:
             case Push():
                 self._push(now, action)
             case Seal(transfer_id):
-                if transfer_id in self.outgoing:
-                    self._engine.seal(self.outgoing[transfer_id].number)
+                self.writes.seal(transfer_id)
             case CancelWrites(transfer_id):
-                if transfer_id in self.outgoing:
-                    self._engine.cancel(self.outgoing[transfer_id].number)
+                self.writes.cancel(transfer_id)
             case OpenCounter(peer, request_id, pages):
                 immediate = self._open_counter(peer, request_id, pages)
                 return self.decode.counter_opened(now, request_id, immediate)
@@ -341,7 +293,7 @@ class Effects:
         """The event that tells a machine what became of its action."""
         match action:
             case Push(_, transfer_id) | Seal(transfer_id):
-                if transfer_id in self.outgoing:
+                if transfer_id in self.writes.open:
                     return self.prefill.push_failed(now, transfer_id, reason)
                 return self.prefill.writes_ended(now, transfer_id, WritesEnd.FAILED, True, reason)
             case CancelWrites(transfer_id):
@@ -396,7 +348,7 @@ class Effects:
         link = self._links[action.peer] = _Link(action.name)
         handshake = self._engine.accept(action.name, hello.offer)
         link.engine_peer = handshake.peer
-        link.regions = tuple(
+        regions = tuple(
             self._engine.import_region(handshake.peer, descriptor) for descriptor in hello.regions
         )
         link.lane = self._engine.lane(handshake.peer)
@@ -405,7 +357,7 @@ class Effects:
         problem = self.prefill.admit(action.peer, hello.layout, len(hello.regions))
         if problem is not None:
             return self.peers.refused(now, action.peer, NakReason.INCOMPATIBLE, problem)
-        link.plan = PushPlan(self._layout, hello.layout)
+        link.target = Target(handshake.peer, regions, PushPlan(self._layout, hello.layout))
         return self.peers.accepted(now, action.peer, link.lane, handshake.data)
 
     def _session_over(self, now: float, peer: PeerId, reason: str) -> Sequence[Action]:
@@ -452,58 +404,14 @@ class Effects:
                 self._when_fenced.pop()()
         return [*self.prefill.fenced(now, peer), *self.decode.fenced(now, peer)]
 
-    # --- Writing
+    # --- Writing and counting
 
     def _push(self, now: float, push: Push) -> None:
         if not self.prefill.writing(push.transfer_id):
             return  # an earlier Push of the same step failed
-        link = self._links[push.peer]
-        assert link.plan is not None
-        assert link.engine_peer is not None
-        outgoing = self.outgoing.get(push.transfer_id)
-        if outgoing is None:
-            outgoing = Outgoing(self._engine.open_transfer(link.engine_peer), push.peer, now)
-            self.outgoing[push.transfer_id] = outgoing
-            self._transfer_ids[outgoing.number] = push.transfer_id
-        if outgoing.step is None or outgoing.step != push.signal_base:  # what has no base is a step by itself
-            outgoing.step, outgoing.step_pages = push.signal_base, {}
-        for pages in push.groups:
-            self._arm(link, outgoing, push, pages)
-
-    def _arm(self, link: _Link, outgoing: Outgoing, push: Push, pages: PushedGroup) -> None:
-        assert link.plan is not None
-        for run in link.plan.runs(pages.group):
-            layers = [
-                ArmedLayer(
-                    signal_value=self._signal_value(push.signal_base, layer.ordinal),
-                    source_offset=layer.source_offset,
-                    target_offset=layer.target_offset,
-                    immediate=push.immediate,
-                )
-                for layer in run.layers
-            ]
-            write = PagedWrite(
-                page_bytes=run.page_bytes,
-                source=self.regions[run.source_region],
-                source_pages=Pages(pages.source, run.source_stride),
-                target=link.regions[run.target_region],
-                target_pages=Pages(pages.target, run.target_stride),
-            )
-            self._engine.arm(outgoing.number, self._signal, write, layers)
-            for layer, armed in zip(run.layers, layers, strict=True):
-                outgoing.layers.add(layer.ordinal)
-                when = armed.signal_value, layer.ordinal
-                outgoing.step_pages[when] = outgoing.step_pages.get(when, 0) + len(pages.source)
-                outgoing.last_signal = max(outgoing.last_signal, armed.signal_value)
-
-    def _signal_value(self, signal_base: int | None, ordinal: int) -> int:
-        """From which the layer's pages of that step are valid. For a step before the last change of order,
-        whose signal may still be on its way, that is the step's end; 0, where all signals begin, for what is
-        computed already."""
-        if signal_base is None:
-            return 0
-        known = signal_base >= self._ordered_since
-        return signal_base + (self._positions[ordinal] if known else len(self._positions))
+        target = self._links[push.peer].target
+        assert target is not None
+        self.writes.push(now, push, target)
 
     def _open_counter(self, peer: PeerId, request_id: str, pages: int) -> int:
         raiser = self._links[peer].engine_peer
@@ -539,14 +447,12 @@ class Effects:
             peer = next((peer for peer, link in self._links.items() if link.engine_peer == event.id), None)
             why = f"its data links broke: {reason}" if event.error is not None else "its engine has left"
             return [] if peer is None else self.peers.drop(now, peer, why)
-        transfer_id = self._transfer_ids.pop(event.id, None)
-        if transfer_id is None:
+        ended = self.writes.ended(event.id)
+        if ended is None:
             return []
-        outgoing = self.outgoing.pop(transfer_id)
-        for done in outgoing.done:
-            done()
+        transfer_id, outgoing = ended
         if event.kind is EventKind.TRANSFER_DONE:
-            before_end = _before_end(outgoing, event)
+            before_end = outgoing.before_end(event)
             self._sent[transfer_id] = now - outgoing.opened, event.nbytes
             self._ledger.pushed(event.pages, event.nbytes, len(outgoing.layers), before_end)
         else:
@@ -577,8 +483,8 @@ class Effects:
             if one.side is Role.DECODE and one.request_id in self._counters:
                 number, pages = self._counters[one.request_id]
                 return f"{sum(self._engine.counter_values(number))} of {pages} pages are here"
-            if one.side is Role.PREFILL and one.transfer_id in self.outgoing:
-                done = self._engine.progress(self.outgoing[one.transfer_id].number)
+            if one.side is Role.PREFILL and one.transfer_id in self.writes.open:
+                done = self._engine.progress(self.writes.open[one.transfer_id].number)
                 return f"{done.pages_done} of {done.pages_posted} posted pages are there"
         except TransferError:
             pass  # it has just ended
@@ -604,22 +510,3 @@ class Effects:
 
 def _slow(now: float, one: UnderWay) -> bool:
     return one.since is not None and now - one.since >= _SLOW_S
-
-
-def _before_end(outgoing: Outgoing, event: Event) -> tuple[int, int, int]:
-    """Pages, bytes and layers of an ended transfer that had arrived when its prefill ended.
-
-    Pages arrive in the order of the steps, and about in the order of the layers: what was missing then were
-    the last layers of the last step.
-    """
-    then = outgoing.at_prefill_end
-    if then is None:
-        return 0, 0, 0
-    missing = event.pages - then.pages_done
-    late = set()
-    for (_, ordinal), pages in sorted(outgoing.step_pages.items(), reverse=True):
-        if missing <= 0:
-            break
-        missing -= pages
-        late.add(ordinal)
-    return then.pages_done, then.bytes_done, len(outgoing.layers - late)

@@ -21,8 +21,7 @@ from kv_connector.agent.commands import (
 )
 from kv_connector.agent.ledger import Reports
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.decode import DecodeRequest
-from kv_connector.protocol.prefill import ComputedPages, PrefillRequest
+from kv_connector.protocol.requests import ComputedPages, DecodeRequest, PrefillRequest
 
 logger = logging.getLogger(__name__)
 

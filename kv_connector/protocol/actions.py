@@ -103,3 +103,89 @@ class Log:
 
     level: int
     text: str
+
+
+# --- Of prefill alone
+
+
+@dataclass(frozen=True)
+class PushedGroup:
+    """Pages of one group: ``source[i]`` (P's block) goes to ``target[i]`` (D's block)."""
+
+    group: int
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Push:
+    """Add these pages to the transfer's writes; the first Push opens it in the engine.
+
+    Not to be carried out if the transfer has ended since (``writing`` is false): D has been told that
+    nothing lands.
+    """
+
+    peer: PeerId
+    transfer_id: str
+    signal_base: int | None  # None: computed already
+    immediate: int  # raises D's counter, by one for each page
+    groups: tuple[PushedGroup, ...]
+
+
+@dataclass(frozen=True)
+class Seal:
+    """No pages follow: the engine reports the transfer's end once all have arrived."""
+
+    transfer_id: str
+
+
+@dataclass(frozen=True)
+class CancelWrites:
+    """Post nothing more of this transfer; the engine reports its end once it has drained."""
+
+    transfer_id: str
+
+
+@dataclass(frozen=True)
+class FinishedSending:
+    """Nothing reads the request's blocks any more."""
+
+    request_id: str
+
+
+# --- Of decode alone
+
+
+@dataclass(frozen=True)
+class Dial:
+    """A session with this address is needed: ``peer_up`` or ``dial_failed`` answers."""
+
+    address: Address
+
+
+@dataclass(frozen=True)
+class OpenCounter:
+    """Allocate a counter, to report when it has reached ``pages``; ``counter_opened`` answers.
+
+    Only ``peer`` may raise it. One for the whole request: nobody waits for a single layer, and an engine has
+    65,536 counters, which one for each of 94 layers would use up in 697 requests.
+    """
+
+    peer: PeerId
+    request_id: str
+    pages: int
+
+
+@dataclass(frozen=True)
+class CloseCounter:
+    """Free the request's counter: later immediates for it are stale."""
+
+    request_id: str
+
+
+@dataclass(frozen=True)
+class FinishedReceiving:
+    """Nothing can land in the request's blocks any more; if it ``failed``, they lack their pages."""
+
+    request_id: str
+    failed: bool

@@ -18,9 +18,13 @@ from dataclasses import dataclass
 
 from kv_connector.protocol.actions import (
     Address,
+    CloseCounter,
+    Dial,
     Ended,
     Fence,
+    FinishedReceiving,
     Log,
+    OpenCounter,
     Outcome,
     PeerId,
     Reached,
@@ -28,64 +32,12 @@ from kv_connector.protocol.actions import (
     State,
     UnderWay,
 )
-from kv_connector.protocol.layout import GroupTarget, KvLayout
+from kv_connector.protocol.layout import KvLayout
 from kv_connector.protocol.messages import Cancel, CancelAck, Fail, Release, Reserve, Role, id_problem
 from kv_connector.protocol.plan import expected_pages, targets_problem
 from kv_connector.protocol.prompt_hash import PROMPT_HASH_BYTES
+from kv_connector.protocol.requests import DecodeRequest
 from kv_connector.protocol.timers import Timeouts, Timers
-
-
-@dataclass(frozen=True)
-class DecodeRequest:
-    """A request whose prompt pages come from ``peer``.
-
-    ``groups`` has one entry per KV group: logical block ``first + i`` is to land in ``blocks[i]``, 0 where
-    nothing is needed. The blocks belong to the transfer until it is reported.
-    """
-
-    request_id: str
-    transfer_id: str
-    peer: Address
-    prompt_tokens: int
-    first_token: int  # the tokens before this one are here already
-    prompt_hash: bytes | None  # as PrefillRequest's
-    groups: tuple[GroupTarget, ...]
-
-
-@dataclass(frozen=True)
-class Dial:
-    """A session with this address is needed: ``peer_up`` or ``dial_failed`` answers."""
-
-    address: Address
-
-
-@dataclass(frozen=True)
-class OpenCounter:
-    """Allocate a counter, to report when it has reached ``pages``; ``counter_opened`` answers.
-
-    Only ``peer`` may raise it. One for the whole request: nobody waits for a single layer, and an engine has
-    65,536 counters, which one for each of 94 layers would use up in 697 requests.
-    """
-
-    peer: PeerId
-    request_id: str
-    pages: int
-
-
-@dataclass(frozen=True)
-class CloseCounter:
-    """Free the request's counter: later immediates for it are stale."""
-
-    request_id: str
-
-
-@dataclass(frozen=True)
-class FinishedReceiving:
-    """Nothing can land in the request's blocks any more; if it ``failed``, they lack their pages."""
-
-    request_id: str
-    failed: bool
-
 
 DecodeAction = Send | Fence | Ended | Reached | Log | Dial | OpenCounter | CloseCounter | FinishedReceiving
 

@@ -24,12 +24,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kv_connector.protocol.actions import (
+    CancelWrites,
     Ended,
     Fence,
+    FinishedSending,
     Log,
     Outcome,
     PeerId,
+    Push,
+    PushedGroup,
     Reached,
+    Seal,
     Send,
     State,
     UnderWay,
@@ -37,88 +42,9 @@ from kv_connector.protocol.actions import (
 from kv_connector.protocol.layout import KvLayout
 from kv_connector.protocol.messages import Cancel, CancelAck, Fail, FailCode, Reserve, Role, clip
 from kv_connector.protocol.plan import NULL_BLOCK, layout_problem, layouts_problem, targets_problem
+from kv_connector.protocol.requests import ComputedPages, PrefillRequest
 from kv_connector.protocol.timers import Timeouts, Timers
 from kv_connector.protocol.tombstones import Tombstones, Verdict
-
-
-@dataclass(frozen=True)
-class PrefillRequest:
-    """A request whose prompt this engine computes for somebody else's decode."""
-
-    request_id: str
-    transfer_id: str
-    prompt_tokens: int
-    # 16 bytes over the prompt's tokens, by the same function on both sides. None where the transfer id alone
-    # says which prompt it is.
-    prompt_hash: bytes | None
-
-
-@dataclass(frozen=True)
-class GroupPages:
-    """Logical block ``first + i`` of a KV group lies in ``blocks[i]``; 0 is the null block and skipped."""
-
-    first: int
-    blocks: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class ComputedPages:
-    """Pages that become valid in one step: as the signal goes from ``signal_base`` up, one value a layer.
-
-    ``signal_base`` None: they are computed already, on a GPU too, and go at once, whatever the signal says.
-    ``groups`` has one entry per KV group. The blocks must keep their contents until the request is reported
-    as sent or preempted; repeating pages is fine.
-    """
-
-    transfer_id: str
-    signal_base: int | None
-    groups: tuple[GroupPages, ...]
-
-
-@dataclass(frozen=True)
-class PushedGroup:
-    """Pages of one group: ``source[i]`` (P's block) goes to ``target[i]`` (D's block)."""
-
-    group: int
-    source: tuple[int, ...]
-    target: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Push:
-    """Add these pages to the transfer's writes; the first Push opens it in the engine.
-
-    Not to be carried out if the transfer has ended since (``writing`` is false): D has been told that
-    nothing lands.
-    """
-
-    peer: PeerId
-    transfer_id: str
-    signal_base: int | None  # None: computed already
-    immediate: int  # raises D's counter, by one for each page
-    groups: tuple[PushedGroup, ...]
-
-
-@dataclass(frozen=True)
-class Seal:
-    """No pages follow: the engine reports the transfer's end once all have arrived."""
-
-    transfer_id: str
-
-
-@dataclass(frozen=True)
-class CancelWrites:
-    """Post nothing more of this transfer; the engine reports its end once it has drained."""
-
-    transfer_id: str
-
-
-@dataclass(frozen=True)
-class FinishedSending:
-    """Nothing reads the request's blocks any more."""
-
-    request_id: str
-
 
 PrefillAction = Send | Fence | Ended | Reached | Log | Push | Seal | CancelWrites | FinishedSending
 

@@ -25,12 +25,11 @@ from kv_connector.agent.commands import (
 )
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.admission import AdmissionGate, gates
-from kv_connector.protocol.decode import DecodeRequest
 from kv_connector.protocol.layout import GroupTarget
 from kv_connector.protocol.messages import Role
 from kv_connector.protocol.params import BadParams, DecodeParams, PrefillParams, parse_params
-from kv_connector.protocol.prefill import GroupPages, PrefillRequest
 from kv_connector.protocol.prompt_hash import prompt_hash
+from kv_connector.protocol.requests import DecodeRequest, GroupPages, PrefillRequest
 from kv_connector.vllm.internals import Request, RequestStatus
 from kv_connector.vllm.metadata import StepMetadata
 

@@ -33,7 +33,7 @@ from .node import (
     provider_of,
 )
 
-# docs/architecture.md: with the kernel's own choice of buffers libfabric's "sockets" stands still now and then.
+# With buffers of the kernel's choice libfabric's "sockets" stands still now and then (docs/architecture.md).
 os.environ.setdefault("FI_SOCKETS_MAX_BUF_SZ", "4194304")
 
 LANES = os.environ.get(

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from kv_connector.agent.effects import Action
 from kv_connector.protocol.actions import State
-from kv_connector.protocol.decode import DecodeRequest
 from kv_connector.protocol.layout import GroupTarget
+from kv_connector.protocol.requests import DecodeRequest
 
 from .pool import LAYERS_OF_GROUP, TOKENS, Content, Page
 from .scenario import Plan

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kv_connector.agent.effects import Action
 from kv_connector.protocol.actions import State
-from kv_connector.protocol.prefill import ComputedPages, GroupPages, PrefillRequest
+from kv_connector.protocol.requests import ComputedPages, GroupPages, PrefillRequest
 
 from .pool import LAYERS, LAYERS_OF_GROUP, TOKENS
 from .scenario import Plan
@@ -219,7 +219,7 @@ class PrefillSide:
 
         def command(now: float) -> Sequence[Action]:
             for transfer_id in process.effects.prefill.preempt(ids):
-                outgoing = process.effects.outgoing.get(transfer_id)
+                outgoing = process.effects.writes.open.get(transfer_id)
                 if outgoing is not None:
                     draining.append((transfer_id, outgoing.number, outgoing.last_signal))
             self._later(0.0, look)
@@ -241,7 +241,7 @@ class PrefillSide:
         def fence(now: float) -> Sequence[Action]:
             for transfer_id, _, _ in draining:
                 process.effects.run(now, process.effects.prefill.quiesce_failed(now, transfer_id))
-            process.effects.when_over(
+            process.effects.writes.when_over(
                 [transfer_id for transfer_id, _, _ in draining], lambda: self._later(0.0, resume)
             )
             return ()

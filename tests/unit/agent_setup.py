@@ -20,10 +20,9 @@ from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.engine import DomainConfig, EngineConfig
 from kv_connector.engine.transfer_engine import TransferEngine
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.decode import DecodeRequest
 from kv_connector.protocol.layout import GroupTarget, KvLayout
 from kv_connector.protocol.messages import Fingerprint, Role
-from kv_connector.protocol.prefill import ComputedPages, GroupPages, PrefillRequest
+from kv_connector.protocol.requests import ComputedPages, DecodeRequest, GroupPages, PrefillRequest
 from kv_connector.protocol.timers import Timeouts
 
 # Long enough for a machine that is busy with other tests, and a failing test still ends.

@@ -6,11 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.decode import DecodeRequest
 from kv_connector.protocol.layout import GroupLayout, GroupTarget, KvLayout, LayerLayout
 from kv_connector.protocol.messages import Fingerprint, Reserve, fingerprint
 from kv_connector.protocol.mismatch import Advice
-from kv_connector.protocol.prefill import ComputedPages, GroupPages, PrefillRequest
+from kv_connector.protocol.requests import ComputedPages, DecodeRequest, GroupPages, PrefillRequest
 
 HASH = bytes(range(16))
 BLOCK = 16  # tokens

@@ -23,7 +23,7 @@ from kv_connector.engine.transfer_engine import LayerSignal
 from kv_connector.protocol.actions import Address, Outcome, State
 from kv_connector.protocol.messages import Release, Role, encode
 from kv_connector.protocol.peers import PeerState
-from kv_connector.protocol.prefill import ComputedPages, GroupPages
+from kv_connector.protocol.requests import ComputedPages, GroupPages
 
 SOURCE, TARGET = (1, 2, 3), (11, 12, 13)
 

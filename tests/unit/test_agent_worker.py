@@ -20,8 +20,7 @@ from kv_connector.agent.commands import (
 from kv_connector.agent.ledger import Reports
 from kv_connector.agent.worker import Worker
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.decode import DecodeRequest
-from kv_connector.protocol.prefill import ComputedPages, GroupPages, PrefillRequest
+from kv_connector.protocol.requests import ComputedPages, DecodeRequest, GroupPages, PrefillRequest
 
 PEER = Address("10.0.0.1", 5600)
 EXPECT = PrefillRequest("p", "t", 100, bytes(16))

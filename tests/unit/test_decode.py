@@ -7,15 +7,21 @@ import logging
 import pytest
 from protocol_setup import BLOCK, HASH, P_ADDRESS, T, decode_request, every, layout, only
 
-from kv_connector.protocol.actions import Address, Ended, Fence, Log, Outcome, Reached, Send, State
-from kv_connector.protocol.decode import (
+from kv_connector.protocol.actions import (
+    Address,
     CloseCounter,
-    DecodeAction,
-    DecodeMachine,
     Dial,
+    Ended,
+    Fence,
     FinishedReceiving,
+    Log,
     OpenCounter,
+    Outcome,
+    Reached,
+    Send,
+    State,
 )
+from kv_connector.protocol.decode import DecodeAction, DecodeMachine
 from kv_connector.protocol.messages import Cancel, CancelAck, Fail, FailCode, Release, Reserve, Role
 from kv_connector.protocol.timers import Timeouts
 

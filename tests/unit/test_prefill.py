@@ -10,18 +10,22 @@ import pytest
 from protocol_setup import BLOCK, HASH, computed, every, layout, only, prefill_request, reserve
 
 from kv_connector.protocol import tombstones
-from kv_connector.protocol.actions import Ended, Fence, Log, Outcome, Reached, Send, State
-from kv_connector.protocol.messages import Cancel, CancelAck, Fail, FailCode, Reserve, Role
-from kv_connector.protocol.prefill import (
+from kv_connector.protocol.actions import (
     CancelWrites,
+    Ended,
+    Fence,
     FinishedSending,
-    PrefillAction,
-    PrefillMachine,
+    Log,
+    Outcome,
     Push,
     PushedGroup,
+    Reached,
     Seal,
-    WritesEnd,
+    Send,
+    State,
 )
+from kv_connector.protocol.messages import Cancel, CancelAck, Fail, FailCode, Reserve, Role
+from kv_connector.protocol.prefill import PrefillAction, PrefillMachine, WritesEnd
 from kv_connector.protocol.timers import Timeouts
 
 PEER, OTHER = 1, 2

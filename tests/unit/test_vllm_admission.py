@@ -14,7 +14,7 @@ from vllm_stage import PARAMS_OF_D, PARAMS_OF_P, Stage, vllm_config
 
 from kv_connector.agent.commands import FinishPrefill, Release
 from kv_connector.lab.model import make_llama
-from kv_connector.protocol.decode import DecodeRequest
+from kv_connector.protocol.requests import DecodeRequest
 from kv_connector.vllm.metadata import StepMetadata
 
 BLOCK = 32

@@ -14,7 +14,7 @@ from vllm_stage import ADDRESS, PARAMS_OF_D, PARAMS_OF_P, Stage, vllm_config
 
 from kv_connector.agent.commands import CacheCleared, Cancel, FinishPrefill, Release
 from kv_connector.lab.model import make_llama
-from kv_connector.protocol.decode import DecodeRequest
+from kv_connector.protocol.requests import DecodeRequest
 
 SHAPE: dict[str, Any] = {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
 FULL = FullAttentionSpec(**SHAPE)

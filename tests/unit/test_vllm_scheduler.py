@@ -14,9 +14,8 @@ from vllm_stage import ADDRESS, PARAMS_OF_D, PARAMS_OF_P, Stage, vllm_config
 from kv_connector.agent.commands import Cancel, FailLoad, FinishPrefill, RankAddresses, Release
 from kv_connector.lab.model import make_llama
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.decode import DecodeRequest
-from kv_connector.protocol.prefill import PrefillRequest
 from kv_connector.protocol.prompt_hash import prompt_hash
+from kv_connector.protocol.requests import DecodeRequest, PrefillRequest
 from kv_connector.vllm.metadata import RankAddress, StepMetadata
 
 BLOCK = 32

@@ -8,8 +8,7 @@ from recording_agent import RecordingAgent
 from kv_connector.agent.commands import CacheCleared, Command, FailLoad, FinishPrefill, NewPages
 from kv_connector.agent.ledger import Reports
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.decode import DecodeRequest
-from kv_connector.protocol.prefill import ComputedPages, GroupPages, PrefillRequest
+from kv_connector.protocol.requests import ComputedPages, DecodeRequest, GroupPages, PrefillRequest
 from kv_connector.vllm.metadata import Reserved, StepMetadata
 from kv_connector.vllm.worker import IDLE_STEP_SECONDS, WorkerSide
 

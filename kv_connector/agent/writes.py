@@ -1,0 +1,157 @@
+"""The transfers that are open in the transfer engine: what of them is armed, and who waits for their end."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kv_connector.agent.ports import Engine
+from kv_connector.engine import ArmedLayer, Event, PagedWrite, Pages, TransferProgress
+from kv_connector.protocol.actions import Push, PushedGroup
+from kv_connector.protocol.plan import PushPlan
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a peer's pages lie, as the engine knows them."""
+
+    peer: int  # the engine's
+    regions: tuple[int, ...]  # its memory, imported
+    plan: PushPlan
+
+
+@dataclass
+class Outgoing:
+    """A transfer that is open in the engine."""
+
+    number: int  # the engine's
+    opened: float
+    last_signal: int = 0  # the highest value that a layer of it waits for
+    step: int | None = None  # the signal base of the last step's pages; None: they were computed already
+    step_pages: dict[tuple[int, int], int] = field(default_factory=dict)  # of a signal value and its layer
+    layers: set[int] = field(default_factory=set)
+    at_prefill_end: TransferProgress | None = None
+    done: list[Callable[[], None]] = field(default_factory=list)  # to be called at its end
+
+    def before_end(self, event: Event) -> tuple[int, int, int]:
+        """Pages, bytes and layers that had arrived when the prefill ended, by the event of the end.
+
+        Pages arrive in the order of the steps, and about in the order of the layers: what was missing then
+        were the last layers of the last step.
+        """
+        then = self.at_prefill_end
+        if then is None:
+            return 0, 0, 0
+        missing = event.pages - then.pages_done
+        late = set()
+        for (_, ordinal), pages in sorted(self.step_pages.items(), reverse=True):
+            if missing <= 0:
+                break
+            missing -= pages
+            late.add(ordinal)
+        return then.pages_done, then.bytes_done, len(self.layers - late)
+
+
+class Writes:
+    """Owned by the agent's thread. Others may look a transfer up in ``open``, never change it."""
+
+    def __init__(self, engine: Engine, signal: Any, regions: Sequence[int], layers: int) -> None:
+        """``regions``: the engine's numbers of the memory regions of our layout; none while it is asleep."""
+        self.open: dict[str, Outgoing] = {}  # by transfer id
+        self.regions = tuple(regions)
+        self._engine = engine
+        self._signal = signal
+        self._positions: Sequence[int] = range(1, layers + 1)  # in the signal's order, by ordinal
+        self._ordered_since = 0
+        self._transfer_ids: dict[int, str] = {}  # by the engine's number
+
+    def __len__(self) -> int:
+        return len(self._transfer_ids)
+
+    def order_layers(self, signal_base: int, ordinals: Sequence[int]) -> None:
+        """From the step of ``signal_base`` on the signal counts the layers in this order. Before the pages of
+        that step are named."""
+        self._ordered_since = signal_base
+        self._positions = [ordinals.index(ordinal) + 1 for ordinal in range(len(ordinals))]
+
+    def push(self, now: float, push: Push, target: Target) -> None:
+        """Adds the pages to the transfer, which the first of them opens. Raises what the engine raises."""
+        outgoing = self.open.get(push.transfer_id)
+        if outgoing is None:
+            outgoing = Outgoing(self._engine.open_transfer(target.peer), now)
+            self.open[push.transfer_id] = outgoing
+            self._transfer_ids[outgoing.number] = push.transfer_id
+        if outgoing.step is None or outgoing.step != push.signal_base:  # what has no base is a step by itself
+            outgoing.step, outgoing.step_pages = push.signal_base, {}
+        for pages in push.groups:
+            self._arm(outgoing, push, pages, target)
+
+    def seal(self, transfer_id: str) -> None:
+        """Nothing follows. A transfer that is not open has ended."""
+        if transfer_id in self.open:
+            self._engine.seal(self.open[transfer_id].number)
+
+    def cancel(self, transfer_id: str) -> None:
+        """Nothing more is to be written. A transfer that is not open has ended."""
+        if transfer_id in self.open:
+            self._engine.cancel(self.open[transfer_id].number)
+
+    def ended(self, number: int) -> tuple[str, Outgoing] | None:
+        """The engine's last word on one of its transfers: which it was, unless it is another's."""
+        transfer_id = self._transfer_ids.pop(number, None)
+        if transfer_id is None:
+            return None
+        outgoing = self.open.pop(transfer_id)
+        for done in outgoing.done:
+            done()
+        return transfer_id, outgoing
+
+    def when_over(self, transfer_ids: Sequence[str], done: Callable[[], None]) -> None:
+        """Calls ``done`` once none of these transfers is open: nothing reads their pages any more."""
+        waiting = {transfer_id for transfer_id in transfer_ids if transfer_id in self.open}
+
+        def ended(transfer_id: str) -> None:
+            waiting.remove(transfer_id)
+            if not waiting:
+                done()
+
+        for transfer_id in tuple(waiting):
+            self.open[transfer_id].done.append(functools.partial(ended, transfer_id))
+        if not waiting:
+            done()
+
+    def _arm(self, outgoing: Outgoing, push: Push, pages: PushedGroup, target: Target) -> None:
+        for run in target.plan.runs(pages.group):
+            layers = [
+                ArmedLayer(
+                    signal_value=self._signal_value(push.signal_base, layer.ordinal),
+                    source_offset=layer.source_offset,
+                    target_offset=layer.target_offset,
+                    immediate=push.immediate,
+                )
+                for layer in run.layers
+            ]
+            write = PagedWrite(
+                page_bytes=run.page_bytes,
+                source=self.regions[run.source_region],
+                source_pages=Pages(pages.source, run.source_stride),
+                target=target.regions[run.target_region],
+                target_pages=Pages(pages.target, run.target_stride),
+            )
+            self._engine.arm(outgoing.number, self._signal, write, layers)
+            for layer, armed in zip(run.layers, layers, strict=True):
+                outgoing.layers.add(layer.ordinal)
+                when = armed.signal_value, layer.ordinal
+                outgoing.step_pages[when] = outgoing.step_pages.get(when, 0) + len(pages.source)
+                outgoing.last_signal = max(outgoing.last_signal, armed.signal_value)
+
+    def _signal_value(self, signal_base: int | None, ordinal: int) -> int:
+        """From which the layer's pages of that step are valid. For a step before the last change of order,
+        whose signal may still be on its way, that is the step's end; 0, where all signals begin, for what is
+        computed already."""
+        if signal_base is None:
+            return 0
+        known = signal_base >= self._ordered_since
+        return signal_base + (self._positions[ordinal] if known else len(self._positions))
