@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kv_connector.protocol.layout import GroupTarget, KvLayout, LayerLayout
-
-NULL_BLOCK = 0  # vLLM's block 0 holds nothing: outside of a sliding window, or not needed
+from kv_connector.protocol.layout import GroupLayout, GroupTarget, KvLayout, LayerLayout
 
 
 def layout_problem(layout: KvLayout, regions: int) -> str | None:
@@ -20,10 +18,11 @@ def layout_problem(layout: KvLayout, regions: int) -> str | None:
     It may come from a peer: nothing in it is believed. That its pages lie inside of the regions is checked
     by the engine, with each write.
     """
-    if layout.num_blocks < 1 or not layout.layers or not layout.groups:
-        return "the KV layout has no blocks, no layers or no groups"
-    if any(group.block_size < 1 for group in layout.groups):
-        return "a KV group has a block size below 1"
+    if not layout.layers or not layout.groups:
+        return "the KV layout has no layers or no groups"
+    for index, group in enumerate(layout.groups):
+        if group.num_blocks < 1 or group.block_size < 0:
+            return f"KV group {index} has {group.num_blocks} blocks of {group.block_size} tokens"
     for layer in layout.layers:
         if not 0 <= layer.group < len(layout.groups):
             return f"layer {layer.name} names group {layer.group} of {len(layout.groups)}"
@@ -53,20 +52,23 @@ def layouts_problem(prefill: KvLayout, decode: KvLayout) -> str | None:
 
     Where the pages lie (regions, offsets, strides, number of blocks) may differ; what they are may not.
     """
-    if prefill.groups != decode.groups:
-        return f"KV groups: prefill has {_groups(prefill)}, decode has {_groups(decode)}"
+    if (ours := _groups(prefill)) != (theirs := _groups(decode)):
+        return f"KV groups: prefill has {ours}, decode has {theirs}"
     if len(prefill.layers) != len(decode.layers):
         return f"layers: prefill has {len(prefill.layers)}, decode has {len(decode.layers)}"
-    for ours, theirs in zip(prefill.layers, decode.layers, strict=True):
+    for source, target in zip(prefill.layers, decode.layers, strict=True):
         for field in ("name", "group", "page_bytes"):
-            a, b = getattr(ours, field), getattr(theirs, field)
+            a, b = getattr(source, field), getattr(target, field)
             if a != b:
-                return f"{field} of layer {ours.name}: prefill has {a}, decode has {b}"
+                return f"{field} of layer {source.name}: prefill has {a}, decode has {b}"
     return None
 
 
 def _groups(layout: KvLayout) -> str:
-    return ", ".join(f"{group.kind} of {group.block_size} tokens a block" for group in layout.groups)
+    return ", ".join(
+        f"{group.kind} of {group.block_size} tokens a block" if group.block_size else f"rows of {group.kind}"
+        for group in layout.groups
+    )
 
 
 def targets_problem(layout: KvLayout, groups: Sequence[GroupTarget], prompt_tokens: int) -> str | None:
@@ -74,18 +76,28 @@ def targets_problem(layout: KvLayout, groups: Sequence[GroupTarget], prompt_toke
     if len(groups) != len(layout.groups):
         return f"the reservation has {len(groups)} KV groups, the layout {len(layout.groups)}"
     for index, (target, group) in enumerate(zip(groups, layout.groups, strict=True)):
-        highest = max(target.blocks, default=NULL_BLOCK)
-        if highest >= layout.num_blocks:
-            return f"group {index} asks for block {highest} of {layout.num_blocks}"
+        highest = max(target.blocks, default=0)
+        if highest >= group.num_blocks:
+            return f"group {index} asks for block {highest} of {group.num_blocks}"
+        if group.block_size == 0:
+            continue
         filled = -(-prompt_tokens // group.block_size)
         if any(target.blocks[max(filled - target.first, 0) :]):
             return f"group {index} asks for blocks behind the {filled} that {prompt_tokens} tokens fill"
     return None
 
 
+def used_blocks(group: GroupLayout, first: int, blocks: Sequence[int]) -> dict[int, int]:
+    """Logical block -> block, of those that hold something; ``blocks`` begin at logical block ``first``."""
+    return {logical: block for logical, block in enumerate(blocks, first) if block != group.null_block}
+
+
 def expected_pages(layout: KvLayout, groups: Sequence[GroupTarget]) -> int:
-    """Pages that will land: in each layer, the non-null blocks of its group."""
-    wanted = [len(target.blocks) - target.blocks.count(NULL_BLOCK) for target in groups]
+    """Pages that will land: in each layer, the blocks of its group that hold something."""
+    wanted = [
+        len(used_blocks(group, target.first, target.blocks))
+        for group, target in zip(layout.groups, groups, strict=True)
+    ]
     return sum(wanted[layer.group] for layer in layout.layers)
 
 

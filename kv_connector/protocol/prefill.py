@@ -41,7 +41,7 @@ from kv_connector.protocol.actions import (
 )
 from kv_connector.protocol.layout import KvLayout
 from kv_connector.protocol.messages import Cancel, CancelAck, Fail, FailCode, Reserve, Role, clip
-from kv_connector.protocol.plan import NULL_BLOCK, layout_problem, layouts_problem, targets_problem
+from kv_connector.protocol.plan import layout_problem, layouts_problem, targets_problem, used_blocks
 from kv_connector.protocol.requests import ComputedPages, PrefillRequest
 from kv_connector.protocol.timers import Timeouts, Timers
 from kv_connector.protocol.tombstones import Tombstones, Verdict
@@ -181,10 +181,8 @@ class PrefillMachine:
             return self._end(now, transfer, FailCode.WRITE_ERROR, text)
         if transfer.phase not in (_Phase.WAITING, _Phase.ACTIVE):
             return []
-        for known, group in zip(transfer.pages, pages.groups, strict=True):
-            for logical, block in enumerate(group.blocks, group.first):
-                if block == NULL_BLOCK:
-                    continue
+        for known, group, named in zip(transfer.pages, self._layout.groups, pages.groups, strict=True):
+            for logical, block in used_blocks(group, named.first, named.blocks).items():
                 earlier = known.get(logical)
                 # The same block again is valid since the earlier step; another one replaces it.
                 if earlier is None or earlier[0] != block:
@@ -283,7 +281,10 @@ class PrefillMachine:
             problem = _prompt_problem(transfer.request, message)
             if problem is not None:
                 return [self._refuse(peer, message, FailCode.PROMPT_MISMATCH, problem)]
-        targets = [_non_null(group.first, group.blocks) for group in message.groups]
+        targets = [
+            used_blocks(group, target.first, target.blocks)
+            for group, target in zip(layout.groups, message.groups, strict=True)
+        ]
         deadline = now + message.deadline_ms / 1000
         transfer.reservation = _Reservation(
             peer=peer,
@@ -604,10 +605,6 @@ def _begin(step: tuple[int | None, object]) -> int:
     """Steps by their beginning; what is computed already comes first."""
     signal_base, _ = step
     return -1 if signal_base is None else signal_base
-
-
-def _non_null(first: int, blocks: Sequence[int]) -> dict[int, int]:
-    return {logical: block for logical, block in enumerate(blocks, first) if block != NULL_BLOCK}
 
 
 def _aborted(reason: str) -> Verdict:

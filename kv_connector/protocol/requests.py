@@ -22,7 +22,7 @@ class PrefillRequest:
 
 @dataclass(frozen=True)
 class GroupPages:
-    """Logical block ``first + i`` of a KV group lies in ``blocks[i]``; 0 is the null block and skipped."""
+    """Logical block ``first + i`` of a KV group lies in ``blocks[i]``; the group's null block is skipped."""
 
     first: int
     blocks: tuple[int, ...]
@@ -46,8 +46,8 @@ class ComputedPages:
 class DecodeRequest:
     """A request whose prompt pages come from ``peer``.
 
-    ``groups`` has one entry per KV group: logical block ``first + i`` is to land in ``blocks[i]``, 0 where
-    nothing is needed. The blocks belong to the transfer until it is reported.
+    ``groups`` has one entry per KV group: logical block ``first + i`` is to land in ``blocks[i]``. The blocks
+    belong to the transfer until it is reported.
     """
 
     request_id: str

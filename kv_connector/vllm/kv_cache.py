@@ -52,10 +52,12 @@ def kv_layout(kv_cache_config: Any, tensors: Mapping[str, Any]) -> tuple[KvLayou
             )
         )
     groups = tuple(
-        GroupLayout(block_size=group.kv_cache_spec.block_size, kind=group_kind(group.kv_cache_spec))
+        GroupLayout(
+            kv_cache_config.num_blocks, group.kv_cache_spec.block_size, group_kind(group.kv_cache_spec)
+        )
         for group in kv_cache_config.kv_cache_groups
     )
-    return KvLayout(kv_cache_config.num_blocks, groups, tuple(layers)), tuple(memory.values())
+    return KvLayout(groups, tuple(layers)), tuple(memory.values())
 
 
 def _layer_index(name: str) -> tuple[int, ...]:

@@ -11,13 +11,18 @@ BLOCKS = 160
 TOKENS = 16  # a block
 PAGE = 64
 LAYER_BYTES = BLOCKS * PAGE
-# Two KV groups whose layers take turns, as in a model with sliding windows.
-GROUP_OF_LAYER = (0, 1, 0)
+# Two KV groups whose layers take turns, as in a model with sliding windows, and a row for each request, which
+# is there once the whole prompt is computed.
+GROUP_OF_LAYER = (0, 1, 0, 2)
 LAYERS = len(GROUP_OF_LAYER)
-LAYERS_OF_GROUP = ((0, 2), (1,))
+LAYERS_OF_GROUP = ((0, 2), (1,), (3,))
+ROWS = 2  # the group
 LAYOUT = KvLayout(
-    BLOCKS,
-    (GroupLayout(TOKENS, "full"), GroupLayout(TOKENS, "sliding_window")),
+    (
+        GroupLayout(BLOCKS, TOKENS, "full"),
+        GroupLayout(BLOCKS, TOKENS, "sliding_window"),
+        GroupLayout(BLOCKS, 0, "state"),
+    ),
     tuple(LayerLayout(f"layer{k}", g, 0, k * LAYER_BYTES, PAGE, PAGE) for k, g in enumerate(GROUP_OF_LAYER)),
 )
 

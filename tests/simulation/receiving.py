@@ -12,7 +12,7 @@ from kv_connector.protocol.actions import State
 from kv_connector.protocol.layout import GroupTarget
 from kv_connector.protocol.requests import DecodeRequest
 
-from .pool import LAYERS_OF_GROUP, TOKENS, Content, Page
+from .pool import LAYERS_OF_GROUP, ROWS, TOKENS, Content, Page
 from .scenario import Plan
 from .sending import prompt_hash
 
@@ -142,7 +142,7 @@ class DecodeSide:
         process, plan = self._process, load.plan
         if plan.name not in self._queue or process.leaving:
             return
-        if process.pool.room() < 2 * plan.blocks:
+        if process.pool.room() <= ROWS * plan.blocks:
             self._later(_RETRY_S, lambda: self._admit(load))
             return
         del self._queue[plan.name]
@@ -154,6 +154,7 @@ class DecodeSide:
         wanted = [
             range(plan.cached, plan.blocks),
             range(max(plan.cached, plan.blocks - plan.window), plan.blocks),
+            range(1),
         ]
         groups = []
         for group, logicals in enumerate(wanted):
@@ -163,8 +164,9 @@ class DecodeSide:
                 for layer in LAYERS_OF_GROUP[group]:
                     load.pages[layer, block] = (plan.transfer_id, logical, layer)
             # What the window has left behind is null.
-            nulls = (0,) * (logicals.start - plan.cached)
-            groups.append(GroupTarget(plan.cached, (*nulls, *blocks)))
+            first = 0 if group == ROWS else plan.cached
+            nulls = (0,) * (logicals.start - first)
+            groups.append(GroupTarget(first, (*nulls, *blocks)))
         process.pool.wait_for(load.pages.items())
         load.reserved_at = self._world.clock.now
         self._loads[plan.name] = load

@@ -11,7 +11,7 @@ from kv_connector.agent.effects import Action
 from kv_connector.protocol.actions import State
 from kv_connector.protocol.requests import ComputedPages, GroupPages, PrefillRequest
 
-from .pool import LAYERS, LAYERS_OF_GROUP, TOKENS
+from .pool import LAYERS, LAYERS_OF_GROUP, ROWS, TOKENS
 from .scenario import Plan
 
 if TYPE_CHECKING:
@@ -141,9 +141,10 @@ class PrefillSide:
     def _allocate(self, prompt: _Prompt) -> bool:
         plan, pool = prompt.plan, self._process.pool
         if not prompt.tables:
-            if pool.room() < 2 * plan.blocks:
+            if pool.room() <= ROWS * plan.blocks:
                 return False
-            prompt.tables = [pool.take(plan.name, plan.blocks) for _ in LAYERS_OF_GROUP]
+            counts = [1 if group == ROWS else plan.blocks for group in range(len(LAYERS_OF_GROUP))]
+            prompt.tables = [pool.take(plan.name, count) for count in counts]
         return True
 
     def _forward(self, batch: Sequence[_Prompt]) -> None:
@@ -156,7 +157,9 @@ class PrefillSide:
             first, end = prompt.computed, min(prompt.computed + plan.chunk, plan.blocks)
             prompt.computed = end
             named = end - 1 if plan.truncated and end == plan.blocks else end
-            groups = tuple(GroupPages(first, tuple(table[first:named])) for table in prompt.tables)
+            *tables, row = prompt.tables
+            pages_of = [GroupPages(first, tuple(table[first:named])) for table in tables]
+            groups = (*pages_of, GroupPages(0, tuple(row if end == plan.blocks else ())))
             pages = ComputedPages(plan.transfer_id, None if plan.named_late else base, groups)
             if plan.named_late:
                 late.append(pages)
@@ -180,6 +183,8 @@ class PrefillSide:
         process = self._process
         group = next(g for g, layers in enumerate(LAYERS_OF_GROUP) if layer in layers)
         for prompt, logicals in fresh:
+            if group == ROWS:
+                logicals = range(prompt.computed == prompt.plan.blocks)
             for logical in logicals:
                 block = prompt.tables[group][logical]
                 process.pool.content[layer, block] = (prompt.plan.computed_prompt, logical, layer)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
+import msgspec
+
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.layout import GroupLayout, GroupTarget, KvLayout, LayerLayout
 from kv_connector.protocol.messages import Fingerprint, Reserve, fingerprint
@@ -23,13 +25,19 @@ def layout(groups: Sequence[int] = (2,), num_blocks: int = 64, stride: int = PAG
     """One region; ``groups`` says how many layers each group has. Layers of the groups take turns."""
     owners = [group for turn in range(max(groups)) for group, layers in enumerate(groups) if turn < layers]
     return KvLayout(
-        num_blocks=num_blocks,
-        groups=tuple(GroupLayout(BLOCK, "full" if i == 0 else "sliding_window") for i in range(len(groups))),
+        groups=tuple(
+            GroupLayout(num_blocks, BLOCK, "full" if i == 0 else "sliding_window") for i in range(len(groups))
+        ),
         layers=tuple(
             LayerLayout(f"layer{k}", group, 0, k * num_blocks * stride, stride, PAGE)
             for k, group in enumerate(owners)
         ),
     )
+
+
+def with_rows(pages: KvLayout, rows: int) -> KvLayout:
+    """The same, but that the last group's blocks are rows."""
+    return msgspec.structs.replace(pages, groups=(*pages.groups[:-1], GroupLayout(rows, 0, "state")))
 
 
 def region_bytes(pages: KvLayout) -> int:

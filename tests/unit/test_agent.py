@@ -15,15 +15,16 @@ from typing import Any
 import pytest
 import zmq
 from agent_setup import IMPATIENT, LIVELY, TIMES, Side, Stage, stage, until
-from protocol_setup import BLOCK, PAGE, layout, pairs
+from protocol_setup import BLOCK, HASH, PAGE, layout, pairs, with_rows
 
 from kv_connector.agent.agent import Agent, AgentConfig, AgentError, MemoryRange
 from kv_connector.engine import ArmedLayer, ErrorCode, PagedWrite, TransferError
 from kv_connector.engine.transfer_engine import LayerSignal
 from kv_connector.protocol.actions import Address, Outcome, State
+from kv_connector.protocol.layout import GroupTarget
 from kv_connector.protocol.messages import Release, Role, encode
 from kv_connector.protocol.peers import PeerState
-from kv_connector.protocol.requests import ComputedPages, GroupPages
+from kv_connector.protocol.requests import ComputedPages, DecodeRequest, GroupPages
 
 SOURCE, TARGET = (1, 2, 3), (11, 12, 13)
 
@@ -185,6 +186,29 @@ def test_of_pages_that_are_computed_already_each_naming_is_a_step(pair: tuple[Si
     prefill.wait(sent=["p-t"])
     stats = prefill.agent.stats()
     assert (stats.pages_before_prefill_end, stats.layers_before_prefill_end) == (4, 0)
+
+
+def test_rows_come_beside_the_pages(sim: Stage) -> None:
+    """A request's state, from any row to any row, once its last step is done."""
+    prefill = sim.side(Role.PREFILL, pages=with_rows(layout(groups=(2, 1)), 8))
+    decode = sim.side(Role.DECODE, pages=with_rows(layout(groups=(2, 1), num_blocks=32), 4))
+    state = 1  # the layer
+    prefill.pages[state, 0] = 5
+    prefill.pages[::2, list(SOURCE)] = 6
+    prefill.expect()
+    prefill.agent.computed(ComputedPages("t", None, (GroupPages(0, (1, 2)), GroupPages(0, ()))))
+    prefill.agent.computed(ComputedPages("t", 0, (GroupPages(2, (3,)), GroupPages(0, (0,)))))
+    prefill.agent.finished("t", True, "")
+    groups = GroupTarget(0, TARGET), GroupTarget(0, (3,))
+    decode.agent.reserve(DecodeRequest("d-t", "t", prefill.address, 3 * BLOCK, 0, HASH, groups))
+    until(lambda: prefill.agent.live().engine_transfers == 1)
+    assert decode.received == []
+    prefill.agent.signal.store(len(prefill.layout.layers))
+    decode.wait(received=["d-t"])
+    assert (decode.pages[::2, list(TARGET)] == 6).all()
+    assert (decode.pages[state, 3] == 5).all()
+    assert decode.pages.sum(dtype=int) == prefill.pages.sum(dtype=int)
+    prefill.wait(sent=["p-t"])
 
 
 def test_loads_of_a_deep_model_do_not_run_out_of_counters(sim: Stage) -> None:

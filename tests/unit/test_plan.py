@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from protocol_setup import BLOCK, PAGE, layout, region_bytes
+from protocol_setup import BLOCK, PAGE, layout, region_bytes, with_rows
 
-from kv_connector.protocol.layout import GroupTarget, KvLayout
+from kv_connector.protocol.layout import GroupLayout, GroupTarget, KvLayout
 from kv_connector.protocol.plan import (
     LayerRun,
     PushLayer,
@@ -16,6 +16,7 @@ from kv_connector.protocol.plan import (
     layouts_problem,
     memory_problem,
     targets_problem,
+    used_blocks,
 )
 
 
@@ -30,6 +31,21 @@ def test_expected_pages_are_the_non_null_blocks_of_each_layers_group() -> None:
     # Layers take turns: full, sliding, full, sliding.
     assert expected_pages(layout(groups=(2, 2)), groups) == 8
     assert expected_pages(layout(), (GroupTarget(2, (0, 0)),)) == 0
+
+
+def test_rows_have_no_null_and_do_not_depend_on_the_prompt() -> None:
+    pages = with_rows(layout(groups=(2, 1)), 8)
+    assert layout_problem(pages, regions=1) is None
+    groups = (GroupTarget(0, (0, 5)), GroupTarget(0, (0, 7)))
+    assert targets_problem(pages, groups, 2 * BLOCK) is None
+    assert targets_problem(pages, (*groups[:1], GroupTarget(0, (8,))), BLOCK) is not None
+    assert expected_pages(pages, groups) == 2 * 1 + 2
+    assert used_blocks(pages.groups[1], 0, (0, 7)) == {0: 0, 1: 7}
+    assert layouts_problem(pages, with_rows(pages, 4)) is None, "how many there are is each side's affair"
+    problem = layouts_problem(pages, layout(groups=(2, 1)))
+    assert problem is not None
+    assert "prefill has full of 16 tokens a block, rows of state, decode has full of 16" in problem
+    assert memory_problem(pages, [region_bytes(pages)]) is None
 
 
 def test_a_plan_takes_one_run_for_layers_of_one_geometry() -> None:
@@ -53,7 +69,7 @@ def test_a_plan_keeps_groups_regions_and_strides_apart() -> None:
 @pytest.mark.parametrize(
     ("pages", "words"),
     [
-        (msgspec.structs.replace(layout(), num_blocks=0), "no blocks"),
+        (layout(num_blocks=0), "group 0 has 0 blocks"),
         (msgspec.structs.replace(layout(), layers=()), "no layers"),
         (with_layer(layout(), 1, group=1), "layer1 names group 1 of 1"),
         (with_layer(layout(), 1, group=-1), "layer1 names group -1 of 1"),
@@ -65,12 +81,7 @@ def test_a_plan_keeps_groups_regions_and_strides_apart() -> None:
             with_layer(layout(), 0, block_stride=PAGE - 1),
             f"layer0 has pages of {PAGE} bytes every {PAGE - 1}",
         ),
-        (
-            msgspec.structs.replace(
-                layout(), groups=(msgspec.structs.replace(layout().groups[0], block_size=0),)
-            ),
-            "block size below 1",
-        ),
+        (msgspec.structs.replace(layout(), groups=(GroupLayout(64, -1, "full"),)), "blocks of -1 tokens"),
     ],
 )
 def test_an_inconsistent_layout_is_named(pages: KvLayout, words: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from protocol_setup import BLOCK, HASH, computed, every, layout, only, prefill_request, reserve
+from protocol_setup import BLOCK, HASH, computed, every, layout, only, prefill_request, reserve, with_rows
 
 from kv_connector.protocol import tombstones
 from kv_connector.protocol.actions import (
@@ -153,6 +153,19 @@ def test_groups_are_pushed_by_their_own_tables() -> None:
     machine.reserve(0.0, PEER, reserve(more=[(0, 22, 23)]))
     push = only(machine.computed(0.0, computed((1, 2, 3), more=[(0, 5, 6)])), Push)
     assert push.groups == (PushedGroup(0, (1, 2, 3), (11, 12, 13)), PushedGroup(1, (5, 6), (22, 23)))
+
+
+def test_rows_go_with_the_step_in_which_they_are_there() -> None:
+    pages = with_rows(layout(groups=(2, 1)), 8)
+    machine = PrefillMachine(pages, TIMES)
+    assert machine.admit(PEER, pages, regions=1) is None
+    machine.expect(0.0, prefill_request())
+    machine.reserve(0.0, PEER, reserve(more=[(0,)]))
+    push = only(machine.computed(0.0, computed((1, 2), more=[()])), Push)
+    assert push.groups == (PushedGroup(0, (1, 2), (11, 12)),)
+    push = only(machine.computed(0.0, computed((3,), first=2, base=3, more=[(0,)])), Push)
+    assert push.groups == (PushedGroup(0, (3,), (13,)), PushedGroup(1, (0,), (0,)))
+    assert machine.finished(0.0, "t", True, "") == [Seal("t")]
 
 
 def test_a_reserve_that_wants_no_page_needs_no_writes(machine: PrefillMachine) -> None:

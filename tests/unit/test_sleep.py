@@ -190,8 +190,8 @@ def test_sleep_waits_until_nothing_can_land(pair: tuple[Side, Side], monkeypatch
     assert order == []
 
     def let(*arguments: Any) -> None:
+        fence(*arguments)  # raises where it takes longer than the agent waits
         order.append("fenced")
-        fence(*arguments)
 
     monkeypatch.setattr(engine, "fence", let)
     falling.join(20.0)

@@ -89,8 +89,8 @@ def assert_pages_are_the_tensors(
     generator = torch.Generator().manual_seed(1)
     for index, place in enumerate(layout.layers):
         tensor = tensors[place.name]
-        for block in range(layout.num_blocks):
-            split = tensor.shape[0] // layout.num_blocks
+        for block in range(layout.groups[0].num_blocks):
+            split = tensor.shape[0] // layout.groups[0].num_blocks
             view = tensor[block * split : (block + 1) * split]
             values = torch.rand(view.shape, generator=generator)
             view.copy_(values)
@@ -289,7 +289,7 @@ def fingerprint_of(config: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[...
             for size, value in parallel.items():
                 patch.setattr(config.parallel_config, size, value)
             cache = SimpleNamespace(kv_cache_layout="LBHNC")
-            return rank_fingerprint(config, cache, KvLayout(5, (GroupLayout(32, "full"),), layers))
+            return rank_fingerprint(config, cache, KvLayout((GroupLayout(5, 32, "full"),), layers))
 
     return make
 

@@ -48,7 +48,7 @@ def test_so_is_one_that_does_not_fit_the_worker(monkeypatch: pytest.MonkeyPatch)
         infos.append(info)
         raise SettingsError("providers: nvlink cannot move it")
 
-    for name, answer in (("kv_layout", (KvLayout(0, (), ()), ())), ("rank_fingerprint", None)):
+    for name, answer in (("kv_layout", (KvLayout((), ()), ())), ("rank_fingerprint", None)):
         monkeypatch.setattr(f"kv_connector.vllm.connector.{name}", lambda *_, answer=answer: answer)
     monkeypatch.setattr("kv_connector.vllm.connector.tensor_parallel_rank", lambda: 1)
     monkeypatch.setattr("kv_connector.vllm.connector.start", start)
