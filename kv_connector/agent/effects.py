@@ -235,8 +235,8 @@ class Effects:
                 self.writes.seal(transfer_id)
             case CancelWrites(transfer_id):
                 self.writes.cancel(transfer_id)
-            case OpenCounter(peer, request_id, pages):
-                immediate = self._open_counter(peer, request_id, pages)
+            case OpenCounter(peers, request_id, pages):
+                immediate = self._open_counter(peers, request_id, pages)
                 return self.decode.counter_opened(now, request_id, immediate)
             case CloseCounter(request_id):
                 number, _ = self._counters.pop(request_id)
@@ -267,9 +267,12 @@ class Effects:
                 return self.peers.reconnected(now, peer, self._control.dial(address))
             case Accept():
                 return self._accept(now, action)
-            case Complete(peer, name, lane, answer):
+            case Complete(peer, name, lane, layers, answer):
                 link = self._links[peer]
                 link.name, link.lane = name, lane
+                problem = self.decode.admit(peer, layers)
+                if problem is not None:
+                    return self.peers.dial_error(now, peer, problem)
                 assert link.engine_peer is not None
                 self._engine.complete(link.engine_peer, answer)
                 return self.peers.completed(now, peer)
@@ -357,8 +360,9 @@ class Effects:
         problem = self.prefill.admit(action.peer, hello.layout, len(hello.regions))
         if problem is not None:
             return self.peers.refused(now, action.peer, NakReason.INCOMPATIBLE, problem)
-        link.target = Target(handshake.peer, regions, PushPlan(self._layout, hello.layout))
-        return self.peers.accepted(now, action.peer, link.lane, handshake.data)
+        plan = PushPlan(self._layout, hello.layout)
+        link.target = Target(handshake.peer, regions, plan)
+        return self.peers.accepted(now, action.peer, link.lane, plan.layers, handshake.data)
 
     def _session_over(self, now: float, peer: PeerId, reason: str) -> Sequence[Action]:
         actions: list[Action] = [
@@ -413,10 +417,9 @@ class Effects:
         assert target is not None
         self.writes.push(now, push, target)
 
-    def _open_counter(self, peer: PeerId, request_id: str, pages: int) -> int:
-        raiser = self._links[peer].engine_peer
-        assert raiser is not None
-        counters = self._engine.alloc_counters(1, [raiser])
+    def _open_counter(self, peers: Sequence[PeerId], request_id: str, pages: int) -> int:
+        raisers = [self._links[peer].engine_peer for peer in peers]
+        counters = self._engine.alloc_counters(1, [raiser for raiser in raisers if raiser is not None])
         try:
             self._engine.expect(counters.id, (pages,))
         except TransferError:

@@ -167,11 +167,12 @@ class Dial:
 class OpenCounter:
     """Allocate a counter, to report when it has reached ``pages``; ``counter_opened`` answers.
 
-    Only ``peer`` may raise it. One for the whole request: nobody waits for a single layer, and an engine has
-    65,536 counters, which one for each of 94 layers would use up in 697 requests.
+    Only ``peers`` may raise it. One for the whole request: nobody waits for a single layer, or for one of
+    several sources, and an engine has 65,536 counters, which one for each of 94 layers would use up in 697
+    requests.
     """
 
-    peer: PeerId
+    peers: tuple[PeerId, ...]
     request_id: str
     pages: int
 

@@ -90,13 +90,17 @@ class Hello(Message, frozen=True, tag="hello"):
 
 
 class HelloAck(Message, frozen=True, tag="hello_ack"):
-    """P accepts, with TransferEngine.accept()'s bytes. ``lane``: the provider that its writes will take."""
+    """P accepts, with TransferEngine.accept()'s bytes.
+
+    ``lane``: the provider that its writes will take. ``layers``: those of D's layout whose pages it has.
+    """
 
     engine_id: Id
     incarnation: Id
     role: Role
     rank: Natural
     lane: Text
+    layers: Annotated[tuple[UInt32, ...], msgspec.Meta(max_length=4096)]
     answer: Blob
 
 
@@ -125,8 +129,8 @@ class Redirect(Message, frozen=True, tag="redirect"):
 class Reserve(Message, frozen=True, tag="reserve"):
     """D has blocks and a counter ready and wants the prompt's pages.
 
-    The counter behind ``immediate`` is to be raised once for each page: in each layer, for each non-null
-    block of its group. ``attempt`` separates repeated tries under one transfer id.
+    The counter behind ``immediate`` is to be raised once for each page: in each layer that P has, for each
+    non-null block of its group. ``attempt`` separates repeated tries under one transfer id.
     """
 
     transfer_id: Id

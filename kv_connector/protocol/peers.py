@@ -120,6 +120,7 @@ class Complete:
     peer: PeerId
     name: str
     lane: str
+    layers: tuple[int, ...]  # those of our layout that P has
     answer: bytes
 
 
@@ -299,7 +300,7 @@ class PeerTable:
         return self._introduce(now, self._peers[peer_id], source)
 
     def dial_error(self, now: float, peer_id: PeerId, reason: str) -> list[PeersAction]:
-        """Our own side could not connect, or the engine did not take P's answer."""
+        """Our own side could not connect, or did not take P's answer."""
         return self.drop(now, peer_id, reason)
 
     def completed(self, now: float, peer_id: PeerId) -> list[PeersAction]:
@@ -324,12 +325,14 @@ class PeerTable:
 
     # --- Being dialled (P)
 
-    def accepted(self, now: float, peer_id: PeerId, lane: str, answer: bytes) -> list[PeersAction]:
-        """The engine accepted D's offer."""
+    def accepted(
+        self, now: float, peer_id: PeerId, lane: str, layers: tuple[int, ...], answer: bytes
+    ) -> list[PeersAction]:
+        """The engine accepted D's offer. ``layers``: those of D's layout that we have."""
         peer = self._peers[peer_id]
         us = self._identity
         peer.lane = lane
-        peer.ack = HelloAck(us.engine_id, us.incarnation, us.role, us.rank, lane, answer)
+        peer.ack = HelloAck(us.engine_id, us.incarnation, us.role, us.rank, lane, layers, answer)
         assert peer.source is not None
         return [*self._up(now, peer), Reply(peer.source, peer.ack)]
 
@@ -547,7 +550,7 @@ class PeerTable:
                 peer.incarnation = message.incarnation
                 peer.name = f"{message.engine_id}/{message.rank} at {peer.at}"
                 peer.lane = message.lane
-                return [Complete(peer.peer, peer.name, peer.lane, message.answer)]
+                return [Complete(peer.peer, peer.name, peer.lane, message.layers, message.answer)]
             if message.incarnation != peer.incarnation:
                 return self.drop(now, peer.peer, "it was restarted")
             return []  # the answer to a repeated HELLO

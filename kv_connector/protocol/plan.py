@@ -6,6 +6,7 @@ fits), because they travel to the other side in a HELLO_NAK or a FAIL.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,8 @@ def layout_problem(layout: KvLayout, regions: int) -> str | None:
     for index, group in enumerate(layout.groups):
         if group.num_blocks < 1 or group.block_size < 0:
             return f"KV group {index} has {group.num_blocks} blocks of {group.block_size} tokens"
+    if len({layer.name for layer in layout.layers}) < len(layout.layers):
+        return "two layers of the KV layout have one name"
     for layer in layout.layers:
         if not 0 <= layer.group < len(layout.groups):
             return f"layer {layer.name} names group {layer.group} of {len(layout.groups)}"
@@ -50,17 +53,29 @@ def memory_problem(layout: KvLayout, region_bytes: Sequence[int]) -> str | None:
 def layouts_problem(prefill: KvLayout, decode: KvLayout) -> str | None:
     """Whether pages of ``prefill`` can be copied into pages of ``decode`` one to one.
 
-    Where the pages lie (regions, offsets, strides, number of blocks) may differ; what they are may not.
+    Where the pages lie (regions, offsets, strides, number of blocks) may differ; what they are may not. A
+    layer that prefill lacks may come from somewhere else.
     """
     if (ours := _groups(prefill)) != (theirs := _groups(decode)):
         return f"KV groups: prefill has {ours}, decode has {theirs}"
-    if len(prefill.layers) != len(decode.layers):
-        return f"layers: prefill has {len(prefill.layers)}, decode has {len(decode.layers)}"
-    for source, target in zip(prefill.layers, decode.layers, strict=True):
-        for field in ("name", "group", "page_bytes"):
+    targets = {layer.name: layer for layer in decode.layers}
+    for source in prefill.layers:
+        target = targets.get(source.name)
+        if target is None:
+            return f"layers: prefill has {source.name}, which decode lacks"
+        for field in ("group", "page_bytes"):
             a, b = getattr(source, field), getattr(target, field)
             if a != b:
                 return f"{field} of layer {source.name}: prefill has {a}, decode has {b}"
+    return None
+
+
+def sources_problem(layout: KvLayout, sources: Sequence[Sequence[int]]) -> str | None:
+    """Whether each layer of D's ``layout`` comes from one source; each has the layers of these ordinals."""
+    times = Counter(ordinal for layers in sources for ordinal in layers)
+    for ordinal, layer in enumerate(layout.layers):
+        if times[ordinal] != 1:
+            return f"{times[ordinal]} of {len(sources)} prefill engines have layer {layer.name}, not one"
     return None
 
 
@@ -129,7 +144,11 @@ class PushPlan:
     def __init__(self, source: KvLayout, target: KvLayout) -> None:
         """The layouts must fit each other (``layouts_problem``)."""
         runs: list[dict[_Geometry, list[PushLayer]]] = [{} for _ in source.groups]
-        for ordinal, (ours, theirs) in enumerate(zip(source.layers, target.layers, strict=True)):
+        ordinals = {layer.name: ordinal for ordinal, layer in enumerate(target.layers)}
+        self.layers = tuple(ordinals[layer.name] for layer in source.layers)
+        """The target's ordinal of each of the source's layers."""
+        for ordinal, ours in enumerate(source.layers):
+            theirs = target.layers[self.layers[ordinal]]
             layer = PushLayer(ordinal, ours.offset, theirs.offset)
             runs[ours.group].setdefault(_geometry(ours, theirs), []).append(layer)
         self._runs = tuple(

@@ -44,7 +44,7 @@ class ComputedPages:
 
 @dataclass(frozen=True)
 class DecodeRequest:
-    """A request whose prompt pages come from ``peer``.
+    """A request whose prompt pages come from ``sources``: each layer from the one of them that holds it.
 
     ``groups`` has one entry per KV group: logical block ``first + i`` is to land in ``blocks[i]``. The blocks
     belong to the transfer until it is reported.
@@ -52,7 +52,7 @@ class DecodeRequest:
 
     request_id: str
     transfer_id: str
-    peer: Address
+    sources: tuple[Address, ...]
     prompt_tokens: int
     first_token: int  # the tokens before this one are here already
     prompt_hash: bytes | None  # as PrefillRequest's

@@ -359,7 +359,7 @@ class DecodeScheduler:
         return DecodeRequest(
             request_id=target.request_id,
             transfer_id=target.transfer_id,
-            peer=target.peer,
+            sources=(target.peer,),
             prompt_tokens=target.tokens,
             first_token=first_token,
             prompt_hash=target.prompt_hash,

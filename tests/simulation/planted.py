@@ -106,12 +106,10 @@ BUGS = (
         "no fence after a failure with writes in flight",
         "protocol/decode.py",
         """\
-        if message.quiesced:
-            return self._stopped(now, transfer)
+        if not message.quiesced:
 """,
         """\
-        if message.quiesced or True:
-            return self._stopped(now, transfer)
+        if False:
 """,
     ),
     # The peer is dead, its writes are not.
@@ -119,12 +117,12 @@ BUGS = (
         "blocks come back with the peer's death, not with its fence",
         "protocol/decode.py",
         """\
-                self._timers.clear(transfer.request.request_id)
-        return []
+            actions += self._give_up(now, transfer, reason, peer)
+        return actions
 """,
         """\
-                self._timers.clear(transfer.request.request_id)
-        return self.fenced(now, peer)
+            actions += self._give_up(now, transfer, reason, peer)
+        return [*actions, *self.fenced(now, peer)]
 """,
     ),
     # The retry after a fence that needs time is what makes it one.
@@ -153,10 +151,18 @@ BUGS = (
         "the deadline frees the blocks at once",
         "protocol/decode.py",
         """\
-        transfer.failure = reason
-        return self._cancel(now, transfer)
+                actions += self._give_up(now, transfer, f"not complete within {self._timeouts.transfer:g} s")
 """,
-        "        return self._end(now, transfer, Outcome.FAILED, reason)\n",
+        """\
+                actions += self._end(now, transfer, Outcome.FAILED, "not complete in time")
+""",
+    ),
+    # Pages come from several engines, one of which still writes.
+    Bug(
+        "a transfer is over with its first source",
+        "protocol/decode.py",
+        "        if phases == {_Phase.STOPPED}:\n",
+        "        if _Phase.STOPPED in phases:\n",
     ),
 )
 

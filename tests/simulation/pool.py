@@ -25,6 +25,14 @@ LAYOUT = KvLayout(
     ),
     tuple(LayerLayout(f"layer{k}", g, 0, k * LAYER_BYTES, PAGE, PAGE) for k, g in enumerate(GROUP_OF_LAYER)),
 )
+# The layers of prefill engines whose model runs in stages.
+STAGES = ((0, 1), (2, 3))
+
+
+def layout_of(layers: Sequence[int]) -> KvLayout:
+    """Of an engine that has these layers only."""
+    return KvLayout(LAYOUT.groups, tuple(LAYOUT.layers[layer] for layer in layers))
+
 
 Content = tuple[str, int, int]  # prompt, logical block, layer
 Page = tuple[int, int]  # layer, block

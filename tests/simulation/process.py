@@ -23,7 +23,7 @@ from kv_connector.protocol.prefill import PrefillMachine
 from .clock import SkewedClock
 from .fabric import SimEngine
 from .network import Port
-from .pool import LAYOUT, Pool
+from .pool import Pool, layout_of
 from .receiving import DecodeSide
 from .sending import PrefillSide
 
@@ -38,8 +38,10 @@ FINGERPRINT = fingerprint({"engine": "simulated"})
 class Process:
     """From its start to its death. Whoever restarts at the same address is another one."""
 
-    def __init__(self, world: World, name: str, address: Address, role: Role, life: int) -> None:
-        self.world, self.name, self.life = world, name, life
+    def __init__(
+        self, world: World, name: str, address: Address, role: Role, layers: Sequence[int], life: int
+    ) -> None:
+        self.world, self.name, self.layers, self.life = world, name, layers, life
         self.incarnation = f"{name} life {life}"
         self.rng = random.Random(f"{world.scenario.seed} {name} {life}")
         rate = self.rng.uniform(0.99, 1.01) if world.scenario.skew else 1.0
@@ -55,18 +57,19 @@ class Process:
         self.port = Port(self)
         self.engine = SimEngine(self, random.Random(f"{world.scenario.seed} {name} {life} engine"))
         self.ledger = Ledger()
+        layout = layout_of(layers)
         self.effects = Effects(
             engine=self.engine,
             signal=self.engine.signal,
             regions=(1,),
-            layout=LAYOUT,
+            layout=layout,
             control=self.port,
             peers=PeerTable(
-                Identity(name, self.incarnation, role, 0, 1, FINGERPRINT, LAYOUT, (b"memory",)),
+                Identity(name, self.incarnation, role, 0, 1, FINGERPRINT, layout, (b"memory",)),
                 world.times,
             ),
-            prefill=PrefillMachine(LAYOUT, world.times),
-            decode=DecodeMachine(LAYOUT, world.times),
+            prefill=PrefillMachine(layout, world.times),
+            decode=DecodeMachine(layout, world.times),
             ledger=self.ledger,
         )
         self.prefill = PrefillSide(self)

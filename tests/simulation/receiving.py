@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kv_connector.agent.effects import Action
-from kv_connector.protocol.actions import State
+from kv_connector.protocol.actions import Address, State
 from kv_connector.protocol.layout import GroupTarget
 from kv_connector.protocol.requests import DecodeRequest
 
@@ -52,8 +52,8 @@ class DecodeSide:
         if process.leaving:
             return
         load = self._queue[plan.name] = _Load(plan)
-        address = self._world.addresses[plan.prefill]
-        process.submit(lambda now: process.effects.peers.dial(now, address))
+        for address in self._sources(plan):
+            process.submit(lambda now, address=address: process.effects.peers.dial(now, address))  # type: ignore[misc]
         self._tell_waiting()
         self._later(plan.admitted_after, lambda: self._admit(load))
         if plan.decode_abort is not None:
@@ -99,6 +99,9 @@ class DecodeSide:
 
     # --- Steps
 
+    def _sources(self, plan: Plan) -> tuple[Address, ...]:
+        return tuple(self._world.addresses[name] for name in self._world.scenario.sources(plan))
+
     def _later(self, delay: float, event: object) -> None:
         def guarded() -> None:
             if self._process.dead:
@@ -112,8 +115,8 @@ class DecodeSide:
 
     def _tell_waiting(self) -> None:
         process = self._process
-        waiting = [(x.plan.transfer_id, self._world.addresses[x.plan.prefill]) for x in self._queue.values()]
-
+        plans = [load.plan for load in self._queue.values()]
+        waiting = [(plan.transfer_id, address) for plan in plans for address in self._sources(plan)]
         process.submit(lambda now: process.effects.peers.set_waiting(now, waiting))
 
     def _abort(self, load: _Load) -> None:
@@ -135,8 +138,15 @@ class DecodeSide:
             process.submit(command)
 
     def _release(self, plan: Plan) -> None:
-        process, address = self._process, self._world.addresses[plan.prefill]
-        process.submit(lambda now: process.effects.decode.release(now, plan.transfer_id, address))
+        def command(now: float) -> Sequence[Action]:
+            release = self._process.effects.decode.release
+            return [
+                action
+                for address in self._sources(plan)
+                for action in release(now, plan.transfer_id, address)
+            ]
+
+        self._process.submit(command)
 
     def _admit(self, load: _Load) -> None:
         process, plan = self._process, load.plan
@@ -173,7 +183,7 @@ class DecodeSide:
         request = DecodeRequest(
             request_id=plan.name,
             transfer_id=plan.transfer_id,
-            peer=self._world.addresses[plan.prefill],
+            sources=self._sources(plan),
             prompt_tokens=plan.blocks * TOKENS,
             first_token=plan.cached * TOKENS,
             prompt_hash=prompt_hash(plan, plan.transfer_id),

@@ -11,7 +11,7 @@ from kv_connector.agent.effects import Action
 from kv_connector.protocol.actions import State
 from kv_connector.protocol.requests import ComputedPages, GroupPages, PrefillRequest
 
-from .pool import LAYERS, LAYERS_OF_GROUP, ROWS, TOKENS
+from .pool import GROUP_OF_LAYER, LAYERS_OF_GROUP, ROWS, TOKENS
 from .scenario import Plan
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class PrefillSide:
 
     def _forward(self, batch: Sequence[_Prompt]) -> None:
         process, base = self._process, self._base
-        self._base += LAYERS
+        self._base += len(process.layers)
         fresh: list[tuple[_Prompt, range]] = []
         late: list[ComputedPages] = []
         for prompt in batch:
@@ -176,21 +176,22 @@ class PrefillSide:
     def _layer(
         self,
         base: int,
-        layer: int,
+        index: int,
         fresh: Sequence[tuple[_Prompt, range]],
         late: Sequence[ComputedPages],
     ) -> None:
         process = self._process
-        group = next(g for g, layers in enumerate(LAYERS_OF_GROUP) if layer in layers)
+        layer = process.layers[index]
+        group = GROUP_OF_LAYER[layer]
         for prompt, logicals in fresh:
             if group == ROWS:
                 logicals = range(prompt.computed == prompt.plan.blocks)
             for logical in logicals:
                 block = prompt.tables[group][logical]
                 process.pool.content[layer, block] = (prompt.plan.computed_prompt, logical, layer)
-        process.engine.signal.store(base + layer + 1)
-        if layer + 1 < LAYERS:
-            self._later(self._pass(), lambda: self._layer(base, layer + 1, fresh, late))
+        process.engine.signal.store(base + index + 1)
+        if index + 1 < len(process.layers):
+            self._later(self._pass(), lambda: self._layer(base, index + 1, fresh, late))
             return
         for pages in late:
             self._name(pages)

@@ -15,6 +15,7 @@ from . import faults
 from .books import Books, Tap
 from .clock import Clock
 from .fabric import Fabric
+from .pool import LAYERS, STAGES
 from .process import Process
 from .scenario import Plan, Scenario
 
@@ -72,7 +73,8 @@ class World:
         last = 0.0
         for plan in self.scenario.plans:
             if not plan.unknown_to_prefill:
-                self.clock.at(plan.prefill_at, lambda plan=plan: self._arrive(plan.prefill, plan))
+                for source in self.scenario.sources(plan):
+                    self.clock.at(plan.prefill_at, lambda name=source, plan=plan: self._arrive(name, plan))
             if not plan.unknown_to_decode:
                 self.clock.at(plan.decode_at, lambda plan=plan: self._arrive(plan.decode, plan))
             last = max(last, plan.prefill_at, plan.decode_at + plan.admitted_after)
@@ -95,9 +97,11 @@ class World:
         """A new process at the address; nothing if there is one."""
         if name in self.processes:
             return
-        role = Role.BOTH if self.scenario.both else Role.PREFILL if name[0] == "p" else Role.DECODE
+        role = Role.BOTH if self.scenario.both else Role.DECODE if name[0] == "d" else Role.PREFILL
         self._lives[name] = life = self._lives.get(name, 0) + 1
-        self.processes[name] = Process(self, name, self.addresses[name], role, life)
+        staged = self.scenario.staged and role is Role.PREFILL
+        layers = STAGES["ps".index(name[0])] if staged else range(LAYERS)
+        self.processes[name] = Process(self, name, self.addresses[name], role, layers, life)
         self.books.note("%s starts", self.processes[name])
 
     def name_at(self, address: Address) -> str:
@@ -149,7 +153,7 @@ class World:
         process = self.processes.get(name)
         if process is None:
             return
-        side = process.prefill if name == plan.prefill else process.decode
+        side = process.decode if name == plan.decode else process.prefill
         side.arrive(plan)
 
     def _until(self, limit: float, left: Callable[[], Mapping[str, object]]) -> None:

@@ -114,9 +114,10 @@ class Side:
         transfer: str = "t",
         tokens: int = 3 * BLOCK,
         prompt_hash: bytes | None = HASH,
+        others: tuple[Address, ...] = (),
     ) -> None:
-        groups = (GroupTarget(0, tuple(blocks)),)
-        self.agent.reserve(DecodeRequest(f"d-{transfer}", transfer, peer, tokens, 0, prompt_hash, groups))
+        sources, groups = (peer, *others), (GroupTarget(0, tuple(blocks)),)
+        self.agent.reserve(DecodeRequest(f"d-{transfer}", transfer, sources, tokens, 0, prompt_hash, groups))
 
     def holds(self, transfer: str, source: Sequence[int], target: Sequence[int]) -> bool:
         """Whether P's pages have come, in every layer."""

@@ -111,12 +111,12 @@ def decode_request(
     transfer: str = "t",
     blocks: Iterable[int] = (11, 12, 13),
     request: str | None = None,
-    peer: Address = P_ADDRESS,
+    peers: tuple[Address, ...] = (P_ADDRESS,),
     tokens: int = 3 * BLOCK,
     prompt_hash: bytes | None = HASH,
 ) -> DecodeRequest:
     groups = (GroupTarget(0, tuple(blocks)),)
-    return DecodeRequest(request or f"d-{transfer}", transfer, peer, tokens, 0, prompt_hash, groups)
+    return DecodeRequest(request or f"d-{transfer}", transfer, peers, tokens, 0, prompt_hash, groups)
 
 
 def only(actions: Sequence[object], kind: type[T]) -> T:

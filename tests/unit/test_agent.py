@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 from agent_setup import IMPATIENT, LIVELY, TIMES, Side, Stage, stage, until
@@ -200,7 +201,7 @@ def test_rows_come_beside_the_pages(sim: Stage) -> None:
     prefill.agent.computed(ComputedPages("t", 0, (GroupPages(2, (3,)), GroupPages(0, (0,)))))
     prefill.agent.finished("t", True, "")
     groups = GroupTarget(0, TARGET), GroupTarget(0, (3,))
-    decode.agent.reserve(DecodeRequest("d-t", "t", prefill.address, 3 * BLOCK, 0, HASH, groups))
+    decode.agent.reserve(DecodeRequest("d-t", "t", (prefill.address,), 3 * BLOCK, 0, HASH, groups))
     until(lambda: prefill.agent.live().engine_transfers == 1)
     assert decode.received == []
     prefill.agent.signal.store(len(prefill.layout.layers))
@@ -209,6 +210,52 @@ def test_rows_come_beside_the_pages(sim: Stage) -> None:
     assert (decode.pages[state, 3] == 5).all()
     assert decode.pages.sum(dtype=int) == prefill.pages.sum(dtype=int)
     prefill.wait(sent=["p-t"])
+
+
+@pytest.fixture
+def stages(sim: Stage) -> tuple[Side, Side, Side]:
+    """Two prefill engines with a layer each, and a decode engine with both."""
+    halves = [
+        msgspec.structs.replace(layout(), layers=(msgspec.structs.replace(layer, offset=0),))
+        for layer in layout().layers
+    ]
+    sides = [sim.side(Role.PREFILL, f"p{number}", pages=half) for number, half in enumerate(halves)]
+    for side in sides:
+        side.expect()
+    return sides[0], sides[1], sim.side(Role.DECODE)
+
+
+def test_pages_come_from_several_engines(stages: tuple[Side, Side, Side]) -> None:
+    first, second, decode = stages
+    decode.reserve(first.address, others=(second.address,))
+    first.compute(SOURCE)
+    first.agent.finished("t", True, "")
+    first.wait(sent=["p-t"])
+    decode.poll()
+    assert decode.received == []
+    second.compute((4, 5, 6))
+    second.agent.finished("t", True, "")
+    decode.wait(received=["d-t"])
+    assert decode.failed == []
+    assert (decode.pages[0, list(TARGET)] == first.pages[0, list(SOURCE)]).all()
+    assert (decode.pages[1, list(TARGET)] == second.pages[0, [4, 5, 6]]).all()
+    second.wait(sent=["p-t"])
+    for side in stages:
+        side.idle()
+
+
+def test_one_of_several_engines_that_fails_stops_the_others(stages: tuple[Side, Side, Side]) -> None:
+    first, second, decode = stages
+    decode.reserve(first.address, others=(second.address,))
+    first.compute(SOURCE[:2])
+    second.agent.finished("t", False, "its client left")
+    decode.wait(received=["d-t"])
+    assert decode.failed == ["d-t"]
+    first.agent.finished("t", True, "")
+    for side in (first, second):
+        side.wait(sent=["p-t"])
+        side.idle()
+    decode.idle()
 
 
 def test_loads_of_a_deep_model_do_not_run_out_of_counters(sim: Stage) -> None:
@@ -785,7 +832,7 @@ def test_an_address_where_nobody_listens_fails_the_request(
             {"fingerprint": pairs(block_sizes=("32",))},
             "incompatible: block_sizes: prefill has (16), decode has (32): give both sides the same",
         ),
-        ({"pages": layout(groups=(3,))}, "incompatible: layers: prefill has 2, decode has 3"),
+        ({"pages": layout(groups=(1,))}, "incompatible: layers: prefill has layer1, which decode lacks"),
         ({"rank": 1}, "protocol: there is no rank 1 among 1"),
     ],
     ids=["block size", "layout", "rank"],

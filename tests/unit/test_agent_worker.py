@@ -24,7 +24,7 @@ from kv_connector.protocol.requests import ComputedPages, DecodeRequest, GroupPa
 
 PEER = Address("10.0.0.1", 5600)
 EXPECT = PrefillRequest("p", "t", 100, bytes(16))
-RESERVE = DecodeRequest("d", "t", PEER, 100, 0, bytes(16), ())
+RESERVE = DecodeRequest("d", "t", (PEER,), 100, 0, bytes(16), ())
 PAGES = (GroupPages(0, (1, 2)),)
 
 
@@ -176,7 +176,7 @@ def test_whatever_is_refused_each_request_is_reported_exactly_once(random: Any, 
         lives.append([PrefillRequest(p, t, 100, bytes(16)), FinishPrefill(p, t, True, "")])
         lives.append(
             random.choice(
-                [[DecodeRequest(d, t, PEER, 100, 0, bytes(16), ()), Cancel(d)], [FailLoad(d), Cancel(d)]]
+                [[DecodeRequest(d, t, (PEER,), 100, 0, bytes(16), ()), Cancel(d)], [FailLoad(d), Cancel(d)]]
             )
         )
     while lives:

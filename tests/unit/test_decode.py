@@ -23,6 +23,7 @@ from kv_connector.protocol.actions import (
 )
 from kv_connector.protocol.decode import DecodeAction, DecodeMachine
 from kv_connector.protocol.messages import Cancel, CancelAck, Fail, FailCode, Release, Reserve, Role
+from kv_connector.protocol.requests import DecodeRequest
 from kv_connector.protocol.timers import Timeouts
 
 PEER, OTHER = 1, 2
@@ -33,7 +34,10 @@ IMMEDIATE = 100
 
 @pytest.fixture
 def machine() -> DecodeMachine:
-    return DecodeMachine(layout(num_blocks=32), TIMES)
+    made = DecodeMachine(layout(num_blocks=32), TIMES)
+    for peer in (PEER, OTHER):
+        assert made.admit(peer, (0, 1)) is None
+    return made
 
 
 def reserved(machine: DecodeMachine, transfer: str = "t", now: float = 0.0, peer: int = PEER) -> Reserve:
@@ -101,7 +105,7 @@ def assert_over(machine: DecodeMachine) -> None:
 
 def test_reserve_leaves_at_once_where_there_is_a_session(machine: DecodeMachine) -> None:
     machine.peer_up(0.0, P_ADDRESS, PEER)
-    assert machine.reserve(10.0, decode_request(blocks=(11, 0, 13))) == [OpenCounter(PEER, "d-t", 4)]
+    assert machine.reserve(10.0, decode_request(blocks=(11, 0, 13))) == [OpenCounter((PEER,), "d-t", 4)]
     actions = machine.counter_opened(10.0, "d-t", IMMEDIATE)
     assert only(actions, Send).peer == PEER
     message = sent(actions, Reserve)
@@ -114,7 +118,7 @@ def test_reserve_leaves_at_once_where_there_is_a_session(machine: DecodeMachine)
 def test_reserve_waits_for_its_session(machine: DecodeMachine) -> None:
     assert machine.reserve(0.0, decode_request()) == [Dial(P_ADDRESS)]
     assert machine.peer_up(0.5, OTHER_ADDRESS, OTHER) == []
-    assert machine.peer_up(1.0, P_ADDRESS, PEER) == [OpenCounter(PEER, "d-t", 6)]
+    assert machine.peer_up(1.0, P_ADDRESS, PEER) == [OpenCounter((PEER,), "d-t", 6)]
     message = sent(machine.counter_opened(1.0, "d-t", IMMEDIATE), Reserve)
     assert message.deadline_ms == (TIMES.transfer - 1.0) * 1000
 
@@ -153,6 +157,8 @@ def test_a_request_is_received_once(machine: DecodeMachine) -> None:
         (decode_request(blocks=(1, 2, 3, 4)), "behind the 3"),
         (decode_request(prompt_hash=b"short"), "a prompt hash has 16 bytes, this one 5"),
         (decode_request(prompt_hash=b""), "a prompt hash has 16 bytes, this one 0"),
+        (decode_request(peers=()), "from one or more different prefill engines"),
+        (decode_request(peers=(P_ADDRESS, P_ADDRESS)), "from one or more different prefill engines"),
         (decode_request(transfer=""), "a transfer id has 1 to 256 characters, this one 0"),
         (decode_request(transfer="x" * 257), "this one 257"),
         (decode_request(transfer="\ud800"), "valid Unicode"),
@@ -174,7 +180,8 @@ def test_without_counters_the_request_fails_and_nothing_was_sent(machine: Decode
     actions = machine.counter_failed(0.0, "d-t", "RESOURCES in alloc_counters")
     why = "RESOURCES in alloc_counters"
     ended = Ended(Role.DECODE, "t", PEER, Outcome.FAILED, why)
-    assert actions == [ended, reached(State.FAILED, why), failed()]
+    # P need not wait to be asked.
+    assert actions == [ended, reached(State.FAILED, why), failed(), Send(PEER, Release("t"))]
     assert_over(machine)
 
 
@@ -321,13 +328,152 @@ def test_a_request_that_waits_for_its_session_too_long_fails(machine: DecodeMach
     assert_over(machine)
 
 
+# --- Several sources
+
+
+def halves(machine: DecodeMachine) -> int:
+    """A request whose RESERVE has been sent to two, each with a layer."""
+    machine.admit(PEER, (1,))
+    machine.admit(OTHER, (0,))
+    machine.peer_up(0.0, P_ADDRESS, PEER)
+    machine.peer_up(0.0, OTHER_ADDRESS, OTHER)
+    machine.reserve(0.0, both())
+    sends = every(machine.counter_opened(0.0, "d-t", IMMEDIATE), Send)
+    assert [send.peer for send in sends] == [PEER, OTHER]
+    reserve, same = (send.message for send in sends)
+    assert isinstance(reserve, Reserve)
+    assert reserve == same
+    return reserve.attempt
+
+
+def both() -> DecodeRequest:
+    return decode_request(peers=(P_ADDRESS, OTHER_ADDRESS))
+
+
+def test_all_sources_are_asked_at_once_and_counted_together(machine: DecodeMachine) -> None:
+    machine.admit(PEER, (1,))
+    machine.admit(OTHER, (0,))
+    assert machine.reserve(0.0, both()) == [Dial(P_ADDRESS), Dial(OTHER_ADDRESS)]
+    assert machine.peer_up(0.0, OTHER_ADDRESS, OTHER) == []
+    assert machine.peer_up(0.0, P_ADDRESS, PEER) == [OpenCounter((PEER, OTHER), "d-t", 6)]
+    machine.counter_opened(0.0, "d-t", IMMEDIATE)
+    assert report(machine.counter_reached(1.0, "d-t")) == done()
+    assert_over(machine)
+
+
+@pytest.mark.parametrize("quiesced", [True, False])
+def test_where_one_source_fails_the_others_are_stopped(machine: DecodeMachine, quiesced: bool) -> None:
+    attempt = halves(machine)
+    actions = machine.fail(1.0, PEER, Fail("t", attempt, FailCode.WRITE_ERROR, "x", quiesced))
+    if not quiesced:
+        assert only(actions, Fence).peer == PEER
+        actions = machine.peer_down(1.0, PEER, "fenced")
+    assert actions == [Send(OTHER, Cancel("t", attempt))]
+    if not quiesced:
+        assert machine.fenced(2.0, PEER) == []
+    actions = machine.cancel_ack(3.0, OTHER, CancelAck("t", attempt, drained=True))
+    assert report(actions) == failed()
+    assert (only(actions, Ended).peer, only(actions, Ended).reason) == (PEER, "write_error: x")
+    assert_over(machine)
+
+
+def test_a_second_failure_changes_nothing(machine: DecodeMachine) -> None:
+    attempt = halves(machine)
+    machine.fail(1.0, OTHER, Fail("t", attempt, FailCode.EXPIRED, "first", quiesced=True))
+    actions = machine.fail(2.0, PEER, Fail("t", attempt, FailCode.EXPIRED, "second", quiesced=True))
+    assert report(actions) == failed()
+    assert (only(actions, Ended).peer, only(actions, Ended).reason) == (OTHER, "expired: first")
+    assert_over(machine)
+
+
+def test_a_dead_source_is_fenced_and_the_others_stop(machine: DecodeMachine) -> None:
+    attempt = halves(machine)
+    assert machine.peer_down(1.0, PEER, "silent") == [Send(OTHER, Cancel("t", attempt))]
+    assert machine.cancel_ack(2.0, OTHER, CancelAck("t", attempt, drained=True)) == []
+    assert machine.next_deadline() is None, "the fence has its own bound"
+    assert report(machine.fenced(3.0, PEER)) == failed()
+    assert_over(machine)
+
+
+def test_an_abort_waits_for_every_source(machine: DecodeMachine) -> None:
+    attempt = halves(machine)
+    cancel = Cancel("t", attempt)
+    assert machine.cancel(1.0, "d-t") == [Send(PEER, cancel), Send(OTHER, cancel)]
+    assert machine.cancel_ack(2.0, PEER, CancelAck("t", attempt, drained=True)) == []
+    assert machine.cancel_ack(2.0, PEER, CancelAck("t", attempt, drained=True)) == []
+    # The other says nothing: it alone is fenced.
+    assert [fence.peer for fence in every(machine.tick(1.0 + TIMES.cancel), Fence)] == [OTHER]
+    machine.peer_down(7.0, OTHER, "fenced")
+    assert report(machine.fenced(8.0, OTHER)) == done()
+    assert_over(machine)
+
+
+def test_the_last_page_beats_the_end_of_a_source(machine: DecodeMachine) -> None:
+    halves(machine)
+    machine.peer_down(1.0, PEER, "left")
+    assert report(machine.counter_reached(1.0, "d-t")) == done()
+    assert machine.fenced(2.0, PEER) == []
+    assert_over(machine)
+
+
+def test_a_source_that_cannot_be_reached_fails_the_request_and_frees_the_others(
+    machine: DecodeMachine,
+) -> None:
+    machine.peer_up(0.0, OTHER_ADDRESS, OTHER)
+    assert machine.reserve(0.0, both()) == [Dial(P_ADDRESS)]
+    actions = machine.dial_failed(1.0, P_ADDRESS, "nobody answers")
+    assert report(actions) == failed()
+    assert only(actions, Send) == Send(OTHER, Release("t"))
+    assert_over(machine)
+
+
+def test_a_source_that_dies_before_all_are_there_fails_the_request(machine: DecodeMachine) -> None:
+    machine.peer_up(0.0, OTHER_ADDRESS, OTHER)
+    machine.reserve(0.0, both())
+    actions = machine.peer_down(1.0, OTHER, "silent")
+    assert report(actions) == failed()
+    assert every(actions, Send) == []
+    assert machine.peer_up(1.0, P_ADDRESS, PEER) == []
+    assert machine.fenced(1.0, OTHER) == []
+    assert_over(machine)
+
+
+def test_a_counter_that_comes_after_the_end_is_closed(machine: DecodeMachine) -> None:
+    machine.peer_up(0.0, P_ADDRESS, PEER)
+    machine.reserve(0.0, decode_request())
+    assert report(machine.peer_down(0.0, PEER, "gone")) == failed()
+    assert machine.counter_opened(0.0, "d-t", IMMEDIATE) == [CloseCounter("d-t")]
+    assert machine.counter_failed(0.0, "d-t", "x") == []
+
+
+@pytest.mark.parametrize(("layers", "have"), [((0,), 2), ((), 0)])
+def test_each_layer_has_to_come_from_one_source(
+    machine: DecodeMachine, layers: tuple[int, ...], have: int
+) -> None:
+    machine.admit(PEER, (1, *layers))
+    machine.admit(OTHER, layers)
+    machine.peer_up(0.0, P_ADDRESS, PEER)
+    machine.peer_up(0.0, OTHER_ADDRESS, OTHER)
+    actions = machine.reserve(0.0, both())
+    assert report(actions) == failed()
+    assert only(actions, Ended).reason == f"{have} of 2 prefill engines have layer layer0, not one"
+    assert every(actions, Send) == [Send(PEER, Release("t")), Send(OTHER, Release("t"))]
+    assert_over(machine)
+
+
+def test_a_peer_cannot_have_layers_that_there_are_not(machine: DecodeMachine) -> None:
+    for layers in ((0, 2), (0, 0)):
+        problem = machine.admit(PEER, layers)
+        assert problem == f"it claims layers {layers} of 2"
+
+
 # --- The session
 
 
 def test_an_address_that_leads_nowhere_fails_its_requests_only(machine: DecodeMachine) -> None:
     machine.reserve(0.0, decode_request("t"))
     machine.reserve(0.0, decode_request("u"))
-    machine.reserve(0.0, decode_request("v", peer=OTHER_ADDRESS))
+    machine.reserve(0.0, decode_request("v", peers=(OTHER_ADDRESS,)))
     actions = machine.dial_failed(1.0, P_ADDRESS, "refused: incompatible")
     assert every(actions, FinishedReceiving) == [failed("d-t"), failed("d-u")]
     assert {ended.reason for ended in every(actions, Ended)} == {"refused: incompatible"}
@@ -337,7 +483,7 @@ def test_an_address_that_leads_nowhere_fails_its_requests_only(machine: DecodeMa
 def test_a_dead_peers_requests_fail_once_it_is_fenced(machine: DecodeMachine) -> None:
     reserved(machine)
     machine.peer_up(0.0, OTHER_ADDRESS, OTHER)
-    machine.reserve(0.0, decode_request("v", peer=OTHER_ADDRESS))
+    machine.reserve(0.0, decode_request("v", peers=(OTHER_ADDRESS,)))
     machine.counter_opened(0.0, "d-v", IMMEDIATE)
     assert machine.peer_down(1.0, PEER, "silent for 5 s") == []
     assert machine.fail(1.0, PEER, Fail("t", 1, FailCode.WRITE_ERROR, "", quiesced=True)) == []
@@ -360,7 +506,7 @@ def test_after_a_death_the_next_request_dials_again(machine: DecodeMachine) -> N
     machine.peer_down(1.0, PEER, "gone")
     assert machine.reserve(1.0, decode_request("u")) == [Dial(P_ADDRESS)]
     machine.fenced(2.0, PEER)
-    assert machine.peer_up(3.0, P_ADDRESS, OTHER) == [OpenCounter(OTHER, "d-u", 6)]
+    assert machine.peer_up(3.0, P_ADDRESS, OTHER) == [OpenCounter((OTHER,), "d-u", 6)]
 
 
 def test_release_goes_out_now_or_when_the_session_is_there(machine: DecodeMachine) -> None:
@@ -383,7 +529,7 @@ def test_a_transfer_id_that_cannot_be_sent_is_not_released(machine: DecodeMachin
 
 def test_shutting_down_cancels_everything_and_calls_nothing_received(machine: DecodeMachine) -> None:
     attempt = reserved(machine).attempt
-    machine.reserve(0.0, decode_request("u", peer=OTHER_ADDRESS))
+    machine.reserve(0.0, decode_request("u", peers=(OTHER_ADDRESS,)))
     actions = machine.close(0.0)
     assert Send(PEER, Cancel("t", attempt)) in actions
     assert report(actions) == failed("d-u")

@@ -50,7 +50,7 @@ MESSAGES: list[AnyMessage] = [
         (b"region",),
         b"offer",
     ),
-    HelloAck("p0", "boot-2", Role.PREFILL, 0, "host", b"answer"),
+    HelloAck("p0", "boot-2", Role.PREFILL, 0, "host", (0, 1), b"answer"),
     HelloNak(NakReason.INCOMPATIBLE, "start both engines with the same --block-size"),
     Redirect("10.0.0.2", 5601),
     reserve(),

@@ -97,7 +97,7 @@ def accept(
 ) -> tuple[int, HelloAck]:
     """P accepts; its number for D, and the HELLO_ACK that it sends."""
     ask = only(prefill.receive(now, source, hello), Accept)
-    actions = prefill.accepted(now, ask.peer, "tcp", b"answer")
+    actions = prefill.accepted(now, ask.peer, "tcp", (0, 1), b"answer")
     assert only(actions, SessionUp) == SessionUp(ask.peer, None)
     ack = only(actions, Reply)
     assert ack.source == source
@@ -659,7 +659,7 @@ def test_a_new_incarnation_replaces_the_old_session(decode: PeerTable, prefill: 
     assert over == SessionOver(d, "the engine restarted")
     new = only(actions, Accept).peer
     assert actions.index(over) < actions.index(only(actions, Accept))
-    prefill.accepted(1.0, new, "tcp", b"answer")
+    prefill.accepted(1.0, new, "tcp", (0, 1), b"answer")
     assert [info.peer for info in prefill.peers()] == [new]
     # What the old process sent last finds no session.
     assert isinstance(only(prefill.receive(1.0, CALLER, reserve()), Reply).message, Bye)
@@ -684,7 +684,7 @@ def test_a_prefill_engine_that_restarted_is_noticed_by_its_answer(
     decode: PeerTable, prefill: PeerTable
 ) -> None:
     p, _ = up(decode, prefill)
-    ack = HelloAck("p0", "p0-boot2", Role.PREFILL, 0, "tcp", b"answer")
+    ack = HelloAck("p0", "p0-boot2", Role.PREFILL, 0, "tcp", (0, 1), b"answer")
     actions = decode.receive(1.0, DIALLED, ack)
     assert only(actions, SessionOver) == SessionOver(p, "it was restarted")
 

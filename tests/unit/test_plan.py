@@ -15,6 +15,7 @@ from kv_connector.protocol.plan import (
     layout_problem,
     layouts_problem,
     memory_problem,
+    sources_problem,
     targets_problem,
     used_blocks,
 )
@@ -71,6 +72,7 @@ def test_a_plan_keeps_groups_regions_and_strides_apart() -> None:
     [
         (layout(num_blocks=0), "group 0 has 0 blocks"),
         (msgspec.structs.replace(layout(), layers=()), "no layers"),
+        (with_layer(layout(), 1, name="layer0"), "two layers"),
         (with_layer(layout(), 1, group=1), "layer1 names group 1 of 1"),
         (with_layer(layout(), 1, group=-1), "layer1 names group -1 of 1"),
         (with_layer(layout(), 0, region=1), "layer0 names memory region 1 of 1"),
@@ -103,16 +105,35 @@ def test_places_may_differ_between_the_sides_but_pages_may_not() -> None:
     moved = with_layer(layout(groups=(2, 1), num_blocks=7, stride=4 * PAGE), 1, offset=1 << 20)
     assert layouts_problem(ours, moved) is None
     for changes, words in (
-        ({"name": "other"}, "name of layer layer1: prefill has layer1, decode has other"),
+        ({"name": "other"}, "layers: prefill has layer1, which decode lacks"),
         ({"group": 0}, "group of layer layer1: prefill has 1, decode has 0"),
         ({"page_bytes": 32}, "page_bytes of layer layer1: prefill has 64, decode has 32"),
     ):
         assert layouts_problem(ours, with_layer(ours, 1, **changes)) == words
     fewer = msgspec.structs.replace(ours, layers=ours.layers[:2])
-    assert layouts_problem(ours, fewer) == "layers: prefill has 3, decode has 2"
+    assert layouts_problem(ours, fewer) == "layers: prefill has layer2, which decode lacks"
+    assert layouts_problem(fewer, ours) is None, "the rest may come from somewhere else"
     problem = layouts_problem(ours, layout(groups=(3,)))
     assert problem is not None
     assert problem.startswith("KV groups: prefill has full of 16")
+
+
+def test_each_layer_comes_from_one_source() -> None:
+    pages = layout(groups=(3,))
+    assert sources_problem(pages, [(0, 1, 2)]) is None
+    assert sources_problem(pages, [(2,), (), (1, 0)]) is None
+    problem = "0 of 2 prefill engines have layer layer1, not one"
+    assert sources_problem(pages, [(0,), (2,)]) == problem
+    assert sources_problem(pages, [(0, 1), (1, 2)]) == problem.replace("0", "2", 1)
+
+
+def test_a_plan_finds_its_layers_by_name() -> None:
+    target = layout(groups=(3,), num_blocks=32)
+    source = msgspec.structs.replace(layout(groups=(3,)), layers=layout(groups=(3,)).layers[:0:-1])
+    plan = PushPlan(source, target)
+    assert plan.layers == (2, 1)
+    (run,) = plan.runs(0)
+    assert run.layers == (PushLayer(0, 128 * PAGE, 64 * PAGE), PushLayer(1, 64 * PAGE, 32 * PAGE))
 
 
 def test_targets_must_fit_the_layout_and_the_prompt() -> None:

@@ -520,8 +520,8 @@ def test_a_reserve_of_a_peer_without_a_session_is_ignored(machine: PrefillMachin
 
 def test_a_peer_whose_pages_do_not_fit_is_not_admitted() -> None:
     machine = PrefillMachine(layout(), TIMES)
-    problem = machine.admit(PEER, layout(groups=(3,)), regions=1)
-    assert problem == "layers: prefill has 2, decode has 3"
+    problem = machine.admit(PEER, layout(groups=(1,)), regions=1)
+    assert problem == "layers: prefill has layer1, which decode lacks"
     assert machine.admit(PEER, layout(), regions=0) == "layer layer0 names memory region 0 of 0"
     assert machine.reserve(0.0, PEER, reserve()) == []
     assert_over(machine)

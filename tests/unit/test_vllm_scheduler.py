@@ -205,7 +205,7 @@ class TestPrefill:
         assert params["transfer_id"] == expected.transfer_id
         decode.add("d", prompt(40), params)
         request = reservation(decode.step())
-        assert (request.transfer_id, request.peer) == (expected.transfer_id, ADDRESS)
+        assert (request.transfer_id, request.sources) == (expected.transfer_id, (ADDRESS,))
         assert request.prompt_hash == expected.prompt_hash
 
     @pytest.mark.parametrize("token", [-1, 1 << 32])
@@ -317,7 +317,7 @@ class TestDecode:
         assert not metadata.computes
         table = decode.tables("d")[0]
         asked = reservation(metadata)
-        assert asked == DecodeRequest("d", "t", ADDRESS, 100, 0, prompt_hash(prompt(100)), asked.groups)
+        assert asked == DecodeRequest("d", "t", (ADDRESS,), 100, 0, prompt_hash(prompt(100)), asked.groups)
         assert (asked.groups[0].first, asked.groups[0].blocks) == (0, tuple(table))
         assert len(table) == 4
         decode.update(output)

@@ -15,7 +15,7 @@ from kv_connector.vllm.worker import IDLE_STEP_SECONDS, WorkerSide
 PEER = Address("10.0.0.1", 5600)
 LAYERS = ("model.layers.0", "model.layers.1", "model.layers.2")
 EXPECT = PrefillRequest("p", "t", 100, bytes(16))
-RESERVE = DecodeRequest("d", "t", PEER, 100, 0, bytes(16), ())
+RESERVE = DecodeRequest("d", "t", (PEER,), 100, 0, bytes(16), ())
 PAGES = (GroupPages(0, (1, 2)),)
 
 
