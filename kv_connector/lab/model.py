@@ -8,7 +8,7 @@ units), so that the output depends on tokens all over the prompt, and one wrong 
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,24 +45,10 @@ def make_llama(
     The KV cache takes layers * 2 * kv_heads * head_dim values a token. The same arguments give the same
     bytes.
     """
-    config: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-    }
-    config |= _shape(layers, hidden, heads, kv_heads, head_dim, intermediate, max_positions)
-    rng = np.random.default_rng(seed)
-    weights: Weights = {"model.embed_tokens.weight": _normal(rng, VOCABULARY, hidden, scale=1.0)}
-    for prefix in _layer_prefixes(layers):
-        weights |= _attention(rng, prefix, hidden, heads, kv_heads, head_dim)
-        weights |= _mlp(rng, prefix, hidden, intermediate)
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            weights[f"{prefix}.{norm}.weight"] = np.ones(hidden, dtype=np.float32)
-    weights["model.norm.weight"] = np.ones(hidden, dtype=np.float32)
-    weights["lm_head.weight"] = _normal(rng, VOCABULARY, hidden, scale=hidden**-0.5)
-    return _write(directory, config, weights)
+    shape = _shape(layers, hidden, heads, kv_heads, head_dim, intermediate, max_positions)
+    return _make_llama_like(
+        directory, "Llama", shape, lambda rng, prefix: _mlp(rng, prefix, hidden, intermediate), seed
+    )
 
 
 def make_gemma3(
@@ -138,31 +124,44 @@ def make_mixtral(
     seed: int = 0,
 ) -> Path:
     """Writes a Mixtral-shaped model (two of its experts a token) into `directory` and returns it."""
-    config: dict[str, Any] = {
-        "architectures": ["MixtralForCausalLM"],
-        "model_type": "mixtral",
-        "hidden_act": "silu",
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
+    shape: dict[str, Any] = {
         "num_local_experts": experts,
         "num_experts_per_tok": 2,
         "sliding_window": None,
     }
-    config |= _shape(layers, hidden, heads, kv_heads, head_dim, intermediate, max_positions)
+    shape |= _shape(layers, hidden, heads, kv_heads, head_dim, intermediate, max_positions)
+    return _make_llama_like(
+        directory,
+        "Mixtral",
+        shape,
+        lambda rng, prefix: _experts(rng, prefix, experts, hidden, intermediate),
+        seed,
+    )
+
+
+def _make_llama_like(
+    directory: Path,
+    name: str,
+    shape: dict[str, Any],
+    feed_forward: Callable[[np.random.Generator, str], Weights],
+    seed: int,
+) -> Path:
+    """Llama's attention, norms and output around the `feed_forward` that is drawn for each layer's prefix."""
+    config: dict[str, Any] = {
+        "architectures": [f"{name}ForCausalLM"],
+        "model_type": name.lower(),
+        "hidden_act": "silu",
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+    }
+    config |= shape
+    hidden = shape["hidden_size"]
+    heads = shape["num_attention_heads"], shape["num_key_value_heads"], shape["head_dim"]
     rng = np.random.default_rng(seed)
     weights: Weights = {"model.embed_tokens.weight": _normal(rng, VOCABULARY, hidden, scale=1.0)}
-    for prefix in _layer_prefixes(layers):
-        weights |= _attention(rng, prefix, hidden, heads, kv_heads, head_dim)
-        moe = f"{prefix}.block_sparse_moe"
-        weights[f"{moe}.gate.weight"] = _normal(rng, experts, hidden, scale=hidden**-0.5)
-        for expert in range(experts):
-            for name, (rows, columns) in {
-                "w1": (intermediate, hidden),
-                "w2": (hidden, intermediate),
-                "w3": (intermediate, hidden),
-            }.items():
-                matrix = _normal(rng, rows, columns, scale=columns**-0.5)
-                weights[f"{moe}.experts.{expert}.{name}.weight"] = matrix
+    for prefix in _layer_prefixes(shape["num_hidden_layers"]):
+        weights |= _attention(rng, prefix, hidden, *heads)
+        weights |= feed_forward(rng, prefix)
         for norm in ("input_layernorm", "post_attention_layernorm"):
             weights[f"{prefix}.{norm}.weight"] = np.ones(hidden, dtype=np.float32)
     weights["model.norm.weight"] = np.ones(hidden, dtype=np.float32)
@@ -221,6 +220,20 @@ def _mlp(rng: np.random.Generator, prefix: str, hidden: int, intermediate: int) 
         f"{prefix}.mlp.up_proj.weight": _normal(rng, intermediate, hidden, scale=hidden**-0.5),
         f"{prefix}.mlp.down_proj.weight": _normal(rng, hidden, intermediate, scale=intermediate**-0.5),
     }
+
+
+def _experts(rng: np.random.Generator, prefix: str, experts: int, hidden: int, intermediate: int) -> Weights:
+    moe = f"{prefix}.block_sparse_moe"
+    weights = {f"{moe}.gate.weight": _normal(rng, experts, hidden, scale=hidden**-0.5)}
+    for expert in range(experts):
+        for name, (rows, columns) in {
+            "w1": (intermediate, hidden),
+            "w2": (hidden, intermediate),
+            "w3": (intermediate, hidden),
+        }.items():
+            matrix = _normal(rng, rows, columns, scale=columns**-0.5)
+            weights[f"{moe}.experts.{expert}.{name}.weight"] = matrix
+    return weights
 
 
 def _write(directory: Path, config: dict[str, Any], weights: Weights) -> Path:

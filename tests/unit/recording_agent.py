@@ -1,8 +1,17 @@
-"""An agent that only writes down what it is told."""
+"""An agent that only writes down what it is told, and what its tests tell it."""
 
 from typing import Any
 
+import pytest
+
 from kv_connector.agent.ledger import Reports
+from kv_connector.protocol.actions import Address
+from kv_connector.protocol.requests import DecodeRequest, GroupPages, PrefillRequest
+
+PEER = Address("10.0.0.1", 5600)
+EXPECT = PrefillRequest("p", "t", 100, bytes(16))
+RESERVE = DecodeRequest("d", "t", (PEER,), 100, 0, bytes(16), ())
+PAGES = (GroupPages(0, (1, 2)),)
 
 
 class RecordingAgent:
@@ -33,3 +42,8 @@ class RecordingAgent:
     def take_calls(self) -> list[tuple[Any, ...]]:
         calls, self.calls = self.calls, []
         return calls
+
+
+@pytest.fixture
+def agent() -> RecordingAgent:
+    return RecordingAgent()

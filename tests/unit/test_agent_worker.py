@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recording_agent import RecordingAgent
+from recording_agent import EXPECT, PAGES, PEER, RESERVE, RecordingAgent, agent
 
 from kv_connector.agent.commands import (
     CacheCleared,
@@ -20,17 +20,9 @@ from kv_connector.agent.commands import (
 from kv_connector.agent.ledger import Reports
 from kv_connector.agent.worker import Worker
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.requests import ComputedPages, DecodeRequest, GroupPages, PrefillRequest
+from kv_connector.protocol.requests import ComputedPages, DecodeRequest, PrefillRequest
 
-PEER = Address("10.0.0.1", 5600)
-EXPECT = PrefillRequest("p", "t", 100, bytes(16))
-RESERVE = DecodeRequest("d", "t", (PEER,), 100, 0, bytes(16), ())
-PAGES = (GroupPages(0, (1, 2)),)
-
-
-@pytest.fixture
-def agent() -> RecordingAgent:
-    return RecordingAgent()
+__all__ = ["agent"]
 
 
 @pytest.fixture

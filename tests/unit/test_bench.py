@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command_line import invoke
 from serving import serving
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from typer.testing import CliRunner
 
 from kv_connector.cli.bench import app
 from kv_connector.lab.bench import harness, machine, report, tables
@@ -232,9 +232,7 @@ def test_small_pages_are_to_be_twice_as_fast_as_the_rivals() -> None:
 # --- the command line
 
 
-def run(*words: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, list(words), env={"COLUMNS": "200", "TERM": "dumb"})
-    return result.exit_code, result.output
+run = partial(invoke, app)
 
 
 @pytest.mark.parametrize("words", [("--contestants", "memcopy"), ("--cases", "64K")])

@@ -5,15 +5,16 @@ import json
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from command_line import invoke
 from serving import serving
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from typer.testing import CliRunner
 
 from kv_connector.cli.bench import app
 from kv_connector.lab.bench.pd import clients, faults
@@ -371,9 +372,7 @@ class Alone:
     url = ""
 
 
-def run(*words: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["faults", *words], env={"COLUMNS": "200", "TERM": "dumb"})
-    return result.exit_code, result.output
+run = partial(invoke, app, "faults")
 
 
 def test_the_command_line_names_its_options() -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import multiprocessing
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from command_line import invoke
 
 from kv_connector.cli.bench import app
 from kv_connector.lab.bench import machine, micro, writes
@@ -18,6 +19,8 @@ from kv_connector.lab.bench.records import Micro, percentile
 from kv_connector.lab.bench.side import Role
 from kv_connector.lab.bench.workloads import Workload
 
+run = partial(invoke, app)
+
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -25,11 +28,6 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = set(multiprocessing.active_children())
     yield
     assert set(multiprocessing.active_children()) <= before
-
-
-def run(*words: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, list(words), env={"COLUMNS": "200", "TERM": "dumb"})
-    return result.exit_code, result.output
 
 
 def lines(file: Path, kind: str) -> list[dict[str, Any]]:

@@ -1,18 +1,15 @@
 """The command line's own part: what it says to wrong input, and what it finds out about a machine."""
 
+from functools import partial
+
 import pytest
-from typer.testing import CliRunner
+from command_line import invoke
 
 from kv_connector.cli.main import app
 from kv_connector.engine import ProviderStatus, transfer_engine
 from kv_connector.lab import demonstration
 
-WIDE = {"COLUMNS": "200", "TERM": "dumb"}
-
-
-def run(*words: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, list(words), env=WIDE)
-    return result.exit_code, result.output
+run = partial(invoke, app)
 
 
 def test_help_names_the_commands() -> None:

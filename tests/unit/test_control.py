@@ -13,6 +13,7 @@ import pytest
 import zmq
 from protocol_setup import reserve
 
+from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.sockets import ControlPlane, Received
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.messages import MAX_MESSAGE_BYTES, Bye, Ping, Pong, Release, encode
@@ -22,11 +23,11 @@ LOCAL = Address("127.0.0.1", 0)
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[[], ControlPlane]]:
+def make() -> Iterator[Callable[..., ControlPlane]]:
     made = []
 
-    def build() -> ControlPlane:
-        made.append(ControlPlane())
+    def build(key: ClusterKey | None = None) -> ControlPlane:
+        made.append(ControlPlane(key))
         return made[-1]
 
     yield build

@@ -6,11 +6,12 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import zmq
+from test_control import LOCAL, make
 from typer.testing import CliRunner
 
 from kv_connector.cli.main import app
@@ -20,7 +21,7 @@ from kv_connector.control.sockets import ControlPlane, Received
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.messages import Ping, Pong, encode
 
-LOCAL = Address("127.0.0.1", 0)
+__all__ = ["make"]
 
 Make = Callable[[ClusterKey | None], ControlPlane]
 
@@ -28,19 +29,6 @@ Make = Callable[[ClusterKey | None], ControlPlane]
 @pytest.fixture(scope="module")
 def key() -> ClusterKey:
     return ClusterKey.generate()
-
-
-@pytest.fixture
-def make() -> Iterator[Make]:
-    made = []
-
-    def build(key: ClusterKey | None) -> ControlPlane:
-        made.append(ControlPlane(key))
-        return made[-1]
-
-    yield build
-    for plane in made:
-        plane.close()
 
 
 def pump(*planes: ControlPlane, until: Callable[[], bool], seconds: float = 10.0) -> None:

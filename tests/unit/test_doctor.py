@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import resource
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import machines
 import pytest
-from typer.testing import CliRunner
+from command_line import invoke
 
 from kv_connector.cli import doctor
 from kv_connector.cli import topology as topology_command
@@ -21,10 +22,7 @@ NO_LIBRARY = "libibverbs.so.1 is not there: apt-get install libibverbs1 ibverbs-
 UNPRIVILEGED = "CapEff:\t0000000000000000\n"
 PRIVILEGED = "CapEff:\t000001ffffffffff\n"
 
-
-def run(*words: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, list(words), env={"COLUMNS": "200", "TERM": "dumb"})
-    return result.exit_code, result.output
+run = partial(invoke, app)
 
 
 @pytest.fixture

@@ -5,15 +5,15 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from agent_setup import Side, Stage, stage, until
+from agent_setup import Side, Stage, until
 from protocol_setup import BLOCK
-from test_agent import SOURCE, TARGET, every_lane, refuse, transfer
+from test_agent import SOURCE, TARGET, every_lane, pair, refuse, sim, transfer
 
 from kv_connector.agent.agent import AgentError
 from kv_connector.agent.start import Running
@@ -22,7 +22,7 @@ from kv_connector.protocol.actions import Address
 from kv_connector.protocol.messages import Role
 from kv_connector.vllm.connector import WriteImmConnector
 
-__all__ = ["every_lane"]
+__all__ = ["every_lane", "pair", "sim"]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -45,17 +45,6 @@ def sleep(side: Side) -> None:
 def wake(side: Side) -> None:
     _map(side, mmap.PROT_READ | mmap.PROT_WRITE)
     side.agent.register_memory()
-
-
-@pytest.fixture
-def sim() -> Iterator[Stage]:
-    with stage("sim") as made:
-        yield made
-
-
-@pytest.fixture
-def pair(sim: Stage) -> tuple[Side, Side]:
-    return sim.pair()
 
 
 @pytest.mark.parametrize("who", ["prefill", "decode", "both"])

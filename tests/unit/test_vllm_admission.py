@@ -5,19 +5,16 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm_stage import PARAMS_OF_D, PARAMS_OF_P, Stage, vllm_config
+from vllm_stage import BLOCK, FULL, PARAMS_OF_D, PARAMS_OF_P, Stage, model, vllm_config
 
 from kv_connector.agent.commands import FinishPrefill, Release
-from kv_connector.lab.model import make_llama
 from kv_connector.protocol.requests import DecodeRequest
 from kv_connector.vllm.metadata import StepMetadata
 
-BLOCK = 32
+__all__ = ["model"]
+
 POOL = 100
 SHARE = POOL // 3 - 1  # blocks: the null block is nobody's
 
@@ -102,15 +99,9 @@ def prompt(name: str, tokens: int) -> list[int]:
     return [numbers.randrange(300) for _ in range(tokens)]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_llama(tmp_path_factory.mktemp("llama"), layers=1, hidden=64, intermediate=64)
-
-
 @pytest.fixture
 def pair(model: Path) -> Iterator[Pair]:
-    spec: Any = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32)
-    made = Pair(tuple(Stage(vllm_config(model, "kv_both", budget=4000), [spec], POOL) for _ in range(2)))
+    made = Pair(tuple(Stage(vllm_config(model, "kv_both", budget=4000), [FULL], POOL) for _ in range(2)))
     yield made
     for engine in made.engines:
         engine.assert_idle()

@@ -7,21 +7,29 @@ from pathlib import Path
 
 import pytest
 from test_vllm_kv_cache import assert_pages_are_the_tensors, caches, name
-from test_vllm_scheduler import BLOCK, FULL, SLIDING, WINDOW, named_blocks, prompt, reservation
+from test_vllm_scheduler import named_blocks, reservation
 from vllm.v1.kv_cache_interface import KVCacheSpec
-from vllm_stage import PARAMS_OF_D, PARAMS_OF_P, Stage, get_kv_cache_groups, vllm_config
+from vllm_stage import (
+    BLOCK,
+    FULL,
+    PARAMS_OF_D,
+    PARAMS_OF_P,
+    SLIDING,
+    WINDOW,
+    Stage,
+    get_kv_cache_groups,
+    model,
+    prompt,
+    vllm_config,
+)
 
-from kv_connector.lab.model import make_llama
 from kv_connector.vllm.internals import check_configuration
 from kv_connector.vllm.kv_cache import kv_layout
 
+__all__ = ["model"]
+
 UNIFORM, HYBRID = [FULL, FULL], [FULL, SLIDING, FULL]
 both_kinds_of_model = pytest.mark.parametrize("specs", [UNIFORM, HYBRID], ids=["uniform", "hybrid"])
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_llama(tmp_path_factory.mktemp("llama"), layers=1, hidden=64, intermediate=64)
 
 
 @both_kinds_of_model

@@ -15,17 +15,15 @@ import torch
 from vllm.model_executor.layers.attention.attention import set_default_quant_scales
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheLayout,
     MambaSpec,
     MLAAttentionSpec,
-    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 from vllm.v1.worker.utils import allocate_kv_cache
-from vllm_stage import ADDRESS, get_kv_cache_config_from_groups, vllm_config
+from vllm_stage import ADDRESS, FULL, SLIDING, get_kv_cache_config_from_groups, model, vllm_config
 
 from kv_connector.lab.model import make_llama
 from kv_connector.protocol.layout import GroupLayout, KvLayout, LayerLayout
@@ -44,16 +42,14 @@ from kv_connector.vllm.internals import (
 from kv_connector.vllm.kv_cache import MemoryRange, kv_layout
 from kv_connector.vllm.metadata import RankAddress
 
-SHAPE: dict[str, Any] = {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
-FULL = FullAttentionSpec(**SHAPE)
-SLIDING = SlidingWindowSpec(**SHAPE, sliding_window=64)
+__all__ = ["model"]
+
 MLA = MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=576, dtype=torch.float32)
 WIDE = replace(FULL, head_size=128, head_size_v=128)
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    model = make_llama(tmp_path_factory.mktemp("llama"), layers=1, hidden=64, intermediate=64)
+def config(model: Path) -> Any:
     return vllm_config(model, "kv_both")
 
 

@@ -2,42 +2,26 @@
 weights: under its real scheduler and block pool."""
 
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
-from vllm_stage import ADDRESS, PARAMS_OF_D, PARAMS_OF_P, Stage, vllm_config
+from vllm_stage import (
+    ADDRESS,
+    FULL,
+    PARAMS_OF_D,
+    PARAMS_OF_P,
+    SLIDING,
+    MakeStage,
+    Stage,
+    model,
+    prompt,
+    stage,
+)
 
 from kv_connector.agent.commands import CacheCleared, Cancel, FinishPrefill, Release
-from kv_connector.lab.model import make_llama
 from kv_connector.protocol.requests import DecodeRequest
 
-SHAPE: dict[str, Any] = {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
-FULL = FullAttentionSpec(**SHAPE)
-SLIDING = SlidingWindowSpec(**SHAPE, sliding_window=64)
-
-MakeStage = Callable[..., Stage]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_llama(tmp_path_factory.mktemp("llama"), layers=1, hidden=64, intermediate=64)
-
-
-@pytest.fixture
-def stage(model: Path) -> MakeStage:
-    def make(role: str, *specs: Any, blocks: int = 100, **options: Any) -> Stage:
-        return Stage(vllm_config(model, role, **options), specs or (FULL,), blocks)
-
-    return make
-
-
-def prompt(tokens: int, seed: int = 1) -> list[int]:
-    return [(token * 31 + seed) % 300 for token in range(tokens)]
+__all__ = ["model", "stage"]
 
 
 def load(engine: Stage, name: str, seed: int, max_tokens: int = 3) -> None:

@@ -1,44 +1,37 @@
 """The connector's scheduler half under vLLM's real scheduler and block pool."""
 
 import logging
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 from vllm.v1.request import RequestStatus
-from vllm_stage import ADDRESS, PARAMS_OF_D, PARAMS_OF_P, Stage, vllm_config
+from vllm_stage import (
+    ADDRESS,
+    BLOCK,
+    FULL,
+    PARAMS_OF_D,
+    PARAMS_OF_P,
+    SHAPE,
+    SLIDING,
+    WINDOW,
+    MakeStage,
+    Stage,
+    model,
+    prompt,
+    stage,
+)
 
 from kv_connector.agent.commands import Cancel, FailLoad, FinishPrefill, RankAddresses, Release
-from kv_connector.lab.model import make_llama
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.prompt_hash import prompt_hash
 from kv_connector.protocol.requests import DecodeRequest, PrefillRequest
 from kv_connector.vllm.metadata import RankAddress, StepMetadata
 
-BLOCK = 32
-WINDOW = 64
-SHAPE: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
-FULL = FullAttentionSpec(**SHAPE)
-SLIDING = SlidingWindowSpec(**SHAPE, sliding_window=WINDOW)
+__all__ = ["model", "stage"]
+
 CHUNKED = ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=WINDOW)
-
-MakeStage = Callable[..., Stage]
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_llama(tmp_path_factory.mktemp("llama"), layers=1, hidden=64, intermediate=64)
-
-
-@pytest.fixture
-def stage(model: Path) -> MakeStage:
-    def make(role: str, *specs: Any, blocks: int = 100, **options: Any) -> Stage:
-        return Stage(vllm_config(model, role, **options), specs or (FULL,), blocks)
-
-    return make
 
 
 @pytest.fixture
@@ -58,10 +51,6 @@ def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     logger.addHandler(caplog.handler)
     yield caplog
     logger.removeHandler(caplog.handler)
-
-
-def prompt(tokens: int, seed: int = 1) -> list[int]:
-    return [(token * 31 + seed) % 300 for token in range(tokens)]
 
 
 def named_blocks(*steps: StepMetadata) -> list[dict[int, int]]:
@@ -212,14 +201,14 @@ class TestPrefill:
     def test_token_ids_that_have_no_hash_leave_nothing_behind(
         self, prefill: Stage, decode: Stage, token: int, log: pytest.LogCaptureFixture
     ) -> None:
-        for stage, params in ((prefill, PARAMS_OF_P), (decode, PARAMS_OF_D)):
-            stage.add("r", [*prompt(40), token], dict(params))
+        for engine, params in ((prefill, PARAMS_OF_P), (decode, PARAMS_OF_D)):
+            engine.add("r", [*prompt(40), token], dict(params))
             assert "the prompt's token ids are no unsigned 32-bit integers" in log.text
             log.clear()
-            assert stage.step().commands == ()
-            stage.step()
-            stage.assert_idle()
-            stage.add("again", prompt(40), dict(params))
+            assert engine.step().commands == ()
+            engine.step()
+            engine.assert_idle()
+            engine.add("again", prompt(40), dict(params))
             assert log.text == ""
 
     def test_a_second_request_of_a_transfer_is_computed_alone(

@@ -3,25 +3,17 @@
 from typing import Any
 
 import pytest
-from recording_agent import RecordingAgent
+from recording_agent import EXPECT, PAGES, PEER, RESERVE, RecordingAgent, agent
 
 from kv_connector.agent.commands import CacheCleared, Command, FailLoad, FinishPrefill, NewPages
 from kv_connector.agent.ledger import Reports
-from kv_connector.protocol.actions import Address
-from kv_connector.protocol.requests import ComputedPages, DecodeRequest, GroupPages, PrefillRequest
+from kv_connector.protocol.requests import ComputedPages
 from kv_connector.vllm.metadata import Reserved, StepMetadata
 from kv_connector.vllm.worker import IDLE_STEP_SECONDS, WorkerSide
 
-PEER = Address("10.0.0.1", 5600)
+__all__ = ["agent"]
+
 LAYERS = ("model.layers.0", "model.layers.1", "model.layers.2")
-EXPECT = PrefillRequest("p", "t", 100, bytes(16))
-RESERVE = DecodeRequest("d", "t", (PEER,), 100, 0, bytes(16), ())
-PAGES = (GroupPages(0, (1, 2)),)
-
-
-@pytest.fixture
-def agent() -> RecordingAgent:
-    return RecordingAgent()
 
 
 @pytest.fixture

@@ -1,9 +1,11 @@
 """A stage for the connector's scheduler half: vLLM's real Scheduler and block pool, with a pretend model."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
@@ -11,11 +13,18 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kv_connector.lab.model import make_llama
 from kv_connector.protocol.actions import Address
 from kv_connector.vllm.connector import WriteImmConnector
 from kv_connector.vllm.metadata import RankAddress, Reserved, StepMetadata
@@ -28,11 +37,20 @@ except ImportError:
 
 __all__ = [
     "ADDRESS",
+    "BLOCK",
+    "FULL",
     "PARAMS_OF_D",
     "PARAMS_OF_P",
+    "SHAPE",
+    "SLIDING",
+    "WINDOW",
+    "MakeStage",
     "Stage",
     "get_kv_cache_config_from_groups",
     "get_kv_cache_groups",
+    "model",
+    "prompt",
+    "stage",
     "vllm_config",
 ]
 
@@ -45,6 +63,12 @@ PARAMS_OF_D = {
     "remote_port": ADDRESS.port,
 }
 
+BLOCK = 32
+WINDOW = 64
+SHAPE: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
+FULL = FullAttentionSpec(**SHAPE)
+SLIDING = SlidingWindowSpec(**SHAPE, sliding_window=WINDOW)
+
 
 def vllm_config(
     model: Path,
@@ -55,8 +79,8 @@ def vllm_config(
     extra: dict[str, Any] | None = None,
     drafter: str | None = None,
 ) -> VllmConfig:
-    """An engine's configuration: prefill chunks of ``budget`` tokens, blocks of 32. ``drafter``: the method
-    by which the same model drafts three tokens."""
+    """An engine's configuration: prefill chunks of ``budget`` tokens. ``drafter``: the method by which the
+    same model drafts three tokens."""
     return EngineArgs(
         model=str(model),
         enforce_eager=True,
@@ -64,7 +88,7 @@ def vllm_config(
         max_model_len=4096,
         max_num_batched_tokens=budget,
         max_num_seqs=8,
-        block_size=32,
+        block_size=BLOCK,
         enable_prefix_caching=True,
         speculative_config=(
             {"method": drafter, "model": str(model), "num_speculative_tokens": 3} if drafter else None
@@ -197,3 +221,23 @@ class Stage:
         assert len(side.prefill) == len(side.decode) == 0
         assert not side.prefill._transfers
         assert not side.decode._transfers
+
+
+MakeStage = Callable[..., Stage]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("llama"), layers=1, hidden=64, intermediate=64)
+
+
+@pytest.fixture
+def stage(model: Path) -> MakeStage:
+    def make(role: str, *specs: Any, blocks: int = 100, **options: Any) -> Stage:
+        return Stage(vllm_config(model, role, **options), specs or (FULL,), blocks)
+
+    return make
+
+
+def prompt(tokens: int, seed: int = 1) -> list[int]:
+    return [(token * 31 + seed) % 300 for token in range(tokens)]
