@@ -28,7 +28,7 @@ from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.sockets import ControlPlane
 from kv_connector.engine import DomainConfig, EngineConfig, ErrorCode, TransferError
 from kv_connector.engine.transfer_engine import LayerSignal, TransferEngine
-from kv_connector.protocol.actions import Address, Reached, State
+from kv_connector.protocol.actions import Address, Reached, Share, State
 from kv_connector.protocol.decode import DecodeMachine
 from kv_connector.protocol.layout import KvLayout
 from kv_connector.protocol.messages import Fingerprint, Role
@@ -36,7 +36,7 @@ from kv_connector.protocol.mismatch import Advice
 from kv_connector.protocol.peers import Identity, PeerTable
 from kv_connector.protocol.plan import memory_problem
 from kv_connector.protocol.prefill import PrefillMachine
-from kv_connector.protocol.requests import ComputedPages, DecodeRequest, PrefillRequest
+from kv_connector.protocol.requests import ComputedPages, DecodeRequest, PrefillRequest, Source
 from kv_connector.protocol.timers import Timeouts
 
 __all__ = ["Address", "Agent", "AgentConfig", "AgentError", "MemoryRange"]
@@ -93,7 +93,7 @@ class MemoryRange:
 class _Draining:
     """A preempted request's writes."""
 
-    transfer_id: str
+    share: Share
     number: int
     last_signal: int
 
@@ -207,7 +207,7 @@ class Agent:
 
     def release(self, transfer_id: str, peer: Address) -> None:
         """Tells P that nothing of the transfer is needed; best effort."""
-        self._submit(lambda now: self._effects.decode.release(now, transfer_id, peer))
+        self._submit(lambda now: self._effects.decode.release(now, transfer_id, Source(peer)))
 
     # --- Prefill
 
@@ -260,11 +260,9 @@ class Agent:
 
     def note_prefill_end(self, transfer_ids: Sequence[str]) -> None:
         """The last layer of the last chunk is about to be signalled: notes, for stats(), what has arrived."""
-        for transfer_id in transfer_ids:
-            outgoing = self._effects.writes.open.get(transfer_id)
-            if outgoing is not None:
-                with contextlib.suppress(TransferError):  # it has ended
-                    outgoing.at_prefill_end = self._engine.progress(outgoing.number)
+        for outgoing in self._effects.writes.of(transfer_ids):
+            with contextlib.suppress(TransferError):  # it has ended
+                outgoing.at_prefill_end = self._engine.progress(outgoing.number)
 
     # --- Both
 
@@ -416,10 +414,10 @@ class Agent:
 
     def _preempt(self, transfer_ids: Sequence[str], future: Future[list[_Draining]]) -> Sequence[Action]:
         draining = []
-        for transfer_id in self._effects.prefill.preempt(transfer_ids):
-            outgoing = self._effects.writes.open.get(transfer_id)
+        for share in self._effects.prefill.preempt(transfer_ids):
+            outgoing = self._effects.writes.open.get(share)
             if outgoing is not None:
-                draining.append(_Draining(transfer_id, outgoing.number, outgoing.last_signal))
+                draining.append(_Draining(share, outgoing.number, outgoing.last_signal))
         future.set_result(draining)
         return ()
 
@@ -441,9 +439,9 @@ class Agent:
 
         def command(now: float) -> Sequence[Action]:
             for writes in stuck:
-                self._effects.run(now, self._effects.prefill.quiesce_failed(now, writes.transfer_id))
+                self._effects.run(now, self._effects.prefill.quiesce_failed(now, writes.share))
             self._effects.writes.when_over(
-                [writes.transfer_id for writes in stuck], lambda: future.set_result(None)
+                [writes.share for writes in stuck], lambda: future.set_result(None)
             )
             return ()
 

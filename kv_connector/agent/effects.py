@@ -37,6 +37,7 @@ from kv_connector.protocol.actions import (
     Reached,
     Seal,
     Send,
+    Share,
     UnderWay,
 )
 from kv_connector.protocol.decode import DecodeAction, DecodeMachine
@@ -151,9 +152,9 @@ class Effects:
         self._fencing: dict[PeerId, _Fencing] = {}
         self._when_fenced: list[Callable[[], None]] = []
         # Transfers that were written and not yet reported: seconds since the first push, bytes.
-        self._sent: dict[str, tuple[float, int]] = {}
+        self._sent: dict[Share, tuple[float, int]] = {}
         self._next_look = 0.0
-        self._reported_slow: set[str] = set()
+        self._reported_slow: set[Share] = set()
 
     @property
     def fences(self) -> int:
@@ -231,10 +232,10 @@ class Effects:
         match action:
             case Push():
                 self._push(now, action)
-            case Seal(transfer_id):
-                self.writes.seal(transfer_id)
-            case CancelWrites(transfer_id):
-                self.writes.cancel(transfer_id)
+            case Seal(share):
+                self.writes.seal(share)
+            case CancelWrites(share):
+                self.writes.cancel(share)
             case OpenCounter(peers, request_id, pages):
                 immediate = self._open_counter(peers, request_id, pages)
                 return self.decode.counter_opened(now, request_id, immediate)
@@ -295,13 +296,13 @@ class Effects:
     def _failed(self, now: float, action: Action, reason: str) -> Sequence[Action]:
         """The event that tells a machine what became of its action."""
         match action:
-            case Push(_, transfer_id) | Seal(transfer_id):
-                if transfer_id in self.writes.open:
-                    return self.prefill.push_failed(now, transfer_id, reason)
-                return self.prefill.writes_ended(now, transfer_id, WritesEnd.FAILED, True, reason)
-            case CancelWrites(transfer_id):
+            case Push(_, share) | Seal(share):
+                if share in self.writes.open:
+                    return self.prefill.push_failed(now, share, reason)
+                return self.prefill.writes_ended(now, share, WritesEnd.FAILED, True, reason)
+            case CancelWrites(share):
                 # It has ended already: its event is on the way.
-                logger.debug("transfer %s is not cancelled: %s", transfer_id, reason)
+                logger.debug("transfer %s is not cancelled: %s", share, reason)
             case OpenCounter(_, request_id):
                 return self.decode.counter_failed(now, request_id, reason)
             case Send(peer, Reserve(transfer_id, attempt)):
@@ -328,8 +329,8 @@ class Effects:
                 return self.prefill.reserve(now, peer, message)
             case Cancel():
                 return self.prefill.cancel(now, peer, message)
-            case Release(transfer_id):
-                return self.prefill.release(now, peer, transfer_id)
+            case Release():
+                return self.prefill.release(now, peer, message)
             case Ping(_, waiting):
                 return self.prefill.waiting(now, peer, waiting)
             case Fail():
@@ -411,7 +412,7 @@ class Effects:
     # --- Writing and counting
 
     def _push(self, now: float, push: Push) -> None:
-        if not self.prefill.writing(push.transfer_id):
+        if not self.prefill.writing(push.share):
             return  # an earlier Push of the same step failed
         target = self._links[push.peer].target
         assert target is not None
@@ -453,25 +454,25 @@ class Effects:
         ended = self.writes.ended(event.id)
         if ended is None:
             return []
-        transfer_id, outgoing = ended
+        share, outgoing = ended
         if event.kind is EventKind.TRANSFER_DONE:
             before_end = outgoing.before_end(event)
-            self._sent[transfer_id] = now - outgoing.opened, event.nbytes
+            self._sent[share] = now - outgoing.opened, event.nbytes
             self._ledger.pushed(event.pages, event.nbytes, len(outgoing.layers), before_end)
         else:
             self._ledger.pushed(event.pages, event.nbytes, 0, (0, 0, 0))
-        return self.prefill.writes_ended(now, transfer_id, _WRITES_END[event.kind], event.quiesced, reason)
+        return self.prefill.writes_ended(now, share, _WRITES_END[event.kind], event.quiesced, reason)
 
     def _report_slow(self, now: float) -> None:
         """A line for each transfer that takes long, once: which peer, lane and phase it is in."""
-        slow = {one.transfer_id: one for one in self.under_way() if _slow(now, one)}
-        for transfer_id in slow.keys() - self._reported_slow:
-            one = slow[transfer_id]
+        slow = {Share(one.transfer_id, one.share): one for one in self.under_way() if _slow(now, one)}
+        for share in slow.keys() - self._reported_slow:
+            one = slow[share]
             assert one.since is not None
             link = None if one.peer is None else self._links.get(one.peer)
             logger.warning(
                 "SLOW: transfer %s %s %s, lane %s: %s for %.0f s, %s",
-                transfer_id,
+                share,
                 "to" if one.side is Role.PREFILL else "from",
                 "no peer yet" if link is None else link.name,
                 "-" if link is None else link.lane,
@@ -486,8 +487,9 @@ class Effects:
             if one.side is Role.DECODE and one.request_id in self._counters:
                 number, pages = self._counters[one.request_id]
                 return f"{sum(self._engine.counter_values(number))} of {pages} pages are here"
-            if one.side is Role.PREFILL and one.transfer_id in self.writes.open:
-                done = self._engine.progress(self.writes.open[one.transfer_id].number)
+            share = Share(one.transfer_id, one.share)
+            if one.side is Role.PREFILL and share in self.writes.open:
+                done = self._engine.progress(self.writes.open[share].number)
                 return f"{done.pages_done} of {done.pages_posted} posted pages are there"
         except TransferError:
             pass  # it has just ended
@@ -495,7 +497,8 @@ class Effects:
 
     def _ended(self, ended: Ended) -> None:
         self._ledger.ended(ended)
-        sent = self._sent.pop(ended.transfer_id, None) if ended.side is Role.PREFILL else None
+        share = Share(ended.transfer_id, ended.share)
+        sent = self._sent.pop(share, None) if ended.side is Role.PREFILL else None
         if ended.outcome is Outcome.COMPLETED and ended.peer in self._links:
             lane = self._links[ended.peer].lane
             opened, nbytes = (ended.seconds, 0) if sent is None else sent
@@ -508,7 +511,7 @@ class Effects:
         if link is not None:
             where = f"{'to' if ended.side is Role.PREFILL else 'from'} {link.name} over {link.lane}"
         outcome, reason = ended.outcome.value, ended.reason
-        logger.warning("transfer %s %s: %s: %s", ended.transfer_id, where, outcome, reason)
+        logger.warning("transfer %s %s: %s: %s", share, where, outcome, reason)
 
 
 def _slow(now: float, one: UnderWay) -> bool:

@@ -1,15 +1,15 @@
-"""The transfers that are open in the transfer engine: what of them is armed, and who waits for their end."""
+"""The shares that are open in the transfer engine: what of them is armed, and who waits for their end."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kv_connector.agent.ports import Engine
 from kv_connector.engine import ArmedLayer, Event, PagedWrite, Pages, TransferProgress
-from kv_connector.protocol.actions import Push, PushedGroup
+from kv_connector.protocol.actions import Push, PushedGroup, Share
 from kv_connector.protocol.plan import PushPlan
 
 
@@ -24,7 +24,7 @@ class Target:
 
 @dataclass
 class Outgoing:
-    """A transfer that is open in the engine."""
+    """A share that is open in the engine, as a transfer of its own."""
 
     number: int  # the engine's
     opened: float
@@ -55,20 +55,20 @@ class Outgoing:
 
 
 class Writes:
-    """Owned by the agent's thread. Others may look a transfer up in ``open``, never change it."""
+    """Owned by the agent's thread. Others may look a share up in ``open``, never change it."""
 
     def __init__(self, engine: Engine, signal: Any, regions: Sequence[int], layers: int) -> None:
         """``regions``: the engine's numbers of the memory regions of our layout; none while it is asleep."""
-        self.open: dict[str, Outgoing] = {}  # by transfer id
+        self.open: dict[Share, Outgoing] = {}
         self.regions = tuple(regions)
         self._engine = engine
         self._signal = signal
         self._positions: Sequence[int] = range(1, layers + 1)  # in the signal's order, by ordinal
         self._ordered_since = 0
-        self._transfer_ids: dict[int, str] = {}  # by the engine's number
+        self._shares: dict[int, Share] = {}  # by the engine's number
 
     def __len__(self) -> int:
-        return len(self._transfer_ids)
+        return len(self._shares)
 
     def order_layers(self, signal_base: int, ordinals: Sequence[int]) -> None:
         """From the step of ``signal_base`` on the signal counts the layers in this order. Before the pages of
@@ -77,48 +77,52 @@ class Writes:
         self._positions = [ordinals.index(ordinal) + 1 for ordinal in range(len(ordinals))]
 
     def push(self, now: float, push: Push, target: Target) -> None:
-        """Adds the pages to the transfer, which the first of them opens. Raises what the engine raises."""
-        outgoing = self.open.get(push.transfer_id)
+        """Adds the pages to the share, which the first of them opens. Raises what the engine raises."""
+        outgoing = self.open.get(push.share)
         if outgoing is None:
             outgoing = Outgoing(self._engine.open_transfer(target.peer), now)
-            self.open[push.transfer_id] = outgoing
-            self._transfer_ids[outgoing.number] = push.transfer_id
+            self.open[push.share] = outgoing
+            self._shares[outgoing.number] = push.share
         if outgoing.step is None or outgoing.step != push.signal_base:  # what has no base is a step by itself
             outgoing.step, outgoing.step_pages = push.signal_base, {}
         for pages in push.groups:
             self._arm(outgoing, push, pages, target)
 
-    def seal(self, transfer_id: str) -> None:
-        """Nothing follows. A transfer that is not open has ended."""
-        if transfer_id in self.open:
-            self._engine.seal(self.open[transfer_id].number)
+    def seal(self, share: Share) -> None:
+        """Nothing follows. What is not open has ended."""
+        if share in self.open:
+            self._engine.seal(self.open[share].number)
 
-    def cancel(self, transfer_id: str) -> None:
-        """Nothing more is to be written. A transfer that is not open has ended."""
-        if transfer_id in self.open:
-            self._engine.cancel(self.open[transfer_id].number)
+    def cancel(self, share: Share) -> None:
+        """Nothing more is to be written. What is not open has ended."""
+        if share in self.open:
+            self._engine.cancel(self.open[share].number)
 
-    def ended(self, number: int) -> tuple[str, Outgoing] | None:
+    def of(self, transfer_ids: Collection[str]) -> list[Outgoing]:
+        """What is open of these transfers. Any thread may call it."""
+        return [outgoing for share, outgoing in list(self.open.items()) if share.transfer_id in transfer_ids]
+
+    def ended(self, number: int) -> tuple[Share, Outgoing] | None:
         """The engine's last word on one of its transfers: which it was, unless it is another's."""
-        transfer_id = self._transfer_ids.pop(number, None)
-        if transfer_id is None:
+        share = self._shares.pop(number, None)
+        if share is None:
             return None
-        outgoing = self.open.pop(transfer_id)
+        outgoing = self.open.pop(share)
         for done in outgoing.done:
             done()
-        return transfer_id, outgoing
+        return share, outgoing
 
-    def when_over(self, transfer_ids: Sequence[str], done: Callable[[], None]) -> None:
-        """Calls ``done`` once none of these transfers is open: nothing reads their pages any more."""
-        waiting = {transfer_id for transfer_id in transfer_ids if transfer_id in self.open}
+    def when_over(self, shares: Sequence[Share], done: Callable[[], None]) -> None:
+        """Calls ``done`` once none of these is open: nothing reads their pages any more."""
+        waiting = {share for share in shares if share in self.open}
 
-        def ended(transfer_id: str) -> None:
-            waiting.remove(transfer_id)
+        def ended(share: Share) -> None:
+            waiting.remove(share)
             if not waiting:
                 done()
 
-        for transfer_id in tuple(waiting):
-            self.open[transfer_id].done.append(functools.partial(ended, transfer_id))
+        for share in tuple(waiting):
+            self.open[share].done.append(functools.partial(ended, share))
         if not waiting:
             done()
 

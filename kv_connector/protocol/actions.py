@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kv_connector.protocol.messages import AnyMessage, Role
 
@@ -64,6 +65,7 @@ class Ended:
     outcome: Outcome
     reason: str = ""
     seconds: float = 0.0  # D: from RESERVE to the last page; P: from RESERVE to the end
+    share: int = 0  # P: which of D's workers it was for
 
 
 class State(enum.Enum):
@@ -95,6 +97,7 @@ class UnderWay:
     peer: PeerId | None
     phase: str
     since: float | None  # RESERVE; on D, when the request asked for it. None: there was none yet
+    share: int = 0  # P: which of D's workers it is for
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,16 @@ class Log:
 # --- Of prefill alone
 
 
+class Share(NamedTuple):
+    """What one of D's workers gets of a transfer: P's worker serves several where D has more of them."""
+
+    transfer_id: str
+    number: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.transfer_id} for decode worker {self.number}" if self.number else self.transfer_id
+
+
 @dataclass(frozen=True)
 class PushedGroup:
     """Pages of one group: ``source[i]`` (P's block) goes to ``target[i]`` (D's block)."""
@@ -119,14 +132,14 @@ class PushedGroup:
 
 @dataclass(frozen=True)
 class Push:
-    """Add these pages to the transfer's writes; the first Push opens it in the engine.
+    """Add these pages to the share's writes; the first Push opens a transfer for them in the engine.
 
-    Not to be carried out if the transfer has ended since (``writing`` is false): D has been told that
+    Not to be carried out if the share has ended since (``writing`` is false): D has been told that
     nothing lands.
     """
 
     peer: PeerId
-    transfer_id: str
+    share: Share
     signal_base: int | None  # None: computed already
     immediate: int  # raises D's counter, by one for each page
     groups: tuple[PushedGroup, ...]
@@ -136,14 +149,14 @@ class Push:
 class Seal:
     """No pages follow: the engine reports the transfer's end once all have arrived."""
 
-    transfer_id: str
+    share: Share
 
 
 @dataclass(frozen=True)
 class CancelWrites:
-    """Post nothing more of this transfer; the engine reports its end once it has drained."""
+    """Post nothing more of this share; the engine reports its end once it has drained."""
 
-    transfer_id: str
+    share: Share
 
 
 @dataclass(frozen=True)

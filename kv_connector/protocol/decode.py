@@ -21,6 +21,8 @@ import enum
 import logging
 from dataclasses import dataclass
 
+import msgspec
+
 from kv_connector.protocol.actions import (
     Address,
     CloseCounter,
@@ -41,7 +43,7 @@ from kv_connector.protocol.layout import KvLayout
 from kv_connector.protocol.messages import Cancel, CancelAck, Fail, Release, Reserve, Role, id_problem
 from kv_connector.protocol.plan import expected_pages, sources_problem, targets_problem
 from kv_connector.protocol.prompt_hash import PROMPT_HASH_BYTES
-from kv_connector.protocol.requests import DecodeRequest
+from kv_connector.protocol.requests import DecodeRequest, Source
 from kv_connector.protocol.timers import Timeouts, Timers
 
 DecodeAction = Send | Fence | Ended | Reached | Log | Dial | OpenCounter | CloseCounter | FinishedReceiving
@@ -59,7 +61,7 @@ class _Phase(enum.Enum):
 class _Leg:
     """One source's part of a transfer."""
 
-    address: Address
+    source: Source
     peer: PeerId | None = None  # STAGED: there is no session yet
     phase: _Phase = _Phase.STAGED
 
@@ -96,7 +98,7 @@ class DecodeMachine:
         self._attempts: dict[int, str] = {}  # attempt -> request id
         self._sessions: dict[Address, PeerId] = {}
         self._layers: dict[PeerId, tuple[int, ...]] = {}  # that each peer has
-        self._releases: dict[Address, list[str]] = {}  # transfer ids to release once the session is there
+        self._releases: dict[Address, list[Release]] = {}  # to be sent once the session is there
         self._timers: Timers[str] = Timers()
         self._next_attempt = 1
 
@@ -131,7 +133,7 @@ class DecodeMachine:
         """The request has its blocks and wants its pages."""
         if request.request_id in self._transfers:
             return [Log(logging.ERROR, f"request {request.request_id} is already being received")]
-        legs = tuple(_Leg(address, self._sessions.get(address)) for address in request.sources)
+        legs = tuple(_Leg(source, self._sessions.get(source.address)) for source in request.sources)
         transfer = _Transfer(request, self._next_attempt, now + self._timeouts.transfer, legs)
         # 32 bits on the wire; an attempt that old was fenced long before.
         self._next_attempt = self._next_attempt % 0xFFFFFFFF + 1
@@ -141,7 +143,7 @@ class DecodeMachine:
         if problem is not None:
             return self._end(now, transfer, Outcome.FAILED, problem)
         self._timers.set(request.request_id, transfer.deadline)
-        dials: list[DecodeAction] = [Dial(leg.address) for leg in legs if leg.peer is None]
+        dials: list[DecodeAction] = [Dial(leg.source.address) for leg in legs if leg.peer is None]
         return dials or self._open(now, transfer)
 
     def cancel(self, now: float, request_id: str) -> list[DecodeAction]:
@@ -155,19 +157,20 @@ class DecodeMachine:
         actions = self._stop(now, transfer)
         if not transfer.counting:  # no source was asked
             for leg in transfer.legs:
-                actions += self.release(now, transfer.request.transfer_id, leg.address)
+                actions += self.release(now, transfer.request.transfer_id, leg.source)
         return actions
 
-    def release(self, now: float, transfer_id: str, address: Address) -> list[DecodeAction]:
+    def release(self, now: float, transfer_id: str, source: Source) -> list[DecodeAction]:
         """D needs nothing of this transfer: P may free its blocks. Best effort, P's hold time ends it too."""
         problem = id_problem(transfer_id)
         if problem is not None:
-            return [Log(logging.WARNING, f"nothing to release at {address}: {problem}")]
-        peer = self._sessions.get(address)
+            return [Log(logging.WARNING, f"nothing to release at {source.address}: {problem}")]
+        message = Release(transfer_id, source.share)
+        peer = self._sessions.get(source.address)
         if peer is not None:
-            return [Send(peer, Release(transfer_id))]
-        self._releases.setdefault(address, []).append(transfer_id)
-        return [Dial(address)]
+            return [Send(peer, message)]
+        self._releases.setdefault(source.address, []).append(message)
+        return [Dial(source.address)]
 
     # --- The session
 
@@ -181,9 +184,7 @@ class DecodeMachine:
     def peer_up(self, now: float, address: Address, peer: PeerId) -> list[DecodeAction]:
         """There is a session with this address, and ``peer`` was admitted."""
         self._sessions[address] = peer
-        actions: list[DecodeAction] = [
-            Send(peer, Release(transfer_id)) for transfer_id in self._releases.pop(address, ())
-        ]
+        actions: list[DecodeAction] = [Send(peer, message) for message in self._releases.pop(address, ())]
         for transfer, leg in self._awaiting(address):
             leg.peer = peer
             if all(other.peer is not None for other in transfer.legs):
@@ -245,7 +246,8 @@ class DecodeMachine:
         for leg in transfer.legs:
             assert leg.peer is not None
             leg.phase = _Phase.RESERVED
-            actions.append(Send(leg.peer, reserve))
+            own = msgspec.structs.replace(reserve, share=leg.source.share, shares=leg.source.shares)
+            actions.append(Send(leg.peer, own))
         return actions
 
     def counter_failed(self, now: float, request_id: str, reason: str) -> list[DecodeAction]:
@@ -317,8 +319,9 @@ class DecodeMachine:
     # --- Steps
 
     def _problem(self, request: DecodeRequest) -> str | None:
-        if not request.sources or len(set(request.sources)) < len(request.sources):
-            return f"pages come from one or more different prefill engines, not from {request.sources}"
+        addresses = [source.address for source in request.sources]
+        if not addresses or len(set(addresses)) < len(addresses):
+            return f"pages come from one or more different prefill engines, not from {addresses}"
         length = PROMPT_HASH_BYTES if request.prompt_hash is None else len(request.prompt_hash)
         if length != PROMPT_HASH_BYTES:
             return f"a prompt hash has {PROMPT_HASH_BYTES} bytes, this one {length}"
@@ -330,7 +333,7 @@ class DecodeMachine:
             (transfer, leg)
             for transfer in self._transfers.values()
             for leg in transfer.legs
-            if leg.address == address and leg.peer is None
+            if leg.source.address == address and leg.peer is None
         ]
 
     def _attempt(self, peer: PeerId, message: Fail | CancelAck) -> tuple[_Transfer, _Leg] | None:
@@ -357,9 +360,9 @@ class DecodeMachine:
         transfer.failure, transfer.failed = transfer.failure or reason, transfer.failed or peer
         actions = self._stop(now, transfer)
         if not transfer.counting:  # no source was asked, and those that hear it need not wait to be
-            release = Release(transfer.request.transfer_id)
-            known = [self._sessions.get(leg.address) for leg in transfer.legs]
-            actions += [Send(known_peer, release) for known_peer in known if known_peer is not None]
+            for leg in transfer.legs:
+                if leg.source.address in self._sessions:
+                    actions += self.release(now, transfer.request.transfer_id, leg.source)
         return actions
 
     def _stop(self, now: float, transfer: _Transfer) -> list[DecodeAction]:
@@ -372,7 +375,8 @@ class DecodeMachine:
             elif leg.phase is _Phase.RESERVED:
                 assert leg.peer is not None
                 leg.phase = _Phase.CANCELLING
-                actions.append(Send(leg.peer, Cancel(transfer.request.transfer_id, transfer.attempt)))
+                cancel = Cancel(transfer.request.transfer_id, transfer.attempt, leg.source.share)
+                actions.append(Send(leg.peer, cancel))
         phases = {leg.phase for leg in transfer.legs}
         if phases == {_Phase.STOPPED}:
             outcome = Outcome.CANCELLED if transfer.aborted else Outcome.FAILED

@@ -30,12 +30,17 @@ MAX_MESSAGE_BYTES = 4 << 20
 # Transfers listed in one PING: 4,096 ids of 256 bytes are 1 MiB. D sends several PINGs where it has more.
 MAX_WAITING = 4096
 
+# Workers of D that one worker of P serves for one request: it has a ledger of the pages for each.
+MAX_SHARES = 1024
+
 MAX_ID = 256  # identifiers are uuid-sized; this leaves room for engines and routers that build their own
 MAX_TEXT = 1024  # a few lines for an operator
 Id = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID)]
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 UInt32 = Annotated[int, msgspec.Meta(ge=0, le=0xFFFFFFFF)]
 Natural = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
+Shares = Annotated[int, msgspec.Meta(ge=1, le=MAX_SHARES)]
+ShareNumber = Annotated[int, msgspec.Meta(ge=0, lt=MAX_SHARES)]
 Host = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 Blob = Annotated[bytes, msgspec.Meta(max_length=64 << 10)]
@@ -130,7 +135,9 @@ class Reserve(Message, frozen=True, tag="reserve"):
     """D has blocks and a counter ready and wants the prompt's pages.
 
     The counter behind ``immediate`` is to be raised once for each page: in each layer that P has, for each
-    non-null block of its group. ``attempt`` separates repeated tries under one transfer id.
+    non-null block of its group. ``shares`` workers of D ask this worker of P for the transfer, each for its
+    own share, and P's pages are free once all are served; this is number ``share``. ``attempt`` separates
+    repeated tries under one transfer id.
     """
 
     transfer_id: Id
@@ -141,6 +148,8 @@ class Reserve(Message, frozen=True, tag="reserve"):
     groups: Annotated[tuple[GroupTarget, ...], msgspec.Meta(max_length=64)]
     immediate: UInt32
     deadline_ms: Natural  # from receipt; P gives up then
+    share: ShareNumber = 0
+    shares: Shares = 1
 
 
 class FailCode(enum.Enum):
@@ -165,10 +174,11 @@ class Fail(Message, frozen=True, tag="fail"):
 
 
 class Cancel(Message, frozen=True, tag="cancel"):
-    """D no longer wants the transfer: P stops, drains and answers CANCEL_ACK."""
+    """D no longer wants the share: P stops, drains and answers CANCEL_ACK."""
 
     transfer_id: Id
     attempt: UInt32
+    share: ShareNumber = 0
 
 
 class CancelAck(Message, frozen=True, tag="cancel_ack"):
@@ -180,9 +190,10 @@ class CancelAck(Message, frozen=True, tag="cancel_ack"):
 
 
 class Release(Message, frozen=True, tag="release"):
-    """D needs nothing of this transfer: P may free its blocks."""
+    """D needs nothing of this transfer: P may free its blocks, as far as the share is concerned."""
 
     transfer_id: Id
+    share: ShareNumber = 0
 
 
 class Ping(Message, frozen=True, tag="ping"):

@@ -12,6 +12,10 @@ what has gone.
                         DRAINING  stopped early: waits for the engine's word that nothing is in flight
                         CLOSED    nothing will move any more; P's engine still works on the request
 
+Where D has more workers than P, several of them ask this one for the transfer: each has a share, with a
+RESERVE, a ledger and an end of its own, as if it were alone. RESERVE says how many there are; until the first
+has come, one share stands for all.
+
 A request is reported as sent exactly once, after it finished and nothing reads its blocks. A transfer id
 lives once: what arrives for it later meets its tombstone.
 """
@@ -21,7 +25,7 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kv_connector.protocol.actions import (
     CancelWrites,
@@ -36,11 +40,12 @@ from kv_connector.protocol.actions import (
     Reached,
     Seal,
     Send,
+    Share,
     State,
     UnderWay,
 )
 from kv_connector.protocol.layout import KvLayout
-from kv_connector.protocol.messages import Cancel, CancelAck, Fail, FailCode, Reserve, Role, clip
+from kv_connector.protocol.messages import Cancel, CancelAck, Fail, FailCode, Release, Reserve, Role, clip
 from kv_connector.protocol.plan import layout_problem, layouts_problem, targets_problem, used_blocks
 from kv_connector.protocol.requests import ComputedPages, PrefillRequest
 from kv_connector.protocol.timers import Timeouts, Timers
@@ -84,10 +89,28 @@ class _Reservation:
 
 
 @dataclass
-class _Transfer:
+class _Prompt:
+    """A request of P's engine, or what is known of it before it comes."""
+
     transfer_id: str
     request: PrefillRequest | None = None
     finished: bool = False
+    moving: bool = False  # it was said that pages go
+    told: bool = False  # how many workers of D want a share; until then there is one, for whoever comes
+    shares: list[_Transfer] = field(default_factory=list)
+
+    @property
+    def over(self) -> bool:
+        """Nothing will move any more."""
+        return all(transfer.phase is _Phase.CLOSED for transfer in self.shares)
+
+
+@dataclass
+class _Transfer:
+    """A share of a prompt, for one worker of D."""
+
+    share: Share
+    prompt: _Prompt
     phase: _Phase = _Phase.WAITING
     claimed: PeerId | None = None  # who said last that it will come for it
     reservation: _Reservation | None = None
@@ -103,18 +126,18 @@ class PrefillMachine:
         self._layout = layout
         self._timeouts = timeouts
         self._peers: dict[PeerId, KvLayout] = {}
-        self._transfers: dict[str, _Transfer] = {}
+        self._prompts: dict[str, _Prompt] = {}  # by transfer id
         self._tombstones = Tombstones(2 * timeouts.longest())
-        self._timers: Timers[str] = Timers()
+        self._timers: Timers[Share] = Timers()
         self._closing = False
 
     def __len__(self) -> int:
         """Transfers that are not over."""
-        return len(self._transfers)
+        return len(self._prompts)
 
-    def writing(self, transfer_id: str) -> bool:
-        """Whether the transfer may have an open counterpart in the engine."""
-        transfer = self._transfers.get(transfer_id)
+    def writing(self, share: Share) -> bool:
+        """Whether the share may have an open counterpart in the engine."""
+        transfer = self._transfer(share)
         return transfer is not None and transfer.reservation is not None and transfer.reservation.writing
 
     def next_deadline(self) -> float | None:
@@ -122,105 +145,126 @@ class PrefillMachine:
         return self._timers.next()
 
     def under_way(self) -> list[UnderWay]:
-        """The transfers that are not over. Any thread may call it."""
+        """The shares that are not over, and what P's engine still works on. Any thread may call it."""
         found = []
-        for transfer in list(self._transfers.values()):  # in one step
-            request, reservation = transfer.request, transfer.reservation
-            found.append(
-                UnderWay(
-                    Role.PREFILL,
-                    transfer.transfer_id,
-                    "" if request is None else request.request_id,
-                    None if reservation is None else reservation.peer,
-                    "orphan" if request is None else transfer.phase.name.lower(),
-                    None if reservation is None else reservation.since,
+        for prompt in list(self._prompts.values()):  # in one step
+            request = prompt.request
+            for transfer in list(prompt.shares):
+                reservation = transfer.reservation
+                if transfer.phase is _Phase.CLOSED and not prompt.over:
+                    continue
+                found.append(
+                    UnderWay(
+                        Role.PREFILL,
+                        prompt.transfer_id,
+                        "" if request is None else request.request_id,
+                        None if reservation is None else reservation.peer,
+                        "orphan" if request is None else transfer.phase.name.lower(),
+                        None if reservation is None else reservation.since,
+                        transfer.share.number,
+                    )
                 )
-            )
         return found
 
     # --- P's engine
 
     def expect(self, now: float, request: PrefillRequest) -> list[PrefillAction]:
         """The request has reached P's scheduler."""
-        transfer = self._transfers.get(request.transfer_id)
-        if transfer is None:
-            transfer = self._new_transfer(request.transfer_id)
+        prompt = self._prompts.get(request.transfer_id)
+        if prompt is None:
+            prompt = self._new_prompt(request.transfer_id)
             tombstone = self._tombstones.get(request.transfer_id)
             if tombstone is not None:  # released, cancelled or expired before the request came
-                transfer.phase, transfer.verdict = _Phase.CLOSED, tombstone
-        elif transfer.request is not None:
-            if transfer.request.request_id == request.request_id:
+                prompt.shares[0].phase, prompt.shares[0].verdict = _Phase.CLOSED, tombstone
+        elif prompt.request is not None:
+            if prompt.request.request_id == request.request_id:
                 return []
             text = (
                 f"request {request.request_id} is ignored: transfer {request.transfer_id} "
-                f"belongs to request {transfer.request.request_id}"
+                f"belongs to request {prompt.request.request_id}"
             )
             return [Log(logging.ERROR, text)]
-        transfer.request = request
-        if transfer.phase is _Phase.CLOSED:  # if it was completed, then for another request
-            return _reached(transfer, State.FAILED)
-        reservation = transfer.reservation
-        if reservation is None or transfer.phase is not _Phase.ACTIVE:
-            return []
-        problem = _prompt_problem(request, reservation.message)
-        if problem is not None:  # the right RESERVE may still come
+        prompt.request = request
+        if prompt.over:  # if it was completed, then for another request
+            return _reached(prompt, State.FAILED)
+        actions: list[PrefillAction] = []
+        for transfer in prompt.shares:
+            reservation = transfer.reservation
+            if reservation is None or transfer.phase is not _Phase.ACTIVE:
+                self._timers.clear(transfer.share)  # it was waited for as an orphan's
+                continue
+            problem = _prompt_problem(request, reservation.message)
+            if problem is None:
+                self._timers.set(transfer.share, reservation.deadline)
+                actions += _moving(prompt)
+                continue
+            # The right RESERVE may still come.
             transfer.phase, transfer.reservation = _Phase.WAITING, None
-            self._timers.clear(transfer.transfer_id)
-            return [self._refuse(reservation.peer, reservation.message, FailCode.PROMPT_MISMATCH, problem)]
-        self._timers.set(transfer.transfer_id, reservation.deadline)
-        return _reached(transfer, State.MOVING)
+            self._timers.clear(transfer.share)
+            code = FailCode.PROMPT_MISMATCH
+            actions.append(self._refuse(reservation.peer, reservation.message, code, problem))
+        return actions
 
     def computed(self, now: float, pages: ComputedPages) -> list[PrefillAction]:
         """These pages become valid in this step; the ones that D wants and lacks are pushed."""
-        transfer = self._transfers.get(pages.transfer_id)
-        if transfer is None or transfer.request is None:
+        prompt = self._prompts.get(pages.transfer_id)
+        if prompt is None or prompt.request is None:
             text = f"pages of transfer {pages.transfer_id} are ignored: no such request is expected"
             return [Log(logging.WARNING, text)]
         if len(pages.groups) != len(self._layout.groups):
             text = f"{len(pages.groups)} KV groups were computed, the layout has {len(self._layout.groups)}"
-            return self._end(now, transfer, FailCode.WRITE_ERROR, text)
-        if transfer.phase not in (_Phase.WAITING, _Phase.ACTIVE):
-            return []
-        for known, group, named in zip(transfer.pages, self._layout.groups, pages.groups, strict=True):
-            for logical, block in used_blocks(group, named.first, named.blocks).items():
-                earlier = known.get(logical)
-                # The same block again is valid since the earlier step; another one replaces it.
-                if earlier is None or earlier[0] != block:
-                    known[logical] = (block, pages.signal_base)
-        return self._push(transfer)
+            return self._end_all(now, prompt, FailCode.WRITE_ERROR, text)
+        used = [
+            used_blocks(group, named.first, named.blocks)
+            for group, named in zip(self._layout.groups, pages.groups, strict=True)
+        ]
+        actions: list[PrefillAction] = []
+        for transfer in prompt.shares:
+            if transfer.phase not in (_Phase.WAITING, _Phase.ACTIVE):
+                continue
+            for known, blocks in zip(transfer.pages, used, strict=True):
+                for logical, block in blocks.items():
+                    earlier = known.get(logical)
+                    # The same block again is valid since the earlier step; another one replaces it.
+                    if earlier is None or earlier[0] != block:
+                        known[logical] = (block, pages.signal_base)
+            actions += self._push(transfer)
+        return actions
 
-    def preempt(self, transfer_ids: Sequence[str]) -> tuple[str, ...]:
+    def preempt(self, transfer_ids: Sequence[str]) -> tuple[Share, ...]:
         """The requests lose their blocks: pages not yet pushed are forgotten until they are computed again.
 
-        Returns the transfers whose writes still read those blocks: they must be quiesced before anybody
-        else may write there, or ``quiesce_failed`` be called.
+        Returns the shares whose writes still read those blocks: they must be quiesced before anybody else may
+        write there, or ``quiesce_failed`` be called.
         """
-        for transfer_id in transfer_ids:
-            for known in self._pages(transfer_id):
+        prompts = [self._prompts[transfer_id] for transfer_id in transfer_ids if transfer_id in self._prompts]
+        transfers = [transfer for prompt in prompts for transfer in prompt.shares]
+        for transfer in transfers:
+            for known in transfer.pages:
                 known.clear()
-        return tuple(transfer_id for transfer_id in transfer_ids if self.writing(transfer_id))
+        return tuple(transfer.share for transfer in transfers if self.writing(transfer.share))
 
     def forget_pages(self, now: float) -> list[PrefillAction]:
         """The memory loses its contents, and all sessions are over: what was computed has to be computed
         again, and a finished prompt has nothing left to give."""
-        self.preempt(tuple(self._transfers))
+        self.preempt(tuple(self._prompts))
         actions: list[PrefillAction] = []
-        for transfer in list(self._transfers.values()):
-            if transfer.finished and transfer.phase is _Phase.WAITING:
+        for transfer in self._all():
+            if transfer.prompt.finished and transfer.phase is _Phase.WAITING:
                 actions += self._end(now, transfer, FailCode.PREFILL_ABORTED, "the prefill engine was asleep")
         return actions
 
-    def quiesce_failed(self, now: float, transfer_id: str) -> list[PrefillAction]:
-        """A preempted transfer did not drain in time: only a fence stops the reads."""
-        transfer = self._transfers.get(transfer_id)
+    def quiesce_failed(self, now: float, share: Share) -> list[PrefillAction]:
+        """A preempted share did not drain in time: only a fence stops the reads."""
+        transfer = self._transfer(share)
         if transfer is None or transfer.reservation is None or transfer.reservation.peer_lost:
             return []
-        return [Fence(transfer.reservation.peer, f"writes of preempted transfer {transfer_id} did not drain")]
+        return [Fence(transfer.reservation.peer, f"writes of preempted transfer {share} did not drain")]
 
     def cache_cleared(self, now: float) -> list[PrefillAction]:
         """All prompts are computed anew, and differently: what D has of one would not fit the rest."""
         actions: list[PrefillAction] = []
-        for transfer in list(self._transfers.values()):
+        for transfer in self._all():
             reservation = transfer.reservation
             if reservation is not None and reservation.left > 0 and any(reservation.pushed):
                 text = "the prefill engine cleared its KV cache when a part of the prompt had gone"
@@ -229,21 +273,24 @@ class PrefillMachine:
 
     def finished(self, now: float, transfer_id: str, ok: bool, reason: str) -> list[PrefillAction]:
         """The request left P's scheduler, with its prompt computed (ok) or not."""
-        transfer = self._transfers.get(transfer_id)
-        if transfer is None:
+        prompt = self._prompts.get(transfer_id)
+        if prompt is None:
             # It was aborted before it was ever scheduled, and D's RESERVE is still to come.
             return [] if ok else self._forbid(now, transfer_id, _aborted(reason))
-        if transfer.finished:
+        if prompt.finished:
             return []
-        transfer.finished = True
+        prompt.finished = True
+        if prompt.over:
+            return self._conclude(now, prompt)
         if not ok:
-            return self._end(now, transfer, FailCode.PREFILL_ABORTED, reason)
-        if transfer.phase is _Phase.WAITING:
-            self._hold(now, transfer)
-            return []
-        if transfer.phase is _Phase.ACTIVE:
-            return self._seal(now, transfer)
-        return self._settle(now, transfer) if transfer.phase is _Phase.CLOSED else []
+            return self._end_all(now, prompt, FailCode.PREFILL_ABORTED, reason)
+        actions: list[PrefillAction] = []
+        for transfer in prompt.shares:
+            if transfer.phase is _Phase.WAITING:
+                self._hold(now, transfer)
+            elif transfer.phase is _Phase.ACTIVE:
+                actions += self._seal(now, transfer)
+        return actions
 
     # --- D, through messages
 
@@ -259,28 +306,34 @@ class PrefillMachine:
         layout = self._peers.get(peer)
         if layout is None:
             return []
-        problem = targets_problem(layout, message.groups, message.prompt_tokens)
+        prompt = self._prompts.get(message.transfer_id)
+        problem = targets_problem(layout, message.groups, message.prompt_tokens) or _share_problem(
+            prompt, message
+        )
         if problem is not None:
             return [self._refuse(peer, message, FailCode.INCOMPATIBLE, problem)]
-        transfer = self._transfers.get(message.transfer_id)
-        verdict = self._tombstones.get(message.transfer_id) if transfer is None else transfer.verdict
+        known = None if prompt is None else self._share_of(prompt, message.share)
+        verdict = self._tombstones.get(message.transfer_id) if known is None else known.verdict
         if verdict is not None:
-            if verdict.served == (peer, message.attempt):
+            if (peer, message.attempt) in verdict.served:
                 return []
             return [self._refuse(peer, message, verdict.code, verdict.text)]
         if self._closing:  # behind the verdicts: a repeated RESERVE's writes may still be in flight
             return [self._refuse(peer, message, FailCode.DRAINING, "the prefill engine is shutting down")]
-        if transfer is None:
-            transfer = self._new_transfer(message.transfer_id)
-        elif transfer.reservation is not None:
-            if transfer.reservation.key == (peer, message.attempt):
+        if known is not None and known.reservation is not None:
+            if known.reservation.key == (peer, message.attempt):
                 return []
             text = "the transfer is already going to another decode request"
             return [self._refuse(peer, message, FailCode.DUPLICATE, text)]
-        elif transfer.request is not None:
-            problem = _prompt_problem(transfer.request, message)
+        request = None if prompt is None else prompt.request
+        if request is not None:
+            problem = _prompt_problem(request, message)
             if problem is not None:
                 return [self._refuse(peer, message, FailCode.PROMPT_MISMATCH, problem)]
+        prompt = prompt or self._new_prompt(message.transfer_id)
+        if not prompt.told:
+            self._split(prompt, message.shares)
+        transfer = prompt.shares[message.share]
         targets = [
             used_blocks(group, target.first, target.blocks)
             for group, target in zip(layout.groups, message.groups, strict=True)
@@ -296,26 +349,33 @@ class PrefillMachine:
             left=sum(map(len, targets)),
         )
         transfer.phase = _Phase.ACTIVE
-        if transfer.request is None:
-            self._timers.set(transfer.transfer_id, min(deadline, now + self._timeouts.orphan))
+        if request is None:
+            until = min(deadline, now + self._timeouts.orphan)
+            self._timers.set(transfer.share, until)
+            for other in prompt.shares:  # those that have not come yet are waited for as long
+                if other.phase is _Phase.WAITING and self._timers.deadline(other.share) is None:
+                    self._timers.set(other.share, until)
             return []
-        self._timers.set(transfer.transfer_id, deadline)
-        actions = [*_reached(transfer, State.MOVING), *self._push(transfer)]
-        if transfer.finished:
+        self._timers.set(transfer.share, deadline)
+        actions = [*_moving(prompt), *self._push(transfer)]
+        if prompt.finished:
             actions += self._seal(now, transfer)
         return actions
 
     def cancel(self, now: float, peer: PeerId, message: Cancel) -> list[PrefillAction]:
-        """CANCEL: D no longer wants the transfer. Always ends in a CANCEL_ACK or a FAIL for that attempt."""
+        """CANCEL: D no longer wants the share. Always ends in a CANCEL_ACK or a FAIL for that attempt."""
         key = (peer, message.attempt)
-        transfer = self._transfers.get(message.transfer_id)
+        prompt = self._prompts.get(message.transfer_id)
         acknowledged = Send(peer, CancelAck(message.transfer_id, message.attempt, drained=True))
-        cancelled = Verdict(Outcome.CANCELLED, FailCode.EXPIRED, "decode cancelled the transfer", key)
-        if transfer is None:
+        cancelled = Verdict(Outcome.CANCELLED, FailCode.EXPIRED, "decode cancelled the transfer", (key,))
+        if prompt is None:
             tombstone = self._tombstones.get(message.transfer_id)
             if tombstone is None:  # overtook its RESERVE, which must not start anything when it comes
                 return [acknowledged, *self._forbid(now, message.transfer_id, cancelled)]
             return [_acknowledge(peer, message, tombstone)]
+        transfer = self._share_of(prompt, message.share)
+        if transfer is None:
+            return [acknowledged]
         if transfer.reservation is not None:
             if transfer.reservation.key != key:
                 return [acknowledged]
@@ -326,38 +386,42 @@ class PrefillMachine:
             return [_acknowledge(peer, message, transfer.verdict)]
         return [acknowledged, *self._close(now, transfer, cancelled)]
 
-    def release(self, now: float, peer: PeerId, transfer_id: str) -> list[PrefillAction]:
+    def release(self, now: float, peer: PeerId, message: Release) -> list[PrefillAction]:
         """RELEASE: D needs nothing of this transfer. A RESERVE outranks it."""
-        transfer = self._transfers.get(transfer_id)
-        released = Verdict(Outcome.RELEASED, FailCode.EXPIRED, "decode released the transfer", None)
-        if transfer is None:
-            return self._forbid(now, transfer_id, released)
-        return self._close(now, transfer, released) if transfer.phase is _Phase.WAITING else []
+        prompt = self._prompts.get(message.transfer_id)
+        released = Verdict(Outcome.RELEASED, FailCode.EXPIRED, "decode released the transfer", ())
+        if prompt is None:
+            return self._forbid(now, message.transfer_id, released)
+        transfer = self._share_of(prompt, message.share)
+        if transfer is None or transfer.phase is not _Phase.WAITING:
+            return []
+        return self._close(now, transfer, released)
 
     def waiting(self, now: float, peer: PeerId, transfer_ids: Sequence[str]) -> list[PrefillAction]:
         """PING: these transfers still wait in D's queue, so their blocks are held on."""
         for transfer_id in transfer_ids:
-            transfer = self._transfers.get(transfer_id)
-            if transfer is not None and transfer.phase is _Phase.WAITING:
-                transfer.claimed = peer
-                if transfer.finished:
-                    self._hold(now, transfer)
+            prompt = self._prompts.get(transfer_id)
+            for transfer in () if prompt is None else prompt.shares:
+                if transfer.phase is _Phase.WAITING:
+                    transfer.claimed = peer
+                    if transfer.prompt.finished:
+                        self._hold(now, transfer)
         return []
 
     def peer_down(self, now: float, peer: PeerId, reason: str) -> list[PrefillAction]:
         """The session is over, its fence is under way: ``fenced`` follows."""
         self._peers.pop(peer, None)
         actions: list[PrefillAction] = []
-        for transfer in self._transfers.values():
-            if transfer.claimed == peer and transfer.finished and transfer.phase is _Phase.WAITING:
+        for transfer in self._all():
+            if transfer.claimed == peer and transfer.prompt.finished and transfer.phase is _Phase.WAITING:
                 self._hold(now, transfer)
         for transfer in self._of_peer(peer):
             reservation = transfer.reservation
             assert reservation is not None
             reservation.peer_lost = True
-            self._timers.clear(transfer.transfer_id)
+            self._timers.clear(transfer.share)
             if transfer.phase is _Phase.ACTIVE:
-                verdict = Verdict(Outcome.FAILED, FailCode.EXPIRED, reason, reservation.key)
+                verdict = Verdict(Outcome.FAILED, FailCode.EXPIRED, reason, (reservation.key,))
                 actions += self._drain(now, transfer, verdict)
         return actions
 
@@ -371,23 +435,23 @@ class PrefillMachine:
     # --- The transfer engine
 
     def writes_ended(
-        self, now: float, transfer_id: str, end: WritesEnd, quiesced: bool, reason: str
+        self, now: float, share: Share, end: WritesEnd, quiesced: bool, reason: str
     ) -> list[PrefillAction]:
-        """The engine's last word on a transfer's writes: nothing of it is in flight on this side any more."""
-        transfer = self._transfers.get(transfer_id)
+        """The engine's last word on a share's writes: nothing of it is in flight on this side any more."""
+        transfer = self._transfer(share)
         if transfer is None or transfer.reservation is None or not transfer.reservation.writing:
             return []
         if transfer.phase is _Phase.DRAINING:
             return self._drained(now, transfer, quiesced or end is WritesEnd.DONE)
         if end is WritesEnd.DONE:
             return self._complete(now, transfer)
-        text, served = reason or "the writes ended early", transfer.reservation.key
+        text, served = reason or "the writes ended early", (transfer.reservation.key,)
         transfer.verdict = Verdict(Outcome.FAILED, FailCode.WRITE_ERROR, text, served)
         return self._drained(now, transfer, quiesced)
 
-    def push_failed(self, now: float, transfer_id: str, reason: str) -> list[PrefillAction]:
+    def push_failed(self, now: float, share: Share, reason: str) -> list[PrefillAction]:
         """The engine did not take a Push; its transfer, if it is open, has to be cancelled."""
-        transfer = self._transfers.get(transfer_id)
+        transfer = self._transfer(share)
         if transfer is None or transfer.phase is not _Phase.ACTIVE:
             return []
         return self._end(now, transfer, FailCode.WRITE_ERROR, reason)
@@ -397,17 +461,18 @@ class PrefillMachine:
     def tick(self, now: float) -> list[PrefillAction]:
         """Acts on every deadline that has come."""
         actions: list[PrefillAction] = []
-        while (transfer_id := self._timers.pop_due(now)) is not None:
-            transfer = self._transfers[transfer_id]
+        while (share := self._timers.pop_due(now)) is not None:
+            transfer = self._transfer(share)
+            assert transfer is not None
             reservation = transfer.reservation
             if reservation is None:
                 text = "no decode engine asked for it in time"
-                verdict = Verdict(Outcome.EXPIRED, FailCode.EXPIRED, text, None)
+                verdict = Verdict(Outcome.EXPIRED, FailCode.EXPIRED, text, ())
                 actions += self._close(now, transfer, verdict)
             elif transfer.phase is _Phase.DRAINING:
-                text = f"writes of transfer {transfer_id} did not drain within {self._timeouts.drain:g} s"
+                text = f"writes of transfer {share} did not drain within {self._timeouts.drain:g} s"
                 actions.append(Fence(reservation.peer, text))
-            elif transfer.request is None:
+            elif transfer.prompt.request is None:
                 text = "no request with this transfer id reached the prefill engine in time"
                 actions += self._end(now, transfer, FailCode.UNKNOWN_TRANSFER, text)
             else:
@@ -419,21 +484,47 @@ class PrefillMachine:
         """P shuts down: every reservation ends in FAIL(DRAINING). Requests are no longer reported."""
         self._closing = True
         actions: list[PrefillAction] = []
-        for transfer in list(self._transfers.values()):
-            transfer.finished, transfer.request = True, None
-            actions += self._end(now, transfer, FailCode.DRAINING, "the prefill engine is shutting down")
+        for prompt in list(self._prompts.values()):
+            prompt.finished, prompt.request = True, None
+            text = "the prefill engine is shutting down"
+            actions += (
+                self._conclude(now, prompt)
+                if prompt.over
+                else self._end_all(now, prompt, FailCode.DRAINING, text)
+            )
         return actions
 
     # --- Steps
 
-    def _new_transfer(self, transfer_id: str) -> _Transfer:
-        transfer = _Transfer(transfer_id, pages=[{} for _ in self._layout.groups])
-        self._transfers[transfer_id] = transfer
-        return transfer
+    def _new_prompt(self, transfer_id: str) -> _Prompt:
+        prompt = _Prompt(transfer_id)
+        prompt.shares.append(_Transfer(Share(transfer_id), prompt, pages=[{} for _ in self._layout.groups]))
+        self._prompts[transfer_id] = prompt
+        return prompt
 
-    def _pages(self, transfer_id: str) -> list[dict[int, tuple[int, int | None]]]:
-        transfer = self._transfers.get(transfer_id)
-        return [] if transfer is None else transfer.pages
+    def _split(self, prompt: _Prompt, shares: int) -> None:
+        """From the one share that nobody has come for: as many as D says."""
+        prompt.told = True
+        (first,) = prompt.shares
+        held_until = self._timers.deadline(first.share)
+        for number in range(1, shares):
+            share, pages = Share(prompt.transfer_id, number), [dict(known) for known in first.pages]
+            prompt.shares.append(_Transfer(share, prompt, claimed=first.claimed, pages=pages))
+            if held_until is not None:
+                self._timers.set(share, held_until)
+
+    def _share_of(self, prompt: _Prompt, number: int) -> _Transfer | None:
+        """The share of that number, unless there are fewer. One stands for all until the first RESERVE."""
+        if not prompt.told:
+            return prompt.shares[0]
+        return prompt.shares[number] if number < len(prompt.shares) else None
+
+    def _transfer(self, share: Share) -> _Transfer | None:
+        prompt = self._prompts.get(share.transfer_id)
+        return None if prompt is None else prompt.shares[share.number]
+
+    def _all(self) -> list[_Transfer]:
+        return [transfer for prompt in self._prompts.values() for transfer in prompt.shares]
 
     def _hold(self, now: float, transfer: _Transfer) -> None:
         """From now on a finished prompt's blocks are kept for a while, until D comes for them."""
@@ -441,12 +532,10 @@ class PrefillMachine:
         if transfer.claimed is not None and transfer.claimed not in self._peers:
             # D had said that it would come. Either it dials again and says so, or it is dead.
             hold = min(hold, self._timeouts.dead + self._timeouts.connect)
-        self._timers.set(transfer.transfer_id, now + hold)
+        self._timers.set(transfer.share, now + hold)
 
     def _of_peer(self, peer: PeerId) -> list[_Transfer]:
-        return [
-            t for t in self._transfers.values() if t.reservation is not None and t.reservation.peer == peer
-        ]
+        return [t for t in self._all() if t.reservation is not None and t.reservation.peer == peer]
 
     def _refuse(self, peer: PeerId, message: Reserve, code: FailCode, text: str) -> Send:
         """FAIL for a RESERVE that never became a reservation: nothing of it was ever written."""
@@ -455,7 +544,7 @@ class PrefillMachine:
     def _push(self, transfer: _Transfer) -> list[PrefillAction]:
         """Pushes what is computed, wanted and not yet pushed; one Push for each step that computed some."""
         reservation = transfer.reservation
-        if reservation is None or transfer.request is None:
+        if reservation is None or transfer.prompt.request is None:
             return []
         steps: dict[int | None, list[PushedGroup]] = {}
         for group, (known, targets) in enumerate(zip(transfer.pages, reservation.targets, strict=True)):
@@ -475,7 +564,7 @@ class PrefillMachine:
             reservation.writing = True
         immediate = reservation.message.immediate
         return [
-            Push(reservation.peer, transfer.transfer_id, signal_base, immediate, tuple(groups))
+            Push(reservation.peer, transfer.share, signal_base, immediate, tuple(groups))
             for signal_base, groups in sorted(steps.items(), key=_begin)
         ]
 
@@ -487,25 +576,28 @@ class PrefillMachine:
             text = f"{reservation.left} of the pages that decode asked for were never computed"
             return self._end(now, transfer, FailCode.WRITE_ERROR, text)
         if reservation.writing:
-            return [Seal(transfer.transfer_id)]
+            return [Seal(transfer.share)]
         return self._complete(now, transfer)  # D wanted no page at all
 
     def _complete(self, now: float, transfer: _Transfer) -> list[PrefillAction]:
         reservation = transfer.reservation
         assert reservation is not None
         text = "the transfer is complete"
-        transfer.verdict = Verdict(Outcome.COMPLETED, FailCode.DUPLICATE, text, reservation.key)
+        transfer.verdict = Verdict(Outcome.COMPLETED, FailCode.DUPLICATE, text, (reservation.key,))
         return self._finish_reservation(now, transfer, ())
 
     def _end(self, now: float, transfer: _Transfer, code: FailCode, text: str) -> list[PrefillAction]:
-        """Ends the transfer with a failure, whatever its phase."""
+        """Ends the share with a failure, unless it has ended or is about to."""
         if transfer.phase is _Phase.WAITING:
-            return self._close(now, transfer, Verdict(Outcome.FAILED, code, text, None))
+            return self._close(now, transfer, Verdict(Outcome.FAILED, code, text, ()))
         if transfer.phase is _Phase.ACTIVE:
             reservation = transfer.reservation
             assert reservation is not None
-            return self._drain(now, transfer, Verdict(Outcome.FAILED, code, text, reservation.key))
-        return self._settle(now, transfer) if transfer.phase is _Phase.CLOSED else []
+            return self._drain(now, transfer, Verdict(Outcome.FAILED, code, text, (reservation.key,)))
+        return []
+
+    def _end_all(self, now: float, prompt: _Prompt, code: FailCode, text: str) -> list[PrefillAction]:
+        return [action for transfer in prompt.shares for action in self._end(now, transfer, code, text)]
 
     def _drain(self, now: float, transfer: _Transfer, verdict: Verdict) -> list[PrefillAction]:
         """Stops the transfer's writes; its end follows once nothing is in flight."""
@@ -517,8 +609,8 @@ class PrefillMachine:
         transfer.phase = _Phase.DRAINING
         if reservation.peer_lost:  # its fence ends the writes, and bounds the wait
             return []
-        self._timers.set(transfer.transfer_id, now + self._timeouts.drain)
-        return [CancelWrites(transfer.transfer_id)]
+        self._timers.set(transfer.share, now + self._timeouts.drain)
+        return [CancelWrites(transfer.share)]
 
     def _drained(self, now: float, transfer: _Transfer, quiesced: bool) -> list[PrefillAction]:
         """Nothing of a stopped transfer is in flight any more: tell D, unless it is gone."""
@@ -542,33 +634,38 @@ class PrefillMachine:
         assert reservation is not None
         assert verdict is not None
         seconds = now - reservation.since
+        transfer_id, number = transfer.share
         ended = Ended(
-            Role.PREFILL, transfer.transfer_id, reservation.peer, verdict.outcome, verdict.text, seconds
+            Role.PREFILL, transfer_id, reservation.peer, verdict.outcome, verdict.text, seconds, number
         )
         return [*messages, ended, *self._settle(now, transfer)]
 
     def _close(self, now: float, transfer: _Transfer, verdict: Verdict) -> list[PrefillAction]:
         """Ends a transfer that no RESERVE is being served for."""
         transfer.verdict = verdict
-        ended = Ended(Role.PREFILL, transfer.transfer_id, None, verdict.outcome, verdict.text)
+        transfer_id, number = transfer.share
+        ended = Ended(Role.PREFILL, transfer_id, None, verdict.outcome, verdict.text, share=number)
         return [ended, *self._settle(now, transfer)]
 
     def _settle(self, now: float, transfer: _Transfer) -> list[PrefillAction]:
-        """Nothing moves any more: the request is reported if P's engine is done with it, else when it is."""
-        assert transfer.verdict is not None
-        over: list[PrefillAction] = []
-        if transfer.phase is not _Phase.CLOSED:
-            completed = transfer.verdict.outcome is Outcome.COMPLETED
-            over = _reached(transfer, State.DONE if completed else State.FAILED)
+        """Nothing of this share moves any more."""
         transfer.phase, transfer.reservation = _Phase.CLOSED, None
-        self._timers.clear(transfer.transfer_id)
+        self._timers.clear(transfer.share)
         for known in transfer.pages:
             known.clear()
-        if transfer.request is not None and not transfer.finished:
-            return over
-        del self._transfers[transfer.transfer_id]
-        self._tombstones.bury(now, transfer.transfer_id, transfer.verdict)
-        return over if transfer.request is None else [*over, FinishedSending(transfer.request.request_id)]
+        prompt = transfer.prompt
+        if not prompt.over:
+            return []
+        completed = _verdict(prompt).outcome is Outcome.COMPLETED
+        return [*_reached(prompt, State.DONE if completed else State.FAILED), *self._conclude(now, prompt)]
+
+    def _conclude(self, now: float, prompt: _Prompt) -> list[PrefillAction]:
+        """All shares are over: the request is reported if P's engine is done with it, else when it is."""
+        if prompt.request is not None and not prompt.finished:
+            return []
+        del self._prompts[prompt.transfer_id]
+        self._tombstones.bury(now, prompt.transfer_id, _verdict(prompt))
+        return [] if prompt.request is None else [FinishedSending(prompt.request.request_id)]
 
     def _forbid(self, now: float, transfer_id: str, verdict: Verdict) -> list[PrefillAction]:
         """A transfer of which nothing is known yet ends before it begins."""
@@ -592,13 +689,39 @@ def _prompt_problem(request: PrefillRequest, reserve: Reserve) -> str | None:
     return None
 
 
-def _reached(transfer: _Transfer, state: State) -> list[PrefillAction]:
+def _share_problem(prompt: _Prompt | None, message: Reserve) -> str | None:
+    if message.share >= message.shares:
+        return f"there is no share {message.share} of {message.shares}"
+    if prompt is not None and prompt.told and len(prompt.shares) != message.shares:
+        return f"one decode worker wants a share of {message.shares}, another one of {len(prompt.shares)}"
+    return None
+
+
+def _verdict(prompt: _Prompt) -> Verdict:
+    """On a prompt whose shares are all over: the first that is no success, for all."""
+    verdicts = [transfer.verdict for transfer in prompt.shares if transfer.verdict is not None]
+    worst = next((one for one in verdicts if one.outcome is not Outcome.COMPLETED), verdicts[0])
+    return replace(
+        worst,
+        served=tuple(key for one in verdicts for key in one.served),
+        quiesced=all(one.quiesced for one in verdicts),
+    )
+
+
+def _moving(prompt: _Prompt) -> list[PrefillAction]:
+    """With the first share."""
+    actions = [] if prompt.moving else _reached(prompt, State.MOVING)
+    prompt.moving = True
+    return actions
+
+
+def _reached(prompt: _Prompt, state: State) -> list[PrefillAction]:
     """For the request, if there is one."""
-    request, verdict = transfer.request, transfer.verdict
+    request = prompt.request
     if request is None:
         return []
-    reason = verdict.text if state is State.FAILED and verdict is not None else ""
-    return [Reached(Role.PREFILL, transfer.transfer_id, request.request_id, state, reason)]
+    reason = _verdict(prompt).text if state is State.FAILED else ""
+    return [Reached(Role.PREFILL, prompt.transfer_id, request.request_id, state, reason)]
 
 
 def _begin(step: tuple[int | None, object]) -> int:
@@ -608,10 +731,10 @@ def _begin(step: tuple[int | None, object]) -> int:
 
 
 def _aborted(reason: str) -> Verdict:
-    return Verdict(Outcome.FAILED, FailCode.PREFILL_ABORTED, reason, None)
+    return Verdict(Outcome.FAILED, FailCode.PREFILL_ABORTED, reason, ())
 
 
 def _acknowledge(peer: PeerId, message: Cancel, verdict: Verdict) -> Send:
-    """CANCEL_ACK for a transfer that is over; only the served attempt may have left something in flight."""
-    drained = verdict.quiesced or verdict.served != (peer, message.attempt)
+    """CANCEL_ACK for a transfer that is over; only a served attempt may have left something in flight."""
+    drained = verdict.quiesced or (peer, message.attempt) not in verdict.served
     return Send(peer, CancelAck(message.transfer_id, message.attempt, drained))

@@ -53,6 +53,11 @@ class Timers(Generic[Key]):
         """Removes the key's deadline, if it has one."""
         self._deadline.pop(key, None)
 
+    def deadline(self, key: Key) -> float | None:
+        """The key's deadline, if it has one."""
+        known = self._deadline.get(key)
+        return None if known is None else known[0]
+
     def next(self) -> float | None:
         """The earliest deadline, or None."""
         self._drop_stale()

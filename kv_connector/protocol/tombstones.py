@@ -19,8 +19,8 @@ class Verdict:
     outcome: Outcome
     code: FailCode
     text: str
-    served: tuple[PeerId, int] | None  # the peer and attempt that know already
-    quiesced: bool = True  # nothing of that attempt can land any more
+    served: tuple[tuple[PeerId, int], ...]  # the peers and attempts that know already
+    quiesced: bool = True  # nothing of those attempts can land any more
 
 
 class Tombstones:

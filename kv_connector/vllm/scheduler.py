@@ -29,7 +29,7 @@ from kv_connector.protocol.layout import GroupTarget
 from kv_connector.protocol.messages import Role
 from kv_connector.protocol.params import BadParams, DecodeParams, PrefillParams, parse_params
 from kv_connector.protocol.prompt_hash import prompt_hash
-from kv_connector.protocol.requests import DecodeRequest, GroupPages, PrefillRequest
+from kv_connector.protocol.requests import DecodeRequest, GroupPages, PrefillRequest, Source
 from kv_connector.vllm.internals import Request, RequestStatus
 from kv_connector.vllm.metadata import StepMetadata
 
@@ -359,7 +359,7 @@ class DecodeScheduler:
         return DecodeRequest(
             request_id=target.request_id,
             transfer_id=target.transfer_id,
-            sources=(target.peer,),
+            sources=(Source(target.peer),),
             prompt_tokens=target.tokens,
             first_token=first_token,
             prompt_hash=target.prompt_hash,

@@ -27,10 +27,12 @@ BUGS = (
         "preemption forgets nothing",
         "protocol/prefill.py",
         """\
-            for known in self._pages(transfer_id):
+            for known in transfer.pages:
                 known.clear()
-""",
-        "            pass\n",
+        return tuple(""",
+        """\
+            pass
+        return tuple(""",
     ),
     # A preempted prompt is computed again, and each page that had gone goes once more.
     Bug(
@@ -75,8 +77,8 @@ BUGS = (
         "a prompt is reported as sent while its engine still works on it",
         "protocol/prefill.py",
         """\
-        if transfer.request is not None and not transfer.finished:
-            return over
+        if prompt.request is not None and not prompt.finished:
+            return []
 """,
         "",
     ),
@@ -85,14 +87,13 @@ BUGS = (
         "no hold time",
         "protocol/prefill.py",
         """\
-        if transfer.phase is _Phase.WAITING:
-            self._hold(now, transfer)
-            return []
-""",
+            if transfer.phase is _Phase.WAITING:
+                self._hold(now, transfer)
+            elif""",
         """\
-        if transfer.phase is _Phase.WAITING:
-            return []
-""",
+            if transfer.phase is _Phase.WAITING:
+                pass
+            elif""",
     ),
     # A CANCEL that overtakes its RESERVE: P begins to write into blocks that are somebody else's.
     Bug(
@@ -156,6 +157,13 @@ BUGS = (
         """\
                 actions += self._end(now, transfer, Outcome.FAILED, "not complete in time")
 """,
+    ),
+    # Several workers of D read one of P: its blocks come back when the first has what it wants.
+    Bug(
+        "a prompt is over with its first share",
+        "protocol/prefill.py",
+        "        return all(transfer.phase is _Phase.CLOSED for transfer in self.shares)\n",
+        "        return any(transfer.phase is _Phase.CLOSED for transfer in self.shares)\n",
     ),
     # Pages come from several engines, one of which still writes.
     Bug(

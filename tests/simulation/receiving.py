@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kv_connector.agent.effects import Action
 from kv_connector.protocol.actions import Address, State
 from kv_connector.protocol.layout import GroupTarget
-from kv_connector.protocol.requests import DecodeRequest
+from kv_connector.protocol.requests import DecodeRequest, Source
 
 from .pool import LAYERS_OF_GROUP, ROWS, TOKENS, Content, Page
 from .scenario import Plan
@@ -52,8 +52,8 @@ class DecodeSide:
         if process.leaving:
             return
         load = self._queue[plan.name] = _Load(plan)
-        for address in self._sources(plan):
-            process.submit(lambda now, address=address: process.effects.peers.dial(now, address))  # type: ignore[misc]
+        for source in self._sources(plan):
+            self._dial(source.address)
         self._tell_waiting()
         self._later(plan.admitted_after, lambda: self._admit(load))
         if plan.decode_abort is not None:
@@ -99,8 +99,14 @@ class DecodeSide:
 
     # --- Steps
 
-    def _sources(self, plan: Plan) -> tuple[Address, ...]:
-        return tuple(self._world.addresses[name] for name in self._world.scenario.sources(plan))
+    def _sources(self, plan: Plan) -> tuple[Source, ...]:
+        scenario = self._world.scenario
+        shares = len(scenario.targets(plan))
+        share = scenario.targets(plan).index(self._process.name)
+        return tuple(Source(self._world.addresses[name], share, shares) for name in scenario.sources(plan))
+
+    def _dial(self, address: Address) -> None:
+        self._process.submit(lambda now: self._process.effects.peers.dial(now, address))
 
     def _later(self, delay: float, event: object) -> None:
         def guarded() -> None:
@@ -116,7 +122,7 @@ class DecodeSide:
     def _tell_waiting(self) -> None:
         process = self._process
         plans = [load.plan for load in self._queue.values()]
-        waiting = [(plan.transfer_id, address) for plan in plans for address in self._sources(plan)]
+        waiting = [(plan.transfer_id, source.address) for plan in plans for source in self._sources(plan)]
         process.submit(lambda now: process.effects.peers.set_waiting(now, waiting))
 
     def _abort(self, load: _Load) -> None:
@@ -141,9 +147,7 @@ class DecodeSide:
         def command(now: float) -> Sequence[Action]:
             release = self._process.effects.decode.release
             return [
-                action
-                for address in self._sources(plan)
-                for action in release(now, plan.transfer_id, address)
+                action for source in self._sources(plan) for action in release(now, plan.transfer_id, source)
             ]
 
         self._process.submit(command)

@@ -82,6 +82,7 @@ class Scenario:
     decodes: int = 1
     both: bool = False  # every engine may take either role
     staged: bool = False  # p0's model runs in two stages: p0 has the first layers, s0 the others
+    wide: bool = False  # d0 has two workers, each of which wants every page: d0 and e0
     chaos: bool = False  # the control network reorders and duplicates, which TCP does not
     jitter: float = 0.01  # seconds, typical for one message
     wire: float = 0.02  # seconds, typical for one write
@@ -94,15 +95,20 @@ class Scenario:
     @property
     def nodes(self) -> tuple[str, ...]:
         prefills = [f"{stage}{i}" for i in range(self.prefills) for stage in ("ps" if self.staged else "p")]
-        return (*prefills, *(f"d{i}" for i in range(self.decodes)))
+        decodes = [f"{worker}{i}" for i in range(self.decodes) for worker in ("de" if self.wide else "d")]
+        return (*prefills, *decodes)
 
     def sources(self, plan: Plan) -> tuple[str, ...]:
         """The engines that compute the request's prompt."""
         return (plan.prefill, f"s{plan.prefill[1:]}") if self.staged else (plan.prefill,)
 
+    def targets(self, plan: Plan) -> tuple[str, ...]:
+        """The engines that want the request's pages."""
+        return (plan.decode, f"e{plan.decode[1:]}") if self.wide else (plan.decode,)
+
     def undisturbed(self, plan: Plan) -> bool:
         """Whether no fault concerns this request, and no other request: its end, good or bad, comes soon."""
-        concerned = {*self.sources(plan), plan.decode}
+        concerned = {*self.sources(plan), *self.targets(plan)}
         claimed = sum(other.transfer_id == plan.transfer_id for other in self.plans)
         faultless = not any(concerned.issuperset(fault.who) for fault in self.faults)
         return faultless and claimed == 1 and plan.scheduled_after < _LONG
@@ -135,7 +141,8 @@ def draw(seed: int) -> Scenario:
         lease=rng.random() < 0.25,
         skew=rng.random() < 0.3,
     )
-    scenario = replace(scenario, staged=seed % 4 == 3 and not scenario.both)
+    if not scenario.both:
+        scenario = replace(scenario, staged=seed % 4 == 3, wide=seed % 4 == 1 or seed % 8 == 7)
     # Faults and aborts come in some runs only: the others must end well for everybody.
     trouble = rng.random()
     plans = [_plan(rng, scenario, number, trouble > 0.2) for number in range(rng.randint(2, 8))]
@@ -193,13 +200,13 @@ def _fault(rng: random.Random, scenario: Scenario, plans: list[Plan]) -> Fault:
     at = rng.choice((rng.uniform(0, 4), begun + rng.expovariate(3.0), max(0.0, begun - rng.expovariate(3.0))))
     coin = rng.randrange(1 << 16)
     lasting = rng.choice((0.05, 0.5, 2.0, 4.0, 8.0)) * rng.uniform(0.5, 1.5)
-    sources = scenario.sources(plan)
-    source = sources[coin % len(sources)]
+    sources, targets = scenario.sources(plan), scenario.targets(plan)
+    source, target = sources[coin % len(sources)], targets[coin // 2 % len(targets)]
     if rng.random() < 0.6:
-        who = rng.choice((source, plan.decode, rng.choice(scenario.nodes)))
+        who = rng.choice((source, target, rng.choice(scenario.nodes)))
         return Fault(rng.choice(LONELY), at, (who,), lasting, coin)
     if rng.random() < 0.7:
-        return Fault(rng.choice(MUTUAL), at, (source, plan.decode), lasting, coin)
+        return Fault(rng.choice(MUTUAL), at, (source, target), lasting, coin)
     if scenario.both:
         return Fault(rng.choice(MUTUAL), at, tuple(rng.sample(scenario.nodes, 2)), lasting, coin)
     who = (f"p{rng.randrange(scenario.prefills)}", f"d{rng.randrange(scenario.decodes)}")

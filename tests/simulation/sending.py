@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kv_connector.agent.effects import Action
-from kv_connector.protocol.actions import State
+from kv_connector.protocol.actions import Share, State
 from kv_connector.protocol.requests import ComputedPages, GroupPages, PrefillRequest
 
 from .pool import GROUP_OF_LAYER, LAYERS_OF_GROUP, ROWS, TOKENS
@@ -219,15 +219,15 @@ class PrefillSide:
         process, world = self._process, self._world
         ids = [prompt.plan.transfer_id for prompt in prompts]
         world.books.note("%s preempts %s", process, ids)
-        draining: list[tuple[str, int, int]] = []
+        draining: list[tuple[Share, int, int]] = []
         begun = world.clock.now
         give_up = begun + world.times.drain
 
         def command(now: float) -> Sequence[Action]:
-            for transfer_id in process.effects.prefill.preempt(ids):
-                outgoing = process.effects.writes.open.get(transfer_id)
+            for share in process.effects.prefill.preempt(ids):
+                outgoing = process.effects.writes.open.get(share)
                 if outgoing is not None:
-                    draining.append((transfer_id, outgoing.number, outgoing.last_signal))
+                    draining.append((share, outgoing.number, outgoing.last_signal))
             self._later(0.0, look)
             return ()
 
@@ -245,10 +245,10 @@ class PrefillSide:
                 process.submit(fence)
 
         def fence(now: float) -> Sequence[Action]:
-            for transfer_id, _, _ in draining:
-                process.effects.run(now, process.effects.prefill.quiesce_failed(now, transfer_id))
+            for share, _, _ in draining:
+                process.effects.run(now, process.effects.prefill.quiesce_failed(now, share))
             process.effects.writes.when_over(
-                [transfer_id for transfer_id, _, _ in draining], lambda: self._later(0.0, resume)
+                [share for share, _, _ in draining], lambda: self._later(0.0, resume)
             )
             return ()
 

@@ -76,7 +76,8 @@ class World:
                 for source in self.scenario.sources(plan):
                     self.clock.at(plan.prefill_at, lambda name=source, plan=plan: self._arrive(name, plan))
             if not plan.unknown_to_decode:
-                self.clock.at(plan.decode_at, lambda plan=plan: self._arrive(plan.decode, plan))
+                for target in self.scenario.targets(plan):
+                    self.clock.at(plan.decode_at, lambda name=target, plan=plan: self._arrive(name, plan))
             last = max(last, plan.prefill_at, plan.decode_at + plan.admitted_after)
         for fault in self.scenario.faults:
             self.clock.at(fault.at, lambda fault=fault: faults.strike(self, fault))
@@ -97,7 +98,7 @@ class World:
         """A new process at the address; nothing if there is one."""
         if name in self.processes:
             return
-        role = Role.BOTH if self.scenario.both else Role.DECODE if name[0] == "d" else Role.PREFILL
+        role = Role.BOTH if self.scenario.both else Role.DECODE if name[0] in "de" else Role.PREFILL
         self._lives[name] = life = self._lives.get(name, 0) + 1
         staged = self.scenario.staged and role is Role.PREFILL
         layers = STAGES["ps".index(name[0])] if staged else range(LAYERS)
@@ -153,7 +154,7 @@ class World:
         process = self.processes.get(name)
         if process is None:
             return
-        side = process.decode if name == plan.decode else process.prefill
+        side = process.decode if name in self.scenario.targets(plan) else process.prefill
         side.arrive(plan)
 
     def _until(self, limit: float, left: Callable[[], Mapping[str, object]]) -> None:

@@ -22,7 +22,7 @@ from kv_connector.engine.transfer_engine import TransferEngine
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.layout import GroupTarget, KvLayout
 from kv_connector.protocol.messages import Fingerprint, Role
-from kv_connector.protocol.requests import ComputedPages, DecodeRequest, GroupPages, PrefillRequest
+from kv_connector.protocol.requests import ComputedPages, DecodeRequest, GroupPages, PrefillRequest, Source
 from kv_connector.protocol.timers import Timeouts
 
 # Long enough for a machine that is busy with other tests, and a failing test still ends.
@@ -116,7 +116,7 @@ class Side:
         prompt_hash: bytes | None = HASH,
         others: tuple[Address, ...] = (),
     ) -> None:
-        sources, groups = (peer, *others), (GroupTarget(0, tuple(blocks)),)
+        sources, groups = tuple(map(Source, (peer, *others))), (GroupTarget(0, tuple(blocks)),)
         self.agent.reserve(DecodeRequest(f"d-{transfer}", transfer, sources, tokens, 0, prompt_hash, groups))
 
     def holds(self, transfer: str, source: Sequence[int], target: Sequence[int]) -> bool:

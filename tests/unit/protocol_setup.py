@@ -11,7 +11,7 @@ from kv_connector.protocol.actions import Address
 from kv_connector.protocol.layout import GroupLayout, GroupTarget, KvLayout, LayerLayout
 from kv_connector.protocol.messages import Fingerprint, Reserve, fingerprint
 from kv_connector.protocol.mismatch import Advice
-from kv_connector.protocol.requests import ComputedPages, DecodeRequest, GroupPages, PrefillRequest
+from kv_connector.protocol.requests import ComputedPages, DecodeRequest, GroupPages, PrefillRequest, Source
 
 HASH = bytes(range(16))
 BLOCK = 16  # tokens
@@ -115,8 +115,8 @@ def decode_request(
     tokens: int = 3 * BLOCK,
     prompt_hash: bytes | None = HASH,
 ) -> DecodeRequest:
-    groups = (GroupTarget(0, tuple(blocks)),)
-    return DecodeRequest(request or f"d-{transfer}", transfer, peers, tokens, 0, prompt_hash, groups)
+    groups, sources = (GroupTarget(0, tuple(blocks)),), tuple(map(Source, peers))
+    return DecodeRequest(request or f"d-{transfer}", transfer, sources, tokens, 0, prompt_hash, groups)
 
 
 def only(actions: Sequence[object], kind: type[T]) -> T:

@@ -25,7 +25,7 @@ from kv_connector.protocol.actions import Address, Outcome, State
 from kv_connector.protocol.layout import GroupTarget
 from kv_connector.protocol.messages import Release, Role, encode
 from kv_connector.protocol.peers import PeerState
-from kv_connector.protocol.requests import ComputedPages, DecodeRequest, GroupPages
+from kv_connector.protocol.requests import ComputedPages, DecodeRequest, GroupPages, Source
 
 SOURCE, TARGET = (1, 2, 3), (11, 12, 13)
 
@@ -201,7 +201,7 @@ def test_rows_come_beside_the_pages(sim: Stage) -> None:
     prefill.agent.computed(ComputedPages("t", 0, (GroupPages(2, (3,)), GroupPages(0, (0,)))))
     prefill.agent.finished("t", True, "")
     groups = GroupTarget(0, TARGET), GroupTarget(0, (3,))
-    decode.agent.reserve(DecodeRequest("d-t", "t", (prefill.address,), 3 * BLOCK, 0, HASH, groups))
+    decode.agent.reserve(DecodeRequest("d-t", "t", (Source(prefill.address),), 3 * BLOCK, 0, HASH, groups))
     until(lambda: prefill.agent.live().engine_transfers == 1)
     assert decode.received == []
     prefill.agent.signal.store(len(prefill.layout.layers))

@@ -20,7 +20,7 @@ from kv_connector.agent.commands import (
 from kv_connector.agent.ledger import Reports
 from kv_connector.agent.worker import Worker
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.requests import ComputedPages, DecodeRequest, PrefillRequest
+from kv_connector.protocol.requests import ComputedPages, DecodeRequest, PrefillRequest, Source
 
 __all__ = ["agent"]
 
@@ -168,7 +168,10 @@ def test_whatever_is_refused_each_request_is_reported_exactly_once(random: Any, 
         lives.append([PrefillRequest(p, t, 100, bytes(16)), FinishPrefill(p, t, True, "")])
         lives.append(
             random.choice(
-                [[DecodeRequest(d, t, (PEER,), 100, 0, bytes(16), ()), Cancel(d)], [FailLoad(d), Cancel(d)]]
+                [
+                    [DecodeRequest(d, t, (Source(PEER),), 100, 0, bytes(16), ()), Cancel(d)],
+                    [FailLoad(d), Cancel(d)],
+                ]
             )
         )
     while lives:

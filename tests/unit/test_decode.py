@@ -23,7 +23,7 @@ from kv_connector.protocol.actions import (
 )
 from kv_connector.protocol.decode import DecodeAction, DecodeMachine
 from kv_connector.protocol.messages import Cancel, CancelAck, Fail, FailCode, Release, Reserve, Role
-from kv_connector.protocol.requests import DecodeRequest
+from kv_connector.protocol.requests import DecodeRequest, Source
 from kv_connector.protocol.timers import Timeouts
 
 PEER, OTHER = 1, 2
@@ -510,21 +510,21 @@ def test_after_a_death_the_next_request_dials_again(machine: DecodeMachine) -> N
 
 
 def test_release_goes_out_now_or_when_the_session_is_there(machine: DecodeMachine) -> None:
-    assert machine.release(0.0, "t", P_ADDRESS) == [Dial(P_ADDRESS)]
-    assert machine.release(0.0, "u", P_ADDRESS) == [Dial(P_ADDRESS)]
+    assert machine.release(0.0, "t", Source(P_ADDRESS)) == [Dial(P_ADDRESS)]
+    assert machine.release(0.0, "u", Source(P_ADDRESS)) == [Dial(P_ADDRESS)]
     actions = machine.peer_up(1.0, P_ADDRESS, PEER)
     assert [send.message for send in every(actions, Send)] == [Release("t"), Release("u")]
-    assert machine.release(2.0, "v", P_ADDRESS) == [Send(PEER, Release("v"))]
+    assert machine.release(2.0, "v", Source(P_ADDRESS)) == [Send(PEER, Release("v"))]
 
 
 def test_releases_for_an_address_that_leads_nowhere_are_dropped(machine: DecodeMachine) -> None:
-    machine.release(0.0, "t", P_ADDRESS)
+    machine.release(0.0, "t", Source(P_ADDRESS))
     machine.dial_failed(1.0, P_ADDRESS, "no answer")
     assert machine.peer_up(2.0, P_ADDRESS, PEER) == []
 
 
 def test_a_transfer_id_that_cannot_be_sent_is_not_released(machine: DecodeMachine) -> None:
-    assert only(machine.release(0.0, "x" * 1000, P_ADDRESS), Log).level == logging.WARNING
+    assert only(machine.release(0.0, "x" * 1000, Source(P_ADDRESS)), Log).level == logging.WARNING
 
 
 def test_shutting_down_cancels_everything_and_calls_nothing_received(machine: DecodeMachine) -> None:

@@ -22,9 +22,10 @@ from kv_connector.protocol.actions import (
     Reached,
     Seal,
     Send,
+    Share,
     State,
 )
-from kv_connector.protocol.messages import Cancel, CancelAck, Fail, FailCode, Reserve, Role
+from kv_connector.protocol.messages import Cancel, CancelAck, Fail, FailCode, Release, Reserve, Role
 from kv_connector.protocol.prefill import PrefillAction, PrefillMachine, WritesEnd
 from kv_connector.protocol.timers import Timeouts
 
@@ -62,7 +63,7 @@ def active(machine: PrefillMachine) -> None:
 def sealed(machine: PrefillMachine) -> None:
     active(machine)
     assert pushed(machine.computed(0.0, computed((3,), first=2, base=2))) == {3: 13}
-    assert machine.finished(0.0, "t", True, "") == [Seal("t")]
+    assert machine.finished(0.0, "t", True, "") == [Seal(Share("t"))]
 
 
 def assert_over(machine: PrefillMachine) -> None:
@@ -79,10 +80,10 @@ def test_pages_go_as_they_are_computed_and_the_request_is_reported_when_they_hav
     machine.expect(0.0, prefill_request())
     machine.reserve(0.0, PEER, reserve())
     actions = machine.computed(1.0, computed((1, 2), base=40))
-    assert actions == [Push(PEER, "t", 40, 100, (PushedGroup(0, (1, 2), (11, 12)),))]
+    assert actions == [Push(PEER, Share("t"), 40, 100, (PushedGroup(0, (1, 2), (11, 12)),))]
     assert pushed(machine.computed(2.0, computed((3,), first=2, base=42))) == {3: 13}
-    assert machine.finished(3.0, "t", True, "") == [Seal("t")]
-    actions = machine.writes_ended(4.0, "t", WritesEnd.DONE, True, "")
+    assert machine.finished(3.0, "t", True, "") == [Seal(Share("t"))]
+    actions = machine.writes_ended(4.0, Share("t"), WritesEnd.DONE, True, "")
     assert only(actions, FinishedSending).request_id == "p-t"
     assert only(actions, Ended).outcome is Outcome.COMPLETED
     assert only(actions, Ended).seconds == 4.0
@@ -105,7 +106,7 @@ def test_serial_dispatch_pushes_everything_when_reserve_comes(machine: PrefillMa
     actions = machine.reserve(5.0, PEER, reserve())
     assert [push.signal_base for push in every(actions, Push)] == [0, 2]
     assert pushed(actions) == {1: 11, 2: 12, 3: 13}
-    assert actions[-1] == Seal("t")
+    assert actions[-1] == Seal(Share("t"))
 
 
 def test_each_page_goes_once_however_often_it_is_computed(machine: PrefillMachine) -> None:
@@ -143,7 +144,7 @@ def test_null_blocks_are_skipped_on_both_sides(machine: PrefillMachine) -> None:
     machine.reserve(0.0, PEER, reserve(blocks=(0, 12, 13)))
     assert pushed(machine.computed(0.0, computed((1, 2, 0)))) == {2: 12}
     assert pushed(machine.computed(0.0, computed((3,), first=2))) == {3: 13}
-    assert machine.finished(0.0, "t", True, "") == [Seal("t")]
+    assert machine.finished(0.0, "t", True, "") == [Seal(Share("t"))]
 
 
 def test_groups_are_pushed_by_their_own_tables() -> None:
@@ -165,7 +166,7 @@ def test_rows_go_with_the_step_in_which_they_are_there() -> None:
     assert push.groups == (PushedGroup(0, (1, 2), (11, 12)),)
     push = only(machine.computed(0.0, computed((3,), first=2, base=3, more=[(0,)])), Push)
     assert push.groups == (PushedGroup(0, (3,), (13,)), PushedGroup(1, (0,), (0,)))
-    assert machine.finished(0.0, "t", True, "") == [Seal("t")]
+    assert machine.finished(0.0, "t", True, "") == [Seal(Share("t"))]
 
 
 def test_a_reserve_that_wants_no_page_needs_no_writes(machine: PrefillMachine) -> None:
@@ -197,9 +198,9 @@ def test_pages_of_an_unknown_request_are_ignored_with_a_word(machine: PrefillMac
 
 def test_an_abort_stops_the_writes_and_tells_decode_once_they_have_drained(machine: PrefillMachine) -> None:
     active(machine)
-    assert machine.finished(0.0, "t", False, "client left") == [CancelWrites("t")]
+    assert machine.finished(0.0, "t", False, "client left") == [CancelWrites(Share("t"))]
     assert machine.computed(0.0, computed((3,), first=2)) == []
-    actions = machine.writes_ended(1.0, "t", WritesEnd.CANCELLED, True, "")
+    actions = machine.writes_ended(1.0, Share("t"), WritesEnd.CANCELLED, True, "")
     assert message(actions) == Fail("t", 1, FailCode.PREFILL_ABORTED, "client left", quiesced=True)
     assert only(actions, FinishedSending).request_id == "p-t"
     assert only(actions, Ended).outcome is Outcome.FAILED
@@ -209,7 +210,7 @@ def test_an_abort_stops_the_writes_and_tells_decode_once_they_have_drained(machi
 def test_an_abort_whose_bytes_may_still_land_says_so(machine: PrefillMachine) -> None:
     active(machine)
     machine.finished(0.0, "t", False, "")
-    fail = message(machine.writes_ended(1.0, "t", WritesEnd.CANCELLED, False, ""))
+    fail = message(machine.writes_ended(1.0, Share("t"), WritesEnd.CANCELLED, False, ""))
     assert isinstance(fail, Fail)
     assert not fail.quiesced
 
@@ -244,8 +245,8 @@ def test_an_abort_of_a_request_that_was_never_scheduled_reaches_decode(machine: 
 
 def test_pages_that_were_never_computed_fail_the_transfer(machine: PrefillMachine) -> None:
     active(machine)
-    assert machine.finished(0.0, "t", True, "") == [CancelWrites("t")]
-    actions = machine.writes_ended(0.0, "t", WritesEnd.CANCELLED, True, "")
+    assert machine.finished(0.0, "t", True, "") == [CancelWrites(Share("t"))]
+    actions = machine.writes_ended(0.0, Share("t"), WritesEnd.CANCELLED, True, "")
     fail = message(actions)
     assert isinstance(fail, Fail)
     assert fail.code is FailCode.WRITE_ERROR
@@ -258,7 +259,7 @@ def test_a_failed_write_fails_the_transfer_and_the_request_is_reported_when_it_f
     machine: PrefillMachine,
 ) -> None:
     active(machine)
-    actions = machine.writes_ended(0.0, "t", WritesEnd.FAILED, False, "PEER_DOWN over tcp")
+    actions = machine.writes_ended(0.0, Share("t"), WritesEnd.FAILED, False, "PEER_DOWN over tcp")
     assert message(actions) == Fail("t", 1, FailCode.WRITE_ERROR, "PEER_DOWN over tcp", quiesced=False)
     assert every(actions, FinishedSending) == []
     assert machine.computed(0.0, computed((3,), first=2)) == []
@@ -268,29 +269,29 @@ def test_a_failed_write_fails_the_transfer_and_the_request_is_reported_when_it_f
 
 def test_a_failed_write_after_the_end_reports_at_once(machine: PrefillMachine) -> None:
     sealed(machine)
-    assert only(machine.writes_ended(0.0, "t", WritesEnd.FAILED, True, "x"), FinishedSending)
+    assert only(machine.writes_ended(0.0, Share("t"), WritesEnd.FAILED, True, "x"), FinishedSending)
     assert_over(machine)
 
 
 def test_a_push_that_the_engine_refuses_fails_the_transfer(machine: PrefillMachine) -> None:
     active(machine)
-    assert machine.push_failed(0.0, "t", "OUT_OF_RANGE in arm") == [CancelWrites("t")]
-    fail = message(machine.writes_ended(0.0, "t", WritesEnd.CANCELLED, True, ""))
+    assert machine.push_failed(0.0, Share("t"), "OUT_OF_RANGE in arm") == [CancelWrites(Share("t"))]
+    fail = message(machine.writes_ended(0.0, Share("t"), WritesEnd.CANCELLED, True, ""))
     assert fail == Fail("t", 1, FailCode.WRITE_ERROR, "OUT_OF_RANGE in arm", quiesced=True)
 
 
 def test_a_wrong_number_of_groups_fails_the_transfer(machine: PrefillMachine) -> None:
     active(machine)
-    assert machine.computed(0.0, computed((3,), first=2, more=[(5,)])) == [CancelWrites("t")]
+    assert machine.computed(0.0, computed((3,), first=2, more=[(5,)])) == [CancelWrites(Share("t"))]
 
 
 def test_finished_is_heard_once(machine: PrefillMachine) -> None:
     active(machine)
     machine.finished(0.0, "t", False, "")
     assert machine.finished(0.0, "t", False, "") == []
-    actions = machine.writes_ended(0.0, "t", WritesEnd.CANCELLED, True, "")
+    actions = machine.writes_ended(0.0, Share("t"), WritesEnd.CANCELLED, True, "")
     assert only(actions, FinishedSending)
-    assert machine.writes_ended(0.0, "t", WritesEnd.CANCELLED, True, "") == []
+    assert machine.writes_ended(0.0, Share("t"), WritesEnd.CANCELLED, True, "") == []
     assert machine.finished(0.0, "t", True, "") == []
 
 
@@ -320,14 +321,14 @@ def test_a_request_moves_once_both_halves_are_here_and_is_done_with_its_report(
     assert halves[1]() == MOVING
     assert states(machine.computed(0.0, computed((1, 2, 3)))) == []
     assert states(machine.finished(0.0, "t", True, "")) == []
-    actions = machine.writes_ended(0.0, "t", WritesEnd.DONE, True, "")
+    actions = machine.writes_ended(0.0, Share("t"), WritesEnd.DONE, True, "")
     assert states(actions) == [("p-t", State.DONE)]
     assert actions[-1] == FinishedSending("p-t")
 
 
 def test_a_failure_is_told_before_the_request_finishes_and_once(machine: PrefillMachine) -> None:
     active(machine)
-    actions = machine.writes_ended(0.0, "t", WritesEnd.FAILED, True, "PEER_DOWN over tcp")
+    actions = machine.writes_ended(0.0, Share("t"), WritesEnd.FAILED, True, "PEER_DOWN over tcp")
     assert only(actions, Reached) == Reached(Role.PREFILL, "t", "p-t", State.FAILED, "PEER_DOWN over tcp")
     assert machine.finished(1.0, "t", True, "") == [FinishedSending("p-t")]
 
@@ -335,7 +336,9 @@ def test_a_failure_is_told_before_the_request_finishes_and_once(machine: Prefill
 def test_what_drains_still_moves(machine: PrefillMachine) -> None:
     active(machine)
     assert states(machine.cancel(0.0, PEER, Cancel("t", 1))) == []
-    assert states(machine.writes_ended(1.0, "t", WritesEnd.CANCELLED, True, "")) == [("p-t", State.FAILED)]
+    assert states(machine.writes_ended(1.0, Share("t"), WritesEnd.CANCELLED, True, "")) == [
+        ("p-t", State.FAILED)
+    ]
 
 
 def test_a_request_that_decode_gave_up_before_it_came_has_failed(machine: PrefillMachine) -> None:
@@ -346,7 +349,7 @@ def test_a_request_that_decode_gave_up_before_it_came_has_failed(machine: Prefil
 
 def test_a_second_request_of_a_transfer_that_is_complete_has_failed(machine: PrefillMachine) -> None:
     sealed(machine)
-    machine.writes_ended(0.0, "t", WritesEnd.DONE, True, "")
+    machine.writes_ended(0.0, Share("t"), WritesEnd.DONE, True, "")
     again = machine.expect(1.0, prefill_request(request="again"))
     assert states(again) == [("again", State.FAILED)]
     assert machine.finished(2.0, "t", True, "") == [FinishedSending("again")]
@@ -367,25 +370,25 @@ def test_preemption_forgets_what_was_not_pushed_and_keeps_the_ledger(machine: Pr
     # Its old blocks belong to somebody else now; the prompt is computed again elsewhere.
     assert machine.reserve(0.0, PEER, reserve()) == MOVING
     assert pushed(machine.computed(0.0, computed((7, 8), base=4))) == {7: 11, 8: 12}
-    assert machine.preempt(["t"]) == ("t",)
+    assert machine.preempt(["t"]) == (Share("t"),)
     assert pushed(machine.computed(0.0, computed((4, 5, 6), base=8))) == {6: 13}
 
 
 def test_writes_of_a_stopped_transfer_are_quiesced_too(machine: PrefillMachine) -> None:
     active(machine)
     machine.cancel(0.0, PEER, Cancel("t", 1))
-    assert machine.preempt(["t"]) == ("t",)
-    machine.writes_ended(0.0, "t", WritesEnd.CANCELLED, True, "")
+    assert machine.preempt(["t"]) == (Share("t"),)
+    machine.writes_ended(0.0, Share("t"), WritesEnd.CANCELLED, True, "")
     assert machine.preempt(["t"]) == ()
 
 
 def test_preempted_writes_that_do_not_drain_are_fenced(machine: PrefillMachine) -> None:
     active(machine)
-    assert only(machine.quiesce_failed(0.0, "t"), Fence).peer == PEER
+    assert only(machine.quiesce_failed(0.0, Share("t")), Fence).peer == PEER
     machine.peer_down(0.0, PEER, "fenced")
-    assert machine.quiesce_failed(0.0, "t") == []
+    assert machine.quiesce_failed(0.0, Share("t")) == []
     machine.fenced(0.0, PEER)
-    assert machine.quiesce_failed(0.0, "t") == []
+    assert machine.quiesce_failed(0.0, Share("t")) == []
     assert only(machine.finished(0.0, "t", True, ""), FinishedSending)
 
 
@@ -393,9 +396,9 @@ def test_a_prompt_of_which_a_part_has_gone_is_not_completed_from_a_cleared_cache
     machine: PrefillMachine,
 ) -> None:
     active(machine)
-    assert machine.cache_cleared(0.0) == [CancelWrites("t")]
+    assert machine.cache_cleared(0.0) == [CancelWrites(Share("t"))]
     assert machine.computed(0.0, computed((4, 5, 6))) == []
-    fail = message(machine.writes_ended(0.0, "t", WritesEnd.CANCELLED, True, ""))
+    fail = message(machine.writes_ended(0.0, Share("t"), WritesEnd.CANCELLED, True, ""))
     assert isinstance(fail, Fail)
     assert (fail.code, fail.quiesced) == (FailCode.PREFILL_ABORTED, True)
     assert "cleared its KV cache" in fail.message
@@ -498,12 +501,12 @@ def test_a_second_decode_request_is_refused(machine: PrefillMachine, peer: int, 
     assert (send.message.code, send.message.attempt) == (FailCode.DUPLICATE, attempt)
     assert send.message.quiesced
     machine.computed(0.0, computed((3,), first=2))
-    assert machine.finished(0.0, "t", True, "") == [Seal("t")]  # the first one goes on
+    assert machine.finished(0.0, "t", True, "") == [Seal(Share("t"))]  # the first one goes on
 
 
 def test_after_the_end_the_served_attempt_is_ignored_and_others_are_refused(machine: PrefillMachine) -> None:
     sealed(machine)
-    machine.writes_ended(0.0, "t", WritesEnd.DONE, True, "")
+    machine.writes_ended(0.0, Share("t"), WritesEnd.DONE, True, "")
     assert machine.reserve(1.0, PEER, reserve()) == []
     fail = message(machine.reserve(1.0, PEER, reserve(attempt=2)))
     assert isinstance(fail, Fail)
@@ -532,9 +535,9 @@ def test_a_peer_whose_pages_do_not_fit_is_not_admitted() -> None:
 
 def test_cancel_stops_drains_and_is_acknowledged(machine: PrefillMachine) -> None:
     active(machine)
-    assert machine.cancel(0.0, PEER, Cancel("t", 1)) == [CancelWrites("t")]
+    assert machine.cancel(0.0, PEER, Cancel("t", 1)) == [CancelWrites(Share("t"))]
     assert machine.cancel(0.0, PEER, Cancel("t", 1)) == []  # the answer is under way
-    actions = machine.writes_ended(1.0, "t", WritesEnd.CANCELLED, True, "")
+    actions = machine.writes_ended(1.0, Share("t"), WritesEnd.CANCELLED, True, "")
     assert message(actions) == CancelAck("t", 1, drained=True)
     assert only(actions, Ended).outcome is Outcome.CANCELLED
     assert every(actions, FinishedSending) == []
@@ -544,9 +547,9 @@ def test_cancel_stops_drains_and_is_acknowledged(machine: PrefillMachine) -> Non
 
 def test_cancel_of_a_finished_request_frees_it_when_drained(machine: PrefillMachine) -> None:
     sealed(machine)
-    assert machine.cancel(0.0, PEER, Cancel("t", 1)) == [CancelWrites("t")]
+    assert machine.cancel(0.0, PEER, Cancel("t", 1)) == [CancelWrites(Share("t"))]
     # The last page beat the cancellation.
-    actions = machine.writes_ended(1.0, "t", WritesEnd.DONE, True, "")
+    actions = machine.writes_ended(1.0, Share("t"), WritesEnd.DONE, True, "")
     assert message(actions) == CancelAck("t", 1, drained=True)
     assert only(actions, FinishedSending)
     assert_over(machine)
@@ -555,7 +558,7 @@ def test_cancel_of_a_finished_request_frees_it_when_drained(machine: PrefillMach
 def test_cancel_that_cannot_tell_says_so_and_so_does_its_repetition(machine: PrefillMachine) -> None:
     active(machine)
     machine.cancel(0.0, PEER, Cancel("t", 1))
-    actions = machine.writes_ended(1.0, "t", WritesEnd.CANCELLED, False, "")
+    actions = machine.writes_ended(1.0, Share("t"), WritesEnd.CANCELLED, False, "")
     assert message(actions) == CancelAck("t", 1, drained=False)
     assert message(machine.cancel(1.0, PEER, Cancel("t", 1))) == CancelAck("t", 1, drained=False)
     machine.finished(1.0, "t", True, "")
@@ -598,19 +601,19 @@ def test_cancel_of_another_attempt_leaves_the_transfer_alone(machine: PrefillMac
     assert message(machine.cancel(0.0, PEER, Cancel("t", 2))) == CancelAck("t", 2, drained=True)
     assert message(machine.cancel(0.0, OTHER, Cancel("t", 1))) == CancelAck("t", 1, drained=True)
     machine.computed(0.0, computed((3,), first=2))
-    assert machine.finished(0.0, "t", True, "") == [Seal("t")]
+    assert machine.finished(0.0, "t", True, "") == [Seal(Share("t"))]
 
 
 def test_cancel_while_an_abort_drains_is_answered_by_its_fail(machine: PrefillMachine) -> None:
     active(machine)
     machine.finished(0.0, "t", False, "x")
     assert machine.cancel(0.0, PEER, Cancel("t", 1)) == []
-    assert isinstance(message(machine.writes_ended(0.0, "t", WritesEnd.CANCELLED, True, "")), Fail)
+    assert isinstance(message(machine.writes_ended(0.0, Share("t"), WritesEnd.CANCELLED, True, "")), Fail)
 
 
 def test_release_frees_the_request_when_it_finishes(machine: PrefillMachine) -> None:
     machine.expect(0.0, prefill_request())
-    assert only(machine.release(0.0, PEER, "t"), Ended).outcome is Outcome.RELEASED
+    assert only(machine.release(0.0, PEER, Release("t")), Ended).outcome is Outcome.RELEASED
     assert machine.computed(0.0, computed((1, 2, 3))) == []
     assert only(machine.finished(0.0, "t", True, ""), FinishedSending)
     assert_over(machine)
@@ -619,13 +622,13 @@ def test_release_frees_the_request_when_it_finishes(machine: PrefillMachine) -> 
 def test_release_of_a_finished_request_frees_it_at_once(machine: PrefillMachine) -> None:
     machine.expect(0.0, prefill_request())
     machine.finished(0.0, "t", True, "")
-    assert only(machine.release(0.0, PEER, "t"), FinishedSending)
+    assert only(machine.release(0.0, PEER, Release("t")), FinishedSending)
     assert_over(machine)
 
 
 def test_release_may_come_before_the_request(machine: PrefillMachine) -> None:
-    assert only(machine.release(0.0, PEER, "t"), Ended).outcome is Outcome.RELEASED
-    assert machine.release(0.0, PEER, "t") == []
+    assert only(machine.release(0.0, PEER, Release("t")), Ended).outcome is Outcome.RELEASED
+    assert machine.release(0.0, PEER, Release("t")) == []
     machine.expect(0.0, prefill_request())
     fail = message(machine.reserve(0.0, PEER, reserve()))
     assert isinstance(fail, Fail)
@@ -636,7 +639,7 @@ def test_release_may_come_before_the_request(machine: PrefillMachine) -> None:
 
 def test_reserve_outranks_release(machine: PrefillMachine) -> None:
     active(machine)
-    assert machine.release(0.0, OTHER, "t") == []
+    assert machine.release(0.0, OTHER, Release("t")) == []
     assert pushed(machine.computed(0.0, computed((3,), first=2))) == {3: 13}
 
 
@@ -711,8 +714,8 @@ def test_a_reservation_that_is_not_served_in_time_ends(machine: PrefillMachine) 
     machine.reserve(1.0, PEER, reserve(deadline_ms=2000))
     machine.computed(1.0, computed((1,)))
     assert machine.tick(2.9) == []
-    assert machine.tick(3.0) == [CancelWrites("t")]
-    actions = machine.writes_ended(3.1, "t", WritesEnd.CANCELLED, True, "")
+    assert machine.tick(3.0) == [CancelWrites(Share("t"))]
+    actions = machine.writes_ended(3.1, Share("t"), WritesEnd.CANCELLED, True, "")
     assert message(actions).code is FailCode.EXPIRED  # type: ignore[attr-defined]
     assert every(actions, FinishedSending) == []
     assert only(machine.finished(9.0, "t", True, ""), FinishedSending)
@@ -753,7 +756,7 @@ def test_a_dead_peers_requests_are_reported_once_it_is_fenced(machine: PrefillMa
 def test_writes_that_end_before_the_fence_are_reported_then(machine: PrefillMachine) -> None:
     sealed(machine)
     machine.peer_down(0.0, PEER, "gone")
-    assert only(machine.writes_ended(0.0, "t", WritesEnd.FAILED, False, "PEER_DOWN"), FinishedSending)
+    assert only(machine.writes_ended(0.0, Share("t"), WritesEnd.FAILED, False, "PEER_DOWN"), FinishedSending)
     assert machine.fenced(0.0, PEER) == []
     assert_over(machine)
 
@@ -791,12 +794,12 @@ def test_shutting_down_ends_every_reservation_and_takes_no_other(machine: Prefil
     machine.expect(0.0, prefill_request("waiting"))
     machine.reserve(0.0, PEER, reserve(transfer="orphan"))
     actions = machine.close(0.0)
-    assert CancelWrites("t") in actions
+    assert CancelWrites(Share("t")) in actions
     assert message(actions) == Fail(
         "orphan", 1, FailCode.DRAINING, "the prefill engine is shutting down", quiesced=True
     )
     assert machine.reserve(0.0, PEER, reserve()) == [], "repeated: its writes are still in flight"
-    actions = machine.writes_ended(0.0, "t", WritesEnd.CANCELLED, True, "")
+    actions = machine.writes_ended(0.0, Share("t"), WritesEnd.CANCELLED, True, "")
     assert message(actions).code is FailCode.DRAINING  # type: ignore[attr-defined]
     assert every(actions, FinishedSending) == []
     assert message(machine.reserve(0.0, PEER, reserve(transfer="new"))).code is FailCode.DRAINING  # type: ignore[attr-defined]

@@ -26,7 +26,7 @@ from vllm_stage import (
 from kv_connector.agent.commands import Cancel, FailLoad, FinishPrefill, RankAddresses, Release
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.prompt_hash import prompt_hash
-from kv_connector.protocol.requests import DecodeRequest, PrefillRequest
+from kv_connector.protocol.requests import DecodeRequest, PrefillRequest, Source
 from kv_connector.vllm.metadata import RankAddress, StepMetadata
 
 __all__ = ["model", "stage"]
@@ -194,7 +194,7 @@ class TestPrefill:
         assert params["transfer_id"] == expected.transfer_id
         decode.add("d", prompt(40), params)
         request = reservation(decode.step())
-        assert (request.transfer_id, request.sources) == (expected.transfer_id, (ADDRESS,))
+        assert (request.transfer_id, request.sources) == (expected.transfer_id, (Source(ADDRESS),))
         assert request.prompt_hash == expected.prompt_hash
 
     @pytest.mark.parametrize("token", [-1, 1 << 32])
@@ -306,7 +306,9 @@ class TestDecode:
         assert not metadata.computes
         table = decode.tables("d")[0]
         asked = reservation(metadata)
-        assert asked == DecodeRequest("d", "t", (ADDRESS,), 100, 0, prompt_hash(prompt(100)), asked.groups)
+        assert asked == DecodeRequest(
+            "d", "t", (Source(ADDRESS),), 100, 0, prompt_hash(prompt(100)), asked.groups
+        )
         assert (asked.groups[0].first, asked.groups[0].blocks) == (0, tuple(table))
         assert len(table) == 4
         decode.update(output)
