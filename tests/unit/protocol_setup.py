@@ -94,6 +94,8 @@ def reserve(
     prompt_hash: bytes | None = HASH,
     deadline_ms: int = 300_000,
     more: Sequence[Sequence[int]] = (),
+    share: int = 0,
+    shares: int = 1,
 ) -> Reserve:
     return Reserve(
         transfer_id=transfer,
@@ -104,6 +106,8 @@ def reserve(
         groups=(GroupTarget(0, tuple(blocks)), *(GroupTarget(0, tuple(other)) for other in more)),
         immediate=100,
         deadline_ms=deadline_ms,
+        share=share,
+        shares=shares,
     )
 
 
