@@ -27,14 +27,15 @@ struct Other {
   }
   PeerId at_receiver() const { return connection.second_to_first; }
 
-  // Pages in the order of the memory, or no page and as many times the immediate alone.
-  TransferId write_pages(size_t pages, uint32_t immediate) {
+  // Pages in the order of the memory. May end at any step, or find no peer any more: a foreign immediate costs the link.
+  Result<TransferId> write_pages(size_t pages, uint32_t immediate) {
     PagedWrite write{kPage, side.region, {{}, kPage, 0}, receiver_region, {{}, kPage, 0}, immediate};
     for (size_t i = 0; i < pages; ++i) write.source_pages.indices.push_back(static_cast<int64_t>(i));
     write.target_pages.indices = write.source_pages.indices;
-    const TransferId transfer = must(side.engine->open_transfer(connection.first_to_second));
-    must(side.engine->write_pages(transfer, std::move(write)));
-    must(side.engine->seal(transfer));
+    const Result<TransferId> transfer = side.engine->open_transfer(connection.first_to_second);
+    if (transfer && side.engine->write_pages(transfer.value(), std::move(write))) {
+      static_cast<void>(side.engine->seal(transfer.value()));  // its end says what became of it
+    }
     return transfer;
   }
   TransferId raise(uint32_t immediate) {
@@ -71,7 +72,8 @@ TEST_P(Raisers, AForeignImmediateRaisesNothingAndCostsItsSenderTheLink) {
     const CounterSet set = must(receiver.alloc_counters(1, {pair.to_sender}));
     must(receiver.expect(set.id, {2}));
     write_page(pair, set.immediates[0]);
-    const TransferId stolen = with_pages ? thief.write_pages(1, set.immediates[0]) : thief.raise(set.immediates[0]);
+    const TransferId stolen =
+        with_pages ? must(thief.write_pages(1, set.immediates[0])) : thief.raise(set.immediates[0]);
     const Event down = next_event(receiver);
     EXPECT_EQ(down.kind, EventKind::kPeerDown);
     EXPECT_EQ(down.id, thief.at_receiver());
@@ -105,7 +107,7 @@ TEST_P(Raisers, ManyForeignPagesRaiseNothing) {
   Other thief("thief", provider(), pair.receiver);
   const CounterSet set = must(receiver.alloc_counters(2, {pair.to_sender}));
   must(receiver.expect(set.id, {1, 1}));
-  for (const uint32_t immediate : set.immediates) thief.write_pages(kPages, immediate);
+  for (const uint32_t immediate : set.immediates) static_cast<void>(thief.write_pages(kPages, immediate));
   expect_down(receiver, thief.at_receiver());
   must(receiver.fence(thief.at_receiver(), kLimit));
   EXPECT_EQ(must(receiver.counter_values(set.id)), (std::vector<uint64_t>{0, 0}));
@@ -127,7 +129,7 @@ TEST_P(Raisers, AForeignImmediateTakesOutTheLinkItCameOver) {
   await([&] { return thieves.stats().links == links && receiver.stats().links == before + links; }, "all links");
   const CounterSet set = must(receiver.alloc_counters(1, {pair.to_sender}));
   must(receiver.expect(set.id, {1}));
-  const TransferId stolen = thief.write_pages(1, set.immediates[0]);
+  const TransferId stolen = must(thief.write_pages(1, set.immediates[0]));
   await([&] { return receiver.stats().links_lost == 1; }, "the link's end");
   ended(thieves, stolen);
   await([&] { return receiver.stats().links_restored == 1; }, "the link");
@@ -145,10 +147,12 @@ TEST_P(Raisers, OfSeveralEachMayRaiseAndNobodyElse) {
   const CounterSet set = must(receiver.alloc_counters(1, {third.at_receiver(), pair.to_sender, second.at_receiver()}));
   must(receiver.expect(set.id, {2 * kPages + 1}));
   write_page(pair, set.immediates[0]);
-  EXPECT_EQ(ended(*second.side.engine, second.write_pages(kPages, set.immediates[0])).kind, EventKind::kTransferDone);
-  stranger.write_pages(1, set.immediates[0]);
+  EXPECT_EQ(ended(*second.side.engine, must(second.write_pages(kPages, set.immediates[0]))).kind,
+            EventKind::kTransferDone);
+  must(stranger.write_pages(1, set.immediates[0]));
   expect_down(receiver, stranger.at_receiver());
-  EXPECT_EQ(ended(*third.side.engine, third.write_pages(kPages, set.immediates[0])).kind, EventKind::kTransferDone);
+  EXPECT_EQ(ended(*third.side.engine, must(third.write_pages(kPages, set.immediates[0]))).kind,
+            EventKind::kTransferDone);
   must(receiver.wait_counters(set.id, kLimit));
   EXPECT_EQ(pair.count(set.id), 2 * kPages + 1);
   EXPECT_EQ(receiver.stats().immediates_foreign, 1U);
@@ -161,7 +165,7 @@ TEST_P(Raisers, WithoutAnyNamedAllMayRaise) {
   Other other("other", provider(), pair.receiver);
   const auto [set, immediate] = pair.counter(kPages + 2);
   write_page(pair, immediate);
-  EXPECT_EQ(ended(*other.side.engine, other.write_pages(kPages, immediate)).kind, EventKind::kTransferDone);
+  EXPECT_EQ(ended(*other.side.engine, must(other.write_pages(kPages, immediate))).kind, EventKind::kTransferDone);
   EXPECT_EQ(ended(*other.side.engine, other.raise(immediate)).kind, EventKind::kTransferDone);
   must(receiver.wait_counters(set, kLimit));
   EXPECT_EQ(pair.count(set), kPages + 2);
