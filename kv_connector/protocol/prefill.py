@@ -25,7 +25,6 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 
 from kv_connector.protocol.actions import (
     CancelWrites,
@@ -48,6 +47,15 @@ from kv_connector.protocol.layout import KvLayout
 from kv_connector.protocol.messages import Cancel, CancelAck, Fail, FailCode, Release, Reserve, Role, clip
 from kv_connector.protocol.plan import layout_problem, layouts_problem, targets_problem, used_blocks
 from kv_connector.protocol.requests import ComputedPages, PrefillRequest
+from kv_connector.protocol.shares import (
+    Phase,
+    Prompt,
+    Reservation,
+    Transfer,
+    prompt_problem,
+    share_problem,
+    verdict_on,
+)
 from kv_connector.protocol.timers import Timeouts, Timers
 from kv_connector.protocol.tombstones import Tombstones, Verdict
 
@@ -62,63 +70,6 @@ class WritesEnd(enum.Enum):
     CANCELLED = "cancelled"
 
 
-class _Phase(enum.Enum):
-    WAITING = enum.auto()
-    ACTIVE = enum.auto()
-    DRAINING = enum.auto()
-    CLOSED = enum.auto()
-
-
-@dataclass
-class _Reservation:
-    """D's RESERVE while it is being served."""
-
-    peer: PeerId
-    message: Reserve
-    since: float
-    deadline: float
-    targets: list[dict[int, int]]  # per group: logical block -> D's block
-    pushed: list[set[int]]  # the ledger: logical blocks per group
-    left: int  # pages wanted and not yet pushed
-    writing: bool = False  # the engine has an open transfer
-    peer_lost: bool = False
-
-    @property
-    def key(self) -> tuple[PeerId, int]:
-        return self.peer, self.message.attempt
-
-
-@dataclass
-class _Prompt:
-    """A request of P's engine, or what is known of it before it comes."""
-
-    transfer_id: str
-    request: PrefillRequest | None = None
-    finished: bool = False
-    moving: bool = False  # it was said that pages go
-    told: bool = False  # how many workers of D want a share; until then there is one, for whoever comes
-    shares: list[_Transfer] = field(default_factory=list)
-
-    @property
-    def over(self) -> bool:
-        """Nothing will move any more."""
-        return all(transfer.phase is _Phase.CLOSED for transfer in self.shares)
-
-
-@dataclass
-class _Transfer:
-    """A share of a prompt, for one worker of D."""
-
-    share: Share
-    prompt: _Prompt
-    phase: _Phase = _Phase.WAITING
-    claimed: PeerId | None = None  # who said last that it will come for it
-    reservation: _Reservation | None = None
-    verdict: Verdict | None = None  # in DRAINING what it will be, in CLOSED what it is
-    # Computed and not pushed, per group: logical block -> (P's block, signal base).
-    pages: list[dict[int, tuple[int, int | None]]] = field(default_factory=list)
-
-
 class PrefillMachine:
     """All transfers of one prefill worker. Every method returns what to do, in order."""
 
@@ -126,7 +77,7 @@ class PrefillMachine:
         self._layout = layout
         self._timeouts = timeouts
         self._peers: dict[PeerId, KvLayout] = {}
-        self._prompts: dict[str, _Prompt] = {}  # by transfer id
+        self._prompts: dict[str, Prompt] = {}  # by transfer id
         self._tombstones = Tombstones(2 * timeouts.longest())
         self._timers: Timers[Share] = Timers()
         self._closing = False
@@ -151,7 +102,7 @@ class PrefillMachine:
             request = prompt.request
             for transfer in list(prompt.shares):
                 reservation = transfer.reservation
-                if transfer.phase is _Phase.CLOSED and not prompt.over:
+                if transfer.phase is Phase.CLOSED and not prompt.over:
                     continue
                 found.append(
                     UnderWay(
@@ -175,7 +126,7 @@ class PrefillMachine:
             prompt = self._new_prompt(request.transfer_id)
             tombstone = self._tombstones.get(request.transfer_id)
             if tombstone is not None:  # released, cancelled or expired before the request came
-                prompt.shares[0].phase, prompt.shares[0].verdict = _Phase.CLOSED, tombstone
+                prompt.shares[0].phase, prompt.shares[0].verdict = Phase.CLOSED, tombstone
         elif prompt.request is not None:
             if prompt.request.request_id == request.request_id:
                 return []
@@ -190,16 +141,16 @@ class PrefillMachine:
         actions: list[PrefillAction] = []
         for transfer in prompt.shares:
             reservation = transfer.reservation
-            if reservation is None or transfer.phase is not _Phase.ACTIVE:
+            if reservation is None or transfer.phase is not Phase.ACTIVE:
                 self._timers.clear(transfer.share)  # it was waited for as an orphan's
                 continue
-            problem = _prompt_problem(request, reservation.message)
+            problem = prompt_problem(request, reservation.message)
             if problem is None:
                 self._timers.set(transfer.share, reservation.deadline)
                 actions += _moving(prompt)
                 continue
             # The right RESERVE may still come.
-            transfer.phase, transfer.reservation = _Phase.WAITING, None
+            transfer.phase, transfer.reservation = Phase.WAITING, None
             self._timers.clear(transfer.share)
             code = FailCode.PROMPT_MISMATCH
             actions.append(self._refuse(reservation.peer, reservation.message, code, problem))
@@ -220,7 +171,7 @@ class PrefillMachine:
         ]
         actions: list[PrefillAction] = []
         for transfer in prompt.shares:
-            if transfer.phase not in (_Phase.WAITING, _Phase.ACTIVE):
+            if transfer.phase not in (Phase.WAITING, Phase.ACTIVE):
                 continue
             for known, blocks in zip(transfer.pages, used, strict=True):
                 for logical, block in blocks.items():
@@ -250,7 +201,7 @@ class PrefillMachine:
         self.preempt(tuple(self._prompts))
         actions: list[PrefillAction] = []
         for transfer in self._all():
-            if transfer.prompt.finished and transfer.phase is _Phase.WAITING:
+            if transfer.prompt.finished and transfer.phase is Phase.WAITING:
                 actions += self._end(now, transfer, FailCode.PREFILL_ABORTED, "the prefill engine was asleep")
         return actions
 
@@ -286,9 +237,9 @@ class PrefillMachine:
             return self._end_all(now, prompt, FailCode.PREFILL_ABORTED, reason)
         actions: list[PrefillAction] = []
         for transfer in prompt.shares:
-            if transfer.phase is _Phase.WAITING:
+            if transfer.phase is Phase.WAITING:
                 self._hold(now, transfer)
-            elif transfer.phase is _Phase.ACTIVE:
+            elif transfer.phase is Phase.ACTIVE:
                 actions += self._seal(now, transfer)
         return actions
 
@@ -307,7 +258,7 @@ class PrefillMachine:
         if layout is None:
             return []
         prompt = self._prompts.get(message.transfer_id)
-        problem = targets_problem(layout, message.groups, message.prompt_tokens) or _share_problem(
+        problem = targets_problem(layout, message.groups, message.prompt_tokens) or share_problem(
             prompt, message
         )
         if problem is not None:
@@ -327,7 +278,7 @@ class PrefillMachine:
             return [self._refuse(peer, message, FailCode.DUPLICATE, text)]
         request = None if prompt is None else prompt.request
         if request is not None:
-            problem = _prompt_problem(request, message)
+            problem = prompt_problem(request, message)
             if problem is not None:
                 return [self._refuse(peer, message, FailCode.PROMPT_MISMATCH, problem)]
         prompt = prompt or self._new_prompt(message.transfer_id)
@@ -339,7 +290,7 @@ class PrefillMachine:
             for group, target in zip(layout.groups, message.groups, strict=True)
         ]
         deadline = now + message.deadline_ms / 1000
-        transfer.reservation = _Reservation(
+        transfer.reservation = Reservation(
             peer=peer,
             message=message,
             since=now,
@@ -348,12 +299,12 @@ class PrefillMachine:
             pushed=[set() for _ in targets],
             left=sum(map(len, targets)),
         )
-        transfer.phase = _Phase.ACTIVE
+        transfer.phase = Phase.ACTIVE
         if request is None:
             until = min(deadline, now + self._timeouts.orphan)
             self._timers.set(transfer.share, until)
             for other in prompt.shares:  # those that have not come yet are waited for as long
-                if other.phase is _Phase.WAITING and self._timers.deadline(other.share) is None:
+                if other.phase is Phase.WAITING and self._timers.deadline(other.share) is None:
                     self._timers.set(other.share, until)
             return []
         self._timers.set(transfer.share, deadline)
@@ -379,7 +330,7 @@ class PrefillMachine:
         if transfer.reservation is not None:
             if transfer.reservation.key != key:
                 return [acknowledged]
-            if transfer.phase is _Phase.DRAINING:
+            if transfer.phase is Phase.DRAINING:
                 return []  # the answer follows once it has drained
             return self._drain(now, transfer, cancelled)
         if transfer.verdict is not None:
@@ -393,7 +344,7 @@ class PrefillMachine:
         if prompt is None:
             return self._forbid(now, message.transfer_id, released)
         transfer = self._share_of(prompt, message.share)
-        if transfer is None or transfer.phase is not _Phase.WAITING:
+        if transfer is None or transfer.phase is not Phase.WAITING:
             return []
         return self._close(now, transfer, released)
 
@@ -402,7 +353,7 @@ class PrefillMachine:
         for transfer_id in transfer_ids:
             prompt = self._prompts.get(transfer_id)
             for transfer in () if prompt is None else prompt.shares:
-                if transfer.phase is _Phase.WAITING:
+                if transfer.phase is Phase.WAITING:
                     transfer.claimed = peer
                     if transfer.prompt.finished:
                         self._hold(now, transfer)
@@ -413,14 +364,14 @@ class PrefillMachine:
         self._peers.pop(peer, None)
         actions: list[PrefillAction] = []
         for transfer in self._all():
-            if transfer.claimed == peer and transfer.prompt.finished and transfer.phase is _Phase.WAITING:
+            if transfer.claimed == peer and transfer.prompt.finished and transfer.phase is Phase.WAITING:
                 self._hold(now, transfer)
         for transfer in self._of_peer(peer):
             reservation = transfer.reservation
             assert reservation is not None
             reservation.peer_lost = True
             self._timers.clear(transfer.share)
-            if transfer.phase is _Phase.ACTIVE:
+            if transfer.phase is Phase.ACTIVE:
                 verdict = Verdict(Outcome.FAILED, FailCode.EXPIRED, reason, (reservation.key,))
                 actions += self._drain(now, transfer, verdict)
         return actions
@@ -441,7 +392,7 @@ class PrefillMachine:
         transfer = self._transfer(share)
         if transfer is None or transfer.reservation is None or not transfer.reservation.writing:
             return []
-        if transfer.phase is _Phase.DRAINING:
+        if transfer.phase is Phase.DRAINING:
             return self._drained(now, transfer, quiesced or end is WritesEnd.DONE)
         if end is WritesEnd.DONE:
             return self._complete(now, transfer)
@@ -452,7 +403,7 @@ class PrefillMachine:
     def push_failed(self, now: float, share: Share, reason: str) -> list[PrefillAction]:
         """The engine did not take a Push; its transfer, if it is open, has to be cancelled."""
         transfer = self._transfer(share)
-        if transfer is None or transfer.phase is not _Phase.ACTIVE:
+        if transfer is None or transfer.phase is not Phase.ACTIVE:
             return []
         return self._end(now, transfer, FailCode.WRITE_ERROR, reason)
 
@@ -469,7 +420,7 @@ class PrefillMachine:
                 text = "no decode engine asked for it in time"
                 verdict = Verdict(Outcome.EXPIRED, FailCode.EXPIRED, text, ())
                 actions += self._close(now, transfer, verdict)
-            elif transfer.phase is _Phase.DRAINING:
+            elif transfer.phase is Phase.DRAINING:
                 text = f"writes of transfer {share} did not drain within {self._timeouts.drain:g} s"
                 actions.append(Fence(reservation.peer, text))
             elif transfer.prompt.request is None:
@@ -496,37 +447,37 @@ class PrefillMachine:
 
     # --- Steps
 
-    def _new_prompt(self, transfer_id: str) -> _Prompt:
-        prompt = _Prompt(transfer_id)
-        prompt.shares.append(_Transfer(Share(transfer_id), prompt, pages=[{} for _ in self._layout.groups]))
+    def _new_prompt(self, transfer_id: str) -> Prompt:
+        prompt = Prompt(transfer_id)
+        prompt.shares.append(Transfer(Share(transfer_id), prompt, pages=[{} for _ in self._layout.groups]))
         self._prompts[transfer_id] = prompt
         return prompt
 
-    def _split(self, prompt: _Prompt, shares: int) -> None:
+    def _split(self, prompt: Prompt, shares: int) -> None:
         """From the one share that nobody has come for: as many as D says."""
         prompt.told = True
         (first,) = prompt.shares
         held_until = self._timers.deadline(first.share)
         for number in range(1, shares):
             share, pages = Share(prompt.transfer_id, number), [dict(known) for known in first.pages]
-            prompt.shares.append(_Transfer(share, prompt, claimed=first.claimed, pages=pages))
+            prompt.shares.append(Transfer(share, prompt, claimed=first.claimed, pages=pages))
             if held_until is not None:
                 self._timers.set(share, held_until)
 
-    def _share_of(self, prompt: _Prompt, number: int) -> _Transfer | None:
+    def _share_of(self, prompt: Prompt, number: int) -> Transfer | None:
         """The share of that number, unless there are fewer. One stands for all until the first RESERVE."""
         if not prompt.told:
             return prompt.shares[0]
         return prompt.shares[number] if number < len(prompt.shares) else None
 
-    def _transfer(self, share: Share) -> _Transfer | None:
+    def _transfer(self, share: Share) -> Transfer | None:
         prompt = self._prompts.get(share.transfer_id)
         return None if prompt is None else prompt.shares[share.number]
 
-    def _all(self) -> list[_Transfer]:
+    def _all(self) -> list[Transfer]:
         return [transfer for prompt in self._prompts.values() for transfer in prompt.shares]
 
-    def _hold(self, now: float, transfer: _Transfer) -> None:
+    def _hold(self, now: float, transfer: Transfer) -> None:
         """From now on a finished prompt's blocks are kept for a while, until D comes for them."""
         hold = self._timeouts.hold
         if transfer.claimed is not None and transfer.claimed not in self._peers:
@@ -534,14 +485,14 @@ class PrefillMachine:
             hold = min(hold, self._timeouts.dead + self._timeouts.connect)
         self._timers.set(transfer.share, now + hold)
 
-    def _of_peer(self, peer: PeerId) -> list[_Transfer]:
+    def _of_peer(self, peer: PeerId) -> list[Transfer]:
         return [t for t in self._all() if t.reservation is not None and t.reservation.peer == peer]
 
     def _refuse(self, peer: PeerId, message: Reserve, code: FailCode, text: str) -> Send:
         """FAIL for a RESERVE that never became a reservation: nothing of it was ever written."""
         return Send(peer, Fail(message.transfer_id, message.attempt, code, clip(text), quiesced=True))
 
-    def _push(self, transfer: _Transfer) -> list[PrefillAction]:
+    def _push(self, transfer: Transfer) -> list[PrefillAction]:
         """Pushes what is computed, wanted and not yet pushed; one Push for each step that computed some."""
         reservation = transfer.reservation
         if reservation is None or transfer.prompt.request is None:
@@ -568,7 +519,7 @@ class PrefillMachine:
             for signal_base, groups in sorted(steps.items(), key=_begin)
         ]
 
-    def _seal(self, now: float, transfer: _Transfer) -> list[PrefillAction]:
+    def _seal(self, now: float, transfer: Transfer) -> list[PrefillAction]:
         """P has computed all it will: the transfer ends when its writes have arrived."""
         reservation = transfer.reservation
         assert reservation is not None
@@ -579,40 +530,40 @@ class PrefillMachine:
             return [Seal(transfer.share)]
         return self._complete(now, transfer)  # D wanted no page at all
 
-    def _complete(self, now: float, transfer: _Transfer) -> list[PrefillAction]:
+    def _complete(self, now: float, transfer: Transfer) -> list[PrefillAction]:
         reservation = transfer.reservation
         assert reservation is not None
         text = "the transfer is complete"
         transfer.verdict = Verdict(Outcome.COMPLETED, FailCode.DUPLICATE, text, (reservation.key,))
         return self._finish_reservation(now, transfer, ())
 
-    def _end(self, now: float, transfer: _Transfer, code: FailCode, text: str) -> list[PrefillAction]:
+    def _end(self, now: float, transfer: Transfer, code: FailCode, text: str) -> list[PrefillAction]:
         """Ends the share with a failure, unless it has ended or is about to."""
-        if transfer.phase is _Phase.WAITING:
+        if transfer.phase is Phase.WAITING:
             return self._close(now, transfer, Verdict(Outcome.FAILED, code, text, ()))
-        if transfer.phase is _Phase.ACTIVE:
+        if transfer.phase is Phase.ACTIVE:
             reservation = transfer.reservation
             assert reservation is not None
             return self._drain(now, transfer, Verdict(Outcome.FAILED, code, text, (reservation.key,)))
         return []
 
-    def _end_all(self, now: float, prompt: _Prompt, code: FailCode, text: str) -> list[PrefillAction]:
+    def _end_all(self, now: float, prompt: Prompt, code: FailCode, text: str) -> list[PrefillAction]:
         return [action for transfer in prompt.shares for action in self._end(now, transfer, code, text)]
 
-    def _drain(self, now: float, transfer: _Transfer, verdict: Verdict) -> list[PrefillAction]:
+    def _drain(self, now: float, transfer: Transfer, verdict: Verdict) -> list[PrefillAction]:
         """Stops the transfer's writes; its end follows once nothing is in flight."""
         reservation = transfer.reservation
         assert reservation is not None
         transfer.verdict = verdict
         if not reservation.writing:
             return self._drained(now, transfer, quiesced=True)
-        transfer.phase = _Phase.DRAINING
+        transfer.phase = Phase.DRAINING
         if reservation.peer_lost:  # its fence ends the writes, and bounds the wait
             return []
         self._timers.set(transfer.share, now + self._timeouts.drain)
         return [CancelWrites(transfer.share)]
 
-    def _drained(self, now: float, transfer: _Transfer, quiesced: bool) -> list[PrefillAction]:
+    def _drained(self, now: float, transfer: Transfer, quiesced: bool) -> list[PrefillAction]:
         """Nothing of a stopped transfer is in flight any more: tell D, unless it is gone."""
         reservation, verdict = transfer.reservation, transfer.verdict
         assert reservation is not None
@@ -628,7 +579,7 @@ class PrefillMachine:
         return self._finish_reservation(now, transfer, (Send(reservation.peer, answer),))
 
     def _finish_reservation(
-        self, now: float, transfer: _Transfer, messages: Sequence[Send]
+        self, now: float, transfer: Transfer, messages: Sequence[Send]
     ) -> list[PrefillAction]:
         reservation, verdict = transfer.reservation, transfer.verdict
         assert reservation is not None
@@ -640,31 +591,31 @@ class PrefillMachine:
         )
         return [*messages, ended, *self._settle(now, transfer)]
 
-    def _close(self, now: float, transfer: _Transfer, verdict: Verdict) -> list[PrefillAction]:
+    def _close(self, now: float, transfer: Transfer, verdict: Verdict) -> list[PrefillAction]:
         """Ends a transfer that no RESERVE is being served for."""
         transfer.verdict = verdict
         transfer_id, number = transfer.share
         ended = Ended(Role.PREFILL, transfer_id, None, verdict.outcome, verdict.text, share=number)
         return [ended, *self._settle(now, transfer)]
 
-    def _settle(self, now: float, transfer: _Transfer) -> list[PrefillAction]:
+    def _settle(self, now: float, transfer: Transfer) -> list[PrefillAction]:
         """Nothing of this share moves any more."""
-        transfer.phase, transfer.reservation = _Phase.CLOSED, None
+        transfer.phase, transfer.reservation = Phase.CLOSED, None
         self._timers.clear(transfer.share)
         for known in transfer.pages:
             known.clear()
         prompt = transfer.prompt
         if not prompt.over:
             return []
-        completed = _verdict(prompt).outcome is Outcome.COMPLETED
+        completed = verdict_on(prompt).outcome is Outcome.COMPLETED
         return [*_reached(prompt, State.DONE if completed else State.FAILED), *self._conclude(now, prompt)]
 
-    def _conclude(self, now: float, prompt: _Prompt) -> list[PrefillAction]:
+    def _conclude(self, now: float, prompt: Prompt) -> list[PrefillAction]:
         """All shares are over: the request is reported if P's engine is done with it, else when it is."""
         if prompt.request is not None and not prompt.finished:
             return []
         del self._prompts[prompt.transfer_id]
-        self._tombstones.bury(now, prompt.transfer_id, _verdict(prompt))
+        self._tombstones.bury(now, prompt.transfer_id, verdict_on(prompt))
         return [] if prompt.request is None else [FinishedSending(prompt.request.request_id)]
 
     def _forbid(self, now: float, transfer_id: str, verdict: Verdict) -> list[PrefillAction]:
@@ -675,52 +626,19 @@ class PrefillMachine:
         return [Ended(Role.PREFILL, transfer_id, None, verdict.outcome, verdict.text)]
 
 
-def _prompt_problem(request: PrefillRequest, reserve: Reserve) -> str | None:
-    if request.prompt_tokens != reserve.prompt_tokens:
-        return (
-            f"prompt length: prefill has {request.prompt_tokens} tokens, decode has {reserve.prompt_tokens}"
-        )
-    if request.prompt_hash is None:
-        return None
-    if reserve.prompt_hash is None:  # else an id alone, with whatever prompt, would get these pages
-        return "decode sends no hash of the prompt, prefill has one: run the same release on both sides"
-    if request.prompt_hash != reserve.prompt_hash:
-        return "the prompts differ: several prompts or requests may share one transfer id"
-    return None
-
-
-def _share_problem(prompt: _Prompt | None, message: Reserve) -> str | None:
-    if message.share >= message.shares:
-        return f"there is no share {message.share} of {message.shares}"
-    if prompt is not None and prompt.told and len(prompt.shares) != message.shares:
-        return f"one decode worker wants a share of {message.shares}, another one of {len(prompt.shares)}"
-    return None
-
-
-def _verdict(prompt: _Prompt) -> Verdict:
-    """On a prompt whose shares are all over: the first that is no success, for all."""
-    verdicts = [transfer.verdict for transfer in prompt.shares if transfer.verdict is not None]
-    worst = next((one for one in verdicts if one.outcome is not Outcome.COMPLETED), verdicts[0])
-    return replace(
-        worst,
-        served=tuple(key for one in verdicts for key in one.served),
-        quiesced=all(one.quiesced for one in verdicts),
-    )
-
-
-def _moving(prompt: _Prompt) -> list[PrefillAction]:
+def _moving(prompt: Prompt) -> list[PrefillAction]:
     """With the first share."""
     actions = [] if prompt.moving else _reached(prompt, State.MOVING)
     prompt.moving = True
     return actions
 
 
-def _reached(prompt: _Prompt, state: State) -> list[PrefillAction]:
+def _reached(prompt: Prompt, state: State) -> list[PrefillAction]:
     """For the request, if there is one."""
     request = prompt.request
     if request is None:
         return []
-    reason = _verdict(prompt).text if state is State.FAILED else ""
+    reason = verdict_on(prompt).text if state is State.FAILED else ""
     return [Reached(Role.PREFILL, prompt.transfer_id, request.request_id, state, reason)]
 
 

@@ -87,11 +87,11 @@ BUGS = (
         "no hold time",
         "protocol/prefill.py",
         """\
-            if transfer.phase is _Phase.WAITING:
+            if transfer.phase is Phase.WAITING:
                 self._hold(now, transfer)
             elif""",
         """\
-            if transfer.phase is _Phase.WAITING:
+            if transfer.phase is Phase.WAITING:
                 pass
             elif""",
     ),
@@ -161,9 +161,9 @@ BUGS = (
     # Several workers of D read one of P: its blocks come back when the first has what it wants.
     Bug(
         "a prompt is over with its first share",
-        "protocol/prefill.py",
-        "        return all(transfer.phase is _Phase.CLOSED for transfer in self.shares)\n",
-        "        return any(transfer.phase is _Phase.CLOSED for transfer in self.shares)\n",
+        "protocol/shares.py",
+        "        return all(transfer.phase is Phase.CLOSED for transfer in self.shares)\n",
+        "        return any(transfer.phase is Phase.CLOSED for transfer in self.shares)\n",
     ),
     # Pages come from several engines, one of which still writes.
     Bug(

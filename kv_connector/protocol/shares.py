@@ -1,0 +1,101 @@
+"""What P knows of a prompt that it is to send: the request, and the share that each worker of D gets."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field, replace
+
+from kv_connector.protocol.actions import Outcome, PeerId, Share
+from kv_connector.protocol.messages import Reserve
+from kv_connector.protocol.requests import PrefillRequest
+from kv_connector.protocol.tombstones import Verdict
+
+
+class Phase(enum.Enum):
+    WAITING = enum.auto()
+    ACTIVE = enum.auto()
+    DRAINING = enum.auto()
+    CLOSED = enum.auto()
+
+
+@dataclass
+class Reservation:
+    """D's RESERVE while it is being served."""
+
+    peer: PeerId
+    message: Reserve
+    since: float
+    deadline: float
+    targets: list[dict[int, int]]  # per group: logical block -> D's block
+    pushed: list[set[int]]  # the ledger: logical blocks per group
+    left: int  # pages wanted and not yet pushed
+    writing: bool = False  # the engine has an open transfer
+    peer_lost: bool = False
+
+    @property
+    def key(self) -> tuple[PeerId, int]:
+        return self.peer, self.message.attempt
+
+
+@dataclass
+class Prompt:
+    """A request of P's engine, or what is known of it before it comes."""
+
+    transfer_id: str
+    request: PrefillRequest | None = None
+    finished: bool = False
+    moving: bool = False  # it was said that pages go
+    told: bool = False  # how many workers of D want a share; until then there is one, for whoever comes
+    shares: list[Transfer] = field(default_factory=list)
+
+    @property
+    def over(self) -> bool:
+        """Nothing will move any more."""
+        return all(transfer.phase is Phase.CLOSED for transfer in self.shares)
+
+
+@dataclass
+class Transfer:
+    """A share of a prompt, for one worker of D."""
+
+    share: Share
+    prompt: Prompt
+    phase: Phase = Phase.WAITING
+    claimed: PeerId | None = None  # who said last that it will come for it
+    reservation: Reservation | None = None
+    verdict: Verdict | None = None  # in DRAINING what it will be, in CLOSED what it is
+    # Computed and not pushed, per group: logical block -> (P's block, signal base).
+    pages: list[dict[int, tuple[int, int | None]]] = field(default_factory=list)
+
+
+def prompt_problem(request: PrefillRequest, reserve: Reserve) -> str | None:
+    if request.prompt_tokens != reserve.prompt_tokens:
+        return (
+            f"prompt length: prefill has {request.prompt_tokens} tokens, decode has {reserve.prompt_tokens}"
+        )
+    if request.prompt_hash is None:
+        return None
+    if reserve.prompt_hash is None:  # else an id alone, with whatever prompt, would get these pages
+        return "decode sends no hash of the prompt, prefill has one: run the same release on both sides"
+    if request.prompt_hash != reserve.prompt_hash:
+        return "the prompts differ: several prompts or requests may share one transfer id"
+    return None
+
+
+def share_problem(prompt: Prompt | None, message: Reserve) -> str | None:
+    if message.share >= message.shares:
+        return f"there is no share {message.share} of {message.shares}"
+    if prompt is not None and prompt.told and len(prompt.shares) != message.shares:
+        return f"one decode worker wants a share of {message.shares}, another one of {len(prompt.shares)}"
+    return None
+
+
+def verdict_on(prompt: Prompt) -> Verdict:
+    """On a prompt whose shares are all over: the first that is no success, for all."""
+    verdicts = [transfer.verdict for transfer in prompt.shares if transfer.verdict is not None]
+    worst = next((one for one in verdicts if one.outcome is not Outcome.COMPLETED), verdicts[0])
+    return replace(
+        worst,
+        served=tuple(key for one in verdicts for key in one.served),
+        quiesced=all(one.quiesced for one in verdicts),
+    )
