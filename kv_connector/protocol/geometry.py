@@ -60,8 +60,10 @@ def opaque_page(place: Place, page_bytes: int, holder: tuple[int, int] | None = 
 def head_major(
     place: Place, units: Units, tokens: int, content: int, head_stride: int | None = None
 ) -> tuple[Part, ...]:
-    """[H, N, C], vLLM's LBHNC and BLHNC. ``head_stride``: where a block's heads do not follow each other, as in
-    LHBNC (blocks * N * C) and BHLNC (layers * N * C)."""
+    """[H, N, C], vLLM's LBHNC and BLHNC.
+
+    ``head_stride``: where a block's heads do not adjoin, as in LHBNC (blocks * N * C) and BHLNC.
+    """
     stride = tokens * content if head_stride is None else head_stride
     axes = [Axis("shard", units.count, stride), Axis("token", tokens, content)]
     return (place.part("kv", axes, content, units),)

@@ -6,9 +6,9 @@ contiguous bytes, spaced by axes. Run (i, j, ...) of a part lies at
 
     region base + offset + block * block_stride + i * axes[0].stride + j * axes[1].stride + ...
 
-What an axis counts (shards of the model such as heads, tokens, or rows that mean nothing to us) says which run
-of one rank is which run of another: two sides may order and space their runs differently, and each may have
-only some of the shards. ``geometry`` builds the parts of the usual caches.
+What an axis counts (shards of the model such as heads, tokens, or rows that mean nothing to us) says which
+run of one rank is which run of another: two sides may order and space their runs differently, and each may
+have only some of the shards. ``geometry`` builds the parts of the usual caches.
 
 What a request has besides, such as a recurrent state or a line in a table of the framework, is a page too: a
 row of a group without tokens. These types travel in HELLO and RESERVE, so they are msgspec structs; what a
@@ -25,9 +25,9 @@ import msgspec
 
 MAX_BYTES = 1 << 48  # of a region: what a process can address
 MAX_COUNT = 1 << 32  # of blocks, of the runs along an axis: page lists have 32 bits
-MAX_AXES = 8  # the deepest known has 4: kernel blocks, heads, rows, tokens
+MAX_AXES = 6  # the deepest known has 4: kernel blocks, heads, rows, tokens
 MAX_LAYER_PARTS = 8  # the most known are 4: three pieces of a convolution's state, and the recurrent state
-MAX_PARTS = 4096  # of all layers: 512 hybrid ones. Looking at so many takes 0.1 s
+MAX_PARTS = 4096  # of all layers: 512 hybrid ones. The worst of so many are looked at in 0.4 s
 
 Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
@@ -102,7 +102,7 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.offset + _extent(self.steps(num_blocks), self.run_bytes)
 
     def steps(self, num_blocks: int) -> list[tuple[int, int]]:
-        """(stride, count) of all axes and of the blocks, the widest first; what counts to one says nothing."""
+        """(stride, count) of all axes and of the blocks, the widest first, without those of one place."""
         steps = [(axis.stride, axis.count) for axis in self.axes]
         return sorted((s for s in [*steps, (self.block_stride, num_blocks)] if s[1] > 1), reverse=True)
 

@@ -184,8 +184,10 @@ class Plan:
             cut = cut_blocks(source.groups[a], target.groups[b])
             draft = drafts.setdefault((a, b), {places: {} for places in cut.all_places()})
             for places, writes in draft.items():
-                with naming(f"layer {source.layers[layers[0].ordinal].name}"):
-                    runs = [run for pair in parts for run in part_runs(*pair, cut, places)]
+                runs: list[Run] = []
+                for ours_part, part in parts:
+                    with naming(f"layer {source.layers[layers[0].ordinal].name}: part {part.name}"):
+                        runs += part_runs(ours_part, part, cut, places)
                 left -= len(runs) + len(parts)
                 if left < 0:
                     raise Misfit(f"pages so unlike take more than {MAX_PLAN_RUNS} different runs")
@@ -218,7 +220,7 @@ class Plan:
 def matching_parts(
     source: KvLayout, ours: LayerLayout, target: KvLayout, theirs: LayerLayout
 ) -> list[tuple[Part, Part]]:
-    """The parts of a layer on both sides, in the target's order. Raises Misfit where they hold other things."""
+    """The parts of a layer on both sides, in the target's order. Raises Misfit where the contents differ."""
     groups = source.groups[ours.group], target.groups[theirs.group]
     with naming(f"layer {theirs.name}"):
         same("kind", groups[0].kind, groups[1].kind)

@@ -1,7 +1,7 @@
 """Which prefill rank sends what to one decode rank, where several have it or each has a piece.
 
-Each decode rank chooses for itself, from layouts alone: the choice can be computed anywhere, and needs no talk
-among the ranks.
+Each decode rank chooses for itself, from layouts alone: the choice can be computed anywhere, and needs no
+talk among the ranks.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kv_connector.protocol.layout import KvLayout, LayerLayout, Part
+from kv_connector.protocol.layout import KvLayout, Part
 from kv_connector.protocol.plan import matching_parts
 from kv_connector.protocol.runs import Misfit, naming
 
-# By P's rank: of each of D's layers that it is to send, by ordinal, the parts. What a Plan takes as ``wanted``.
+# By P's rank: the parts of each of D's layers, by ordinal, that it is to send. What a Plan takes as wanted.
 Choice = dict[int, dict[int, tuple[int, ...]]]
 
 

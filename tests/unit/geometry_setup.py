@@ -1,7 +1,7 @@
 """Engines with random geometries and a memory of their own, in which each byte is a cell of a numpy array.
 
-What a cell holds is told by where it belongs in the model (layer, part, unit, token, cell), never by the layout:
-``Rank.cells`` finds cells by reshaping the memory, as a framework does, not by the axes under test.
+What a cell holds is told by where it belongs in the model (layer, part, unit, token, cell), never by the
+layout: ``Rank.cells`` finds cells by reshaping the memory, as a framework does, not by the axes under test.
 """
 
 from __future__ import annotations
@@ -219,12 +219,16 @@ def random_side(random: Random, model: Model, like: Side | None = None) -> Side:
     fits = [t for t in (1, 2, 3, 4, 6) if all(heads % t == 0 or t % heads == 0 for heads in sharded)]
     opaque = any(group.family == "page" for group in model.groups)
     ranks = like.ranks if like is not None and opaque else random.choice(fits)
-    cuts = sorted(random.sample(range(1, len(model.layers)), min(random.choice((0, 0, 1)), len(model.layers) - 1)))
+    cuts = sorted(
+        random.sample(range(1, len(model.layers)), min(random.choice((0, 0, 1)), len(model.layers) - 1))
+    )
     stages = tuple(range(a, b) for a, b in zip([0, *cuts], [*cuts, len(model.layers)], strict=True))
     sizes, orders = {}, {}
     for g, group in enumerate(model.groups):
         sizes[g] = random.choice((2, 4, 8, 4, 6))
-        orders[g] = random.choice(ORDERS if sizes[g] != 6 else ORDERS[:-1])  # a granule lies in one kernel block
+        orders[g] = random.choice(
+            ORDERS if sizes[g] != 6 else ORDERS[:-1]
+        )  # a granule lies in one kernel block
         if group.family == "state":
             orders[g] = random.choice(("DS", "SD"))
         if like is not None and group.family in ("page", "state"):

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from dataclasses import dataclass
 from random import Random
 
-import msgspec
 import numpy as np
-import pytest
 from geometry_setup import Cells, Model, Rank, Side, content, make_rank, random_model, random_side
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_connector.protocol.layout import GroupTarget, KvLayout, layout_problem, memory_problem
-from kv_connector.protocol.plan import Plan, layouts_problem
-from kv_connector.protocol.sources import Choice, DecodeRank, PrefillRank, choose_sources
+from kv_connector.protocol.layout import GroupTarget, KvLayout, memory_problem
+from kv_connector.protocol.plan import Plan
+from kv_connector.protocol.sources import DecodeRank, PrefillRank, choose_sources
 
 TOKENS = 24  # of the longest prompt
 NOTHING, LOST = -1, -2  # what a cell holds: D's before, P's outside of the request
@@ -101,9 +98,7 @@ def execute(
     return counted, written
 
 
-def expected(
-    rank: Rank, targets: list[GroupTarget], prompt: int, block_sizes: dict[str, int]
-) -> list[Cells]:
+def expected(rank: Rank, targets: list[GroupTarget], prompt: int, block_sizes: dict[str, int]) -> list[Cells]:
     """D's memory after that: ``block_sizes`` are P's, by layer."""
     memories = [np.full_like(memory, NOTHING) for memory in rank.memory]
     for layer in rank.layout.layers:

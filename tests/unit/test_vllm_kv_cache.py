@@ -278,10 +278,8 @@ def fingerprint_of(config: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[...
     """Of a rank with pages like these and layers with such scales; the model has not been loaded."""
 
     def make(page_bytes: int, *scales: tuple[float, ...], **parallel: int) -> Fingerprint:
-        layers = tuple(
-            LayerLayout(name(i), 0, "", opaque_page(Place(0, 0, page_bytes), page_bytes))
-            for i in range(len(scales))
-        )
+        page = opaque_page(Place(0, 0, page_bytes), page_bytes)
+        layers = tuple(LayerLayout(name(i), 0, "", page) for i in range(len(scales)))
         with monkeypatch.context() as patch:
             patch.setattr(fingerprint, "kv_scales", lambda *_: scales)
             patch.setattr(fingerprint, "attention_backends", lambda *_: "CPU_ATTN")
