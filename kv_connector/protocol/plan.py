@@ -173,31 +173,25 @@ class Plan:
         shapes: dict[_Shape, list[PushLayer]] = {}
         for ordinal, theirs in self._ordinals.items():
             ours, layer = source.layers[ordinal], target.layers[theirs]
-            pairs = matching_parts(source, ours, target, layer)
+            parts = matching_parts(source, ours, target, layer)
             if wanted is not None:
-                pairs = [pair for number, pair in enumerate(pairs) if number in wanted[theirs]]
-            push = PushLayer(ordinal, min(s.offset for s, _ in pairs), min(t.offset for _, t in pairs))
-            shapes.setdefault((ours.group, layer.group, _moved(pairs, push)), []).append(push)
-        drafts: dict[tuple[int, int], _Draft] = {}
+                parts = [pair for number, pair in enumerate(parts) if number in wanted[theirs]]
+            push = PushLayer(ordinal, min(s.offset for s, _ in parts), min(t.offset for _, t in parts))
+            shapes.setdefault((ours.group, layer.group, _moved(parts, push)), []).append(push)
+        cuts = {(a, b): cut_blocks(source.groups[a], target.groups[b]) for a, b, _ in shapes}
+        drafts = {groups: _Draft(cut.all_places()) for groups, cut in cuts.items()}
         left = MAX_PLAN_RUNS
-        for (a, b, parts), layers in shapes.items():
-            cut = cut_blocks(source.groups[a], target.groups[b])
-            draft = drafts.setdefault((a, b), {places: {} for places in cut.all_places()})
-            for places, writes in draft.items():
-                runs: list[Run] = []
-                for ours_part, part in parts:
-                    with naming(f"layer {source.layers[layers[0].ordinal].name}: part {part.name}"):
-                        runs += part_runs(ours_part, part, cut, places)
-                left -= len(runs) + len(parts)
+        for (a, b, moved), layers in shapes.items():
+            name = source.layers[layers[0].ordinal].name
+            for places in cuts[a, b].all_places():
+                runs = _shape_runs(name, moved, cuts[a, b], places)
+                left -= len(runs) + len(moved)
                 if left < 0:
                     raise Misfit(f"pages so unlike take more than {MAX_PLAN_RUNS} different runs")
-                for write, offsets in _writes(merged(runs)).items():
-                    writes.setdefault((write, tuple(offsets)), []).extend(layers)
+                drafts[a, b].add(places, merged(runs), layers)
         self.pairs = {
-            (a, b): TablePair(
-                cut_blocks(source.groups[a], target.groups[b]), a, b, target.groups[b], _layer_runs(draft)
-            )
-            for (a, b), draft in drafts.items()
+            (a, b): TablePair(cut, a, b, target.groups[b], drafts[a, b].finished())
+            for (a, b), cut in cuts.items()
         }
 
     def runs(self, source_group: int, target_group: int, places: Places = (0, 0)) -> tuple[LayerRun, ...]:
@@ -250,34 +244,50 @@ def cut_blocks(source: GroupLayout, target: GroupLayout) -> Cut:
 
 # Groups, and parts whose offsets count from where the layer begins: layers of one shape have the same runs.
 _Shape = tuple[int, int, tuple[tuple[Part, Part], ...]]
-_Write = tuple[int, int, int, int, int]  # the fields of a LayerRun up to its layers
-_Draft = dict[Places, dict[tuple[_Write, tuple[tuple[int, int], ...]], list[PushLayer]]]
 
 
-def _moved(pairs: Sequence[tuple[Part, Part]], layer: PushLayer) -> tuple[tuple[Part, Part], ...]:
+def _moved(parts: Sequence[tuple[Part, Part]], layer: PushLayer) -> tuple[tuple[Part, Part], ...]:
     return tuple(
         (
             msgspec.structs.replace(source, offset=source.offset - layer.source_offset),
             msgspec.structs.replace(target, offset=target.offset - layer.target_offset),
         )
-        for source, target in pairs
+        for source, target in parts
     )
 
 
-def _writes(runs: Sequence[Run]) -> dict[_Write, list[tuple[int, int]]]:
-    """The offsets of the runs that one armed write can carry."""
-    writes: dict[_Write, list[tuple[int, int]]] = {}
-    for run in runs:
-        write = run.source_region, run.target_region, run.nbytes, run.source_stride, run.target_stride
-        writes.setdefault(write, []).append((run.source_offset, run.target_offset))
-    return writes
+def _shape_runs(layer: str, parts: Sequence[tuple[Part, Part]], cut: Cut, places: Places) -> list[Run]:
+    runs: list[Run] = []
+    for source, target in parts:
+        with naming(f"layer {layer}: part {target.name}"):
+            runs += part_runs(source, target, cut, places)
+    return runs
 
 
-def _layer_runs(draft: _Draft) -> dict[Places, tuple[LayerRun, ...]]:
-    return {
-        places: tuple(
-            LayerRun(*write, tuple(sorted(layers, key=lambda layer: layer.ordinal)), offsets)
-            for (write, offsets), layers in writes.items()
-        )
-        for places, writes in draft.items()
-    }
+class _Draft:
+    """Collects the layers that one armed write can carry."""
+
+    def __init__(self, places: Sequence[Places]) -> None:
+        # By the fields of a LayerRun before its layers, and its offsets.
+        self._writes: dict[Places, dict[tuple[_Write, _Offsets], list[PushLayer]]] = {p: {} for p in places}
+
+    def add(self, places: Places, runs: Sequence[Run], layers: Sequence[PushLayer]) -> None:
+        writes: dict[_Write, list[tuple[int, int]]] = {}
+        for run in runs:
+            write = run.source_region, run.target_region, run.nbytes, run.source_stride, run.target_stride
+            writes.setdefault(write, []).append((run.source_offset, run.target_offset))
+        for write, offsets in writes.items():
+            self._writes[places].setdefault((write, tuple(offsets)), []).extend(layers)
+
+    def finished(self) -> dict[Places, tuple[LayerRun, ...]]:
+        return {
+            places: tuple(
+                LayerRun(*write, tuple(sorted(layers, key=lambda layer: layer.ordinal)), offsets)
+                for (write, offsets), layers in writes.items()
+            )
+            for places, writes in self._writes.items()
+        }
+
+
+_Write = tuple[int, int, int, int, int]
+_Offsets = tuple[tuple[int, int], ...]

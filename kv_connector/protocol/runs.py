@@ -137,9 +137,9 @@ def merged(runs: Iterable[Run]) -> list[Run]:
 
 def _granule(part: Part, granules: int, place: int) -> tuple[list[Axis], int]:
     """The token axes within one granule of a block, and where the granule at that place begins."""
-    left, rest = divmod(part.places, granules)  # steps of tokens in a granule that no axis has taken yet
+    left = part.places // granules  # steps within a granule, less those of the axes below
     inner: list[Axis] = []
-    start = 0
+    start = rest = 0
     for axis in reversed(part.axes_of("token")):
         count = min(axis.count, left)
         rest += left % count + axis.count % count
@@ -149,7 +149,7 @@ def _granule(part: Part, granules: int, place: int) -> tuple[list[Axis], int]:
         start += index * axis.stride * count
     if rest:
         steps = " x ".join(str(axis.count) for axis in part.axes_of("token"))
-        raise Misfit(f"its blocks of {steps or 'one'} tokens cannot be cut into {granules}")
+        raise Misfit(f"its blocks of {steps} tokens cannot be cut into {granules}")
     return inner, start
 
 

@@ -168,6 +168,31 @@ def test_runs_of_a_state(parts: Parts, equal: int, divided: int) -> None:
     assert runs_from(4, (2, parts, 0), (4, parts, 0), 3, 1000) == {1: divided}
 
 
+@pytest.mark.parametrize(
+    "parts", [heads_first, tokens_first, planes, mla, states_dims_first, states_rows_first]
+)
+def test_equal_pages_are_one_run_whatever_they_are_made_of(parts: Parts) -> None:
+    """The plan of opaque pages: one armed write for all layers of a group that are placed alike."""
+    page = parts(Units(0, 2, 2), N)
+    size = 0 if page[0].name.startswith("conv") else N
+    stride = page[0].block_stride
+    nbytes = one_layer(page, size).layers[0].page_bytes
+
+    def layers(blocks: int, opaque: bool) -> KvLayout:
+        layers = []
+        for k in range(3):
+            first = k * blocks * stride
+            whole = opaque_page(Place(0, first, stride), nbytes)
+            moved = tuple(msgspec.structs.replace(p, offset=p.offset + first) for p in page)
+            layers.append(LayerLayout(f"layer{k}", 0, "float16", whole if opaque else moved))
+        return KvLayout((GroupLayout(blocks, size, "full"),), tuple(layers))
+
+    plan, opaque = (Plan(layers(BLOCKS, kind), layers(2 * BLOCKS, kind)) for kind in (False, True))
+    assert plan.pairs == opaque.pairs
+    (run,) = plan.runs(0, 0)
+    assert (run.page_bytes, run.offsets, len(run.layers)) == (nbytes, ((0, 0),), 3)
+
+
 def test_kernel_blocks_are_one_page() -> None:
     kernel = N // 4
     units = Units(0, 2, 2)
