@@ -124,14 +124,15 @@ class Writes:
 
     def _arm(self, outgoing: Outgoing, push: Push, pages: PushedGroup, target: Target) -> None:
         for run in target.plan.runs(pages.group, pages.group):
-            layers = [
+            signals = [self._signal_value(push.signal_base, layer.ordinal) for layer in run.layers]
+            armed = [
                 ArmedLayer(
-                    signal_value=self._signal_value(push.signal_base, layer.ordinal),
+                    signal_value=signal_value,
                     source_offset=layer.source_offset + source_offset,
                     target_offset=layer.target_offset + target_offset,
                     immediate=push.immediate,
                 )
-                for layer in run.layers
+                for layer, signal_value in zip(run.layers, signals, strict=True)
                 for source_offset, target_offset in run.offsets
             ]
             write = PagedWrite(
@@ -141,13 +142,12 @@ class Writes:
                 target=target.regions[run.target_region],
                 target_pages=Pages(pages.target, run.target_stride),
             )
-            self._engine.arm(outgoing.number, self._signal, write, layers)
-            for layer in run.layers:
-                signal_value = self._signal_value(push.signal_base, layer.ordinal)
+            self._engine.arm(outgoing.number, self._signal, write, armed)
+            landing = len(pages.source) * len(run.offsets)
+            for layer, signal_value in zip(run.layers, signals, strict=True):
                 outgoing.layers.add(layer.ordinal)
                 when = signal_value, layer.ordinal
-                landed = len(pages.source) * len(run.offsets)
-                outgoing.step_pages[when] = outgoing.step_pages.get(when, 0) + landed
+                outgoing.step_pages[when] = outgoing.step_pages.get(when, 0) + landing
                 outgoing.last_signal = max(outgoing.last_signal, signal_value)
 
     def _signal_value(self, signal_base: int | None, ordinal: int) -> int:

@@ -51,7 +51,7 @@ def protocol_messages() -> list[AnyMessage]:
     return [
         messages.Hello("d", "1", Role.DECODE, 0, version, pairs(), pages, regions, b"offer" * 20),
         messages.Hello("d", "1", Role.DECODE, 0, version, many, pages, regions, b"offer" * 20),
-        messages.HelloAck("p", "2", Role.PREFILL, 0, "tcp", b"answer" * 20),
+        messages.HelloAck("p", "2", Role.PREFILL, 0, "tcp", (0, 1), b"answer" * 20),
         messages.HelloNak(messages.NakReason.INCOMPATIBLE, "block sizes differ"),
         messages.Redirect("10.0.0.2", 5601),
         reserve(),
