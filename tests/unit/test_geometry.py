@@ -6,12 +6,22 @@ from collections import Counter
 from dataclasses import dataclass
 from random import Random
 
+import msgspec
 import numpy as np
 from geometry_setup import Cells, Model, Rank, Side, content, make_rank, random_model, random_side
-from hypothesis import given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from kv_connector.protocol.layout import GroupTarget, KvLayout, memory_problem
+from kv_connector.protocol.layout import (
+    Axis,
+    GroupLayout,
+    GroupTarget,
+    KvLayout,
+    LayerLayout,
+    Part,
+    layout_problem,
+    memory_problem,
+)
 from kv_connector.protocol.plan import Plan
 from kv_connector.protocol.sources import DecodeRank, PrefillRank, choose_sources
 
@@ -177,3 +187,35 @@ def test_each_byte_arrives_once_and_in_its_place() -> None:
 
     check()
     assert pairs >= 10_000
+
+
+@st.composite
+def small_parts(draw: st.DrawFn) -> tuple[Part, ...]:
+    sizes, strides = st.sampled_from((1, 2, 3, 4)), st.sampled_from((1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48))
+    axes = st.lists(st.builds(Axis, st.just("row"), sizes, strides), max_size=2).map(tuple)
+    part = st.builds(Part, st.just(""), st.just(0), st.integers(0, 32), strides, axes, sizes, shard=st.none())
+    return tuple(
+        msgspec.structs.replace(part, name=str(number))
+        for number, part in enumerate(draw(st.lists(part, min_size=1, max_size=3)))
+    )
+
+
+@settings(max_examples=500, deadline=None, database=None, derandomize=True)
+@given(small_parts(), st.integers(1, 3))
+def test_what_is_taken_overlaps_nowhere(parts: tuple[Part, ...], blocks: int) -> None:
+    layout = KvLayout((GroupLayout(blocks, 1, "full"),), (LayerLayout("layer", 0, "", parts),))
+    taken = layout_problem(layout, 1) is None
+    event(f"taken: {taken}")
+    if not taken:
+        return
+    addresses: list[int] = []
+    for part in parts:
+        steps = [(blocks, part.block_stride), *((axis.count, axis.stride) for axis in part.axes)]
+        starts = [part.offset]
+        for count, stride in steps:
+            starts = [start + i * stride for start in starts for i in range(count)]
+        addresses += [start + byte for start in starts for byte in range(part.run_bytes)]
+    assert len(set(addresses)) == len(addresses)
+    assert layout.bytes_per_region() == {0: max(addresses) + 1}
+    moved = Plan(layout, layout).runs(0, 0)
+    assert sum(run.page_bytes * len(run.offsets) for run in moved) == len(addresses) // blocks
