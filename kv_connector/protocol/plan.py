@@ -145,12 +145,13 @@ class TablePair:
     runs: Mapping[Places, tuple[LayerRun, ...]]  # by the places of a granule in its blocks
 
     def granules(self, target: GroupTarget, prompt_tokens: int) -> Iterator[tuple[int, int]]:
-        """(granule, D's block that it goes to) of all that D wants: in its table, and begun by the prompt."""
+        """(granule, D's block that it goes to) of all that D wants: in its table, and reached by the prompt."""
         each = self.cut.target_granules
         for logical, block in used_blocks(self.blocks, target.first, target.blocks).items():
             for granule in range(logical * each, (logical + 1) * each):
-                if granule * self.cut.tokens < prompt_tokens:
-                    yield granule, block
+                if self.cut.tokens and granule * self.cut.tokens >= prompt_tokens:
+                    break
+                yield granule, block
 
 
 class Plan:
