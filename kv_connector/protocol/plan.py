@@ -145,7 +145,7 @@ class TablePair:
     runs: Mapping[Places, tuple[LayerRun, ...]]  # by the places of a granule in its blocks
 
     def granules(self, target: GroupTarget, prompt_tokens: int) -> Iterator[tuple[int, int]]:
-        """(granule, D's block that it goes to) of all that D wants: in its table, and reached by the prompt."""
+        """(granule, D's block that it goes to) of all that D wants: in its table, reached by the prompt."""
         each = self.cut.target_granules
         for logical, block in used_blocks(self.blocks, target.first, target.blocks).items():
             for granule in range(logical * each, (logical + 1) * each):

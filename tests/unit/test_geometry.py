@@ -28,7 +28,7 @@ from kv_connector.protocol.sources import DecodeRank, PrefillRank, choose_source
 TOKENS = 24  # of the longest prompt
 NOTHING, LOST = -1, -2  # what a cell holds: D's before, P's outside of the request
 
-EXAMPLES = 2000
+EXAMPLES = 2200
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def test_each_byte_arrives_once_and_in_its_place() -> None:
         pairs += transfer(random, model, source, target)
 
     check()
-    assert pairs >= 10_000
+    assert pairs >= 10_000, pairs
 
 
 @st.composite
