@@ -30,11 +30,10 @@ from kv_connector.engine import DomainConfig, EngineConfig, ErrorCode, TransferE
 from kv_connector.engine.transfer_engine import LayerSignal, TransferEngine
 from kv_connector.protocol.actions import Address, Reached, Share, State
 from kv_connector.protocol.decode import DecodeMachine
-from kv_connector.protocol.layout import KvLayout
+from kv_connector.protocol.layout import KvLayout, memory_problem
 from kv_connector.protocol.messages import Fingerprint, Role
 from kv_connector.protocol.mismatch import Advice
 from kv_connector.protocol.peers import Identity, PeerTable
-from kv_connector.protocol.plan import memory_problem
 from kv_connector.protocol.prefill import PrefillMachine
 from kv_connector.protocol.requests import ComputedPages, DecodeRequest, PrefillRequest, Source
 from kv_connector.protocol.timers import Timeouts

@@ -70,7 +70,7 @@ from kv_connector.protocol.peers import (
     SessionOver,
     SessionUp,
 )
-from kv_connector.protocol.plan import PushPlan
+from kv_connector.protocol.plan import Plan
 from kv_connector.protocol.prefill import PrefillAction, PrefillMachine, WritesEnd
 
 logger = logging.getLogger("kv_connector")
@@ -361,7 +361,7 @@ class Effects:
         problem = self.prefill.admit(action.peer, hello.layout, len(hello.regions))
         if problem is not None:
             return self.peers.refused(now, action.peer, NakReason.INCOMPATIBLE, problem)
-        plan = PushPlan(self._layout, hello.layout)
+        plan = Plan(self._layout, hello.layout)
         link.target = Target(handshake.peer, regions, plan)
         return self.peers.accepted(now, action.peer, link.lane, plan.layers, handshake.data)
 

@@ -10,7 +10,7 @@ from typing import Any
 from kv_connector.agent.ports import Engine
 from kv_connector.engine import ArmedLayer, Event, PagedWrite, Pages, TransferProgress
 from kv_connector.protocol.actions import Push, PushedGroup, Share
-from kv_connector.protocol.plan import PushPlan
+from kv_connector.protocol.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Target:
 
     peer: int  # the engine's
     regions: tuple[int, ...]  # its memory, imported
-    plan: PushPlan
+    plan: Plan
 
 
 @dataclass
@@ -127,15 +127,17 @@ class Writes:
             done()
 
     def _arm(self, outgoing: Outgoing, push: Push, pages: PushedGroup, target: Target) -> None:
-        for run in target.plan.runs(pages.group):
-            layers = [
+        for run in target.plan.runs(pages.group, pages.group):
+            signals = [self._signal_value(push.signal_base, layer.ordinal) for layer in run.layers]
+            armed = [
                 ArmedLayer(
-                    signal_value=self._signal_value(push.signal_base, layer.ordinal),
-                    source_offset=layer.source_offset,
-                    target_offset=layer.target_offset,
+                    signal_value=signal_value,
+                    source_offset=layer.source_offset + source_offset,
+                    target_offset=layer.target_offset + target_offset,
                     immediate=push.immediate,
                 )
-                for layer in run.layers
+                for layer, signal_value in zip(run.layers, signals, strict=True)
+                for source_offset, target_offset in run.offsets
             ]
             write = PagedWrite(
                 page_bytes=run.page_bytes,
@@ -144,12 +146,13 @@ class Writes:
                 target=target.regions[run.target_region],
                 target_pages=Pages(pages.target, run.target_stride),
             )
-            self._engine.arm(outgoing.number, self._signal, write, layers)
-            for layer, armed in zip(run.layers, layers, strict=True):
+            self._engine.arm(outgoing.number, self._signal, write, armed)
+            landing = len(pages.source) * len(run.offsets)
+            for layer, signal_value in zip(run.layers, signals, strict=True):
                 outgoing.layers.add(layer.ordinal)
-                when = armed.signal_value, layer.ordinal
-                outgoing.step_pages[when] = outgoing.step_pages.get(when, 0) + len(pages.source)
-                outgoing.last_signal = max(outgoing.last_signal, armed.signal_value)
+                when = signal_value, layer.ordinal
+                outgoing.step_pages[when] = outgoing.step_pages.get(when, 0) + landing
+                outgoing.last_signal = max(outgoing.last_signal, signal_value)
 
     def _signal_value(self, signal_base: int | None, ordinal: int) -> int:
         """From which the layer's pages of that step are valid. For a step before the last change of order,

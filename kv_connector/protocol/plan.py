@@ -1,72 +1,63 @@
-"""Which source page goes to which destination page, and how many pages each counter must see.
+"""Which bytes of the source's pages go where in the target's, and how many writes each counter must see.
 
 Pure functions of the two sides' layouts. Problems come back as text that says what does not fit (None: it
 fits), because they travel to the other side in a HELLO_NAK or a FAIL.
+
+Layers and parts are matched by name. Blocks of two sizes are cut into granules, the tokens that lie in one
+block on each side; of each granule the shards that both sides have are copied, run by run (``runs``). Pages
+that are alike are one run, whatever they are made of.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import gcd
 
-from kv_connector.protocol.layout import GroupLayout, GroupTarget, KvLayout, LayerLayout
+import msgspec
 
+from kv_connector.protocol.layout import GroupLayout, GroupTarget, KvLayout, LayerLayout, Part
+from kv_connector.protocol.runs import (
+    MAX_PLAN_RUNS,
+    Cut,
+    Misfit,
+    Places,
+    Run,
+    check_parts,
+    merged,
+    naming,
+    part_runs,
+    same,
+)
 
-def layout_problem(layout: KvLayout, regions: int) -> str | None:
-    """Whether the layout is consistent and names only ``regions`` memory regions.
-
-    It may come from a peer: nothing in it is believed. That its pages lie inside of the regions is checked
-    by the engine, with each write.
-    """
-    if not layout.layers or not layout.groups:
-        return "the KV layout has no layers or no groups"
-    for index, group in enumerate(layout.groups):
-        if group.num_blocks < 1 or group.block_size < 0:
-            return f"KV group {index} has {group.num_blocks} blocks of {group.block_size} tokens"
-    if len({layer.name for layer in layout.layers}) < len(layout.layers):
-        return "two layers of the KV layout have one name"
-    for layer in layout.layers:
-        if not 0 <= layer.group < len(layout.groups):
-            return f"layer {layer.name} names group {layer.group} of {len(layout.groups)}"
-        if not 0 <= layer.region < regions:
-            return f"layer {layer.name} names memory region {layer.region} of {regions}"
-        if layer.offset < 0:
-            return f"layer {layer.name} begins at {layer.offset} bytes"
-        if layer.page_bytes < 1 or layer.block_stride < layer.page_bytes:
-            sizes = f"{layer.page_bytes} bytes every {layer.block_stride} bytes"
-            return f"layer {layer.name} has pages of {sizes}"
-    return None
-
-
-def memory_problem(layout: KvLayout, region_bytes: Sequence[int]) -> str | None:
-    """Whether all pages of our own layout lie inside regions of these lengths."""
-    problem = layout_problem(layout, len(region_bytes))
-    if problem is not None:
-        return problem
-    for region, need in sorted(layout.bytes_per_region().items()):
-        if need > region_bytes[region]:
-            return f"memory region {region} has {region_bytes[region]} bytes, its layers need {need}"
-    return None
+# Blocks of the most unequal sizes that anybody has: 2,048 tokens beside 16, or two sizes of which neither
+# divides the other. Each place is a write of its own for a request.
+_MAX_PLACES = 128
 
 
 def layouts_problem(prefill: KvLayout, decode: KvLayout) -> str | None:
-    """Whether pages of ``prefill`` can be copied into pages of ``decode`` one to one.
+    """Whether what both have can be copied from pages of ``prefill`` into pages of ``decode``.
 
-    Where the pages lie (regions, offsets, strides, number of blocks) may differ; what they are may not. A
-    layer that prefill lacks may come from somewhere else.
+    Where the runs lie, in which order, how many tokens a block has and which shards each side holds may
+    differ; what they are may not. A layer that one side lacks is another's affair.
     """
+    try:
+        Plan(prefill, decode)
+    except Misfit as misfit:
+        return str(misfit)
+    return None
+
+
+def tables_problem(prefill: KvLayout, decode: KvLayout) -> str | None:
+    """Whether both sides number a request's blocks alike, as the machines do that pair them one to one."""
     if (ours := _groups(prefill)) != (theirs := _groups(decode)):
         return f"KV groups: prefill has {ours}, decode has {theirs}"
     targets = {layer.name: layer for layer in decode.layers}
-    for source in prefill.layers:
-        target = targets.get(source.name)
-        if target is None:
-            return f"layers: prefill has {source.name}, which decode lacks"
-        for field in ("group", "page_bytes"):
-            a, b = getattr(source, field), getattr(target, field)
-            if a != b:
-                return f"{field} of layer {source.name}: prefill has {a}, decode has {b}"
+    for layer in prefill.layers:
+        target = targets.get(layer.name, layer)
+        if target.group != layer.group:
+            return f"group of layer {layer.name}: prefill has {layer.group}, decode has {target.group}"
     return None
 
 
@@ -118,8 +109,7 @@ def expected_pages(layout: KvLayout, groups: Sequence[GroupTarget]) -> int:
 
 @dataclass(frozen=True)
 class PushLayer:
-    """One layer of a LayerRun: its ordinal, and the offset of its block 0 in the source and the target
-    region."""
+    """One layer of a LayerRun: its ordinal, and where it begins in the source and the target region."""
 
     ordinal: int
     source_offset: int
@@ -128,7 +118,12 @@ class PushLayer:
 
 @dataclass(frozen=True)
 class LayerRun:
-    """Layers that one armed write can carry: same group, same pair of regions, same geometry on each side."""
+    """Runs of several layers that one armed write can carry: from and to the same blocks of the same regions,
+    as long, and with the same strides on each side.
+
+    ``page_bytes``: of one run. ``offsets``: of each layer's runs, from where the layer begins on either side.
+    Each raises the counter by one for each block.
+    """
 
     source_region: int
     target_region: int
@@ -136,32 +131,164 @@ class LayerRun:
     source_stride: int
     target_stride: int
     layers: tuple[PushLayer, ...]
+    offsets: tuple[tuple[int, int], ...] = ((0, 0),)
 
 
-class PushPlan:
-    """How each group's pages go from one layout to another. Built once per peer."""
+@dataclass(frozen=True)
+class TablePair:
+    """A group of the source and one of the target that have layers in common."""
 
-    def __init__(self, source: KvLayout, target: KvLayout) -> None:
-        """The layouts must fit each other (``layouts_problem``)."""
-        runs: list[dict[_Geometry, list[PushLayer]]] = [{} for _ in source.groups]
+    cut: Cut
+    source: int  # the group
+    target: int
+    blocks: GroupLayout  # of the target
+    runs: Mapping[Places, tuple[LayerRun, ...]]  # by the places of a granule in its blocks
+
+    def granules(self, target: GroupTarget, prompt_tokens: int) -> Iterator[tuple[int, int]]:
+        """(granule, D's block that it goes to) of all that D wants: in its table, reached by the prompt."""
+        each = self.cut.target_granules
+        for logical, block in used_blocks(self.blocks, target.first, target.blocks).items():
+            for granule in range(logical * each, (logical + 1) * each):
+                if self.cut.tokens and granule * self.cut.tokens >= prompt_tokens:
+                    break
+                yield granule, block
+
+
+class Plan:
+    """Which bytes go from one rank's pages to another's, and how many runs that makes. A pure function of the
+    two layouts, and of what the target wants of this source: both sides call it. Built once per peer."""
+
+    def __init__(
+        self, source: KvLayout, target: KvLayout, wanted: Mapping[int, Collection[int]] | None = None
+    ) -> None:
+        """``wanted``: the target's layers that come from this source, by ordinal, and which of their parts;
+        None: all that both have. Raises Misfit where something of that cannot be copied."""
         ordinals = {layer.name: ordinal for ordinal, layer in enumerate(target.layers)}
-        self.layers = tuple(ordinals[layer.name] for layer in source.layers)
-        """The target's ordinal of each of the source's layers."""
-        for ordinal, ours in enumerate(source.layers):
-            theirs = target.layers[self.layers[ordinal]]
-            layer = PushLayer(ordinal, ours.offset, theirs.offset)
-            runs[ours.group].setdefault(_geometry(ours, theirs), []).append(layer)
-        self._runs = tuple(
-            tuple(LayerRun(*geometry, tuple(layers)) for geometry, layers in group.items()) for group in runs
+        self._ordinals = {
+            ordinal: theirs
+            for ordinal, layer in enumerate(source.layers)
+            if (theirs := ordinals.get(layer.name)) is not None and (wanted is None or wanted.get(theirs))
+        }
+        self.layers = tuple(self._ordinals.values())
+        """The target's ordinal of each of the source's layers that it wants."""
+        shapes: dict[_Shape, list[PushLayer]] = {}
+        for ordinal, theirs in self._ordinals.items():
+            ours, layer = source.layers[ordinal], target.layers[theirs]
+            parts = matching_parts(source, ours, target, layer)
+            if wanted is not None:
+                parts = [pair for number, pair in enumerate(parts) if number in wanted[theirs]]
+            push = PushLayer(ordinal, min(s.offset for s, _ in parts), min(t.offset for _, t in parts))
+            shapes.setdefault((ours.group, layer.group, _moved(parts, push)), []).append(push)
+        cuts = {(a, b): cut_blocks(source.groups[a], target.groups[b]) for a, b, _ in shapes}
+        drafts = {groups: _Draft(cut.all_places()) for groups, cut in cuts.items()}
+        left = MAX_PLAN_RUNS
+        for (a, b, moved), layers in shapes.items():
+            name = source.layers[layers[0].ordinal].name
+            for places in cuts[a, b].all_places():
+                runs = _shape_runs(name, moved, cuts[a, b], places)
+                left -= len(runs) + len(moved)
+                if left < 0:
+                    raise Misfit(f"pages so unlike take more than {MAX_PLAN_RUNS} different runs")
+                drafts[a, b].add(places, merged(runs), layers)
+        self.pairs = {
+            (a, b): TablePair(cut, a, b, target.groups[b], drafts[a, b].finished())
+            for (a, b), cut in cuts.items()
+        }
+
+    def runs(self, source_group: int, target_group: int, places: Places = (0, 0)) -> tuple[LayerRun, ...]:
+        """The armed writes that one batch of granules at these places of their blocks takes; usually one."""
+        pair = self.pairs.get((source_group, target_group))
+        return () if pair is None else pair.runs[places]
+
+    def counts(self, targets: Sequence[GroupTarget], prompt_tokens: int) -> dict[int, int]:
+        """How often a request raises its counter for each layer, by the target's ordinal."""
+        counts = dict.fromkeys(self.layers, 0)
+        for pair in self.pairs.values():
+            granules = pair.granules(targets[pair.target], prompt_tokens)
+            for places, times in Counter(pair.cut.places(granule) for granule, _ in granules).items():
+                for run in pair.runs[places]:
+                    for layer in run.layers:
+                        counts[self._ordinals[layer.ordinal]] += times * len(run.offsets)
+        return counts
+
+
+def matching_parts(
+    source: KvLayout, ours: LayerLayout, target: KvLayout, theirs: LayerLayout
+) -> list[tuple[Part, Part]]:
+    """The parts of a layer on both sides, in the target's order. Raises Misfit where the contents differ."""
+    groups = source.groups[ours.group], target.groups[theirs.group]
+    with naming(f"layer {theirs.name}"):
+        same("kind", groups[0].kind, groups[1].kind)
+        same("format", repr(ours.format), repr(theirs.format))
+        parts = {part.name: part for part in ours.parts}
+        same("parts", ", ".join(sorted(parts)), ", ".join(sorted(part.name for part in theirs.parts)))
+        pairs = [(parts[part.name], part) for part in theirs.parts]
+        for pair in pairs:
+            with naming(f"part {pair[0].name}"):
+                check_parts(*pair, *groups)
+    return pairs
+
+
+def cut_blocks(source: GroupLayout, target: GroupLayout) -> Cut:
+    """The largest granules that lie in one block on each side."""
+    sizes = source.block_size, target.block_size
+    if sizes == (0, 0):
+        return Cut(0, 1, 1)
+    if 0 in sizes:
+        raise Misfit(f"blocks of {source.kind}: prefill has {sizes[0]} tokens in each, decode {sizes[1]}")
+    tokens = gcd(*sizes)
+    cut = Cut(tokens, sizes[0] // tokens, sizes[1] // tokens)
+    if cut.source_granules * cut.target_granules > _MAX_PLACES:
+        raise Misfit(f"blocks of {source.kind} are too unlike: {sizes[0]} tokens and {sizes[1]}")
+    return cut
+
+
+# Groups, and parts whose offsets count from where the layer begins: layers of one shape have the same runs.
+_Shape = tuple[int, int, tuple[tuple[Part, Part], ...]]
+
+
+def _moved(parts: Sequence[tuple[Part, Part]], layer: PushLayer) -> tuple[tuple[Part, Part], ...]:
+    return tuple(
+        (
+            msgspec.structs.replace(source, offset=source.offset - layer.source_offset),
+            msgspec.structs.replace(target, offset=target.offset - layer.target_offset),
         )
-
-    def runs(self, group: int) -> tuple[LayerRun, ...]:
-        """The armed writes that one batch of the group's pages takes; usually one."""
-        return self._runs[group]
+        for source, target in parts
+    )
 
 
-_Geometry = tuple[int, int, int, int, int]
+def _shape_runs(layer: str, parts: Sequence[tuple[Part, Part]], cut: Cut, places: Places) -> list[Run]:
+    runs: list[Run] = []
+    for source, target in parts:
+        with naming(f"layer {layer}: part {target.name}"):
+            runs += part_runs(source, target, cut, places)
+    return runs
 
 
-def _geometry(source: LayerLayout, target: LayerLayout) -> _Geometry:
-    return (source.region, target.region, source.page_bytes, source.block_stride, target.block_stride)
+class _Draft:
+    """Collects the layers that one armed write can carry."""
+
+    def __init__(self, places: Sequence[Places]) -> None:
+        # By the fields of a LayerRun before its layers, and its offsets.
+        self._writes: dict[Places, dict[tuple[_Write, _Offsets], list[PushLayer]]] = {p: {} for p in places}
+
+    def add(self, places: Places, runs: Sequence[Run], layers: Sequence[PushLayer]) -> None:
+        writes: dict[_Write, list[tuple[int, int]]] = {}
+        for run in runs:
+            write = run.source_region, run.target_region, run.nbytes, run.source_stride, run.target_stride
+            writes.setdefault(write, []).append((run.source_offset, run.target_offset))
+        for write, offsets in writes.items():
+            self._writes[places].setdefault((write, tuple(offsets)), []).extend(layers)
+
+    def finished(self) -> dict[Places, tuple[LayerRun, ...]]:
+        return {
+            places: tuple(
+                LayerRun(*write, tuple(sorted(layers, key=lambda layer: layer.ordinal)), offsets)
+                for (write, offsets), layers in writes.items()
+            )
+            for places, writes in self._writes.items()
+        }
+
+
+_Write = tuple[int, int, int, int, int]
+_Offsets = tuple[tuple[int, int], ...]

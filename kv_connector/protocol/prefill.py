@@ -43,9 +43,9 @@ from kv_connector.protocol.actions import (
     State,
     UnderWay,
 )
-from kv_connector.protocol.layout import KvLayout
+from kv_connector.protocol.layout import KvLayout, layout_problem
 from kv_connector.protocol.messages import Cancel, CancelAck, Fail, FailCode, Release, Reserve, Role, clip
-from kv_connector.protocol.plan import layout_problem, layouts_problem, targets_problem, used_blocks
+from kv_connector.protocol.plan import layouts_problem, tables_problem, targets_problem, used_blocks
 from kv_connector.protocol.requests import ComputedPages, PrefillRequest
 from kv_connector.protocol.shares import (
     Phase,
@@ -247,7 +247,11 @@ class PrefillMachine:
 
     def admit(self, peer: PeerId, layout: KvLayout, regions: int) -> str | None:
         """A decode peer introduced itself: None, or the reason why its pages do not fit ours."""
-        problem = layout_problem(layout, regions) or layouts_problem(self._layout, layout)
+        problem = (
+            layout_problem(layout, regions)
+            or tables_problem(self._layout, layout)
+            or layouts_problem(self._layout, layout)
+        )
         if problem is None:
             self._peers[peer] = layout
         return problem

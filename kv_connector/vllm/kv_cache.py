@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kv_connector.agent.agent import MemoryRange
+from kv_connector.protocol.geometry import Place, opaque_page
 from kv_connector.protocol.layout import GroupLayout, KvLayout, LayerLayout
 from kv_connector.vllm.internals import UnsupportedConfiguration, group_kind
 
@@ -45,10 +46,11 @@ def kv_layout(kv_cache_config: Any, tensors: Mapping[str, Any]) -> tuple[KvLayou
             LayerLayout(
                 name=name,
                 group=group,
-                region=regions[base],
-                offset=offset,
-                block_stride=block_stride,
-                page_bytes=_page_bytes(name, tensor, kv_cache_config.num_blocks, block_stride),
+                format="",
+                parts=opaque_page(
+                    Place(regions[base], offset, block_stride),
+                    _page_bytes(name, tensor, kv_cache_config.num_blocks, block_stride),
+                ),
             )
         )
     groups = tuple(

@@ -19,8 +19,18 @@ from kv_connector.control.membership import encode as encode_membership
 from kv_connector.engine import DomainConfig, EngineConfig, TransferError
 from kv_connector.engine.transfer_engine import TransferEngine
 from kv_connector.protocol import messages
+from kv_connector.protocol.geometry import (
+    Piece,
+    Place,
+    Units,
+    convolution_state,
+    recurrent_state,
+    vector_planes,
+)
+from kv_connector.protocol.layout import GroupLayout, KvLayout, LayerLayout, layout_problem
 from kv_connector.protocol.messages import AnyMessage, MalformedMessage, Role, fingerprint
 from kv_connector.protocol.mismatch import mismatch
+from kv_connector.protocol.plan import layouts_problem
 from kv_connector.router.completion import Completion
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.failure import Failure
@@ -44,6 +54,23 @@ class Target:
 REGIONS_A_PEER = 200
 
 
+def divided_layout() -> KvLayout:
+    """Of a rank that has some of the heads, with pages of parts: planes of K and V, and a state."""
+    units = Units(2, 2, 4)
+    conv = convolution_state(Place(1, 0, 512), [Piece("x", 2, units), Piece("B", 8, None)], 3, 2, False)
+    state = recurrent_state(Place(1, 128, 512), units, (4, 4), 2)
+    return KvLayout(
+        (GroupLayout(64, 16, "full"), GroupLayout(4, 0, "state")),
+        (
+            LayerLayout("layer0", 0, "bfloat16", vector_planes(Place(0, 0, 2048), units, 16, 8, 2)),
+            LayerLayout("layer1", 1, "bfloat16", conv + state),
+        ),
+    )
+
+
+DIVIDED = divided_layout()
+
+
 def protocol_messages() -> list[AnyMessage]:
     """One of each kind, and of each shape that matters."""
     version, pages, regions = messages.PROTOCOL_VERSION, layout(groups=(2, 2)), (b"region" * 8,)
@@ -51,6 +78,7 @@ def protocol_messages() -> list[AnyMessage]:
     return [
         messages.Hello("d", "1", Role.DECODE, 0, version, pairs(), pages, regions, b"offer" * 20),
         messages.Hello("d", "1", Role.DECODE, 0, version, many, pages, regions, b"offer" * 20),
+        messages.Hello("d", "1", Role.DECODE, 0, version, pairs(), DIVIDED, regions * 2, b"offer" * 20),
         messages.HelloAck("p", "2", Role.PREFILL, 0, "tcp", (0, 1), b"answer" * 20),
         messages.HelloNak(messages.NakReason.INCOMPATIBLE, "block sizes differ"),
         messages.Redirect("10.0.0.2", 5601),
@@ -86,6 +114,8 @@ def feed_protocol(data: bytes) -> bool:
     assert messages.decode(messages.encode(message)) == message
     if isinstance(message, messages.Hello):
         mismatch(pairs(), message.fingerprint, ADVICE)
+        if layout_problem(message.layout, len(message.regions)) is None:
+            layouts_problem(DIVIDED, message.layout)
     return True
 
 

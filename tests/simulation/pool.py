@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from kv_connector.protocol.geometry import Place, opaque_page
 from kv_connector.protocol.layout import GroupLayout, KvLayout, LayerLayout
 
 # Small on purpose: a block that comes back is soon somebody else's.
@@ -23,7 +24,10 @@ LAYOUT = KvLayout(
         GroupLayout(BLOCKS, TOKENS, "sliding_window"),
         GroupLayout(BLOCKS, 0, "state"),
     ),
-    tuple(LayerLayout(f"layer{k}", g, 0, k * LAYER_BYTES, PAGE, PAGE) for k, g in enumerate(GROUP_OF_LAYER)),
+    tuple(
+        LayerLayout(f"layer{k}", group, "", opaque_page(Place(0, k * LAYER_BYTES, PAGE), PAGE))
+        for k, group in enumerate(GROUP_OF_LAYER)
+    ),
 )
 # The layers of prefill engines whose model runs in stages.
 STAGES = ((0, 1), (2, 3))

@@ -162,7 +162,7 @@ class Stage:
         key: ClusterKey | None = None,
     ) -> Side:
         shape = pages if pages is not None else layout(num_blocks=64 if role is Role.PREFILL else 32)
-        dimensions = len(shape.layers), shape.groups[0].num_blocks, shape.layers[0].block_stride
+        dimensions = len(shape.layers), shape.groups[0].num_blocks, shape.layers[0].parts[0].block_stride
         # In pages of its own: a test may unmap it.
         memory = np.frombuffer(mmap.mmap(-1, math.prod(dimensions)), np.uint8).reshape(dimensions)
         name = name or role.value

@@ -8,6 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from kv_connector.protocol.actions import Address
+from kv_connector.protocol.geometry import Place, opaque_page
 from kv_connector.protocol.layout import GroupLayout, GroupTarget, KvLayout, LayerLayout
 from kv_connector.protocol.messages import Fingerprint, Reserve, fingerprint
 from kv_connector.protocol.mismatch import Advice
@@ -21,7 +22,9 @@ P_ADDRESS = Address("127.0.0.1", 5600)
 T = TypeVar("T")
 
 
-def layout(groups: Sequence[int] = (2,), num_blocks: int = 64, stride: int = PAGE) -> KvLayout:
+def layout(
+    groups: Sequence[int] = (2,), num_blocks: int = 64, stride: int = PAGE, page: int = PAGE
+) -> KvLayout:
     """One region; ``groups`` says how many layers each group has. Layers of the groups take turns."""
     owners = [group for turn in range(max(groups)) for group, layers in enumerate(groups) if turn < layers]
     return KvLayout(
@@ -29,7 +32,7 @@ def layout(groups: Sequence[int] = (2,), num_blocks: int = 64, stride: int = PAG
             GroupLayout(num_blocks, BLOCK, "full" if i == 0 else "sliding_window") for i in range(len(groups))
         ),
         layers=tuple(
-            LayerLayout(f"layer{k}", group, 0, k * num_blocks * stride, stride, PAGE)
+            LayerLayout(f"layer{k}", group, "", opaque_page(Place(0, k * num_blocks * stride, stride), page))
             for k, group in enumerate(owners)
         ),
     )

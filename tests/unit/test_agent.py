@@ -216,7 +216,9 @@ def test_rows_come_beside_the_pages(sim: Stage) -> None:
 def stages(sim: Stage) -> tuple[Side, Side, Side]:
     """Two prefill engines with a layer each, and a decode engine with both."""
     halves = [
-        msgspec.structs.replace(layout(), layers=(msgspec.structs.replace(layer, offset=0),))
+        msgspec.structs.replace(
+            layout(), layers=(msgspec.structs.replace(layer, parts=layout().layers[0].parts),)
+        )
         for layer in layout().layers
     ]
     sides = [sim.side(Role.PREFILL, f"p{number}", pages=half) for number, half in enumerate(halves)]
@@ -832,7 +834,10 @@ def test_an_address_where_nobody_listens_fails_the_request(
             {"fingerprint": pairs(block_sizes=("32",))},
             "incompatible: block_sizes: prefill has (16), decode has (32): give both sides the same",
         ),
-        ({"pages": layout(groups=(1,))}, "incompatible: layers: prefill has layer1, which decode lacks"),
+        (
+            {"pages": layout(page=32)},
+            "incompatible: layer layer0: part page: bytes a run: prefill has 64, decode has 32",
+        ),
         ({"rank": 1}, "protocol: there is no rank 1 among 1"),
     ],
     ids=["block size", "layout", "rank"],

@@ -26,6 +26,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from vllm_stage import ADDRESS, FULL, SLIDING, get_kv_cache_config_from_groups, model, vllm_config
 
 from kv_connector.lab.model import make_llama
+from kv_connector.protocol.geometry import Place, opaque_page
 from kv_connector.protocol.layout import GroupLayout, KvLayout, LayerLayout
 from kv_connector.protocol.messages import Fingerprint
 from kv_connector.protocol.mismatch import mismatch
@@ -72,9 +73,9 @@ def caches(
 
 
 def page(layout: KvLayout, memory: tuple[MemoryRange, ...], layer: int, block: int) -> bytes:
-    place = layout.layers[layer]
-    address = memory[place.region].address + place.offset + block * place.block_stride
-    return ctypes.string_at(address, place.page_bytes)
+    (part,) = layout.layers[layer].parts
+    address = memory[part.region].address + part.offset + block * part.block_stride
+    return ctypes.string_at(address, part.run_bytes)
 
 
 def assert_pages_are_the_tensors(
@@ -118,7 +119,7 @@ def test_groups_share_the_memory(config: Any) -> None:
     groups = [KVCacheGroupSpec([name(0), name(2)], FULL), KVCacheGroupSpec([name(1), name(3)], SLIDING)]
     layout, memory = kv_layout(*caches(config, groups))
     assert [layer.group for layer in layout.layers] == [0, 1, 0, 1]
-    assert layout.layers[0].offset == layout.layers[1].offset
+    assert layout.layers[0].parts == layout.layers[1].parts
     assert [group.kind for group in layout.groups] == ["full_attention", "sliding_window 64"]
     assert len(memory) == 1
 
@@ -277,7 +278,8 @@ def fingerprint_of(config: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[...
     """Of a rank with pages like these and layers with such scales; the model has not been loaded."""
 
     def make(page_bytes: int, *scales: tuple[float, ...], **parallel: int) -> Fingerprint:
-        layers = tuple(LayerLayout(name(i), 0, 0, 0, page_bytes, page_bytes) for i in range(len(scales)))
+        page = opaque_page(Place(0, 0, page_bytes), page_bytes)
+        layers = tuple(LayerLayout(name(i), 0, "", page) for i in range(len(scales)))
         with monkeypatch.context() as patch:
             patch.setattr(fingerprint, "kv_scales", lambda *_: scales)
             patch.setattr(fingerprint, "attention_backends", lambda *_: "CPU_ATTN")

@@ -1,0 +1,221 @@
+"""Two sides that have divided and placed the same model differently: each byte arrives once, in its place."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from random import Random
+
+import msgspec
+import numpy as np
+from geometry_setup import Cells, Model, Rank, Side, content, make_rank, random_model, random_side
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from kv_connector.protocol.layout import (
+    Axis,
+    GroupLayout,
+    GroupTarget,
+    KvLayout,
+    LayerLayout,
+    Part,
+    layout_problem,
+    memory_problem,
+)
+from kv_connector.protocol.plan import Plan
+from kv_connector.protocol.sources import DecodeRank, PrefillRank, choose_sources
+
+TOKENS = 24  # of the longest prompt
+NOTHING, LOST = -1, -2  # what a cell holds: D's before, P's outside of the request
+
+EXAMPLES = 2200
+
+
+@dataclass(frozen=True)
+class Engine:
+    side: Side
+    ranks: dict[int, Rank]
+
+    def stage(self, rank: int) -> int:
+        return rank // self.side.ranks
+
+
+def make_engine(model: Model, side: Side) -> Engine:
+    ranks = [
+        make_rank(model, side, stage, index)
+        for stage in range(len(side.stages))
+        for index in range(side.ranks)
+    ]
+    return Engine(side, dict(enumerate(ranks)))
+
+
+def random_tables(random: Random, layout: KvLayout, prompt: int) -> list[list[int]]:
+    """A block for each logical block that the prompt reaches; of a state, one row."""
+    return [
+        random.sample(range(1, group.num_blocks), -(-prompt // group.block_size))
+        if group.block_size
+        else [random.randrange(group.num_blocks)]
+        for group in layout.groups
+    ]
+
+
+def fill(rank: Rank, tables: list[list[int]]) -> None:
+    """Computes the prompt: each block of it holds what the model has there, behind the prompt as well."""
+    for memory in rank.memory:
+        memory[:] = LOST
+    for layer in rank.layout.layers:
+        for part in layer.parts:
+            cells = rank.cells[layer.name, part.name]
+            units, tokens = part.units, cells.shape[2]
+            values = content(layer.name, part.name, cells.shape[3], 2 * TOKENS)
+            for logical, block in enumerate(tables[layer.group]):
+                first = logical * tokens
+                wanted = values[units.start : units.stop, first : first + tokens]
+                rank.memory[part.region][cells[block]] = wanted
+
+
+def targets_of(random: Random, layout: KvLayout, tables: list[list[int]], prompt: int) -> list[GroupTarget]:
+    """What D wants: not what it has already, nor what lies outside of a window."""
+    targets = []
+    for group, table in zip(layout.groups, tables, strict=True):
+        first = random.randrange(len(table)) if group.block_size else 0
+        gone = random.choice((0.0, 0.3)) if group.block_size else 0.0
+        blocks = [0 if random.random() < gone else block for block in table[first:]]
+        targets.append(GroupTarget(first, tuple(blocks)))
+    return targets
+
+
+def execute(
+    plan: Plan, source: Rank, tables: list[list[int]], target: Rank, targets: list[GroupTarget], prompt: int
+) -> tuple[Counter[int], list[Cells]]:
+    """Writes as an engine would. How often each layer of D was counted, and each of its cells written."""
+    counted: Counter[int] = Counter()
+    written = [np.zeros_like(memory) for memory in target.memory]
+    names = [layer.name for layer in target.layout.layers]
+    for pair in plan.pairs.values():
+        for granule, target_block in pair.granules(targets[pair.target], prompt):
+            source_block = tables[pair.source][granule // pair.cut.source_granules]
+            for run in pair.runs[pair.cut.places(granule)]:
+                for layer in run.layers:
+                    for source_offset, target_offset in run.offsets:
+                        begin = layer.source_offset + source_offset + source_block * run.source_stride
+                        to = layer.target_offset + target_offset + target_block * run.target_stride
+                        taken = source.memory[run.source_region][begin : begin + run.page_bytes]
+                        assert len(taken) == run.page_bytes
+                        target.memory[run.target_region][to : to + run.page_bytes] = taken
+                        written[run.target_region][to : to + run.page_bytes] += 1
+                        counted[names.index(source.layout.layers[layer.ordinal].name)] += 1
+    return counted, written
+
+
+def expected(rank: Rank, targets: list[GroupTarget], prompt: int, block_sizes: dict[str, int]) -> list[Cells]:
+    """D's memory after that: ``block_sizes`` are P's, by layer."""
+    memories = [np.full_like(memory, NOTHING) for memory in rank.memory]
+    for layer in rank.layout.layers:
+        target, size = targets[layer.group], rank.layout.groups[layer.group].block_size
+        granule = np.gcd(size, block_sizes[layer.name])
+        for part in layer.parts:
+            cells = rank.cells[layer.name, part.name]
+            values = content(layer.name, part.name, cells.shape[3], 2 * TOKENS)
+            for logical, block in enumerate(target.blocks, target.first):
+                if size > 0 and block == 0:
+                    continue
+                first = logical * size
+                tokens = min(size, -(-(prompt - first) // granule) * granule) if size else 1
+                wanted = values[part.units.start : part.units.stop, first : first + tokens]
+                memories[part.region][cells[block][:, :tokens]] = wanted
+    return memories
+
+
+def transfer(random: Random, model: Model, source: Engine, target: Engine) -> int:
+    """One request to each of D's ranks; how many pairs of ranks have to do with each other."""
+    prompt = random.randint(1, TOKENS)
+    some = source.ranks[0].layout
+    tables = random_tables(random, some, prompt)
+    for rank in source.ranks.values():
+        fill(rank, tables)
+    prefill = {n: PrefillRank(source.stage(n), rank.layout) for n, rank in source.ranks.items()}
+    block_sizes = {
+        layer.name: rank.layout.groups[layer.group].block_size
+        for rank in source.ranks.values()
+        for layer in rank.layout.layers
+    }
+    pairs = 0
+    decode_tables = random_tables(random, target.ranks[0].layout, prompt)
+    for number, rank in target.ranks.items():
+        targets = targets_of(random, rank.layout, decode_tables, prompt)
+        ranks = target.side.ranks
+        choice = choose_sources(DecodeRank(number % ranks, ranks, rank.layout), prefill)
+        counted: Counter[int] = Counter()
+        awaited: Counter[int] = Counter()
+        written = [np.zeros_like(memory) for memory in rank.memory]
+        for sender, wanted in choice.items():
+            plan = Plan(prefill[sender].layout, rank.layout, wanted)
+            awaited.update(plan.counts(targets, prompt))
+            counts, cells = execute(plan, source.ranks[sender], tables, rank, targets, prompt)
+            counted += counts
+            for all_of_them, these in zip(written, cells, strict=True):
+                all_of_them += these
+        for memory, wants, times in zip(
+            rank.memory, expected(rank, targets, prompt, block_sizes), written, strict=True
+        ):
+            np.testing.assert_array_equal(memory, wants)
+            np.testing.assert_array_equal(times, wants != NOTHING)
+        assert counted == +awaited
+        assert set(awaited) == set(range(len(rank.layout.layers))), "each layer comes from somewhere"
+        pairs += len(choice)
+    return pairs
+
+
+def test_each_byte_arrives_once_and_in_its_place() -> None:
+    """In 10,000 pairs of ranks and more, of random models, engines and requests."""
+    pairs = 0
+
+    @settings(max_examples=EXAMPLES, deadline=None, database=None, derandomize=True)
+    @given(st.integers(0, 1 << 64))
+    def check(seed: int) -> None:
+        nonlocal pairs
+        random = Random(seed)
+        model = random_model(random)
+        side = random_side(random, model)
+        source = make_engine(model, side)
+        target = make_engine(model, random_side(random, model, side))
+        for rank in [*source.ranks.values(), *target.ranks.values()]:
+            sizes = [len(memory) for memory in rank.memory]
+            assert memory_problem(rank.layout, sizes) is None
+        pairs += transfer(random, model, source, target)
+
+    check()
+    assert pairs >= 10_000, pairs
+
+
+@st.composite
+def small_parts(draw: st.DrawFn) -> tuple[Part, ...]:
+    sizes, strides = st.sampled_from((1, 2, 3, 4)), st.sampled_from((1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48))
+    axes = st.lists(st.builds(Axis, st.just("row"), sizes, strides), max_size=2).map(tuple)
+    part = st.builds(Part, st.just(""), st.just(0), st.integers(0, 32), strides, axes, sizes, shard=st.none())
+    return tuple(
+        msgspec.structs.replace(part, name=str(number))
+        for number, part in enumerate(draw(st.lists(part, min_size=1, max_size=3)))
+    )
+
+
+@settings(max_examples=500, deadline=None, database=None, derandomize=True)
+@given(small_parts(), st.integers(1, 3))
+def test_what_is_taken_overlaps_nowhere(parts: tuple[Part, ...], blocks: int) -> None:
+    layout = KvLayout((GroupLayout(blocks, 1, "full"),), (LayerLayout("layer", 0, "", parts),))
+    taken = layout_problem(layout, 1) is None
+    event(f"taken: {taken}")
+    if not taken:
+        return
+    addresses: list[int] = []
+    for part in parts:
+        steps = [(blocks, part.block_stride), *((axis.count, axis.stride) for axis in part.axes)]
+        starts = [part.offset]
+        for count, stride in steps:
+            starts = [start + i * stride for start in starts for i in range(count)]
+        addresses += [start + byte for start in starts for byte in range(part.run_bytes)]
+    assert len(set(addresses)) == len(addresses)
+    assert layout.bytes_per_region() == {0: max(addresses) + 1}
+    moved = Plan(layout, layout).runs(0, 0)
+    assert sum(run.page_bytes * len(run.offsets) for run in moved) == len(addresses) // blocks
