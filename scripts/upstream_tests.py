@@ -199,7 +199,7 @@ def adapt(helpers: Any, model: Path) -> None:
     @wrap(helpers, "assert_scheduler_empty")
     def assert_scheduler_empty(original: Callable[..., Any], scheduler: Any) -> None:
         original(scheduler)
-        assert scheduler.connector.reset_cache(), "the connector's books are not empty"
+        assert scheduler.reset_prefix_cache(reset_connector=True), "the connector's books are not empty"
 
     def example(config: Any, role: Any, kv_cache_config: Any) -> Any:
         config = copy.copy(config)

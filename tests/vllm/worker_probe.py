@@ -75,7 +75,7 @@ def _hold(directory: Path) -> None:
 def _pages_arrived() -> int:
     agent = _agent()
     arrived = 0
-    for outgoing in list(agent._effects.outgoing.values()):
+    for outgoing in list(agent._effects.writes.open.values()):
         with contextlib.suppress(TransferError):  # the agent's thread has ended it meanwhile
             arrived += agent._engine.progress(outgoing.number).pages_done
     return arrived
