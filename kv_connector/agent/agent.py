@@ -31,11 +31,11 @@ from kv_connector.engine.transfer_engine import LayerSignal, TransferEngine
 from kv_connector.protocol.actions import Address, Reached, Share, State
 from kv_connector.protocol.decode import DecodeMachine
 from kv_connector.protocol.layout import KvLayout, memory_problem
-from kv_connector.protocol.messages import Fingerprint, Role
+from kv_connector.protocol.messages import Fingerprint, Rank, Role
 from kv_connector.protocol.mismatch import Advice
 from kv_connector.protocol.peers import Identity, PeerTable
 from kv_connector.protocol.prefill import PrefillMachine
-from kv_connector.protocol.requests import ComputedPages, DecodeRequest, PrefillRequest, Source
+from kv_connector.protocol.requests import ComputedPages, DecodeRequest, PrefillRequest
 from kv_connector.protocol.timers import Timeouts
 
 __all__ = ["Address", "Agent", "AgentConfig", "AgentError", "MemoryRange"]
@@ -61,7 +61,8 @@ class AgentConfig:
     engine_id: str
     role: Role
     rank: int
-    ranks: int  # of this engine
+    ranks: int  # of this engine; where it is the only one, it need not be told of them
+    stage: int = field(default=0, kw_only=True)  # of the pipeline
     address: Address  # of the control socket; port 0 takes a free one
     fingerprint: Fingerprint
     layout: KvLayout
@@ -135,7 +136,6 @@ class Agent:
                     incarnation=uuid.uuid4().hex,
                     role=config.role,
                     rank=config.rank,
-                    ranks=config.ranks,
                     fingerprint=config.fingerprint,
                     layout=config.layout,
                     regions=descriptors,
@@ -165,17 +165,31 @@ class Agent:
             raise AgentError(_bind_problem(self._config, error)) from error
         self._control.watch(self._wake)
         self._control.watch(self._engine.event_fd())
+        if self._config.ranks == 1:
+            self.set_ranks([self.described(address)])
         self._thread.start()
         return address
 
+    def described(self, address: Address) -> Rank:
+        """This worker, which listens there, as others of its engine and their peers know it."""
+        return Rank(address.host, address.port, self._config.stage, self._config.layout)
+
+    def set_ranks(self, ranks: Sequence[Rank]) -> None:
+        """All workers of this engine, by rank: each of them has to know, before the first request. Peers find
+        them by the address of the first."""
+
+        def command(now: float) -> Sequence[Action]:
+            self._effects.peers.set_ranks(ranks)
+            self._effects.decode.set_ranks(self._config.rank, ranks)
+            return ()
+
+        self._submit(command)
+
     # --- Decode
 
-    def dial(self, peer: Address) -> None:
-        """Prepares a session with a prefill peer; best effort."""
-        self._submit(lambda now: self._effects.peers.dial(now, peer))
-
     def set_waiting(self, waiting: Collection[tuple[str, Address]]) -> None:
-        """Transfers whose requests still queue here: their prefill peers are told to hold the blocks."""
+        """Transfers whose requests still queue here, and the engines that compute their prompts: sessions are
+        made with these, and they are told to hold the blocks."""
         transfers = tuple(waiting)
         self._submit(lambda now: self._effects.peers.set_waiting(now, transfers))
 
@@ -204,20 +218,11 @@ class Agent:
         """Aborts a reserved request: ends in finished_recving once nothing can land in its blocks."""
         self._submit(lambda now: self._effects.decode.cancel(now, request_id))
 
-    def release(self, transfer_id: str, peer: Address) -> None:
+    def release(self, transfer_id: str, engine: Address) -> None:
         """Tells P that nothing of the transfer is needed; best effort."""
-        self._submit(lambda now: self._effects.decode.release(now, transfer_id, Source(peer)))
+        self._submit(lambda now: self._effects.decode.release(now, transfer_id, engine))
 
     # --- Prefill
-
-    def set_ranks(self, addresses: Sequence[Address]) -> None:
-        """Where each rank of this engine listens: who dials this one for another is told."""
-
-        def command(now: float) -> Sequence[Action]:
-            self._effects.peers.set_ranks(addresses)
-            return ()
-
-        self._submit(command)
 
     def expect(self, request: PrefillRequest) -> None:
         """The request has reached the scheduler."""

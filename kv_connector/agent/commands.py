@@ -1,6 +1,6 @@
 """What the scheduler of an engine tells its workers, as values: a framework carries them there as it likes.
 
-A peer's address is that of its rank 0, which tells each worker where the one of its own rank listens.
+An engine's address is that of its rank 0, which knows all of its workers.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kv_connector.protocol.actions import Address
+from kv_connector.protocol.messages import Rank
 from kv_connector.protocol.requests import DecodeRequest, GroupPages, PrefillRequest
 
 
@@ -33,7 +34,7 @@ class Release:
     """D needs nothing of this transfer."""
 
     transfer_id: str
-    peer: Address
+    engine: Address
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,10 @@ class FailLoad:
 
 
 @dataclass(frozen=True)
-class RankAddresses:
-    """Where each worker of this engine listens."""
+class SetRanks:
+    """All workers of this engine."""
 
-    addresses: tuple[Address, ...]
+    ranks: tuple[Rank, ...]
 
 
 @dataclass(frozen=True)
@@ -56,14 +57,7 @@ class CacheCleared:
 
 
 Command = (
-    RankAddresses
-    | PrefillRequest
-    | FinishPrefill
-    | DecodeRequest
-    | Cancel
-    | Release
-    | FailLoad
-    | CacheCleared
+    SetRanks | PrefillRequest | FinishPrefill | DecodeRequest | Cancel | Release | FailLoad | CacheCleared
 )
 
 

@@ -27,6 +27,7 @@ from kv_connector.protocol.actions import (
     Dial,
     Ended,
     Fence,
+    FindEngine,
     FinishedReceiving,
     FinishedSending,
     Log,
@@ -62,15 +63,16 @@ from kv_connector.protocol.peers import (
     Deliver,
     DialFailed,
     Distrust,
+    EngineFound,
+    EngineNotFound,
     HangUp,
+    Inquire,
     PeersAction,
     PeerTable,
-    Reconnect,
     Reply,
     SessionOver,
     SessionUp,
 )
-from kv_connector.protocol.plan import Plan
 from kv_connector.protocol.prefill import PrefillAction, PrefillMachine, WritesEnd
 
 logger = logging.getLogger("kv_connector")
@@ -141,13 +143,12 @@ class Effects:
         self.decode = decode
         self.writes = Writes(engine, signal, regions, len(layout.layers))
         self._engine = engine
-        self._layout = layout
         self._control = control
         self._ledger = ledger
         self._actions: deque[Action] = deque()
         self._links: dict[PeerId, _Link] = {}
         self._over: list[PeerId] = []  # links whose last log lines may still be in _actions
-        self._counters: dict[str, tuple[int, int]] = {}  # request id -> the engine's set, pages expected
+        self._counters: dict[str, tuple[int, int]] = {}  # request id -> the engine's set, writes expected
         self._counting: dict[int, str] = {}  # the engine's set -> request id
         self._fencing: dict[PeerId, _Fencing] = {}
         self._when_fenced: list[Callable[[], None]] = []
@@ -236,8 +237,8 @@ class Effects:
                 self.writes.seal(share)
             case CancelWrites(share):
                 self.writes.cancel(share)
-            case OpenCounter(peers, request_id, pages):
-                immediate = self._open_counter(peers, request_id, pages)
+            case OpenCounter(peers, request_id, writes):
+                immediate = self._open_counter(peers, request_id, writes)
                 return self.decode.counter_opened(now, request_id, immediate)
             case CloseCounter(request_id):
                 number, _ = self._counters.pop(request_id)
@@ -260,20 +261,23 @@ class Effects:
                     return self.peers.lost(now, source, f"its control connection takes no messages{hint}")
             case Deliver(peer, message):
                 return self._deliver(now, peer, message)
-            case Dial(address):
-                return self.peers.dial(now, address)
+            case FindEngine(engine):
+                return self.peers.find(now, engine)
+            case Inquire(peer, address):
+                return self.peers.connected(now, peer, self._control.dial(address))
+            case EngineFound(engine, ranks):
+                return self.decode.engine_found(now, engine, ranks)
+            case EngineNotFound(engine, reason):
+                return self.decode.engine_not_found(now, engine, reason)
+            case Dial(engine, address, wants):
+                return self.peers.dial(now, engine, address, wants)
             case Connect(peer, address, name):
                 return self._connect(now, action)
-            case Reconnect(peer, address):
-                return self.peers.reconnected(now, peer, self._control.dial(address))
             case Accept():
                 return self._accept(now, action)
-            case Complete(peer, name, lane, layers, answer):
+            case Complete(peer, name, lane, answer):
                 link = self._links[peer]
                 link.name, link.lane = name, lane
-                problem = self.decode.admit(peer, layers)
-                if problem is not None:
-                    return self.peers.dial_error(now, peer, problem)
                 assert link.engine_peer is not None
                 self._engine.complete(link.engine_peer, answer)
                 return self.peers.completed(now, peer)
@@ -313,7 +317,7 @@ class Effects:
                 # Whatever it has begun, D shall not wait for it.
                 fail = Fail(transfer_id, attempt, FailCode.WRITE_ERROR, clip(reason), quiesced=False)
                 return [Send(peer, fail)]
-            case Connect(peer) | Reconnect(peer) | Complete(peer):
+            case Connect(peer) | Inquire(peer) | Complete(peer):
                 return self.peers.dial_error(now, peer, reason)
             case Accept(peer):
                 return self.peers.refused(now, peer, NakReason.NO_LANE, reason)
@@ -358,12 +362,11 @@ class Effects:
         link.lane = self._engine.lane(handshake.peer)
         for lane in handshake.passed_over:
             logger.info("decode peer %s takes lane %s, not %s", action.name, link.lane, lane)
-        problem = self.prefill.admit(action.peer, hello.layout, len(hello.regions))
-        if problem is not None:
-            return self.peers.refused(now, action.peer, NakReason.INCOMPATIBLE, problem)
-        plan = Plan(self._layout, hello.layout)
+        plan = self.prefill.admit(action.peer, hello.layout, hello.wants, len(hello.regions))
+        if isinstance(plan, str):
+            return self.peers.refused(now, action.peer, NakReason.INCOMPATIBLE, plan)
         link.target = Target(handshake.peer, regions, plan)
-        return self.peers.accepted(now, action.peer, link.lane, plan.layers, handshake.data)
+        return self.peers.accepted(now, action.peer, link.lane, handshake.data)
 
     def _session_over(self, now: float, peer: PeerId, reason: str) -> Sequence[Action]:
         actions: list[Action] = [
@@ -418,15 +421,15 @@ class Effects:
         assert target is not None
         self.writes.push(now, push, target)
 
-    def _open_counter(self, peers: Sequence[PeerId], request_id: str, pages: int) -> int:
+    def _open_counter(self, peers: Sequence[PeerId], request_id: str, writes: int) -> int:
         raisers = [self._links[peer].engine_peer for peer in peers]
         counters = self._engine.alloc_counters(1, [raiser for raiser in raisers if raiser is not None])
         try:
-            self._engine.expect(counters.id, (pages,))
+            self._engine.expect(counters.id, (writes,))
         except TransferError:
             self._engine.release_counters(counters.id)
             raise
-        self._counters[request_id] = (counters.id, pages)
+        self._counters[request_id] = (counters.id, writes)
         self._counting[counters.id] = request_id
         return counters.immediates[0]
 

@@ -32,6 +32,8 @@ class WorkerInfo:
     rank: int
     ranks: int
     """Workers of this engine."""
+    stage: int
+    """Of the pipeline, that the worker has a part of."""
     data_parallel_index: int
     """Counts the engines that share ``control_port``."""
     data_parallel_rank: int
@@ -104,6 +106,7 @@ def start(settings: Settings, worker: WorkerInfo) -> Running:
                 role=worker.role,
                 rank=worker.rank,
                 ranks=worker.ranks,
+                stage=worker.stage,
                 address=Address(host, port),
                 providers=settings.providers,
                 allow_fallback=settings.allow_fallback,

@@ -16,7 +16,7 @@ from kv_connector.agent.commands import (
     FailLoad,
     FinishPrefill,
     NewPages,
-    RankAddresses,
+    SetRanks,
     Release,
 )
 from kv_connector.agent.ledger import Reports
@@ -48,8 +48,6 @@ class Worker:
 
     def waiting(self, transfers: tuple[tuple[str, Address], ...]) -> None:
         """The transfers whose requests still queue at D, with their P."""
-        for peer in {peer for _, peer in transfers}:
-            self._agent.dial(peer)
         self._agent.set_waiting(transfers)
 
     def computed(self, pages: Iterable[NewPages], signal_base: int) -> None:
@@ -81,8 +79,8 @@ class Worker:
 
     def _execute(self, command: Command) -> None:
         match command:
-            case RankAddresses():
-                self._agent.set_ranks(command.addresses)
+            case SetRanks():
+                self._agent.set_ranks(command.ranks)
             case PrefillRequest():
                 self._agent.expect(command)
             case FinishPrefill():
@@ -93,7 +91,7 @@ class Worker:
             case Cancel():
                 self._agent.cancel(command.request_id)
             case Release():
-                self._agent.release(command.transfer_id, command.peer)
+                self._agent.release(command.transfer_id, command.engine)
             case FailLoad():
                 self._failed_here.add(command.request_id)
             case CacheCleared():

@@ -127,7 +127,7 @@ class Writes:
             done()
 
     def _arm(self, outgoing: Outgoing, push: Push, pages: PushedGroup, target: Target) -> None:
-        for run in target.plan.runs(pages.group, pages.group):
+        for run in target.plan.runs(*pages.groups, pages.places):
             signals = [self._signal_value(push.signal_base, layer.ordinal) for layer in run.layers]
             armed = [
                 ArmedLayer(

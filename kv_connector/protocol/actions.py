@@ -11,7 +11,9 @@ import enum
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kv_connector.protocol.messages import AnyMessage, Role
+from kv_connector.protocol.messages import AnyMessage, Role, Wants
+from kv_connector.protocol.plan import Groups
+from kv_connector.protocol.runs import Places
 
 # One session with a peer, numbered by the PeerTable and never reused: a peer that comes back is a new one.
 PeerId = int
@@ -123,9 +125,11 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class PushedGroup:
-    """Pages of one group: ``source[i]`` (P's block) goes to ``target[i]`` (D's block)."""
+    """Of one group, what lies at the same places of its blocks: from ``source[i]`` (P's block) to
+    ``target[i]`` (D's block)."""
 
-    group: int
+    groups: Groups  # P's and D's
+    places: Places
     source: tuple[int, ...]
     target: tuple[int, ...]
 
@@ -170,15 +174,25 @@ class FinishedSending:
 
 
 @dataclass(frozen=True)
-class Dial:
-    """A session with this address is needed: ``peer_up`` or ``dial_failed`` answers."""
+class FindEngine:
+    """Who are the workers of the engine at this address? ``engine_found`` or ``engine_not_found`` answers."""
 
+    engine: Address
+
+
+@dataclass(frozen=True)
+class Dial:
+    """A session with this worker of the engine is needed, for what is wanted of it: ``peer_up`` or
+    ``dial_failed`` answers."""
+
+    engine: Address
     address: Address
+    wants: Wants
 
 
 @dataclass(frozen=True)
 class OpenCounter:
-    """Allocate a counter, to report when it has reached ``pages``; ``counter_opened`` answers.
+    """Allocate a counter, to report when it has reached ``writes``; ``counter_opened`` answers.
 
     Only ``peers`` may raise it. One for the whole request: nobody waits for a single layer, or for one of
     several sources, and an engine has 65,536 counters, which one for each of 94 layers would use up in 697
@@ -187,7 +201,7 @@ class OpenCounter:
 
     peers: tuple[PeerId, ...]
     request_id: str
-    pages: int
+    writes: int
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
 """D's side of every transfer, sans-IO: from blocks waiting to be filled to exactly one report.
 
-The pages come from one prefill peer or from several, each of which has some of the layers. With each of them
-a transfer has a leg:
+The pages come from one worker of a prefill engine or from several, each of which has some of the layers, or
+some heads of them. Who they are follows from the engine's directory (sources.py), once it is known. With each
+of them a transfer has a leg:
 
-    STAGED      the request waits for sessions with all its sources
+    STAGED      the request waits for the directory, and for sessions with all its sources
     RESERVED    RESERVE is sent: pages may land from now on
     CANCELLING  CANCEL is sent: waits for CANCEL_ACK (or for the last page, whichever comes first)
     FENCING     the peer is being fenced: waits until none of its writes can land
@@ -19,7 +20,8 @@ from __future__ import annotations
 
 import enum
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -29,6 +31,7 @@ from kv_connector.protocol.actions import (
     Dial,
     Ended,
     Fence,
+    FindEngine,
     FinishedReceiving,
     Log,
     OpenCounter,
@@ -40,13 +43,26 @@ from kv_connector.protocol.actions import (
     UnderWay,
 )
 from kv_connector.protocol.layout import KvLayout
-from kv_connector.protocol.messages import Cancel, CancelAck, Fail, Release, Reserve, Role, id_problem
-from kv_connector.protocol.plan import expected_pages, sources_problem, targets_problem
+from kv_connector.protocol.messages import (
+    Cancel,
+    CancelAck,
+    Fail,
+    Rank,
+    Release,
+    Reserve,
+    Role,
+    id_problem,
+)
+from kv_connector.protocol.plan import targets_problem
 from kv_connector.protocol.prompt_hash import PROMPT_HASH_BYTES
-from kv_connector.protocol.requests import DecodeRequest, Source
+from kv_connector.protocol.requests import DecodeRequest
+from kv_connector.protocol.runs import Misfit
+from kv_connector.protocol.sources import Draw, draws
 from kv_connector.protocol.timers import Timeouts, Timers
 
-DecodeAction = Send | Fence | Ended | Reached | Log | Dial | OpenCounter | CloseCounter | FinishedReceiving
+DecodeAction = (
+    Send | Fence | Ended | Reached | Log | FindEngine | Dial | OpenCounter | CloseCounter | FinishedReceiving
+)
 
 
 class _Phase(enum.Enum):
@@ -61,7 +77,8 @@ class _Phase(enum.Enum):
 class _Leg:
     """One source's part of a transfer."""
 
-    source: Source
+    address: Address
+    draw: Draw
     peer: PeerId | None = None  # STAGED: there is no session yet
     phase: _Phase = _Phase.STAGED
 
@@ -71,7 +88,7 @@ class _Transfer:
     request: DecodeRequest
     attempt: int
     deadline: float
-    legs: tuple[_Leg, ...]
+    legs: tuple[_Leg, ...] = ()  # none until the engine is known
     counting: bool = False  # its counter is allocated
     since: float = 0.0  # when RESERVE was sent
     stopping: bool = False  # not every page will come
@@ -83,9 +100,18 @@ class _Transfer:
         return next((leg for leg in self.legs if leg.peer == peer), None)
 
     @property
-    def first(self) -> _Leg:
-        """The one to tell of, of several: what is still under way."""
-        return next((leg for leg in self.legs if leg.phase is not _Phase.STOPPED), self.legs[0])
+    def first(self) -> tuple[PeerId | None, _Phase]:
+        """The leg to tell of, of several: what is still under way."""
+        legs = [(leg.peer, leg.phase) for leg in self.legs]
+        return next((leg for leg in legs if leg[1] is not _Phase.STOPPED), (None, _Phase.STAGED))
+
+
+@dataclass
+class _Engine:
+    """A prefill engine that was found, or is being looked for."""
+
+    workers: dict[Address, Draw] | None = None  # of which we want something, or whom we tell that nobody does
+    releases: list[str] = field(default_factory=list)  # transfers, to be released once it is found
 
 
 class DecodeMachine:
@@ -94,10 +120,12 @@ class DecodeMachine:
     def __init__(self, layout: KvLayout, timeouts: Timeouts) -> None:
         self._layout = layout
         self._timeouts = timeouts
+        self._rank = 0
+        self._ranks: Sequence[Rank] = (Rank("localhost", 1, 0, layout),)  # of this engine
         self._transfers: dict[str, _Transfer] = {}  # by request id
         self._attempts: dict[int, str] = {}  # attempt -> request id
+        self._engines: dict[Address, _Engine] = {}
         self._sessions: dict[Address, PeerId] = {}
-        self._layers: dict[PeerId, tuple[int, ...]] = {}  # that each peer has
         self._releases: dict[Address, list[Release]] = {}  # to be sent once the session is there
         self._timers: Timers[str] = Timers()
         self._next_attempt = 1
@@ -120,8 +148,8 @@ class DecodeMachine:
                 Role.DECODE,
                 transfer.request.transfer_id,
                 transfer.request.request_id,
-                transfer.first.peer,
-                transfer.first.phase.name.lower(),
+                transfer.first[0],
+                transfer.first[1].name.lower(),
                 transfer.deadline - self._timeouts.transfer,
             )
             for transfer in list(self._transfers.values())  # in one step
@@ -129,12 +157,15 @@ class DecodeMachine:
 
     # --- D's engine
 
+    def set_ranks(self, rank: int, ranks: Sequence[Rank]) -> None:
+        """All workers of this engine, of which this is number ``rank``. Without it, it is the only one."""
+        self._rank, self._ranks = rank, tuple(ranks)
+
     def reserve(self, now: float, request: DecodeRequest) -> list[DecodeAction]:
         """The request has its blocks and wants its pages."""
         if request.request_id in self._transfers:
             return [Log(logging.ERROR, f"request {request.request_id} is already being received")]
-        legs = tuple(_Leg(source, self._sessions.get(source.address)) for source in request.sources)
-        transfer = _Transfer(request, self._next_attempt, now + self._timeouts.transfer, legs)
+        transfer = _Transfer(request, self._next_attempt, now + self._timeouts.transfer)
         # 32 bits on the wire; an attempt that old was fenced long before.
         self._next_attempt = self._next_attempt % 0xFFFFFFFF + 1
         self._transfers[request.request_id] = transfer
@@ -143,8 +174,10 @@ class DecodeMachine:
         if problem is not None:
             return self._end(now, transfer, Outcome.FAILED, problem)
         self._timers.set(request.request_id, transfer.deadline)
-        dials: list[DecodeAction] = [Dial(leg.source.address) for leg in legs if leg.peer is None]
-        return dials or self._open(now, transfer)
+        engine = self._engines.get(request.engine)
+        if engine is None:
+            return self._find(request.engine)
+        return [] if engine.workers is None else self._stage(now, transfer, engine.workers)
 
     def cancel(self, now: float, request_id: str) -> list[DecodeAction]:
         """The request was aborted: its blocks come back as soon as nothing can land in them."""
@@ -156,44 +189,72 @@ class DecodeMachine:
             return []
         actions = self._stop(now, transfer)
         if not transfer.counting:  # no source was asked
-            for leg in transfer.legs:
-                actions += self.release(now, transfer.request.transfer_id, leg.source)
+            actions += self.release(now, transfer.request.transfer_id, transfer.request.engine)
         return actions
 
-    def release(self, now: float, transfer_id: str, source: Source) -> list[DecodeAction]:
-        """D needs nothing of this transfer: P may free its blocks. Best effort, P's hold time ends it too."""
+    def release(self, now: float, transfer_id: str, address: Address) -> list[DecodeAction]:
+        """D needs nothing of this transfer of the engine at ``address``: P may free its blocks. Best effort,
+        P's hold time ends it too."""
         problem = id_problem(transfer_id)
         if problem is not None:
-            return [Log(logging.WARNING, f"nothing to release at {source.address}: {problem}")]
-        message = Release(transfer_id, source.share)
-        peer = self._sessions.get(source.address)
-        if peer is not None:
-            return [Send(peer, message)]
-        self._releases.setdefault(source.address, []).append(message)
-        return [Dial(source.address)]
+            return [Log(logging.WARNING, f"nothing to release at {address}: {problem}")]
+        engine = self._engines.get(address)
+        if engine is not None and engine.workers is not None:
+            return self._release(transfer_id, address, engine.workers)
+        actions = self._find(address) if engine is None else []
+        self._engines[address].releases.append(transfer_id)
+        return actions
 
-    # --- The session
+    # --- The engine and its workers
 
-    def admit(self, peer: PeerId, layers: tuple[int, ...]) -> str | None:
-        """A prefill peer says which layers of ours it has: None, or the reason why that cannot be."""
-        if len(set(layers)) < len(layers) or not all(layer < len(self._layout.layers) for layer in layers):
-            return f"it claims layers {layers} of {len(self._layout.layers)}"
-        self._layers[peer] = layers
-        return None
+    def engine_found(self, now: float, address: Address, ranks: Sequence[Rank]) -> list[DecodeAction]:
+        """These are the workers of the engine at this address; the first of them is who answered there."""
+        engine = self._engines.get(address)
+        if engine is None or engine.workers is not None:
+            return []
+        where = [address, *(Address(rank.host, rank.port) for rank in ranks[1:])]
+        try:
+            if len(set(where)) < len(where):
+                raise Misfit("two of its workers listen at one address")
+            found = draws(self._ranks, self._rank, ranks)
+        except Misfit as misfit:
+            return self.engine_not_found(
+                now, address, f"the prefill engine at {address} does not fit: {misfit}"
+            )
+        engine.workers = {where[number]: draw for number, draw in found.items()}
+        actions: list[DecodeAction] = [
+            Dial(address, worker, draw.wants)
+            for worker, draw in engine.workers.items()
+            if worker not in self._sessions
+        ]
+        for transfer_id in engine.releases:
+            actions += self._release(transfer_id, address, engine.workers)
+        engine.releases.clear()
+        for transfer in self._unstaged(address):
+            actions += self._stage(now, transfer, engine.workers)
+        return actions
+
+    def engine_not_found(self, now: float, address: Address, reason: str) -> list[DecodeAction]:
+        """Nobody answered there, or we are refused, or could not use what it has."""
+        self._engines.pop(address, None)
+        actions: list[DecodeAction] = []
+        for transfer in self._unstaged(address):
+            actions += self._give_up(now, transfer, reason)
+        return actions
 
     def peer_up(self, now: float, address: Address, peer: PeerId) -> list[DecodeAction]:
-        """There is a session with this address, and ``peer`` was admitted."""
+        """There is a session with the worker at this address."""
         self._sessions[address] = peer
         actions: list[DecodeAction] = [Send(peer, message) for message in self._releases.pop(address, ())]
         for transfer, leg in self._awaiting(address):
             leg.peer = peer
-            if all(other.peer is not None for other in transfer.legs):
-                actions += self._open(now, transfer)
+            actions += self._open(transfer)
         return actions
 
     def dial_failed(self, now: float, address: Address, reason: str) -> list[DecodeAction]:
         """There will be no session: refused, or nobody answered."""
         self._releases.pop(address, None)
+        self._forget(address)
         actions: list[DecodeAction] = []
         for transfer, _ in self._awaiting(address):
             actions += self._give_up(now, transfer, reason)
@@ -201,8 +262,9 @@ class DecodeMachine:
 
     def peer_down(self, now: float, peer: PeerId, reason: str) -> list[DecodeAction]:
         """The session is over, its fence is under way: ``fenced`` follows."""
-        self._sessions = {address: known for address, known in self._sessions.items() if known != peer}
-        self._layers.pop(peer, None)
+        for address in [address for address, known in self._sessions.items() if known == peer]:
+            del self._sessions[address]
+            self._forget(address)
         actions: list[DecodeAction] = []
         for transfer in list(self._transfers.values()):
             leg = transfer.leg(peer)
@@ -246,7 +308,7 @@ class DecodeMachine:
         for leg in transfer.legs:
             assert leg.peer is not None
             leg.phase = _Phase.RESERVED
-            own = msgspec.structs.replace(reserve, share=leg.source.share, shares=leg.source.shares)
+            own = msgspec.structs.replace(reserve, share=leg.draw.share, shares=leg.draw.shares)
             actions.append(Send(leg.peer, own))
         return actions
 
@@ -319,9 +381,6 @@ class DecodeMachine:
     # --- Steps
 
     def _problem(self, request: DecodeRequest) -> str | None:
-        addresses = [source.address for source in request.sources]
-        if not addresses or len(set(addresses)) < len(addresses):
-            return f"pages come from one or more different prefill engines, not from {addresses}"
         length = PROMPT_HASH_BYTES if request.prompt_hash is None else len(request.prompt_hash)
         if length != PROMPT_HASH_BYTES:
             return f"a prompt hash has {PROMPT_HASH_BYTES} bytes, this one {length}"
@@ -333,8 +392,36 @@ class DecodeMachine:
             (transfer, leg)
             for transfer in self._transfers.values()
             for leg in transfer.legs
-            if leg.source.address == address and leg.peer is None
+            if leg.address == address and leg.peer is None
         ]
+
+    def _unstaged(self, address: Address) -> list[_Transfer]:
+        """The transfers that wait for the engine at this address to be found."""
+        return [t for t in self._transfers.values() if t.request.engine == address and not t.legs]
+
+    def _find(self, address: Address) -> list[DecodeAction]:
+        self._engines[address] = _Engine()
+        return [FindEngine(address)]
+
+    def _forget(self, worker: Address) -> None:
+        """A worker is not to be had: its engine may be another when it is."""
+        for address, engine in list(self._engines.items()):
+            if engine.workers is not None and worker in engine.workers:
+                del self._engines[address]
+
+    def _release(
+        self, transfer_id: str, address: Address, workers: Mapping[Address, Draw]
+    ) -> list[DecodeAction]:
+        actions: list[DecodeAction] = []
+        for worker, draw in workers.items():
+            message = Release(transfer_id, draw.share)
+            peer = self._sessions.get(worker)
+            if peer is None:
+                self._releases.setdefault(worker, []).append(message)
+                actions.append(Dial(address, worker, draw.wants))
+            else:
+                actions.append(Send(peer, message))
+        return actions
 
     def _attempt(self, peer: PeerId, message: Fail | CancelAck) -> tuple[_Transfer, _Leg] | None:
         """The part of a transfer that a message of ``peer`` is about, if it is under way with that peer."""
@@ -344,14 +431,27 @@ class DecodeMachine:
         leg = transfer.leg(peer)
         return None if leg is None else (transfer, leg)
 
-    def _open(self, now: float, transfer: _Transfer) -> list[DecodeAction]:
-        """There is a session with each source."""
+    def _stage(self, now: float, transfer: _Transfer, workers: Mapping[Address, Draw]) -> list[DecodeAction]:
+        """It is known of whom the transfer wants what."""
         request = transfer.request
-        peers = tuple(leg.peer for leg in transfer.legs if leg.peer is not None)
-        problem = sources_problem(self._layout, [self._layers[peer] for peer in peers])
-        if problem is not None:
-            return self._give_up(now, transfer, problem)
-        return [OpenCounter(peers, request.request_id, expected_pages(self._layout, request.groups))]
+        transfer.legs = tuple(
+            _Leg(address, draw, self._sessions.get(address))
+            for address, draw in workers.items()
+            if draw.plan is not None
+        )
+        idle = {address: draw for address, draw in workers.items() if draw.plan is None}
+        return [*self._release(request.transfer_id, request.engine, idle), *self._open(transfer)]
+
+    def _open(self, transfer: _Transfer) -> list[DecodeAction]:
+        """Once there is a session with each source."""
+        request, writes, peers = transfer.request, 0, []
+        for leg in transfer.legs:
+            if leg.peer is None:
+                return []
+            assert leg.draw.plan is not None
+            peers.append(leg.peer)
+            writes += sum(leg.draw.plan.counts(request.groups, request.prompt_tokens).values())
+        return [OpenCounter(tuple(peers), request.request_id, writes)]
 
     def _give_up(
         self, now: float, transfer: _Transfer, reason: str, peer: PeerId | None = None
@@ -361,8 +461,8 @@ class DecodeMachine:
         actions = self._stop(now, transfer)
         if not transfer.counting:  # no source was asked, and those that hear it need not wait to be
             for leg in transfer.legs:
-                if leg.source.address in self._sessions:
-                    actions += self.release(now, transfer.request.transfer_id, leg.source)
+                if (known := self._sessions.get(leg.address)) is not None:
+                    actions.append(Send(known, Release(transfer.request.transfer_id, leg.draw.share)))
         return actions
 
     def _stop(self, now: float, transfer: _Transfer) -> list[DecodeAction]:
@@ -375,10 +475,10 @@ class DecodeMachine:
             elif leg.phase is _Phase.RESERVED:
                 assert leg.peer is not None
                 leg.phase = _Phase.CANCELLING
-                cancel = Cancel(transfer.request.transfer_id, transfer.attempt, leg.source.share)
+                cancel = Cancel(transfer.request.transfer_id, transfer.attempt, leg.draw.share)
                 actions.append(Send(leg.peer, cancel))
         phases = {leg.phase for leg in transfer.legs}
-        if phases == {_Phase.STOPPED}:
+        if phases <= {_Phase.STOPPED}:
             outcome = Outcome.CANCELLED if transfer.aborted else Outcome.FAILED
             return self._end(now, transfer, outcome, transfer.failure)
         if actions:

@@ -142,13 +142,14 @@ class KvLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class GroupTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where D wants the pages of one KV group: logical block ``first + i`` goes to D's block ``blocks[i]``.
 
-    Where that is the group's null block, D needs nothing.
+    Where that is the group's null block, D needs nothing; nor does it need the tokens before ``needed``.
     """
 
     first: Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
     blocks: Annotated[
         tuple[Annotated[int, msgspec.Meta(ge=0, le=0xFFFFFFFF)], ...], msgspec.Meta(max_length=1 << 20)
     ]
+    needed: Annotated[int, msgspec.Meta(ge=0, le=1 << 48)] = 0
 
 
 def layout_problem(layout: KvLayout, regions: int) -> str | None:

@@ -3,9 +3,10 @@
 Every message is one ZMQ frame. ``decode`` either returns a valid message or raises ``MalformedMessage``; it
 never allocates more than the frame's own size allows. Pages never travel here.
 
-Who speaks: decode (D) dials prefill (P). D sends HELLO, RESERVE, CANCEL, RELEASE; P answers HELLO_ACK,
-HELLO_NAK or REDIRECT, FAIL, CANCEL_ACK. D sends PING, P answers PONG: either proves the other alive. Both may
-send BYE. There is no completion message: D counts pages.
+Who speaks: decode (D) dials prefill (P). D asks one worker of P with LOCATE, which answers DIRECTORY or
+HELLO_NAK: who the workers are. To each that it wants something of, D sends HELLO, RESERVE, CANCEL, RELEASE;
+it answers HELLO_ACK or HELLO_NAK, FAIL, CANCEL_ACK. D sends PING, P answers PONG: either proves the other
+alive. Both may send BYE. There is no completion message: D counts what has landed.
 
 A session is one connection with one HELLO: what arrives over another connection, or after BYE, belongs to no
 session and is answered by BYE.
@@ -19,7 +20,7 @@ from typing import Annotated
 
 import msgspec
 
-from kv_connector.protocol.layout import GroupTarget, KvLayout
+from kv_connector.protocol.layout import MAX_LAYER_PARTS, MAX_PARTS, GroupTarget, KvLayout
 from kv_connector.protocol.prompt_hash import PROMPT_HASH_BYTES
 
 PROTOCOL_VERSION = 2
@@ -27,11 +28,14 @@ PROTOCOL_VERSION = 2
 # A RESERVE of 1 M tokens at block size 16 is 65,536 block ids of at most 5 bytes, times 8 groups: 2.6 MB.
 MAX_MESSAGE_BYTES = 4 << 20
 
+# Workers of one engine, the layouts of all of which are in one message: of 200 layers in 16 heads that is 40 kB.
+MAX_RANKS = 1024
+
 # Transfers listed in one PING: 4,096 ids of 256 bytes are 1 MiB. D sends several PINGs where it has more.
 MAX_WAITING = 4096
 
 # Workers of D that one worker of P serves for one request: it has a ledger of the pages for each.
-MAX_SHARES = 1024
+MAX_SHARES = MAX_RANKS
 
 MAX_ID = 256  # identifiers are uuid-sized; this leaves room for engines and routers that build their own
 MAX_TEXT = 1024  # a few lines for an operator
@@ -80,6 +84,42 @@ class Message(msgspec.Struct, frozen=True, tag_field="t", forbid_unknown_fields=
     """Base of all messages."""
 
 
+class Rank(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One worker of an engine: where it listens, and what it keeps of each prompt."""
+
+    host: Host
+    port: Port
+    stage: Natural  # of the pipeline
+    layout: KvLayout
+
+
+Ranks = Annotated[tuple[Rank, ...], msgspec.Meta(min_length=1, max_length=MAX_RANKS)]
+
+
+class Locate(Message, frozen=True, tag="locate"):
+    """D asks an engine for its workers, and introduces itself as it will to each of them."""
+
+    engine_id: Id
+    role: Role
+    rank: Natural
+    protocol: Natural  # PROTOCOL_VERSION
+    fingerprint: Fingerprint
+
+
+class Directory(Message, frozen=True, tag="directory"):
+    """P's workers, by rank. The first is the one that was asked."""
+
+    engine_id: Id
+    ranks: Ranks
+
+
+# Of each of D's layers, the parts that are wanted of one worker of P, by their numbers.
+Wants = Annotated[
+    tuple[Annotated[tuple[UInt32, ...], msgspec.Meta(max_length=MAX_LAYER_PARTS)], ...],
+    msgspec.Meta(max_length=MAX_PARTS),
+]
+
+
 class Hello(Message, frozen=True, tag="hello"):
     """D introduces itself, with TransferEngine.offer()'s bytes and the descriptors of its memory regions."""
 
@@ -90,22 +130,19 @@ class Hello(Message, frozen=True, tag="hello"):
     protocol: Natural  # PROTOCOL_VERSION
     fingerprint: Fingerprint
     layout: KvLayout
+    wants: Wants
     regions: Annotated[tuple[Blob, ...], msgspec.Meta(max_length=256)]
     offer: Blob
 
 
 class HelloAck(Message, frozen=True, tag="hello_ack"):
-    """P accepts, with TransferEngine.accept()'s bytes.
-
-    ``lane``: the provider that its writes will take. ``layers``: those of D's layout whose pages it has.
-    """
+    """P accepts, with TransferEngine.accept()'s bytes. ``lane``: the provider that its writes will take."""
 
     engine_id: Id
     incarnation: Id
     role: Role
     rank: Natural
     lane: Text
-    layers: Annotated[tuple[UInt32, ...], msgspec.Meta(max_length=4096)]
     answer: Blob
 
 
@@ -124,18 +161,11 @@ class HelloNak(Message, frozen=True, tag="hello_nak"):
     message: Text
 
 
-class Redirect(Message, frozen=True, tag="redirect"):
-    """P's answer to a HELLO of another rank than its own: where the worker of that rank listens."""
-
-    host: Host
-    port: Port
-
-
 class Reserve(Message, frozen=True, tag="reserve"):
     """D has blocks and a counter ready and wants the prompt's pages.
 
-    The counter behind ``immediate`` is to be raised once for each page: in each layer that P has, for each
-    non-null block of its group. ``shares`` workers of D ask this worker of P for the transfer, each for its
+    The counter behind ``immediate`` is to be raised once for each run of bytes that the two layouts' Plan
+    makes of what HELLO wants. ``shares`` workers of D ask this worker of P for the transfer, each for its
     own share, and P's pages are free once all are served; this is number ``share``. ``attempt`` separates
     repeated tries under one transfer id.
     """
@@ -214,7 +244,19 @@ class Bye(Message, frozen=True, tag="bye"):
 
 
 AnyMessage = (
-    Hello | HelloAck | HelloNak | Redirect | Reserve | Fail | Cancel | CancelAck | Release | Ping | Pong | Bye
+    Locate
+    | Directory
+    | Hello
+    | HelloAck
+    | HelloNak
+    | Reserve
+    | Fail
+    | Cancel
+    | CancelAck
+    | Release
+    | Ping
+    | Pong
+    | Bye
 )
 
 

@@ -1,8 +1,8 @@
 """Membership, sans-IO: who is there, since when, and whether they still are.
 
-A session is one control connection with one HELLO. D dials an address, says HELLO, and P answers HELLO_ACK or
-HELLO_NAK. Requests name the address of P's rank 0: D's other ranks dial it, too, and REDIRECT tells each of
-them where the one of its own rank listens. D pings, P answers; silence makes a peer SUSPECT, then DEAD. A
+Requests name the address of an engine, which is that of its rank 0: D asks there with LOCATE, and DIRECTORY
+says where each worker listens. A session is one control connection with one HELLO. D dials a worker, says
+HELLO, and P answers HELLO_ACK or HELLO_NAK. D pings, P answers; silence makes a peer SUSPECT, then DEAD. A
 session ends once, by BYE, by death, by a message that breaks the protocol, or because the same engine came
 back; what follows it is a new session with a new PeerId. Whoever ends a session fences the peer:
 ``SessionOver`` asks for that.
@@ -25,18 +25,22 @@ from kv_connector.protocol.messages import (
     Bye,
     Cancel,
     CancelAck,
+    Directory,
     Fail,
     Fingerprint,
     Hello,
     HelloAck,
     HelloNak,
+    Locate,
     NakReason,
     Ping,
     Pong,
-    Redirect,
+    Rank,
+    Ranks,
     Release,
     Reserve,
     Role,
+    Wants,
     clip,
     id_problem,
 )
@@ -68,7 +72,6 @@ class Identity:
     incarnation: str
     role: Role
     rank: int
-    ranks: int  # of this engine, and so of each peer's
     fingerprint: Fingerprint
     layout: KvLayout
     regions: tuple[bytes, ...]  # TransferEngine's descriptor of each memory region
@@ -96,9 +99,8 @@ class Connect:
 
 
 @dataclass(frozen=True)
-class Reconnect:
-    """Open a control connection to another address for the same offer: ``reconnected`` or ``dial_error``
-    answers."""
+class Inquire:
+    """Open a control connection, without an offer: ``connected`` or ``dial_error`` answers."""
 
     peer: PeerId
     address: Address
@@ -120,7 +122,6 @@ class Complete:
     peer: PeerId
     name: str
     lane: str
-    layers: tuple[int, ...]  # those of our layout that P has
     answer: bytes
 
 
@@ -157,6 +158,22 @@ class DialFailed:
 
 
 @dataclass(frozen=True)
+class EngineFound:
+    """Who the workers of the engine at this address are, by rank."""
+
+    engine: Address
+    ranks: Ranks
+
+
+@dataclass(frozen=True)
+class EngineNotFound:
+    """There is none at this address, or it refuses us."""
+
+    engine: Address
+    reason: str
+
+
+@dataclass(frozen=True)
 class HangUp:
     """Close a connection that we dialled."""
 
@@ -181,13 +198,15 @@ class Deliver:
 
 PeersAction = (
     Connect
-    | Reconnect
+    | Inquire
     | Accept
     | Complete
     | Reply
     | SessionUp
     | SessionOver
     | DialFailed
+    | EngineFound
+    | EngineNotFound
     | HangUp
     | Distrust
     | Deliver
@@ -201,14 +220,17 @@ class _Peer:
     name: str
     role: Role
     last_seen: float
-    address: Address | None = None  # what we dialled
-    at: Address | None = None  # where the peer turned out to listen
+    # D's side: the worker, or the engine that is being looked for (``finding``); and whose worker it is
+    address: Address | None = None
+    of: Address | None = None
+    wants: Wants = ()
+    finding: bool = False
     source: Source | None = None
     state: PeerState = PeerState.CONNECTING
     engine: tuple[str, int] | None = None  # engine id and rank, once known
     incarnation: str = ""
     lane: str = ""
-    hello: Hello | None = None  # sent by D again and again until it is answered
+    hello: Hello | Locate | None = None  # sent by D again and again until it is answered
     # P's side
     ack: HelloAck | None = None  # the answer, for a HELLO that comes again
     # D's side
@@ -226,16 +248,18 @@ class PeerTable:
         self._timeouts = timeouts
         self._peers: dict[PeerId, _Peer] = {}
         self._by_source: dict[Source, PeerId] = {}
-        self._by_address: dict[Address, PeerId] = {}
+        self._by_address: dict[Address, PeerId] = {}  # workers that we dialled
+        self._finding: dict[Address, PeerId] = {}  # engines
         self._by_engine: dict[tuple[str, int], PeerId] = {}  # peers that dialled us
         self._waiting: dict[Address, tuple[str, ...]] = {}
         # When our engine took its last step, if it says so. One that is paused takes none, and nothing is
         # held for it meanwhile: a P that is to be paused too would wait for it.
         self.last_step = math.inf
         self._naks: dict[str, str] = {}  # by peer, what was logged last: a refusal repeats with each request
-        self._ranks: tuple[Address, ...] = ()
+        self._ranks: Ranks = ()
         self._timers: Timers[PeerId] = Timers()
-        self._redial: Timers[Address] = Timers()  # of sessions that ended while requests wait for them
+        # Engines that requests wait for, and that a session has ended with: when to look for them again.
+        self._redial: Timers[Address] = Timers()
         self._next_peer = 1
         self._sequence = 0
         self._last_tick: float | None = None
@@ -255,9 +279,9 @@ class PeerTable:
         known = self._peers.get(peer)
         return None if known is None else known.source
 
-    def set_ranks(self, addresses: Sequence[Address]) -> None:
-        """Where each rank of this engine listens."""
-        self._ranks = tuple(addresses)
+    def set_ranks(self, ranks: Sequence[Rank]) -> None:
+        """The workers of this engine: from now on D's may find them here."""
+        self._ranks = tuple(ranks)
 
     def next_deadline(self) -> float | None:
         """When tick() is due, if nothing happens before."""
@@ -266,14 +290,41 @@ class PeerTable:
 
     # --- Dialling (D)
 
-    def dial(self, now: float, address: Address) -> list[PeersAction]:
-        """A session with this address is wanted; nothing happens if there is one, or one is being made."""
-        if address in self._by_address:
+    def find(self, now: float, engine: Address) -> list[PeersAction]:
+        """Who are the workers of the engine at this address? ``EngineFound`` or ``EngineNotFound`` answers, to
+        all who have asked meanwhile."""
+        if engine in self._finding:
+            return []
+        if self._away:
+            return [EngineNotFound(engine, f"this engine {self._away}")]
+        peer = self._add(now, str(engine), Role.PREFILL)
+        peer.address = peer.of = engine
+        peer.finding = True
+        peer.give_up = now + self._timeouts.connect
+        self._finding[engine] = peer.peer
+        return [Inquire(peer.peer, engine)]
+
+    def connected(self, now: float, peer_id: PeerId, source: Source) -> list[PeersAction]:
+        """The connection to an engine that is being looked for is there: ask."""
+        peer, us = self._peers[peer_id], self._identity
+        peer.hello = Locate(us.engine_id, us.role, us.rank, PROTOCOL_VERSION, us.fingerprint)
+        return self._introduce(now, peer, source)
+
+    def dial(self, now: float, engine: Address, address: Address, wants: Wants) -> list[PeersAction]:
+        """A session with this worker of an engine is wanted, for ``wants``; nothing happens if there is one,
+        or one is being made."""
+        known = self._peers.get(self._by_address.get(address, -1))
+        if known is not None:
+            # What is wanted of a worker follows from its engine, so that one has come back in another shape.
+            changed = f"{address} has a session of another prefill engine, which has to end first"
+            if known.wants != wants:
+                return [DialFailed(address, changed)]
+            known.of = engine
             return []
         if self._away:
             return [DialFailed(address, f"this engine {self._away}")]
         peer = self._add(now, str(address), Role.PREFILL)
-        peer.address = peer.at = address
+        peer.address, peer.of, peer.wants = address, engine, wants
         peer.give_up = now + self._timeouts.connect
         self._by_address[address] = peer.peer
         return [Connect(peer.peer, address, peer.name)]
@@ -290,14 +341,11 @@ class PeerTable:
             protocol=PROTOCOL_VERSION,
             fingerprint=us.fingerprint,
             layout=us.layout,
+            wants=peer.wants,
             regions=us.regions,
             offer=offer,
         )
         return self._introduce(now, peer, source)
-
-    def reconnected(self, now: float, peer_id: PeerId, source: Source) -> list[PeersAction]:
-        """The connection to where REDIRECT pointed is there: say the same HELLO."""
-        return self._introduce(now, self._peers[peer_id], source)
 
     def dial_error(self, now: float, peer_id: PeerId, reason: str) -> list[PeersAction]:
         """Our own side could not connect, or did not take P's answer."""
@@ -306,33 +354,31 @@ class PeerTable:
     def completed(self, now: float, peer_id: PeerId) -> list[PeersAction]:
         """The engine took P's answer: P can write."""
         peer = self._peers[peer_id]
-        for address in (peer.address, peer.at):
+        for address in (peer.address, peer.of):
             self._naks.pop(str(address), None)
         return self._up(now, peer)
 
     def set_waiting(self, now: float, waiting: Collection[tuple[str, Address]]) -> list[PeersAction]:
-        """Transfers whose requests still queue here, and their prefill peers: the next PINGs list them.
+        """Transfers whose requests still queue here, and their prefill engines: the next PINGs list them.
 
-        A session with these peers is kept up, and made anew where it ends: a prompt whose blocks P holds for
-        us is held only as long as P hears so.
+        Sessions with these are kept up, and made anew where one ends: a prompt whose blocks P holds for us is
+        held only as long as P hears so.
         """
         lists: dict[Address, list[str]] = {}
         for transfer_id, address in waiting:
             if id_problem(transfer_id) is None:
                 lists.setdefault(address, []).append(transfer_id)
         self._waiting = {address: tuple(ids) for address, ids in lists.items()}
-        return self._dial_waiting(now)
+        return self._find_waiting(now)
 
     # --- Being dialled (P)
 
-    def accepted(
-        self, now: float, peer_id: PeerId, lane: str, layers: tuple[int, ...], answer: bytes
-    ) -> list[PeersAction]:
-        """The engine accepted D's offer. ``layers``: those of D's layout that we have."""
+    def accepted(self, now: float, peer_id: PeerId, lane: str, answer: bytes) -> list[PeersAction]:
+        """The engine accepted D's offer."""
         peer = self._peers[peer_id]
         us = self._identity
         peer.lane = lane
-        peer.ack = HelloAck(us.engine_id, us.incarnation, us.role, us.rank, lane, layers, answer)
+        peer.ack = HelloAck(us.engine_id, us.incarnation, us.role, us.rank, lane, answer)
         assert peer.source is not None
         return [*self._up(now, peer), Reply(peer.source, peer.ack)]
 
@@ -348,6 +394,8 @@ class PeerTable:
         """Whatever came over a connection."""
         if isinstance(message, Hello):
             return self._hello(now, source, message)
+        if isinstance(message, Locate):
+            return self._locate(source, message)
         peer = self._peers.get(self._by_source.get(source, -1))
         if peer is None:
             # A session that is over here, or was one of a process that is gone: its other end must know. (An
@@ -396,9 +444,8 @@ class PeerTable:
             actions += (
                 self._connecting(now, peer) if peer.state is PeerState.CONNECTING else self._beat(now, peer)
             )
-        while (address := self._redial.pop_due(now)) is not None:
-            if address in self._waiting and not self._away:
-                actions += self.dial(now, address)
+        while self._redial.pop_due(now) is not None:
+            actions += self._find_waiting(now)
         return actions
 
     def drain(self) -> None:
@@ -425,7 +472,7 @@ class PeerTable:
         """The memory is there again, under new descriptors: whoever is dialled or dials gets these."""
         self._identity = replace(self._identity, regions=regions)
         self._away = ""
-        return self._dial_waiting(now)
+        return self._find_waiting(now)
 
     # --- Steps
 
@@ -439,14 +486,20 @@ class PeerTable:
             actions += self._forget(peer, f"this engine {self._away}")
         return actions
 
-    def _dial_waiting(self, now: float) -> list[PeersAction]:
-        """Sessions with all peers that requests wait for, but those that were tried a moment ago."""
+    def _find_waiting(self, now: float) -> list[PeersAction]:
+        """Looks for the engines that requests wait for, but those with sessions, or tried a moment ago."""
         actions: list[PeersAction] = []
         if not self._away:
+            known = {peer.of for peer in self._peers.values()}
             for address in self._waiting:
-                if address not in self._by_address and address not in self._redial:
-                    actions += self.dial(now, address)
+                if address not in known and address not in self._redial:
+                    actions += self.find(now, address)
         return actions
+
+    def _find_again(self, peer: _Peer) -> None:
+        """At once if it has lasted; one that comes to nothing is not tried all the time."""
+        if peer.of in self._waiting:
+            self._redial.set(peer.of, peer.give_up)
 
     def _add(self, now: float, name: str, role: Role) -> _Peer:
         peer = _Peer(self._next_peer, name, role, now)
@@ -463,15 +516,19 @@ class PeerTable:
             del self._by_source[peer.source]
         if peer.engine is not None and self._by_engine.get(peer.engine) == peer.peer:
             del self._by_engine[peer.engine]
-        if peer.address is not None:
-            del self._by_address[peer.address]
-            if peer.address in self._waiting:
-                # At once if it has lasted; one that comes to nothing is not tried all the time.
-                self._redial.set(peer.address, peer.give_up)
-            if peer.source is not None:
-                actions.append(HangUp(peer.source))
-            if peer.state is PeerState.CONNECTING:
-                actions.append(DialFailed(peer.address, reason))
+        if peer.address is None:
+            return [SessionOver(peer.peer, reason)]
+        del (self._finding if peer.finding else self._by_address)[peer.address]
+        for other in self._peers.values():
+            if other.of == peer.of:  # the engine may be another when it is found again
+                other.of = None
+        self._find_again(peer)
+        if peer.source is not None:
+            actions.append(HangUp(peer.source))
+        if peer.finding:
+            return [*actions, EngineNotFound(peer.address, reason)]
+        if peer.state is PeerState.CONNECTING:
+            actions.append(DialFailed(peer.address, reason))
         return [*actions, SessionOver(peer.peer, reason)]
 
     def _up(self, now: float, peer: _Peer) -> list[PeersAction]:
@@ -499,7 +556,7 @@ class PeerTable:
             return self._say_hello(now, peer)
         text = (
             f"no answer to HELLO within {self._timeouts.connect:g} s: "
-            f"is a prefill engine's agent listening at {peer.at}, with the same cluster key?"
+            f"is a prefill engine's agent listening at {peer.address}, with the same cluster key?"
         )
         return self.drop(now, peer.peer, text)
 
@@ -523,10 +580,9 @@ class PeerTable:
         return actions
 
     def _ping(self, now: float, peer: _Peer) -> list[PeersAction]:
-        assert peer.address is not None
         assert peer.source is not None
         paused = now - self.last_step > self._timeouts.hold
-        waiting = () if paused else self._waiting.get(peer.address, ())
+        waiting = () if paused or peer.of is None else self._waiting.get(peer.of, ())
         actions: list[PeersAction] = []
         for start in range(0, max(len(waiting), 1), MAX_WAITING):
             self._sequence += 1
@@ -544,20 +600,22 @@ class PeerTable:
         return [Log(logging.INFO, text), *self._forget(peer, f"the peer left: {message.reason}")]
 
     def _from_prefill(self, now: float, peer: _Peer, message: AnyMessage) -> list[PeersAction]:
+        if isinstance(message, HelloNak):
+            return self._nak_received(peer, message)
+        if peer.finding:
+            if isinstance(message, Directory):
+                return self._found(peer, message)
+            return self._violation(now, peer, message)
         if isinstance(message, HelloAck):
             if peer.state is PeerState.CONNECTING and not peer.engine:
                 peer.engine = (message.engine_id, message.rank)
                 peer.incarnation = message.incarnation
-                peer.name = f"{message.engine_id}/{message.rank} at {peer.at}"
+                peer.name = f"{message.engine_id}/{message.rank} at {peer.address}"
                 peer.lane = message.lane
-                return [Complete(peer.peer, peer.name, peer.lane, message.layers, message.answer)]
+                return [Complete(peer.peer, peer.name, peer.lane, message.answer)]
             if message.incarnation != peer.incarnation:
                 return self.drop(now, peer.peer, "it was restarted")
             return []  # the answer to a repeated HELLO
-        if isinstance(message, HelloNak):
-            return self._nak_received(peer, message)
-        if isinstance(message, Redirect):
-            return self._redirected(now, peer, Address(message.host, message.port))
         if peer.state is PeerState.CONNECTING:
             return []
         if isinstance(message, Fail | CancelAck):
@@ -581,23 +639,20 @@ class PeerTable:
         source = peer.source
         return [*self.drop(now, peer.peer, text), Distrust(source, text)]
 
-    def _redirected(self, now: float, peer: _Peer, address: Address) -> list[PeersAction]:
-        if peer.engine is not None or peer.at != peer.address:
-            reason = (
-                f"{peer.address} led to {peer.at}, and that leads to {address}: is the engine restarting?"
-            )
-            return self.drop(now, peer.peer, reason)
+    def _found(self, peer: _Peer, message: Directory) -> list[PeersAction]:
+        assert peer.address is not None
         assert peer.source is not None
-        hang_up = HangUp(peer.source)
-        del self._by_source[peer.source]
-        peer.source, peer.at, peer.name = None, address, str(address)
-        return [hang_up, Reconnect(peer.peer, address)]
+        del self._peers[peer.peer], self._by_source[peer.source], self._finding[peer.address]
+        self._timers.clear(peer.peer)
+        self._naks.pop(str(peer.address), None)
+        self._find_again(peer)  # if we get on with its workers, nothing comes of this
+        return [HangUp(peer.source), EngineFound(peer.address, message.ranks)]
 
     def _nak_received(self, peer: _Peer, message: HelloNak) -> list[PeersAction]:
         assert peer.address is not None
         reason = f"{message.reason.value}: {message.message}"
-        log = self._log_nak(logging.ERROR, "from", str(peer.at), reason)
-        return [*log, *self._forget(peer, f"{peer.at} refused: {reason}")]
+        log = self._log_nak(logging.ERROR, "from", str(peer.address), reason)
+        return [*log, *self._forget(peer, f"{peer.address} refused: {reason}")]
 
     def _nak(self, source: Source, name: str, reason: NakReason, text: str) -> list[PeersAction]:
         text = clip(text)
@@ -625,11 +680,6 @@ class PeerTable:
         refusal = self._refusal(hello)
         if refusal is not None:
             return self._nak(source, name, *refusal)
-        if hello.rank != self._identity.rank:
-            if hello.rank >= len(self._ranks):
-                return []  # we are starting, and will know it when D asks again
-            theirs = self._ranks[hello.rank]
-            return [Reply(source, Redirect(theirs.host, theirs.port))]
         actions: list[PeersAction] = []
         if known is not None:
             back = "restarted" if known.incarnation != hello.incarnation else "dialled again"
@@ -640,7 +690,15 @@ class PeerTable:
         self._by_engine[engine] = peer.peer
         return [*actions, Accept(peer.peer, name, hello)]
 
-    def _refusal(self, hello: Hello) -> tuple[NakReason, str] | None:
+    def _locate(self, source: Source, message: Locate) -> list[PeersAction]:
+        refusal = self._refusal(message)
+        if refusal is not None:
+            return self._nak(source, f"{message.engine_id}/{message.rank}", *refusal)
+        if not self._ranks:
+            return []  # we are starting, and will know it when D asks again
+        return [Reply(source, Directory(self._identity.engine_id, self._ranks))]
+
+    def _refusal(self, hello: Hello | Locate) -> tuple[NakReason, str] | None:
         us = self._identity
         if self._away:
             return NakReason.DRAINING, f"prefill engine {us.engine_id} {self._away}"
@@ -656,6 +714,4 @@ class PeerTable:
         problem = mismatch(us.fingerprint, hello.fingerprint, us.advice)
         if problem is not None:
             return NakReason.INCOMPATIBLE, problem
-        if hello.rank >= us.ranks:
-            return NakReason.PROTOCOL, f"there is no rank {hello.rank} among {us.ranks}, counted from 0"
         return None

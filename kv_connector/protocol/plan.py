@@ -18,6 +18,7 @@ from math import gcd
 import msgspec
 
 from kv_connector.protocol.layout import GroupLayout, GroupTarget, KvLayout, LayerLayout, Part
+from kv_connector.protocol.messages import Wants
 from kv_connector.protocol.runs import (
     MAX_PLAN_RUNS,
     Cut,
@@ -31,54 +32,18 @@ from kv_connector.protocol.runs import (
     same,
 )
 
+# Of all groups of a request: 1 M tokens in blocks of 16, in 8 groups, which fill a message.
+MAX_TARGETS = 1 << 19
+
 # Blocks of the most unequal sizes that anybody has: 2,048 tokens beside 16, or two sizes of which neither
 # divides the other. Each place is a write of its own for a request.
 _MAX_PLACES = 128
 
 
-def layouts_problem(prefill: KvLayout, decode: KvLayout) -> str | None:
-    """Whether what both have can be copied from pages of ``prefill`` into pages of ``decode``.
-
-    Where the runs lie, in which order, how many tokens a block has and which shards each side holds may
-    differ; what they are may not. A layer that one side lacks is another's affair.
-    """
-    try:
-        Plan(prefill, decode)
-    except Misfit as misfit:
-        return str(misfit)
-    return None
-
-
-def tables_problem(prefill: KvLayout, decode: KvLayout) -> str | None:
-    """Whether both sides number a request's blocks alike, as the machines do that pair them one to one."""
-    if (ours := _groups(prefill)) != (theirs := _groups(decode)):
-        return f"KV groups: prefill has {ours}, decode has {theirs}"
-    targets = {layer.name: layer for layer in decode.layers}
-    for layer in prefill.layers:
-        target = targets.get(layer.name, layer)
-        if target.group != layer.group:
-            return f"group of layer {layer.name}: prefill has {layer.group}, decode has {target.group}"
-    return None
-
-
-def sources_problem(layout: KvLayout, sources: Sequence[Sequence[int]]) -> str | None:
-    """Whether each layer of D's ``layout`` comes from one source; each has the layers of these ordinals."""
-    times = Counter(ordinal for layers in sources for ordinal in layers)
-    for ordinal, layer in enumerate(layout.layers):
-        if times[ordinal] != 1:
-            return f"{times[ordinal]} of {len(sources)} prefill engines have layer {layer.name}, not one"
-    return None
-
-
-def _groups(layout: KvLayout) -> str:
-    return ", ".join(
-        f"{group.kind} of {group.block_size} tokens a block" if group.block_size else f"rows of {group.kind}"
-        for group in layout.groups
-    )
-
-
 def targets_problem(layout: KvLayout, groups: Sequence[GroupTarget], prompt_tokens: int) -> str | None:
     """Whether D's targets fit D's own ``layout`` and the prompt."""
+    if sum(len(target.blocks) for target in groups) > MAX_TARGETS:
+        return f"the reservation asks for more than {MAX_TARGETS} blocks"
     if len(groups) != len(layout.groups):
         return f"the reservation has {len(groups)} KV groups, the layout {len(layout.groups)}"
     for index, (target, group) in enumerate(zip(groups, layout.groups, strict=True)):
@@ -93,18 +58,22 @@ def targets_problem(layout: KvLayout, groups: Sequence[GroupTarget], prompt_toke
     return None
 
 
+def wants_problem(prefill: KvLayout, decode: KvLayout, wants: Wants) -> str | None:
+    """Whether what D wants of P is in both layouts."""
+    if len(wants) != len(decode.layers):
+        return f"it wants parts of {len(wants)} layers, and has {len(decode.layers)}"
+    names = {layer.name for layer in prefill.layers}
+    for layer, numbers in zip(decode.layers, wants, strict=True):
+        if len(set(numbers)) < len(numbers) or any(number >= len(layer.parts) for number in numbers):
+            return f"it wants parts {numbers} of layer {layer.name}, which has {len(layer.parts)}"
+        if numbers and layer.name not in names:
+            return f"it wants layer {layer.name}, which is not here"
+    return None
+
+
 def used_blocks(group: GroupLayout, first: int, blocks: Sequence[int]) -> dict[int, int]:
     """Logical block -> block, of those that hold something; ``blocks`` begin at logical block ``first``."""
     return {logical: block for logical, block in enumerate(blocks, first) if block != group.null_block}
-
-
-def expected_pages(layout: KvLayout, groups: Sequence[GroupTarget]) -> int:
-    """Pages that will land: in each layer, the blocks of its group that hold something."""
-    wanted = [
-        len(used_blocks(group, target.first, target.blocks))
-        for group, target in zip(layout.groups, groups, strict=True)
-    ]
-    return sum(wanted[layer.group] for layer in layout.layers)
 
 
 @dataclass(frozen=True)
@@ -134,6 +103,9 @@ class LayerRun:
     offsets: tuple[tuple[int, int], ...] = ((0, 0),)
 
 
+Groups = tuple[int, int]  # one of the source, one of the target
+
+
 @dataclass(frozen=True)
 class TablePair:
     """A group of the source and one of the target that have layers in common."""
@@ -145,29 +117,33 @@ class TablePair:
     runs: Mapping[Places, tuple[LayerRun, ...]]  # by the places of a granule in its blocks
 
     def granules(self, target: GroupTarget, prompt_tokens: int) -> Iterator[tuple[int, int]]:
-        """(granule, D's block that it goes to) of all that D wants: in its table, reached by the prompt."""
-        each = self.cut.target_granules
+        """(granule, D's block that it goes to) of all that D wants: in its table, needed, and reached by the
+        prompt."""
+        each, tokens = self.cut.target_granules, self.cut.tokens
         for logical, block in used_blocks(self.blocks, target.first, target.blocks).items():
             for granule in range(logical * each, (logical + 1) * each):
-                if self.cut.tokens and granule * self.cut.tokens >= prompt_tokens:
-                    break
-                yield granule, block
+                if tokens == 0 or target.needed < (granule + 1) * tokens and granule * tokens < prompt_tokens:
+                    yield granule, block
 
 
 class Plan:
-    """Which bytes go from one rank's pages to another's, and how many runs that makes. A pure function of the
-    two layouts, and of what the target wants of this source: both sides call it. Built once per peer."""
+    """Which bytes go from one rank's pages to another's, and how many runs that makes.
+
+    A pure function of the two layouts, and of what the target wants of this source: both sides call it. Where
+    the runs lie, in which order, how many tokens a block has and which shards each side holds may differ;
+    what they are may not. Built once per peer.
+    """
 
     def __init__(
-        self, source: KvLayout, target: KvLayout, wanted: Mapping[int, Collection[int]] | None = None
+        self, source: KvLayout, target: KvLayout, wanted: Sequence[Collection[int]] | None = None
     ) -> None:
-        """``wanted``: the target's layers that come from this source, by ordinal, and which of their parts;
+        """``wanted``: of each of the target's layers, the numbers of the parts that come from this source;
         None: all that both have. Raises Misfit where something of that cannot be copied."""
         ordinals = {layer.name: ordinal for ordinal, layer in enumerate(target.layers)}
         self._ordinals = {
             ordinal: theirs
             for ordinal, layer in enumerate(source.layers)
-            if (theirs := ordinals.get(layer.name)) is not None and (wanted is None or wanted.get(theirs))
+            if (theirs := ordinals.get(layer.name)) is not None and (wanted is None or wanted[theirs])
         }
         self.layers = tuple(self._ordinals.values())
         """The target's ordinal of each of the source's layers that it wants."""
@@ -195,10 +171,21 @@ class Plan:
             for (a, b), cut in cuts.items()
         }
 
+    def from_group(self, source: int) -> list[TablePair]:
+        """The pairs that the pages of this group of the source go to."""
+        return [pair for pair in self.pairs.values() if pair.source == source]
+
     def runs(self, source_group: int, target_group: int, places: Places = (0, 0)) -> tuple[LayerRun, ...]:
         """The armed writes that one batch of granules at these places of their blocks takes; usually one."""
         pair = self.pairs.get((source_group, target_group))
         return () if pair is None else pair.runs[places]
+
+    def wanted(self, targets: Sequence[GroupTarget], prompt_tokens: int) -> dict[Groups, dict[int, int]]:
+        """By pair of groups, the granules that a request wants, and D's blocks that they go to."""
+        return {
+            groups: dict(pair.granules(targets[pair.target], prompt_tokens))
+            for groups, pair in self.pairs.items()
+        }
 
     def counts(self, targets: Sequence[GroupTarget], prompt_tokens: int) -> dict[int, int]:
         """How often a request raises its counter for each layer, by the target's ordinal."""

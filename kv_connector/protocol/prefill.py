@@ -1,9 +1,9 @@
 """P's side of every transfer, sans-IO: which pages to push when, and how each transfer ends.
 
 A transfer has two halves that arrive in any order: the request in P's engine (``expect`` ... ``finished``)
-and D's RESERVE. Pages flow while both are there. Each page (a logical block of a KV group, all layers of
-the group) is pushed exactly once, however the prompt was chunked, cached or preempted: the ledger knows
-what has gone.
+and D's RESERVE. Pages flow while both are there. Each granule (the tokens that lie in one block on either
+side: a logical block, where the blocks are as large; all layers of the group) is pushed exactly once, however
+the prompt was chunked, cached or preempted: the ledger knows what is still to go.
 
     request   RESERVE   phase
     -         yes       ACTIVE    an orphan: waits for the request (orphan timeout)
@@ -25,6 +25,7 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kv_connector.protocol.actions import (
     CancelWrites,
@@ -44,9 +45,20 @@ from kv_connector.protocol.actions import (
     UnderWay,
 )
 from kv_connector.protocol.layout import KvLayout, layout_problem
-from kv_connector.protocol.messages import Cancel, CancelAck, Fail, FailCode, Release, Reserve, Role, clip
-from kv_connector.protocol.plan import layouts_problem, tables_problem, targets_problem, used_blocks
+from kv_connector.protocol.messages import (
+    Cancel,
+    CancelAck,
+    Fail,
+    FailCode,
+    Release,
+    Reserve,
+    Role,
+    Wants,
+    clip,
+)
+from kv_connector.protocol.plan import Groups, Plan, targets_problem, used_blocks, wants_problem
 from kv_connector.protocol.requests import ComputedPages, PrefillRequest
+from kv_connector.protocol.runs import Misfit, Places
 from kv_connector.protocol.shares import (
     Phase,
     Prompt,
@@ -70,13 +82,21 @@ class WritesEnd(enum.Enum):
     CANCELLED = "cancelled"
 
 
+@dataclass(frozen=True)
+class _Decode:
+    """A decode worker with a session."""
+
+    layout: KvLayout
+    plan: Plan
+
+
 class PrefillMachine:
     """All transfers of one prefill worker. Every method returns what to do, in order."""
 
     def __init__(self, layout: KvLayout, timeouts: Timeouts) -> None:
         self._layout = layout
         self._timeouts = timeouts
-        self._peers: dict[PeerId, KvLayout] = {}
+        self._peers: dict[PeerId, _Decode] = {}
         self._prompts: dict[str, Prompt] = {}  # by transfer id
         self._tombstones = Tombstones(2 * timeouts.longest())
         self._timers: Timers[Share] = Timers()
@@ -217,7 +237,7 @@ class PrefillMachine:
         actions: list[PrefillAction] = []
         for transfer in self._all():
             reservation = transfer.reservation
-            if reservation is not None and reservation.left > 0 and any(reservation.pushed):
+            if reservation is not None and reservation.left > 0 and reservation.writing:
                 text = "the prefill engine cleared its KV cache when a part of the prompt had gone"
                 actions += self._end(now, transfer, FailCode.PREFILL_ABORTED, text)
         return actions
@@ -245,24 +265,25 @@ class PrefillMachine:
 
     # --- D, through messages
 
-    def admit(self, peer: PeerId, layout: KvLayout, regions: int) -> str | None:
-        """A decode peer introduced itself: None, or the reason why its pages do not fit ours."""
-        problem = (
-            layout_problem(layout, regions)
-            or tables_problem(self._layout, layout)
-            or layouts_problem(self._layout, layout)
-        )
-        if problem is None:
-            self._peers[peer] = layout
-        return problem
+    def admit(self, peer: PeerId, layout: KvLayout, wants: Wants, regions: int) -> Plan | str:
+        """A decode peer introduced itself: how to write to it, or the reason why its pages do not fit ours."""
+        problem = layout_problem(layout, regions) or wants_problem(self._layout, layout, wants)
+        if problem is not None:
+            return problem
+        try:
+            plan = Plan(self._layout, layout, wants)
+        except Misfit as misfit:
+            return str(misfit)
+        self._peers[peer] = _Decode(layout, plan)
+        return plan
 
     def reserve(self, now: float, peer: PeerId, message: Reserve) -> list[PrefillAction]:
         """RESERVE: D wants the prompt's pages."""
-        layout = self._peers.get(peer)
-        if layout is None:
+        decode = self._peers.get(peer)
+        if decode is None:
             return []
         prompt = self._prompts.get(message.transfer_id)
-        problem = targets_problem(layout, message.groups, message.prompt_tokens) or share_problem(
+        problem = targets_problem(decode.layout, message.groups, message.prompt_tokens) or share_problem(
             prompt, message
         )
         if problem is not None:
@@ -289,19 +310,15 @@ class PrefillMachine:
         if not prompt.told:
             self._split(prompt, message.shares)
         transfer = prompt.shares[message.share]
-        targets = [
-            used_blocks(group, target.first, target.blocks)
-            for group, target in zip(layout.groups, message.groups, strict=True)
-        ]
+        wanted = decode.plan.wanted(message.groups, message.prompt_tokens)
         deadline = now + message.deadline_ms / 1000
         transfer.reservation = Reservation(
             peer=peer,
             message=message,
             since=now,
             deadline=deadline,
-            targets=targets,
-            pushed=[set() for _ in targets],
-            left=sum(map(len, targets)),
+            wanted=wanted,
+            left=sum(map(len, wanted.values())),
         )
         transfer.phase = Phase.ACTIVE
         if request is None:
@@ -501,26 +518,35 @@ class PrefillMachine:
         reservation = transfer.reservation
         if reservation is None or transfer.prompt.request is None:
             return []
-        steps: dict[int | None, list[PushedGroup]] = {}
-        for group, (known, targets) in enumerate(zip(transfer.pages, reservation.targets, strict=True)):
-            pushed = reservation.pushed[group]
-            pairs: dict[int | None, list[tuple[int, int]]] = {}
-            for logical, (block, signal_base) in known.items():
-                target = targets.get(logical)
-                if target is not None and logical not in pushed:
-                    pushed.add(logical)
-                    reservation.left -= 1
-                    pairs.setdefault(signal_base, []).append((block, target))
+        plan = self._peers[reservation.peer].plan
+        steps: dict[int | None, dict[tuple[Groups, Places], list[tuple[int, int]]]] = {}
+        for group, known in enumerate(transfer.pages):
+            for pair in plan.from_group(group):
+                groups, cut = (pair.source, pair.target), pair.cut
+                wanted = reservation.wanted[groups]
+                for logical, (block, signal_base) in known.items():
+                    for granule in cut.of_source(logical):
+                        target = wanted.pop(granule, None)
+                        if target is not None:
+                            reservation.left -= 1
+                            batches = steps.setdefault(signal_base, {})
+                            batches.setdefault((groups, cut.places(granule)), []).append((block, target))
             known.clear()  # the rest is not wanted, and never will be
-            for signal_base, pages in pairs.items():
-                source, target_blocks = zip(*pages, strict=True)
-                steps.setdefault(signal_base, []).append(PushedGroup(group, source, target_blocks))
         if steps:
             reservation.writing = True
         immediate = reservation.message.immediate
         return [
-            Push(reservation.peer, transfer.share, signal_base, immediate, tuple(groups))
-            for signal_base, groups in sorted(steps.items(), key=_begin)
+            Push(
+                reservation.peer,
+                transfer.share,
+                signal_base,
+                immediate,
+                tuple(
+                    PushedGroup(groups, places, *map(tuple, zip(*blocks, strict=True)))
+                    for (groups, places), blocks in batches.items()
+                ),
+            )
+            for signal_base, batches in sorted(steps.items(), key=_begin)
         ]
 
     def _seal(self, now: float, transfer: Transfer) -> list[PrefillAction]:

@@ -43,17 +43,8 @@ class ComputedPages:
 
 
 @dataclass(frozen=True)
-class Source:
-    """A worker of P, and which of the ``shares`` that D's workers want of it is ours."""
-
-    address: Address
-    share: int = 0
-    shares: int = 1
-
-
-@dataclass(frozen=True)
 class DecodeRequest:
-    """A request whose prompt pages come from ``sources``: each layer from the one of them that holds it.
+    """A request whose prompt pages come from ``engine``, the address of its rank 0.
 
     ``groups`` has one entry per KV group: logical block ``first + i`` is to land in ``blocks[i]``. The blocks
     belong to the transfer until it is reported.
@@ -61,7 +52,7 @@ class DecodeRequest:
 
     request_id: str
     transfer_id: str
-    sources: tuple[Source, ...]
+    engine: Address
     prompt_tokens: int
     first_token: int  # the tokens before this one are here already
     prompt_hash: bytes | None  # as PrefillRequest's

@@ -67,6 +67,10 @@ class Cut:
     source_granules: int  # of a block
     target_granules: int
 
+    def of_source(self, block: int) -> range:
+        """The granules of a logical block of the source."""
+        return range(block * self.source_granules, (block + 1) * self.source_granules)
+
     def places(self, granule: int) -> Places:
         return granule % self.source_granules, granule % self.target_granules
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from kv_connector.protocol.actions import Outcome, PeerId, Share
 from kv_connector.protocol.messages import Reserve
+from kv_connector.protocol.plan import Groups
 from kv_connector.protocol.requests import PrefillRequest
 from kv_connector.protocol.tombstones import Verdict
 
@@ -26,10 +27,10 @@ class Reservation:
     message: Reserve
     since: float
     deadline: float
-    targets: list[dict[int, int]]  # per group: logical block -> D's block
-    pushed: list[set[int]]  # the ledger: logical blocks per group
-    left: int  # pages wanted and not yet pushed
-    writing: bool = False  # the engine has an open transfer
+    # The ledger: by pair of groups, the granules that are wanted and not yet pushed, and D's blocks for them.
+    wanted: dict[Groups, dict[int, int]]
+    left: int  # of them
+    writing: bool = False  # some were pushed: the engine has an open transfer
     peer_lost: bool = False
 
     @property

@@ -1,67 +1,89 @@
-"""Which prefill rank sends what to one decode rank, where several have it or each has a piece.
+"""Which prefill rank sends what to which decode rank, where several have it or each has a piece.
 
-Each decode rank chooses for itself, from layouts alone: the choice can be computed anywhere, and needs no
-talk among the ranks.
+Everybody computes it for himself, from the layouts alone: it needs no talk among the ranks.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kv_connector.protocol.layout import KvLayout, Part
-from kv_connector.protocol.plan import matching_parts
+from kv_connector.protocol.messages import Rank, Wants
+from kv_connector.protocol.plan import Plan
 from kv_connector.protocol.runs import Misfit, naming
 
-# By P's rank: the parts of each of D's layers, by ordinal, that it is to send. What a Plan takes as wanted.
-Choice = dict[int, dict[int, tuple[int, ...]]]
-
 
 @dataclass(frozen=True)
-class PrefillRank:
-    """A rank of P that can be asked now."""
+class Draw:
+    """What one decode worker has to do with one prefill worker."""
 
-    stage: int  # of the pipeline
-    layout: KvLayout
-
-
-@dataclass(frozen=True)
-class DecodeRank:
-    """The one that chooses, as one of the ranks that share the layers of a stage."""
-
-    index: int
-    ranks: int
-    layout: KvLayout
+    share: int  # of the ``shares`` that decode workers want of it
+    shares: int
+    plan: Plan | None  # None: it sends nothing to anybody, and has to be told so
+    wants: Wants
 
 
-def choose_sources(decode: DecodeRank, prefill: Mapping[int, PrefillRank]) -> Choice:
-    """Every unit of every part exactly once, from the ranks of ``prefill``, by rank number.
+class Holders:
+    """Who of an engine's ranks, by number, has what of each layer."""
 
-    A replica that cannot be reached is left out of ``prefill``: another takes its share. Ranks of which
-    nothing is wanted are not in the answer. Raises Misfit where something is to be had of nobody.
+    def __init__(self, ranks: Mapping[int, Rank]) -> None:
+        self.units: dict[str, dict[str, dict[int, range]]] = {}
+        """Layer, part, rank: the units of the part that the rank has."""
+        self.stages: dict[str, set[int]] = defaultdict(set)
+        for number, rank in sorted(ranks.items()):
+            for layer in rank.layout.layers:
+                self.stages[layer.name].add(rank.stage)
+                parts = self.units.setdefault(layer.name, {})
+                for part in layer.parts:
+                    parts.setdefault(part.name, {})[number] = part.units
+
+
+def draws(decode: Sequence[Rank], rank: int, prefill: Sequence[Rank]) -> dict[int, Draw]:
+    """What the decode worker of this rank does with which rank of ``prefill``.
+
+    Raises Misfit where something that it wants is to be had of nobody, or cannot be copied.
     """
-    layers = {
-        rank: {layer.name: layer for layer in source.layout.layers}
-        for rank, source in sorted(prefill.items())
-    }
-    choice: Choice = {}
-    for ordinal, layer in enumerate(decode.layout.layers):
-        holders = {rank: named[layer.name] for rank, named in layers.items() if layer.name in named}
-        stages = sorted({prefill[rank].stage for rank in holders})
+    holders = Holders(dict(enumerate(prefill)))
+    chosen = [choose_sources(decode, number, holders) for number in range(len(decode))]
+    found = {}
+    for number, source in enumerate(prefill):
+        consumers = [index for index, choice in enumerate(chosen) if number in choice]
+        if rank in consumers:
+            wants = chosen[rank][number]
+            plan = Plan(source.layout, decode[rank].layout, wants)
+            found[number] = Draw(consumers.index(rank), len(consumers), plan, wants)
+        elif not consumers and number % len(decode) == rank:
+            found[number] = Draw(0, 1, None, ((),) * len(decode[rank].layout.layers))
+    return found
+
+
+def choose_sources(decode: Sequence[Rank], rank: int, prefill: Holders) -> dict[int, Wants]:
+    """By rank of P, what the decode worker of this rank wants of it: every unit of every part exactly once.
+
+    Ranks of which nothing is wanted are not in the answer. Raises Misfit where something is to be had of
+    nobody.
+    """
+    own = decode[rank]
+    peers = [number for number, other in enumerate(decode) if other.stage == own.stage]
+    index = peers.index(rank)
+    choice: dict[int, list[tuple[int, ...]]] = {}
+    for ordinal, layer in enumerate(own.layout.layers):
+        stages = sorted(prefill.stages.get(layer.name, ()))
         if len(stages) != 1:
-            raise Misfit(f"layer {layer.name}: prefill has it on stages {stages or 'none'}, not on one")
-        pairs = {
-            rank: matching_parts(prefill[rank].layout, ours, decode.layout, layer)
-            for rank, ours in holders.items()
-        }
+            raise Misfit(
+                f"layer {layer.name}: prefill has it on pipeline stages {stages or 'none'}, not on one"
+            )
         for number, part in enumerate(layer.parts):
-            units = {rank: parts[number][0].units for rank, parts in pairs.items()}
+            units = prefill.units[layer.name].get(part.name, {})
             with naming(f"part {part.name} of layer {layer.name}"):
                 for replicas in _cover(part.units, units):
-                    senders = _share(decode, part, replicas)
-                    sends = choice.setdefault(senders[ordinal % len(senders)], {})
-                    sends[ordinal] = (*sends.get(ordinal, ()), number)
-    return dict(sorted(choice.items()))
+                    senders = _share(part, replicas, index, len(peers))
+                    sender = senders[ordinal % len(senders)]
+                    wants = choice.setdefault(sender, [()] * len(own.layout.layers))
+                    wants[ordinal] = (*wants[ordinal], number)
+    return {sender: tuple(wants) for sender, wants in choice.items()}
 
 
 def _cover(wanted: range, units: Mapping[int, range]) -> list[list[int]]:
@@ -86,14 +108,14 @@ def _ranks(replicas: Mapping[tuple[int, int], Sequence[int]]) -> str:
     return ", ".join(str(rank) for ranks in replicas.values() for rank in ranks)
 
 
-def _share(decode: DecodeRank, part: Part, replicas: Sequence[int]) -> Sequence[int]:
-    """Those of the replicas that this decode rank draws on: its layers take turns among them.
+def _share(part: Part, replicas: Sequence[int], index: int, ranks: int) -> Sequence[int]:
+    """Those of the replicas that one of ``ranks`` decode workers draws on: its layers take turns among them.
 
     As many decode ranks want the same units as have them, one after the other. Where the replicas are more,
     each decode rank has some for itself; where they are fewer, each serves as many decode ranks.
     """
     total = 1 if part.shard is None else part.shard.total
-    alike = max(1, decode.ranks * len(part.units) // total)
-    index = decode.index % alike
-    first = index * len(replicas) // alike
-    return replicas[first : max(first + 1, (index + 1) * len(replicas) // alike)]
+    alike = max(1, ranks * len(part.units) // total)
+    place = index % alike
+    first = place * len(replicas) // alike
+    return replicas[first : max(first + 1, (place + 1) * len(replicas) // alike)]

@@ -33,12 +33,12 @@ from kv_connector.vllm.internals import (
     adopt_vllm_logging,
     check_configuration,
     default_host,
+    pipeline_and_tensor_parallel_rank,
     replace_idle_pause,
     sleep_for_messages,
-    tensor_parallel_rank,
 )
 from kv_connector.vllm.kv_cache import kv_layout
-from kv_connector.vllm.metadata import RankAddress, Reserved, StepMetadata
+from kv_connector.vllm.metadata import DescribedRank, Reserved, StepMetadata
 from kv_connector.vllm.metrics import PromMetrics, TransferStats
 from kv_connector.vllm.scheduler import SchedulerSide
 from kv_connector.vllm.worker import WorkerSide, current_stream
@@ -154,11 +154,13 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         layout, memory = kv_layout(self._kv_cache_config, kv_caches)
         device = next(iter(kv_caches.values())).device
         parallel = self._vllm_config.parallel_config
+        stage, tensor_rank = pipeline_and_tensor_parallel_rank()
         info = WorkerInfo(
             engine_id=self._engine_id,
             role=self._transfer_role,
-            rank=tensor_parallel_rank(),
+            rank=stage * parallel.tensor_parallel_size + tensor_rank,
             ranks=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
+            stage=stage,
             data_parallel_index=parallel.data_parallel_index,
             data_parallel_rank=data_parallel_rank(parallel),
             host=default_host(),
@@ -192,8 +194,9 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         assert self._running is not None, "no KV caches are registered"
         self._running.wake()
 
-    def get_handshake_metadata(self) -> RankAddress | None:
-        return RankAddress(self._running.address) if self._running is not None else None
+    def get_handshake_metadata(self) -> DescribedRank | None:
+        running = self._running
+        return None if running is None else DescribedRank(running.agent.described(running.address))
 
     @never_raises(_nothing)
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
@@ -248,12 +251,12 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         ours = metadata[0, 0]
-        if not isinstance(ours, RankAddress):
+        if not isinstance(ours, DescribedRank):
             raise UnsupportedConfiguration(
                 "vLLM's MultiConnector gives all its connectors the handshake metadata of the first that has "
                 f"any, and that is another's ({type(ours).__name__}): put WriteImmConnector first."
             )
-        self._scheduler.set_addresses(tuple(metadata[0, rank].address for rank in range(len(metadata))))
+        self._scheduler.set_ranks(tuple(metadata[place].rank for place in sorted(metadata)))
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """All groups: vLLM must not zero any block that a peer may be writing."""

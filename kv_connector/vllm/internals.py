@@ -54,7 +54,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (  # noqa: E402
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank  # noqa: E402
+from vllm.distributed.parallel_state import (  # noqa: E402
+    get_pp_group,
+    get_tensor_model_parallel_rank,
+)
 from vllm.utils.network_utils import get_ip  # noqa: E402
 from vllm.v1.core.kv_cache_manager import KVCacheManager  # noqa: E402
 from vllm.v1.kv_cache_interface import (  # noqa: E402
@@ -96,10 +99,10 @@ __all__ = [
     "default_host",
     "group_kind",
     "kv_scales",
+    "pipeline_and_tensor_parallel_rank",
     "release_of",
     "replace_idle_pause",
     "sleep_for_messages",
-    "tensor_parallel_rank",
 ]
 
 VLLM_VERSION: str = vllm.__version__
@@ -195,8 +198,8 @@ def _scales(layer: Any) -> tuple[float, ...]:
     return tuple(value for scale in found if scale is not None for value in scale.flatten().tolist())
 
 
-def tensor_parallel_rank() -> int:
-    return int(get_tensor_model_parallel_rank())
+def pipeline_and_tensor_parallel_rank() -> tuple[int, int]:
+    return int(get_pp_group().rank_in_group), int(get_tensor_model_parallel_rank())
 
 
 def default_host() -> str:
@@ -264,12 +267,10 @@ class KvBlocks:
         """Blocks of the pool, used or not."""
         self._managers = kv_cache_manager.coordinator.single_type_managers
 
-    def first_attended(self, group: int, computed_tokens: int) -> int:
-        """The first logical block of the group that the token after ``computed_tokens`` tokens still attends
-        to.
-        """
-        manager = self._managers[group]
-        return int(manager.get_num_skipped_tokens(computed_tokens) // manager.block_size)
+    def first_attended_token(self, group: int, computed_tokens: int) -> int:
+        """The first token that the token after ``computed_tokens`` tokens still attends to, in the layers of
+        the group."""
+        return int(self._managers[group].get_num_skipped_tokens(computed_tokens))
 
     def hold_windows(self, request_id: str, firsts: tuple[int, ...]) -> list[Any]:
         """Takes a reference of our own on the request's blocks from logical block ``firsts[group]`` on, in

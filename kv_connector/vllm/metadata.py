@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kv_connector.agent.commands import Command, NewPages
 from kv_connector.protocol.actions import Address
+from kv_connector.protocol.messages import Rank
 from kv_connector.vllm.internals import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
@@ -27,10 +28,10 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not ty
 
 
 @dataclass
-class RankAddress(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM is not typed for mypy
-    """Where a worker's control socket really is bound."""
+class DescribedRank(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM is not typed for mypy
+    """A worker, from where its control socket really is bound."""
 
-    address: Address
+    rank: Rank
 
 
 @dataclass

@@ -20,16 +20,16 @@ from kv_connector.agent.commands import (
     FailLoad,
     FinishPrefill,
     NewPages,
-    RankAddresses,
     Release,
+    SetRanks,
 )
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.admission import AdmissionGate, gates
 from kv_connector.protocol.layout import GroupTarget
-from kv_connector.protocol.messages import Role
+from kv_connector.protocol.messages import Rank, Role
 from kv_connector.protocol.params import BadParams, DecodeParams, PrefillParams, parse_params
 from kv_connector.protocol.prompt_hash import prompt_hash
-from kv_connector.protocol.requests import DecodeRequest, GroupPages, PrefillRequest, Source
+from kv_connector.protocol.requests import DecodeRequest, GroupPages, PrefillRequest
 from kv_connector.vllm.internals import Request, RequestStatus
 from kv_connector.vllm.metadata import StepMetadata
 
@@ -48,7 +48,7 @@ class Blocks(Protocol):
 
     total: int
 
-    def first_attended(self, group: int, computed_tokens: int) -> int: ...
+    def first_attended_token(self, group: int, computed_tokens: int) -> int: ...
     def hold_windows(self, request_id: str, firsts: tuple[int, ...]) -> list[Any]: ...
     def give_back(self, held: list[Any]) -> None: ...
     def free(self, request: Request) -> None: ...
@@ -56,14 +56,14 @@ class Blocks(Protocol):
 
 
 def _first_attended(blocks: Blocks, groups: int, tokens: int) -> tuple[int, ...]:
-    """Per group: the first logical block that the prompt's last token, which D computes, attends to."""
-    return tuple(blocks.first_attended(group, tokens - 1) for group in range(groups))
+    """Per group: the first token that the prompt's last token, which D computes, attends to."""
+    return tuple(blocks.first_attended_token(group, tokens - 1) for group in range(groups))
 
 
 def _blocks_of(blocks: Blocks, block_sizes: tuple[int, ...], tokens: int) -> int:
     """What a prompt holds when it is computed; a window holds a chunk more before."""
     firsts = _first_attended(blocks, len(block_sizes), tokens)
-    return sum(-(-tokens // size) - first for size, first in zip(block_sizes, firsts, strict=True))
+    return sum(-(-tokens // size) - first // size for size, first in zip(block_sizes, firsts, strict=True))
 
 
 @dataclass
@@ -187,14 +187,17 @@ class PrefillScheduler:
         groups = []
         for group, (table, size) in enumerate(zip(tables, self._block_sizes, strict=True)):
             end = -(-computed // size) if last else computed // size
-            first = max(prompt.told[group], firsts[group])
+            first = max(prompt.told[group], firsts[group] // size)
             groups.append(GroupPages(first, tuple(table[first:end])))
             prompt.told[group] = max(prompt.told[group], end)
         if last:
             prompt.complete = True
             # When the request finishes, vLLM counts one token further than D and may free the oldest window
             # block.
-            prompt.held = self.blocks.hold_windows(prompt.request.request_id, firsts)
+            prompt.held = self.blocks.hold_windows(
+                prompt.request.request_id,
+                tuple(first // size for first, size in zip(firsts, self._block_sizes, strict=True)),
+            )
         return NewPages(prompt.transfer_id, tuple(groups), last)
 
     def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
@@ -352,14 +355,16 @@ class DecodeScheduler:
         self, target: _Target, tables: tuple[list[int], ...], external_tokens: int
     ) -> DecodeRequest:
         first_token = target.tokens - 1 - external_tokens
+        assert self.blocks is not None
         groups = []
-        for table, size in zip(tables, self._block_sizes, strict=True):
+        for group, (table, size) in enumerate(zip(tables, self._block_sizes, strict=True)):
             first, end = first_token // size, -(-(target.tokens - 1) // size)
-            groups.append(GroupTarget(first=first, blocks=tuple(table[first:end])))
+            needed = self.blocks.first_attended_token(group, target.tokens - 1)
+            groups.append(GroupTarget(first=first, blocks=tuple(table[first:end]), needed=needed))
         return DecodeRequest(
             request_id=target.request_id,
             transfer_id=target.transfer_id,
-            sources=(Source(target.peer),),
+            engine=target.peer,
             prompt_tokens=target.tokens,
             first_token=first_token,
             prompt_hash=target.prompt_hash,
@@ -458,12 +463,12 @@ class SchedulerSide:
         self.prefill = PrefillScheduler(role, engine_id, block_sizes, self._commands)
         self.decode = DecodeScheduler(block_sizes, self._commands)
 
-    def set_addresses(self, addresses: tuple[Address, ...]) -> None:
-        """Where each rank's worker listens. They tell each other's peers: the address of rank 0 is all that
-        routers know."""
-        self.prefill.address = addresses[0]
-        if len(addresses) > 1:
-            self._commands.append(RankAddresses(addresses))
+    def set_ranks(self, ranks: tuple[Rank, ...]) -> None:
+        """The engine's workers, by rank. Each is told of all: the address of the first is all that routers
+        know."""
+        self.prefill.address = Address(ranks[0].host, ranks[0].port)
+        if len(ranks) > 1:
+            self._commands.append(SetRanks(ranks))
 
     def bind(self, blocks: Blocks) -> None:
         """Before the first request."""
