@@ -16,8 +16,8 @@ from kv_connector.agent.commands import (
     FailLoad,
     FinishPrefill,
     NewPages,
-    SetRanks,
     Release,
+    SetRanks,
 )
 from kv_connector.agent.ledger import Reports
 from kv_connector.protocol.actions import Address

@@ -209,8 +209,8 @@ class DecodeMachine:
 
     def engine_found(self, now: float, address: Address, ranks: Sequence[Rank]) -> list[DecodeAction]:
         """These are the workers of the engine at this address; the first of them is who answered there."""
-        engine = self._engines.get(address)
-        if engine is None or engine.workers is not None:
+        engine = self._engines.setdefault(address, _Engine())  # requests that queue look for it, too
+        if engine.workers is not None:
             return []
         where = [address, *(Address(rank.host, rank.port) for rank in ranks[1:])]
         try:
@@ -225,7 +225,6 @@ class DecodeMachine:
         actions: list[DecodeAction] = [
             Dial(address, worker, draw.wants)
             for worker, draw in engine.workers.items()
-            if worker not in self._sessions
         ]
         for transfer_id in engine.releases:
             actions += self._release(transfer_id, address, engine.workers)

@@ -291,8 +291,7 @@ class PeerTable:
     # --- Dialling (D)
 
     def find(self, now: float, engine: Address) -> list[PeersAction]:
-        """Who are the workers of the engine at this address? ``EngineFound`` or ``EngineNotFound`` answers, to
-        all who have asked meanwhile."""
+        """Who are the workers of the engine at this address? One answer comes, however often it is asked."""
         if engine in self._finding:
             return []
         if self._away:

@@ -122,7 +122,8 @@ class TablePair:
         each, tokens = self.cut.target_granules, self.cut.tokens
         for logical, block in used_blocks(self.blocks, target.first, target.blocks).items():
             for granule in range(logical * each, (logical + 1) * each):
-                if tokens == 0 or target.needed < (granule + 1) * tokens and granule * tokens < prompt_tokens:
+                begin, end = granule * tokens, (granule + 1) * tokens
+                if tokens == 0 or (target.needed < end and begin < prompt_tokens):
                     yield granule, block
 
 

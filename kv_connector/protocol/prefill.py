@@ -266,7 +266,7 @@ class PrefillMachine:
     # --- D, through messages
 
     def admit(self, peer: PeerId, layout: KvLayout, wants: Wants, regions: int) -> Plan | str:
-        """A decode peer introduced itself: how to write to it, or the reason why its pages do not fit ours."""
+        """A decode peer introduced itself: how to write to it, or why its pages do not fit ours."""
         problem = layout_problem(layout, regions) or wants_problem(self._layout, layout, wants)
         if problem is not None:
             return problem

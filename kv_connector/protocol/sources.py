@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kv_connector.protocol.layout import KvLayout, Part
+from kv_connector.protocol.layout import Part
 from kv_connector.protocol.messages import Rank, Wants
 from kv_connector.protocol.plan import Plan
 from kv_connector.protocol.runs import Misfit, naming

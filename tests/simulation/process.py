@@ -39,9 +39,10 @@ class Process:
     """From its start to its death. Whoever restarts at the same address is another one."""
 
     def __init__(
-        self, world: World, name: str, address: Address, role: Role, layers: Sequence[int], life: int
+        self, world: World, name: str, role: Role, layers: Sequence[int], life: int
     ) -> None:
         self.world, self.name, self.layers, self.life = world, name, layers, life
+        address = world.addresses[name]
         self.incarnation = f"{name} life {life}"
         self.rng = random.Random(f"{world.scenario.seed} {name} {life}")
         rate = self.rng.uniform(0.99, 1.01) if world.scenario.skew else 1.0
@@ -65,13 +66,16 @@ class Process:
             layout=layout,
             control=self.port,
             peers=PeerTable(
-                Identity(name, self.incarnation, role, 0, 1, FINGERPRINT, layout, (b"memory",)),
+                Identity(name, self.incarnation, role, 0, FINGERPRINT, layout, (b"memory",)),
                 world.times,
             ),
             prefill=PrefillMachine(layout, world.times),
             decode=DecodeMachine(layout, world.times),
             ledger=self.ledger,
         )
+        ranks = world.ranks(name)
+        self.effects.peers.set_ranks(ranks)
+        self.effects.decode.set_ranks(world.scenario.workers(name).index(name), ranks)
         self.prefill = PrefillSide(self)
         self.decode = DecodeSide(self)
         self._commands: deque[Callable[[float], Sequence[Action]]] = deque()
@@ -158,6 +162,7 @@ class Process:
             "timers of decode": len(decode._timers),
             "attempts": len(decode._attempts),
             "releases": len(decode._releases),
+            "engines looked for": len(peers._finding),
             "prefill's peers": len(prefill._peers) - len(peers._by_engine),
             **engine,
             "peers": engine["peers"] - sessions,

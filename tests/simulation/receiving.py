@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kv_connector.agent.effects import Action
 from kv_connector.protocol.actions import Address, State
 from kv_connector.protocol.layout import GroupTarget
-from kv_connector.protocol.requests import DecodeRequest, Source
+from kv_connector.protocol.requests import DecodeRequest
 
 from .pool import LAYERS_OF_GROUP, ROWS, TOKENS, Content, Page
 from .scenario import Plan
@@ -52,8 +52,6 @@ class DecodeSide:
         if process.leaving:
             return
         load = self._queue[plan.name] = _Load(plan)
-        for source in self._sources(plan):
-            self._dial(source.address)
         self._tell_waiting()
         self._later(plan.admitted_after, lambda: self._admit(load))
         if plan.decode_abort is not None:
@@ -99,14 +97,8 @@ class DecodeSide:
 
     # --- Steps
 
-    def _sources(self, plan: Plan) -> tuple[Source, ...]:
-        scenario = self._world.scenario
-        shares = len(scenario.targets(plan))
-        share = scenario.targets(plan).index(self._process.name)
-        return tuple(Source(self._world.addresses[name], share, shares) for name in scenario.sources(plan))
-
-    def _dial(self, address: Address) -> None:
-        self._process.submit(lambda now: self._process.effects.peers.dial(now, address))
+    def _engine(self, plan: Plan) -> Address:
+        return self._world.addresses[plan.prefill]
 
     def _later(self, delay: float, event: object) -> None:
         def guarded() -> None:
@@ -122,7 +114,7 @@ class DecodeSide:
     def _tell_waiting(self) -> None:
         process = self._process
         plans = [load.plan for load in self._queue.values()]
-        waiting = [(plan.transfer_id, source.address) for plan in plans for source in self._sources(plan)]
+        waiting = [(plan.transfer_id, self._engine(plan)) for plan in plans]
         process.submit(lambda now: process.effects.peers.set_waiting(now, waiting))
 
     def _abort(self, load: _Load) -> None:
@@ -144,13 +136,8 @@ class DecodeSide:
             process.submit(command)
 
     def _release(self, plan: Plan) -> None:
-        def command(now: float) -> Sequence[Action]:
-            release = self._process.effects.decode.release
-            return [
-                action for source in self._sources(plan) for action in release(now, plan.transfer_id, source)
-            ]
-
-        self._process.submit(command)
+        release, engine = self._process.effects.decode.release, self._engine(plan)
+        self._process.submit(lambda now: release(now, plan.transfer_id, engine))
 
     def _admit(self, load: _Load) -> None:
         process, plan = self._process, load.plan
@@ -187,7 +174,7 @@ class DecodeSide:
         request = DecodeRequest(
             request_id=plan.name,
             transfer_id=plan.transfer_id,
-            sources=self._sources(plan),
+            engine=self._engine(plan),
             prompt_tokens=plan.blocks * TOKENS,
             first_token=plan.cached * TOKENS,
             prompt_hash=prompt_hash(plan, plan.transfer_id),

@@ -98,13 +98,18 @@ class Scenario:
         decodes = [f"{worker}{i}" for i in range(self.decodes) for worker in ("de" if self.wide else "d")]
         return (*prefills, *decodes)
 
+    def workers(self, name: str) -> tuple[str, ...]:
+        """Of the engine that has this one."""
+        pairs = ("ps" if self.staged else "p", "de" if self.wide else "d")
+        return tuple(f"{kind}{name[1:]}" for pair in pairs if name[0] in pair for kind in pair)
+
     def sources(self, plan: Plan) -> tuple[str, ...]:
-        """The engines that compute the request's prompt."""
-        return (plan.prefill, f"s{plan.prefill[1:]}") if self.staged else (plan.prefill,)
+        """The workers that compute the request's prompt."""
+        return self.workers(plan.prefill)
 
     def targets(self, plan: Plan) -> tuple[str, ...]:
-        """The engines that want the request's pages."""
-        return (plan.decode, f"e{plan.decode[1:]}") if self.wide else (plan.decode,)
+        """The workers that want the request's pages."""
+        return self.workers(plan.decode)
 
     def undisturbed(self, plan: Plan) -> bool:
         """Whether no fault concerns this request, and no other request: its end, good or bad, comes soon."""

@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.messages import Role
+from kv_connector.protocol.messages import Rank, Role
 from kv_connector.protocol.timers import Timeouts
 
 from . import faults
 from .books import Books, Tap
 from .clock import Clock
 from .fabric import Fabric
-from .pool import LAYERS, STAGES
+from .pool import LAYERS, STAGES, layout_of
 from .process import Process
 from .scenario import Plan, Scenario
 
@@ -100,10 +100,20 @@ class World:
             return
         role = Role.BOTH if self.scenario.both else Role.DECODE if name[0] in "de" else Role.PREFILL
         self._lives[name] = life = self._lives.get(name, 0) + 1
-        staged = self.scenario.staged and role is Role.PREFILL
-        layers = STAGES["ps".index(name[0])] if staged else range(LAYERS)
-        self.processes[name] = Process(self, name, self.addresses[name], role, layers, life)
+        self.processes[name] = Process(self, name, role, self._layers(name), life)
         self.books.note("%s starts", self.processes[name])
+
+    def ranks(self, name: str) -> list[Rank]:
+        """The workers of the engine that this one belongs to."""
+        where = [(self.addresses[worker], worker) for worker in self.scenario.workers(name)]
+        return [
+            Rank(address.host, address.port, int(worker[0] == "s"), layout_of(self._layers(worker)))
+            for address, worker in where
+        ]
+
+    def _layers(self, name: str) -> Sequence[int]:
+        staged = self.scenario.staged and name[0] in "ps"
+        return STAGES["ps".index(name[0])] if staged else range(LAYERS)
 
     def name_at(self, address: Address) -> str:
         return address.host
