@@ -10,9 +10,9 @@ import msgspec
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.geometry import Place, opaque_page
 from kv_connector.protocol.layout import GroupLayout, GroupTarget, KvLayout, LayerLayout
-from kv_connector.protocol.messages import Fingerprint, Reserve, fingerprint
+from kv_connector.protocol.messages import Fingerprint, Rank, Reserve, Wants, fingerprint
 from kv_connector.protocol.mismatch import Advice
-from kv_connector.protocol.requests import ComputedPages, DecodeRequest, GroupPages, PrefillRequest, Source
+from kv_connector.protocol.requests import ComputedPages, DecodeRequest, GroupPages, PrefillRequest
 
 HASH = bytes(range(16))
 BLOCK = 16  # tokens
@@ -118,12 +118,25 @@ def decode_request(
     transfer: str = "t",
     blocks: Iterable[int] = (11, 12, 13),
     request: str | None = None,
-    peers: tuple[Address, ...] = (P_ADDRESS,),
+    engine: Address = P_ADDRESS,
     tokens: int = 3 * BLOCK,
     prompt_hash: bytes | None = HASH,
 ) -> DecodeRequest:
-    groups, sources = (GroupTarget(0, tuple(blocks)),), tuple(map(Source, peers))
-    return DecodeRequest(request or f"d-{transfer}", transfer, sources, tokens, 0, prompt_hash, groups)
+    groups = (GroupTarget(0, tuple(blocks)),)
+    return DecodeRequest(request or f"d-{transfer}", transfer, engine, tokens, 0, prompt_hash, groups)
+
+
+def worker(
+    pages: KvLayout, address: Address = P_ADDRESS, stage: int = 0, layers: Iterable[int] | None = None
+) -> Rank:
+    """One of an engine's workers: it has all of these pages, or some layers of them."""
+    some = pages.layers if layers is None else tuple(pages.layers[layer] for layer in layers)
+    return Rank(address.host, address.port, stage, msgspec.structs.replace(pages, layers=some))
+
+
+def all_of(pages: KvLayout) -> Wants:
+    """Every part of every layer."""
+    return tuple(tuple(range(len(layer.parts))) for layer in pages.layers)
 
 
 def only(actions: Sequence[object], kind: type[T]) -> T:
