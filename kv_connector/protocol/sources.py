@@ -80,9 +80,7 @@ def choose_sources(decode: Sequence[Rank], rank: int, prefill: Holders) -> dict[
     for ordinal, layer in enumerate(own.layout.layers):
         stages = sorted(prefill.stages.get(layer.name, ()))
         if len(stages) != 1:
-            raise Misfit(
-                f"layer {layer.name}: prefill has it on stages {stages or 'none'}, not on one"
-            )
+            raise Misfit(f"layer {layer.name}: prefill has it on stages {stages or 'none'}, not on one")
         for number, part in enumerate(layer.parts):
             units = prefill.units[layer.name].get(part.name, {})
             with naming(f"part {part.name} of layer {layer.name}"):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from kv_connector.agent.effects import Action, Effects
 from kv_connector.agent.ledger import Ledger
-from kv_connector.protocol.actions import Address, State
+from kv_connector.protocol.actions import State
 from kv_connector.protocol.decode import DecodeMachine
 from kv_connector.protocol.messages import Role, fingerprint
 from kv_connector.protocol.peers import Identity, PeerTable
@@ -38,11 +38,8 @@ FINGERPRINT = fingerprint({"engine": "simulated"})
 class Process:
     """From its start to its death. Whoever restarts at the same address is another one."""
 
-    def __init__(
-        self, world: World, name: str, role: Role, layers: Sequence[int], life: int
-    ) -> None:
+    def __init__(self, world: World, name: str, role: Role, layers: Sequence[int], life: int) -> None:
         self.world, self.name, self.layers, self.life = world, name, layers, life
-        address = world.addresses[name]
         self.incarnation = f"{name} life {life}"
         self.rng = random.Random(f"{world.scenario.seed} {name} {life}")
         rate = self.rng.uniform(0.99, 1.01) if world.scenario.skew else 1.0

@@ -23,17 +23,25 @@ T = TypeVar("T")
 
 
 def layout(
-    groups: Sequence[int] = (2,), num_blocks: int = 64, stride: int = PAGE, page: int = PAGE
+    groups: Sequence[int] = (2,),
+    num_blocks: int = 64,
+    stride: int = PAGE,
+    page: int = PAGE,
+    holder: tuple[int, int] | None = None,
 ) -> KvLayout:
-    """One region; ``groups`` says how many layers each group has. Layers of the groups take turns."""
+    """One region; ``groups`` says how many layers each group has. Layers of the groups take turns.
+
+    ``holder``: as opaque_page has it.
+    """
     owners = [group for turn in range(max(groups)) for group, layers in enumerate(groups) if turn < layers]
+    places = [Place(0, k * num_blocks * stride, stride) for k in range(len(owners))]
     return KvLayout(
         groups=tuple(
             GroupLayout(num_blocks, BLOCK, "full" if i == 0 else "sliding_window") for i in range(len(groups))
         ),
         layers=tuple(
-            LayerLayout(f"layer{k}", group, "", opaque_page(Place(0, k * num_blocks * stride, stride), page))
-            for k, group in enumerate(owners)
+            LayerLayout(f"layer{k}", group, "", opaque_page(place, page, holder))
+            for k, (group, place) in enumerate(zip(owners, places, strict=True))
         ),
     )
 

@@ -12,6 +12,7 @@ from geometry_setup import Cells, Model, Rank, Side, content, make_rank, random_
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from kv_connector.protocol import messages
 from kv_connector.protocol.layout import (
     Axis,
     GroupLayout,
@@ -22,7 +23,6 @@ from kv_connector.protocol.layout import (
     layout_problem,
     memory_problem,
 )
-from kv_connector.protocol import messages
 from kv_connector.protocol.plan import Plan
 from kv_connector.protocol.sources import Holders, choose_sources
 
