@@ -51,9 +51,9 @@ def draws(decode: Sequence[Rank], rank: int, prefill: Sequence[Rank]) -> dict[in
     holders = Holders(dict(enumerate(prefill)))
     for layer in decode[rank].layout.layers:
         if layer.name in holders.any:  # says in words what differs; of the others a Plan does
-            source = prefill[holders.any[layer.name]].layout
-            ours = next(known for known in source.layers if known.name == layer.name)
-            matching_parts(source, ours, decode[rank].layout, layer)
+            pages = prefill[holders.any[layer.name]].layout
+            ours = next(known for known in pages.layers if known.name == layer.name)
+            matching_parts(pages, ours, decode[rank].layout, layer)
     chosen = [choose_sources(decode, number, holders) for number in range(len(decode))]
     found = {}
     for number, source in enumerate(prefill):
