@@ -35,6 +35,11 @@ from kv_connector.protocol.runs import (
 # divides the other. Each place is a write of its own for a request.
 _MAX_PLACES = 128
 
+ALIKE = (
+    "no copy changes what the bytes mean, start both sides with the same checkpoint, dtypes, attention "
+    "backend and kind of machine; where pages are copied whole, with the same parallelism and block size too"
+)
+
 
 def layouts_problem(prefill: KvLayout, decode: KvLayout) -> str | None:
     """Whether what both have can be copied from pages of ``prefill`` into pages of ``decode``.
@@ -218,10 +223,12 @@ def matching_parts(
     """The parts of a layer on both sides, in the target's order. Raises Misfit where the contents differ."""
     groups = source.groups[ours.group], target.groups[theirs.group]
     with naming(f"layer {theirs.name}"):
-        same("kind", groups[0].kind, groups[1].kind)
-        same("format", repr(ours.format), repr(theirs.format))
+        same("kind", groups[0].kind, groups[1].kind, "keep the same windows on both sides")
+        formats = repr(ours.format), repr(theirs.format)
+        same("format", *formats, ALIKE)
         parts = {part.name: part for part in ours.parts}
-        same("parts", ", ".join(sorted(parts)), ", ".join(sorted(part.name for part in theirs.parts)))
+        names = ", ".join(sorted(parts)), ", ".join(sorted(part.name for part in theirs.parts))
+        same("parts", *names, ALIKE)
         pairs = [(parts[part.name], part) for part in theirs.parts]
         for pair in pairs:
             with naming(f"part {pair[0].name}"):

@@ -48,8 +48,11 @@ def choose_sources(decode: DecodeRank, prefill: Mapping[int, PrefillRank]) -> Ch
     for ordinal, layer in enumerate(decode.layout.layers):
         holders = {rank: named[layer.name] for rank, named in layers.items() if layer.name in named}
         stages = sorted({prefill[rank].stage for rank in holders})
-        if len(stages) != 1:
-            raise Misfit(f"layer {layer.name}: prefill has it on stages {stages or 'none'}, not on one")
+        if not stages:
+            advice = "serve the same model on both sides, with the same speculative decoding"
+            raise Misfit(f"layer {layer.name}: no prefill rank has it: {advice}")
+        if len(stages) > 1:
+            raise Misfit(f"layer {layer.name}: prefill has it on stages {stages}, not on one")
         pairs = {
             rank: matching_parts(prefill[rank].layout, ours, decode.layout, layer)
             for rank, ours in holders.items()

@@ -151,13 +151,14 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
     @_extra_config()
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Opens the lanes and the control socket. Raises with a message that says what to change."""
-        layout, memory = kv_layout(self._kv_cache_config, kv_caches)
+        rank = tensor_parallel_rank()
+        layout, memory = kv_layout(self._vllm_config, self._kv_cache_config, kv_caches, rank)
         device = next(iter(kv_caches.values())).device
         parallel = self._vllm_config.parallel_config
         info = WorkerInfo(
             engine_id=self._engine_id,
             role=self._transfer_role,
-            rank=tensor_parallel_rank(),
+            rank=rank,
             ranks=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
             data_parallel_index=parallel.data_parallel_index,
             data_parallel_rank=data_parallel_rank(parallel),
@@ -166,7 +167,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
             compute_threads=torch.get_num_threads(),
             layout=layout,
             memory=memory,
-            fingerprint=rank_fingerprint(self._vllm_config, self._kv_cache_config, layout),
+            fingerprint=rank_fingerprint(self._vllm_config),
             advice=ADVICE,
         )
         self._running = start(self._settings, info)

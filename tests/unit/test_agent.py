@@ -836,7 +836,8 @@ def test_an_address_where_nobody_listens_fails_the_request(
         ),
         (
             {"pages": layout(page=32)},
-            "incompatible: layer layer0: part page: bytes a run: prefill has 64, decode has 32",
+            "incompatible: layer layer0: part page: bytes a run: prefill has 64, decode has 32: "
+            "serve the same model on both sides",
         ),
         ({"rank": 1}, "protocol: there is no rank 1 among 1"),
     ],

@@ -252,7 +252,7 @@ def test_layers_come_from_the_stage_that_has_them() -> None:
     ambiguous = {**stages, 4: PrefillRank(2, layout)}
     with pytest.raises(Misfit, match=r"layer layer0: prefill has it on stages \[0, 2\], not on one"):
         choose_sources(DecodeRank(0, 2, layout), ambiguous)
-    with pytest.raises(Misfit, match="layer layer2: prefill has it on stages none, not on one"):
+    with pytest.raises(Misfit, match="layer layer2: no prefill rank has it: serve the same model"):
         choose_sources(DecodeRank(0, 2, layout), {0: stages[0]})
 
 
@@ -326,7 +326,10 @@ def test_what_cannot_be_copied_is_named_with_both_values(theirs: KvLayout, words
 
 def test_pages_that_cannot_be_cut() -> None:
     pages = [one_layer(opaque_page(Place(0, 0, 64 * size), 64), size) for size in (N, 2 * N)]
-    words = "layer layer: part page: tokens a run: prefill has 16, decode has 32"
+    words = (
+        "layer layer: part page: tokens a run: prefill has 16, decode has 32: "
+        "such pages cannot be cut, start both sides with the same block size"
+    )
     assert layouts_problem(*pages) == words
     kernels = in_kernel_blocks(head_major(Place(0, 0, 12 * C), Units(0, 1, 1), 6, C), 2, 6 * C)
     words = "layer layer: part kv: its blocks of 2 x 6 tokens cannot be cut into 3"

@@ -15,6 +15,7 @@ from kv_connector.protocol.layout import (
     memory_problem,
 )
 from kv_connector.protocol.plan import (
+    ALIKE,
     LayerRun,
     Plan,
     PushLayer,
@@ -116,9 +117,20 @@ def test_places_may_differ_between_the_sides_but_pages_may_not() -> None:
     moved = with_layer(layout(groups=(2, 1), num_blocks=7, stride=4 * PAGE), 1, offset=1 << 20)
     assert layouts_problem(ours, moved) is None
     for changes, words in (
-        ({"group": 0}, "layer layer1: kind: prefill has sliding_window, decode has full"),
-        ({"run_bytes": 32}, "layer layer1: part page: bytes a run: prefill has 64, decode has 32"),
-        ({"format": "fp8"}, "layer layer1: format: prefill has '', decode has 'fp8'"),
+        (
+            {"group": 0},
+            "layer layer1: kind: prefill has sliding_window, decode has full: "
+            "keep the same windows on both sides",
+        ),
+        (
+            {"run_bytes": 32},
+            "layer layer1: part page: bytes a run: prefill has 64, decode has 32: "
+            "serve the same model on both sides",
+        ),
+        (
+            {"format": "fp8"},
+            f"layer layer1: format: prefill has '', decode has 'fp8': {ALIKE}",
+        ),
     ):
         assert layouts_problem(ours, with_layer(ours, 1, **changes)) == words
     fewer = msgspec.structs.replace(ours, layers=ours.layers[:2])
