@@ -39,6 +39,11 @@ MAX_TARGETS = 1 << 19
 # divides the other. Each place is a write of its own for a request.
 _MAX_PLACES = 128
 
+ALIKE = (
+    "no copy changes what the bytes mean, start both sides with the same checkpoint, dtypes, attention "
+    "backend and kind of machine; where pages are copied whole, with the same parallelism and block size too"
+)
+
 
 def targets_problem(layout: KvLayout, groups: Sequence[GroupTarget], prompt_tokens: int) -> str | None:
     """Whether D's targets fit D's own ``layout`` and the prompt."""
@@ -206,10 +211,12 @@ def matching_parts(
     """The parts of a layer on both sides, in the target's order. Raises Misfit where the contents differ."""
     groups = source.groups[ours.group], target.groups[theirs.group]
     with naming(f"layer {theirs.name}"):
-        same("kind", groups[0].kind, groups[1].kind)
-        same("format", repr(ours.format), repr(theirs.format))
+        same("kind", groups[0].kind, groups[1].kind, "keep the same windows on both sides")
+        formats = repr(ours.format), repr(theirs.format)
+        same("format", *formats, ALIKE)
         parts = {part.name: part for part in ours.parts}
-        same("parts", ", ".join(sorted(parts)), ", ".join(sorted(part.name for part in theirs.parts)))
+        names = ", ".join(sorted(parts)), ", ".join(sorted(part.name for part in theirs.parts))
+        same("parts", *names, ALIKE)
         pairs = [(parts[part.name], part) for part in theirs.parts]
         for pair in pairs:
             with naming(f"part {pair[0].name}"):

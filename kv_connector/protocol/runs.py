@@ -39,9 +39,10 @@ def naming(what: str) -> Iterator[None]:
         raise Misfit(f"{what}: {misfit}") from None
 
 
-def same(what: str, source: object, target: object) -> None:
+def same(what: str, source: object, target: object, advice: str) -> None:
+    """``advice``: how to start both sides alike."""
     if source != target:
-        raise Misfit(f"{what}: prefill has {source}, decode has {target}")
+        raise Misfit(f"{what}: prefill has {source}, decode has {target}: {advice}")
 
 
 class Run(NamedTuple):
@@ -88,12 +89,13 @@ class _Step(NamedTuple):
 def check_parts(source: Part, target: Part, ours: GroupLayout, theirs: GroupLayout) -> None:
     """Raises Misfit unless the runs of both hold the same, whatever their order and whoever has them."""
     tokens = ours.block_size // source.places, theirs.block_size // target.places
-    rows = [prod(axis.count for axis in part.axes_of("row")) for part in (source, target)]
-    totals = [part.shard.total if part.shard is not None else "no" for part in (source, target)]
-    same("units in all", *totals)
-    same("bytes a run", source.run_bytes, target.run_bytes)
-    same("tokens a run", *tokens)
-    same("rows", *rows)
+    rows, theirs_rows = (prod(axis.count for axis in part.axes_of("row")) for part in (source, target))
+    total, theirs_total = (part.shard.total if part.shard else "no" for part in (source, target))
+    same("tokens a run", *tokens, "such pages cannot be cut, start both sides with the same block size")
+    same("units in all", total, theirs_total, "start both sides with the same tensor parallelism")
+    same("bytes a run", source.run_bytes, target.run_bytes, "serve the same model on both sides")
+    advice = "serve the same model on both sides, with the same speculative decoding"
+    same("rows", rows, theirs_rows, advice)
 
 
 def part_runs(source: Part, target: Part, cut: Cut, places: Places) -> list[Run]:

@@ -79,8 +79,11 @@ def choose_sources(decode: Sequence[Rank], rank: int, prefill: Holders) -> dict[
     choice: dict[int, list[tuple[int, ...]]] = {}
     for ordinal, layer in enumerate(own.layout.layers):
         stages = sorted(prefill.stages.get(layer.name, ()))
-        if len(stages) != 1:
-            raise Misfit(f"layer {layer.name}: prefill has it on stages {stages or 'none'}, not on one")
+        if not stages:
+            advice = "serve the same model on both sides, with the same speculative decoding"
+            raise Misfit(f"layer {layer.name}: no prefill rank has it: {advice}")
+        if len(stages) > 1:
+            raise Misfit(f"layer {layer.name}: prefill has it on stages {stages}, not on one")
         for number, part in enumerate(layer.parts):
             units = prefill.units[layer.name].get(part.name, {})
             with naming(f"part {part.name} of layer {layer.name}"):

@@ -151,10 +151,10 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
     @_extra_config()
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Opens the lanes and the control socket. Raises with a message that says what to change."""
-        layout, memory = kv_layout(self._kv_cache_config, kv_caches)
+        stage, tensor_rank = pipeline_and_tensor_parallel_rank()
+        layout, memory = kv_layout(self._vllm_config, self._kv_cache_config, kv_caches, tensor_rank)
         device = next(iter(kv_caches.values())).device
         parallel = self._vllm_config.parallel_config
-        stage, tensor_rank = pipeline_and_tensor_parallel_rank()
         info = WorkerInfo(
             engine_id=self._engine_id,
             role=self._transfer_role,
@@ -168,7 +168,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
             compute_threads=torch.get_num_threads(),
             layout=layout,
             memory=memory,
-            fingerprint=rank_fingerprint(self._vllm_config, self._kv_cache_config, layout),
+            fingerprint=rank_fingerprint(self._vllm_config),
             advice=ADVICE,
         )
         self._running = start(self._settings, info)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import importlib
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+import torch
 import vllm
 
 RELEASES = {"0.32": "release_0_32", "0.33": "release_0_33"}
@@ -40,7 +41,6 @@ def release_of(version: str) -> str:
 _release: Any = importlib.import_module(f"{__package__}.{release_of(vllm.__version__)}")
 
 from vllm.distributed.device_communicators import shm_broadcast  # noqa: E402
-from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -57,13 +57,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (  # noqa: E402
 from vllm.distributed.parallel_state import (  # noqa: E402
     get_pp_group,
     get_tensor_model_parallel_rank,
+    get_tp_group,
 )
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
 from vllm.utils.network_utils import get_ip  # noqa: E402
 from vllm.v1.core.kv_cache_manager import KVCacheManager  # noqa: E402
 from vllm.v1.kv_cache_interface import (  # noqa: E402
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     get_kv_cache_spec_kind,
@@ -87,18 +91,23 @@ __all__ = [
     "KVConnectorTransferResults",
     "KVConnectorWorkerMetadata",
     "KvBlocks",
+    "MLAAttentionSpec",
+    "MambaSpec",
     "Request",
     "RequestStatus",
     "SupportsHMA",
     "UnsupportedConfiguration",
     "UnsupportedVllm",
     "adopt_vllm_logging",
-    "attention_backends",
-    "attention_isa",
     "check_configuration",
     "default_host",
+    "element_type",
     "group_kind",
+    "is_conv_state_dim_first",
+    "kv_heads",
     "kv_scales",
+    "layer_module",
+    "layer_spec",
     "pipeline_and_tensor_parallel_rank",
     "release_of",
     "replace_idle_pause",
@@ -109,6 +118,9 @@ VLLM_VERSION: str = vllm.__version__
 
 # Exact types: a subclass stores something else in its pages, or keeps other blocks than its parent.
 SUPPORTED_SPECS = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MLAAttentionSpec)
+
+# In the names by which models' configurations call their numbers of KV heads.
+_KV_HEADS = ("kv_heads", "key_value_heads", "n_head_kv", "multi_query_group_num", "num_attention_groups")
 
 # Between two looks at a message queue: an eighth of the wait so far, so that a message comes late by at most
 # an eighth of what it took; within what the kernel timers resolve (50 us) and what nobody notices.
@@ -158,44 +170,109 @@ def check_configuration(vllm_config: Any, kv_cache_config: Any) -> None:
 
 def group_kind(kv_cache_spec: Any) -> str:
     """The kind of attention of a KV cache group, with its window: it decides which blocks a request keeps."""
-    kind: str = get_kv_cache_spec_kind(kv_cache_spec).value
     spec = next(iter(iter_layer_specs(kv_cache_spec)))
+    if isinstance(spec, MambaSpec):
+        return "recurrent state"  # of which kind, each layer says
+    kind: str = get_kv_cache_spec_kind(kv_cache_spec).value
     window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
     # A drafter of several MTP modules reads a few tokens behind the window.
     behind = getattr(spec, "extra_retained_tokens", 0)
     return f"{kind} {window + behind}" if window else kind
 
 
-def attention_backends(vllm_config: Any, layer_names: list[str]) -> str:
-    """Names of the attention backends of these layers."""
-    return "+".join(
-        sorted({backend.get_name() for backend in get_current_attn_backends(vllm_config, layer_names)})
-    )
+def layer_spec(group: Any, name: str) -> Any:
+    """What vLLM knows of one layer's pages: the layers of a group may have pages of several sizes."""
+    return getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
 
 
-def attention_isa(vllm_config: Any, layer_names: list[str]) -> str:
-    """How a CPU backend packs the bytes of a page; empty where the backend does not say.
+def layer_module(vllm_config: Any, name: str) -> Any:
+    """The layer that writes the pages. vLLM leaves on it what it has chosen for them."""
+    return vllm_config.compilation_config.static_forward_context[name]
 
-    vLLM's CPU attention picks one packing per layer from the machine's instruction set and leaves it on the
-    layer.
+
+def kv_heads(vllm_config: Any, of_rank: int) -> int | None:
+    """The KV heads of the whole model in a layer of which each rank has ``of_rank``; None: nobody says.
+
+    The layer does not know. The model's configuration has the number, or several where its layers differ or a
+    drafter has its own: it is the one that comes to ``of_rank``, if no other does.
     """
-    layers = vllm_config.compilation_config.static_forward_context
-    return "+".join(sorted({str(isa) for name in layer_names if (isa := getattr(layers[name], "isa", None))}))
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    if ranks == 1:
+        return of_rank
+    drafter = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    said = {
+        heads
+        for model in (vllm_config.model_config, drafter)
+        if model is not None
+        for heads in (
+            model.get_total_num_kv_heads(),
+            *_head_counts([model.hf_text_config.to_dict(), model.model_arch_config.per_layer_overrides]),
+        )
+    }
+    fitting = [
+        heads
+        for heads in said
+        if heads > 0 and max(1, heads // ranks) == of_rank and 0 in (heads % ranks, ranks % heads)
+    ]
+    return fitting[0] if len(fitting) == 1 else None
 
 
-def kv_scales(vllm_config: Any, layer_names: list[str]) -> tuple[tuple[float, ...], ...]:
-    """What the numbers in each layer's quantized pages are multiplied by: its k and v scales, one of each or
-    one per head. The layers have them from the checkpoint, or 1.
+def _head_counts(config: Any) -> Iterator[int]:
+    """All numbers of KV heads that a model's configuration has, whatever for."""
+    if isinstance(config, dict):
+        for key, value in config.items():
+            if isinstance(value, int) and any(name in str(key) for name in _KV_HEADS):
+                yield value
+            yield from _head_counts(value)
+    elif isinstance(config, list | tuple):
+        for value in config:
+            yield from _head_counts(value)
+
+
+def element_type(layer: Any, spec: Any) -> str:
+    """What the numbers in a layer's pages are, quantization included."""
+    name: str = getattr(layer, "kv_cache_dtype", "auto")
+    if name in ("fp8", "fp8_e4m3"):
+        return str(current_platform.fp8_dtype()).removeprefix("torch.")
+    return name if is_quantized_kv_cache(name) else str(spec.dtype).removeprefix("torch.")
+
+
+def kv_scales(vllm_config: Any, layer_names: Sequence[str]) -> dict[str, tuple[tuple[float, ...], ...]]:
+    """What the numbers in each layer's quantized pages are multiplied by: its k and v scales. The layers have
+    them from the checkpoint, or 1.
+
+    Of each one, or one per head; of the heads of all ranks (all of them ask at once), so that it is the same
+    however many ranks there are.
     """
-    layers = vllm_config.compilation_config.static_forward_context
-    return tuple(_scales(layers[name]) for name in layer_names)
+    layers = [layer_module(vllm_config, name) for name in layer_names]
+    own = [_scales(layer) for layer in layers]
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    everyones: list[Any] = [own] * ranks
+    if ranks > 1 and any(own):
+        torch.distributed.all_gather_object(everyones, own, group=get_tp_group().cpu_group)
+    return {
+        name: tuple(
+            _of_all_ranks([value for rank in everyones for value in rank[index][which]], vllm_config)
+            for which in range(len(own[index]))
+        )
+        for index, name in enumerate(layer_names)
+    }
 
 
-def _scales(layer: Any) -> tuple[float, ...]:
+def _scales(layer: Any) -> tuple[list[float], ...]:
     if not is_quantized_kv_cache(getattr(layer, "kv_cache_dtype", "auto")):
         return ()  # whatever the checkpoint has, vLLM does not use it
     found = (getattr(layer, name, None) for name in ("_k_scale", "_v_scale"))
-    return tuple(value for scale in found if scale is not None for value in scale.flatten().tolist())
+    return tuple(scale.flatten().tolist() for scale in found if scale is not None)
+
+
+def _of_all_ranks(values: list[float], vllm_config: Any) -> tuple[float, ...]:
+    """One value if all are equal; else one of each head, which several ranks may have."""
+    if len(set(values)) == 1:
+        return (values[0],)
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    heads = kv_heads(vllm_config, len(values) // ranks) or len(values)
+    return tuple(values[:: max(1, len(values) // heads)])
 
 
 def pipeline_and_tensor_parallel_rank() -> tuple[int, int]:

@@ -1,26 +1,77 @@
-"""Where vLLM has put its pages: from its KV cache configuration to our layout and memory ranges."""
+"""Where vLLM has put its pages, and what they are made of: from its KV cache configuration to our layout and
+memory ranges.
+
+A part of a page is described as far as two engines that divide it differently can be sure of it: heads and
+tokens where each token of a head is bytes of its own, heads alone where a kernel packs the tokens of a block,
+and the page as a whole where nothing is known but its length. Other engines can take only as much: what does
+not fit is told by the planner, from both sides' layouts.
+"""
 
 from __future__ import annotations
 
-import math
+import hashlib
+import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from kv_connector.agent.agent import MemoryRange
-from kv_connector.protocol.geometry import Place, opaque_page
-from kv_connector.protocol.layout import GroupLayout, KvLayout, LayerLayout
-from kv_connector.vllm.internals import UnsupportedConfiguration, group_kind
+from kv_connector.protocol.geometry import (
+    Place,
+    Units,
+    in_kernel_blocks,
+    latent,
+    opaque_page,
+    units_of_rank,
+    vector_planes,
+)
+from kv_connector.protocol.layout import Axis, GroupLayout, KvLayout, LayerLayout, Part
+from kv_connector.vllm.internals import (
+    MambaSpec,
+    MLAAttentionSpec,
+    UnsupportedConfiguration,
+    element_type,
+    group_kind,
+    kv_heads,
+    kv_scales,
+    layer_module,
+    layer_spec,
+)
+from kv_connector.vllm.states import state_pages
+
+# The backends whose pages hold, for each head and token, K and then V, in bytes of their own. With the head
+# slots that vLLM's view of the pages has; some backends have others in some modes.
+_PLAIN = {
+    *("FLASH_ATTN", "FLASH_ATTN_DIFFKV", "FLASHINFER", "FLEX_ATTENTION", "TRITON_ATTN", "TRITON_ATTN_DIFFKV"),
+    *("AMX_MLA", "CPU_MLA", "CUTLASS_MLA", "FLASH_ATTN_MLA", "FLASH_ATTN_MLA_SPARSE", "FLASHINFER_MLA"),
+    *("FLASHINFER_MLA_SPARSE", "FLASHMLA", "FLASHMLA_SPARSE", "TOKENSPEED_MLA", "TRITON_MLA"),
+}
+# How they may be quantized. The scales are the layer's, or lie behind the numbers of each head and token.
+_PLAIN_MODES = {
+    *("NONE", "FP8_PER_TENSOR"),
+    *("FP8_PER_TOKEN_HEAD", "INT8_PER_TOKEN_HEAD", "INT4_PER_TOKEN_HEAD"),
+}
+
+# The packings of CPU_ATTN that keep a plane of K and one of V for each head.
+_PLANES = {"vec", "vec16"}
+
+Pages = tuple[str, tuple[Part, ...]]  # a layer's format, and its parts
 
 
-def kv_layout(kv_cache_config: Any, tensors: Mapping[str, Any]) -> tuple[KvLayout, tuple[MemoryRange, ...]]:
+def kv_layout(
+    vllm_config: Any, kv_cache_config: Any, tensors: Mapping[str, Any], rank: int
+) -> tuple[KvLayout, tuple[MemoryRange, ...]]:
     """The layout of one rank's pages and the memory ranges that hold them, one per storage.
 
     ``tensors`` are vLLM's views by layer name, [kernel blocks, heads, tokens, content]. The addresses come
     from the configuration, which counts in the scheduler's blocks, and are checked against the views. Layers
     that only share another layer's pages are in ``tensors`` but not in the configuration, and so not in the
-    layout.
+    layout. ``rank`` is that of tensor parallelism; its ranks call this at the same time.
 
-    Raises UnsupportedConfiguration where a page is not one run of bytes.
+    Called where vLLM has chosen its attention backends. Raises UnsupportedConfiguration for pages that cannot
+    be described.
     """
     order = [
         (name, group)
@@ -33,33 +84,171 @@ def kv_layout(kv_cache_config: Any, tensors: Mapping[str, Any]) -> tuple[KvLayou
     storages = [tensors[name].untyped_storage() for name, _ in order]
     memory = {storage.data_ptr(): MemoryRange(storage.data_ptr(), storage.nbytes()) for storage in storages}
     regions = {base: index for index, base in enumerate(memory)}
+    scales = kv_scales(vllm_config, [name for name, _ in order])
+    ranks = vllm_config.parallel_config.tensor_parallel_size
     layers = []
     for (name, group), storage in zip(order, storages, strict=True):
         tensor, base = tensors[name], storage.data_ptr()
         offset, block_stride = places[name]
+        _check_device(tensor)
         if tensor.data_ptr() != base + offset:
             raise UnsupportedConfiguration(
                 f"layer {name} starts {tensor.data_ptr() - base} bytes into its KV cache storage, its "
                 f"configuration says {offset}: kv-connector does not know this way of placing a KV cache."
             )
-        layers.append(
-            LayerLayout(
-                name=name,
-                group=group,
-                format="",
-                parts=opaque_page(
-                    Place(regions[base], offset, block_stride),
-                    _page_bytes(name, tensor, kv_cache_config.num_blocks, block_stride),
-                ),
-            )
-        )
-    groups = tuple(
-        GroupLayout(
-            kv_cache_config.num_blocks, group.kv_cache_spec.block_size, group_kind(group.kv_cache_spec)
-        )
-        for group in kv_cache_config.kv_cache_groups
-    )
+        spec = layer_spec(kv_cache_config.kv_cache_groups[group], name)
+        module = layer_module(vllm_config, name)
+        place = Place(regions[base], offset, block_stride)
+        view = _View.of(name, tensor, kv_cache_config.num_blocks, block_stride)
+        if isinstance(spec, MambaSpec):
+            pages = state_pages(spec, module, place, (rank, ranks), tensor.device.type)
+        else:
+            total = kv_heads(vllm_config, spec.num_kv_heads)
+            units = None if total is None else units_of_rank(total, rank, ranks)
+            numbers = element_type(module, spec) + _scales(scales[name])
+            pages = _attention_pages(name, spec, module, place, view, units, (rank, ranks), numbers)
+        layers.append(LayerLayout(name, group, *pages))
+    groups = tuple(_group_layout(kv_cache_config, group) for group in kv_cache_config.kv_cache_groups)
     return KvLayout(groups, tuple(layers)), tuple(memory.values())
+
+
+def _group_layout(kv_cache_config: Any, group: Any) -> GroupLayout:
+    """A group of states has rows: whatever tokens vLLM counts in its blocks, one holds all there were."""
+    states = isinstance(layer_spec(group, group.layer_names[0]), MambaSpec)
+    tokens = 0 if states else group.kv_cache_spec.block_size
+    return GroupLayout(kv_cache_config.num_blocks, tokens, group_kind(group.kv_cache_spec))
+
+
+@dataclass(frozen=True)
+class _View:
+    """The first kernel block of a layer's first page, as a kernel sees it: [heads, tokens, content]. Strides
+    are in bytes."""
+
+    splits: int  # kernel blocks of a page
+    split_stride: int
+    heads: int
+    tokens: int
+    content: int  # bytes of one token of one head
+    head_stride: int
+    token_stride: int
+
+    @staticmethod
+    def of(name: str, tensor: Any, num_blocks: int, block_stride: int) -> _View:
+        """An attention backend may split a scheduler block into several kernel blocks: the view then has that
+        many more."""
+        element = tensor.element_size()
+        blocks, heads, tokens, content = tensor.shape
+        split_stride, head_stride, token_stride, content_stride = (n * element for n in tensor.stride())
+        splits, rest = divmod(blocks, num_blocks)
+        if rest or split_stride * splits != block_stride or (content > 1 and content_stride != element):
+            raise UnsupportedConfiguration(
+                f"layer {name} stores its KV cache as {tuple(tensor.shape)} with strides {tensor.stride()}, "
+                f"its configuration has {num_blocks} blocks every {block_stride} bytes: kv-connector does "
+                "not know this way of placing a KV cache. Set VLLM_KV_CACHE_LAYOUT to LBHNC or LBNHC."
+            )
+        return _View(
+            splits, split_stride, heads, tokens, content * element, max(1, head_stride), max(1, token_stride)
+        )
+
+    @property
+    def axes(self) -> list[tuple[str, int, int]]:
+        """(name, count, stride) of heads and tokens, the wider steps first."""
+        axes = [("heads", self.heads, self.head_stride), ("tokens", self.tokens, self.token_stride)]
+        return sorted((axis for axis in axes if axis[1] > 1), key=lambda axis: -axis[2])
+
+    @property
+    def nbytes(self) -> int:
+        return self.heads * self.tokens * self.content
+
+    @property
+    def in_one_piece(self) -> bool:
+        return self.nbytes == self.content + sum((count - 1) * stride for _, count, stride in self.axes)
+
+    @property
+    def heads_in_one_piece(self) -> bool:
+        """Each of them, one behind the other."""
+        return self.in_one_piece and (self.tokens == 1 or self.token_stride == self.content)
+
+    def divided(self, parts: tuple[Part, ...]) -> tuple[Part, ...]:
+        """``parts`` are those of the first kernel block."""
+        return parts if self.splits == 1 else in_kernel_blocks(parts, self.splits, self.split_stride)
+
+
+def _attention_pages(
+    name: str,
+    spec: Any,
+    module: Any,
+    place: Place,
+    view: _View,
+    units: Units | None,
+    holder: tuple[int, int],
+    numbers: str,
+) -> Pages:
+    """``units``: the model's KV heads that this rank has, None if they cannot be known. ``numbers``: what the
+    elements of the pages are."""
+    backend = module.get_attn_backend().get_name()
+    replicated = isinstance(spec, MLAAttentionSpec)
+    usual = (
+        spec.num_head_slots is None
+        and spec.num_kv_heads == view.heads
+        and spec.block_size == view.splits * view.tokens
+    )
+    plain = usual and backend in _PLAIN and spec.kv_quant_mode.name in _PLAIN_MODES
+    if replicated:
+        if plain and view.in_one_piece:
+            parts = latent(place, view.tokens, view.content)
+            return f"{numbers}, a latent of {spec.head_size}", view.divided(parts)
+    elif units is not None:
+        numbers += f", {spec.head_size} + {spec.head_size_v} a head"
+        if plain:
+            shard = Axis("shard", view.heads, view.head_stride)
+            token = Axis("token", view.tokens, view.token_stride)
+            axes = [shard, token] if view.head_stride > view.token_stride else [token, shard]
+            return numbers, view.divided((place.part("kv", axes, view.content, units),))
+        if usual and backend == "CPU_ATTN" and view.heads_in_one_piece:
+            return _cpu_pages(spec, module, place, view, units, numbers)
+    return _whole_pages(name, place, view, f"{numbers} of {backend}", None if replicated else holder)
+
+
+def _cpu_pages(spec: Any, module: Any, place: Place, view: _View, units: Units, numbers: str) -> Pages:
+    """Of each head, what the kernel has made of its tokens."""
+    numbers += f", {module.isa} on {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    if module.isa in _PLANES and spec.head_size == spec.head_size_v:
+        element = view.content // (2 * spec.head_size)
+        return numbers, view.divided(vector_planes(place, units, view.tokens, spec.head_size, element))
+    head = view.tokens * view.content
+    heads = place.part("kv", [Axis("shard", view.heads, head)], head, units)
+    return f"{numbers} in blocks of {view.tokens}", view.divided((heads,))
+
+
+def _whole_pages(name: str, place: Place, view: _View, numbers: str, holder: tuple[int, int] | None) -> Pages:
+    """``holder`` (rank, ranks): which of how many has other pages than the rest; None: all have the same."""
+    sizes = " x ".join(f"{count} {what}" for what, count, _ in view.axes)
+    if not view.in_one_piece:
+        raise UnsupportedConfiguration(
+            f"layer {name} keeps its pages ({numbers}, {sizes}) in pieces, and kv-connector does not know "
+            "their order. Set VLLM_KV_CACHE_LAYOUT to LBHNC or LBNHC."
+        )
+    ranks = "" if holder is None else f", each rank of {holder[1]} its own"
+    parts = opaque_page(place, view.nbytes, holder)
+    return f"{numbers}, whole pages of {sizes} x {view.content} bytes{ranks}", view.divided(parts)
+
+
+def _scales(scales: Sequence[Sequence[float]]) -> str:
+    """Of K and of V, where they are quantized."""
+    if not scales:
+        return ""
+    if all(len(one) == 1 for one in scales):
+        return f" times {', '.join(str(one[0]) for one in scales)}"
+    digest = hashlib.blake2b(repr(scales).encode(), digest_size=8).hexdigest()
+    return f" times {max(map(len, scales))} scales each (digest {digest})"
+
+
+def _check_device(tensor: Any) -> None:
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise UnsupportedConfiguration(
+            f"WriteImmConnector moves KV caches in CPU and CUDA memory; this one is on {tensor.device}."
+        )
 
 
 def _layer_index(name: str) -> tuple[int, ...]:
@@ -74,31 +263,3 @@ def _places(kv_cache_tensors: Sequence[Any]) -> dict[str, tuple[int, int]]:
         for tensor in kv_cache_tensors
         for index, name in enumerate(tensor.layers)
     }
-
-
-def _page_bytes(name: str, tensor: Any, num_blocks: int, block_stride: int) -> int:
-    """Bytes of one scheduler block in this layer, which must lie in one piece.
-
-    An attention backend may split a scheduler block into several kernel blocks: the view then has that many
-    more.
-    """
-    if tensor.device.type not in ("cpu", "cuda"):
-        raise UnsupportedConfiguration(
-            f"WriteImmConnector moves KV caches in CPU and CUDA memory; this one is on {tensor.device}."
-        )
-    blocks, *shape = tensor.shape
-    kernel_stride, *strides = tensor.stride()
-    kernel_page = math.prod(shape)
-    span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    split, rest = divmod(blocks, num_blocks)
-    if rest or span != kernel_page or kernel_stride * split * tensor.element_size() != block_stride:
-        raise UnsupportedConfiguration(
-            f"layer {name} stores its KV cache as {tuple(tensor.shape)} with strides {tensor.stride()}: "
-            f"a page is not one run of bytes. Set VLLM_KV_CACHE_LAYOUT to LBHNC or LBNHC."
-        )
-    if split > 1 and kernel_stride != kernel_page:
-        raise UnsupportedConfiguration(
-            f"layer {name} splits each block into {split} kernel blocks with gaps between them. "
-            f"Lower --block-size to the attention backend's own."
-        )
-    return int(kernel_page * split * tensor.element_size())

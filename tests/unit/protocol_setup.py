@@ -12,7 +12,9 @@ from kv_connector.protocol.geometry import Place, opaque_page
 from kv_connector.protocol.layout import GroupLayout, GroupTarget, KvLayout, LayerLayout
 from kv_connector.protocol.messages import Fingerprint, Rank, Reserve, Wants, fingerprint
 from kv_connector.protocol.mismatch import Advice
+from kv_connector.protocol.plan import Plan
 from kv_connector.protocol.requests import ComputedPages, DecodeRequest, GroupPages, PrefillRequest
+from kv_connector.protocol.runs import Misfit
 
 HASH = bytes(range(16))
 BLOCK = 16  # tokens
@@ -145,6 +147,15 @@ def worker(
 def all_of(pages: KvLayout) -> Wants:
     """Every part of every layer."""
     return tuple(tuple(range(len(layer.parts))) for layer in pages.layers)
+
+
+def misfit(source: KvLayout, target: KvLayout) -> str:
+    """Why there is no plan; empty where there is."""
+    try:
+        Plan(source, target)
+    except Misfit as problem:
+        return str(problem)
+    return ""
 
 
 def only(actions: Sequence[object], kind: type[T]) -> T:

@@ -466,7 +466,7 @@ def test_a_counter_that_comes_after_the_end_is_closed(machine: DecodeMachine) ->
 
 def test_an_engine_that_cannot_serve_fails_its_requests_in_words() -> None:
     for ranks, words in (
-        ((worker(PAGES, layers=(0,)),), "layer layer1: prefill has it on stages none, not on one"),
+        ((worker(PAGES, layers=(0,)),), "layer layer1: no prefill rank has it"),
         (
             (worker(PAGES), worker(PAGES, OTHER_ADDRESS, 1)),
             r"layer layer0: prefill has it on stages [0, 1], not on one",

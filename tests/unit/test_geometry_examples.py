@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import pytest
+from protocol_setup import misfit
 
 from kv_connector.protocol.geometry import (
     Piece,
@@ -91,15 +92,6 @@ def states_rows_first(units: Units, tokens: int) -> tuple[Part, ...]:
 
 def on_rank(layout: KvLayout, stage: int = 0) -> Rank:
     return Rank("localhost", 1, stage, layout)
-
-
-def misfit(source: KvLayout, target: KvLayout) -> str:
-    """Why there is no plan; empty where there is."""
-    try:
-        Plan(source, target)
-    except Misfit as problem:
-        return str(problem)
-    return ""
 
 
 def runs_from(
@@ -266,7 +258,7 @@ def test_layers_come_from_the_stage_that_has_them() -> None:
     }
     with pytest.raises(Misfit, match=r"layer layer0: prefill has it on stages \[0, 2\], not on one"):
         draws(own, 0, [*stages, on_rank(layout, 2)])
-    with pytest.raises(Misfit, match="layer layer2: prefill has it on stages none, not on one"):
+    with pytest.raises(Misfit, match="layer layer2: no prefill rank has it: serve the same model"):
         draws(own, 0, stages[:1])
 
 
@@ -338,7 +330,10 @@ def test_what_cannot_be_copied_is_named_with_both_values(theirs: KvLayout, words
 
 def test_pages_that_cannot_be_cut() -> None:
     pages = [one_layer(opaque_page(Place(0, 0, 64 * size), 64), size) for size in (N, 2 * N)]
-    words = "layer layer: part page: tokens a run: prefill has 16, decode has 32"
+    words = (
+        "layer layer: part page: tokens a run: prefill has 16, decode has 32: "
+        "such pages cannot be cut, start both sides with the same block size"
+    )
     assert misfit(*pages) == words
     kernels = in_kernel_blocks(head_major(Place(0, 0, 12 * C), Units(0, 1, 1), 6, C), 2, 6 * C)
     words = "layer layer: part kv: its blocks of 2 x 6 tokens cannot be cut into 3"

@@ -544,11 +544,13 @@ def test_a_reserve_of_a_peer_without_a_session_is_ignored(machine: PrefillMachin
 def test_a_peer_whose_pages_do_not_fit_is_not_admitted() -> None:
     machine = PrefillMachine(layout(), TIMES)
     problem = machine.admit(PEER, layout(groups=(1, 1)), WANTS, regions=1)
-    assert problem == "layer layer1: kind: prefill has full, decode has sliding_window"
+    assert isinstance(problem, str)
+    assert problem.startswith("layer layer1: kind: prefill has full, decode has sliding_window")
     problem = machine.admit(PEER, layout(), ((0,),), regions=1)
     assert problem == "it wants parts of 1 layers, and has 2"
     problem = machine.admit(PEER, layout(page=32), WANTS, regions=1)
-    assert problem == "layer layer0: part page: bytes a run: prefill has 64, decode has 32"
+    assert isinstance(problem, str)
+    assert problem.startswith("layer layer0: part page: bytes a run: prefill has 64, decode has 32")
     problem = machine.admit(PEER, layout(), WANTS, regions=0)
     assert problem == "part page of layer layer0 names memory region 0 of 0"
     assert machine.reserve(0.0, PEER, reserve()) == []

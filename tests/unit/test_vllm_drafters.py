@@ -6,9 +6,10 @@ Whatever it drafts, the model decides on each token: of a drafter's pages only t
 from pathlib import Path
 
 import pytest
-from test_vllm_kv_cache import assert_pages_are_the_tensors, caches, name
+from test_vllm_kv_cache import assert_runs_are_the_tensors
 from test_vllm_scheduler import named_blocks, reservation
-from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm_pages import make_rank, name
 from vllm_stage import (
     BLOCK,
     FULL,
@@ -24,7 +25,6 @@ from vllm_stage import (
 )
 
 from kv_connector.vllm.internals import check_configuration
-from kv_connector.vllm.kv_cache import kv_layout
 
 __all__ = ["model"]
 
@@ -39,11 +39,10 @@ def test_its_layers_are_moved_like_any_other(model: Path, specs: list[KVCacheSpe
     config.cache_config.kv_cache_layout = "LBHNC"
     groups = get_kv_cache_groups(config, {name(layer): spec for layer, spec in enumerate(specs)})
     groups[-1].is_eagle_group = len(groups) > 1  # as vLLM marks the drafter's
-    cache, tensors = caches(config, groups)
-    check_configuration(config, cache)
-    layout, memory = kv_layout(cache, tensors)
-    assert [layer.name for layer in layout.layers] == [name(layer) for layer in range(len(specs))]
-    assert_pages_are_the_tensors(layout, memory, tensors)
+    check_configuration(config, KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups))
+    rank = make_rank(config, groups)
+    assert [layer.name for layer in rank.layout.layers] == [name(layer) for layer in range(len(specs))]
+    assert_runs_are_the_tensors(rank)
 
 
 @both_kinds_of_model

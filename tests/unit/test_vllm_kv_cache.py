@@ -1,7 +1,6 @@
-"""Where the connector says that pages lie, against the tensors that vLLM itself lays over the same memory."""
+"""Where the connector says that pages lie and what they are made of, against the tensors that vLLM itself
+lays over the same memory and, on a CPU, against what its kernels write there."""
 
-import ctypes
-import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -9,45 +8,40 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 import torch
-from protocol_setup import layout, worker
-from vllm.model_executor.layers.attention.attention import set_default_quant_scales
-from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+from protocol_setup import layout, misfit, worker
+from vllm import _custom_ops as ops
 from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
-    KVCacheLayout,
+    KVQuantMode,
     MambaSpec,
     MLAAttentionSpec,
+    SparseCacheRole,
     UniformTypeKVCacheSpecs,
 )
-from vllm.v1.worker.utils import allocate_kv_cache
-from vllm_stage import ADDRESS, FULL, SLIDING, get_kv_cache_config_from_groups, model, vllm_config
+from vllm_pages import BLOCKS, Rank, attention, caches, engine, make_rank, name, transfer
+from vllm_stage import ADDRESS, FULL, SLIDING, model, vllm_config
 
-from kv_connector.lab.model import make_llama
-from kv_connector.protocol.geometry import Place, opaque_page
-from kv_connector.protocol.layout import GroupLayout, KvLayout, LayerLayout
-from kv_connector.protocol.messages import Fingerprint
-from kv_connector.protocol.mismatch import mismatch
-from kv_connector.vllm import fingerprint, internals
+from kv_connector.protocol.plan import ALIKE, Plan
+from kv_connector.protocol.runs import Misfit
+from kv_connector.vllm import internals
 from kv_connector.vllm.connector import WriteImmConnector
-from kv_connector.vllm.fingerprint import ADVICE, model_identity, rank_fingerprint
 from kv_connector.vllm.internals import (
     KVConnectorHandshakeMetadata,
     KVConnectorRole,
     UnsupportedConfiguration,
     check_configuration,
-    kv_scales,
 )
-from kv_connector.vllm.kv_cache import MemoryRange, kv_layout
+from kv_connector.vllm.kv_cache import kv_layout
 from kv_connector.vllm.metadata import DescribedRank
 
 __all__ = ["model"]
 
 MLA = MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=576, dtype=torch.float32)
 WIDE = replace(FULL, head_size=128, head_size_v=128)
+ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
 
 @pytest.fixture(scope="module")
@@ -55,121 +49,112 @@ def config(model: Path) -> Any:
     return vllm_config(model, "kv_both")
 
 
-def name(layer: int) -> str:
-    return f"model.layers.{layer}.self_attn.attn"
+def layers_of(layers: int, spec: Any) -> KVCacheGroupSpec:
+    return KVCacheGroupSpec([name(layer) for layer in range(layers)], spec)
 
 
-def caches(
-    config: Any, groups: list[KVCacheGroupSpec], order: str = "LBHNC", kernel_blocks: list[int] | None = None
-) -> tuple[KVCacheConfig, dict[str, torch.Tensor]]:
-    config.cache_config.kv_cache_layout = KVCacheLayout[order]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            type(config.cache_config), "get_resolved_kv_cache_layout", lambda _: KVCacheLayout[order]
-        )
-        patch.setattr(config.cache_config, "num_gpu_blocks_override", 5)
-        cache = get_kv_cache_config_from_groups(config, groups, 1 << 30)
-    cache.kv_cache_layout = order
-    return cache, allocate_kv_cache(cache, torch.device("cpu"), KVCacheLayout[order], kernel_blocks)
+def assert_runs_are_the_tensors(rank: Rank) -> None:
+    """Each run of each page is what vLLM's view has there of one token of one head."""
+    for layer in rank.layout.layers:
+        (part,) = layer.parts
+        tensor = rank.tensors[layer.name]
+        tensor.copy_(torch.arange(tensor.numel(), dtype=tensor.dtype).view(tensor.shape))
+        split = tensor.shape[0] // BLOCKS
+        heads = range(tensor.shape[1])
+        for block in range(BLOCKS):
+            tokens = tensor[block * split : (block + 1) * split].transpose(1, 2).flatten(0, 1)
+            expected = {
+                (head, token, 0): tokens[token, head].numpy().tobytes()
+                for head in heads
+                for token in range(len(tokens))
+            }
+            assert rank.runs(part, block) == expected
 
 
-def page(layout: KvLayout, memory: tuple[MemoryRange, ...], layer: int, block: int) -> bytes:
-    (part,) = layout.layers[layer].parts
-    address = memory[part.region].address + part.offset + block * part.block_stride
-    return ctypes.string_at(address, part.run_bytes)
+# --- Where pages lie
 
 
-def assert_pages_are_the_tensors(
-    layout: KvLayout, memory: tuple[MemoryRange, ...], tensors: dict[str, torch.Tensor]
-) -> None:
-    """Each page holds exactly the values that vLLM's view of that block holds."""
-    assert all(memory[region].nbytes >= need for region, need in layout.bytes_per_region().items())
-    generator = torch.Generator().manual_seed(1)
-    for index, place in enumerate(layout.layers):
-        tensor = tensors[place.name]
-        for block in range(layout.groups[0].num_blocks):
-            split = tensor.shape[0] // layout.groups[0].num_blocks
-            view = tensor[block * split : (block + 1) * split]
-            values = torch.rand(view.shape, generator=generator)
-            view.copy_(values)
-            got = torch.frombuffer(bytearray(page(layout, memory, index, block)), dtype=torch.float32)
-            assert torch.equal(got.sort().values, values.flatten().sort().values)
-
-
-@pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("spec", [FULL, MLA], ids=["full", "mla"])
 def test_one_group(config: Any, order: str, spec: Any) -> None:
-    group = KVCacheGroupSpec([name(2), name(0), name(10)], spec)
-    cache, tensors = caches(config, [group], order)
-    layout, memory = kv_layout(cache, tensors)
-    assert [layer.name for layer in layout.layers] == [name(0), name(2), name(10)], "forward order"
-    assert len(memory) == 1
-    assert {layer.page_bytes for layer in layout.layers} == {spec.page_size_bytes}
-    assert_pages_are_the_tensors(layout, memory, tensors)
+    rank = make_rank(config, [KVCacheGroupSpec([name(2), name(0), name(10)], spec)], order=order)
+    assert [layer.name for layer in rank.layout.layers] == [name(0), name(2), name(10)], "forward order"
+    assert len(rank.memory) == 1
+    assert {layer.page_bytes for layer in rank.layout.layers} == {spec.page_size_bytes}
+    assert_runs_are_the_tensors(rank)
 
 
 def test_two_attention_modules_a_layer(config: Any) -> None:
     """LongCat's, whose hooks are called one after the other."""
     names = [f"model.layers.{layer}.self_attn.{module}.attn" for layer in (2, 10) for module in (0, 1)]
-    cache, tensors = caches(config, [KVCacheGroupSpec([names[i] for i in (3, 0, 2, 1)], MLA)])
-    layout, _ = kv_layout(cache, tensors)
-    assert [layer.name for layer in layout.layers] == names
+    rank = make_rank(config, [KVCacheGroupSpec([names[i] for i in (3, 0, 2, 1)], MLA)])
+    assert [layer.name for layer in rank.layout.layers] == names
 
 
 def test_groups_share_the_memory(config: Any) -> None:
     groups = [KVCacheGroupSpec([name(0), name(2)], FULL), KVCacheGroupSpec([name(1), name(3)], SLIDING)]
-    layout, memory = kv_layout(*caches(config, groups))
-    assert [layer.group for layer in layout.layers] == [0, 1, 0, 1]
-    assert layout.layers[0].parts == layout.layers[1].parts
-    assert [group.kind for group in layout.groups] == ["full_attention", "sliding_window 64"]
-    assert len(memory) == 1
+    rank = make_rank(config, groups)
+    layers = rank.layout.layers
+    assert [layer.group for layer in layers] == [0, 1, 0, 1]
+    assert layers[0].parts == layers[1].parts
+    assert [group.kind for group in rank.layout.groups] == ["full_attention", "sliding_window 64"]
+    assert len(rank.memory) == 1
 
 
 def test_a_window_that_a_drafter_reads_behind_is_another_kind(config: Any) -> None:
-    group = KVCacheGroupSpec([name(0)], replace(SLIDING, extra_retained_tokens=2))
-    layout, _ = kv_layout(*caches(config, [group]))
-    assert [group.kind for group in layout.groups] == ["sliding_window 66"]
+    rank = make_rank(config, [KVCacheGroupSpec([name(0)], replace(SLIDING, extra_retained_tokens=2))])
+    assert [group.kind for group in rank.layout.groups] == ["sliding_window 66"]
 
 
 def test_layers_of_one_group_with_pages_of_two_sizes(config: Any) -> None:
     specs = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={name(0): FULL, name(1): WIDE})
-    cache, tensors = caches(config, [KVCacheGroupSpec([name(0), name(1)], specs)])
-    layout, memory = kv_layout(cache, tensors)
-    assert [layer.page_bytes for layer in layout.layers] == [FULL.page_size_bytes, WIDE.page_size_bytes]
-    assert_pages_are_the_tensors(layout, memory, tensors)
+    rank = make_rank(config, [KVCacheGroupSpec([name(0), name(1)], specs)])
+    sizes = [layer.page_bytes for layer in rank.layout.layers]
+    assert sizes == [FULL.page_size_bytes, WIDE.page_size_bytes]
+    assert_runs_are_the_tensors(rank)
 
 
-def test_a_scheduler_block_of_several_kernel_blocks_is_one_page(config: Any) -> None:
+@pytest.mark.parametrize("order", ["LBHNC", "LBNHC"])
+def test_a_scheduler_block_of_several_kernel_blocks_is_one_page(config: Any, order: str) -> None:
     spec = replace(FULL, block_size=128)
-    cache, tensors = caches(config, [KVCacheGroupSpec([name(0), name(1)], spec)], kernel_blocks=[32])
-    assert tensors[name(0)].shape[0] == 4 * cache.num_blocks
-    layout, memory = kv_layout(cache, tensors)
-    assert layout.layers[0].page_bytes == spec.page_size_bytes
-    assert_pages_are_the_tensors(layout, memory, tensors)
+    rank = make_rank(config, [layers_of(2, spec)], order=order, kernel_blocks=[32])
+    assert rank.tensors[name(0)].shape[0] == 4 * BLOCKS
+    assert rank.layout.layers[0].page_bytes == spec.page_size_bytes
+    assert_runs_are_the_tensors(rank)
+
+
+def test_padded_pages_are_read_without_the_padding(config: Any) -> None:
+    spec = replace(FULL, page_size_padded=FULL.page_size_bytes + 4096)
+    rank = make_rank(config, [layers_of(2, spec)])
+    assert rank.layout.layers[0].page_bytes == FULL.page_size_bytes
+    assert rank.layout.layers[0].parts[0].block_stride == spec.page_size_bytes
+    assert_runs_are_the_tensors(rank)
 
 
 def test_layers_that_share_anothers_pages_are_left_out(config: Any) -> None:
-    cache, tensors = caches(config, [KVCacheGroupSpec([name(0), name(1)], FULL)])
+    cache, tensors = caches(config, [layers_of(2, FULL)])
     tensors[name(2)] = tensors[name(1)]
-    layout, _ = kv_layout(cache, tensors)
+    layers = {name(layer): attention() for layer in range(3)}
+    layout, _ = kv_layout(engine(layers), cache, tensors, 0)
     assert [layer.name for layer in layout.layers] == [name(0), name(1)]
 
 
-def test_pages_in_pieces_are_refused(config: Any) -> None:
-    cache, tensors = caches(config, [KVCacheGroupSpec([name(0)], FULL)], "LHBNC")
-    with pytest.raises(UnsupportedConfiguration, match="VLLM_KV_CACHE_LAYOUT"):
-        kv_layout(cache, tensors)
-
-
 def test_a_tensor_that_lies_elsewhere_is_refused(config: Any) -> None:
-    cache, tensors = caches(config, [KVCacheGroupSpec([name(0), name(1)], FULL)])
+    cache, tensors = caches(config, [layers_of(2, FULL)])
     tensors[name(0)], tensors[name(1)] = tensors[name(1)], tensors[name(0)]
     with pytest.raises(UnsupportedConfiguration, match="bytes into its KV cache storage"):
-        kv_layout(cache, tensors)
+        kv_layout(engine({name(0): attention(), name(1): attention()}), cache, tensors, 0)
+
+
+def test_blocks_that_lie_elsewhere_are_refused(config: Any) -> None:
+    cache, tensors = caches(config, [layers_of(1, FULL)])
+    tensors[name(0)] = tensors[name(0)][::2]
+    with pytest.raises(UnsupportedConfiguration, match=r"5 blocks every \d+ bytes.* LBHNC or LBNHC"):
+        kv_layout(engine({name(0): attention()}), cache, tensors, 0)
 
 
 def test_memory_of_another_kind_of_device_is_refused(config: Any) -> None:
-    cache, tensors = caches(config, [KVCacheGroupSpec([name(0)], FULL)])
+    cache, tensors = caches(config, [layers_of(1, FULL)])
 
     class Elsewhere:
         device = torch.device("xpu:0")
@@ -178,7 +163,263 @@ def test_memory_of_another_kind_of_device_is_refused(config: Any) -> None:
             return getattr(tensors[name(0)], attribute)
 
     with pytest.raises(UnsupportedConfiguration, match="CPU and CUDA memory; this one is on xpu:0"):
-        kv_layout(cache, {name(0): Elsewhere()})
+        kv_layout(engine({name(0): attention()}), cache, {name(0): Elsewhere()}, 0)
+
+
+# --- What two engines can copy
+
+
+HEADS = 4
+TABLES = [[3, 1, 4, 2]]
+
+
+def ranks_of(config: Any, ranks: int, tokens: int, order: str) -> list[Rank]:
+    groups = [layers_of(2, replace(FULL, num_kv_heads=max(1, HEADS // ranks), block_size=tokens))]
+    return [
+        make_rank(config, groups, order=order, rank=rank, ranks=ranks, kv_heads=HEADS)
+        for rank in range(ranks)
+    ]
+
+
+def heads_of(rank: int, ranks: int) -> slice:
+    first = rank * HEADS // ranks
+    return slice(first, first + max(1, HEADS // ranks))
+
+
+def compute(rank: Rank, values: torch.Tensor, heads: slice) -> None:
+    """A prompt, [layers, heads of the model, tokens, content], in the blocks of the table."""
+    for layer, tensor in enumerate(rank.tensors.values()):
+        tokens = tensor.shape[2]
+        for logical, block in enumerate(TABLES[0][: values.shape[2] // tokens]):
+            tensor[block] = values[layer, heads, logical * tokens : (logical + 1) * tokens]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "tokens", "orders"),
+    [
+        (1, 2, (32, 32), ("LBHNC", "LBHNC")),
+        (4, 1, (32, 32), ("LBNHC", "LBHNC")),
+        (2, 2, (32, 64), ("LBHNC", "BLNHC")),
+        (1, 4, (64, 32), ("BHLNC", "LBHNC")),
+        (2, 1, (32, 64), ("LHBNC", "LBNHC")),
+        (8, 2, (32, 32), ("LBHNC", "LBHNC")),  # two replicas of each head
+        (2, 8, (64, 32), ("LBHNC", "LHBNC")),
+    ],
+)
+def test_each_head_of_each_token_arrives_in_its_place(
+    config: Any, a: int, b: int, tokens: tuple[int, int], orders: tuple[str, str]
+) -> None:
+    values = torch.rand(2, HEADS, 128, 128, generator=torch.Generator().manual_seed(1))
+    prefill = ranks_of(config, a, tokens[0], orders[0])
+    for rank, source in enumerate(prefill):
+        compute(source, values, heads_of(rank, a))
+    decode = [ranks_of(config, b, tokens[1], orders[1]) for _ in range(2)]
+    for rank, (target, expected) in enumerate(zip(*decode, strict=True)):
+        compute(expected, values, heads_of(rank, b))
+        transfer(prefill, target, rank, b, TABLES, 128)
+        for layer, tensor in target.tensors.items():
+            assert torch.equal(tensor, expected.tensors[layer])
+
+
+@pytest.mark.parametrize(
+    ("orders", "a", "b", "runs"),
+    [  # of a page, from each source
+        (("LBHNC", "LBHNC"), 2, 2, 1),
+        (("LBHNC", "LBHNC"), 1, 2, 1),
+        (("LBHNC", "LBHNC"), 2, 1, 1),
+        (("LBNHC", "LBNHC"), 2, 2, 1),
+        (("LBNHC", "LBNHC"), 1, 2, 32),
+        (("LBHNC", "LBNHC"), 2, 2, 32 * 2),
+        (("LHBNC", "LBHNC"), 1, 2, 2),
+        (("BHLNC", "BHLNC"), 2, 2, 2),
+    ],
+)
+def test_the_runs_of_a_page(config: Any, orders: tuple[str, str], a: int, b: int, runs: int) -> None:
+    """As many as section "Different TP" of the study says for heads that lie so."""
+    source = ranks_of(config, a, 32, orders[0])[0]
+    target = ranks_of(config, b, 32, orders[1])[0]
+    plan = Plan(source.layout, target.layout)
+    assert sum(len(run.offsets) * len(run.layers) for run in plan.runs(0, 0)) == runs * 2
+    whole = [run for run in plan.runs(0, 0) if runs == 1]
+    heads = HEADS // max(a, b)
+    assert all(run.page_bytes == heads * 32 * 512 for run in whole)
+
+
+@pytest.mark.parametrize(("a", "b"), [(1, 2), (2, 1)])
+def test_a_latent_comes_from_any_rank(config: Any, a: int, b: int) -> None:
+    prefill = [make_rank(config, [layers_of(2, MLA)], rank=rank, ranks=a) for rank in range(a)]
+    spec = replace(MLA, block_size=64)
+    for source in prefill:
+        for layer, tensor in enumerate(source.tensors.values()):
+            tensor[:] = torch.arange(tensor.numel(), dtype=torch.float32).view(tensor.shape) + layer
+    for index in range(b):
+        target = make_rank(config, [layers_of(2, spec)], order="LBNHC", rank=index, ranks=b)
+        # P's four blocks of 32, each of D's two has two of them.
+        assert transfer(prefill, target, index, b, TABLES, 128) == 2 * 4
+        for layer, tensor in target.tensors.items():
+            source = prefill[0].tensors[layer][TABLES[0]].flatten(0, 2)
+            assert torch.equal(tensor[TABLES[0][:2]].flatten(0, 2), source)
+
+
+# --- What a CPU's kernels make of a block
+
+
+def cpu_rank(
+    config: Any, isa: str, head_size: int, tokens: int, rank: int, ranks: int, dtype: torch.dtype
+) -> Rank:
+    spec = replace(
+        FULL,
+        num_kv_heads=HEADS // ranks,
+        head_size=head_size,
+        head_size_v=head_size,
+        dtype=dtype,
+        block_size=tokens,
+    )
+    return make_rank(
+        config,
+        [layers_of(1, spec)],
+        lambda _: attention("CPU_ATTN", isa=isa),
+        rank=rank,
+        ranks=ranks,
+        kv_heads=HEADS,
+    )
+
+
+def write(rank: Rank, isa: str, k: torch.Tensor, v: torch.Tensor) -> None:
+    """K and V, [tokens, heads, head size], as vLLM's CPU attention writes them."""
+    (tensor,) = rank.tensors.values()
+    blocks, heads, size, _ = tensor.shape
+    planes = tensor.view(blocks, heads, 2 * size, -1).chunk(2, dim=2)
+    slots = torch.tensor(
+        [block * size + token for block in TABLES[0] for token in range(size)], dtype=torch.int64
+    )
+    ops.cpu_attn_reshape_and_cache(k.contiguous(), v.contiguous(), *planes, slots[: len(k)], isa)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("isa", "head_size"), [("vec", 64), ("vec16", 80)])
+def test_what_the_kernels_write_is_copied_into_blocks_of_another_size_and_other_ranks(
+    config: Any, isa: str, head_size: int, dtype: torch.dtype
+) -> None:
+    """K by dimension, V by token, a plane of each for every head: what arrives is what the same kernel would
+    have written there."""
+    k, v = torch.rand(2, 128, HEADS, head_size, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for (a, n), (b, m) in [((1, 32), (2, 64)), ((2, 64), (1, 32)), ((2, 64), (2, 64))]:
+        prefill = [cpu_rank(config, isa, head_size, n, rank, a, dtype) for rank in range(a)]
+        for rank, source in enumerate(prefill):
+            write(source, isa, k[:, heads_of(rank, a)], v[:, heads_of(rank, a)])
+        for rank in range(b):
+            target, expected = (cpu_rank(config, isa, head_size, m, rank, b, dtype) for _ in range(2))
+            write(expected, isa, k[:, heads_of(rank, b)], v[:, heads_of(rank, b)])
+            runs = transfer(prefill, target, rank, b, TABLES, 128)
+            each = head_size + 1  # K's dimensions, and V
+            assert runs == (128 // m if (a, n) == (b, m) else 128 // 32 * HEADS // b * each)
+            for one, other in zip(target.tensors.values(), expected.tensors.values(), strict=True):
+                assert torch.equal(one, other)
+
+
+def test_heads_that_are_packed_by_the_block_are_copied_whole(config: Any) -> None:
+    """AMX's K is groups of 16 tokens, its V columns that run through the block."""
+
+    def amx(tokens: int, rank: int, ranks: int) -> Rank:
+        return cpu_rank(config, "amx", 64, tokens, rank, ranks, torch.bfloat16)
+
+    one, two = amx(32, 0, 1), amx(32, 1, 2)
+    (tensor,) = one.tensors.values()
+    tensor[:] = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(1))
+    assert transfer([one], two, 1, 2, TABLES, 128) == 4
+    assert torch.equal(two.tensors[name(0)][TABLES[0]], tensor[TABLES[0]][:, 2:])
+    assert misfit(one.layout, amx(64, 0, 1).layout) == (
+        f"layer {name(0)}: format: prefill has {layer_format(one)!r}, decode has "
+        f"{layer_format(one).replace('blocks of 32', 'blocks of 64')!r}: {ALIKE}"
+    )
+
+
+def layer_format(rank: Rank) -> str:
+    return rank.layout.layers[0].format
+
+
+# --- Pages of which less is known
+
+
+NVFP4 = replace(
+    FULL, kv_quant_mode=KVQuantMode.NVFP4, num_head_slots=4, state_content_bytes=72, dtype=torch.uint8
+)
+INDEXER = replace(MLA, head_size=132, dtype=torch.uint8, cache_role=SparseCacheRole.INDEXER)
+
+
+def fake(backend: str, **more: Any) -> Callable[[str], Any]:
+    return lambda _: attention(backend, **more)
+
+
+@pytest.mark.parametrize(
+    ("spec", "backend"),
+    [
+        (NVFP4, "FLASHINFER"),
+        (replace(FULL, kv_quant_mode=KVQuantMode.TURBOQUANT_4BIT_NC, state_content_bytes=72), "TURBOQUANT"),
+        (FULL, "SOMEBODY_ELSES"),
+        (replace(FULL, num_head_slots=2, state_content_bytes=256), "FLASH_ATTN"),  # ROCm's shuffled pages
+    ],
+    ids=["nvfp4", "turboquant", "unknown", "shuffled"],
+)
+def test_pages_that_nobody_can_cut_go_from_rank_to_rank(config: Any, spec: Any, backend: str) -> None:
+    def make(rank: int, ranks: int, block_size: int = 32) -> Rank:
+        groups = [layers_of(2, replace(spec, block_size=block_size))]
+        return make_rank(config, groups, fake(backend), rank=rank, ranks=ranks, kv_heads=4)
+
+    prefill = [make(rank, 2) for rank in range(2)]
+    for source in prefill:
+        for tensor in source.tensors.values():
+            tensor.view(torch.uint8).random_(generator=torch.Generator().manual_seed(id(source)))
+    for index in range(2):
+        target = make(index, 2)
+        assert transfer(prefill, target, index, 2, TABLES, 128) == 2 * 4
+        for layer, tensor in target.tensors.items():
+            source = prefill[index].tensors[layer]
+            copied, sent = (one[TABLES[0]].view(torch.uint8) for one in (tensor, source))
+            assert torch.equal(copied, sent)
+    for other in (make(0, 1), make(0, 4), make(0, 2, 64)):
+        problem = misfit(prefill[0].layout, other.layout)
+        assert "whole pages of" in problem
+        assert problem.endswith(ALIKE)
+
+
+def test_a_page_of_several_kernel_blocks_that_nobody_can_cut_further(config: Any) -> None:
+    source, target = (
+        make_rank(config, [layers_of(1, replace(FULL, block_size=n))], fake("HPC"), kernel_blocks=[32])
+        for n in (32, 64)
+    )
+    source.tensors[name(0)].random_(generator=torch.Generator().manual_seed(1))
+    assert transfer([source], target, 0, 1, TABLES, 128) == 2 * 2
+    copied = target.tensors[name(0)].view(BLOCKS, 2, 2, 32, 128)[TABLES[0][:2]]
+    assert torch.equal(copied.flatten(0, 1), source.tensors[name(0)][TABLES[0]])
+
+
+def test_an_indexers_pages_are_whole_and_on_every_rank(config: Any) -> None:
+    """Behind the keys of a block lie their scales."""
+    layer = fake("DEEPSEEK_V32_INDEXER")
+    one = make_rank(config, [layers_of(1, INDEXER)], layer)
+    two = make_rank(config, [layers_of(1, INDEXER)], layer, rank=1, ranks=2)
+    assert transfer([one], two, 1, 2, TABLES, 128) == 4
+    other = make_rank(config, [layers_of(1, replace(INDEXER, block_size=64))], layer)
+    problem = misfit(one.layout, other.layout)
+    assert "32 tokens x 132 bytes', decode has 'uint8 of DEEPSEEK_V32_INDEXER, whole pages of 64" in problem
+
+
+def test_whole_pages_in_pieces_are_refused(config: Any) -> None:
+    with pytest.raises(
+        UnsupportedConfiguration, match=r"2 heads x 32 tokens\) in pieces.*VLLM_KV_CACHE_LAYOUT"
+    ):
+        make_rank(config, [layers_of(2, FULL)], fake("SOMEBODY_ELSES"), order="LHBNC")
+
+
+def test_heads_of_a_number_that_nobody_says_are_whole_pages(config: Any) -> None:
+    """A rank with one head may have a fourth of four, or be one of two that share one."""
+    spec = replace(FULL, num_kv_heads=1)
+    rank = make_rank(config, [layers_of(1, spec)], ranks=4, kv_heads=32)
+    assert [part.name for part in rank.layout.layers[0].parts] == ["page"]
+    with pytest.raises(Misfit, match="format"):
+        Plan(rank.layout, make_rank(config, [layers_of(1, spec)], ranks=4, kv_heads=4).layout)
 
 
 MAMBA = MambaSpec(block_size=32, shapes=((2, 512),), dtypes=(torch.float32,))
@@ -243,94 +484,3 @@ def test_anothers_handshake_metadata_is_refused(config: Any) -> None:
     connector.set_xfer_handshake_metadata_pp_aware({(0, 0): DescribedRank(worker(layout(), ADDRESS))})
     assert connector.scheduler is not None
     assert connector.scheduler.prefill.address == ADDRESS
-
-
-def scaled(kv_cache_dtype: str, k: float | None, v: float | None) -> torch.nn.Module:
-    """A layer as vLLM leaves it behind once the weights are loaded; None: the checkpoint has no scale."""
-    layer = torch.nn.Module()
-    set_default_quant_scales(layer, register_buffer=True)
-    layer.kv_cache_dtype = kv_cache_dtype
-    method = BaseKVCacheMethod(None)  # type: ignore[arg-type]
-    method.create_weights(layer)
-    for parameter, scale in ((layer.k_scale, k), (layer.v_scale, v)):
-        if scale is not None:
-            parameter.data.fill_(scale)
-    method.process_weights_after_loading(layer)
-    return layer
-
-
-def test_the_scales_of_quantized_pages_are_found() -> None:
-    """Of two engines with `--kv-cache-dtype fp8` one may have them from its checkpoint, the other none."""
-    heads = scaled("fp8", 1.0, 1.0)
-    heads._k_scale, heads._v_scale = torch.tensor([[0.5, 2.0]]), torch.tensor([[0.25, 4.0]])
-    layers = {
-        "calibrated": scaled("fp8", 0.5, 0.25),
-        "not calibrated": scaled("fp8_e4m3", None, None),
-        "per head": heads,
-        "not quantized": scaled("auto", 0.5, 0.25),
-        "no attention": torch.nn.Module(),
-    }
-    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
-    assert kv_scales(config, [*layers]) == ((0.5, 0.25), (1.0, 1.0), (0.5, 2.0, 0.25, 4.0), (), ())
-
-
-@pytest.fixture
-def fingerprint_of(config: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Fingerprint]:
-    """Of a rank with pages like these and layers with such scales; the model has not been loaded."""
-
-    def make(page_bytes: int, *scales: tuple[float, ...], **parallel: int) -> Fingerprint:
-        page = opaque_page(Place(0, 0, page_bytes), page_bytes)
-        layers = tuple(LayerLayout(name(i), 0, "", page) for i in range(len(scales)))
-        with monkeypatch.context() as patch:
-            patch.setattr(fingerprint, "kv_scales", lambda *_: scales)
-            patch.setattr(fingerprint, "attention_backends", lambda *_: "CPU_ATTN")
-            patch.setattr(fingerprint, "attention_isa", lambda *_: "")
-            for size, value in parallel.items():
-                patch.setattr(config.parallel_config, size, value)
-            cache = SimpleNamespace(kv_cache_layout="LBHNC")
-            return rank_fingerprint(config, cache, KvLayout((GroupLayout(5, 32, "full"),), layers))
-
-    return make
-
-
-def test_there_is_advice_for_each_pair(fingerprint_of: Callable[..., Fingerprint]) -> None:
-    pairs = fingerprint_of(64, (), ())
-    assert [pair.name for pair in pairs] == list(ADVICE)
-    assert dict(msgspec.structs.astuple(pair) for pair in pairs)["block_sizes"] == ("32",)
-    assert {advice.follows for advice in ADVICE.values()} <= {"", *ADVICE}
-
-
-def test_a_checkpoint_with_other_scales_is_refused(fingerprint_of: Callable[..., Fingerprint]) -> None:
-    advice = "load the same checkpoint on both sides: it has the scales of the quantized KV cache"
-
-    def refusal(ours: tuple[float, ...], theirs: tuple[float, ...]) -> str | None:
-        layers = [(0.5, 0.25)] * 79
-        return mismatch(fingerprint_of(64, *layers, ours), fingerprint_of(64, *layers, theirs), ADVICE)
-
-    text = refusal((0.5, 0.25), (1.0, 1.0))
-    assert text == f"kv_scales[79]: prefill has 0.5 0.25, decode has 1.0 1.0: {advice}"
-    text = refusal((0.5, 0.25), ())
-    assert text == f"kv_scales[79]: prefill has 0.5 0.25, decode has none: {advice}"
-    heads = tuple(i / 3 for i in range(256))
-    text = refusal(heads, (*heads[:-1], 1.0))
-    assert text is not None
-    assert re.fullmatch(
-        rf"kv_scales\[79\]: prefill has 256 scales (\w+), decode has 256 scales (?!\1)\w+: {advice}", text
-    )
-    assert refusal(heads, heads) is None
-
-
-def test_another_tensor_parallel_size_is_the_one_reason(fingerprint_of: Callable[..., Fingerprint]) -> None:
-    one = fingerprint_of(64, (1.0, 2.0, 3.0, 4.0))
-    two = fingerprint_of(32, (1.0, 3.0), tensor_parallel_size=2)
-    advice = ADVICE["tensor_parallel"].text
-    assert mismatch(one, two, ADVICE) == f"tensor_parallel: prefill has 1, decode has 2: {advice}"
-
-
-def test_the_model_in_the_fingerprint_is_its_configuration_not_its_place(tmp_path: Path) -> None:
-    def identity(directory: str, **shape: int) -> str:
-        model = make_llama(tmp_path / directory, hidden=64, intermediate=64, **shape)
-        return model_identity(vllm_config(model, "kv_both").model_config)
-
-    assert identity("a") == identity("b")
-    assert identity("a") != identity("c", layers=2)
