@@ -43,3 +43,13 @@ async def client() -> AsyncIterator[Client]:
 
     async with Client() as client:
         yield client
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report = yield
+    directory = getattr(item, "funcargs", {}).get("tmp_path")
+    if report.failed and directory:
+        for log in sorted(directory.glob("*.log")):
+            report.sections.append((f"end of {log}", "\n".join(log.read_text().splitlines()[-40:])))
+    return report

@@ -100,6 +100,8 @@ def make_deepseek_v2(directory: Path) -> Path:
         moe_intermediate_size=128,
         first_k_dense_replace=1,
         topk_method="greedy",
+        n_group=1,
+        topk_group=1,
     )
     return write(directory, config)
 

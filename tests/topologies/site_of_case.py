@@ -17,8 +17,7 @@ from kv_connector.lab.cluster import HOST, Engine, EngineSettings, LocalCluster,
 from kv_connector.lab.free_ports import free_ports
 
 MAX_MODEL_LEN = 1024
-# Of a pool that the requests of a preemption do not fit into: room for the longest request, and little more.
-SMALL_POOL_TOKENS = MAX_MODEL_LEN + 128
+PLENTY = 500  # blocks
 
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 
@@ -49,15 +48,23 @@ class Ask:
         return (self.prompt, self.length, json.dumps(self.body, sort_keys=True))
 
 
+@dataclass(frozen=True)
+class Right:
+    """A single engine's answer to an Ask."""
+
+    choices: list[tuple[list[int], str]]
+    """The output tokens of each, and how it ended."""
+    accepted: float
+    """How many of them are its drafter's."""
+
+
 @dataclass
 class Known:
     """What single engines have answered so far, by what they are."""
 
-    answers: dict[tuple[object, ...], dict[tuple[object, ...], Any]] = field(default_factory=dict)
-    accepted: dict[tuple[object, ...], float] = field(default_factory=dict)
-    """Tokens of drafters among the first answers."""
+    answers: dict[tuple[object, ...], dict[tuple[object, ...], Right]] = field(default_factory=dict)
 
-    def of(self, case: Case) -> dict[tuple[object, ...], Any]:
+    def of(self, case: Case) -> dict[tuple[object, ...], Right]:
         return self.answers.setdefault(alone_key(case), {})
 
 
@@ -91,13 +98,13 @@ class CaseCluster:
         """Starts them side by side, and waits until all serve."""
         case = self._case
         prefill = self._start("prefill", case.prefill, "kv_producer")
-        decode = self._start("decode", case.decode, "kv_consumer", small=case.preempts)
+        decode = self._start("decode", case.decode, "kv_consumer", blocks=case.pool or PLENTY)
         single = self._start("alone", alone(case), None) if with_alone else None
         router = self._cluster.start_router("router", prefill=[prefill], decode=[decode])
         self._cluster.wait_ready()
         return Site(prefill, decode, router, single)
 
-    def _start(self, name: str, side: Side, role: Role | None, *, small: bool = False) -> Engine:
+    def _start(self, name: str, side: Side, role: Role | None, *, blocks: int = PLENTY) -> Engine:
         role = role and (side.role or role)
         extra: dict[str, Any] = {"timeouts": TIMEOUTS}
         (port,) = free_ports(1)
@@ -109,7 +116,7 @@ class CaseCluster:
             extra=extra,
             control_port=port,
             connector=self._case.connector,
-            settings=self._settings(side, small=small),
+            settings=self._settings(side, blocks),
         )
 
     def _two_connectors(self, name: str, role: str, ours: dict[str, Any]) -> dict[str, Any]:
@@ -125,8 +132,7 @@ class CaseCluster:
         ]
         return {"connectors": connectors}
 
-    def _settings(self, side: Side, *, small: bool) -> EngineSettings:
-        blocks = (SMALL_POOL_TOKENS if small else 16 * MAX_MODEL_LEN) // side.block
+    def _settings(self, side: Side, blocks: int) -> EngineSettings:
         words = [self._resolve(word) for word in side.words()]
         return replace(
             engine_settings("--dtype", self._case.dtype, *words, blocks=blocks),
