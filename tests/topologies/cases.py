@@ -141,7 +141,7 @@ CASES = (
     Case("dp2-decode", "llama", decode=Side(DP2), alone=""),
     Case("ngram", "llama", **flags(NGRAM), alone=""),
     Case("ngram-decode", "llama", decode=Side(NGRAM), alone=""),
-    Case("eagle", "one-layer", **flags(EAGLE), drafts=True),
+    Case("eagle", "one-layer", prefill=Side(EAGLE), decode=Side(EAGLE), drafts=True),
     Case("draft-model", "llama", **flags(DRAFT_MODEL), drafts=True),
     Case("lora", "llama", **flags(LORA), body={"model": "adapter"}, more=({},)),
     Case("mla", **latent()),
