@@ -240,11 +240,11 @@ def _write(directory: Path, config: dict[str, Any], weights: Weights) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=1))
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    _write_tokenizer(directory)
+    write_tokenizer(directory)
     return directory
 
 
-def _write_tokenizer(directory: Path) -> None:
+def write_tokenizer(directory: Path) -> None:
     """A byte-level tokenizer without merges: a prompt of n ASCII characters is n tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: token for token, symbol in enumerate(alphabet)}

@@ -5,7 +5,17 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from deployment import DATA_HOST, GEMMA3, LLAMA, Client, Deployment, Shape, engine_settings, prefill_settings
+from deployment import (
+    DATA_HOST,
+    GEMMA3,
+    LLAMA,
+    TIMEOUTS,
+    Client,
+    Deployment,
+    Shape,
+    engine_settings,
+    prefill_settings,
+)
 from nursery import nursery
 
 from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey
@@ -17,10 +27,6 @@ MODELS = ("llama", "gemma3")
 if "KVC_DATA_PARALLEL" not in os.environ:
     # Fifteen processes at a time, for two minutes: `make test-data-parallel`.
     collect_ignore = ["test_data_parallel.py"]
-
-# Seconds. A prompt that nobody fetches, and a reservation whose prompt never comes, are waited for by a test.
-# An engine that gets no turn on a busy machine is not to be taken for dead.
-TIMEOUTS = {"hold": 12.0, "orphan": 12.0, "connect": 30.0, "suspect": 15.0, "dead": 30.0}
 
 
 @pytest.fixture(scope="session")

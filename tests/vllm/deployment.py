@@ -6,6 +6,7 @@ import os
 import random
 import re
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +22,10 @@ PATIENCE_SECONDS = 60.0
 POLL_SECONDS = 0.02
 
 BLOCK = 32
+
+# Seconds. A prompt that nobody fetches, and a reservation whose prompt never comes, are waited for by a test.
+# An engine that gets no turn on a busy machine is not to be taken for dead.
+TIMEOUTS = {"hold": 12.0, "orphan": 12.0, "connect": 30.0, "suspect": 15.0, "dead": 30.0}
 
 # The data plane's listeners are the only ones at this address.
 DATA_HOST = "127.0.0.2"
@@ -180,16 +185,24 @@ class Client:
 
     async def probe(self, engine: Engine, method: str, *args: str) -> dict[str, Any]:
         """Calls a method of WorkerProbe in the engine's (one) worker."""
+        (result,) = await self.probe_workers(engine, method, *args)
+        return result
+
+    async def probe_workers(self, engine: Engine, method: str, *args: str) -> list[dict[str, Any]]:
+        """The same in each of its workers."""
         answer = await self.post(f"{engine.url}/collective_rpc", {"method": method, "args": args})
-        (result,) = answer.get("results", [None])
-        return result or {}
+        return [result or {} for result in answer.get("results", [None])]
 
     async def stats(self, engine: Engine) -> dict[str, float]:
         return await self.probe(engine, "probe_stats")
 
     async def live(self, engine: Engine) -> dict[str, int]:
-        """What the connector's agent has in hand, without its sessions with peers: empty when it is idle."""
-        counts = await self.probe(engine, "probe_live")
+        """What the connector's agents have in hand, without their sessions with peers: empty when they are
+        idle.
+        """
+        counts: Counter[str] = Counter()
+        for worker in await self.probe_workers(engine, "probe_live"):
+            counts.update(worker)
         return {name: count for name, count in counts.items() if count and name != "peers"}
 
 

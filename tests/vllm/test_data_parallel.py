@@ -9,8 +9,16 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
-from conftest import TIMEOUTS
-from deployment import PATIENCE_SECONDS, Client, Refused, completion_body, engine_settings, prompt, wait_until
+from deployment import (
+    PATIENCE_SECONDS,
+    TIMEOUTS,
+    Client,
+    Refused,
+    completion_body,
+    engine_settings,
+    prompt,
+    wait_until,
+)
 
 from kv_connector.lab.cluster import HOST, Engine, LocalCluster
 from kv_connector.lab.free_ports import free_ports

@@ -61,7 +61,9 @@ class WorkerProbe:
 
 
 def _agent() -> Any:
-    return get_kv_transfer_group().worker.agent
+    group = get_kv_transfer_group()
+    # MultiConnector's first, where it is one.
+    return getattr(group, "sub_connectors", [group])[0].worker.agent
 
 
 def _hold(directory: Path) -> None:

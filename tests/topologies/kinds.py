@@ -1,0 +1,274 @@
+"""A small random model of each kind, with real weights: see kv_connector/lab/model.py for why not dummy ones.
+
+What the lab does not make itself is built by transformers, drawn anew at a trained network's scale, and saved
+as any checkpoint is.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.deepseek_v2 import DeepseekV2Config
+from transformers.models.falcon_h1 import FalconH1Config
+from transformers.models.granitemoehybrid import GraniteMoeHybridConfig
+from transformers.models.nemotron_h import NemotronHConfig
+from transformers.models.qwen3_next import Qwen3NextConfig
+
+from kv_connector.lab.model import (
+    BOS,
+    EOS,
+    PAD,
+    SCORE_SPREAD,
+    VOCABULARY,
+    make_gemma3,
+    make_llama,
+    make_mixtral,
+    write_tokenizer,
+)
+
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8192,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "pad_token_id": PAD,
+    "tie_word_embeddings": False,
+}
+
+# Of a head of a state: how much of it is forgotten a token. From 0.2 % to 13 %, so that states remember a
+# prompt's beginning and its end.
+TIME_STEP = 0.13
+DECAY = (0.02, 1.0)
+
+LORA = {"rank": 8, "spread": 0.3}
+
+
+def write(directory: Path, config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> Path:
+    """Writes the model of a configuration of transformers into `directory` and returns it."""
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+        for name, weight in model.named_parameters():
+            _draw(name, weight)
+    model.to(dtype).save_pretrained(directory)
+    write_tokenizer(directory)
+    return directory
+
+
+def _draw(name: str, weight: torch.Tensor) -> None:
+    kind = name.split(".")[-2] if name.endswith(".weight") else name.split(".")[-1]
+    if kind == "A_log":
+        weight.copy_(torch.linspace(*DECAY, len(weight)).log())
+    elif kind == "dt_bias":
+        weight.fill_(math.log(math.expm1(TIME_STEP)))
+    elif weight.dim() > 1:
+        scale = weight.shape[-1] ** -0.5
+        if kind == "embed_tokens":
+            scale = 1.0
+        elif kind in ("q_proj", "k_proj", "kv_a_proj_with_mqa"):
+            scale *= SCORE_SPREAD**0.5
+        elif kind == "conv1d":
+            scale = weight[0].numel() ** -0.5
+        elif kind in ("o_proj", "out_proj"):
+            scale *= 2
+        weight.normal_(std=scale)
+
+
+def make_deepseek_v2(directory: Path) -> Path:
+    """Latent attention (MLA). vLLM's CPU kernel is built for a latent of 512 + 64 values only."""
+    config = DeepseekV2Config(
+        **SMALL | {"num_key_value_heads": 4},
+        num_hidden_layers=3,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=64,
+        v_head_dim=32,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        moe_intermediate_size=128,
+        first_k_dense_replace=1,
+        topk_method="greedy",
+        n_group=1,
+        topk_group=1,
+    )
+    return write(directory, config)
+
+
+MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 16, "mamba_d_conv": 4}
+
+
+def make_granite(directory: Path) -> Path:
+    """Granite 4: layers of Mamba2 (two groups of B and C) and of attention, one after the other."""
+    config = GraniteMoeHybridConfig(
+        **SMALL,
+        **MAMBA2,
+        num_hidden_layers=4,
+        layer_types=["mamba", "attention", "mamba", "attention"],
+        mamba_n_groups=2,
+        num_local_experts=0,
+        shared_intermediate_size=512,
+        position_embedding_type="rope",
+        attention_multiplier=64**-0.5,
+    )
+    return write(directory, config)
+
+
+def make_nemotron_h(directory: Path) -> Path:
+    """Layers that are Mamba2, attention (without positions), or an MLP."""
+    config = NemotronHConfig(
+        **SMALL,
+        layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention", "full_attention"],
+        head_dim=64,
+        mamba_num_heads=8,
+        mamba_head_dim=64,
+        ssm_state_size=16,
+        n_groups=2,
+    )
+    return write(directory, config)
+
+
+def make_falcon_h1(directory: Path) -> Path:
+    """Mamba2 and attention in each layer, side by side; all heads share one group of B and C."""
+    config = FalconH1Config(**SMALL, **MAMBA2, num_hidden_layers=3, mamba_n_groups=1, mamba_d_ssm=512)
+    return write(directory, config)
+
+
+def make_qwen3_next(directory: Path) -> Path:
+    """Gated delta net in three layers of four; its CPU kernel takes bfloat16 only."""
+    config = Qwen3NextConfig(
+        **SMALL,
+        num_hidden_layers=4,
+        layer_types=["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+        head_dim=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=128,
+        shared_expert_intermediate_size=128,
+    )
+    return write(directory, config, torch.bfloat16)
+
+
+def make_fp8_scales(directory: Path, *, scale: float) -> Path:
+    """The Llama of `make_llama`, with scales for a KV cache in fp8."""
+    make_llama(directory)
+    weights = load_file(directory / "model.safetensors")
+    for layer in range(_configuration(directory)["num_hidden_layers"]):
+        for name in ("k_scale", "v_scale"):
+            weights[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor(scale)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    scheme = {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "tensor",
+        "dynamic": False,
+        "symmetric": True,
+    }
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {},
+        "ignore": [],
+        "kv_cache_scheme": scheme,
+    }
+    return _configure(directory, quantization_config=quantization)
+
+
+def make_one_layer(directory: Path) -> Path:
+    """The target of `make_eagle`'s drafter: a Llama whose embeddings have unit length, so that they are what
+    its first norm makes of them."""
+    make_llama(directory, layers=1)
+    weights = load_file(directory / "model.safetensors")
+    embeddings = weights["model.embed_tokens.weight"]
+    weights["model.embed_tokens.weight"] = embeddings / embeddings.square().mean(1, keepdim=True).sqrt()
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def make_eagle(directory: Path) -> Path:
+    """An EAGLE drafter that computes what its target, `make_one_layer`, does, from the tokens alone."""
+    make_one_layer(directory)
+    weights = load_file(directory / "model.safetensors")
+    prefix = "model.layers.0."
+    drafter = {
+        name.removeprefix("model."): weight
+        for name, weight in weights.items()
+        if name.startswith(prefix) and "input_layernorm" not in name
+    }
+    hidden = SMALL["hidden_size"]
+    drafter["fc.weight"] = torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], dim=1)
+    save_file(drafter, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def make_adapter(directory: Path) -> Path:
+    """A LoRA adapter for `make_llama`."""
+    base = make_llama(directory / "base")
+    generator = torch.Generator().manual_seed(0)
+    rank = LORA["rank"]
+    weights = {}
+    for name, weight in load_file(base / "model.safetensors").items():
+        module, _, projection = name.removesuffix(".weight").rpartition(".")
+        if projection in ("q_proj", "v_proj"):
+            outputs, inputs = weight.shape
+            key = f"base_model.model.{module}.{projection}.lora"
+            weights[f"{key}_A.weight"] = torch.randn(rank, inputs, generator=generator) * inputs**-0.5
+            weights[f"{key}_B.weight"] = torch.randn(outputs, rank, generator=generator) * LORA["spread"]
+    save_file(weights, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": ["q_proj", "v_proj"],
+        "bias": "none",
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return directory
+
+
+def _configuration(directory: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    return config
+
+
+def _configure(directory: Path, **more: Any) -> Path:
+    (directory / "config.json").write_text(json.dumps(_configuration(directory) | more, indent=1))
+    return directory
+
+
+KINDS: dict[str, Callable[[Path], Path]] = {
+    "llama": make_llama,
+    "mqa": partial(make_llama, kv_heads=1),
+    "head80": partial(make_llama, head_dim=80),
+    "head128": partial(make_llama, head_dim=128),
+    "head256": partial(make_llama, head_dim=256),
+    "other": partial(make_llama, intermediate=384),
+    "fp8-scales": partial(make_fp8_scales, scale=0.25),
+    "fp8-other-scales": partial(make_fp8_scales, scale=0.5),
+    "one-layer": make_one_layer,
+    "eagle": make_eagle,
+    "adapter": make_adapter,
+    "gemma3": partial(make_gemma3, sliding_window=128),
+    "mixtral": make_mixtral,
+    "deepseek-v2": make_deepseek_v2,
+    "granite": make_granite,
+    "nemotron-h": make_nemotron_h,
+    "falcon-h1": make_falcon_h1,
+    "qwen3-next": make_qwen3_next,
+}

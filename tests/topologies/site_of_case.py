@@ -1,0 +1,147 @@
+"""A case's engines: P, D, a router, and the single engine whose tokens are the right ones."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from cases import Case, Side
+from deployment import TIMEOUTS, engine_settings
+from kinds import KINDS
+
+from kv_connector.lab.cluster import HOST, Engine, EngineSettings, LocalCluster, Role
+from kv_connector.lab.free_ports import free_ports
+
+MAX_MODEL_LEN = 1024
+PLENTY = 500  # blocks
+
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
+
+
+class Models:
+    """Directories of models by their names in kinds.py, made when they are first asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def __getitem__(self, name: str) -> Path:
+        directory = self._directory / name
+        if not directory.exists():
+            directory.mkdir()
+            KINDS[name](directory)
+        return directory
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request, without a way to P and D."""
+
+    prompt: tuple[int, ...]
+    length: int
+    body: Mapping[str, Any] = field(default_factory=dict)
+
+    def key(self) -> tuple[object, ...]:
+        return (self.prompt, self.length, json.dumps(self.body, sort_keys=True))
+
+
+@dataclass(frozen=True)
+class Right:
+    """A single engine's answer to an Ask."""
+
+    choices: list[tuple[list[int], str]]
+    """The output tokens of each, and how it ended."""
+    accepted: float
+    """How many of them are its drafter's."""
+
+
+@dataclass
+class Known:
+    """What single engines have answered so far, by what they are."""
+
+    answers: dict[tuple[object, ...], dict[tuple[object, ...], Right]] = field(default_factory=dict)
+
+    def of(self, case: Case) -> dict[tuple[object, ...], Right]:
+        return self.answers.setdefault(alone_key(case), {})
+
+
+def alone_key(case: Case) -> tuple[object, ...]:
+    side = alone(case)
+    return (case.model, side.flags, side.chunk, case.dtype, case.caching, *sorted(case.environment.items()))
+
+
+def alone(case: Case) -> Side:
+    return case.decode if case.alone is None else replace(case.decode, flags=case.alone)
+
+
+@dataclass(frozen=True)
+class Site:
+    prefill: Engine
+    decode: Engine
+    router: str
+    alone: Engine | None
+
+
+class CaseCluster:
+    """Starts the engines of a case; all end with the cluster."""
+
+    def __init__(self, cluster: LocalCluster, case: Case, models: Models) -> None:
+        self._cluster = cluster
+        self._case = case
+        self._models = models
+        cluster.environment = dict(case.environment)
+
+    def start(self, *, with_alone: bool) -> Site:
+        """Starts them side by side, and waits until all serve."""
+        case = self._case
+        prefill = self._start("prefill", case.prefill, "kv_producer")
+        decode = self._start("decode", case.decode, "kv_consumer", blocks=case.pool or PLENTY)
+        single = self._start("alone", alone(case), None) if with_alone else None
+        router = self._cluster.start_router("router", prefill=[prefill], decode=[decode])
+        self._cluster.wait_ready()
+        return Site(prefill, decode, router, single)
+
+    def _start(self, name: str, side: Side, role: Role | None, *, blocks: int = PLENTY) -> Engine:
+        role = role and (side.role or role)
+        extra: dict[str, Any] = {"timeouts": TIMEOUTS}
+        (port,) = free_ports(1)
+        if self._case.connector == "MultiConnector" and role is not None:
+            extra = self._two_connectors(name, role, extra | {"control_host": HOST, "control_port": port})
+        return self._cluster.start_engine(
+            name,
+            role=role,
+            extra=extra,
+            control_port=port,
+            connector=self._case.connector,
+            settings=self._settings(side, blocks),
+        )
+
+    def _two_connectors(self, name: str, role: str, ours: dict[str, Any]) -> dict[str, Any]:
+        """Ours, and one that saves to a directory of the engine's own."""
+        path = str(self._cluster.directory / f"{name}-saved")
+        connectors = [
+            {"kv_connector": "WriteImmConnector", "kv_role": role, "kv_connector_extra_config": ours},
+            {
+                "kv_connector": "ExampleConnector",
+                "kv_role": role,
+                "kv_connector_extra_config": {"shared_storage_path": path},
+            },
+        ]
+        return {"connectors": connectors}
+
+    def _settings(self, side: Side, blocks: int) -> EngineSettings:
+        words = [self._resolve(word) for word in side.words()]
+        return replace(
+            engine_settings("--dtype", self._case.dtype, *words, blocks=blocks),
+            max_model_len=MAX_MODEL_LEN,
+            max_batched_tokens=side.chunk,
+            max_seqs=8,
+            block_size=side.block,
+            prefix_caching=self._case.caching,
+        )
+
+    def _resolve(self, word: str) -> str:
+        return re.sub(r"@([\w-]+)", lambda name: str(self._models[name[1]]), word)

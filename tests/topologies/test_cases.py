@@ -1,0 +1,210 @@
+"""Each case of cases.py: P's and D's greedy tokens are one engine's, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from cases import AWAITED, CASES, Case
+from deployment import (
+    PATIENCE_SECONDS,
+    Client,
+    assert_quiescent,
+    completion_body,
+    prompt,
+    wait_idle,
+    wait_until,
+)
+from site_of_case import ACCEPTED, Ask, CaseCluster, Known, Models, Right, Site
+
+from kv_connector.lab.cluster import Engine, LocalCluster
+
+pytestmark = pytest.mark.anyio
+
+OUTPUT = 16
+# One token; inside a block, behind one; several chunks.
+LENGTHS = (1, 2, 7, 33, 100, 300, 700)
+REPEATED = (33, 300, 700)
+HITS = "vllm:prefix_cache_hits_total"
+FETCHED = "vllm:external_prefix_cache_hits_total"
+PREEMPTIONS = "vllm:num_preemptions_total"
+
+
+def lengths(case: Case) -> list[Ask]:
+    # The shifted oracle needs one token more.
+    return [Ask(tuple(prompt(f"length {n}", n)), OUTPUT + case.shifted, case.body) for n in LENGTHS]
+
+
+def more(case: Case) -> list[Ask]:
+    return [Ask(tuple(prompt("more", 150)), OUTPUT, body) for body in case.more]
+
+
+def crowd(case: Case) -> list[Ask]:
+    """Their prompts fit into the small pool, their answers do not."""
+    if not case.pool:
+        return []
+    return [Ask(tuple(prompt(f"crowd {index}", 120 + index)), 64) for index in range(8)]
+
+
+def case_parameter(case: Case) -> Any:
+    reason = AWAITED.get(case.needs, "")
+    return pytest.param(case, id=case.name, marks=[pytest.mark.skip(f"awaits {reason}")] if reason else [])
+
+
+@pytest.fixture(scope="session")
+def known() -> Known:
+    return Known()
+
+
+@pytest.mark.parametrize("case", [case_parameter(case) for case in CASES])
+async def test_tokens_are_one_engines(
+    case: Case, models: Models, known: Known, interpreter: tuple[str, ...], client: Client, tmp_path: Path
+) -> None:
+    asks = lengths(case) + more(case) + crowd(case)
+    unknown = [ask for ask in asks if ask.key() not in known.of(case)]
+    began = time.monotonic()
+    with LocalCluster(tmp_path, models[case.model]) as cluster:
+        cluster.interpreter = interpreter
+        site = CaseCluster(cluster, case, models).start(with_alone=bool(unknown))
+        print(f"{case.name}: up after {time.monotonic() - began:.0f} s")
+        if site.alone:
+            await ask_alone(client, site.alone, case, known, unknown)
+        steps = Steps(client, site, case, known)
+        await steps.all_lengths()
+        await steps.prefix_hits()
+        await steps.further_requests()
+        await steps.aborts()
+        await steps.preemptions()
+        await steps.rest()
+    print(f"{case.name}: over after {time.monotonic() - began:.0f} s")
+
+
+async def ask_alone(client: Client, engine: Engine, case: Case, known: Known, asks: list[Ask]) -> None:
+    for ask in asks:
+        before = engine.metric(ACCEPTED)
+        choices = await answer(client, engine.url, ask)
+        known.of(case)[ask.key()] = Right(choices, engine.metric(ACCEPTED) - before)
+    outputs = [right.choices[0][0] for right in known.of(case).values()]
+    # Else any KV would do.
+    assert len({tuple(output) for output in outputs}) >= len(LENGTHS), outputs
+
+
+async def answer(client: Client, url: str, ask: Ask) -> list[tuple[list[int], str]]:
+    """The output tokens of each choice, and how it ended."""
+    body = completion_body(list(ask.prompt), ask.length, **ask.body)
+    choices = (await client.post(f"{url}/v1/completions", body))["choices"]
+    return [(one["token_ids"], one["finish_reason"]) for one in sorted(choices, key=lambda one: one["index"])]
+
+
+class Steps:
+    """What happens to a case's P and D, one after the other; each leaves them at rest."""
+
+    def __init__(self, client: Client, site: Site, case: Case, known: Known) -> None:
+        self.client = client
+        self.site = site
+        self.case = case
+        self.right = known.of(case)
+
+    async def all_lengths(self) -> None:
+        """Fresh prompts: D has all but the last token from P, and computes none of them itself."""
+        fetched = self.site.decode.metric(FETCHED)
+        asks = lengths(self.case)
+        accepted = []
+        for ask in asks:
+            before = self.site.decode.metric(ACCEPTED)
+            await self.check(ask)
+            accepted.append(self.site.decode.metric(ACCEPTED) - before)
+        await self.rest()
+        wanted = sum(len(ask.prompt) - (not self.case.shifted) for ask in asks)
+        assert self.site.decode.metric(FETCHED) - fetched == wanted
+        if self.case.drafts:
+            right = [self.right[ask.key()].accepted for ask in asks]
+            print(accepted, right)
+            assert sum(right) > len(asks), (
+                "the single engine's drafter is hardly ever right: this shows nothing"
+            )
+            assert accepted == right
+
+    async def prefix_hits(self) -> None:
+        """Of P alone, then of both."""
+        for sides in ({"prefill"}, {"prefill", "decode"}):
+            asks = [ask for ask in lengths(self.case) if len(ask.prompt) in REPEATED]
+            for ask in asks:
+                await self.check(ask)
+            if sides == {"prefill"}:
+                await assert_quiescent(self.client, self.site.decode)
+            before = {name: getattr(self.site, name).metric(HITS) for name in ("prefill", "decode")}
+            for ask in asks:
+                await self.check(ask)
+            hit = {name for name, hits in before.items() if getattr(self.site, name).metric(HITS) > hits}
+            if self.case.caching:
+                # Of several data-parallel ranks another may have got it.
+                assert hit == sides or "--data-parallel-size" in self.case.decode.flags
+            await self.rest()
+
+    async def further_requests(self) -> None:
+        for ask in more(self.case):
+            await self.check(ask)
+        outputs = [self.right[ask.key()].choices for ask in more(self.case)]
+        assert all(outputs.count(output) == 1 for output in outputs), outputs
+        await self.rest()
+
+    async def aborts(self) -> None:
+        """Clients leave as soon as the first of them has read a token: others wait for theirs, or for P."""
+        first = asyncio.Event()
+        stream = partial(self.client.stream, self.site.router, on_tokens=lambda _: first.set())
+        prompts = [prompt(f"abort {index}", 700 - 50 * index) for index in range(6)]
+        streams = [asyncio.create_task(stream(one, 256, **self.case.body)) for one in prompts]
+        leaving = asyncio.create_task(first.wait())
+        await asyncio.wait([leaving, *streams], return_when=asyncio.FIRST_COMPLETED)
+        assert first.is_set(), [stream.exception() for stream in streams if stream.done()]
+        for one in streams:
+            one.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
+        await self.rest()
+        await self.check(lengths(self.case)[-1])
+        await self.rest()
+
+    async def preemptions(self) -> None:
+        """Answers that grow until D's pool is full; who is preempted is computed anew on D."""
+        if not self.case.pool:
+            return
+        before = self.site.decode.metric(PREEMPTIONS)
+        await asyncio.gather(*(self.check(ask) for ask in crowd(self.case)))
+        assert self.site.decode.metric(PREEMPTIONS) > before
+        await self.rest()
+
+    async def check(self, ask: Ask) -> None:
+        right = self.right[ask.key()].choices
+        if self.case.shifted:
+            ((tokens, ended),) = right
+            ask = Ask((*ask.prompt, tokens[0]), ask.length - 1, ask.body)
+            right = [(tokens[1:], ended)]
+        assert await answer(self.client, self.site.router, ask) == right, f"{len(ask.prompt)} tokens"
+
+    async def rest(self) -> None:
+        """Every block is free, and neither side has anything in hand. Empties the prefix caches."""
+        for engine in (self.site.prefill, self.site.decode):
+            await assert_quiescent(self.client, engine)
+            if "--data-parallel-size" in engine.command:
+                await wait_until(partial(ranks_at_work, engine))
+        await wait_idle(self.client, self.site.prefill)
+
+
+async def ranks_at_work(engine: Engine) -> str:
+    """vLLM's answers are the first rank's. The others tell their state in their metrics at the end of a step,
+    so each is made to do one.
+    """
+    ranks = int(engine.command[engine.command.index("--data-parallel-size") + 1])
+    async with httpx.AsyncClient(timeout=PATIENCE_SECONDS, trust_env=False) as http:
+        for rank in range(ranks):
+            url, headers = f"{engine.url}/v1/completions", {"x-data-parallel-rank": str(rank)}
+            (await http.post(url, json=completion_body([1], 1), headers=headers)).raise_for_status()
+    names = ("live_prefill_requests", "live_decode_requests", "live_transfers", "transfers_under_way")
+    busy = [s for name in names for s in engine.samples(f"kv_connector_{name}") if s[1]]
+    return f"{engine.name} has nothing in hand: {busy}; see {engine.log}" if busy else ""
