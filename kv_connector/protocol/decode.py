@@ -229,6 +229,7 @@ class DecodeMachine:
         actions: list[DecodeAction] = [
             Dial(address, worker, draw.wants) for worker, draw in engine.workers.items()
         ]
+        actions += self._missing(address, ranks)
         for transfer_id in engine.releases:
             actions += self._release(transfer_id, address, engine.workers)
         engine.releases.clear()
@@ -400,6 +401,17 @@ class DecodeMachine:
     def _unstaged(self, address: Address) -> list[_Transfer]:
         """The transfers that wait for the engine at this address to be found."""
         return [t for t in self._transfers.values() if t.request.engine == address and not t.legs]
+
+    def _missing(self, address: Address, ranks: Sequence[Rank]) -> list[DecodeAction]:
+        has = {layer.name for rank in ranks for layer in rank.layout.layers}
+        missing = [layer.name for layer in self._layout.layers if layer.name not in has]
+        if not missing:
+            return []
+        text = (
+            f"the prefill engine at {address} lacks {len(missing)} layers of a drafter, such as {missing[0]}: "
+            "start it with the same speculative decoding, or fewer of its drafts are right"
+        )
+        return [Log(logging.WARNING, text)]
 
     def _find(self, address: Address) -> list[DecodeAction]:
         self._engines[address] = _Engine()

@@ -116,6 +116,7 @@ class LayerLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # change it, so it has to be equal; where the runs lie need not.
     format: Annotated[str, msgspec.Meta(max_length=1024)]
     parts: Annotated[tuple[Part, ...], msgspec.Meta(max_length=MAX_LAYER_PARTS)]
+    needed: bool = True  # False: a request goes on without it, if more slowly, as a drafter's layer
 
     @property
     def page_bytes(self) -> int:

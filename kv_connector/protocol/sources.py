@@ -68,7 +68,8 @@ def draws(decode: Sequence[Rank], rank: int, prefill: Sequence[Rank]) -> dict[in
 
 
 def choose_sources(decode: Sequence[Rank], rank: int, prefill: Holders) -> dict[int, Wants]:
-    """By rank of P, what the decode worker of this rank wants of it: every unit of every part exactly once.
+    """By rank of P, what the decode worker of this rank wants of it: every unit of every part exactly once,
+    but of layers that are not needed and that P has not.
 
     Ranks of which nothing is wanted are not in the answer. Raises Misfit where something is to be had of
     nobody.
@@ -79,6 +80,8 @@ def choose_sources(decode: Sequence[Rank], rank: int, prefill: Holders) -> dict[
     choice: dict[int, list[tuple[int, ...]]] = {}
     for ordinal, layer in enumerate(own.layout.layers):
         stages = sorted(prefill.stages.get(layer.name, ()))
+        if not stages and not layer.needed:
+            continue
         if not stages:
             advice = "serve the same model on both sides, with the same speculative decoding"
             raise Misfit(f"layer {layer.name}: no prefill rank has it: {advice}")

@@ -142,7 +142,6 @@ def check_configuration(vllm_config: Any, kv_cache_config: Any) -> None:
         )
     parallel = vllm_config.parallel_config
     for name, value in (
-        ("--pipeline-parallel-size", parallel.pipeline_parallel_size),
         ("--decode-context-parallel-size", parallel.decode_context_parallel_size),
         ("--prefill-context-parallel-size", parallel.prefill_context_parallel_size),
     ):

@@ -107,7 +107,7 @@ def kv_layout(
             units = None if total is None else units_of_rank(total, rank, ranks)
             numbers = element_type(module, spec) + _scales(scales[name])
             pages = _attention_pages(name, spec, module, place, view, units, (rank, ranks), numbers)
-        layers.append(LayerLayout(name, group, *pages))
+        layers.append(LayerLayout(name, group, *pages, needed=not of_drafter(vllm_config, name)))
     groups = tuple(_group_layout(kv_cache_config, group) for group in kv_cache_config.kv_cache_groups)
     return KvLayout(groups, tuple(layers)), tuple(memory.values())
 
@@ -249,6 +249,16 @@ def _check_device(tensor: Any) -> None:
         raise UnsupportedConfiguration(
             f"WriteImmConnector moves KV caches in CPU and CUDA memory; this one is on {tensor.device}."
         )
+
+
+def of_drafter(vllm_config: Any, name: str) -> bool:
+    """Whether the layer guesses tokens for the model to judge. vLLM numbers those behind the model's own, or
+    begins their names otherwise."""
+    drafter = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    if drafter is None:
+        return False
+    own = vllm_config.model_config.hf_text_config.num_hidden_layers
+    return name.startswith("draft_model.") or _layer_index(name)[:1] >= (own,)
 
 
 def _layer_index(name: str) -> tuple[int, ...]:

@@ -8,7 +8,6 @@ from kv_connector.lab.cluster import Role
 
 # What a case may wait for, and why it is left out until then: without its line here it runs.
 AWAITED = {
-    "unequal": "P and D of unequal shards, blocks or stages",
     "states": "models with recurrent states",
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import msgspec
 import pytest
 from protocol_setup import (
     BLOCK,
@@ -490,6 +491,23 @@ def test_an_engine_that_cannot_serve_fails_its_requests_in_words() -> None:
         assert every(actions, Send) == []
         assert_over(machine)
         assert machine.reserve(1.0, decode_request("u")) == [FindEngine(P_ADDRESS)]
+
+
+def test_a_drafter_goes_without_its_layers() -> None:
+    """Of a prefill engine without one."""
+    pages = msgspec.structs.replace(
+        PAGES, layers=(PAGES.layers[0], msgspec.structs.replace(PAGES.layers[1], needed=False))
+    )
+    machine = DecodeMachine(pages, TIMES)
+    actions = machine.engine_found(0.0, P_ADDRESS, (worker(PAGES, layers=(0,)),))
+    assert only(actions, Dial).wants == ((0,), ())
+    log = only(actions, Log)
+    assert log.level == logging.WARNING
+    assert "lacks 1 layers of a drafter, such as layer1: start it with the same" in log.text
+    machine.reserve(0.0, decode_request())
+    assert only(machine.peer_up(0.0, P_ADDRESS, PEER), OpenCounter).writes == 3
+    machine = DecodeMachine(pages, TIMES)
+    assert every(machine.engine_found(0.0, P_ADDRESS, (worker(PAGES),)), Log) == []
 
 
 def test_workers_of_decode_share_a_worker_of_prefill() -> None:
