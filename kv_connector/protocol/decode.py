@@ -408,8 +408,8 @@ class DecodeMachine:
         if not missing:
             return []
         text = (
-            f"the prefill engine at {address} lacks {len(missing)} layers of a drafter, such as {missing[0]}: "
-            "start it with the same speculative decoding, or fewer of its drafts are right"
+            f"the prefill engine at {address} lacks {len(missing)} layers of a drafter, such as "
+            f"{missing[0]}: start it with the same speculative decoding, or fewer of its drafts are right"
         )
         return [Log(logging.WARNING, text)]
 
