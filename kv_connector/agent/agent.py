@@ -32,7 +32,6 @@ from kv_connector.protocol.actions import Address, Reached, Share, State
 from kv_connector.protocol.decode import DecodeMachine
 from kv_connector.protocol.layout import KvLayout, memory_problem
 from kv_connector.protocol.messages import Fingerprint, Rank, Role
-from kv_connector.protocol.mismatch import Advice
 from kv_connector.protocol.peers import Identity, PeerTable
 from kv_connector.protocol.prefill import PrefillMachine
 from kv_connector.protocol.requests import ComputedPages, DecodeRequest, PrefillRequest
@@ -66,7 +65,7 @@ class AgentConfig:
     address: Address  # of the control socket; port 0 takes a free one
     fingerprint: Fingerprint
     layout: KvLayout
-    advice: Mapping[str, Advice] = field(default_factory=dict)  # by the name of a pair of the fingerprint
+    advice: Mapping[str, str] = field(default_factory=dict)  # by the name of a pair of the fingerprint
     providers: tuple[str, ...] = ("host", "tcp")  # in order of preference
     allow_fallback: bool = False
     data_host: str = ""  # address that the providers' listeners bind; empty: the control socket's

@@ -18,7 +18,6 @@ from kv_connector.engine.placement import Device, place
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.layout import KvLayout
 from kv_connector.protocol.messages import Fingerprint, Role
-from kv_connector.protocol.mismatch import Advice
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +45,7 @@ class WorkerInfo:
     layout: KvLayout
     memory: Sequence[MemoryRange]
     fingerprint: Fingerprint
-    advice: Mapping[str, Advice]
+    advice: Mapping[str, str]
     """What an operator is to do about a pair that differs."""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from kv_connector.protocol.messages import Fingerprint
 
@@ -14,25 +13,18 @@ _SHOWN = 4  # entries of a list that are worth showing: beyond it, only the firs
 _Value = str | tuple[str, ...] | None  # None: that side has no such pair
 
 
-@dataclass(frozen=True)
-class Advice:
-    """What an operator does about a pair that differs."""
+def mismatch(prefill: Fingerprint, decode: Fingerprint, advice: Mapping[str, str]) -> str | None:
+    """One sentence for each pair that differs, in ``prefill``'s order, or None if none does.
 
-    text: str
-    follows: str = ""  # another pair: where that one differs too, it is the reason, and told alone
-
-
-def mismatch(prefill: Fingerprint, decode: Fingerprint, advice: Mapping[str, Advice]) -> str | None:
-    """One sentence for each pair that differs, in ``prefill``'s order, or None if none does."""
+    ``advice``: what an operator does about it, by the pair's name.
+    """
     ours, theirs = ({pair.name: pair.value for pair in side} for side in (prefill, decode))
-    different = [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
     problems = []
-    for name in different:
-        # A pair that one side lacks is one that its release does not compare.
-        known = advice.get(name) if name in ours and name in theirs else None
-        known = known or Advice(SAME_RELEASE)
-        if known.follows not in different:
-            problems.append(f"{_difference(name, ours.get(name), theirs.get(name))}: {known.text}")
+    for name in ours | theirs:
+        if ours.get(name) != theirs.get(name):
+            # A pair that one side lacks is one that its release does not compare.
+            known = advice.get(name, SAME_RELEASE) if name in ours and name in theirs else SAME_RELEASE
+            problems.append(f"{_difference(name, ours.get(name), theirs.get(name))}: {known}")
     return "; ".join(problems) or None
 
 

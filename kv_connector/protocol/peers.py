@@ -44,7 +44,7 @@ from kv_connector.protocol.messages import (
     clip,
     id_problem,
 )
-from kv_connector.protocol.mismatch import SAME_RELEASE, Advice, mismatch
+from kv_connector.protocol.mismatch import SAME_RELEASE, mismatch
 from kv_connector.protocol.timers import Timeouts, Timers
 
 # Refusals that are logged once; names come from outside.
@@ -75,7 +75,7 @@ class Identity:
     fingerprint: Fingerprint
     layout: KvLayout
     regions: tuple[bytes, ...]  # TransferEngine's descriptor of each memory region
-    advice: Mapping[str, Advice] = field(default_factory=dict)  # not sent: by a pair's name
+    advice: Mapping[str, str] = field(default_factory=dict)  # not sent: by a pair's name
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import json
 from typing import Any
 
 from kv_connector.protocol.messages import Fingerprint, fingerprint
-from kv_connector.protocol.mismatch import Advice
 from kv_connector.vllm.internals import VLLM_VERSION
 
 # Where a model was loaded from, by what, and how its weights are stored: none of it changes what a page
@@ -21,9 +20,9 @@ _IRRELEVANT = {"_name_or_path", "name_or_path", "_commit_hash", "transformers_ve
 
 # What to do about each pair that differs.
 ADVICE = {
-    "engine": Advice("run the same release of the engine on both sides"),
-    "model": Advice("serve the same model on both sides"),
-    "dtype": Advice("start both engines with the same --dtype"),
+    "engine": "run the same release of the engine on both sides",
+    "model": "serve the same model on both sides",
+    "dtype": "start both engines with the same --dtype",
 }
 
 

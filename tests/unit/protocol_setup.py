@@ -11,7 +11,6 @@ from kv_connector.protocol.actions import Address
 from kv_connector.protocol.geometry import Place, opaque_page
 from kv_connector.protocol.layout import GroupLayout, GroupTarget, KvLayout, LayerLayout
 from kv_connector.protocol.messages import Fingerprint, Rank, Reserve, Wants, fingerprint
-from kv_connector.protocol.mismatch import Advice
 from kv_connector.protocol.plan import Plan
 from kv_connector.protocol.requests import ComputedPages, DecodeRequest, GroupPages, PrefillRequest
 from kv_connector.protocol.runs import Misfit
@@ -59,12 +58,12 @@ def region_bytes(pages: KvLayout) -> int:
 
 # What an operator is told, by the names of ``pairs``; nothing is known of "engine".
 ADVICE = {
-    "model": Advice("serve the same model on both sides"),
-    "dtype": Advice("give both sides the same dtype"),
-    "block_sizes": Advice("give both sides the same block size"),
-    "page_bytes": Advice("give both sides pages of one size", follows="ranks"),
-    "layers": Advice("serve the same layers on both sides"),
-    "ranks": Advice("give both sides as many ranks"),
+    "model": "serve the same model on both sides",
+    "dtype": "give both sides the same dtype",
+    "block_sizes": "give both sides the same block size",
+    "page_bytes": "give both sides pages of one size",
+    "layers": "serve the same layers on both sides",
+    "ranks": "give both sides as many ranks",
 }
 
 

@@ -247,13 +247,6 @@ def test_a_name_that_one_side_lacks_is_a_difference() -> None:
     )
 
 
-def test_of_a_difference_and_what_follows_from_it_the_first_is_told_alone() -> None:
-    text = mismatch(pairs(), pairs(ranks="2", page_bytes=("32", "32")), ADVICE)
-    assert text == "ranks: prefill has 1, decode has 2: give both sides as many ranks"
-    text = mismatch(pairs(), pairs(page_bytes=("32", "32")), ADVICE)
-    assert text == "page_bytes: prefill has (64, 64), decode has (32, 32): give both sides pages of one size"
-
-
 def test_long_lists_show_their_first_difference() -> None:
     names = tuple(f"layer{i}" for i in range(80))
     other = (*names[:70], "mtp", *names[71:])
