@@ -22,22 +22,35 @@ from kv_connector.engine import (
     TransferError,
 )
 from kv_connector.protocol.actions import (
+    Accept,
     CancelWrites,
     CloseCounter,
+    Complete,
+    Connect,
+    Deliver,
     Dial,
+    DialFailed,
+    Distrust,
     Ended,
+    EngineFound,
+    EngineNotFound,
     Fence,
     FindEngine,
     FinishedReceiving,
     FinishedSending,
+    HangUp,
+    Inquire,
     Log,
     OpenCounter,
     Outcome,
     PeerId,
     Push,
     Reached,
+    Reply,
     Seal,
     Send,
+    SessionOver,
+    SessionUp,
     Share,
     UnderWay,
 )
@@ -57,23 +70,7 @@ from kv_connector.protocol.messages import (
     Role,
     clip,
 )
-from kv_connector.protocol.peers import (
-    Accept,
-    Complete,
-    Connect,
-    Deliver,
-    DialFailed,
-    Distrust,
-    EngineFound,
-    EngineNotFound,
-    HangUp,
-    Inquire,
-    PeersAction,
-    PeerTable,
-    Reply,
-    SessionOver,
-    SessionUp,
-)
+from kv_connector.protocol.peers import PeersAction, PeerTable
 from kv_connector.protocol.prefill import PrefillAction, PrefillMachine, WritesEnd
 
 logger = logging.getLogger("kv_connector")

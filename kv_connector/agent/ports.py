@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from kv_connector.engine import ArmedLayer, CounterSet, Event, Handshake, PagedWrite, TransferProgress
-from kv_connector.protocol.actions import Address
+from kv_connector.protocol.actions import (
+    Address,
+    Source,
+)
 from kv_connector.protocol.messages import AnyMessage
-from kv_connector.protocol.peers import Source
 
 
 class Engine(Protocol):

@@ -13,8 +13,10 @@ import msgspec
 
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.membership import HEARTBEAT_S, BeginDrain, Leave, MembershipSockets, Register
-from kv_connector.protocol.actions import Address
-from kv_connector.protocol.peers import Source
+from kv_connector.protocol.actions import (
+    Address,
+    Source,
+)
 
 logger = logging.getLogger("kv_connector")
 

@@ -16,7 +16,25 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from kv_connector.protocol.actions import Address, Log, PeerId
+from kv_connector.protocol.actions import (
+    Accept,
+    Address,
+    Complete,
+    Connect,
+    Deliver,
+    DialFailed,
+    Distrust,
+    EngineFound,
+    EngineNotFound,
+    HangUp,
+    Inquire,
+    Log,
+    PeerId,
+    Reply,
+    SessionOver,
+    SessionUp,
+    Source,
+)
 from kv_connector.protocol.layout import KvLayout
 from kv_connector.protocol.messages import (
     MAX_WAITING,
@@ -54,9 +72,6 @@ _REMEMBERED_NAKS = 1024
 _CLOSING = "is shutting down"
 _ASLEEP = "is asleep"
 
-# Names one control connection, given by the owner of the sockets. One that broke and came back is another.
-Source = bytes
-
 
 class PeerState(enum.Enum):
     CONNECTING = "connecting"
@@ -87,113 +102,6 @@ class PeerInfo:
     role: Role  # what the peer is in this session
     state: PeerState
     lane: str
-
-
-@dataclass(frozen=True)
-class Connect:
-    """Open a control connection and make an offer of the engine: ``offered`` or ``dial_error`` answers."""
-
-    peer: PeerId
-    address: Address
-    name: str
-
-
-@dataclass(frozen=True)
-class Inquire:
-    """Open a control connection, without an offer: ``connected`` or ``dial_error`` answers."""
-
-    peer: PeerId
-    address: Address
-
-
-@dataclass(frozen=True)
-class Accept:
-    """Let the engine accept D's offer and import its regions: ``accepted`` or ``refused`` answers."""
-
-    peer: PeerId
-    name: str
-    hello: Hello
-
-
-@dataclass(frozen=True)
-class Complete:
-    """Give P's answer to the engine: ``completed`` or ``dial_error`` answers."""
-
-    peer: PeerId
-    name: str
-    lane: str
-    answer: bytes
-
-
-@dataclass(frozen=True)
-class Reply:
-    """A message on a connection, whether or not it has a session."""
-
-    source: Source
-    message: AnyMessage
-
-
-@dataclass(frozen=True)
-class SessionUp:
-    """Requests can flow. ``address``: what was dialled; None where the peer dialled us."""
-
-    peer: PeerId
-    address: Address | None
-
-
-@dataclass(frozen=True)
-class SessionOver:
-    """No more messages from or to this peer: tell the request machines, fence it, and tell them again."""
-
-    peer: PeerId
-    reason: str
-
-
-@dataclass(frozen=True)
-class DialFailed:
-    """The address led to no session."""
-
-    address: Address
-    reason: str
-
-
-@dataclass(frozen=True)
-class EngineFound:
-    """Who the workers of the engine at this address are, by rank."""
-
-    engine: Address
-    ranks: Ranks
-
-
-@dataclass(frozen=True)
-class EngineNotFound:
-    """There is none at this address, or it refuses us."""
-
-    engine: Address
-    reason: str
-
-
-@dataclass(frozen=True)
-class HangUp:
-    """Close a connection that we dialled."""
-
-    source: Source
-
-
-@dataclass(frozen=True)
-class Distrust:
-    """The sender broke the protocol: nothing more from this connection is to be read."""
-
-    source: Source
-    reason: str
-
-
-@dataclass(frozen=True)
-class Deliver:
-    """A message of a live session for the request machines."""
-
-    peer: PeerId
-    message: Reserve | Cancel | Release | Fail | CancelAck | Ping
 
 
 PeersAction = (

@@ -13,8 +13,10 @@ import zmq
 
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.membership import BeginDrain, Drain, Draining, Leave, MembershipSockets, Register
-from kv_connector.protocol.actions import Address
-from kv_connector.protocol.peers import Source
+from kv_connector.protocol.actions import (
+    Address,
+    Source,
+)
 from kv_connector.router.client import EngineClient, HttpError
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.members import MAX_ENGINES, Members

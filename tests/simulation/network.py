@@ -11,9 +11,11 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from kv_connector.protocol.actions import Address
+from kv_connector.protocol.actions import (
+    Address,
+    Source,
+)
 from kv_connector.protocol.messages import AnyMessage, Hello, MalformedMessage, decode, encode
-from kv_connector.protocol.peers import Source
 
 if TYPE_CHECKING:
     from .process import Process

@@ -9,7 +9,23 @@ import msgspec
 import pytest
 from protocol_setup import ADVICE, P_ADDRESS, all_of, every, layout, only, pairs, reserve, worker
 
-from kv_connector.protocol.actions import Address, Log
+from kv_connector.protocol.actions import (
+    Accept,
+    Address,
+    Complete,
+    Connect,
+    Deliver,
+    DialFailed,
+    Distrust,
+    EngineFound,
+    EngineNotFound,
+    HangUp,
+    Inquire,
+    Log,
+    Reply,
+    SessionOver,
+    SessionUp,
+)
 from kv_connector.protocol.messages import (
     MAX_TEXT,
     MAX_WAITING,
@@ -31,25 +47,7 @@ from kv_connector.protocol.messages import (
     Role,
     fingerprint,
 )
-from kv_connector.protocol.peers import (
-    Accept,
-    Complete,
-    Connect,
-    Deliver,
-    DialFailed,
-    Distrust,
-    EngineFound,
-    EngineNotFound,
-    HangUp,
-    Identity,
-    Inquire,
-    PeersAction,
-    PeerState,
-    PeerTable,
-    Reply,
-    SessionOver,
-    SessionUp,
-)
+from kv_connector.protocol.peers import Identity, PeersAction, PeerState, PeerTable
 from kv_connector.protocol.timers import Timeouts
 
 TIMES = Timeouts()
