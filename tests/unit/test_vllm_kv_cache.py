@@ -295,6 +295,7 @@ def write(rank: Rank, isa: str, k: torch.Tensor, v: torch.Tensor) -> None:
     ops.cpu_attn_reshape_and_cache(k.contiguous(), v.contiguous(), *planes, slots[: len(k)], isa)
 
 
+@pytest.mark.skipif(not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"), reason="no CPU kernels here")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("isa", "head_size"), [("vec", 64), ("vec16", 80)])
 def test_what_the_kernels_write_is_copied_into_blocks_of_another_size_and_other_ranks(
