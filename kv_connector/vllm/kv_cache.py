@@ -201,10 +201,9 @@ def _attention_pages(
     elif units is not None:
         numbers += f", {spec.head_size} + {spec.head_size_v} a head"
         if plain:
-            shard = Axis("shard", view.heads, view.head_stride)
-            token = Axis("token", view.tokens, view.token_stride)
-            axes = [shard, token] if view.head_stride > view.token_stride else [token, shard]
-            return numbers, view.divided((place.part("kv", axes, view.content, units),))
+            heads = Axis("shard", view.heads, view.head_stride)
+            tokens = Axis("token", view.tokens, view.token_stride)
+            return numbers, view.divided((place.part("kv", [heads, tokens], view.content, units),))
         if usual and backend == "CPU_ATTN" and view.heads_in_one_piece:
             return _cpu_pages(spec, module, place, view, units, numbers)
     return _whole_pages(name, place, view, f"{numbers} of {backend}", None if replicated else holder)

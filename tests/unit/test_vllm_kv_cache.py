@@ -293,17 +293,33 @@ def write(rank: Rank, isa: str, k: torch.Tensor, v: torch.Tensor) -> None:
     slots = torch.tensor(
         [block * size + token for block in TABLES[0] for token in range(size)], dtype=torch.int64
     )
-    ops.cpu_attn_reshape_and_cache(k.contiguous(), v.contiguous(), *planes, slots[: len(k)], isa)
+    kind = "fp8" if tensor.dtype == torch.uint8 else "auto"
+    ops.cpu_attn_reshape_and_cache(
+        k.contiguous(), v.contiguous(), *planes, slots[: len(k)], isa, kv_cache_dtype=kind
+    )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("isa", "head_size"), [("vec", 64), ("vec16", 80)])
+@pytest.mark.skipif(not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"), reason="no CPU kernels here")
+@pytest.mark.parametrize(
+    ("isa", "head_size", "dtype"),
+    [
+        ("vec", 64, torch.float32),
+        ("vec", 64, torch.bfloat16),
+        ("vec16", 80, torch.float32),
+        ("vec16", 80, torch.bfloat16),
+        pytest.param(
+            *("vec", 64, torch.uint8),
+            marks=pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="fp8 needs AVX-512"),
+        ),
+    ],
+)
 def test_what_the_kernels_write_is_copied_into_blocks_of_another_size_and_other_ranks(
     config: Any, isa: str, head_size: int, dtype: torch.dtype
 ) -> None:
     """K by dimension, V by token, a plane of each for every head: what arrives is what the same kernel would
     have written there."""
-    k, v = torch.rand(2, 128, HEADS, head_size, generator=torch.Generator().manual_seed(1)).to(dtype)
+    numbers = dtype if dtype.is_floating_point else torch.float32
+    k, v = torch.rand(2, 128, HEADS, head_size, generator=torch.Generator().manual_seed(1)).to(numbers)
     for (a, n), (b, m) in [((1, 32), (2, 64)), ((2, 64), (1, 32)), ((2, 64), (2, 64))]:
         prefill = [cpu_rank(config, isa, head_size, n, rank, a, dtype) for rank in range(a)]
         for rank, source in enumerate(prefill):
@@ -315,6 +331,7 @@ def test_what_the_kernels_write_is_copied_into_blocks_of_another_size_and_other_
             each = head_size + 1  # K's dimensions, and V
             assert runs == (128 // m if (a, n) == (b, m) else 128 // 32 * HEADS // b * each)
             for one, other in zip(target.tensors.values(), expected.tensors.values(), strict=True):
+                assert other.any()
                 assert torch.equal(one, other)
 
 

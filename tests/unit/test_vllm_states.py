@@ -4,8 +4,9 @@ The shapes are vLLM's own, and a rank's state is what the model's whole state ha
 packed as vLLM's layers unpack it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +14,26 @@ from typing import Any
 import pytest
 import torch
 from protocol_setup import misfit
+from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import (
+    destroy_distributed_environment,
+    destroy_model_parallel,
+    ensure_model_parallel_initialized,
+    init_distributed_environment,
+)
 from vllm.model_executor.layers.mamba import mamba_utils
+from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator as Shapes
+from vllm.model_executor.layers.mamba.short_conv import ShortConv
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as Kind
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
 from vllm_pages import BLOCKS, Rank, attention, make_rank, name, transfer
 from vllm_stage import FULL, model, vllm_config
 
+from kv_connector.protocol.geometry import Place
 from kv_connector.protocol.plan import Plan
 from kv_connector.vllm import states
 
@@ -249,3 +263,57 @@ def test_a_state_that_all_ranks_have_comes_from_any(config: Any, order: Callable
     assert transfer([one], two, 0, 2, [[ROW], []], 700) == 2
     assert torch.equal(two.tensors[name(0)][ROW], one.tensors[name(0)][ROW])
     assert two.layout.groups[0].num_blocks == BLOCKS
+
+
+@pytest.fixture
+def alone(config: Any, tmp_path: Path) -> Iterator[Any]:
+    """vLLM's configuration, in a process that is an engine's one rank; layers get no memory."""
+    with set_current_vllm_config(config), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(config.cache_config, "mamba_block_size", 1024)
+        patch.setattr(config, "kv_transfer_config", None)
+        init_distributed_environment(1, 0, f"file://{tmp_path}/ranks", 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
+        with torch.device("meta"):
+            yield config
+        destroy_model_parallel()
+        destroy_distributed_environment()
+
+
+def test_vllms_own_layers_are_known(alone: Any, order: Callable[[bool], None]) -> None:
+    """They have what we ask of them, under these names."""
+    order(SD)
+    configs = {"model_config": alone.model_config, "cache_config": alone.cache_config}
+    sizes = {"hidden_size": 64, "ssm_state_size": 16, "conv_kernel_size": 4, "intermediate_size": 128}
+    options = {"use_conv_bias": True, "use_bias": False, **sizes, **configs}
+    delta = {
+        f"linear_{what}": value
+        for what, value in {
+            "num_key_heads": 2,
+            "num_value_heads": 4,
+            "key_head_dim": 32,
+            "value_head_dim": 64,
+            "conv_kernel_dim": 4,
+            "attn_config": {"head_dim": 32, "num_heads": 4, "short_conv_kernel_size": 4},
+        }.items()
+    }
+    of_delta = SimpleNamespace(hidden_size=64, hidden_act="silu", rms_norm_eps=1e-6, **delta)
+    short = SimpleNamespace(conv_L_cache=3, conv_bias=False)
+    layers = [
+        MambaMixer(time_step_rank=4, use_rms_norm=False, prefix="layers.0", **options),
+        MambaMixer2(n_groups=1, num_heads=8, head_dim=16, prefix="layers.1", **options),
+        QwenGatedDeltaNetAttention(of_delta, alone, "layers.2"),
+        KimiGatedDeltaNetAttention(of_delta, alone, "layers.3"),
+        ShortConv(short, 64, 4, prefix="layers.4", **configs),
+    ]
+    state = ["state"]
+    for layer, parts in zip(
+        layers,
+        (["x", *state], ["x", "B", "C", *state], ["q", "k", "v", *state], ["q", "k", "v", *state], ["x"]),
+        strict=True,
+    ):
+        spec = layer.get_kv_cache_spec(alone)
+        _, found = states.state_pages(spec, layer, Place(0, 0, 1 << 20), (0, 1), "cpu")
+        assert [part.name.removeprefix("conv.") for part in found] == parts
+        assert sum(part.run_bytes * prod(axis.count for axis in part.axes) for part in found) == (
+            spec.state_content_size_bytes
+        )

@@ -6,7 +6,6 @@ import random
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +91,7 @@ async def test_wrong_configurations(
 
 # What the decode engine's log says of each.
 REFUSALS = {
-    "block size": r"block_sizes: prefill has \(32\), decode has \(64\): .*--block-size",
+    "kv dtype": r"attn: format: prefill has 'float32, .*', decode has 'float8_e4m3fn times 1\.0, .*dtypes",
     "dtype": r"dtype: prefill has \S*float32.*, decode has \S*bfloat16.*--dtype",
     "model": r"model: prefill has Llama\S* \S+, decode has Llama\S* \S+: serve the same model",
 }
@@ -116,8 +115,8 @@ def strangers(
     ):
         cluster.interpreter = other.interpreter = interpreter
         engines = {
-            "block size": cluster.start_engine(
-                "block-size", role="kv_consumer", settings=replace(usual, block_size=64)
+            "kv dtype": cluster.start_engine(
+                "kv-dtype", role="kv_consumer", settings=engine_settings("--kv-cache-dtype", "fp8")
             ),
             "dtype": cluster.start_engine(
                 "dtype", role="kv_consumer", settings=engine_settings("--dtype", "bfloat16")
