@@ -14,7 +14,7 @@ NATIVE_SOURCES := $(filter %.cc,$(NATIVE))
 # gcc's thread sanitizer cannot place its shadow under some kernels' address randomisation.
 NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
-.PHONY: help setup demo test test-native test-python test-libfabric test-verbs test-vllm-next test-upstream bench-verbs campaign test-data-parallel test-faults fuzz hostile lint analyze format bench bench-gpu clean distclean
+.PHONY: help setup demo test test-native test-python test-libfabric test-verbs test-vllm-next test-upstream bench-verbs campaign test-data-parallel test-topologies test-faults fuzz hostile lint analyze format bench bench-gpu clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -124,6 +124,10 @@ test-faults: setup ## kill -9, SIGSTOP, restarts, partitions, rolling replacemen
 
 test-data-parallel: setup ## engines of two data-parallel ranks each, dense and MoE, behind one API server and a router
 	@KVC_DATA_PARALLEL=1 $(PYTHON_ENV)/python -m pytest tests/vllm/test_data_parallel.py
+
+CASE ?=
+test-topologies: setup ## every kind of model and topology, real engines: docs/compatibility.md; CASE=mla
+	@KVC_TOPOLOGIES=1 $(PYTHON_ENV)/python -m pytest --durations=0 --durations-min=2 $(if $(CASE),-k "$(CASE)") tests/topologies
 
 TIDY = $(PYTHON_ENV)/clang-tidy -p build/native --quiet
 TIDIED := $(filter native/engine/% native/providers/%,$(NATIVE_SOURCES))

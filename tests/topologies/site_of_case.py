@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -135,13 +135,19 @@ class CaseCluster:
     def _settings(self, side: Side, blocks: int) -> EngineSettings:
         words = [self._resolve(word) for word in side.words()]
         return replace(
-            engine_settings("--dtype", self._case.dtype, *words, blocks=blocks),
-            max_model_len=MAX_MODEL_LEN,
-            max_batched_tokens=side.chunk,
-            max_seqs=8,
-            block_size=side.block,
+            engine_settings_of(side, ["--dtype", self._case.dtype, *words], blocks),
             prefix_caching=self._case.caching,
         )
 
     def _resolve(self, word: str) -> str:
         return re.sub(r"@([\w-]+)", lambda name: str(self._models[name[1]]), word)
+
+
+def engine_settings_of(side: Side, words: Iterable[str], blocks: int = PLENTY) -> EngineSettings:
+    return replace(
+        engine_settings(*words, blocks=blocks),
+        max_model_len=MAX_MODEL_LEN,
+        max_batched_tokens=side.chunk,
+        max_seqs=8,
+        block_size=side.block,
+    )

@@ -1,0 +1,98 @@
+"""Pairs that must not exchange pages: the client is told, within a second, what differs and what to do."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import pytest
+from cases import FP8, Side
+from deployment import TIMEOUTS, Client, Refused, assert_quiescent, prompt, wait_logged
+from site_of_case import Models, engine_settings_of
+
+from kv_connector.lab.cluster import Engine, LocalCluster
+
+pytestmark = pytest.mark.anyio
+
+AT_ONCE_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Stranger:
+    """A D that one of the Ps must refuse, and both sides' values as a regular expression."""
+
+    model: str
+    flags: str
+    prefill: str
+    words: str
+
+
+STRANGERS = {
+    "model": Stranger("other", "", "plain", r"model: prefill has Llama\S* \S+, decode has Llama\S* \S+: "),
+    "dtype": Stranger(
+        "llama", "--dtype bfloat16", "plain", r"prefill has \S*float32.*decode has \S*bfloat16"
+    ),
+    "kv-dtype": Stranger("llama", FP8, "plain", r"prefill has .*auto.*decode has .*fp8"),
+    "kv-scales": Stranger("fp8-other-scales", FP8, "scaled", r"prefill has 0\.25.*decode has 0\.5"),
+}
+PREFILLS = {"plain": Stranger("llama", "", "", ""), "scaled": Stranger("fp8-scales", FP8, "", "")}
+
+
+@dataclass(frozen=True)
+class Strangers:
+    prefills: dict[str, Engine]
+    decodes: dict[str, Engine]
+    routers: dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def strangers(
+    models: Models, interpreter: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Strangers]:
+    directory = tmp_path_factory.mktemp("strangers")
+    with ExitStack() as stack:
+        clusters: dict[str, LocalCluster] = {}
+
+        def start(name: str, role: str, what: Stranger) -> Engine:
+            if what.model not in clusters:
+                cluster = LocalCluster(directory / what.model, models[what.model])
+                cluster.interpreter = interpreter
+                clusters[what.model] = stack.enter_context(cluster)
+            return clusters[what.model].start_engine(
+                name,
+                role=role,
+                extra={"timeouts": TIMEOUTS},
+                settings=engine_settings_of(Side(what.flags), what.flags.split()),
+            )
+
+        prefills = {name: start(name, "kv_producer", what) for name, what in PREFILLS.items()}
+        decodes = {name: start(name, "kv_consumer", what) for name, what in STRANGERS.items()}
+        routers = {
+            name: clusters[what.model].start_router(
+                f"router-{name}", prefill=[prefills[what.prefill]], decode=[decodes[name]]
+            )
+            for name, what in STRANGERS.items()
+        }
+        for cluster in clusters.values():
+            cluster.wait_ready()
+        yield Strangers(prefills, decodes, routers)
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+async def test_a_pair_that_differs_is_refused(strangers: Strangers, client: Client, name: str) -> None:
+    stranger, decode = STRANGERS[name], strangers.decodes[name]
+    await client.complete(strangers.prefills[stranger.prefill].url, prompt("warm", 100), 1)
+    began = time.monotonic()
+    with pytest.raises(Refused) as refused:
+        await client.complete(strangers.routers[name], prompt(f"stranger {name}", 100), 4)
+    seconds = time.monotonic() - began
+    await wait_logged(decode, stranger.words)
+    print(refused.value.status, refused.value.text, f"{seconds:.2f} s")
+    assert re.search(stranger.words, refused.value.text)
+    assert seconds < AT_ONCE_SECONDS
+    await assert_quiescent(client, decode, strangers.prefills[stranger.prefill])
+    # Alone it serves what it can.
+    assert len(await client.complete(decode.url, prompt("alone", 100), 4)) == 4
