@@ -155,10 +155,11 @@ def adapt(helpers: Any, model: Path) -> None:
     """Makes the tests' helpers set the stage for our connector; before the tests import them."""
     from vllm.distributed.kv_transfer.kv_connector.v1 import example_connector
 
-    from kv_connector.protocol.actions import Address
+    from kv_connector.protocol.layout import KvLayout
+    from kv_connector.protocol.messages import Rank
     from kv_connector.vllm.connector import WriteImmConnector
     from kv_connector.vllm.internals import KVConnectorTransferResults
-    from kv_connector.vllm.metadata import RankAddress, StepMetadata
+    from kv_connector.vllm.metadata import DescribedRank, StepMetadata
 
     connectors: list[Any] = []
 
@@ -177,7 +178,8 @@ def adapt(helpers: Any, model: Path) -> None:
         scheduler = original(*arguments, **options)
         connector = scheduler.connector
         assert isinstance(connector, WriteImmConnector)
-        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): RankAddress(Address("127.0.0.1", 5600))})
+        rank = DescribedRank(Rank("127.0.0.1", 5600, 0, KvLayout((), ())))
+        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): rank})
         show_blocks(connector)
         connectors.append(connector)
         return scheduler

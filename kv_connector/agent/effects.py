@@ -49,6 +49,7 @@ from kv_connector.protocol.messages import (
     Fail,
     FailCode,
     Hello,
+    Locate,
     NakReason,
     Ping,
     Release,
@@ -257,7 +258,11 @@ class Effects:
                 return [] if source is None else self._execute(now, Reply(source, message))
             case Reply(source, message):
                 if not self._control.send(source, message):
-                    hint = " (has only one of the two a cluster key?)" if isinstance(message, Hello) else ""
+                    hint = (
+                        " (has only one of the two a cluster key?)"
+                        if isinstance(message, Hello | Locate)
+                        else ""
+                    )
                     return self.peers.lost(now, source, f"its control connection takes no messages{hint}")
             case Deliver(peer, message):
                 return self._deliver(now, peer, message)

@@ -42,8 +42,9 @@ from kv_connector.protocol.actions import (
     State,
     UnderWay,
 )
-from kv_connector.protocol.layout import KvLayout
+from kv_connector.protocol.layout import KvLayout, layout_problem
 from kv_connector.protocol.messages import (
+    MAX_REGIONS,
     Cancel,
     CancelAck,
     Fail,
@@ -216,6 +217,9 @@ class DecodeMachine:
         try:
             if len(set(where)) < len(where):
                 raise Misfit("two of its workers listen at one address")
+            for number, rank in enumerate(ranks):
+                if (problem := layout_problem(rank.layout, MAX_REGIONS)) is not None:
+                    raise Misfit(f"rank {number}: {problem}")
             found = draws(self._ranks, self._rank, ranks)
         except Misfit as misfit:
             return self.engine_not_found(
@@ -223,8 +227,7 @@ class DecodeMachine:
             )
         engine.workers = {where[number]: draw for number, draw in found.items()}
         actions: list[DecodeAction] = [
-            Dial(address, worker, draw.wants)
-            for worker, draw in engine.workers.items()
+            Dial(address, worker, draw.wants) for worker, draw in engine.workers.items()
         ]
         for transfer_id in engine.releases:
             actions += self._release(transfer_id, address, engine.workers)

@@ -37,6 +37,8 @@ MAX_WAITING = 4096
 # Workers of D that one worker of P serves for one request: it has a ledger of the pages for each.
 MAX_SHARES = MAX_RANKS
 
+MAX_REGIONS = 256  # of memory, of one worker: a storage for each layer at most
+
 MAX_ID = 256  # identifiers are uuid-sized; this leaves room for engines and routers that build their own
 MAX_TEXT = 1024  # a few lines for an operator
 Id = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID)]
@@ -131,7 +133,7 @@ class Hello(Message, frozen=True, tag="hello"):
     fingerprint: Fingerprint
     layout: KvLayout
     wants: Wants
-    regions: Annotated[tuple[Blob, ...], msgspec.Meta(max_length=256)]
+    regions: Annotated[tuple[Blob, ...], msgspec.Meta(max_length=MAX_REGIONS)]
     offer: Blob
 
 

@@ -553,8 +553,9 @@ class PeerTable:
     def _connecting(self, now: float, peer: _Peer) -> list[PeersAction]:
         if now < peer.give_up:
             return self._say_hello(now, peer)
+        said = "LOCATE" if peer.finding else "HELLO"
         text = (
-            f"no answer to HELLO within {self._timeouts.connect:g} s: "
+            f"no answer to {said} within {self._timeouts.connect:g} s: "
             f"is a prefill engine's agent listening at {peer.address}, with the same cluster key?"
         )
         return self.drop(now, peer.peer, text)

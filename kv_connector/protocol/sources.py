@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kv_connector.protocol.layout import Part
 from kv_connector.protocol.messages import Rank, Wants
-from kv_connector.protocol.plan import Plan
+from kv_connector.protocol.plan import Plan, matching_parts
 from kv_connector.protocol.runs import Misfit, naming
 
 
@@ -32,9 +32,12 @@ class Holders:
         self.units: dict[str, dict[str, dict[int, range]]] = {}
         """Layer, part, rank: the units of the part that the rank has."""
         self.stages: dict[str, set[int]] = defaultdict(set)
+        self.any: dict[str, int] = {}
+        """By layer, one rank that has it."""
         for number, rank in sorted(ranks.items()):
             for layer in rank.layout.layers:
                 self.stages[layer.name].add(rank.stage)
+                self.any.setdefault(layer.name, number)
                 parts = self.units.setdefault(layer.name, {})
                 for part in layer.parts:
                     parts.setdefault(part.name, {})[number] = part.units
@@ -46,6 +49,11 @@ def draws(decode: Sequence[Rank], rank: int, prefill: Sequence[Rank]) -> dict[in
     Raises Misfit where something that it wants is to be had of nobody, or cannot be copied.
     """
     holders = Holders(dict(enumerate(prefill)))
+    for layer in decode[rank].layout.layers:
+        if layer.name in holders.any:  # says in words what differs; of the others a Plan does
+            pages = prefill[holders.any[layer.name]].layout
+            ours = next(known for known in pages.layers if known.name == layer.name)
+            matching_parts(pages, ours, decode[rank].layout, layer)
     chosen = [choose_sources(decode, number, holders) for number in range(len(decode))]
     found = {}
     for number, source in enumerate(prefill):
@@ -72,9 +80,7 @@ def choose_sources(decode: Sequence[Rank], rank: int, prefill: Holders) -> dict[
     for ordinal, layer in enumerate(own.layout.layers):
         stages = sorted(prefill.stages.get(layer.name, ()))
         if len(stages) != 1:
-            raise Misfit(
-                f"layer {layer.name}: prefill has it on pipeline stages {stages or 'none'}, not on one"
-            )
+            raise Misfit(f"layer {layer.name}: prefill has it on stages {stages or 'none'}, not on one")
         for number, part in enumerate(layer.parts):
             units = prefill.units[layer.name].get(part.name, {})
             with naming(f"part {part.name} of layer {layer.name}"):

@@ -19,6 +19,7 @@ from kv_connector.control.membership import encode as encode_membership
 from kv_connector.engine import DomainConfig, EngineConfig, TransferError
 from kv_connector.engine.transfer_engine import TransferEngine
 from kv_connector.protocol import messages
+from kv_connector.protocol.decode import DecodeMachine
 from kv_connector.protocol.geometry import (
     Piece,
     Place,
@@ -27,17 +28,18 @@ from kv_connector.protocol.geometry import (
     recurrent_state,
     vector_planes,
 )
-from kv_connector.protocol.layout import GroupLayout, KvLayout, LayerLayout, layout_problem
+from kv_connector.protocol.layout import GroupLayout, KvLayout, LayerLayout
 from kv_connector.protocol.messages import AnyMessage, MalformedMessage, Role, fingerprint
 from kv_connector.protocol.mismatch import mismatch
-from kv_connector.protocol.plan import layouts_problem
+from kv_connector.protocol.prefill import PrefillMachine
+from kv_connector.protocol.timers import Timeouts
 from kv_connector.router.completion import Completion
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.failure import Failure
 
 sys.path.append(str(Path(__file__).parent.parent / "unit"))
 
-from protocol_setup import ADVICE, layout, pairs, reserve
+from protocol_setup import ADVICE, P_ADDRESS, all_of, layout, pairs, reserve, worker
 
 
 @dataclass(frozen=True)
@@ -73,15 +75,20 @@ DIVIDED = divided_layout()
 
 def protocol_messages() -> list[AnyMessage]:
     """One of each kind, and of each shape that matters."""
-    version, pages, regions = messages.PROTOCOL_VERSION, layout(groups=(2, 2)), (b"region" * 8,)
+    version, regions, offer = messages.PROTOCOL_VERSION, (b"region" * 8,), b"offer" * 20
+    pages = layout(groups=(2, 2))
+    wants = all_of(pages)
     many = fingerprint({f"name{i}": tuple(f"{i} {k}" for k in range(i)) for i in range(20)})
     return [
-        messages.Hello("d", "1", Role.DECODE, 0, version, pairs(), pages, regions, b"offer" * 20),
-        messages.Hello("d", "1", Role.DECODE, 0, version, many, pages, regions, b"offer" * 20),
-        messages.Hello("d", "1", Role.DECODE, 0, version, pairs(), DIVIDED, regions * 2, b"offer" * 20),
-        messages.HelloAck("p", "2", Role.PREFILL, 0, "tcp", (0, 1), b"answer" * 20),
+        messages.Hello("d", "1", Role.DECODE, 0, version, pairs(), pages, wants, regions, offer),
+        messages.Hello("d", "1", Role.DECODE, 0, version, many, pages, wants, regions, offer),
+        messages.Hello(
+            "d", "1", Role.DECODE, 0, version, pairs(), DIVIDED, all_of(DIVIDED), regions * 2, offer
+        ),
+        messages.HelloAck("p", "2", Role.PREFILL, 0, "tcp", b"answer" * 20),
         messages.HelloNak(messages.NakReason.INCOMPATIBLE, "block sizes differ"),
-        messages.Redirect("10.0.0.2", 5601),
+        messages.Locate("d", Role.DECODE, 1, version, pairs()),
+        messages.Directory("p", (worker(DIVIDED), worker(pages, stage=1))),
         reserve(),
         reserve(prompt_hash=None),
         reserve(blocks=range(300), tokens=300 * 16, more=((1, 2, 3),)),
@@ -114,8 +121,10 @@ def feed_protocol(data: bytes) -> bool:
     assert messages.decode(messages.encode(message)) == message
     if isinstance(message, messages.Hello):
         mismatch(pairs(), message.fingerprint, ADVICE)
-        if layout_problem(message.layout, len(message.regions)) is None:
-            layouts_problem(DIVIDED, message.layout)
+        # It may name regions that it has not; the pages are bad enough.
+        PrefillMachine(DIVIDED, Timeouts()).admit(1, message.layout, message.wants, messages.MAX_REGIONS)
+    if isinstance(message, messages.Directory):
+        DecodeMachine(DIVIDED, Timeouts()).engine_found(0.0, P_ADDRESS, message.ranks)
     return True
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from kv_connector.agent.effects import Action, Effects
 from kv_connector.agent.ledger import Ledger
-from kv_connector.protocol.actions import Address, State
+from kv_connector.protocol.actions import State
 from kv_connector.protocol.decode import DecodeMachine
 from kv_connector.protocol.messages import Role, fingerprint
 from kv_connector.protocol.peers import Identity, PeerTable

@@ -22,7 +22,7 @@ from kv_connector.engine.transfer_engine import TransferEngine
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.layout import GroupTarget, KvLayout
 from kv_connector.protocol.messages import Fingerprint, Role
-from kv_connector.protocol.requests import ComputedPages, DecodeRequest, GroupPages, PrefillRequest, Source
+from kv_connector.protocol.requests import ComputedPages, DecodeRequest, GroupPages, PrefillRequest
 from kv_connector.protocol.timers import Timeouts
 
 # Long enough for a machine that is busy with other tests, and a failing test still ends.
@@ -109,15 +109,14 @@ class Side:
 
     def reserve(
         self,
-        peer: Address,
+        engine: Address,
         blocks: Sequence[int] = (11, 12, 13),
         transfer: str = "t",
         tokens: int = 3 * BLOCK,
         prompt_hash: bytes | None = HASH,
-        others: tuple[Address, ...] = (),
     ) -> None:
-        sources, groups = tuple(map(Source, (peer, *others))), (GroupTarget(0, tuple(blocks)),)
-        self.agent.reserve(DecodeRequest(f"d-{transfer}", transfer, sources, tokens, 0, prompt_hash, groups))
+        groups = (GroupTarget(0, tuple(blocks)),)
+        self.agent.reserve(DecodeRequest(f"d-{transfer}", transfer, engine, tokens, 0, prompt_hash, groups))
 
     def holds(self, transfer: str, source: Sequence[int], target: Sequence[int]) -> bool:
         """Whether P's pages have come, in every layer."""
@@ -159,6 +158,7 @@ class Stage:
         engine: TransferEngine | None = None,
         rank: int = 0,
         ranks: int = 1,
+        stage: int = 0,
         key: ClusterKey | None = None,
     ) -> Side:
         shape = pages if pages is not None else layout(num_blocks=64 if role is Role.PREFILL else 32)
@@ -171,6 +171,7 @@ class Stage:
             role=role,
             rank=rank,
             ranks=ranks,
+            stage=stage,
             address=Address(host, port),
             fingerprint=fingerprint if fingerprint is not None else pairs(),
             advice=ADVICE,
@@ -187,6 +188,13 @@ class Stage:
     def pair(self, timeouts: Timeouts = TIMES) -> tuple[Side, Side]:
         """A prefill and a decode engine."""
         return self.side(Role.PREFILL, timeouts=timeouts), self.side(Role.DECODE, timeouts=timeouts)
+
+
+def acquaint(sides: Sequence[Side]) -> None:
+    """They are the workers of one engine, by rank."""
+    ranks = [side.agent.described(side.address) for side in sides]
+    for side in sides:
+        side.agent.set_ranks(ranks)
 
 
 @contextmanager

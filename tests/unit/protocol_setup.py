@@ -10,9 +10,9 @@ import msgspec
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.geometry import Place, opaque_page
 from kv_connector.protocol.layout import GroupLayout, GroupTarget, KvLayout, LayerLayout
-from kv_connector.protocol.messages import Fingerprint, Reserve, fingerprint
+from kv_connector.protocol.messages import Fingerprint, Rank, Reserve, Wants, fingerprint
 from kv_connector.protocol.mismatch import Advice
-from kv_connector.protocol.requests import ComputedPages, DecodeRequest, GroupPages, PrefillRequest, Source
+from kv_connector.protocol.requests import ComputedPages, DecodeRequest, GroupPages, PrefillRequest
 
 HASH = bytes(range(16))
 BLOCK = 16  # tokens
@@ -23,17 +23,25 @@ T = TypeVar("T")
 
 
 def layout(
-    groups: Sequence[int] = (2,), num_blocks: int = 64, stride: int = PAGE, page: int = PAGE
+    groups: Sequence[int] = (2,),
+    num_blocks: int = 64,
+    stride: int = PAGE,
+    page: int = PAGE,
+    holder: tuple[int, int] | None = None,
 ) -> KvLayout:
-    """One region; ``groups`` says how many layers each group has. Layers of the groups take turns."""
+    """One region; ``groups`` says how many layers each group has. Layers of the groups take turns.
+
+    ``holder``: as opaque_page has it.
+    """
     owners = [group for turn in range(max(groups)) for group, layers in enumerate(groups) if turn < layers]
+    places = [Place(0, k * num_blocks * stride, stride) for k in range(len(owners))]
     return KvLayout(
         groups=tuple(
             GroupLayout(num_blocks, BLOCK, "full" if i == 0 else "sliding_window") for i in range(len(groups))
         ),
         layers=tuple(
-            LayerLayout(f"layer{k}", group, "", opaque_page(Place(0, k * num_blocks * stride, stride), page))
-            for k, group in enumerate(owners)
+            LayerLayout(f"layer{k}", group, "", opaque_page(place, page, holder))
+            for k, (group, place) in enumerate(zip(owners, places, strict=True))
         ),
     )
 
@@ -118,12 +126,25 @@ def decode_request(
     transfer: str = "t",
     blocks: Iterable[int] = (11, 12, 13),
     request: str | None = None,
-    peers: tuple[Address, ...] = (P_ADDRESS,),
+    engine: Address = P_ADDRESS,
     tokens: int = 3 * BLOCK,
     prompt_hash: bytes | None = HASH,
 ) -> DecodeRequest:
-    groups, sources = (GroupTarget(0, tuple(blocks)),), tuple(map(Source, peers))
-    return DecodeRequest(request or f"d-{transfer}", transfer, sources, tokens, 0, prompt_hash, groups)
+    groups = (GroupTarget(0, tuple(blocks)),)
+    return DecodeRequest(request or f"d-{transfer}", transfer, engine, tokens, 0, prompt_hash, groups)
+
+
+def worker(
+    pages: KvLayout, address: Address = P_ADDRESS, stage: int = 0, layers: Iterable[int] | None = None
+) -> Rank:
+    """One of an engine's workers: it has all of these pages, or some layers of them."""
+    some = pages.layers if layers is None else tuple(pages.layers[layer] for layer in layers)
+    return Rank(address.host, address.port, stage, msgspec.structs.replace(pages, layers=some))
+
+
+def all_of(pages: KvLayout) -> Wants:
+    """Every part of every layer."""
+    return tuple(tuple(range(len(layer.parts))) for layer in pages.layers)
 
 
 def only(actions: Sequence[object], kind: type[T]) -> T:

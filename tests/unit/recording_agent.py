@@ -6,11 +6,11 @@ import pytest
 
 from kv_connector.agent.ledger import Reports
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.requests import DecodeRequest, GroupPages, PrefillRequest, Source
+from kv_connector.protocol.requests import DecodeRequest, GroupPages, PrefillRequest
 
 PEER = Address("10.0.0.1", 5600)
 EXPECT = PrefillRequest("p", "t", 100, bytes(16))
-RESERVE = DecodeRequest("d", "t", (Source(PEER),), 100, 0, bytes(16), ())
+RESERVE = DecodeRequest("d", "t", PEER, 100, 0, bytes(16), ())
 PAGES = (GroupPages(0, (1, 2)),)
 
 

@@ -13,19 +13,21 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import zmq
-from agent_setup import IMPATIENT, LIVELY, TIMES, Side, Stage, stage, until
+from agent_setup import IMPATIENT, LIVELY, TIMES, Side, Stage, acquaint, stage, until
 from protocol_setup import BLOCK, HASH, PAGE, layout, pairs, with_rows
 
 from kv_connector.agent.agent import Agent, AgentConfig, AgentError, MemoryRange
 from kv_connector.engine import ArmedLayer, ErrorCode, PagedWrite, TransferError
 from kv_connector.engine.transfer_engine import LayerSignal
 from kv_connector.protocol.actions import Address, Outcome, State
-from kv_connector.protocol.layout import GroupTarget
+from kv_connector.protocol.geometry import Place, Units, head_major, units_of_rank
+from kv_connector.protocol.layout import GroupLayout, GroupTarget, KvLayout, LayerLayout
 from kv_connector.protocol.messages import Release, Role, encode
 from kv_connector.protocol.peers import PeerState
-from kv_connector.protocol.requests import ComputedPages, DecodeRequest, GroupPages, Source
+from kv_connector.protocol.requests import ComputedPages, DecodeRequest, GroupPages
 
 SOURCE, TARGET = (1, 2, 3), (11, 12, 13)
 
@@ -201,7 +203,7 @@ def test_rows_come_beside_the_pages(sim: Stage) -> None:
     prefill.agent.computed(ComputedPages("t", 0, (GroupPages(2, (3,)), GroupPages(0, (0,)))))
     prefill.agent.finished("t", True, "")
     groups = GroupTarget(0, TARGET), GroupTarget(0, (3,))
-    decode.agent.reserve(DecodeRequest("d-t", "t", (Source(prefill.address),), 3 * BLOCK, 0, HASH, groups))
+    decode.agent.reserve(DecodeRequest("d-t", "t", prefill.address, 3 * BLOCK, 0, HASH, groups))
     until(lambda: prefill.agent.live().engine_transfers == 1)
     assert decode.received == []
     prefill.agent.signal.store(len(prefill.layout.layers))
@@ -214,22 +216,26 @@ def test_rows_come_beside_the_pages(sim: Stage) -> None:
 
 @pytest.fixture
 def stages(sim: Stage) -> tuple[Side, Side, Side]:
-    """Two prefill engines with a layer each, and a decode engine with both."""
+    """The two workers of a prefill engine, with a layer each, and a decode engine with both."""
     halves = [
         msgspec.structs.replace(
             layout(), layers=(msgspec.structs.replace(layer, parts=layout().layers[0].parts),)
         )
         for layer in layout().layers
     ]
-    sides = [sim.side(Role.PREFILL, f"p{number}", pages=half) for number, half in enumerate(halves)]
+    sides = [
+        sim.side(Role.PREFILL, pages=half, rank=number, ranks=2, stage=number)
+        for number, half in enumerate(halves)
+    ]
+    acquaint(sides)
     for side in sides:
         side.expect()
     return sides[0], sides[1], sim.side(Role.DECODE)
 
 
-def test_pages_come_from_several_engines(stages: tuple[Side, Side, Side]) -> None:
+def test_pages_come_from_several_stages(stages: tuple[Side, Side, Side]) -> None:
     first, second, decode = stages
-    decode.reserve(first.address, others=(second.address,))
+    decode.reserve(first.address)
     first.compute(SOURCE)
     first.agent.finished("t", True, "")
     first.wait(sent=["p-t"])
@@ -246,9 +252,9 @@ def test_pages_come_from_several_engines(stages: tuple[Side, Side, Side]) -> Non
         side.idle()
 
 
-def test_one_of_several_engines_that_fails_stops_the_others(stages: tuple[Side, Side, Side]) -> None:
+def test_one_of_several_stages_that_fails_stops_the_others(stages: tuple[Side, Side, Side]) -> None:
     first, second, decode = stages
-    decode.reserve(first.address, others=(second.address,))
+    decode.reserve(first.address)
     first.compute(SOURCE[:2])
     second.agent.finished("t", False, "its client left")
     decode.wait(received=["d-t"])
@@ -258,6 +264,56 @@ def test_one_of_several_engines_that_fails_stops_the_others(stages: tuple[Side, 
         side.wait(sent=["p-t"])
         side.idle()
     decode.idle()
+
+
+def heads(units: Units, tokens: int, num_blocks: int) -> KvLayout:
+    """Two layers, a head of which has two bytes of each token; blocks of so many tokens."""
+    page = units.count * tokens * 2
+    places = Place(0, 0, page), Place(0, num_blocks * page, page)
+    return KvLayout(
+        (GroupLayout(num_blocks, tokens, "full"),),
+        tuple(
+            LayerLayout(f"layer{k}", 0, "", head_major(place, units, tokens, 2))
+            for k, place in enumerate(places)
+        ),
+    )
+
+
+@pytest.mark.parametrize(("a", "b"), [(1, 2), (2, 1), (2, 2)], ids=["wider", "narrower", "as wide"])
+@pytest.mark.parametrize(("ours", "theirs"), [(BLOCK, 2 * BLOCK), (2 * BLOCK, BLOCK)])
+def test_ranks_and_blocks_may_differ(sim: Stage, a: int, b: int, ours: int, theirs: int) -> None:
+    prefill, decode = (
+        [
+            sim.side(role, rank=rank, ranks=ranks, pages=heads(units_of_rank(2, rank, ranks), tokens, 8))
+            for rank in range(ranks)
+        ]
+        for role, ranks, tokens in ((Role.PREFILL, a, ours), (Role.DECODE, b, theirs))
+    )
+    for sides in (prefill, decode):
+        acquaint(sides)
+    tokens = 3 * BLOCK + 5  # in order: two blocks of one size, four of the other
+    pages, places = ((1, 2), (6, 5, 4, 3)) if ours > theirs else ((3, 4, 5, 6), (2, 1))
+    for d in decode:
+        d.reserve(prefill[0].address, places, tokens=tokens)
+    random = np.random.default_rng(7)
+    whole = random.integers(1, 256, (2, 2, 4 * BLOCK, 2), dtype=np.uint8)  # [layer, head, token, byte]
+    for rank, p in enumerate(prefill):
+        p.expect(tokens=tokens)
+        mine = whole[:, rank * 2 // a : (rank + 1) * 2 // a]
+        for number, page in enumerate(pages):
+            part = mine[:, :, number * ours : (number + 1) * ours]
+            p.pages[:, page] = part.reshape(2, -1)
+        p.compute(pages, forward=False)
+        p.agent.signal.store(2)
+        p.agent.finished("t", True, "")
+    for rank, d in enumerate(decode):
+        d.wait(received=["d-t"])
+        assert d.failed == []
+        mine = whole[:, rank * 2 // b : (rank + 1) * 2 // b]
+        got = d.pages[:, list(places)].reshape(2, len(places), 2 // b, theirs, 2).swapaxes(1, 2)
+        assert (got.reshape(2, 2 // b, -1, 2)[:, :, :tokens] == mine[:, :, :tokens]).all()
+    for side in (*prefill, *decode):
+        side.idle()
 
 
 def test_loads_of_a_deep_model_do_not_run_out_of_counters(sim: Stage) -> None:
@@ -471,7 +527,6 @@ def test_a_release_frees_the_prompt(pair: tuple[Side, Side]) -> None:
 def test_a_prompt_that_nobody_wants_expires_unless_decode_says_that_it_waits(sim: Stage) -> None:
     prefill, decode = sim.pair(replace(TIMES, hold=1.5, heartbeat=0.1))
     decode.agent.set_waiting([("kept", prefill.address)])
-    decode.agent.dial(prefill.address)
     until(lambda: decode.agent.live().peers == 1)
     for name in ("kept", "lost"):
         prefill.expect(name)
@@ -777,12 +832,17 @@ def test_a_restarted_decode_engine_replaces_its_old_self(
 def test_ranks_on_several_hosts_find_each_other(sim: Stage, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "kv_connector")
     prefill, decode = (
-        [sim.side(role, host=f"127.0.0.{rank + 1}", rank=rank, ranks=2) for rank in range(2)]
+        [
+            sim.side(role, host=f"127.0.0.{rank + 1}", rank=rank, ranks=2, pages=layout(holder=(rank, 2)))
+            for rank in range(2)
+        ]
         for role in (Role.PREFILL, Role.DECODE)
     )
     engine = prefill[0].address  # all that requests say
+    # Each rank's pages are another's: only that of the same number can have them.
+    for sides in (prefill, decode):
+        acquaint(sides)
     for p in prefill:
-        p.agent.set_ranks([p.address for p in prefill])
         p.expect()
     for d in decode:
         d.reserve(engine)
@@ -828,22 +888,23 @@ def test_an_address_where_nobody_listens_fails_the_request(
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "words", "naks"),
     [
         (
             {"fingerprint": pairs(block_sizes=("32",))},
             "incompatible: block_sizes: prefill has (16), decode has (32): give both sides the same",
+            1,
         ),
         (
             {"pages": layout(page=32)},
-            "incompatible: layer layer0: part page: bytes a run: prefill has 64, decode has 32",
+            "does not fit: layer layer0: part page: bytes a run: prefill has 64, decode has 32",
+            0,
         ),
-        ({"rank": 1}, "protocol: there is no rank 1 among 1"),
     ],
-    ids=["block size", "layout", "rank"],
+    ids=["block size", "layout"],
 )
 def test_an_engine_that_does_not_fit_is_told_why_and_nobody_else_suffers(
-    sim: Stage, changes: dict[str, Any], words: str, caplog: pytest.LogCaptureFixture
+    sim: Stage, changes: dict[str, Any], words: str, naks: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     prefill, decode = sim.pair()
     stranger = sim.side(Role.DECODE, "stranger", **changes)
@@ -852,7 +913,7 @@ def test_an_engine_that_does_not_fit_is_told_why_and_nobody_else_suffers(
         stranger.wait(received=[f"d-{name}"])
     assert stranger.failed == ["d-t", "d-u"]
     until(lambda: words in caplog.text)
-    assert caplog.text.count(f"NAK from {prefill.address}") == 1
+    assert caplog.text.count(f"NAK from {prefill.address}") == naks
     stranger.idle()
     transfer(prefill, decode)
 
@@ -1013,7 +1074,7 @@ def test_an_agent_that_never_started_closes() -> None:
     agent.preempt(["t"])
     agent.close()
     agent.close()
-    agent.dial(Address("127.0.0.1", 1))  # nobody listens any more, and nobody minds
+    agent.release("t", Address("127.0.0.1", 1))  # nobody listens any more, and nobody minds
     assert agent.live().idle
 
 

@@ -41,6 +41,7 @@ def starts() -> Iterator[Starts]:
                 "role": Role.PREFILL,
                 "rank": 0,
                 "ranks": 1,
+                "stage": 0,
                 "data_parallel_index": 0,
                 "data_parallel_rank": 0,
                 "host": "127.0.0.1",

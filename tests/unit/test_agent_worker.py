@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from protocol_setup import layout
+from protocol_setup import worker as worker_of
 from recording_agent import EXPECT, PAGES, PEER, RESERVE, RecordingAgent, agent
 
 from kv_connector.agent.commands import (
@@ -14,13 +16,12 @@ from kv_connector.agent.commands import (
     FailLoad,
     FinishPrefill,
     NewPages,
-    RankAddresses,
     Release,
+    SetRanks,
 )
 from kv_connector.agent.ledger import Reports
 from kv_connector.agent.worker import Worker
-from kv_connector.protocol.actions import Address
-from kv_connector.protocol.requests import ComputedPages, DecodeRequest, PrefillRequest, Source
+from kv_connector.protocol.requests import ComputedPages, DecodeRequest, PrefillRequest
 
 __all__ = ["agent"]
 
@@ -31,7 +32,7 @@ def worker(agent: RecordingAgent) -> Worker:
 
 
 def test_commands_reach_the_agent_in_order(agent: RecordingAgent, worker: Worker) -> None:
-    ranks = RankAddresses((PEER, Address("10.0.0.2", 5601)))
+    ranks = SetRanks((worker_of(layout()), worker_of(layout(), stage=1)))
     worker.execute(
         (
             ranks,
@@ -44,7 +45,7 @@ def test_commands_reach_the_agent_in_order(agent: RecordingAgent, worker: Worker
         )
     )
     assert agent.take_calls() == [
-        ("set_ranks", ranks.addresses),
+        ("set_ranks", ranks.ranks),
         ("expect", EXPECT),
         ("reserve", RESERVE),
         ("cancel", "d"),
@@ -54,9 +55,9 @@ def test_commands_reach_the_agent_in_order(agent: RecordingAgent, worker: Worker
     ]
 
 
-def test_peers_of_waiting_transfers_are_dialled(agent: RecordingAgent, worker: Worker) -> None:
+def test_engines_of_waiting_transfers_are_looked_for(agent: RecordingAgent, worker: Worker) -> None:
     worker.waiting((("t", PEER), ("u", PEER)))
-    assert agent.take_calls() == [("dial", PEER), ("set_waiting", (("t", PEER), ("u", PEER)))]
+    assert agent.take_calls() == [("set_waiting", (("t", PEER), ("u", PEER)))]
 
 
 def test_sent_is_reported_once_and_only_after_the_scheduler_has_finished(
@@ -169,7 +170,7 @@ def test_whatever_is_refused_each_request_is_reported_exactly_once(random: Any, 
         lives.append(
             random.choice(
                 [
-                    [DecodeRequest(d, t, (Source(PEER),), 100, 0, bytes(16), ()), Cancel(d)],
+                    [DecodeRequest(d, t, PEER, 100, 0, bytes(16), ()), Cancel(d)],
                     [FailLoad(d), Cancel(d)],
                 ]
             )

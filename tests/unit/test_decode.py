@@ -5,7 +5,18 @@ from __future__ import annotations
 import logging
 
 import pytest
-from protocol_setup import BLOCK, HASH, P_ADDRESS, T, decode_request, every, layout, only
+from protocol_setup import (
+    BLOCK,
+    HASH,
+    P_ADDRESS,
+    T,
+    all_of,
+    decode_request,
+    every,
+    layout,
+    only,
+    worker,
+)
 
 from kv_connector.protocol.actions import (
     Address,
@@ -13,6 +24,7 @@ from kv_connector.protocol.actions import (
     Dial,
     Ended,
     Fence,
+    FindEngine,
     FinishedReceiving,
     Log,
     OpenCounter,
@@ -23,7 +35,6 @@ from kv_connector.protocol.actions import (
 )
 from kv_connector.protocol.decode import DecodeAction, DecodeMachine
 from kv_connector.protocol.messages import Cancel, CancelAck, Fail, FailCode, Release, Reserve, Role
-from kv_connector.protocol.requests import DecodeRequest, Source
 from kv_connector.protocol.timers import Timeouts
 
 PEER, OTHER = 1, 2
@@ -32,11 +43,16 @@ TIMES = Timeouts()
 IMMEDIATE = 100
 
 
+PAGES = layout(num_blocks=32)
+WANTS = all_of(PAGES)
+
+
 @pytest.fixture
 def machine() -> DecodeMachine:
-    made = DecodeMachine(layout(num_blocks=32), TIMES)
-    for peer in (PEER, OTHER):
-        assert made.admit(peer, (0, 1)) is None
+    """Of a worker that has found two engines of one worker each."""
+    made = DecodeMachine(PAGES, TIMES)
+    for address in (P_ADDRESS, OTHER_ADDRESS):
+        assert made.engine_found(0.0, address, (worker(PAGES),)) == [Dial(address, address, WANTS)]
     return made
 
 
@@ -116,7 +132,7 @@ def test_reserve_leaves_at_once_where_there_is_a_session(machine: DecodeMachine)
 
 
 def test_reserve_waits_for_its_session(machine: DecodeMachine) -> None:
-    assert machine.reserve(0.0, decode_request()) == [Dial(P_ADDRESS)]
+    assert machine.reserve(0.0, decode_request()) == []
     assert machine.peer_up(0.5, OTHER_ADDRESS, OTHER) == []
     assert machine.peer_up(1.0, P_ADDRESS, PEER) == [OpenCounter((PEER,), "d-t", 6)]
     message = sent(machine.counter_opened(1.0, "d-t", IMMEDIATE), Reserve)
@@ -157,8 +173,6 @@ def test_a_request_is_received_once(machine: DecodeMachine) -> None:
         (decode_request(blocks=(1, 2, 3, 4)), "behind the 3"),
         (decode_request(prompt_hash=b"short"), "a prompt hash has 16 bytes, this one 5"),
         (decode_request(prompt_hash=b""), "a prompt hash has 16 bytes, this one 0"),
-        (decode_request(peers=()), "from one or more different prefill engines"),
-        (decode_request(peers=(P_ADDRESS, P_ADDRESS)), "from one or more different prefill engines"),
         (decode_request(transfer=""), "a transfer id has 1 to 256 characters, this one 0"),
         (decode_request(transfer="x" * 257), "this one 257"),
         (decode_request(transfer="\ud800"), "valid Unicode"),
@@ -331,13 +345,23 @@ def test_a_request_that_waits_for_its_session_too_long_fails(machine: DecodeMach
 # --- Several sources
 
 
+@pytest.fixture
+def divided() -> DecodeMachine:
+    """It has found an engine of two workers, each with a layer."""
+    made = DecodeMachine(PAGES, TIMES)
+    ranks = (worker(PAGES, layers=(1,)), worker(PAGES, OTHER_ADDRESS, 1, layers=(0,)))
+    assert made.engine_found(0.0, P_ADDRESS, ranks) == [
+        Dial(P_ADDRESS, P_ADDRESS, ((), (0,))),
+        Dial(P_ADDRESS, OTHER_ADDRESS, ((0,), ())),
+    ]
+    return made
+
+
 def halves(machine: DecodeMachine) -> int:
-    """A request whose RESERVE has been sent to two, each with a layer."""
-    machine.admit(PEER, (1,))
-    machine.admit(OTHER, (0,))
+    """A request whose RESERVE has been sent to both."""
     machine.peer_up(0.0, P_ADDRESS, PEER)
     machine.peer_up(0.0, OTHER_ADDRESS, OTHER)
-    machine.reserve(0.0, both())
+    machine.reserve(0.0, decode_request())
     sends = every(machine.counter_opened(0.0, "d-t", IMMEDIATE), Send)
     assert [send.peer for send in sends] == [PEER, OTHER]
     reserve, same = (send.message for send in sends)
@@ -346,96 +370,90 @@ def halves(machine: DecodeMachine) -> int:
     return reserve.attempt
 
 
-def both() -> DecodeRequest:
-    return decode_request(peers=(P_ADDRESS, OTHER_ADDRESS))
-
-
-def test_all_sources_are_asked_at_once_and_counted_together(machine: DecodeMachine) -> None:
-    machine.admit(PEER, (1,))
-    machine.admit(OTHER, (0,))
-    assert machine.reserve(0.0, both()) == [Dial(P_ADDRESS), Dial(OTHER_ADDRESS)]
-    assert machine.peer_up(0.0, OTHER_ADDRESS, OTHER) == []
-    assert machine.peer_up(0.0, P_ADDRESS, PEER) == [OpenCounter((PEER, OTHER), "d-t", 6)]
-    machine.counter_opened(0.0, "d-t", IMMEDIATE)
-    assert report(machine.counter_reached(1.0, "d-t")) == done()
-    assert_over(machine)
+def test_all_sources_are_asked_at_once_and_counted_together(divided: DecodeMachine) -> None:
+    assert divided.reserve(0.0, decode_request()) == []
+    assert divided.peer_up(0.0, OTHER_ADDRESS, OTHER) == []
+    assert divided.peer_up(0.0, P_ADDRESS, PEER) == [OpenCounter((PEER, OTHER), "d-t", 6)]
+    divided.counter_opened(0.0, "d-t", IMMEDIATE)
+    assert report(divided.counter_reached(1.0, "d-t")) == done()
+    assert_over(divided)
 
 
 @pytest.mark.parametrize("quiesced", [True, False])
-def test_where_one_source_fails_the_others_are_stopped(machine: DecodeMachine, quiesced: bool) -> None:
-    attempt = halves(machine)
-    actions = machine.fail(1.0, PEER, Fail("t", attempt, FailCode.WRITE_ERROR, "x", quiesced))
+def test_where_one_source_fails_the_others_are_stopped(divided: DecodeMachine, quiesced: bool) -> None:
+    attempt = halves(divided)
+    actions = divided.fail(1.0, PEER, Fail("t", attempt, FailCode.WRITE_ERROR, "x", quiesced))
     if not quiesced:
         assert only(actions, Fence).peer == PEER
-        actions = machine.peer_down(1.0, PEER, "fenced")
+        actions = divided.peer_down(1.0, PEER, "fenced")
     assert actions == [Send(OTHER, Cancel("t", attempt))]
     if not quiesced:
-        assert machine.fenced(2.0, PEER) == []
-    actions = machine.cancel_ack(3.0, OTHER, CancelAck("t", attempt, drained=True))
+        assert divided.fenced(2.0, PEER) == []
+    actions = divided.cancel_ack(3.0, OTHER, CancelAck("t", attempt, drained=True))
     assert report(actions) == failed()
     assert (only(actions, Ended).peer, only(actions, Ended).reason) == (PEER, "write_error: x")
-    assert_over(machine)
+    assert_over(divided)
 
 
-def test_a_second_failure_changes_nothing(machine: DecodeMachine) -> None:
-    attempt = halves(machine)
-    machine.fail(1.0, OTHER, Fail("t", attempt, FailCode.EXPIRED, "first", quiesced=True))
-    actions = machine.fail(2.0, PEER, Fail("t", attempt, FailCode.EXPIRED, "second", quiesced=True))
+def test_a_second_failure_changes_nothing(divided: DecodeMachine) -> None:
+    attempt = halves(divided)
+    divided.fail(1.0, OTHER, Fail("t", attempt, FailCode.EXPIRED, "first", quiesced=True))
+    actions = divided.fail(2.0, PEER, Fail("t", attempt, FailCode.EXPIRED, "second", quiesced=True))
     assert report(actions) == failed()
     assert (only(actions, Ended).peer, only(actions, Ended).reason) == (OTHER, "expired: first")
-    assert_over(machine)
+    assert_over(divided)
 
 
-def test_a_dead_source_is_fenced_and_the_others_stop(machine: DecodeMachine) -> None:
-    attempt = halves(machine)
-    assert machine.peer_down(1.0, PEER, "silent") == [Send(OTHER, Cancel("t", attempt))]
-    assert machine.cancel_ack(2.0, OTHER, CancelAck("t", attempt, drained=True)) == []
-    assert machine.next_deadline() is None, "the fence has its own bound"
-    assert report(machine.fenced(3.0, PEER)) == failed()
-    assert_over(machine)
+def test_a_dead_source_is_fenced_and_the_others_stop(divided: DecodeMachine) -> None:
+    attempt = halves(divided)
+    assert divided.peer_down(1.0, PEER, "silent") == [Send(OTHER, Cancel("t", attempt))]
+    assert divided.cancel_ack(2.0, OTHER, CancelAck("t", attempt, drained=True)) == []
+    assert divided.next_deadline() is None, "the fence has its own bound"
+    assert report(divided.fenced(3.0, PEER)) == failed()
+    assert_over(divided)
 
 
-def test_an_abort_waits_for_every_source(machine: DecodeMachine) -> None:
-    attempt = halves(machine)
+def test_an_abort_waits_for_every_source(divided: DecodeMachine) -> None:
+    attempt = halves(divided)
     cancel = Cancel("t", attempt)
-    assert machine.cancel(1.0, "d-t") == [Send(PEER, cancel), Send(OTHER, cancel)]
-    assert machine.cancel_ack(2.0, PEER, CancelAck("t", attempt, drained=True)) == []
-    assert machine.cancel_ack(2.0, PEER, CancelAck("t", attempt, drained=True)) == []
+    assert divided.cancel(1.0, "d-t") == [Send(PEER, cancel), Send(OTHER, cancel)]
+    assert divided.cancel_ack(2.0, PEER, CancelAck("t", attempt, drained=True)) == []
+    assert divided.cancel_ack(2.0, PEER, CancelAck("t", attempt, drained=True)) == []
     # The other says nothing: it alone is fenced.
-    assert [fence.peer for fence in every(machine.tick(1.0 + TIMES.cancel), Fence)] == [OTHER]
-    machine.peer_down(7.0, OTHER, "fenced")
-    assert report(machine.fenced(8.0, OTHER)) == done()
-    assert_over(machine)
+    assert [fence.peer for fence in every(divided.tick(1.0 + TIMES.cancel), Fence)] == [OTHER]
+    divided.peer_down(7.0, OTHER, "fenced")
+    assert report(divided.fenced(8.0, OTHER)) == done()
+    assert_over(divided)
 
 
-def test_the_last_page_beats_the_end_of_a_source(machine: DecodeMachine) -> None:
-    halves(machine)
-    machine.peer_down(1.0, PEER, "left")
-    assert report(machine.counter_reached(1.0, "d-t")) == done()
-    assert machine.fenced(2.0, PEER) == []
-    assert_over(machine)
+def test_the_last_page_beats_the_end_of_a_source(divided: DecodeMachine) -> None:
+    halves(divided)
+    divided.peer_down(1.0, PEER, "left")
+    assert report(divided.counter_reached(1.0, "d-t")) == done()
+    assert divided.fenced(2.0, PEER) == []
+    assert_over(divided)
 
 
 def test_a_source_that_cannot_be_reached_fails_the_request_and_frees_the_others(
-    machine: DecodeMachine,
+    divided: DecodeMachine,
 ) -> None:
-    machine.peer_up(0.0, OTHER_ADDRESS, OTHER)
-    assert machine.reserve(0.0, both()) == [Dial(P_ADDRESS)]
-    actions = machine.dial_failed(1.0, P_ADDRESS, "nobody answers")
+    divided.peer_up(0.0, OTHER_ADDRESS, OTHER)
+    assert divided.reserve(0.0, decode_request()) == []
+    actions = divided.dial_failed(1.0, P_ADDRESS, "nobody answers")
     assert report(actions) == failed()
     assert only(actions, Send) == Send(OTHER, Release("t"))
-    assert_over(machine)
+    assert_over(divided)
 
 
-def test_a_source_that_dies_before_all_are_there_fails_the_request(machine: DecodeMachine) -> None:
-    machine.peer_up(0.0, OTHER_ADDRESS, OTHER)
-    machine.reserve(0.0, both())
-    actions = machine.peer_down(1.0, OTHER, "silent")
+def test_a_source_that_dies_before_all_are_there_fails_the_request(divided: DecodeMachine) -> None:
+    divided.peer_up(0.0, OTHER_ADDRESS, OTHER)
+    divided.reserve(0.0, decode_request())
+    actions = divided.peer_down(1.0, OTHER, "silent")
     assert report(actions) == failed()
     assert every(actions, Send) == []
-    assert machine.peer_up(1.0, P_ADDRESS, PEER) == []
-    assert machine.fenced(1.0, OTHER) == []
-    assert_over(machine)
+    assert divided.peer_up(1.0, P_ADDRESS, PEER) == []
+    assert divided.fenced(1.0, OTHER) == []
+    assert_over(divided)
 
 
 def test_a_counter_that_comes_after_the_end_is_closed(machine: DecodeMachine) -> None:
@@ -446,25 +464,68 @@ def test_a_counter_that_comes_after_the_end_is_closed(machine: DecodeMachine) ->
     assert machine.counter_failed(0.0, "d-t", "x") == []
 
 
-@pytest.mark.parametrize(("layers", "have"), [((0,), 2), ((), 0)])
-def test_each_layer_has_to_come_from_one_source(
-    machine: DecodeMachine, layers: tuple[int, ...], have: int
-) -> None:
-    machine.admit(PEER, (1, *layers))
-    machine.admit(OTHER, layers)
-    machine.peer_up(0.0, P_ADDRESS, PEER)
-    machine.peer_up(0.0, OTHER_ADDRESS, OTHER)
-    actions = machine.reserve(0.0, both())
-    assert report(actions) == failed()
-    assert only(actions, Ended).reason == f"{have} of 2 prefill engines have layer layer0, not one"
-    assert every(actions, Send) == [Send(PEER, Release("t")), Send(OTHER, Release("t"))]
-    assert_over(machine)
+def test_an_engine_that_cannot_serve_fails_its_requests_in_words() -> None:
+    for ranks, words in (
+        ((worker(PAGES, layers=(0,)),), "layer layer1: prefill has it on stages none, not on one"),
+        (
+            (worker(PAGES), worker(PAGES, OTHER_ADDRESS, 1)),
+            r"layer layer0: prefill has it on stages [0, 1], not on one",
+        ),
+        (
+            (worker(PAGES, layers=(0,)), worker(PAGES, P_ADDRESS, 1, layers=(1,))),
+            "two of its workers listen at one address",
+        ),
+        (
+            (worker(PAGES), worker(layout(stride=32), OTHER_ADDRESS)),
+            "rank 1: part page of layer layer0 spac",
+        ),
+        ((worker(layout(page=32)),), "layer layer0: part page: bytes a run: prefill has 32, decode has 64"),
+    ):
+        machine = DecodeMachine(PAGES, TIMES)
+        machine.reserve(0.0, decode_request())
+        machine.release(0.0, "other", P_ADDRESS)
+        actions = machine.engine_found(0.0, P_ADDRESS, ranks)
+        assert report(actions) == failed()
+        assert f"the prefill engine at {P_ADDRESS} does not fit: {words}" in only(actions, Ended).reason
+        assert every(actions, Send) == []
+        assert_over(machine)
+        assert machine.reserve(1.0, decode_request("u")) == [FindEngine(P_ADDRESS)]
 
 
-def test_a_peer_cannot_have_layers_that_there_are_not(machine: DecodeMachine) -> None:
-    for layers in ((0, 2), (0, 0)):
-        problem = machine.admit(PEER, layers)
-        assert problem == f"it claims layers {layers} of 2"
+def test_workers_of_decode_share_a_worker_of_prefill() -> None:
+    """Pages that are the same on all ranks: two decode workers draw on one prefill worker."""
+    machine = DecodeMachine(PAGES, TIMES)
+    machine.set_ranks(1, [worker(PAGES), worker(PAGES, OTHER_ADDRESS)])
+    machine.engine_found(0.0, P_ADDRESS, (worker(PAGES),))
+    message = reserved(machine)
+    assert (message.share, message.shares) == (1, 2)
+    assert sent(machine.cancel(0.0, "d-t"), Cancel).share == 1
+    assert sent(machine.release(0.0, "u", P_ADDRESS), Release) == Release("u", 1)
+
+
+def test_a_worker_that_nobody_draws_on_is_released() -> None:
+    """Three prefill workers with the same layer, two decode workers: each draws on one of them."""
+    pages = layout(groups=(1,))
+    third = Address("127.0.0.3", 5600)
+    ranks = [worker(pages), worker(pages, OTHER_ADDRESS), worker(pages, third)]
+    idle: list[Address] = []
+    for rank in range(2):
+        machine = DecodeMachine(pages, TIMES)
+        machine.set_ranks(rank, ranks[:2])
+        dials = every(machine.engine_found(0.0, P_ADDRESS, ranks), Dial)
+        peers = {dial.address: number for number, dial in enumerate(dials)}
+        for dial in dials:
+            machine.peer_up(0.0, dial.address, peers[dial.address])
+        unwanted = [dial.address for dial in dials if dial.wants == ((),)]
+        idle += unwanted
+        actions = machine.reserve(0.0, decode_request())
+        assert [action for action in actions if isinstance(action, Send)] == [
+            Send(peers[address], Release("t")) for address in unwanted
+        ]
+        assert only(actions, OpenCounter).peers == tuple(
+            peer for address, peer in peers.items() if address not in unwanted
+        )
+    assert idle == [third]
 
 
 # --- The session
@@ -473,7 +534,7 @@ def test_a_peer_cannot_have_layers_that_there_are_not(machine: DecodeMachine) ->
 def test_an_address_that_leads_nowhere_fails_its_requests_only(machine: DecodeMachine) -> None:
     machine.reserve(0.0, decode_request("t"))
     machine.reserve(0.0, decode_request("u"))
-    machine.reserve(0.0, decode_request("v", peers=(OTHER_ADDRESS,)))
+    machine.reserve(0.0, decode_request("v", engine=OTHER_ADDRESS))
     actions = machine.dial_failed(1.0, P_ADDRESS, "refused: incompatible")
     assert every(actions, FinishedReceiving) == [failed("d-t"), failed("d-u")]
     assert {ended.reason for ended in every(actions, Ended)} == {"refused: incompatible"}
@@ -483,7 +544,7 @@ def test_an_address_that_leads_nowhere_fails_its_requests_only(machine: DecodeMa
 def test_a_dead_peers_requests_fail_once_it_is_fenced(machine: DecodeMachine) -> None:
     reserved(machine)
     machine.peer_up(0.0, OTHER_ADDRESS, OTHER)
-    machine.reserve(0.0, decode_request("v", peers=(OTHER_ADDRESS,)))
+    machine.reserve(0.0, decode_request("v", engine=OTHER_ADDRESS))
     machine.counter_opened(0.0, "d-v", IMMEDIATE)
     assert machine.peer_down(1.0, PEER, "silent for 5 s") == []
     assert machine.fail(1.0, PEER, Fail("t", 1, FailCode.WRITE_ERROR, "", quiesced=True)) == []
@@ -504,32 +565,69 @@ def test_the_last_page_may_come_before_the_fence(machine: DecodeMachine) -> None
 def test_after_a_death_the_next_request_dials_again(machine: DecodeMachine) -> None:
     reserved(machine)
     machine.peer_down(1.0, PEER, "gone")
-    assert machine.reserve(1.0, decode_request("u")) == [Dial(P_ADDRESS)]
+    assert machine.reserve(1.0, decode_request("u")) == [FindEngine(P_ADDRESS)]
     machine.fenced(2.0, PEER)
+    assert machine.engine_found(2.0, P_ADDRESS, (worker(PAGES),)) == [Dial(P_ADDRESS, P_ADDRESS, WANTS)]
     assert machine.peer_up(3.0, P_ADDRESS, OTHER) == [OpenCounter((OTHER,), "d-u", 6)]
 
 
+def test_an_engine_is_looked_for_once(machine: DecodeMachine) -> None:
+    elsewhere = Address("10.0.0.9", 5600)
+    assert machine.reserve(0.0, decode_request("t", engine=elsewhere)) == [FindEngine(elsewhere)]
+    assert machine.reserve(0.0, decode_request("u", engine=elsewhere)) == []
+    assert machine.release(0.0, "v", elsewhere) == []
+    actions = machine.engine_found(1.0, elsewhere, (worker(PAGES),))
+    assert set(every(actions, Dial)) == {Dial(elsewhere, elsewhere, WANTS)}
+    actions = machine.peer_up(2.0, elsewhere, PEER)
+    assert sent(actions, Release) == Release("v")
+    assert [action.request_id for action in every(actions, OpenCounter)] == ["d-t", "d-u"]
+    assert machine.engine_found(3.0, elsewhere, (worker(PAGES),)) == [], "for requests that queue"
+
+
+def test_an_engine_that_is_not_there_fails_its_requests_only(machine: DecodeMachine) -> None:
+    elsewhere = Address("10.0.0.9", 5600)
+    machine.reserve(0.0, decode_request("t", engine=elsewhere))
+    machine.reserve(0.0, decode_request("u"))
+    machine.release(0.0, "v", elsewhere)
+    actions = machine.engine_not_found(1.0, elsewhere, "no answer")
+    assert report(actions) == failed("d-t")
+    assert only(actions, Ended).reason == "no answer"
+    assert len(machine) == 1
+    actions = machine.engine_found(2.0, elsewhere, (worker(PAGES),))
+    assert machine.peer_up(2.0, elsewhere, PEER) == [], "the release is forgotten"
+
+
+def test_an_abort_before_the_engine_is_found_is_reported_at_once(machine: DecodeMachine) -> None:
+    elsewhere = Address("10.0.0.9", 5600)
+    machine.reserve(0.0, decode_request("t", engine=elsewhere))
+    assert machine.under_way()[0].phase == "staged"
+    assert report(machine.cancel(0.0, "d-t")) == done()
+    assert_over(machine)
+    machine.engine_found(1.0, elsewhere, (worker(PAGES),))
+    assert sent(machine.peer_up(2.0, elsewhere, PEER), Release) == Release("t")
+
+
 def test_release_goes_out_now_or_when_the_session_is_there(machine: DecodeMachine) -> None:
-    assert machine.release(0.0, "t", Source(P_ADDRESS)) == [Dial(P_ADDRESS)]
-    assert machine.release(0.0, "u", Source(P_ADDRESS)) == [Dial(P_ADDRESS)]
+    assert machine.release(0.0, "t", P_ADDRESS) == [Dial(P_ADDRESS, P_ADDRESS, WANTS)]
+    assert machine.release(0.0, "u", P_ADDRESS) == [Dial(P_ADDRESS, P_ADDRESS, WANTS)]
     actions = machine.peer_up(1.0, P_ADDRESS, PEER)
     assert [send.message for send in every(actions, Send)] == [Release("t"), Release("u")]
-    assert machine.release(2.0, "v", Source(P_ADDRESS)) == [Send(PEER, Release("v"))]
+    assert machine.release(2.0, "v", P_ADDRESS) == [Send(PEER, Release("v"))]
 
 
 def test_releases_for_an_address_that_leads_nowhere_are_dropped(machine: DecodeMachine) -> None:
-    machine.release(0.0, "t", Source(P_ADDRESS))
+    machine.release(0.0, "t", P_ADDRESS)
     machine.dial_failed(1.0, P_ADDRESS, "no answer")
     assert machine.peer_up(2.0, P_ADDRESS, PEER) == []
 
 
 def test_a_transfer_id_that_cannot_be_sent_is_not_released(machine: DecodeMachine) -> None:
-    assert only(machine.release(0.0, "x" * 1000, Source(P_ADDRESS)), Log).level == logging.WARNING
+    assert only(machine.release(0.0, "x" * 1000, P_ADDRESS), Log).level == logging.WARNING
 
 
 def test_shutting_down_cancels_everything_and_calls_nothing_received(machine: DecodeMachine) -> None:
     attempt = reserved(machine).attempt
-    machine.reserve(0.0, decode_request("u", peers=(OTHER_ADDRESS,)))
+    machine.reserve(0.0, decode_request("u", engine=OTHER_ADDRESS))
     actions = machine.close(0.0)
     assert Send(PEER, Cancel("t", attempt)) in actions
     assert report(actions) == failed("d-u")

@@ -12,6 +12,7 @@ from geometry_setup import Cells, Model, Rank, Side, content, make_rank, random_
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from kv_connector.protocol import messages
 from kv_connector.protocol.layout import (
     Axis,
     GroupLayout,
@@ -23,7 +24,7 @@ from kv_connector.protocol.layout import (
     memory_problem,
 )
 from kv_connector.protocol.plan import Plan
-from kv_connector.protocol.sources import DecodeRank, PrefillRank, choose_sources
+from kv_connector.protocol.sources import Holders, choose_sources
 
 TOKENS = 24  # of the longest prompt
 NOTHING, LOST = -1, -2  # what a cell holds: D's before, P's outside of the request
@@ -134,7 +135,11 @@ def transfer(random: Random, model: Model, source: Engine, target: Engine) -> in
     tables = random_tables(random, some, prompt)
     for rank in source.ranks.values():
         fill(rank, tables)
-    prefill = {n: PrefillRank(source.stage(n), rank.layout) for n, rank in source.ranks.items()}
+    prefill, decode = (
+        [messages.Rank("localhost", 1, side.stage(n), side.ranks[n].layout) for n in sorted(side.ranks)]
+        for side in (source, target)
+    )
+    holders = Holders(dict(enumerate(prefill)))
     block_sizes = {
         layer.name: rank.layout.groups[layer.group].block_size
         for rank in source.ranks.values()
@@ -144,8 +149,7 @@ def transfer(random: Random, model: Model, source: Engine, target: Engine) -> in
     decode_tables = random_tables(random, target.ranks[0].layout, prompt)
     for number, rank in target.ranks.items():
         targets = targets_of(random, rank.layout, decode_tables, prompt)
-        ranks = target.side.ranks
-        choice = choose_sources(DecodeRank(number % ranks, ranks, rank.layout), prefill)
+        choice = choose_sources(decode, number, holders)
         counted: Counter[int] = Counter()
         awaited: Counter[int] = Counter()
         written = [np.zeros_like(memory) for memory in rank.memory]

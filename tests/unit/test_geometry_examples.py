@@ -33,9 +33,10 @@ from kv_connector.protocol.layout import (
     Shard,
     layout_problem,
 )
-from kv_connector.protocol.plan import Plan, layouts_problem
+from kv_connector.protocol.messages import Rank, Wants
+from kv_connector.protocol.plan import Plan
 from kv_connector.protocol.runs import Misfit
-from kv_connector.protocol.sources import DecodeRank, PrefillRank, choose_sources
+from kv_connector.protocol.sources import Holders, choose_sources, draws
 
 N, C, HEAD = 16, 4, 8  # tokens of a block; bytes of a token of a head; of a K or V plane
 BLOCKS = 32
@@ -88,6 +89,19 @@ def states_rows_first(units: Units, tokens: int) -> tuple[Part, ...]:
     return state(units, False)
 
 
+def on_rank(layout: KvLayout, stage: int = 0) -> Rank:
+    return Rank("localhost", 1, stage, layout)
+
+
+def misfit(source: KvLayout, target: KvLayout) -> str:
+    """Why there is no plan; empty where there is."""
+    try:
+        Plan(source, target)
+    except Misfit as problem:
+        return str(problem)
+    return ""
+
+
 def runs_from(
     heads: int,
     prefill: tuple[int, Parts, int],
@@ -97,19 +111,17 @@ def runs_from(
 ) -> dict[int, int]:
     """By P's rank: how many runs it sends to D's rank ``index``. Sides: ranks, parts, block size."""
     a, parts, size = prefill
-    sources = {
-        rank: PrefillRank(0, one_layer(parts(units_of_rank(heads, rank, a), size), size)) for rank in range(a)
-    }
+    sources = [on_rank(one_layer(parts(units_of_rank(heads, rank, a), size), size)) for rank in range(a)]
     b, parts, size = decode
-    target = one_layer(parts(units_of_rank(heads, index, b), size), size)
-    for source in sources.values():
-        assert layout_problem(source.layout, 1) is None
-    assert layout_problem(target, 1) is None
+    targets = [on_rank(one_layer(parts(units_of_rank(heads, rank, b), size), size)) for rank in range(b)]
+    for rank in (*sources, *targets):
+        assert layout_problem(rank.layout, 1) is None
     blocks = -(-tokens // size) if size else 1
     wanted = [GroupTarget(0, tuple(range(1, blocks + 1)))]
     return {
-        rank: sum(Plan(sources[rank].layout, target, parts_of).counts(wanted, tokens).values())
-        for rank, parts_of in choose_sources(DecodeRank(index, b, target), sources).items()
+        rank: sum(draw.plan.counts(wanted, tokens).values())
+        for rank, draw in draws(targets, index, sources).items()
+        if draw.plan is not None
     }
 
 
@@ -221,11 +233,16 @@ def latent_layers(count: int) -> KvLayout:
 def senders(ranks: int, decode: int, layers: int = 20, lost: Sequence[int] = ()) -> list[dict[int, int]]:
     """For each of D's ranks: P's ranks, and how many layers each sends."""
     layout = latent_layers(layers)
-    prefill = {rank: PrefillRank(0, layout) for rank in reversed(range(ranks)) if rank not in lost}
-    choices = [choose_sources(DecodeRank(index, decode, layout), prefill) for index in range(decode)]
+    prefill = Holders({rank: on_rank(layout) for rank in reversed(range(ranks)) if rank not in lost})
+    own = [on_rank(layout)] * decode
+    choices = [choose_sources(own, index, prefill) for index in range(decode)]
     for choice in choices:
-        assert sorted(layer for sends in choice.values() for layer in sends) == [*range(layers)]
-    return [{rank: len(sends) for rank, sends in choice.items()} for choice in choices]
+        assert sorted(layer for wants in choice.values() for layer in drawn(wants)) == [*range(layers)]
+    return [{rank: len(drawn(wants)) for rank, wants in choice.items()} for choice in choices]
+
+
+def drawn(wants: Wants) -> dict[int, tuple[int, ...]]:
+    return {layer: parts for layer, parts in enumerate(wants) if parts}
 
 
 def test_replicas_share_the_work() -> None:
@@ -239,45 +256,42 @@ def test_replicas_share_the_work() -> None:
 
 def test_layers_come_from_the_stage_that_has_them() -> None:
     layout = latent_layers(4)
-    stages = {
-        rank: PrefillRank(
-            rank // 2, msgspec.structs.replace(layout, layers=layout.layers[2 * (rank // 2) :][:2])
-        )
-        for rank in range(4)
-    }
-    assert choose_sources(DecodeRank(1, 2, layout), stages) == {
+    halves = [msgspec.structs.replace(layout, layers=layout.layers[first:][:2]) for first in (0, 2)]
+    stages = [on_rank(halves[rank // 2], rank // 2) for rank in range(4)]
+    own = [on_rank(layout)] * 2
+    choice = choose_sources(own, 1, Holders(dict(enumerate(stages))))
+    assert {rank: drawn(wants) for rank, wants in choice.items()} == {
         1: {0: (0,), 1: (0,)},
         3: {2: (0,), 3: (0,)},
     }
-    ambiguous = {**stages, 4: PrefillRank(2, layout)}
     with pytest.raises(Misfit, match=r"layer layer0: prefill has it on stages \[0, 2\], not on one"):
-        choose_sources(DecodeRank(0, 2, layout), ambiguous)
+        draws(own, 0, [*stages, on_rank(layout, 2)])
     with pytest.raises(Misfit, match="layer layer2: prefill has it on stages none, not on one"):
-        choose_sources(DecodeRank(0, 2, layout), {0: stages[0]})
+        draws(own, 0, stages[:1])
 
 
 def test_what_nobody_has_is_refused() -> None:
-    def rank(first: int, count: int) -> PrefillRank:
-        return PrefillRank(0, one_layer(heads_first(Units(first, count, 8), N)))
+    def rank(first: int, count: int) -> Rank:
+        return on_rank(one_layer(heads_first(Units(first, count, 8), N)))
 
-    whole = DecodeRank(0, 1, one_layer(heads_first(Units(0, 8, 8), N)))
+    whole = rank(0, 8)
     for ranks, words in (
         ([rank(0, 4)], "part kv of layer layer: no prefill rank has unit 4, decode has 0 to 7"),
         ([rank(0, 2), rank(4, 4)], "part kv of layer layer: no prefill rank has unit 2, decode has 0 to 7"),
         ([rank(0, 4), rank(2, 6)], "prefill ranks 0, 1 have unit 2 and others, but not the same"),
     ):
         with pytest.raises(Misfit, match=words):
-            choose_sources(whole, dict(enumerate(ranks)))
+            draws([whole], 0, ranks)
 
 
 def test_an_opaque_page_goes_to_the_rank_of_the_same_number_only() -> None:
-    def rank(index: int, ranks: int) -> KvLayout:
-        return one_layer(opaque_page(Place(0, 0, 64), 64, (index, ranks)))
+    def engine(ranks: int) -> list[Rank]:
+        return [on_rank(one_layer(opaque_page(Place(0, 0, 64), 64, (i, ranks)))) for i in range(ranks)]
 
-    prefill = {index: PrefillRank(0, rank(index, 2)) for index in range(2)}
-    assert choose_sources(DecodeRank(1, 2, rank(1, 2)), prefill) == {1: {0: (0,)}}
+    (found,) = draws(engine(2), 1, engine(2)).items()
+    assert (found[0], found[1].wants) == (1, ((0,),))
     with pytest.raises(Misfit, match="units in all: prefill has 2, decode has 1"):
-        choose_sources(DecodeRank(0, 1, rank(0, 1)), prefill)
+        draws(engine(1), 0, engine(2))
 
 
 # --- What does not fit
@@ -319,25 +333,23 @@ OURS = one_layer(heads_first(UNITS, N))
 )
 def test_what_cannot_be_copied_is_named_with_both_values(theirs: KvLayout, words: str) -> None:
     assert layout_problem(theirs, 1) is None
-    problem = layouts_problem(OURS, theirs)
-    assert problem is not None
-    assert words in problem
+    assert words in misfit(OURS, theirs)
 
 
 def test_pages_that_cannot_be_cut() -> None:
     pages = [one_layer(opaque_page(Place(0, 0, 64 * size), 64), size) for size in (N, 2 * N)]
     words = "layer layer: part page: tokens a run: prefill has 16, decode has 32"
-    assert layouts_problem(*pages) == words
+    assert misfit(*pages) == words
     kernels = in_kernel_blocks(head_major(Place(0, 0, 12 * C), Units(0, 1, 1), 6, C), 2, 6 * C)
     words = "layer layer: part kv: its blocks of 2 x 6 tokens cannot be cut into 3"
-    assert layouts_problem(one_layer(kernels, 12), one_layer(heads_first(Units(0, 1, 1), 4), 4)) == words
+    assert misfit(one_layer(kernels, 12), one_layer(heads_first(Units(0, 1, 1), 4), 4)) == words
 
 
 def test_layouts_that_take_too_many_runs_are_refused() -> None:
     units = Units(0, 64, 64)
     source, target = one_layer(heads_first(units, 128), 128), one_layer(tokens_first(units, 128), 128)
     words = "layer layer: part kv: it takes 8192 runs of 4 bytes a granule, at most 4096 are taken"
-    assert layouts_problem(source, target) == words
+    assert misfit(source, target) == words
 
 
 def spaced(parts: tuple[Part, ...], more: int) -> tuple[Part, ...]:
@@ -431,10 +443,9 @@ def test_a_hostile_layout_costs_little(theirs: KvLayout, words: str) -> None:
     tracemalloc.start()
     try:
         assert layout_problem(theirs, 1) is None
-        problem = layouts_problem(theirs, theirs)
+        problem = misfit(theirs, theirs)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert problem is not None
     assert words in problem
     assert peak < 40 << 20

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from protocol_setup import ADVICE, HASH, layout, pairs, reserve
+from protocol_setup import ADVICE, HASH, all_of, layout, pairs, reserve, worker
 
 from kv_connector.protocol.messages import (
     MAX_ID,
@@ -18,16 +18,17 @@ from kv_connector.protocol.messages import (
     Bye,
     Cancel,
     CancelAck,
+    Directory,
     Fail,
     FailCode,
     Hello,
     HelloAck,
     HelloNak,
+    Locate,
     MalformedMessage,
     NakReason,
     Ping,
     Pong,
-    Redirect,
     Release,
     Role,
     clip,
@@ -47,12 +48,14 @@ MESSAGES: list[AnyMessage] = [
         PROTOCOL_VERSION,
         pairs(),
         layout(),
+        all_of(layout()),
         (b"region",),
         b"offer",
     ),
-    HelloAck("p0", "boot-2", Role.PREFILL, 0, "host", (0, 1), b"answer"),
+    HelloAck("p0", "boot-2", Role.PREFILL, 0, "host", b"answer"),
     HelloNak(NakReason.INCOMPATIBLE, "start both engines with the same --block-size"),
-    Redirect("10.0.0.2", 5601),
+    Locate("d0", Role.DECODE, 0, PROTOCOL_VERSION, pairs()),
+    Directory("p0", (worker(layout()), worker(layout(groups=(1,)), stage=1))),
     reserve(),
     reserve(prompt_hash=None),
     Fail("t", 7, FailCode.WRITE_ERROR, "the link broke", quiesced=False),
@@ -88,7 +91,7 @@ def test_reserve_on_the_wire() -> None:
         "prompt_tokens": 48,
         "first_token": 0,
         "prompt_hash": HASH,
-        "groups": [{"first": 0, "blocks": [11, 0, 13]}],
+        "groups": [{"first": 0, "blocks": [11, 0, 13], "needed": 0}],
         "immediate": 100,
         "deadline_ms": 300_000,
     }

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from protocol_setup import ADVICE, P_ADDRESS, every, layout, only, pairs, reserve
+from protocol_setup import ADVICE, P_ADDRESS, all_of, every, layout, only, pairs, reserve, worker
 
 from kv_connector.protocol.actions import Address, Log
 from kv_connector.protocol.messages import (
@@ -17,15 +17,16 @@ from kv_connector.protocol.messages import (
     Bye,
     Cancel,
     CancelAck,
+    Directory,
     Fail,
     FailCode,
     Hello,
     HelloAck,
     HelloNak,
+    Locate,
     NakReason,
     Ping,
     Pong,
-    Redirect,
     Release,
     Role,
     fingerprint,
@@ -37,12 +38,14 @@ from kv_connector.protocol.peers import (
     Deliver,
     DialFailed,
     Distrust,
+    EngineFound,
+    EngineNotFound,
     HangUp,
     Identity,
+    Inquire,
     PeersAction,
     PeerState,
     PeerTable,
-    Reconnect,
     Reply,
     SessionOver,
     SessionUp,
@@ -52,6 +55,7 @@ from kv_connector.protocol.timers import Timeouts
 TIMES = Timeouts()
 DIALLED = b"dialled 1"  # D's name for the connection
 CALLER = b"router 1"  # P's name for it
+WANTS = all_of(layout())
 
 
 def identity(engine: str, role: Role, **changes: Any) -> Identity:
@@ -60,7 +64,6 @@ def identity(engine: str, role: Role, **changes: Any) -> Identity:
         "incarnation": f"{engine}-boot1",
         "role": role,
         "rank": 0,
-        "ranks": 1,
         "fingerprint": pairs(),
         "layout": layout(),
         "regions": (b"region",),
@@ -85,7 +88,7 @@ def prefill() -> PeerTable:
 
 def dial(decode: PeerTable, now: float = 0.0, source: bytes = DIALLED) -> Hello:
     """D dials; the HELLO that it sends."""
-    connect = only(decode.dial(now, P_ADDRESS), Connect)
+    connect = only(decode.dial(now, P_ADDRESS, P_ADDRESS, WANTS), Connect)
     reply = only(decode.offered(now, connect.peer, source, b"offer"), Reply)
     assert reply.source == source
     assert isinstance(reply.message, Hello)
@@ -97,7 +100,7 @@ def accept(
 ) -> tuple[int, HelloAck]:
     """P accepts; its number for D, and the HELLO_ACK that it sends."""
     ask = only(prefill.receive(now, source, hello), Accept)
-    actions = prefill.accepted(now, ask.peer, "tcp", (0, 1), b"answer")
+    actions = prefill.accepted(now, ask.peer, "tcp", b"answer")
     assert only(actions, SessionUp) == SessionUp(ask.peer, None)
     ack = only(actions, Reply)
     assert ack.source == source
@@ -143,10 +146,10 @@ def test_a_session_comes_up_and_both_say_so_once_with_its_lane(decode: PeerTable
 
 def test_an_address_is_dialled_once(decode: PeerTable, prefill: PeerTable) -> None:
     dial(decode)
-    assert decode.dial(0.0, P_ADDRESS) == []
+    assert decode.dial(0.0, P_ADDRESS, P_ADDRESS, WANTS) == []
     _, ack = accept(prefill, dial(table("d1", Role.DECODE)))
     assert only(decode.receive(0.0, DIALLED, ack), Complete)
-    assert decode.dial(0.0, P_ADDRESS) == []
+    assert decode.dial(0.0, P_ADDRESS, P_ADDRESS, WANTS) == []
     assert len(decode.peers()) == 1
 
 
@@ -182,7 +185,7 @@ def test_a_repeated_hello_gets_the_same_answer(decode: PeerTable, prefill: PeerT
 
 
 def test_an_offer_that_cannot_be_made_fails_the_dial(decode: PeerTable) -> None:
-    connect = only(decode.dial(0.0, P_ADDRESS), Connect)
+    connect = only(decode.dial(0.0, P_ADDRESS, P_ADDRESS, WANTS), Connect)
     actions = decode.dial_error(0.0, connect.peer, "REFUSED in offer")
     assert only(actions, DialFailed) == DialFailed(P_ADDRESS, "REFUSED in offer")
     assert decode.peers() == ()
@@ -228,21 +231,6 @@ def test_an_engine_of_both_roles_dials_and_is_dialled() -> None:
     up(one, two)
     accept(one, dial(two))
     assert [info.role for info in one.peers()] == [Role.PREFILL, Role.DECODE]
-
-
-def test_every_rank_of_another_topology_is_refused_at_once_for_one_reason(prefill: PeerTable) -> None:
-    for rank in range(2):
-        halves = pairs(ranks="2", page_bytes=("32", "32"))
-        hello = dial(table("d0", Role.DECODE, rank=rank, ranks=2, fingerprint=halves))
-        answer = nak(prefill.receive(0.0, CALLER, hello))
-        assert answer.reason is NakReason.INCOMPATIBLE
-        assert answer.message == "ranks: prefill has 1, decode has 2: give both sides as many ranks"
-
-
-def test_a_rank_that_cannot_be_is_refused(prefill: PeerTable) -> None:
-    answer = nak(prefill.receive(0.0, CALLER, dial(table("d0", Role.DECODE, rank=1))))
-    assert answer.reason is NakReason.PROTOCOL
-    assert answer.message == "there is no rank 1 among 1, counted from 0"
 
 
 def test_another_release_of_the_protocol_is_refused_for_that_reason_alone(prefill: PeerTable) -> None:
@@ -303,96 +291,107 @@ def test_an_engine_that_leaves_takes_nobody_new(decode: PeerTable, prefill: Peer
     assert nak(prefill.receive(0.0, CALLER, dial(decode))).reason is NakReason.DRAINING
     decode_leaving = table("d1", Role.DECODE)
     decode_leaving.drain()
-    assert only(decode_leaving.dial(0.0, P_ADDRESS), DialFailed).address == P_ADDRESS
+    assert only(decode_leaving.dial(0.0, P_ADDRESS, P_ADDRESS, WANTS), DialFailed).address == P_ADDRESS
 
 
-# --- Ranks
+# --- Finding an engine
 
-ELSEWHERE = Address("10.0.0.2", 5601)  # P's rank 1
-
-
-def rank(engine: str, role: Role, number: int) -> PeerTable:
-    made = table(engine, role, rank=number, ranks=2)
-    if role is Role.PREFILL:
-        made.set_ranks((P_ADDRESS, ELSEWHERE))
-    return made
+RANKS = (worker(layout()), worker(layout(), Address("10.0.0.2", 5601)))
 
 
-def redirected(decode: PeerTable, hello: Hello) -> Hello:
-    """P's rank 0 sends D's rank 1 on; what that says there."""
-    told = only(rank("p0", Role.PREFILL, 0).receive(0.0, CALLER, hello), Reply).message
-    assert told == Redirect(ELSEWHERE.host, ELSEWHERE.port)
-    actions = decode.receive(0.0, DIALLED, told)
-    assert only(actions, HangUp).source == DIALLED
-    again = only(actions, Reconnect)
-    assert again.address == ELSEWHERE
-    said = only(decode.reconnected(0.0, again.peer, b"dialled 2"), Reply)
-    assert said.source == b"dialled 2"
-    assert isinstance(said.message, Hello)
-    return said.message
+def ask(decode: PeerTable, now: float = 0.0, source: bytes = DIALLED) -> Locate:
+    """D looks for the engine; the LOCATE that it sends."""
+    inquire = only(decode.find(now, P_ADDRESS), Inquire)
+    assert inquire.address == P_ADDRESS
+    reply = only(decode.connected(now, inquire.peer, source), Reply)
+    assert reply.source == source
+    assert isinstance(reply.message, Locate)
+    return reply.message
 
 
-def test_a_rank_is_told_by_rank_0_where_its_own_listens() -> None:
-    decode = rank("d0", Role.DECODE, 1)
-    hello = dial(decode)
-    assert redirected(decode, hello) == hello  # the offer is the same one
-    _, ack = accept(rank("p0", Role.PREFILL, 1), hello)
-    complete = only(decode.receive(0.0, b"dialled 2", ack), Complete)
-    actions = decode.completed(0.0, complete.peer)
-    # Requests go on naming the address of rank 0.
-    assert only(actions, SessionUp).address == P_ADDRESS
-    assert only(actions, Log).text == f"UP: prefill peer p0/1 at {ELSEWHERE}, lane tcp"
-    assert decode.dial(0.0, P_ADDRESS) == []
-    decode.drop(0.0, complete.peer, "x")
-    assert not any((decode._by_source, decode._by_address))
+def test_an_engine_says_who_its_workers_are(decode: PeerTable, prefill: PeerTable) -> None:
+    prefill.set_ranks(RANKS)
+    told = only(prefill.receive(0.0, CALLER, ask(decode)), Reply).message
+    assert told == Directory("p0", RANKS)
+    assert prefill.peers() == (), "to be asked makes no session"
+    assert decode.receive(0.0, DIALLED, told) == [HangUp(DIALLED), EngineFound(P_ADDRESS, RANKS)]
+    assert decode.peers() == ()
+    assert decode.next_deadline() is None
+    assert not any((decode._by_source, decode._finding))
 
 
-def test_rank_0_is_not_sent_anywhere() -> None:
-    up(rank("d0", Role.DECODE, 0), rank("p0", Role.PREFILL, 0))
+def test_an_engine_is_looked_for_once_at_a_time(decode: PeerTable) -> None:
+    ask(decode)
+    assert decode.find(0.0, P_ADDRESS) == []
+    decode.receive(0.0, DIALLED, Directory("p0", RANKS))
+    assert only(decode.find(0.0, P_ADDRESS), Inquire)
 
 
-def test_a_rank_that_asks_while_the_engine_starts_asks_again() -> None:
-    starting = table("p0", Role.PREFILL, ranks=2)
-    decode = rank("d0", Role.DECODE, 1)
-    assert starting.receive(0.0, CALLER, dial(decode)) == []
-    starting.set_ranks((P_ADDRESS, ELSEWHERE))
+def test_an_engine_that_starts_is_asked_again(decode: PeerTable, prefill: PeerTable) -> None:
+    assert prefill.receive(0.0, CALLER, ask(decode)) == []
+    prefill.set_ranks(RANKS)
     again = only(decode.tick(1.0), Reply).message
-    assert only(starting.receive(1.0, CALLER, again), Reply).message == Redirect(
-        ELSEWHERE.host, ELSEWHERE.port
-    )
-    assert starting.peers() == ()
+    assert only(prefill.receive(1.0, CALLER, again), Reply).message == Directory("p0", RANKS)
 
 
-def test_where_a_rank_does_not_listen_the_dial_fails_in_time() -> None:
-    decode = rank("d0", Role.DECODE, 1)
-    redirected(decode, dial(decode))
+def test_where_no_engine_answers_none_is_found(decode: PeerTable) -> None:
+    ask(decode)
     actions = decode.tick(TIMES.connect)
-    assert f"listening at {ELSEWHERE}, " in only(actions, DialFailed).reason
-    assert only(actions, DialFailed).address == P_ADDRESS
-    assert only(actions, HangUp).source == b"dialled 2"
-
-
-def test_a_connection_that_cannot_be_made_where_a_rank_listens_fails_the_dial() -> None:
-    decode = rank("d0", Role.DECODE, 1)
-    dial(decode)
-    again = only(decode.receive(0.0, DIALLED, Redirect("nowhere", 1)), Reconnect)
-    actions = decode.dial_error(0.0, again.peer, "no such host")
-    assert only(actions, DialFailed) == DialFailed(P_ADDRESS, "no such host")
+    missing = only(actions, EngineNotFound)
+    assert missing.engine == P_ADDRESS
+    assert (
+        f"no answer to LOCATE within 5 s: is a prefill engine's agent listening at {P_ADDRESS}"
+        in missing.reason
+    )
+    assert only(actions, HangUp).source == DIALLED
+    assert every(actions, SessionOver) == []
     assert decode.peers() == ()
 
 
-def test_ranks_are_not_sent_around() -> None:
-    decode = rank("d0", Role.DECODE, 1)
-    redirected(decode, dial(decode))
-    actions = decode.receive(0.0, b"dialled 2", Redirect("10.0.0.3", 5602))
-    assert only(actions, DialFailed).reason == (
-        f"{P_ADDRESS} led to {ELSEWHERE}, and that leads to 10.0.0.3:5602: is the engine restarting?"
-    )
+def test_a_connection_that_cannot_be_made_finds_no_engine(decode: PeerTable) -> None:
+    inquire = only(decode.find(0.0, P_ADDRESS), Inquire)
+    actions = decode.dial_error(0.0, inquire.peer, "no such host")
+    assert only(actions, EngineNotFound) == EngineNotFound(P_ADDRESS, "no such host")
 
 
-def test_a_session_is_not_sent_anywhere(decode: PeerTable, prefill: PeerTable) -> None:
+def test_an_engine_that_does_not_fit_refuses_to_say_who_its_workers_are(prefill: PeerTable) -> None:
+    prefill.set_ranks(RANKS)
+    decode = table("d0", Role.DECODE, rank=1, fingerprint=pairs(model="other"))
+    refusal = nak(prefill.receive(0.0, CALLER, ask(decode)))
+    assert refusal.reason is NakReason.INCOMPATIBLE
+    assert refusal.message == "model: prefill has llama, decode has other: serve the same model on both sides"
+    actions = decode.receive(0.0, DIALLED, refusal)
+    assert only(actions, EngineNotFound).reason == f"{P_ADDRESS} refused: incompatible: {refusal.message}"
+    assert len(every(actions, Log)) == 1
+    again = table("d1", Role.DECODE)
+    prefill.sleep()
+    assert nak(prefill.receive(0.0, CALLER, ask(again))).reason is NakReason.DRAINING
+
+
+def test_an_engine_that_is_looked_for_says_nothing_else(decode: PeerTable) -> None:
+    ask(decode)
+    actions = decode.receive(0.0, DIALLED, HelloAck("p0", "boot", Role.PREFILL, 0, "tcp", b"answer"))
+    assert only(actions, Distrust).source == DIALLED
+    assert only(actions, EngineNotFound).engine == P_ADDRESS
+
+
+def test_who_leaves_finds_nobody(decode: PeerTable) -> None:
+    decode.drain()
+    assert decode.find(0.0, P_ADDRESS) == [EngineNotFound(P_ADDRESS, "this engine is shutting down")]
+
+
+def test_a_session_is_for_what_was_wanted_of_it(decode: PeerTable, prefill: PeerTable) -> None:
+    """An engine that came back in another shape: its worker's old session has to end first."""
     p, _ = up(decode, prefill)
-    assert only(decode.receive(0.0, DIALLED, Redirect("10.0.0.2", 5601)), SessionOver).peer == p
+    assert decode.dial(0.0, P_ADDRESS, P_ADDRESS, WANTS) == []
+    other = ((), (0,))
+    failed = only(decode.dial(0.0, P_ADDRESS, P_ADDRESS, other), DialFailed)
+    assert "has a session of another prefill engine" in failed.reason
+    decode.drop(0.0, p, "silent")
+    connect = only(decode.dial(0.0, P_ADDRESS, P_ADDRESS, other), Connect)
+    hello = only(decode.offered(0.0, connect.peer, b"dialled 2", b"offer"), Reply).message
+    assert isinstance(hello, Hello)
+    assert hello.wants == other
 
 
 # --- Messages
@@ -413,7 +412,7 @@ def test_a_connection_without_a_session_is_told_so(prefill: PeerTable) -> None:
 
 
 @pytest.mark.parametrize(
-    "message", [HelloNak(NakReason.PROTOCOL, ""), Redirect("h", 1), Pong(1), CancelAck("t", 1, True)]
+    "message", [HelloNak(NakReason.PROTOCOL, ""), Directory("p", RANKS), Pong(1), CancelAck("t", 1, True)]
 )
 def test_decode_must_not_say_what_prefill_says(decode: PeerTable, prefill: PeerTable, message: Any) -> None:
     _, d = up(decode, prefill)
@@ -501,7 +500,7 @@ def test_death_is_for_good(decode: PeerTable, prefill: PeerTable) -> None:
     prefill.tick(5.0)
     assert isinstance(only(prefill.receive(6.0, CALLER, Ping(9)), Reply).message, Bye)
     assert d not in [info.peer for info in prefill.peers()]
-    assert only(decode.dial(6.0, P_ADDRESS), Connect).peer != p
+    assert only(decode.dial(6.0, P_ADDRESS, P_ADDRESS, WANTS), Connect).peer != p
 
 
 @pytest.mark.parametrize("message", [Ping(1), Release("t"), Cancel("t", 1)])
@@ -562,31 +561,54 @@ def listed(decode: PeerTable, now: float) -> tuple[str, ...]:
     return ping.waiting
 
 
-def test_peers_of_waiting_requests_are_dialled(decode: PeerTable) -> None:
-    assert only(decode.set_waiting(0.0, [("t", P_ADDRESS)]), Connect).address == P_ADDRESS
+def test_engines_of_waiting_requests_are_looked_for(decode: PeerTable) -> None:
+    assert only(decode.set_waiting(0.0, [("t", P_ADDRESS)]), Inquire).address == P_ADDRESS
     assert decode.set_waiting(0.0, [("t", P_ADDRESS), ("u", P_ADDRESS)]) == []
 
 
-def test_a_session_that_ends_while_requests_wait_for_it_is_made_anew_at_once(
+def test_an_engine_is_found_anew_at_once_when_a_session_ends_while_requests_wait_for_it(
     decode: PeerTable, prefill: PeerTable
 ) -> None:
     up(decode, prefill)
     decode.set_waiting(0.0, [("t", P_ADDRESS)])
     decode.receive(100.0, DIALLED, Bye("restarting"))
-    assert decode.set_waiting(100.0, [("t", P_ADDRESS), ("u", P_ADDRESS)]) == []  # it is being dialled
+    assert decode.set_waiting(100.0, [("t", P_ADDRESS), ("u", P_ADDRESS)]) == []  # it is being looked for
     deadline = decode.next_deadline()
     assert deadline is not None
     assert deadline <= 100.0
-    assert only(decode.tick(100.0), Connect).address == P_ADDRESS
+    assert only(decode.tick(100.0), Inquire).address == P_ADDRESS
 
 
-def test_a_peer_that_refuses_is_not_dialled_all_the_time(decode: PeerTable) -> None:
+def test_with_one_worker_lost_the_others_list_nothing_until_the_engine_is_found(
+    decode: PeerTable, prefill: PeerTable
+) -> None:
+    up(decode, prefill)
+    second = only(decode.dial(0.0, P_ADDRESS, Address("10.0.0.2", 5601), WANTS), Connect).peer
     decode.set_waiting(0.0, [("t", P_ADDRESS)])
-    decode.offered(0.0, 1, DIALLED, b"offer")
-    assert every(decode.receive(0.1, DIALLED, HelloNak(NakReason.DRAINING, "later")), DialFailed)
+    assert listed(decode, 0.0) == ("t",)
+    decode.dial_error(1.0, second, "no such host")
+    assert listed(decode, 1.0) == ()
+    assert only(decode.tick(5.0), Inquire).address == P_ADDRESS
+    assert decode.dial(5.0, P_ADDRESS, P_ADDRESS, WANTS) == []
+    assert listed(decode, 6.0) == ("t",)
+
+
+def test_an_engine_that_refuses_is_not_asked_all_the_time(decode: PeerTable) -> None:
+    inquire = only(decode.set_waiting(0.0, [("t", P_ADDRESS)]), Inquire)
+    decode.connected(0.0, inquire.peer, DIALLED)
+    assert every(decode.receive(0.1, DIALLED, HelloNak(NakReason.DRAINING, "later")), EngineNotFound)
     assert decode.set_waiting(0.2, [("t", P_ADDRESS), ("u", P_ADDRESS)]) == []
-    assert not every(decode.tick(TIMES.connect - 0.1), Connect)
-    assert only(decode.tick(TIMES.connect), Connect)
+    assert not every(decode.tick(TIMES.connect - 0.1), Inquire)
+    assert only(decode.tick(TIMES.connect), Inquire)
+
+
+def test_an_engine_of_which_nothing_comes_is_not_asked_all_the_time(decode: PeerTable) -> None:
+    """It was found, and its pages do not fit: nobody dials its workers."""
+    inquire = only(decode.set_waiting(0.0, [("t", P_ADDRESS)]), Inquire)
+    decode.connected(0.0, inquire.peer, DIALLED)
+    assert every(decode.receive(0.1, DIALLED, Directory("p0", RANKS)), EngineFound)
+    assert decode.set_waiting(0.2, [("t", P_ADDRESS), ("u", P_ADDRESS)]) == []
+    assert only(decode.tick(TIMES.connect), Inquire)
 
 
 def test_nobody_is_dialled_again_for_requests_that_wait_no_more(
@@ -633,11 +655,11 @@ def test_sleep_ends_the_sessions_and_wake_tells_the_new_descriptors(
     assert only(actions, Reply).message == Bye("going to sleep")
     assert only(actions, SessionOver) == SessionOver(p, "this engine is asleep")
     assert actions.index(only(actions, Reply)) < actions.index(only(actions, SessionOver))
-    assert decode.dial(1.0, P_ADDRESS) == [DialFailed(P_ADDRESS, "this engine is asleep")]
+    assert decode.dial(1.0, P_ADDRESS, P_ADDRESS, WANTS) == [DialFailed(P_ADDRESS, "this engine is asleep")]
     assert decode.set_waiting(1.0, [("u", P_ADDRESS)]) == []
     assert decode.tick(100.0) == []
-    (connect,) = decode.wake(100.0, (b"another",))
-    assert isinstance(connect, Connect)
+    assert only(decode.wake(100.0, (b"another",)), Inquire).address == P_ADDRESS
+    connect = only(decode.dial(100.0, P_ADDRESS, P_ADDRESS, WANTS), Connect)
     hello = only(decode.offered(100.0, connect.peer, DIALLED, b"offer"), Reply).message
     assert isinstance(hello, Hello)
     assert hello.regions == (b"another",)
@@ -659,7 +681,7 @@ def test_a_new_incarnation_replaces_the_old_session(decode: PeerTable, prefill: 
     assert over == SessionOver(d, "the engine restarted")
     new = only(actions, Accept).peer
     assert actions.index(over) < actions.index(only(actions, Accept))
-    prefill.accepted(1.0, new, "tcp", (0, 1), b"answer")
+    prefill.accepted(1.0, new, "tcp", b"answer")
     assert [info.peer for info in prefill.peers()] == [new]
     # What the old process sent last finds no session.
     assert isinstance(only(prefill.receive(1.0, CALLER, reserve()), Reply).message, Bye)
@@ -684,7 +706,7 @@ def test_a_prefill_engine_that_restarted_is_noticed_by_its_answer(
     decode: PeerTable, prefill: PeerTable
 ) -> None:
     p, _ = up(decode, prefill)
-    ack = HelloAck("p0", "p0-boot2", Role.PREFILL, 0, "tcp", (0, 1), b"answer")
+    ack = HelloAck("p0", "p0-boot2", Role.PREFILL, 0, "tcp", b"answer")
     actions = decode.receive(1.0, DIALLED, ack)
     assert only(actions, SessionOver) == SessionOver(p, "it was restarted")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import pytest
 from protocol_setup import BLOCK, PAGE, layout, region_bytes, with_rows
@@ -14,17 +16,16 @@ from kv_connector.protocol.layout import (
     layout_problem,
     memory_problem,
 )
+from kv_connector.protocol.messages import Wants
 from kv_connector.protocol.plan import (
     LayerRun,
     Plan,
     PushLayer,
-    expected_pages,
-    layouts_problem,
-    sources_problem,
-    tables_problem,
     targets_problem,
     used_blocks,
+    wants_problem,
 )
+from kv_connector.protocol.runs import Misfit
 
 
 def with_layer(pages: KvLayout, ordinal: int, **changes: object) -> KvLayout:
@@ -36,11 +37,29 @@ def with_layer(pages: KvLayout, ordinal: int, **changes: object) -> KvLayout:
     return msgspec.structs.replace(pages, layers=tuple(layers))
 
 
-def test_expected_pages_are_the_non_null_blocks_of_each_layers_group() -> None:
+def counted(pages: KvLayout, groups: Sequence[GroupTarget], tokens: int = 3 * BLOCK) -> int:
+    return sum(Plan(pages, pages).counts(groups, tokens).values())
+
+
+def misfit(source: KvLayout, target: KvLayout) -> str:
+    """Why there is no plan; empty where there is."""
+    try:
+        Plan(source, target)
+    except Misfit as problem:
+        return str(problem)
+    return ""
+
+
+def test_what_lands_are_the_non_null_blocks_of_each_layers_group() -> None:
     groups = (GroupTarget(0, (5, 6, 7)), GroupTarget(0, (0, 0, 8)))
     # Layers take turns: full, sliding, full, sliding.
-    assert expected_pages(layout(groups=(2, 2)), groups) == 8
-    assert expected_pages(layout(), (GroupTarget(2, (0, 0)),)) == 0
+    assert counted(layout(groups=(2, 2)), groups) == 8
+    assert counted(layout(), (GroupTarget(2, (0, 0)),)) == 0
+
+
+def test_tokens_before_those_needed_do_not_land() -> None:
+    needed = [counted(layout(), (GroupTarget(0, (5, 6, 7), first),)) for first in (0, 15, 16, 32, 47)]
+    assert needed == [6, 6, 4, 2, 2]
 
 
 def test_rows_have_no_null_and_do_not_depend_on_the_prompt() -> None:
@@ -49,14 +68,12 @@ def test_rows_have_no_null_and_do_not_depend_on_the_prompt() -> None:
     groups = (GroupTarget(0, (0, 5)), GroupTarget(0, (0, 7)))
     assert targets_problem(pages, groups, 2 * BLOCK) is None
     assert targets_problem(pages, (*groups[:1], GroupTarget(0, (8,))), BLOCK) is not None
-    assert expected_pages(pages, groups) == 2 * 1 + 2
+    assert counted(pages, groups) == 2 * 1 + 2
     assert used_blocks(pages.groups[1], 0, (0, 7)) == {0: 0, 1: 7}
     fewer = with_rows(pages, 4)
-    problem = tables_problem(pages, fewer) or layouts_problem(pages, fewer)
-    assert problem is None, "how many there are is each side's affair"
-    problem = tables_problem(pages, layout(groups=(2, 1)))
-    assert problem is not None
-    assert "prefill has full of 16 tokens a block, rows of state, decode has full of 16" in problem
+    assert misfit(pages, fewer) == "", "how many there are is each side's affair"
+    words = "layer layer1: kind: prefill has state, decode has sliding_window"
+    assert misfit(pages, layout(groups=(2, 1))) == words
     assert memory_problem(pages, [region_bytes(pages)]) is None
 
 
@@ -114,53 +131,43 @@ def test_our_own_pages_must_lie_in_their_memory() -> None:
 def test_places_may_differ_between_the_sides_but_pages_may_not() -> None:
     ours = layout(groups=(2, 1))
     moved = with_layer(layout(groups=(2, 1), num_blocks=7, stride=4 * PAGE), 1, offset=1 << 20)
-    assert layouts_problem(ours, moved) is None
+    assert misfit(ours, moved) == ""
     for changes, words in (
         ({"group": 0}, "layer layer1: kind: prefill has sliding_window, decode has full"),
         ({"run_bytes": 32}, "layer layer1: part page: bytes a run: prefill has 64, decode has 32"),
         ({"format": "fp8"}, "layer layer1: format: prefill has '', decode has 'fp8'"),
     ):
-        assert layouts_problem(ours, with_layer(ours, 1, **changes)) == words
+        assert misfit(ours, with_layer(ours, 1, **changes)) == words
     fewer = msgspec.structs.replace(ours, layers=ours.layers[:2])
-    assert layouts_problem(ours, fewer) is None, "nobody asks for the rest"
-    assert layouts_problem(fewer, ours) is None, "the rest may come from somewhere else"
-    problem = "group of layer layer1: prefill has 1, decode has 0"
-    assert tables_problem(ours, with_layer(ours, 1, group=0)) == problem
-    problem = tables_problem(ours, layout(groups=(3,)))
-    assert problem is not None
-    assert problem.startswith("KV groups: prefill has full of 16")
+    assert misfit(ours, fewer) == "", "nobody asks for the rest"
+    assert misfit(fewer, ours) == "", "the rest may come from somewhere else"
 
 
-def test_each_layer_comes_from_one_source() -> None:
-    pages = layout(groups=(3,))
-    assert sources_problem(pages, [(0, 1, 2)]) is None
-    assert sources_problem(pages, [(2,), (), (1, 0)]) is None
-    problem = "0 of 2 prefill engines have layer layer1, not one"
-    assert sources_problem(pages, [(0,), (2,)]) == problem
-    assert sources_problem(pages, [(0, 1), (1, 2)]) == problem.replace("0", "2", 1)
+def test_groups_are_paired_by_their_layers() -> None:
+    """Two sides may number them differently, or have divided layers that are alike otherwise."""
+    ours = layout(groups=(2, 1))
+    theirs = msgspec.structs.replace(
+        ours,
+        groups=ours.groups[::-1],
+        layers=tuple(msgspec.structs.replace(layer, group=1 - layer.group) for layer in ours.layers),
+    )
+    plan = Plan(ours, theirs)
+    assert sorted(plan.pairs) == [(0, 1), (1, 0)]
+    targets = (GroupTarget(1, (8,)), GroupTarget(0, (5, 6)))
+    assert plan.wanted(targets, 2 * BLOCK) == {(0, 1): {0: 5, 1: 6}, (1, 0): {1: 8}}
 
 
-def test_a_plan_finds_its_layers_by_name() -> None:
-    target = layout(groups=(3,), num_blocks=32)
-    source = msgspec.structs.replace(layout(groups=(3,)), layers=layout(groups=(3,)).layers[:0:-1])
-    plan = Plan(source, target)
-    assert plan.layers == (2, 1)
-    (run,) = plan.runs(0, 0)
-    assert run.layers == (PushLayer(0, 128 * PAGE, 64 * PAGE), PushLayer(1, 64 * PAGE, 32 * PAGE))
-
-
-def test_targets_must_fit_the_layout_and_the_prompt() -> None:
-    pages = layout(num_blocks=8)
-    assert targets_problem(pages, (GroupTarget(1, (7, 0)),), 3 * BLOCK) is None
-    assert targets_problem(pages, (GroupTarget(0, (7,)),), 1) is None
-    # Blocks behind the prompt are fine as long as nothing is wanted there.
-    assert targets_problem(pages, (GroupTarget(0, (7, 0, 0)),), BLOCK) is None
-    for groups, tokens, words in (
-        ((), BLOCK, "has 0 KV groups, the layout 1"),
-        ((GroupTarget(0, (8,)),), BLOCK, "block 8 of 8"),
-        ((GroupTarget(0, (6, 7)),), BLOCK, "behind the 1 that 16 tokens fill"),
-        ((GroupTarget(3, (6,)),), 2 * BLOCK, "behind the 2 that 32 tokens fill"),
-    ):
-        problem = targets_problem(pages, groups, tokens)
-        assert problem is not None
-        assert words in problem
+@pytest.mark.parametrize(
+    ("wants", "words"),
+    [
+        (((0,),), "it wants parts of 1 layers, and has 2"),
+        (((0,), (1,)), "it wants parts (1,) of layer layer1, which has 1"),
+        (((0, 0), ()), "it wants parts (0, 0) of layer layer0, which has 1"),
+        (((0,), (0,)), "it wants layer layer1, which is not here"),
+    ],
+)
+def test_nobody_wants_what_is_not_there(wants: Wants, words: str) -> None:
+    theirs = layout()
+    ours = msgspec.structs.replace(theirs, layers=theirs.layers[:1])
+    assert wants_problem(ours, theirs, wants) == words
+    assert wants_problem(ours, theirs, ((0,), ())) is None

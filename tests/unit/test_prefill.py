@@ -8,7 +8,18 @@ from typing import Any
 
 import msgspec
 import pytest
-from protocol_setup import BLOCK, HASH, computed, every, layout, only, prefill_request, reserve, with_rows
+from protocol_setup import (
+    BLOCK,
+    HASH,
+    all_of,
+    computed,
+    every,
+    layout,
+    only,
+    prefill_request,
+    reserve,
+    with_rows,
+)
 
 from kv_connector.protocol import tombstones
 from kv_connector.protocol.actions import (
@@ -27,11 +38,13 @@ from kv_connector.protocol.actions import (
     State,
 )
 from kv_connector.protocol.messages import Cancel, CancelAck, Fail, FailCode, Release, Reserve, Role
+from kv_connector.protocol.plan import Plan
 from kv_connector.protocol.prefill import PrefillAction, PrefillMachine, WritesEnd
 from kv_connector.protocol.timers import Timeouts
 
 PEER, OTHER = 1, 2
 TIMES = Timeouts()
+WANTS = all_of(layout())
 MOVING = [Reached(Role.PREFILL, "t", "p-t", State.MOVING)]  # both halves are here
 
 
@@ -39,7 +52,7 @@ MOVING = [Reached(Role.PREFILL, "t", "p-t", State.MOVING)]  # both halves are he
 def machine() -> PrefillMachine:
     made = PrefillMachine(layout(), TIMES)
     for peer in (PEER, OTHER):
-        assert made.admit(peer, layout(num_blocks=32), regions=1) is None
+        assert isinstance(made.admit(peer, layout(num_blocks=32), WANTS, regions=1), Plan)
     return made
 
 
@@ -52,6 +65,11 @@ def pushed(actions: list[PrefillAction]) -> dict[int, int]:
     """P's block -> D's block, over all pushes of group 0."""
     pairs = [(push, group) for push in every(actions, Push) for group in push.groups]
     return {s: t for _, group in pairs for s, t in zip(group.source, group.target, strict=True)}
+
+
+def pushed_group(group: int, source: tuple[int, ...], target: tuple[int, ...]) -> PushedGroup:
+    """Whole blocks of a group that has the same number on both sides."""
+    return PushedGroup((group, group), (0, 0), source, target)
 
 
 def active(machine: PrefillMachine) -> None:
@@ -81,7 +99,7 @@ def test_pages_go_as_they_are_computed_and_the_request_is_reported_when_they_hav
     machine.expect(0.0, prefill_request())
     machine.reserve(0.0, PEER, reserve())
     actions = machine.computed(1.0, computed((1, 2), base=40))
-    assert actions == [Push(PEER, Share("t"), 40, 100, (PushedGroup(0, (1, 2), (11, 12)),))]
+    assert actions == [Push(PEER, Share("t"), 40, 100, (PushedGroup((0, 0), (0, 0), (1, 2), (11, 12)),))]
     assert pushed(machine.computed(2.0, computed((3,), first=2, base=42))) == {3: 13}
     assert machine.finished(3.0, "t", True, "") == [Seal(Share("t"))]
     actions = machine.writes_ended(4.0, Share("t"), WritesEnd.DONE, True, "")
@@ -150,23 +168,24 @@ def test_null_blocks_are_skipped_on_both_sides(machine: PrefillMachine) -> None:
 
 def test_groups_are_pushed_by_their_own_tables() -> None:
     machine = PrefillMachine(layout(groups=(2, 1)), TIMES)
-    assert machine.admit(PEER, layout(groups=(2, 1)), regions=1) is None
+    pages = layout(groups=(2, 1))
+    assert isinstance(machine.admit(PEER, pages, all_of(pages), regions=1), Plan)
     machine.expect(0.0, prefill_request())
     machine.reserve(0.0, PEER, reserve(more=[(0, 22, 23)]))
     push = only(machine.computed(0.0, computed((1, 2, 3), more=[(0, 5, 6)])), Push)
-    assert push.groups == (PushedGroup(0, (1, 2, 3), (11, 12, 13)), PushedGroup(1, (5, 6), (22, 23)))
+    assert push.groups == (pushed_group(0, (1, 2, 3), (11, 12, 13)), pushed_group(1, (5, 6), (22, 23)))
 
 
 def test_rows_go_with_the_step_in_which_they_are_there() -> None:
     pages = with_rows(layout(groups=(2, 1)), 8)
     machine = PrefillMachine(pages, TIMES)
-    assert machine.admit(PEER, pages, regions=1) is None
+    assert isinstance(machine.admit(PEER, pages, all_of(pages), regions=1), Plan)
     machine.expect(0.0, prefill_request())
     machine.reserve(0.0, PEER, reserve(more=[(0,)]))
     push = only(machine.computed(0.0, computed((1, 2), more=[()])), Push)
-    assert push.groups == (PushedGroup(0, (1, 2), (11, 12)),)
+    assert push.groups == (pushed_group(0, (1, 2), (11, 12)),)
     push = only(machine.computed(0.0, computed((3,), first=2, base=3, more=[(0,)])), Push)
-    assert push.groups == (PushedGroup(0, (3,), (13,)), PushedGroup(1, (0,), (0,)))
+    assert push.groups == (pushed_group(0, (3,), (13,)), pushed_group(1, (0,), (0,)))
     assert machine.finished(0.0, "t", True, "") == [Seal(Share("t"))]
 
 
@@ -524,12 +543,13 @@ def test_a_reserve_of_a_peer_without_a_session_is_ignored(machine: PrefillMachin
 
 def test_a_peer_whose_pages_do_not_fit_is_not_admitted() -> None:
     machine = PrefillMachine(layout(), TIMES)
-    problem = machine.admit(PEER, layout(groups=(1, 1)), regions=1)
-    assert problem is not None
-    assert problem.startswith("KV groups: prefill has full of 16 tokens a block, decode has full of 16")
-    problem = machine.admit(PEER, layout(page=32), regions=1)
+    problem = machine.admit(PEER, layout(groups=(1, 1)), WANTS, regions=1)
+    assert problem == "layer layer1: kind: prefill has full, decode has sliding_window"
+    problem = machine.admit(PEER, layout(), ((0,),), regions=1)
+    assert problem == "it wants parts of 1 layers, and has 2"
+    problem = machine.admit(PEER, layout(page=32), WANTS, regions=1)
     assert problem == "layer layer0: part page: bytes a run: prefill has 64, decode has 32"
-    problem = machine.admit(PEER, layout(), regions=0)
+    problem = machine.admit(PEER, layout(), WANTS, regions=0)
     assert problem == "part page of layer layer0 names memory region 0 of 0"
     assert machine.reserve(0.0, PEER, reserve()) == []
     assert_over(machine)
@@ -847,7 +867,7 @@ def test_a_prompt_is_not_held_long_for_a_decode_engine_that_died(
         machine.finished(10.0, "t", True, "")
     # One that only lost its connection has dialled again by then, and said so.
     assert machine.next_deadline() == 10.0 + TIMES.dead + TIMES.connect
-    machine.admit(OTHER, layout(), 1)
+    machine.admit(OTHER, layout(), WANTS, 1)
     machine.waiting(15.0, OTHER, ("t",))
     assert machine.next_deadline() == 15.0 + TIMES.hold
 
@@ -955,7 +975,7 @@ def test_shutting_down_ends_every_reservation_and_takes_no_other(machine: Prefil
 def test_tombstones_are_forgotten_by_age() -> None:
     times = replace(TIMES, hold=1.0, orphan=1.0, transfer=2.0, cancel=1.0, drain=1.0)
     machine = PrefillMachine(layout(), times)
-    assert machine.admit(PEER, layout(), regions=1) is None
+    assert isinstance(machine.admit(PEER, layout(), WANTS, regions=1), Plan)
     machine.cancel(0.0, PEER, Cancel("t", 1))
     machine.tick(2 * times.longest() - 0.1)
     assert machine.reserve(0.0, PEER, reserve()) == []

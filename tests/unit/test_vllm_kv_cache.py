@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from protocol_setup import layout, worker
 from vllm.model_executor.layers.attention.attention import set_default_quant_scales
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.v1.kv_cache_interface import (
@@ -41,7 +42,7 @@ from kv_connector.vllm.internals import (
     kv_scales,
 )
 from kv_connector.vllm.kv_cache import MemoryRange, kv_layout
-from kv_connector.vllm.metadata import RankAddress
+from kv_connector.vllm.metadata import DescribedRank
 
 __all__ = ["model"]
 
@@ -239,7 +240,7 @@ def test_anothers_handshake_metadata_is_refused(config: Any) -> None:
     connector = WriteImmConnector(config, KVConnectorRole.SCHEDULER, cache)
     with pytest.raises(UnsupportedConfiguration, match=r"another's \(Another\): put WriteImmConnector first"):
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): Another()})
-    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): RankAddress(ADDRESS)})
+    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): DescribedRank(worker(layout(), ADDRESS))})
     assert connector.scheduler is not None
     assert connector.scheduler.prefill.address == ADDRESS
 

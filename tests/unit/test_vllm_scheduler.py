@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from protocol_setup import layout, worker
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 from vllm.v1.request import RequestStatus
 from vllm_stage import (
@@ -23,11 +24,11 @@ from vllm_stage import (
     stage,
 )
 
-from kv_connector.agent.commands import Cancel, FailLoad, FinishPrefill, RankAddresses, Release
+from kv_connector.agent.commands import Cancel, FailLoad, FinishPrefill, Release, SetRanks
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.prompt_hash import prompt_hash
-from kv_connector.protocol.requests import DecodeRequest, PrefillRequest, Source
-from kv_connector.vllm.metadata import RankAddress, StepMetadata
+from kv_connector.protocol.requests import DecodeRequest, PrefillRequest
+from kv_connector.vllm.metadata import DescribedRank, StepMetadata
 
 __all__ = ["model", "stage"]
 
@@ -194,7 +195,7 @@ class TestPrefill:
         assert params["transfer_id"] == expected.transfer_id
         decode.add("d", prompt(40), params)
         request = reservation(decode.step())
-        assert (request.transfer_id, request.sources) == (expected.transfer_id, (Source(ADDRESS),))
+        assert (request.transfer_id, request.engine) == (expected.transfer_id, ADDRESS)
         assert request.prompt_hash == expected.prompt_hash
 
     @pytest.mark.parametrize("token", [-1, 1 << 32])
@@ -306,9 +307,7 @@ class TestDecode:
         assert not metadata.computes
         table = decode.tables("d")[0]
         asked = reservation(metadata)
-        assert asked == DecodeRequest(
-            "d", "t", (Source(ADDRESS),), 100, 0, prompt_hash(prompt(100)), asked.groups
-        )
+        assert asked == DecodeRequest("d", "t", ADDRESS, 100, 0, prompt_hash(prompt(100)), asked.groups)
         assert (asked.groups[0].first, asked.groups[0].blocks) == (0, tuple(table))
         assert len(table) == 4
         decode.update(output)
@@ -581,14 +580,19 @@ def test_the_workers_are_told_of_each_other_before_any_request(prefill: Stage) -
     connector = prefill.scheduler.connector
     assert connector is not None
     assert not connector.has_pending_push_work(), "a single worker has nobody to hear of"
-    addresses = (ADDRESS, Address("10.0.0.2", 5601))
+    places = [(0, 0), (0, 1), (1, 0), (1, 1)]
+    addresses = [Address("10.0.0.2", 5600 + number) for number in range(4)]
+    ranks = {
+        place: worker(layout(), address, stage=place[0])
+        for place, address in zip(places, addresses, strict=True)
+    }
     connector.set_xfer_handshake_metadata_pp_aware(
-        {(0, rank): RankAddress(addresses[rank]) for rank in (1, 0)}
+        {place: DescribedRank(ranks[place]) for place in reversed(places)}
     )
     assert connector.has_pending_push_work(), "or the engine would not step"
-    assert prefill.step().commands == (RankAddresses(addresses),)
+    assert prefill.step().commands == (SetRanks(tuple(ranks[place] for place in places)),)
     assert not connector.has_pending_push_work()
-    assert prefill.side.prefill.address == ADDRESS, "what routers are told"
+    assert prefill.side.prefill.address == addresses[0], "what routers are told"
 
 
 def test_an_engine_may_play_both_roles(stage: MakeStage) -> None:

@@ -50,11 +50,13 @@ def test_so_is_one_that_does_not_fit_the_worker(monkeypatch: pytest.MonkeyPatch)
 
     for name, answer in (("kv_layout", (KvLayout((), ()), ())), ("rank_fingerprint", None)):
         monkeypatch.setattr(f"kv_connector.vllm.connector.{name}", lambda *_, answer=answer: answer)
-    monkeypatch.setattr("kv_connector.vllm.connector.tensor_parallel_rank", lambda: 1)
+    monkeypatch.setattr("kv_connector.vllm.connector.pipeline_and_tensor_parallel_rank", lambda: (1, 1))
     monkeypatch.setattr("kv_connector.vllm.connector.start", start)
     made: WriteImmConnector = object.__new__(WriteImmConnector)
     made._settings, made._transfer_role, made._engine_id = Settings(), Role.DECODE, "engine"
-    parallel = ParallelConfig(tensor_parallel_size=2, data_parallel_size=4, data_parallel_hybrid_lb=True)
+    parallel = ParallelConfig(
+        tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_size=4, data_parallel_hybrid_lb=True
+    )
     parallel.data_parallel_rank_local, parallel.data_parallel_index = 1, 3  # the second of a second host
     made._vllm_config, made._kv_cache_config = VllmConfig(), None
     made._vllm_config.parallel_config = parallel
@@ -62,7 +64,8 @@ def test_so_is_one_that_does_not_fit_the_worker(monkeypatch: pytest.MonkeyPatch)
         made.register_kv_caches({"layer": torch.zeros(1)})
     (info,) = infos
     assert (info.engine_id, info.role, info.device) == ("engine", Role.DECODE, Device("cpu"))
-    assert (info.rank, info.ranks, info.data_parallel_index, info.data_parallel_rank) == (1, 2, 3, 1)
+    assert (info.rank, info.ranks, info.data_parallel_index, info.data_parallel_rank) == (3, 4, 3, 1)
+    assert info.stage == 1
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from protocol_setup import layout, worker
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
@@ -27,7 +28,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from kv_connector.lab.model import make_llama
 from kv_connector.protocol.actions import Address
 from kv_connector.vllm.connector import WriteImmConnector
-from kv_connector.vllm.metadata import RankAddress, Reserved, StepMetadata
+from kv_connector.vllm.metadata import DescribedRank, Reserved, StepMetadata
 from kv_connector.vllm.scheduler import SchedulerSide
 
 try:
@@ -126,7 +127,8 @@ class Stage:
             log_stats=True,
         )
         assert self.scheduler.connector is not None
-        self.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): RankAddress(ADDRESS)})
+        rank = DescribedRank(worker(layout(), ADDRESS))
+        self.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): rank})
         hash_function = get_hash_fn_by_name("sha256")
         init_none_hash(hash_function)
         self._hasher = get_request_block_hasher(hash_block_size, hash_function)
