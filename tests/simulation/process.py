@@ -65,9 +65,7 @@ class Process:
             layout=worker.layout,
             control=self.port,
             peers=PeerTable(
-                Identity(
-                    engine, self.incarnation, role, rank, FINGERPRINT, worker.layout, (b"memory",)
-                ),
+                Identity(engine, self.incarnation, role, rank, FINGERPRINT, worker.layout, (b"memory",)),
                 world.times,
             ),
             prefill=PrefillMachine(worker.layout, world.times),

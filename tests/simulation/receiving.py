@@ -82,8 +82,10 @@ class DecodeSide:
         if world.scenario.innocent(plan):
             books.check(not failed, "%s failed for no reason", plan.name)
         if world.scenario.undisturbed(plan):
-            # A stage of D's may have its layers before P has computed all.
-            computed = world.computed_at(plan) or (0.0 if failed or load.told else world.clock.now)
+            # What D wants may be there before P has computed all.
+            computed = world.computed_at(plan)
+            if computed is None:
+                computed = 0.0 if failed or load.told else world.clock.now
             begun = max(load.reserved_at, load.aborted_at, plan.prefill_at, computed)
             waited = world.clock.now - begun
             limit = world.prompt_s + (world.times.orphan if plan.unknown_to_prefill else 0.0)

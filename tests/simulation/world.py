@@ -51,7 +51,7 @@ class World:
         self._rng = random.Random(f"{scenario.seed} losses")
         self._lives: dict[str, int] = {}
         self._words: dict[str, float] = {}
-        self._computed: dict[str, float] = {}
+        self._computed: dict[str, list[float]] = {}
         self._pauses = sum(fault.lasting for fault in scenario.faults)
 
     def run(self) -> None:
@@ -159,10 +159,13 @@ class World:
         return self._words.get(plan.name, 0.0)
 
     def computed(self, plan: Plan) -> None:
-        self._computed[plan.name] = self.clock.now
+        """By one of P's workers."""
+        self._computed.setdefault(plan.name, []).append(self.clock.now)
 
-    def computed_at(self, plan: Plan) -> float:
-        return self._computed.get(plan.name, 0.0)
+    def computed_at(self, plan: Plan) -> float | None:
+        """By all of them."""
+        times = self._computed.get(plan.name, [])
+        return max(times) if len(times) >= len(self.workers(plan.prefill)) else None
 
     def decode_bound(self) -> float:
         """Within this a reserved request is reported, whatever happens."""
