@@ -271,8 +271,8 @@ class Effects:
                 return self.decode.engine_found(now, engine, ranks)
             case EngineNotFound(engine, reason):
                 return self.decode.engine_not_found(now, engine, reason)
-            case Dial(engine, address, wants):
-                return self.peers.dial(now, engine, address, wants)
+            case Dial(engine, address, wants, layout):
+                return self.peers.dial(now, engine, address, wants, layout)
             case Connect(peer, address, name):
                 return self._connect(now, action)
             case Accept():

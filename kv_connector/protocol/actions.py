@@ -11,6 +11,7 @@ import enum
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kv_connector.protocol.layout import KvLayout
 from kv_connector.protocol.messages import (
     AnyMessage,
     Cancel,
@@ -194,12 +195,13 @@ class FindEngine:
 
 @dataclass(frozen=True)
 class Dial:
-    """A session with this worker of the engine is needed, for what is wanted of it: ``peer_up`` or
-    ``dial_failed`` answers."""
+    """A session with this worker of the engine is needed, for what is wanted of it, while it has this layout:
+    ``peer_up`` or ``dial_failed`` answers."""
 
     engine: Address
     address: Address
     wants: Wants
+    layout: KvLayout
 
 
 @dataclass(frozen=True)

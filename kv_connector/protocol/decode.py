@@ -227,7 +227,7 @@ class DecodeMachine:
             )
         engine.workers = {where[number]: draw for number, draw in found.items()}
         actions: list[DecodeAction] = [
-            Dial(address, worker, draw.wants) for worker, draw in engine.workers.items()
+            Dial(address, worker, draw.wants, draw.layout) for worker, draw in engine.workers.items()
         ]
         actions += self._missing(address, ranks)
         for transfer_id in engine.releases:
@@ -432,7 +432,7 @@ class DecodeMachine:
             peer = self._sessions.get(worker)
             if peer is None:
                 self._releases.setdefault(worker, []).append(message)
-                actions.append(Dial(address, worker, draw.wants))
+                actions.append(Dial(address, worker, draw.wants, draw.layout))
             else:
                 actions.append(Send(peer, message))
         return actions

@@ -138,13 +138,17 @@ class Hello(Message, frozen=True, tag="hello"):
 
 
 class HelloAck(Message, frozen=True, tag="hello_ack"):
-    """P accepts, with TransferEngine.accept()'s bytes. ``lane``: the provider that its writes will take."""
+    """P accepts, with TransferEngine.accept()'s bytes. ``lane``: the provider that its writes will take.
+
+    ``layout``: what D takes from elsewhere may be of a process that was here before.
+    """
 
     engine_id: Id
     incarnation: Id
     role: Role
     rank: Natural
     lane: Text
+    layout: KvLayout
     answer: Blob
 
 

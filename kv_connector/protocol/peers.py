@@ -132,6 +132,7 @@ class _Peer:
     address: Address | None = None
     of: Address | None = None
     wants: Wants = ()
+    layout: KvLayout | None = None  # that it has to have
     finding: bool = False
     source: Source | None = None
     state: PeerState = PeerState.CONNECTING
@@ -217,21 +218,23 @@ class PeerTable:
         peer.hello = Locate(us.engine_id, us.role, us.rank, PROTOCOL_VERSION, us.fingerprint)
         return self._introduce(now, peer, source)
 
-    def dial(self, now: float, engine: Address, address: Address, wants: Wants) -> list[PeersAction]:
-        """A session with this worker of an engine is wanted, for ``wants``; nothing happens if there is one,
-        or one is being made."""
+    def dial(
+        self, now: float, engine: Address, address: Address, wants: Wants, layout: KvLayout
+    ) -> list[PeersAction]:
+        """A session with this worker of an engine is wanted, for ``wants``, if it has this layout; nothing
+        happens if there is one, or one is being made."""
         known = self._peers.get(self._by_address.get(address, -1))
         if known is not None:
             # What is wanted of a worker follows from its engine, so that one has come back in another shape.
             changed = f"{address} has a session of another prefill engine, which has to end first"
-            if known.wants != wants:
+            if (known.wants, known.layout) != (wants, layout):
                 return [DialFailed(address, changed)]
             known.of = engine
             return []
         if self._away:
             return [DialFailed(address, f"this engine {self._away}")]
         peer = self._add(now, str(address), Role.PREFILL)
-        peer.address, peer.of, peer.wants = address, engine, wants
+        peer.address, peer.of, peer.wants, peer.layout = address, engine, wants, layout
         peer.give_up = now + self._timeouts.connect
         self._by_address[address] = peer.peer
         return [Connect(peer.peer, address, peer.name)]
@@ -285,7 +288,7 @@ class PeerTable:
         peer = self._peers[peer_id]
         us = self._identity
         peer.lane = lane
-        peer.ack = HelloAck(us.engine_id, us.incarnation, us.role, us.rank, lane, answer)
+        peer.ack = HelloAck(us.engine_id, us.incarnation, us.role, us.rank, lane, us.layout, answer)
         assert peer.source is not None
         return [*self._up(now, peer), Reply(peer.source, peer.ack)]
 
@@ -515,6 +518,8 @@ class PeerTable:
                 return self._found(peer, message)
             return self._violation(now, peer, message)
         if isinstance(message, HelloAck):
+            if message.layout != peer.layout:  # it came up after its engine was found
+                return self.drop(now, peer.peer, "it was restarted with other pages")
             if peer.state is PeerState.CONNECTING and not peer.engine:
                 peer.engine = (message.engine_id, message.rank)
                 peer.incarnation = message.incarnation

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kv_connector.protocol.layout import Part
+from kv_connector.protocol.layout import KvLayout, Part
 from kv_connector.protocol.messages import Rank, Wants
 from kv_connector.protocol.plan import Plan, matching_parts
 from kv_connector.protocol.runs import Misfit, naming
@@ -23,6 +23,7 @@ class Draw:
     shares: int
     plan: Plan | None  # None: it sends nothing to anybody, and has to be told so
     wants: Wants
+    layout: KvLayout  # the prefill worker's, on which all this rests
 
 
 class Holders:
@@ -61,9 +62,10 @@ def draws(decode: Sequence[Rank], rank: int, prefill: Sequence[Rank]) -> dict[in
         if rank in consumers:
             wants = chosen[rank][number]
             plan = Plan(source.layout, decode[rank].layout, wants)
-            found[number] = Draw(consumers.index(rank), len(consumers), plan, wants)
+            found[number] = Draw(consumers.index(rank), len(consumers), plan, wants, source.layout)
         elif not consumers and number % len(decode) == rank:
-            found[number] = Draw(0, 1, None, ((),) * len(decode[rank].layout.layers))
+            nothing = ((),) * len(decode[rank].layout.layers)
+            found[number] = Draw(0, 1, None, nothing, source.layout)
     return found
 
 

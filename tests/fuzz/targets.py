@@ -85,7 +85,7 @@ def protocol_messages() -> list[AnyMessage]:
         messages.Hello(
             "d", "1", Role.DECODE, 0, version, pairs(), DIVIDED, all_of(DIVIDED), regions * 2, offer
         ),
-        messages.HelloAck("p", "2", Role.PREFILL, 0, "tcp", b"answer" * 20),
+        messages.HelloAck("p", "2", Role.PREFILL, 0, "tcp", pages, b"answer" * 20),
         messages.HelloNak(messages.NakReason.INCOMPATIBLE, "block sizes differ"),
         messages.Locate("d", Role.DECODE, 1, version, pairs()),
         messages.Directory("p", (worker(DIVIDED), worker(pages, stage=1))),

@@ -15,7 +15,7 @@ from __future__ import annotations
 import enum
 import functools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,8 @@ from kv_connector.engine import (
     TransferProgress,
 )
 
-from .pool import LAYER_BYTES, Content
+from .pool import Content
+from .shape import CELL
 
 if TYPE_CHECKING:
     from .process import Process
@@ -50,9 +51,8 @@ class Batch:
     """Pages of one layer that travel together."""
 
     transfer: Transfer
-    layer: int
-    sources: tuple[int, ...]
-    targets: tuple[int, ...]
+    pages: int
+    cells: tuple[tuple[int, int], ...]  # from which of the sender's memory to which of the receiver's
     signal: int
     immediate: int
     phase: Phase = Phase.ARMED
@@ -214,16 +214,19 @@ class SimEngine:
         self._refuse("arm")
         if transfer.stopped:
             raise _error(ErrorCode.PEER_DOWN, "arm", f"the transfer has ended: {transfer.reason}")
-        pairs = list(zip(write.source_pages.indices, write.target_pages.indices, strict=True))
+        due: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for layer in layers:
-            ordinal = layer.source_offset // LAYER_BYTES
-            same = ordinal == layer.target_offset // LAYER_BYTES
-            self._books.check(same, "pages of layer %d go to another layer", ordinal)
-            cut = self._rng.randint(0, len(pairs))
-            for part in (pairs[:cut], pairs[cut:]):
+            pages = due.setdefault((layer.signal_value, layer.immediate), [])
+            for source, target in zip(write.source_pages.indices, write.target_pages.indices, strict=True):
+                start = source * write.source_pages.stride + layer.source_offset
+                pages.append((start, target * write.target_pages.stride + layer.target_offset))
+        for (signal_value, immediate), pages in due.items():
+            self._rng.shuffle(pages)
+            cut = self._rng.randint(0, len(pages))
+            for part in (pages[:cut], pages[cut:]):
                 if part:
-                    sources, targets = zip(*part, strict=True)
-                    batch = Batch(transfer, ordinal, sources, targets, layer.signal_value, layer.immediate)
+                    cells = tuple(_cells(part, write.page_bytes))
+                    batch = Batch(transfer, len(part), cells, signal_value, immediate)
                     transfer.batches.append(batch)
                     transfer.link.live[batch] = None
                     self._armed.append(batch)
@@ -285,19 +288,24 @@ class SimEngine:
 
     def reading(self, blocks: set[int]) -> bool:
         """Whether something may still read these blocks of this process's memory."""
+        block_of = self.process.worker.block_of
         return any(
-            batch.phase in (Phase.ARMED, Phase.POSTED) and not blocks.isdisjoint(batch.sources)
+            block_of.get(source) in blocks
             for link in self.links
             for batch in link.live
-            if batch.transfer.engine is self
+            if batch.transfer.engine is self and batch.phase in (Phase.ARMED, Phase.POSTED)
+            for source, _ in batch.cells
         )
 
     def awaiting(self, blocks: set[int]) -> bool:
         """Whether something may still land in these blocks of this process's memory."""
+        block_of = self.process.worker.block_of
         return any(
-            batch.transfer.engine is not self and not blocks.isdisjoint(batch.targets)
+            block_of.get(target) in blocks
             for link in self.links
             for batch in link.live
+            if batch.transfer.engine is not self
+            for _, target in batch.cells
         )
 
     def may_write(self, link: Link) -> bool:
@@ -390,14 +398,13 @@ class SimEngine:
         if self.process.stopped:
             self._frozen.append(lambda: self._read(batch))
             return
-        pool = self.process.pool
-        for block in batch.sources:
-            page = (batch.layer, block)
-            if block not in pool.owner or page not in pool.content:
-                self._books.fail(
-                    f"{self.process} reads layer {page[0]} of block {block}, which holds nothing"
-                )
-        batch.contents = tuple(pool.content[batch.layer, block] for block in batch.sources)
+        block_of, content = self.process.worker.block_of, self.process.pool.content
+        blocks = [block_of.get(source, -1) for source, _ in batch.cells]
+        if not all(content.get(block) for block in blocks):
+            self._books.fail(f"{self.process} reads from blocks {set(blocks)}, one of which holds nothing")
+        batch.contents = tuple(
+            content[block].get(source) for block, (source, _) in zip(blocks, batch.cells, strict=True)
+        )
         batch.phase = Phase.READ
         delay = batch.transfer.link.rng.uniform(0, 2 * self.process.world.scenario.wire)
         self._clock.after(delay, lambda: self._land(batch))
@@ -433,14 +440,16 @@ class SimEngine:
         self._clock.after(link.rng.expovariate(200.0), lambda: self._completed(batch))
 
     def _take(self, batch: Batch) -> None:
-        pool = self.process.pool
-        for block, content in zip(batch.targets, batch.contents, strict=True):
-            page = (batch.layer, block)
-            awaited = pool.awaited.get(page)
-            if awaited != content:
-                whose = f"where {awaited} is awaited" if awaited else "which came back long ago"
-                self._books.fail(f"{content} lands in block {block} of {self.process}, {whose}")
-            pool.content[page] = content
+        block_of, pool = self.process.worker.block_of, self.process.pool
+        for (_, target), content in zip(batch.cells, batch.contents, strict=True):
+            block = block_of.get(target, -1)
+            awaited = pool.awaited.get(block, {})
+            if target not in awaited:
+                self._books.fail(f"{content} lands in block {block} of {self.process}, which awaits nothing")
+            if awaited[target] != content:
+                where = f"block {block} of {self.process}, where {awaited[target]} is awaited"
+                self._books.fail(f"{content} lands in {where}")
+            pool.content[block][target] = content
 
     def _count(self, batch: Batch) -> None:
         found = self._immediates.get(batch.immediate)
@@ -450,7 +459,11 @@ class SimEngine:
         counters, number, index = found
         foreign = batch.transfer.link.numbers[self] not in counters.raisers
         self._books.check(not foreign, "%s counts a page of the wrong peer", self.process)
-        counters.values[index] += len(batch.targets)
+        counters.values[index] += batch.pages
+        for _, target in batch.cells:
+            awaited = self.process.pool.awaited[self.process.worker.block_of[target]]
+            self._books.check(target in awaited, "%s counts cell %d twice", self.process, target)
+            awaited.pop(target, None)
         if counters.targets is not None:
             too_many = counters.values[index] > counters.targets[index]
             self._books.check(not too_many, "%s counts a page too many", self.process)
@@ -470,7 +483,7 @@ class SimEngine:
             self._frozen.append(lambda: self._completed(batch))
             return
         batch.told = True
-        batch.transfer.pages += len(batch.targets)
+        batch.transfer.pages += batch.pages
         batch.transfer.batches.remove(batch)
         batch.transfer.maybe_end()
 
@@ -570,6 +583,12 @@ class Fabric:
         """Never the same twice: that an old generation is not credited is the engine's own affair."""
         self._last_immediate += 1
         return self._last_immediate
+
+
+def _cells(pages: Sequence[tuple[int, int]], page_bytes: int) -> Iterator[tuple[int, int]]:
+    for source, target in pages:
+        for offset in range(0, page_bytes, CELL):
+            yield (source + offset) // CELL, (target + offset) // CELL
 
 
 def _error(code: ErrorCode, operation: str, text: str) -> TransferError:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kv_connector.protocol.messages import Pong, encode
 
-from .scenario import LONELY, MUTUAL, Fault
+from .scenario import LONELY, MUTUAL, Fault, draw_side
 
 if TYPE_CHECKING:
     from .process import Process
@@ -49,6 +49,13 @@ def _leave(world: World, process: Process, fault: Fault) -> None:
     if fault.coin % 4:
         after = world.times.drain + fault.lasting
         world.clock.after(after, lambda: process.dead and world.start(process.name))
+
+
+def _replace(world: World, process: Process, fault: Fault) -> None:
+    """The whole engine goes down, and one of another shape comes up at its address."""
+    engine, _ = process.place
+    world.replace(engine, draw_side(random.Random(fault.coin)), silently=fault.coin % 2 > 0)
+    world.clock.after(fault.lasting, lambda: world.start_engine(engine))
 
 
 def _stop(world: World, process: Process, fault: Fault) -> None:
@@ -146,6 +153,7 @@ _FAULTS: dict[str, Callable[[World, Fault], None]] = {
     "crash": _lonely(_crash),
     "vanish": _lonely(_vanish),
     "leave": _lonely(_leave),
+    "replace": _lonely(_replace),
     "stop": _lonely(_stop),
     "stall": _lonely(_stall),
     "slow": _lonely(_slow),

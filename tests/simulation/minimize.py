@@ -8,6 +8,7 @@ from typing import Any
 
 from .campaign import run
 from .scenario import Fault, Plan, Scenario
+from .shape import Side
 
 _LINES = 80  # of a trace
 
@@ -47,14 +48,14 @@ def _simpler(scenario: Scenario) -> Iterator[Scenario]:
         for index in range(len(items)):
             yield replace(scenario, **{name: items[:index] + items[index + 1 :]})
     for field_ in fields(Scenario):
-        if field_.name in ("chaos", "lease", "skew", "jitter", "wire", "step"):
+        if field_.name in ("chaos", "lease", "skew", "jitter", "wire", "step", "heads"):
             yield from _defaulted(scenario, field_)
-    for index, plan in enumerate(scenario.plans):
-        for field_ in fields(Plan):
-            for plainer in _defaulted(plan, field_):
-                yield replace(
-                    scenario, plans=(*scenario.plans[:index], plainer, *scenario.plans[index + 1 :])
-                )
+    for name, kind in (("sides", Side), ("plans", Plan)):
+        items = getattr(scenario, name)
+        for index, item in enumerate(items):
+            for field_ in fields(kind):
+                for plainer in _defaulted(item, field_):
+                    yield replace(scenario, **{name: (*items[:index], plainer, *items[index + 1 :])})
 
 
 def _defaulted(thing: Any, field_: Field[Any]) -> Iterator[Any]:

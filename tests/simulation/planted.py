@@ -38,11 +38,8 @@ BUGS = (
     Bug(
         "the ledger forgets what was pushed",
         "protocol/prefill.py",
-        """\
-                    pushed.add(logical)
-                    reservation.left -= 1
-""",
-        "                    reservation.left -= logical not in pushed\n",
+        "target = wanted.pop(granule, None)",
+        "target = wanted.get(granule)",
     ),
     # vLLM's NixlConnector had the like: an abort frees D's blocks while pages are under way.
     Bug(
@@ -169,8 +166,83 @@ BUGS = (
     Bug(
         "a transfer is over with its first source",
         "protocol/decode.py",
-        "        if phases == {_Phase.STOPPED}:\n",
+        "        if phases <= {_Phase.STOPPED}:\n",
         "        if _Phase.STOPPED in phases:\n",
+    ),
+    # sgl-project/sglang #23746: which of P's heads D has comes out as the first of them.
+    Bug(
+        "a slice of the heads begins with the first",
+        "protocol/runs.py",
+        "        source_start += (units.start - source.units.start) * ours.stride\n",
+        "",
+    ),
+    # Where a block is larger than the other side's, its end may hold nothing that anybody computes.
+    Bug(
+        "the count has what is behind the prompt's end",
+        "protocol/plan.py",
+        """\
+            granules = pair.granules(targets[pair.target], prompt_tokens)
+""",
+        """\
+            granules = pair.granules(targets[pair.target], 1 << 40)
+""",
+    ),
+    # vllm-project/vllm #45330, #45879: of P's ranks several have the same heads.
+    Bug(
+        "all replicas send",
+        "protocol/sources.py",
+        """\
+                    sender = senders[ordinal % len(senders)]
+                    wants = choice.setdefault(sender, [()] * len(own.layout.layers))
+                    wants[ordinal] = (*wants[ordinal], number)
+""",
+        """\
+                    for sender in senders:
+                        wants = choice.setdefault(sender, [()] * len(own.layout.layers))
+                        wants[ordinal] = (*wants[ordinal], number)
+""",
+    ),
+    # A rank of P that has what others send too waits for a RESERVE that never comes.
+    Bug(
+        "a worker that sends nothing is not told",
+        "protocol/decode.py",
+        "        return [*self._release(request.transfer_id, request.engine, idle), *self._open(transfer)]\n",
+        "        return self._open(transfer)\n",
+    ),
+    # Of several shares, all ranks of D give the same one back.
+    Bug(
+        "one share is released by all",
+        "protocol/decode.py",
+        "            message = Release(transfer_id, draw.share)\n",
+        "            message = Release(transfer_id)\n",
+    ),
+    # RELEASE comes twice: D's engine and its worker both say it.
+    Bug(
+        "a share is released twice",
+        "protocol/prefill.py",
+        """\
+        if transfer is None or transfer.phase is not Phase.WAITING:
+            return []
+        return self._close(now, transfer, released)
+""",
+        """\
+        if transfer is None:
+            return []
+        return self._close(now, transfer, released)
+""",
+    ),
+    # An engine comes back in another shape at its old address: the plan is of the one before.
+    Bug(
+        "the directory outlives the engine",
+        "protocol/decode.py",
+        "                del self._engines[address]\n",
+        "                pass\n",
+    ),
+    Bug(
+        "whoever answers is the one that was found",
+        "protocol/peers.py",
+        "            if message.layout != peer.layout:",
+        "            if False:",
     ),
 )
 

@@ -1,55 +1,25 @@
-"""A paged KV cache: who owns each block, what each page holds, and what is awaited in it."""
+"""A paged KV cache: who owns each block, what each of its cells holds, and what is awaited there."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 
-from kv_connector.protocol.geometry import Place, opaque_page
-from kv_connector.protocol.layout import GroupLayout, KvLayout, LayerLayout
+from .shape import STEP, What, Worker
 
-# Small on purpose: a block that comes back is soon somebody else's.
-BLOCKS = 160
-TOKENS = 16  # a block
-PAGE = 64
-LAYER_BYTES = BLOCKS * PAGE
-# Two KV groups whose layers take turns, as in a model with sliding windows, and a row for each request, which
-# is there once the whole prompt is computed.
-GROUP_OF_LAYER = (0, 1, 0, 2)
-LAYERS = len(GROUP_OF_LAYER)
-LAYERS_OF_GROUP = ((0, 2), (1,), (3,))
-ROWS = 2  # the group
-LAYOUT = KvLayout(
-    (
-        GroupLayout(BLOCKS, TOKENS, "full"),
-        GroupLayout(BLOCKS, TOKENS, "sliding_window"),
-        GroupLayout(BLOCKS, 0, "state"),
-    ),
-    tuple(
-        LayerLayout(f"layer{k}", group, "", opaque_page(Place(0, k * LAYER_BYTES, PAGE), PAGE))
-        for k, group in enumerate(GROUP_OF_LAYER)
-    ),
-)
-# The layers of prefill engines whose model runs in stages.
-STAGES = ((0, 1), (2, 3))
-
-
-def layout_of(layers: Sequence[int]) -> KvLayout:
-    """Of an engine that has these layers only."""
-    return KvLayout(LAYOUT.groups, tuple(LAYOUT.layers[layer] for layer in layers))
-
-
-Content = tuple[str, int, int]  # prompt, logical block, layer
-Page = tuple[int, int]  # layer, block
+# Of a prompt: a step of its tokens. None: there are none, it is behind the prompt's end.
+Content = tuple[str, int, What] | None
 
 
 class Pool:
     """The block that was freed last is taken first: who comes late meets a new owner."""
 
-    def __init__(self) -> None:
-        self._free = list(range(BLOCKS - 1, 0, -1))  # block 0 is the null block
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self._free = list(range(worker.blocks - 1, 0, -1))  # block 0 is the null block
         self.owner: dict[int, str] = {}
-        self.content: dict[Page, Content] = {}
-        self.awaited: dict[Page, Content] = {}
+        # By block and cell. What has landed and was counted is not awaited any more.
+        self.content: dict[int, dict[int, Content]] = {}
+        self.awaited: dict[int, dict[int, Content]] = {}
 
     def room(self) -> int:
         return len(self._free)
@@ -59,16 +29,40 @@ class Pool:
         blocks = [self._free.pop() for _ in range(count)]
         for block in blocks:
             self.owner[block] = owner
-            for layer in range(LAYERS):
-                self.content.pop((layer, block), None)
+            self.content[block] = {}
         return blocks
 
     def give(self, blocks: Sequence[int]) -> None:
         for block in blocks:
-            del self.owner[block]
-            for layer in range(LAYERS):
-                self.awaited.pop((layer, block), None)
+            del self.owner[block], self.content[block]
+            self.awaited.pop(block, None)
         self._free.extend(blocks)
 
-    def wait_for(self, pages: Iterable[tuple[Page, Content]]) -> None:
-        self.awaited.update(pages)
+    def logical(self, layer: int, step: int) -> int:
+        """The logical block that a step of a prompt's tokens lies in."""
+        return step // len(self.worker.cells[layer])
+
+    def cells(self, layer: int, step: int, block: int) -> Iterator[tuple[int, What]]:
+        """What that step of a prompt fills of the block that it lies in."""
+        steps = self.worker.cells[layer]
+        for place, stride, what in steps[step % len(steps)]:
+            yield place + block * stride, what
+
+    def compute(self, layer: int, prompt: str, steps: range, table: Sequence[int]) -> None:
+        for step in steps:
+            block = table[self.logical(layer, step)]
+            for cell, what in self.cells(layer, step, block):
+                self.content[block][cell] = (prompt, step, what)
+
+    def wait_for(self, layer: int, prompt: str, tokens: int, logical: int, block: int) -> None:
+        """Whatever comes of the layer's page of that block has to be the prompt's."""
+        awaited = self.awaited.setdefault(block, {})
+        each = len(self.worker.cells[layer])
+        for step in range(logical * each, (logical + 1) * each):
+            for cell, what in self.cells(layer, step, block):
+                awaited[cell] = (prompt, step, what) if step * STEP < tokens else None
+
+    def missing(self, layer: int, step: int, block: int) -> list[What]:
+        """What of that step of a prompt's tokens has not come."""
+        awaited = self.awaited[block]
+        return [what for cell, what in self.cells(layer, step, block) if cell in awaited]

@@ -23,9 +23,11 @@ from kv_connector.protocol.prefill import PrefillMachine
 from .clock import SkewedClock
 from .fabric import SimEngine
 from .network import Port
-from .pool import Pool, layout_of
+from .pool import Pool
 from .receiving import DecodeSide
+from .scenario import engine_of
 from .sending import PrefillSide
+from .shape import Worker
 
 if TYPE_CHECKING:
     from .world import World
@@ -38,8 +40,9 @@ FINGERPRINT = fingerprint({"engine": "simulated"})
 class Process:
     """From its start to its death. Whoever restarts at the same address is another one."""
 
-    def __init__(self, world: World, name: str, role: Role, layers: Sequence[int], life: int) -> None:
-        self.world, self.name, self.layers, self.life = world, name, layers, life
+    def __init__(self, world: World, name: str, role: Role, worker: Worker, life: int) -> None:
+        self.world, self.name, self.worker, self.life = world, name, worker, life
+        self.place = engine, rank = engine_of(name)
         self.incarnation = f"{name} life {life}"
         self.rng = random.Random(f"{world.scenario.seed} {name} {life}")
         rate = self.rng.uniform(0.99, 1.01) if world.scenario.skew else 1.0
@@ -51,28 +54,27 @@ class Process:
         self.slow_until = 0.0
         self.slowness = 0.0
         self.leaving = False
-        self.pool = Pool()
+        self.pool = Pool(worker)
         self.port = Port(self)
         self.engine = SimEngine(self, random.Random(f"{world.scenario.seed} {name} {life} engine"))
         self.ledger = Ledger()
-        layout = layout_of(layers)
         self.effects = Effects(
             engine=self.engine,
             signal=self.engine.signal,
             regions=(1,),
-            layout=layout,
+            layout=worker.layout,
             control=self.port,
             peers=PeerTable(
-                Identity(name, self.incarnation, role, 0, FINGERPRINT, layout, (b"memory",)),
+                Identity(engine, self.incarnation, role, rank, FINGERPRINT, worker.layout, (b"memory",)),
                 world.times,
             ),
-            prefill=PrefillMachine(layout, world.times),
-            decode=DecodeMachine(layout, world.times),
+            prefill=PrefillMachine(worker.layout, world.times),
+            decode=DecodeMachine(worker.layout, world.times),
             ledger=self.ledger,
         )
-        ranks = world.ranks(name)
+        ranks = world.ranks(engine)
         self.effects.peers.set_ranks(ranks)
-        self.effects.decode.set_ranks(world.scenario.workers(name).index(name), ranks)
+        self.effects.decode.set_ranks(rank, ranks)
         self.prefill = PrefillSide(self)
         self.decode = DecodeSide(self)
         self._commands: deque[Callable[[float], Sequence[Action]]] = deque()
@@ -117,9 +119,9 @@ class Process:
     def has_session_with(self, process: Process) -> bool:
         """This very process, not one that had its address before."""
         for session in self.effects.peers._peers.values():
-            if session.address == process.world.addresses[process.name]:
+            if session.address == process.world.address(process.name):
                 return True
-            if session.engine == (process.name, 0) and session.incarnation == process.incarnation:
+            if session.engine == process.place and session.incarnation == process.incarnation:
                 return True
         return False
 
@@ -145,7 +147,7 @@ class Process:
         peers, prefill, decode = effects.peers, effects.prefill, effects.decode
         counts = self.busy() | {
             "blocks": len(self.pool.owner),
-            "awaited pages": len(self.pool.awaited),
+            "blocks that await pages": len(self.pool.awaited),
             "links": len(effects._links) - sessions,
             "transfer ids": len(effects.writes),
             "counting": len(effects._counting),

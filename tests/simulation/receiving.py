@@ -12,9 +12,9 @@ from kv_connector.protocol.actions import Address, State
 from kv_connector.protocol.layout import GroupTarget
 from kv_connector.protocol.requests import DecodeRequest
 
-from .pool import LAYERS_OF_GROUP, ROWS, TOKENS, Content, Page
 from .scenario import Plan
 from .sending import prompt_hash
+from .shape import GROUP_OF_LAYER, ROWS, STEP
 
 if TYPE_CHECKING:
     from .process import Process
@@ -26,7 +26,7 @@ _RETRY_S = 0.05
 class _Load:
     plan: Plan
     blocks: list[int] = field(default_factory=list)
-    pages: dict[Page, Content] = field(default_factory=dict)
+    wanted: list[tuple[int, int, int]] = field(default_factory=list)  # layer, step of the prompt, block
     reserved_at: float = 0.0
     aborted: bool = False
     aborted_at: float = 0.0
@@ -77,14 +77,16 @@ class DecodeSide:
             good = State.FAILED if failed else State.DONE
             books.check(state is good, "%s is %s, failed=%s", plan.name, state, failed)
         if not failed and not load.told:
-            missing = [
-                page for page, content in load.pages.items() if process.pool.content.get(page) != content
-            ]
-            books.check(not missing, "%s was received and lacks pages %s", plan.name, missing)
+            missing = [one for wanted in load.wanted for one in process.pool.missing(*wanted)]
+            books.check(not missing, "%s was received and lacks %s", plan.name, missing)
         if world.scenario.innocent(plan):
             books.check(not failed, "%s failed for no reason", plan.name)
         if world.scenario.undisturbed(plan):
-            begun = max(load.reserved_at, load.aborted_at, plan.prefill_at, world.computed_at(plan))
+            # What D wants may be there before P has computed all.
+            computed = world.computed_at(plan)
+            if computed is None:
+                computed = 0.0 if failed or load.told else world.clock.now
+            begun = max(load.reserved_at, load.aborted_at, plan.prefill_at, computed)
             waited = world.clock.now - begun
             limit = world.prompt_s + (world.times.orphan if plan.unknown_to_prefill else 0.0)
             books.check(waited < limit, "%s had to wait %.1f s for no reason", plan.name, waited)
@@ -98,7 +100,7 @@ class DecodeSide:
     # --- Steps
 
     def _engine(self, plan: Plan) -> Address:
-        return self._world.addresses[plan.prefill]
+        return self._world.address(plan.prefill)
 
     def _later(self, delay: float, event: object) -> None:
         def guarded() -> None:
@@ -143,7 +145,9 @@ class DecodeSide:
         process, plan = self._process, load.plan
         if plan.name not in self._queue or process.leaving:
             return
-        if process.pool.room() <= ROWS * plan.blocks:
+        size, pool = process.worker.block, process.pool
+        filled = -(-plan.tokens // size)
+        if pool.room() <= ROWS * filled:
             self._later(_RETRY_S, lambda: self._admit(load))
             return
         del self._queue[plan.name]
@@ -152,31 +156,30 @@ class DecodeSide:
         if plan.needs_nothing:
             self._release(plan)
             return
-        wanted = [
-            range(plan.cached, plan.blocks),
-            range(max(plan.cached, plan.blocks - plan.window), plan.blocks),
-            range(1),
-        ]
+        cached = plan.cached // size * size
         groups = []
-        for group, logicals in enumerate(wanted):
-            blocks = process.pool.take(plan.name, len(logicals))
+        for group, needed in enumerate((cached, max(cached, plan.tokens - plan.window), 0)):
+            begin, end = (0, 1) if group == ROWS else (needed // size, filled)
+            blocks = pool.take(plan.name, end - begin)
             load.blocks += blocks
-            for logical, block in zip(logicals, blocks, strict=True):
-                for layer in LAYERS_OF_GROUP[group]:
-                    load.pages[layer, block] = (plan.transfer_id, logical, layer)
+            for layer in process.worker.layers:
+                if GROUP_OF_LAYER[layer] == group:
+                    for logical, block in enumerate(blocks, begin):
+                        pool.wait_for(layer, plan.transfer_id, plan.tokens, logical, block)
+                    last = 1 if group == ROWS else -(-plan.tokens // STEP)
+                    steps = range(needed // STEP, last)
+                    load.wanted += [(layer, n, blocks[pool.logical(layer, n) - begin]) for n in steps]
             # What the window has left behind is null.
-            first = 0 if group == ROWS else plan.cached
-            nulls = (0,) * (logicals.start - first)
-            groups.append(GroupTarget(first, (*nulls, *blocks)))
-        process.pool.wait_for(load.pages.items())
+            first = 0 if group == ROWS else cached // size
+            groups.append(GroupTarget(first, (*(0,) * (begin - first), *blocks), needed))
         load.reserved_at = self._world.clock.now
         self._loads[plan.name] = load
         request = DecodeRequest(
             request_id=plan.name,
             transfer_id=plan.transfer_id,
             engine=self._engine(plan),
-            prompt_tokens=plan.blocks * TOKENS,
-            first_token=plan.cached * TOKENS,
+            prompt_tokens=plan.tokens,
+            first_token=cached,
             prompt_hash=prompt_hash(plan, plan.transfer_id),
             groups=tuple(groups),
         )

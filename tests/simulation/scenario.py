@@ -10,6 +10,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
+from .shape import CUTS, Side
+
 _LONG = 10.0  # a prompt that P begins so late may meet a deadline
 
 
@@ -22,10 +24,10 @@ class Plan:
     decode: str
     prefill_at: float = 0.0
     decode_at: float = 0.0
-    blocks: int = 3
-    chunk: int = 2  # blocks of the prompt that P computes in a step
-    cached: int = 0  # D has these first blocks already
-    window: int = 2  # D wants this many of the last blocks of the sliding-window group
+    tokens: int = 48
+    chunk: int = 32  # tokens that P computes in a step
+    cached: int = 0  # D has these first tokens already, as far as they fill blocks
+    window: int = 32  # of the sliding-window group D wants so many of the last tokens
     admitted_after: float = 0.0  # D queues the request for so long
     scheduled_after: float = 0.0  # and P, too
     prefill_abort: float | None = None  # after it came
@@ -81,8 +83,8 @@ class Scenario:
     prefills: int = 1
     decodes: int = 1
     both: bool = False  # every engine may take either role
-    staged: bool = False  # p0's model runs in two stages: p0 has the first layers, s0 the others
-    wide: bool = False  # d0 has two workers, each of which wants every page: d0 and e0
+    heads: int = 1  # of the model
+    sides: tuple[Side, ...] = ()  # of the first engines; the others are plain
     chaos: bool = False  # the control network reorders and duplicates, which TCP does not
     jitter: float = 0.01  # seconds, typical for one message
     wire: float = 0.02  # seconds, typical for one write
@@ -93,27 +95,19 @@ class Scenario:
     faults: tuple[Fault, ...] = ()
 
     @property
-    def nodes(self) -> tuple[str, ...]:
-        prefills = [f"{stage}{i}" for i in range(self.prefills) for stage in ("ps" if self.staged else "p")]
-        decodes = [f"{worker}{i}" for i in range(self.decodes) for worker in ("de" if self.wide else "d")]
-        return (*prefills, *decodes)
+    def engines(self) -> tuple[str, ...]:
+        return (*(f"p{i}" for i in range(self.prefills)), *(f"d{i}" for i in range(self.decodes)))
 
-    def workers(self, name: str) -> tuple[str, ...]:
-        """Of the engine that has this one."""
-        pairs = ("ps" if self.staged else "p", "de" if self.wide else "d")
-        return tuple(f"{kind}{name[1:]}" for pair in pairs if name[0] in pair for kind in pair)
+    def side(self, engine: str) -> Side:
+        return dict(zip(self.engines, self.sides, strict=False)).get(engine, Side())
 
-    def sources(self, plan: Plan) -> tuple[str, ...]:
-        """The workers that compute the request's prompt."""
-        return self.workers(plan.prefill)
-
-    def targets(self, plan: Plan) -> tuple[str, ...]:
-        """The workers that want the request's pages."""
-        return self.workers(plan.decode)
+    def workers(self, engine: str) -> tuple[str, ...]:
+        """The first has the engine's name."""
+        return workers(engine, self.side(engine))
 
     def undisturbed(self, plan: Plan) -> bool:
         """Whether no fault concerns this request, and no other request: its end, good or bad, comes soon."""
-        concerned = {*self.sources(plan), *self.targets(plan)}
+        concerned = {*self.workers(plan.prefill), *self.workers(plan.decode)}
         claimed = sum(other.transfer_id == plan.transfer_id for other in self.plans)
         faultless = not any(concerned.issuperset(fault.who) for fault in self.faults)
         return faultless and claimed == 1 and plan.scheduled_after < _LONG
@@ -123,9 +117,19 @@ class Scenario:
         return plan.plain and self.undisturbed(plan)
 
 
+def workers(engine: str, side: Side) -> tuple[str, ...]:
+    return (engine, *(f"{engine}/{number}" for number in range(1, side.workers)))
+
+
+def engine_of(worker: str) -> tuple[str, int]:
+    """And which of its workers it is."""
+    engine, _, number = worker.partition("/")
+    return engine, int(number or 0)
+
+
 # Kinds of faults of one engine, and of the way between two.
 LONELY = (
-    *("crash", "vanish", "leave", "stop", "stall", "slow"),
+    *("crash", "vanish", "leave", "replace", "stop", "stall", "slow"),
     *("error", "stuck", "refuse", "no handshake", "no counters"),
 )
 MUTUAL = ("partition", "loss", "jam", "reset", "cut", "failover", "garbage")
@@ -146,8 +150,8 @@ def draw(seed: int) -> Scenario:
         lease=rng.random() < 0.25,
         skew=rng.random() < 0.3,
     )
-    if not scenario.both:
-        scenario = replace(scenario, staged=seed % 4 == 3, wide=seed % 4 == 1 or seed % 8 == 7)
+    sides = tuple(draw_side(rng) for _ in scenario.engines)
+    scenario = replace(scenario, heads=rng.choice((1, 2, 2)), sides=sides)
     # Faults and aborts come in some runs only: the others must end well for everybody.
     trouble = rng.random()
     plans = [_plan(rng, scenario, number, trouble > 0.2) for number in range(rng.randint(2, 8))]
@@ -157,13 +161,19 @@ def draw(seed: int) -> Scenario:
     return replace(scenario, plans=tuple(plans), faults=tuple(faults))
 
 
+def draw_side(rng: random.Random) -> Side:
+    """Half of the engines have one worker."""
+    ranks, first_stage = rng.choice(((1, 0), (1, 0), (1, 0), (2, 0), (1, rng.choice(CUTS)), (2, CUTS[0])))
+    return Side(ranks, first_stage, rng.choice((16, 16, 32)), rng.random() < 0.5)
+
+
 def _plan(rng: random.Random, scenario: Scenario, number: int, trouble: bool) -> Plan:
     if scenario.both:
-        prefill, decode = rng.sample(scenario.nodes, 2)
+        prefill, decode = rng.sample(scenario.engines, 2)
     else:
         prefill, decode = f"p{rng.randrange(scenario.prefills)}", f"d{rng.randrange(scenario.decodes)}"
     fate = rng.random() if trouble else 1.0
-    blocks = rng.randint(1, 6)
+    tokens = rng.randint(1, 6) * 16 - rng.choice((0, 0, rng.randrange(16)))
     came = rng.uniform(0, 2)
 
     admitted_after = rng.choice((0.0, 0.0, rng.expovariate(1.0), rng.uniform(0, 20)))
@@ -178,10 +188,10 @@ def _plan(rng: random.Random, scenario: Scenario, number: int, trouble: bool) ->
         # Serial, concurrent, or the other way round.
         prefill_at=came + rng.choice((0.0, rng.uniform(0, 2))),
         decode_at=came + rng.choice((0.0, rng.uniform(0, 2))),
-        blocks=blocks,
-        chunk=rng.randint(1, blocks),
-        cached=rng.randrange(blocks) if rng.random() < 0.3 else 0,
-        window=rng.randint(1, 3),
+        tokens=tokens,
+        chunk=rng.choice((16 * rng.randint(1, 6), rng.randint(12, 96))),
+        cached=rng.randrange(tokens) if rng.random() < 0.3 else 0,
+        window=rng.randint(1, 48),
         admitted_after=admitted_after,
         scheduled_after=rng.choice((0.0,) * 20 + (1.0, 40.0)) if trouble else 0.0,
         prefill_abort=sometimes(0.0, 0.12),
@@ -205,14 +215,14 @@ def _fault(rng: random.Random, scenario: Scenario, plans: list[Plan]) -> Fault:
     at = rng.choice((rng.uniform(0, 4), begun + rng.expovariate(3.0), max(0.0, begun - rng.expovariate(3.0))))
     coin = rng.randrange(1 << 16)
     lasting = rng.choice((0.05, 0.5, 2.0, 4.0, 8.0)) * rng.uniform(0.5, 1.5)
-    sources, targets = scenario.sources(plan), scenario.targets(plan)
+    sources, targets = scenario.workers(plan.prefill), scenario.workers(plan.decode)
     source, target = sources[coin % len(sources)], targets[coin // 2 % len(targets)]
     if rng.random() < 0.6:
-        who = rng.choice((source, target, rng.choice(scenario.nodes)))
+        who = rng.choice((source, target, rng.choice(scenario.engines)))
         return Fault(rng.choice(LONELY), at, (who,), lasting, coin)
     if rng.random() < 0.7:
         return Fault(rng.choice(MUTUAL), at, (source, target), lasting, coin)
     if scenario.both:
-        return Fault(rng.choice(MUTUAL), at, tuple(rng.sample(scenario.nodes, 2)), lasting, coin)
+        return Fault(rng.choice(MUTUAL), at, tuple(rng.sample(scenario.engines, 2)), lasting, coin)
     who = (f"p{rng.randrange(scenario.prefills)}", f"d{rng.randrange(scenario.decodes)}")
     return Fault(rng.choice(MUTUAL), at, who, lasting, coin)

@@ -11,8 +11,8 @@ from kv_connector.agent.effects import Action
 from kv_connector.protocol.actions import Share, State
 from kv_connector.protocol.requests import ComputedPages, GroupPages, PrefillRequest
 
-from .pool import GROUP_OF_LAYER, LAYERS_OF_GROUP, ROWS, TOKENS
 from .scenario import Plan
+from .shape import GROUP_OF_LAYER, GROUPS, ROWS, STEP
 
 if TYPE_CHECKING:
     from .process import Process
@@ -24,9 +24,8 @@ _BATCH = 3  # requests of one step
 @dataclass(eq=False)
 class _Prompt:
     plan: Plan
-    # Per group. Both have as many logical blocks as the prompt.
-    tables: list[list[int]] = field(default_factory=list)
-    computed: int = 0  # logical blocks
+    tables: list[list[int]] = field(default_factory=list)  # by group
+    computed: int = 0  # tokens
     since: float = 0.0  # when it finished
     finished: bool = False
     aborted: bool = False
@@ -61,7 +60,7 @@ class PrefillSide:
         prompt = _Prompt(plan, ready_at=self._world.clock.now + plan.scheduled_after)
         self._prompts[plan.name] = prompt
         request = PrefillRequest(
-            plan.name, plan.transfer_id, plan.blocks * TOKENS, prompt_hash(plan, plan.computed_prompt)
+            plan.name, plan.transfer_id, plan.tokens, prompt_hash(plan, plan.computed_prompt)
         )
         process.submit(lambda now: process.effects.prefill.expect(now, request))
         if plan.prefill_abort is not None:
@@ -80,11 +79,14 @@ class PrefillSide:
             books.fail(f"{self._process}: {request_id} was reported as sent, and is not known")
             return
         books.note("%s: %s is reported as sent", self._process, request_id)
-        if self._world.scenario.innocent(prompt.plan):
-            books.check(state is State.DONE, "%s was sent for nothing: %s", request_id, state)
+        if self._world.scenario.innocent(prompt.plan) and state is not State.DONE:
+            idle = self._world.sends_nothing(self._process, prompt.plan)
+            books.check(idle, "%s was sent for nothing: %s", request_id, state)
         books.check(prompt.finished, "%s was reported as sent before it finished", request_id)
         waited = self._world.clock.now - max(prompt.since, self._world.last_word(prompt.plan))
-        limit = self._world.prefill_bound()
+        plan, limit = prompt.plan, self._world.prefill_bound()
+        if self._world.scenario.undisturbed(plan) and not plan.unknown_to_decode and not plan.other_prompt:
+            limit = self._world.prompt_s
         books.check(waited < limit, "%s was reported as sent after %.1f s", request_id, waited)
         self._give(prompt)
 
@@ -141,32 +143,36 @@ class PrefillSide:
     def _allocate(self, prompt: _Prompt) -> bool:
         plan, pool = prompt.plan, self._process.pool
         if not prompt.tables:
-            if pool.room() <= ROWS * plan.blocks:
+            filled = -(-plan.tokens // self._process.worker.block)
+            if pool.room() <= ROWS * filled:
                 return False
-            counts = [1 if group == ROWS else plan.blocks for group in range(len(LAYERS_OF_GROUP))]
+            counts = [1 if group == ROWS else filled for group in range(len(GROUPS))]
             prompt.tables = [pool.take(plan.name, count) for count in counts]
         return True
 
     def _forward(self, batch: Sequence[_Prompt]) -> None:
         process, base = self._process, self._base
-        self._base += len(process.layers)
+        size, layers = process.worker.block, process.worker.layers
+        self._base += len(layers)
         fresh: list[tuple[_Prompt, range]] = []
         late: list[ComputedPages] = []
         for prompt in batch:
             plan = prompt.plan
-            first, end = prompt.computed, min(prompt.computed + plan.chunk, plan.blocks)
-            prompt.computed = end
-            named = end - 1 if plan.truncated and end == plan.blocks else end
+            begin, end = prompt.computed, min(prompt.computed + plan.chunk, plan.tokens)
+            prompt.computed, over = end, end == plan.tokens
+            # The blocks that become complete.
+            first, after = begin // size, -(-end // size) if over else end // size
+            named = after - 1 if plan.truncated and over else after
             *tables, row = prompt.tables
             pages_of = [GroupPages(first, tuple(table[first:named])) for table in tables]
-            groups = (*pages_of, GroupPages(0, tuple(row if end == plan.blocks else ())))
+            groups = (*pages_of, GroupPages(0, tuple(row if over else ())))
             pages = ComputedPages(plan.transfer_id, None if plan.named_late else base, groups)
             if plan.named_late:
                 late.append(pages)
             else:
                 self._name(pages)
-            fresh.append((prompt, range(first, end)))
-            self._world.books.note("%s computes %s [%d, %d)", process, plan.name, first, end)
+            fresh.append((prompt, range(begin, end)))
+            self._world.books.note("%s computes %s [%d, %d)", process, plan.name, begin, end)
         self._later(self._pass(), lambda: self._layer(base, 0, fresh, late))
 
     def _name(self, pages: ComputedPages) -> None:
@@ -181,22 +187,23 @@ class PrefillSide:
         late: Sequence[ComputedPages],
     ) -> None:
         process = self._process
-        layer = process.layers[index]
-        group = GROUP_OF_LAYER[layer]
-        for prompt, logicals in fresh:
+        layers = process.worker.layers
+        group = GROUP_OF_LAYER[layers[index]]
+        for prompt, tokens in fresh:
+            plan, over = prompt.plan, tokens.stop == prompt.plan.tokens
+            # A cell is whole once the last of its tokens is there.
+            steps = range(tokens.start // STEP, -(-tokens.stop // STEP) if over else tokens.stop // STEP)
             if group == ROWS:
-                logicals = range(prompt.computed == prompt.plan.blocks)
-            for logical in logicals:
-                block = prompt.tables[group][logical]
-                process.pool.content[layer, block] = (prompt.plan.computed_prompt, logical, layer)
+                steps = range(over)
+            process.pool.compute(layers[index], plan.computed_prompt, steps, prompt.tables[group])
         process.engine.signal.store(base + index + 1)
-        if index + 1 < len(process.layers):
+        if index + 1 < len(layers):
             self._later(self._pass(), lambda: self._layer(base, index + 1, fresh, late))
             return
         for pages in late:
             self._name(pages)
         for prompt, _ in fresh:
-            if prompt.computed == prompt.plan.blocks and not prompt.finished:
+            if prompt.computed == prompt.plan.tokens and not prompt.finished:
                 self._finish(prompt, ok=True)
         self._later(self._pass(), self._step)
 

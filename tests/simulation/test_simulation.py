@@ -20,6 +20,7 @@ from .campaign import campaign, run
 from .minimize import report
 from .planted import BUGS, Bug, plant
 from .scenario import LONELY, MUTUAL, Fault, Plan, Scenario, draw
+from .shape import CUTS, Side
 
 SEEDS = 3000
 _PREFILLS, _DECODES = ("p0", "p1"), ("d0", "d1")
@@ -84,7 +85,7 @@ def test_three_hundred_peers_and_the_dead_among_them_delay_nobody() -> None:
     """One D and 300 P, of which every third loses its power before it is dialled and one in fifty a little
     later."""
     dead, dying = range(0, 300, 3), range(1, 300, 50)
-    plans = tuple(Plan(f"r{i}", f"p{i}", "d0", prefill_at=0.0, decode_at=0.5, blocks=1) for i in range(300))
+    plans = tuple(Plan(f"r{i}", f"p{i}", "d0", prefill_at=0.0, decode_at=0.5, tokens=16) for i in range(300))
     faults = (
         *(Fault("vanish", 0.1, (f"p{i}",), lasting=0.1) for i in dead),
         *(Fault("vanish", 0.8, (f"p{i}",), lasting=0.1) for i in dying),
@@ -123,9 +124,9 @@ plans = st.builds(
     decode=st.sampled_from(_DECODES),
     prefill_at=st.floats(0, 3),
     decode_at=st.floats(0, 3),
-    blocks=st.integers(1, 5),
-    chunk=st.integers(1, 5),
-    window=st.integers(1, 3),
+    tokens=st.integers(1, 80),
+    chunk=st.integers(12, 80),
+    window=st.integers(1, 48),
     admitted_after=st.floats(0, 2),
     scheduled_after=st.sampled_from((0.0, 0.5, 40.0)),
     prefill_abort=st.none() | st.floats(0, 2),
@@ -135,6 +136,13 @@ plans = st.builds(
     unknown_to_prefill=st.booleans(),
     other_prompt=st.booleans(),
     hashed=st.booleans(),
+)
+sides = st.builds(
+    Side,
+    ranks=st.integers(1, 2),
+    first_stage=st.sampled_from((0, *CUTS)),
+    block=st.sampled_from((16, 32)),
+    tokens_first=st.booleans(),
 )
 faults = st.one_of(
     st.builds(
@@ -159,6 +167,8 @@ scenarios = st.builds(
     seed=st.integers(0, 1000),
     prefills=st.just(len(_PREFILLS)),
     decodes=st.just(len(_DECODES)),
+    heads=st.integers(1, 2),
+    sides=st.lists(sides, max_size=len(_PREFILLS) + len(_DECODES)).map(tuple),
     chaos=st.booleans(),
     jitter=st.sampled_from((0.0005, 0.01, 0.1)),
     wire=st.sampled_from((0.001, 0.02, 0.3)),

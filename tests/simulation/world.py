@@ -5,19 +5,20 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.messages import Rank, Role
+from kv_connector.protocol.sources import Holders, choose_sources
 from kv_connector.protocol.timers import Timeouts
 
 from . import faults
 from .books import Books, Tap
 from .clock import Clock
 from .fabric import Fabric
-from .pool import LAYERS, STAGES, layout_of
 from .process import Process
-from .scenario import Plan, Scenario
+from .scenario import Plan, Scenario, engine_of, workers
+from .shape import Side, worker
 
 # The defaults of production, but for those that would only make a run longer: the holds of a minute and the
 # deadline of five.
@@ -38,7 +39,7 @@ class World:
         self.books = Books(self.clock, tracing)
         self.tap = Tap(self.books)
         self.fabric = Fabric()
-        self.addresses = {name: Address(name, 5600) for name in scenario.nodes}
+        self.sides = {engine: scenario.side(engine) for engine in scenario.engines}
         self.processes: dict[str, Process] = {}  # that are alive
         self.partitions: dict[tuple[str, str], float] = {}
         self.jams: dict[tuple[str, str], float] = {}
@@ -50,7 +51,7 @@ class World:
         self._rng = random.Random(f"{scenario.seed} losses")
         self._lives: dict[str, int] = {}
         self._words: dict[str, float] = {}
-        self._computed: dict[str, float] = {}
+        self._computed: dict[str, list[float]] = {}
         self._pauses = sum(fault.lasting for fault in scenario.faults)
 
     def run(self) -> None:
@@ -68,16 +69,14 @@ class World:
             logger.propagate = before[1]
 
     def _run(self) -> None:
-        for name in self.scenario.nodes:
-            self.start(name)
+        for engine in self.scenario.engines:
+            self.start_engine(engine)
         last = 0.0
         for plan in self.scenario.plans:
             if not plan.unknown_to_prefill:
-                for source in self.scenario.sources(plan):
-                    self.clock.at(plan.prefill_at, lambda name=source, plan=plan: self._arrive(name, plan))
+                self.clock.at(plan.prefill_at, lambda plan=plan: self._arrive(plan, plan.prefill))
             if not plan.unknown_to_decode:
-                for target in self.scenario.targets(plan):
-                    self.clock.at(plan.decode_at, lambda name=target, plan=plan: self._arrive(name, plan))
+                self.clock.at(plan.decode_at, lambda plan=plan: self._arrive(plan, plan.decode))
             last = max(last, plan.prefill_at, plan.decode_at + plan.admitted_after)
         for fault in self.scenario.faults:
             self.clock.at(fault.at, lambda fault=fault: faults.strike(self, fault))
@@ -95,25 +94,46 @@ class World:
     # --- For the models
 
     def start(self, name: str) -> None:
-        """A new process at the address; nothing if there is one."""
-        if name in self.processes:
+        """A new process at the address; nothing if there is one, or its engine has no such worker."""
+        engine, number = engine_of(name)
+        if name in self.processes or name not in self.workers(engine):
             return
-        role = Role.BOTH if self.scenario.both else Role.DECODE if name[0] in "de" else Role.PREFILL
+        role = Role.BOTH if self.scenario.both else Role.DECODE if name[0] == "d" else Role.PREFILL
         self._lives[name] = life = self._lives.get(name, 0) + 1
-        self.processes[name] = Process(self, name, role, self._layers(name), life)
+        held = worker(self.sides[engine], self.scenario.heads, number)
+        self.processes[name] = Process(self, name, role, held, life)
         self.books.note("%s starts", self.processes[name])
 
-    def ranks(self, name: str) -> list[Rank]:
-        """The workers of the engine that this one belongs to."""
-        where = [(self.addresses[worker], worker) for worker in self.scenario.workers(name)]
-        return [
-            Rank(address.host, address.port, int(worker[0] == "s"), layout_of(self._layers(worker)))
-            for address, worker in where
-        ]
+    def start_engine(self, engine: str) -> None:
+        for name in self.workers(engine):
+            self.start(name)
 
-    def _layers(self, name: str) -> Sequence[int]:
-        staged = self.scenario.staged and name[0] in "ps"
-        return STAGES["ps".index(name[0])] if staged else range(LAYERS)
+    def replace(self, engine: str, side: Side, silently: bool) -> None:
+        """The engine goes down; what is started there from now on has another shape."""
+        for name in self.workers(engine):
+            if name in self.processes:
+                self.processes[name].die(silently)
+        self.sides[engine] = side
+
+    def workers(self, engine: str) -> tuple[str, ...]:
+        return workers(engine, self.sides[engine])
+
+    def ranks(self, engine: str) -> list[Rank]:
+        """The workers of an engine, as its directory has them."""
+        ranks = []
+        for number, name in enumerate(self.workers(engine)):
+            held, address = worker(self.sides[engine], self.scenario.heads, number), self.address(name)
+            ranks.append(Rank(address.host, address.port, held.stage, held.layout))
+        return ranks
+
+    def sends_nothing(self, process: Process, plan: Plan) -> bool:
+        """Whether decode has all that this worker of P has from others."""
+        holders, decode = Holders(dict(enumerate(self.ranks(plan.prefill)))), self.ranks(plan.decode)
+        choices = [choose_sources(decode, rank, holders) for rank in range(len(decode))]
+        return not any(process.place[1] in choice for choice in choices)
+
+    def address(self, name: str) -> Address:
+        return Address(name, 5600)
 
     def name_at(self, address: Address) -> str:
         return address.host
@@ -139,10 +159,13 @@ class World:
         return self._words.get(plan.name, 0.0)
 
     def computed(self, plan: Plan) -> None:
-        self._computed[plan.name] = self.clock.now
+        """By one of P's workers."""
+        self._computed.setdefault(plan.name, []).append(self.clock.now)
 
-    def computed_at(self, plan: Plan) -> float:
-        return self._computed.get(plan.name, 0.0)
+    def computed_at(self, plan: Plan) -> float | None:
+        """By all of them."""
+        times = self._computed.get(plan.name, [])
+        return max(times) if len(times) >= len(self.workers(plan.prefill)) else None
 
     def decode_bound(self) -> float:
         """Within this a reserved request is reported, whatever happens."""
@@ -160,12 +183,11 @@ class World:
 
     # --- Steps
 
-    def _arrive(self, name: str, plan: Plan) -> None:
-        process = self.processes.get(name)
-        if process is None:
-            return
-        side = process.decode if name in self.scenario.targets(plan) else process.prefill
-        side.arrive(plan)
+    def _arrive(self, plan: Plan, engine: str) -> None:
+        for name in self.workers(engine):
+            process = self.processes.get(name)
+            if process is not None:
+                (process.decode if engine == plan.decode else process.prefill).arrive(plan)
 
     def _until(self, limit: float, left: Callable[[], Mapping[str, object]]) -> None:
         """Runs until nothing is ``left``; what is left at the limit is a violation."""
@@ -199,7 +221,11 @@ class World:
         """Sessions of a process that their other end knows nothing of."""
         gone = []
         for session in process.effects.peers._peers.values():
-            name = session.engine[0] if session.address is None else self.name_at(session.address)
+            if session.address is None:
+                engine, number = session.engine
+                name = f"{engine}/{number}" if number else engine
+            else:
+                name = self.name_at(session.address)
             other = self.processes.get(name)
             if other is None or not other.has_session_with(process):
                 gone.append(f"session with {name}")

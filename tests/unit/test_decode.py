@@ -53,7 +53,7 @@ def machine() -> DecodeMachine:
     """Of a worker that has found two engines of one worker each."""
     made = DecodeMachine(PAGES, TIMES)
     for address in (P_ADDRESS, OTHER_ADDRESS):
-        assert made.engine_found(0.0, address, (worker(PAGES),)) == [Dial(address, address, WANTS)]
+        assert made.engine_found(0.0, address, (worker(PAGES),)) == [Dial(address, address, WANTS, PAGES)]
     return made
 
 
@@ -352,8 +352,8 @@ def divided() -> DecodeMachine:
     made = DecodeMachine(PAGES, TIMES)
     ranks = (worker(PAGES, layers=(1,)), worker(PAGES, OTHER_ADDRESS, 1, layers=(0,)))
     assert made.engine_found(0.0, P_ADDRESS, ranks) == [
-        Dial(P_ADDRESS, P_ADDRESS, ((), (0,))),
-        Dial(P_ADDRESS, OTHER_ADDRESS, ((0,), ())),
+        Dial(P_ADDRESS, P_ADDRESS, ((), (0,)), ranks[0].layout),
+        Dial(P_ADDRESS, OTHER_ADDRESS, ((0,), ()), ranks[1].layout),
     ]
     return made
 
@@ -585,7 +585,9 @@ def test_after_a_death_the_next_request_dials_again(machine: DecodeMachine) -> N
     machine.peer_down(1.0, PEER, "gone")
     assert machine.reserve(1.0, decode_request("u")) == [FindEngine(P_ADDRESS)]
     machine.fenced(2.0, PEER)
-    assert machine.engine_found(2.0, P_ADDRESS, (worker(PAGES),)) == [Dial(P_ADDRESS, P_ADDRESS, WANTS)]
+    assert machine.engine_found(2.0, P_ADDRESS, (worker(PAGES),)) == [
+        Dial(P_ADDRESS, P_ADDRESS, WANTS, PAGES)
+    ]
     assert machine.peer_up(3.0, P_ADDRESS, OTHER) == [OpenCounter((OTHER,), "d-u", 6)]
 
 
@@ -595,7 +597,7 @@ def test_an_engine_is_looked_for_once(machine: DecodeMachine) -> None:
     assert machine.reserve(0.0, decode_request("u", engine=elsewhere)) == []
     assert machine.release(0.0, "v", elsewhere) == []
     actions = machine.engine_found(1.0, elsewhere, (worker(PAGES),))
-    assert set(every(actions, Dial)) == {Dial(elsewhere, elsewhere, WANTS)}
+    assert set(every(actions, Dial)) == {Dial(elsewhere, elsewhere, WANTS, PAGES)}
     actions = machine.peer_up(2.0, elsewhere, PEER)
     assert sent(actions, Release) == Release("v")
     assert [action.request_id for action in every(actions, OpenCounter)] == ["d-t", "d-u"]
@@ -626,8 +628,8 @@ def test_an_abort_before_the_engine_is_found_is_reported_at_once(machine: Decode
 
 
 def test_release_goes_out_now_or_when_the_session_is_there(machine: DecodeMachine) -> None:
-    assert machine.release(0.0, "t", P_ADDRESS) == [Dial(P_ADDRESS, P_ADDRESS, WANTS)]
-    assert machine.release(0.0, "u", P_ADDRESS) == [Dial(P_ADDRESS, P_ADDRESS, WANTS)]
+    assert machine.release(0.0, "t", P_ADDRESS) == [Dial(P_ADDRESS, P_ADDRESS, WANTS, PAGES)]
+    assert machine.release(0.0, "u", P_ADDRESS) == [Dial(P_ADDRESS, P_ADDRESS, WANTS, PAGES)]
     actions = machine.peer_up(1.0, P_ADDRESS, PEER)
     assert [send.message for send in every(actions, Send)] == [Release("t"), Release("u")]
     assert machine.release(2.0, "v", P_ADDRESS) == [Send(PEER, Release("v"))]

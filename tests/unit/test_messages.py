@@ -52,7 +52,7 @@ MESSAGES: list[AnyMessage] = [
         (b"region",),
         b"offer",
     ),
-    HelloAck("p0", "boot-2", Role.PREFILL, 0, "host", b"answer"),
+    HelloAck("p0", "boot-2", Role.PREFILL, 0, "host", layout(), b"answer"),
     HelloNak(NakReason.INCOMPATIBLE, "start both engines with the same --block-size"),
     Locate("d0", Role.DECODE, 0, PROTOCOL_VERSION, pairs()),
     Directory("p0", (worker(layout()), worker(layout(groups=(1,)), stage=1))),

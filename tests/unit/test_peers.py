@@ -86,7 +86,7 @@ def prefill() -> PeerTable:
 
 def dial(decode: PeerTable, now: float = 0.0, source: bytes = DIALLED) -> Hello:
     """D dials; the HELLO that it sends."""
-    connect = only(decode.dial(now, P_ADDRESS, P_ADDRESS, WANTS), Connect)
+    connect = only(decode.dial(now, P_ADDRESS, P_ADDRESS, WANTS, layout()), Connect)
     reply = only(decode.offered(now, connect.peer, source, b"offer"), Reply)
     assert reply.source == source
     assert isinstance(reply.message, Hello)
@@ -144,10 +144,10 @@ def test_a_session_comes_up_and_both_say_so_once_with_its_lane(decode: PeerTable
 
 def test_an_address_is_dialled_once(decode: PeerTable, prefill: PeerTable) -> None:
     dial(decode)
-    assert decode.dial(0.0, P_ADDRESS, P_ADDRESS, WANTS) == []
+    assert decode.dial(0.0, P_ADDRESS, P_ADDRESS, WANTS, layout()) == []
     _, ack = accept(prefill, dial(table("d1", Role.DECODE)))
     assert only(decode.receive(0.0, DIALLED, ack), Complete)
-    assert decode.dial(0.0, P_ADDRESS, P_ADDRESS, WANTS) == []
+    assert decode.dial(0.0, P_ADDRESS, P_ADDRESS, WANTS, layout()) == []
     assert len(decode.peers()) == 1
 
 
@@ -183,7 +183,7 @@ def test_a_repeated_hello_gets_the_same_answer(decode: PeerTable, prefill: PeerT
 
 
 def test_an_offer_that_cannot_be_made_fails_the_dial(decode: PeerTable) -> None:
-    connect = only(decode.dial(0.0, P_ADDRESS, P_ADDRESS, WANTS), Connect)
+    connect = only(decode.dial(0.0, P_ADDRESS, P_ADDRESS, WANTS, layout()), Connect)
     actions = decode.dial_error(0.0, connect.peer, "REFUSED in offer")
     assert only(actions, DialFailed) == DialFailed(P_ADDRESS, "REFUSED in offer")
     assert decode.peers() == ()
@@ -289,7 +289,9 @@ def test_an_engine_that_leaves_takes_nobody_new(decode: PeerTable, prefill: Peer
     assert nak(prefill.receive(0.0, CALLER, dial(decode))).reason is NakReason.DRAINING
     decode_leaving = table("d1", Role.DECODE)
     decode_leaving.drain()
-    assert only(decode_leaving.dial(0.0, P_ADDRESS, P_ADDRESS, WANTS), DialFailed).address == P_ADDRESS
+    assert (
+        only(decode_leaving.dial(0.0, P_ADDRESS, P_ADDRESS, WANTS, layout()), DialFailed).address == P_ADDRESS
+    )
 
 
 # --- Finding an engine
@@ -368,7 +370,9 @@ def test_an_engine_that_does_not_fit_refuses_to_say_who_its_workers_are(prefill:
 
 def test_an_engine_that_is_looked_for_says_nothing_else(decode: PeerTable) -> None:
     ask(decode)
-    actions = decode.receive(0.0, DIALLED, HelloAck("p0", "boot", Role.PREFILL, 0, "tcp", b"answer"))
+    actions = decode.receive(
+        0.0, DIALLED, HelloAck("p0", "boot", Role.PREFILL, 0, "tcp", layout(), b"answer")
+    )
     assert only(actions, Distrust).source == DIALLED
     assert only(actions, EngineNotFound).engine == P_ADDRESS
 
@@ -381,12 +385,12 @@ def test_who_leaves_finds_nobody(decode: PeerTable) -> None:
 def test_a_session_is_for_what_was_wanted_of_it(decode: PeerTable, prefill: PeerTable) -> None:
     """An engine that came back in another shape: its worker's old session has to end first."""
     p, _ = up(decode, prefill)
-    assert decode.dial(0.0, P_ADDRESS, P_ADDRESS, WANTS) == []
+    assert decode.dial(0.0, P_ADDRESS, P_ADDRESS, WANTS, layout()) == []
     other = ((), (0,))
-    failed = only(decode.dial(0.0, P_ADDRESS, P_ADDRESS, other), DialFailed)
+    failed = only(decode.dial(0.0, P_ADDRESS, P_ADDRESS, other, layout()), DialFailed)
     assert "has a session of another prefill engine" in failed.reason
     decode.drop(0.0, p, "silent")
-    connect = only(decode.dial(0.0, P_ADDRESS, P_ADDRESS, other), Connect)
+    connect = only(decode.dial(0.0, P_ADDRESS, P_ADDRESS, other, layout()), Connect)
     hello = only(decode.offered(0.0, connect.peer, b"dialled 2", b"offer"), Reply).message
     assert isinstance(hello, Hello)
     assert hello.wants == other
@@ -498,7 +502,7 @@ def test_death_is_for_good(decode: PeerTable, prefill: PeerTable) -> None:
     prefill.tick(5.0)
     assert isinstance(only(prefill.receive(6.0, CALLER, Ping(9)), Reply).message, Bye)
     assert d not in [info.peer for info in prefill.peers()]
-    assert only(decode.dial(6.0, P_ADDRESS, P_ADDRESS, WANTS), Connect).peer != p
+    assert only(decode.dial(6.0, P_ADDRESS, P_ADDRESS, WANTS, layout()), Connect).peer != p
 
 
 @pytest.mark.parametrize("message", [Ping(1), Release("t"), Cancel("t", 1)])
@@ -581,14 +585,24 @@ def test_with_one_worker_lost_the_others_list_nothing_until_the_engine_is_found(
     decode: PeerTable, prefill: PeerTable
 ) -> None:
     up(decode, prefill)
-    second = only(decode.dial(0.0, P_ADDRESS, Address("10.0.0.2", 5601), WANTS), Connect).peer
+    second = only(decode.dial(0.0, P_ADDRESS, Address("10.0.0.2", 5601), WANTS, layout()), Connect).peer
     decode.set_waiting(0.0, [("t", P_ADDRESS)])
     assert listed(decode, 0.0) == ("t",)
     decode.dial_error(1.0, second, "no such host")
     assert listed(decode, 1.0) == ()
     assert only(decode.tick(5.0), Inquire).address == P_ADDRESS
-    assert decode.dial(5.0, P_ADDRESS, P_ADDRESS, WANTS) == []
+    assert decode.dial(5.0, P_ADDRESS, P_ADDRESS, WANTS, layout()) == []
     assert listed(decode, 6.0) == ("t",)
+
+
+def test_a_worker_that_was_restarted_with_other_pages_is_left() -> None:
+    """What decode wants of it, and how often it counts, follows from what its engine's directory said."""
+    decode = table("d0", Role.DECODE)
+    _, ack = accept(table("p0", Role.PREFILL, layout=layout(num_blocks=7)), dial(decode))
+    actions = decode.receive(0.0, DIALLED, ack)
+    assert every(actions, Complete) == []
+    assert only(actions, DialFailed).reason == "it was restarted with other pages"
+    assert isinstance(only(actions, Reply).message, Bye)
 
 
 def test_an_engine_that_refuses_is_not_asked_all_the_time(decode: PeerTable) -> None:
@@ -653,11 +667,13 @@ def test_sleep_ends_the_sessions_and_wake_tells_the_new_descriptors(
     assert only(actions, Reply).message == Bye("going to sleep")
     assert only(actions, SessionOver) == SessionOver(p, "this engine is asleep")
     assert actions.index(only(actions, Reply)) < actions.index(only(actions, SessionOver))
-    assert decode.dial(1.0, P_ADDRESS, P_ADDRESS, WANTS) == [DialFailed(P_ADDRESS, "this engine is asleep")]
+    assert decode.dial(1.0, P_ADDRESS, P_ADDRESS, WANTS, layout()) == [
+        DialFailed(P_ADDRESS, "this engine is asleep")
+    ]
     assert decode.set_waiting(1.0, [("u", P_ADDRESS)]) == []
     assert decode.tick(100.0) == []
     assert only(decode.wake(100.0, (b"another",)), Inquire).address == P_ADDRESS
-    connect = only(decode.dial(100.0, P_ADDRESS, P_ADDRESS, WANTS), Connect)
+    connect = only(decode.dial(100.0, P_ADDRESS, P_ADDRESS, WANTS, layout()), Connect)
     hello = only(decode.offered(100.0, connect.peer, DIALLED, b"offer"), Reply).message
     assert isinstance(hello, Hello)
     assert hello.regions == (b"another",)
@@ -704,7 +720,7 @@ def test_a_prefill_engine_that_restarted_is_noticed_by_its_answer(
     decode: PeerTable, prefill: PeerTable
 ) -> None:
     p, _ = up(decode, prefill)
-    ack = HelloAck("p0", "p0-boot2", Role.PREFILL, 0, "tcp", b"answer")
+    ack = HelloAck("p0", "p0-boot2", Role.PREFILL, 0, "tcp", layout(), b"answer")
     actions = decode.receive(1.0, DIALLED, ack)
     assert only(actions, SessionOver) == SessionOver(p, "it was restarted")
 
