@@ -9,7 +9,7 @@ from typing import Any
 from kv_connector.agent.agent import MemoryRange
 from kv_connector.protocol.geometry import Place, opaque_page
 from kv_connector.protocol.layout import GroupLayout, KvLayout, LayerLayout
-from kv_connector.vllm.internals import UnsupportedConfiguration, group_kind
+from kv_connector.vllm.internals import UnsupportedConfiguration, block_tokens, group_kind
 
 
 def kv_layout(kv_cache_config: Any, tensors: Mapping[str, Any]) -> tuple[KvLayout, tuple[MemoryRange, ...]]:
@@ -55,7 +55,7 @@ def kv_layout(kv_cache_config: Any, tensors: Mapping[str, Any]) -> tuple[KvLayou
         )
     groups = tuple(
         GroupLayout(
-            kv_cache_config.num_blocks, group.kv_cache_spec.block_size, group_kind(group.kv_cache_spec)
+            kv_cache_config.num_blocks, block_tokens(group.kv_cache_spec), group_kind(group.kv_cache_spec)
         )
         for group in kv_cache_config.kv_cache_groups
     )

@@ -181,12 +181,39 @@ def test_memory_of_another_kind_of_device_is_refused(config: Any) -> None:
 
 
 MAMBA = MambaSpec(block_size=32, shapes=((2, 512),), dtypes=(torch.float32,))
+COMPRESSED = replace(MLA, tokens_per_state=4)
+
+
+class OtherState(MambaSpec):
+    """Of a plugin, say."""
+
+
+OTHER_STATE = OtherState(block_size=32, shapes=((2, 512),), dtypes=(torch.float32,))
+
+
+def test_recurrent_states_are_rows(config: Any) -> None:
+    """Of a group beside attention, in the same blocks of the same memory."""
+    attention = replace(WIDE, block_size=64, page_size_padded=None)
+    state = replace(MAMBA, page_size_padded=attention.page_size_bytes)
+    groups = [KVCacheGroupSpec([name(0), name(2)], state), KVCacheGroupSpec([name(1), name(3)], attention)]
+    cache, tensors = caches(config, groups)
+    check_configuration(config, cache)
+    layout, memory = kv_layout(cache, tensors)
+    assert [(group.block_size, group.null_block) for group in layout.groups] == [(0, None), (64, 0)]
+    assert [layer.group for layer in layout.layers] == [0, 1, 0, 1]
+    for index in (0, 2):
+        tensor = tensors[name(index)]
+        for block in range(layout.groups[0].num_blocks):
+            values = torch.randint(-128, 128, (state.state_content_size_bytes,), dtype=torch.int8)
+            tensor[block].view(torch.int8).flatten()[: len(values)] = values
+            assert page(layout, memory, index, block)[: len(values)] == values.numpy().tobytes()
 
 
 @pytest.mark.parametrize(
     ("group", "problem"),
     [
-        (KVCacheGroupSpec([name(0)], MAMBA), r"group 0 yet \(MambaSpec\)"),
+        (KVCacheGroupSpec([name(0)], OTHER_STATE), r"group 0 yet \(OtherState\)"),
+        (KVCacheGroupSpec([name(0)], COMPRESSED), r"group 0 yet \(MLAAttentionSpec\)"),
         (KVCacheGroupSpec([name(0)], FULL, host_resident=True), "not in device memory"),
         (KVCacheGroupSpec([name(0)], FULL, enable_kv_transfer=False), "not in device memory"),
     ],
