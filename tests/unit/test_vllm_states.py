@@ -9,6 +9,7 @@ import pytest
 import torch
 from test_vllm_scheduler import named_blocks, reservation
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.request import Request, RequestStatus
 from vllm_stage import (
@@ -143,6 +144,23 @@ class TestPrefill:
         prefill.step()
         assert request.is_finished()
         assert prefill.step(sent=["p"]).new_pages == ()
+        prefill.assert_idle()
+
+    @both_modes
+    def test_no_further_token_is_begun_while_the_first_is_under_way(
+        self, stage: MakeStage, state: MambaSpec, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """With async scheduling a step is scheduled before the one before it has ended."""
+        monkeypatch.setattr("vllm_stage.Scheduler", AsyncScheduler)
+        prefill = stage("kv_producer", state=state)
+        prefill.add("p", prompt(BLOCK), dict(PARAMS_OF_P), max_tokens=40)
+        under_way = [prefill.schedule()[0]]
+        while under_way[-1].num_scheduled_tokens:
+            under_way.append(prefill.schedule()[0])
+        assert sum(output.num_scheduled_tokens.get("p", 0) for output in under_way) == BLOCK - 1
+        for output in under_way:
+            prefill.update(output)
+        prefill.step(sent=["p"])
         prefill.assert_idle()
 
     def test_requests_of_its_own_are_left_alone(self, prefill: Stage) -> None:
@@ -306,7 +324,7 @@ class TestDecode:
         load(decode, text, "first")
         pool = decode.scheduler.kv_cache_manager.block_pool
         find = decode.scheduler.kv_cache_manager.coordinator.find_longest_cache_hit_per_group
-        found, hits = find(decode_hashes(decode, text), len(text) - 1)
+        found, hits = find(hashes(decode, text), len(text) - 1)
         assert hits[:2] == (5 * BLOCK, 5 * BLOCK)
         pool.evict_blocks({block.block_id for block in found[1] if not block.is_null})
         asked = load(decode, text)
@@ -347,5 +365,5 @@ class TestDecode:
         decode.assert_idle()
 
 
-def decode_hashes(stage: Stage, text: list[int]) -> list[Any]:
+def hashes(stage: Stage, text: list[int]) -> list[Any]:
     return Request("h", text, SamplingParams(), None, block_hasher=stage._hasher).block_hashes
