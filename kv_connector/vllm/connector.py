@@ -31,6 +31,7 @@ from kv_connector.vllm.internals import (
     SupportsHMA,
     UnsupportedConfiguration,
     adopt_vllm_logging,
+    block_tokens,
     check_configuration,
     default_host,
     pipeline_and_tensor_parallel_rank,
@@ -107,7 +108,9 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         """In a worker, once it has its KV caches."""
         self._running: Running | None = None
         if role is KVConnectorRole.SCHEDULER:
-            block_sizes = tuple(group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups)
+            block_sizes = tuple(
+                block_tokens(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups
+            )
             self.scheduler = SchedulerSide(self._transfer_role, self._engine_id, block_sizes)
             if vllm_config.device_config.device_type == "cpu":
                 replace_idle_pause(_no_pause)
@@ -257,6 +260,12 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
                 f"any, and that is another's ({type(ours).__name__}): put WriteImmConnector first."
             )
         self._scheduler.set_ranks(tuple(metadata[place].rank for place in sorted(metadata)))
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """Yes: D may have a prompt's attention pages without its recurrent state, which is loaded whatever
+        else is here."""
+        return True
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """All groups: vLLM must not zero any block that a peer may be writing."""

@@ -67,6 +67,7 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
+    KVCacheSpecKind,
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
@@ -99,6 +100,7 @@ __all__ = [
     "UnsupportedConfiguration",
     "UnsupportedVllm",
     "adopt_vllm_logging",
+    "block_tokens",
     "check_configuration",
     "default_host",
     "element_type",
@@ -108,6 +110,7 @@ __all__ = [
     "kv_scales",
     "layer_module",
     "layer_spec",
+    "leave_last_token",
     "pipeline_and_tensor_parallel_rank",
     "release_of",
     "replace_idle_pause",
@@ -117,7 +120,13 @@ __all__ = [
 VLLM_VERSION: str = vllm.__version__
 
 # Exact types: a subclass stores something else in its pages, or keeps other blocks than its parent.
-SUPPORTED_SPECS = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MLAAttentionSpec)
+SUPPORTED_SPECS = (
+    FullAttentionSpec,
+    SlidingWindowSpec,
+    ChunkedLocalAttentionSpec,
+    MLAAttentionSpec,
+    MambaSpec,
+)
 
 # In the names by which models' configurations call their numbers of KV heads.
 _KV_HEADS = ("kv_heads", "key_value_heads", "n_head_kv", "multi_query_group_num", "num_attention_groups")
@@ -155,9 +164,7 @@ def check_configuration(vllm_config: Any, kv_cache_config: Any) -> None:
         )
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         strange = {
-            type(spec).__name__
-            for spec in iter_layer_specs(group.kv_cache_spec)
-            if type(spec) not in SUPPORTED_SPECS or spec.tokens_per_state != 1 or spec.prefix_replay_tokens
+            type(spec).__name__ for spec in iter_layer_specs(group.kv_cache_spec) if not _is_moved(spec)
         }
         if strange or group.host_resident or not group.enable_kv_transfer:
             raise UnsupportedConfiguration(
@@ -165,6 +172,22 @@ def check_configuration(vllm_config: Any, kv_cache_config: Any) -> None:
                 f"({', '.join(sorted(strange)) or 'not in device memory'}). "
                 f"It moves {', '.join(spec.__name__ for spec in SUPPORTED_SPECS)}."
             )
+
+
+def _is_moved(spec: Any) -> bool:
+    # A recurrent state has no number of tokens.
+    return type(spec) in SUPPORTED_SPECS and (
+        type(spec) is MambaSpec or (spec.tokens_per_state == 1 and not spec.prefix_replay_tokens)
+    )
+
+
+def block_tokens(kv_cache_spec: Any) -> int:
+    """Tokens a block of a KV cache group; 0 of recurrent states, whose blocks are rows: a request has one,
+    the state after its last token, wherever vLLM puts it in the request's table.
+    """
+    if get_kv_cache_spec_kind(kv_cache_spec) is KVCacheSpecKind.MAMBA:
+        return 0
+    return int(kv_cache_spec.block_size)
 
 
 def group_kind(kv_cache_spec: Any) -> str:
@@ -333,6 +356,25 @@ class _Clock:
         return getattr(time, name)
 
 
+def leave_last_token(request: Request) -> None:
+    """Has vLLM compute all of a new request's prompt but the last token, and sample one token then.
+
+    Whoever got the prompt from outside keeps it: the request's own list of it is another from here on.
+    """
+    request.prompt_token_ids = request.prompt_token_ids[:-1]
+    if request.prompt_embeds is not None:
+        request.prompt_embeds = request.prompt_embeds[:-1]
+    if request.prompt_is_token_ids is not None:
+        request.prompt_is_token_ids = request.prompt_is_token_ids[:-1]
+    request._all_token_ids.pop()
+    request.num_prompt_tokens -= 1
+    # Only the last hash can be of the token that is gone; it is made anew if it is not.
+    del request.block_hashes[-1:]
+    request.update_block_hashes()
+    # The next token would be computed into the state that is to be sent.
+    request.max_tokens = 1
+
+
 class KvBlocks:
     """The scheduler's block tables, as far as the connector needs more of them than the hooks show."""
 
@@ -343,18 +385,59 @@ class KvBlocks:
         """Blocks of the pool, used or not."""
         self._managers = kv_cache_manager.coordinator.single_type_managers
 
+    def first_attended(self, group: int, computed_tokens: int) -> int:
+        """The first logical block of the group that the token after ``computed_tokens`` tokens still attends
+        to; of recurrent states, the one that has the state after that many.
+        """
+        return self.first_attended_token(group, computed_tokens) // int(self._managers[group].block_size)
+
     def first_attended_token(self, group: int, computed_tokens: int) -> int:
         """The first token that the token after ``computed_tokens`` tokens still attends to, in the layers of
         the group."""
         return int(self._managers[group].get_num_skipped_tokens(computed_tokens))
 
+    def first_loaded(self, request_id: str, group: int) -> int:
+        """The first logical block of a request that is about to be loaded whose contents are still to come:
+        those before it hold nothing, or are the prefix cache's."""
+        table = self._managers[group].req_to_blocks[request_id]
+        fresh = (i for i, block in enumerate(table) if not block.is_null and block.block_hash is None)
+        return next(fresh, len(table))
+
+    def of_state(self, group: int) -> int:
+        """Blocks that a request holds in a group of recurrent states: its own, and one for each token that
+        may be drafted."""
+        return 1 + int(self._managers[group].num_speculative_blocks)
+
+    def let_states_load(self) -> None:
+        """Has vLLM leave something to be loaded where its prefix cache lacks only the state.
+
+        With ``supports_divergent_local_hybrid_hits`` a hit may be longer than what the state's group has of
+        it. But vLLM loads for the sake of tokens only. If the hit leaves none, it gives it up for a shorter
+        one, down to nothing, and computes the rest.
+        """
+        find = self._manager.get_computed_blocks_for_connector
+        aligned = self._manager.coordinator.scheduler_block_size
+
+        def find_and_leave(request: Request, *limits: Any) -> tuple[Any, int, int, bool]:
+            found, tokens, boundary, diverged = find(request, *limits)
+            if diverged and tokens == request.num_tokens - 1:
+                tokens = (tokens - 1) // aligned * aligned
+                groups = zip(found.blocks, self._managers, strict=True)
+                found = self._manager.create_kv_cache_blocks(
+                    tuple(list(blocks[: tokens // manager.block_size]) for blocks, manager in groups)
+                )
+            return found, tokens, boundary, diverged
+
+        self._manager.get_computed_blocks_for_connector = find_and_leave
+
     def hold_windows(self, request_id: str, firsts: tuple[int, ...]) -> list[Any]:
         """Takes a reference of our own on the request's blocks from logical block ``firsts[group]`` on, in
-        each group whose window slides: vLLM gives them back while the request is still ours to send."""
+        each group whose window slides: vLLM gives them back while the request is still ours to send. It keeps
+        a state, which is the request's last."""
         held = [
             block
             for manager, first in zip(self._managers, firsts, strict=True)
-            if manager.get_num_skipped_tokens(1 << 40) > 0
+            if manager.get_num_skipped_tokens(1 << 40) > 0 and block_tokens(manager.kv_cache_spec)
             for block in manager.req_to_blocks[request_id][first:]
             if not block.is_null
         ]

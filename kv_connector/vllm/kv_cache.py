@@ -32,6 +32,7 @@ from kv_connector.vllm.internals import (
     MambaSpec,
     MLAAttentionSpec,
     UnsupportedConfiguration,
+    block_tokens,
     element_type,
     group_kind,
     kv_heads,
@@ -108,15 +109,13 @@ def kv_layout(
             numbers = element_type(module, spec) + _scales(scales[name])
             pages = _attention_pages(name, spec, module, place, view, units, (rank, ranks), numbers)
         layers.append(LayerLayout(name, group, *pages, needed=not of_drafter(vllm_config, name)))
-    groups = tuple(_group_layout(kv_cache_config, group) for group in kv_cache_config.kv_cache_groups)
+    groups = tuple(
+        GroupLayout(
+            kv_cache_config.num_blocks, block_tokens(group.kv_cache_spec), group_kind(group.kv_cache_spec)
+        )
+        for group in kv_cache_config.kv_cache_groups
+    )
     return KvLayout(groups, tuple(layers)), tuple(memory.values())
-
-
-def _group_layout(kv_cache_config: Any, group: Any) -> GroupLayout:
-    """A group of states has rows: whatever tokens vLLM counts in its blocks, one holds all there were."""
-    states = isinstance(layer_spec(group, group.layer_names[0]), MambaSpec)
-    tokens = 0 if states else group.kv_cache_spec.block_size
-    return GroupLayout(kv_cache_config.num_blocks, tokens, group_kind(group.kv_cache_spec))
 
 
 @dataclass(frozen=True)

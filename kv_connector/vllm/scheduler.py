@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import logging
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -30,7 +30,7 @@ from kv_connector.protocol.messages import Rank, Role
 from kv_connector.protocol.params import BadParams, DecodeParams, PrefillParams, parse_params
 from kv_connector.protocol.prompt_hash import prompt_hash
 from kv_connector.protocol.requests import DecodeRequest, GroupPages, PrefillRequest
-from kv_connector.vllm.internals import Request, RequestStatus
+from kv_connector.vllm.internals import Request, RequestStatus, leave_last_token
 from kv_connector.vllm.metadata import StepMetadata
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,11 @@ class Blocks(Protocol):
 
     total: int
 
+    def first_attended(self, group: int, computed_tokens: int) -> int: ...
     def first_attended_token(self, group: int, computed_tokens: int) -> int: ...
+    def first_loaded(self, request_id: str, group: int) -> int: ...
+    def of_state(self, group: int) -> int: ...
+    def let_states_load(self) -> None: ...
     def hold_windows(self, request_id: str, firsts: tuple[int, ...]) -> list[Any]: ...
     def give_back(self, held: list[Any]) -> None: ...
     def free(self, request: Request) -> None: ...
@@ -56,14 +60,33 @@ class Blocks(Protocol):
 
 
 def _first_attended(blocks: Blocks, groups: int, tokens: int) -> tuple[int, ...]:
-    """Per group: the first token that the prompt's last token, which D computes, attends to."""
-    return tuple(blocks.first_attended_token(group, tokens - 1) for group in range(groups))
+    """Per group: the first logical block that the prompt's last token, which D computes, attends to."""
+    return tuple(blocks.first_attended(group, tokens - 1) for group in range(groups))
 
 
 def _blocks_of(blocks: Blocks, block_sizes: tuple[int, ...], tokens: int) -> int:
-    """What a prompt holds when it is computed; a window holds a chunk more before."""
+    """What a prompt holds when it is computed; a window holds a chunk more before, a state one block."""
     firsts = _first_attended(blocks, len(block_sizes), tokens)
-    return sum(-(-tokens // size) - first // size for size, first in zip(block_sizes, firsts, strict=True))
+    return sum(
+        -(-tokens // size) - first if size else blocks.of_state(group)
+        for group, (size, first) in enumerate(zip(block_sizes, firsts, strict=True))
+    )
+
+
+def _has_states(block_sizes: tuple[int, ...]) -> bool:
+    """Whether some group's blocks are recurrent states. D goes on from the state before the prompt's last
+    token, which it computes itself: so P must not compute that one."""
+    return 0 in block_sizes
+
+
+def _state(blocks: Blocks, group: int, table: Sequence[int], tokens: int) -> tuple[int, ...]:
+    """The block of the state after so many tokens, if any."""
+    if tokens == 0:
+        return ()
+    column = blocks.first_attended(group, tokens)
+    if table[column] == 0:
+        raise RuntimeError(f"column {column} of KV cache group {group} has no state: {table}")
+    return (table[column],)
 
 
 @dataclass
@@ -73,6 +96,10 @@ class _Prompt:
     request: Request
     transfer_id: str
     tokens: int
+    computed: int
+    """How many of them P computes: all, or all but the last."""
+    unsent: str
+    """Why none of its pages can be sent; empty where they can."""
     early: bool
     """No D has asked for it yet, and whether one will does not depend on P alone."""
     told: list[int] = field(default_factory=list)
@@ -112,11 +139,20 @@ class PrefillScheduler:
         if transfer_id in self._transfers:
             raise BadParams(f"transfer {transfer_id} belongs to another live request")
         tokens, digest = _prompt(request)
+        computed, unsent = tokens, ""
+        if _has_states(self._block_sizes) and tokens > 1:
+            if request.skip_reading_prefix_cache:
+                unsent = "prompt_logprobs need the whole prompt, and no state is kept from before its end"
+            else:
+                leave_last_token(request)
+                computed -= 1
         self._transfers.add(transfer_id)
         self._prompts[request.request_id] = _Prompt(
             request,
             transfer_id,
             tokens,
+            computed,
+            unsent,
             # Where D comes after P its queue is in P's order: where P names the transfer, as in NIXL's flow,
             # or the router says so. That helps unless P has loads of its own.
             early=self._role is Role.BOTH or (params.transfer_id is not None and not params.serial),
@@ -168,7 +204,7 @@ class PrefillScheduler:
         pages = []
         for request_id, scheduled in num_scheduled_tokens.items():
             prompt = self._prompts.get(request_id)
-            if prompt is None or prompt.complete:
+            if prompt is None or prompt.complete or prompt.unsent:
                 continue
             try:
                 pages.append(self._advance(prompt, scheduled, block_state.get_block_ids(request_id)))
@@ -179,25 +215,27 @@ class PrefillScheduler:
 
     def _advance(self, prompt: _Prompt, scheduled: int, tables: tuple[list[int], ...]) -> NewPages:
         assert self.blocks is not None
-        computed = min(prompt.request.num_computed_tokens + scheduled, prompt.tokens)
-        last = computed == prompt.tokens
+        computed = min(prompt.request.num_computed_tokens + scheduled, prompt.computed)
+        last = computed == prompt.computed
         # Blocks that D's token no longer attends to are never asked for, and vLLM reuses them while the
         # prompt is still being computed: they must not be named.
         firsts = _first_attended(self.blocks, len(self._block_sizes), prompt.tokens)
         groups = []
         for group, (table, size) in enumerate(zip(tables, self._block_sizes, strict=True)):
+            if not size:
+                # Until the last chunk, each overwrites the state of the one before.
+                state = _state(self.blocks, group, table, prompt.tokens - 1) if last else ()
+                groups.append(GroupPages(0, state))
+                continue
             end = -(-computed // size) if last else computed // size
-            first = max(prompt.told[group], firsts[group] // size)
+            first = max(prompt.told[group], firsts[group])
             groups.append(GroupPages(first, tuple(table[first:end])))
             prompt.told[group] = max(prompt.told[group], end)
         if last:
             prompt.complete = True
             # When the request finishes, vLLM counts one token further than D and may free the oldest window
             # block.
-            prompt.held = self.blocks.hold_windows(
-                prompt.request.request_id,
-                tuple(first // size for first, size in zip(firsts, self._block_sizes, strict=True)),
-            )
+            prompt.held = self.blocks.hold_windows(prompt.request.request_id, firsts)
         return NewPages(prompt.transfer_id, tuple(groups), last)
 
     def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
@@ -208,6 +246,7 @@ class PrefillScheduler:
         prompt.finished = True
         ok = prompt.complete and request.status in _GOOD_ENDS
         reason = "" if ok else f"prefill ended as {request.status.name} before the prompt's end"
+        reason = prompt.unsent or reason
         self._commands.append(FinishPrefill(request.request_id, prompt.transfer_id, ok, reason))
         if not ok:
             return True, None
@@ -328,7 +367,7 @@ class DecodeScheduler:
         target = self._targets.get(request.request_id)
         if target is None or target.load is not _Load.WAITING:
             return 0
-        if any(local_tokens % size for size in self._block_sizes):
+        if any(size and local_tokens % size for size in self._block_sizes):
             return 0
         return max(target.tokens - 1 - local_tokens, 0)
 
@@ -354,13 +393,20 @@ class DecodeScheduler:
     def _reservation(
         self, target: _Target, tables: tuple[list[int], ...], external_tokens: int
     ) -> DecodeRequest:
-        first_token = target.tokens - 1 - external_tokens
         assert self.blocks is not None
+        loaded = target.tokens - 1
+        first_token = loaded - external_tokens
         groups = []
         for group, (table, size) in enumerate(zip(tables, self._block_sizes, strict=True)):
-            first, end = first_token // size, -(-(target.tokens - 1) // size)
-            needed = self.blocks.first_attended_token(group, target.tokens - 1)
-            groups.append(GroupTarget(first=first, blocks=tuple(table[first:end]), needed=needed))
+            if not size:
+                groups.append(GroupTarget(first=0, blocks=_state(self.blocks, group, table, loaded)))
+                continue
+            first, end = first_token // size, -(-loaded // size)
+            if _has_states(self._block_sizes):
+                # The hit is the one of full attention; another group may have less of it.
+                first = min(first, self.blocks.first_loaded(target.request_id, group))
+            needed = self.blocks.first_attended_token(group, loaded)
+            groups.append(GroupTarget(first, tuple(table[first:end]), needed))
         return DecodeRequest(
             request_id=target.request_id,
             transfer_id=target.transfer_id,
@@ -455,8 +501,9 @@ class SchedulerSide:
     """Both roles' bookkeeping behind the connector's hooks."""
 
     def __init__(self, role: Role, engine_id: str, block_sizes: tuple[int, ...]) -> None:
-        """``block_sizes``: tokens a block, per KV cache group."""
+        """``block_sizes``: tokens a block, per KV cache group; 0: its blocks are recurrent states."""
         self._role = role
+        self._block_sizes = block_sizes
         self._commands: list[Command] = []
         self._emptied = False
         """vLLM has just emptied its prefix cache."""
@@ -474,6 +521,8 @@ class SchedulerSide:
         """Before the first request."""
         self.prefill.blocks = self.decode.blocks = blocks
         self.prefill.gate, self.decode.gate = gates(self._role, blocks.total)
+        if _has_states(self._block_sizes):
+            blocks.let_states_load()
         blocks.around_reset(self._before_reset, self._after_reset)
 
     def _before_reset(self) -> Collection[str]:

@@ -6,11 +6,6 @@ from typing import Any
 
 from kv_connector.lab.cluster import Role
 
-# What a case may wait for, and why it is left out until then: without its line here it runs.
-AWAITED = {
-    "states": "models with recurrent states",
-}
-
 
 @dataclass(frozen=True)
 class Side:
@@ -51,8 +46,6 @@ class Case:
     request needs that many less a few."""
     connector: str = "WriteImmConnector"
     environment: Mapping[str, str] = field(default_factory=dict)
-    needs: str = ""
-    """A key of AWAITED."""
 
 
 def flags(text: str, **more: Any) -> dict[str, Side]:
@@ -71,7 +64,6 @@ def pair(prefill: str = "", decode: str = "", blocks: tuple[int, int] = (32, 32)
         "prefill": Side(prefill, chunk=200, block=blocks[0]),
         "decode": Side(decode, block=blocks[1]),
         "alone": "",
-        "needs": "unequal",
     }
 
 
@@ -114,7 +106,6 @@ def states(model: str, prefill: str = "", decode: str = "", **more: Any) -> dict
         "decode": Side(decode),
         "alone": "",
         "caching": False,
-        "needs": "states",
         **more,
     }
 
@@ -150,8 +141,8 @@ CASES = (
     Case("mqa-tp2-tp1", "mqa", **pair(TP2)),
     Case("mqa-tp1-tp2", "mqa", **pair("", TP2)),
     Case("gemma3-tp2-tp1", "gemma3", **pair(TP2)),
-    Case("mla-tp2-tp1", **latent(TP2), needs="unequal"),
-    Case("mla-tp1-tp2", **latent("", TP2), needs="unequal"),
+    Case("mla-tp2-tp1", **latent(TP2)),
+    Case("mla-tp1-tp2", **latent("", TP2)),
     Case("block-32-64", "llama", **pair(blocks=(32, 64)), pool=18),
     Case("block-64-32", "llama", **pair(blocks=(64, 32)), pool=36),
     Case("block-32-64-tp1-tp2", "llama", **pair("", TP2, blocks=(32, 64))),

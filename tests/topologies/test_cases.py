@@ -6,11 +6,10 @@ import asyncio
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
-from cases import AWAITED, CASES, Case
+from cases import CASES, Case
 from deployment import (
     PATIENCE_SECONDS,
     Client,
@@ -51,17 +50,12 @@ def crowd(case: Case) -> list[Ask]:
     return [Ask(tuple(prompt(f"crowd {index}", 120 + index)), 64) for index in range(8)]
 
 
-def case_parameter(case: Case) -> Any:
-    reason = AWAITED.get(case.needs, "")
-    return pytest.param(case, id=case.name, marks=[pytest.mark.skip(f"awaits {reason}")] if reason else [])
-
-
 @pytest.fixture(scope="session")
 def known() -> Known:
     return Known()
 
 
-@pytest.mark.parametrize("case", [case_parameter(case) for case in CASES])
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 async def test_tokens_are_one_engines(
     case: Case, models: Models, known: Known, interpreter: tuple[str, ...], client: Client, tmp_path: Path
 ) -> None:

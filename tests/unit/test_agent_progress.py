@@ -53,6 +53,32 @@ def test_a_step_with_fewer_hooks_leaves_the_order_as_it_is(hooks: tuple[str, ...
     assert stored == [9, 10, 11, 12]
 
 
+# A hybrid's: recurrent states have no hook, in front of the attention layers, between them and behind.
+HYBRID = ("layers.0.state", "layers.1", "layers.2.state", "layers.3", "layers.4.state")
+ATTENTION = ("layers.1", "layers.3")
+STATES = {0, 2, 4}
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_layer_without_a_hook_is_signalled_when_the_step_is_over(steps: int) -> None:
+    """Not with the next hook, in front of it or not: names do not say what is computed before what."""
+    stored = [0]
+    progress = LayerProgress(HYBRID, stored.append)
+
+    def signalled() -> set[int]:
+        return set(progress.order[: max(stored[-1] - progress.base, 0)])
+
+    for _ in range(steps):
+        progress.begin_step(lambda: None)
+        for name in ATTENTION:
+            progress.layer_computed(name)
+            assert not signalled() & STATES
+        progress.end_step()
+        assert signalled() == set(range(5))
+    if steps > 1:
+        assert progress.order == (1, 3, 0, 2, 4), "and holds up no other"
+
+
 @settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 3), max_size=6), min_size=2, max_size=6))
 def test_no_layer_is_signalled_before_its_hook_or_the_steps_end(steps: list[list[int]]) -> None:

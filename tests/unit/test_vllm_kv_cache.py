@@ -439,13 +439,21 @@ def test_heads_of_a_number_that_nobody_says_are_whole_pages(config: Any) -> None
         Plan(rank.layout, make_rank(config, [layers_of(1, spec)], ranks=4, kv_heads=4).layout)
 
 
-MAMBA = MambaSpec(block_size=32, shapes=((2, 512),), dtypes=(torch.float32,))
+COMPRESSED = replace(MLA, tokens_per_state=4)
+
+
+class OtherState(MambaSpec):
+    """Of a plugin, say."""
+
+
+OTHER_STATE = OtherState(block_size=32, shapes=((2, 512),), dtypes=(torch.float32,))
 
 
 @pytest.mark.parametrize(
     ("group", "problem"),
     [
-        (KVCacheGroupSpec([name(0)], MAMBA), r"group 0 yet \(MambaSpec\)"),
+        (KVCacheGroupSpec([name(0)], OTHER_STATE), r"group 0 yet \(OtherState\)"),
+        (KVCacheGroupSpec([name(0)], COMPRESSED), r"group 0 yet \(MLAAttentionSpec\)"),
         (KVCacheGroupSpec([name(0)], FULL, host_resident=True), "not in device memory"),
         (KVCacheGroupSpec([name(0)], FULL, enable_kv_transfer=False), "not in device memory"),
     ],
