@@ -479,7 +479,6 @@ def test_sleep_is_refused_where_vllm_does_not_tell_of_it(
 @pytest.mark.parametrize(
     "parallel",
     [
-        {"pipeline_parallel_size": 2},
         {"decode_context_parallel_size": 2},
         {"prefill_context_parallel_size": 2},
         {"enable_dbo": True},
