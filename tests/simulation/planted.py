@@ -231,13 +231,7 @@ BUGS = (
         return self._close(now, transfer, released)
 """,
     ),
-    # An engine comes back in another shape at its old address: the plan is of the one before.
-    Bug(
-        "the directory outlives the engine",
-        "protocol/decode.py",
-        "                del self._engines[address]\n",
-        "                pass\n",
-    ),
+    # An engine comes up in another shape at its old address, after it was found and before it is dialled.
     Bug(
         "whoever answers is the one that was found",
         "protocol/peers.py",

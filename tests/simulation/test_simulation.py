@@ -117,6 +117,17 @@ def test_prompts_of_a_dead_decode_engine_are_free_soon() -> None:
     assert float(sent.split()[0]) < 4.0 + 2 * times.dead + times.connect + times.heartbeat
 
 
+def test_an_engine_that_comes_back_in_another_shape_is_found_again() -> None:
+    first, second = Plan("r0", "p0", "d0"), Plan("r1", "p0", "d0", prefill_at=30.0, decode_at=30.0)
+    for coin in range(10):  # by it the shape is drawn
+        fault = Fault("replace", 5.0, ("p0",), coin=coin)
+        sides = (Side(ranks=2), Side(ranks=2, block=32))
+        scenario = Scenario(1, heads=2, sides=sides, plans=(first, second), faults=(fault,))
+        world, violation = run(scenario)
+        assert violation is None
+        assert world.books.ended["received"] == 4  # by each worker of D
+
+
 plans = st.builds(
     Plan,
     name=st.just(""),
