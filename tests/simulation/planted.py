@@ -231,13 +231,6 @@ BUGS = (
         return self._close(now, transfer, released)
 """,
     ),
-    # An engine comes up in another shape at its old address, after it was found and before it is dialled.
-    Bug(
-        "whoever answers is the one that was found",
-        "protocol/peers.py",
-        "            if message.layout != peer.layout:",
-        "            if False:",
-    ),
 )
 
 

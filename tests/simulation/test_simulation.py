@@ -128,6 +128,16 @@ def test_an_engine_that_comes_back_in_another_shape_is_found_again() -> None:
         assert world.books.ended["received"] == 4  # by each worker of D
 
 
+def test_an_engine_of_another_shape_is_not_taken_for_the_one_that_was_found() -> None:
+    """It comes up at the same address between the directory's answer and the handshake."""
+    plans = Plan("r0", "p0", "d0", prefill_at=1.0), Plan("r1", "p0", "d0", prefill_at=1.5, decode_at=0.3)
+    for seed in range(12):
+        for coin in (33, 38):
+            fault = Fault("replace", 0.05 + 0.04 * seed, ("p0",), lasting=0.05, coin=coin)
+            _, violation = run(Scenario(seed, heads=2, jitter=0.1, plans=plans, faults=(fault,)))
+            assert violation is None
+
+
 plans = st.builds(
     Plan,
     name=st.just(""),
