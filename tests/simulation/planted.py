@@ -231,19 +231,6 @@ BUGS = (
         return self._close(now, transfer, released)
 """,
     ),
-    # An engine comes back in another shape at its old address: the plan is of the one before.
-    Bug(
-        "the directory outlives the engine",
-        "protocol/decode.py",
-        "                del self._engines[address]\n",
-        "                pass\n",
-    ),
-    Bug(
-        "whoever answers is the one that was found",
-        "protocol/peers.py",
-        "            if message.layout != peer.layout:",
-        "            if False:",
-    ),
 )
 
 

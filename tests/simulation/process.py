@@ -20,6 +20,7 @@ from kv_connector.protocol.messages import Role, fingerprint
 from kv_connector.protocol.peers import Identity, PeerTable
 from kv_connector.protocol.prefill import PrefillMachine
 
+from .books import Violation
 from .clock import SkewedClock
 from .fabric import SimEngine
 from .network import Port
@@ -102,11 +103,16 @@ class Process:
     def turn(self) -> None:
         """Agent._turn."""
         effects, now = self.effects, self.clock.now
-        effects.receive(now())
-        effects.engine_events(now())
-        while self._commands:
-            effects.run(now(), self._commands.popleft()(now()))
-        effects.tick(now())
+        try:
+            effects.receive(now())
+            effects.engine_events(now())
+            while self._commands:
+                effects.run(now(), self._commands.popleft()(now()))
+            effects.tick(now())
+        except Violation:
+            raise
+        except Exception as error:
+            self.world.books.fail(f"{self} raises {error!r}")
         self._take_reports()
         if self.leaving and self._may_leave(now()):
             self._leave()

@@ -117,6 +117,27 @@ def test_prompts_of_a_dead_decode_engine_are_free_soon() -> None:
     assert float(sent.split()[0]) < 4.0 + 2 * times.dead + times.connect + times.heartbeat
 
 
+def test_an_engine_that_comes_back_in_another_shape_is_found_again() -> None:
+    first, second = Plan("r0", "p0", "d0"), Plan("r1", "p0", "d0", prefill_at=30.0, decode_at=30.0)
+    for coin in range(10):  # by it the shape is drawn
+        fault = Fault("replace", 5.0, ("p0",), coin=coin)
+        sides = (Side(ranks=2), Side(ranks=2, block=32))
+        scenario = Scenario(1, heads=2, sides=sides, plans=(first, second), faults=(fault,))
+        world, violation = run(scenario)
+        assert violation is None
+        assert world.books.ended["received"] == 4  # by each worker of D
+
+
+def test_an_engine_of_another_shape_is_not_taken_for_the_one_that_was_found() -> None:
+    """It comes up at the same address between the directory's answer and the handshake."""
+    plans = Plan("r0", "p0", "d0", prefill_at=1.0), Plan("r1", "p0", "d0", prefill_at=1.5, decode_at=0.3)
+    for seed in range(12):
+        for coin in (33, 38):
+            fault = Fault("replace", 0.05 + 0.04 * seed, ("p0",), lasting=0.05, coin=coin)
+            _, violation = run(Scenario(seed, heads=2, jitter=0.1, plans=plans, faults=(fault,)))
+            assert violation is None
+
+
 plans = st.builds(
     Plan,
     name=st.just(""),
