@@ -36,8 +36,7 @@ PREEMPTIONS = "vllm:num_preemptions_total"
 
 
 def lengths(case: Case) -> list[Ask]:
-    # The shifted oracle needs one token more.
-    return [Ask(tuple(prompt(f"length {n}", n)), OUTPUT + case.shifted, case.body) for n in LENGTHS]
+    return [Ask(tuple(prompt(f"length {n}", n)), OUTPUT, case.body) for n in LENGTHS]
 
 
 def more(case: Case) -> list[Ask]:
@@ -120,7 +119,7 @@ class Steps:
             await self.check(ask)
             accepted.append(self.site.decode.metric(ACCEPTED) - before)
         await self.rest()
-        wanted = sum(len(ask.prompt) - (not self.case.shifted) for ask in asks)
+        wanted = sum(len(ask.prompt) - 1 for ask in asks)
         assert self.site.decode.metric(FETCHED) - fetched == wanted
         if self.case.drafts:
             right = [self.right[ask.key()].accepted for ask in asks]
@@ -181,10 +180,6 @@ class Steps:
 
     async def check(self, ask: Ask) -> None:
         right = self.right[ask.key()].choices
-        if self.case.shifted:
-            ((tokens, ended),) = right
-            ask = Ask((*ask.prompt, tokens[0]), ask.length - 1, ask.body)
-            right = [(tokens[1:], ended)]
         assert await answer(self.client, self.site.router, ask) == right, f"{len(ask.prompt)} tokens"
 
     async def rest(self) -> None:
