@@ -11,6 +11,7 @@
 
 #include "engine/process.h"
 #include "providers/libfabric/efa.h"
+#include "providers/libfabric/listener.h"
 #include "providers/libfabric/region.h"
 
 namespace kvc::libfabric {
@@ -119,6 +120,16 @@ Status Endpoint::open_buffers() {
   return {};
 }
 
+Result<Bytes> Endpoint::address() const {
+  size_t length = kMaxAddressBytes;
+  Bytes address(length);
+  if (const int result = fi_getname(&endpoint_->fid, address.data(), &length); result != 0) {
+    return fabric_error("open link", "fi_getname", result);
+  }
+  address.resize(length);
+  return address;
+}
+
 Result<Card> Endpoint::card() const {
   Card card;
   const fi_info& info = device_->info();
@@ -129,12 +140,9 @@ Result<Card> Endpoint::card() const {
   card.secret = secret_;
   card.machine = Machine::current();
   card.pid = static_cast<uint32_t>(::getpid());
-  size_t length = kMaxAddressBytes;
-  card.address.resize(length);
-  if (const int result = fi_getname(&endpoint_->fid, card.address.data(), &length); result != 0) {
-    return fabric_error("open link", "fi_getname", result);
-  }
-  card.address.resize(length);
+  Result<Bytes> own = address();
+  if (!own) return own.error();
+  card.address = std::move(own.value());
   Result<RemoteMemory> doorbell = device_->describe(*doorbell_memory_, doorbell_.data(), doorbell_.size());
   if (!doorbell) return doorbell.error();
   card.doorbell = std::move(doorbell.value());
@@ -184,10 +192,29 @@ void Endpoint::close() {
     doorbell_memory_.reset();
     buffers_memory_.reset();
   }
+  if (endpoint_ != nullptr && device_->leaves_half_open()) hang_up();
   if (endpoint_ != nullptr && !device_->close(endpoint_->fid)) return;
   // NOLINTNEXTLINE(bugprone-unused-return-value): it was closed above
   static_cast<void>(endpoint_.release());
   closed_.store(true, std::memory_order_release);
+}
+
+// Leaves the provider no connection that has not yet said whose it is (Device::leaves_half_open()).
+void Endpoint::hang_up() {
+  Result<Bytes> own = address();
+  if (!own) return;
+  const Listener listener(std::move(own.value()));
+  const auto progress = [this] {
+    const auto turn = device_->turn();
+    fi_cq_read(cq_.get(), nullptr, 0);
+  };
+  listener.stop();
+  progress();  // waits for a thread that is about to accept one
+  const size_t descriptors = listener.hang_up_on_the_silent();
+  // Each takes up to 128 events (1,024 before 1.18), and those that have waited longest first: all that could have one,
+  // so also those who spoke meanwhile.
+  constexpr size_t kEvents = 128;
+  for (size_t done = 0; done <= descriptors; done += kEvents) progress();
 }
 
 // --- Data path

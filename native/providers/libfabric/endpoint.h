@@ -110,6 +110,8 @@ class Endpoint final : public LinkEnd {
   Status open_queue();
   Status open_endpoint();
   Status open_buffers();
+  Result<Bytes> address() const;
+  void hang_up();
 
   const std::shared_ptr<const Device> device_;
   const uint64_t secret_;
