@@ -42,6 +42,7 @@ from kv_connector.vllm.kv_cache import kv_layout
 from kv_connector.vllm.metadata import DescribedRank, Reserved, StepMetadata
 from kv_connector.vllm.metrics import PromMetrics, TransferStats
 from kv_connector.vllm.scheduler import SchedulerSide
+from kv_connector.vllm.tails import Tails
 from kv_connector.vllm.worker import WorkerSide, current_stream
 
 logger = logging.getLogger(__name__)
@@ -177,7 +178,10 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         self._running = start(self._settings, info)
         agent = self._running.agent
         self.worker = WorkerSide(
-            agent, tuple(layer.name for layer in layout.layers), signal_writer(agent.signal, current_stream)
+            agent,
+            tuple(layer.name for layer in layout.layers),
+            signal_writer(agent.signal, current_stream),
+            Tails(self._kv_cache_config, kv_caches),
         )
         if device.type == "cuda":
             replace_idle_pause(self.worker.pause)

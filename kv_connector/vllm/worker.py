@@ -6,17 +6,23 @@ where a step computes nothing, a moment for the transfers that the engine waits 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from kv_connector.agent.agent import Agent
+from kv_connector.agent.commands import Command, FailLoad
 from kv_connector.agent.progress import LayerProgress
 from kv_connector.agent.worker import Worker
 from kv_connector.engine.transfer_engine import StreamSignal
+from kv_connector.protocol.requests import DecodeRequest
 from kv_connector.vllm.internals import KVConnectorTransferResults
 from kv_connector.vllm.metadata import Reserved, StepMetadata
+from kv_connector.vllm.tails import Tails
+
+logger = logging.getLogger(__name__)
 
 IDLE_STEP_SECONDS = 0.005
 """How long a step of a CPU engine that computes nothing waits for news. Without it, an engine that only
@@ -41,9 +47,12 @@ def current_stream() -> int:
 class WorkerSide:
     """One rank's Agent, driven by the connector's hooks."""
 
-    def __init__(self, agent: Agent, layer_names: tuple[str, ...], signal: Callable[[int], None]) -> None:
+    def __init__(
+        self, agent: Agent, layer_names: tuple[str, ...], signal: Callable[[int], None], tails: Tails
+    ) -> None:
         """``agent`` is started; ``signal`` writes agent.signal, in the order of the forward pass."""
         self.agent = agent
+        self._tails = tails
         self._progress = LayerProgress(layer_names, signal)
         self._patient = not isinstance(agent.signal, StreamSignal)
         self._books = Worker(agent)
@@ -59,7 +68,7 @@ class WorkerSide:
 
     def begin_step(self, metadata: StepMetadata) -> None:
         self.agent.note_step()
-        self._books.execute(metadata.commands)
+        self._books.execute(map(self._cleared, metadata.commands))
         if metadata.waiting is not None:
             self._books.waiting(metadata.waiting)
         ending = [pages.transfer_id for pages in metadata.new_pages if pages.last]
@@ -67,6 +76,16 @@ class WorkerSide:
             self.agent.order_layers(self._progress.base, self._progress.order)
         self._books.computed(metadata.new_pages, self._progress.base)
         self._computes = metadata.computes
+
+    def _cleared(self, command: Command) -> Command:
+        """The command, once the blocks that it names are ready for it."""
+        if isinstance(command, DecodeRequest):
+            try:
+                self._tails.clear(command)
+            except Exception:
+                logger.exception("transfer %s: cannot clear the blocks of a load", command.transfer_id)
+                return FailLoad(command.request_id)
+        return command
 
     def layer_computed(self, name: str) -> None:
         self._progress.layer_computed(name)

@@ -7,7 +7,7 @@ from recording_agent import EXPECT, PAGES, PEER, RESERVE, RecordingAgent, agent
 
 from kv_connector.agent.commands import CacheCleared, Command, FailLoad, FinishPrefill, NewPages
 from kv_connector.agent.ledger import Reports
-from kv_connector.protocol.requests import ComputedPages
+from kv_connector.protocol.requests import ComputedPages, DecodeRequest
 from kv_connector.vllm.metadata import Reserved, StepMetadata
 from kv_connector.vllm.worker import IDLE_STEP_SECONDS, WorkerSide
 
@@ -16,9 +16,20 @@ __all__ = ["agent"]
 LAYERS = ("model.layers.0", "model.layers.1", "model.layers.2")
 
 
+class NoTails:
+    """Of an engine that reads nothing which was not written."""
+
+    def clear(self, request: DecodeRequest) -> None:
+        pass
+
+
+def worker_side(agent: RecordingAgent, layers: tuple[str, ...], tails: Any = None) -> WorkerSide:
+    return WorkerSide(agent, layers, agent.signal.store, tails or NoTails())  # type: ignore[arg-type]
+
+
 @pytest.fixture
 def worker(agent: RecordingAgent) -> WorkerSide:
-    return WorkerSide(agent, LAYERS, signal=agent.signal.store)  # type: ignore[arg-type]
+    return worker_side(agent, LAYERS)
 
 
 def step(worker: WorkerSide, *commands: Command, hooks: tuple[str, ...] = LAYERS, **metadata: Any) -> Any:
@@ -50,7 +61,7 @@ HOOKED = ("layers.0", "layers.1", "draft.0")
 
 
 def test_layers_are_signalled_as_their_hooks_come_whatever_their_names(agent: RecordingAgent) -> None:
-    worker = WorkerSide(agent, TANGLED, signal=agent.signal.store)  # type: ignore[arg-type]
+    worker = worker_side(agent, TANGLED)
     step(worker, hooks=HOOKED)
     assert agent.take_calls() == [("store", 2), ("store", 4)], "the order is not known yet: late, not early"
     pages = NewPages("t", PAGES, last=False)
@@ -144,3 +155,21 @@ def test_a_step_that_computes_nothing_waits_a_moment_for_news(
     assert agent.take_calls()[-1] == ("await_news", IDLE_STEP_SECONDS)
     step(worker, FailLoad("d"), computes=False)
     assert "await_news" not in [call[0] for call in agent.take_calls()], "there is news already"
+
+
+def test_blocks_are_cleared_before_the_reservation_goes_out(agent: RecordingAgent) -> None:
+    class Tails:
+        def clear(self, request: DecodeRequest) -> None:
+            assert agent.take_calls() == []
+            cleared.append(request)
+            if len(cleared) > 1:
+                raise RuntimeError("the device is gone")
+
+    cleared: list[DecodeRequest] = []
+    worker = worker_side(agent, LAYERS, Tails())
+    step(worker, RESERVE)
+    assert cleared == [RESERVE]
+    assert ("reserve", RESERVE) in agent.take_calls()
+    reports = step(worker, RESERVE)
+    assert reports.failed_recving == {RESERVE.request_id}
+    assert ("reserve", RESERVE) not in agent.take_calls()
