@@ -11,9 +11,10 @@ that are alike are one run, whatever they are made of.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
+from typing import TypeVar
 
 import msgspec
 
@@ -78,7 +79,8 @@ def wants_problem(prefill: KvLayout, decode: KvLayout, wants: Wants) -> str | No
 
 def used_blocks(group: GroupLayout, first: int, blocks: Sequence[int]) -> dict[int, int]:
     """Logical block -> block, of those that hold something; ``blocks`` begin at logical block ``first``."""
-    return {logical: block for logical, block in enumerate(blocks, first) if block != group.null_block}
+    null = group.null_block
+    return {logical: block for logical, block in enumerate(blocks, first) if block != null}
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,7 @@ class LayerRun:
 
 
 Groups = tuple[int, int]  # one of the source, one of the target
+Step = TypeVar("Step")
 
 
 @dataclass(frozen=True)
@@ -121,15 +124,37 @@ class TablePair:
     blocks: GroupLayout  # of the target
     runs: Mapping[Places, tuple[LayerRun, ...]]  # by the places of a granule in its blocks
 
-    def granules(self, target: GroupTarget, prompt_tokens: int) -> Iterator[tuple[int, int]]:
-        """(granule, D's block that it goes to) of all that D wants: in its table, needed, and reached by the
+    def granules(self, target: GroupTarget, prompt_tokens: int) -> dict[int, int]:
+        """Granule -> D's block that it goes to, of all that D wants: in its table, needed, and reached by the
         prompt."""
         each, tokens = self.cut.target_granules, self.cut.tokens
-        for logical, block in used_blocks(self.blocks, target.first, target.blocks).items():
-            for granule in range(logical * each, (logical + 1) * each):
-                begin, end = granule * tokens, (granule + 1) * tokens
-                if tokens == 0 or (target.needed < end and begin < prompt_tokens):
-                    yield granule, block
+        blocks = used_blocks(self.blocks, target.first, target.blocks)
+        if each == 1 and target.needed <= target.first * tokens:
+            return blocks  # nobody asks for a block that the prompt does not reach
+        granules = (
+            (granule, block)
+            for logical, block in blocks.items()
+            for granule in range(logical * each, (logical + 1) * each)
+        )
+        if tokens == 0:
+            return dict(granules)
+        begin, end = target.needed // tokens, -(-prompt_tokens // tokens)
+        return {granule: block for granule, block in granules if begin <= granule < end}
+
+    def take(
+        self, known: Mapping[int, tuple[int, Step]], wanted: dict[int, int]
+    ) -> dict[tuple[Step, Places], list[tuple[int, int]]]:
+        """Takes what is known out of what is wanted: (the source's block, the target's) of each granule, by
+        the step that computes it and its places. ``known``: logical block -> block and step."""
+        found: dict[tuple[Step, Places], list[tuple[int, int]]] = {}
+        cut, whole = self.cut, len(self.runs) == 1
+        for logical, (block, step) in known.items():
+            for granule in (logical,) if whole else cut.of_source(logical):
+                target = wanted.pop(granule, None)
+                if target is not None:
+                    at = step, (0, 0) if whole else cut.places(granule)
+                    found.setdefault(at, []).append((block, target))
+        return found
 
 
 class Plan:
@@ -189,8 +214,7 @@ class Plan:
     def wanted(self, targets: Sequence[GroupTarget], prompt_tokens: int) -> dict[Groups, dict[int, int]]:
         """By pair of groups, the granules that a request wants, and D's blocks that they go to."""
         return {
-            groups: dict(pair.granules(targets[pair.target], prompt_tokens))
-            for groups, pair in self.pairs.items()
+            groups: pair.granules(targets[pair.target], prompt_tokens) for groups, pair in self.pairs.items()
         }
 
     def counts(self, targets: Sequence[GroupTarget], prompt_tokens: int) -> dict[int, int]:
@@ -198,7 +222,9 @@ class Plan:
         counts = dict.fromkeys(self.layers, 0)
         for pair in self.pairs.values():
             granules = pair.granules(targets[pair.target], prompt_tokens)
-            for places, times in Counter(pair.cut.places(granule) for granule, _ in granules).items():
+            whole = len(pair.runs) == 1
+            times_at = {(0, 0): len(granules)} if whole else Counter(map(pair.cut.places, granules))
+            for places, times in times_at.items():
                 for run in pair.runs[places]:
                     for layer in run.layers:
                         counts[self._ordinals[layer.ordinal]] += times * len(run.offsets)

@@ -522,15 +522,12 @@ class PrefillMachine:
         steps: dict[int | None, dict[tuple[Groups, Places], list[tuple[int, int]]]] = {}
         for group, known in enumerate(transfer.pages):
             for pair in plan.from_group(group):
-                groups, cut = (pair.source, pair.target), pair.cut
+                groups = pair.source, pair.target
                 wanted = reservation.wanted[groups]
-                for logical, (block, signal_base) in known.items():
-                    for granule in cut.of_source(logical):
-                        target = wanted.pop(granule, None)
-                        if target is not None:
-                            reservation.left -= 1
-                            batches = steps.setdefault(signal_base, {})
-                            batches.setdefault((groups, cut.places(granule)), []).append((block, target))
+                before = len(wanted)
+                for (signal_base, places), blocks in pair.take(known, wanted).items():
+                    steps.setdefault(signal_base, {})[groups, places] = blocks
+                reservation.left -= before - len(wanted)
             known.clear()  # the rest is not wanted, and never will be
         if steps:
             reservation.writing = True

@@ -38,7 +38,7 @@ BUGS = (
     # A preempted prompt is computed again, and each page that had gone goes once more.
     Bug(
         "the ledger forgets what was pushed",
-        "protocol/prefill.py",
+        "protocol/plan.py",
         "target = wanted.pop(granule, None)",
         "target = wanted.get(granule)",
     ),

@@ -94,7 +94,7 @@ def execute(
     written = [np.zeros_like(memory) for memory in target.memory]
     names = [layer.name for layer in target.layout.layers]
     for pair in plan.pairs.values():
-        for granule, target_block in pair.granules(targets[pair.target], prompt):
+        for granule, target_block in pair.granules(targets[pair.target], prompt).items():
             source_block = tables[pair.source][granule // pair.cut.source_granules]
             for run in pair.runs[pair.cut.places(granule)]:
                 for layer in run.layers:

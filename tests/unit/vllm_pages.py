@@ -132,7 +132,7 @@ def transfer(
     for rank, wanted in choice.items():
         source = prefill[rank]
         for pair in Plan(source.layout, decode.layout, wanted).pairs.values():
-            for granule, block in pair.granules(targets[pair.target], tokens):
+            for granule, block in pair.granules(targets[pair.target], tokens).items():
                 taken = tables[pair.source][granule // pair.cut.source_granules]
                 for run in pair.runs[pair.cut.places(granule)]:
                     for layer, (begin, to) in product(run.layers, run.offsets):
