@@ -56,7 +56,7 @@ CASES = (
     Case("granite", kinds.make_granite, TRITON, TRITON),
     Case("qwen3-next", kinds.make_qwen3_next, dtype="bfloat16", shifted=True),
     Case(
-        "MLA, block 16 to 64",
+        "MLA block 16 to 64",
         kinds.make_deepseek_v2,
         "--attention-backend TRITON_MLA --block-size 16",
         "--attention-backend TRITON_MLA --block-size 64",
