@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -43,6 +44,7 @@ class Case:
 
 
 TRITON = "--attention-backend TRITON_ATTN"
+GDN = "--gdn-prefill-backend triton"  # which needs no other package
 CASES = (
     Case("block 16 to 128", kinds.make_llama, f"{TRITON} --block-size 16", f"{TRITON} --block-size 128"),
     Case("block 128 to 16", kinds.make_llama, f"{TRITON} --block-size 128", f"{TRITON} --block-size 16"),
@@ -54,10 +56,10 @@ CASES = (
         environment={"VLLM_KV_CACHE_LAYOUT": "NHD"},
     ),
     Case("granite", kinds.make_granite, TRITON, TRITON),
-    Case("qwen3-next", kinds.make_qwen3_next, dtype="bfloat16", shifted=True),
+    Case("qwen3-next", kinds.make_qwen3_next, GDN, GDN, dtype="bfloat16", shifted=True),
     Case(
         "MLA block 16 to 64",
-        kinds.make_deepseek_v2,
+        functools.partial(kinds.make_deepseek_v2, head_dim=128),
         "--attention-backend TRITON_MLA --block-size 16",
         "--attention-backend TRITON_MLA --block-size 64",
         dtype="bfloat16",
@@ -88,7 +90,7 @@ async def compare(case: Case, prefill: Server, decode: Server, alone: Server) ->
 
 
 def run(case: Case, work: Path, port: int, provider: str) -> str:
-    model = case.make(work / case.make.__name__)
+    model = case.make(work / case.name.replace(" ", "-"))
     base = [*ARGUMENTS, "--dtype", case.dtype]
 
     def server(side: str, gpu: int, number: int, flags: str) -> Server:

@@ -84,16 +84,17 @@ def _draw(name: str, weight: torch.Tensor) -> None:
         weight.normal_(std=scale)
 
 
-def make_deepseek_v2(directory: Path) -> Path:
-    """Latent attention (MLA). vLLM's CPU kernel is built for a latent of 512 + 64 values only."""
+def make_deepseek_v2(directory: Path, *, head_dim: int = 32) -> Path:
+    """Latent attention (MLA). vLLM's CPU kernel is built for a latent of 512 + 64 values only; the one that
+    prefills on GPUs for heads of 128."""
     config = DeepseekV2Config(
         **SMALL | {"num_key_value_heads": 4},
         num_hidden_layers=3,
         kv_lora_rank=512,
         q_lora_rank=None,
-        qk_nope_head_dim=32,
+        qk_nope_head_dim=head_dim,
         qk_rope_head_dim=64,
-        v_head_dim=32,
+        v_head_dim=head_dim,
         n_routed_experts=4,
         n_shared_experts=1,
         num_experts_per_tok=2,
