@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -42,7 +42,7 @@ from kv_connector.protocol.actions import (
     State,
     UnderWay,
 )
-from kv_connector.protocol.layout import KvLayout, layout_problem
+from kv_connector.protocol.layout import MAX_LAYER_PARTS, KvLayout, layout_problem
 from kv_connector.protocol.messages import (
     MAX_REGIONS,
     Cancel,
@@ -230,6 +230,7 @@ class DecodeMachine:
             Dial(address, worker, draw.wants, draw.layout) for worker, draw in engine.workers.items()
         ]
         actions += self._missing(address, ranks)
+        actions += self._strided(address, engine.workers.values())
         for transfer_id in engine.releases:
             actions += self._release(transfer_id, address, engine.workers)
         engine.releases.clear()
@@ -410,6 +411,18 @@ class DecodeMachine:
         text = (
             f"the prefill engine at {address} lacks {len(missing)} layers of a drafter, such as "
             f"{missing[0]}: start it with the same speculative decoding, or fewer of its drafts are right"
+        )
+        return [Log(logging.WARNING, text)]
+
+    def _strided(self, address: Address, workers: Iterable[Draw]) -> list[DecodeAction]:
+        """A page that keeps its parts together goes in a write for each at most."""
+        plans = [draw.plan for draw in workers if draw.plan is not None]
+        writes, nbytes = max((plan.pieces() for plan in plans), default=(0, 0))
+        if writes <= MAX_LAYER_PARTS:
+            return []
+        text = (
+            f"pages from the prefill engine at {address} come in up to {writes} writes a layer and block, of "
+            f"{nbytes} bytes and more: with the same block size and memory order on both sides it is one"
         )
         return [Log(logging.WARNING, text)]
 

@@ -211,6 +211,18 @@ class Plan:
         pair = self.pairs.get((source_group, target_group))
         return () if pair is None else pair.runs[places]
 
+    def pieces(self) -> tuple[int, int]:
+        """Into how many writes the worst granule of a layer falls, and the bytes of the least of them."""
+        worst = 0, 0
+        for pair in self.pairs.values():
+            for runs in pair.runs.values():
+                writes = Counter[int]()
+                for run in runs:
+                    writes.update({layer.ordinal: len(run.offsets) for layer in run.layers})
+                if runs:
+                    worst = max(worst, (max(writes.values()), min(run.page_bytes for run in runs)))
+        return worst
+
     def wanted(self, targets: Sequence[GroupTarget], prompt_tokens: int) -> dict[Groups, dict[int, int]]:
         """By pair of groups, the granules that a request wants, and D's blocks that they go to."""
         return {

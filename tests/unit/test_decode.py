@@ -35,6 +35,8 @@ from kv_connector.protocol.actions import (
     State,
 )
 from kv_connector.protocol.decode import DecodeAction, DecodeMachine
+from kv_connector.protocol.geometry import Place, Units, head_major, token_major
+from kv_connector.protocol.layout import GroupLayout, KvLayout, LayerLayout, Part
 from kv_connector.protocol.messages import Cancel, CancelAck, Fail, FailCode, Release, Reserve, Role
 from kv_connector.protocol.timers import Timeouts
 
@@ -508,6 +510,22 @@ def test_a_drafter_goes_without_its_layers() -> None:
     assert only(machine.peer_up(0.0, P_ADDRESS, PEER), OpenCounter).writes == 3
     machine = DecodeMachine(pages, TIMES)
     assert every(machine.engine_found(0.0, P_ADDRESS, (worker(PAGES),)), Log) == []
+
+
+def test_pages_that_come_in_many_writes_are_told_of() -> None:
+    """Tokens first on one side, heads first on the other: a write for each head of each token."""
+
+    def pages(parts: tuple[Part, ...]) -> KvLayout:
+        return KvLayout((GroupLayout(32, BLOCK, "full"),), (LayerLayout("layer0", 0, "", parts),))
+
+    place, units = Place(0, 0, 4 * BLOCK * 8), Units(0, 4, 4)
+    heads, tokens = head_major(place, units, BLOCK, 8), token_major(place, units, BLOCK, 8)
+    for ours, writes in ((heads, 4 * BLOCK), (tokens, 0)):
+        machine = DecodeMachine(pages(ours), TIMES)
+        actions = machine.engine_found(0.0, P_ADDRESS, (worker(pages(tokens)),))
+        texts = [log.text for log in every(actions, Log)]
+        assert len(texts) == (writes > 0)
+        assert all(f"come in up to {writes} writes a layer and block, of 8 bytes" in text for text in texts)
 
 
 def test_workers_of_decode_share_a_worker_of_prefill() -> None:
