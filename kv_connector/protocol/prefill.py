@@ -25,7 +25,7 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kv_connector.protocol.actions import (
     CancelWrites,
@@ -72,6 +72,10 @@ from kv_connector.protocol.timers import Timeouts, Timers
 from kv_connector.protocol.tombstones import Tombstones, Verdict
 
 PrefillAction = Send | Fence | Ended | Reached | Log | Push | Seal | CancelWrites | FinishedSending
+
+
+# Decode has had all that it wanted of this worker, if anything.
+_GOOD = (Outcome.COMPLETED, Outcome.RELEASED)
 
 
 class WritesEnd(enum.Enum):
@@ -146,6 +150,8 @@ class PrefillMachine:
             prompt = self._new_prompt(request.transfer_id)
             tombstone = self._tombstones.get(request.transfer_id)
             if tombstone is not None:  # released, cancelled or expired before the request came
+                if tombstone.outcome is Outcome.COMPLETED:  # for another request
+                    tombstone = replace(tombstone, outcome=Outcome.FAILED)
                 prompt.shares[0].phase, prompt.shares[0].verdict = Phase.CLOSED, tombstone
         elif prompt.request is not None:
             if prompt.request.request_id == request.request_id:
@@ -156,8 +162,8 @@ class PrefillMachine:
             )
             return [Log(logging.ERROR, text)]
         prompt.request = request
-        if prompt.over:  # if it was completed, then for another request
-            return _reached(prompt, State.FAILED)
+        if prompt.over:
+            return _failed(prompt)
         actions: list[PrefillAction] = []
         for transfer in prompt.shares:
             reservation = transfer.reservation
@@ -634,16 +640,19 @@ class PrefillMachine:
         prompt = transfer.prompt
         if not prompt.over:
             return []
-        completed = verdict_on(prompt).outcome is Outcome.COMPLETED
-        return [*_reached(prompt, State.DONE if completed else State.FAILED), *self._conclude(now, prompt)]
+        return [*_failed(prompt), *self._conclude(now, prompt)]
 
     def _conclude(self, now: float, prompt: Prompt) -> list[PrefillAction]:
         """All shares are over: the request is reported if P's engine is done with it, else when it is."""
         if prompt.request is not None and not prompt.finished:
             return []
         del self._prompts[prompt.transfer_id]
-        self._tombstones.bury(now, prompt.transfer_id, verdict_on(prompt))
-        return [] if prompt.request is None else [FinishedSending(prompt.request.request_id)]
+        verdict = verdict_on(prompt)
+        self._tombstones.bury(now, prompt.transfer_id, verdict)
+        if prompt.request is None:
+            return []
+        done = _reached(prompt, State.DONE) if verdict.outcome in _GOOD else []
+        return [*done, FinishedSending(prompt.request.request_id)]
 
     def _forbid(self, now: float, transfer_id: str, verdict: Verdict) -> list[PrefillAction]:
         """A transfer of which nothing is known yet ends before it begins."""
@@ -658,6 +667,11 @@ def _moving(prompt: Prompt) -> list[PrefillAction]:
     actions = [] if prompt.moving else _reached(prompt, State.MOVING)
     prompt.moving = True
     return actions
+
+
+def _failed(prompt: Prompt) -> list[PrefillAction]:
+    """Unless decode has had all that it wanted."""
+    return [] if verdict_on(prompt).outcome in _GOOD else _reached(prompt, State.FAILED)
 
 
 def _reached(prompt: Prompt, state: State) -> list[PrefillAction]:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.messages import Rank, Role
-from kv_connector.protocol.sources import Holders, choose_sources
 from kv_connector.protocol.timers import Timeouts
 
 from . import faults
@@ -125,12 +124,6 @@ class World:
             held, address = worker(self.sides[engine], self.scenario.heads, number), self.address(name)
             ranks.append(Rank(address.host, address.port, held.stage, held.layout))
         return ranks
-
-    def sends_nothing(self, process: Process, plan: Plan) -> bool:
-        """Whether decode has all that this worker of P has from others."""
-        holders, decode = Holders(dict(enumerate(self.ranks(plan.prefill)))), self.ranks(plan.decode)
-        choices = [choose_sources(decode, rank, holders) for rank in range(len(decode))]
-        return not any(process.place[1] in choice for choice in choices)
 
     def address(self, name: str) -> Address:
         return Address(name, 5600)
