@@ -35,8 +35,10 @@ STRANGERS = {
     "dtype": Stranger(
         "llama", "--dtype bfloat16", "plain", r"prefill has \S*float32.*decode has \S*bfloat16"
     ),
-    "kv-dtype": Stranger("llama", FP8, "plain", r"prefill has .*auto.*decode has .*fp8"),
-    "kv-scales": Stranger("fp8-other-scales", FP8, "scaled", r"prefill has \(?0\.25.*decode has \(?0\.5"),
+    "kv-dtype": Stranger("llama", FP8, "plain", r"prefill has \S*float32.*decode has \S*float8"),
+    "kv-scales": Stranger(
+        "fp8-other-scales", FP8, "scaled", r"prefill has \S+ times 0\.25.*decode has \S+ times 0\.5"
+    ),
 }
 PREFILLS = {"plain": Stranger("llama", "", "", ""), "scaled": Stranger("fp8-scales", FP8, "", "")}
 
