@@ -1,9 +1,55 @@
-"""What all tests share."""
+"""What all tests share; of those with engines, what starts and asks them, and their logs beside a failure."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from deployment import Client
+
+# The engines, their clients and the oracle of rest are those of tests/vllm, which are imported where they are
+# asked for: most tests need no vLLM.
+sys.path.append(str(Path(__file__).parent / "vllm"))
 
 
 @pytest.fixture
 def anyio_backend() -> str:
     """Tests marked `anyio` run on asyncio, which everything here is written for."""
     return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
+    """What starts engines in a quarter of the time."""
+    from nursery import nursery
+
+    with nursery(tmp_path_factory.mktemp("nursery"), {"OMP_NUM_THREADS": "1"}) as command:
+        yield command
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[Client]:
+    from deployment import Client
+
+    async with Client() as client:
+        yield client
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report = yield
+    if report.failed:
+        arguments = getattr(item, "funcargs", {})
+        if deployment := arguments.get("deployment"):
+            logs = [deployment.prefill.log, deployment.decode.log]
+        else:
+            directory = arguments.get("tmp_path")
+            logs = sorted(directory.glob("*.log")) if directory else []
+        for log in logs:
+            report.sections.append((f"end of {log}", "\n".join(log.read_text().splitlines()[-40:])))
+    return report

@@ -9,10 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from kv_connector.engine import ArmedLayer, CounterSet, Event, Handshake, PagedWrite, TransferProgress
-from kv_connector.protocol.actions import (
-    Address,
-    Source,
-)
+from kv_connector.protocol.actions import Address, Source
 from kv_connector.protocol.messages import AnyMessage
 
 

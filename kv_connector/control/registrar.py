@@ -13,10 +13,7 @@ import msgspec
 
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.membership import HEARTBEAT_S, BeginDrain, Leave, MembershipSockets, Register
-from kv_connector.protocol.actions import (
-    Address,
-    Source,
-)
+from kv_connector.protocol.actions import Address, Source
 
 logger = logging.getLogger("kv_connector")
 

@@ -19,10 +19,7 @@ import zmq
 
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.curve import Gate
-from kv_connector.protocol.actions import (
-    Address,
-    Source,
-)
+from kv_connector.protocol.actions import Address, Source
 from kv_connector.protocol.messages import MAX_MESSAGE_BYTES, AnyMessage, MalformedMessage, decode, encode
 
 logger = logging.getLogger("kv_connector")

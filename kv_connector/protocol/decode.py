@@ -144,17 +144,13 @@ class DecodeMachine:
 
     def under_way(self) -> list[UnderWay]:
         """The transfers that are not over. Any thread may call it."""
-        return [
-            UnderWay(
-                Role.DECODE,
-                transfer.request.transfer_id,
-                transfer.request.request_id,
-                transfer.first[0],
-                transfer.first[1].name.lower(),
-                transfer.deadline - self._timeouts.transfer,
-            )
-            for transfer in list(self._transfers.values())  # in one step
-        ]
+        found = []
+        for transfer in list(self._transfers.values()):  # in one step
+            peer, phase = transfer.first
+            request, since = transfer.request, transfer.deadline - self._timeouts.transfer
+            ids = request.transfer_id, request.request_id
+            found.append(UnderWay(Role.DECODE, *ids, peer, phase.name.lower(), since))
+        return found
 
     # --- D's engine
 

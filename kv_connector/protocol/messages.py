@@ -28,7 +28,7 @@ PROTOCOL_VERSION = 2
 # A RESERVE of 1 M tokens at block size 16 is 65,536 block ids of at most 5 bytes, times 8 groups: 2.6 MB.
 MAX_MESSAGE_BYTES = 4 << 20
 
-# Workers of one engine, the layouts of all of which are in one message: 4 kB for each.
+# Workers of one engine. Their layouts are in one message, too: of 80 layers (18 kB, measured) those of 230.
 MAX_RANKS = 1024
 
 # Transfers listed in one PING: 4,096 ids of 256 bytes are 1 MiB. D sends several PINGs where it has more.

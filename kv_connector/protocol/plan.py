@@ -124,6 +124,11 @@ class TablePair:
     blocks: GroupLayout  # of the target
     runs: Mapping[Places, tuple[LayerRun, ...]]  # by the places of a granule in its blocks
 
+    @property
+    def whole(self) -> bool:
+        """A granule is a block on either side."""
+        return len(self.runs) == 1
+
     def granules(self, target: GroupTarget, prompt_tokens: int) -> dict[int, int]:
         """Granule -> D's block that it goes to, of all that D wants: in its table, needed, and reached by the
         prompt."""
@@ -147,7 +152,7 @@ class TablePair:
         """Takes what is known out of what is wanted: (the source's block, the target's) of each granule, by
         the step that computes it and its places. ``known``: logical block -> block and step."""
         found: dict[tuple[Step, Places], list[tuple[int, int]]] = {}
-        cut, whole = self.cut, len(self.runs) == 1
+        cut, whole = self.cut, self.whole
         for logical, (block, step) in known.items():
             for granule in (logical,) if whole else cut.of_source(logical):
                 target = wanted.pop(granule, None)
@@ -202,10 +207,6 @@ class Plan:
             for (a, b), cut in cuts.items()
         }
 
-    def from_group(self, source: int) -> list[TablePair]:
-        """The pairs that the pages of this group of the source go to."""
-        return [pair for pair in self.pairs.values() if pair.source == source]
-
     def runs(self, source_group: int, target_group: int, places: Places = (0, 0)) -> tuple[LayerRun, ...]:
         """The armed writes that one batch of granules at these places of their blocks takes; usually one."""
         pair = self.pairs.get((source_group, target_group))
@@ -234,8 +235,7 @@ class Plan:
         counts = dict.fromkeys(self.layers, 0)
         for pair in self.pairs.values():
             granules = pair.granules(targets[pair.target], prompt_tokens)
-            whole = len(pair.runs) == 1
-            times_at = {(0, 0): len(granules)} if whole else Counter(map(pair.cut.places, granules))
+            times_at = {(0, 0): len(granules)} if pair.whole else Counter(map(pair.cut.places, granules))
             for places, times in times_at.items():
                 for run in pair.runs[places]:
                     for layer in run.layers:

@@ -217,8 +217,7 @@ class PrefillMachine:
         prompts = [self._prompts[transfer_id] for transfer_id in transfer_ids if transfer_id in self._prompts]
         transfers = [transfer for prompt in prompts for transfer in prompt.shares]
         for transfer in transfers:
-            for known in transfer.pages:
-                known.clear()
+            transfer.forget_pages()
         return tuple(transfer.share for transfer in transfers if self.writing(transfer.share))
 
     def forget_pages(self, now: float) -> list[PrefillAction]:
@@ -526,15 +525,13 @@ class PrefillMachine:
             return []
         plan = self._peers[reservation.peer].plan
         steps: dict[int | None, dict[tuple[Groups, Places], list[tuple[int, int]]]] = {}
-        for group, known in enumerate(transfer.pages):
-            for pair in plan.from_group(group):
-                groups = pair.source, pair.target
-                wanted = reservation.wanted[groups]
-                before = len(wanted)
-                for (signal_base, places), blocks in pair.take(known, wanted).items():
-                    steps.setdefault(signal_base, {})[groups, places] = blocks
-                reservation.left -= before - len(wanted)
-            known.clear()  # the rest is not wanted, and never will be
+        for groups, pair in plan.pairs.items():
+            wanted = reservation.wanted[groups]
+            before = len(wanted)
+            for (signal_base, places), blocks in pair.take(transfer.pages[pair.source], wanted).items():
+                steps.setdefault(signal_base, {})[groups, places] = blocks
+            reservation.left -= before - len(wanted)
+        transfer.forget_pages()  # the rest is not wanted, and never will be
         if steps:
             reservation.writing = True
         immediate = reservation.message.immediate
@@ -635,8 +632,7 @@ class PrefillMachine:
         """Nothing of this share moves any more."""
         transfer.phase, transfer.reservation = Phase.CLOSED, None
         self._timers.clear(transfer.share)
-        for known in transfer.pages:
-            known.clear()
+        transfer.forget_pages()
         prompt = transfer.prompt
         if not prompt.over:
             return []

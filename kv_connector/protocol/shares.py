@@ -68,6 +68,10 @@ class Transfer:
     # Computed and not pushed, per group: logical block -> (P's block, signal base).
     pages: list[dict[int, tuple[int, int | None]]] = field(default_factory=list)
 
+    def forget_pages(self) -> None:
+        for known in self.pages:
+            known.clear()
+
 
 def prompt_problem(request: PrefillRequest, reserve: Reserve) -> str | None:
     if request.prompt_tokens != reserve.prompt_tokens:

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kv_connector.protocol.layout import KvLayout, Part
+from kv_connector.protocol.layout import KvLayout, LayerLayout, Part
 from kv_connector.protocol.messages import Rank, Wants
 from kv_connector.protocol.plan import Plan, matching_parts
 from kv_connector.protocol.runs import Misfit, naming
@@ -33,12 +33,12 @@ class Holders:
         self.units: dict[str, dict[str, dict[int, range]]] = {}
         """Layer, part, rank: the units of the part that the rank has."""
         self.stages: dict[str, set[int]] = defaultdict(set)
-        self.any: dict[str, int] = {}
-        """By layer, one rank that has it."""
+        self.any: dict[str, tuple[KvLayout, LayerLayout]] = {}
+        """Each layer as one of the ranks has it, and that rank's layout."""
         for number, rank in sorted(ranks.items()):
             for layer in rank.layout.layers:
                 self.stages[layer.name].add(rank.stage)
-                self.any.setdefault(layer.name, number)
+                self.any.setdefault(layer.name, (rank.layout, layer))
                 parts = self.units.setdefault(layer.name, {})
                 for part in layer.parts:
                     parts.setdefault(part.name, {})[number] = part.units
@@ -52,9 +52,7 @@ def draws(decode: Sequence[Rank], rank: int, prefill: Sequence[Rank]) -> dict[in
     holders = Holders(dict(enumerate(prefill)))
     for layer in decode[rank].layout.layers:
         if layer.name in holders.any:  # says in words what differs; of the others a Plan does
-            pages = prefill[holders.any[layer.name]].layout
-            ours = next(known for known in pages.layers if known.name == layer.name)
-            matching_parts(pages, ours, decode[rank].layout, layer)
+            matching_parts(*holders.any[layer.name], decode[rank].layout, layer)
     chosen = [choose_sources(decode, number, holders) for number in range(len(decode))]
     found = {}
     for number, source in enumerate(prefill):

@@ -13,10 +13,7 @@ import zmq
 
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.membership import BeginDrain, Drain, Draining, Leave, MembershipSockets, Register
-from kv_connector.protocol.actions import (
-    Address,
-    Source,
-)
+from kv_connector.protocol.actions import Address, Source
 from kv_connector.router.client import EngineClient, HttpError
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.members import MAX_ENGINES, Members

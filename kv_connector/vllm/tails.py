@@ -23,15 +23,16 @@ class Tails:
     def __init__(self, kv_cache_config: Any, tensors: Mapping[str, torch.Tensor]) -> None:
         """``tensors``: vLLM's views by layer name, the first axis of which is of (kernel) blocks."""
         self._num_blocks = kv_cache_config.num_blocks
+        needed = kv_cache_config.needs_kv_cache_zeroing
         self._groups = []
         """Per KV cache group, its tokens a block, and its layers' pages; none of a group of states."""
         for group in kv_cache_config.kv_cache_groups:
             tokens = block_tokens(group.kv_cache_spec)
-            needed = tokens > 0 and kv_cache_config.needs_kv_cache_zeroing
-            self._groups.append((tokens, [tensors[name] for name in group.layer_names] if needed else []))
+            layers = [tensors[name] for name in group.layer_names] if needed and tokens else []
+            self._groups.append((tokens, layers))
         # Not the engine's stream, on which steps wait: what is cleared is nobody else's.
         device = next(iter(tensors.values())).device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if needed and device.type == "cuda" else None
 
     def clear(self, request: DecodeRequest) -> None:
         """Before the reservation goes out. BLOCKS, for as long as that takes, which is some microseconds."""

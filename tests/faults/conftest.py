@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:
-    from deployment import Client
-
-# The engines, their clients and the oracle of rest are those of tests/vllm.
-sys.path.append(str(Path(__file__).parent.parent / "vllm"))
 
 if "KVC_FAULT_MINUTES" not in os.environ:
     collect_ignore_glob = ["test_*.py"]
@@ -35,11 +26,3 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         head_dim=32,
         intermediate=256,
     )
-
-
-@pytest.fixture
-async def client() -> AsyncIterator[Client]:
-    from deployment import Client
-
-    async with Client() as client:
-        yield client

@@ -11,10 +11,7 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from kv_connector.protocol.actions import (
-    Address,
-    Source,
-)
+from kv_connector.protocol.actions import Address, Source
 from kv_connector.protocol.messages import AnyMessage, Hello, MalformedMessage, decode, encode
 
 if TYPE_CHECKING:

@@ -28,8 +28,7 @@ BUGS = (
         "preemption forgets nothing",
         "protocol/prefill.py",
         """\
-            for known in transfer.pages:
-                known.clear()
+            transfer.forget_pages()
         return tuple(""",
         """\
             pass

@@ -1,7 +1,7 @@
-"""Engines for the tests, started once a session and shared; their logs beside each failure."""
+"""Engines for the tests, started once a session and shared."""
 
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,13 +10,11 @@ from deployment import (
     GEMMA3,
     LLAMA,
     TIMEOUTS,
-    Client,
     Deployment,
     Shape,
     engine_settings,
     prefill_settings,
 )
-from nursery import nursery
 
 from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey
 from kv_connector.lab.cluster import LocalCluster
@@ -77,13 +75,6 @@ def _start(
     )
 
 
-@pytest.fixture(scope="session")
-def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
-    """What starts engines in a quarter of the time."""
-    with nursery(tmp_path_factory.mktemp("nursery"), {"OMP_NUM_THREADS": "1"}) as command:
-        yield command
-
-
 @pytest.fixture(params=MODELS, scope="session")
 def deployment(
     request: pytest.FixtureRequest,
@@ -109,20 +100,3 @@ def deployment(
             deployment = _start(cluster, GEMMA3, ("tcp",), prefill_blocks=90, decode_blocks=160)
         cluster.wait_ready()
         yield deployment
-
-
-@pytest.fixture
-async def client() -> AsyncIterator[Client]:
-    async with Client() as client:
-        yield client
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    report = yield
-    if report.failed:
-        arguments = getattr(item, "funcargs", {})
-        if deployment := arguments.get("deployment"):
-            for engine in (deployment.prefill, deployment.decode):
-                report.sections.append((f"end of {engine.log}", engine.log_tail(40)))
-    return report
