@@ -254,7 +254,8 @@ class Agent:
             self._fence_preempted(stuck)
 
     def finished(self, transfer_id: str, ok: bool, reason: str = "") -> None:
-        """The request left the scheduler, its prompt computed or not. Ends in one finished_sending report."""
+        """The request left the scheduler, its prompt computed or not. Ends in one finished_sending report.
+        A computed one that is still being sent may be given up by a second call, with ``ok`` False."""
         self._submit(lambda now: self._effects.prefill.finished(now, transfer_id, ok, reason))
 
     def cache_cleared(self) -> None:
@@ -293,9 +294,14 @@ class Agent:
         """Why a request is FAILED."""
         return self._ledger.failure(request_id)
 
+    def first_token(self, request_id: str) -> int:
+        """Of a prompt that is MOVING: decode has the tokens before this one, and will not ask for them."""
+        return self._ledger.first_token(request_id)
+
     def forget(self, request_id: str) -> None:
         """Drops all that is kept of a request for its adapter, in order with the other commands: to be called
-        when it is DONE or FAILED, and for a prompt after finished(). One that is not over stays."""
+        for a prompt after finished(), and for a load when it is DONE or FAILED, or cancelled. What still moves
+        stays until it is over, and nobody is told of its end."""
 
         def command(now: float) -> Sequence[Action]:
             self._ledger.forget(request_id)

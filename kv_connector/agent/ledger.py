@@ -98,6 +98,7 @@ class Ledger:
         self._reserved: set[str] = set()
         # How far each request has come, until its end was taken. Changed behind the lock, looked up without.
         self._reached: dict[str, Reached] = {}
+        self._disowned: set[str] = set()  # requests that are under way, and whose end nobody will ask for
         self._ended: dict[Role, Counter[Outcome]] = {Role.PREFILL: Counter(), Role.DECODE: Counter()}
         self._seconds = {Role.PREFILL: 0.0, Role.DECODE: 0.0}
         self._pushed = [0, 0, 0]  # pages, bytes, layers
@@ -107,6 +108,8 @@ class Ledger:
 
     def sent(self, request_id: str) -> None:
         with self._lock:
+            if self._drop_disowned(request_id):
+                return
             self._reports.finished_sending.add(request_id)
             self._news.notify_all()
 
@@ -130,11 +133,18 @@ class Ledger:
         reached = self._reached.get(request_id)
         return "" if reached is None else reached.reason
 
+    def first_token(self, request_id: str) -> int:
+        reached = self._reached.get(request_id)
+        return 0 if reached is None else reached.first_token
+
     def forget(self, request_id: str) -> None:
-        """Of a request that is over."""
+        """Now, or with its report."""
         with self._lock:
             reached = self._reached.get(request_id)
-            if reached is None or reached.state is State.MOVING:
+            if reached is None:
+                return
+            if reached.state is State.MOVING:
+                self._disowned.add(request_id)
                 return
             del self._reached[request_id]
             self._reserved.discard(reached.transfer_id)
@@ -144,10 +154,21 @@ class Ledger:
 
     def received(self, request_id: str, failed: bool) -> None:
         with self._lock:
+            if self._drop_disowned(request_id):
+                return
             self._reports.finished_recving.add(request_id)
             if failed:
                 self._reports.failed_recving.add(request_id)
             self._news.notify_all()
+
+    def _drop_disowned(self, request_id: str) -> bool:
+        if request_id not in self._disowned:
+            return False
+        self._disowned.discard(request_id)
+        reached = self._reached.pop(request_id, None)
+        if reached is not None:
+            self._reserved.discard(reached.transfer_id)
+        return True
 
     def ended(self, ended: Ended) -> None:
         with self._lock:

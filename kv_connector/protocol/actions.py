@@ -86,7 +86,8 @@ class Ended:
 class State(enum.Enum):
     """How far a request has come, on either side. It never goes back; before, it waits for the other side."""
 
-    MOVING = "moving"  # both sides are there: pages go as they are computed
+    # Both sides are there: pages go as they are computed. On P also where decode has said that it wants none.
+    MOVING = "moving"
     DONE = "done"  # all that decode asked for is there
     FAILED = "failed"  # over without that, whatever the outcome; no page is read or written any more
 
@@ -100,6 +101,7 @@ class Reached:
     request_id: str
     state: State
     reason: str = ""  # why it failed; empty where it was aborted here
+    first_token: int = 0  # P, MOVING: decode has the tokens before this one
 
 
 @dataclass(frozen=True)

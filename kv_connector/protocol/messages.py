@@ -37,7 +37,7 @@ MAX_WAITING = 4096
 # Workers of D that one worker of P serves for one request: it has a ledger of the pages for each.
 MAX_SHARES = MAX_RANKS
 
-MAX_REGIONS = 256  # of memory, of one worker: a storage for each layer at most
+MAX_REGIONS = 1024  # of memory, of one worker: at most a storage for K and one for V of each layer
 
 MAX_ID = 256  # identifiers are uuid-sized; this leaves room for engines and routers that build their own
 MAX_TEXT = 1024  # a few lines for an operator

@@ -163,7 +163,7 @@ class PrefillMachine:
             return [Log(logging.ERROR, text)]
         prompt.request = request
         if prompt.over:
-            return _failed(prompt)
+            return _met(prompt)
         actions: list[PrefillAction] = []
         for transfer in prompt.shares:
             reservation = transfer.reservation
@@ -173,7 +173,7 @@ class PrefillMachine:
             problem = prompt_problem(request, reservation.message)
             if problem is None:
                 self._timers.set(transfer.share, reservation.deadline)
-                actions += _moving(prompt)
+                actions += _moving(prompt, reservation.message.first_token)
                 continue
             # The right RESERVE may still come.
             transfer.phase, transfer.reservation = Phase.WAITING, None
@@ -248,12 +248,13 @@ class PrefillMachine:
         return actions
 
     def finished(self, now: float, transfer_id: str, ok: bool, reason: str) -> list[PrefillAction]:
-        """The request left P's scheduler, with its prompt computed (ok) or not."""
+        """The request left P's scheduler, with its prompt computed (ok) or not. It may be given up (not ok) after
+        it was computed, too."""
         prompt = self._prompts.get(transfer_id)
         if prompt is None:
             # It was aborted before it was ever scheduled, and D's RESERVE is still to come.
             return [] if ok else self._forbid(now, transfer_id, _aborted(reason))
-        if prompt.finished:
+        if prompt.finished and ok:
             return []
         prompt.finished = True
         if prompt.over:
@@ -334,7 +335,7 @@ class PrefillMachine:
                     self._timers.set(other.share, until)
             return []
         self._timers.set(transfer.share, deadline)
-        actions = [*_moving(prompt), *self._push(transfer)]
+        actions = [*_moving(prompt, message.first_token), *self._push(transfer)]
         if prompt.finished:
             actions += self._seal(now, transfer)
         return actions
@@ -636,7 +637,7 @@ class PrefillMachine:
         prompt = transfer.prompt
         if not prompt.over:
             return []
-        return [*_failed(prompt), *self._conclude(now, prompt)]
+        return [*_met(prompt), *self._conclude(now, prompt)]
 
     def _conclude(self, now: float, prompt: Prompt) -> list[PrefillAction]:
         """All shares are over: the request is reported if P's engine is done with it, else when it is."""
@@ -658,25 +659,28 @@ class PrefillMachine:
         return [Ended(Role.PREFILL, transfer_id, None, verdict.outcome, verdict.text)]
 
 
-def _moving(prompt: Prompt) -> list[PrefillAction]:
+def _moving(prompt: Prompt, first_token: int = 0) -> list[PrefillAction]:
     """With the first share."""
-    actions = [] if prompt.moving else _reached(prompt, State.MOVING)
-    prompt.moving = True
+    actions = [] if prompt.moving else _reached(prompt, State.MOVING, first_token)
+    prompt.moving = prompt.request is not None
     return actions
 
 
-def _failed(prompt: Prompt) -> list[PrefillAction]:
-    """Unless decode has had all that it wanted."""
-    return [] if verdict_on(prompt).outcome in _GOOD else _reached(prompt, State.FAILED)
+def _met(prompt: Prompt) -> list[PrefillAction]:
+    """Nothing will move any more: it has failed, unless decode has had all that it wanted. That this was
+    nothing may be known before the prompt is computed."""
+    if verdict_on(prompt).outcome not in _GOOD:
+        return _reached(prompt, State.FAILED)
+    return [] if prompt.finished else _moving(prompt)
 
 
-def _reached(prompt: Prompt, state: State) -> list[PrefillAction]:
+def _reached(prompt: Prompt, state: State, first_token: int = 0) -> list[PrefillAction]:
     """For the request, if there is one."""
     request = prompt.request
     if request is None:
         return []
     reason = verdict_on(prompt).text if state is State.FAILED else ""
-    return [Reached(Role.PREFILL, prompt.transfer_id, request.request_id, state, reason)]
+    return [Reached(Role.PREFILL, prompt.transfer_id, request.request_id, state, reason, first_token)]
 
 
 def _begin(step: tuple[int | None, object]) -> int:

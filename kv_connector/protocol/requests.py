@@ -14,7 +14,8 @@ class PrefillRequest:
 
     request_id: str
     transfer_id: str
-    prompt_tokens: int
+    # None where the framework names its pages and not its tokens: D's word is taken.
+    prompt_tokens: int | None
     # 16 bytes over the prompt's tokens, by the same function on both sides. None where the transfer id alone
     # says which prompt it is.
     prompt_hash: bytes | None

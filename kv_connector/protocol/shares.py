@@ -74,7 +74,7 @@ class Transfer:
 
 
 def prompt_problem(request: PrefillRequest, reserve: Reserve) -> str | None:
-    if request.prompt_tokens != reserve.prompt_tokens:
+    if request.prompt_tokens not in (None, reserve.prompt_tokens):
         return (
             f"prompt length: prefill has {request.prompt_tokens} tokens, decode has {reserve.prompt_tokens}"
         )

@@ -69,8 +69,6 @@ def test_a_state_is_kept_until_its_end_is_taken() -> None:
 def test_who_asks_for_states_and_forgets_leaves_nothing(side: Role) -> None:
     ledger = Ledger()
     ledger.reached(Reached(side, "t", "r", State.MOVING))
-    ledger.forget("r")
-    assert ledger.state("r") is State.MOVING, "it is not over"
     ledger.reached(Reached(side, "t", "r", State.FAILED, "cancelled"))
     if side is Role.PREFILL:
         ledger.sent("r")
@@ -79,3 +77,21 @@ def test_who_asks_for_states_and_forgets_leaves_nothing(side: Role) -> None:
     for _ in range(2):
         ledger.forget("r")
         assert (ledger.states, ledger.take_reports(), ledger.take_reserved()) == (0, Reports(), set())
+
+
+@pytest.mark.parametrize("side", [Role.PREFILL, Role.DECODE])
+def test_what_is_forgotten_before_its_end_stays_until_then_and_is_not_told(side: Role) -> None:
+    ledger = Ledger()
+    ledger.reached(Reached(side, "t", "r", State.MOVING, first_token=32))
+    assert ledger.first_token("r") == 32
+    ledger.forget("r")
+    assert ledger.state("r") is State.MOVING, "it is not over"
+    ledger.reached(Reached(side, "t", "r", State.FAILED, "cancelled"))
+    assert ledger.state("r") is State.FAILED
+    if side is Role.PREFILL:
+        ledger.sent("r")
+    else:
+        ledger.received("r", failed=True)
+    assert (ledger.states, ledger.take_reports(), ledger.take_reserved()) == (0, Reports(), set())
+    ledger.received("r", failed=True)  # another one of that name
+    assert ledger.take_reports().finished_recving == {"r"}

@@ -353,6 +353,24 @@ def test_a_failure_is_told_before_the_request_finishes_and_once(machine: Prefill
     assert machine.finished(1.0, "t", True, "") == [FinishedSending("p-t")]
 
 
+def test_who_names_no_tokens_takes_decodes_word_and_hears_what_decode_has(machine: PrefillMachine) -> None:
+    machine.expect(0.0, replace(prefill_request(prompt_hash=None), prompt_tokens=None))
+    asked = msgspec.structs.replace(reserve(blocks=(12, 13), prompt_hash=None), first_token=BLOCK)
+    (moving,) = machine.reserve(0.0, PEER, asked)
+    assert moving == Reached(Role.PREFILL, "t", "p-t", State.MOVING, first_token=BLOCK)
+
+
+def test_a_computed_prompt_is_given_up_while_it_is_sent(machine: PrefillMachine) -> None:
+    sealed(machine)
+    assert machine.finished(1.0, "t", True, "") == []
+    assert machine.finished(1.0, "t", False, "its request was aborted") == [CancelWrites(Share("t"))]
+    actions = machine.writes_ended(2.0, Share("t"), WritesEnd.CANCELLED, True, "")
+    assert message(actions).code is FailCode.PREFILL_ABORTED
+    assert states(actions) == [("p-t", State.FAILED)]
+    assert actions[-1] == FinishedSending("p-t")
+    assert_over(machine)
+
+
 def test_what_drains_still_moves(machine: PrefillMachine) -> None:
     active(machine)
     assert states(machine.cancel(0.0, PEER, Cancel("t", 1))) == []
@@ -778,8 +796,10 @@ def test_cancel_while_an_abort_drains_is_answered_by_its_fail(machine: PrefillMa
 
 def test_release_frees_the_request_when_it_finishes(machine: PrefillMachine) -> None:
     machine.expect(0.0, prefill_request())
-    (ended,) = machine.release(0.0, PEER, Release("t"))
-    assert only([ended], Ended).outcome is Outcome.RELEASED
+    actions = machine.release(0.0, PEER, Release("t"))
+    assert only(actions, Ended).outcome is Outcome.RELEASED
+    # Who asks for states knows that decode has come.
+    assert states(actions) == [("p-t", State.MOVING)]
     assert machine.computed(0.0, computed((1, 2, 3))) == []
     # It is done, as one of which decode had something: all that was wanted is there.
     done = Reached(Role.PREFILL, "t", "p-t", State.DONE)
@@ -797,7 +817,7 @@ def test_release_of_a_finished_request_frees_it_at_once(machine: PrefillMachine)
 def test_release_may_come_before_the_request(machine: PrefillMachine) -> None:
     assert only(machine.release(0.0, PEER, Release("t")), Ended).outcome is Outcome.RELEASED
     assert machine.release(0.0, PEER, Release("t")) == []
-    assert machine.expect(0.0, prefill_request()) == []
+    assert machine.expect(0.0, prefill_request()) == MOVING
     fail = message(machine.reserve(0.0, PEER, reserve()))
     assert isinstance(fail, Fail)
     assert fail.code is FailCode.EXPIRED
