@@ -1,0 +1,190 @@
+"""The one door to SGLang's internals. Nothing else in this package imports SGLang (plugin.py says why it may).
+
+SGLang changes what a transfer backend is made of between releases, so a release that these files have not been
+read against is refused instead of being tried.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import sglang
+import torch
+import torch.distributed
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
+from sglang.srt.disaggregation.common.conn import (
+    CommonKVBootstrapServer,
+    CommonKVManager,
+    CommonKVReceiver,
+    CommonKVSender,
+)
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.distributed.utils import get_pp_indices
+from sglang.srt.runtime_context import (
+    get_device,
+    get_disagg,
+    get_observability,
+    get_parallel,
+    get_serving,
+)
+from sglang.srt.utils.network import get_local_ip_auto
+
+__all__ = [
+    "CommonKVBootstrapServer",
+    "CommonKVManager",
+    "CommonKVReceiver",
+    "CommonKVSender",
+    "DisaggregationMode",
+    "KVArgs",
+    "KVPoll",
+    "ModelFacts",
+    "RankFacts",
+    "UnsupportedConfiguration",
+    "gather",
+    "model_facts",
+    "rank_facts",
+]
+
+SUPPORTED = ("0.5.23",)
+
+# Where a model was loaded from, by what, and how its weights are stored: none of it changes what a page holds.
+_IRRELEVANT = {"_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "quantization_config"}
+
+
+class UnsupportedSglang(ImportError):
+    """This SGLang is none that the adapter was written for."""
+
+
+class UnsupportedConfiguration(ValueError):
+    """The server is started in a way that the adapter does not serve; the message says what to change."""
+
+
+def check_release(version: str) -> None:
+    """Raises UnsupportedSglang."""
+    if version not in SUPPORTED:
+        raise UnsupportedSglang(
+            f"write_imm supports SGLang {' and '.join(SUPPORTED)}, this is SGLang {version}. Install "
+            f"sglang=={SUPPORTED[-1]}, or a kv-connector made for SGLang {version}."
+        )
+
+
+check_release(sglang.__version__)
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    identity: str
+    """Architecture and a hash of its configuration, the same wherever the model was loaded from."""
+    dtype: str
+    kv_heads: int
+    layers: int
+
+
+def model_facts(server_args: Any) -> ModelFacts:
+    config = ModelConfig.from_server_args(server_args)
+    fields = {key: value for key, value in config.hf_text_config.to_dict().items() if key not in _IRRELEVANT}
+    digest = hashlib.blake2b(json.dumps(fields, sort_keys=True, default=str).encode(), digest_size=8)
+    architectures = "+".join(config.hf_config.architectures or ["?"])
+    return ModelFacts(
+        f"{architectures} {digest.hexdigest()}",
+        str(config.dtype).removeprefix("torch."),
+        int(config.get_total_num_kv_heads()),
+        int(config.num_hidden_layers),
+    )
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """One worker, as SGLang's configuration in this process has it."""
+
+    rank: int
+    """Of attention's tensor parallelism."""
+    ranks: int
+    stage: int
+    """Of the pipeline."""
+    stages: int
+    data_parallel_rank: int
+    host: str
+    """Of this worker."""
+    url: str
+    """Of its server, for logs and metrics."""
+    device: str
+    gpu: int
+    threads: int
+    nics: str | None
+    metrics: bool
+
+    @property
+    def number(self) -> int:
+        """Of the worker in its engine."""
+        return self.stage * self.ranks + self.rank
+
+    @property
+    def workers(self) -> int:
+        return self.ranks * self.stages
+
+    def first_layer(self, layers: int) -> int:
+        """Of this stage, as SGLang divides them."""
+        if self.stages == 1:
+            return 0
+        first, _ = get_pp_indices(layers, self.stage, self.stages)
+        return int(first)
+
+
+def rank_facts(args: Any) -> RankFacts:
+    parallel, serving, device = get_parallel(), get_serving(), get_device()
+    return RankFacts(
+        rank=parallel.attn_tp_rank,
+        ranks=parallel.attn_tp_size,
+        stage=args.pp_rank,
+        stages=parallel.pp_size,
+        data_parallel_rank=parallel.attn_dp_rank if parallel.attn_dp_size > 1 else (args.system_dp_rank or 0),
+        host=get_local_ip_auto(),
+        url=f"{serving.host}:{serving.port}",
+        device=str(device.device),
+        gpu=int(args.gpu_id),
+        threads=torch.get_num_threads(),
+        nics=args.ib_device,
+        metrics=bool(get_observability().enable_metrics),
+    )
+
+
+def check_configuration(args: Any) -> None:
+    """Raises UnsupportedConfiguration."""
+    parallel, disagg = get_parallel(), get_disagg()
+    refused = {
+        "context parallelism of attention": parallel.attn_cp_size > 1,
+        "decode context parallelism": parallel.attn_dcp_size > 1,
+        "--enable-kv-cache-sharding": parallel.enable_kv_cache_sharding,
+        "--enable-dsa-cache-layer-split": parallel.enable_dsa_cache_layer_split,
+        "--disaggregation-decode-allocation-policy prefill_complete": (
+            disagg.disaggregation_decode_allocation_policy == "prefill_complete"
+        ),
+        "--enable-pd-role-switch": disagg.enable_pd_role_switch,
+        "the pool of DeepSeek V4": args.mla_compression_ratios is not None,
+    }
+    if wrong := [name for name, given in refused.items() if given]:
+        raise UnsupportedConfiguration(
+            f"write_imm does not serve {', '.join(wrong)}. Leave it out, or take another transfer backend."
+        )
+
+
+def gather(value: Any) -> list[Any]:
+    """``value`` of each worker of this engine, by their numbers. All call it at the same time."""
+    parallel = get_parallel()
+    values = [value]
+    if parallel.attn_tp_size > 1:
+        values = _all_gather(value, parallel.attn_tp_group)
+    if parallel.pp_size > 1:
+        values = [one for stage in _all_gather(values, parallel.pp_group) for one in stage]
+    return values
+
+
+def _all_gather(value: Any, group: Any) -> list[Any]:
+    values: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(values, value, group=group.cpu_group)
+    return values

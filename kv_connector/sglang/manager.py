@@ -1,0 +1,207 @@
+"""Manager: one worker's agent, behind what SGLang's scheduler asks of a transfer backend.
+
+SGLang's own control plane ends at its bootstrap server, which tells D where P's first worker listens: that is
+our agent. All that follows, who the workers are, what goes where, how it ends, is between the agents. The
+socket that SGLang binds for its other backends is closed, and nothing of theirs is ever sent.
+
+A room is a transfer, and the request on both sides: SGLang's router draws it from 63 bits.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+from typing import Any
+
+import sglang
+
+from kv_connector.agent.agent import Agent
+from kv_connector.agent.start import Running, WorkerInfo, start
+from kv_connector.engine.placement import Device
+from kv_connector.protocol.actions import Address, State
+from kv_connector.protocol.messages import Role
+from kv_connector.sglang.fingerprint import ADVICE, rank_fingerprint
+from kv_connector.sglang.internals import (
+    CommonKVManager,
+    DisaggregationMode,
+    RankFacts,
+    check_configuration,
+    gather,
+    model_facts,
+    rank_facts,
+)
+from kv_connector.sglang.metadata_rows import MetadataRows
+from kv_connector.sglang.metrics import show_metrics
+from kv_connector.sglang.pool import Shape, pool_layout
+from kv_connector.sglang.settings import read_settings, with_nics
+
+logger = logging.getLogger(__name__)
+
+_OVER = (State.DONE, State.FAILED)
+
+# SGLang's heartbeat tells of a server that is gone before anything was asked of it; what is under way our own
+# heartbeats end. Seconds; SGLang takes no less than 2.
+_HEARTBEAT_S = 2.0
+
+
+class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for mypy
+    """Made once in each scheduler process; blocks until the agent listens."""
+
+    supports_deferred_decode_kv_release = True
+    reports_transfer_latency = True
+
+    def __init__(
+        self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False
+    ) -> None:
+        """Raises with a message that says what to change."""
+        self._running: Running | None = None
+        check_configuration(args)
+        super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+        self.server_socket.close(linger=0)  # anybody could write there
+        self.rows = MetadataRows(
+            args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens, rank_facts(args).device
+        )
+        self._running = self._start(args, server_args)
+        atexit.register(self._running.close)
+        self.agent: Agent = self._running.agent
+        if self._prefills:
+            self.local_ip, self.rank_port = self._running.address.host, self._running.address.port
+            self.register_to_bootstrap()
+        else:
+            self._engines: dict[tuple[str, int], Address] = {}
+            self._waiting: dict[str, Address] = {}
+            self._landing: set[int] = set()
+            self.heartbeat_interval = min(self.heartbeat_interval, _HEARTBEAT_S)
+            self._start_heartbeat_checker_thread()
+
+    @property
+    def _prefills(self) -> bool:
+        return bool(self.disaggregation_mode == DisaggregationMode.PREFILL)
+
+    def _start(self, args: Any, server_args: Any) -> Running:
+        model, rank = model_facts(server_args), rank_facts(args)
+        role = Role.PREFILL if self._prefills else Role.DECODE
+        shape = Shape(
+            mla=bool(self.is_mla_backend or self.is_hybrid_mla_backend),
+            kv_heads=model.kv_heads,
+            first_layer=args.prefill_start_layer if self._prefills else rank.first_layer(model.layers),
+            rank=rank.rank,
+            ranks=rank.ranks,
+            page_size=args.page_size,
+            with_metadata=not self._prefills or rank.stage == rank.stages - 1,
+        )
+        rows = self.rows
+        layout, memory = pool_layout(args, shape, (rows.address, rows.nbytes, rows.widths))
+        running = start(
+            with_nics(read_settings(os.environ), rank.nics, rank.gpu, rank.workers),
+            WorkerInfo(
+                engine_id=f"{role.value} {rank.url}" + f" dp{rank.data_parallel_rank}",
+                role=role,
+                rank=rank.number,
+                ranks=rank.workers,
+                stage=rank.stage,
+                data_parallel_index=rank.data_parallel_rank,
+                data_parallel_rank=rank.data_parallel_rank,
+                host=rank.host,
+                device=Device(rank.device, rank.gpu if rank.device != "cpu" else 0),
+                compute_threads=rank.threads,
+                layout=layout,
+                memory=memory,
+                fingerprint=rank_fingerprint(sglang.__version__, model.identity, model.dtype),
+                advice=ADVICE,
+            ),
+        )
+        try:
+            running.agent.set_ranks(gather(running.agent.described(running.address)))
+            self._show_metrics(running, rank)
+        except BaseException:
+            running.close()
+            raise
+        logger.info(
+            "write_imm: %s worker %d of %d listens at %s", role.value, rank.number, rank.workers, running.address
+        )
+        return running
+
+    def _show_metrics(self, running: Running, rank: RankFacts) -> None:
+        if rank.metrics:
+            labels = {"engine": rank.url, "dp_rank": str(rank.data_parallel_rank)}
+            show_metrics(running.reporter, labels)
+
+    # --- What SGLang calls
+
+    def register_to_bootstrap(self) -> None:
+        """Once the agent listens: what is registered is its address, not SGLang's own socket's."""
+        if self._running is not None:
+            super().register_to_bootstrap()
+
+    def register_buffer_to_engine(self) -> None:
+        """The memory is mapped again."""
+        assert self._running is not None
+        self._running.wake()
+
+    def deregister_buffer_to_engine(self) -> None:
+        """The memory is about to be unmapped. BLOCKS until nothing reads or writes it."""
+        assert self._running is not None
+        self._running.sleep()
+
+    def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
+        """Whether nothing can land in the room's pages any more: its P has said so, or is fenced."""
+        if bootstrap_room not in self._landing:
+            return True
+        if self.agent.state(str(bootstrap_room)) not in _OVER:
+            return False
+        self.landed(bootstrap_room)
+        return True
+
+    def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
+        self.landed(bootstrap_room)
+
+    # --- D
+
+    def engine_at(self, receiver: Any, bootstrap_addr: str, dp_rank: int) -> Address | None:
+        """The first worker of P's engine of this data-parallel rank. BLOCKS for a look-up, the first time."""
+        key = bootstrap_addr, dp_rank
+        if key not in self._engines:
+            row = receiver._get_bootstrap_info_from_server(dp_rank, 0, 0, 0)
+            if row is None:
+                return None
+            self._engines[key] = Address(str(row["rank_ip"]), int(row["rank_port"]))
+        return self._engines[key]
+
+    def forget_engine(self, bootstrap_addr: str) -> None:
+        """It may be another one by now, at other ports: the next request asks the bootstrap server again."""
+        for key in list(self._engines):
+            if key[0] == bootstrap_addr:
+                self._engines.pop(key, None)
+        with self.connection_lock:
+            self.prefill_info_table.pop(bootstrap_addr, None)
+
+    def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
+        """On SGLang's heartbeat thread. It fails the rooms of that server, but for those that our own heartbeats
+        watch over: the HTTP server may be silent and the transfer go on."""
+        self.addr_to_rooms_tracker[failed_bootstrap_addr].difference_update(self._landing)
+        super()._handle_node_failure(failed_bootstrap_addr)
+        self.forget_engine(failed_bootstrap_addr)
+
+    def wait_for(self, room: int, engine: Address) -> None:
+        """The request has no pages yet. Its P keeps the prompt, and a session is made."""
+        self._waiting[str(room)] = engine
+        self.agent.set_waiting(self._waiting.items())
+
+    def wait_no_more(self, room: int) -> Address | None:
+        """Where it was waited for, if it was."""
+        engine = self._waiting.pop(str(room), None)
+        if engine is not None:
+            self.agent.set_waiting(self._waiting.items())
+        return engine
+
+    def lands(self, room: int) -> None:
+        """From now on the agent may write to the room's pages."""
+        self._landing.add(room)
+
+    def landed(self, room: int) -> None:
+        """The agent has said that nothing lands there any more."""
+        if room in self._landing:
+            self._landing.discard(room)
+            self.agent.forget(str(room))

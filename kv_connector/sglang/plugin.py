@@ -1,0 +1,61 @@
+"""The ``sglang.srt.plugins`` entry point: SGLang calls it in each of its processes, with us in use or not.
+
+Only what it takes to know the name is imported here; the adapter itself is loaded where SGLang first asks for
+one of its classes, so that a frontend needs no transfer engine.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+BACKEND = "write_imm"
+
+# What SGLang asks for, by the values of its KVClassType.
+_CLASSES = {
+    "manager": ("kv_connector.sglang.manager", "Manager"),
+    "sender": ("kv_connector.sglang.sender", "Sender"),
+    "receiver": ("kv_connector.sglang.receiver", "Receiver"),
+    "bootstrap_server": ("kv_connector.sglang.internals", "CommonKVBootstrapServer"),
+}
+
+
+def register() -> None:
+    """Makes ``--disaggregation-transfer-backend write_imm`` known to SGLang. Idempotent."""
+    from sglang.srt.arg_groups import choices
+    from sglang.srt.disaggregation.utils import TransferBackend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if BACKEND in TransferBackend._value2member_map_:
+        return
+    choices.add_disagg_transfer_backend_choices([BACKEND])
+    _add_member(TransferBackend, BACKEND)
+    utils, decode = "sglang.srt.disaggregation.utils", "sglang.srt.disaggregation.decode"
+    HookRegistry.register(f"{utils}.get_kv_class", _kv_class, HookType.AROUND)
+    HookRegistry.register(f"{decode}.DecodeTransferQueue.__init__", _hold_until_drained, HookType.AFTER)
+
+
+def _add_member(enumeration: Any, value: str) -> None:
+    """SGLang looks its backends up by value, in an enumeration that knows its own only."""
+    member = object.__new__(enumeration)
+    member._name_, member._value_ = value.upper(), value
+    member._sort_order_ = len(enumeration._member_names_)
+    enumeration._member_names_.append(member._name_)
+    enumeration._member_map_[member._name_] = member
+    enumeration._value2member_map_[value] = member
+
+
+def _kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
+    """SGLang's get_kv_class()."""
+    found = _CLASSES.get(class_type.value) if transfer_backend.value == BACKEND else None
+    if found is None:
+        return original(transfer_backend, class_type)
+    module, name = found
+    return getattr(importlib.import_module(module), name)
+
+
+def _hold_until_drained(result: None, queue: Any, *args: Any, **kwargs: Any) -> None:
+    """After DecodeTransferQueue.__init__(). SGLang frees an aborted request's pages after some seconds even if
+    they may still be written. Our agent always comes to know that they cannot, and says so."""
+    if queue.scheduler.transfer_backend.value == BACKEND:
+        queue.deferred_kv_release_timeout = float("inf")

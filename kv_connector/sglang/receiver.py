@@ -1,0 +1,115 @@
+"""Receiver: one request of D, from its arrival until nothing can land in its pages."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from kv_connector.protocol.actions import Address
+from kv_connector.protocol.layout import GroupTarget
+from kv_connector.protocol.requests import DecodeRequest
+from kv_connector.sglang.internals import CommonKVReceiver, KVPoll
+from kv_connector.sglang.polls import Poll, receiving
+from kv_connector.sglang.sender import state_rows
+
+logger = logging.getLogger(__name__)
+
+
+class Receiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not typed for mypy
+    """SGLang calls it on the scheduler's thread."""
+
+    def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
+        self._engine: Address | None = None
+        self._slot: int | None = None
+        """Of the metadata, once the request's pages are asked for."""
+        super().__init__(mgr, bootstrap_addr, bootstrap_room)
+        self._agent = mgr.agent
+        self._transfer = str(bootstrap_room)
+
+    def _setup_bootstrap_infos(self) -> None:
+        """Part of SGLang's init(): finds P's first worker, which knows the others."""
+        self._engine = self.kv_mgr.engine_at(self, self.bootstrap_addr, self.prefill_dp_rank)
+        if self._engine is None:
+            self.bootstrap_infos = None
+            self._fail(f"the bootstrap server at {self.bootstrap_addr} names no worker of the prefill server")
+            return
+        # As many as have to say that an aborted request's pages are free: the agent says it for all.
+        self.bootstrap_infos = [{"rank_ip": self._engine.host, "rank_port": self._engine.port}]
+        self.kv_mgr.wait_for(self.bootstrap_room, self._engine)
+
+    def send_metadata(
+        self,
+        kv_indices: Any,
+        aux_index: int | None = None,
+        state_indices: list[Any] | None = None,
+        decode_prefix_len: int | None = None,
+        destination: Any = None,
+        device_kv_indices: Any = None,
+    ) -> None:
+        """The request has its pages: asks for what is to be in them."""
+        engine = self.kv_mgr.wait_no_more(self.bootstrap_room)
+        if engine is None:
+            self._fail(f"there is no prefill server at {self.bootstrap_addr}")
+            return
+        assert aux_index is not None
+        size, prefix = self.kv_mgr.kv_args.page_size, decode_prefix_len or 0
+        pages = GroupTarget(prefix // size, tuple(kv_indices.tolist()))
+        states = [state_rows(state) for state in state_indices or [None] * len(self.kv_mgr.kv_args.state_types)]
+        request = DecodeRequest(
+            request_id=self._transfer,
+            transfer_id=self._transfer,
+            engine=engine,
+            # SGLang names pages, not tokens.
+            prompt_tokens=(pages.first + len(pages.blocks)) * size,
+            first_token=prefix,
+            prompt_hash=None,
+            groups=(pages, GroupTarget(0, (aux_index,)), *(GroupTarget(0, rows) for rows in states)),
+        )
+        self._slot = aux_index
+        self.kv_mgr.lands(self.bootstrap_room)
+        self._agent.reserve(request)
+
+    def poll(self) -> Any:
+        self._hear()
+        return super().poll()
+
+    def _hear(self) -> None:
+        """What the agent says goes into the table that SGLang reads."""
+        self._agent.note_step()
+        if self.conclude_state is not None or self._engine is None:
+            return
+        status = receiving(self._agent.state(self._transfer), self._slot is not None)
+        if status is Poll.SUCCESS and self._slot is not None:
+            self.kv_mgr.rows.unpack(self._slot)
+        elif status is Poll.FAILED:
+            reason = self._agent.failure(self._transfer) or "the transfer was cancelled"
+            self.kv_mgr.record_failure(self.bootstrap_room, reason)
+            self.kv_mgr.forget_engine(self.bootstrap_addr)
+        self.kv_mgr.update_status(self.bootstrap_room, int(status))
+
+    def _fail(self, reason: str) -> None:
+        self.kv_mgr.record_failure(self.bootstrap_room, reason)
+        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+        self.conclude_state = KVPoll.Failed
+
+    def _send_abort_notification(self, *, force_arm: bool = False) -> None:
+        """Part of SGLang's abort(), and of what it does about a failure: the pages come back once
+        Manager.is_abort_release_safe says so."""
+        if self._slot is not None:
+            self._agent.cancel(self._transfer)
+        else:
+            self._release()
+
+    def _clear(self) -> None:
+        """Whatever SGLang's queue has done with the request, P is told, and nothing is kept but for what still
+        lands."""
+        super()._clear()
+        self._release()
+        if self._slot is not None:
+            self.kv_mgr.is_abort_release_safe(self.bootstrap_room, 1)
+
+    def _release(self) -> None:
+        """A request that has asked for nothing will not."""
+        engine = self.kv_mgr.wait_no_more(self.bootstrap_room)
+        if engine is not None:
+            self._agent.release(self._transfer, engine)

@@ -1,0 +1,145 @@
+"""Sender: one request of P, from its arrival until nobody reads its pages."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from kv_connector.protocol.actions import State
+from kv_connector.protocol.requests import ComputedPages, GroupPages, PrefillRequest
+from kv_connector.sglang.internals import CommonKVSender, KVPoll
+from kv_connector.sglang.polls import Poll, sending
+
+logger = logging.getLogger(__name__)
+
+
+class Sender(CommonKVSender):  # type: ignore[misc]  # SGLang is not typed for mypy
+    """SGLang calls it on the scheduler's thread."""
+
+    def __init__(
+        self,
+        mgr: Any,
+        bootstrap_addr: str,
+        bootstrap_room: int,
+        req_has_disagg_prefill_dp_rank: bool = False,
+    ) -> None:
+        self._agent = mgr.agent
+        self._transfer = str(bootstrap_room)
+        self._first_page = 0
+        self._complete = False
+        """All pages were handed over."""
+        self._over = False
+        """The agent was told that the request is over, and keeps nothing for us."""
+        self._early: threading.Thread | None = None
+        super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
+        # SGLang names pages, not tokens; the room alone says which prompt it is.
+        self._agent.expect(PrefillRequest(self._transfer, self._transfer, None, None))
+
+    def pop_decode_prefix_len(self) -> int:
+        """Tokens that D has. Known once the request is bootstrapped."""
+        tokens: int = self._agent.first_token(self._transfer)
+        self._first_page = tokens // self.kv_mgr.kv_args.page_size
+        return tokens
+
+    def send(
+        self,
+        kv_indices: Any,
+        state_indices: list[Any] | None = None,
+        num_kv_tokens: int | None = None,
+        indices_event: Any = None,
+    ) -> None:
+        """These pages are computed, or will be when SGLang's event has come. With the last of them the metadata
+        slot is filled, and the states are named."""
+        if self.conclude_state in (KVPoll.Success, KVPoll.Failed):
+            return
+        kv_indices, places, last, skip = self._prepare_send_indices(kv_indices, state_indices)
+        if skip:
+            return
+        pages = ComputedPages(self._transfer, None, self._groups(kv_indices, places.start, last, state_indices))
+        event, self._early_send_wait_event = self._early_send_wait_event, None
+        if event is not None:
+            self._send_after(event, pages)
+        else:
+            self._agent.computed(pages)
+        self._record_transfer_indices(kv_indices, state_indices)
+        if last:
+            if self._early is not None:  # its event came before this step's result did
+                self._early.join()
+            self._complete = True
+            self._agent.finished(self._transfer, True)
+
+    def _groups(
+        self, kv_indices: Any, first: int, last: bool, states: Sequence[Any] | None
+    ) -> tuple[GroupPages, ...]:
+        pages = GroupPages(self._first_page + first, tuple(kv_indices.tolist()))
+        kinds = len(self.kv_mgr.kv_args.state_types)
+        if not last:
+            return pages, *(GroupPages(0, ()) for _ in range(1 + kinds))
+        self.kv_mgr.rows.pack(self.aux_index)
+        rows = [state_rows(state) for state in states or [None] * kinds]
+        return pages, GroupPages(0, (self.aux_index,)), *(GroupPages(0, state) for state in rows)
+
+    def _send_after(self, event: Any, pages: ComputedPages) -> None:
+        """The prompt's cached pages, which the step before this one may still be computing on a GPU."""
+
+        def wait() -> None:
+            event.synchronize()
+            self._agent.computed(pages)
+
+        self._early = threading.Thread(target=wait, name=f"kv-early-{self._transfer}", daemon=True)
+        self._early.start()
+
+    def poll(self) -> Any:
+        self._hear()
+        return super().poll()
+
+    def poll_pp_consensus(self) -> Any:
+        self._hear()
+        return super().poll_pp_consensus()
+
+    def _hear(self) -> None:
+        """What the agent says goes into the table that SGLang reads, and tells its other stages."""
+        if self.conclude_state is not None or self._over:
+            return
+        status = sending(self._agent.state(self._transfer), self._complete)
+        if status is Poll.FAILED:
+            reason = self._agent.failure(self._transfer) or "the transfer was cancelled"
+            self.kv_mgr.record_failure(self.bootstrap_room, reason)
+        self.kv_mgr.update_status(self.bootstrap_room, int(status))
+
+    def abort(self) -> None:
+        """BLOCKS until nothing reads the request's pages."""
+        super().abort()
+        self._end("the prefill server aborted the request")
+
+    def clear(self) -> None:
+        """BLOCKS as abort() does, where the transfer has not ended."""
+        super().clear()
+        self._end("the prefill server gave the request up")
+
+    def _end(self, reason: str) -> None:
+        if self._over:
+            return
+        self._over = True
+        state = self._agent.state(self._transfer)
+        if state is not State.DONE:
+            self._agent.finished(self._transfer, False, reason)
+            if state is not State.FAILED:
+                self._agent.preempt((self._transfer,))  # SGLang gives its pages to others at once
+        self._agent.forget(self._transfer)
+
+
+def state_rows(indices: Any) -> tuple[int, ...]:
+    """A state's rows as SGLang names them: an array, a list of arrays, or None."""
+    if indices is None:
+        return ()
+    found: list[int] = []
+    for index in indices.tolist() if hasattr(indices, "tolist") else indices:
+        if hasattr(index, "tolist"):
+            row = index.tolist()
+            found += row if isinstance(row, list) else [row]
+        else:
+            found.append(int(index))
+    return tuple(found)

@@ -1,0 +1,184 @@
+"""A room's whole life between two managers, without servers: SGLang's queues are played by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from pool_pair import PAGE_SIZE, Pair, pages, pair, until
+
+from kv_connector.sglang.internals import KVPoll
+
+SOURCE, TARGET = (7, 3, 4, 9), (21, 22, 30, 12)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Pair]:
+    with pair() as two:
+        yield two
+
+
+@pytest.fixture(scope="module")
+def with_states() -> Iterator[Pair]:
+    with pair(("mamba", "request_row")) as two:
+        yield two
+
+
+@pytest.fixture(autouse=True)
+def fresh(two: Pair) -> Iterator[None]:
+    two.decode.pages[:] = 0
+    for buffer in two.decode.metadata:
+        buffer[:] = 0
+    yield
+    two.idle()
+
+
+def test_a_prompt_goes_over_in_chunks_with_its_metadata(two: Pair) -> None:
+    sender, receiver = two.bootstrapped(1 << 62, TARGET)
+    sender.init(4, 2)
+    sender.send(pages(SOURCE[:2]))
+    assert sender.poll() == KVPoll.WaitingForInput  # nothing else is legal before the last chunk
+    until(lambda: two.holds(SOURCE[:2], TARGET[:2]))
+    assert receiver.poll() == KVPoll.Transferring
+    assert two.decode.slot_room(5) == 0
+    two.prefill.fill_slot(2, 1 << 62)
+    sender.send(pages(SOURCE[2:]))
+    until(lambda: receiver.poll() == KVPoll.Success)
+    assert two.holds(SOURCE, TARGET)
+    assert [buffer[5].tobytes() for buffer in two.decode.metadata] == [
+        buffer[2].tobytes() for buffer in two.prefill.metadata
+    ]
+    assert two.decode.slot_room(5) == 1 << 62
+    until(lambda: sender.poll() == KVPoll.Success)
+    for end in (sender, receiver):
+        end.clear()
+        end.clear()
+
+
+def send_suffix(two: Pair, room: int) -> None:
+    sender, receiver = two.bootstrapped(room, TARGET[2:], prefix=2 * PAGE_SIZE)
+    sender.init(2, 1)
+    two.prefill.fill_slot(1, room)
+    sender.send(pages(SOURCE[2:]))
+    until(lambda: receiver.poll() == KVPoll.Success)
+    assert two.holds(SOURCE[2:], TARGET[2:])
+    assert not two.decode.pages[:, list(TARGET[:2])].any()
+    until(lambda: sender.poll() == KVPoll.Success)
+    sender.clear(), receiver.clear()
+
+
+def test_what_decode_has_is_not_sent(two: Pair) -> None:
+    send_suffix(two, 12)
+
+
+def test_a_last_chunk_without_pages_brings_the_metadata(two: Pair) -> None:
+    sender, receiver = two.bootstrapped(13, TARGET[:2])
+    sender.init(3, 1)  # of which D has asked for two
+    sender.send(pages(SOURCE[:2]))
+    until(lambda: two.holds(SOURCE[:2], TARGET[:2]))
+    two.prefill.fill_slot(1, 13)
+    assert sender.should_send_kv_chunk(0, True)
+    sender.num_kv_indices = 2
+    sender.send(pages(()))
+    until(lambda: receiver.poll() == KVPoll.Success)
+    until(lambda: sender.poll() == KVPoll.Success)
+    sender.clear(), receiver.clear()
+
+
+@pytest.mark.parametrize("moment", ["queued", "reserved", "half sent", "all sent"])
+def test_decode_aborts(two: Pair, moment: str) -> None:
+    room = 20 + ["queued", "reserved", "half sent", "all sent"].index(moment)
+    if moment == "queued":
+        sender, receiver = two.send_room(room), two.receive_room(room)
+    else:
+        sender, receiver = two.bootstrapped(room, TARGET)
+        sender.init(4, 2)
+    if moment in ("half sent", "all sent"):
+        two.prefill.fill_slot(2, room)
+        sender.send(pages(SOURCE if moment == "all sent" else SOURCE[:2]))
+    receiver.abort()
+    assert receiver.poll() == KVPoll.Failed
+    until(lambda: two.decode.manager.is_abort_release_safe(room, 1), "an end of D's")
+    with pytest.raises(Exception, match="AbortReq"):
+        receiver.failure_exception()
+    two.decode.manager.clear_deferred_abort_state(room)
+    if moment == "queued":  # P's half has nothing to wait for any more: the router aborts it, too
+        until(lambda: sender.poll() == KVPoll.WaitingForInput)
+        sender.abort()
+    elif moment == "all sent":
+        until(lambda: sender.poll() in (KVPoll.Success, KVPoll.Failed))
+    else:
+        until(lambda: sender.poll() == KVPoll.Failed)
+    sender.clear()
+
+
+@pytest.mark.parametrize("moment", ["queued", "reserved", "half sent"])
+def test_prefill_aborts(two: Pair, moment: str) -> None:
+    room = 30 + ["queued", "reserved", "half sent"].index(moment)
+    if moment == "queued":
+        sender, receiver = two.send_room(room), two.receive_room(room)
+        sender.abort()
+        receiver.send_metadata(pages(TARGET), 5, [], decode_prefix_len=0)
+    else:
+        sender, receiver = two.bootstrapped(room, TARGET)
+        sender.init(4, 2)
+        if moment == "half sent":
+            sender.send(pages(SOURCE[:2]))
+        sender.abort()
+    assert sender.poll() == KVPoll.Failed
+    until(lambda: receiver.poll() == KVPoll.Failed)
+    with pytest.raises(Exception, match="the prefill server aborted the request"):
+        receiver.failure_exception()
+    receiver.ensure_abort_notified(force_arm=True)  # SGLang does, of whatever has failed
+    assert receiver.abort_notified
+    until(lambda: two.decode.manager.is_abort_release_safe(room, 1))
+    receiver.clear(), sender.clear()
+
+
+def test_a_prompt_without_all_that_decode_wants_fails_on_both_sides(two: Pair) -> None:
+    sender, receiver = two.bootstrapped(40, TARGET)
+    sender.init(2, 2)
+    two.prefill.fill_slot(2, 40)
+    sender.send(pages(SOURCE[:2]))
+    until(lambda: receiver.poll() == KVPoll.Failed)
+    until(lambda: sender.poll() == KVPoll.Failed)
+    with pytest.raises(Exception, match="never computed"):
+        sender.failure_exception()
+    with pytest.raises(Exception, match="never computed"):
+        receiver.failure_exception()
+
+
+def test_decode_may_come_first(two: Pair) -> None:
+    receiver = two.receive_room(50)
+    receiver.send_metadata(pages(TARGET[:1]), 5, [], decode_prefix_len=0)
+    sender = two.send_room(50)
+    until(lambda: sender.poll() == KVPoll.WaitingForInput)
+    assert sender.pop_decode_prefix_len() == 0
+    sender.init(1, 2)
+    two.prefill.fill_slot(2, 50)
+    sender.send(pages(SOURCE[:1]))
+    until(lambda: receiver.poll() == KVPoll.Success)
+    until(lambda: sender.poll() == KVPoll.Success)
+    sender.clear(), receiver.clear()
+
+
+def test_memory_is_released_and_resumed(two: Pair) -> None:
+    for half in (two.decode, two.prefill):
+        half.manager.deregister_buffer_to_engine()
+        half.manager.register_buffer_to_engine()
+    send_suffix(two, 60)
+
+
+def test_states_go_over_as_rows(with_states: Pair) -> None:
+    two = with_states
+    sender, receiver = two.bootstrapped(70, TARGET)
+    sender.init(4, 2)
+    two.prefill.fill_slot(2, 70)
+    sender.send(pages(SOURCE), [[pages((6,))], pages((1,))])
+    until(lambda: receiver.poll() == KVPoll.Success)
+    assert two.holds(SOURCE, TARGET)
+    for number, row in enumerate((6, 1)):
+        assert (two.decode.states[number][3] == two.prefill.states[number][row]).all()
+    until(lambda: sender.poll() == KVPoll.Success)
+    sender.clear(), receiver.clear()
+    two.idle()
