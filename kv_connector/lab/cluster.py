@@ -2,28 +2,22 @@
 
 import json
 import sys
-import time
 import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from kv_connector.lab.free_ports import free_ports
-from kv_connector.lab.process import Process, stop
+from kv_connector.lab.process import Process, ProcessGroup
 
 Role = Literal["kv_producer", "kv_consumer", "kv_both"]
 Dispatch = Literal["concurrent", "serial"]
 
 HOST = "127.0.0.1"
 MODEL_NAME = "model"
-
-# Nine processes import torch while three engines start: 60 s on two idle cores. The rest is for a busy
-# machine.
-START_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
@@ -91,13 +85,14 @@ class Engine(Process):
         ]
 
 
-class LocalCluster:
+class LocalCluster(ProcessGroup):
     """Starts engines and routers, and ends them all when its `with` block is left, however it is left.
 
     Logs go to `directory`, one file a process. Processes start side by side: start all, then `wait_ready`.
     """
 
     def __init__(self, directory: Path, model: Path, settings: EngineSettings | None = None) -> None:
+        super().__init__()
         self.directory = directory
         self.model = model
         self.settings = settings or EngineSettings()
@@ -107,21 +102,7 @@ class LocalCluster:
         """What runs vLLM's modules."""
         self.routers: dict[str, Process] = {}
         """By URL, those that were started."""
-        self._processes: list[Process] = []
-        self._health: list[tuple[Process, str]] = []
         directory.mkdir(parents=True, exist_ok=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Ends every process of the cluster. Idempotent."""
-        stop(self._processes)
 
     def start_engine(
         self,
@@ -243,26 +224,6 @@ class LocalCluster:
         self.routers[url] = router
         self._adopt(router, f"{url}/health")
         return url
-
-    def wait_ready(self, *processes: Process, seconds: float = START_SECONDS) -> None:
-        """Blocks until these processes (default: all that were started) are healthy.
-
-        StartError names the first that is not.
-        """
-        deadline = time.monotonic() + seconds
-        for entry in list(self._health):
-            process, url = entry
-            if not processes or process in processes:
-                process.wait_healthy(url, deadline=deadline)
-                self._health.remove(entry)
-
-    def stop(self, process: Process) -> None:
-        """Ends one process of the cluster, politely first."""
-        stop([process])
-
-    def _adopt(self, process: Process, health: str) -> None:
-        self._processes.append(process)
-        self._health.append((process, health))
 
     def _arguments(self, settings: EngineSettings, host: str, port: int) -> list[str]:
         arguments = {

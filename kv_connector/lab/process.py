@@ -9,10 +9,15 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 # An engine shuts its connector and its workers down in a second or two; what is left after this is killed.
 STOP_SECONDS = 10.0
 POLL_SECONDS = 0.1
+# Nine processes import torch while three engines start: 60 s on two idle cores. The rest is for a busy
+# machine.
+START_SECONDS = 300.0
 
 # Run behind setpriv: a parent that died before setpriv had asked for the signal would never cause one.
 UNLESS_ORPHANED = '[ "$PPID" = "$0" ] && exec "$@"'
@@ -130,3 +135,44 @@ def stop(processes: Iterable[Process]) -> None:
     finally:
         for process in processes:
             process.kill()
+
+
+class ProcessGroup:
+    """Processes that start side by side (start all, then `wait_ready`) and end together, when its `with` block
+    is left, however it is left."""
+
+    def __init__(self) -> None:
+        self._processes: list[Process] = []
+        self._health: list[tuple[Process, str]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends every process. Idempotent."""
+        stop(self._processes)
+
+    def wait_ready(self, *processes: Process, seconds: float = START_SECONDS) -> None:
+        """Blocks until these processes (default: all that were started) are healthy.
+
+        StartError names the first that is not.
+        """
+        deadline = time.monotonic() + seconds
+        for entry in list(self._health):
+            process, url = entry
+            if not processes or process in processes:
+                process.wait_healthy(url, deadline=deadline)
+                self._health.remove(entry)
+
+    def stop(self, process: Process) -> None:
+        """Ends one of the processes, politely first."""
+        stop([process])
+
+    def _adopt(self, process: Process, health: str) -> None:
+        self._processes.append(process)
+        self._health.append((process, health))

@@ -1,0 +1,172 @@
+"""SglangCluster: SGLang servers and their router as processes on this machine, over loopback, on CPUs."""
+
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from kv_connector.lab.free_ports import free_ports
+from kv_connector.lab.process import Process, ProcessGroup
+
+Role = Literal["prefill", "decode"]
+
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """What a cluster's servers have in common, in SGLang's own terms."""
+
+    page_size: int = 1
+    max_total_tokens: int = 8192
+    max_running_requests: int = 16
+    chunked_prefill_size: int = 4096
+    """Tokens of one step: a longer prompt is prefilled in chunks of this many."""
+    context_length: int = 4096
+    backend: str = "write_imm"
+    arguments: tuple[str, ...] = ()
+    """Further arguments of SGLang's server, as they are."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+class Server(Process):
+    """One SGLang server with its scheduler processes."""
+
+    def __init__(
+        self,
+        name: str,
+        command: tuple[str, ...],
+        *,
+        environment: Mapping[str, str],
+        log: Path,
+        port: int,
+        bootstrap_port: int | None,
+    ) -> None:
+        super().__init__(name, command, environment=environment, log=log)
+        self.command = command
+        self.environment = dict(environment)
+        self.port = port
+        self.bootstrap_port = bootstrap_port
+        """Of a prefill server."""
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+
+class SglangCluster(ProcessGroup):
+    """Starts servers and routers. Logs go to `directory`, one file a process."""
+
+    def __init__(self, directory: Path, model: Path, settings: ServerSettings | None = None) -> None:
+        super().__init__()
+        self.directory = directory
+        self.model = model
+        self.settings = settings or ServerSettings()
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def start_server(
+        self,
+        name: str,
+        *,
+        role: Role | None = None,
+        ranks: int = 1,
+        settings: ServerSettings | None = None,
+    ) -> Server:
+        """Starts a server and returns at once. `role` None: one that prefills and decodes by itself. `ranks`: of
+        tensor parallelism."""
+        settings = settings or self.settings
+        port, bootstrap = free_ports(2)
+        arguments: dict[str, object] = {
+            "model-path": self.model,
+            "host": HOST,
+            "port": port,
+            "device": "cpu",
+            "attention-backend": "torch_native",
+            "dtype": "float32",
+            "random-seed": 0,
+            "tp-size": ranks,
+            "page-size": settings.page_size,
+            "max-total-tokens": settings.max_total_tokens,
+            "max-running-requests": settings.max_running_requests,
+            "chunked-prefill-size": settings.chunked_prefill_size,
+            "context-length": settings.context_length,
+        }
+        # The second of SGLang's loops needs CUDA's events on a prefill server.
+        words = ["--skip-server-warmup", "--disable-overlap-schedule"]
+        if role is not None:
+            arguments["disaggregation-mode"] = role
+            arguments["disaggregation-transfer-backend"] = settings.backend
+        if role == "prefill":
+            arguments["disaggregation-bootstrap-port"] = bootstrap
+        if role == "decode":
+            # The default copies pages into memory that CUDA pins.
+            arguments["disaggregation-decode-retraction-backup"] = "cpu_tensor"
+        words += [word for key, value in arguments.items() for word in (f"--{key}", str(value))]
+        command = (sys.executable, "-m", "sglang.launch_server", *words, *settings.arguments)
+        environment = {**_environment(ranks), **settings.environment}
+        return self._start(name, command, environment, port, bootstrap if role == "prefill" else None)
+
+    def restart(self, server: Server) -> Server:
+        """Starts a server again as it was, at its ports and with its log, and returns at once.
+
+        What is left of it is killed first.
+        """
+        server.kill()
+        return self._start(
+            server.name, server.command, server.environment, server.port, server.bootstrap_port
+        )
+
+    def start_router(
+        self, name: str, *, prefill: Iterable[Server], decode: Iterable[Server], mini: bool = False
+    ) -> str:
+        """Starts SGLang's router over these servers and returns its URL at once. `mini`: the small one in
+        Python."""
+        (port,) = free_ports(1)
+        command = [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation"]
+        command += ["--host", HOST, "--port", str(port)]
+        if mini:
+            command.append("--mini-lb")
+        else:
+            command += ["--policy", "round_robin", "--prometheus-port", str(free_ports(1)[0])]
+        for server in prefill:
+            command += ["--prefill", server.url, str(server.bootstrap_port)]
+        for server in decode:
+            command += ["--decode", server.url]
+        url = f"http://{HOST}:{port}"
+        router = Process(name, command, environment={}, log=self.directory / f"{name}.log")
+        self._adopt(router, f"{url}/health")
+        return url
+
+    def _start(
+        self,
+        name: str,
+        command: tuple[str, ...],
+        environment: Mapping[str, str],
+        port: int,
+        bootstrap_port: int | None,
+    ) -> Server:
+        server = Server(
+            name,
+            command,
+            environment=environment,
+            log=self.directory / f"{name}.log",
+            port=port,
+            bootstrap_port=bootstrap_port,
+        )
+        self._adopt(server, f"{server.url}/health")
+        return server
+
+
+def _environment(ranks: int) -> dict[str, str]:
+    variables = {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_HOST_IP": HOST,
+        "OMP_NUM_THREADS": "1",
+        # Nothing leaves the machine.
+        "HF_HUB_OFFLINE": "1",
+        "DO_NOT_TRACK": "1",
+    }
+    if ranks > 1:  # else it looks for as many NUMA nodes
+        variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in range(ranks))
+    return variables
