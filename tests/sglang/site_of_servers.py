@@ -1,0 +1,97 @@
+"""Servers, a router and clients, and what all tests with them want to know."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from kv_connector.lab.sglang_cluster import Server
+
+SECONDS = 120.0
+"""For an answer, on a busy machine."""
+AT_REST_S = 30.0
+
+
+def prompts(count: int, *, longest: int = 600, seed: int = 0, begin: Sequence[int] = ()) -> list[list[int]]:
+    """Token ids, each of which stands for a byte. All start with `begin`."""
+    rng = random.Random(seed)
+    return [[*begin, *(rng.randrange(256) for _ in range(rng.randrange(1, longest)))] for _ in range(count)]
+
+
+@dataclass
+class Client:
+    """Asks for greedy tokens."""
+
+    http: httpx.AsyncClient = field(default_factory=lambda: httpx.AsyncClient(timeout=SECONDS))
+
+    async def generate(self, url: str, prompt: Sequence[int], tokens: int = 16, **more: Any) -> list[int]:
+        """Raises httpx.HTTPStatusError where the server answers with an error."""
+        answer = await self.http.post(f"{url}/generate", json=body(prompt, tokens, **more))
+        answer.raise_for_status()
+        ids: list[int] = answer.json()["output_ids"]
+        return ids
+
+    async def stream(self, url: str, prompt: Sequence[int], tokens: int = 16) -> list[int]:
+        ids: list[int] = []
+        async with self.http.stream(
+            "POST", f"{url}/generate", json=body(prompt, tokens, stream=True)
+        ) as answer:
+            answer.raise_for_status()
+            async for line in answer.aiter_lines():
+                if line.startswith("data:") and "[DONE]" not in line:
+                    ids = json.loads(line[5:])["output_ids"]
+        return ids
+
+    async def all(
+        self, url: str, asked: Sequence[Sequence[int]], *, at_once: int = 1, tokens: int = 16
+    ) -> list[list[int]]:
+        gate = asyncio.Semaphore(at_once)
+
+        async def one(prompt: Sequence[int]) -> list[int]:
+            async with gate:
+                return await self.generate(url, prompt, tokens)
+
+        return list(await asyncio.gather(*map(one, asked)))
+
+
+def body(prompt: Sequence[int], tokens: int, **more: Any) -> dict[str, Any]:
+    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    return {"input_ids": list(prompt), "sampling_params": sampling, **more}
+
+
+async def metrics(server: Server) -> dict[str, float]:
+    """By name, the sum over all labels."""
+    async with httpx.AsyncClient(timeout=10) as http:
+        text = (await http.get(f"{server.url}/metrics")).text
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    return found
+
+
+async def at_rest(*servers: Server) -> None:
+    """Waits until nothing is under way at these servers: neither for SGLang, which empties its cache only then (and
+    ends itself where pages are lost), nor for our agents."""
+    deadline = time.monotonic() + AT_REST_S
+    async with httpx.AsyncClient(timeout=10) as http:
+        for server in servers:
+            while True:
+                answer = await http.post(f"{server.url}/flush_cache")
+                live = {
+                    name: value
+                    for name, value in (await metrics(server)).items()
+                    if name.startswith("kv_connector_live") and value
+                }
+                if answer.status_code == 200 and not live:
+                    break
+                assert time.monotonic() < deadline, f"{server.name}: {answer.text}, {live}"
+                await asyncio.sleep(0.2)

@@ -1,0 +1,129 @@
+"""Greedy tokens of P and D behind SGLang's router are one server's, whatever is asked and how."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import httpx
+import pytest
+from site_of_servers import Client, at_rest, body, metrics, prompts
+
+from kv_connector.lab.model import make_llama
+from kv_connector.lab.sglang_cluster import Server, ServerSettings, SglangCluster
+
+SETTINGS = ServerSettings(arguments=("--enable-metrics",))
+
+
+@dataclass
+class Site:
+    one: Server
+    prefill: Server
+    decode: Server
+    router: str
+    mini: str
+
+
+@pytest.fixture(scope="module", params=["page1", "page16"])
+def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """page16: with prompts in chunks, and with a prefix cache at D too."""
+    directory = tmp_path_factory.mktemp(request.param)
+    settings = replace(SETTINGS, page_size=16, chunked_prefill_size=128)
+    decode_settings = replace(
+        settings, arguments=(*settings.arguments, "--disaggregation-decode-enable-radix-cache")
+    )
+    if request.param == "page1":
+        settings = decode_settings = SETTINGS
+    with SglangCluster(directory, make_llama(directory / "model"), settings) as cluster:
+        prefill = cluster.start_server("prefill", role="prefill")
+        decode = cluster.start_server("decode", role="decode", settings=decode_settings)
+        one = cluster.start_server("one", settings=SETTINGS)
+        router = cluster.start_router("router", prefill=[prefill], decode=[decode])
+        mini = cluster.start_router("mini", prefill=[prefill], decode=[decode], mini=True)
+        cluster.wait_ready()
+        yield Site(one, prefill, decode, router, mini)
+
+
+@pytest.fixture
+async def client(anyio_backend: str) -> Client:
+    return Client()
+
+
+@pytest.mark.anyio
+async def test_tokens_are_one_servers(site: Site, client: Client) -> None:
+    asked = prompts(24) + [[1], list(range(16)), list(range(17)), list(range(128)), list(range(129))]
+    expected = await client.all(site.one.url, asked, at_once=8)
+    assert len({tuple(tokens) for tokens in expected}) > 20
+    assert await client.all(site.router, asked) == expected
+    before = await metrics(site.prefill)
+    assert await client.all(site.router, asked, at_once=16) == expected
+    assert await client.all(site.mini, asked, at_once=8) == expected
+    await at_rest(site.prefill, site.decode)
+    after = await metrics(site.prefill)
+    assert after["kv_connector_pages_pushed_total"] > before["kv_connector_pages_pushed_total"] > 0
+
+
+@pytest.mark.anyio
+async def test_a_common_beginning_is_computed_and_sent_once(site: Site, client: Client) -> None:
+    """With a cache at D, P sends what is behind the common beginning alone."""
+    (begin,) = prompts(1, seed=7, longest=2)
+    begin = begin * 320
+    asked = prompts(8, seed=3, longest=40, begin=begin)
+    expected = await client.all(site.one.url, asked)
+    await client.generate(site.router, asked[0])
+    # Pages that P had written when D had the beginning already, or not.
+    before = (await metrics(site.prefill))["kv_connector_bytes_pushed_total"]
+    assert await client.all(site.router, asked) == expected
+    await at_rest(site.prefill)
+    sent = (await metrics(site.prefill))["kv_connector_bytes_pushed_total"] - before
+    token_bytes = 4 * 2 * 2 * 64 * 4
+    if "--disaggregation-decode-enable-radix-cache" in site.decode.command:
+        assert sent < 8 * 100 * token_bytes
+    else:
+        assert sent > 8 * 320 * token_bytes
+
+
+@pytest.mark.anyio
+async def test_streams(site: Site, client: Client) -> None:
+    asked = prompts(8, seed=11)
+    expected = await client.all(site.one.url, asked)
+    assert await asyncio.gather(*(client.stream(site.router, prompt) for prompt in asked)) == expected
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_openai_routes(site: Site, client: Client, path: str) -> None:
+    async def ask(url: str, number: int) -> str:
+        text = f"Question {number}: " + "what is it? " * number
+        request = {"model": "model", "temperature": 0, "max_tokens": 12, "ignore_eos": True}
+        request |= {"prompt": text} if path == "/v1/completions" else {
+            "messages": [{"role": "user", "content": text}]
+        }
+        answer = await client.http.post(f"{url}{path}", json=request)
+        answer.raise_for_status()
+        return json.dumps(answer.json()["choices"][0].get("text") or answer.json()["choices"][0]["message"])
+
+    for number in (1, 9, 40):
+        assert await ask(site.router, number) == await ask(site.one.url, number)
+
+
+@pytest.mark.anyio
+async def test_log_probabilities_of_the_first_token_come_with_it(site: Site, client: Client) -> None:
+    (prompt,) = prompts(1, seed=5)
+    asked = body(prompt, 4, return_logprob=True, top_logprobs_num=3)
+    answers = [
+        (await client.http.post(f"{url}/generate", json=asked)).json() for url in (site.mini, site.one.url)
+    ]
+    ours, expected = (answer["meta_info"]["output_token_logprobs"] for answer in answers)
+    assert [token for _, token, _ in ours] == [token for _, token, _ in expected]
+    assert [p for p, _, _ in ours] == pytest.approx([p for p, _, _ in expected], abs=1e-3)
+
+
+@pytest.mark.anyio
+async def test_each_server_is_healthy_by_itself(site: Site) -> None:
+    async with httpx.AsyncClient(timeout=60) as http:
+        for server in (site.prefill, site.decode):
+            assert (await http.get(f"{server.url}/health_generate")).status_code == 200
