@@ -300,8 +300,8 @@ class Agent:
 
     def forget(self, request_id: str) -> None:
         """Drops all that is kept of a request for its adapter, in order with the other commands: to be called
-        for a prompt after finished(), and for a load when it is DONE or FAILED, or cancelled. What still moves
-        stays until it is over, and nobody is told of its end."""
+        for a prompt after finished(), and for a load when it is DONE or FAILED, or cancelled. What still
+        moves stays until it is over, and nobody is told of its end."""
 
         def command(now: float) -> Sequence[Action]:
             self._ledger.forget(request_id)

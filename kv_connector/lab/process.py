@@ -138,8 +138,8 @@ def stop(processes: Iterable[Process]) -> None:
 
 
 class ProcessGroup:
-    """Processes that start side by side (start all, then `wait_ready`) and end together, when its `with` block
-    is left, however it is left."""
+    """Processes that start side by side (start all, then `wait_ready`) and end together, when its `with`
+    block is left, however it is left."""
 
     def __init__(self) -> None:
         self._processes: list[Process] = []

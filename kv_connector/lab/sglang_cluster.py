@@ -73,8 +73,8 @@ class SglangCluster(ProcessGroup):
         ranks: int = 1,
         settings: ServerSettings | None = None,
     ) -> Server:
-        """Starts a server and returns at once. `role` None: one that prefills and decodes by itself. `ranks`: of
-        tensor parallelism."""
+        """Starts a server and returns at once. `role` None: one that prefills and decodes by itself. `ranks`:
+        of tensor parallelism."""
         settings = settings or self.settings
         port, bootstrap = free_ports(2)
         arguments: dict[str, object] = {

@@ -248,8 +248,8 @@ class PrefillMachine:
         return actions
 
     def finished(self, now: float, transfer_id: str, ok: bool, reason: str) -> list[PrefillAction]:
-        """The request left P's scheduler, with its prompt computed (ok) or not. It may be given up (not ok) after
-        it was computed, too."""
+        """The request left P's scheduler, with its prompt computed (ok) or not. It may be given up (not ok)
+        after it was computed, too."""
         prompt = self._prompts.get(transfer_id)
         if prompt is None:
             # It was aborted before it was ever scheduled, and D's RESERVE is still to come.

@@ -1,7 +1,8 @@
-"""The one door to SGLang's internals. Nothing else in this package imports SGLang (plugin.py says why it may).
+"""The one door to SGLang's internals. Nothing else in this package imports SGLang (plugin.py says why it
+may).
 
-SGLang changes what a transfer backend is made of between releases, so a release that these files have not been
-read against is refused instead of being tried.
+SGLang changes what a transfer backend is made of between releases, so a release that these files have not
+been read against is refused instead of being tried.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import sglang
 import torch
@@ -51,7 +52,8 @@ __all__ = [
 
 SUPPORTED = ("0.5.23",)
 
-# Where a model was loaded from, by what, and how its weights are stored: none of it changes what a page holds.
+# Where a model was loaded from, by what, and how its weights are stored: none of it changes what a page
+# holds.
 _IRRELEVANT = {"_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "quantization_config"}
 
 
@@ -112,7 +114,7 @@ class RankFacts:
     """Of this worker."""
     url: str
     """Of its server, for logs and metrics."""
-    device: str
+    device: Literal["cpu", "cuda"]
     gpu: int
     threads: int
     nics: str | None
@@ -145,7 +147,7 @@ def rank_facts(args: Any) -> RankFacts:
         data_parallel_rank=parallel.attn_dp_rank if parallel.attn_dp_size > 1 else (args.system_dp_rank or 0),
         host=get_local_ip_auto(),
         url=f"{serving.host}:{serving.port}",
-        device=str(device.device),
+        device="cpu" if device.device == "cpu" else "cuda",
         gpu=int(args.gpu_id),
         threads=torch.get_num_threads(),
         nics=args.ib_device,

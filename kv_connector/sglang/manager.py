@@ -72,7 +72,7 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
             self._engines: dict[tuple[str, int], Address] = {}
             self._waiting: dict[str, Address] = {}
             self._landing: set[int] = set()
-            self.heartbeat_interval = min(self.heartbeat_interval, _HEARTBEAT_S)
+            self.heartbeat_interval: float = _HEARTBEAT_S
             self._start_heartbeat_checker_thread()
 
     @property
@@ -119,7 +119,11 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
             running.close()
             raise
         logger.info(
-            "write_imm: %s worker %d of %d listens at %s", role.value, rank.number, rank.workers, running.address
+            "write_imm: %s worker %d of %d listens at %s",
+            role.value,
+            rank.number,
+            rank.workers,
+            running.address,
         )
         return running
 
@@ -178,8 +182,8 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
             self.prefill_info_table.pop(bootstrap_addr, None)
 
     def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
-        """On SGLang's heartbeat thread. It fails the rooms of that server, but for those that our own heartbeats
-        watch over: the HTTP server may be silent and the transfer go on."""
+        """On SGLang's heartbeat thread. It fails the rooms of that server, but for those that our own
+        heartbeats watch over: the HTTP server may be silent and the transfer go on."""
         self.addr_to_rooms_tracker[failed_bootstrap_addr].difference_update(self._landing)
         super()._handle_node_failure(failed_bootstrap_addr)
         self.forget_engine(failed_bootstrap_addr)

@@ -22,7 +22,9 @@ _ALIGNMENT = 64
 class MetadataRows:
     """Packs and unpacks on one thread, the scheduler's."""
 
-    def __init__(self, pointers: Sequence[int], lengths: Sequence[int], widths: Sequence[int], device: str) -> None:
+    def __init__(
+        self, pointers: Sequence[int], lengths: Sequence[int], widths: Sequence[int], device: str
+    ) -> None:
         """SGLang's buffers: where they begin, their lengths and those of a slot, in bytes. ``device``: of the
         KV cache."""
         self._buffers = list(zip(pointers, widths, strict=True))

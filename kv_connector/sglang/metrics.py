@@ -1,4 +1,5 @@
-"""Our numbers in SGLang's /metrics: its schedulers write Prometheus metrics into files, which its server reads."""
+"""Our numbers in SGLang's /metrics: its schedulers write Prometheus metrics into files, which its server
+reads."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ _INTERVAL_S = 1.0
 
 
 def show_metrics(reporter: AgentReporter, labels: Mapping[str, str]) -> None:
-    """From now on, on a thread of its own. prometheus_client is imported here, after SGLang has told it where its
-    files are."""
+    """From now on, on a thread of its own. prometheus_client is imported here, after SGLang has told it where
+    its files are."""
     from prometheus_client import Counter, Gauge, Histogram
 
     from kv_connector.agent.exposition import Exposition

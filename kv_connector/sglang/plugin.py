@@ -55,7 +55,7 @@ def _kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
 
 
 def _hold_until_drained(result: None, queue: Any, *args: Any, **kwargs: Any) -> None:
-    """After DecodeTransferQueue.__init__(). SGLang frees an aborted request's pages after some seconds even if
-    they may still be written. Our agent always comes to know that they cannot, and says so."""
+    """After DecodeTransferQueue.__init__(). SGLang frees an aborted request's pages after some seconds even
+    if they may still be written. Our agent always comes to know that they cannot, and says so."""
     if queue.scheduler.transfer_backend.value == BACKEND:
         queue.deferred_kv_release_timeout = float("inf")

@@ -1,7 +1,7 @@
 """What our agent knows of a room, in the words that SGLang's queues take at each moment.
 
-A queue that hears a value it does not expect ends its server, so both tables are here and nowhere else. Values
-are those of SGLang's KVPoll.
+A queue that hears a value it does not expect ends its server, so both tables are here and nowhere else.
+Values are those of SGLang's KVPoll.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Poll(IntEnum):
 
 
 def sending(state: State | None, complete: bool) -> Poll:
-    """P's room. ``complete``: all its pages were handed over. Until then SGLang takes FAILED, BOOTSTRAPPING and
-    WAITING_FOR_INPUT alone."""
+    """P's room. ``complete``: all its pages were handed over. Until then SGLang takes FAILED, BOOTSTRAPPING
+    and WAITING_FOR_INPUT alone."""
     if state is State.FAILED:
         return Poll.FAILED
     if not complete:

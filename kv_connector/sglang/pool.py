@@ -74,8 +74,8 @@ class _Entry:
 def pool_layout(
     args: Any, shape: Shape, row: tuple[int, int, tuple[int, ...]]
 ) -> tuple[KvLayout, tuple[MemoryRange, ...]]:
-    """``row``: address and length in bytes of the table of metadata rows, and the widths of what a row is made
-    of. Raises UnsupportedPool."""
+    """``row``: address and length in bytes of the table of metadata rows, and the widths of what a row is
+    made of. Raises UnsupportedPool."""
     regions = _Regions()
     groups: list[GroupLayout] = []
     layers: list[LayerLayout] = []
@@ -94,7 +94,9 @@ def pool_layout(
         name = str(getattr(kind, "value", kind))
         if name in _UNKNOWN:
             raise UnsupportedPool(f"write_imm does not carry the state {name}: {_UNKNOWN[name]}")
-        states = _entries(args.state_data_ptrs[number], args.state_data_lens[number], args.state_item_lens[number])
+        states = _entries(
+            args.state_data_ptrs[number], args.state_data_lens[number], args.state_item_lens[number]
+        )
         groups.append(GroupLayout(_least([entry for entry in states if entry is not None]), 0, name))
         layers += _state_layers(args, shape, number, name, states, regions)
     return KvLayout(tuple(groups), tuple(layers)), tuple(regions.ranges.values())
@@ -158,7 +160,8 @@ def _page_parts(name: str, entry: _Entry, shape: Shape, regions: _Regions) -> tu
     content, rest = divmod(entry.item, tokens * units.count)
     if rest:
         raise UnsupportedPool(
-            f"a page of {entry.item} bytes cannot hold {tokens} tokens of {units.count} of {shape.kv_heads} KV heads"
+            f"a page of {entry.item} bytes does not hold {tokens} tokens of {units.count} KV heads, "
+            f"as the model has {shape.kv_heads} on {shape.ranks} ranks"
         )
     (part,) = token_major(place, units, tokens, content)
     return (_renamed(part, name),)
@@ -214,8 +217,8 @@ def _state_parts(args: Any, shape: Shape, kind: str, place: Place, entry: _Entry
 def _divided_state(
     shape: Shape, place: Place, entry: _Entry, dim: int, rows: int, pieces: Sequence[int] | None
 ) -> tuple[Part, ...]:
-    """A recurrent state, or the inputs of a convolution, [rows, dims, ...]: the ranks divide the dims, of each
-    piece for itself. 0 dims: all ranks have the same."""
+    """A recurrent state, or the inputs of a convolution, [rows, dims, ...]: the ranks divide the dims, of
+    each piece for itself. 0 dims: all ranks have the same."""
     if dim == 0:
         return opaque_page(place, entry.item)
     width = entry.item // (rows * dim)

@@ -54,7 +54,9 @@ class Receiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not typed f
         assert aux_index is not None
         size, prefix = self.kv_mgr.kv_args.page_size, decode_prefix_len or 0
         pages = GroupTarget(prefix // size, tuple(kv_indices.tolist()))
-        states = [state_rows(state) for state in state_indices or [None] * len(self.kv_mgr.kv_args.state_types)]
+        states = [
+            state_rows(state) for state in state_indices or [None] * len(self.kv_mgr.kv_args.state_types)
+        ]
         request = DecodeRequest(
             request_id=self._transfer,
             transfer_id=self._transfer,
@@ -101,8 +103,8 @@ class Receiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not typed f
             self._release()
 
     def _clear(self) -> None:
-        """Whatever SGLang's queue has done with the request, P is told, and nothing is kept but for what still
-        lands."""
+        """Whatever SGLang's queue has done with the request, P is told, and nothing is kept but for what
+        still lands."""
         super()._clear()
         self._release()
         if self._slot is not None:

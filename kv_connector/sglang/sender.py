@@ -33,6 +33,7 @@ class Sender(CommonKVSender):  # type: ignore[misc]  # SGLang is not typed for m
         self._over = False
         """The agent was told that the request is over, and keeps nothing for us."""
         self._early: threading.Thread | None = None
+        self._early_send_wait_event: Any = None  # SGLang's scheduler sets it before an early send()
         super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
         # SGLang names pages, not tokens; the room alone says which prompt it is.
         self._agent.expect(PrefillRequest(self._transfer, self._transfer, None, None))
@@ -50,14 +51,16 @@ class Sender(CommonKVSender):  # type: ignore[misc]  # SGLang is not typed for m
         num_kv_tokens: int | None = None,
         indices_event: Any = None,
     ) -> None:
-        """These pages are computed, or will be when SGLang's event has come. With the last of them the metadata
-        slot is filled, and the states are named."""
+        """These pages are computed, or will be when SGLang's event has come. With the last of them the
+        metadata slot is filled, and the states are named."""
         if self.conclude_state in (KVPoll.Success, KVPoll.Failed):
             return
         kv_indices, places, last, skip = self._prepare_send_indices(kv_indices, state_indices)
         if skip:
             return
-        pages = ComputedPages(self._transfer, None, self._groups(kv_indices, places.start, last, state_indices))
+        pages = ComputedPages(
+            self._transfer, None, self._groups(kv_indices, places.start, last, state_indices)
+        )
         event, self._early_send_wait_event = self._early_send_wait_event, None
         if event is not None:
             self._send_after(event, pages)

@@ -14,8 +14,8 @@ VARIABLE = "KV_CONNECTOR_SETTINGS"
 
 
 def read_settings(environment: Mapping[str, str]) -> Settings:
-    """``KV_CONNECTOR_SETTINGS``, a JSON object. Ports are free ones unless named: peers learn them from SGLang's
-    bootstrap server. Raises SettingsError."""
+    """``KV_CONNECTOR_SETTINGS``, a JSON object. Ports are free ones unless named: peers learn them from
+    SGLang's bootstrap server. Raises SettingsError."""
     text = environment.get(VARIABLE, "")
     try:
         given = json.loads(text) if text else {}
@@ -39,7 +39,9 @@ def with_nics(settings: Settings, ib_device: str | None, gpu: int, ranks: int) -
         try:
             names = json.loads(ib_device)[str(gpu)]
         except (ValueError, KeyError) as error:
-            raise SettingsError(f"--disaggregation-ib-device {ib_device}: no NIC of GPU {gpu}: {error}") from None
+            raise SettingsError(
+                f"--disaggregation-ib-device {ib_device}: no NIC of GPU {gpu}: {error}"
+            ) from None
     nics = tuple(name.strip() for name in names.split(",") if name.strip())
     # Each rank reads its own entry alone, and this one knows no other's.
     return msgspec.structs.replace(settings, nics=(nics,) * ranks)

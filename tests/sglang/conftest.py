@@ -1,5 +1,5 @@
-"""Tests against SGLang itself: `make test-sglang`, in an environment of its own. Where there is no SGLang, as in the
-one that vLLM lives in, none of them is collected."""
+"""Tests against SGLang itself: `make test-sglang`, in an environment of its own. Where there is no SGLang, as
+in the one that vLLM lives in, none of them is collected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A small model with latent attention (MLA) that SGLang computes on a CPU: no experts, rotary embeddings by YaRN."""
+"""A small model with latent attention (MLA) that SGLang computes on a CPU: no experts, rotary embeddings by
+YaRN."""
 
 from __future__ import annotations
 

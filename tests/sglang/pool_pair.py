@@ -139,7 +139,9 @@ class Pair:
         receiver.init(0)
         return receiver
 
-    def bootstrapped(self, room: int, target: Sequence[int], slot: int = 5, prefix: int = 0) -> tuple[Sender, Receiver]:
+    def bootstrapped(
+        self, room: int, target: Sequence[int], slot: int = 5, prefix: int = 0
+    ) -> tuple[Sender, Receiver]:
         """Both halves, and D has asked for its pages."""
         sender, receiver = self.send_room(room), self.receive_room(room)
         assert sender.poll() == KVPoll.Bootstrapping

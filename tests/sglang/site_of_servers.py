@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import time
@@ -13,7 +14,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from kv_connector.lab.sglang_cluster import Server
+from kv_connector.lab.sglang_cluster import HOST, Server
 
 SECONDS = 120.0
 """For an answer, on a busy machine."""
@@ -50,6 +51,25 @@ class Client:
                     ids = json.loads(line[5:])["output_ids"]
         return ids
 
+    async def both(
+        self, prefill: Server, decode: Server, prompt: Sequence[int], tokens: int = 16, **more: Any
+    ) -> list[int]:
+        """As a router does: to P and D at once. Raises httpx.HTTPError where D answers with an error, or
+        not."""
+        where = {"bootstrap_host": HOST, "bootstrap_port": prefill.bootstrap_port, **more}
+        where["bootstrap_room"] = random.randrange(1 << 62)
+        async with asyncio.TaskGroup() as halves:
+            to_prefill = halves.create_task(self._prefill(prefill, prompt, where))
+            try:
+                return await self.generate(decode.url, prompt, tokens, **where)
+            finally:
+                to_prefill.cancel()
+
+    async def _prefill(self, prefill: Server, prompt: Sequence[int], where: dict[str, Any]) -> None:
+        """What P answers says nothing: D's answer is the client's."""
+        with contextlib.suppress(httpx.HTTPError):
+            await self.http.post(f"{prefill.url}/generate", json=body(prompt, 1, **where))
+
     async def all(
         self, url: str, asked: Sequence[Sequence[int]], *, at_once: int = 1, tokens: int = 16
     ) -> list[list[int]]:
@@ -79,8 +99,8 @@ async def metrics(server: Server) -> dict[str, float]:
 
 
 async def at_rest(*servers: Server) -> None:
-    """Waits until nothing is under way at these servers: neither for SGLang, which empties its cache only then (and
-    ends itself where pages are lost), nor for our agents."""
+    """Waits until nothing is under way at these servers: neither for SGLang, which empties its cache only
+    then (and ends itself where pages are lost), nor for our agents."""
     deadline = time.monotonic() + AT_REST_S
     async with httpx.AsyncClient(timeout=10) as http:
         for server in servers:

@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import httpx
 import pytest
@@ -54,7 +53,7 @@ async def client(anyio_backend: str) -> Client:
 
 @pytest.mark.anyio
 async def test_tokens_are_one_servers(site: Site, client: Client) -> None:
-    asked = prompts(24) + [[1], list(range(16)), list(range(17)), list(range(128)), list(range(129))]
+    asked = [*prompts(24), [1], list(range(16)), list(range(17)), list(range(128)), list(range(129))]
     expected = await client.all(site.one.url, asked, at_once=8)
     assert len({tuple(tokens) for tokens in expected}) > 20
     assert await client.all(site.router, asked) == expected
@@ -99,9 +98,11 @@ async def test_openai_routes(site: Site, client: Client, path: str) -> None:
     async def ask(url: str, number: int) -> str:
         text = f"Question {number}: " + "what is it? " * number
         request = {"model": "model", "temperature": 0, "max_tokens": 12, "ignore_eos": True}
-        request |= {"prompt": text} if path == "/v1/completions" else {
-            "messages": [{"role": "user", "content": text}]
-        }
+        request |= (
+            {"prompt": text}
+            if path == "/v1/completions"
+            else {"messages": [{"role": "user", "content": text}]}
+        )
         answer = await client.http.post(f"{url}{path}", json=request)
         answer.raise_for_status()
         return json.dumps(answer.json()["choices"][0].get("text") or answer.json()["choices"][0]["message"])

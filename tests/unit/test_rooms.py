@@ -24,13 +24,14 @@ ROOMS: dict[str, set[str]] = {
     "control": {"protocol"},
     "agent": {"protocol", "engine", "control"},
     "vllm": {"protocol", "engine", "control", "agent"},
+    "sglang": {"protocol", "engine", "control", "agent"},
     "router": {"protocol", "control"},
     "lab": {"engine", "_bench"},
     "cli": {"protocol", "engine", "control", "router", "lab"},
 }
 NATIVE = {"_native", "_bench"}
 FRAMEWORKS = {"vllm", "sglang", "torch"}
-ADAPTERS = {"vllm"}
+ADAPTERS = {"vllm", "sglang"}
 INSIDE_VLLM = "lab/bench/pd/mooncake_cpu.py"  # another connector, which vLLM loads
 
 
