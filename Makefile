@@ -14,7 +14,7 @@ NATIVE_SOURCES := $(filter %.cc,$(NATIVE))
 # gcc's thread sanitizer cannot place its shadow under some kernels' address randomisation.
 NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
-.PHONY: help setup demo test test-native test-python test-libfabric test-verbs test-vllm-next test-upstream bench-verbs campaign test-data-parallel test-topologies test-faults fuzz hostile lint analyze format bench bench-gpu clean distclean
+.PHONY: help setup demo test test-native test-python test-libfabric test-verbs test-vllm-next test-sglang test-upstream bench-verbs campaign test-data-parallel test-topologies test-faults fuzz hostile lint analyze format bench bench-gpu clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -97,6 +97,14 @@ $(STAMPS)/next: $(STAMPS)/project
 test-vllm-next: $(STAMPS)/next ## the tests of the adapter against the newest supported vLLM, which has no CPU wheel
 	@VLLM_TARGET_DEVICE=cpu .venv-next/bin/python -m pytest tests/unit/test_vllm_*.py tests/unit/test_sleep.py
 
+# In an environment of its own: SGLang and vLLM want other versions of the same packages.
+.venv-sglang/ready: scripts/sglang-packages.txt pyproject.toml CMakeLists.txt $(NATIVE) | system
+	@scripts/setup sglang
+	@touch $@
+
+test-sglang: .venv-sglang/ready ## the other adapter, with SGLang itself: real servers, P and D behind its router
+	@.venv-sglang/bin/python -m pytest tests/sglang
+
 VLLM ?= $(error name a source tree of the vLLM that setup installs: make test-upstream VLLM=path)
 test-upstream: setup ## vLLM's own tests of connectors, over ours: VLLM=path of a source tree
 	@$(PYTHON_ENV)/python scripts/upstream_tests.py "$(VLLM)"
@@ -161,4 +169,4 @@ clean: ## removes build outputs and caches, keeps .venv
 	@find . -path ./.venv -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
 
 distclean: clean ## removes .venv too
-	@rm -rf .venv .venv-next
+	@rm -rf .venv .venv-next .venv-sglang
