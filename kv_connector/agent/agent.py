@@ -583,6 +583,6 @@ def _bind_problem(config: AgentConfig, error: zmq.ZMQError) -> str:
     if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
         return (
             f"{where}: that is no address of this machine. Set control_host to one of its own; for an engine "
-            f"on several machines leave it out, and set VLLM_HOST_IP on each."
+            f"on several machines leave it out, and set VLLM_HOST_IP, or SGLANG_HOST_IP, on each."
         )
     return f"{where}: {error}. Check control_host and control_port."

