@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
+import httpx
 import pytest
 from pool_pair import PAGE_SIZE, Pair, pages, pair, until
 
@@ -146,6 +149,94 @@ def test_a_prompt_without_all_that_decode_wants_fails_on_both_sides(two: Pair) -
         sender.failure_exception()
     with pytest.raises(Exception, match="never computed"):
         receiver.failure_exception()
+
+
+def test_an_abort_at_prefill_returns_once_nothing_reads_the_pages(
+    two: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang gives them to another request at once, whose bytes D would count."""
+    sender, receiver = two.bootstrapped(45, TARGET)
+    sender.init(4, 2)
+    sender.send(pages(SOURCE[:2]))
+    agent, drained = two.prefill.manager.agent, []
+    preempt = agent.preempt
+    monkeypatch.setattr(agent, "preempt", lambda rooms: (preempt(rooms), drained.extend(rooms)))
+    sender.abort()
+    assert drained == ["45"]
+    assert not agent._effects.writes.of(["45"])
+    until(lambda: receiver.poll() == KVPoll.Failed)
+    receiver.clear(), sender.clear()
+
+
+def test_a_computed_prompt_is_given_up_where_another_rank_has_failed(two: Pair) -> None:
+    """SGLang hears the least of all ranks' polls."""
+    sender, receiver = two.bootstrapped(46, TARGET)
+    sender.init(4, 2)
+    two.prefill.fill_slot(2, 46)
+    sender.send(pages(SOURCE))
+    with pytest.raises(Exception, match="another rank"):
+        sender.failure_exception()
+    until(lambda: receiver.poll() in (KVPoll.Success, KVPoll.Failed))
+    receiver.clear()
+
+
+def test_early_pages_go_once_their_event_has_come(two: Pair) -> None:
+    """On a GPU the step before may still be computing what P's cache has."""
+    sender, receiver = two.bootstrapped(47, TARGET)
+    sender.init(4, 2)
+    computed = threading.Event()
+    sender._early_send_wait_event = SimpleNamespace(synchronize=computed.wait)
+    sender.send(pages(SOURCE[:2]))
+    two.prefill.fill_slot(2, 47)
+    rest = threading.Thread(target=lambda: sender.send(pages(SOURCE[2:])))
+    rest.start()
+    until(lambda: two.holds(SOURCE[2:], TARGET[2:]))
+    assert receiver.poll() == KVPoll.Transferring
+    assert not two.decode.pages[:, list(TARGET[:2])].any()
+    computed.set()
+    rest.join()
+    until(lambda: receiver.poll() == KVPoll.Success)
+    assert two.holds(SOURCE, TARGET)
+    until(lambda: sender.poll() == KVPoll.Success)
+    sender.clear(), receiver.clear()
+
+
+def test_the_bootstrap_server_knows_the_agent_and_sglangs_own_socket_is_closed(two: Pair) -> None:
+    row = httpx.get(
+        f"http://{two.bootstrap_addr}/route",
+        params={"prefill_dp_rank": 0, "prefill_cp_rank": 0, "target_tp_rank": 0, "target_pp_rank": 0},
+    ).json()
+    address = two.prefill.manager._running.address
+    assert row == {"rank_ip": address.host, "rank_port": address.port}
+    assert two.prefill.manager.server_socket.closed
+    assert two.decode.manager.server_socket.closed
+
+
+def test_sglangs_heartbeat_fails_what_waits_and_not_what_is_under_way(two: Pair) -> None:
+    """It asks the HTTP server, which may be silent while the transfer goes on."""
+    sender, receiver = two.bootstrapped(48, TARGET)
+    waiting = two.receive_room(49)
+    two.decode.manager._handle_node_failure(two.bootstrap_addr)
+    assert waiting.poll() == KVPoll.Failed
+    assert receiver.poll() == KVPoll.Transferring
+    assert not two.decode.manager._engines
+    sender.init(4, 2)
+    two.prefill.fill_slot(2, 48)
+    sender.send(pages(SOURCE))
+    until(lambda: receiver.poll() == KVPoll.Success)
+    until(lambda: sender.poll() == KVPoll.Success)
+    sender.clear(), receiver.clear(), waiting.clear()
+
+
+def test_after_a_failure_the_bootstrap_server_is_asked_anew(two: Pair) -> None:
+    """P may be back at other ports."""
+    sender, receiver = two.bootstrapped(51, TARGET)
+    assert two.decode.manager._engines
+    sender.abort()
+    until(lambda: receiver.poll() == KVPoll.Failed)
+    assert not two.decode.manager._engines
+    assert two.bootstrap_addr not in two.decode.manager.prefill_info_table
+    receiver.clear(), sender.clear()
 
 
 def test_decode_may_come_first(two: Pair) -> None:

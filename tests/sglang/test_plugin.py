@@ -1,0 +1,82 @@
+"""What SGLang sees of this package before it needs it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from kv_connector.sglang.internals import SUPPORTED, UnsupportedSglang, check_release
+from kv_connector.sglang.manager import Manager
+from kv_connector.sglang.polls import Poll
+from kv_connector.sglang.receiver import Receiver
+from kv_connector.sglang.sender import Sender
+
+LOADED = """
+import sys
+from types import SimpleNamespace
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.arg_groups.choices import DISAGG_TRANSFER_BACKEND_CHOICES
+from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, get_kv_class
+assert "write_imm" in DISAGG_TRANSFER_BACKEND_CHOICES
+ours = TransferBackend("write_imm")
+assert ours is TransferBackend["WRITE_IMM"] and ours in list(TransferBackend)
+assert "kv_connector._native" not in sys.modules, "a frontend needs no transfer engine"
+for kind in KVClassType:
+    print(kind.value, get_kv_class(ours, kind).__name__, get_kv_class(TransferBackend.FAKE, kind))
+"""
+
+
+def test_sglang_finds_the_backend_by_its_entry_point() -> None:
+    answer = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True)
+    found = {words[0]: words[1] for line in answer.stdout.splitlines() if (words := line.split(" ", 2))[1:]}
+    assert found == {
+        "kvargs": "KVArgs",
+        "manager": Manager.__name__,
+        "sender": Sender.__name__,
+        "receiver": Receiver.__name__,
+        "bootstrap_server": "CommonKVBootstrapServer",
+    }
+    assert "FakeKVManager" in answer.stdout
+
+
+def test_another_release_is_refused_with_what_to_install() -> None:
+    check_release(SUPPORTED[-1])
+    with pytest.raises(UnsupportedSglang, match=r"this is SGLang 0\.5\.22\. Install sglang==0\.5\.23"):
+        check_release("0.5.22")
+
+
+def test_our_words_for_polls_are_sglangs() -> None:
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    theirs = {name: value for name, value in vars(KVPoll).items() if isinstance(value, int)}
+    assert theirs == {
+        "Failed": Poll.FAILED,
+        "Bootstrapping": Poll.BOOTSTRAPPING,
+        "WaitingForInput": Poll.WAITING_FOR_INPUT,
+        "Transferring": Poll.TRANSFERRING,
+        "Success": Poll.SUCCESS,
+    }
+
+
+@pytest.mark.parametrize(("backend", "seconds"), [("write_imm", float("inf")), ("mooncake", 30.0)])
+def test_pages_of_an_aborted_request_are_never_freed_by_timeout(backend: str, seconds: float) -> None:
+    """SGLang would free them after a while, whatever its backend says; of others it still does."""
+    scheduler = SimpleNamespace(transfer_backend=SimpleNamespace(value=backend))
+    queue = SimpleNamespace(scheduler=scheduler, deferred_kv_release_timeout=30.0)
+    plugin._hold_until_drained(None, queue)
+    assert queue.deferred_kv_release_timeout == seconds
+
+
+def test_the_queue_that_holds_pages_is_hooked() -> None:
+    code = (
+        "from sglang.srt.plugins import load_plugins; load_plugins()\n"
+        "from sglang.srt.disaggregation.decode import DecodeTransferQueue as queue\n"
+        "from sglang.srt.plugins.hook_registry import HookRegistry\n"
+        "assert hasattr(queue.__init__, '__wrapped__')\n"
+        "assert 'sglang.srt.disaggregation.decode.DecodeTransferQueue.__init__' in HookRegistry._patched\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
