@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kv_connector.sglang import plugin
 from kv_connector.sglang.internals import SUPPORTED, UnsupportedSglang, check_release
 from kv_connector.sglang.manager import Manager
 from kv_connector.sglang.polls import Poll
