@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
-from pool_pair import PAGE_SIZE, Pair, pages, pair, until
+from pool_pair import PAGE_SIZE, PATIENCE, Pair, pages, pair, until
 
 from kv_connector.sglang.internals import KVPoll
 
@@ -112,6 +112,31 @@ def test_decode_aborts(two: Pair, moment: str) -> None:
         until(lambda: sender.poll() in (KVPoll.Success, KVPoll.Failed))
     else:
         until(lambda: sender.poll() == KVPoll.Failed)
+    sender.clear()
+
+
+def test_an_aborted_requests_pages_are_held_until_prefill_has_answered(two: Pair) -> None:
+    sender, receiver = two.bootstrapped(25, TARGET)
+    sender.init(4, 2)
+    manager, answer = two.decode.manager, threading.Event()
+    asked = threading.Event()
+
+    def busy(now: float) -> tuple[()]:
+        asked.set()
+        assert answer.wait(PATIENCE)
+        return ()
+
+    two.prefill.manager.agent._submit(busy)  # its thread hears nothing meanwhile
+    assert asked.wait(PATIENCE)
+    receiver.abort()
+    assert not manager.is_abort_release_safe(25, 1)
+    until(lambda: manager.agent.live().commands == 0, "CANCEL")
+    receiver.clear()
+    assert not manager.is_abort_release_safe(25, 1)
+    assert 25 in manager._landing
+    answer.set()
+    until(lambda: manager.is_abort_release_safe(25, 1), "CANCEL_ACK")
+    until(lambda: sender.poll() == KVPoll.Failed)
     sender.clear()
 
 
