@@ -25,7 +25,7 @@ ROOMS: dict[str, set[str]] = {
     "agent": {"protocol", "engine", "control"},
     "vllm": {"protocol", "engine", "control", "agent"},
     "router": {"protocol", "control"},
-    "lab": {"engine", "_bench"},
+    "lab": {"protocol", "engine", "control", "agent", "_bench"},
     "cli": {"protocol", "engine", "control", "router", "lab"},
 }
 NATIVE = {"_native", "_bench"}
