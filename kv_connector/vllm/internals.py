@@ -176,6 +176,17 @@ def _is_moved(spec: Any) -> bool:
     )
 
 
+def beside_tokens(request: Any) -> list[str]:
+    """What else the pages of a prompt depend on, in words that both engines have alike: the adapter, and where
+    pictures and the like stand. Not what these are: vLLM's hashes of them depend on where an engine has
+    loaded the model from.
+    """
+    adapter = request.lora_request
+    places = [(feature.modality, feature.mm_position) for feature in request.mm_features or ()]
+    found = [f"{kind} {place.offset} {place.length}" for kind, place in places]
+    return found if adapter is None else [f"adapter {adapter.lora_name}", *found]
+
+
 def block_tokens(kv_cache_spec: Any) -> int:
     """Tokens a block of a KV cache group; 0 of recurrent states, whose blocks are rows: a request has one,
     the state after its last token, wherever vLLM puts it in the request's table.
