@@ -177,7 +177,7 @@ def _is_moved(spec: Any) -> bool:
 
 
 def beside_tokens(request: Any) -> list[str]:
-    """What else the pages of a prompt depend on, in words that both engines have alike: the adapter, and where
+    """What else a prompt's pages depend on, in words that both engines have alike: the adapter, and where
     pictures and the like stand. Not what these are: vLLM's hashes of them depend on where an engine has
     loaded the model from.
     """
