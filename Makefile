@@ -44,8 +44,11 @@ demo: setup ## two engines, one prompt after another pushed from P into D, besid
 
 test: test-native test-python ## all tests: native under sanitizers, and Python, real engines included
 
+# Real engines and lanes are timed by nobody but themselves, and have the machine to themselves.
+SIDE_BY_SIDE := tests/unit tests/simulation
 test-python: setup
-	@$(PYTHON_ENV)/python -m pytest
+	@$(PYTHON_ENV)/python -m pytest -n $(JOBS) $(SIDE_BY_SIDE)
+	@$(PYTHON_ENV)/python -m pytest $(SIDE_BY_SIDE:%=--ignore=%)
 
 # name, sanitizers
 define native_build

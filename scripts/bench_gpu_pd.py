@@ -1,10 +1,10 @@
 """TTFT of a prefill and a decode engine on two GPUs, against one engine: the numbers of docs/performance.md.
 
 Needs vLLM with its GPU dependencies, two GPUs (four with --tensor-parallel 2) and this package (installed or
-on PYTHONPATH); --rivals also needs NIXL. Prints a table, and one JSON line per request to --json. The model
-has the shape of Llama-3-8B (128 KiB of KV a token in bfloat16) and dummy weights: its tokens mean nothing,
-its times do. With --equality N, N prompts of a small float32 model with random weights are answered by one
-engine and by the pair, and their tokens compared.
+on PYTHONPATH); --rivals also needs NIXL. Prints a table, and one JSON line per request to --json. The models
+(gpu_shapes.py) have dummy weights: their tokens mean nothing, their times do. --before measures another build
+of this package beside: name the directory that has its kv_connector. With --equality N, N prompts of a small
+float32 model with random weights are answered by one engine and by the pair, and their tokens compared.
 """
 # ruff: noqa: T201  (its output is a table)
 
@@ -21,36 +21,19 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
 import numpy as np
+from gpu_shapes import SHAPES
 
-from kv_connector.lab.process import POLL_SECONDS, Process, answers, stop
+from kv_connector.lab.process import POLL_SECONDS, Process, StartError, answers, stop
 
 HOST = "127.0.0.1"
 JSON = {"content-type": "application/json"}
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "num_hidden_layers": 32,
-    "head_dim": 128,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "torch_dtype": "bfloat16",
-    "tie_word_embeddings": False,
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-}
 START_SECONDS = 240.0
 # Before each request that is timed by itself: a GPU at its power limit runs slower right after another
 # prefill (by 2 % on an H200), and what comes before differs from mode to mode.
@@ -131,6 +114,7 @@ MODES = {
     "eager-sync": ["--enforce-eager", "--no-async-scheduling"],
 }
 RIVALS = {"nixl": "NixlConnector", "nixl-push": "NixlPushConnector"}
+BEFORE = "before"  # another build of ours
 
 
 def deployment(
@@ -142,7 +126,9 @@ def deployment(
     *,
     tensor_parallel: int = 1,
     rivals: Sequence[str] = (),
+    before: Path | None = None,
     provider: str = "nvlink",
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Deployment:
     """Prefill engines on the first GPUs, the one engine beside them, decode engines on the next GPUs."""
     first, second = range(tensor_parallel), range(tensor_parallel, 2 * tensor_parallel)
@@ -153,13 +139,13 @@ def deployment(
             role = "kv_producer" if side == "prefill" else "kv_consumer"
             # A rank's port is the engine's plus the rank.
             control = port + 20 + 10 * number
-            transfer, environment = ours(role, control, provider), {}
+            transfer, more = ours(role, control, provider), dict(environment)
             if name in RIVALS:
                 transfer = {"kv_connector": RIVALS[name], "kv_role": role}
-                environment = {
-                    "VLLM_NIXL_SIDE_CHANNEL_HOST": HOST,
-                    "VLLM_NIXL_SIDE_CHANNEL_PORT": str(control),
-                }
+                more["VLLM_NIXL_SIDE_CHANNEL_HOST"] = HOST
+                more["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(control)
+            elif name == BEFORE:
+                more["PYTHONPATH"] = os.pathsep.join([str(before), os.environ.get("PYTHONPATH", "")])
             sides.append(
                 Server(
                     f"{prefix}-{name}-{side}",
@@ -170,15 +156,30 @@ def deployment(
                     logs,
                     transfer,
                     control,
-                    environment,
+                    more,
                 )
             )
         return sides[0], sides[1]
 
+    names = ("ours", *([BEFORE] if before else []), *rivals)
     return Deployment(
-        Server(f"{prefix}-alone", first, port, model, arguments, logs),
-        {name: pair(name, port + 50 * index) for index, name in enumerate(("ours", *rivals), 1)},
+        Server(f"{prefix}-alone", first, port, model, arguments, logs, environment=environment),
+        {name: pair(name, port + 50 * index) for index, name in enumerate(names, 1)},
     )
+
+
+def cpu_seconds(server: Server) -> float:
+    """Of all its processes: they are one session."""
+    assert server.process is not None
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        if int(fields[3]) == server.process.pid:
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def wait_ready(servers: Sequence[Server]) -> None:
@@ -323,7 +324,16 @@ class Modes:
             return await stream(self._client, self._router, body)
         if name == "direct":
             return await direct(self._client, *self._deployment.pairs["ours"], body)
+        if name == BEFORE:
+            return await direct(self._client, *self._deployment.pairs[name], body)
         return await serial(self._client, *self._deployment.pairs[name], body)
+
+    def cpu_seconds(self, name: str) -> float:
+        """What the engines that answer have used of processors so far."""
+        if name == "alone":
+            return cpu_seconds(self._deployment.alone)
+        pairs = self._deployment.pairs
+        return sum(map(cpu_seconds, pairs.get(name, pairs["ours"])))
 
 
 def milliseconds(values: Sequence[float]) -> str:
@@ -384,7 +394,7 @@ async def measure(
             )
         for concurrency in plan.concurrency:
             for name in modes.names:
-                if name != "direct":
+                if name != "direct" or BEFORE in modes.names:
                     await load(label, modes, name, concurrency, plan, rng, sink)
 
 
@@ -406,6 +416,7 @@ async def load(
 
     prompts = rng.integers(1000, 100000, (count, plan.load_tokens)).tolist()
     bodies = [Body(prompt, 64) for prompt in prompts]
+    used = modes.cpu_seconds(name)
     begin = time.perf_counter()
     answers = await asyncio.gather(*(in_turn(body) for body in bodies))
     seconds = time.perf_counter() - begin
@@ -419,12 +430,14 @@ async def load(
         "ttft p50": ttft[count // 2],
         "ttft p99": ttft[min(count - 1, count * 99 // 100)],
         "token": token,
+        "cpu a request": (modes.cpu_seconds(name) - used) / count,
     }
     sink.write(json.dumps(line) + "\n")
     print(
         f"  {concurrency} at a time, {plan.load_tokens} tokens in, 64 out, {name}: "
         f"{line['requests/s']:.1f} requests/s, TTFT p50 {line['ttft p50'] * 1e3:.0f} "
-        f"p99 {line['ttft p99'] * 1e3:.0f} ms, {token * 1e3:.1f} ms a token",
+        f"p99 {line['ttft p99'] * 1e3:.0f} ms, {token * 1e3:.1f} ms a token, "
+        f"{line['cpu a request'] * 1e3:.0f} ms of CPU a request",
         flush=True,
     )
 
@@ -472,12 +485,6 @@ def write_tiny(directory: Path) -> Path:
     return make_llama(directory, layers=8, hidden=512, heads=8, kv_heads=4, head_dim=64)
 
 
-def write_8b(directory: Path) -> Path:
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(LLAMA_8B))
-    return directory
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -491,50 +498,76 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8)
     parser.add_argument("--concurrency", nargs="*", type=int, default=[8, 32])
     parser.add_argument("--load-tokens", type=int, default=2048)
-    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--block-size", type=int, default=None, help="default: vLLM's")
+    parser.add_argument("--shape", default="llama", choices=[*SHAPES])
+    parser.add_argument("--before", type=Path, default=None, metavar="DIRECTORY")
     parser.add_argument("--equality", type=int, default=50)
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="2 N GPUs")
     parser.add_argument("--rivals", nargs="*", default=[], choices=[*RIVALS])
     parser.add_argument("--provider", default="nvlink", help="our lane: bounce is tcp through host memory")
     parser.add_argument("--engine", default="", metavar="ARGUMENTS", help="more arguments for every engine")
     plan = parser.parse_args()
-    more = ["--block-size", str(plan.block_size), *shlex.split(plan.engine)]
+    more = shlex.split(plan.engine)
+    if plan.block_size:
+        more += ["--block-size", str(plan.block_size)]
     plan.work = plan.work.resolve()
     plan.work.mkdir(parents=True, exist_ok=True)
-    model = write_8b(plan.work / "llama-8b")
+    shape = SHAPES[plan.shape]
+    model = shape.write(plan.work / plan.shape)
     base = ["--load-format", "dummy", "--max-model-len", "40000", "--kv-cache-memory-bytes", str(8 << 30)]
     running: list[Server] = []
     routers: list[Process] = []
-    shape: dict[str, Any] = {"tensor_parallel": plan.tensor_parallel, "provider": plan.provider}
+    lay: dict[str, Any] = {"tensor_parallel": plan.tensor_parallel, "provider": plan.provider}
 
     def end() -> None:
         stop([*routers, *(server.process for server in running if server.process is not None)])
         routers.clear()
         running.clear()
 
-    def start(deployments: Sequence[Deployment]) -> None:
+    def start(deployment: Deployment) -> Deployment:
+        """Without those of its rivals that do not start."""
         begin = time.monotonic()
-        for deployment in deployments:
-            for server in deployment.servers:
-                running.append(server)
-                server.start()
-        wait_ready(running)
-        print(f"{len(running)} engines up after {time.monotonic() - begin:.0f} s", flush=True)
+        for server in deployment.servers:
+            running.append(server)
+            server.start()
+        wait_ready([deployment.alone])
+        pairs = {}
+        for name, pair in deployment.pairs.items():
+            try:
+                wait_ready(pair)
+            except StartError as error:
+                if name not in RIVALS:
+                    raise
+                print(f"{name} is left out: {error}", flush=True)
+            else:
+                pairs[name] = pair
+        print(f"{1 + 2 * len(pairs)} engines up after {time.monotonic() - begin:.0f} s", flush=True)
+        return replace(deployment, pairs=pairs)
 
     try:
         if plan.equality:
             arguments, small = [*TINY_ARGUMENTS, *more], write_tiny(plan.work / "tiny")
-            tiny = deployment("tiny", plan.port + 800, small, arguments, plan.work, **shape)
-            start([tiny])
-            asyncio.run(compare(tiny, plan.equality, plan.block_size))
+            tiny = deployment("tiny", plan.port + 800, small, arguments, plan.work, **lay)
+            start(tiny)
+            asyncio.run(compare(tiny, plan.equality, plan.block_size or 16))
             end()
         with (plan.json or Path(os.devnull)).open("w", buffering=1) as sink:
             # One after the other: all of them do not fit into two GPUs.
             for index, mode in enumerate(plan.modes):
-                arguments = [*base, *MODES[mode], *more]
+                arguments = [*base, *shape.arguments, *MODES[mode], *more]
                 port = plan.port + 250 * index
-                measured = deployment(mode, port, model, arguments, plan.work, rivals=plan.rivals, **shape)
-                start([measured])
+                measured = deployment(
+                    mode,
+                    port,
+                    model,
+                    arguments,
+                    plan.work,
+                    rivals=plan.rivals,
+                    before=plan.before,
+                    environment=shape.environment,
+                    **lay,
+                )
+                measured = start(measured)
                 routers.append(start_router(*measured.pairs["ours"], port + 40, plan.work))
                 wait_listening(port + 40)
                 asyncio.run(measure(mode, measured, f"http://{HOST}:{port + 40}", plan, sink))

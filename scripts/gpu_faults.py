@@ -25,8 +25,8 @@ from bench_gpu_pd import (
     direct,
     stream,
     wait_ready,
-    write_8b,
 )
+from gpu_shapes import SHAPES
 
 from kv_connector.lab.process import stop
 
@@ -109,7 +109,7 @@ def main() -> None:
     plan.work.mkdir(parents=True, exist_ok=True)
     arguments = ["--load-format", "dummy", "--max-model-len", "40000", "--enforce-eager"]
     arguments += ["--kv-cache-memory-bytes", str(8 << 30)]
-    pair = deployment("faults", 9300, write_8b(plan.work / "llama-8b"), arguments, plan.work)
+    pair = deployment("faults", 9300, SHAPES["llama"].write(plan.work / "llama"), arguments, plan.work)
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # for /reset_prefix_cache
     try:
         for server in pair.servers:

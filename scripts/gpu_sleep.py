@@ -24,10 +24,10 @@ from bench_gpu_pd import (
     deployment,
     direct,
     wait_ready,
-    write_8b,
     write_tiny,
 )
 from gpu_faults import MIDDLE_SECONDS, VICTIM_TOKENS, rests
+from gpu_shapes import SHAPES
 
 from kv_connector.lab.process import stop
 
@@ -88,7 +88,7 @@ def main() -> None:
     large += ["--kv-cache-memory-bytes", str(8 << 30)]
     tiny = [*TINY_ARGUMENTS, "--no-enable-prefix-caching"]
     # The large one is slow enough to be caught amid a transfer; the tiny one's tokens depend on each page.
-    sleep(plan, "large", 9400, write_8b(plan.work / "llama-8b"), large, VICTIM_TOKENS)
+    sleep(plan, "large", 9400, SHAPES["llama"].write(plan.work / "llama"), large, VICTIM_TOKENS)
     sleep(plan, "tiny", 9600, write_tiny(plan.work / "tiny"), tiny, 1000)
 
 

@@ -11,8 +11,10 @@ import argparse
 import asyncio
 import functools
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,10 +42,16 @@ class Case:
     decode: str = ""  # the single engine's, too
     dtype: str = "float32"
     shifted: bool = False  # D decodes the single engine's first token, which that has decoded, too
+    models: Mapping[str, Callable[[Path], Path]] = field(default_factory=dict)  # by the names that flags have
     environment: Mapping[str, str] = field(default_factory=dict)  # of P
 
 
 TRITON = "--attention-backend TRITON_ATTN"
+TRITON_MLA = "--attention-backend TRITON_MLA"
+EAGLE3 = '--speculative-config {"method":"eagle3","model":"@eagle3","num_speculative_tokens":3}'
+MTP = '--speculative-config {"method":"mtp","num_speculative_tokens":2}'
+ACCEPTED = re.compile(r"^vllm:spec_decode_num_accepted_tokens_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+FP8 = "--kv-cache-dtype fp8"
 GDN = "--gdn-prefill-backend triton"  # which needs no other package
 CASES = (
     Case("block 16 to 128", kinds.make_llama, f"{TRITON} --block-size 16", f"{TRITON} --block-size 128"),
@@ -60,11 +68,27 @@ CASES = (
     Case(
         "MLA block 16 to 64",
         functools.partial(kinds.make_deepseek_v2, head_dim=128),
-        "--attention-backend TRITON_MLA --block-size 16",
-        "--attention-backend TRITON_MLA --block-size 64",
+        f"{TRITON_MLA} --block-size 16",
+        f"{TRITON_MLA} --block-size 64",
         dtype="bfloat16",
         shifted=True,
     ),
+    Case(
+        "MLA with MTP",
+        functools.partial(kinds.make_mtp, head_dim=128),
+        f"{TRITON_MLA} {MTP}",
+        f"{TRITON_MLA} {MTP}",
+        dtype="bfloat16",
+        shifted=True,
+    ),
+    Case(
+        "EAGLE3",
+        kinds.make_quiet,
+        f"{TRITON} {EAGLE3}",
+        f"{TRITON} {EAGLE3}",
+        models={"eagle3": kinds.make_eagle3},
+    ),
+    Case("fp8", kinds.KINDS["fp8-scales"], FP8, FP8, dtype="bfloat16", shifted=True),
 )
 
 
@@ -84,13 +108,31 @@ async def compare(case: Case, prefill: Server, decode: Server, alone: Server) ->
                 wrong.append(f"{length} tokens: {got}, not {right}")
         for server in (prefill, decode):
             await rests(client, server)
+        drafts = [await accepted(client, server) for server in (alone, decode)]
     if wrong:
         raise AssertionError("; ".join(wrong))
-    return f"{equal} of {len(LENGTHS)} answers of {OUTPUT} tokens are one engine's, every block is free"
+    told = f"{equal} of {len(LENGTHS)} answers of {OUTPUT} tokens are one engine's, every block is free"
+    return (
+        f"{told}; drafts accepted: {drafts[0]:.0f} by one engine, {drafts[1]:.0f} by D"
+        if any(drafts)
+        else told
+    )
 
 
-def run(case: Case, work: Path, port: int, provider: str) -> str:
-    model = case.make(work / case.name.replace(" ", "-"))
+async def accepted(client: httpx.AsyncClient, server: Server) -> float:
+    """Tokens of a drafter's that its engine has kept."""
+    found = ACCEPTED.findall((await client.get(f"{server.url}/metrics")).text)
+    return sum(float(value) for value in found)
+
+
+def write_models(case: Case, directory: Path) -> None:
+    for name, make in {"model": case.make, **case.models}.items():
+        (directory / name).mkdir(parents=True, exist_ok=True)
+        make(directory / name)
+
+
+def run(case: Case, models: Path, port: int, provider: str) -> str:
+    work = models.parent
     base = [*ARGUMENTS, "--dtype", case.dtype]
 
     def server(side: str, gpu: int, number: int, flags: str) -> Server:
@@ -100,8 +142,8 @@ def run(case: Case, work: Path, port: int, provider: str) -> str:
             f"{case.name.replace(' ', '-')}-{side}",
             [gpu],
             port + number,
-            model,
-            [*base, *flags.split()],
+            models / "model",
+            [*base, *re.sub(r"@([\w-]+)", lambda name: str(models / name[1]), flags).split()],
             work,
             None if role is None else ours(role, control, provider),
             control,
@@ -129,20 +171,28 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("/tmp/kvc-gpu-topologies"), help="models and logs")
     parser.add_argument("--provider", default="nvlink")
     parser.add_argument("--case", nargs="*", default=[case.name for case in CASES])
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="as many cases side by side")
     plan = parser.parse_args()
     plan.work = plan.work.resolve()
     plan.work.mkdir(parents=True, exist_ok=True)
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # for /reset_prefix_cache
-    failed = 0
-    for index, case in enumerate(CASES):
-        if case.name not in plan.case:
-            continue
+
+    def result(index: int, case: Case, models: Path) -> bool:
         try:
-            print(f"{case.name}: {run(case, plan.work, 9100 + 40 * index, plan.provider)}", flush=True)
+            print(f"{case.name}: {run(case, models, 9100 + 40 * index, plan.provider)}", flush=True)
         except Exception as error:
-            failed += 1
             print(f"{case.name}: FAILED: {type(error).__name__}: {error}", flush=True)
-    sys.exit(failed > 0)
+            return False
+        return True
+
+    chosen = []
+    for index, case in enumerate(CASES):
+        if case.name in plan.case:
+            chosen.append((index, case, plan.work / case.name.replace(" ", "-")))
+            write_models(*chosen[-1][1:])
+    with ThreadPoolExecutor(plan.at_once) as pool:
+        right = [*pool.map(lambda one: result(*one), chosen)]
+    sys.exit(not all(right))
 
 
 if __name__ == "__main__":

@@ -186,6 +186,10 @@ class Agent:
 
     # --- Decode
 
+    def tell_failures(self, load_failed: Callable[[str, str], None]) -> None:
+        """Calls this, on the agent's thread, with each transfer whose pages will not come, and the reason."""
+        self._effects.load_failed = load_failed
+
     def set_waiting(self, waiting: Collection[tuple[str, Address]]) -> None:
         """Transfers whose requests still queue here, and the engines that compute their prompts: sessions are
         made with these, and they are told to hold the blocks."""
@@ -209,6 +213,7 @@ class Agent:
                     why = f"{type(error).__name__}: {error}"
                     self._ledger.reached(Reached(Role.DECODE, transfer, receiver, State.FAILED, why))
                     self._ledger.received(receiver, failed=True)
+                    self._effects.load_failed(transfer, why)
                 raise
 
         self._submit(command)

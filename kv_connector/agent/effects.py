@@ -152,6 +152,7 @@ class Effects:
         self._when_fenced: list[Callable[[], None]] = []
         # Transfers that were written and not yet reported: seconds since the first push, bytes.
         self._sent: dict[Share, tuple[float, int]] = {}
+        self.load_failed: Callable[[str, str], None] = lambda transfer_id, reason: None
         self._next_look = 0.0
         self._reported_slow: set[Share] = set()
 
@@ -517,6 +518,8 @@ class Effects:
             where = f"{'to' if ended.side is Role.PREFILL else 'from'} {link.name} over {link.lane}"
         outcome, reason = ended.outcome.value, ended.reason
         logger.warning("transfer %s %s: %s: %s", share, where, outcome, reason)
+        if ended.side is Role.DECODE:
+            self.load_failed(ended.transfer_id, reason)
 
 
 def _slow(now: float, one: UnderWay) -> bool:

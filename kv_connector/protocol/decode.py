@@ -42,7 +42,7 @@ from kv_connector.protocol.actions import (
     State,
     UnderWay,
 )
-from kv_connector.protocol.layout import MAX_LAYER_PARTS, KvLayout, layout_problem
+from kv_connector.protocol.layout import KvLayout, layout_problem
 from kv_connector.protocol.messages import (
     MAX_REGIONS,
     Cancel,
@@ -58,7 +58,7 @@ from kv_connector.protocol.plan import targets_problem
 from kv_connector.protocol.prompt_hash import PROMPT_HASH_BYTES
 from kv_connector.protocol.requests import DecodeRequest
 from kv_connector.protocol.runs import Misfit
-from kv_connector.protocol.sources import Draw, draws
+from kv_connector.protocol.sources import Draw, draws, scattered
 from kv_connector.protocol.timers import Timeouts, Timers
 
 DecodeAction = (
@@ -411,14 +411,13 @@ class DecodeMachine:
         return [Log(logging.WARNING, text)]
 
     def _strided(self, address: Address, workers: Iterable[Draw]) -> list[DecodeAction]:
-        """A page that keeps its parts together goes in a write for each at most."""
-        plans = [draw.plan for draw in workers if draw.plan is not None]
-        writes, nbytes = max((plan.pieces() for plan in plans), default=(0, 0))
-        if writes <= MAX_LAYER_PARTS:
+        found = scattered(workers)
+        if found is None:
             return []
+        writes, nbytes = found
         text = (
             f"pages from the prefill engine at {address} come in up to {writes} writes a layer and block, of "
-            f"{nbytes} bytes and more: with the same block size and memory order on both sides it is one"
+            f"{nbytes} bytes and more: with equal blocks and heads first in memory on both sides they are few"
         )
         return [Log(logging.WARNING, text)]
 

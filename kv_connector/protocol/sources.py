@@ -6,10 +6,10 @@ Everybody computes it for himself, from the layouts alone: it needs no talk amon
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kv_connector.protocol.layout import KvLayout, LayerLayout, Part
+from kv_connector.protocol.layout import MAX_LAYER_PARTS, KvLayout, LayerLayout, Part
 from kv_connector.protocol.messages import Rank, Wants
 from kv_connector.protocol.plan import Plan, matching_parts
 from kv_connector.protocol.runs import Misfit, naming
@@ -24,6 +24,16 @@ class Draw:
     plan: Plan | None  # None: it sends nothing to anybody, and has to be told so
     wants: Wants
     layout: KvLayout  # the prefill worker's, on which all this rests
+
+
+def scattered(draws: Iterable[Draw]) -> tuple[int, int] | None:
+    """Where the pages that a decode worker gets come in many writes: into how many the worst of a layer and
+    block falls, and the bytes of the least of those. A page that keeps its parts together goes in a write for
+    each at most.
+    """
+    plans = (draw.plan for draw in draws if draw.plan is not None)
+    writes, nbytes = max((plan.pieces() for plan in plans), default=(0, 0))
+    return (writes, nbytes) if writes > MAX_LAYER_PARTS else None
 
 
 class Holders:

@@ -63,7 +63,7 @@ def create_app(settings: Settings) -> Starlette:
     metrics = Metrics()
     client = EngineClient()
     dispatcher = Dispatcher(settings, client, metrics)
-    registry = Registry(dispatcher.members, client, settings.registration, settings.key)
+    registry = Registry(dispatcher.members, dispatcher.reasons, client, settings.registration, settings.key)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:

@@ -20,6 +20,7 @@ from kv_connector.router.failure import Failure, engine_down, failure
 from kv_connector.router.members import Members, Side
 from kv_connector.router.metrics import Metrics
 from kv_connector.router.pool import EngineLost, Lease, NoEngine, Pool
+from kv_connector.router.reasons import PATIENCE_S, Reasons
 from kv_connector.router.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,10 @@ class EngineFailure(Failure):
         self.blamed = blamed
 
 
+class EngineError(EngineFailure):
+    """The engine answered with an error of its own."""
+
+
 class Dispatcher:
     """Used from the event loop's thread only."""
 
@@ -76,6 +81,7 @@ class Dispatcher:
             suspect=settings.suspect,
             dead=settings.dead,
         )
+        self.reasons = Reasons()
         self._disowning: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
@@ -180,7 +186,8 @@ class Dispatcher:
             )
         with self._owed(transfer_id, prefill.endpoint, call):
             decode = await self._acquire(Side.DECODE, stack, avoid)
-            return await self._decode(decode, completion.decode_body(params), call, stack, prefill.endpoint)
+            body = completion.decode_body(params)
+            return await self._load(transfer_id, prefill.endpoint, decode, body, call, stack)
 
     async def _concurrent(
         self, completion: Completion, call: Call, stack: AsyncExitStack, avoid: Collection[Endpoint]
@@ -200,7 +207,8 @@ class Dispatcher:
         # abort it.
         stack.push_async_exit(_Finish(prefilling, self._settings.patience))
         body = completion.decode_body(decode_params(transfer_id, prefill.endpoint))
-        decoding = asyncio.create_task(self._decode(decode, body, call, stack, prefill.endpoint))
+        load = self._load(transfer_id, prefill.endpoint, decode, body, call, stack)
+        decoding = asyncio.create_task(load)
         stack.push_async_callback(_end, decoding)
         logger.debug(
             "request %s: transfer %s from %s to %s",
@@ -279,18 +287,34 @@ class Dispatcher:
             raise self._broken(Side.PREFILL, endpoint, call, error) from error
         return params
 
-    async def _decode(
+    async def _load(
         self,
+        transfer_id: str,
+        prefill: Endpoint,
         lease: Lease,
         body: bytes,
         call: Call,
         stack: AsyncExitStack,
-        source: Endpoint | None = None,
     ) -> Answer:
-        """Sends D its part and waits until its answer begins. ``stack`` closes the connection.
+        """As _decode(), of a prompt that ``prefill`` computes: that may be to blame, too, if D fails.
 
-        ``source``: the prefill engine that D depends on, and that may be to blame if D fails.
+        vLLM answers a load that failed without the reason. A D that has registered says it.
         """
+        with self.reasons.expected(transfer_id) as reason:
+            try:
+                return await self._decode(lease, body, call, stack)
+            except EngineError as error:
+                if self.members.registered(lease.endpoint):
+                    await asyncio.wait({reason}, timeout=PATIENCE_S)
+                told: Failure = error
+                if reason.done():
+                    words = f"{lease.endpoint} did not get the prompt's KV from {prefill}: {reason.result()}"
+                    logger.warning("request %s: %s", call.request_id, words)
+                    told = failure(error.status, "api_error", words)
+                raise EngineError(told, {**error.blamed, Side.PREFILL: prefill}) from None
+
+    async def _decode(self, lease: Lease, body: bytes, call: Call, stack: AsyncExitStack) -> Answer:
+        """Sends D its part and waits until its answer begins. ``stack`` closes the connection."""
         endpoint = lease.endpoint
         try:
             async with lease.alive():
@@ -300,7 +324,7 @@ class Dispatcher:
                 kind = content_type(response)
                 if response.status >= 400:
                     refusal = Failure(response.status, await response.read(), kind)
-                    raise self._failure(Side.DECODE, endpoint, call, refusal, source)
+                    raise self._failure(Side.DECODE, endpoint, call, refusal)
                 if not kind.startswith("text/event-stream"):
                     return Answer(response.status, kind, _one(await response.read()))
                 events = EventStream(response.content.iter_any())
@@ -308,7 +332,7 @@ class Dispatcher:
                     opening = await events.opening()
                 except Failure as problem:
                     # vLLM has sent its status before it knew; the client has not seen it yet.
-                    raise self._failure(Side.DECODE, endpoint, call, problem, source) from None
+                    raise self._failure(Side.DECODE, endpoint, call, problem) from None
         except (*HttpError, EngineLost) as error:
             raise self._broken(Side.DECODE, endpoint, call, error) from error
         return Answer(response.status, kind, self._relay(opening, events, lease, call))
@@ -328,15 +352,13 @@ class Dispatcher:
             # The status is long out: the stream's own way to say it is an event.
             yield events.error(self._broken(Side.DECODE, lease.endpoint, call, error).body)
 
-    def _failure(
-        self, side: Side, endpoint: Endpoint, call: Call, answer: Failure, source: Endpoint | None = None
-    ) -> Failure:
-        """An engine's own error: the request's fault, or from 500 on the engine's, or its source's."""
+    def _failure(self, side: Side, endpoint: Endpoint, call: Call, answer: Failure) -> Failure:
+        """An engine's own error: the request's fault, or from 500 on the engine's."""
         self._metrics.failures.labels(side.value, str(endpoint)).inc()
         logger.warning("request %s: %s engine %s answered %s", call.request_id, side.value, endpoint, answer)
         if answer.status < 500:
             return answer
-        return EngineFailure(answer, {side: endpoint, **({Side.PREFILL: source} if source else {})})
+        return EngineError(answer, {side: endpoint})
 
     def _broken(self, side: Side, endpoint: Endpoint, call: Call, error: Exception) -> EngineFailure:
         """An engine that does not answer, or broke off: it is left alone until it answers again."""

@@ -124,6 +124,11 @@ class Members:
         """Whether engines of this side share an API server."""
         return any(engine.endpoint.rank for engine in self._engines.values() if side in engine.sides)
 
+    def registered(self, endpoint: Endpoint) -> bool:
+        """Whether the engine speaks to this router by itself."""
+        engine = self._engines.get(endpoint.place)
+        return engine is not None and engine.seen is not None
+
     def outstanding(self, url: str) -> int | None:
         """Requests that this API server's engines have from here; None if there is no such server."""
         served = self._served_at(url)

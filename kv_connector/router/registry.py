@@ -12,11 +12,20 @@ from concurrent.futures import ThreadPoolExecutor
 import zmq
 
 from kv_connector.control.cluster_key import ClusterKey
-from kv_connector.control.membership import BeginDrain, Drain, Draining, Leave, MembershipSockets, Register
+from kv_connector.control.membership import (
+    BeginDrain,
+    Drain,
+    Draining,
+    Leave,
+    LoadFailed,
+    MembershipSockets,
+    Register,
+)
 from kv_connector.protocol.actions import Address, Source
 from kv_connector.router.client import EngineClient, HttpError
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.members import MAX_ENGINES, Members
+from kv_connector.router.reasons import Reasons
 
 logger = logging.getLogger(__name__)
 
@@ -32,13 +41,19 @@ class RegistryError(RuntimeError):
 
 
 class Registry:
-    """Feeds Members: run() it beside the server, in its event loop."""
+    """Feeds Members and Reasons: run() it beside the server, in its event loop."""
 
     def __init__(
-        self, members: Members, client: EngineClient, address: Address | None, key: ClusterKey | None
+        self,
+        members: Members,
+        reasons: Reasons,
+        client: EngineClient,
+        address: Address | None,
+        key: ClusterKey | None,
     ) -> None:
         """``address``: where engines register; None: nobody does."""
         self._members = members
+        self._reasons = reasons
         self._client = client
         self._address = address
         self._key = key
@@ -106,6 +121,8 @@ class Registry:
                         self._engines[endpoint.place] = received.source
                     case Leave():
                         self._members.leave(message)
+                    case LoadFailed(transfer_id, reason):
+                        self._reasons.told(transfer_id, reason)
                     case Drain(url=url):
                         self._drain(received.source, Endpoint.parse(url).url)
             except ValueError as error:

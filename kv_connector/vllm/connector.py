@@ -20,7 +20,8 @@ from kv_connector.agent.settings import SettingsError, parse_settings
 from kv_connector.agent.start import Running, WorkerInfo, start
 from kv_connector.engine.placement import Device
 from kv_connector.protocol.messages import Role
-from kv_connector.vllm.fingerprint import ADVICE, rank_fingerprint
+from kv_connector.protocol.mismatch import ADVICE
+from kv_connector.vllm.fingerprint import rank_fingerprint
 from kv_connector.vllm.internals import (
     CacheHitSource,
     KvBlocks,
@@ -122,6 +123,13 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
     def shutdown(self) -> None:
         if self._running is not None:
             self._running.close()
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Heads first, where pages have several: what a rank of another tensor parallelism gets of a page is
+        then one write. VLLM_KV_CACHE_LAYOUT goes before it, and vLLM warns where its kernels have no such.
+        """
+        return None if vllm_config.model_config.use_mla else "HND"
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

@@ -18,14 +18,6 @@ from kv_connector.vllm.internals import VLLM_VERSION
 _IRRELEVANT = {"_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "quantization_config"}
 
 
-# What to do about each pair that differs.
-ADVICE = {
-    "engine": "run the same release of the engine on both sides",
-    "model": "serve the same model on both sides",
-    "dtype": "start both engines with the same --dtype",
-}
-
-
 def rank_fingerprint(vllm_config: Any) -> Fingerprint:
     return fingerprint(
         {

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import vllm
 
+from kv_connector.protocol.division import division_problem
+
 RELEASES = {"0.32": "release_0_32", "0.33": "release_0_33"}
 SUPPORTED_VERSIONS = " and ".join(f"{release}.x" for release in RELEASES)
 
@@ -150,18 +152,11 @@ def check_configuration(vllm_config: Any, kv_cache_config: Any) -> None:
             "tell connectors that the KV cache is unmapped: install vllm==0.33.*, or run without it."
         )
     parallel = vllm_config.parallel_config
-    for name, value in (
-        ("--decode-context-parallel-size", parallel.decode_context_parallel_size),
-        ("--prefill-context-parallel-size", parallel.prefill_context_parallel_size),
-    ):
-        if value > 1:
-            raise UnsupportedConfiguration(
-                f"WriteImmConnector does not support {name} {value} yet: set it to 1."
-            )
-    if parallel.use_ubatching:
-        raise UnsupportedConfiguration(
-            "WriteImmConnector does not support microbatches yet: turn --enable-dbo and --ubatch-size off."
-        )
+    problem = division_problem(
+        parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size, parallel.use_ubatching
+    )
+    if problem is not None:
+        raise UnsupportedConfiguration(problem)
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         strange = {
             type(spec).__name__ for spec in iter_layer_specs(group.kv_cache_spec) if not _is_moved(spec)
@@ -179,6 +174,17 @@ def _is_moved(spec: Any) -> bool:
     return type(spec) in SUPPORTED_SPECS and (
         type(spec) is MambaSpec or (spec.tokens_per_state == 1 and not spec.prefix_replay_tokens)
     )
+
+
+def beside_tokens(request: Any) -> list[str]:
+    """What else a prompt's pages depend on, in words that both engines have alike: the adapter, and where
+    pictures and the like stand. Not what these are: vLLM's hashes of them depend on where an engine has
+    loaded the model from.
+    """
+    adapter = request.lora_request
+    places = [(feature.modality, feature.mm_position) for feature in request.mm_features or ()]
+    found = [f"{kind} {place.offset} {place.length}" for kind, place in places]
+    return found if adapter is None else [f"adapter {adapter.lora_name}", *found]
 
 
 def block_tokens(kv_cache_spec: Any) -> int:

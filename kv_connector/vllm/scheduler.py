@@ -30,7 +30,7 @@ from kv_connector.protocol.messages import Rank, Role
 from kv_connector.protocol.params import BadParams, DecodeParams, PrefillParams, parse_params
 from kv_connector.protocol.prompt_hash import prompt_hash
 from kv_connector.protocol.requests import DecodeRequest, GroupPages, PrefillRequest
-from kv_connector.vllm.internals import Request, RequestStatus, leave_last_token
+from kv_connector.vllm.internals import Request, RequestStatus, beside_tokens, leave_last_token
 from kv_connector.vllm.metadata import StepMetadata
 
 logger = logging.getLogger(__name__)
@@ -605,6 +605,6 @@ def _prompt(request: Request) -> tuple[int, bytes]:
         raise BadParams("the prompt has no token ids (prompt embeddings cannot be transferred)")
     tokens = list(request.prompt_token_ids)
     try:
-        return len(tokens), prompt_hash(tokens)
+        return len(tokens), prompt_hash(tokens, beside_tokens(request))
     except (OverflowError, TypeError) as error:
         raise BadParams(f"the prompt's token ids are no unsigned 32-bit integers: {error}") from None

@@ -44,7 +44,13 @@ class Case:
     pool: int = 0
     """D's blocks, where they are to be too few for all its requests: vLLM takes some away again. The longest
     request needs that many less a few."""
+    crowd: tuple[Mapping[str, Any], ...] = ({},)
+    """Bodies of these requests, in turn."""
     connector: str = "WriteImmConnector"
+    shortest: int = 1
+    """Tokens of a prompt that one engine can do."""
+    torchvision: bool = False
+    """vLLM imports it for the model: see no_torchvision.py."""
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -74,8 +80,12 @@ PP2 = '--pipeline-parallel-size 2 --no-enforce-eager --compilation-config {"mode
 FP8 = "--kv-cache-dtype fp8"
 NGRAM = '--speculative-config {"method":"ngram","num_speculative_tokens":3,"prompt_lookup_max":3}'
 EAGLE = '--speculative-config {"method":"eagle","model":"@eagle","num_speculative_tokens":3}'
+EAGLE3 = '--speculative-config {"method":"eagle3","model":"@eagle3","num_speculative_tokens":3}'
+MTP = '--speculative-config {"method":"mtp","num_speculative_tokens":2}'
 DRAFT_MODEL = '--speculative-config {"method":"draft_model","model":"@llama","num_speculative_tokens":3}'
 LORA = "--enable-lora --max-lora-rank 8 --lora-modules adapter=@adapter"
+PRIORITY = "--scheduling-policy priority"
+PRIORITIES = tuple({"priority": priority} for priority in (2, 0, 1))
 
 SAMPLES = {"n": 3, "temperature": 1.0, "seed": 7}
 STRUCTURES = (
@@ -90,13 +100,13 @@ STRUCTURES = (
 MLA = '--compilation-config {"custom_ops":["-rotary_embedding"]}'
 
 
-def latent(prefill: str = "", decode: str = "") -> dict[str, Any]:
+def latent(model: str, prefill: str = "", decode: str = "", alone: str = "") -> dict[str, Any]:
     """vLLM's CPU kernel for MLA takes blocks of 16 tokens, prompts in one piece and no prefix caching."""
     return {
-        "model": "deepseek-v2",
+        "model": model,
         "prefill": Side(f"{MLA} {prefill}", block=16, chunk=1024),
         "decode": Side(f"{MLA} {decode}", block=16, chunk=1024),
-        "alone": MLA,
+        "alone": f"{MLA} {alone}",
         "caching": False,
     }
 
@@ -126,6 +136,9 @@ CASES = (
     Case("head-128", "head128"),
     Case("head-256", "head256"),
     Case("gemma3", "gemma3", pool=66),
+    Case("gemma4", "gemma4"),
+    Case("gpt-oss", "gpt-oss"),
+    Case("llama4", "llama4"),
     Case("mixtral", "mixtral"),
     Case("fp8", "llama", **flags(FP8)),
     Case("fp8-scales", "fp8-scales", **flags(FP8)),
@@ -133,22 +146,25 @@ CASES = (
     # ExampleConnector saves the first chunk of a prompt and takes it for the whole.
     Case("multi-connector", "llama", **whole(), connector="MultiConnector"),
     Case("dp2-decode", "llama", decode=Side(DP2), alone=""),
+    Case("priority", "llama", **flags(PRIORITY), pool=36, crowd=PRIORITIES),
     Case("ngram", "llama", **flags(NGRAM), alone=""),
     Case("ngram-decode", "llama", decode=Side(NGRAM), alone=""),
     # A drafter takes the last token of a chunk otherwise than one within: chunks that end elsewhere would be
     # accepted otherwise.
     Case("eagle", "one-layer", prefill=Side(EAGLE), decode=Side(EAGLE), drafts=True),
+    Case("eagle3", "quiet", prefill=Side(EAGLE3), decode=Side(EAGLE3), drafts=True),
     Case("draft-model", "llama", **flags(DRAFT_MODEL), drafts=True),
     Case("lora", "llama", **flags(LORA), body={"model": "adapter"}, more=({},)),
-    Case("mla", **latent()),
+    Case("mla", **latent("deepseek-v2")),
+    Case("mtp", **latent("mtp", MTP, MTP, alone=MTP), drafts=True),
     # --- P and D that differ
     Case("tp1-tp2", "llama", **pair("", TP2), pool=36),
     Case("tp2-tp1", "llama", **pair(TP2), pool=36),
     Case("mqa-tp2-tp1", "mqa", **pair(TP2)),
     Case("mqa-tp1-tp2", "mqa", **pair("", TP2)),
     Case("gemma3-tp2-tp1", "gemma3", **pair(TP2)),
-    Case("mla-tp2-tp1", **latent(TP2)),
-    Case("mla-tp1-tp2", **latent("", TP2)),
+    Case("mla-tp2-tp1", **latent("deepseek-v2", TP2)),
+    Case("mla-tp1-tp2", **latent("deepseek-v2", "", TP2)),
     Case("block-32-64", "llama", **pair(blocks=(32, 64)), pool=18),
     Case("block-64-32", "llama", **pair(blocks=(64, 32)), pool=36),
     Case("block-32-64-tp1-tp2", "llama", **pair("", TP2, blocks=(32, 64))),
@@ -170,4 +186,8 @@ CASES = (
     Case("qwen3-next", **states("qwen3-next", **DELTA_NET)),
     # Not with another tensor parallelism: sums in bfloat16 then come out otherwise, on one engine, too.
     Case("qwen3-next-caching", **states("qwen3-next", **DELTA_NET | {"caching": True})),
+    Case("mamba2", **states("mamba2")),
+    # On a CPU it decodes otherwise than it prefills, and otherwise with another tensor parallelism.
+    Case("lfm2", **states("lfm2", shifted=True)),
+    Case("qwen3.5", **states("qwen3.5", **DELTA_NET | {"torchvision": True, "shortest": 2})),
 )

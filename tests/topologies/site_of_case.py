@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import no_torchvision
 from cases import Case, Side
 from deployment import TIMEOUTS, engine_settings
 from kinds import KINDS
@@ -19,6 +20,7 @@ from kv_connector.lab.free_ports import free_ports
 MAX_MODEL_LEN = 1024
 PLENTY = 500  # blocks
 
+FETCHED = "vllm:external_prefix_cache_hits_total"
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 
 
@@ -92,6 +94,7 @@ class CaseCluster:
         self._cluster = cluster
         self._case = case
         self._models = models
+        self._path = no_torchvision.install(cluster.directory / "plugin") if case.torchvision else ""
         cluster.environment = dict(case.environment)
 
     def start(self, *, with_alone: bool) -> Site:
@@ -134,9 +137,12 @@ class CaseCluster:
 
     def _settings(self, side: Side, blocks: int) -> EngineSettings:
         words = [self._resolve(word) for word in side.words()]
+        settings = engine_settings_of(side, ["--dtype", self._case.dtype, *words], blocks)
+        path = ":".join(filter(None, [settings.environment["PYTHONPATH"], self._path]))
         return replace(
-            engine_settings_of(side, ["--dtype", self._case.dtype, *words], blocks),
+            settings,
             prefix_caching=self._case.caching,
+            environment={**settings.environment, "PYTHONPATH": path},
         )
 
     def _resolve(self, word: str) -> str:

@@ -19,7 +19,7 @@ from deployment import (
     wait_idle,
     wait_until,
 )
-from site_of_case import ACCEPTED, Ask, CaseCluster, Known, Models, Right, Site
+from site_of_case import ACCEPTED, FETCHED, Ask, CaseCluster, Known, Models, Right, Site
 
 from kv_connector.lab.cluster import Engine, LocalCluster
 
@@ -30,13 +30,13 @@ OUTPUT = 16
 LENGTHS = (1, 2, 7, 33, 100, 300, 700)
 REPEATED = (33, 300, 700)
 HITS = "vllm:prefix_cache_hits_total"
-FETCHED = "vllm:external_prefix_cache_hits_total"
 PREEMPTIONS = "vllm:num_preemptions_total"
 
 
 def lengths(case: Case) -> list[Ask]:
     # The shifted oracle needs one token more.
-    return [Ask(tuple(prompt(f"length {n}", n)), OUTPUT + case.shifted, case.body) for n in LENGTHS]
+    tokens = [prompt(f"length {n}", n) for n in LENGTHS if n >= case.shortest]
+    return [Ask(tuple(one), OUTPUT + case.shifted, case.body) for one in tokens]
 
 
 def more(case: Case) -> list[Ask]:
@@ -47,7 +47,8 @@ def crowd(case: Case) -> list[Ask]:
     """Their prompts fit into the small pool, their answers do not."""
     if not case.pool:
         return []
-    return [Ask(tuple(prompt(f"crowd {index}", 120 + index)), 64) for index in range(8)]
+    bodies = [case.crowd[index % len(case.crowd)] for index in range(8)]
+    return [Ask(tuple(prompt(f"crowd {index}", 120 + index)), 128, body) for index, body in enumerate(bodies)]
 
 
 @pytest.fixture(scope="session")
@@ -85,7 +86,7 @@ async def ask_alone(client: Client, engine: Engine, case: Case, known: Known, as
         known.of(case)[ask.key()] = Right(choices, engine.metric(ACCEPTED) - before)
     outputs = [right.choices[0][0] for right in known.of(case).values()]
     # Else any KV would do.
-    assert len({tuple(output) for output in outputs}) >= len(LENGTHS), outputs
+    assert len({tuple(output) for output in outputs}) >= len(lengths(case)), outputs
 
 
 async def answer(client: Client, url: str, ask: Ask) -> list[tuple[list[int], str]]:

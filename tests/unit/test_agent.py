@@ -441,6 +441,8 @@ def test_a_request_that_the_agent_cannot_take_has_failed(
     pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefill, decode = pair
+    told: list[tuple[str, str]] = []
+    decode.agent.tell_failures(lambda *failure: told.append(failure))
 
     def broken(*_: object) -> None:
         raise RuntimeError("as the test wants it")
@@ -448,9 +450,11 @@ def test_a_request_that_the_agent_cannot_take_has_failed(
     monkeypatch.setattr(decode.agent._effects.decode, "reserve", broken)
     decode.reserve(prefill.address)
     until(lambda: decode.agent.state("d-t") is State.FAILED)
-    assert "as the test wants it" in decode.agent.failure("d-t")
+    why = decode.agent.failure("d-t")
+    assert "as the test wants it" in why
     decode.wait(received=["d-t"])
     assert decode.failed == ["d-t"]
+    until(lambda: told == [("t", why)])
 
 
 # --- Ends that are not good
@@ -458,6 +462,8 @@ def test_a_request_that_the_agent_cannot_take_has_failed(
 
 def test_an_abort_of_prefill_fails_decode(pair: tuple[Side, Side], caplog: pytest.LogCaptureFixture) -> None:
     prefill, decode = pair
+    told: list[tuple[str, str]] = []
+    decode.agent.tell_failures(lambda *failure: told.append(failure))
     prefill.expect()
     decode.reserve(prefill.address)
     prefill.compute(SOURCE[:1])
@@ -471,6 +477,7 @@ def test_an_abort_of_prefill_fails_decode(pair: tuple[Side, Side], caplog: pytes
     peer = f"prefill/0 at {prefill.address}"
     until(lambda: f"transfer t from {peer} over sim: failed: prefill_aborted: client left" in caplog.text)
     until(lambda: "transfer t to decode/0 over sim: failed: client left" in caplog.text)
+    until(lambda: told == [("t", "prefill_aborted: client left")])
 
 
 def test_an_abort_of_decode_is_not_a_failure(pair: tuple[Side, Side]) -> None:

@@ -63,6 +63,19 @@ def test_sim_is_refused_where_two_processes_are_measured() -> None:
     assert "same process" in output
 
 
+# --- Engines that meet
+
+
+def test_engines_of_unequal_ranks_meet(tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    words = ("--prefill", "2", "--decode", "1", "--rounds", "1", "--json", str(file))
+    status, output = run("meeting", *words)
+    assert status == 0, output
+    (found,) = lines(file, "meeting")
+    assert (found["lane"], found["prefill_ranks"], len(found["seconds"])) == ("host", 2, 1)
+    assert 0 < found["seconds"][0] < 60
+
+
 # --- peers
 
 

@@ -15,7 +15,8 @@ from command_line import invoke
 
 from kv_connector.cli import doctor
 from kv_connector.cli import topology as topology_command
-from kv_connector.cli.doctor import Roots, Verdict
+from kv_connector.cli.doctor import Roots
+from kv_connector.cli.findings import Verdict
 from kv_connector.cli.main import app
 from kv_connector.engine.placement import CoresInUse
 

@@ -16,3 +16,9 @@ def test_it_is_blake2b_over_little_endian_32_bit_token_ids() -> None:
 @pytest.mark.parametrize("other", [[1, 3], [2, 1], [1], [1, 2, 0]])
 def test_another_prompt_has_another(other: list[int]) -> None:
     assert prompt_hash(other) != prompt_hash([1, 2])
+
+
+def test_what_stands_beside_the_tokens_counts_too() -> None:
+    hashes = [prompt_hash([1, 2], beside) for beside in ((), ("a",), ("b",), ("a", "b"), ("b", "a"), ("ab",))]
+    assert len(set(hashes)) == len(hashes)
+    assert {len(found) for found in hashes} == {PROMPT_HASH_BYTES}

@@ -447,6 +447,42 @@ async def test_an_error_event_at_the_beginning_of_a_stream_is_an_error(cluster: 
             assert (answer.status_code, answer.content) == (200, b"data: 1\n\n")
 
 
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_load_that_fails_is_told_with_its_reason(cluster: Cluster, stream: bool, late: bool) -> None:
+    """vLLM's own answer has none, and may come before it."""
+
+    async def decode(request: Request, body: dict[str, Any]) -> Response:
+        transfer = body["kv_transfer_params"]["transfer_id"]
+        if late:
+            asyncio.get_running_loop().call_later(0.05, d.registrar.load_failed, transfer, why)
+        else:
+            d.registrar.load_failed(transfer, why)
+        if stream:
+            return Response(b"data: " + json.dumps(error).encode() + b"\n\n", media_type="text/event-stream")
+        return Response(json.dumps(error), 500)
+
+    error = {"error": {"message": "Internal server error", "code": 500}}
+    why = "dtype: prefill has float32, decode has bfloat16"
+    p, d = await cluster.engine(Role.PREFILL), await cluster.engine(Role.DECODE, decode)
+    client = await cluster.router()
+    answer = await within(ask(client, stream=stream))
+    assert answer.status_code == 500
+    words = f"{d.engine.url} did not get the prompt's KV from {p.engine.url}: {why}"
+    assert answer.json()["error"]["message"] == words
+    d.registrar.close()
+    d.registrar.load_failed("t", why)  # its loads fail when it ends, too: nobody is there to be told
+
+
+async def test_an_engine_that_says_no_reason_has_its_own_error_told(cluster: Cluster) -> None:
+    await cluster.engine(Role.PREFILL)
+    d = await cluster.engine(Role.DECODE, refuse(500, "of vLLM's own"))
+    d.registrar.load_failed("another transfer", "another reason")
+    client = await cluster.router()
+    answer = await within(ask(client))
+    assert (answer.status_code, answer.json()) == (500, {"error": {"message": "of vLLM's own"}})
+
+
 async def test_a_chat_whose_load_fails_after_its_roles_is_tried_elsewhere(cluster: Cluster) -> None:
     """vLLM names the role of each choice before it knows; the client sees one right answer."""
     choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}

@@ -26,7 +26,7 @@ ROOMS: dict[str, set[str]] = {
     "vllm": {"protocol", "engine", "control", "agent"},
     "sglang": {"protocol", "engine", "control", "agent"},
     "router": {"protocol", "control"},
-    "lab": {"engine", "_bench"},
+    "lab": {"protocol", "engine", "control", "agent", "_bench"},
     "cli": {"protocol", "engine", "control", "router", "lab"},
 }
 NATIVE = {"_native", "_bench"}

@@ -16,10 +16,10 @@ from vllm_pages import Rank, attention, engine, make_rank, model_config, name
 from vllm_stage import FULL, model, vllm_config
 
 from kv_connector.lab.model import make_llama
-from kv_connector.protocol.mismatch import mismatch
+from kv_connector.protocol.mismatch import ADVICE, mismatch
 from kv_connector.protocol.plan import ALIKE
 from kv_connector.vllm import internals
-from kv_connector.vllm.fingerprint import ADVICE, model_identity, rank_fingerprint
+from kv_connector.vllm.fingerprint import model_identity, rank_fingerprint
 from kv_connector.vllm.internals import kv_heads, kv_scales
 
 __all__ = ["model"]

@@ -1,12 +1,15 @@
-"""What the connector changes of vLLM itself."""
+"""What the connector changes of vLLM itself, and asks of it."""
 
 from types import SimpleNamespace
 
 import pytest
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 from vllm.v1.engine import core
 
 from kv_connector.vllm import internals
+from kv_connector.vllm.connector import WriteImmConnector
 
 
 @pytest.fixture
@@ -62,3 +65,16 @@ def test_the_engine_loop_pauses_as_it_is_told_to(monkeypatch: pytest.MonkeyPatch
     core.EngineCoreProc._process_engine_step(loop)
     assert pauses == [0.001]
     assert core.time.monotonic() <= core.time.monotonic()
+
+
+@pytest.mark.parametrize(("latent", "layout"), [(False, "LBHNC"), (True, "LBNHC")])
+def test_vllm_is_asked_for_heads_first(latent: bool, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of kernels that would rather have tokens first."""
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(kv_cache_layout=None),
+        kv_transfer_config=SimpleNamespace(),
+        model_config=SimpleNamespace(use_mla=latent),
+    )
+    monkeypatch.delenv("VLLM_KV_CACHE_LAYOUT", raising=False)
+    monkeypatch.setattr(KVConnectorFactory, "get_connector_class", lambda _: WriteImmConnector)
+    assert resolve_kv_cache_layout(config, [["LBNHC", "LBHNC"]]).name == layout

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 from protocol_setup import layout, worker
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 from vllm.v1.request import RequestStatus
 from vllm_stage import (
@@ -197,6 +199,34 @@ class TestPrefill:
         request = reservation(decode.step())
         assert (request.transfer_id, request.engine) == (expected.transfer_id, ADDRESS)
         assert request.prompt_hash == expected.prompt_hash
+
+    def test_an_adapter_and_pictures_places_are_part_of_the_prompt(self, decode: Stage) -> None:
+        """Wherever either engine has loaded them from."""
+
+        def picture(offset: int, file: str) -> MultiModalFeatureSpec:
+            return MultiModalFeatureSpec(None, "image", file, PlaceholderRange(offset, 8))
+
+        beside: list[dict[str, Any]] = [
+            {},
+            {"lora_request": LoRARequest("one", 1, "/here")},
+            {"lora_request": LoRARequest("two", 1, "/here")},
+            {"mm_features": [picture(8, "x")]},
+            {"mm_features": [picture(16, "x")]},
+        ]
+        same: list[dict[str, Any]] = [
+            {},
+            {"lora_request": LoRARequest("one", 2, "/there")},
+            {"lora_request": LoRARequest("two", 1, "/there")},
+            {"mm_features": [picture(8, "y")]},
+            {"mm_features": [picture(16, "y")]},
+        ]
+        found = []
+        for number, more in enumerate([*beside, *same]):
+            decode.add(f"d{number}", prompt(40), PARAMS_OF_D | {"transfer_id": f"t{number}"}, **more)
+            found.append(reservation(decode.step()).prompt_hash)
+            decode.abort(f"d{number}")
+        assert found[:5] == found[5:]
+        assert len(set(found)) == 5
 
     @pytest.mark.parametrize("token", [-1, 1 << 32])
     def test_token_ids_that_have_no_hash_leave_nothing_behind(

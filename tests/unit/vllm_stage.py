@@ -136,7 +136,12 @@ class Stage:
         self._free = self._pool.get_num_free_blocks()
 
     def add(
-        self, request_id: str, prompt: list[int], params: dict[str, Any] | None = None, max_tokens: int = 1
+        self,
+        request_id: str,
+        prompt: list[int],
+        params: dict[str, Any] | None = None,
+        max_tokens: int = 1,
+        **more: Any,
     ) -> Request:
         extra = {"kv_transfer_params": params} if params is not None else None
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
@@ -146,6 +151,7 @@ class Stage:
             sampling_params=sampling,
             pooling_params=None,
             block_hasher=self._hasher,
+            **more,
         )
         self.scheduler.add_request(request)
         return request

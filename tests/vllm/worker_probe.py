@@ -28,6 +28,10 @@ class WorkerProbe:
         stats = dataclasses.asdict(_agent().stats())
         return {name: value for name, value in stats.items() if isinstance(value, int | float)}
 
+    def probe_encoded(self) -> dict[str, int]:
+        """Pictures and the like that the engine has made embeddings of, as long as few are cached."""
+        return {"inputs": len(self.model_runner.encoder_cache)}  # type: ignore[attr-defined]
+
     def probe_hold(self, layer_calls: str, directory: str, prompts: str = "0") -> None:
         """Stops the forward pass in its `layer_calls`-th layer from now, after that layer was signalled.
 

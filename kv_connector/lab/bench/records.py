@@ -100,6 +100,16 @@ class Peers(msgspec.Struct, tag="peers", kw_only=True, frozen=True):
     target: PeerCost
 
 
+class Meeting(msgspec.Struct, tag="meeting", kw_only=True, frozen=True):
+    """Two engines' first request."""
+
+    round: int
+    lane: str
+    prefill_ranks: int
+    seconds: list[float]
+    """From the request until its page is there, by rank of decode."""
+
+
 class GroupRun(msgspec.Struct, tag="group", kw_only=True, frozen=True):
     """Scatters or barriers over one group: nanoseconds of each step, one entry an iteration."""
 

@@ -1,0 +1,127 @@
+"""What two engines would find out about each other at the handshake, and what a prompt then costs.
+
+Plans are made by the code that engines run (``protocol.sources``), of layouts that are made up (``layout``).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+import msgspec
+
+from kv_connector.cli.fit.layout import Engine, Unstartable, engine, first_needed
+from kv_connector.protocol.layout import GroupTarget, KvLayout
+from kv_connector.protocol.messages import Rank, fingerprint
+from kv_connector.protocol.mismatch import ADVICE, mismatch
+from kv_connector.protocol.plan import Plan
+from kv_connector.protocol.runs import Misfit
+from kv_connector.protocol.sources import draws, scattered
+
+
+class Cost(msgspec.Struct, frozen=True):
+    """What one rank of D gets of a prompt."""
+
+    rank: int
+    sources: tuple[int, ...]
+    """Ranks of P."""
+    nbytes: int
+    writes: int
+    page_writes: int
+    """Into how many the worst page falls, and the bytes of the least of those."""
+    least_bytes: int
+    many: bool
+    """Whether the engines warn of it."""
+
+
+def problems(prefill: Engine, decode: Engine) -> list[str]:
+    """In the engines' words; empty: they fit."""
+    ours, theirs = (fingerprint({"dtype": one.dtype}) for one in (prefill, decode))
+    differs = mismatch(ours, theirs, ADVICE)
+    found = [] if differs is None else [differs]
+    for rank in range(len(decode.ranks)):
+        try:
+            draws(decode.ranks, rank, prefill.ranks)
+        except Misfit as misfit:
+            found.append(str(misfit))
+    return list(dict.fromkeys(found))
+
+
+def costs(prefill: Sequence[Rank], decode: Sequence[Rank], tokens: int) -> Iterator[Cost]:
+    """By rank of D, of a prompt of so many tokens. Raises Misfit."""
+    for rank, worker in enumerate(decode):
+        found = draws(decode, rank, prefill)
+        plans = {number: draw.plan for number, draw in found.items() if draw.plan is not None}
+        targets = wanted(worker.layout, tokens)
+        moved = [_moved(plan, targets, tokens) for plan in plans.values()]
+        page_writes, least = max((plan.pieces() for plan in plans.values()), default=(0, 0))
+        yield Cost(
+            rank=rank,
+            sources=tuple(sorted(plans)),
+            nbytes=sum(nbytes for nbytes, _ in moved),
+            writes=sum(writes for _, writes in moved),
+            page_writes=page_writes,
+            least_bytes=least,
+            many=scattered(found.values()) is not None,
+        )
+
+
+def wanted(layout: KvLayout, tokens: int) -> tuple[GroupTarget, ...]:
+    """What D asks for: all but the prompt's last token, which it computes, and of a window what that one
+    attends to."""
+    targets = []
+    for group in layout.groups:
+        if group.block_size == 0:
+            targets.append(GroupTarget(0, (1,)))
+            continue
+        blocks = -(-(tokens - 1) // group.block_size)
+        needed = first_needed(group.kind, tokens - 1)
+        targets.append(GroupTarget(0, tuple(range(1, blocks + 1)), needed))
+    return tuple(targets)
+
+
+def _moved(plan: Plan, targets: Sequence[GroupTarget], tokens: int) -> tuple[int, int]:
+    """(bytes, writes) of all layers."""
+    nbytes = writes = 0
+    for pair in plan.pairs.values():
+        times = Counter(map(pair.cut.places, pair.granules(targets[pair.target], tokens)))
+        for places, granules in times.items():
+            for run in pair.runs[places]:
+                pieces = granules * len(run.layers) * len(run.offsets)
+                writes += pieces
+                nbytes += pieces * run.page_bytes
+    return nbytes, writes
+
+
+# --- What makes many writes few
+
+
+def remedy(prefill: Engine, decode: Engine) -> str | None:
+    """The fewest settings that make every page come in few writes; None: these do not."""
+    blocks = max(prefill.block, decode.block)
+    changes: Mapping[str, Mapping[str, Any]] = {
+        "VLLM_KV_CACHE_LAYOUT=HND": {"order": "heads"},
+        "VLLM_SSM_CONV_STATE_LAYOUT=DS": {"conv": "DS"},
+        f"--block-size {blocks}": {"block": blocks},
+    }
+    kinds = {prefill.side.order, decode.side.order}
+    useful = [name for name in changes if "planes" not in kinds or not name.startswith("VLLM_KV")]
+    for number in range(1, len(useful) + 1):
+        for names in combinations(useful, number):
+            more = {key: value for name in names for key, value in changes[name].items()}
+            if _few(prefill, decode, more):
+                return f"{' and '.join(names)} on both sides"
+    return None
+
+
+def _few(prefill: Engine, decode: Engine, more: Mapping[str, Any]) -> bool:
+    """Whether pages come in few writes where both sides are started with this, too."""
+    try:
+        ours, theirs = (engine(one.model, replace(one.side, **more)).ranks for one in (prefill, decode))
+        found = [draws(theirs, rank, ours) for rank in range(len(theirs))]
+    except (Misfit, Unstartable):
+        return False
+    return all(scattered(one.values()) is None for one in found)

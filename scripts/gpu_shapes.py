@@ -1,0 +1,100 @@
+"""Models for measurements on GPUs: configurations alone, as dummy weights take as long as real ones."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+# Of all shapes: 7 to 8 billion weights in bfloat16.
+_COMMON = {
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
+
+_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 32,
+    "head_dim": 128,
+    "rope_theta": 500000.0,
+}
+
+# DeepSeek-V3's attention with a quarter of its heads; its experts begin behind the last layer.
+_DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "intermediate_size": 14336,
+    "num_key_value_heads": 32,
+    "num_hidden_layers": 32,
+    "first_k_dense_replace": 32,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 0,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "rope_theta": 10000.0,
+}
+
+# Granite 4's layers, with attention in one of ten.
+_GRANITE = {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "model_type": "granitemoehybrid",
+    "intermediate_size": 8192,
+    "shared_intermediate_size": 8192,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 40,
+    "layer_types": ["attention" if layer % 10 == 5 else "mamba" for layer in range(40)],
+    "mamba_n_heads": 128,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 256,
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "position_embedding_type": "nope",
+    "attention_multiplier": 128**-0.5,
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    model: Mapping[str, Any]
+    arguments: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def write(self, directory: Path) -> Path:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "config.json").write_text(json.dumps({**_COMMON, **self.model}))
+        return directory
+
+
+SHAPES = {
+    "llama": Shape(_LLAMA),
+    "mla": Shape(_DEEPSEEK),
+    # A state for each request has to be had: 8 GiB hold 992. NixlConnector takes channels first only.
+    "hybrid": Shape(_GRANITE, ["--max-num-seqs", "256"], {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}),
+}
