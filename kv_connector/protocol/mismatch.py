@@ -6,13 +6,6 @@ from collections.abc import Mapping
 
 from kv_connector.protocol.messages import Fingerprint
 
-# What to do about each pair of an engine's fingerprint that differs.
-ADVICE = {
-    "engine": "run the same release of the engine on both sides",
-    "model": "serve the same model on both sides",
-    "dtype": "start both engines with the same --dtype",
-}
-
 SAME_RELEASE = "run the same release of kv-connector on both sides"
 
 _SHOWN = 4  # entries of a list that are worth showing: beyond it, only the first difference is

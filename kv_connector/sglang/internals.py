@@ -7,8 +7,6 @@ been read against is refused instead of being tried.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -34,6 +32,8 @@ from sglang.srt.runtime_context import (
 )
 from sglang.srt.utils.network import get_local_ip_auto
 
+from kv_connector.protocol.identity import model_identity
+
 __all__ = [
     "CommonKVBootstrapServer",
     "CommonKVManager",
@@ -51,10 +51,6 @@ __all__ = [
 ]
 
 SUPPORTED = ("0.5.23",)
-
-# Where a model was loaded from, by what, and how its weights are stored: none of it changes what a page
-# holds.
-_IRRELEVANT = {"_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "quantization_config"}
 
 
 class UnsupportedSglang(ImportError):
@@ -80,7 +76,6 @@ check_release(sglang.__version__)
 @dataclass(frozen=True)
 class ModelFacts:
     identity: str
-    """Architecture and a hash of its configuration, the same wherever the model was loaded from."""
     dtype: str
     kv_heads: int
     layers: int
@@ -88,12 +83,9 @@ class ModelFacts:
 
 def model_facts(server_args: Any) -> ModelFacts:
     config = ModelConfig.from_server_args(server_args)
-    fields = {key: value for key, value in config.hf_text_config.to_dict().items() if key not in _IRRELEVANT}
-    digest = hashlib.blake2b(json.dumps(fields, sort_keys=True, default=str).encode(), digest_size=8)
-    architectures = "+".join(config.hf_config.architectures or ["?"])
     return ModelFacts(
-        f"{architectures} {digest.hexdigest()}",
-        str(config.dtype).removeprefix("torch."),
+        model_identity(config.hf_config.architectures or ["?"], config.hf_text_config.to_dict()),
+        str(config.dtype),
         int(config.get_total_num_kv_heads()),
         int(config.num_hidden_layers),
     )

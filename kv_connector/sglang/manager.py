@@ -20,8 +20,8 @@ from kv_connector.agent.agent import Agent
 from kv_connector.agent.start import Running, WorkerInfo, start
 from kv_connector.engine.placement import Device
 from kv_connector.protocol.actions import Address, State
+from kv_connector.protocol.identity import ADVICE, engine_fingerprint
 from kv_connector.protocol.messages import Role
-from kv_connector.sglang.fingerprint import ADVICE, rank_fingerprint
 from kv_connector.sglang.internals import (
     CommonKVManager,
     DisaggregationMode,
@@ -108,7 +108,7 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
                 compute_threads=rank.threads,
                 layout=layout,
                 memory=memory,
-                fingerprint=rank_fingerprint(sglang.__version__, model.identity, model.dtype),
+                fingerprint=engine_fingerprint(f"sglang {sglang.__version__}", model.identity, model.dtype),
                 advice=ADVICE,
             ),
         )

@@ -19,9 +19,8 @@ from kv_connector.agent.progress import signal_writer
 from kv_connector.agent.settings import SettingsError, parse_settings
 from kv_connector.agent.start import Running, WorkerInfo, start
 from kv_connector.engine.placement import Device
+from kv_connector.protocol.identity import ADVICE
 from kv_connector.protocol.messages import Role
-from kv_connector.protocol.mismatch import ADVICE
-from kv_connector.vllm.fingerprint import rank_fingerprint
 from kv_connector.vllm.internals import (
     CacheHitSource,
     KvBlocks,
@@ -36,6 +35,7 @@ from kv_connector.vllm.internals import (
     check_configuration,
     default_host,
     pipeline_and_tensor_parallel_rank,
+    rank_fingerprint,
     replace_idle_pause,
     sleep_for_messages,
 )

@@ -17,6 +17,8 @@ import torch
 import vllm
 
 from kv_connector.protocol.division import division_problem
+from kv_connector.protocol.identity import engine_fingerprint, model_identity
+from kv_connector.protocol.messages import Fingerprint
 
 RELEASES = {"0.32": "release_0_32", "0.33": "release_0_33"}
 SUPPORTED_VERSIONS = " and ".join(f"{release}.x" for release in RELEASES)
@@ -174,6 +176,13 @@ def _is_moved(spec: Any) -> bool:
     return type(spec) in SUPPORTED_SPECS and (
         type(spec) is MambaSpec or (spec.tokens_per_state == 1 and not spec.prefix_replay_tokens)
     )
+
+
+def rank_fingerprint(vllm_config: Any) -> Fingerprint:
+    """Compared with the other engine's, beside the layouts."""
+    model = vllm_config.model_config
+    identity = model_identity(model.architectures, model.hf_text_config.to_dict())
+    return engine_fingerprint(f"vllm {VLLM_VERSION}", identity, str(model.dtype))
 
 
 def beside_tokens(request: Any) -> list[str]:

@@ -16,11 +16,11 @@ from vllm_pages import Rank, attention, engine, make_rank, model_config, name
 from vllm_stage import FULL, model, vllm_config
 
 from kv_connector.lab.model import make_llama
-from kv_connector.protocol.mismatch import ADVICE, mismatch
+from kv_connector.protocol.identity import ADVICE
+from kv_connector.protocol.mismatch import mismatch
 from kv_connector.protocol.plan import ALIKE
 from kv_connector.vllm import internals
-from kv_connector.vllm.fingerprint import model_identity, rank_fingerprint
-from kv_connector.vllm.internals import kv_heads, kv_scales
+from kv_connector.vllm.internals import kv_heads, kv_scales, rank_fingerprint
 
 __all__ = ["model"]
 
@@ -191,7 +191,10 @@ def test_there_is_advice_for_each_pair(config: Any, monkeypatch: pytest.MonkeyPa
 def test_the_model_in_the_fingerprint_is_its_configuration_not_its_place(tmp_path: Path) -> None:
     def identity(directory: str, **shape: int) -> str:
         model = make_llama(tmp_path / directory, hidden=64, intermediate=64, **shape)
-        return model_identity(vllm_config(model, "kv_both").model_config)
+        (found,) = (
+            pair.value for pair in rank_fingerprint(vllm_config(model, "kv_both")) if pair.name == "model"
+        )
+        return str(found)
 
     assert identity("a") == identity("b")
     assert identity("a") != identity("c", layers=2)

@@ -14,9 +14,10 @@ from typing import Any
 import msgspec
 
 from kv_connector.cli.fit.layout import Engine, Unstartable, engine, first_needed
+from kv_connector.protocol.identity import ADVICE
 from kv_connector.protocol.layout import GroupTarget, KvLayout
 from kv_connector.protocol.messages import Rank, fingerprint
-from kv_connector.protocol.mismatch import ADVICE, mismatch
+from kv_connector.protocol.mismatch import mismatch
 from kv_connector.protocol.plan import Plan
 from kv_connector.protocol.runs import Misfit
 from kv_connector.protocol.sources import draws, scattered
