@@ -1,6 +1,6 @@
 """What two engines as a whole must have alike before one's pages mean anything to the other.
 
-What can be said of each layer, its layout says: how it is quantized, by which scales, and who has which heads.
+What can be said of each layer, its layout says: how it is quantized, by which scales, who has which heads.
 """
 
 from __future__ import annotations
