@@ -5,4 +5,5 @@ from __future__ import annotations
 
 import importlib.util
 
-collect_ignore_glob = [] if importlib.util.find_spec("sglang") else ["*.py"]
+# Not "sglang": this folder is called so, too.
+collect_ignore_glob = [] if importlib.util.find_spec("sglang.srt") else ["*.py"]
