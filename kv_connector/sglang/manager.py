@@ -96,7 +96,7 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
         running = start(
             with_nics(read_settings(os.environ), rank.nics, rank.gpu, rank.workers),
             WorkerInfo(
-                engine_id=f"{role.value} {rank.url}" + f" dp{rank.data_parallel_rank}",
+                engine_id=f"{role.value} {rank.url} dp{rank.data_parallel_rank}",
                 role=role,
                 rank=rank.number,
                 ranks=rank.workers,

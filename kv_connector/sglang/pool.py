@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from kv_connector.agent.agent import MemoryRange
 from kv_connector.protocol.geometry import Place, Units, latent, opaque_page, token_major, units_of_rank
 from kv_connector.protocol.layout import Axis, GroupLayout, KvLayout, LayerLayout, Part
@@ -164,11 +166,7 @@ def _page_parts(name: str, entry: _Entry, shape: Shape, regions: _Regions) -> tu
             f"as the model has {shape.kv_heads} on {shape.ranks} ranks"
         )
     (part,) = token_major(place, units, tokens, content)
-    return (_renamed(part, name),)
-
-
-def _renamed(part: Part, name: str) -> Part:
-    return Part(name, part.region, part.offset, part.block_stride, part.axes, part.run_bytes, part.shard)
+    return (msgspec.structs.replace(part, name=name),)
 
 
 def _state_layers(
