@@ -242,6 +242,15 @@ class Agent:
 
         self._submit(command)
 
+    def no_prompt_ends(self, signal_base: int) -> None:
+        """In this step, so that its pages may go at its end. To be called before the step's computed()."""
+
+        def command(now: float) -> Sequence[Action]:
+            self._effects.writes.no_prompt_ends(signal_base)
+            return ()
+
+        self._submit(command)
+
     def computed(self, pages: ComputedPages) -> None:
         """These pages become valid in this step, or are already; each is pushed once, when D wants it."""
         self._submit(lambda now: self._effects.prefill.computed(now, pages))

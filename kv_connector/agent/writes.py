@@ -10,7 +10,7 @@ from typing import Any
 from kv_connector.agent.ports import Engine
 from kv_connector.engine import ArmedLayer, Event, PagedWrite, Pages, TransferProgress
 from kv_connector.protocol.actions import Push, PushedGroup, Share
-from kv_connector.protocol.plan import Plan
+from kv_connector.protocol.plan import LayerRun, Plan
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class Target:
     peer: int  # the engine's
     regions: tuple[int, ...]  # its memory, imported
     plan: Plan
+    burst_bytes: int  # up to so many of a step go to it at once, at the step's end; 0: layer by layer
 
 
 @dataclass
@@ -65,6 +66,10 @@ class Writes:
         self._signal = signal
         self._positions: Sequence[int] = range(1, layers + 1)  # in the signal's order, by ordinal
         self._ordered_since = 0
+        # Signal bases: of the last step in which no prompt ends, and of the last with bytes that wait for its
+        # end, so many.
+        self._leisurely: int | None = None
+        self._burst: tuple[int | None, int] = None, 0
         self._shares: dict[int, Share] = {}  # by the engine's number
 
     def __len__(self) -> int:
@@ -76,6 +81,10 @@ class Writes:
         self._ordered_since = signal_base
         self._positions = [ordinals.index(ordinal) + 1 for ordinal in range(len(ordinals))]
 
+    def no_prompt_ends(self, signal_base: int) -> None:
+        """In the step of ``signal_base``: nobody waits for its single layers. Before its pages are named."""
+        self._leisurely = signal_base
+
     def push(self, now: float, push: Push, target: Target) -> None:
         """Adds the pages to the share, which the first of them opens. Raises what the engine raises."""
         outgoing = self.open.get(push.share)
@@ -85,8 +94,12 @@ class Writes:
             self._shares[outgoing.number] = push.share
         if outgoing.step is None or outgoing.step != push.signal_base:  # what has no base is a step by itself
             outgoing.step, outgoing.step_pages = push.signal_base, {}
-        for pages in push.groups:
-            self._arm(outgoing, push, pages, target)
+        batches = [
+            (pages, run) for pages in push.groups for run in target.plan.runs(*pages.groups, pages.places)
+        ]
+        at_end = bool(target.burst_bytes) and self._may_wait(push.signal_base, batches, target.burst_bytes)
+        for pages, run in batches:
+            self._arm(outgoing, push, pages, run, target, at_end)
 
     def seal(self, share: Share) -> None:
         """Nothing follows. What is not open has ended."""
@@ -126,39 +139,60 @@ class Writes:
         if not waiting:
             done()
 
-    def _arm(self, outgoing: Outgoing, push: Push, pages: PushedGroup, target: Target) -> None:
-        for run in target.plan.runs(*pages.groups, pages.places):
-            signals = [self._signal_value(push.signal_base, layer.ordinal) for layer in run.layers]
-            armed = [
-                ArmedLayer(
-                    signal_value=signal_value,
-                    source_offset=layer.source_offset + source_offset,
-                    target_offset=layer.target_offset + target_offset,
-                    immediate=push.immediate,
-                )
-                for layer, signal_value in zip(run.layers, signals, strict=True)
-                for source_offset, target_offset in run.offsets
-            ]
-            write = PagedWrite(
-                page_bytes=run.page_bytes,
-                source=self.regions[run.source_region],
-                source_pages=Pages(pages.source, run.source_stride),
-                target=target.regions[run.target_region],
-                target_pages=Pages(pages.target, run.target_stride),
-            )
-            self._engine.arm(outgoing.number, self._signal, write, armed)
-            landing = len(pages.source) * len(run.offsets)
-            for layer, signal_value in zip(run.layers, signals, strict=True):
-                outgoing.layers.add(layer.ordinal)
-                when = signal_value, layer.ordinal
-                outgoing.step_pages[when] = outgoing.step_pages.get(when, 0) + landing
-                outgoing.last_signal = max(outgoing.last_signal, signal_value)
+    def _may_wait(
+        self, signal_base: int | None, batches: Sequence[tuple[PushedGroup, LayerRun]], most: int
+    ) -> bool:
+        """Whether these may go at the step's end: if no prompt does, or if there they are soon gone."""
+        if signal_base is None or signal_base == self._leisurely:
+            return True
+        step, waiting = self._burst
+        waiting = (waiting if step == signal_base else 0) + sum(
+            run.page_bytes * len(run.offsets) * len(run.layers) * len(pages.source) for pages, run in batches
+        )
+        if waiting <= most:
+            self._burst = signal_base, waiting
+        return waiting <= most
 
-    def _signal_value(self, signal_base: int | None, ordinal: int) -> int:
-        """From which the layer's pages of that step are valid. For a step before the last change of order,
-        whose signal may still be on its way, that is the step's end; 0, where all signals begin, for what is
-        computed already."""
+    def _arm(
+        self,
+        outgoing: Outgoing,
+        push: Push,
+        pages: PushedGroup,
+        run: LayerRun,
+        target: Target,
+        at_end: bool,
+    ) -> None:
+        signals = [self._signal_value(push.signal_base, layer.ordinal, at_end) for layer in run.layers]
+        armed = [
+            ArmedLayer(
+                signal_value=signal_value,
+                source_offset=layer.source_offset + source_offset,
+                target_offset=layer.target_offset + target_offset,
+                immediate=push.immediate,
+            )
+            for layer, signal_value in zip(run.layers, signals, strict=True)
+            for source_offset, target_offset in run.offsets
+        ]
+        write = PagedWrite(
+            page_bytes=run.page_bytes,
+            source=self.regions[run.source_region],
+            source_pages=Pages(pages.source, run.source_stride),
+            target=target.regions[run.target_region],
+            target_pages=Pages(pages.target, run.target_stride),
+        )
+        self._engine.arm(outgoing.number, self._signal, write, armed)
+        landing = len(pages.source) * len(run.offsets)
+        for layer, signal_value in zip(run.layers, signals, strict=True):
+            outgoing.layers.add(layer.ordinal)
+            when = signal_value, layer.ordinal
+            outgoing.step_pages[when] = outgoing.step_pages.get(when, 0) + landing
+            outgoing.last_signal = max(outgoing.last_signal, signal_value)
+
+    def _signal_value(self, signal_base: int | None, ordinal: int, at_end: bool) -> int:
+        """At which the layer's pages of that step go: they are valid by then. For a step before the last
+        change of order, whose signal may still be on its way, that is the step's end; 0, where all signals
+        begin, for what is computed already."""
         if signal_base is None:
             return 0
-        known = signal_base >= self._ordered_since
-        return signal_base + (self._positions[ordinal] if known else len(self._positions))
+        by_layer = signal_base >= self._ordered_since and not at_end
+        return signal_base + (self._positions[ordinal] if by_layer else len(self._positions))

@@ -74,6 +74,8 @@ class WorkerSide:
         ending = [pages.transfer_id for pages in metadata.new_pages if pages.last]
         if self._progress.begin_step(lambda: self.agent.note_prefill_end(ending) if ending else None):
             self.agent.order_layers(self._progress.base, self._progress.order)
+        if metadata.new_pages and not ending:
+            self.agent.no_prompt_ends(self._progress.base)
         self._books.computed(metadata.new_pages, self._progress.base)
         self._computes = metadata.computes
 

@@ -159,6 +159,43 @@ def test_pages_of_a_step_before_the_order_changed_wait_for_its_end(pair: tuple[S
     assert values == [[2, 2], [4, 3]]
 
 
+@pytest.mark.parametrize(
+    ("burst", "signals"),
+    [
+        (0, [[1, 2], [3, 4], [3, 4]]),
+        (1, [[2, 2], [3, 4], [3, 4]]),
+        (2 * PAGE, [[2, 2], [4, 4], [3, 4]]),
+        (4 * PAGE, [[2, 2], [4, 4], [4, 4]]),
+    ],
+)
+def test_on_lanes_for_bursts_only_the_many_last_pages_of_a_prompt_go_by_layer(
+    pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch, burst: int, signals: list[list[int]]
+) -> None:
+    """A step in which no prompt ends, and one of which a page of each of the two layers is named twice."""
+    monkeypatch.setattr("kv_connector.agent.effects.BURST_BYTES", {"sim": burst} if burst else {})
+    prefill, decode = pair
+    engine, values = prefill.agent._engine, []
+    arm = engine.arm
+
+    def recording(number: int, signal: LayerSignal, write: PagedWrite, layers: Sequence[ArmedLayer]) -> None:
+        values.append([layer.signal_value for layer in layers])
+        arm(number, signal, write, layers)
+
+    engine.arm = recording  # type: ignore[method-assign]
+    prefill.expect()
+    decode.reserve(prefill.address)
+    until(lambda: bool(prefill.agent.take_reserved()))
+    if burst:
+        prefill.agent.no_prompt_ends(0)
+    prefill.compute(SOURCE[:1])
+    prefill.agent.computed(ComputedPages("t", 2, (GroupPages(1, SOURCE[1:2]),)))
+    prefill.compute(SOURCE[2:], first=2)
+    prefill.agent.finished("t", True, "")
+    decode.wait(received=["d-t"])
+    prefill.wait(sent=["p-t"])
+    assert values == signals
+
+
 def test_pages_that_are_computed_already_wait_for_no_signal(every_lane: Stage) -> None:
     prefill, decode = every_lane.pair()
     prefill.expect()

@@ -48,6 +48,7 @@ def test_each_layer_is_signalled_when_it_is_computed(agent: RecordingAgent, work
     assert agent.take_calls() == [("store", 1), ("store", 2), ("store", 3)]
     step(worker, new_pages=(NewPages("t", PAGES, last=False),))
     assert agent.take_calls() == [
+        ("no_prompt_ends", 3),
         ("computed", ComputedPages("t", 3, PAGES)),
         ("store", 4),
         ("store", 5),
@@ -68,6 +69,7 @@ def test_layers_are_signalled_as_their_hooks_come_whatever_their_names(agent: Re
     step(worker, hooks=HOOKED, new_pages=(pages,))
     assert agent.take_calls() == [
         ("order_layers", 4, (1, 3, 0, 2)),
+        ("no_prompt_ends", 4),
         ("computed", ComputedPages("t", 4, PAGES)),
         ("store", 5),
         ("store", 6),
