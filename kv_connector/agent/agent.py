@@ -24,11 +24,13 @@ import zmq
 
 from kv_connector.agent.effects import Action, Effects
 from kv_connector.agent.ledger import AgentStats, Ledger, LiveState, Reports, Timing
+from kv_connector.agent.timeline import Timelines
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.sockets import ControlPlane
+from kv_connector.control.timelines import boot_id
 from kv_connector.engine import DomainConfig, EngineConfig, ErrorCode, TransferError
 from kv_connector.engine.transfer_engine import LayerSignal, TransferEngine
-from kv_connector.protocol.actions import Address, Reached, Share, State
+from kv_connector.protocol.actions import Address, Ended, Reached, Share, State
 from kv_connector.protocol.decode import DecodeMachine
 from kv_connector.protocol.layout import KvLayout, memory_problem
 from kv_connector.protocol.messages import Fingerprint, Rank, Role
@@ -77,6 +79,7 @@ class AgentConfig:
     worker_cpu: int | None = None  # the core that the engine's worker is pinned to
     timeouts: Timeouts = field(default_factory=Timeouts)
     key: ClusterKey | None = None  # of the cluster; None: anybody who reaches the port is listened to
+    timelines: int = 0  # of how many transfers they are kept
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,17 @@ class Agent:
             self._engine.close()
             raise AgentError(f"{config.engine_id}: cannot register the KV cache: {error}") from error
         self._ledger = Ledger()
+        self.timelines = Timelines(
+            engine=self._engine,
+            layout=config.layout,
+            addresses=[part.address for part in memory],
+            keep=config.timelines,
+            engine_id=config.engine_id,
+            rank=config.rank,
+            role=config.role,
+            host=boot_id(),
+            on_gpu=config.on_gpu,
+        )
         self._control = ControlPlane(config.key)
         self._effects = Effects(
             engine=self._engine,
@@ -145,6 +159,7 @@ class Agent:
             prefill=PrefillMachine(config.layout, config.timeouts),
             decode=DecodeMachine(config.layout, config.timeouts),
             ledger=self._ledger,
+            timelines=self.timelines,
         )
         self._commands: deque[Callable[[float], Sequence[Action]]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -169,6 +184,11 @@ class Agent:
         self._thread.start()
         return address
 
+    @property
+    def authenticated(self) -> bool:
+        """Whether only who has the cluster key may speak to this agent."""
+        return self._config.key is not None
+
     def described(self, address: Address) -> Rank:
         """This worker, which listens there, as others of its engine and their peers know it."""
         return Rank(address.host, address.port, self._config.stage, self._config.layout)
@@ -183,6 +203,10 @@ class Agent:
             return ()
 
         self._submit(command)
+
+    def tell_ends(self, transfer_over: Callable[[Ended, Timing], None]) -> None:
+        """Calls this, on the agent's thread, with each transfer that is over, however it ended."""
+        self._effects.transfer_over = transfer_over
 
     # --- Decode
 
@@ -253,7 +277,13 @@ class Agent:
 
     def computed(self, pages: ComputedPages) -> None:
         """These pages become valid in this step, or are already; each is pushed once, when D wants it."""
-        self._submit(lambda now: self._effects.prefill.computed(now, pages))
+
+        def command(now: float) -> Sequence[Action]:
+            if self.timelines.on:
+                self.timelines.named(pages.signal_base)
+            return self._effects.prefill.computed(now, pages)
+
+        self._submit(command)
 
     def preempt(self, transfer_ids: Sequence[str]) -> None:
         """The requests lose their blocks. On return nothing reads these any more; BLOCKS, about
@@ -281,6 +311,23 @@ class Agent:
         for outgoing in self._effects.writes.of(transfer_ids):
             with contextlib.suppress(TransferError):  # it has ended
                 outgoing.at_prefill_end = self._engine.progress(outgoing.number)
+
+    def catch_up(self, seconds: float) -> bool:
+        """BLOCKS until the thread has looked at all that was handed over before, and at what had arrived: for
+        an adapter that is about to ask for states. At most for so long; returns whether it has."""
+        done = threading.Event()
+
+        def command(now: float) -> Sequence[Action]:
+            done.set()
+            return ()
+
+        self._submit(command)
+        return done.wait(seconds)
+
+    def tell_reached(self, reached: Callable[[Reached], None]) -> None:
+        """Calls this, on the agent's thread, as soon as state() has something new to say of a prompt: for
+        adapters that do not ask."""
+        self._effects.reached = reached
 
     # --- Both
 

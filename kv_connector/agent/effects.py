@@ -14,6 +14,7 @@ from typing import Any
 
 from kv_connector.agent.ledger import Ledger, Timing
 from kv_connector.agent.ports import Engine, Sockets
+from kv_connector.agent.timeline import Timelines
 from kv_connector.agent.writes import Target, Writes
 from kv_connector.engine import (
     ErrorCode,
@@ -65,6 +66,7 @@ from kv_connector.protocol.messages import (
     Locate,
     NakReason,
     Ping,
+    Recall,
     Release,
     Reserve,
     Role,
@@ -138,8 +140,9 @@ class Effects:
         prefill: PrefillMachine,
         decode: DecodeMachine,
         ledger: Ledger,
+        timelines: Timelines | None = None,
     ) -> None:
-        """``regions``: as Writes has them."""
+        """``regions``: as Writes has them. ``timelines``: None where no operator asks for any."""
         self.peers = peers
         self.prefill = prefill
         self.decode = decode
@@ -147,6 +150,8 @@ class Effects:
         self._engine = engine
         self._control = control
         self._ledger = ledger
+        self._timelines = timelines
+        self._trace = timelines if timelines is not None and timelines.on else None
         self._actions: deque[Action] = deque()
         self._links: dict[PeerId, _Link] = {}
         self._over: list[PeerId] = []  # links whose last log lines may still be in _actions
@@ -154,9 +159,12 @@ class Effects:
         self._counting: dict[int, str] = {}  # the engine's set -> request id
         self._fencing: dict[PeerId, _Fencing] = {}
         self._when_fenced: list[Callable[[], None]] = []
-        # Transfers that were written and not yet reported: seconds since the first push, bytes.
-        self._sent: dict[Share, tuple[float, int]] = {}
+        # Transfers that were written and not yet reported: seconds since the first push, pages, bytes.
+        self._sent: dict[Share, tuple[float, int, int]] = {}
+        self._arrived: dict[str, int] = {}  # requests that are here and not yet reported: pages
         self.load_failed: Callable[[str, str], None] = lambda transfer_id, reason: None
+        self.reached: Callable[[Reached], None] = lambda reached: None
+        self.transfer_over: Callable[[Ended, Timing], None] = lambda ended, timing: None
         self._next_look = 0.0
         self._reported_slow: set[Share] = set()
 
@@ -190,6 +198,9 @@ class Effects:
         for received in self._control.receive():
             if received.message is None:
                 self.run(now, self.peers.lost(now, received.source, "it sent a malformed message"))
+            elif isinstance(received.message, Recall) and self._timelines is not None:
+                others = self.peers.other_workers()
+                self.run(now, [Reply(received.source, self._timelines.recalled(received.message, others))])
             else:
                 self.run(now, self.peers.receive(now, received.source, received.message))
 
@@ -205,6 +216,8 @@ class Effects:
         self.run(now, self.decode.tick(now))
         for peer in [peer for peer, fencing in self._fencing.items() if fencing.retry <= now]:
             self.run(now, self._try_fence(now, peer))
+        if self._trace is not None:
+            self._trace.look()
         if now >= self._next_look:
             self._next_look = now + _SLOW_S / 2
             self._report_slow(now)
@@ -252,9 +265,10 @@ class Effects:
             case FinishedReceiving(request_id, failed):
                 self._ledger.received(request_id, failed)
             case Ended():
-                self._ended(action)
+                self._ended(now, action)
             case Reached():
                 self._ledger.reached(action)
+                self.reached(action)
             case Send(peer, message):
                 source = self.peers.source(peer)
                 return [] if source is None else self._execute(now, Reply(source, message))
@@ -427,6 +441,8 @@ class Effects:
         target = self._links[push.peer].target
         assert target is not None
         self.writes.push(now, push, target)
+        if self._trace is not None:
+            self._trace.pushed(push.share, self.writes.open[push.share].number, push.signal_base)
 
     def _open_counter(self, peers: Sequence[PeerId], request_id: str, writes: int) -> int:
         raisers = [self._links[peer].engine_peer for peer in peers]
@@ -438,6 +454,8 @@ class Effects:
             raise
         self._counters[request_id] = (counters.id, writes)
         self._counting[counters.id] = request_id
+        if self._trace is not None:
+            self._trace.counter_opened(request_id, counters.immediates[0], writes)
         return counters.immediates[0]
 
     # --- What comes back
@@ -455,7 +473,8 @@ class Effects:
             request_id = self._counting.get(event.id)
             if request_id is None:
                 return []
-            self._ledger.received_pages(self._counters[request_id][1])
+            pages = self._arrived[request_id] = self._counters[request_id][1]
+            self._ledger.received_pages(pages)
             return self.decode.counter_reached(now, request_id)
         if event.kind in (EventKind.PEER_DOWN, EventKind.PEER_LEFT):
             peer = next((peer for peer, link in self._links.items() if link.engine_peer == event.id), None)
@@ -467,7 +486,7 @@ class Effects:
         share, outgoing = ended
         if event.kind is EventKind.TRANSFER_DONE:
             before_end = outgoing.before_end(event)
-            self._sent[share] = now - outgoing.opened, event.nbytes
+            self._sent[share] = now - outgoing.opened, event.pages, event.nbytes
             self._ledger.pushed(event.pages, event.nbytes, len(outgoing.layers), before_end)
         else:
             self._ledger.pushed(event.pages, event.nbytes, 0, (0, 0, 0))
@@ -505,25 +524,31 @@ class Effects:
             pass  # it has just ended
         return "no page yet"
 
-    def _ended(self, ended: Ended) -> None:
+    def _ended(self, now: float, ended: Ended) -> None:
         self._ledger.ended(ended)
-        share = Share(ended.transfer_id, ended.share)
-        sent = self._sent.pop(share, None) if ended.side is Role.PREFILL else None
-        if ended.outcome is Outcome.COMPLETED and ended.peer in self._links:
-            lane = self._links[ended.peer].lane
-            opened, nbytes = (ended.seconds, 0) if sent is None else sent
-            first = max(0.0, ended.seconds - opened) if ended.side is Role.PREFILL else 0.0
-            self._ledger.timed(Timing(ended.side, lane, ended.seconds, first, nbytes))
+        link = None if ended.peer is None else self._links.get(ended.peer)
+        timing = self._timing(ended, "" if link is None else link.lane)
+        if ended.outcome is Outcome.COMPLETED and link is not None:
+            self._ledger.timed(timing)
+        if self._trace is not None:
+            self._trace.ended(now, ended, "" if link is None else link.name, timing)
+        self.transfer_over(ended, timing)
         if ended.outcome not in (Outcome.FAILED, Outcome.EXPIRED):
             return
         where = "which no peer asked for" if ended.side is Role.PREFILL else "without a session with its peer"
-        link = None if ended.peer is None else self._links.get(ended.peer)
         if link is not None:
             where = f"{'to' if ended.side is Role.PREFILL else 'from'} {link.name} over {link.lane}"
-        outcome, reason = ended.outcome.value, ended.reason
+        share, outcome, reason = Share(ended.transfer_id, ended.share), ended.outcome.value, ended.reason
         logger.warning("transfer %s %s: %s: %s", share, where, outcome, reason)
         if ended.side is Role.DECODE:
             self.load_failed(ended.transfer_id, reason)
+
+    def _timing(self, ended: Ended, lane: str) -> Timing:
+        if ended.side is Role.DECODE:
+            return Timing(ended.side, lane, ended.seconds, pages=self._arrived.pop(ended.request_id, 0))
+        sent = self._sent.pop(Share(ended.transfer_id, ended.share), None)
+        opened, pages, nbytes = (ended.seconds, 0, 0) if sent is None else sent
+        return Timing(ended.side, lane, ended.seconds, max(0.0, ended.seconds - opened), nbytes, pages)
 
 
 def _slow(now: float, one: UnderWay) -> bool:

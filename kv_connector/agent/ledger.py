@@ -49,7 +49,7 @@ class AgentStats:
 
 @dataclass(frozen=True)
 class Timing:
-    """One completed transfer."""
+    """One transfer that is over."""
 
     side: Role
     lane: str
@@ -57,6 +57,8 @@ class Timing:
     # Of a transfer that was sent:
     first_push_seconds: float = 0.0  # from RESERVE until its first pages could go
     nbytes: int = 0
+    # Of either side, where it has completed:
+    pages: int = 0
 
 
 @dataclass(frozen=True)

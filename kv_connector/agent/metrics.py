@@ -14,6 +14,7 @@ import msgspec
 
 from kv_connector.agent.agent import Agent
 from kv_connector.agent.ledger import AgentStats, LiveState, Timing
+from kv_connector.control.membership import Activity
 from kv_connector.protocol.messages import Role
 
 # What grows. The metric's name is kv_connector_<key>_total.
@@ -36,6 +37,7 @@ GAUGES = {
     "live_decode_requests": "Requests whose pages are under way to this engine",
     "live_transfers": "Transfers that are open in the transfer engine",
     "live_counter_sets": "Sets of immediate counters in use",
+    "authenticated": "1: only who has the cluster key may speak to this engine; 0: everybody who reaches it",
 }
 
 # Of each completed transfer, by lane. The metric's name is kv_connector_<key>.
@@ -100,7 +102,7 @@ class AgentReporter:
         interval = Interval(
             counters=_grown(counters, self._counters),
             transfers=_grown(transfers, self._transfers),
-            gauges=self._changed("gauges", _gauges(live)),
+            gauges=self._changed("gauges", _gauges(live, self._agent.authenticated)),
             lanes=self._changed("lanes", Counter(peer.lane for peer in stats.peers if peer.lane)),
             phases=self._changed("phases", self._count_phases(live)),
             timings=[
@@ -127,6 +129,16 @@ class AgentReporter:
         if live.prefill_requests + live.decode_requests <= _FEW_TRANSFERS or now >= self._next_count:
             self._phases, self._next_count = self._agent.phases(), now + _COUNT_S
         return self._phases
+
+
+def activity(agent: Agent) -> Activity:
+    """What the routers are told. Any thread."""
+    live, stats = agent.live(), agent.stats()
+    return Activity(
+        lanes=Counter(peer.lane for peer in stats.peers if peer.lane),
+        transfers=live.prefill_requests + live.decode_requests,
+        bytes_pushed=stats.bytes_pushed,
+    )
 
 
 def _grown(now: dict[str, int | float], before: dict[str, int | float]) -> dict[str, int | float]:
@@ -166,10 +178,11 @@ def _values(timing: Timing) -> Iterator[tuple[str, float]]:
     yield "send_size_bytes", timing.nbytes
 
 
-def _gauges(live: LiveState) -> dict[str, int]:
+def _gauges(live: LiveState, authenticated: bool) -> dict[str, int]:
     return {
         "live_prefill_requests": live.prefill_requests,
         "live_decode_requests": live.decode_requests,
         "live_transfers": live.engine_transfers,
         "live_counter_sets": live.counter_sets,
+        "authenticated": int(authenticated),
     }

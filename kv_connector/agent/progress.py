@@ -64,13 +64,24 @@ class LayerProgress:
         self._store(self.base + done)
 
 
-def signal_writer(signal: LayerSignal, current_stream: Callable[[], int]) -> Callable[[int], None]:
+def signal_writer(
+    signal: LayerSignal, current_stream: Callable[[], int], note: Callable[[int], None] | None = None
+) -> Callable[[int], None]:
     """What a layer hook calls with the signal's next value.
 
     On a CPU engine the layer is computed when its hook is called. On a GPU it is only enqueued: there the
     value is enqueued behind it, on the stream that the forward pass uses at that moment, and nobody waits.
+    ``note``: called with each value at which a layer is computed, on a CPU engine.
     """
     if not isinstance(signal, StreamSignal):
-        return signal.store
+        return signal.store if note is None else _noted(signal.store, note)
     store = signal.store_on_stream
     return lambda value: store(current_stream(), value)
+
+
+def _noted(store: Callable[[int], None], note: Callable[[int], None]) -> Callable[[int], None]:
+    def write(value: int) -> None:
+        note(value)
+        store(value)
+
+    return write

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import ipaddress
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -12,6 +13,7 @@ import msgspec
 from kv_connector.control.addresses import LOOPBACK, is_loopback, parse_address
 from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey, KeyFileError, find_key
 from kv_connector.protocol.actions import Address
+from kv_connector.protocol.timeline import MAX_TIMELINES
 from kv_connector.protocol.timers import Timeouts
 
 DEFAULT_PROVIDERS = {"cpu": ("host", "tcp"), "cuda": ("nvlink",)}
@@ -29,37 +31,53 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     control_host: str | None = None
-    """Address that the control sockets bind and that peers dial. Default: with a cluster key the
-    framework's own address; without one 127.0.0.1.
+    """The one address that the control sockets bind, and that peers dial. An engine on several hosts leaves
+    it out, and each host has its `VLLM_HOST_IP`. Default: with a key this host's own address
+    (`VLLM_HOST_IP`, where it is set), without one 127.0.0.1.
     """
     control_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 5600
-    """Port of rank 0 of data-parallel rank 0; the others follow. 0: any free port."""
+    """Port of the first rank; the other ranks' follow (data-parallel rank times ranks, plus rank), so two
+    engines on one host need two ranges. Routers name the first rank's, peers ask it for the others. 0,
+    SGLang's default: free ones of the kernel's choice.
+    """
     control_key_file: str | None = None
-    """The cluster key: who does not have it is not listened to. Default: what the environment names."""
+    """File of the cluster key (`kv-connector keygen FILE`): who does not have it gets nothing. Default:
+    what `KV_CONNECTOR_KEY_FILE` names.
+    """
     allow_unauthenticated: bool = False
-    """Whether to serve other machines without a cluster key: all of them can read and write the KV cache."""
+    """Whether to serve other machines without a key: all of them can read and write the KV cache then."""
     routers: tuple[str, ...] = ()
-    """Addresses (host:port) at which routers take registrations; this engine joins and leaves by itself."""
+    """Routers to join, as `host:port`; each data-parallel rank joins by itself. Default: none."""
     api_url: str | None = None
-    """Where routers reach this engine's API server; needed with ``routers``."""
+    """Where routers reach this engine's API server; needed with `routers` and `announce`. Default: none."""
+    announce: tuple[str, ...] = ()
+    """Discovery addresses of vllm-routers in moriio mode, as `host:port`, to which this engine is announced
+    until it drains, sleeps or ends. It is their protocol, without a key: see docs/compatibility.md. Default:
+    none.
+    """
     providers: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)] = ()
-    """Lanes in order of preference. Default: host and tcp for a KV cache in CPU memory, nvlink for one in a
-    GPU's. bounce takes a GPU's pages over tcp, through host memory on both sides.
+    """Lanes in order of preference. For GPUs that neither NVLink nor a NIC connects there is `bounce`: over
+    tcp, through host memory on both sides. Default: `["host", "tcp"]`, for a KV cache in a GPU
+    `["nvlink"]`.
     """
     allow_fallback: bool = False
-    """Whether a peer may be served over a lane behind the first of ``providers`` that both ends have."""
+    """Whether a peer may be served over a later lane where an earlier one that both have does not work."""
     data_host: str | None = None
-    """Address that data-plane listeners bind. Default: ``control_host``."""
+    """Address that the data plane's listeners bind. Default: `control_host`."""
     spin_us: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    """How long an idle transfer worker spins before it sleeps. Default: the engine's own."""
+    """Microseconds for which an idle transfer worker polls before it sleeps. Default: the engine's (20)."""
     worker_cpu: Literal["auto", "none"] | tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = "auto"
-    """Cores that the transfer workers are pinned to, one for each rank. "auto": a spare one near the GPU,
-    where there is one; "none": no pinning.
+    """The core that each rank's transfer worker is pinned to: a list with one for each rank; `"none"`; or
+    `"auto"`, a spare one on the GPU's NUMA node, where there is one (the log says which, or why none).
     """
     nics: tuple[tuple[str, ...], ...] = ()
-    """For each rank the NICs to use, as the provider names them. Default: those nearest to its GPU."""
+    """For each rank the NICs that its transfers take, as `[["mlx5_0"], ["mlx5_1"]]`; for `libfabric` as
+    `"efa:rdmap79s0-rdm"`. Default: those nearest to its GPU.
+    """
+    timelines: Annotated[int, msgspec.Meta(ge=0, le=MAX_TIMELINES)] = 0
+    """Of how many transfers each worker keeps the timelines, for `kv-connector trace`. 0: none is noted."""
     timeouts: dict[str, Annotated[float, msgspec.Meta(gt=0)]] = {}
-    """Seconds by name; the names are those of ``kv_connector.protocol.timers.Timeouts``."""
+    """Seconds by name, as `{"transfer": 60}`. Default: those of the table of timeouts."""
 
     def for_device(self, device_type: str) -> Settings:
         """These settings for a KV cache on such a device ("cpu", "cuda"): with providers, all of which move
@@ -122,6 +140,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def router_addresses(self) -> tuple[Address, ...]:
         return tuple(parse_address(router) for router in self.routers)
 
+    def announce_addresses(self) -> tuple[Address, ...]:
+        return tuple(parse_address(router) for router in self.announce)
+
     def port(self, *, data_parallel_index: int, ranks: int, rank: int) -> int:
         """The control port of one rank of one data-parallel engine of ``ranks`` ranks."""
         if self.control_port == 0:
@@ -136,46 +157,84 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def parse_settings(config: Mapping[str, Any]) -> Settings:
-    """Raises SettingsError that names the wrong key or value and the valid keys."""
-    try:
-        settings = msgspec.convert(dict(config), Settings)
-    except msgspec.ValidationError as error:
-        raise SettingsError(f"{error}. Valid keys: {_valid_keys()}.") from error
-    known = {field.name for field in dataclasses.fields(Timeouts)}
-    if unknown := sorted(settings.timeouts.keys() - known):
-        raise SettingsError(f"unknown timeouts {', '.join(unknown)}. Valid: {', '.join(sorted(known))}.")
-    for key in ("control_host", "data_host"):
-        _refuse_wildcard(key, getattr(settings, key))
-    _check_routers(settings)
+    """Raises SettingsError that names the first wrong key or value, and what is valid."""
+    settings, problems = examine_settings(config)
+    if problems:
+        raise SettingsError(problems[0])
     return settings
 
 
-def _check_routers(settings: Settings) -> None:
+def examine_settings(config: Mapping[str, Any]) -> tuple[Settings, list[str]]:
+    """The settings without those that cannot be used, and what is wrong with each of these."""
+    usable, problems = dict[str, Any](), list[str]()
+    for key, value in config.items():
+        problem = _problem(key, value)
+        if problem is None:
+            usable[key] = value
+        else:
+            problems.append(problem)
+    settings = msgspec.convert(usable, Settings)
+    for key in ("routers", "announce"):
+        if getattr(settings, key) and not settings.api_url:
+            problems.append(
+                f"{key} needs api_url, the address at which they reach this engine's API server, "
+                "such as http://10.0.0.5:8100"
+            )
+    return settings, problems
+
+
+def nearest(word: str, known: Collection[str]) -> str:
+    """What goes behind a wrong word: the one that is meant, or all that there are."""
+    found = difflib.get_close_matches(word, known, 1)
+    return f": did you mean `{found[0]}`?" if found else f". Valid: {', '.join(known)}."
+
+
+SETTINGS = tuple(field.name for field in msgspec.structs.fields(Settings))
+TIMEOUTS = tuple(field.name for field in dataclasses.fields(Timeouts))
+
+
+def _problem(key: str, value: object) -> str | None:
+    """What is wrong with one setting by itself."""
+    if key not in SETTINGS:
+        return f"unknown field `{key}`{nearest(key, SETTINGS)}"
     try:
-        settings.router_addresses()
+        setting = getattr(msgspec.convert({key: value}, Settings), key)
+    except msgspec.ValidationError as error:
+        return str(error)
+    if key == "timeouts":
+        return _unknown_timeouts(setting)
+    if key in ("routers", "announce"):
+        return _wrong_address(key, setting)
+    return _wildcard(key, setting) if key in ("control_host", "data_host") else None
+
+
+def _unknown_timeouts(timeouts: Mapping[str, float]) -> str | None:
+    unknown = sorted(timeouts.keys() - set(TIMEOUTS))
+    if not unknown:
+        return None
+    return f"unknown timeouts {', '.join(unknown)}{nearest(unknown[0], TIMEOUTS)}"
+
+
+def _wrong_address(key: str, routers: Sequence[str]) -> str | None:
+    try:
+        for router in routers:
+            parse_address(router)
     except ValueError as error:
-        raise SettingsError(f"routers: {error}") from None
-    if settings.routers and not settings.api_url:
-        raise SettingsError(
-            "routers needs api_url, the address at which they reach this engine's API server, "
-            "such as http://10.0.0.5:8100"
-        )
+        return f"{key}: {error}"
+    return None
 
 
-def _valid_keys() -> str:
-    return ", ".join(field.name for field in msgspec.structs.fields(Settings))
-
-
-def _refuse_wildcard(key: str, host: str | None) -> None:
+def _wildcard(key: str, host: str | None) -> str | None:
     """Peers dial what we bind, and a socket open to every network is nobody's intention."""
     if host is None:
-        return
+        return None
     try:
         wildcard = ipaddress.ip_address(host).is_unspecified
     except ValueError:
         wildcard = not host or "*" in host  # a name, for the resolver to judge
-    if wildcard:
-        raise SettingsError(
-            f"{key} {host!r} is no address that a peer can dial. "
-            f"Write the address of the network interface that the other engines reach."
-        )
+    if not wildcard:
+        return None
+    return (
+        f"{key} {host!r} is no address that a peer can dial. "
+        f"Write the address of the network interface that the other engines reach."
+    )

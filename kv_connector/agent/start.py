@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 from kv_connector.agent.agent import Agent, AgentConfig, MemoryRange
-from kv_connector.agent.metrics import AgentReporter
-from kv_connector.agent.settings import Settings
+from kv_connector.agent.metrics import AgentReporter, activity
+from kv_connector.agent.settings import Settings, SettingsError
+from kv_connector.control.announcer import Announcement, AnnouncementError, Announcer
 from kv_connector.control.cluster_key import ClusterKey
-from kv_connector.control.membership import Register
+from kv_connector.control.membership import Activity, Register
 from kv_connector.control.registrar import Registrar
 from kv_connector.engine.placement import Device, place
 from kv_connector.protocol.actions import Address
@@ -117,6 +118,7 @@ def start(settings: Settings, worker: WorkerInfo) -> Running:
                 advice=worker.advice,
                 layout=worker.layout,
                 timeouts=settings.agent_timeouts(),
+                timelines=settings.timelines,
                 key=key,
                 on_gpu=worker.device.kind == "cuda",
             ),
@@ -125,14 +127,20 @@ def start(settings: Settings, worker: WorkerInfo) -> Running:
         resources.callback(agent.close)
         address = agent.start()
         registrar = None
-        if worker.rank == 0 and settings.routers:
-            registrar = _register(settings, worker, address, key)
+        if worker.rank == 0 and (settings.routers or settings.announce):
+            registrar = _register(settings, worker, address, key, lambda: activity(agent))
             agent.tell_failures(registrar.load_failed)
             resources.callback(registrar.close)
         return Running(agent, address, AgentReporter(agent, worker.rank), registrar, resources.pop_all())
 
 
-def _register(settings: Settings, worker: WorkerInfo, address: Address, key: ClusterKey | None) -> Registrar:
+def _register(
+    settings: Settings,
+    worker: WorkerInfo,
+    address: Address,
+    key: ClusterKey | None,
+    activity: Callable[[], Activity],
+) -> Registrar:
     """Tells the routers where this engine is, until it is closed."""
     assert settings.api_url is not None
     registration = Register(
@@ -144,4 +152,18 @@ def _register(settings: Settings, worker: WorkerInfo, address: Address, key: Clu
         control_port=address.port,
         rank=worker.data_parallel_rank,
     )
-    return Registrar(registration, settings.router_addresses(), key)
+    announcer = _announcer(settings, registration) if settings.announce else None
+    return Registrar(registration, settings.router_addresses(), key, activity, announcer)
+
+
+def _announcer(settings: Settings, registration: Register) -> Announcer:
+    try:
+        announcement = Announcement.of(registration)
+    except AnnouncementError as error:
+        raise SettingsError(f"announce: {error}") from None
+    logger.warning(
+        "ANNOUNCED WITHOUT A KEY to %s: vllm-router takes whoever reaches that port for an engine and sends "
+        "him prompts. The KV cache stays behind the cluster key",
+        ", ".join(settings.announce),
+    )
+    return Announcer(announcement, settings.announce_addresses())

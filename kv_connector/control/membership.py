@@ -20,8 +20,20 @@ HEARTBEAT_S = 1.0
 
 _MAX_BYTES = 16 << 10
 
+Lane = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 Url = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 Rank = Annotated[int, msgspec.Meta(ge=0, le=65535)]  # vLLM numbers its engine cores with two bytes
+
+
+class Activity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What an engine's connector is doing, as its first worker sees it: for whoever looks at a router."""
+
+    lanes: Annotated[dict[Lane, Natural], msgspec.Meta(max_length=16)] = {}
+    """Peers that are connected, by the lane that their pages take."""
+    transfers: Natural = 0
+    """Prompts that are under way, to this engine or from it."""
+    bytes_pushed: Natural = 0
+    """Since its start."""
 
 
 class Register(Message, frozen=True, tag="register"):
@@ -36,6 +48,7 @@ class Register(Message, frozen=True, tag="register"):
     draining: bool = False  # finishes what it has, wants nothing new
     asleep: bool = False  # its KV cache is not mapped; it will be back
     rank: Rank = 0  # among those that the API server serves, as X-data-parallel-rank counts
+    activity: Activity | None = None
 
 
 class Leave(Message, frozen=True, tag="leave"):

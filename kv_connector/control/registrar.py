@@ -7,14 +7,16 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
+from kv_connector.control.announcer import Announcer
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.membership import (
     HEARTBEAT_S,
+    Activity,
     BeginDrain,
     Leave,
     LoadFailed,
@@ -47,8 +49,20 @@ class Registrar:
     In the process of the engine's first worker: one that is stopped or dead falls silent.
     """
 
-    def __init__(self, registration: Register, routers: Sequence[Address], key: ClusterKey | None) -> None:
+    def __init__(
+        self,
+        registration: Register,
+        routers: Sequence[Address],
+        key: ClusterKey | None,
+        activity: Callable[[], Activity | None] = lambda: None,
+        announcer: Announcer | None = None,
+    ) -> None:
+        """``activity`` is called before each REGISTER, on this one's thread. ``announcer``: its routers are
+        told as often, as long as the engine takes requests.
+        """
         self._registration = registration
+        self._activity = activity
+        self._announcer = announcer
         self._sockets = MembershipSockets(key)
         self._routers = [_Router(address, self._dial(address)) for address in routers]
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -79,6 +93,8 @@ class Registrar:
             self._closing = True
         self._thread.join()
         self._sockets.close()
+        if self._announcer is not None:
+            self._announcer.close()
         os.close(self._wake)
 
     def _notify(self) -> None:
@@ -105,8 +121,11 @@ class Registrar:
         failures = [self._failures.popleft() for _ in range(len(self._failures))]
         if self._registration.asleep is not self._asleep:
             self._registration = msgspec.structs.replace(self._registration, asleep=self._asleep)
+        now = msgspec.structs.replace(self._registration, activity=self._activity())
+        if self._announcer is not None and not (now.draining or now.asleep):
+            self._announcer.announce()
         for router in self._routers:
-            if self._sockets.send(router.link, self._registration):
+            if self._sockets.send(router.link, now):
                 router.missed = 0
                 for failure in failures:
                     self._sockets.send(router.link, failure)

@@ -256,6 +256,25 @@ class EngineStats:
     regions: int
 
 
+class StepKind(Enum):
+    """What the worker did. Of armed writes and counters alone."""
+
+    RELEASED = 0  # it saw that the signal has reached the layer's value
+    POSTED = 1  # a batch of a layer's pages was given to a lane
+    LANDED = 2  # a batch is in the peer's memory
+    COUNTED = 3  # a counter here was raised
+
+
+class TraceStep(NamedTuple):
+    kind: StepKind
+    nanoseconds: int  # CLOCK_MONOTONIC
+    request: int  # tells an armed layer from others while it lives, from RELEASED on; COUNTED: the immediate
+    transfer: int  # RELEASED
+    signal_value: int  # RELEASED: what the layer waited for
+    source: int  # RELEASED: the address that its source pages count from
+    pages: int  # POSTED, LANDED, COUNTED
+
+
 class ProviderStatus(NamedTuple):
     name: str
     usable: bool

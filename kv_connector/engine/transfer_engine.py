@@ -39,6 +39,8 @@ from kv_connector.engine import (
     ProviderStatus,
     ScatterSlice,
     ScatterUpdate,
+    StepKind,
+    TraceStep,
     TransferError,
     TransferProgress,
 )
@@ -59,6 +61,8 @@ MAX_MESSAGE_BYTES = _native.MAX_MESSAGE_BYTES
 logger = logging.getLogger("kv_connector")
 
 _Indices = npt.NDArray[np.int64]
+
+_STEP_KINDS = tuple(StepKind)
 
 T = TypeVar("T")
 
@@ -465,6 +469,17 @@ class TransferEngine:
 
     def stats(self) -> EngineStats:
         return EngineStats(*self._native.stats())
+
+    def start_trace(self, steps: int) -> None:
+        """From now on the worker notes what it does with armed writes and counters, up to `steps` steps
+        between two calls of take_trace(). Costs nothing until then. Blocks for one turn of the worker.
+        """
+        self._native.start_trace(steps)
+
+    def take_trace(self) -> tuple[list[TraceStep], int]:
+        """The steps since the last call, and how many more there were than it had room for."""
+        steps, lost = self._native.take_trace()
+        return [TraceStep(_STEP_KINDS[kind], *rest) for kind, *rest in steps], lost
 
     def domains(self) -> list[str]:
         """One line per open domain, as its provider describes it."""

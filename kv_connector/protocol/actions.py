@@ -81,6 +81,7 @@ class Ended:
     reason: str = ""
     seconds: float = 0.0  # D: from RESERVE to the last page; P: from RESERVE to the end
     share: int = 0  # P: which of D's workers it was for
+    request_id: str = ""  # empty where the request has not come
 
 
 class State(enum.Enum):

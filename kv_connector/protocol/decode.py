@@ -522,7 +522,9 @@ class DecodeMachine:
         self._timers.clear(request.request_id)
         seconds = now - transfer.since if transfer.counting else 0.0
         peer = transfer.failed if transfer.failed is not None or not transfer.legs else transfer.legs[0].peer
-        ended = Ended(Role.DECODE, request.transfer_id, peer, outcome, reason, seconds)
+        ended = Ended(
+            Role.DECODE, request.transfer_id, peer, outcome, reason, seconds, request_id=request.request_id
+        )
         state = State.DONE if outcome is Outcome.COMPLETED else State.FAILED
         report = FinishedReceiving(request.request_id, failed=outcome is Outcome.FAILED)
         last: list[DecodeAction] = [ended, _reached(request, state, reason), report]

@@ -10,6 +10,8 @@ alive. Both may send BYE. There is no completion message: D counts what has land
 
 A session is one connection with one HELLO: what arrives over another connection, or after BYE, belongs to no
 session and is answered by BYE.
+
+RECALL, to which RECALLED answers, belongs to none: an operator asks a worker of P or D for timelines.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import msgspec
 
 from kv_connector.protocol.layout import MAX_LAYER_PARTS, MAX_PARTS, GroupTarget, KvLayout
 from kv_connector.protocol.prompt_hash import PROMPT_HASH_BYTES
+from kv_connector.protocol.timeline import MAX_TIMELINES, Nanoseconds, Receiving, Sending
 
 PROTOCOL_VERSION = 2
 
@@ -249,6 +252,30 @@ class Bye(Message, frozen=True, tag="bye"):
     reason: Text = ""
 
 
+class Recall(Message, frozen=True, tag="recall"):
+    """An operator asks for the newest ``limit`` timelines of transfers whose id, or that of their request,
+    has ``text`` in it. 0: for the time alone."""
+
+    text: Text = ""
+    limit: Annotated[int, msgspec.Meta(ge=0, le=MAX_TIMELINES)] = 0
+
+
+class Recalled(Message, frozen=True, tag="recalled"):
+    """The timelines that a worker has kept, the newest first, as far as a message has room."""
+
+    engine_id: Id
+    rank: Natural
+    role: Role
+    host: Text  # the same on workers that share a clock
+    now: Nanoseconds  # its clock, as it answers
+    kept: Natural  # of how many transfers timelines are kept; 0: it is off
+    lost: Natural  # steps of the transfer engine that were not noted, as there was no room
+    layers: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_PARTS)]
+    others: Annotated[tuple[tuple[Host, Port], ...], msgspec.Meta(max_length=MAX_RANKS)]  # of its engine
+    sent: Annotated[tuple[Sending, ...], msgspec.Meta(max_length=MAX_TIMELINES)]
+    received: Annotated[tuple[Receiving, ...], msgspec.Meta(max_length=MAX_TIMELINES)]
+
+
 AnyMessage = (
     Locate
     | Directory
@@ -263,6 +290,8 @@ AnyMessage = (
     | Ping
     | Pong
     | Bye
+    | Recall
+    | Recalled
 )
 
 

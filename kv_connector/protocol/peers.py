@@ -192,6 +192,11 @@ class PeerTable:
         """The workers of this engine: from now on D's may find them here."""
         self._ranks = tuple(ranks)
 
+    def other_workers(self) -> list[tuple[str, int]]:
+        """Where the other workers of this engine listen."""
+        own = self._identity.rank
+        return [(rank.host, rank.port) for number, rank in enumerate(self._ranks) if number != own]
+
     def next_deadline(self) -> float | None:
         """When tick() is due, if nothing happens before."""
         deadlines = [timers.next() for timers in (self._timers, self._redial)]

@@ -618,7 +618,14 @@ class PrefillMachine:
         seconds = now - reservation.since
         transfer_id, number = transfer.share
         ended = Ended(
-            Role.PREFILL, transfer_id, reservation.peer, verdict.outcome, verdict.text, seconds, number
+            Role.PREFILL,
+            transfer_id,
+            reservation.peer,
+            verdict.outcome,
+            verdict.text,
+            seconds,
+            number,
+            _request_id(transfer.prompt),
         )
         return [*messages, ended, *self._settle(now, transfer)]
 
@@ -626,7 +633,16 @@ class PrefillMachine:
         """Ends a transfer that no RESERVE is being served for."""
         transfer.verdict = verdict
         transfer_id, number = transfer.share
-        ended = Ended(Role.PREFILL, transfer_id, None, verdict.outcome, verdict.text, share=number)
+        request_id = _request_id(transfer.prompt)
+        ended = Ended(
+            Role.PREFILL,
+            transfer_id,
+            None,
+            verdict.outcome,
+            verdict.text,
+            share=number,
+            request_id=request_id,
+        )
         return [ended, *self._settle(now, transfer)]
 
     def _settle(self, now: float, transfer: Transfer) -> list[PrefillAction]:
@@ -672,6 +688,10 @@ def _met(prompt: Prompt) -> list[PrefillAction]:
     if verdict_on(prompt).outcome not in _GOOD:
         return _reached(prompt, State.FAILED)
     return [] if prompt.finished else _moving(prompt)
+
+
+def _request_id(prompt: Prompt) -> str:
+    return "" if prompt.request is None else prompt.request.request_id
 
 
 def _reached(prompt: Prompt, state: State, first_token: int = 0) -> list[PrefillAction]:

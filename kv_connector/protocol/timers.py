@@ -14,17 +14,26 @@ Key = TypeVar("Key", bound=Hashable)
 class Timeouts:
     """How long each side waits before it acts on silence, in seconds."""
 
-    handshake: float = 1.0  # D repeats an unanswered HELLO after this, doubling each time
-    connect: float = 5.0  # D gives up on a peer that never answers; the requests that wait for it fail
-    heartbeat: float = 1.0  # between two PINGs of D; each is answered by a PONG of P
-    suspect: float = 3.0  # silence after which a peer is reported as suspect
-    dead: float = 5.0  # silence after which a peer is dead: fenced, its transfers fail
-    # P keeps a finished prompt for D: until the request has reached D, which then lists it in each PING.
+    handshake: float = 1.0
+    """D repeats an unanswered HELLO after this, doubling the time."""
+    connect: float = 5.0
+    """D gives up on a P that never answers; the requests that wait for it fail."""
+    heartbeat: float = 1.0
+    """Between two PINGs of D; each is answered by a PONG of P."""
+    suspect: float = 3.0
+    """Silence after which a peer is reported as suspect."""
+    dead: float = 5.0
+    """Silence after which a peer is dead: it is fenced, and its transfers fail."""
     hold: float = 20.0
-    orphan: float = 60.0  # P keeps a RESERVE whose request has not arrived
-    transfer: float = 300.0  # D's overall deadline of one transfer
-    cancel: float = 5.0  # D waits for CANCEL_ACK, then fences
-    drain: float = 5.0  # P waits for in-flight writes of a cancelled or preempted request, then fences
+    """P lets go of a finished prompt that no D asked for: D lists those that it waits for in each PING."""
+    orphan: float = 60.0
+    """P drops a reservation whose request has not come."""
+    transfer: float = 300.0
+    """D gives up on a transfer."""
+    cancel: float = 5.0
+    """D stops waiting for P's word that nothing of a cancelled transfer is in flight, and fences P."""
+    drain: float = 5.0
+    """P stops waiting for the writes of a cancelled or preempted request, and fences D."""
 
     def longest(self) -> float:
         """The longest time for which a message about one transfer may matter."""

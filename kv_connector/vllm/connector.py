@@ -11,7 +11,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
@@ -45,6 +45,9 @@ from kv_connector.vllm.metrics import PromMetrics, TransferStats
 from kv_connector.vllm.scheduler import SchedulerSide
 from kv_connector.vllm.tails import Tails
 from kv_connector.vllm.worker import WorkerSide, current_stream
+
+if TYPE_CHECKING:
+    from kv_connector.vllm.spans import TransferSpans
 
 logger = logging.getLogger(__name__)
 
@@ -188,11 +191,22 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         self.worker = WorkerSide(
             agent,
             tuple(layer.name for layer in layout.layers),
-            signal_writer(agent.signal, current_stream),
+            signal_writer(
+                agent.signal, current_stream, agent.timelines.signalled if agent.timelines.on else None
+            ),
             Tails(self._kv_cache_config, kv_caches),
+            self._spans(info.rank),
         )
         if device.type == "cuda":
             replace_idle_pause(self.worker.pause)
+
+    def _spans(self, rank: int) -> TransferSpans | None:
+        """Where vLLM sends spans, which then has OpenTelemetry."""
+        if self._vllm_config.observability_config.otlp_traces_endpoint is None:
+            return None
+        from kv_connector.vllm.spans import TransferSpans
+
+        return TransferSpans(rank)
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from kv_connector.agent.commands import Command, NewPages
 from kv_connector.protocol.actions import Address
@@ -23,6 +24,8 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not ty
     new_pages: tuple[NewPages, ...] = ()
     waiting: tuple[tuple[str, Address], ...] | None = None
     """Transfers whose requests still queue at D, with their P. None: as before."""
+    contexts: dict[str, Mapping[str, str]] = field(default_factory=dict)
+    """Of new requests that are traced, by id: the headers of their trace's context."""
     computes: bool = True
     """False: no request has a token to compute in this step; the engine only waits for transfers."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 CONNECTOR = "WriteImmConnector"
 
 
@@ -16,3 +18,13 @@ def register() -> None:
 
     if CONNECTOR not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(CONNECTOR, "kv_connector.vllm.connector", CONNECTOR)
+    _tell_dynamo()
+
+
+def _tell_dynamo() -> None:
+    """Dynamo's worker refuses connectors that are not in a table of its own, of what P and D get: with ours
+    what they get with NIXL's, as what P answers is all that D needs. Only that worker has it loaded.
+    """
+    protocols = sys.modules.get("dynamo.vllm.kv_connector_protocols")
+    if protocols is not None:
+        protocols.KV_CONNECTOR_PROTOCOLS.setdefault(CONNECTOR, protocols.NixlConnectorProtocol)

@@ -30,6 +30,7 @@ from kv_connector.protocol.messages import Rank, Role
 from kv_connector.protocol.params import BadParams, DecodeParams, PrefillParams, parse_params
 from kv_connector.protocol.prompt_hash import prompt_hash
 from kv_connector.protocol.requests import DecodeRequest, GroupPages, PrefillRequest
+from kv_connector.vllm.dialects import in_our_words
 from kv_connector.vllm.internals import Request, RequestStatus, beside_tokens, leave_last_token
 from kv_connector.vllm.metadata import StepMetadata
 
@@ -505,6 +506,8 @@ class SchedulerSide:
         self._role = role
         self._block_sizes = block_sizes
         self._commands: list[Command] = []
+        self._contexts: dict[str, Mapping[str, str]] = {}
+        """Of new requests that are traced; see StepMetadata."""
         self._emptied = False
         """vLLM has just emptied its prefix cache."""
         self.prefill = PrefillScheduler(role, engine_id, block_sizes, self._commands)
@@ -545,19 +548,26 @@ class SchedulerSide:
 
     def on_new_request(self, request: Request) -> None:
         try:
-            match parse_params(request.kv_transfer_params or {}):
+            said = in_our_words(request.kv_transfer_params or {}, request.request_id)
+            match parse_params(said):
                 case PrefillParams() as params:
                     self._require(Role.PREFILL, "do_remote_decode")
                     self.prefill.add(request, params)
+                    self._note_context(request)
                 case DecodeParams() as params:
                     self._require(Role.DECODE, "do_remote_prefill")
                     self.decode.add(request, params)
+                    self._note_context(request)
         except BadParams as error:
             # vLLM's own notice that it refused a request, or that a client left, computes nothing.
             if not request.abort_immediately:
                 logger.warning(
                     "request %s is computed here alone: kv_transfer_params: %s", request.request_id, error
                 )
+
+    def _note_context(self, request: Request) -> None:
+        if request.trace_headers:  # vLLM drops them where it sends no spans
+            self._contexts[request.request_id] = dict(request.trace_headers)
 
     def _require(self, role: Role, key: str) -> None:
         if self._role not in (role, Role.BOTH):
@@ -570,11 +580,13 @@ class SchedulerSide:
         )
         commands = tuple(self._commands)
         self._commands.clear()
+        contexts, self._contexts = self._contexts, {}
         return StepMetadata(
             preempted,
             commands,
             pages,
             self.decode.waiting(),
+            contexts,
             computes=scheduler_output.total_num_scheduled_tokens > 0,
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,9 @@ from kv_connector.protocol.requests import DecodeRequest
 from kv_connector.vllm.internals import KVConnectorTransferResults
 from kv_connector.vllm.metadata import Reserved, StepMetadata
 from kv_connector.vllm.tails import Tails
+
+if TYPE_CHECKING:
+    from kv_connector.vllm.spans import TransferSpans
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +51,20 @@ class WorkerSide:
     """One rank's Agent, driven by the connector's hooks."""
 
     def __init__(
-        self, agent: Agent, layer_names: tuple[str, ...], signal: Callable[[int], None], tails: Tails
+        self,
+        agent: Agent,
+        layer_names: tuple[str, ...],
+        signal: Callable[[int], None],
+        tails: Tails,
+        spans: TransferSpans | None = None,
     ) -> None:
-        """``agent`` is started; ``signal`` writes agent.signal, in the order of the forward pass."""
+        """``agent`` is started; ``signal`` writes agent.signal, in the order of the forward pass. ``spans``:
+        where vLLM sends some."""
         self.agent = agent
         self._tails = tails
+        self._spans = spans
+        if spans is not None:
+            agent.tell_ends(spans.over)
         self._progress = LayerProgress(layer_names, signal)
         self._patient = not isinstance(agent.signal, StreamSignal)
         self._books = Worker(agent)
@@ -68,6 +80,8 @@ class WorkerSide:
 
     def begin_step(self, metadata: StepMetadata) -> None:
         self.agent.note_step()
+        if self._spans is not None:
+            self._spans.remember(metadata.contexts)
         self._books.execute(map(self._cleared, metadata.commands))
         if metadata.waiting is not None:
             self._books.waiting(metadata.waiting)

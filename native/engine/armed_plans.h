@@ -42,7 +42,7 @@ class ArmedPlans {
     watched->plans.push_back(std::move(plan));
   }
 
-  // Calls `post(Stream&, RequestRef)` for each request whose value has come; true if there was one.
+  // Calls `post(Stream&, uint64_t value, RequestRef)` for each request whose value has come; true if there was one.
   template <typename Post>
   bool release(Post&& post) {
     bool any = false;
@@ -94,7 +94,8 @@ class ArmedPlans {
   static bool advance(ArmedPlan& plan, uint64_t value, uint64_t& next_value, Post&& post) {
     Stream& stream = plan.transfer->stream;
     while (plan.next < plan.items.size() && plan.items[plan.next].signal_value <= value) {
-      post(stream, std::move(plan.items[plan.next++].request));
+      ArmedPlan::Item& item = plan.items[plan.next++];
+      post(stream, item.signal_value, std::move(item.request));
     }
     if (plan.next < plan.items.size()) {
       next_value = std::min(next_value, plan.items[plan.next].signal_value);

@@ -50,9 +50,11 @@ struct Fire {
   std::unique_ptr<CounterSets::Fired> set;
 };
 
-// Anything rare: control operations whose caller waits.
+// Anything rare: control operations whose caller waits. The function is not in the command: each C++ library has its own
+// size and alignment for it (libc++ 48 and 16 bytes, libstdc++ 32 and 8), which would be those of all commands.
 struct Call {
-  std::function<void()> run;
+  explicit Call(std::function<void()> function) : run(std::make_unique<std::function<void()>>(std::move(function))) {}
+  std::unique_ptr<std::function<void()>> run;
 };
 
 // Small, for its cache lines change sides with it.

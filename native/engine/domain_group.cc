@@ -6,6 +6,7 @@
 
 #include "engine/message.h"
 #include "engine/poll_loop.h"
+#include "engine/trace.h"
 
 namespace kvc {
 
@@ -195,6 +196,10 @@ bool DomainGroup::hear(Domain& domain) {
 void DomainGroup::count(LinkId id, uint32_t immediate) {
   const uint32_t pages = Immediate::decode(immediate).multiplicity;
   Stats::add(shared_.stats.immediates_received, pages);
+  if (shared_.stats.trace != nullptr) {
+    shared_.stats.trace->note(
+        {.kind = TraceStep::Kind::kCounted, .request = Immediate::with_multiplicity(immediate, 1), .pages = pages});
+  }
   const Place place = find_link(id);
   if (place.peer == nullptr) return Stats::add(shared_.stats.immediates_stale, pages);
   // Counted for the link too, where there is another one that could have to stand in for it.

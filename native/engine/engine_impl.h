@@ -24,6 +24,7 @@
 #include "engine/registry.h"
 #include "engine/scatter.h"
 #include "engine/stats.h"
+#include "engine/trace.h"
 #include "engine/transfer.h"
 #include "engine/transfer_engine.h"
 #include "engine/waker.h"
@@ -195,6 +196,7 @@ class TransferEngine::Impl {
   EventQueue events;
   MessagePool messages;
   Stats stats;
+  Trace trace;
   std::shared_ptr<Waker> waker;
   std::vector<std::unique_ptr<DomainThread>> domain_threads;  // EngineConfig::workers less the first
   Lanes lanes;

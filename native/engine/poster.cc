@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "engine/immediate.h"
+#include "engine/trace.h"
 
 namespace kvc {
 
@@ -220,6 +221,10 @@ Poster::Outcome Poster::post_batch(Stream& stream) {
     if (batch.source != nullptr && stream.progress != nullptr) {
       Stats::add(stream.progress->pages_posted, request.in_parts() ? (last ? 1 : 0) : batch.pages);
       Stats::add(stream.progress->bytes_posted, bytes);
+      if (stats_.trace != nullptr) {
+        stats_.trace->note(
+            {.kind = TraceStep::Kind::kPosted, .request = reinterpret_cast<uint64_t>(&request), .pages = batch.pages});
+      }
     }
     if (last) stream.ready.pop_front();
     return Outcome::kPosted;

@@ -15,6 +15,12 @@ std::optional<uint32_t> Request::domain() const {
   return single == nullptr ? std::nullopt : single->domain;
 }
 
+const std::byte* Request::first_source() const {
+  if (const auto* single = std::get_if<SingleWrite>(&body_)) return source_->base + single->source_offset;
+  const auto* table = std::get_if<TableWrite>(&body_);
+  return table == nullptr ? nullptr : source_->base + table->table->source.offset + table->source_offset;
+}
+
 void Request::split(uint64_t part_bytes) {
   part_bytes_ = part_bytes;
   end_ = (page_bytes_ + part_bytes - 1) / part_bytes;

@@ -141,6 +141,8 @@ class Request {
   uint64_t splittable() const {
     return std::holds_alternative<SingleWrite>(body_) && part_bytes_ == 0 ? page_bytes_ : 0;
   }
+  // What the source pages of a SingleWrite or a TableWrite count from; null for anything else.
+  const std::byte* first_source() const;
   // Before anything of it was posted: posts the single write in parts of `part_bytes`, the last one shorter, each a
   // batch of its own.
   void split(uint64_t part_bytes);

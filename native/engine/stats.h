@@ -6,6 +6,8 @@
 
 namespace kvc {
 
+class Trace;
+
 struct Stats {
   std::atomic<uint64_t> pages_written{0};
   std::atomic<uint64_t> bytes_written{0};
@@ -19,6 +21,8 @@ struct Stats {
   std::atomic<uint64_t> pages_rewritten{0};
   std::atomic<uint64_t> sleeps{0};
   std::atomic<uint64_t> callback_errors{0};
+
+  Trace* trace = nullptr;  // the worker's; null: it is off
 
   // For counters with one writing thread: no locked instruction on the worker's path. A gauge goes down by adding less than
   // nothing.

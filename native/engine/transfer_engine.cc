@@ -268,6 +268,16 @@ Result<std::shared_ptr<cuda::StreamSignal>> TransferEngine::create_stream_signal
   return cuda::StreamSignal::create([waker = impl_->waker] { waker->wake(); });
 }
 
+Status TransferEngine::start_trace(size_t steps) {
+  impl_->trace.start(steps);
+  return impl_->worker.call("start_trace", [&]() -> Status {
+    impl_->stats.trace = &impl_->trace;
+    return {};
+  });
+}
+
+TakenTrace TransferEngine::take_trace() { return impl_->trace.take(); }
+
 EngineStats TransferEngine::stats() const {
   const auto load = [](const std::atomic<uint64_t>& counter) { return counter.load(std::memory_order_relaxed); };
   const Stats& stats = impl_->stats;

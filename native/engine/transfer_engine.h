@@ -215,6 +215,27 @@ struct EngineStats {
   uint64_t regions = 0;
 };
 
+// What the worker did. `request` tells the requests of an arm() call apart for as long as they live, from kReleased on.
+struct TraceStep {
+  enum class Kind : uint8_t {
+    kReleased,  // the worker saw that the signal has reached the request's value
+    kPosted,    // a batch of it was given to a lane
+    kLanded,    // a batch of it is in the peer's memory
+    kCounted,   // a counter here was raised
+  };
+  Kind kind = Kind::kReleased;
+  int64_t nanoseconds = 0;    // CLOCK_MONOTONIC
+  uint64_t request = 0;       // kCounted: the immediate, of multiplicity 1
+  TransferId transfer = 0;    // kReleased
+  uint64_t signal_value = 0;  // kReleased: what the request waited for
+  uint64_t source = 0;        // kReleased: the address that its source pages count from
+  uint64_t pages = 0;         // kPosted, kLanded, kCounted
+};
+struct TakenTrace {
+  std::vector<TraceStep> steps;
+  uint64_t lost = 0;  // for which there was no room
+};
+
 // A peer as seen after offer() or accept(): its id here, and the bytes to hand to it over the control plane.
 struct Handshake {
   PeerId peer = 0;
@@ -384,6 +405,10 @@ class TransferEngine {
   // One that a CUDA stream writes; see cuda/stream_signal.h for the thread to call this on.
   Result<std::shared_ptr<cuda::StreamSignal>> create_stream_signal();
   EngineStats stats() const;
+  // From now on the worker notes what it does with armed requests and counters, up to `steps` of them between two calls of
+  // take_trace(). Costs nothing until then. Blocks for one turn of the worker.
+  Status start_trace(size_t steps);
+  TakenTrace take_trace();
   const EngineConfig& config() const;
   // One line per open domain, as its provider describes it ("tcp 127.0.0.1:41233").
   const std::vector<std::string>& domains() const;

@@ -4,6 +4,8 @@
 #include <cassert>
 #include <utility>
 
+#include "engine/trace.h"
+
 namespace kvc {
 
 namespace {
@@ -94,8 +96,15 @@ void TransferScheduler::fail_peer(Peer& peer, const Error& error) {
 // --- The worker's turn
 
 bool TransferScheduler::post_due_layers() {
-  return armed_.release([this](Stream& stream, RequestRef request) {
+  return armed_.release([this](Stream& stream, uint64_t value, RequestRef request) {
     if (stream.stopping()) return;  // settle() drops the rest
+    if (stats_.trace != nullptr) {
+      stats_.trace->note({.kind = TraceStep::Kind::kReleased,
+                          .request = reinterpret_cast<uint64_t>(request.get()),
+                          .transfer = static_cast<Transfer::OwnStream&>(stream).transfer.id,
+                          .signal_value = value,
+                          .source = reinterpret_cast<uint64_t>(request->first_source())});
+    }
     stream.ready.push_back(std::move(request));
     poster_.make_runnable(stream);
   });
@@ -168,6 +177,10 @@ void TransferScheduler::resolve(uint32_t place, const Error* error, bool may_lan
       Stats::add(stream.progress->bytes_done, flight.bytes);
       Stats::add(stats_.pages_written, pages);
       Stats::add(stats_.bytes_written, flight.bytes);
+      if (stats_.trace != nullptr) {
+        stats_.trace->note(
+            {.kind = TraceStep::Kind::kLanded, .request = reinterpret_cast<uint64_t>(&request), .pages = flight.pages});
+      }
     }
     if (request.in_flight == 0 && request.done()) finish_request(stream, request);
   } else {

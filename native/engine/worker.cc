@@ -127,7 +127,7 @@ void Worker::apply(Command& command) {
                  [&](Seal& seal) { scheduler.seal(*seal.transfer); },
                  [&](const StartScatter& start) { scheduler.start(*start.run); },
                  [&](Fire& fire) { scheduler.endings().fired(std::move(*fire.set)); },
-                 [&](Call& call) { call.run(); },
+                 [&](const Call& call) { (*call.run)(); },
              },
              command.body);
 }

@@ -364,6 +364,22 @@ std::shared_ptr<cuda::StreamSignal> PythonEngine::create_stream_signal() {
 
 std::shared_ptr<LayerSignal> PythonEngine::create_signal() { return engine()->create_signal(); }
 
+void PythonEngine::start_trace(size_t steps) {
+  const auto held = engine();
+  unwrap(without_gil([&] { return held->start_trace(steps); }));
+}
+
+std::pair<std::vector<StepTuple>, uint64_t> PythonEngine::take_trace() {
+  const TakenTrace taken = engine()->take_trace();
+  std::vector<StepTuple> steps;
+  steps.reserve(taken.steps.size());
+  for (const TraceStep& s : taken.steps) {
+    steps.emplace_back(static_cast<int>(s.kind), s.nanoseconds, s.request, s.transfer, s.signal_value, s.source,
+                       s.pages);
+  }
+  return {std::move(steps), taken.lost};
+}
+
 std::vector<uint64_t> PythonEngine::stats() {
   const EngineStats s = engine()->stats();
   return {s.pages_written,    s.bytes_written,      s.batches_posted, s.immediates_received,

@@ -13,7 +13,15 @@ from pathlib import Path
 
 import msgspec
 
-from kv_connector.control.membership import BeginDrain, Drain, Draining, Leave, MembershipMessage, Register
+from kv_connector.control.membership import (
+    Activity,
+    BeginDrain,
+    Drain,
+    Draining,
+    Leave,
+    MembershipMessage,
+    Register,
+)
 from kv_connector.control.membership import decode as decode_membership
 from kv_connector.control.membership import encode as encode_membership
 from kv_connector.engine import DomainConfig, EngineConfig, TransferError
@@ -39,7 +47,7 @@ from kv_connector.router.failure import Failure
 
 sys.path.append(str(Path(__file__).parent.parent / "unit"))
 
-from protocol_setup import ADVICE, P_ADDRESS, all_of, layout, pairs, reserve, worker
+from protocol_setup import ADVICE, P_ADDRESS, all_of, layout, pairs, recalled, reserve, worker
 
 
 @dataclass(frozen=True)
@@ -99,12 +107,15 @@ def protocol_messages() -> list[AnyMessage]:
         messages.Ping(1, ("t", "u")),
         messages.Pong(1),
         messages.Bye("going"),
+        messages.Recall("t", 9),
+        recalled(),
     ]
 
 
 def membership_messages() -> list[MembershipMessage]:
     return [
         Register("p", "1", Role.BOTH, "http://10.0.0.1:8100", "10.0.0.1", 5600, True),
+        Register("p", "1", Role.PREFILL, "http://h:1", "h", 1, activity=Activity({"tcp": 2}, 3, 1 << 40)),
         Leave("p", "1"),
         Drain("http://10.0.0.1:8100"),
         Draining(3),

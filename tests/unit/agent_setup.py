@@ -96,6 +96,8 @@ class Side:
             for ordinal in range(len(self.layout.layers)):
                 for block in blocks:
                     self.pages[ordinal, block] = content(transfer, ordinal, block)
+                if self.agent.timelines.on:
+                    self.agent.timelines.signalled(base + ordinal + 1)
                 self.agent.signal.store(base + ordinal + 1)
 
     def compute_first(self, blocks: Sequence[int], first: int = 0, transfer: str = "t") -> None:
@@ -160,6 +162,7 @@ class Stage:
         ranks: int = 1,
         stage: int = 0,
         key: ClusterKey | None = None,
+        timelines: int = 0,
     ) -> Side:
         shape = pages if pages is not None else layout(num_blocks=64 if role is Role.PREFILL else 32)
         dimensions = len(shape.layers), shape.groups[0].num_blocks, shape.layers[0].parts[0].block_stride
@@ -178,6 +181,7 @@ class Stage:
             layout=shape,
             timeouts=timeouts,
             key=key,
+            timelines=timelines,
         )
         ranges = [MemoryRange(memory.ctypes.data, memory.nbytes)]
         agent = Agent(config, ranges, engine if engine is not None else self.engine(name))

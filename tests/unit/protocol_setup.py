@@ -10,10 +10,11 @@ import msgspec
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.geometry import Place, opaque_page
 from kv_connector.protocol.layout import GroupLayout, GroupTarget, KvLayout, LayerLayout
-from kv_connector.protocol.messages import Fingerprint, Rank, Reserve, Wants, fingerprint
+from kv_connector.protocol.messages import Fingerprint, Rank, Recalled, Reserve, Role, Wants, fingerprint
 from kv_connector.protocol.plan import Plan
 from kv_connector.protocol.requests import ComputedPages, DecodeRequest, GroupPages, PrefillRequest
 from kv_connector.protocol.runs import Misfit
+from kv_connector.protocol.timeline import About, LayerSpan, Receiving, Sending
 
 HASH = bytes(range(16))
 BLOCK = 16  # tokens
@@ -166,3 +167,21 @@ def only(actions: Sequence[object], kind: type[T]) -> T:
 
 def every(actions: Sequence[object], kind: type[T]) -> list[T]:
     return [action for action in actions if isinstance(action, kind)]
+
+
+def recalled() -> Recalled:
+    """A worker's timelines, one of each kind."""
+    about = About("t", "r", "peer", "tcp", 1, 9, "completed")
+    return Recalled(
+        engine_id="e",
+        rank=0,
+        role=Role.BOTH,
+        host="boot",
+        now=10,
+        kept=4,
+        lost=0,
+        layers=("layer0", "layer1"),
+        others=(("10.0.0.1", 5601),),
+        sent=(Sending(about, 0, 64, (2, 5), (LayerSpan(0, 3, 4, 4, 6, 1), LayerSpan(1, 5, 6, 7, 8, 2))),),
+        received=(Receiving(about, 3, ((6, 1), (8, 3))),),
+    )

@@ -457,6 +457,27 @@ def test_the_state_of_a_request_is_asked_for_at_any_time(pair: tuple[Side, Side]
     assert prefill.agent.take_reserved() == set()
 
 
+def test_an_adapter_that_does_not_ask_is_told(pair: tuple[Side, Side]) -> None:
+    prefill, decode = pair
+    told: list[State] = []
+    prefill.agent.tell_reached(lambda reached: told.append(reached.state))
+    transfer(prefill, decode)
+    assert told == [State.MOVING, State.DONE]
+
+
+def test_what_has_come_is_known_once_the_agent_has_caught_up(pair: tuple[Side, Side]) -> None:
+    prefill, decode = pair
+    decode.reserve(prefill.address)
+    until(lambda: prefill.agent.phases() == {"prefill orphan": 1})
+    prefill.expect()
+    assert prefill.agent.catch_up(10.0)
+    assert prefill.agent.state("p-t") is State.MOVING
+    prefill.compute(SOURCE)
+    prefill.agent.finished("t", True, "")
+    decode.wait(received=["d-t"])
+    prefill.wait(sent=["p-t"])
+
+
 def test_a_failure_says_why_on_both_sides(pair: tuple[Side, Side]) -> None:
     prefill, decode = pair
     prefill.expect()

@@ -12,7 +12,8 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from kv_connector.agent.exposition import NAMES, Exposition
 from kv_connector.agent.ledger import AgentStats, LiveState, Timing
-from kv_connector.agent.metrics import AgentReporter, Interval
+from kv_connector.agent.metrics import AgentReporter, Interval, activity
+from kv_connector.control.membership import Activity
 from kv_connector.protocol.actions import Outcome
 from kv_connector.protocol.messages import Role
 from kv_connector.protocol.peers import PeerInfo, PeerState
@@ -49,6 +50,8 @@ def peer(name: str, lane: str) -> PeerInfo:
 
 
 class CountingAgent:
+    authenticated = True
+
     def __init__(self) -> None:
         self.counted = NO_STATS
         self.alive = IDLE
@@ -176,6 +179,7 @@ def test_names_and_labels_are_an_interface(
         "kv_connector_live_decode_requests gauge": ["rank"],
         "kv_connector_live_transfers gauge": ["rank"],
         "kv_connector_live_counter_sets gauge": ["rank"],
+        "kv_connector_authenticated gauge": ["rank"],
         "kv_connector_peers gauge": ["lane", "rank"],
         "kv_connector_transfers_under_way gauge": ["phase", "rank", "role"],
         "kv_connector_transfers counter": ["outcome", "role"],
@@ -231,6 +235,15 @@ def test_gauges_show_the_latest_state_and_return_to_zero(
     agent.alive = IDLE
     metrics.observe(reporter.take())
     assert [metrics.sample(name, rank="0") for name in names] == [0, 0, 0, 0]
+
+
+def test_the_routers_are_told_lanes_transfers_and_bytes(agent: CountingAgent) -> None:
+    agent.counted = replace(
+        NO_STATS, bytes_pushed=1 << 40, peers=(peer("a", "tcp"), peer("b", "tcp"), peer("c", ""))
+    )
+    agent.alive = replace(IDLE, prefill_requests=2, decode_requests=1, engine_transfers=9)
+    told = activity(agent)  # type: ignore[arg-type]
+    assert told == Activity(lanes={"tcp": 2}, transfers=3, bytes_pushed=1 << 40)
 
 
 def test_counters_of_ranks_add_up_and_gauges_stand_side_by_side(

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kv_connector.agent.settings import Settings, SettingsError, parse_settings
+from kv_connector.agent.settings import Settings, SettingsError, examine_settings, parse_settings
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timers import Timeouts
@@ -68,7 +68,11 @@ def test_everything_can_be_set() -> None:
 @pytest.mark.parametrize(
     ("extra", "problem"),
     [
-        ({"contol_port": 1}, "unknown field `contol_port`.*Valid keys: control_host, control_port"),
+        (
+            {"contol_port": 1},
+            "unknown field `contol_port`: did you mean `control_port`",
+        ),
+        ({"colour": 1}, "unknown field `colour`. Valid: control_host, control_port"),
         ({"control_port": "5600"}, r"Expected `int`, got `str` - at `\$.control_port`"),
         ({"control_port": 70000}, "control_port"),
         ({"providers": []}, "providers"),
@@ -76,7 +80,10 @@ def test_everything_can_be_set() -> None:
         ({"allow_fallback": 1}, "Expected `bool`"),
         ({"timeouts": {"hold": "30"}}, "Expected `float`"),
         ({"timeouts": {"hold": 0}}, "> 0"),
-        ({"timeouts": {"hodl": 30}}, "unknown timeouts hodl. Valid: cancel, connect, dead"),
+        (
+            {"timeouts": {"hodl": 30}},
+            "unknown timeouts hodl: did you mean `hold`",
+        ),
         ({"control_host": "0.0.0.0"}, "control_host '0.0.0.0' is no address that a peer can dial"),
         ({"control_host": ""}, "control_host '' is no address"),
         ({"control_host": "*"}, "is no address"),
@@ -88,6 +95,18 @@ def test_everything_can_be_set() -> None:
 def test_what_cannot_be_used_is_named(extra: dict[str, Any], problem: str) -> None:
     with pytest.raises(SettingsError, match=problem):
         parse_settings(extra)
+
+
+def test_every_problem_is_found_and_the_rest_is_usable() -> None:
+    settings, problems = examine_settings(
+        {"spin": 1, "timeouts": {"hodl": 1}, "control_port": 6000, "routers": 1}
+    )
+    assert [problem.partition(":")[0] for problem in problems] == [
+        "unknown field `spin`",
+        "unknown timeouts hodl",
+        "Expected `array`, got `int` - at `$.routers`",
+    ]
+    assert settings == Settings(control_port=6000)
 
 
 def test_strangers_are_let_in_only_on_demand(tmp_path: Path) -> None:

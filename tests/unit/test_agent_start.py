@@ -17,7 +17,7 @@ from kv_connector.agent.agent import AgentError, MemoryRange
 from kv_connector.agent.settings import Settings, SettingsError
 from kv_connector.agent.start import Running, WorkerInfo, start
 from kv_connector.control.cluster_key import ClusterKey
-from kv_connector.control.membership import Leave, MembershipSockets, Register
+from kv_connector.control.membership import Activity, Leave, MembershipSockets, Register
 from kv_connector.engine.placement import CoreClaim, Device, Placement
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.messages import Role
@@ -117,8 +117,13 @@ def test_an_engine_that_anybody_may_write_to_says_so(
 ) -> None:
     ClusterKey.generate().write(tmp_path / "key")
     key_file = str(tmp_path / "key") if protected else None
-    starts(Settings(control_port=0, providers=("tcp",), worker_cpu="none", control_key_file=key_file))
+    running = starts(
+        Settings(control_port=0, providers=("tcp",), worker_cpu="none", control_key_file=key_file)
+    )
     assert ("NO CLUSTER KEY" in caplog.text) is not protected
+    interval = running.reporter.take()
+    assert interval is not None
+    assert interval.gauges["0"]["authenticated"] == protected
 
 
 def test_what_does_not_fit_the_worker_is_refused(starts: Starts) -> None:
@@ -204,6 +209,7 @@ def test_the_routers_hear_of_rank_0_of_its_sleep_and_of_its_end(starts: Starts, 
         3,
     )
     assert Address(told.control_host, told.control_port) == running.address
+    assert told.activity == Activity(), "it has no peer yet, and says so"
     running.sleep()
     router.hears(lambda message: isinstance(message, Register) and message.asleep)
     router.heard.clear()
@@ -215,3 +221,30 @@ def test_the_routers_hear_of_rank_0_of_its_sleep_and_of_its_end(starts: Starts, 
 
 def test_no_other_rank_registers(starts: Starts, router: Router) -> None:
     assert starts(registered(router.address), rank=1, ranks=2).registrar is None
+
+
+# --- vllm-router
+
+
+def announced(**more: Any) -> Settings:
+    return Settings(
+        control_port=0,
+        providers=("tcp",),
+        worker_cpu="none",
+        announce=("127.0.0.1:1",),
+        api_url="http://10.0.0.5:8100",
+        **more,
+    )
+
+
+def test_an_engine_that_is_announced_without_a_key_says_so(
+    starts: Starts, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert starts(announced(), role=Role.PREFILL).registrar is not None
+    assert "ANNOUNCED WITHOUT A KEY to 127.0.0.1:1" in caplog.text
+
+
+def test_what_cannot_be_announced_is_refused_and_leaves_nothing_open(starts: Starts) -> None:
+    with pytest.raises(SettingsError, match="announce: vllm-router's moriio mode tells no"):
+        starts(announced(), role=Role.DECODE, data_parallel_rank=1)
+    assert running_agents() == 0

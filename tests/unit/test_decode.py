@@ -196,7 +196,7 @@ def test_without_counters_the_request_fails_and_nothing_was_sent(machine: Decode
     machine.reserve(0.0, decode_request())
     actions = machine.counter_failed(0.0, "d-t", "RESOURCES in alloc_counters")
     why = "RESOURCES in alloc_counters"
-    ended = Ended(Role.DECODE, "t", PEER, Outcome.FAILED, why)
+    ended = Ended(Role.DECODE, "t", PEER, Outcome.FAILED, why, request_id="d-t")
     # P need not wait to be asked.
     assert actions == [ended, reached(State.FAILED, why), failed(), Send(PEER, Release("t"))]
     assert_over(machine)

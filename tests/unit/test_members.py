@@ -11,6 +11,7 @@ import pytest
 from kv_connector.control.membership import Leave, Register
 from kv_connector.protocol.messages import Role
 from kv_connector.router.endpoint import Endpoint
+from kv_connector.router.incidents import Incidents
 from kv_connector.router.members import MAX_ENGINES, Members, Side, State
 from kv_connector.router.pool import EngineLost, NoEngine, Pool
 
@@ -26,7 +27,7 @@ class Fixture:
             Side.PREFILL: [Endpoint.parse(url) for url in prefill],
             Side.DECODE: [Endpoint.parse(url) for url in decode],
         }
-        self.members = Members(self.pools, listed, suspect=3.0, dead=5.0)
+        self.members = Members(self.pools, listed, Incidents(), suspect=3.0, dead=5.0)
 
     def state(self, url: str = URL, side: Side = Side.PREFILL) -> State | None:
         return self.members.states()[side].get(url)

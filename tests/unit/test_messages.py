@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from protocol_setup import ADVICE, HASH, all_of, layout, pairs, reserve, worker
+from protocol_setup import ADVICE, HASH, all_of, layout, pairs, recalled, reserve, worker
 
 from kv_connector.protocol.messages import (
     MAX_ID,
@@ -29,6 +29,7 @@ from kv_connector.protocol.messages import (
     NakReason,
     Ping,
     Pong,
+    Recall,
     Release,
     Role,
     clip,
@@ -65,6 +66,8 @@ MESSAGES: list[AnyMessage] = [
     Ping(5, ("t", "u")),
     Pong(5),
     Bye("shutting down"),
+    Recall("7d0f", 3),
+    recalled(),
 ]
 
 

@@ -596,7 +596,8 @@ def test_each_worker_of_decode_is_served_by_itself(machine: PrefillMachine) -> N
     assert pushed(machine.reserve(0.0, OTHER, half(1))) == {1: 21, 2: 22, 3: 23}
     assert machine.finished(0.0, "t", True, "") == [Seal(FIRST), Seal(SECOND)]
     actions = machine.writes_ended(1.0, SECOND, WritesEnd.DONE, True, "")
-    assert actions == [Ended(Role.PREFILL, "t", OTHER, Outcome.COMPLETED, "the transfer is complete", 1.0, 1)]
+    words = "the transfer is complete"
+    assert actions == [Ended(Role.PREFILL, "t", OTHER, Outcome.COMPLETED, words, 1.0, 1, "p-t")]
     actions = machine.writes_ended(2.0, FIRST, WritesEnd.DONE, True, "")
     assert actions[1:] == [Reached(Role.PREFILL, "t", "p-t", State.DONE), FinishedSending("p-t")]
     assert_over(machine)

@@ -30,7 +30,7 @@ from typer.testing import CliRunner
 
 from kv_connector.cli.main import app as command_line
 from kv_connector.control.cluster_key import ClusterKey
-from kv_connector.control.membership import MembershipSockets, Register, decode, encode
+from kv_connector.control.membership import Activity, MembershipSockets, Register, decode, encode
 from kv_connector.control.registrar import Registrar
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
@@ -587,7 +587,19 @@ async def test_a_registration_that_makes_no_sense_costs_its_sender_the_connectio
 
 @pytest.mark.parametrize(
     "frame",
-    [b"", b"garbage", encode(Register("x", "1", Role.PREFILL, "http://h:1", "h", 1))[:-1]],
+    [
+        b"",
+        b"garbage",
+        encode(Register("x", "1", Role.PREFILL, "http://h:1", "h", 1))[:-1],
+        *(
+            encode(Register("x", "1", Role.PREFILL, "http://h:1", "h", 1, activity=activity))
+            for activity in (
+                Activity({str(lane): 1 for lane in range(17)}),
+                Activity({}, -1),
+                Activity({"": 1}),
+            )
+        ),
+    ],
 )
 def test_what_is_no_membership_message_is_malformed(frame: bytes) -> None:
     with pytest.raises(MalformedMessage):

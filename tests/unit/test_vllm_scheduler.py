@@ -200,6 +200,20 @@ class TestPrefill:
         assert (request.transfer_id, request.engine) == (expected.transfer_id, ADDRESS)
         assert request.prompt_hash == expected.prompt_hash
 
+    def test_other_routers_words_mean_the_same(self, prefill: Stage, decode: Stage) -> None:
+        """tests/unit/test_dialects.py has all of them."""
+        prefill.add("p", prompt(40), {"remote_decoder": {"kv_request_id": "t"}})
+        output, metadata = prefill.schedule()
+        answer = prefill.update(output)["p"]
+        (expected,) = metadata.commands
+        assert isinstance(expected, PrefillRequest)
+        assert expected.transfer_id == "t"
+        assert "remote_decoder" not in answer
+        address = f"___prefill_addr_host:{ADDRESS.host},handshake:{ADDRESS.port},notify:1___decode_addr_x_0"
+        decode.add(f"cmpl-{address}-0-1a", prompt(40), {"do_remote_prefill": True, "transfer_id": "t"})
+        request = reservation(decode.step())
+        assert (request.transfer_id, request.engine) == ("t", ADDRESS)
+
     def test_an_adapter_and_pictures_places_are_part_of_the_prompt(self, decode: Stage) -> None:
         """Wherever either engine has loaded them from."""
 

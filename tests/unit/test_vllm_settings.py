@@ -1,8 +1,10 @@
 """What an operator writes, and what vLLM makes of it: roles, versions, registration."""
 
+import dataclasses
 import importlib
 import logging
 import re
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, s
 
 from kv_connector.agent.settings import Settings, SettingsError
 from kv_connector.agent.start import WorkerInfo
+from kv_connector.cli.config.files import POLICIES, TRANSFER_KEYS
 from kv_connector.engine.placement import Device
 from kv_connector.protocol.layout import KvLayout
 from kv_connector.protocol.messages import Role
@@ -39,6 +42,11 @@ def test_a_wrong_setting_is_told_with_where_it_is_written() -> None:
     )
     with pytest.raises(SettingsError, match=r"^kv_connector_extra_config: .*unknown field `contol_port`"):
         WriteImmConnector(config, KVConnectorRole.WORKER, None)
+
+
+def test_config_check_knows_what_stands_beside_our_settings() -> None:
+    assert set(TRANSFER_KEYS) == {field.name for field in dataclasses.fields(KVTransferConfig)}
+    assert set(POLICIES) == set(get_args(get_type_hints(KVTransferConfig)["kv_load_failure_policy"]))
 
 
 def test_so_is_one_that_does_not_fit_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:

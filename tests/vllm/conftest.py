@@ -15,6 +15,7 @@ from deployment import (
     engine_settings,
     prefill_settings,
 )
+from otlp import ENVIRONMENT, Receiver
 
 from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey
 from kv_connector.lab.cluster import LocalCluster
@@ -47,12 +48,19 @@ def _start(
     cluster: LocalCluster,
     shape: Shape,
     providers: tuple[str, ...],
+    spans: Receiver,
     *,
     prefill_blocks: int,
     decode_blocks: int,
+    timelines: int = 0,
 ) -> Deployment:
     """Starts P with a small pool, D with a larger one, a plain engine and two routers; waits for none."""
-    extra = {"providers": providers, "data_host": DATA_HOST, "timeouts": TIMEOUTS}
+    extra = {
+        "providers": providers,
+        "data_host": DATA_HOST,
+        "timeouts": TIMEOUTS,
+        "timelines": timelines,
+    }
     prefill = cluster.start_engine(
         "prefill",
         role="kv_producer",
@@ -72,6 +80,7 @@ def _start(
         decode=decode,
         concurrent=cluster.start_router("router-concurrent", **engines),
         serial=cluster.start_router("router-serial", **engines, dispatch="serial"),
+        spans=spans,
     )
 
 
@@ -88,15 +97,21 @@ def deployment(
     """
     name = request.param
     directory = tmp_path_factory.mktemp(name)
-    with LocalCluster(directory, model_directories[name], engine_settings()) as cluster:
+    with (
+        Receiver().serving() as spans,
+        LocalCluster(directory, model_directories[name], engine_settings()) as cluster,
+    ):
         if name == "llama":
             cluster.interpreter = interpreter
-            deployment = _start(cluster, LLAMA, ("host", "tcp"), prefill_blocks=64, decode_blocks=120)
+            deployment = _start(cluster, LLAMA, ("host", "tcp"), spans, prefill_blocks=64, decode_blocks=120)
         else:
-            # These talk under a cluster key, the others without one.
+            # These talk under a cluster key, keep timelines and send spans, the others do none of it.
             key_file = directory / "key"
             ClusterKey.generate().write(key_file)
-            cluster.environment = {KEY_FILE_VARIABLE: str(key_file)}
-            deployment = _start(cluster, GEMMA3, ("tcp",), prefill_blocks=90, decode_blocks=160)
+            cluster.environment = {KEY_FILE_VARIABLE: str(key_file), **ENVIRONMENT}
+            cluster.otlp_traces_endpoint = spans.endpoint
+            deployment = _start(
+                cluster, GEMMA3, ("tcp",), spans, prefill_blocks=90, decode_blocks=160, timelines=64
+            )
         cluster.wait_ready()
         yield deployment

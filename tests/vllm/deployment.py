@@ -7,15 +7,18 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
 from kv_connector.lab.cluster import HOST, MODEL_NAME, Engine, EngineSettings, LocalCluster
+
+if TYPE_CHECKING:
+    from otlp import Receiver
 
 # How long a condition may take to come true on a busy machine; everything that is awaited ends far sooner.
 PATIENCE_SECONDS = 60.0
@@ -75,6 +78,8 @@ class Deployment:
     decode: Engine
     concurrent: str
     serial: str
+    spans: "Receiver"
+    """Of Gemma's engines and routers."""
 
 
 def prompt(seed: int | str, tokens: int) -> list[int]:
@@ -116,9 +121,11 @@ class Client:
     async def __aexit__(self, *_: object) -> None:
         await self._http.aclose()
 
-    async def post(self, url: str, body: Any = None) -> dict[str, Any]:
+    async def post(
+        self, url: str, body: Any = None, headers: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
         """The JSON answer; Refused if it is an error."""
-        response = await self._http.post(url, json=body)
+        response = await self._http.post(url, json=body, headers=headers)
         if response.status_code >= 400:
             raise Refused(response.status_code, response.text)
         answer = response.json() if response.content else {}

@@ -1,0 +1,23 @@
+"""--plot: where a command draws what it has measured."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Plot = Annotated[
+    Path | None,
+    typer.Option("--plot", metavar="FILE", help="Draw the results, as SVG (needs the extra `plot`)."),
+]
+
+
+def check_plot(file: Path | None) -> None:
+    """Refuses now what would be found out when all is measured."""
+    if file is None:
+        return
+    from kv_connector.lab import plots
+
+    try:
+        plots.check(file)
+    except plots.PlotError as error:
+        raise typer.BadParameter(f"--plot: {error}") from None

@@ -1,0 +1,58 @@
+"""The one door to Ray. Nothing else in this package imports it.
+
+Ray Serve LLM asks a backend of each connector how requests are to be halved. It calls that interface
+internal, and has a registry for backends from elsewhere; a Ray that lacks what these files were read against
+is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_NEEDED = ("requires_peer_binding", "concurrent_handoff", "prepare_decode_request", "replica_metadata")
+
+
+class UnsupportedRay(ImportError):
+    """There is no Ray here that this package was written for."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(
+            f"kv_connector.ray is written for Ray Serve LLM 2.60: {problem}. Install what "
+            "examples/ray/README.md names"
+        )
+
+
+try:
+    from ray import __version__ as RAY_VERSION
+    from ray.llm._internal.serve.engines.vllm.kv_transfer.base import (
+        BaseConnectorBackend,
+        clamp_request_to_single_token,
+    )
+    from ray.llm._internal.serve.engines.vllm.kv_transfer.factory import KVConnectorBackendFactory
+    from ray.serve.llm import build_pd_openai_app
+    from ray.util import get_node_ip_address
+except ImportError as error:
+    raise UnsupportedRay(str(error)) from error
+
+__all__ = [
+    "BaseConnectorBackend",
+    "build_pd_openai_app",
+    "clamp_request_to_single_token",
+    "node_address",
+    "register_backend",
+]
+
+if missing := [name for name in _NEEDED if not hasattr(BaseConnectorBackend, name)]:
+    raise UnsupportedRay(f"this is Ray {RAY_VERSION}, whose connector backends have no {', '.join(missing)}")
+
+
+def node_address() -> str:
+    """This node's, as the others of the cluster reach it."""
+    address: str = get_node_ip_address()
+    return address
+
+
+def register_backend(connector: str, backend: type[Any]) -> None:
+    """Makes the backend known to every replica of the cluster. Ray must run already. Idempotent."""
+    if not KVConnectorBackendFactory.is_registered(connector):
+        KVConnectorBackendFactory.register_backend(connector, f"{backend.__module__}:{backend.__qualname__}")

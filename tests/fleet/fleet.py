@@ -1,0 +1,175 @@
+"""One P and one D as processes, what tests ask them, and the routers of other projects that send to them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from deployment import (
+    DATA_HOST,
+    LLAMA,
+    TIMEOUTS,
+    Client,
+    Hold,
+    assert_quiescent,
+    engine_settings,
+    prefill_settings,
+    prompt,
+    wait_until,
+)
+
+from kv_connector.lab.cluster import HOST, Engine, LocalCluster
+from kv_connector.lab.free_ports import free_ports
+from kv_connector.lab.model import make_llama
+from kv_connector.lab.process import Process
+
+PUSHED = "kv_connector_bytes_pushed_total"
+PUSHED_BEFORE_END = "kv_connector_bytes_pushed_before_prefill_end_total"
+PAGE_BYTES = 2 * 2 * 32 * 32 * 4  # key and value, heads, tokens, head_dim, float32
+OUTPUT = 8
+LONG = 1900
+
+Ask = Callable[[], Awaitable[list[int]]]
+
+
+class FleetCluster(LocalCluster):
+    """With a vllm-router of each mode."""
+
+    def start_vllm_router(self, mode: str, *arguments: str) -> str:
+        """Starts vllm-router in P/D mode and returns its URL at once."""
+        port, metrics = free_ports(2)
+        command = [str(Path(sys.executable).parent / "vllm-router"), "--vllm-pd-disaggregation"]
+        command += ["--kv-connector", mode, "--host", HOST, "--port", str(port)]
+        command += ["--prometheus-port", str(metrics), "--policy", "round_robin", *arguments]
+        name = f"vllm-router-{mode}"
+        router = Process(name, command, environment={}, log=self.directory / f"{name}.log")
+        url = f"http://{HOST}:{port}"
+        # Its /readiness knows the engines that it was told of, and never those that announce themselves.
+        self._adopt(router, f"{url}/{'health' if mode == 'moriio' else 'readiness'}")
+        return url
+
+
+@dataclass(frozen=True)
+class Fleet:
+    prefill: Engine
+    decode: Engine
+    nixl: str
+    """A vllm-router that is told of both."""
+    moriio: str
+    """One to which both announce themselves."""
+    registration: str
+    """Where a router of ours takes registrations: both have joined it, too."""
+    log: Path
+
+
+@contextlib.contextmanager
+def start(directory: Path, interpreter: tuple[str, ...]) -> Iterator[Fleet]:
+    model = make_llama(
+        directory / "llama",
+        layers=LLAMA.layers,
+        hidden=128,
+        heads=4,
+        kv_heads=2,
+        head_dim=32,
+        intermediate=256,
+    )
+    registration, discovery = free_ports(2)
+    with FleetCluster(directory, model, engine_settings()) as cluster:
+        cluster.interpreter = interpreter
+        ours = f"{HOST}:{registration}"
+        extra = {
+            "providers": ("host", "tcp"),
+            "data_host": DATA_HOST,
+            "timeouts": TIMEOUTS,
+            "announce": [f"{HOST}:{discovery}"],
+        }
+        prefill = cluster.start_engine(
+            "prefill", role="kv_producer", extra=extra, settings=prefill_settings(blocks=120), routers=[ours]
+        )
+        decode = cluster.start_engine(
+            "decode", role="kv_consumer", extra=extra, settings=engine_settings(blocks=120), routers=[ours]
+        )
+        cluster.start_router("router", registration=registration)
+        nixl = cluster.start_vllm_router("nixl", "--prefill", prefill.url, "--decode", decode.url)
+        moriio = cluster.start_vllm_router("moriio", "--vllm-discovery-address", f"{HOST}:{discovery}")
+        cluster.wait_ready()
+        yield Fleet(prefill, decode, nixl, moriio, ours, directory)
+
+
+@dataclass(frozen=True)
+class Observed:
+    tokens: list[int]
+    pages: int
+    share_before_end: float
+    """Of the bytes those that had arrived before P's last layer was computed."""
+
+
+async def observe(client: Client, fleet: Fleet, ask: Ask) -> Observed:
+    """What one request does that goes to P and D."""
+    prefill, decode = fleet.prefill, fleet.decode
+    # A transfer counts when it is over, and caches are empty then.
+    await assert_quiescent(client, prefill, decode)
+    before = prefill.metric(PUSHED), prefill.metric(PUSHED_BEFORE_END)
+    pages = (await client.stats(prefill))["pages_pushed"]
+    answer = await ask()
+    await assert_quiescent(client, prefill, decode)
+    pages = int((await client.stats(prefill))["pages_pushed"] - pages)
+
+    async def missing() -> str:
+        shown = prefill.metric(PUSHED) - before[0]
+        return "" if shown == pages * PAGE_BYTES else f"{pages * PAGE_BYTES} bytes pushed, not {shown}"
+
+    await wait_until(missing)
+    early = prefill.metric(PUSHED_BEFORE_END) - before[1]
+    return Observed(answer, pages, early / (pages * PAGE_BYTES) if pages else 0.0)
+
+
+async def held_until_the_first_page(client: Client, fleet: Fleet, directory: Path, ask: Ask) -> list[int]:
+    """As ``ask``, and P stands still in its first layer until a page has reached D: that D asks while P still
+    computes is the router's doing, and not the luck of this machine. In vain where D is asked after P.
+    """
+    hold = Hold(client, fleet.prefill, directory)
+    await hold.arm(1)
+    asking = asyncio.ensure_future(ask())
+    try:
+        await hold.reached(1)
+    finally:
+        hold.release()
+    return await asking
+
+
+async def assert_as_d_alone(
+    client: Client,
+    fleet: Fleet,
+    directory: Path,
+    ask: Callable[[list[int]], Awaitable[list[int]]],
+    *,
+    concurrent: bool,
+) -> None:
+    """Prompts of one chunk, of several and of 19: the answers are those of D by itself, D computes none of
+    the prompts, and where P and D are asked at once the pages travel while P computes.
+    """
+    for tokens in (40, 300, LONG):
+        one = prompt(f"{directory} {tokens}", tokens)
+        place = directory / str(tokens)
+        place.mkdir()
+
+        async def plainly(one: list[int] = one) -> list[int]:
+            return await ask(one)
+
+        async def held(place: Path = place, plainly: Ask = plainly) -> list[int]:
+            return await held_until_the_first_page(client, fleet, place, plainly)
+
+        seen = await observe(client, fleet, held if concurrent else plainly)
+        print(f"{tokens} tokens: {seen.share_before_end:.0%} of the bytes before the prefill's end")
+        assert seen.tokens == await client.complete(fleet.decode.url, one, OUTPUT)
+        assert seen.pages == LLAMA.pages(tokens)
+        if not concurrent:
+            assert seen.share_before_end == 0
+        elif tokens == LONG:
+            assert seen.share_before_end > 0.5
+    await assert_quiescent(client, fleet.prefill, fleet.decode)

@@ -1,0 +1,51 @@
+"""The entry point that vLLM calls: what it tells vLLM, and Dynamo where its worker is in the process."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+from kv_connector.vllm.plugin import CONNECTOR, register
+
+PROTOCOLS = "dynamo.vllm.kv_connector_protocols"
+
+
+class NixlConnectorProtocol:
+    """Of the shape of Dynamo's: what P answers is what D gets."""
+
+
+class Own(NixlConnectorProtocol):
+    """Of a Dynamo that has learned of us."""
+
+
+def protocols(table: dict[str, type]) -> ModuleType:
+    module = ModuleType(PROTOCOLS)
+    module.KV_CONNECTOR_PROTOCOLS = table  # type: ignore[attr-defined]
+    module.NixlConnectorProtocol = NixlConnectorProtocol  # type: ignore[attr-defined]
+    return module
+
+
+def test_vllm_knows_the_connector(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, PROTOCOLS, raising=False)
+    for _ in range(2):
+        register()
+        assert CONNECTOR in KVConnectorFactory._registry
+    assert PROTOCOLS not in sys.modules
+
+
+def test_dynamos_worker_knows_it_as_one_like_nixls(monkeypatch: pytest.MonkeyPatch) -> None:
+    table: dict[str, type] = {"NixlConnector": NixlConnectorProtocol}
+    monkeypatch.setitem(sys.modules, PROTOCOLS, protocols(table))
+    for _ in range(2):
+        register()
+    assert table == {"NixlConnector": NixlConnectorProtocol, CONNECTOR: NixlConnectorProtocol}
+
+
+def test_what_dynamo_has_of_its_own_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    table: dict[str, type] = {CONNECTOR: Own}
+    monkeypatch.setitem(sys.modules, PROTOCOLS, protocols(table))
+    register()
+    assert table == {CONNECTOR: Own}
