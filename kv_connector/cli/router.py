@@ -38,7 +38,8 @@ def cluster_key(path: Path | None) -> ClusterKey | None:
 
 
 KeyFile = Annotated[
-    Path | None, typer.Option(help=f"The cluster key (default: what {KEY_FILE_VARIABLE} names).")
+    Path | None,
+    typer.Option(metavar="FILE", help=f"The cluster key (default: what {KEY_FILE_VARIABLE} names)."),
 ]
 
 
@@ -82,6 +83,22 @@ def router(
         bool,
         typer.Option("--serial", help="Prefill first, then decode (NIXL's flow); default: both at once."),
     ] = False,
+    status_details: Annotated[
+        bool,
+        typer.Option(
+            "--status-details",
+            help="The status page names engines' addresses, and repeats what they say of their failures: "
+            "where no stranger reaches this port.",
+        ),
+    ] = False,
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Where OpenTelemetry spans go, as vLLM's option of this name (and with the same "
+            "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL). Default: none.",
+        ),
+    ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Log each request.")] = False,
 ) -> None:
     """Dispatches each completion to a prefill and a decode engine at the same time."""
@@ -89,6 +106,7 @@ def router(
         import uvicorn
 
         from kv_connector.router.app import create_app
+        from kv_connector.router.spans import SpansError
     except ImportError as error:
         raise typer.BadParameter(f"{error}; install it: pip install 'kv-connector[router]'") from None
     logging.basicConfig(
@@ -97,7 +115,7 @@ def router(
     )
     key = cluster_key(key_file)
     if registration is not None and key is None and not allow_unauthenticated:
-        _refuse_strangers(registration)
+        refuse_strangers(registration)
     try:
         settings = Settings(
             tuple(prefill or ()),
@@ -105,6 +123,8 @@ def router(
             dispatch="serial" if serial else "concurrent",
             registration=registration,
             key=key,
+            status_details=status_details,
+            otlp_traces_endpoint=otlp_traces_endpoint,
         )
     except ValueError as error:
         raise typer.BadParameter(f"{error} (--prefill, --decode, --registration)") from None
@@ -117,10 +137,14 @@ def router(
         host,
         port,
     )
-    uvicorn.run(create_app(settings), host=host, port=port, log_config=None, access_log=False)
+    try:
+        app = create_app(settings)
+    except SpansError as error:
+        raise typer.BadParameter(f"--otlp-traces-endpoint: {error}") from None
+    uvicorn.run(app, host=host, port=port, log_config=None, access_log=False)
 
 
-def _refuse_strangers(registration: Address) -> None:
+def refuse_strangers(registration: Address) -> None:
     """Whoever registers gets prompts."""
     if not is_loopback(registration.host):
         raise typer.BadParameter(

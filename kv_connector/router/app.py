@@ -15,7 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -23,11 +23,15 @@ from kv_connector.router.client import EngineClient, Reply
 from kv_connector.router.completion import Completion
 from kv_connector.router.dispatch import Answer, Call, Dispatcher
 from kv_connector.router.failure import Failure, failure
+from kv_connector.router.incidents import Incidents
 from kv_connector.router.members import State
 from kv_connector.router.metrics import Metrics
+from kv_connector.router.page import Page
 from kv_connector.router.registry import Registry
 from kv_connector.router.responses import ResponsesRequest
 from kv_connector.router.settings import Settings
+from kv_connector.router.spans import Spans
+from kv_connector.router.status import Status
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +52,7 @@ FORWARDED = (
     ("POST", "/v1/messages/count_tokens"),
 )
 # Of the router itself.
-OWN = ("/health", "/ping", "/load", "/metrics", "/openapi.json")
+OWN = ("/", "/status.json", "/live", "/health", "/ping", "/load", "/metrics", "/openapi.json")
 SERVED = sorted({*COMPLETIONS, *(path for _, path in FORWARDED), *OWN})
 
 # Of the client's headers the engines get these.
@@ -62,7 +66,11 @@ def create_app(settings: Settings) -> Starlette:
     """The router as an ASGI application. It holds no state beyond its lifespan."""
     metrics = Metrics()
     client = EngineClient()
-    dispatcher = Dispatcher(settings, client, metrics)
+    incidents = Incidents()
+    spans = Spans.to(settings.otlp_traces_endpoint)
+    dispatcher = Dispatcher(settings, client, metrics, incidents, spans)
+    status = Status(dispatcher.members, metrics, incidents, details=settings.status_details)
+    page = Page.load()
     registry = Registry(dispatcher.members, dispatcher.reasons, client, settings.registration, settings.key)
 
     @asynccontextmanager
@@ -76,6 +84,7 @@ def create_app(settings: Settings) -> Starlette:
                 await dispatcher.close()
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)
+                await asyncio.to_thread(spans.close)
 
     async def ask(request: Request) -> Reply:
         body = await _read(request, settings.body_limit)
@@ -94,6 +103,16 @@ def create_app(settings: Settings) -> Starlette:
             described["paths"] = {path: text for path, text in described["paths"].items() if path in SERVED}
             return JSONResponse(described)
         return Response(reply.body, reply.status, media_type=reply.content_type)
+
+    async def show(_: Request) -> Response:
+        return HTMLResponse(page.html, headers=page.headers)
+
+    async def tell(_: Request) -> Response:
+        return Response(status.json(), media_type="application/json", headers={"cache-control": "no-store"})
+
+    async def live(_: Request) -> Response:
+        """This process serves, whatever its engines do: for who restarts it otherwise."""
+        return JSONResponse({"live": True})
 
     async def health(_: Request) -> Response:
         await registry.look_at(dispatcher.members.unwatched())
@@ -121,6 +140,9 @@ def create_app(settings: Settings) -> Starlette:
                 for path, kind in COMPLETIONS.items()
             ),
             *(Route(path, forward, methods=[method]) for method, path in FORWARDED),
+            Route("/", show),
+            Route("/status.json", tell),
+            Route("/live", live),
             Route("/health", health),
             Route("/ping", health, methods=["GET", "POST"]),
             Route("/load", load),
@@ -195,9 +217,10 @@ class _Answering:
     async def run(self, completion: Completion, path: str) -> int:
         started = time.perf_counter()
         headers = {**_passed(self._request), "x-request-id": self.request_id}
-        async with self._dispatcher.open(completion, Call(path, headers, self.request_id)) as answer:
-            self._metrics.first_byte.observe(time.perf_counter() - started)
-            await self._send(answer)
+        with self._dispatcher.spans.server(path, self.request_id, headers):
+            async with self._dispatcher.open(completion, Call(path, headers, self.request_id)) as answer:
+                self._metrics.answer_began(time.perf_counter() - started)
+                await self._send(answer)
         return answer.status
 
     async def _send(self, answer: Answer) -> None:

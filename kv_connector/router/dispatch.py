@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextma
 from dataclasses import dataclass, replace
 from typing import Any
 
+import aiohttp
 import msgspec
 
 from kv_connector.router.client import EngineClient, HttpError, Reply, content_type
@@ -17,11 +18,13 @@ from kv_connector.router.completion import DISOWNED_PATH, Completion, decode_par
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.events import EventStream
 from kv_connector.router.failure import Failure, engine_down, failure
+from kv_connector.router.incidents import Incidents
 from kv_connector.router.members import Members, Side
 from kv_connector.router.metrics import Metrics
 from kv_connector.router.pool import EngineLost, Lease, NoEngine, Pool
 from kv_connector.router.reasons import PATIENCE_S, Reasons
 from kv_connector.router.settings import Settings
+from kv_connector.router.spans import Spans
 
 logger = logging.getLogger(__name__)
 
@@ -70,14 +73,24 @@ class EngineError(EngineFailure):
 class Dispatcher:
     """Used from the event loop's thread only."""
 
-    def __init__(self, settings: Settings, client: EngineClient, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        client: EngineClient,
+        metrics: Metrics,
+        incidents: Incidents,
+        spans: Spans,
+    ) -> None:
         self._settings = settings
         self._client = client
         self._metrics = metrics
+        self._incidents = incidents
+        self.spans = spans
         self._pools = {side: Pool() for side in Side}
         self.members = Members(
             self._pools,
             {Side.PREFILL: settings.prefill, Side.DECODE: settings.decode},
+            incidents,
             suspect=settings.suspect,
             dead=settings.dead,
         )
@@ -152,6 +165,7 @@ class Dispatcher:
         except NoEngine:
             states = self.members.states()[side]
             known = ", ".join(f"{name} is {state.value}" for name, state in states.items()) or "none is known"
+            self._incidents.note("", f"no {side.value} engine takes requests", known)
             raise failure(503, "api_error", f"no {side.value} engine takes requests: {known}") from None
 
     async def _local(
@@ -171,6 +185,7 @@ class Dispatcher:
         self, completion: Completion, call: Call, stack: AsyncExitStack, avoid: Collection[Endpoint]
     ) -> Answer:
         transfer_id = uuid.uuid4().hex
+        self.spans.name_transfer(transfer_id)
         with ExitStack() as prefilling:
             prefill = await self._acquire(Side.PREFILL, prefilling, avoid)
             with self._owed(transfer_id, prefill.endpoint, call):
@@ -193,6 +208,7 @@ class Dispatcher:
         self, completion: Completion, call: Call, stack: AsyncExitStack, avoid: Collection[Endpoint]
     ) -> Answer:
         transfer_id = uuid.uuid4().hex
+        self.spans.name_transfer(transfer_id)
         held = ExitStack()
         stack.callback(held.close)
         prefill = await self._acquire(Side.PREFILL, held, avoid)
@@ -274,8 +290,8 @@ class Dispatcher:
         endpoint = lease.endpoint
         try:
             async with lease.alive():
-                headers = endpoint.headers(call.headers)
-                reply = await self._client.whole("POST", endpoint.url + call.path, body, headers)
+                with self.spans.client(Side.PREFILL, endpoint, endpoint.headers(call.headers)) as headers:
+                    reply = await self._client.whole("POST", endpoint.url + call.path, body, headers)
         except (*HttpError, EngineLost) as error:
             raise self._broken(Side.PREFILL, endpoint, call, error) from error
         if reply.status >= 400:
@@ -310,6 +326,8 @@ class Dispatcher:
                 if reason.done():
                     words = f"{lease.endpoint} did not get the prompt's KV from {prefill}: {reason.result()}"
                     logger.warning("request %s: %s", call.request_id, words)
+                    what = f"did not get a prompt's KV from {self.members.label(prefill)}"
+                    self._incidents.note(self.members.label(lease.endpoint), what, reason.result())
                     told = failure(error.status, "api_error", words)
                 raise EngineError(told, {**error.blamed, Side.PREFILL: prefill}) from None
 
@@ -318,7 +336,8 @@ class Dispatcher:
         endpoint = lease.endpoint
         try:
             async with lease.alive():
-                headers = endpoint.headers(call.headers)
+                span = self.spans.client(Side.DECODE, endpoint, endpoint.headers(call.headers))
+                headers = stack.enter_context(span)
                 request = self._client.stream("POST", endpoint.url + call.path, body, headers)
                 response = await stack.enter_async_context(request)
                 kind = content_type(response)
@@ -358,6 +377,7 @@ class Dispatcher:
         logger.warning("request %s: %s engine %s answered %s", call.request_id, side.value, endpoint, answer)
         if answer.status < 500:
             return answer
+        self._incidents.note(self.members.label(endpoint), f"answers {answer.status}", str(answer))
         return EngineError(answer, {side: endpoint})
 
     def _broken(self, side: Side, endpoint: Endpoint, call: Call, error: Exception) -> EngineFailure:
@@ -371,8 +391,23 @@ class Dispatcher:
             type(error).__name__,
             error,
         )
-        self.members.failed(endpoint, f"{type(error).__name__}: {error}")
+        words = f"{type(error).__name__}: {error}"
+        self._incidents.note(self.members.label(endpoint), _what_broke(error), words)
+        self.members.failed(endpoint, words)
         return EngineFailure(engine_down(side.value, str(endpoint), error), {side: endpoint})
+
+
+def _what_broke(error: Exception) -> str:
+    """In words that name nobody: the error's own have addresses."""
+    match error:
+        case EngineLost():
+            return "loses the requests that it has: it gives no sign of life any more"
+        case aiohttp.ClientConnectorError() | TimeoutError():
+            return "takes no connection"
+        case msgspec.MsgspecError():
+            return "gives an answer that cannot be read"
+        case _:
+            return "breaks off a request"
 
 
 class _PrefillAnswer(msgspec.Struct):

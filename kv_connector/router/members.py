@@ -13,19 +13,22 @@ from __future__ import annotations
 import enum
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from kv_connector.control.membership import Leave, Register
+from kv_connector.control.membership import Activity, Leave, Register
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.messages import Role
 from kv_connector.router.endpoint import Endpoint
+from kv_connector.router.incidents import Incidents
 from kv_connector.router.pool import Pool
 
 logger = logging.getLogger(__name__)
 
 # Engines that one router keeps: far more than it can serve. Whoever has the key could else fill its memory.
 MAX_ENGINES = 4096
+# Over which the bytes that an engine pushes are told: they are counted a transfer at a time.
+_PUSHING_S = 5.0
 
 
 class Side(enum.Enum):
@@ -49,6 +52,9 @@ class State(enum.Enum):
     ASLEEP = "asleep"  # it says so: its KV cache is not mapped
 
 
+_TROUBLES = {State.SILENT: "is silent", State.UNREACHABLE: "does not answer"}
+
+
 @dataclass
 class _Engine:
     endpoint: Endpoint
@@ -56,10 +62,13 @@ class _Engine:
     listed: bool  # on the command line
     answers: bool  # its API server, as far as is known
     name: str
+    label: str = ""  # EngineInfo.label
     engine_id: str = ""
     incarnation: str = ""
     replaced: str = ""  # the incarnation that was here before
     seen: float | None = None  # the last REGISTER
+    activity: Activity | None = None  # what that said
+    pushing: float = 0.0  # bytes a second lately, of its first worker
     joined: bool = False  # it was usable once
     draining: bool = False
     asleep: bool = False
@@ -78,6 +87,23 @@ class _Engine:
         return State.READY
 
 
+@dataclass(frozen=True)
+class EngineInfo:
+    """An engine as those who look at this router see it."""
+
+    label: str
+    """What it is called where its address is not to be known: "decode 2"."""
+    endpoint: Endpoint
+    sides: tuple[Side, ...]
+    state: State
+    outstanding: int
+    silence: float | None
+    """Seconds since its last word; None: it does not register."""
+    activity: Activity | None
+    pushing: float
+    """Bytes a second that its first worker has pushed in the last seconds."""
+
+
 class Members:
     """Used from the event loop's thread only; every change of an engine's state is one log line."""
 
@@ -85,6 +111,7 @@ class Members:
         self,
         pools: Mapping[Side, Pool],
         listed: Mapping[Side, Sequence[Endpoint]],
+        incidents: Incidents,
         *,
         suspect: float,
         dead: float,
@@ -93,9 +120,12 @@ class Members:
         ``suspect``, ``dead``: seconds of silence after which a registered engine is not used, is lost.
         """
         self._pools = pools
+        self._incidents = incidents
         self._suspect = suspect
         self._dead = dead
         self._engines: dict[tuple[str, int], _Engine] = {}  # by Endpoint.place
+        self._labels: dict[tuple[str, int], str] = {}  # by Endpoint.place, of those that are gone too
+        self._labelled: Counter[tuple[Side, ...]] = Counter()
         self._ticked: float | None = None
         for side, endpoints in listed.items():
             ranks: Counter[str] = Counter()
@@ -110,6 +140,7 @@ class Members:
                     endpoint, (side,), listed=True, answers=True, name=str(endpoint), joined=True
                 )
         for engine in self._engines.values():
+            engine.label = self._label(engine)
             self._publish(engine)
 
     def states(self) -> dict[Side, dict[str, State]]:
@@ -119,6 +150,24 @@ class Members:
             for side in engine.sides:
                 found[side][str(engine.endpoint)] = engine.state
         return found
+
+    def engines(self, now: float) -> Iterator[EngineInfo]:
+        """All, in the order in which they came."""
+        for engine in self._engines.values():
+            yield EngineInfo(
+                engine.label,
+                engine.endpoint,
+                engine.sides,
+                engine.state,
+                sum(self._pools[side].outstanding(engine.endpoint) for side in engine.sides),
+                None if engine.seen is None else now - engine.seen,
+                engine.activity,
+                engine.pushing,
+            )
+
+    def label(self, endpoint: Endpoint) -> str:
+        """What the engine is called where its address is not to be known."""
+        return self._labels.get(endpoint.place, "an engine")
 
     def has_ranks(self, side: Side) -> bool:
         """Whether engines of this side share an API server."""
@@ -155,6 +204,7 @@ class Members:
             sides, name = _SIDES[message.role], f"{message.engine_id} at {endpoint} (control {control})"
             replacement = _Engine(endpoint, sides, listed=False, answers=False, name=name)
             replacement.engine_id, replacement.incarnation = message.engine_id, message.incarnation
+            replacement.label = self._label(replacement)
             if engine is not None:
                 registered = engine.seen is not None
                 replacement.listed, replacement.replaced = engine.listed, engine.incarnation
@@ -163,7 +213,12 @@ class Members:
                 self._withdraw(engine, lost=registered)
             logger.info("%s: %s engine %s", replacement.state.name, message.role.value, name)
             engine = self._engines[endpoint.place] = replacement
-        engine.seen, engine.asleep = now, message.asleep
+        if engine.seen is not None and engine.activity is not None and message.activity is not None:
+            pushed = message.activity.bytes_pushed - engine.activity.bytes_pushed
+            elapsed = now - engine.seen
+            engine.pushing *= max(0.0, 1 - elapsed / _PUSHING_S)
+            engine.pushing += pushed / max(_PUSHING_S, elapsed)
+        engine.seen, engine.asleep, engine.activity = now, message.asleep, message.activity
         self._update(engine, silent=False, draining=engine.draining or message.draining)
         return endpoint
 
@@ -244,6 +299,8 @@ class Members:
         if state is not before:
             level = logging.INFO if state in (State.READY, State.DRAINING, State.ASLEEP) else logging.WARNING
             logger.log(level, "%s: %s%s", state.name, engine.name, f": {reason}" if reason else "")
+            if state in _TROUBLES:
+                self._incidents.note(engine.label, _TROUBLES[state], reason)
         self._publish(engine)
 
     def _publish(self, engine: _Engine) -> None:
@@ -256,13 +313,27 @@ class Members:
 
     def _forget(self, engine: _Engine, why: str, *, lost: bool) -> None:
         logger.log(logging.WARNING if lost else logging.INFO, "%s: %s", why, engine.name)
+        if lost:
+            self._incidents.note(engine.label, "is given up: it gives no sign of life any more", "")
         self._withdraw(engine, lost=lost)
         del self._engines[engine.endpoint.place]
         if engine.listed:
             # The command line's word stands: it may come back without registering.
             again = _Engine(engine.endpoint, engine.sides, True, answers=False, name=engine.name, joined=True)
+            again.label = engine.label
             self._engines[engine.endpoint.place] = again
             self._publish(again)
+
+    def _label(self, engine: _Engine) -> str:
+        """For a new engine; one that comes back to its place has its old one."""
+        role = " and ".join(side.value for side in engine.sides)
+        label = self._labels.get(engine.endpoint.place, "")
+        if label.rpartition(" ")[0] != role:
+            if len(self._labels) > 2 * MAX_ENGINES:
+                self._labels.clear()  # of engines long gone, most
+            self._labelled[engine.sides] += 1
+            label = self._labels[engine.endpoint.place] = f"{role} {self._labelled[engine.sides]}"
+        return label
 
 
 def _one_a_server(endpoints: Iterable[Endpoint]) -> list[Endpoint]:

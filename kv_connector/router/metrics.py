@@ -4,6 +4,8 @@ from collections.abc import Collection
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from kv_connector.router.first_bytes import FirstBytes
+
 # From a tiny model on loopback to a prompt of 100,000 tokens in a queue.
 FIRST_BYTE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 # How long the failures of an engine that is gone are still told: many scrapes, and few engines at a time.
@@ -45,16 +47,33 @@ class Metrics:
             ["side", "state"],
             registry=self.registry,
         )
-        self.first_byte = Histogram(
+        self._first_byte = Histogram(
             "kv_connector_router_first_byte_seconds",
             "From a request's last byte to the first byte of its answer",
             buckets=FIRST_BYTE_BUCKETS,
             registry=self.registry,
         )
+        self.first_bytes = FirstBytes()
         self._gone: dict[str, float] = {}  # engines with failures that are not known any more, since when
 
+    def answer_began(self, seconds: float) -> None:
+        """So long after the request's last byte."""
+        self._first_byte.observe(seconds)
+        self.first_bytes.observe(seconds)
+
     def requests_in_flight(self) -> int:
-        return int(self.registry.get_sample_value("kv_connector_router_in_flight") or 0)
+        return _total(self.in_flight)
+
+    def answered(self) -> dict[str, int]:
+        """{status: requests that were answered with it}"""
+        return _totals(self.requests, "status")
+
+    def retried(self) -> int:
+        return _total(self.retries)
+
+    def prefilled_locally(self) -> dict[str, int]:
+        """{reason: requests}"""
+        return _totals(self.local_prefills, "reason")
 
     def prune(self, now: float, known: Collection[str]) -> None:
         """Forgets engines that are long gone; ``known``: the URLs of those that are there."""
@@ -68,3 +87,18 @@ class Metrics:
         for side, engine in counted:
             if now - self._gone.get(engine, now) >= KEEP_SECONDS:
                 self.failures.remove(side, engine)
+
+
+def _total(metric: Counter | Gauge) -> int:
+    return sum(_totals(metric, "").values())
+
+
+def _totals(metric: Counter | Gauge, label: str) -> dict[str, int]:
+    """By the values of one label."""
+    totals: dict[str, int] = {}
+    for family in metric.collect():
+        for sample in family.samples:
+            if not sample.name.endswith("_created"):
+                value = sample.labels.get(label, "")
+                totals[value] = totals.get(value, 0) + int(sample.value)
+    return totals

@@ -28,6 +28,11 @@ class Settings:
     """Seconds that a request waits for an engine to join (a router that comes back knows all after one), and
     that P may take for its own answer once D has given the whole one."""
 
+    status_details: bool = False
+    """Whether the status page names engines' addresses, and repeats what they say of their failures."""
+    otlp_traces_endpoint: str | None = None
+    """Where spans go; None: there are none."""
+
     def __post_init__(self) -> None:
         if len(set(self.prefill)) < len(self.prefill):
             raise ValueError(

@@ -74,10 +74,11 @@ class FakeEngine:
 
 
 @contextlib.asynccontextmanager
-async def serve(app: Any) -> AsyncIterator[str]:
-    """Runs an ASGI application on a free port; yields its URL."""
+async def serve(app: Any, port: int = 0) -> AsyncIterator[str]:
+    """Runs an ASGI application, on a free port unless one is named; yields its URL."""
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
         server = uvicorn.Server(
             uvicorn.Config(app, log_level="error", lifespan="on", timeout_graceful_shutdown=1)
         )

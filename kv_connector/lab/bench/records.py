@@ -1,12 +1,16 @@
 """The results of a run, one JSON line each (after its `Conditions`)."""
 
 import statistics
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from kv_connector.lab.bench.side import Face
+
+STANDARD_OUTPUT = Path("-")
+"""In the place of a file's name."""
 
 
 class Throughput(msgspec.Struct, tag="throughput", kw_only=True, frozen=True):
@@ -174,6 +178,12 @@ Record = Throughput | Latency | Idle | Singles | Peers | Failure
 
 def append(path: Path | None, record: msgspec.Struct) -> None:
     """Adds one line to the results; None: they are not kept."""
-    if path is not None:
-        with path.open("ab") as lines:
-            lines.write(msgspec.json.encode(record) + b"\n")
+    if path is None:
+        return
+    line = msgspec.json.encode(record) + b"\n"
+    if path == STANDARD_OUTPUT:
+        sys.stdout.buffer.write(line)
+        sys.stdout.flush()
+        return
+    with path.open("ab") as lines:
+        lines.write(line)

@@ -3,11 +3,13 @@
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from rich.console import Console
 from rich.markup import escape
 
+from kv_connector.lab import plots
 from kv_connector.lab.bench.records import Failure, Idle, Latency, Record, Throughput
 from kv_connector.lab.bench.side import Contestant, Face
 from kv_connector.lab.bench.tables import print_table, verdict
@@ -200,6 +202,29 @@ def _by_round(contestant: str, measure: Measure, records: Iterable[Record]) -> d
         if record.contestant == contestant and (value := measure(record)) is not None:
             found[record.round] = value
     return found
+
+
+def plot_results(file: Path, contestants: Sequence[Contestant], records: Sequence[Record]) -> None:
+    """The throughputs by page size."""
+    workloads = sorted(WORKLOADS, key=lambda workload: workload.page_bytes)
+    batches = _only(Throughput, records)
+    measured = [w for w in workloads if any(record.workload == w.name for record in batches)]
+    series = []
+    for contestant in contestants:
+        rates = [
+            [
+                r.gb_per_second
+                for r in batches
+                if (r.contestant, r.workload) == (contestant.name, workload.name)
+            ]
+            for workload in measured
+        ]
+        if any(rates):
+            medians = [statistics.median(of_one) if of_one else None for of_one in rates]
+            series.append(plots.Series(contestant.label, medians))
+    columns = [workload.name for workload in measured]
+    panel = plots.Panel("Pages between two processes", columns, series, "GB/s", "pages of a batch")
+    plots.lines(file, [panel])
 
 
 def _only(kind: type[R], records: Iterable[Record]) -> list[R]:

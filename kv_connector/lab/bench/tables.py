@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 from rich.console import Console
@@ -11,14 +12,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from kv_connector.lab.bench.machine import Conditions
+from kv_connector.lab.bench.records import STANDARD_OUTPUT
 
 # Of a console that is a file: the widest table fits.
 _FILE_COLUMNS = 140
 
 
-def make_console() -> Console:
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_FILE_COLUMNS)
+def make_console(json: Path | None = None) -> Console:
+    """`json`: where records go. With standard output they have it to themselves."""
+    stderr = json == STANDARD_OUTPUT
+    console = Console(highlight=False, stderr=stderr)
+    return console if console.is_terminal else Console(highlight=False, stderr=stderr, width=_FILE_COLUMNS)
 
 
 class Row(Protocol):

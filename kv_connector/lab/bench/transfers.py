@@ -25,6 +25,8 @@ class Plan:
     pin: bool
     json: Path | None
     """Results are appended here as they come."""
+    plot: Path | None = None
+    """Where they are drawn."""
 
 
 def run(plan: Plan, console: Console) -> bool:
@@ -49,4 +51,6 @@ def run(plan: Plan, console: Console) -> bool:
                     records.append(record)
                     append(plan.json, record)
     report.print_results(console, present, records)
+    if plan.plot is not None:
+        report.plot_results(plan.plot, present, records)
     return report.all_verified(records) and not any(isinstance(record, Failure) for record in records)

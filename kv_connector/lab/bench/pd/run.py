@@ -14,9 +14,11 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 
+from kv_connector.lab import plots
 from kv_connector.lab.bench.machine import conditions
 from kv_connector.lab.bench.pd.deployments import Deployment, Running
 from kv_connector.lab.bench.pd.load import OUTPUT_TOKENS, Answer, Load, LoadError, serve
+from kv_connector.lab.bench.records import append
 from kv_connector.lab.bench.tables import leave_out_missing, print_conditions, print_table, verdict
 from kv_connector.lab.cluster import EngineSettings, LocalCluster
 from kv_connector.lab.model import make_llama
@@ -56,6 +58,7 @@ class Plan:
     model: Path | None
     """None: a small Llama with random weights, made for the run."""
     json: Path | None
+    plot: Path | None = None
 
 
 def run(plan: Plan, console: Console) -> bool:
@@ -73,10 +76,11 @@ def run(plan: Plan, console: Console) -> bool:
         print_conditions(console, where)
         bench = _Bench(Path(directory), model, stack, console)
         records = bench.run(present, plan.rounds)
-    if plan.json is not None:
-        with plan.json.open("ab") as lines:
-            lines.writelines(msgspec.json.encode(line) + b"\n" for line in (where, *records))
+    for line in (where, *records):
+        append(plan.json, line)
     _print(console, present, records)
+    if plan.plot is not None:
+        _plot(plan.plot, present, records)
     for failure in bench.failures:
         console.print(f"[red]failed:[/] {escape(failure)}")
     wrong = any(record.equal < record.load.requests for record in records if record.load.concurrency == 1)
@@ -255,11 +259,38 @@ def _aim_rows(summaries: Mapping[Cell, _Summary]) -> Iterator[list[str]]:
                 yield [name, load.name, "requests/s", f"{rate:.2f}", "over 1", verdict(rate > 1)]
 
 
+def _plot(file: Path, deployments: Sequence[Deployment], records: Sequence[Measured]) -> None:
+    """Times to first token, and requests a second."""
+    ttft, rate = list[plots.Series](), list[plots.Series]()
+    for deployment in deployments:
+        of_one = [r for r in records if r.deployment == deployment.name]
+        if not of_one:
+            continue
+        cells = [[r for r in of_one if r.load == load] for load in LOADS]
+        times = [_ttft_ms(cell) for cell in cells]
+        medians = [median for median, _ in times]
+        spread = [(last or 0.0) - (median or 0.0) for median, last in times]
+        ttft.append(plots.Series(deployment.label, medians, spread))
+        rate.append(plots.Series(deployment.label, [_summary(cell).rate if cell else None for cell in cells]))
+    names = [load.name for load in LOADS]
+    plots.bars(
+        file,
+        [
+            plots.Panel("Time to first token: median, 90th percentile", names, ttft, "ms"),
+            plots.Panel("Requests a second", names, rate, "requests/s"),
+        ],
+    )
+
+
+def _ttft_ms(records: Sequence[Measured]) -> tuple[float | None, float | None]:
+    """The median and the 90th percentile over all requests."""
+    ttfts = sorted(ttft * 1e3 for record in records for ttft in record.ttft)
+    return (statistics.median(ttfts), ttfts[len(ttfts) * 9 // 10]) if ttfts else (None, None)
+
+
 def _ttft(records: Sequence[Measured]) -> str:
-    ttfts = sorted(ttft for record in records for ttft in record.ttft)
-    if not ttfts:
-        return "-"
-    return f"{statistics.median(ttfts) * 1e3:.0f} / {ttfts[len(ttfts) * 9 // 10] * 1e3:.0f}"
+    median, last = _ttft_ms(records)
+    return "-" if median is None else f"{median:.0f} / {last:.0f}"
 
 
 def _rate(records: Sequence[Measured]) -> str:

@@ -1,0 +1,390 @@
+"""The Grafana board, as code: `make board` after a change.
+
+Four rows: what clients get, how the engines are, what moves between them, who talks to whom.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import string
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from grafana_foundation_sdk.builders import common as common_builders
+from grafana_foundation_sdk.builders import dashboard as dashboard_builders
+from grafana_foundation_sdk.builders import prometheus, table, timeseries
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.common import (
+    LegendDisplayMode,
+    LegendPlacement,
+    StackingMode,
+    TooltipDisplayMode,
+)
+from grafana_foundation_sdk.models.dashboard import (
+    DashboardCursorSync,
+    DataSourceRef,
+    DataTransformerConfig,
+    VariableRefresh,
+)
+from grafana_foundation_sdk.models.prometheus import PromQueryFormat
+
+PROMETHEUS = DataSourceRef(type_val="prometheus", uid="${datasource}")
+COLUMNS = 24
+
+# Of one model's engines; of everything under these names where the board shows several.
+ENGINES = '{model_name=~"$model"}'
+
+
+@dataclass(frozen=True)
+class Query:
+    expression: str
+    legend: str
+
+
+@dataclass(frozen=True)
+class Chart:
+    title: str
+    says: str
+    unit: str
+    """Grafana's name for it."""
+    queries: Sequence[Query]
+    stacked: bool = False
+    highest: float | None = None
+
+
+@dataclass(frozen=True)
+class Listing:
+    """A table of what is the case now."""
+
+    title: str
+    says: str
+    expression: str
+    hidden: Sequence[str]
+    """Labels that are no column."""
+    value: str
+    """What the value's column is called."""
+
+
+@dataclass(frozen=True)
+class Row:
+    title: str
+    panels: Sequence[Chart | Listing]
+
+
+def rate(metric: str, by: str, selector: str = ENGINES) -> str:
+    return f"sum by ({by}) (rate({metric}{selector}[$__rate_interval]))"
+
+
+def quantile(q: float, metric: str, by: str = "", selector: str = ENGINES) -> str:
+    labels = f"le, {by}" if by else "le"
+    return f"histogram_quantile({q}, {rate(f'{metric}_bucket', labels, selector)})"
+
+
+ROWS = (
+    Row(
+        "Requests",
+        (
+            Chart(
+                "Time to first byte",
+                "From a request's last byte at the router to the first byte of its answer.",
+                "s",
+                [
+                    Query(quantile(q, "kv_connector_router_first_byte_seconds", selector=""), name)
+                    for q, name in ((0.5, "median"), (0.9, "90th percentile"), (0.99, "99th percentile"))
+                ],
+            ),
+            Chart(
+                "Requests a second, by status",
+                "499: the client went away first.",
+                "reqps",
+                [Query(rate("kv_connector_router_requests_total", "status", ""), "{{status}}")],
+                stacked=True,
+            ),
+            Chart(
+                "Under way",
+                "Completion requests that a router has.",
+                "short",
+                [Query("sum by (instance) (kv_connector_router_in_flight)", "{{instance}}")],
+                stacked=True,
+            ),
+            Chart(
+                "Failures and retries a second",
+                "Failures are an engine's; a retry is a request that another engine got after one.",
+                "reqps",
+                [
+                    Query(
+                        rate("kv_connector_router_failures_total", "side, engine", ""), "{{side}} {{engine}}"
+                    ),
+                    Query(
+                        rate("kv_connector_router_retries_total", "instance", ""), "retries of {{instance}}"
+                    ),
+                ],
+            ),
+            Chart(
+                "Prefilled by the decode engine, a second",
+                "Requests that P has no part in, by reason.",
+                "reqps",
+                [Query(rate("kv_connector_router_local_prefills_total", "reason", ""), "{{reason}}")],
+                stacked=True,
+            ),
+        ),
+    ),
+    Row(
+        "Engines",
+        (
+            Chart(
+                "Engines by state",
+                "As the routers see them; with several routers each counts once.",
+                "short",
+                [
+                    Query(
+                        "sum by (side, state) (kv_connector_router_engines) > 0",
+                        "{{side}} {{state}}",
+                    )
+                ],
+                stacked=True,
+            ),
+            Chart(
+                "Waiting in the engine",
+                "Requests in vLLM's queue.",
+                "short",
+                [
+                    Query(
+                        f"sum by (instance, engine) (vllm:num_requests_waiting{ENGINES})",
+                        "{{instance}} {{engine}}",
+                    )
+                ],
+            ),
+            Chart(
+                "Running",
+                "Requests in vLLM's batch.",
+                "short",
+                [
+                    Query(
+                        f"sum by (instance, engine) (vllm:num_requests_running{ENGINES})",
+                        "{{instance}} {{engine}}",
+                    )
+                ],
+            ),
+            Chart(
+                "KV cache in use",
+                "P keeps finished prompts until D has fetched them.",
+                "percentunit",
+                [
+                    Query(
+                        f"max by (instance, engine) (vllm:kv_cache_usage_perc{ENGINES})",
+                        "{{instance}} {{engine}}",
+                    )
+                ],
+                highest=1,
+            ),
+        ),
+    ),
+    Row(
+        "Transfers",
+        (
+            Chart(
+                "KV pushed",
+                "By each prefill engine.",
+                "Bps",
+                [
+                    Query(
+                        rate("kv_connector_bytes_pushed_total", "instance, engine"), "{{instance}} {{engine}}"
+                    )
+                ],
+                stacked=True,
+            ),
+            Chart(
+                "Pushed before the prefill ended",
+                "The part that costs no time. Near 0: a router asks D after P has finished.",
+                "percentunit",
+                [
+                    Query(
+                        f"{rate('kv_connector_bytes_pushed_before_prefill_end_total', 'instance')}"
+                        f" / ({rate('kv_connector_bytes_pushed_total', 'instance')} > 0)",
+                        "{{instance}}",
+                    )
+                ],
+                highest=1,
+            ),
+            Chart(
+                "Time of a transfer at P",
+                "From the reservation to the end of its writes; beside it the wait for its first pages.",
+                "s",
+                [
+                    Query(quantile(0.5, "kv_connector_send_duration_seconds", "lane"), "{{lane}} median"),
+                    Query(
+                        quantile(0.99, "kv_connector_send_duration_seconds", "lane"),
+                        "{{lane}} 99th percentile",
+                    ),
+                    Query(
+                        quantile(0.5, "kv_connector_send_first_push_seconds", "lane"),
+                        "{{lane}} first pages, median",
+                    ),
+                ],
+            ),
+            Chart(
+                "Time of a transfer at D",
+                "From the reservation to the last page.",
+                "s",
+                [
+                    Query(quantile(0.5, "kv_connector_receive_duration_seconds", "lane"), "{{lane}} median"),
+                    Query(
+                        quantile(0.99, "kv_connector_receive_duration_seconds", "lane"),
+                        "{{lane}} 99th percentile",
+                    ),
+                ],
+            ),
+            Chart(
+                "Under way, by what they wait for",
+                "docs/operations.md explains the phases.",
+                "short",
+                [
+                    Query(
+                        f"sum by (role, phase) (kv_connector_transfers_under_way{ENGINES})",
+                        "{{role}} {{phase}}",
+                    )
+                ],
+                stacked=True,
+            ),
+            Chart(
+                "Transfers a second, by end",
+                "",
+                "ops",
+                [Query(rate("kv_connector_transfers_total", "role, outcome"), "{{role}} {{outcome}}")],
+            ),
+        ),
+    ),
+    Row(
+        "Peers",
+        (
+            Listing(
+                "Who is connected over which lane",
+                "tcp or bounce beside a faster lane: some pair has fallen back.",
+                f"sum by (instance, engine, rank, lane) (kv_connector_peers{ENGINES}) > 0",
+                hidden=("Time",),
+                value="peers",
+            ),
+            Chart(
+                "Fences under way",
+                "Sessions that are over, and of which something may still be written: no more than a moment.",
+                "short",
+                [
+                    Query(
+                        "sum by (instance, engine, rank) "
+                        '(kv_connector_transfers_under_way{model_name=~"$model", phase="fencing"})',
+                        "{{instance}} {{engine}} rank {{rank}}",
+                    )
+                ],
+            ),
+            Chart(
+                "Malformed messages a second",
+                "Somebody speaks to the control sockets who is no engine of ours, or of another release.",
+                "ops",
+                [Query(rate("kv_connector_malformed_messages_total", "instance"), "{{instance}}")],
+            ),
+            Chart(
+                "With a cluster key",
+                "0: everybody who reaches the engine's control port may write its KV cache.",
+                "short",
+                [Query(f"min by (instance) (kv_connector_authenticated{ENGINES})", "{{instance}}")],
+                highest=1,
+            ),
+        ),
+    ),
+)
+
+
+def board() -> dashboard_builders.Dashboard:
+    made = (
+        dashboard_builders.Dashboard("kv-connector")
+        .uid("kv-connector")
+        .description("Prefill and decode engines, their router, and the KV that moves between them.")
+        .tags(["kv-connector", "vllm"])
+        .refresh("10s")
+        .time("now-30m", "now")
+        .timezone("browser")
+        .tooltip(DashboardCursorSync.CROSSHAIR)
+        .with_variable(
+            dashboard_builders.DatasourceVariable("datasource").label("Prometheus").type("prometheus")
+        )
+        .with_variable(
+            dashboard_builders.QueryVariable("model")
+            .label("Model")
+            .datasource(PROMETHEUS)
+            .query("label_values(kv_connector_bytes_pushed_total, model_name)")
+            .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
+            .multi(True)
+            .include_all(True)
+            .all_value(".*")
+        )
+    )
+    numbers = itertools.count(1)
+    for row in ROWS:
+        made.with_row(dashboard_builders.Row(row.title).id(next(numbers)))
+        # Four beside each other, or what divides a line without a gap.
+        width = COLUMNS // (len(row.panels) if len(row.panels) < 5 else 3)
+        for panel in row.panels:
+            made.with_panel(_panel(panel).id(next(numbers)).span(width).height(8))
+    return made
+
+
+def _panel(panel: Chart | Listing) -> timeseries.Panel | table.Panel:
+    return _chart(panel) if isinstance(panel, Chart) else _listing(panel)
+
+
+def _chart(chart: Chart) -> timeseries.Panel:
+    made = (
+        timeseries.Panel()
+        .title(chart.title)
+        .description(chart.says)
+        .datasource(PROMETHEUS)
+        .unit(chart.unit)
+        .min(0)
+        .line_width(1)
+        .fill_opacity(25 if chart.stacked else 0)
+        .legend(
+            common_builders.VizLegendOptions()
+            .display_mode(LegendDisplayMode.LIST)
+            .placement(LegendPlacement.BOTTOM)
+            .show_legend(True)
+        )
+        .tooltip(common_builders.VizTooltipOptions().mode(TooltipDisplayMode.MULTI))
+    )
+    if chart.stacked:
+        made.stacking(common_builders.StackingConfig().mode(StackingMode.NORMAL))
+    if chart.highest is not None:
+        made.max(chart.highest)
+    for letter, query in zip(string.ascii_uppercase, chart.queries, strict=False):
+        target = prometheus.Dataquery().ref_id(letter).expr(query.expression).legend_format(query.legend)
+        made.with_target(target.datasource(PROMETHEUS).range())
+    return made
+
+
+def _listing(listing: Listing) -> table.Panel:
+    query = (
+        prometheus.Dataquery().ref_id("A").expr(listing.expression).instant().format(PromQueryFormat.TABLE)
+    )
+    columns = {
+        "excludeByName": dict.fromkeys(listing.hidden, True),
+        "renameByName": {"Value": listing.value},
+    }
+    return (
+        table.Panel()
+        .title(listing.title)
+        .description(listing.says)
+        .datasource(PROMETHEUS)
+        .with_target(query.datasource(PROMETHEUS))
+        .with_transformation(DataTransformerConfig(id_val="organize", options=columns))
+    )
+
+
+def render() -> str:
+    """The board as Grafana takes it."""
+    return json.dumps(board().build(), cls=JSONEncoder, indent=2, sort_keys=True) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(render())

@@ -1,0 +1,154 @@
+"""The router's status page in a real browser."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from chromium import Chromium, Page
+from router_setup import PATIENCE, answer_ok, cluster, refuse, serve, serve_engine, within
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kv_connector.control.membership import Activity, Register
+from kv_connector.control.registrar import Registrar
+from kv_connector.lab.free_ports import free_ports
+from kv_connector.protocol.actions import Address
+from kv_connector.protocol.messages import Role
+from kv_connector.router.app import create_app
+from kv_connector.router.endpoint import Endpoint
+from kv_connector.router.settings import Settings
+
+pytestmark = pytest.mark.anyio
+
+COMPLETION = {"prompt": "the secret of the prompt", "max_tokens": 3}
+# Were it taken for HTML anywhere, the page would say so.
+HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
+
+
+@contextlib.asynccontextmanager
+async def shown(browser: Chromium, client: httpx.AsyncClient) -> AsyncIterator[Page]:
+    """The client's router's page; one that the browser complained about fails the test."""
+    async with browser.page(str(client.base_url)) as page:
+        await page.until("document.querySelectorAll('#engines tr').length > 0")
+        yield page
+        assert page.complaints == []
+
+
+def has(selector: str, text: str) -> str:
+    """The condition that an element is to be seen, and says this."""
+    element = f"document.querySelector('{selector}')"
+    return f"{element}.checkVisibility() && {element}.innerText.includes({text!r})"
+
+
+async def test_it_shows_what_happens_while_it_is_open(browser: Chromium) -> None:
+    async def decode(request: Request, body: dict[str, Any]) -> Response:
+        return await d.until_gone(request) if body["max_tokens"] == 99 else await answer_ok(request, body)
+
+    async with cluster(answer_ok, decode) as (_, d, client), shown(browser, client) as page:
+        assert await page.text("#verdict") == "2 engines ready"
+        assert "0 so far" in await page.text("#answers")
+        assert await page.text("#failures") == "none"
+        for _ in range(3):
+            assert (await client.post("/v1/completions", json=COMPLETION)).status_code == 200
+        await page.until(has("#answers", "3 so far"))
+        assert "ms" in await page.text("#p50")
+        d.arrived.clear()
+        asking = asyncio.create_task(client.post("/v1/completions", json=COMPLETION | {"max_tokens": 99}))
+        await within(d.arrived.wait())
+        await page.until(has("#in-flight", "1"))
+        asking.cancel()
+        await within(d.aborted.wait())
+        await page.until(has("#in-flight", "0"))
+
+
+async def test_a_failure_appears_with_its_reason_and_no_stranger_learns_more(browser: Chromium) -> None:
+    decode = refuse(500, f"{COMPLETION['prompt']}{HOSTILE}")
+    async with cluster(answer_ok, decode) as (p, d, client), shown(browser, client) as page:
+        headers = {"x-request-id": "request-of-alice"}
+        for _ in range(2):
+            answer = await client.post("/v1/completions", json=COMPLETION, headers=headers)
+            assert answer.status_code == 500
+        await page.until(has("#failures", "decode 1 answers 500"))
+        await page.until(has("#failures", "\N{MULTIPLICATION SIGN} 2"))
+        await page.until(has("#failed", "2"))
+        everything = await page.evaluate("document.documentElement.outerHTML")
+        secrets = (p.url, d.url, "127.0.0.1", "10.0.0.1", "alice", "secret", 'onerror="doc')
+        assert [secret for secret in secrets if secret in everything] == []
+
+
+async def test_an_operator_sees_an_engines_words_as_text(browser: Chromium) -> None:
+    running = cluster(answer_ok, refuse(500, HOSTILE), status_details=True)
+    async with running as (p, _, client), shown(browser, client) as page:
+        assert p.url in await page.text("#engines")
+        assert (await client.post("/v1/completions", json=COMPLETION)).status_code == 500
+        await page.until(has("#failures", "decode 1 answers 500"))
+        assert "<img src=x" in await page.text("#failures")
+        assert await page.evaluate("document.images.length + document.scripts.length") == 1
+        assert "taken" not in await page.evaluate("document.title")
+
+
+async def test_engines_that_join_tell_lanes_and_silent_ones_are_seen_to_be(browser: Chromium) -> None:
+    (port,) = free_ports(1)
+    address = Address("127.0.0.1", port)
+    settings = Settings((), (), registration=address, suspect=1.5, dead=60)
+    async with (
+        serve_engine(answer_ok) as p,
+        serve_engine(answer_ok) as d,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        registrars = {}
+        for role, engine in ((Role.PREFILL, p), (Role.DECODE, d)):
+            registration = Register(role.value, "1", role, engine.url, "127.0.0.1", 5600)
+            activity = Activity({"verbs": 3}, 7, 0)
+            registrar = Registrar(registration, [address], None, lambda told=activity: told)
+            registrars[role] = registrar
+            stack.callback(registrar.close)
+        async with (
+            serve(create_app(settings)) as url,
+            httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client,
+            shown(browser, client) as page,
+        ):
+            await page.until(has("#verdict", "2 engines ready"))
+            assert "verbs (3 peers)" in await page.text("#engines")
+            assert "7 transfers under way" in await page.text("#transfers")
+            registrars[Role.DECODE]._routers.clear()  # as a process that was stopped
+            await page.until(has("#verdict", "no decode engine is ready"))
+            await page.until("document.querySelector('#engines .silent')")
+            await page.until(has("#failures", "decode 1 is silent"))
+
+
+async def test_it_says_when_the_router_does_not_answer_and_goes_on_when_it_does(browser: Chromium) -> None:
+    engines = (Endpoint.parse("http://127.0.0.1:1"),)
+    (port,) = free_ports(1)
+    async with contextlib.AsyncExitStack() as stack:
+        first = await stack.enter_async_context(contextlib.AsyncExitStack())
+        url = await first.enter_async_context(serve(create_app(Settings(engines, engines)), port))
+        page = await stack.enter_async_context(browser.page(url))
+        await page.until("document.querySelectorAll('#engines tr').length > 0")
+        assert await page.evaluate("document.getElementById('stale').hidden")
+        await first.aclose()
+        await page.until(has("#stale", "does not answer"))
+        await stack.enter_async_context(serve(create_app(Settings(engines, engines)), port))
+        await page.until("document.getElementById('stale').hidden")
+
+
+@pytest.mark.parametrize(("width", "height"), [(390, 844), (1280, 800)])
+async def test_it_fits_a_phone_and_a_desk_in_the_light_and_in_the_dark(
+    browser: Chromium, width: int, height: int
+) -> None:
+    grounds = []
+    running = cluster(answer_ok, answer_ok, status_details=True)
+    async with running as (_, _, client), shown(browser, client) as page:
+        for dark in (False, True):
+            await page.screen(width, height, dark=dark)
+            # A phone makes its window as wide as the page.
+            wide = await page.evaluate("document.documentElement.scrollWidth")
+            assert wide <= width, "it has to be pushed sideways"
+            grounds.append(await page.evaluate("getComputedStyle(document.body).backgroundColor"))
+            assert (await page.picture()).startswith(b"\x89PNG")
+    assert len(set(grounds)) == 2

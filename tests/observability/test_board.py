@@ -1,0 +1,11 @@
+"""The board's file is what its generator makes."""
+
+from pathlib import Path
+
+import board
+
+FILE = Path(board.__file__).with_name("board.json")
+
+
+def test_the_file_is_the_generators() -> None:
+    assert FILE.read_text() == board.render(), "run: make board"

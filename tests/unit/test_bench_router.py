@@ -1,0 +1,32 @@
+"""`kv-connector bench router`: that it measures what it says. Not how fast it is."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+from command_line import invoke
+
+from kv_connector.cli.bench import app
+from kv_connector.lab.bench import router
+from kv_connector.lab.bench.router import WAYS
+
+run = partial(invoke, app)
+
+
+def test_each_way_is_measured_and_the_page_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router, "_LOOK_SECONDS", 0.001)
+    file = tmp_path / "results.jsonl"
+    status, output = run("router", "--rounds", "2", "--requests", "20", "--json", str(file))
+    assert status == 0, output
+    where, *records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert where["type"] == "conditions"
+    assert [record["way"] for record in records] == [way.label for way in WAYS] * 2
+    assert all(len(record["first_byte"]) == 20 for record in records)
+    readers = {way.label: way.readers for way in WAYS}
+    assert all((record["looks"] > 0) == (readers[record["way"]] > 0) for record in records)
+    assert all(way.label in output for way in WAYS)

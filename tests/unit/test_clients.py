@@ -1,0 +1,77 @@
+"""Clients in the background: what they note of answers, failures, and answers that differ."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kv_connector.lab import clients
+from kv_connector.lab.clients import Clients
+from kv_connector.lab.completion import Answer, CompletionError
+
+Reply = Callable[[list[int]], list[int]]
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Reply], None]:
+    """What answers, in place of an engine."""
+    monkeypatch.setattr(clients, "PAUSE_SECONDS", 0.001)
+
+    def use(reply: Reply) -> None:
+        def complete(url: str, prompt: list[int], **_: Any) -> Answer:
+            assert url == "http://router"
+            return Answer(reply(prompt), 0.0)
+
+        monkeypatch.setattr(clients, "complete", complete)
+
+    return use
+
+
+def test_they_ask_until_they_are_left(engine: Callable[[Reply], None]) -> None:
+    asked: list[int] = []
+
+    def reply(prompt: list[int]) -> list[int]:
+        asked.append(len(prompt))
+        return prompt[:3]
+
+    engine(reply)
+    with Clients("http://router", count=3) as some:
+        some.wait_answered(20)
+        some.wait_answered(20)
+    assert some.answered >= 40
+    assert len(asked) == some.answered, "nobody asks any more"
+    assert not some.failures
+    assert set(asked) <= set(clients.PROMPT_TOKENS)
+
+
+def test_a_failure_is_noted_with_its_words_and_they_go_on(engine: Callable[[Reply], None]) -> None:
+    numbers = itertools.count()
+
+    def reply(prompt: list[int]) -> list[int]:
+        if next(numbers) == 4:
+            raise CompletionError("http://router broke off")
+        return [1]
+
+    engine(reply)
+    with Clients("http://router", count=1) as some:
+        some.wait_answered(10)
+    assert some.failures == ["http://router broke off"]
+
+
+def test_another_answer_to_the_same_prompt_is_a_failure(engine: Callable[[Reply], None]) -> None:
+    numbers = itertools.count()
+    engine(lambda prompt: [next(numbers)])
+    with Clients("http://router", count=1) as some, pytest.raises(TimeoutError, match="another answer"):
+        some.wait_answered(len(clients.PROMPT_TOKENS) + 1, seconds=0.2)
+
+
+def test_who_waits_in_vain_is_told_what_failed(engine: Callable[[Reply], None]) -> None:
+    def reply(prompt: list[int]) -> list[int]:
+        raise CompletionError("refused")
+
+    engine(reply)
+    with Clients("http://router", count=1) as some, pytest.raises(TimeoutError, match="refused"):
+        some.wait_answered(1, seconds=0.1)
