@@ -14,7 +14,7 @@ NATIVE_SOURCES := $(filter %.cc,$(NATIVE))
 # gcc's thread sanitizer cannot place its shadow under some kernels' address randomisation.
 NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
-.PHONY: help setup demo test test-native test-python test-libfabric test-verbs test-vllm-next test-sglang test-upstream bench-verbs campaign test-data-parallel test-topologies test-faults fuzz hostile lint analyze format bench bench-gpu clean distclean
+.PHONY: help setup demo test test-native test-python test-libfabric test-verbs test-vllm-next test-sglang test-fleet test-browser test-observability board test-upstream test-examples test-compose test-helm bench-verbs campaign test-data-parallel test-topologies test-faults fuzz hostile lint analyze format bench bench-gpu wheels test-wheels reference docs clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -108,6 +108,38 @@ test-vllm-next: $(STAMPS)/next ## the tests of the adapter against the newest su
 test-sglang: .venv-sglang/ready ## the other adapter, with SGLang itself: real servers, P and D behind its router
 	@.venv-sglang/bin/python -m pytest tests/sglang
 
+$(STAMPS)/fleet: $(STAMPS)/project
+	@scripts/setup fleet
+	@touch $@
+
+test-fleet: $(STAMPS)/fleet ## other projects' routers and Ray Serve LLM before real engines: docs/compatibility.md
+	@KVC_FLEET=1 .venv-fleet/bin/python -m pytest tests/fleet
+
+test-browser: setup ## the router's status page in a real browser (installs Debian's chromium)
+	@scripts/setup browser
+	@$(PYTHON_ENV)/python -m pytest tests/browser
+
+test-observability: setup ## Grafana board and alert rules, with a real Prometheus over a router, P and D
+	@scripts/setup prometheus
+	@KVC_PROMETHEUS=$(CURDIR)/build/prometheus/usr/bin $(PYTHON_ENV)/python -m pytest tests/observability
+
+board: setup ## writes integration/observability/board.json anew
+	@scripts/setup prometheus
+	@$(PYTHON_ENV)/python integration/observability/board.py >integration/observability/board.json
+
+test-examples: setup ## each example's command as a reader would run it; SGLang's where .venv-sglang is
+	@KVC_EXAMPLES=1 $(PYTHON_ENV)/python -m pytest --durations=0 --durations-min=1 tests/examples
+
+test-compose: setup ## examples/compose: images, containers, an engine killed; BASE= names a base image of this machine
+	@KVC_COMPOSE=1 $(PYTHON_ENV)/python -m pytest -rs tests/examples/test_compose.py
+
+$(STAMPS)/helm: $(STAMPS)/project
+	@scripts/setup helm
+	@touch $@
+
+test-helm: $(STAMPS)/helm ## the Helm chart by Helm's own engine, against the schemas of Kubernetes' releases
+	@$(PYTHON_ENV)/python -m pytest tests/helm
+
 VLLM ?= $(error name a source tree of the vLLM that setup installs: make test-upstream VLLM=path)
 test-upstream: setup ## vLLM's own tests of connectors, over ours: VLLM=path of a source tree
 	@$(PYTHON_ENV)/python scripts/upstream_tests.py "$(VLLM)"
@@ -167,9 +199,25 @@ $(STAMPS)/rivals: $(STAMPS)/project
 bench: $(STAMPS)/rivals ## the transfer benchmarks of docs/performance.md, other projects beside ours
 	@$(PYTHON_ENV)/kv-connector bench
 
+wheels: | system ## a release's wheels (every Python, x86-64 and aarch64) and sdist, in dist/, examined
+	@scripts/wheels
+
+test-wheels: ## each wheel of dist/, used in a clean environment of its Python (as root: also of Pythons that are not here)
+	@scripts/wheels test
+
+reference: setup ## makes the tables in README.md and docs anew that the code decides on
+	@$(PYTHON_ENV)/python scripts/reference.py
+
+.venv-docs/ready: scripts/docs-packages.txt | system
+	@scripts/setup docs
+	@touch $@
+
+docs: .venv-docs/ready ## the documentation as a site, in build/docs/site, its links and anchors checked
+	@scripts/docs
+
 clean: ## removes build outputs and caches, keeps .venv
 	@rm -rf build .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	@find . -path ./.venv -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
 
 distclean: clean ## removes .venv too
-	@rm -rf .venv .venv-next .venv-sglang
+	@rm -rf .venv .venv-next .venv-fleet .venv-sglang .venv-docs

@@ -7,10 +7,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kv_connector.cli.exit_status import ExitStatus
+from kv_connector.cli.plot import Plot, check_plot
+
 if TYPE_CHECKING:
     from kv_connector.lab.bench.lane import Lane
 
 app = typer.Typer(invoke_without_command=True)
+
+_Json = Annotated[
+    Path | None,
+    typer.Option(
+        "--json",
+        metavar="FILE",
+        help="Append conditions and results as JSON lines. -: standard output, and tables to standard error.",
+    ),
+]
 
 
 @app.callback()
@@ -28,9 +40,8 @@ def transfers(
     pin: Annotated[
         bool, typer.Option("--pin", help="Pin the initiator to the first core and the target to the second.")
     ] = False,
-    json: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Append conditions and results as JSON lines.")
-    ] = None,
+    json: _Json = None,
+    plot: Plot = None,
 ) -> None:
     """Moves the same pages through each contestant, between two processes of this machine.
 
@@ -43,6 +54,7 @@ def transfers(
     from kv_connector.lab.bench.transfers import Plan, run
     from kv_connector.lab.bench.workloads import CASES
 
+    check_plot(plot)
     names = _choose(contestants, [contestant.name for contestant in CONTESTANTS])
     plan = Plan(
         contestants=tuple(contestant for contestant in CONTESTANTS if contestant.name in names),
@@ -50,9 +62,10 @@ def transfers(
         rounds=rounds,
         pin=pin,
         json=json,
+        plot=plot,
     )
-    if not run(plan, make_console()):
-        raise typer.Exit(1)
+    if not run(plan, make_console(json)):
+        raise typer.Exit(ExitStatus.FAILURE)
 
 
 @app.command("pd")
@@ -64,24 +77,25 @@ def prefill_decode(
     model: Annotated[
         Path | None, typer.Option(metavar="DIR", help="A model to serve; default: a small random Llama.")
     ] = None,
-    json: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Append conditions and results as JSON lines.")
-    ] = None,
+    json: _Json = None,
+    plot: Plot = None,
 ) -> None:
     """Time to first token and throughput: one vLLM engine alone beside P/D pairs, on this machine's CPUs."""
     from kv_connector.lab.bench.pd.deployments import DEPLOYMENTS
     from kv_connector.lab.bench.pd.run import Plan, run
     from kv_connector.lab.bench.tables import make_console
 
+    check_plot(plot)
     names = _choose(deployments, [deployment.name for deployment in DEPLOYMENTS])
     plan = Plan(
         deployments=tuple(deployment for deployment in DEPLOYMENTS if deployment.name in names),
         rounds=rounds,
         model=model,
         json=json,
+        plot=plot,
     )
-    if not run(plan, make_console()):
-        raise typer.Exit(1)
+    if not run(plan, make_console(json)):
+        raise typer.Exit(ExitStatus.FAILURE)
 
 
 @app.command("faults")
@@ -92,9 +106,7 @@ def compare_faults(
     faults: Annotated[
         str, typer.Option(metavar="NAMES", help="Comma separated names or patterns, as 'abort,kill-*'.")
     ] = "*",
-    json: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Append conditions and results as JSON lines.")
-    ] = None,
+    json: _Json = None,
 ) -> None:
     """P/D pairs beside each other when clients leave, and when D or P is killed and started again.
 
@@ -110,8 +122,8 @@ def compare_faults(
         faults=tuple(fault for fault in FAULTS if fault.name in names),
         json=json,
     )
-    if not run(plan, make_console()):
-        raise typer.Exit(1)
+    if not run(plan, make_console(json)):
+        raise typer.Exit(ExitStatus.FAILURE)
 
 
 _Providers = Annotated[
@@ -123,9 +135,6 @@ _Devices = Annotated[
 ]
 _TargetDevices = Annotated[
     str, typer.Option("--target-device", metavar="NAMES", help="The other side's NICs; default: the same.")
-]
-_Json = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Append conditions and results as JSON lines.")
 ]
 
 
@@ -148,8 +157,8 @@ def table_2(
     from kv_connector.lab.bench.writes import Plan, run
 
     lanes = _lanes(provider, device, target_device, in_one_process=False)
-    if not run(Plan(lanes, rounds=rounds, pin=pin, shared=shared, json=json), make_console()):
-        raise typer.Exit(1)
+    if not run(Plan(lanes, rounds=rounds, pin=pin, shared=shared, json=json), make_console(json)):
+        raise typer.Exit(ExitStatus.FAILURE)
 
 
 @app.command("groups")
@@ -174,8 +183,8 @@ def tables_8_and_9(
     if min(sizes) < 1:
         raise typer.BadParameter("--peers: a group has one peer at least")
     lanes = _lanes(provider, device, target_device, in_one_process=True)
-    if not run(Plan(lanes, peers=sizes, iterations=iterations, json=json), make_console()):
-        raise typer.Exit(1)
+    if not run(Plan(lanes, peers=sizes, iterations=iterations, json=json), make_console(json)):
+        raise typer.Exit(ExitStatus.FAILURE)
 
 
 @app.command("peers")
@@ -192,8 +201,8 @@ def cost_of_peers(
     from kv_connector.lab.bench.tables import make_console
 
     lanes = _lanes(provider, device, target_device, in_one_process=False)
-    if not run(Plan(lanes, peers=peers, rounds=rounds, json=json), make_console()):
-        raise typer.Exit(1)
+    if not run(Plan(lanes, peers=peers, rounds=rounds, json=json), make_console(json)):
+        raise typer.Exit(ExitStatus.FAILURE)
 
 
 @app.command("meeting")
@@ -210,8 +219,8 @@ def meeting_of_engines(
 
     (lane,) = _lanes(provider, "", "", in_one_process=False)
     plan = Plan(lane.provider, prefill=prefill, decode=decode, rounds=rounds, json=json)
-    if not run(plan, make_console()):
-        raise typer.Exit(1)
+    if not run(plan, make_console(json)):
+        raise typer.Exit(ExitStatus.FAILURE)
 
 
 @app.command("registration")
@@ -232,8 +241,22 @@ def registering_beside_writes(
 
     lanes = _lanes(provider, device, target_device, in_one_process=True)
     plan = Plan(lanes, registered_bytes=mib << 20, iterations=iterations, rounds=rounds, json=json)
-    if not run(plan, make_console()):
-        raise typer.Exit(1)
+    if not run(plan, make_console(json)):
+        raise typer.Exit(ExitStatus.FAILURE)
+
+
+@app.command("router")
+def share_of_the_router(
+    rounds: Annotated[int, typer.Option(min=1, help="Times that each way has its turn.")] = 5,
+    requests: Annotated[int, typer.Option(min=1, help="Of each way in each round.")] = 1000,
+    json: _Json = None,
+) -> None:
+    """What the router adds to a time to first token, also while its status page is open."""
+    from kv_connector.lab.bench.router import Plan, run
+    from kv_connector.lab.bench.tables import make_console
+
+    if not run(Plan(rounds=rounds, requests=requests, json=json), make_console(json)):
+        raise typer.Exit(ExitStatus.FAILURE)
 
 
 @app.command("micro")
@@ -241,12 +264,12 @@ def hot_loops(
     iterations: Annotated[int, typer.Option(min=1000, help="Calls of each loop.")] = 100_000,
     json: _Json = None,
 ) -> None:
-    """The engine's hot loops: submitting, posting and counting, over sim. Exits 1 where an aim is missed."""
+    """The engine's hot loops: submitting, posting and counting, over sim. Fails where an aim is missed."""
     from kv_connector.lab.bench.micro import Plan, run
     from kv_connector.lab.bench.tables import make_console
 
-    if not run(Plan(iterations=iterations, json=json), make_console()):
-        raise typer.Exit(1)
+    if not run(Plan(iterations=iterations, json=json), make_console(json)):
+        raise typer.Exit(ExitStatus.FAILURE)
 
 
 def _lanes(provider: str, device: str, target_device: str, *, in_one_process: bool) -> "Sequence[Lane]":

@@ -1,9 +1,11 @@
 """kv-connector demo: prompts through P and D, beside one engine alone, on this machine's CPUs."""
 
+import functools
 import importlib.util
 import shutil
 import signal
 import tempfile
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -11,27 +13,46 @@ import typer
 from rich.console import Console
 
 from kv_connector.cli.doctor import VLLM_TO_INSTALL
+from kv_connector.cli.exit_status import ExitStatus
+from kv_connector.cli.plot import Plot, check_plot
 
 TABLE_WIDTH = 110
 
 
+class Framework(StrEnum):
+    VLLM = "vllm"
+    SGLANG = "sglang"
+
+
+# What is to be installed where its module is not there.
+_INSTALL = {
+    Framework.VLLM: {"vllm": VLLM_TO_INSTALL},
+    Framework.SGLANG: {"sglang.srt": "sglang==0.5.23", "sglang_router": "sglang-router"},
+}
+
+
 def demo(
+    engine: Annotated[Framework, typer.Option(help="Whose engines: vllm or sglang.")] = Framework.VLLM,
     provider: Annotated[
         str | None,
         typer.Option(help="Push over this lane only: host or tcp. Default: the connector's choice."),
     ] = None,
+    plot: Plot = None,
 ) -> None:
     """Starts P, D, one engine alone and a router; compares outputs and times. Takes about two minutes."""
     try:
         from kv_connector.lab.completion import CompletionError
         from kv_connector.lab.demonstration import demonstrate
         from kv_connector.lab.process import StartError
+        from kv_connector.lab.sites import sglang_site, vllm_site
     except ImportError as error:
         raise typer.BadParameter(f"{error}; install it: pip install 'kv-connector[demo]'") from None
-    if importlib.util.find_spec("vllm") is None:
-        raise typer.BadParameter(f"no vLLM in this environment; install {VLLM_TO_INSTALL}")
+    for module, package in _INSTALL[engine].items():
+        if not _importable(module):
+            raise typer.BadParameter(f"no {module} in this environment; install {package}")
     if provider is not None:
         _check(provider)
+    check_plot(plot)
     # A default handler would end this process without ending the engines.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _exit)
@@ -40,7 +61,8 @@ def demo(
         console = Console(width=TABLE_WIDTH)  # into a file the table goes whole
     directory = Path(tempfile.mkdtemp(prefix="kv-connector-demo-"))
     try:
-        problems = demonstrate(console, directory, provider)
+        start = sglang_site if engine is Framework.SGLANG else vllm_site
+        problems = demonstrate(console, directory, functools.partial(start, provider=provider), plot)
     except (StartError, CompletionError) as error:
         problems = [str(error)]
     except BaseException:
@@ -52,9 +74,16 @@ def demo(
         for problem in problems:
             console.print(f"FAILED: {problem}", style="bold red", markup=False, highlight=False)
         console.print(f"The engines' logs are in {directory}")
-        raise typer.Exit(1)
+        raise typer.Exit(ExitStatus.FAILURE)
     shutil.rmtree(directory)
     console.print("All outputs equal; the KV of every prompt went through the connector", style="bold green")
+
+
+def _importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even what it is in
+        return False
 
 
 def _check(provider: str) -> None:

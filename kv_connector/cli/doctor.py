@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
-from kv_connector.cli.findings import Finding, Verdict, show
+from kv_connector.cli.findings import Finding, Verdict, tell
 from kv_connector.cli.fit import report as fit
 from kv_connector.cli.fit.model import ConfigError
 from kv_connector.cli.fit.side import HELP, Side, SideError, parse_side
@@ -78,13 +77,17 @@ def doctor(
     prefill: Annotated[str, typer.Option(metavar="KEY=VALUE,...", help=f"How P is started:\n\n{HELP}")] = "",
     decode: Annotated[str, typer.Option(metavar="KEY=VALUE,...", help="How D is started, alike.")] = "",
     tokens: Annotated[int, typer.Option(min=2, max=1 << 24, help="Of the prompt that is priced.")] = 4096,
-    json: Annotated[bool, typer.Option("--json", help="The model's report as one JSON object.")] = False,
+    json: Annotated[
+        bool,
+        typer.Option(
+            "--json", help="The findings as one JSON object; with --model its report, costs included."
+        ),
+    ] = False,
 ) -> None:
     """Says which lanes are usable here, why another is not, and what to install or set. With --model: whether
     a pair of engines fits, before either is started.
 
-    Exit status: 0 an engine can run here, over every lane that --require names, or the pair fits; 1 it does
-    not; 2 wrong usage, or a model that is not known.
+    Fails where no engine can run here over every lane that --require names, or the pair does not fit.
     """
     sources = {name: context.get_parameter_source(name) for name in context.params}
     given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
@@ -94,17 +97,14 @@ def doctor(
         options = ", ".join("--" + name.replace("_", "-") for name in wrong)
         raise typer.BadParameter(f"{options}: only {with_or_without} --model")
     if model is None:
-        findings = examine(ROOTS, control_port, tuple(require or ()))
-    else:
-        findings = _of_model(model, _side("--prefill", prefill), _side("--decode", decode), tokens, json)
-    if not json:
-        show(findings)
-    if any(finding.verdict is Verdict.FAIL for finding in findings):
-        raise typer.Exit(1)
+        tell(examine(ROOTS, control_port, tuple(require or ())), json=json)
+        return
+    report = _report(model, _side("--prefill", prefill), _side("--decode", decode), tokens)
+    tell(list(fit.findings(report)), json=json, report=report)
 
 
 _OF_THE_MACHINE = {"control_port", "require"}
-_OF_A_MODEL = {"prefill", "decode", "tokens", "json"}
+_OF_A_MODEL = {"prefill", "decode", "tokens"}
 
 
 def _side(option: str, text: str) -> Side:
@@ -114,14 +114,11 @@ def _side(option: str, text: str) -> Side:
         raise typer.BadParameter(str(error), param_hint=option) from None
 
 
-def _of_model(model: Path, prefill: Side, decode: Side, tokens: int, json: bool) -> list[Finding]:
+def _report(model: Path, prefill: Side, decode: Side, tokens: int) -> fit.Report:
     try:
-        found = fit.report(model, prefill, decode, tokens)
+        return fit.report(model, prefill, decode, tokens)
     except ConfigError as error:
         raise typer.BadParameter(str(error), param_hint="--model") from None
-    if json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=2))
-    return list(fit.findings(found))
 
 
 def examine(roots: Roots, control_port: int, required: Sequence[str]) -> list[Finding]:

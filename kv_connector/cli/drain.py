@@ -1,16 +1,25 @@
 """kv-connector drain: takes an engine out of service without failing a request."""
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated
 
+import msgspec
 import typer
 
+from kv_connector.cli.exit_status import ExitStatus
 from kv_connector.cli.router import KeyFile, address, cluster_key, endpoint
 from kv_connector.control.membership import Drain, Draining, MembershipSockets
-from kv_connector.protocol.actions import Address
+from kv_connector.protocol.actions import Address, Source
 from kv_connector.router.endpoint import Endpoint
 
 REPEAT_SECONDS = 0.5
+# While a connection is being made.
+SOON_SECONDS = 0.05
+# A router that has said nothing for so long is not there: routers take engines for dead as fast. If it comes
+# back, the engine tells it of the drain.
+SILENCE_SECONDS = 5.0
 
 
 def drain(
@@ -18,43 +27,86 @@ def drain(
         Endpoint, typer.Argument(parser=endpoint, metavar="URL", help="The engine's API server.")
     ],
     router: Annotated[
-        Address,
-        typer.Option(parser=address, metavar="HOST:PORT", help="Where the router takes registrations."),
+        list[Address],
+        typer.Option(
+            parser=address,
+            metavar="HOST:PORT",
+            help="Where a router takes registrations. Repeat for each that sends the engine requests.",
+        ),
     ],
     key_file: KeyFile = None,
-    timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait until the engine is idle.")] = 600.0,
+    timeout: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="How long to wait until the engine is idle.")
+    ] = 600.0,
+    json: Annotated[
+        bool, typer.Option("--json", help="What each router says last, as one JSON object.")
+    ] = False,
 ) -> None:
-    """Sends an engine nothing new, and returns once it has finished what it had from this router.
+    """Sends an engine nothing new, and returns once it has finished what it had from these routers.
 
-    The engine may then be stopped. It tells its other routers to send it nothing, too.
+    The engine may then be stopped. It tells routers that are not named here to send it nothing, too. Where
+    some of the routers do not answer, the others' word decides.
     """
     sockets = MembershipSockets(cluster_key(key_file))
     try:
-        outstanding = _until_idle(sockets, router, engine, time.monotonic() + timeout)
+        asked = [_Asked(one, sockets.dial(one, patient=False)) for one in router]
+        idle = _until_idle(sockets, asked, Drain(engine.url), time.monotonic() + timeout)
     finally:
         sockets.close()
-    if outstanding:
+    answers = [one for one in asked if one.answered]
+    for one in asked:
+        if one not in answers:
+            typer.echo(f"no router answers at {one.address}. Has it the same cluster key?", err=True)
+    if not answers:
+        raise typer.Exit(ExitStatus.USAGE)
+    if all(one.outstanding is None for one in answers):
+        where = ", ".join(str(one.address) for one in answers)
+        raise typer.BadParameter(f"the router at {where} knows no engine {engine.url}")
+    outstanding = sum(one.outstanding or 0 for one in answers)
+    if json:
+        said = {str(one.address): one.outstanding if one.answered else None for one in asked}
+        typer.echo(msgspec.json.encode({"engine": engine.url, "idle": idle, "outstanding": said}))
+    elif idle:
+        typer.echo(f"{engine.url} is idle")
+    else:
         typer.echo(f"{engine.url} still has {outstanding} requests after {timeout:g} s", err=True)
-        raise typer.Exit(1)
-    typer.echo(f"{engine.url} is idle")
+    if not idle:
+        raise typer.Exit(ExitStatus.FAILURE)
 
 
-def _until_idle(sockets: MembershipSockets, router: Address, engine: Endpoint, deadline: float) -> int:
-    """Requests that the engine still has: 0, or what is left at the deadline."""
-    link = sockets.dial(router)
-    outstanding = -1
+@dataclass
+class _Asked:
+    """A router, and what it said last."""
+
+    address: Address
+    link: Source
+    answered: float | None = None  # when
+    outstanding: int | None = None
+    """Requests that the engine has from it; None: it knows no such engine."""
+
+
+def _until_idle(
+    sockets: MembershipSockets, asked: Sequence[_Asked], question: Drain, deadline: float
+) -> bool:
+    """Asks again and again, until every router that is there says that the engine has nothing of it.
+
+    False: one says otherwise at the deadline.
+    """
+    routers = {one.link: one for one in asked}
+    began = time.monotonic()
     while (now := time.monotonic()) < deadline:
-        sockets.send(link, Drain(engine.url))
-        sockets.wait(min(REPEAT_SECONDS, deadline - now))
-        for received in sockets.receive():
-            if isinstance(received.message, Draining):
-                if received.message.outstanding is None:
-                    raise typer.BadParameter(f"the router at {router} knows no engine {engine.url}")
-                outstanding = received.message.outstanding
-        if outstanding == 0:
-            return 0
-        # The answer may have come at once: not another question right behind it.
-        time.sleep(max(0.0, now + REPEAT_SECONDS - time.monotonic()))
-    if outstanding < 0:
-        raise typer.BadParameter(f"no router answers at {router}. Has it the same cluster key?")
-    return outstanding
+        connected = [sockets.send(one.link, question) for one in asked]
+        until = min(now + (REPEAT_SECONDS if all(connected) else SOON_SECONDS), deadline)
+        while (left := until - time.monotonic()) > 0:
+            sockets.wait(left)
+            for received in sockets.receive():
+                if isinstance(received.message, Draining):
+                    one = routers[received.source]
+                    one.answered, one.outstanding = time.monotonic(), received.message.outstanding
+            if all(one.answered and not one.outstanding for one in asked):
+                return True
+        silent = time.monotonic() - SILENCE_SECONDS
+        there = [one for one in asked if (one.answered or began) > silent]
+        if all(one.answered and not one.outstanding for one in there):
+            return True
+    return not any(one.outstanding for one in asked)

@@ -1,24 +1,30 @@
-"""What a command found out, as a table of findings with verdicts."""
+"""What a command found out: findings with verdicts, as a table or as JSON, and what status it ends with."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+import msgspec
+import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from kv_connector import __version__
+from kv_connector.cli.exit_status import ExitStatus
 
-_FILE_COLUMNS = 140
+_FILE_COLUMNS = 120
 
 
 class Verdict(Enum):
-    OK = "[green]ok"
-    NOTE = "[yellow]note"
-    FAIL = "[bold red]FAIL"
+    OK = "ok"
+    NOTE = "note"
+    FAIL = "FAIL"
+
+
+_STYLES = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.FAIL: "bold red"}
 
 
 @dataclass(frozen=True)
@@ -29,12 +35,27 @@ class Finding:
     """What was found and, unless all is well, what to do."""
 
 
-def show(findings: Iterable[Finding]) -> None:
+def tell(findings: Sequence[Finding], *, json: bool, report: msgspec.Struct | None = None) -> None:
+    """Prints the findings, as JSON where that is wanted, and ends the command as failed where one is FAIL.
+
+    `report`: what the findings were made of, told in their place as JSON.
+    """
+    if json:
+        told = report or {"version": __version__, "findings": findings}
+        typer.echo(msgspec.json.format(msgspec.json.encode(told), indent=2))
+    else:
+        _print(findings)
+    if any(finding.verdict is Verdict.FAIL for finding in findings):
+        raise typer.Exit(ExitStatus.FAILURE)
+
+
+def _print(findings: Sequence[Finding]) -> None:
     table = Table(title=f"kv-connector {__version__}", title_justify="left")
     for column in ("subject", "", "finding"):
         table.add_column(column, overflow="fold")
     for finding in findings:
-        table.add_row(finding.subject, finding.verdict.value, escape(finding.words))
+        style = _STYLES[finding.verdict]
+        table.add_row(escape(finding.subject), f"[{style}]{finding.verdict.value}", escape(finding.words))
     console = Console()
     if not console.is_terminal:
         console = Console(width=_FILE_COLUMNS)

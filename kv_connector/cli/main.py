@@ -1,14 +1,19 @@
 """kv-connector: the command line's entry point."""
 
+from typing import Annotated
+
 import typer
 
+from kv_connector import __version__
 from kv_connector.cli import bench
+from kv_connector.cli.config import command as config
 from kv_connector.cli.demo import demo
 from kv_connector.cli.doctor import doctor
 from kv_connector.cli.drain import drain
 from kv_connector.cli.keygen import keygen
 from kv_connector.cli.router import router
 from kv_connector.cli.topology import topology
+from kv_connector.cli.trace import trace
 
 app = typer.Typer(name="kv-connector", no_args_is_help=True, pretty_exceptions_show_locals=False)
 app.command()(demo)
@@ -17,11 +22,24 @@ app.command()(topology)
 app.command()(router)
 app.command()(keygen)
 app.command()(drain)
+app.command()(trace)
+app.add_typer(config.app, name="config")
 app.add_typer(bench.app, name="bench")
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"kv-connector {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="The version, and nothing else."),
+    ] = False,
+) -> None:
     """KV-cache pages pushed layer by layer from prefill engines into decode engines."""
 
 

@@ -2,16 +2,17 @@
 
 import json
 import sys
+import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from kv_connector.lab.free_ports import free_ports
-from kv_connector.lab.process import Process, ProcessGroup
+from kv_connector.lab.process import POLL_SECONDS, Process, ProcessGroup, StartError
+from kv_connector.lab.served import Served
 
 Role = Literal["kv_producer", "kv_consumer", "kv_both"]
 Dispatch = Literal["concurrent", "serial"]
@@ -39,7 +40,7 @@ class EngineSettings:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-class Engine(Process):
+class Engine(Served):
     """One vLLM API server with its engine core and workers."""
 
     def __init__(
@@ -69,21 +70,6 @@ class Engine(Process):
         """What the router's --prefill takes: the HTTP address, and the connector's control address."""
         return self.url if self.control_port is None else f"{self.url}@{self.host}:{self.control_port}"
 
-    def metric(self, name: str) -> float:
-        """The sum of a metric over all its label values, 0 where it is not there (yet)."""
-        return sum(value for _, value in self.samples(name))
-
-    def samples(self, name: str) -> list[tuple[dict[str, str], float]]:
-        """(labels, value) of each sample of `name`, spelled as in /metrics (counters end in _total)."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as response:
-            text = response.read().decode()
-        return [
-            (sample.labels, sample.value)
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if sample.name == name
-        ]
-
 
 class LocalCluster(ProcessGroup):
     """Starts engines and routers, and ends them all when its `with` block is left, however it is left.
@@ -100,6 +86,8 @@ class LocalCluster(ProcessGroup):
         """Of every process that is started from now on, beside what it needs."""
         self.interpreter: tuple[str, ...] = (sys.executable,)
         """What runs vLLM's modules."""
+        self.otlp_traces_endpoint: str | None = None
+        """Where the engines and routers that are started from now on send their spans."""
         self.routers: dict[str, Process] = {}
         """By URL, those that were started."""
         directory.mkdir(parents=True, exist_ok=True)
@@ -154,6 +142,7 @@ class LocalCluster(ProcessGroup):
                 "kv_load_failure_policy": on_load_failure,
             }
             command += ["--kv-transfer-config", json.dumps(transfer)]
+        command += self._tracing()
         engine = Engine(
             name,
             command,
@@ -217,6 +206,7 @@ class LocalCluster(ProcessGroup):
             command += ["--decode", engine.url]
         if dispatch == "serial":
             command.append("--serial")
+        command += self._tracing()
         if registration is not None:
             command += ["--registration", f"{host}:{registration}"]
         router = Process(name, command, environment=self.environment, log=self.directory / f"{name}.log")
@@ -224,6 +214,23 @@ class LocalCluster(ProcessGroup):
         self.routers[url] = router
         self._adopt(router, f"{url}/health")
         return url
+
+    def wait_joined(self, router: str, *engines: Engine, seconds: float = 30.0) -> None:
+        """Blocks until the router at this URL sends these engines requests; StartError if it does not."""
+        deadline = time.monotonic() + seconds
+        while True:
+            states = engine_states(router)
+            missing = [engine.name for engine in engines if states.get(engine.url) != "ready"]
+            if not missing:
+                return
+            if time.monotonic() > deadline:
+                raise StartError(f"{', '.join(missing)} did not join {router}, which knows {states}")
+            time.sleep(POLL_SECONDS)
+
+    def _tracing(self) -> list[str]:
+        """vLLM and our router call it alike."""
+        endpoint = self.otlp_traces_endpoint
+        return [] if endpoint is None else ["--otlp-traces-endpoint", endpoint]
 
     def _arguments(self, settings: EngineSettings, host: str, port: int) -> list[str]:
         arguments = {
@@ -242,6 +249,16 @@ class LocalCluster(ProcessGroup):
         caching = "--enable-prefix-caching" if settings.prefix_caching else "--no-enable-prefix-caching"
         words = [word for key, value in arguments.items() for word in (f"--{key}", str(value))]
         return [*words, "--enforce-eager", caching, *settings.arguments]
+
+
+def engine_states(router: str) -> dict[str, str]:
+    """By URL, the state of each engine that a router knows: "ready", "draining", ..."""
+    try:
+        with urllib.request.urlopen(f"{router}/health", timeout=10) as response:
+            sides = json.load(response)
+    except urllib.error.HTTPError as error:  # 503: a side has none that is ready
+        sides = json.load(error)
+    return {url: state for side in sides.values() for url, state in side.items()}
 
 
 def _environment(settings: EngineSettings) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,21 +49,46 @@ def complete(
         raise CompletionError(f"{url} broke off: {type(error).__name__}: {error}") from error
 
 
+def generate(url: str, prompt: Sequence[int], *, max_tokens: int) -> Answer:
+    """As complete(), of a server of SGLang's or its router."""
+    sampling = {"max_new_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    body = {"input_ids": list(prompt), "sampling_params": sampling, "stream": True}
+    tokens: list[int] = []
+    first = 0.0
+    started = time.perf_counter()
+    try:
+        with (
+            httpx.Client(timeout=ANSWER_SECONDS, trust_env=False) as client,
+            client.stream("POST", f"{url}/generate", json=body) as response,
+        ):
+            for chunk in _events(response, url):
+                first = first or time.perf_counter()
+                tokens = chunk["output_ids"]  # all of them so far
+    except httpx.HTTPError as error:
+        raise CompletionError(f"{url} broke off: {type(error).__name__}: {error}") from error
+    return Answer(tokens, first - started)
+
+
 def _stream(client: httpx.Client, url: str, body: Mapping[str, Any]) -> Answer:
     tokens: list[int] = []
     first = 0.0
     started = time.perf_counter()
     with client.stream("POST", url, json=body) as response:
-        if response.status_code != 200:
-            raise CompletionError(f"{url} answered {response.status_code}: {response.read().decode()[:1000]}")
-        for line in response.iter_lines():
-            event = line.removeprefix("data: ")
-            if event in (line, "[DONE]"):
-                continue
-            chunk = json.loads(event)
-            if "error" in chunk:
-                raise CompletionError(f"{url} broke off: {chunk['error']}")
+        for chunk in _events(response, url):
             for choice in chunk["choices"]:
                 first = first or time.perf_counter()
                 tokens += choice["token_ids"]
     return Answer(tokens, first - started)
+
+
+def _events(response: httpx.Response, url: str) -> Iterator[dict[str, Any]]:
+    if response.status_code != 200:
+        raise CompletionError(f"{url} answered {response.status_code}: {response.read().decode()[:1000]}")
+    for line in response.iter_lines():
+        event = line.removeprefix("data: ")
+        if event in (line, "[DONE]"):
+            continue
+        chunk: dict[str, Any] = json.loads(event)
+        if "error" in chunk:
+            raise CompletionError(f"{url} broke off: {chunk['error']}")
+        yield chunk

@@ -3,18 +3,21 @@
 import random
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from rich import box
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from kv_connector.lab.cluster import Engine, EngineSettings, LocalCluster
-from kv_connector.lab.completion import complete
+from kv_connector.lab import plots
+from kv_connector.lab.completion import Answer
 from kv_connector.lab.model import make_llama
+from kv_connector.lab.served import Served
 
 # 16 layers of 4 KV heads x 64 x 2 x 4 bytes: 32 KiB of KV a token, 64 KiB a page of 32 tokens and one layer.
 # Layers enough that a push layer by layer shows, and a prefill of about a second for the longest prompt.
@@ -31,6 +34,24 @@ SETTLE_POLL_SECONDS = 0.2
 PEERS = "kv_connector_peers"
 
 
+class Complete(Protocol):
+    def __call__(self, url: str, prompt: Sequence[int], *, max_tokens: int) -> Answer:
+        """Asks for greedy tokens. CompletionError where there is no whole answer."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """Engines that are ready, and how to talk to them."""
+
+    prefill: Served
+    alone: str
+    """The URL of one that is P and D in one."""
+    router: str
+    complete: Complete
+    pages: Callable[[int], int]
+    """That P pushes of a prompt of so many tokens."""
+
+
 @dataclass(frozen=True)
 class Pushed:
     """What P has pushed, as its /metrics tell: since its start, or between two looks."""
@@ -42,7 +63,7 @@ class Pushed:
     early_layers: float
 
     @classmethod
-    def look(cls, prefill: Engine) -> "Pushed":
+    def look(cls, prefill: Served) -> "Pushed":
         return cls(
             pages=prefill.metric("kv_connector_pages_pushed_total"),
             bytes=prefill.metric("kv_connector_bytes_pushed_total"),
@@ -52,7 +73,7 @@ class Pushed:
         )
 
     @classmethod
-    def settled(cls, prefill: Engine, before: "Pushed | None" = None) -> "Pushed":
+    def settled(cls, prefill: Served, before: "Pushed | None" = None) -> "Pushed":
         """The counters once they stand still and are past `before`; as they are if that takes too long."""
         deadline = time.monotonic() + SETTLE_SECONDS
         last = cls.look(prefill)
@@ -84,42 +105,61 @@ class Row:
     equal: bool
     pushed: Pushed
     lane: str
+    pages: int
+    """That P was to push."""
 
 
-def demonstrate(console: Console, directory: Path, provider: str | None) -> list[str]:
+def demonstrate(
+    console: Console,
+    directory: Path,
+    start: Callable[[Path, Path], AbstractContextManager[Site]],
+    plot: Path | None = None,
+) -> list[str]:
     """Runs the demo with its files in `directory`; returns what went wrong. Leaves no process behind.
 
-    `provider` None lets the connector choose. StartError where an engine does not start, CompletionError
-    where one refuses a prompt.
+    `start`: makes the site, from a folder for its logs and a model. `plot`: where its times are drawn.
+    StartError where an engine does not start, CompletionError where one refuses a prompt.
     """
     started = time.monotonic()
     console.print(f"Making a Llama-shaped model with random weights: {LAYERS} layers, 32 KiB of KV a token")
     model = make_llama(directory / "model", layers=LAYERS, heads=KV_HEADS, kv_heads=KV_HEADS)
-    settings = EngineSettings(
-        max_model_len=max(PROMPT_TOKENS) + OUTPUT_TOKENS,
-        max_batched_tokens=CHUNK_TOKENS,
-        block_size=BLOCK_TOKENS,
-    )
-    extra = {"providers": [provider]} if provider else {}
-    with LocalCluster(directory, model, settings) as cluster:
-        console.print("Starting P, D and one engine alone (vLLM, float32, one thread each): up to a minute")
-        prefill = cluster.start_engine("prefill", role="kv_producer", extra=extra)
-        decode = cluster.start_engine("decode", role="kv_consumer", extra=extra)
-        alone = cluster.start_engine("alone")
-        cluster.wait_ready()
-        router = cluster.start_router("router", prefill=[prefill], decode=[decode])
-        cluster.wait_ready()
+    console.print("Starting P, D and one engine alone (float32, one thread each): up to a minute")
+    with start(directory, model) as site:
         console.print(f"Ready after {time.monotonic() - started:.0f} s; prefill in chunks of {CHUNK_TOKENS}")
         rows: list[Row] = []
         with Live(_table(rows), console=console, auto_refresh=False) as live:
-            for row in _rows(prefill, alone, router):
+            for row in _rows(site):
                 rows.append(row)
                 live.update(_table(rows), refresh=True)
         console.print()  # the table's last line is still open where there is no terminal
+    if plot is not None:
+        _plot(plot, rows)
     return [problem for row in rows for problem in _problems(row)]
 
 
-def _rows(prefill: Engine, alone: Engine, router: str) -> Iterator[Row]:
+def _plot(file: Path, rows: Sequence[Row]) -> None:
+    columns = [f"{row.tokens:,}" for row in rows]
+    times = [
+        plots.Series("one engine", [row.alone_seconds * 1e3 for row in rows]),
+        plots.Series("prefill and decode apart", [row.disaggregated_seconds * 1e3 for row in rows]),
+    ]
+    early = [100 * row.pushed.early_bytes / row.pushed.bytes if row.pushed.bytes else None for row in rows]
+    plots.bars(
+        file,
+        [
+            plots.Panel("Time to first token", columns, times, "ms", "tokens of the prompt"),
+            plots.Panel(
+                "At decode before prefill has ended",
+                columns,
+                [plots.Series("of the bytes", early)],
+                "%",
+                "tokens of the prompt",
+            ),
+        ],
+    )
+
+
+def _rows(site: Site) -> Iterator[Row]:
     random_tokens = random.Random(0)
 
     def prompt(tokens: int) -> list[int]:
@@ -127,30 +167,29 @@ def _rows(prefill: Engine, alone: Engine, router: str) -> Iterator[Row]:
         return [random_tokens.randrange(256) for _ in range(tokens)]
 
     # Not shown: the first contact between P and D, and everything else that happens once.
-    for url in (alone.url, router):
-        complete(url, prompt(CHUNK_TOKENS), max_tokens=OUTPUT_TOKENS)
-    before = Pushed.settled(prefill)
+    urls = site.alone, site.router
+    for url in urls:
+        site.complete(url, prompt(CHUNK_TOKENS), max_tokens=OUTPUT_TOKENS)
+    before = Pushed.settled(site.prefill)
     for tokens in PROMPT_TOKENS:
         prompts = [prompt(tokens) for _ in range(PROMPTS_PER_LENGTH)]
         # Turn by turn: whatever else this machine does falls on both alike.
-        pairs = [
-            [complete(url, prompt, max_tokens=OUTPUT_TOKENS) for url in (alone.url, router)]
-            for prompt in prompts
-        ]
+        pairs = [[site.complete(url, prompt, max_tokens=OUTPUT_TOKENS) for url in urls] for prompt in prompts]
         expected, got = zip(*pairs, strict=True)
-        after = Pushed.settled(prefill, before)
+        after = Pushed.settled(site.prefill, before)
         yield Row(
             tokens=tokens,
             alone_seconds=statistics.median(answer.first_token_seconds for answer in expected),
             disaggregated_seconds=statistics.median(answer.first_token_seconds for answer in got),
             equal=[answer.tokens for answer in expected] == [answer.tokens for answer in got],
             pushed=after.since(before),
-            lane=_lane(prefill),
+            lane=_lane(site.prefill),
+            pages=PROMPTS_PER_LENGTH * site.pages(tokens),
         )
         before = after
 
 
-def _lane(prefill: Engine) -> str:
+def _lane(prefill: Served) -> str:
     lanes = {labels.get("lane", "?") for labels, value in prefill.samples(PEERS) if value}
     return ", ".join(sorted(lanes)) or "none"
 
@@ -159,9 +198,9 @@ def _problems(row: Row) -> Iterator[str]:
     if not row.equal:
         yield f"{row.tokens} tokens: the output through P and D differs from one engine's"
     # Whatever did not come through the connector D has computed by itself: equal outputs that show nothing.
-    expected = PROMPTS_PER_LENGTH * LAYERS * -(-row.tokens // BLOCK_TOKENS)
-    if row.pushed.pages != expected:
-        yield f"{row.tokens} tokens: {row.pushed.pages:,.0f} of {expected:,} pages went through the connector"
+    if row.pushed.pages != row.pages:
+        went = f"{row.pushed.pages:,.0f} of {row.pages:,} pages"
+        yield f"{row.tokens} tokens: {went} went through the connector"
 
 
 def _table(rows: list[Row]) -> Table:

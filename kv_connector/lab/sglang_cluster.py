@@ -8,6 +8,7 @@ from typing import Literal
 
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.lab.process import Process, ProcessGroup
+from kv_connector.lab.served import Served
 
 Role = Literal["prefill", "decode"]
 
@@ -30,7 +31,7 @@ class ServerSettings:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-class Server(Process):
+class Server(Served):
     """One SGLang server with its scheduler processes."""
 
     def __init__(

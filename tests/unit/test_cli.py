@@ -1,10 +1,22 @@
 """The command line's own part: what it says to wrong input, and what it finds out about a machine."""
 
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from command_line import invoke
 
+from kv_connector import __version__
+from kv_connector.cli.exit_status import ExitStatus
 from kv_connector.cli.main import app
 from kv_connector.engine import ProviderStatus, transfer_engine
 from kv_connector.lab import demonstration
@@ -15,8 +27,12 @@ run = partial(invoke, app)
 def test_help_names_the_commands() -> None:
     status, output = run("--help")
     assert status == 0
-    for command in ("bench", "demo", "doctor", "router", "topology"):
+    for command in ("bench", "config", "demo", "doctor", "router", "topology"):
         assert command in output
+
+
+def test_the_version_is_told_to_programs() -> None:
+    assert run("--version") == (0, f"kv-connector {__version__}\n")
 
 
 def test_the_router_refuses_a_wrong_address_and_shows_how_one_looks() -> None:
@@ -42,3 +58,79 @@ def test_the_demo_refuses_a_lane_before_it_starts_anything(
     assert code == 2
     assert lane in output
     assert why in output
+
+
+# --- What every command does alike
+
+
+def commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Every command and subcommand, by its words."""
+    for name, command in (group or typer.main.get_command(app)).commands.items():
+        yield (*path, name)
+        if hasattr(command, "commands"):
+            yield from commands(command, (*path, name))
+
+
+@pytest.mark.parametrize("words", list(commands()), ids=" ".join)
+def test_an_unknown_option_is_wrong_usage(words: tuple[str, ...]) -> None:
+    status, output = run(*words, "--no-such-option")
+    assert status == ExitStatus.USAGE
+    assert "No such option: --no-such-option" in output
+
+
+@pytest.mark.parametrize("words", [("doctor",), ("topology",)], ids=" ".join)
+def test_what_a_command_finds_is_one_json_object(words: tuple[str, ...]) -> None:
+    status, output = run(*words, "--json")
+    assert status == ExitStatus.SUCCESS
+    assert isinstance(json.loads(output), dict)
+
+
+def test_a_machine_on_which_no_engine_can_run_is_told_as_json_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer_engine, "providers", lambda: [])
+    status, output = run("doctor", "--json")
+    assert status == ExitStatus.FAILURE
+    found = {finding["subject"]: finding for finding in json.loads(output)["findings"]}
+    assert found["lanes"] == {
+        "subject": "lanes",
+        "verdict": "FAIL",
+        "words": "none is usable: no engine can start here",
+    }
+
+
+def kv_connector(*words: str | Path, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "kv_connector.cli.main", *map(str, words)],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_records_may_have_standard_output_to_themselves() -> None:
+    output, errors = kv_connector("bench", "micro", "--iterations", "1000", "--json", "-").communicate()
+    lines = [json.loads(line) for line in output.splitlines()]
+    assert lines[0]["type"] == "conditions"
+    assert len(lines) > 1
+    assert "submit" in errors, "the table"
+
+
+def test_an_interrupted_command_says_so(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    process = kv_connector("config", "check", pipe)
+    with pipe.open("w"):  # once the other end is open
+        process.send_signal(signal.SIGINT)
+        process.communicate()
+    assert process.returncode == ExitStatus.INTERRUPTED
+
+
+def test_a_shell_completes_commands() -> None:
+    environment = {
+        "_KV_CONNECTOR_COMPLETE": "complete_bash",
+        "COMP_WORDS": "kv-connector ro",
+        "COMP_CWORD": "1",
+    }
+    command = [str(Path(sys.executable).parent / "kv-connector")]
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
+    assert re.findall(r"\S+", done.stdout) == ["router"]

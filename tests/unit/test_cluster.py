@@ -16,7 +16,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from kv_connector.lab.cluster import Engine, LocalCluster
-from kv_connector.lab.demonstration import LAYERS, PROMPTS_PER_LENGTH, Pushed, Row, _problems
+from kv_connector.lab.demonstration import Pushed, Row, _problems
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.lab.model import make_gemma3, make_llama
 from kv_connector.lab.process import Process, StartError, stop
@@ -229,13 +229,15 @@ def test_a_prompt_of_n_characters_is_n_tokens_and_comes_back(tmp_path: Path) -> 
     assert tokenizer.decode(tokens) == text
 
 
+PAGES = 96
+
+
 def row(*, pages: float, equal: bool = True) -> Row:
-    return Row(33, 0.1, 0.1, equal, Pushed(pages, pages, 0, 1, 0), "host")
+    return Row(33, 0.1, 0.1, equal, Pushed(pages, pages, 0, 1, 0), "host", PAGES)
 
 
 def test_the_demo_fails_on_a_different_output_and_on_pages_that_did_not_come() -> None:
-    pages = PROMPTS_PER_LENGTH * LAYERS * 2  # 33 tokens are two blocks
-    assert list(_problems(row(pages=pages))) == []
-    assert len(list(_problems(row(pages=pages, equal=False)))) == 1
+    assert list(_problems(row(pages=PAGES))) == []
+    assert len(list(_problems(row(pages=PAGES, equal=False)))) == 1
     assert len(list(_problems(row(pages=0)))) == 1
-    assert len(list(_problems(row(pages=pages - 1)))) == 1
+    assert len(list(_problems(row(pages=PAGES - 1)))) == 1

@@ -331,7 +331,7 @@ def test_a_configuration_that_cannot_be_read(tmp_path: Path, text: str | None, w
         assert words in one_line(output)
 
 
-@pytest.mark.parametrize("words", [("--prefill", "tp=2"), ("--json",), ("--tokens", "10")])
+@pytest.mark.parametrize("words", [("--prefill", "tp=2"), ("--tokens", "10")])
 def test_a_pairs_options_need_a_model(words: tuple[str, ...]) -> None:
     status, output = run("doctor", *words)
     assert status == 2

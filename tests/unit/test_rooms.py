@@ -25,13 +25,14 @@ ROOMS: dict[str, set[str]] = {
     "agent": {"protocol", "engine", "control"},
     "vllm": {"protocol", "engine", "control", "agent"},
     "sglang": {"protocol", "engine", "control", "agent"},
+    "ray": {"vllm"},
     "router": {"protocol", "control"},
     "lab": {"protocol", "engine", "control", "agent", "_bench"},
-    "cli": {"protocol", "engine", "control", "router", "lab"},
+    "cli": {"protocol", "engine", "control", "agent", "router", "lab"},
 }
 NATIVE = {"_native", "_bench"}
-FRAMEWORKS = {"vllm", "sglang", "torch"}
-ADAPTERS = {"vllm", "sglang"}
+FRAMEWORKS = {"vllm", "sglang", "ray", "torch"}
+ADAPTERS = {"vllm", "sglang", "ray"}
 INSIDE_VLLM = "lab/bench/pd/mooncake_cpu.py"  # another connector, which vLLM loads
 
 

@@ -1,0 +1,1 @@
+"""kv-connector config: what is wrong with a deployment's settings, before anything starts."""

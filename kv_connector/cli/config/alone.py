@@ -1,0 +1,203 @@
+"""What can be said of one engine, or of one router, by itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import typer
+
+from kv_connector.agent.settings import DEFAULT_PROVIDERS, Settings, SettingsError, examine_settings, nearest
+from kv_connector.cli.config.deployment import STAND_IN, Engine, Router, Unknown
+from kv_connector.cli.environment import VARIABLES
+from kv_connector.cli.findings import Finding, Verdict
+from kv_connector.cli.router import refuse_strangers, router
+from kv_connector.control.addresses import LOOPBACK, is_loopback
+from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey, KeyFileError
+from kv_connector.protocol.actions import Address
+from kv_connector.router.endpoint import Endpoint
+from kv_connector.router.settings import Settings as RouterSettings
+
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+"""Of click, or of the typer that has it built in: what a wrong command line raises."""
+
+
+@dataclass(frozen=True)
+class CheckedEngine:
+    """An engine with what could be used of its settings."""
+
+    engine: Engine
+    settings: Settings
+    key_file: str | None
+
+    @property
+    def where(self) -> str:
+        return self.engine.where
+
+    @property
+    def control_host(self) -> str | None:
+        """None: the address of whichever host it is started on."""
+        return self.settings.control_host or (LOOPBACK if self.key_file is None else None)
+
+    @property
+    def control_ports(self) -> range:
+        first = self.settings.control_port
+        return range(first, first + self.engine.ranks * self.engine.data_parallel if first else first)
+
+
+@dataclass(frozen=True)
+class CheckedRouter:
+    router: Router
+    prefill: tuple[Endpoint, ...]
+    decode: tuple[Endpoint, ...]
+    registration: Address | None
+    host: str
+    port: int
+    key_file: str | None
+
+    @property
+    def where(self) -> str:
+        return self.router.where
+
+
+def check_engine(engine: Engine) -> tuple[CheckedEngine, list[Finding]]:
+    settings, wrong = examine_settings(engine.settings)
+    named = settings.control_key_file or _variable(engine.environment, KEY_FILE_VARIABLE)
+    checked = CheckedEngine(engine, settings, named)
+    found = (*engine.problems, *wrong, *_engine_problems(checked))
+    problems = [problem for problem in found if STAND_IN not in problem]
+    return checked, [
+        *(Finding(engine.where, Verdict.FAIL, problem) for problem in problems),
+        *_key(engine.where, named),
+        *([] if problems else [Finding(engine.where, Verdict.OK, _described(checked))]),
+    ]
+
+
+def check_router(written: Router) -> tuple[CheckedRouter | None, list[Finding]]:
+    try:
+        checked = _parsed(written)
+    except _UsageError as error:
+        return None, [Finding(written.where, Verdict.FAIL, getattr(error, "message", str(error)))]
+    fine = Finding(written.where, Verdict.OK, f"router at {checked.host}:{checked.port}")
+    return checked, [*_key(written.where, checked.key_file), fine]
+
+
+def _parsed(written: Router) -> CheckedRouter:
+    """As the command itself would read it. Raises _UsageError."""
+    alone = typer.Typer(add_completion=False)
+    alone.command()(router)
+    given: dict[str, Any] = (
+        typer.main.get_command(alone).make_context("router", list(written.arguments)).params
+    )
+    named = str(given["key_file"] or "") or _variable(written.environment, KEY_FILE_VARIABLE)
+    registration = given["registration"]
+    if registration is not None and named is None and not given["allow_unauthenticated"]:
+        refuse_strangers(registration)
+    prefill, decode = tuple(given["prefill"] or ()), tuple(given["decode"] or ())
+    try:
+        RouterSettings(prefill, decode, registration=registration)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    return CheckedRouter(written, prefill, decode, registration, given["host"], given["port"], named)
+
+
+def _engine_problems(checked: CheckedEngine) -> Iterator[str]:
+    engine, settings = checked.engine, checked.settings
+    try:
+        if checked.key_file is None:
+            settings.host(LOOPBACK, None)
+        settings.check_ranks(engine.ranks)
+        settings.port(data_parallel_index=engine.data_parallel - 1, ranks=engine.ranks, rank=engine.ranks - 1)
+    except SettingsError as error:
+        yield str(error)
+    yield from _lane_problems(settings)
+    if settings.api_url is not None:
+        yield from _url_problems(settings.api_url, settings)
+
+
+def _lane_problems(settings: Settings) -> Iterator[str]:
+    try:
+        from kv_connector.engine.transfer_engine import providers
+    except ImportError:
+        return  # doctor says so; here the rest can still be looked at
+    known = [status.name for status in providers()]
+    unknown = [name for name in settings.providers if name not in known]
+    for name in unknown:
+        yield f"providers: no lane {name!r} in this build{nearest(name, known)}"
+    of_cpu, of_gpu = (
+        [name for name in settings.providers if name in DEFAULT_PROVIDERS[kind]] for kind in ("cpu", "cuda")
+    )
+    if of_cpu and of_gpu:
+        yield (
+            f"providers: {', '.join(of_cpu)} moves a KV cache in CPU memory, {', '.join(of_gpu)} a GPU's: "
+            "leave out what this engine does not have"
+        )
+
+
+def _url_problems(url: str, settings: Settings) -> Iterator[str]:
+    try:
+        Endpoint.parse(url)
+    except ValueError as error:
+        yield f"api_url: {error}"
+        return
+    far = [str(one) for one in settings.router_addresses() if not is_loopback(one.host)]
+    if far and is_loopback(urlsplit(url).hostname or ""):
+        yield f"api_url {url} leads a router at {', '.join(far)} to itself: name this engine's own host"
+
+
+def _variable(environment: Mapping[str, str], name: str) -> str | None:
+    """What the file sets, else what is set here."""
+    return environment.get(name) or os.environ.get(name) or None
+
+
+def check_variables(parts: Iterable[Engine | Router | Unknown]) -> Iterator[Finding]:
+    """Of those that begin as ours do, the unknown ones: each once, whatever it is set for."""
+    found = {
+        (part.machine.name, name)
+        for part in parts
+        if not isinstance(part, Unknown)
+        for name in part.environment.keys() - VARIABLES.keys()
+        if name.startswith("KV_CONNECTOR_")
+    }
+    for where, name in sorted(found):
+        yield Finding(where, Verdict.FAIL, f"unknown variable `{name}`{nearest(name, VARIABLES)}")
+
+
+def _key(where: str, named: str | None) -> Iterator[Finding]:
+    """A key that is here is looked at. Often the file is checked elsewhere."""
+    if named is None:
+        return
+    if not Path(named).exists():
+        yield Finding(where, Verdict.NOTE, f"key file {named} is not on this machine: not looked at")
+        return
+    try:
+        ClusterKey.read(Path(named))
+    except KeyFileError as error:
+        yield Finding(where, Verdict.FAIL, str(error))
+
+
+def _described(checked: CheckedEngine) -> str:
+    engine, ports = checked.engine, checked.control_ports
+    what = {
+        "prefill": "prefill engine",
+        "decode": "decode engine",
+        "both": "prefill and decode engine",
+        None: "engine",
+    }
+    span = (
+        "free ports"
+        if not ports
+        else f"port {ports[0]}"
+        if len(ports) == 1
+        else f"ports {ports[0]} to {ports[-1]}"
+    )
+    words = [
+        f"{what[engine.role]}{f' of {engine.framework}' if engine.framework else ''}",
+        f"control sockets at {checked.control_host or 'its own address'}, {span}",
+        "with a cluster key" if checked.key_file else "without a cluster key",
+    ]
+    return "; ".join(words)

@@ -1,0 +1,73 @@
+"""kv-connector config check: reads what somebody is about to start, and says what is wrong with it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kv_connector.cli.config.alone import check_engine, check_router, check_variables
+from kv_connector.cli.config.deployment import STAND_IN, Engine, Unknown, Unreadable
+from kv_connector.cli.config.files import read, variables
+from kv_connector.cli.config.together import check_together
+from kv_connector.cli.findings import Finding, Verdict, tell
+
+app = typer.Typer(no_args_is_help=True)
+
+
+@app.callback()
+def config() -> None:
+    """What a deployment is told, looked at before anything starts."""
+
+
+@app.command()
+def check(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Read together; -: standard input.")],
+    json: Annotated[bool, typer.Option("--json", help="The findings as one JSON object.")] = False,
+) -> None:
+    """Says what is wrong with the settings of engines and routers, and between them.
+
+    FILE is what they are started from: the JSON or YAML of --kv-transfer-config, a vLLM config file, the JSON
+    of KV_CONNECTOR_SETTINGS, a file of environment variables, or a shell script, compose file or Kubernetes
+    manifest that starts vLLM, SGLang or kv-connector router. Variables are those of the environment, and of
+    files of variables among them.
+
+    Needs neither engine nor GPU, and opens no connection. Fails where something is wrong.
+    """
+    try:
+        texts = {str(file): _text(file) for file in files}
+        known = dict(os.environ)
+        for where, text in texts.items():
+            known |= alone.environment if (alone := variables(where, text)) else {}
+        parts = [part for where, text in texts.items() for part in read(where, text, known)]
+    except Unreadable as error:
+        raise typer.BadParameter(str(error)) from None
+    if not parts:
+        raise typer.BadParameter(f"nothing of ours in {', '.join(texts)}")
+    findings: list[Finding] = list(check_variables(parts))
+    engines, routers = [], []
+    for part in parts:
+        if isinstance(part, Unknown):
+            findings.append(Finding(part.where, Verdict.NOTE, part.words))
+        elif isinstance(part, Engine):
+            engine, found = check_engine(part)
+            engines.append(engine)
+            findings += found
+        else:
+            router, found = check_router(part)
+            routers += [router] if router else []
+            findings += found
+    between = [one for one in check_together(engines, routers) if STAND_IN not in one.words]
+    tell([*findings, *between], json=json)
+
+
+def _text(file: Path) -> str:
+    if str(file) == "-":
+        return sys.stdin.read()
+    try:
+        return file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise Unreadable(f"cannot read {file}: {error}") from None

@@ -1,0 +1,288 @@
+"""From files to engines and routers: what each file is, is seen from what is in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+import yaml
+
+from kv_connector.agent.settings import SETTINGS, nearest
+from kv_connector.cli.config.commands import (
+    containers,
+    environment_file,
+    shell_commands,
+    without_variables,
+)
+from kv_connector.cli.config.deployment import (
+    Command,
+    Engine,
+    Machine,
+    Role,
+    Router,
+    Unknown,
+    Unreadable,
+)
+
+CONNECTOR = "WriteImmConnector"
+BACKEND = "write_imm"
+_SETTINGS_VARIABLE = "KV_CONNECTOR_SETTINGS"
+
+TRANSFER_KEYS = (
+    "kv_connector",
+    "engine_id",
+    "kv_buffer_device",
+    "kv_role",
+    "kv_port",
+    "kv_connector_extra_config",
+    "kv_connector_module_path",
+    "enable_permute_local_kv",
+    "kv_load_failure_policy",
+)
+"""Of vLLM's --kv-transfer-config."""
+POLICIES = ("fail", "recompute")
+ROLES: dict[str, Role] = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
+MODES: dict[str, Role] = {"prefill": "prefill", "decode": "decode"}
+
+_PROGRAMS: dict[tuple[str, ...], Literal["vLLM", "SGLang", "router"]] = {
+    ("vllm", "serve"): "vLLM",
+    ("vllm.entrypoints.openai.api_server",): "vLLM",
+    ("sglang", "serve"): "SGLang",
+    ("sglang.launch_server",): "SGLang",
+    ("kv-connector", "router"): "router",
+}
+_SHORT = {
+    "tp": "tensor-parallel-size",
+    "pp": "pipeline-parallel-size",
+    "dp": "data-parallel-size",
+    "tp-size": "tensor-parallel-size",
+    "pp-size": "pipeline-parallel-size",
+    "dp-size": "data-parallel-size",
+    "model-path": "model",
+}
+
+
+Part = Engine | Router | Unknown
+
+
+def variables(where: str, text: str) -> Command | None:
+    """The file's variables, where it has nothing else."""
+    found = environment_file(where, text)
+    if found is None or any(_program(tuple(value.split()))[0] for value in found.environment.values()):
+        return None
+    return found
+
+
+def read(where: str, text: str, known: Mapping[str, str]) -> list[Part]:
+    """What the file starts, or the settings that it is; `known`: variables that are set where it is read.
+
+    Raises Unreadable where it is nothing of ours. Of variables alone nothing has to be.
+    """
+    if where.endswith((".yaml", ".yml")):
+        try:
+            found = list(_structured(where, list(yaml.safe_load_all(text)), known))
+        except yaml.YAMLError as error:
+            raise Unreadable(f"{where} is no YAML: {' '.join(str(error).split())}") from None
+    elif text.lstrip().startswith("{") or where.endswith(".json"):
+        try:
+            found = list(_structured(where, [json.loads(text)], known))
+        except ValueError as error:
+            raise Unreadable(f"{where} is no JSON: {error}") from None
+    elif (command := variables(where, text)) is not None:
+        return list(_started([command]))
+    else:
+        found = list(_started(shell_commands(where, text, known)))
+    if not found:
+        raise Unreadable(
+            f"{where} has nothing of ours. It may be the JSON or YAML of --kv-transfer-config, a vLLM config "
+            f"file, a shell script, compose file or manifest that starts vLLM, SGLang or our router, "
+            "or a file of environment variables"
+        )
+    return found
+
+
+def _structured(where: str, documents: Iterable[Any], known: Mapping[str, str]) -> Iterator[Part]:
+    for number, document in enumerate(documents):
+        if not isinstance(document, dict):
+            continue
+        options = {str(key).replace("_", "-"): value for key, value in document.items()}
+        if "kv-transfer-config" in options:
+            yield _vllm(where, Machine(where), {key: _option(value) for key, value in options.items()}, {})
+        elif any(str(key).startswith("kv_") for key in document):
+            yield _transfer(where, Machine(where), document, None, {})
+        elif started := list(_started(containers(where, document, known, str(number)))):
+            yield from started
+        elif document.keys() & set(SETTINGS):
+            yield Engine(where, Machine(where), None, None, document)
+
+
+def _option(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, dict | list | bool) else str(value)
+
+
+def _started(commands: Iterable[Command]) -> Iterator[Part]:
+    """What the commands start; of variables alone the settings that they carry."""
+    engines = 0
+    for command in commands:
+        program, arguments = _program(command.words)
+        options = _options(arguments)
+        if program == "router":
+            where = _called(command, "router")
+            if unknown := [word for word in arguments if "$" in word]:
+                yield Unknown(where, f"not looked at: {' '.join(unknown)} is known elsewhere")
+            else:
+                yield Router(where, command.machine, arguments, command.environment)
+        elif program == "vLLM" and "kv-transfer-config" in options:
+            where = _called(command, f"vLLM {options.get('port', '')}")
+            transfer, variables = without_variables(options["kv-transfer-config"])
+            if variables:
+                seen = _is_json(transfer)
+                words = f"{' '.join(variables)} in --kv-transfer-config is known elsewhere"
+                yield Unknown(where, words if seen else f"not looked at: {words}")
+                if not seen:
+                    continue
+            options = {**options, "kv-transfer-config": transfer}
+            yield _vllm(where, command.machine, options, command.environment)
+        elif program == "SGLang" and "disaggregation-mode" in options:
+            if "$" in command.environment.get(_SETTINGS_VARIABLE, ""):
+                yield Unknown(command.where, f"not looked at: {_SETTINGS_VARIABLE} is known elsewhere")
+            else:
+                yield _sglang(command, options)
+        elif not command.words and not engines and _SETTINGS_VARIABLE in command.environment:
+            yield _sglang(command, None)
+        engines += program is not None
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _called(command: Command, name: str) -> str:
+    """Of a script's commands one."""
+    return command.where if command.machine.container else f"{command.where}: {name.strip()}"
+
+
+def _program(words: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
+    """The one of ours that a command starts, behind whatever stands before it, and its arguments."""
+    for at in range(len(words)):
+        for names, program in _PROGRAMS.items():
+            if (words[at].rpartition("/")[2], *words[at + 1 : at + len(names)]) == names:
+                return program, words[at + len(names) :]
+    if "--kv-transfer-config" in words:  # a container whose image knows the rest
+        return "vLLM", words
+    return None, ()
+
+
+def _options(words: tuple[str, ...]) -> dict[str, str]:
+    """`--name value`, `--name=value` and `-tp 2` by long name; a word that is no option's is the model."""
+    found: dict[str, str] = {}
+    at = 0
+    while at < len(words):
+        word, at = words[at], at + 1
+        if not word.startswith("-"):
+            found.setdefault("model", word)
+            continue
+        name, equals, value = word.lstrip("-").partition("=")
+        if not equals and at < len(words) and not words[at].startswith("-"):
+            value, at = words[at], at + 1
+        name = name.replace("_", "-")
+        found[_SHORT.get(name, name)] = value
+    return found
+
+
+def _vllm(where: str, machine: Machine, options: Mapping[str, str], environment: Mapping[str, str]) -> Engine:
+    options = {_SHORT.get(name, name): value for name, value in options.items()}
+    try:
+        transfer = json.loads(options["kv-transfer-config"])
+        if not isinstance(transfer, dict):
+            raise ValueError("it must be a JSON object")
+    except ValueError as error:
+        problem = f"--kv-transfer-config: {error} in {options['kv-transfer-config']!r}"
+        return Engine(where, machine, "vLLM", None, {}, options, environment, (problem,))
+    return _transfer(where, machine, transfer, options, environment)
+
+
+def _transfer(
+    where: str,
+    machine: Machine,
+    transfer: Mapping[str, Any],
+    options: Mapping[str, str] | None,
+    environment: Mapping[str, str],
+) -> Engine:
+    problems = []
+    for key in transfer.keys() - set(TRANSFER_KEYS):
+        if key in SETTINGS:
+            problems.append(f"{key} belongs into kv_connector_extra_config")
+        else:
+            problems.append(f"unknown field `{key}`{nearest(str(key), TRANSFER_KEYS)}")
+    ours = _ours(transfer)
+    if ours is None:
+        problems.append(
+            f"kv_connector is {transfer.get('kv_connector')!r}: write {CONNECTOR!r}"
+            + (", among the connectors of MultiConnector" if _is_multi(transfer) else "")
+        )
+    settings = (ours or ({} if _is_multi(transfer) else transfer)).get("kv_connector_extra_config", {})
+    if not isinstance(settings, dict):
+        problems.append("kv_connector_extra_config must be an object")
+        settings = {}
+    role = str(transfer.get("kv_role"))
+    if role not in ROLES:
+        problems.append(
+            f"kv_role is {transfer.get('kv_role')!r}: write kv_producer (P), kv_consumer (D) or kv_both"
+        )
+    policy = transfer.get("kv_load_failure_policy", POLICIES[0])
+    if policy not in POLICIES:
+        problems.append(f"kv_load_failure_policy is {policy!r}: write {' or '.join(POLICIES)}")
+    return Engine(
+        where, machine, "vLLM", ROLES.get(role), settings, options, environment, tuple(sorted(problems))
+    )
+
+
+def _is_multi(transfer: Mapping[str, Any]) -> bool:
+    return transfer.get("kv_connector") == "MultiConnector"
+
+
+def _ours(transfer: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Our connector's part, of several connectors or by itself."""
+    parts = [transfer]
+    if _is_multi(transfer):
+        extra = transfer.get("kv_connector_extra_config")
+        parts = extra.get("connectors", []) if isinstance(extra, dict) else []
+    return next(
+        (one for one in parts if isinstance(one, dict) and one.get("kv_connector") == CONNECTOR), None
+    )
+
+
+def _sglang(command: Command, options: Mapping[str, str] | None) -> Engine:
+    problems = []
+    settings: Any = {}
+    text = command.environment.get(_SETTINGS_VARIABLE) or "{}"
+    try:
+        settings = json.loads(text)
+    except ValueError as error:
+        problems.append(f"{_SETTINGS_VARIABLE}: {error} in {text!r}")
+    if not isinstance(settings, dict):
+        problems.append(f"{_SETTINGS_VARIABLE} must be a JSON object, not {text!r}")
+        settings = {}
+    mode = (options or {}).get("disaggregation-mode")
+    if mode is not None and mode not in MODES:
+        problems.append(f"--disaggregation-mode is {mode!r}: write prefill or decode")
+    backend = (options or {}).get("disaggregation-transfer-backend")
+    if options is not None and backend != BACKEND:
+        problems.append(f"--disaggregation-transfer-backend is {backend!r}: write {BACKEND}")
+    port = (options or {}).get("port", "")
+    return Engine(
+        command.where if options is None else _called(command, f"SGLang {port}"),
+        command.machine,
+        "SGLang",
+        MODES.get(mode or ""),
+        {"control_port": 0, **settings},
+        options,
+        command.environment,
+        tuple(problems),
+    )

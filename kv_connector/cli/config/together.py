@@ -1,0 +1,193 @@
+"""What can be said of engines and routers that are to work together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from kv_connector.cli.config.alone import CheckedEngine, CheckedRouter
+from kv_connector.cli.config.deployment import Machine
+from kv_connector.cli.findings import Finding, Verdict
+from kv_connector.control.addresses import is_loopback
+
+_SGLANG_BOOTSTRAP = 8998
+_ALIKE = {"model": "model", "dtype": "--dtype", "kv-cache-dtype": "--kv-cache-dtype"}
+_THE_MODELS = ("model", "dtype")
+"""Where one side does not say them, they are the model's."""
+_ALIKE_IN_SGLANG = _ALIKE | {"page-size": "--page-size"}
+
+
+class Listener(NamedTuple):
+    """A socket that will be bound."""
+
+    where: str
+    what: str
+    machine: Machine
+    host: str | None
+    """None: an address of the machine's that nobody names."""
+    ports: range
+
+
+def check_together(engines: Sequence[CheckedEngine], routers: Sequence[CheckedRouter]) -> Iterator[Finding]:
+    yield from _ports(engines, routers)
+    yield from _roles(engines)
+    for one in engines:
+        for other in engines:
+            if one.engine.role == "prefill" and other.engine.role == "decode":
+                yield from _pair(one, other)
+    for router in routers:
+        for engine in engines:
+            yield from _routed(router, engine)
+        yield from _listed(router, engines)
+
+
+def _ports(engines: Sequence[CheckedEngine], routers: Sequence[CheckedRouter]) -> Iterator[Finding]:
+    listeners = [one for engine in engines for one in _of_engine(engine)]
+    listeners += [one for router in routers for one in _of_router(router)]
+    for one, other in combinations(listeners, 2):
+        shared = range(max(one.ports[0], other.ports[0]), min(one.ports[-1], other.ports[-1]) + 1)
+        if shared and _may_meet(one, other):
+            yield _fail(one, other, f"port {shared[0]} is {one.what}'s and {other.what}'s: give one another")
+
+
+def _of_engine(checked: CheckedEngine) -> Iterator[Listener]:
+    engine = checked.engine
+    if checked.control_ports:
+        yield Listener(
+            checked.where, "a control socket", engine.machine, checked.control_host, checked.control_ports
+        )
+    host = (engine.options or {}).get("host")
+    if engine.api_port is not None:
+        yield Listener(checked.where, "the API server", engine.machine, host, _one(engine.api_port))
+    if engine.framework == "SGLang" and engine.role == "prefill":
+        port = engine.number("disaggregation-bootstrap-port", _SGLANG_BOOTSTRAP)
+        yield Listener(checked.where, "the bootstrap server", engine.machine, host, _one(port))
+
+
+def _of_router(router: CheckedRouter) -> Iterator[Listener]:
+    machine = router.router.machine
+    yield Listener(router.where, "the router", machine, router.host, _one(router.port))
+    if router.registration is not None:
+        host, port = router.registration.host, router.registration.port
+        yield Listener(router.where, "the registration", machine, host, _one(port))
+
+
+def _one(port: int) -> range:
+    return range(port, port + 1)
+
+
+def _may_meet(one: Listener, other: Listener) -> bool:
+    """Whether both are bound on one machine, at one address. Files may be for several machines."""
+    named = one.host is not None and other.host is not None
+    if one.machine == other.machine:
+        return not named or "0.0.0.0" in (one.host, other.host) or _same(one.host, other.host)
+    return named and not (one.machine.container or other.machine.container) and _same(one.host, other.host)
+
+
+def _same(one: str | None, other: str | None) -> bool:
+    return one == other or bool(one and other and is_loopback(one) and is_loopback(other))
+
+
+def _roles(engines: Sequence[CheckedEngine]) -> Iterator[Finding]:
+    roles = {engine.engine.role for engine in engines}
+    if len(engines) > 1 and len(roles) == 1 and roles < {"prefill", "decode"}:
+        (role,) = roles
+        other = "kv_consumer" if role == "prefill" else "kv_producer"
+        words = f"all are {role} engines: one has to be {other} (or kv_both), in SGLang the other mode"
+        yield Finding(" and ".join(engine.where for engine in engines), Verdict.FAIL, words)
+
+
+def _pair(p: CheckedEngine, d: CheckedEngine) -> Iterator[Finding]:
+    if p.engine.framework and d.engine.framework and p.engine.framework != d.engine.framework:
+        yield _fail(
+            p, d, f"P is {p.engine.framework}'s and D is {d.engine.framework}'s: they cannot be a pair"
+        )
+    same = _ALIKE_IN_SGLANG if p.engine.framework == "SGLang" else _ALIKE
+    ours, theirs = p.engine.options, d.engine.options
+    if ours is not None and theirs is not None and not {"config"} & (ours.keys() | theirs.keys()):
+        for option, name in same.items():
+            values = ours.get(option), theirs.get(option)
+            if values[0] != values[1] and (all(values) or option not in _THE_MODELS):
+                said = [value or "not set" for value in values]
+                yield _fail(p, d, f"{name} is {said[0]} at P and {said[1]} at D")
+        if ("speculative-config" in ours) != ("speculative-config" in theirs):
+            words = "--speculative-config on one side: a drafter with a KV cache belongs on both"
+            yield Finding(_both(p.where, d.where), Verdict.NOTE, words)
+    lanes = p.settings.providers, d.settings.providers
+    if all(lanes) and not set(lanes[0]) & set(lanes[1]):
+        yield _fail(p, d, f"no lane in common: P has {', '.join(lanes[0])}, D has {', '.join(lanes[1])}")
+    if (p.key_file is None) != (d.key_file is None):
+        keyed, other = ("P", "D") if p.key_file else ("D", "P")
+        yield _fail(
+            p, d, f"{keyed} has a cluster key and {other} has none: they will not speak to each other"
+        )
+    host, far = p.control_host, d.control_host
+    contained = p.engine.machine != d.engine.machine and p.engine.machine.container
+    if host and is_loopback(host) and (contained or (far and not is_loopback(far))):
+        whence = "from another container" if contained else f"at {far}"
+        yield _fail(
+            p, d, f"P is to be dialled at {host}, which D {whence} does not reach: set P's control_host"
+        )
+
+
+def _routed(router: CheckedRouter, checked: CheckedEngine) -> Iterator[Finding]:
+    if checked.engine.framework == "SGLang":
+        words = (
+            "this router is for vLLM's engines: SGLang has its own (python -m sglang_router.launch_router)"
+        )
+        yield _fail(router, checked, words)
+        return
+    if not checked.settings.routers:
+        return
+    if router.registration is None:
+        yield _fail(router, checked, "the engine's setting routers needs the router's --registration")
+        return
+    if router.registration.port not in [one.port for one in checked.settings.router_addresses()]:
+        names = ", ".join(checked.settings.routers)
+        yield _fail(
+            router, checked, f"the engine registers at {names}, the router listens at {router.registration}"
+        )
+    if (router.key_file is None) != (checked.key_file is None):
+        keyed = "router" if router.key_file else "engine"
+        yield _fail(router, checked, f"only the {keyed} has a cluster key: the engine cannot register")
+
+
+def _listed(router: CheckedRouter, engines: Sequence[CheckedEngine]) -> Iterator[Finding]:
+    """The router's lists, beside the ports of engines that do not register."""
+    for checked in engines:
+        engine = checked.engine
+        if engine.framework != "vLLM" or engine.api_port is None or checked.settings.routers:
+            continue
+        sides = {"prefill": [router.prefill], "decode": [router.decode], None: []}.get(
+            engine.role, [router.prefill, router.decode]
+        )
+        for endpoints in sides:
+            found = [one for one in endpoints if urlsplit(one.url).port == engine.api_port]
+            if not found:
+                option = "--prefill" if endpoints is router.prefill else "--decode"
+                words = f"no {option} names port {engine.api_port}, at which this engine's API server listens"
+                yield _fail(router, checked, words)
+            elif endpoints is router.prefill and checked.control_ports:
+                for one in found:
+                    if one.control_port not in checked.control_ports:
+                        words = (
+                            f"--prefill has P's control socket at {one.control_host}:{one.control_port}, and "
+                            f"its control_port is {checked.settings.control_port}"
+                        )
+                        yield _fail(router, checked, words)
+
+
+def _fail(
+    one: CheckedEngine | CheckedRouter | Listener, other: CheckedEngine | CheckedRouter | Listener, words: str
+) -> Finding:
+    return Finding(_both(one.where, other.where), Verdict.FAIL, words)
+
+
+def _both(one: str, other: str) -> str:
+    """Two places in one file, or in two."""
+    if one == other:
+        return one
+    file, _, name = other.partition(": ")
+    return f"{one} and {name if name and one.startswith(file + ': ') else other}"

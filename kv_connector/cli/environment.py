@@ -1,0 +1,38 @@
+"""The environment variables that are read here, and what each says."""
+
+VARIABLES = {
+    "KV_CONNECTOR_KEY_FILE": (
+        "File of the cluster key, for engines (where `control_key_file` is not set), routers and commands "
+        "(where `--key-file` is not given)."
+    ),
+    "KV_CONNECTOR_SETTINGS": "SGLang's servers: the settings, as a JSON object.",
+    "KV_CONNECTOR_LIBFABRIC": (
+        "The libfabric that the lane `libfabric` opens: a file, or a name for the dynamic linker. By itself "
+        "`libfabric.so.1` where the linker finds it, else the one in MPICH's wheel."
+    ),
+}
+"""Ours."""
+
+OTHERS = {
+    "VLLM_HOST_IP": (
+        "vLLM's: this host's address. With a cluster key the control sockets bind it, where `control_host` "
+        "is not set."
+    ),
+    "VLLM_PLUGINS": (
+        "vLLM's: plugins to load. A list without `kv_connector` keeps `WriteImmConnector` from being known "
+        "by its name."
+    ),
+    "VLLM_KV_CACHE_LAYOUT": (
+        "vLLM's: `HND` or `NHD`, how a block lies in memory. It goes before `HND`, which `WriteImmConnector` "
+        "asks for."
+    ),
+    "VLLM_CPU_OMP_THREADS_BIND": "vLLM's: cores of an engine on CPUs. `worker_cpu` `auto` keeps off them.",
+    "GOMP_CPU_AFFINITY": "OpenMP's: the same.",
+    "KMP_AFFINITY": "OpenMP's: the same.",
+    "OMP_PLACES": "OpenMP's: the same.",
+    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": (
+        "OpenTelemetry's: `grpc` (the default) or `http/protobuf`, of vLLM's spans and the router's."
+    ),
+    "OTEL_SERVICE_NAME": "OpenTelemetry's: what spans say they are from. Default: `kv-connector-router`.",
+}
+"""Others', on which it depends what we do."""

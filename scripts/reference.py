@@ -1,0 +1,289 @@
+"""Makes the tables of README.md and docs/*.md anew that the code decides on.
+
+    python scripts/reference.py            # make reference
+    python scripts/reference.py --check    # nothing is written; exit status 1 if a file is not up to date
+
+A table stands between two comments, of which the first says what it has, and may name the rows:
+
+    <!-- generated: settings control_host control_port -->
+    <!-- end -->
+
+Settings and exit statuses are described by the docstrings under their fields, options by their help, metrics
+by their own words.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import typer
+from prometheus_client import Counter, Gauge, Histogram
+
+from kv_connector.agent.exposition import Exposition
+from kv_connector.agent.settings import Settings
+from kv_connector.cli.environment import OTHERS, VARIABLES
+from kv_connector.cli.exit_status import ExitStatus
+from kv_connector.cli.main import app
+from kv_connector.protocol.timers import Timeouts
+from kv_connector.router.metrics import Metrics
+
+ROOT = Path(__file__).parents[1]
+_GENERATED = re.compile(r"(<!-- generated: (\w+)(.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def documents() -> dict[Path, str]:
+    """What is to stand in each file."""
+    return {
+        path: _GENERATED.sub(_renewed, path.read_text())
+        for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    }
+
+
+def _renewed(found: re.Match[str]) -> str:
+    kind, wanted = found[2], found[3].split()
+    if kind == "commands":
+        return _between(found, "\n\n".join(part.strip("\n") for part in commands()))
+    header, rows = TABLES[kind]()
+    by_name = {row[0].strip("`").partition("{")[0]: row for row in rows}
+    chosen = [by_name[name] for name in wanted] if wanted else rows
+    return _between(found, table(header, chosen))
+
+
+def _between(found: re.Match[str], words: str) -> str:
+    """Blank lines around it: Markdown's dialects differ in what a comment ends."""
+    return found[1] + "\n" + words.strip("\n") + "\n\n" + found[4]
+
+
+# --- Settings
+
+Rows = tuple[Sequence[str], list[Sequence[str]]]
+"""A header, and rows whose first cell is a name."""
+
+
+def settings() -> Rows:
+    words = field_docs(Settings)
+    rows = []
+    for field in msgspec.structs.fields(Settings):
+        meaning, default = _default(words[field.name], field.default if field.required is False else None)
+        rows.append((f"`{field.name}`", kind(msgspec.inspect.type_info(field.type)), default, meaning))
+    return ("key", "value", "default", "meaning"), rows
+
+
+def timeouts() -> Rows:
+    words = field_docs(Timeouts)
+    rows = [(f"`{one.name}`", f"{one.default:g}", words[one.name]) for one in dataclasses.fields(Timeouts)]
+    return ("timeout", "default", "meaning"), rows
+
+
+def _default(words: str, value: object) -> tuple[str, str]:
+    """The meaning, and the default: what the docstring says of it, else the field's own value."""
+    meaning, told, default = words.partition(" Default: ")
+    if told:
+        return meaning, default.removesuffix(".")
+    return meaning, f"`{msgspec.json.encode(value).decode()}`"
+
+
+def kind(info: msgspec.inspect.Type) -> str:
+    """A type in an operator's words."""
+    match info:
+        case msgspec.inspect.Metadata(type=inner):
+            return kind(inner)
+        case msgspec.inspect.UnionType(types=types):
+            return " or ".join(kind(one) for one in types if not isinstance(one, msgspec.inspect.NoneType))
+        case msgspec.inspect.LiteralType(values=values):
+            return ", ".join(f'`"{value}"`' for value in sorted(map(str, values)))
+        case msgspec.inspect.BoolType():
+            return "`true` or `false`"
+        case msgspec.inspect.StrType():
+            return "text"
+        case msgspec.inspect.IntType(ge=low, le=high) | msgspec.inspect.FloatType(ge=low, le=high):
+            bounds = [f"from {low}" if low is not None else "", f"to {high}" if high is not None else ""]
+            return " ".join(["number", *filter(None, bounds)])
+        case msgspec.inspect.VarTupleType(item_type=inner):
+            return f"list of {_several(kind(inner))}"
+        case msgspec.inspect.DictType(value_type=value):
+            return f"{_several(kind(value))} by name"
+    raise TypeError(f"no words for {info}")
+
+
+def _several(words: str) -> str:
+    """ "number from 0": "numbers from 0"."""
+    noun, space, rest = words.partition(" ")
+    return f"{noun}s{space}{rest}"
+
+
+@cache
+def field_docs(owner: type) -> dict[str, str]:
+    """The docstring under each field of a class, in one line."""
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+    assert isinstance(body, ast.ClassDef)
+    found = {}
+    for statement, following in zip(body.body, body.body[1:], strict=False):
+        match statement, following:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]),
+                ast.Expr(value=ast.Constant(value=str(words))),
+            ):
+                found[name] = " ".join(words.replace("``", "`").split())
+    return found
+
+
+def statuses() -> Rows:
+    words = field_docs(ExitStatus)
+    return ("status", "means"), [(str(one.value), words[one.name]) for one in ExitStatus]
+
+
+def environment() -> Rows:
+    return ("variable", "meaning"), [(f"`{name}`", words) for name, words in (VARIABLES | OTHERS).items()]
+
+
+# --- Metrics
+
+
+class Metric(NamedTuple):
+    name: str
+    labels: tuple[str, ...]
+    kind: str
+    words: str
+
+    def row(self) -> Sequence[str]:
+        labels = f"{{{', '.join(self.labels)}}}" if self.labels else ""
+        return f"`{self.name}{labels}`", self.kind, self.words
+
+
+def metrics(found: Iterable[Metric]) -> Rows:
+    return ("metric", "kind", "meaning"), [one.row() for one in found]
+
+
+def engine_metrics() -> Iterator[Metric]:
+    """Those of an engine, without the labels by which a framework names the engine."""
+    made: list[Metric] = []
+
+    class Recorded:
+        """In the place of a metric: notes how it was made, and takes what is done with it."""
+
+        def __init__(self, kind: str) -> None:
+            self._kind = kind
+
+        def __call__(self, name: str, words: str, labels: Sequence[str] = (), **_: object) -> Recorded:
+            suffix = "_total" if self._kind == "counter" else ""
+            made.append(Metric(name + suffix, tuple(labels), self._kind, words))
+            return self
+
+        def labels(self, *_: object) -> Recorded:
+            return self
+
+    kinds = {Counter: "counter", Gauge: "gauge", Histogram: "histogram"}
+    Exposition({kind: Recorded(name) for kind, name in kinds.items()}, (), {0: ()})
+    yield from made
+
+
+def router_metrics() -> Iterator[Metric]:
+    registry = Metrics().registry
+    for collector in dict.fromkeys(registry._names_to_collectors.values()):
+        labels = tuple(getattr(collector, "_labelnames", ()))
+        for family in collector.describe() if hasattr(collector, "describe") else collector.collect():
+            suffix = "_total" if family.type == "counter" else ""
+            yield Metric(family.name + suffix, labels, family.type, family.documentation)
+
+
+# --- Commands
+
+
+def commands() -> Iterator[str]:
+    yield from _command("kv-connector", typer.main.get_command(app), level=3)
+
+
+def _command(path: str, command: Any, level: int) -> Iterator[str]:
+    inner = getattr(command, "commands", {})
+    places = [param for param in command.params if param.param_type_name == "argument"]
+    options = [param for param in command.params if param.param_type_name == "option" and not param.hidden]
+    words = [path, *(["[OPTIONS]"] if options else []), *(_place(param) for param in places)]
+    yield f"{'#' * level} {path}"
+    yield "    " + " ".join(
+        [*words, *(["[COMMAND]" if command.invoke_without_command else "COMMAND"] if inner else [])]
+    )
+    yield _paragraphs(command.help or "")
+    if options or places:
+        rows = [(f"`{_place(param)}`", "", _cell(param.help or "")) for param in places]
+        yield table(("option", "default", "meaning"), rows + [_option(param) for param in options])
+    for name, one in inner.items():
+        yield from _command(f"{path} {name}", one, 3 if path == "kv-connector" else 4)
+
+
+def _place(param: Any) -> str:
+    name = (param.metavar or param.name).upper()
+    dots = "..." if param.nargs != 1 else ""
+    return f"{name}{dots}" if param.required else f"[{name}]{dots}"
+
+
+def _option(param: Any) -> Sequence[str]:
+    value = "" if param.is_flag else f" {param.metavar or _value(param)}"
+    default = "" if param.default in (None, "", False) or callable(param.default) else f"`{param.default}`"
+    if param.required:
+        default = "required"
+    words = [param.help or "", _range(param)]
+    return f"`{', '.join(param.opts)}{value}`", default, _cell(" ".join(filter(None, words)))
+
+
+def _value(param: Any) -> str:
+    return "NUMBER" if isinstance(param.default, int | float) else "TEXT"
+
+
+def _range(param: Any) -> str:
+    low, high = getattr(param, "min", None), getattr(param, "max", None)
+    if low is None and high is None:
+        return ""
+    return f"({low} to {high})" if high is not None else f"(from {low})"
+
+
+# --- Files
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |\n" for line in lines)
+
+
+def _cell(words: str) -> str:
+    """Help of several paragraphs in a table's cell."""
+    return "<br>".join(" ".join(paragraph.split()) for paragraph in words.split("\n\n"))
+
+
+def _paragraphs(words: str) -> str:
+    return "\n\n".join(textwrap.fill(" ".join(one.split()), 120) for one in words.split("\n\n"))
+
+
+TABLES: dict[str, Callable[[], Rows]] = {
+    "settings": settings,
+    "timeouts": timeouts,
+    "engine_metrics": lambda: metrics(engine_metrics()),
+    "router_metrics": lambda: metrics(router_metrics()),
+    "statuses": statuses,
+    "environment": environment,
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    stale = {path: text for path, text in documents().items() if path.read_text() != text}
+    if "--check" in arguments:
+        for path in stale:
+            sys.stderr.write(f"{path.relative_to(ROOT)} is not up to date: make reference\n")
+        return 1 if stale else 0
+    for path, text in stale.items():
+        path.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

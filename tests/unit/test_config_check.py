@@ -1,0 +1,400 @@
+"""kv-connector config check: what it reads, and what it finds wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import invoke
+
+from kv_connector.cli.main import app
+from kv_connector.control.cluster_key import ClusterKey
+
+run = partial(invoke, app)
+ROOT = Path(__file__).parents[2]
+
+
+def transfer(role: str = "kv_producer", **settings: Any) -> dict[str, Any]:
+    return {"kv_connector": "WriteImmConnector", "kv_role": role, "kv_connector_extra_config": settings}
+
+
+def vllm(role: str, port: int, options: str = "", **settings: Any) -> str:
+    """A line that starts an engine."""
+    config = json.dumps(transfer(role, **settings))
+    return f"vllm serve MODEL --port {port} {options} --kv-transfer-config '{config}' &\n"
+
+
+P = vllm("kv_producer", 8100, control_port=5600)
+D = vllm("kv_consumer", 8200, control_port=5700)
+ROUTER = "kv-connector router --prefill http://127.0.0.1:8100@127.0.0.1:5600 --decode http://127.0.0.1:8200"
+
+
+@pytest.fixture(autouse=True)
+def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KV_CONNECTOR_KEY_FILE", raising=False)
+
+
+class Check:
+    """Files, and what is found wrong with them."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def __call__(self, **files: str | dict[str, Any]) -> list[str]:
+        """By name, `p_json` for p.json. The words of all that is wrong; the exit status says the same."""
+        findings = self.findings(**files)
+        return [finding["words"] for finding in findings if finding["verdict"] == "FAIL"]
+
+    def findings(self, **files: str | dict[str, Any]) -> list[dict[str, str]]:
+        paths = []
+        for name, content in files.items():
+            paths.append(self._directory / name.replace("_", "."))
+            paths[-1].write_text(content if isinstance(content, str) else json.dumps(content))
+        status, output = run("config", "check", *map(str, paths), "--json")
+        findings: list[dict[str, str]] = json.loads(output)["findings"]
+        wrong = any(finding["verdict"] == "FAIL" for finding in findings)
+        assert status == (1 if wrong else 0)
+        assert findings
+        return findings
+
+
+@pytest.fixture
+def check(tmp_path: Path) -> Check:
+    return Check(tmp_path)
+
+
+# --- What is read
+
+
+def test_the_readmes_own_commands_are_fine(check: Check) -> None:
+    blocks = re.findall(r"^(?:(?: {4}.*)?\n)+", (ROOT / "README.md").read_text(), re.MULTILINE)
+    commands = [block for block in blocks if "kv-connector router --" in block]
+    assert commands
+    for block in commands:
+        assert all(finding["verdict"] == "ok" for finding in check.findings(start_sh=block))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("p_json", json.dumps(transfer(control_prot=1))),
+        ("p_yaml", "kv_connector: WriteImmConnector\nkv_role: kv_both\n"
+         "kv_connector_extra_config: {control_prot: 1}"),
+        ("p_yml", f"port: 8100\nkv-transfer-config: {json.dumps(transfer(control_prot=1))}"),
+        ("p_yml", f"port: 8100\nkv_transfer_config: '{json.dumps(transfer(control_prot=1))}'"),
+        ("bare_json", '{"control_port": 1, "control_prot": 1}'),
+        ("sgl_env", '# of SGLang\nKV_CONNECTOR_SETTINGS={"control_prot": 1}\nOTHER=1'),
+        ("sgl_env", "KV_CONNECTOR_SETTINGS='{\"control_prot\": 1}'"),
+        ("start_sh", vllm("kv_producer", 8100, control_prot=1)),
+        ("start_sh", 'S=\'{"control_prot": 1}\'\n' + "KV_CONNECTOR_SETTINGS=$S sglang serve --model-path M "
+         "--disaggregation-mode prefill --disaggregation-transfer-backend write_imm"),
+        ("start_sh", "set -e  # it's first\n# don't go on\n"
+         "exec python -m vllm.entrypoints.openai.api_server --model M \\\n"
+         f"  --kv-transfer-config='{json.dumps(transfer(control_prot=1), indent=1)}' >log 2>&1"),
+        ("compose_yaml", json.dumps({"services": {"p": {"command": vllm("kv_both", 1, control_prot=1)}}})),
+        ("pod_yaml", json.dumps({"spec": {"containers": [
+            {"name": "p", "args": ["--kv-transfer-config", json.dumps(transfer(control_prot=1))]}]}})),
+        ("pod_yaml", json.dumps({"spec": {"containers": [
+            {"name": "p", "command": ["sh", "-c", vllm("kv_both", 1, control_prot=1)]}]}})),
+        ("multi_json", json.dumps({"kv_connector": "MultiConnector", "kv_role": "kv_both",
+         "kv_connector_extra_config": {"connectors": [{"kv_connector": "X"}, transfer(control_prot=1)]}})),
+    ],
+)  # fmt: skip
+def test_a_misspelled_setting_is_found_whatever_it_stands_in(check: Check, name: str, content: str) -> None:
+    (words,) = check(**{name: content})
+    assert words.startswith("unknown field `control_prot`: did you mean `control_port`?")
+
+
+def test_a_script_of_an_example_is_read_as_a_shell_would(check: Check) -> None:
+    script = """
+    P=${PREFILL_PORT:-8100} D=8200  # it's where they listen
+    cat >config <<'END'
+    it's no command: vllm serve --kv-transfer-config nonsense
+    END
+    vllm serve M --port "$P" "$@" >"$(mktemp)" 2>&1 --kv-transfer-config '{
+      "kv_connector": "WriteImmConnector", "kv_role": "kv_producer",
+      "kv_connector_extra_config": {"control_port": '$((P + 1))'}}' &
+    if true; then vllm serve M --port $D --kv-transfer-config '{"kv_connector": "WriteImmConnector",
+      "kv_role": "kv_consumer", "kv_connector_extra_config": {"control_port": '$((D + 1))'}}'; fi
+    kv-connector router --prefill "http://127.0.0.1:$P@127.0.0.1:$((P + 1))" --decode http://127.0.0.1:$D 2>l
+    """
+    found = check.findings(start_sh=script)
+    assert [finding["verdict"] for finding in found] == ["ok"] * 3
+    assert "port 8101" in found[0]["words"]
+    moved = check.findings(start_sh=script.replace('$((P + 1))" --decode', '$P" --decode'))
+    assert "--prefill has P's control socket at 127.0.0.1:8100" in moved[-1]["words"]
+
+
+def test_variables_come_from_files_of_variables_too(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LANE", raising=False)
+    compose = json.dumps({"services": {"p": {"command": vllm("kv_both", 1, providers=["${LANE}"])}}})
+    unknown, engine = check.findings(compose_yaml=compose)
+    assert (unknown["verdict"], engine["verdict"]) == ("note", "ok")
+    assert unknown["words"] == "${LANE} in --kv-transfer-config is known elsewhere"
+    (words,) = check(compose_yaml=compose.replace("providers", "provider"))
+    assert words.startswith("unknown field `provider`"), "the rest is looked at"
+    for line in ("vllm serve M --kv-transfer-config=$LANE", "kv-connector router --prefill $LANE"):
+        assert [one["verdict"] for one in check.findings(start_sh=line)] == ["note"]
+    assert check(compose_yaml=compose, cpu_env="LANE=tcp") == []
+    (words,) = check(cpu_env="LANE=tpc", compose_yaml=compose)
+    assert words.startswith("providers: no lane 'tpc' in this build: did you mean `tcp`?")
+    monkeypatch.setenv("LANE", "tcp")
+    assert check(compose_yaml=compose) == []
+
+
+@pytest.mark.parametrize("files", [["vllm/run"], ["compose/compose.yaml", "compose/cpu.env"]], ids=" ".join)
+def test_the_examples_are_fine(files: list[str]) -> None:
+    status, output = run("config", "check", *(str(ROOT / "examples" / file) for file in files), "--json")
+    assert status == 0, output
+    found = [one for one in json.loads(output)["findings"] if "not on this machine" not in one["words"]]
+    assert [one["verdict"] for one in found] == ["ok"] * 3
+
+
+def test_standard_input_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    from typer.testing import CliRunner
+
+    result = CliRunner().invoke(app, ["config", "check", "-"], input=json.dumps(transfer(spin="x")))
+    assert result.exit_code == 1
+    assert "unknown field `spin`" in result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("x.txt", "hello", "has nothing of ours"),
+        ("x.json", "{", "is no JSON"),
+        ("x.yaml", "a: [", "is no YAML"),
+        ("x.sh", "echo 'open", "is no shell script"),
+        ("x.json", "[1]", "has nothing of ours"),
+        ("x.yaml", "services: {p: {command: vllm 'serve}}", "is no command: No closing quotation"),
+    ],
+)
+def test_what_cannot_be_read_is_wrong_usage(tmp_path: Path, name: str, content: str, words: str) -> None:
+    (tmp_path / name).write_text(content)
+    status, output = run("config", "check", str(tmp_path / name))
+    assert status == 2
+    assert words in " ".join(output.split())
+
+
+def test_a_file_that_is_not_there_is_wrong_usage(tmp_path: Path) -> None:
+    status, output = run("config", "check", str(tmp_path / "none"))
+    assert status == 2
+    assert "cannot read" in output
+
+
+# --- One engine
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (transfer(control_port="5600"), "Expected `int`, got `str` - at `$.control_port`"),
+        (transfer() | {"kv_connector": "WriteImConnector"}, "write 'WriteImmConnector'"),
+        (transfer("producer"), "write kv_producer (P), kv_consumer (D) or kv_both"),
+        (transfer() | {"control_port": 1}, "control_port belongs into kv_connector_extra_config"),
+        (transfer() | {"kv_rol": "x"}, "unknown field `kv_rol`: did you mean `kv_role`?"),
+        (transfer() | {"kv_load_failure_policy": "retry"}, "write fail or recompute"),
+        (transfer() | {"kv_connector_extra_config": []}, "kv_connector_extra_config must be an object"),
+        ({"kv_connector": "MultiConnector", "kv_role": "kv_both"}, "among the connectors of MultiConnector"),
+        (transfer(control_host="10.0.0.1"), "there is no cluster key"),
+        (transfer(providers=["tpc"]), "no lane 'tpc' in this build: did you mean `tcp`?"),
+        (transfer(providers=["host", "nvlink"]), "leave out what this engine does not have"),
+        (transfer(routers=["127.0.0.1:8500"]), "routers needs api_url"),
+        (transfer(routers=["127.0.0.1:8500"], api_url="10.0.0.1:8100"), "must look like http://host:port"),
+        (
+            transfer(routers=["10.0.0.9:8500"], api_url="http://127.0.0.1:8100"),
+            "leads a router at 10.0.0.9:8500 to itself",
+        ),
+        (transfer(nics=[["a"], ["b"]]), "nics has 2 entries, and this engine has 1 ranks"),
+    ],
+)
+def test_what_is_wrong_with_an_engine(check: Check, config: dict[str, Any], words: str) -> None:
+    (found,) = check(p_json=config)
+    assert words in found
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (vllm("kv_both", 5601, "-tp 2"), "port 5601 is a control socket's and the API server's"),
+        (
+            vllm("kv_both", 8100, "-tp 2", worker_cpu=[1]),
+            "worker_cpu has 1 entries, and this engine has 2 ranks",
+        ),
+        (vllm("kv_both", 8100, "-dp 4", control_port=65533), "control_port 65533 leaves no port for rank 0"),
+        ("vllm serve M --kv-transfer-config '{'", "--kv-transfer-config: "),
+        ("vllm serve M --kv-transfer-config '[1]'", "it must be a JSON object"),
+        ("sglang serve --disaggregation-mode decode", "write write_imm"),
+        (
+            "sglang serve --disaggregation-mode prefil --disaggregation-transfer-backend write_imm",
+            "write prefill or decode",
+        ),
+        (
+            "KV_CONNECTOR_SETTINGS=[] sglang serve --disaggregation-mode decode "
+            "--disaggregation-transfer-backend write_imm",
+            "must be a JSON object",
+        ),
+        ("export KV_CONNECTOR_KEYFILE=key\n" + P, "unknown variable `KV_CONNECTOR_KEYFILE`: did you mean"),
+    ],
+)
+def test_what_is_wrong_with_a_server(check: Check, line: str, words: str) -> None:
+    (found,) = check(start_sh=line)
+    assert words in found
+
+
+def test_a_key_that_is_here_is_looked_at(check: Check, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    config = transfer(control_host="10.0.0.1", control_key_file=str(key))
+    assert check(p_json=config) == []
+    assert any("not on this machine" in finding["words"] for finding in check.findings(p_json=config))
+    ClusterKey.generate().write(key)
+    assert check(p_json=config) == []
+    key.chmod(0o644)
+    (words,) = check(p_json=config)
+    assert "chmod 600" in words
+
+
+# --- One router
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--prefill 127.0.0.1:8100 --decode http://h:1", "must look like http://host:port"),
+        ("--prefill http://h:1", "at least one prefill engine and one decode engine"),
+        ("--registration 10.0.0.9:8500", "whoever registers there gets prompts"),
+        ("--registration 127.0.0.1", "must be host:port"),
+        ("--prefil http://h:1", "No such option: --prefil"),
+        ("--registration 127.0.0.1:8500 --port 99999", "65535"),
+    ],
+)
+def test_what_is_wrong_with_a_router(check: Check, arguments: str, words: str) -> None:
+    (found,) = check(start_sh=f"kv-connector router {arguments}")
+    assert words in found
+
+
+# --- Several
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        (P + vllm("kv_consumer", 8200, control_port=5600), "port 5600 is a control socket's and a control"),
+        (vllm("kv_producer", 8100, "-tp 2") + vllm("kv_consumer", 8200, control_port=5601), "port 5601"),
+        (P + vllm("kv_consumer", 8100, control_port=5700), "port 8100 is the API server's and the API"),
+        (P + D + ROUTER + " --port 8200", "port 8200 is the API server's and the router's"),
+        (P + P.replace("8100", "8101").replace("5600", "5800"), "all are prefill engines"),
+        (P + D.replace("MODEL", "OTHER"), "model is MODEL at P and OTHER at D"),
+        (P + vllm("kv_consumer", 8200, "--kv-cache-dtype fp8", control_port=5700), "is not set at P and fp8"),
+        (
+            vllm("kv_producer", 8100, providers=["host"])
+            + vllm("kv_consumer", 8200, control_port=1, providers=["tcp"]),
+            "no lane in common: P has host, D has tcp",
+        ),
+        (P + vllm("kv_consumer", 8200, control_port=5700, control_key_file="key"), "D has a cluster key"),
+        (
+            P
+            + vllm("kv_consumer", 8200, control_port=1, control_host="10.0.0.2", allow_unauthenticated=True),
+            "P is to be dialled at 127.0.0.1, which D at 10.0.0.2 does not reach",
+        ),
+        (P + D + ROUTER.replace("5600", "5601"), "--prefill has P's control socket at 127.0.0.1:5601"),
+        (P + D + ROUTER.replace("8200", "8201"), "no --decode names port 8200"),
+        (
+            vllm("kv_both", 8100, routers=["127.0.0.1:8500"], api_url="http://127.0.0.1:8100")
+            + "kv-connector router --registration 127.0.0.1:8501",
+            "the engine registers at 127.0.0.1:8500, the router listens at 127.0.0.1:8501",
+        ),
+        (
+            vllm("kv_both", 8100, routers=["127.0.0.1:8500"], api_url="http://127.0.0.1:8100")
+            + ROUTER.replace("8200", "8100"),
+            "needs the router's --registration",
+        ),
+        (
+            vllm("kv_both", 8100, routers=["127.0.0.1:8500"], api_url="http://127.0.0.1:8100")
+            + "kv-connector router --registration 127.0.0.1:8500 --key-file key",
+            "only the router has a cluster key",
+        ),
+        (
+            P + "sglang serve --model-path MODEL --port 1 --disaggregation-mode decode "
+            "--disaggregation-transfer-backend write_imm",
+            "P is vLLM's and D is SGLang's",
+        ),
+        (
+            "sglang serve --disaggregation-mode prefill --disaggregation-transfer-backend write_imm &\n"
+            + ROUTER,
+            "SGLang has its own",
+        ),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together(check: Check, script: str, words: str) -> None:
+    found = check(start_sh=script)
+    assert [one for one in found if words in one], found
+
+
+def test_p_and_d_may_be_two_files(check: Check) -> None:
+    p, d = transfer(), transfer("kv_consumer")
+    (words,) = check(p_json=p, d_json=d)
+    assert "port 5600" in words, "both are at 127.0.0.1, so on one machine"
+    key = {"control_key_file": "key"}
+    assert check(p_json=transfer(**key), d_json=transfer("kv_consumer", **key)) == [], (
+        "on two, for all we know"
+    )
+    (words,) = check(p_json=p, d_json=transfer(control_port=5700))
+    assert "all are prefill engines" in words
+
+
+def test_containers_have_ports_and_loopback_to_themselves(check: Check) -> None:
+    services = {"p": {"command": P}, "d": {"command": D.replace("8200", "8100").replace("5700", "5600")}}
+    (words,) = check(compose_yaml=json.dumps({"services": services}))
+    assert "which D from another container does not reach" in words
+    for service in services.values():
+        service["network_mode"] = "host"
+    assert len([one for one in check(compose_yaml=json.dumps({"services": services})) if "port" in one]) == 2
+
+
+def test_what_one_side_leaves_to_the_model_is_no_contradiction(check: Check) -> None:
+    assert check(start_sh=P + vllm("kv_consumer", 8200, "--dtype bfloat16", control_port=5700)) == []
+    both = [
+        vllm("kv_producer", 8100, "--dtype float16"),
+        vllm("kv_consumer", 8200, "--dtype bfloat16", control_port=1),
+    ]
+    assert check(start_sh="".join(both)) == ["--dtype is float16 at P and bfloat16 at D"]
+
+
+def test_each_pod_has_its_ports(check: Check) -> None:
+    def pod(name: str, role: str, *more: dict[str, Any]) -> str:
+        config = transfer(role, control_host="$(POD_IP)", api_url="http://$(POD_IP):8000", routers=["r:8500"])
+        container = {
+            "name": "vllm",
+            "args": ["--kv-transfer-config", json.dumps(config)],
+            "env": [
+                {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+                {"name": "KV_CONNECTOR_KEY_FILE", "value": "/key/key"},
+            ],
+        }
+        template = {"spec": {"containers": [container, *more]}}
+        return json.dumps({"kind": "Deployment", "metadata": {"name": name}, "spec": {"template": template}})
+
+    router = {
+        "name": "router",
+        "command": ["kv-connector", "router"],
+        "args": ["--registration", "0.0.0.0:5600", "--key-file=k"],
+    }
+    two = [pod("p", "kv_producer"), pod("d", "kv_consumer")]
+    found = check.findings(pods_yaml="\n---\n".join(two))
+    assert {one["verdict"] for one in found} == {"note", "ok"}
+    assert {one["subject"].rpartition(": ")[2] for one in found} == {"p vllm", "d vllm"}
+    words = check(pods_yaml=pod("p", "kv_both", router))
+    assert any("port 5600 is a control socket's and the registration's" in one for one in words)
+
+
+def test_a_drafter_on_one_side_is_a_note(check: Check) -> None:
+    found = check.findings(
+        start_sh=P + vllm("kv_consumer", 8200, "--speculative-config {}", control_port=5700)
+    )
+    assert [one["verdict"] for one in found] == ["ok", "ok", "note"]
+    assert "--speculative-config" in found[-1]["words"]

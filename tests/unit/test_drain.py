@@ -1,0 +1,140 @@
+"""kv-connector drain, and the routers that it asks: several, busy, restarted, gone."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import pytest
+from command_line import invoke
+
+from kv_connector.cli import drain
+from kv_connector.cli.main import app
+from kv_connector.control.membership import Drain, Draining, MembershipSockets
+from kv_connector.lab.free_ports import free_ports
+from kv_connector.protocol.actions import Address
+
+ENGINE = "http://10.0.0.1:8000"
+run = partial(invoke, app)
+
+
+class Router:
+    """Answers each question with the next of its answers, the last one again and again; None ends it."""
+
+    def __init__(self, *answers: int | None, silent_after: int | None = None) -> None:
+        self.address = Address("127.0.0.1", free_ports(1)[0])
+        self.asked: list[str] = []
+        self._answers, self._silent_after = answers, silent_after
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._serve)
+
+    def _serve(self) -> None:
+        sockets = MembershipSockets(None)
+        sockets.bind(self.address)
+        while not self._ending.is_set():
+            sockets.wait(0.02)
+            for received in sockets.receive():
+                assert isinstance(received.message, Drain)
+                count = len(self.asked)
+                self.asked.append(received.message.url)
+                if self._silent_after is None or count < self._silent_after:
+                    answer = self._answers[min(count, len(self._answers) - 1)]
+                    sockets.send(received.source, Draining(answer))
+        sockets.close()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def end(self) -> None:
+        self._ending.set()
+        self._thread.join()
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drain, "REPEAT_SECONDS", 0.05)
+    monkeypatch.setattr(drain, "SILENCE_SECONDS", 0.6)
+
+
+@pytest.fixture
+def routers() -> Iterator[list[Router]]:
+    started: list[Router] = []
+    yield started
+    for router in started:
+        router.end()
+
+
+def begin(routers: list[Router], *those: Router) -> None:
+    for router in those:
+        router.start()
+        routers.append(router)
+
+
+def words(routers: Sequence[Router], *more: str) -> list[str]:
+    return ["drain", ENGINE, *(w for r in routers for w in ("--router", str(r.address))), *more]
+
+
+def test_every_router_is_waited_for(routers: list[Router]) -> None:
+    begin(routers, Router(0), Router(3, 2, 1, 0))
+    status, output = run(*words(routers))
+    assert (status, output.strip()) == (0, f"{ENGINE} is idle")
+    assert set(routers[0].asked) == set(routers[1].asked) == {ENGINE}
+    assert len(routers[1].asked) >= 4
+
+
+def test_what_routers_say_is_told_as_json(routers: list[Router]) -> None:
+    begin(routers, Router(2), Router(0))
+    status, output = run(*words(routers, "--timeout", "0.5", "--json"))
+    assert status == 1
+    said = {str(routers[0].address): 2, str(routers[1].address): 0}
+    assert json.loads(output) == {"engine": ENGINE, "idle": False, "outstanding": said}
+
+
+def test_a_busy_engine_is_given_up_on_at_the_deadline(routers: list[Router]) -> None:
+    begin(routers, Router(2), Router(5), Router(0))
+    status, output = run(*words(routers, "--timeout", "0.5"))
+    assert status == 1
+    assert f"{ENGINE} still has 7 requests after 0.5 s" in output
+
+
+def test_a_router_that_is_not_there_is_not_waited_for(routers: list[Router]) -> None:
+    begin(routers, Router(2, 1, 0))
+    away = Router()
+    began = time.monotonic()
+    status, output = run(*words([*routers, away], "--timeout", "60"))
+    assert time.monotonic() - began < 30
+    assert status == 0
+    assert f"no router answers at {away.address}" in output
+    assert f"{ENGINE} is idle" in output
+
+
+def test_a_router_that_dies_does_not_keep_the_engine(routers: list[Router]) -> None:
+    """The requests that it had died with it."""
+    begin(routers, Router(2, silent_after=3), Router(0))
+    status, output = run(*words(routers, "--timeout", "60"))
+    assert status == 0, output
+
+
+def test_a_router_that_knows_no_such_engine_has_nothing_there(routers: list[Router]) -> None:
+    """It was restarted a moment ago; the engine will tell it."""
+    begin(routers, Router(None), Router(1, 0))
+    assert run(*words(routers))[0] == 0
+
+
+def test_where_no_router_knows_the_engine_its_name_is_wrong(routers: list[Router]) -> None:
+    begin(routers, Router(None), Router(None))
+    status, output = run(*words(routers))
+    assert status == 2
+    assert "knows no engine" in output
+
+
+def test_where_no_router_answers_it_is_said_soon() -> None:
+    away = Router(), Router()
+    began = time.monotonic()
+    status, output = run(*words(away, "--timeout", "60"))
+    assert time.monotonic() - began < 30
+    assert status == 2
+    assert all(f"no router answers at {router.address}" in output for router in away)

@@ -1,0 +1,85 @@
+"""The documents' generated tables, and the words of the code in documents: neither may be out of date."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "scripts"))
+
+import reference  # noqa: E402
+
+from kv_connector.agent.settings import SETTINGS, TIMEOUTS, Settings  # noqa: E402
+from kv_connector.cli.environment import VARIABLES  # noqa: E402
+from kv_connector.cli.exit_status import ExitStatus  # noqa: E402
+from kv_connector.engine.transfer_engine import providers  # noqa: E402
+from kv_connector.protocol.timers import Timeouts  # noqa: E402
+
+DOCUMENTS = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")} - {ROOT / "CHANGELOG.md"})
+
+
+def test_every_generated_table_is_up_to_date() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts/reference.py", "--check"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_stale_table_is_told_and_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "ROOT", tmp_path)
+    (tmp_path / "docs").mkdir()
+    page = tmp_path / "README.md"
+    page.write_text("before\n<!-- generated: timeouts dead -->\n| old |\n<!-- end -->\nafter\n")
+    assert reference.main(["--check"]) == 1
+    assert reference.main([]) == 0
+    assert reference.main(["--check"]) == 0
+    assert page.read_text().startswith("before\n<!-- generated: timeouts dead -->\n\n| timeout |")
+    assert "| `dead` | 5 | Silence after" in page.read_text()
+    assert page.read_text().endswith("\n\n<!-- end -->\nafter\n")
+
+
+@pytest.mark.parametrize(
+    ("owner", "names"),
+    [(Settings, SETTINGS), (Timeouts, TIMEOUTS), (ExitStatus, tuple(ExitStatus.__members__))],
+)
+def test_every_field_is_described(owner: type, names: tuple[str, ...]) -> None:
+    assert tuple(reference.field_docs(owner)) == names
+
+
+def test_a_setting_without_a_default_of_its_own_says_what_happens() -> None:
+    _, rows = reference.settings()
+    assert not [row for row in rows if row[2] in ("`null`", "`[]`", "`{}`", "")]
+
+
+def test_every_variable_that_the_code_reads_is_described() -> None:
+    sources = [*(ROOT / "kv_connector").rglob("*.py"), *(ROOT / "native").rglob("*.cc")]
+    found = {
+        name for file in sources for name in re.findall(r"[\"'](KV_CONNECTOR_[A-Z_]+)[\"']", file.read_text())
+    }
+    assert found == set(VARIABLES)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_documents_name_metrics_that_there_are(document: Path) -> None:
+    known = {one.name for one in (*reference.engine_metrics(), *reference.router_metrics())}
+    text = re.sub(r"kv_connector_extra_config|kv_connector_module_path", "", document.read_text())
+    named = set(re.findall(r"(?<![\w/.])kv_connector_\w+", text))
+    # A histogram's series, and a name without its suffix.
+    assert not {
+        name
+        for name in named
+        if not {name, name + "_total", re.sub("_(bucket|count|sum)$", "", name)} & known
+    }
+
+
+def test_the_readme_has_every_lane() -> None:
+    lanes = re.findall(
+        r"^\| `(\w+)` \|", (ROOT / "README.md").read_text().partition("| lane | for |")[2], re.MULTILINE
+    )
+    known = [status.name for status in providers() if status.name not in ("sim", "shuffle")]
+    assert sorted(lanes[: len(known)]) == sorted(known)

