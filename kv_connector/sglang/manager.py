@@ -19,9 +19,10 @@ import sglang
 from kv_connector.agent.agent import Agent
 from kv_connector.agent.start import Running, WorkerInfo, start
 from kv_connector.engine.placement import Device
-from kv_connector.protocol.actions import Address, State
+from kv_connector.protocol.actions import Address, Reached, State
 from kv_connector.protocol.identity import ADVICE, engine_fingerprint
 from kv_connector.protocol.messages import Role
+from kv_connector.protocol.requests import PrefillRequest
 from kv_connector.sglang.internals import (
     CommonKVManager,
     DisaggregationMode,
@@ -33,6 +34,7 @@ from kv_connector.sglang.internals import (
 )
 from kv_connector.sglang.metadata_rows import MetadataRows
 from kv_connector.sglang.metrics import show_metrics
+from kv_connector.sglang.polls import sending
 from kv_connector.sglang.pool import Shape, pool_layout
 from kv_connector.sglang.settings import read_settings, with_nics
 
@@ -43,6 +45,9 @@ _OVER = (State.DONE, State.FAILED)
 # SGLang's heartbeat tells of a server that is gone before anything was asked of it; what is under way our own
 # heartbeats end. Seconds; SGLang takes no less than 2.
 _HEARTBEAT_S = 2.0
+
+# A turn of the agent's takes a millisecond; a batch, for which a request would wait, tens of them and more.
+_CATCH_UP_S = 0.005
 
 
 class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for mypy
@@ -62,11 +67,15 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
         self.rows = MetadataRows(
             args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens, rank_facts(args).device
         )
+        self._expected = self._caught_up = 0
+        """Rooms of P's that the agent was told of, and has looked at."""
         self._running = self._start(args, server_args)
         atexit.register(self._running.close)
         self.agent: Agent = self._running.agent
         if self._prefills:
             self.local_ip, self.rank_port = self._running.address.host, self._running.address.port
+            if rank_facts(args).stage > 0:
+                self.agent.tell_reached(self._reached)
             self.register_to_bootstrap()
         else:
             self._engines: dict[tuple[str, int], Address] = {}
@@ -161,6 +170,33 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
     def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
         self.landed(bootstrap_room)
 
+    # --- P
+
+    def expect(self, request: PrefillRequest) -> int:
+        """Returns how many it is."""
+        self.agent.expect(request)
+        self._expected += 1
+        return self._expected
+
+    def catch_up(self, number: int) -> None:
+        """BLOCKS until the agent has looked at the request of this number, and so at those after it. What D
+        has asked for by then, SGLang puts into its next batch; what it hears of a moment later waits until
+        that is computed."""
+        if number > self._caught_up:
+            self._caught_up = self._expected
+            self.agent.catch_up(_CATCH_UP_S)
+
+    def _reached(self, reached: Reached) -> None:
+        """On the agent's thread. SGLang asks the first stage alone which rooms are bootstrapped, and that one
+        reads it in all stages' tables."""
+        room = int(reached.request_id)
+        if reached.side is not Role.PREFILL or room not in self.request_status:
+            return
+        if reached.state is State.FAILED:
+            self.record_failure(room, reached.reason)
+        if reached.state is not State.DONE:  # of which each stage hears in its own polls
+            self.update_status(room, int(sending(reached.state, complete=False)))
+
     # --- D
 
     def engine_at(self, receiver: Any, bootstrap_addr: str, dp_rank: int) -> Address | None:
@@ -193,12 +229,10 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
         self._waiting[str(room)] = engine
         self.agent.set_waiting(self._waiting.items())
 
-    def wait_no_more(self, room: int) -> Address | None:
-        """Where it was waited for, if it was."""
-        engine = self._waiting.pop(str(room), None)
-        if engine is not None:
+    def wait_no_more(self, room: int) -> None:
+        """If it was waited for."""
+        if self._waiting.pop(str(room), None) is not None:
             self.agent.set_waiting(self._waiting.items())
-        return engine
 
     def lands(self, room: int) -> None:
         """From now on the agent may write to the room's pages."""

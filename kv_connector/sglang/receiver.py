@@ -22,6 +22,8 @@ class Receiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not typed f
         self._engine: Address | None = None
         self._slot: int | None = None
         """Of the metadata, once the request's pages are asked for."""
+        self._polls = 0
+        """Before that."""
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
         self._agent = mgr.agent
         self._transfer = str(bootstrap_room)
@@ -35,7 +37,6 @@ class Receiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not typed f
             return
         # As many as have to say that an aborted request's pages are free: the agent says it for all.
         self.bootstrap_infos = [{"rank_ip": self._engine.host, "rank_port": self._engine.port}]
-        self.kv_mgr.wait_for(self.bootstrap_room, self._engine)
 
     def send_metadata(
         self,
@@ -47,11 +48,12 @@ class Receiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not typed f
         device_kv_indices: Any = None,
     ) -> None:
         """The request has its pages: asks for what is to be in them."""
-        engine = self.kv_mgr.wait_no_more(self.bootstrap_room)
+        engine = self._engine
         if engine is None:
             self._fail(f"there is no prefill server at {self.bootstrap_addr}")
             return
         assert aux_index is not None
+        self.kv_mgr.wait_no_more(self.bootstrap_room)
         size, prefix = self.kv_mgr.kv_args.page_size, decode_prefix_len or 0
         pages = GroupTarget(prefix // size, tuple(kv_indices.tolist()))
         states = [
@@ -80,6 +82,8 @@ class Receiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not typed f
         self._agent.note_step()
         if self.conclude_state is not None or self._engine is None:
             return
+        if self._slot is None:
+            self._queue(self._engine)
         status = receiving(self._agent.state(self._transfer), self._slot is not None)
         if status is Poll.SUCCESS and self._slot is not None:
             self.kv_mgr.rows.unpack(self._slot)
@@ -88,6 +92,13 @@ class Receiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not typed f
             self.kv_mgr.record_failure(self.bootstrap_room, reason)
             self.kv_mgr.forget_engine(self.bootstrap_addr)
         self.kv_mgr.update_status(self.bootstrap_room, int(status))
+
+    def _queue(self, engine: Address) -> None:
+        """SGLang polls once before it gives a request its pages where there are any. One that is polled again
+        queues for them."""
+        self._polls += 1
+        if self._polls == 2:
+            self.kv_mgr.wait_for(self.bootstrap_room, engine)
 
     def _fail(self, reason: str) -> None:
         self.kv_mgr.record_failure(self.bootstrap_room, reason)
@@ -112,6 +123,7 @@ class Receiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not typed f
 
     def _release(self) -> None:
         """A request that has asked for nothing will not."""
-        engine = self.kv_mgr.wait_no_more(self.bootstrap_room)
-        if engine is not None:
+        engine, self._engine = self._engine, None
+        if engine is not None and self._slot is None:
+            self.kv_mgr.wait_no_more(self.bootstrap_room)
             self._agent.release(self._transfer, engine)

@@ -36,7 +36,7 @@ class Sender(CommonKVSender):  # type: ignore[misc]  # SGLang is not typed for m
         self._early_send_wait_event: Any = None  # SGLang's scheduler sets it before an early send()
         super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
         # SGLang names pages, not tokens; the room alone says which prompt it is.
-        self._agent.expect(PrefillRequest(self._transfer, self._transfer, None, None))
+        self._number = mgr.expect(PrefillRequest(self._transfer, self._transfer, None, None))
 
     def pop_decode_prefix_len(self) -> int:
         """Tokens that D has. Known once the request is bootstrapped."""
@@ -58,6 +58,8 @@ class Sender(CommonKVSender):  # type: ignore[misc]  # SGLang is not typed for m
         kv_indices, places, last, skip = self._prepare_send_indices(kv_indices, state_indices)
         if skip:
             return
+        if last:  # what is there by now went beside the prefill
+            self._agent.note_prefill_end((self._transfer,))
         pages = ComputedPages(
             self._transfer, None, self._groups(kv_indices, places.start, last, state_indices)
         )
@@ -106,6 +108,9 @@ class Sender(CommonKVSender):  # type: ignore[misc]  # SGLang is not typed for m
         """What the agent says goes into the table that SGLang reads, and tells its other stages."""
         if self.conclude_state is not None or self._over:
             return
+        if self.bootstrap_room not in self.kv_mgr.request_status:
+            return  # SGLang has cleared the room, and takes it as failed: our word would open it again
+        self.kv_mgr.catch_up(self._number)
         status = sending(self._agent.state(self._transfer), self._complete)
         if status is Poll.FAILED:
             reason = self._agent.failure(self._transfer) or "the transfer was cancelled"

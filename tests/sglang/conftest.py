@@ -1,9 +1,68 @@
 """Tests against SGLang itself: `make test-sglang`, in an environment of its own. Where there is no SGLang, as
-in the one that vLLM lives in, none of them is collected."""
+in the one that vLLM lives in, none of them is collected.
+
+Most of their time goes into starts of servers, so servers are shared: one that prefills and decodes by itself
+for all tests, and a P and a D for all that want the same page size.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from site_of_servers import ARGUMENTS, Client, Pair
+
+from kv_connector.lab.model import make_llama
+from kv_connector.lab.sglang_cluster import Server, ServerSettings, SglangCluster
 
 # Not "sglang": this folder is called so, too.
 collect_ignore_glob = [] if importlib.util.find_spec("sglang.srt") else ["*.py"]
+
+SETTINGS = ServerSettings(arguments=ARGUMENTS)
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("llama") / "model")
+
+
+@pytest.fixture(scope="session")
+def cluster(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangCluster]:
+    """Of servers that are shared."""
+    with SglangCluster(tmp_path_factory.mktemp("servers"), llama, SETTINGS) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def one(cluster: SglangCluster) -> Server:
+    """A server that prefills and decodes by itself: P and D are to say what it says. Ready once a pair is,
+    beside which it starts."""
+    return cluster.start_server("one")
+
+
+@pytest.fixture(scope="session", params=["page1", "page16"])
+def pair(request: pytest.FixtureRequest, cluster: SglangCluster, one: Server) -> Iterator[Pair]:
+    """page16: with prompts in chunks, and with a prefix cache at D too."""
+    settings = decode_settings = SETTINGS
+    if request.param == "page16":
+        settings = replace(SETTINGS, page_size=16, chunked_prefill_size=128)
+        more = (*settings.arguments, "--disaggregation-decode-enable-radix-cache")
+        decode_settings = replace(settings, arguments=more)
+    pair = Pair(
+        cluster,
+        settings,
+        cluster.start_server(f"{request.param}-prefill", role="prefill", settings=settings),
+        cluster.start_server(f"{request.param}-decode", role="decode", settings=decode_settings),
+    )
+    cluster.wait_ready(one, pair.prefill, pair.decode)
+    yield pair
+    cluster.stop(pair.prefill)
+    cluster.stop(pair.decode)
+
+
+@pytest.fixture
+async def client(anyio_backend: str) -> Client:
+    return Client()

@@ -7,24 +7,37 @@ import contextlib
 import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from kv_connector.lab.sglang_cluster import HOST, Server
+from kv_connector.lab.sglang_cluster import HOST, Server, ServerSettings, SglangCluster
 
 SECONDS = 120.0
 """For an answer, on a busy machine."""
 AT_REST_S = 30.0
+ARGUMENTS = ("--enable-metrics", "--sleep-on-idle")
+"""Of every server. One that has nothing to do leaves the cores to those that start."""
 
 
 def prompts(count: int, *, longest: int = 600, seed: int = 0, begin: Sequence[int] = ()) -> list[list[int]]:
     """Token ids, each of which stands for a byte. All start with `begin`."""
     rng = random.Random(seed)
     return [[*begin, *(rng.randrange(256) for _ in range(rng.randrange(1, longest)))] for _ in range(count)]
+
+
+@dataclass
+class Pair:
+    """A P and a D. Who kills one of them puts another one in its place."""
+
+    cluster: SglangCluster
+    settings: ServerSettings
+    """P's."""
+    prefill: Server
+    decode: Server
 
 
 @dataclass
@@ -73,13 +86,22 @@ class Client:
     async def all(
         self, url: str, asked: Sequence[Sequence[int]], *, at_once: int = 1, tokens: int = 16
     ) -> list[list[int]]:
-        gate = asyncio.Semaphore(at_once)
+        return await _gated([self.generate(url, prompt, tokens) for prompt in asked], at_once)
 
-        async def one(prompt: Sequence[int]) -> list[int]:
-            async with gate:
-                return await self.generate(url, prompt, tokens)
+    async def all_of_both(
+        self, prefill: Server, decode: Server, asked: Sequence[Sequence[int]], *, at_once: int = 1
+    ) -> list[list[int]]:
+        return await _gated([self.both(prefill, decode, prompt) for prompt in asked], at_once)
 
-        return list(await asyncio.gather(*map(one, asked)))
+
+async def _gated(asking: Sequence[Awaitable[list[int]]], at_once: int) -> list[list[int]]:
+    gate = asyncio.Semaphore(at_once)
+
+    async def one(ask: Awaitable[list[int]]) -> list[int]:
+        async with gate:
+            return await ask
+
+    return list(await asyncio.gather(*map(one, asking)))
 
 
 def body(prompt: Sequence[int], tokens: int, **more: Any) -> dict[str, Any]:

@@ -3,90 +3,77 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from mla_model import make_mla
-from site_of_servers import Client, at_rest, prompts
+from site_of_servers import ARGUMENTS, Client, Pair, at_rest, prompts
 
-from kv_connector.lab.model import make_gemma3, make_llama
-from kv_connector.lab.sglang_cluster import ServerSettings, SglangCluster
+from kv_connector.lab.model import make_gemma3
+from kv_connector.lab.sglang_cluster import Server, ServerSettings, SglangCluster
 
 ASKED = prompts(20, seed=9)
-
-
-@dataclass(frozen=True)
-class Case:
-    make: Callable[[Path], Path]
-    prefill: int = 1
-    decode: int = 1
-    page_size: int = 1
-
-    @property
-    def name(self) -> str:
-        kind = self.make.__name__.removeprefix("make_")
-        return f"{kind}-tp{self.prefill}-tp{self.decode}-page{self.page_size}"
-
-
-# SGLang keeps Gemma's windows in one pool with the rest.
-CASES = [
-    Case(make_llama, prefill=2, page_size=16),
-    Case(make_llama, decode=2),
-    Case(make_gemma3, page_size=16),
-    Case(make_mla),
-    Case(make_mla, prefill=2),
-]
 SETTINGS = ServerSettings(
     chunked_prefill_size=256,
-    arguments=("--enable-metrics",),
+    arguments=ARGUMENTS,
     environment={"PYTHONPATH": str(Path(__file__).parent / "mla_on_cpu")},
 )
 
 
-class Oracle:
-    """One server's tokens for each kind of model, asked once."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._tokens: dict[str, list[list[int]]] = {}
-
-    def model(self, make: Callable[[Path], Path]) -> Path:
-        path = self._directory / make.__name__
-        return path if path.exists() else make(path)
-
-    def tokens(self, make: Callable[[Path], Path]) -> list[list[int]]:
-        if make.__name__ not in self._tokens:
-            directory = self._directory / f"one-{make.__name__}"
-            with SglangCluster(directory, self.model(make), SETTINGS) as cluster:
-                server = cluster.start_server("one")
-                cluster.wait_ready()
-                ask = Client().all(server.url, ASKED, at_once=8)
-                self._tokens[make.__name__] = asyncio.run(ask)
-        return self._tokens[make.__name__]
-
-
-@pytest.fixture(scope="module")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    return Oracle(tmp_path_factory.mktemp("models"))
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_tokens_are_one_servers(case: Case, oracle: Oracle, tmp_path: Path) -> None:
-    expected = oracle.tokens(case.make)
+async def same_tokens(one: Server, prefills: Sequence[Server], decode: Server) -> None:
+    """Of each P, with the one D."""
+    client = Client()
+    expected = await client.all(one.url, ASKED, at_once=8)
     assert len({tuple(tokens) for tokens in expected}) > 15
-
-    async def ask() -> None:
-        client = Client()
-        assert await client.all(router, ASKED) == expected
-        assert await client.all(router, ASKED, at_once=8) == expected
+    for prefill in prefills:
+        assert await client.all_of_both(prefill, decode, ASKED) == expected
+        assert await client.all_of_both(prefill, decode, ASKED, at_once=8) == expected
         await at_rest(prefill, decode)
 
-    settings = replace(SETTINGS, page_size=case.page_size)
-    with SglangCluster(tmp_path, oracle.model(case.make), settings) as cluster:
-        prefill = cluster.start_server("prefill", role="prefill", ranks=case.prefill)
-        decode = cluster.start_server("decode", role="decode", ranks=case.decode)
-        router = cluster.start_router("router", prefill=[prefill], decode=[decode], mini=True)
+
+@pytest.mark.parametrize("pair", ["page16"], indirect=True)
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_two_ranks_on_one_side(pair: Pair, one: Server, side: str) -> None:
+    role = "prefill" if side == "prefill" else "decode"
+    two = pair.cluster.start_server(f"two-ranks-{side}", role=role, ranks=2, settings=pair.settings)
+    pair.cluster.wait_ready(two)
+    if side == "prefill":
+        asyncio.run(same_tokens(one, [two], pair.decode))
+    else:
+        asyncio.run(same_tokens(one, [pair.prefill], two))
+    pair.cluster.stop(two)
+
+
+@pytest.mark.parametrize("pair", ["page16"], indirect=True)
+def test_a_pipeline_of_two_stages_at_prefill(pair: Pair, one: Server) -> None:
+    settings = replace(
+        pair.settings,
+        arguments=(*ARGUMENTS, "--pp-size", "2"),
+        environment={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
+    )
+    two = pair.cluster.start_server("two-stages", role="prefill", settings=settings)
+    pair.cluster.wait_ready(two)
+    asyncio.run(same_tokens(one, [two], pair.decode))
+    pair.cluster.stop(two)
+
+
+# SGLang keeps Gemma's windows in one pool with the rest. Of an MLA model's two ranks one has nothing to send.
+@pytest.mark.parametrize(
+    ("make", "page_size", "ranks_of_prefill"),
+    [pytest.param(make_gemma3, 16, (1,), id="gemma3"), pytest.param(make_mla, 1, (1, 2), id="mla")],
+)
+def test_models(
+    make: Callable[[Path], Path], page_size: int, ranks_of_prefill: Sequence[int], tmp_path: Path
+) -> None:
+    settings = replace(SETTINGS, page_size=page_size)
+    with SglangCluster(tmp_path, make(tmp_path / "model"), settings) as cluster:
+        one = cluster.start_server("one", settings=SETTINGS)
+        prefills = [
+            cluster.start_server(f"prefill-of-{ranks}", role="prefill", ranks=ranks)
+            for ranks in ranks_of_prefill
+        ]
+        decode = cluster.start_server("decode", role="decode")
         cluster.wait_ready()
-        asyncio.run(ask())
+        asyncio.run(same_tokens(one, prefills, decode))

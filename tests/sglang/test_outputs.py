@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import httpx
 import pytest
-from site_of_servers import Client, at_rest, body, metrics, prompts
+from site_of_servers import Client, Pair, at_rest, body, metrics, prompts
 
-from kv_connector.lab.model import make_llama
-from kv_connector.lab.sglang_cluster import Server, ServerSettings, SglangCluster
-
-SETTINGS = ServerSettings(arguments=("--enable-metrics",))
+from kv_connector.lab.sglang_cluster import Server
 
 
 @dataclass
 class Site:
+    """A pair, its routers, and the server whose words it is to say."""
+
     one: Server
     prefill: Server
     decode: Server
@@ -26,29 +24,13 @@ class Site:
     mini: str
 
 
-@pytest.fixture(scope="module", params=["page1", "page16"])
-def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """page16: with prompts in chunks, and with a prefix cache at D too."""
-    directory = tmp_path_factory.mktemp(request.param)
-    settings = replace(SETTINGS, page_size=16, chunked_prefill_size=128)
-    decode_settings = replace(
-        settings, arguments=(*settings.arguments, "--disaggregation-decode-enable-radix-cache")
-    )
-    if request.param == "page1":
-        settings = decode_settings = SETTINGS
-    with SglangCluster(directory, make_llama(directory / "model"), settings) as cluster:
-        prefill = cluster.start_server("prefill", role="prefill")
-        decode = cluster.start_server("decode", role="decode", settings=decode_settings)
-        one = cluster.start_server("one", settings=SETTINGS)
-        router = cluster.start_router("router", prefill=[prefill], decode=[decode])
-        mini = cluster.start_router("mini", prefill=[prefill], decode=[decode], mini=True)
-        cluster.wait_ready()
-        yield Site(one, prefill, decode, router, mini)
-
-
-@pytest.fixture
-async def client(anyio_backend: str) -> Client:
-    return Client()
+@pytest.fixture(scope="module")
+def site(pair: Pair, one: Server) -> Site:
+    cluster = pair.cluster
+    router = cluster.start_router("router", prefill=[pair.prefill], decode=[pair.decode])
+    mini = cluster.start_router("mini", prefill=[pair.prefill], decode=[pair.decode], mini=True)
+    cluster.wait_ready()
+    return Site(one, pair.prefill, pair.decode, router, mini)
 
 
 @pytest.mark.anyio

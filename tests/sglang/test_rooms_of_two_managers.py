@@ -8,8 +8,11 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
-from pool_pair import PAGE_SIZE, PATIENCE, Pair, pages, pair, until
+from pool_pair import LAYERS, PAGE_SIZE, PATIENCE, Pair, pages, pair, until
 
+from kv_connector.agent.agent import Agent
+from kv_connector.protocol.actions import Reached, State
+from kv_connector.protocol.messages import Role
 from kv_connector.sglang.internals import KVPoll
 
 SOURCE, TARGET = (7, 3, 4, 9), (21, 22, 30, 12)
@@ -56,6 +59,34 @@ def test_a_prompt_goes_over_in_chunks_with_its_metadata(two: Pair) -> None:
     for end in (sender, receiver):
         end.clear()
         end.clear()
+
+
+def arrived(agent: Agent, transfer: str) -> int:
+    """Pages of a transfer that P knows to be at D."""
+    return sum(agent._engine.progress(one.number).pages_done for one in agent._effects.writes.of((transfer,)))
+
+
+def test_what_went_before_the_last_chunk_was_computed_is_counted(two: Pair) -> None:
+    agent = two.prefill.manager.agent
+    before = agent.stats().pages_before_prefill_end
+    sender, receiver = two.bootstrapped(11, TARGET)
+    sender.init(4, 2)
+    sender.send(pages(SOURCE[:2]))
+    until(lambda: arrived(agent, "11") == 2 * 2 * LAYERS, "the engine's word that two pages are there")
+    two.prefill.fill_slot(2, 11)
+    sender.send(pages(SOURCE[2:]))
+    until(lambda: receiver.poll() == KVPoll.Success)
+    until(lambda: sender.poll() == KVPoll.Success)
+    assert agent.stats().pages_before_prefill_end - before == 2 * 2 * LAYERS
+    sender.clear(), receiver.clear()
+
+
+def test_a_room_that_sglang_has_cleared_stays_cleared(two: Pair) -> None:
+    sender = two.send_room(52)
+    del two.prefill.manager.request_status[52]
+    assert sender.poll() == KVPoll.Failed
+    assert 52 not in two.prefill.manager.request_status
+    sender.clear()
 
 
 def send_suffix(two: Pair, room: int) -> None:
@@ -263,6 +294,29 @@ def test_after_a_failure_the_bootstrap_server_is_asked_anew(two: Pair) -> None:
     receiver.clear(), sender.clear()
 
 
+def test_prefill_is_told_of_requests_that_queue_for_pages_alone(
+    two: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[list[str]] = []
+    monkeypatch.setattr(
+        two.decode.manager.agent, "set_waiting", lambda waiting: told.append([room for room, _ in waiting])
+    )
+    sender, receiver = two.bootstrapped(53, TARGET[:1])
+    queued = two.receive_room(54)
+    queued.poll()
+    assert told == []
+    queued.poll(), queued.poll()
+    assert told == [["54"]]
+    queued.abort(), queued.clear()
+    assert told == [["54"], []]
+    sender.init(1, 2)
+    two.prefill.fill_slot(2, 53)
+    sender.send(pages(SOURCE[:1]))
+    until(lambda: receiver.poll() == KVPoll.Success)
+    until(lambda: sender.poll() == KVPoll.Success)
+    sender.clear(), receiver.clear()
+
+
 def test_decode_may_come_first(two: Pair) -> None:
     receiver = two.receive_room(50)
     receiver.send_metadata(pages(TARGET[:1]), 5, [], decode_prefix_len=0)
@@ -275,6 +329,34 @@ def test_decode_may_come_first(two: Pair) -> None:
     until(lambda: receiver.poll() == KVPoll.Success)
     until(lambda: sender.poll() == KVPoll.Success)
     sender.clear(), receiver.clear()
+
+
+def test_a_later_stage_of_a_pipeline_has_its_say_without_being_polled(two: Pair) -> None:
+    manager = two.prefill.manager
+    manager.agent.tell_reached(manager._reached)
+    sender, receiver = two.send_room(55), two.receive_room(55)
+    receiver.send_metadata(pages(TARGET), 5, [], decode_prefix_len=0)
+    until(lambda: manager.request_status[55] == KVPoll.WaitingForInput)
+    receiver.abort()
+    until(lambda: manager.request_status[55] == KVPoll.Failed)
+    sender.clear(), receiver.clear()
+    manager._reached(Reached(Role.PREFILL, "55", "55", State.MOVING))
+    assert 55 not in manager.request_status
+    manager.agent.tell_reached(lambda reached: None)
+
+
+def test_what_decode_has_asked_for_before_is_known_in_the_first_poll(two: Pair) -> None:
+    """Or a batch would be computed without it."""
+    receiver = two.receive_room(56)
+    receiver.send_metadata(pages(TARGET[:1]), 5, [], decode_prefix_len=0)
+    agent = two.prefill.manager.agent
+    until(lambda: agent.phases().get("prefill orphan"), "RESERVE")
+    senders = [two.send_room(56), two.send_room(57)]
+    assert [sender.poll() for sender in senders] == [KVPoll.WaitingForInput, KVPoll.Bootstrapping]
+    for sender in senders:
+        sender.abort()
+    until(lambda: receiver.poll() == KVPoll.Failed)
+    receiver.clear(), senders[0].clear(), senders[1].clear()
 
 
 def test_memory_is_released_and_resumed(two: Pair) -> None:
