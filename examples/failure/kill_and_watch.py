@@ -1,0 +1,52 @@
+"""kill -9 of a prefill and then of a decode engine while clients ask, and what the clients see of it."""
+
+import tempfile
+import time
+from pathlib import Path
+
+from kv_connector.lab.clients import Clients
+from kv_connector.lab.cluster import HOST, Engine, LocalCluster, Role, engine_states
+from kv_connector.lab.free_ports import free_ports
+from kv_connector.lab.model import make_llama
+
+
+def show(cluster: LocalCluster) -> None:
+    (port,) = free_ports(1)
+
+    def start(name: str, role: Role) -> Engine:
+        return cluster.start_engine(name, role=role, routers=[f"{HOST}:{port}"])
+
+    router = cluster.start_router("router", registration=port)
+    prefill = [start(f"prefill-{n}", "kv_producer") for n in (1, 2)]
+    decode = [start(f"decode-{n}", "kv_consumer") for n in (1, 2)]
+    cluster.wait_ready()
+    cluster.wait_joined(router, *prefill, *decode)
+
+    with Clients(router, count=4) as clients:
+        for victim in (prefill[0], decode[0]):
+            clients.wait_answered(8)
+            failures = len(clients.failures)
+            killed = time.monotonic()
+            victim.kill()
+            clients.wait_answered(8)
+            print(
+                f"{victim.name} killed: 8 more answers after {time.monotonic() - killed:.1f} s, "
+                f"{len(clients.failures) - failures} of 4 clients told of a failure, "
+                f"the router says {engine_states(router).get(victim.url, 'gone')}",
+                flush=True,
+            )
+            again = cluster.restart(victim)
+            cluster.wait_ready(again)
+            cluster.wait_joined(router, again)
+            print(f"{victim.name} started again: joined", flush=True)
+        clients.wait_answered(8)
+    print(f"{clients.answered} requests answered, {len(clients.failures)} failed")
+    for words in clients.failures:
+        print(f"  {words[:200]}")
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as directory:
+        model = make_llama(Path(directory, "model"))
+        with LocalCluster(Path(directory), model) as cluster:
+            show(cluster)

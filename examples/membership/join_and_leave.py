@@ -1,0 +1,54 @@
+"""Engines that join a router and leave it while clients ask: nobody notices."""
+
+import subprocess
+import tempfile
+from pathlib import Path
+
+from kv_connector.lab.clients import Clients
+from kv_connector.lab.cluster import HOST, Engine, LocalCluster, Role, engine_states
+from kv_connector.lab.free_ports import free_ports
+from kv_connector.lab.model import make_llama
+
+
+def show(cluster: LocalCluster) -> None:
+    (port,) = free_ports(1)
+    registration = f"{HOST}:{port}"
+
+    def start(name: str, role: Role) -> Engine:
+        return cluster.start_engine(name, role=role, routers=[registration])
+
+    # The router is told of no engine. Each engine is told of the router, and says that it is there.
+    router = cluster.start_router("router", registration=port)
+    old = [start("prefill-1", "kv_producer"), start("decode-1", "kv_consumer")]
+    cluster.wait_ready()
+    say("two engines have joined", router)
+
+    with Clients(router) as clients:
+        clients.wait_answered(4)
+        new = [start("prefill-2", "kv_producer"), start("decode-2", "kv_consumer")]
+        cluster.wait_ready()
+        cluster.wait_joined(router, *new)
+        say("two more have joined", router)
+
+        clients.wait_answered(4)
+        for engine in old:
+            # Nothing new is sent to it; the command ends when the engine has finished what it had.
+            subprocess.run(["kv-connector", "drain", engine.url, "--router", registration], check=True)
+            cluster.stop(engine)
+        say("the first two have been drained and stopped", router)
+
+        clients.wait_answered(4)
+    print(f"{clients.answered} requests answered, {len(clients.failures)} failed")
+    if clients.failures:
+        raise SystemExit(clients.failures[0])
+
+
+def say(what: str, router: str) -> None:
+    print(f"{what}:", *(f"{url} {state}" for url, state in engine_states(router).items()), flush=True)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as directory:
+        model = make_llama(Path(directory, "model"))
+        with LocalCluster(Path(directory), model) as cluster:
+            show(cluster)

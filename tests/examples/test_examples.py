@@ -1,0 +1,170 @@
+"""examples/: what each of their pages says is so, and its command does it.
+
+Those that need engines run here with forked ones. `make test-examples` runs their commands as a reader would.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from kv_connector.lab.cluster import EngineSettings, LocalCluster
+from kv_connector.lab.free_ports import free_ports
+from kv_connector.lab.model import make_llama
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+NAMES = sorted(path.name for path in EXAMPLES.iterdir() if path.is_dir())
+PAGE_LINES = 60
+COMMAND_SECONDS = 300
+
+
+def command(name: str) -> str:
+    """What the page tells its reader to run: the first thing that is set apart in it."""
+    page = (EXAMPLES / name / "README.md").read_text()
+    first = re.search(r"^    (\S.*(?:\\\n.*)*)", page, re.MULTILINE)
+    assert first, f"{name} has no command"
+    return re.sub(r"\s*\\\n\s*", " ", first[1])
+
+
+def run(line: str, **environment: str) -> str:
+    """The output of a page's command, where the checkout's environment is active; it has to succeed."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        shlex.split(line),
+        cwd=ROOT,
+        env={**os.environ, "PATH": path, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=COMMAND_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_is_one_page_with_one_command_which_the_list_has_too(name: str) -> None:
+    page = (EXAMPLES / name / "README.md").read_text()
+    assert len(page.splitlines()) <= PAGE_LINES
+    (row,) = [line for line in (EXAMPLES / "README.md").read_text().splitlines() if f"({name}/)" in line]
+    assert f"`{command(name)}`" in row
+
+
+@pytest.mark.parametrize("lane", ["host", "tcp"])
+def test_engine(lane: str) -> None:
+    output = run(f"{command('engine')} --lane {lane}")
+    assert f"over {lane}, right=True" in output
+
+
+# --- With engines
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, interpreter: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> LocalCluster:
+    """An example's, but for its engines, which are forked."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("no vLLM in this environment")
+    monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    model = make_llama(tmp_path / "model")
+    cluster = LocalCluster(tmp_path, model, EngineSettings(max_batched_tokens=512))
+    cluster.interpreter = interpreter
+    return cluster
+
+
+def example(file: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(Path(file).stem, EXAMPLES / file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_membership(cluster: LocalCluster, capsys: pytest.CaptureFixture[str]) -> None:
+    with cluster:
+        example("membership/join_and_leave.py").show(cluster)
+    output = capsys.readouterr().out
+    check_membership(output)
+
+
+def check_membership(output: str) -> None:
+    joined = {line.partition(":")[0]: line.count("ready") for line in output.splitlines() if " have " in line}
+    assert joined == {
+        "two engines have joined": 2,
+        "two more have joined": 4,
+        "the first two have been drained and stopped": 2,
+    }
+    assert re.search(r"^\d\d+ requests answered, 0 failed$", output, re.MULTILINE), output
+
+
+def test_metrics(cluster: LocalCluster, capsys: pytest.CaptureFixture[str]) -> None:
+    with cluster:
+        example("metrics/read.py").show(cluster)
+    check_metrics(capsys.readouterr().out)
+
+
+def check_metrics(output: str) -> None:
+    values: dict[str, float] = {}
+    for paragraph in output.strip().split("\n\n"):
+        question, *told = paragraph.splitlines()
+        name = re.search(r": (kv_connector_\w+), at the", question)
+        assert name, output
+        values[name[1]] = sum(float(line.split()[0].replace(",", "")) for line in told)
+    empty = {name for name, value in values.items() if not value}
+    assert empty <= {"kv_connector_transfers_under_way", "kv_connector_router_retries_total"}, output
+    pushed, early = (values[f"kv_connector_bytes_pushed{when}_total"] for when in ("", "_before_prefill_end"))
+    assert 0 < early < pushed
+    assert values["kv_connector_router_requests_total"] == values["kv_connector_transfers_total"] == 4
+
+
+# --- As a reader would
+
+reader = pytest.mark.skipif("KVC_EXAMPLES" not in os.environ, reason="takes minutes: make test-examples")
+
+
+@reader
+def test_command_of_vllm() -> None:
+    prefill, decode, router = (str(port) for port in free_ports(3))
+    output = run(command("vllm"), PREFILL_PORT=prefill, DECODE_PORT=decode, ROUTER_PORT=router)
+    assert '"finish_reason":"length"' in output
+    (pushed,) = re.findall(r"^kv_connector_pages_pushed_total\{.*\} (\S+)$", output, re.MULTILINE)
+    assert float(pushed) == 4  # a page for each layer
+
+
+def check_failure(output: str) -> None:
+    told = dict(re.findall(r"^(\S+) killed: .* (\d) of 4 clients told of a failure", output, re.MULTILINE))
+    assert told.keys() == {"prefill-1", "decode-1"}, output
+    assert told["prefill-1"] == "0", output
+    assert output.count("started again: joined") == 2, output
+    (failed,) = re.findall(r"^\d+ requests answered, (\d+) failed$", output, re.MULTILINE)
+    assert failed == told["decode-1"], output
+    assert "another answer" not in output
+
+
+@reader
+@pytest.mark.parametrize(
+    ("name", "check"),
+    [("membership", check_membership), ("failure", check_failure), ("metrics", check_metrics)],
+)
+def test_command(name: str, check: object) -> None:
+    assert callable(check)
+    check(run(command(name)))
+
+
+@reader
+@pytest.mark.skipif(
+    not (ROOT / ".venv-sglang" / "ready").exists(), reason="no SGLang: make .venv-sglang/ready"
+)
+def test_command_of_sglang() -> None:
+    alone, both = run(command("sglang")).strip().splitlines()[-2:]
+    assert alone.partition("[")[2] == both.partition("[")[2] != ""

