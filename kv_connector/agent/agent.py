@@ -262,6 +262,7 @@ class Agent:
 
         def command(now: float) -> Sequence[Action]:
             self._effects.writes.order_layers(signal_base, ordinals)
+            self.timelines.order = ordinals
             return ()
 
         self._submit(command)
@@ -278,9 +279,12 @@ class Agent:
     def computed(self, pages: ComputedPages) -> None:
         """These pages become valid in this step, or are already; each is pushed once, when D wants it."""
 
+        # By this thread's clock: the layers may be computed before the agent's thread hears of it.
+        named = time.monotonic_ns() if self.timelines.on else 0
+
         def command(now: float) -> Sequence[Action]:
             if self.timelines.on:
-                self.timelines.named(pages.signal_base)
+                self.timelines.named(pages.signal_base, named)
             return self._effects.prefill.computed(now, pages)
 
         self._submit(command)

@@ -7,7 +7,7 @@ as steps (TransferEngine.start_trace), which are put together here; of the rest 
 from __future__ import annotations
 
 import time
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -97,6 +97,8 @@ class Timelines:
         )
         self._starts = [address for address, _ in places]
         self._ordinals = [ordinal for _, ordinal in places]
+        self.order: Sequence[int] = range(len(layout.layers))
+        """The layers' ordinals, in the order in which the signal counts them."""
         self._keep = keep
         self._kept: deque[Sending | Receiving] = deque(maxlen=keep)
         self._lost = 0
@@ -117,10 +119,10 @@ class Timelines:
         """The layer whose signal this is has been computed. Called on the forward pass's thread."""
         self._signals[value % _SIGNALS] = value, time.monotonic_ns()
 
-    def named(self, signal_base: int | None) -> None:
-        """The pages of a step are told of."""
+    def named(self, signal_base: int | None, when: int) -> None:
+        """The pages of a step were told of, at that time."""
         if signal_base is not None and signal_base not in self._named:
-            self._named[signal_base] = time.monotonic_ns()
+            self._named[signal_base] = when
             while len(self._named) > _SIGNALS:
                 del self._named[next(iter(self._named))]
 
@@ -225,12 +227,19 @@ class Timelines:
         if share is None:
             return
         outgoing = self._outgoing[share]
-        layer = self._ordinals[max(0, bisect_right(self._starts, step.source) - 1)]
+        layer = self._layer(step)
         key = step.signal_value or -outgoing.pushes, layer
         span = outgoing.spans.get(key)
         if span is None:
             span = outgoing.spans[key] = _Span(layer, self._computed(step))
         self._live[step.request] = outgoing.requests[step.request] = span
+
+    def _layer(self, step: TraceStep) -> int:
+        """The layer of that address, where layers share pages the one of the signal's value."""
+        last = max(0, bisect_right(self._starts, step.source) - 1)
+        there = self._ordinals[bisect_left(self._starts, self._starts[last]) : last + 1]
+        signalled = self.order[(step.signal_value - 1) % len(self.order)]
+        return signalled if signalled in there else there[-1]
 
     def _computed(self, step: TraceStep) -> int:
         """When the layer was: as its hook says, else when the worker saw the signal."""

@@ -166,9 +166,10 @@ class _Process:
             self._at(when, ph="C", name=f"pages of {about.transfer_id}", tid=0, args={"pages": pages})
         names = dict.fromkeys(sorted(name for _, name, _, _ in landings))
         threads = {name: self._thread(name) for name in names}
-        for _, name, pages, arrow in landings:
-            for when in [when for when, count in receiving.counts if count >= pages][:1]:
-                thread = threads[name]
+        for posted, name, pages, arrow in landings:
+            for counted in [when for when, count in receiving.counts if count >= pages][:1]:
+                # P's worker notes a post once it is made: D may have counted it by then.
+                when, thread = max(counted, posted - self._worker.to_ours), threads[name]
                 self._at(when, ph="i", s="t", name="landed", cat="layer", tid=thread, args={"pages": pages})
                 self._at(when, ph="f", bp="e", name="pages", cat="flow", id=arrow, tid=thread)
 

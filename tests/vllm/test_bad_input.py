@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 import zmq
 import zmq.asyncio
 from deployment import (
@@ -115,14 +116,15 @@ def strangers(
     ):
         cluster.interpreter = other.interpreter = interpreter
         engines = {
-            "kv dtype": cluster.start_engine(
-                "kv-dtype", role="kv_consumer", settings=engine_settings("--kv-cache-dtype", "fp8")
-            ),
             "dtype": cluster.start_engine(
                 "dtype", role="kv_consumer", settings=engine_settings("--dtype", "bfloat16")
             ),
             "model": other.start_engine("model", role="kv_consumer"),
         }
+        if torch.cpu._is_avx512_supported():
+            engines["kv dtype"] = cluster.start_engine(
+                "kv-dtype", role="kv_consumer", settings=engine_settings("--kv-cache-dtype", "fp8")
+            )
         cluster.wait_ready()
         other.wait_ready()
         yield engines
@@ -140,6 +142,8 @@ async def test_engines_that_do_not_fit(
     # A stranger serves what it can do alone.
     for stranger in strangers.values():
         assert len(await client.complete(stranger.url, one, 4)) == 4
+    if left_out := REFUSALS.keys() - strangers.keys():
+        pytest.skip(f"{', '.join(left_out)}: fp8 needs AVX-512; the others are refused as they must be")
 
 
 async def refused_by_prefill(client: Client, deployment: Deployment, what: str, stranger: Engine) -> None:
