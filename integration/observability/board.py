@@ -82,6 +82,14 @@ def quantile(q: float, metric: str, by: str = "", selector: str = ENGINES) -> st
     return f"histogram_quantile({q}, {rate(f'{metric}_bucket', labels, selector)})"
 
 
+def median_and_tail(metric: str) -> list[Query]:
+    """Of a time, by lane."""
+    return [
+        Query(quantile(0.5, metric, "lane"), "{{lane}} median"),
+        Query(quantile(0.99, metric, "lane"), "{{lane}} 99th percentile"),
+    ]
+
+
 ROWS = (
     Row(
         "Requests",
@@ -214,11 +222,7 @@ ROWS = (
                 "From the reservation to the end of its writes; beside it the wait for its first pages.",
                 "s",
                 [
-                    Query(quantile(0.5, "kv_connector_send_duration_seconds", "lane"), "{{lane}} median"),
-                    Query(
-                        quantile(0.99, "kv_connector_send_duration_seconds", "lane"),
-                        "{{lane}} 99th percentile",
-                    ),
+                    *median_and_tail("kv_connector_send_duration_seconds"),
                     Query(
                         quantile(0.5, "kv_connector_send_first_push_seconds", "lane"),
                         "{{lane}} first pages, median",
@@ -230,11 +234,7 @@ ROWS = (
                 "From the reservation to the last page.",
                 "s",
                 [
-                    Query(quantile(0.5, "kv_connector_receive_duration_seconds", "lane"), "{{lane}} median"),
-                    Query(
-                        quantile(0.99, "kv_connector_receive_duration_seconds", "lane"),
-                        "{{lane}} 99th percentile",
-                    ),
+                    *median_and_tail("kv_connector_receive_duration_seconds"),
                 ],
             ),
             Chart(

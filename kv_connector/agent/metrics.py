@@ -103,7 +103,7 @@ class AgentReporter:
             counters=_grown(counters, self._counters),
             transfers=_grown(transfers, self._transfers),
             gauges=self._changed("gauges", _gauges(live, self._agent.authenticated)),
-            lanes=self._changed("lanes", Counter(peer.lane for peer in stats.peers if peer.lane)),
+            lanes=self._changed("lanes", _lanes(stats)),
             phases=self._changed("phases", self._count_phases(live)),
             timings=[
                 (name, timing.lane, value)
@@ -135,10 +135,15 @@ def activity(agent: Agent) -> Activity:
     """What the routers are told. Any thread."""
     live, stats = agent.live(), agent.stats()
     return Activity(
-        lanes=Counter(peer.lane for peer in stats.peers if peer.lane),
+        lanes=_lanes(stats),
         transfers=live.prefill_requests + live.decode_requests,
         bytes_pushed=stats.bytes_pushed,
     )
+
+
+def _lanes(stats: AgentStats) -> Counter[str]:
+    """Peers that are connected, by the lane that their pages take."""
+    return Counter(peer.lane for peer in stats.peers if peer.lane)
 
 
 def _grown(now: dict[str, int | float], before: dict[str, int | float]) -> dict[str, int | float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import ipaddress
+import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -15,6 +16,9 @@ from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey, KeyF
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timeline import MAX_TIMELINES
 from kv_connector.protocol.timers import Timeouts
+
+SETTINGS_VARIABLE = "KV_CONNECTOR_SETTINGS"
+"""Where a framework has no place for a connector's settings: SGLang's."""
 
 DEFAULT_PROVIDERS = {"cpu": ("host", "tcp"), "cuda": ("nvlink",)}
 """Lanes in order of preference, by the device that holds the KV cache."""
@@ -162,6 +166,20 @@ def parse_settings(config: Mapping[str, Any]) -> Settings:
     if problems:
         raise SettingsError(problems[0])
     return settings
+
+
+def settings_in_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    """What ``KV_CONNECTOR_SETTINGS`` says, a JSON object. Ports are free ones unless named: peers learn them
+    from SGLang's bootstrap server. Raises SettingsError where it is none.
+    """
+    text = environment.get(SETTINGS_VARIABLE) or "{}"
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise SettingsError(f"{SETTINGS_VARIABLE}: {error} in {text!r}") from None
+    if not isinstance(given, dict):
+        raise SettingsError(f"{SETTINGS_VARIABLE} must be a JSON object, not {text!r}")
+    return {"control_port": 0, **given}
 
 
 def examine_settings(config: Mapping[str, Any]) -> tuple[Settings, list[str]]:

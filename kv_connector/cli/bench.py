@@ -64,8 +64,7 @@ def transfers(
         json=json,
         plot=plot,
     )
-    if not run(plan, make_console(json)):
-        raise typer.Exit(ExitStatus.FAILURE)
+    _end(run(plan, make_console(json)))
 
 
 @app.command("pd")
@@ -94,8 +93,7 @@ def prefill_decode(
         json=json,
         plot=plot,
     )
-    if not run(plan, make_console(json)):
-        raise typer.Exit(ExitStatus.FAILURE)
+    _end(run(plan, make_console(json)))
 
 
 @app.command("faults")
@@ -122,8 +120,7 @@ def compare_faults(
         faults=tuple(fault for fault in FAULTS if fault.name in names),
         json=json,
     )
-    if not run(plan, make_console(json)):
-        raise typer.Exit(ExitStatus.FAILURE)
+    _end(run(plan, make_console(json)))
 
 
 _Providers = Annotated[
@@ -157,8 +154,7 @@ def table_2(
     from kv_connector.lab.bench.writes import Plan, run
 
     lanes = _lanes(provider, device, target_device, in_one_process=False)
-    if not run(Plan(lanes, rounds=rounds, pin=pin, shared=shared, json=json), make_console(json)):
-        raise typer.Exit(ExitStatus.FAILURE)
+    _end(run(Plan(lanes, rounds=rounds, pin=pin, shared=shared, json=json), make_console(json)))
 
 
 @app.command("groups")
@@ -183,8 +179,7 @@ def tables_8_and_9(
     if min(sizes) < 1:
         raise typer.BadParameter("--peers: a group has one peer at least")
     lanes = _lanes(provider, device, target_device, in_one_process=True)
-    if not run(Plan(lanes, peers=sizes, iterations=iterations, json=json), make_console(json)):
-        raise typer.Exit(ExitStatus.FAILURE)
+    _end(run(Plan(lanes, peers=sizes, iterations=iterations, json=json), make_console(json)))
 
 
 @app.command("peers")
@@ -201,8 +196,7 @@ def cost_of_peers(
     from kv_connector.lab.bench.tables import make_console
 
     lanes = _lanes(provider, device, target_device, in_one_process=False)
-    if not run(Plan(lanes, peers=peers, rounds=rounds, json=json), make_console(json)):
-        raise typer.Exit(ExitStatus.FAILURE)
+    _end(run(Plan(lanes, peers=peers, rounds=rounds, json=json), make_console(json)))
 
 
 @app.command("meeting")
@@ -219,8 +213,7 @@ def meeting_of_engines(
 
     (lane,) = _lanes(provider, "", "", in_one_process=False)
     plan = Plan(lane.provider, prefill=prefill, decode=decode, rounds=rounds, json=json)
-    if not run(plan, make_console(json)):
-        raise typer.Exit(ExitStatus.FAILURE)
+    _end(run(plan, make_console(json)))
 
 
 @app.command("registration")
@@ -241,8 +234,7 @@ def registering_beside_writes(
 
     lanes = _lanes(provider, device, target_device, in_one_process=True)
     plan = Plan(lanes, registered_bytes=mib << 20, iterations=iterations, rounds=rounds, json=json)
-    if not run(plan, make_console(json)):
-        raise typer.Exit(ExitStatus.FAILURE)
+    _end(run(plan, make_console(json)))
 
 
 @app.command("router")
@@ -255,8 +247,7 @@ def share_of_the_router(
     from kv_connector.lab.bench.router import Plan, run
     from kv_connector.lab.bench.tables import make_console
 
-    if not run(Plan(rounds=rounds, requests=requests, json=json), make_console(json)):
-        raise typer.Exit(ExitStatus.FAILURE)
+    _end(run(Plan(rounds=rounds, requests=requests, json=json), make_console(json)))
 
 
 @app.command("micro")
@@ -268,7 +259,12 @@ def hot_loops(
     from kv_connector.lab.bench.micro import Plan, run
     from kv_connector.lab.bench.tables import make_console
 
-    if not run(Plan(iterations=iterations, json=json), make_console(json)):
+    _end(run(Plan(iterations=iterations, json=json), make_console(json)))
+
+
+def _end(good: bool) -> None:
+    """Of a command, by what its measurement says of itself."""
+    if not good:
         raise typer.Exit(ExitStatus.FAILURE)
 
 

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kv_connector.cli.doctor import VLLM_TO_INSTALL
+from kv_connector.cli.doctor import SUPPORTED_SGLANG, VLLM_TO_INSTALL
 from kv_connector.cli.exit_status import ExitStatus
 from kv_connector.cli.plot import Plot, check_plot
 
@@ -27,7 +27,7 @@ class Framework(StrEnum):
 # What is to be installed where its module is not there.
 _INSTALL = {
     Framework.VLLM: {"vllm": VLLM_TO_INSTALL},
-    Framework.SGLANG: {"sglang.srt": "sglang==0.5.23", "sglang_router": "sglang-router"},
+    Framework.SGLANG: {"sglang.srt": f"sglang=={SUPPORTED_SGLANG[-1]}", "sglang_router": "sglang-router"},
 }
 
 

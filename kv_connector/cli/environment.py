@@ -1,11 +1,14 @@
 """The environment variables that are read here, and what each says."""
 
+from kv_connector.agent.settings import SETTINGS_VARIABLE
+from kv_connector.control.cluster_key import KEY_FILE_VARIABLE
+
 VARIABLES = {
-    "KV_CONNECTOR_KEY_FILE": (
+    KEY_FILE_VARIABLE: (
         "File of the cluster key, for engines (where `control_key_file` is not set), routers and commands "
         "(where `--key-file` is not given)."
     ),
-    "KV_CONNECTOR_SETTINGS": "SGLang's servers: the settings, as a JSON object.",
+    SETTINGS_VARIABLE: "SGLang's servers: the settings, as a JSON object.",
     "KV_CONNECTOR_LIBFABRIC": (
         "The libfabric that the lane `libfabric` opens: a file, or a name for the dynamic linker. By itself "
         "`libfabric.so.1` where the linker finds it, else the one in MPICH's wheel."

@@ -204,7 +204,7 @@ class _Process:
 
 
 def _steps(sending: Sending) -> Iterator[tuple[int, int]]:
-    """From when the agent heard of a step until its last layer was computed."""
+    """From when the agent was told of a step until its last layer was computed."""
     ends = (*sending.steps[1:], 1 << 62)
     for begin, limit in zip(sending.steps, ends, strict=True):
         computed = [span.computed for span in sending.spans if begin <= span.computed < limit]

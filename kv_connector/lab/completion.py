@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,11 +43,14 @@ def complete(
         "return_token_ids": True,
         **(parameters or {}),
     }
-    try:
-        with httpx.Client(timeout=ANSWER_SECONDS, trust_env=False) as client:
-            return _stream(client, f"{url}/v1/completions", body)
-    except httpx.HTTPError as error:
-        raise CompletionError(f"{url} broke off: {type(error).__name__}: {error}") from error
+    tokens: list[int] = []
+    first = 0.0
+    with _streaming(url, "/v1/completions", body) as (started, chunks):
+        for chunk in chunks:
+            for choice in chunk["choices"]:
+                first = first or time.perf_counter()
+                tokens += choice["token_ids"]
+    return Answer(tokens, first - started)
 
 
 def generate(url: str, prompt: Sequence[int], *, max_tokens: int) -> Answer:
@@ -55,33 +59,28 @@ def generate(url: str, prompt: Sequence[int], *, max_tokens: int) -> Answer:
     body = {"input_ids": list(prompt), "sampling_params": sampling, "stream": True}
     tokens: list[int] = []
     first = 0.0
-    started = time.perf_counter()
+    with _streaming(url, "/generate", body) as (started, chunks):
+        for chunk in chunks:
+            first = first or time.perf_counter()
+            tokens = chunk["output_ids"]  # all of them so far
+    return Answer(tokens, first - started)
+
+
+@contextmanager
+def _streaming(
+    url: str, path: str, body: Mapping[str, Any]
+) -> Iterator[tuple[float, Iterator[dict[str, Any]]]]:
+    """When the request left, and the chunks of its answer. CompletionError where they break off."""
     try:
-        with (
-            httpx.Client(timeout=ANSWER_SECONDS, trust_env=False) as client,
-            client.stream("POST", f"{url}/generate", json=body) as response,
-        ):
-            for chunk in _events(response, url):
-                first = first or time.perf_counter()
-                tokens = chunk["output_ids"]  # all of them so far
+        with httpx.Client(timeout=ANSWER_SECONDS, trust_env=False) as client:
+            started = time.perf_counter()
+            with client.stream("POST", url + path, json=body) as response:
+                yield started, _chunks(response, url + path)
     except httpx.HTTPError as error:
         raise CompletionError(f"{url} broke off: {type(error).__name__}: {error}") from error
-    return Answer(tokens, first - started)
 
 
-def _stream(client: httpx.Client, url: str, body: Mapping[str, Any]) -> Answer:
-    tokens: list[int] = []
-    first = 0.0
-    started = time.perf_counter()
-    with client.stream("POST", url, json=body) as response:
-        for chunk in _events(response, url):
-            for choice in chunk["choices"]:
-                first = first or time.perf_counter()
-                tokens += choice["token_ids"]
-    return Answer(tokens, first - started)
-
-
-def _events(response: httpx.Response, url: str) -> Iterator[dict[str, Any]]:
+def _chunks(response: httpx.Response, url: str) -> Iterator[dict[str, Any]]:
     if response.status_code != 200:
         raise CompletionError(f"{url} answered {response.status_code}: {response.read().decode()[:1000]}")
     for line in response.iter_lines():

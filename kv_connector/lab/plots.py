@@ -78,17 +78,16 @@ def check(file: Path) -> None:
 
 def lines(file: Path, panels: Sequence[Panel], caption: str = "") -> None:
     """A line for each series over its columns."""
-    with _figure(file, len(panels), caption) as (figure, axes):
+    with _figure(file, len(panels), caption) as (_, axes):
         for one, panel in zip(axes, panels, strict=True):
             for colour, series in zip(_colours(panel), panel.series, strict=False):
                 one.plot(panel.columns, _gaps(series.values), marker="o", color=colour, label=series.name)
             _label(one, panel)
-        del figure
 
 
 def bars(file: Path, panels: Sequence[Panel], caption: str = "") -> None:
     """Bars beside each other in each column."""
-    with _figure(file, len(panels), caption) as (figure, axes):
+    with _figure(file, len(panels), caption) as (_, axes):
         for one, panel in zip(axes, panels, strict=True):
             width = 0.8 / len(panel.series)
             for number, (colour, series) in enumerate(zip(_colours(panel), panel.series, strict=False)):
@@ -105,7 +104,6 @@ def bars(file: Path, panels: Sequence[Panel], caption: str = "") -> None:
                 )
             one.set_xticks(range(len(panel.columns)), panel.columns)
             _label(one, panel)
-        del figure
 
 
 def timeline(file: Path, trace: Mapping[str, Any], caption: str = "") -> None:

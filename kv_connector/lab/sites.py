@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from kv_connector.agent.settings import SETTINGS_VARIABLE
 from kv_connector.lab.cluster import EngineSettings, LocalCluster
 from kv_connector.lab.completion import complete, generate
 from kv_connector.lab.demonstration import (
@@ -38,7 +39,7 @@ def vllm_site(directory: Path, model: Path, provider: str | None) -> Iterator[Si
 @contextlib.contextmanager
 def sglang_site(directory: Path, model: Path, provider: str | None) -> Iterator[Site]:
     """StartError where a server does not start."""
-    environment = {} if provider is None else {"KV_CONNECTOR_SETTINGS": json.dumps({"providers": [provider]})}
+    environment = {} if provider is None else {SETTINGS_VARIABLE: json.dumps({"providers": [provider]})}
     settings = ServerSettings(
         page_size=BLOCK_TOKENS,
         chunked_prefill_size=CHUNK_TOKENS,

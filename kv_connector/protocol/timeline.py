@@ -47,7 +47,7 @@ class Sending(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     about: About
     share: Count
     nbytes: Count
-    # When the agent heard of the pages of each step of the engine: about when the step began.
+    # When the agent was told of the pages of each step of the engine: about when the step began.
     steps: Annotated[tuple[Nanoseconds, ...], msgspec.Meta(max_length=MAX_SPANS)]
     spans: Annotated[tuple[LayerSpan, ...], msgspec.Meta(max_length=MAX_SPANS)]
 

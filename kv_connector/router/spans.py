@@ -70,16 +70,12 @@ class _OtlpSpans(Spans):
         self._contexts = TraceContextTextMapPropagator()
         self._trace = trace
 
-    @contextmanager
-    def server(self, path: str, request_id: str, headers: Mapping[str, str]) -> Iterator[None]:
+    def server(
+        self, path: str, request_id: str, headers: Mapping[str, str]
+    ) -> AbstractContextManager[object]:
         about = {"http.request.method": "POST", "url.path": path, "kv.request_id": request_id}
-        with self._tracer.start_as_current_span(
-            f"POST {path}",
-            self._contexts.extract(headers),
-            self._trace.SpanKind.SERVER,
-            about,
-        ):
-            yield
+        context, kind = self._contexts.extract(headers), self._trace.SpanKind.SERVER
+        return self._tracer.start_as_current_span(f"POST {path}", context, kind, about)
 
     @contextmanager
     def client(

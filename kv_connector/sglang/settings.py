@@ -8,25 +8,22 @@ from typing import Any
 
 import msgspec
 
-from kv_connector.agent.settings import Settings, SettingsError, parse_settings
-
-VARIABLE = "KV_CONNECTOR_SETTINGS"
+from kv_connector.agent.settings import (
+    SETTINGS_VARIABLE,
+    Settings,
+    SettingsError,
+    parse_settings,
+    settings_in_environment,
+)
 
 
 def read_settings(environment: Mapping[str, str]) -> Settings:
-    """``KV_CONNECTOR_SETTINGS``, a JSON object. Ports are free ones unless named: peers learn them from
-    SGLang's bootstrap server. Raises SettingsError."""
-    text = environment.get(VARIABLE, "")
+    """Of ``KV_CONNECTOR_SETTINGS``. Raises SettingsError."""
+    given = settings_in_environment(environment)
     try:
-        given = json.loads(text) if text else {}
-    except ValueError as error:
-        raise SettingsError(f"{VARIABLE}: {error} in {text!r}") from None
-    if not isinstance(given, dict):
-        raise SettingsError(f"{VARIABLE} must be a JSON object, not {text!r}")
-    try:
-        return parse_settings({"control_port": 0, **given})
+        return parse_settings(given)
     except SettingsError as error:
-        raise SettingsError(f"{VARIABLE}: {error}") from None
+        raise SettingsError(f"{SETTINGS_VARIABLE}: {error}") from None
 
 
 def with_nics(settings: Settings, ib_device: str | None, gpu: int, ranks: int) -> Settings:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from kv_connector.lab.cluster import engine_states
 from kv_connector.lab.free_ports import free_ports
 
 COMPOSE = Path(__file__).parents[2] / "examples" / "compose"
@@ -87,19 +88,9 @@ def pages_pushed() -> float:
     return sum(float(line.split()[1]) for line in lines if line.startswith("kv_connector_pages_pushed_total"))
 
 
-def states(router: str) -> dict[str, dict[str, str]]:
-    try:
-        with urllib.request.urlopen(f"{router}/health", timeout=10) as response:
-            found = json.load(response)
-    except urllib.error.HTTPError as error:
-        found = json.load(error)
-    assert isinstance(found, dict)
-    return found
-
-
 def until_prefill(router: str, state: str | None) -> None:
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while (found := states(router)["prefill"].get("http://prefill:8000")) != state:
+    while (found := engine_states(router).get("http://prefill:8000")) != state:
         assert time.monotonic() < deadline, f"{found}, not {state}; {compose('logs', '--tail', '20')}"
         time.sleep(0.2)
 

@@ -13,16 +13,6 @@ if "KVC_FAULT_MINUTES" not in os.environ:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from deployment import LLAMA
+    from deployment import make_small_llama
 
-    from kv_connector.lab.model import make_llama
-
-    return make_llama(
-        tmp_path_factory.mktemp("model") / "llama",
-        layers=LLAMA.layers,
-        hidden=128,
-        heads=4,
-        kv_heads=2,
-        head_dim=32,
-        intermediate=256,
-    )
+    return make_small_llama(tmp_path_factory.mktemp("model") / "llama")

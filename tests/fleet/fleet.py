@@ -17,6 +17,7 @@ from deployment import (
     Hold,
     assert_quiescent,
     engine_settings,
+    make_small_llama,
     prefill_settings,
     prompt,
     wait_until,
@@ -24,7 +25,6 @@ from deployment import (
 
 from kv_connector.lab.cluster import HOST, Engine, LocalCluster
 from kv_connector.lab.free_ports import free_ports
-from kv_connector.lab.model import make_llama
 from kv_connector.lab.process import Process
 
 PUSHED = "kv_connector_bytes_pushed_total"
@@ -68,15 +68,7 @@ class Fleet:
 
 @contextlib.contextmanager
 def start(directory: Path, interpreter: tuple[str, ...]) -> Iterator[Fleet]:
-    model = make_llama(
-        directory / "llama",
-        layers=LLAMA.layers,
-        hidden=128,
-        heads=4,
-        kv_heads=2,
-        head_dim=32,
-        intermediate=256,
-    )
+    model = make_small_llama(directory / "llama")
     registration, discovery = free_ports(2)
     with FleetCluster(directory, model, engine_settings()) as cluster:
         cluster.interpreter = interpreter

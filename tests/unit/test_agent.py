@@ -49,6 +49,19 @@ def pair(sim: Stage) -> tuple[Side, Side]:
     return sim.pair()
 
 
+def record_signals(prefill: Side) -> list[list[int]]:
+    """By armed write, from now on: the signal values that its layers wait for."""
+    engine, values = prefill.agent._engine, list[list[int]]()
+    arm = engine.arm
+
+    def recording(number: int, signal: LayerSignal, write: PagedWrite, layers: Sequence[ArmedLayer]) -> None:
+        values.append([layer.signal_value for layer in layers])
+        arm(number, signal, write, layers)
+
+    engine.arm = recording  # type: ignore[method-assign]
+    return values
+
+
 def refuse(code: ErrorCode, times: int = 1 << 30) -> Callable[..., Any]:
     """An operation of the engine that fails so many times."""
     left = [times]
@@ -139,14 +152,7 @@ def test_pages_of_a_step_before_the_order_changed_wait_for_its_end(pair: tuple[S
     """Of a GPU's steps several may be under way: what the signal says of an earlier one goes by an order that
     nobody remembers."""
     prefill, decode = pair
-    engine, values = prefill.agent._engine, []
-    arm = engine.arm
-
-    def recording(number: int, signal: LayerSignal, write: PagedWrite, layers: Sequence[ArmedLayer]) -> None:
-        values.append([layer.signal_value for layer in layers])
-        arm(number, signal, write, layers)
-
-    engine.arm = recording  # type: ignore[method-assign]
+    values = record_signals(prefill)
     prefill.expect()
     prefill.compute((1, 2), forward=False)
     prefill.agent.order_layers(2, (1, 0))
@@ -174,14 +180,7 @@ def test_on_lanes_for_bursts_only_the_many_last_pages_of_a_prompt_go_by_layer(
     """A step in which no prompt ends, and one of which a page of each of the two layers is named twice."""
     monkeypatch.setattr("kv_connector.agent.effects.BURST_BYTES", {"sim": burst} if burst else {})
     prefill, decode = pair
-    engine, values = prefill.agent._engine, []
-    arm = engine.arm
-
-    def recording(number: int, signal: LayerSignal, write: PagedWrite, layers: Sequence[ArmedLayer]) -> None:
-        values.append([layer.signal_value for layer in layers])
-        arm(number, signal, write, layers)
-
-    engine.arm = recording  # type: ignore[method-assign]
+    values = record_signals(prefill)
     prefill.expect()
     decode.reserve(prefill.address)
     until(lambda: bool(prefill.agent.take_reserved()))

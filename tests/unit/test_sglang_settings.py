@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kv_connector.agent.settings import SettingsError
-from kv_connector.sglang.settings import VARIABLE, read_settings, with_nics
+from kv_connector.agent.settings import SETTINGS_VARIABLE, SettingsError
+from kv_connector.sglang.settings import read_settings, with_nics
 
 
 def test_without_a_word_ports_are_free_ones() -> None:
@@ -13,7 +13,7 @@ def test_without_a_word_ports_are_free_ones() -> None:
 
 
 def test_settings_are_a_json_object() -> None:
-    settings = read_settings({VARIABLE: '{"control_port": 5700, "providers": ["tcp"]}'})
+    settings = read_settings({SETTINGS_VARIABLE: '{"control_port": 5700, "providers": ["tcp"]}'})
     assert (settings.control_port, settings.providers) == (5700, ("tcp",))
 
 
@@ -27,8 +27,8 @@ def test_settings_are_a_json_object() -> None:
 )
 def test_what_cannot_be_used_is_refused_with_where_it_stands(text: str, words: str) -> None:
     with pytest.raises(SettingsError, match=words) as refused:
-        read_settings({VARIABLE: text})
-    assert VARIABLE in str(refused.value)
+        read_settings({SETTINGS_VARIABLE: text})
+    assert SETTINGS_VARIABLE in str(refused.value)
 
 
 def test_sglangs_word_for_nics_is_taken_unless_ours_is_given() -> None:
@@ -36,7 +36,7 @@ def test_sglangs_word_for_nics_is_taken_unless_ours_is_given() -> None:
     assert with_nics(settings, None, 0, 2) is settings
     assert with_nics(settings, "mlx5_0, mlx5_1", 0, 2).nics_of(1) == ("mlx5_0", "mlx5_1")
     assert with_nics(settings, '{"0": "mlx5_0", "3": "mlx5_7"}', 3, 8).nics_of(5) == ("mlx5_7",)
-    ours = read_settings({VARIABLE: '{"nics": [["mlx5_2"]]}'})
+    ours = read_settings({SETTINGS_VARIABLE: '{"nics": [["mlx5_2"]]}'})
     assert with_nics(ours, "mlx5_0", 0, 1).nics_of(0) == ("mlx5_2",)
     with pytest.raises(SettingsError, match="--disaggregation-ib-device"):
         with_nics(settings, '{"0": "mlx5_0"}', 1, 2)

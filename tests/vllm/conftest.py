@@ -9,17 +9,19 @@ from deployment import (
     DATA_HOST,
     GEMMA3,
     LLAMA,
+    SMALL,
     TIMEOUTS,
     Deployment,
     Shape,
     engine_settings,
+    make_small_llama,
     prefill_settings,
 )
 from otlp import ENVIRONMENT, Receiver
 
 from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey
 from kv_connector.lab.cluster import LocalCluster
-from kv_connector.lab.model import make_gemma3, make_llama
+from kv_connector.lab.model import make_gemma3
 
 MODELS = ("llama", "gemma3")
 
@@ -31,15 +33,14 @@ if "KVC_DATA_PARALLEL" not in os.environ:
 @pytest.fixture(scope="session")
 def model_directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     directory = tmp_path_factory.mktemp("models")
-    small = {"hidden": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate": 256}
     return {
-        "llama": make_llama(directory / "llama", layers=LLAMA.layers, **small),
+        "llama": make_small_llama(directory / "llama"),
         "gemma3": make_gemma3(
             directory / "gemma3",
             layers=GEMMA3.layers,
             full_attention_every=3,
             sliding_window=max(group.window or 0 for group in GEMMA3.groups),
-            **small,
+            **SMALL,
         ),
     }
 

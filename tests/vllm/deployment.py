@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from kv_connector.lab.cluster import HOST, MODEL_NAME, Engine, EngineSettings, LocalCluster
+from kv_connector.lab.model import make_llama
 
 if TYPE_CHECKING:
     from otlp import Receiver
@@ -333,6 +334,13 @@ def prefill_settings(blocks: int) -> EngineSettings:
 
 LLAMA = Shape((Group(layers=16),))
 GEMMA3 = Shape((Group(layers=2), Group(layers=2, window=128), Group(layers=2, window=128)))
+SMALL = {"hidden": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate": 256}
+"""How wide the models of both are."""
+
+
+def make_small_llama(directory: Path) -> Path:
+    """A model of the shape LLAMA."""
+    return make_llama(directory, layers=LLAMA.layers, **SMALL)
 
 
 def prefill_params(transfer_id: str) -> dict[str, Any]:

@@ -8,7 +8,13 @@ from typing import Any, Literal
 
 import yaml
 
-from kv_connector.agent.settings import SETTINGS, nearest
+from kv_connector.agent.settings import (
+    SETTINGS,
+    SETTINGS_VARIABLE,
+    SettingsError,
+    nearest,
+    settings_in_environment,
+)
 from kv_connector.cli.config.commands import (
     containers,
     environment_file,
@@ -27,7 +33,6 @@ from kv_connector.cli.config.deployment import (
 
 CONNECTOR = "WriteImmConnector"
 BACKEND = "write_imm"
-_SETTINGS_VARIABLE = "KV_CONNECTOR_SETTINGS"
 
 TRANSFER_KEYS = (
     "kv_connector",
@@ -145,11 +150,11 @@ def _started(commands: Iterable[Command]) -> Iterator[Part]:
             options = {**options, "kv-transfer-config": transfer}
             yield _vllm(where, command.machine, options, command.environment)
         elif program == "SGLang" and "disaggregation-mode" in options:
-            if "$" in command.environment.get(_SETTINGS_VARIABLE, ""):
-                yield Unknown(command.where, f"not looked at: {_SETTINGS_VARIABLE} is known elsewhere")
+            if "$" in command.environment.get(SETTINGS_VARIABLE, ""):
+                yield Unknown(command.where, f"not looked at: {SETTINGS_VARIABLE} is known elsewhere")
             else:
                 yield _sglang(command, options)
-        elif not command.words and not engines and _SETTINGS_VARIABLE in command.environment:
+        elif not command.words and not engines and SETTINGS_VARIABLE in command.environment:
             yield _sglang(command, None)
         engines += program is not None
 
@@ -260,15 +265,11 @@ def _ours(transfer: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def _sglang(command: Command, options: Mapping[str, str] | None) -> Engine:
     problems = []
-    settings: Any = {}
-    text = command.environment.get(_SETTINGS_VARIABLE) or "{}"
     try:
-        settings = json.loads(text)
-    except ValueError as error:
-        problems.append(f"{_SETTINGS_VARIABLE}: {error} in {text!r}")
-    if not isinstance(settings, dict):
-        problems.append(f"{_SETTINGS_VARIABLE} must be a JSON object, not {text!r}")
-        settings = {}
+        settings = settings_in_environment(command.environment)
+    except SettingsError as error:
+        settings = settings_in_environment({})
+        problems.append(str(error))
     mode = (options or {}).get("disaggregation-mode")
     if mode is not None and mode not in MODES:
         problems.append(f"--disaggregation-mode is {mode!r}: write prefill or decode")
@@ -281,7 +282,7 @@ def _sglang(command: Command, options: Mapping[str, str] | None) -> Engine:
         command.machine,
         "SGLang",
         MODES.get(mode or ""),
-        {"control_port": 0, **settings},
+        settings,
         options,
         command.environment,
         tuple(problems),
