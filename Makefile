@@ -108,11 +108,12 @@ test-vllm-next: $(STAMPS)/next ## the tests of the adapter against the newest su
 test-sglang: .venv-sglang/ready ## the other adapter, with SGLang itself: real servers, P and D behind its router
 	@.venv-sglang/bin/python -m pytest tests/sglang
 
-$(STAMPS)/fleet: $(STAMPS)/project
+# In the environment itself: gone with it.
+.venv-fleet/ready: | $(STAMPS)/project
 	@scripts/setup fleet
 	@touch $@
 
-test-fleet: $(STAMPS)/fleet ## other projects' routers and Ray Serve LLM before real engines: docs/compatibility.md
+test-fleet: setup .venv-fleet/ready ## other projects' routers and Ray Serve LLM before real engines: docs/compatibility.md
 	@KVC_FLEET=1 .venv-fleet/bin/python -m pytest tests/fleet
 
 test-browser: setup ## the router's status page in a real browser (installs Debian's chromium)

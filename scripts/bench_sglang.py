@@ -33,7 +33,7 @@ from kv_connector.lab.model import make_llama
 from kv_connector.lab.sglang_cluster import HOST, Server, ServerSettings, SglangCluster
 
 TOKENS = 16
-LOADS = ((512, 1, 6), (512, 8, 16), (2048, 1, 6), (2048, 8, 16))
+LOADS = ((512, 1, 16), (512, 8, 16), (2048, 1, 8), (2048, 8, 16))
 """Tokens of a prompt, how many at a time, how many."""
 SECONDS = 120.0
 SETTINGS = ServerSettings(
@@ -138,7 +138,8 @@ async def measure(deployments: Sequence[Deployment], rounds: int) -> None:
     for one in deployments:
         one.signal(signal.SIGSTOP)
     for number in range(rounds):
-        for one in deployments:
+        # Machines change their speed within a round: each is as often early as late.
+        for one in deployments if number % 2 == 0 else reversed(deployments):
             one.signal(signal.SIGCONT)
             await warm(one)
             for each in LOADS:

@@ -36,7 +36,9 @@ class WriteImmBackend(BaseConnectorBackend):  # type: ignore[misc]  # Ray is not
 
     def replica_metadata(self) -> dict[str, Any]:
         """What D gets to know of this P."""
-        return {"remote_host": self._extra_config["control_host"], "remote_port": self._port}
+        # None where the ranks are on several nodes. The first is on the replica's.
+        host = self._extra_config["control_host"] or node_address()
+        return {"remote_host": host, "remote_port": self._port}
 
     def prepare_prefill_request(self, *, request: Any, peer: dict[str, Any] | None) -> Any:
         """P's half: the same prompt, one token.
@@ -61,7 +63,7 @@ class WriteImmBackend(BaseConnectorBackend):  # type: ignore[misc]  # Ray is not
         if not peer or not peer.keys() >= {"remote_host", "remote_port"}:
             raise ValueError(
                 "the prefill replica has not said where its connector listens: its kv_transfer_config must "
-                "name WriteImmConnector, too"
+                "name WriteImmConnector, too, and not within MultiConnector, from which Ray passes nothing on"
             )
         half = request.model_copy(deep=True)
         half.kv_transfer_params = {

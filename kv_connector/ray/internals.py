@@ -7,6 +7,7 @@ is refused.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 _NEEDED = ("requires_peer_binding", "concurrent_handoff", "prepare_decode_request", "replica_metadata")
@@ -47,8 +48,8 @@ if missing := [name for name in _NEEDED if not hasattr(BaseConnectorBackend, nam
 
 
 def node_address() -> str:
-    """This node's, as the others of the cluster reach it."""
-    address: str = get_node_ip_address()
+    """This node's, as the others of the cluster reach it, and as vLLM's processes on it take it."""
+    address: str = os.environ.get("VLLM_HOST_IP") or get_node_ip_address()
     return address
 
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from deployment import (
     DATA_HOST,
@@ -16,6 +21,7 @@ from deployment import (
     Client,
     Hold,
     assert_quiescent,
+    completion_body,
     engine_settings,
     make_small_llama,
     prefill_settings,
@@ -25,7 +31,7 @@ from deployment import (
 
 from kv_connector.lab.cluster import HOST, Engine, LocalCluster
 from kv_connector.lab.free_ports import free_ports
-from kv_connector.lab.process import Process
+from kv_connector.lab.process import POLL_SECONDS, Process, StartError
 
 PUSHED = "kv_connector_bytes_pushed_total"
 PUSHED_BEFORE_END = "kv_connector_bytes_pushed_before_prefill_end_total"
@@ -33,7 +39,8 @@ PAGE_BYTES = 2 * 2 * 32 * 32 * 4  # key and value, heads, tokens, head_dim, floa
 OUTPUT = 8
 LONG = 1900
 
-Ask = Callable[[], Awaitable[list[int]]]
+Asked = Coroutine[Any, Any, list[int]]
+Ask = Callable[[], Asked]
 
 
 class FleetCluster(LocalCluster):
@@ -51,6 +58,20 @@ class FleetCluster(LocalCluster):
         # Its /readiness knows the engines that it was told of, and never those that announce themselves.
         self._adopt(router, f"{url}/{'health' if mode == 'moriio' else 'readiness'}")
         return url
+
+    def wait_announced(self, url: str, seconds: float = 30.0) -> None:
+        """Blocks until this vllm-router has heard of a P and of a D: until then it answers 503."""
+        body = json.dumps(completion_body(prompt("announced", 40), 1)).encode()
+        request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                urllib.request.urlopen(request, timeout=seconds).close()
+                return
+            except urllib.error.HTTPError as error:
+                if error.code != 503 or time.monotonic() > deadline:
+                    raise StartError(f"{url}: HTTP {error.code}, {error.read()[:500]!r}") from error
+            time.sleep(POLL_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -85,10 +106,12 @@ def start(directory: Path, interpreter: tuple[str, ...]) -> Iterator[Fleet]:
         decode = cluster.start_engine(
             "decode", role="kv_consumer", extra=extra, settings=engine_settings(blocks=120), routers=[ours]
         )
-        cluster.start_router("router", registration=registration)
+        router = cluster.start_router("router", registration=registration)
         nixl = cluster.start_vllm_router("nixl", "--prefill", prefill.url, "--decode", decode.url)
         moriio = cluster.start_vllm_router("moriio", "--vllm-discovery-address", f"{HOST}:{discovery}")
         cluster.wait_ready()
+        cluster.wait_joined(router, prefill, decode)
+        cluster.wait_announced(moriio)
         yield Fleet(prefill, decode, nixl, moriio, ours, directory)
 
 
@@ -126,19 +149,25 @@ async def held_until_the_first_page(client: Client, fleet: Fleet, directory: Pat
     """
     hold = Hold(client, fleet.prefill, directory)
     await hold.arm(1)
-    asking = asyncio.ensure_future(ask())
-    try:
-        await hold.reached(1)
-    finally:
-        hold.release()
-    return await asking
+
+    async def release() -> None:
+        try:
+            await hold.reached(1)
+        finally:
+            hold.release()
+
+    # What fails first is what is told.
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(release())
+        asking = tasks.create_task(ask())
+    return asking.result()
 
 
 async def assert_as_d_alone(
     client: Client,
     fleet: Fleet,
     directory: Path,
-    ask: Callable[[list[int]], Awaitable[list[int]]],
+    ask: Callable[[list[int]], Asked],
     *,
     concurrent: bool,
 ) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from deployment import Client, completion_body
@@ -34,12 +34,14 @@ class Flow:
     """Of a fresh id."""
     to_decode: Callable[[str, Engine, Params], Params]
     """Of the id, of P, and of what P answered (nothing yet where both are asked at once)."""
+    beside: Params = field(default_factory=dict)
+    """Of P's body, what vLLM's own field for one token does not say."""
 
     async def ask(
         self, client: Client, prefill: Engine, decode: Engine, prompt: list[int], max_tokens: int
     ) -> list[int]:
         fresh = str(uuid.uuid1())
-        body = completion_body(prompt, 1, kv_transfer_params=self.to_prefill(fresh))
+        body = completion_body(prompt, 1, kv_transfer_params=self.to_prefill(fresh), **self.beside)
         prefilling = asyncio.create_task(client.post(f"{prefill.url}/v1/completions", body))
         try:
             answered = {} if self.concurrent else (await prefilling)["kv_transfer_params"]
@@ -104,5 +106,5 @@ FLOWS = (
     Flow("llm-d offloading", True, _offloading_to_prefill, _offloading_to_decode),
     Flow("llm-d offloading, D after P", False, _offloading_to_prefill, _offloading_to_decode),
     Flow("production-stack orchestrated", False, lambda _: OF_NIXL, _answer_with_host),
-    Flow("AIBrix shfs", False, lambda _: OF_NIXL, _answer_with_host),
+    Flow("AIBrix shfs", False, lambda _: OF_NIXL, _answer_with_host, {"max_completion_tokens": 1}),
 )

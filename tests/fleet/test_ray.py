@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import runpy
 import sys
@@ -10,20 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deployment import Client
+import yaml
+from deployment import BLOCK, Client, Group, Shape, wait_until
 
 from kv_connector.lab.cluster import EngineSettings, LocalCluster
 from kv_connector.lab.model import make_llama
 from kv_connector.lab.process import Process
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray"
-
-pytestmark = [
-    pytest.mark.anyio,
-    pytest.mark.skipif(
-        importlib.util.find_spec("ray") is None, reason="Ray is not installed: scripts/setup fleet"
-    ),
-]
+MODEL = Shape((Group(layers=4),))
+PAGE_BYTES = 2 * 2 * BLOCK * 64 * 4  # key and value, heads, tokens, head_dim, float32
+# Ray starts six processes that import vLLM.
+SECONDS = 300.0
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +29,11 @@ def example() -> dict[str, Any]:
     return runpy.run_path(str(EXAMPLE / "app.py"), run_name="example")
 
 
+@pytest.mark.anyio
 async def test_tokens_are_those_of_one_engine(
     client: Client, tmp_path: Path, interpreter: tuple[str, ...], example: dict[str, Any]
 ) -> None:
+    """D fetches the whole prompt, and some of it before P has computed all: it was asked while P computed."""
     model = make_llama(tmp_path / "model")
     with LocalCluster(tmp_path, model, EngineSettings()) as cluster:
         cluster.interpreter = interpreter
@@ -42,18 +42,23 @@ async def test_tokens_are_those_of_one_engine(
         expected = await client.complete(alone.url, example["PROMPT"], example["OUTPUT"])
     log = tmp_path / "ray.log"
     driver = Process("ray", [sys.executable, str(EXAMPLE / "app.py")], environment={}, log=log)
+
+    async def running() -> str:
+        return "the example's end" if driver.running() else ""
+
     try:
-        driver._child.wait(300)
+        await wait_until(running, SECONDS)
     finally:
         driver.kill()
-    said = json.loads(log.read_text().splitlines()[-1])
-    print(said)
+    answer = log.read_text().splitlines()[-1]
+    print(answer)
+    said = json.loads(answer)
     assert said["tokens"] == expected
-    assert said["bytes_pushed"] > 0
+    assert said["bytes_pushed"] == MODEL.pages(len(example["PROMPT"])) * PAGE_BYTES
+    assert said["before_prefill_end"] > 0
 
 
 def test_the_file_for_serve_deploy_is_what_ray_reads() -> None:
-    yaml = pytest.importorskip("yaml")
     from ray.llm._internal.serve.serving_patterns.prefill_decode.builder import PDServingArgs
     from ray.serve.schema import ServeDeploySchema
 

@@ -138,6 +138,20 @@ def test_the_operators_word_stands(backend: Backend) -> None:
     }
 
 
+def test_ranks_on_several_nodes_have_no_one_address_and_d_is_told_the_first_ones(backend: Backend) -> None:
+    made = backend("kv_producer", {"control_host": None})
+    assert settings(made)["control_host"] is None
+    assert where(made) == ("10.0.0.7", 5600 + 2 * RANKS)
+
+
+@pytest.mark.parametrize("extra", [None, {"control_host": None}])
+def test_a_nodes_own_word_on_its_address_stands(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch, extra: dict[str, Any] | None
+) -> None:
+    monkeypatch.setenv("VLLM_HOST_IP", "192.168.0.7")
+    assert where(backend("kv_producer", extra)) == ("192.168.0.7", 5600 + 2 * RANKS)
+
+
 def test_a_data_parallel_replica_counts_from_the_first_ones_port_by_itself(backend: Backend) -> None:
     made = backend("kv_producer", data_parallel_rank=3)
     assert settings(made)["control_port"] == 5600
