@@ -484,14 +484,12 @@ class OtherProcess {
   explicit OtherProcess(const char* test) {
     std::array<int, 2> ends{};
     if (socketpair(AF_UNIX, SOCK_SEQPACKET, 0, ends.data()) != 0) throw std::runtime_error("socketpair");
-    const std::string filter = std::string("--gtest_filter=") + test;
     const std::string number = std::to_string(ends[1]);
     pid_ = fork();
     if (pid_ == 0) {
       setenv(kVariable, number.c_str(), 1);
       close(ends[0]);
-      execl("/proc/self/exe", "kvc_tests", filter.c_str(), "--gtest_also_run_disabled_tests", nullptr);
-      _exit(127);
+      test::become_test(test);
     }
     close(ends[1]);
     socket_ = UniqueFd(ends[0]);

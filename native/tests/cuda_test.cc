@@ -246,12 +246,8 @@ TEST_F(Cuda, MemoryThatOthersReadIsMadeSynchronous) {
 
 // A test in a process of its own, which `this` one has not loaded anything into.
 int run_alone(const char* test) {
-  const std::string filter = std::string("--gtest_filter=") + test;
   const pid_t child = fork();
-  if (child == 0) {
-    execl("/proc/self/exe", "kvc_tests", filter.c_str(), "--gtest_also_run_disabled_tests", nullptr);
-    _exit(127);
-  }
+  if (child == 0) test::become_test(test);
   int status = 0;
   waitpid(child, &status, 0);
   return WIFEXITED(status) ? WEXITSTATUS(status) : -1;

@@ -3,10 +3,13 @@
 
 #include <dlfcn.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstddef>
+#include <cstdlib>
 #include <memory>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -17,6 +20,14 @@
 #include "tests/rig.h"
 
 namespace kvc::test {
+
+// After a fork: becomes a process that runs this one test, and nothing else.
+[[noreturn]] inline void become_test(const char* test) {
+  const std::string filter = std::string("--gtest_filter=") + test;
+  for (const char* shard : {"GTEST_TOTAL_SHARDS", "GTEST_SHARD_INDEX"}) unsetenv(shard);  // the test may be in another
+  execl("/proc/self/exe", "kvc_tests", filter.c_str(), "--gtest_also_run_disabled_tests", nullptr);
+  _exit(127);
+}
 
 // What both drivers have: the real one if there is a GPU, else the stand-in under its name.
 inline const cuda::Driver* find_driver() {

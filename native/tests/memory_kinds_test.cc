@@ -129,15 +129,16 @@ TEST(MemoryKinds, ALaneTakesMemoryWithAllItsDomainsOrNotAtAll) {
 TEST(MemoryKinds, OneRangeThatIsRefusedRefusesTheCall) {
   Nics nics;
   const auto engine = must(TransferEngine::create(nics.with(config("engine", "sim"))));
-  std::vector<std::byte> good(kBytes);
-  std::vector<std::byte> bad(kBytes);
+  std::vector<std::byte> memory(3 * kBytes);
+  std::byte* const good = memory.data();
+  std::byte* const bad = good + 2 * kBytes;  // not behind `good`: those would be registered in one piece
   nics[0].refuses = [&](const MemoryRange& range) {
-    return range.base == bad.data() ? not_reached("not this one")(range) : std::nullopt;
+    return range.base == bad ? not_reached("not this one")(range) : std::nullopt;
   };
-  const std::vector<MemoryRange> ranges{{good.data(), kBytes}, {bad.data(), kBytes}};
+  const std::vector<MemoryRange> ranges{{good, kBytes}, {bad, kBytes}};
   EXPECT_EQ(engine->register_memory(ranges).error().code, ErrorCode::kNotReachable);
   EXPECT_EQ(engine->stats().regions, 0U);
-  must(engine->register_memory(good.data(), kBytes));
+  must(engine->register_memory(good, kBytes));
 }
 
 }  // namespace
