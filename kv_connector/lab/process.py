@@ -18,6 +18,8 @@ POLL_SECONDS = 0.1
 # Nine processes import torch while three engines start: 60 s on two idle cores. The rest is for a busy
 # machine.
 START_SECONDS = 300.0
+# SGLang generates a token for each question, and looks a second later whether it is there.
+ANSWER_SECONDS = 5.0
 
 # Run behind setpriv: a parent that died before setpriv had asked for the signal would never cause one.
 UNLESS_ORPHANED = '[ "$PPID" = "$0" ] && exec "$@"'
@@ -115,9 +117,9 @@ class Process:
 
 
 def answers(url: str) -> bool:
-    """Whether `url` answers 200 within a second."""
+    """Whether `url` answers 200 in time."""
     try:
-        with urllib.request.urlopen(url, timeout=1) as response:
+        with urllib.request.urlopen(url, timeout=ANSWER_SECONDS) as response:
             return bool(response.status == 200)
     except (urllib.error.URLError, OSError):
         return False

@@ -1,0 +1,25 @@
+"""Readiness of a process by what it answers."""
+
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+from kv_connector.lab.process import answers
+
+
+class Slow(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        time.sleep(1.1)  # as SGLang, which looks a second later whether its token is there
+        self.send_response(200)
+        self.end_headers()
+
+
+def test_a_server_that_takes_more_than_a_second_to_answer_is_ready() -> None:
+    with HTTPServer(("127.0.0.1", 0), Slow) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        try:
+            assert answers(f"http://127.0.0.1:{server.server_port}/health")
+        finally:
+            server.shutdown()
+            serving.join()
