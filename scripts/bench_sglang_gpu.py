@@ -14,17 +14,15 @@ import asyncio
 import json
 import statistics
 import subprocess
-import sys
 import time
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import bench_sglang as lab
 from gpu_shapes import SHAPES
 
-from kv_connector.lab.free_ports import free_ports
-from kv_connector.lab.sglang_cluster import HOST, Role, Server, ServerSettings, SglangCluster
+from kv_connector.lab.sglang_cluster import Role, Server, ServerSettings, SglangCluster
 
 # Tokens of a prompt, how many at a time, how many.
 LOADS = ((1024, 1, 8), (1024, 8, 32), (4096, 1, 8), (4096, 8, 24), (16384, 1, 4), (16384, 8, 16))
@@ -43,42 +41,17 @@ FLAGS: dict[str, dict[str, str]] = {
 
 
 class GpuCluster(SglangCluster):
-    attention = "fa3"
-
     def start_gpu(
-        self,
-        name: str,
-        gpu: int,
-        role: Role | None = None,
-        backend: str | None = None,
-        environment: Mapping[str, str] | None = None,
+        self, name: str, gpu: int, attention: str, role: Role | None = None, backend: str = ""
     ) -> Server:
-        port, bootstrap = free_ports(2)
-        words: dict[str, object] = {
-            "model-path": self.model, "load-format": "dummy", "host": HOST, "port": port, "device": "cuda",
-            "attention-backend": self.attention, "sampling-backend": "pytorch", "grammar-backend": "none",
-            "dtype": "bfloat16", "random-seed": 0, "page-size": SETTINGS.page_size,
-            "max-total-tokens": SETTINGS.max_total_tokens, "max-running-requests": 16,
-            "chunked-prefill-size": SETTINGS.chunked_prefill_size, "context-length": SETTINGS.context_length,
-            "mem-fraction-static": 0.9, "cuda-graph-max-bs-decode": 8,
+        words = {
+            "load-format": "dummy", "device": "cuda", "attention-backend": attention, "dtype": "bfloat16",
+            "sampling-backend": "pytorch", "grammar-backend": "none", "mem-fraction-static": 0.9,
+            "cuda-graph-max-bs-decode": 8,
         }  # fmt: skip
-        if role:
-            words |= {"disaggregation-mode": role, "disaggregation-transfer-backend": backend}
-        if role == "prefill":
-            words["disaggregation-bootstrap-port"] = bootstrap
-        if role == "decode":
-            words["disaggregation-decode-retraction-backup"] = "cpu_tensor"
-        command = [
-            sys.executable,
-            "-m",
-            "sglang.launch_server",
-            "--skip-server-warmup",
-            "--skip-tokenizer-init",
-        ]
-        command += ["--disable-radix-cache", "--disable-prefill-cuda-graph"]
-        command += [word for key, value in words.items() for word in (f"--{key}", str(value))]
-        env = {"CUDA_VISIBLE_DEVICES": str(gpu), **(environment or {})}
-        return self._start(name, tuple(command), env, port, bootstrap if role == "prefill" else None)
+        flags = ("--skip-tokenizer-init", "--disable-radix-cache", "--disable-prefill-cuda-graph")
+        environment = {"CUDA_VISIBLE_DEVICES": str(gpu), **FLAGS.get(backend, {})}
+        return self._launch(name, role, replace(self.settings, backend=backend), words, flags, environment)
 
 
 def note(path: Path, **row: Any) -> None:
@@ -152,14 +125,13 @@ def main() -> None:
             continue
         began = time.monotonic()
         with GpuCluster(options.logs, model, SETTINGS) as cluster:
-            cluster.attention = options.attention
             ones = []
             for one in group:
                 if one == "one server":
-                    ones.append(lab.Deployment(one, cluster.start_gpu("one", 1)))
+                    ones.append(lab.Deployment(one, cluster.start_gpu("one", 1, options.attention)))
                     continue
-                prefill = cluster.start_gpu(f"{one}-prefill", 0, "prefill", one, FLAGS[one])
-                decode = cluster.start_gpu(f"{one}-decode", 1, "decode", one, FLAGS[one])
+                prefill = cluster.start_gpu(f"{one}-prefill", 0, options.attention, "prefill", one)
+                decode = cluster.start_gpu(f"{one}-decode", 1, options.attention, "decode", one)
                 ones.append(lab.Deployment(one, decode, prefill))
             limit = time.monotonic() + min(options.start, deadline - time.monotonic() - 30)
             for one in ones:

@@ -77,24 +77,41 @@ class SglangCluster(ProcessGroup):
         """Starts a server and returns at once. `role` None: one that prefills and decodes by itself. `ranks`:
         of tensor parallelism."""
         settings = settings or self.settings
+        words = {
+            "device": "cpu",
+            "attention-backend": "torch_native",
+            "dtype": "float32",
+            "tp-size": ranks,
+        }
+        # The second of SGLang's loops needs CUDA's events on a prefill server.
+        flags = ("--disable-overlap-schedule", *settings.arguments)
+        environment = {**_environment(ranks), **settings.environment}
+        return self._launch(name, role, settings, words, flags, environment)
+
+    def _launch(
+        self,
+        name: str,
+        role: Role | None,
+        settings: ServerSettings,
+        words: Mapping[str, object],
+        flags: tuple[str, ...],
+        environment: Mapping[str, str],
+    ) -> Server:
+        """With what servers of every device have in common; `words` are arguments with a value, without their
+        dashes."""
         port, bootstrap = free_ports(2)
         arguments: dict[str, object] = {
             "model-path": self.model,
             "host": HOST,
             "port": port,
-            "device": "cpu",
-            "attention-backend": "torch_native",
-            "dtype": "float32",
             "random-seed": 0,
-            "tp-size": ranks,
             "page-size": settings.page_size,
             "max-total-tokens": settings.max_total_tokens,
             "max-running-requests": settings.max_running_requests,
             "chunked-prefill-size": settings.chunked_prefill_size,
             "context-length": settings.context_length,
+            **words,
         }
-        # The second of SGLang's loops needs CUDA's events on a prefill server.
-        words = ["--skip-server-warmup", "--disable-overlap-schedule"]
         if role is not None:
             arguments["disaggregation-mode"] = role
             arguments["disaggregation-transfer-backend"] = settings.backend
@@ -103,10 +120,9 @@ class SglangCluster(ProcessGroup):
         if role == "decode":
             # The default copies pages into memory that CUDA pins.
             arguments["disaggregation-decode-retraction-backup"] = "cpu_tensor"
-        words += [word for key, value in arguments.items() for word in (f"--{key}", str(value))]
-        command = (sys.executable, "-m", "sglang.launch_server", *words, *settings.arguments)
-        environment = {**_environment(ranks), **settings.environment}
-        return self._start(name, command, environment, port, bootstrap if role == "prefill" else None)
+        command = [sys.executable, "-m", "sglang.launch_server", "--skip-server-warmup", *flags]
+        command += [word for key, value in arguments.items() for word in (f"--{key}", str(value))]
+        return self._start(name, tuple(command), environment, port, bootstrap if role == "prefill" else None)
 
     def restart(self, server: Server) -> Server:
         """Starts a server again as it was, at its ports and with its log, and returns at once.
