@@ -30,7 +30,7 @@ import httpx
 import numpy as np
 from gpu_shapes import SHAPES
 
-from kv_connector.lab.process import POLL_SECONDS, Process, StartError, answers, stop
+from kv_connector.lab.process import POLL_SECONDS, Process, StartError, answers, stop, wait_healthy
 
 HOST = "127.0.0.1"
 JSON = {"content-type": "application/json"}
@@ -183,10 +183,8 @@ def cpu_seconds(server: Server) -> float:
 
 
 def wait_ready(servers: Sequence[Server]) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    for server in servers:
-        assert server.process is not None
-        server.process.wait_healthy(f"{server.url}/health", deadline=deadline)
+    urls = {server.process: f"{server.url}/health" for server in servers if server.process is not None}
+    wait_healthy(urls, deadline=time.monotonic() + START_SECONDS)
 
 
 def start_router(prefill: Server, decode: Server, port: int, logs: Path) -> Process:

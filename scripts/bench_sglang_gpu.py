@@ -14,6 +14,7 @@ import asyncio
 import json
 import statistics
 import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -110,7 +111,11 @@ def main() -> None:
     options = parser.parse_args()
     deadline = time.monotonic() + options.seconds
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    name, memory = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()[0].split(", ")
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        sys.exit(f"bench_sglang_gpu needs a machine with two GPUs, and nvidia-smi shows none here: {error}")
+    name, memory = answer.stdout.splitlines()[0].split(", ")
     names = options.only.split(",")
     # One server of 8 billion weights and 150,000 tokens takes 40 GB.
     groups = (

@@ -1,5 +1,6 @@
 """Free TCP ports on this machine."""
 
+import itertools
 import random
 import socket
 
@@ -7,11 +8,19 @@ import socket
 # by some client's connection before its server binds it.
 LOWEST, HIGHEST = 20000, 32000
 
+# Once for the whole process, as ports are the machine's: one that was given out and that its server has not
+# bound yet is not given out again. In an order of its own: of two processes that do this side by side, each
+# seldom comes upon the other's.
+_ports = itertools.cycle(random.sample(range(LOWEST, HIGHEST), HIGHEST - LOWEST))
+
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """`count` different ports that nobody listens on. Nothing holds them: use them soon."""
+    """`count` different ports that nobody listens on. Nothing holds them: use them soon.
+
+    None that this process was given before, until all were.
+    """
     ports: list[int] = []
-    for port in random.sample(range(LOWEST, HIGHEST), HIGHEST - LOWEST):
+    for port in itertools.islice(_ports, HIGHEST - LOWEST):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

@@ -101,19 +101,30 @@ class Process:
         text = self.log.read_text(errors="replace")
         return "\n".join([line for line in text.splitlines() if line.strip()][-lines:])
 
-    def wait_healthy(self, url: str, *, deadline: float) -> None:
-        """Blocks until `url` answers 200; StartError if the process ends or `deadline` passes first."""
-        while not answers(url):
-            if not self.running():
-                raise StartError(
-                    f"{self.name} ended with status {self._child.returncode} before it was ready; "
-                    f"the end of {self.log}:\n{self.log_tail()}"
-                )
-            if time.monotonic() > deadline:
-                raise StartError(
-                    f"{self.name} was not ready in time ({url}); the end of {self.log}:\n{self.log_tail()}"
-                )
-            time.sleep(POLL_SECONDS)
+    def healthy(self, url: str) -> bool:
+        """Whether `url` answers 200; StartError if it does not and the process has ended."""
+        if answers(url):
+            return True
+        if not self.running():
+            raise StartError(
+                f"{self.name} ended with status {self._child.returncode} before it was ready; "
+                f"the end of {self.log}:\n{self.log_tail()}"
+            )
+        return False
+
+
+def wait_healthy(urls: Mapping[Process, str], *, deadline: float) -> None:
+    """Blocks until each process's URL answers 200; StartError as soon as one of them ends, or once `deadline`
+    passes."""
+    waiting = dict(urls)
+    while waiting := {process: url for process, url in waiting.items() if not process.healthy(url)}:
+        if time.monotonic() > deadline:
+            process, url = next(iter(waiting.items()))
+            raise StartError(
+                f"{process.name} was not ready in time ({url}); the end of {process.log}:\n"
+                f"{process.log_tail()}"
+            )
+        time.sleep(POLL_SECONDS)
 
 
 def answers(url: str) -> bool:
@@ -145,7 +156,7 @@ class ProcessGroup:
 
     def __init__(self) -> None:
         self._processes: list[Process] = []
-        self._health: list[tuple[Process, str]] = []
+        self._health: dict[Process, str] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -162,14 +173,14 @@ class ProcessGroup:
     def wait_ready(self, *processes: Process, seconds: float = START_SECONDS) -> None:
         """Blocks until these processes (default: all that were started) are healthy.
 
-        StartError names the first that is not.
+        StartError as soon as one of them has ended, or names one that is not healthy in time.
         """
-        deadline = time.monotonic() + seconds
-        for entry in list(self._health):
-            process, url = entry
-            if not processes or process in processes:
-                process.wait_healthy(url, deadline=deadline)
-                self._health.remove(entry)
+        waiting = {
+            process: url for process, url in self._health.items() if not processes or process in processes
+        }
+        wait_healthy(waiting, deadline=time.monotonic() + seconds)
+        for process in waiting:
+            del self._health[process]
 
     def stop(self, process: Process) -> None:
         """Ends one of the processes, politely first."""
@@ -177,4 +188,4 @@ class ProcessGroup:
 
     def _adopt(self, process: Process, health: str) -> None:
         self._processes.append(process)
-        self._health.append((process, health))
+        self._health[process] = health

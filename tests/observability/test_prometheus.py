@@ -22,7 +22,7 @@ from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey
 from kv_connector.lab.cluster import MODEL_NAME, LocalCluster
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.lab.model import make_llama
-from kv_connector.lab.process import Process
+from kv_connector.lab.process import Process, wait_healthy
 
 pytestmark = pytest.mark.anyio
 
@@ -90,7 +90,7 @@ def prometheus(directory: Path, targets: dict[str, list[str]]) -> Iterator[Prome
     ]
     process = Process("prometheus", command, environment={}, log=directory / "prometheus.log")
     try:
-        process.wait_healthy(f"http://127.0.0.1:{port}/-/ready", deadline=time.monotonic() + 30)
+        wait_healthy({process: f"http://127.0.0.1:{port}/-/ready"}, deadline=time.monotonic() + 30)
         yield Prometheus(f"http://127.0.0.1:{port}")
     finally:
         process.kill()

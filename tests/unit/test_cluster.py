@@ -17,9 +17,9 @@ from tokenizers import Tokenizer
 
 from kv_connector.lab.cluster import Engine, LocalCluster
 from kv_connector.lab.demonstration import Pushed, Row, _problems
-from kv_connector.lab.free_ports import free_ports
+from kv_connector.lab.free_ports import HIGHEST, LOWEST, free_ports
 from kv_connector.lab.model import make_gemma3, make_llama
-from kv_connector.lab.process import Process, StartError, stop
+from kv_connector.lab.process import Process, StartError, stop, wait_healthy
 
 PATIENCE = 10.0
 
@@ -138,20 +138,28 @@ def alive(pid: int) -> bool:
 def test_a_process_that_dies_early_is_told_with_the_end_of_its_log(start: Start) -> None:
     process = start("import os; print(os.environ['GREETING'], 'from the log'); raise SystemExit(3)")
     with pytest.raises(StartError, match=r"(?s)child ended with status 3 .*hello from the log"):
-        process.wait_healthy("http://127.0.0.1:1/health", deadline=time.monotonic() + PATIENCE)
+        wait_healthy({process: "http://127.0.0.1:1/health"}, deadline=time.monotonic() + PATIENCE)
 
 
 def test_a_process_that_is_never_ready_is_told_at_the_deadline(start: Start) -> None:
     process = start("import time; time.sleep(600)")
     with pytest.raises(StartError, match="child was not ready in time"):
-        process.wait_healthy("http://127.0.0.1:1/health", deadline=time.monotonic())
+        wait_healthy({process: "http://127.0.0.1:1/health"}, deadline=time.monotonic())
+
+
+def test_a_process_that_dies_is_told_while_another_is_waited_for(start: Start) -> None:
+    slow = start("import time; time.sleep(600)")
+    dead = start("raise SystemExit(3)")
+    url = "http://127.0.0.1:1/health"
+    with pytest.raises(StartError, match="child ended with status 3"):
+        wait_healthy({slow: url, dead: url}, deadline=time.monotonic() + PATIENCE)
 
 
 def test_a_process_is_healthy_once_its_url_answers_200(start: Start) -> None:
     (port,) = free_ports(1)
     server = "http.server.SimpleHTTPRequestHandler"
     process = start(f"import http.server; http.server.test({server}, port={port}, bind='127.0.0.1')")
-    process.wait_healthy(f"http://127.0.0.1:{port}/", deadline=time.monotonic() + PATIENCE)
+    wait_healthy({process: f"http://127.0.0.1:{port}/"}, deadline=time.monotonic() + PATIENCE)
     assert process.running()
 
 
@@ -172,12 +180,12 @@ def test_an_engine_starts_again_as_it_was_at_its_port_with_its_log(tmp_path: Pat
     )
     with LocalCluster(tmp_path, tmp_path) as cluster:
         try:
-            first.wait_healthy(f"{first.url}/", deadline=time.monotonic() + PATIENCE)
+            wait_healthy({first: f"{first.url}/"}, deadline=time.monotonic() + PATIENCE)
         finally:
             again = cluster.restart(first)
         assert first.members() == []
         assert (again.name, again.endpoint) == (first.name, first.endpoint)
-        again.wait_healthy(f"{again.url}/", deadline=time.monotonic() + PATIENCE)
+        wait_healthy({again: f"{again.url}/"}, deadline=time.monotonic() + PATIENCE)
         assert again.pid != first.pid
         assert again.log_tail().count("hello") == 2
     assert again.members() == []
@@ -190,13 +198,18 @@ def test_a_signal_reaches_the_whole_group(start: Start) -> None:
     until(lambda: process.members() == [])
 
 
-def test_ports_differ_and_are_free() -> None:
-    ports = free_ports(50)
-    assert len(set(ports)) == 50
+def test_ports_are_free() -> None:
+    (port,) = free_ports(1)
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", ports[0]))
+        taken.bind(("127.0.0.1", port))
         taken.listen()
-        assert ports[0] not in free_ports(2000)
+        once_around = {free_ports(1)[0] for _ in range(HIGHEST - LOWEST)}
+        assert port not in once_around
+
+
+def test_a_port_that_nobody_has_bound_yet_is_not_given_out_again() -> None:
+    calls = [free_ports(500) for _ in range(4)]
+    assert len({port for ports in calls for port in ports}) == 2000
 
 
 @pytest.mark.parametrize("make", [make_llama, make_gemma3])
