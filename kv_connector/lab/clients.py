@@ -10,8 +10,9 @@ from kv_connector.lab.completion import CompletionError, complete
 # Of a few blocks to a few chunks. Each prompt is asked again and again, and has one right answer.
 PROMPT_TOKENS = (40, 150, 333, 500, 700, 900)
 OUTPUT_TOKENS = 24
-# A client that was refused comes back, but not at once.
-PAUSE_SECONDS = 0.2
+# Between two prompts of a client. Without it four of them take both cores of a small machine, where an
+# engine that starts needs them for three minutes.
+PAUSE_SECONDS = 0.5
 ANSWER_SECONDS = 60.0
 
 
@@ -56,10 +57,10 @@ class Clients:
                 answer = complete(self._url, _prompt(tokens), max_tokens=OUTPUT_TOKENS).tokens
             except CompletionError as error:
                 self._note(str(error))
-                self._leaving.wait(PAUSE_SECONDS)
             else:
                 right = answer == self._expected.setdefault(tokens, answer)
                 self._note("" if right else f"another answer to {tokens} tokens than at first")
+            self._leaving.wait(PAUSE_SECONDS)
 
     def _note(self, problem: str) -> None:
         with self._changed:

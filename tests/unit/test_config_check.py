@@ -388,8 +388,37 @@ def test_each_pod_has_its_ports(check: Check) -> None:
     found = check.findings(pods_yaml="\n---\n".join(two))
     assert {one["verdict"] for one in found} == {"note", "ok"}
     assert {one["subject"].rpartition(": ")[2] for one in found} == {"p vllm", "d vllm"}
+    assert check(p_yaml=two[0], d_yaml=two[1]) == [], "in two files"
+    assert check(pods_yaml={"kind": "List", "items": [json.loads(one) for one in two]}) == []
     words = check(pods_yaml=pod("p", "kv_both", router))
     assert any("port 5600 is a control socket's and the registration's" in one for one in words)
+
+
+@pytest.mark.parametrize("framework", ["vllm", "sglang"])
+def test_an_address_known_at_run_time_hides_nothing_else(check: Check, framework: str) -> None:
+    settings = {"control_host": "$(POD_IP)", "nics": [["a"], ["b"]]}
+    container: dict[str, Any] = {
+        "command": [framework, "serve"],
+        "args": ["--disaggregation-mode=prefill", "--disaggregation-transfer-backend=write_imm"],
+        "env": [
+            {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+            {"name": "KV_CONNECTOR_SETTINGS", "value": json.dumps(settings)},
+        ],
+    }
+    if framework == "vllm":
+        container["args"] = ["--kv-transfer-config", json.dumps(transfer(**settings))]
+    (words,) = check(pod_yaml={"spec": {"containers": [container]}})
+    assert "nics has 2 entries" in words
+
+
+def test_addresses_known_at_run_time_are_one_only_on_one_machine(check: Check) -> None:
+    host = {"control_host": "${ENGINE_HOST}", "control_key_file": "key"}
+    p, d = vllm("kv_producer", 8100, **host), vllm("kv_consumer", 8200, **host)
+    assert check(p_sh=p, d_sh=d) == []
+    (words,) = check(start_sh=p + d)
+    assert "port 5600" in words
+    (words,) = check(start_sh=vllm("kv_both", 5600, "--host 10.0.0.1", **host))
+    assert "port 5600" in words, "it may be that one"
 
 
 def test_a_drafter_on_one_side_is_a_note(check: Check) -> None:

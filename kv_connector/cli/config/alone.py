@@ -41,7 +41,8 @@ class CheckedEngine:
     @property
     def control_host(self) -> str | None:
         """None: the address of whichever host it is started on."""
-        return self.settings.control_host or (LOOPBACK if self.key_file is None else None)
+        host = self.settings.control_host or (LOOPBACK if self.key_file is None else None)
+        return None if host and STAND_IN in host else host
 
     @property
     def control_ports(self) -> range:
@@ -108,7 +109,7 @@ def _parsed(written: Router) -> CheckedRouter:
 def _engine_problems(checked: CheckedEngine) -> Iterator[str]:
     engine, settings = checked.engine, checked.settings
     try:
-        if checked.key_file is None:
+        if checked.key_file is None and checked.control_host is not None:
             settings.host(LOOPBACK, None)
         settings.check_ranks(engine.ranks)
         settings.port(data_parallel_index=engine.data_parallel - 1, ranks=engine.ranks, rank=engine.ranks - 1)

@@ -98,11 +98,12 @@ def containers(
 ) -> Iterator[Command]:
     """The commands of every container in a compose file or a manifest: what has a `command` or `args`.
 
-    `path`: where in the file the tree is: another for each service and each pod. `owner`: what has it.
+    `path`: file, and where in it the tree is: another for each service and each pod. `owner`: what has it.
     """
     if isinstance(tree, list):
-        for one in tree:
-            yield from containers(where, one, known, path, owner)
+        one_pod = path.endswith(("/containers", "/initContainers"))
+        for number, one in enumerate(tree):
+            yield from containers(where, one, known, path if one_pod else f"{path}/{number}", owner)
     if not isinstance(tree, dict):
         return
     metadata = tree.get("metadata")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import yaml
@@ -116,7 +117,7 @@ def _structured(where: str, documents: Iterable[Any], known: Mapping[str, str]) 
             yield _vllm(where, Machine(where), {key: _option(value) for key, value in options.items()}, {})
         elif any(str(key).startswith("kv_") for key in document):
             yield _transfer(where, Machine(where), document, None, {})
-        elif started := list(_started(containers(where, document, known, str(number)))):
+        elif started := list(_started(containers(where, document, known, f"{where}/{number}"))):
             yield from started
         elif document.keys() & set(SETTINGS):
             yield Engine(where, Machine(where), None, None, document)
@@ -140,31 +141,35 @@ def _started(commands: Iterable[Command]) -> Iterator[Part]:
                 yield Router(where, command.machine, arguments, command.environment)
         elif program == "vLLM" and "kv-transfer-config" in options:
             where = _called(command, f"vLLM {options.get('port', '')}")
-            transfer, variables = without_variables(options["kv-transfer-config"])
-            if variables:
-                seen = _is_json(transfer)
-                words = f"{' '.join(variables)} in --kv-transfer-config is known elsewhere"
-                yield Unknown(where, words if seen else f"not looked at: {words}")
-                if not seen:
-                    continue
-            options = {**options, "kv-transfer-config": transfer}
-            yield _vllm(where, command.machine, options, command.environment)
+            given = options["kv-transfer-config"]
+            transfer = yield from _with_stand_ins(where, "--kv-transfer-config", given)
+            if transfer is not None:
+                options = {**options, "kv-transfer-config": transfer}
+                yield _vllm(where, command.machine, options, command.environment)
         elif program == "SGLang" and "disaggregation-mode" in options:
-            if "$" in command.environment.get(SETTINGS_VARIABLE, ""):
-                yield Unknown(command.where, f"not looked at: {SETTINGS_VARIABLE} is known elsewhere")
-            else:
-                yield _sglang(command, options)
+            given = command.environment.get(SETTINGS_VARIABLE, "")
+            settings = yield from _with_stand_ins(command.where, SETTINGS_VARIABLE, given)
+            if settings is not None:
+                environment = {**command.environment, SETTINGS_VARIABLE: settings}
+                yield _sglang(replace(command, environment=environment), options)
         elif not command.words and not engines and SETTINGS_VARIABLE in command.environment:
             yield _sglang(command, None)
         engines += program is not None
 
 
-def _is_json(text: str) -> bool:
+def _with_stand_ins(where: str, name: str, text: str) -> Generator[Unknown, None, str | None]:
+    """The JSON that `name` has, with stand-ins; None where it is none without what is known elsewhere."""
+    text, variables = without_variables(text)
+    if not variables:
+        return text
+    words = f"{' '.join(variables)} in {name} is known elsewhere"
     try:
         json.loads(text)
     except ValueError:
-        return False
-    return True
+        yield Unknown(where, f"not looked at: {words}")
+        return None
+    yield Unknown(where, words)
+    return text
 
 
 def _called(command: Command, name: str) -> str:
