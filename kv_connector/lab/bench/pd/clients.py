@@ -79,7 +79,9 @@ class Clients:
         async with _http(self._url) as http:
 
             async def one() -> None:
-                while time.monotonic() < self.fault + AFTER_SECONDS:
+                asked_since = False
+                while not asked_since or time.monotonic() < self.fault + AFTER_SECONDS:
+                    asked_since = time.monotonic() > self.fault
                     request = await self._ask(http, int(self._rng.integers(len(self._prompts))))
                     self.requests.append(request)
                     if sum(bool(request.tokens) for request in self.requests) >= ANSWERS_BEFORE:
