@@ -44,6 +44,7 @@ def main() -> None:
     pipe, theirs = context.Pipe()
     process = context.Process(target=receive, args=(lane, theirs))
     process.start()
+    theirs.close()  # so that a receiver that dies ends the wait for its word
     memory = np.random.default_rng(1).integers(0, 256, (PAGES, PAGE_BYTES), dtype=np.uint8)
     order = np.random.default_rng(2).permutation(PAGES)
     with engine("sender", lane) as sender:
