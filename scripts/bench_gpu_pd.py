@@ -183,7 +183,10 @@ def cpu_seconds(server: Server) -> float:
 
 
 def wait_ready(servers: Sequence[Server]) -> None:
-    urls = {server.process: f"{server.url}/health" for server in servers if server.process is not None}
+    urls = {}
+    for server in servers:
+        assert server.process is not None
+        urls[server.process] = f"{server.url}/health"
     wait_healthy(urls, deadline=time.monotonic() + START_SECONDS)
 
 
