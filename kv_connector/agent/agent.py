@@ -301,10 +301,11 @@ class Agent:
         if stuck:
             self._fence_preempted(stuck)
 
-    def finished(self, transfer_id: str, ok: bool, reason: str = "") -> None:
-        """The request left the scheduler, its prompt computed or not. Ends in one finished_sending report.
-        A computed one that is still being sent may be given up by a second call, with ``ok`` False."""
-        self._submit(lambda now: self._effects.prefill.finished(now, transfer_id, ok, reason))
+    def finished(self, transfer_id: str, ok: bool, reason: str = "", sampled: int | None = None) -> None:
+        """The request left the scheduler, its prompt computed or not, with the token that was sampled behind
+        it. Ends in one finished_sending report. A computed one that is still being sent may be given up by a
+        second call, with ``ok`` False."""
+        self._submit(lambda now: self._effects.prefill.finished(now, transfer_id, ok, reason, sampled))
 
     def cache_cleared(self) -> None:
         """What was computed before is worthless: transfers of which a part has been pushed fail."""

@@ -20,6 +20,8 @@ class FinishPrefill:
     transfer_id: str
     ok: bool
     reason: str
+    sampled: int | None = None
+    """The token behind the prompt."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 from kv_connector.agent.ledger import Ledger, Timing
 from kv_connector.agent.ports import Engine, Sockets
 from kv_connector.agent.timeline import Timelines
-from kv_connector.agent.writes import Target, Writes
+from kv_connector.agent.writes import Bursts, Target, Writes
 from kv_connector.engine import (
     ErrorCode,
     Event,
@@ -70,6 +70,7 @@ from kv_connector.protocol.messages import (
     Release,
     Reserve,
     Role,
+    Sampled,
     clip,
 )
 from kv_connector.protocol.peers import PeersAction, PeerTable
@@ -93,10 +94,9 @@ _FENCE_LOG_S = 10.0
 # A transfer that is not over by then gets a line in the log: far longer than a prefill of 100,000 tokens'
 # pages takes on a lane that works, and shorter than any deadline.
 _SLOW_S = 10.0
-# By lane, up to how many bytes of a step go at once, at the step's end, though a prompt ends in it. (A step
-# in which none ends goes so whatever its size.) NVLink takes power from the prefill, and 2 to 3 % of its
-# speed, for 50 ms after each write: 7 ms of 8,192 tokens of an 8B model. These bytes are gone in 1 ms.
-BURST_BYTES = {"nvlink": 320 << 20}
+# By lane. NVLink takes power from the prefill, and 2 to 3 % of its speed, for 50 ms after each write: 7 ms of
+# 8,192 tokens of an 8B model. 320 MiB are gone in 1 ms, 1 GiB, which is those tokens' pages, in 3.5.
+BURSTS = {"nvlink": Bursts(320 << 20, early_token=1 << 30)}
 # Events taken from the engine in one turn.
 _EVENTS = 256
 
@@ -262,8 +262,8 @@ class Effects:
                 self._engine.release_counters(number)
             case FinishedSending(request_id):
                 self._ledger.sent(request_id)
-            case FinishedReceiving(request_id, failed):
-                self._ledger.received(request_id, failed)
+            case FinishedReceiving(request_id, failed, sampled):
+                self._ledger.received(request_id, failed, sampled)
             case Ended():
                 self._ended(now, action)
             case Reached():
@@ -347,7 +347,10 @@ class Effects:
         return []
 
     def _deliver(
-        self, now: float, peer: PeerId, message: Reserve | Cancel | Release | Fail | CancelAck | Ping
+        self,
+        now: float,
+        peer: PeerId,
+        message: Reserve | Cancel | Release | Sampled | Fail | CancelAck | Ping,
     ) -> Sequence[Action]:
         match message:
             case Reserve():
@@ -358,6 +361,8 @@ class Effects:
                 return self.prefill.release(now, peer, message)
             case Ping(_, waiting):
                 return self.prefill.waiting(now, peer, waiting)
+            case Sampled():
+                return self.decode.sampled(now, peer, message)
             case Fail():
                 return self.decode.fail(now, peer, message)
             case CancelAck():
@@ -386,7 +391,7 @@ class Effects:
         plan = self.prefill.admit(action.peer, hello.layout, hello.wants, len(hello.regions))
         if isinstance(plan, str):
             return self.peers.refused(now, action.peer, NakReason.INCOMPATIBLE, plan)
-        link.target = Target(handshake.peer, regions, plan, BURST_BYTES.get(link.lane, 0))
+        link.target = Target(handshake.peer, regions, plan, BURSTS.get(link.lane))
         return self.peers.accepted(now, action.peer, link.lane, handshake.data)
 
     def _session_over(self, now: float, peer: PeerId, reason: str) -> Sequence[Action]:

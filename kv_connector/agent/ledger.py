@@ -24,6 +24,7 @@ class Reports:
     finished_sending: set[str] = field(default_factory=set)  # nothing reads their blocks any more
     finished_recving: set[str] = field(default_factory=set)  # nothing can land in their blocks any more
     failed_recving: set[str] = field(default_factory=set)  # of finished_recving: those without their pages
+    sampled: dict[str, int] = field(default_factory=dict)  # of finished_recving: what prefill sampled
 
 
 @dataclass(frozen=True)
@@ -153,14 +154,17 @@ class Ledger:
             reports = self._reports
             for ids in (reports.finished_sending, reports.finished_recving, reports.failed_recving):
                 ids.discard(request_id)
+            reports.sampled.pop(request_id, None)
 
-    def received(self, request_id: str, failed: bool) -> None:
+    def received(self, request_id: str, failed: bool, sampled: int | None = None) -> None:
         with self._lock:
             if self._drop_disowned(request_id):
                 return
             self._reports.finished_recving.add(request_id)
             if failed:
                 self._reports.failed_recving.add(request_id)
+            if sampled is not None:
+                self._reports.sampled[request_id] = sampled
             self._news.notify_all()
 
     def _drop_disowned(self, request_id: str) -> bool:

@@ -48,6 +48,8 @@ class WorkerInfo:
     fingerprint: Fingerprint
     advice: Mapping[str, str]
     """What an operator is to do about a pair that differs."""
+    early_tokens: bool = False
+    """As Register's."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,7 @@ def _register(
         control_host=address.host,
         control_port=address.port,
         rank=worker.data_parallel_rank,
+        early_tokens=worker.early_tokens,
     )
     announcer = _announcer(settings, registration) if settings.announce else None
     return Registrar(registration, settings.router_addresses(), key, activity, announcer)

@@ -75,6 +75,7 @@ class Worker:
             finished_sending=sent,
             finished_recving=reports.finished_recving | failed_here,
             failed_recving=reports.failed_recving | failed_here,
+            sampled=reports.sampled,
         )
 
     def _execute(self, command: Command) -> None:
@@ -85,7 +86,7 @@ class Worker:
                 self._agent.expect(command)
             case FinishPrefill():
                 self._finished.add(command.request_id)
-                self._agent.finished(command.transfer_id, command.ok, command.reason)
+                self._agent.finished(command.transfer_id, command.ok, command.reason, command.sampled)
             case DecodeRequest():
                 self._agent.reserve(command)
             case Cancel():

@@ -14,13 +14,23 @@ from kv_connector.protocol.plan import LayerRun, Plan
 
 
 @dataclass(frozen=True)
+class Bursts:
+    """Up to how many bytes of a step in which a prompt ends go at once, at the step's end. (A step in which
+    none ends goes so whatever its size.)"""
+
+    most: int
+    early_token: int
+    """Where the client is to have its first token from P: they delay its second."""
+
+
+@dataclass(frozen=True)
 class Target:
     """Where a peer's pages lie, as the engine knows them."""
 
     peer: int  # the engine's
     regions: tuple[int, ...]  # its memory, imported
     plan: Plan
-    burst_bytes: int  # up to so many of a step go to it at once, at the step's end; 0: layer by layer
+    bursts: Bursts | None  # None: layer by layer
 
 
 @dataclass
@@ -97,7 +107,10 @@ class Writes:
         batches = [
             (pages, run) for pages in push.groups for run in target.plan.runs(*pages.groups, pages.places)
         ]
-        at_end = bool(target.burst_bytes) and self._may_wait(push.signal_base, batches, target.burst_bytes)
+        bursts, at_end = target.bursts, False
+        if bursts is not None:
+            most = bursts.early_token if push.early_token else bursts.most
+            at_end = self._may_wait(push.signal_base, batches, most)
         for pages, run in batches:
             self._arm(outgoing, push, pages, run, target, at_end)
 

@@ -47,6 +47,7 @@ class Register(Message, frozen=True, tag="register"):
     control_port: Port
     draining: bool = False  # finishes what it has, wants nothing new
     asleep: bool = False  # its KV cache is not mapped; it will be back
+    early_tokens: bool = False  # P says what it sampled behind a prompt, and D goes on with that
     rank: Rank = 0  # among those that the API server serves, as X-data-parallel-rank counts
     activity: Activity | None = None
 

@@ -23,6 +23,7 @@ from kv_connector.protocol.messages import (
     Release,
     Reserve,
     Role,
+    Sampled,
     Wants,
 )
 from kv_connector.protocol.plan import Groups
@@ -163,6 +164,7 @@ class Push:
     signal_base: int | None  # None: computed already
     immediate: int  # raises D's counter, by one for each page
     groups: tuple[PushedGroup, ...]
+    early_token: bool = False  # the client is likely to have its first token from P, without waiting for them
 
 
 @dataclass(frozen=True)
@@ -230,10 +232,14 @@ class CloseCounter:
 
 @dataclass(frozen=True)
 class FinishedReceiving:
-    """Nothing can land in the request's blocks any more; if it ``failed``, they lack their pages."""
+    """Nothing can land in the request's blocks any more; if it ``failed``, they lack their pages.
+
+    ``sampled``: the token that prefill sampled behind the prompt, if it was asked for and has said it.
+    """
 
     request_id: str
     failed: bool
+    sampled: int | None = None
 
 
 # --- Of sessions
@@ -346,4 +352,4 @@ class Deliver:
     """A message of a live session for the request machines."""
 
     peer: PeerId
-    message: Reserve | Cancel | Release | Fail | CancelAck | Ping
+    message: Reserve | Cancel | Release | Sampled | Fail | CancelAck | Ping

@@ -10,7 +10,9 @@ of them a transfer has a leg:
     FENCING     the peer is being fenced: waits until none of its writes can land
     STOPPED     nothing of this peer can land any more, and not everything has
 
-One counter tells when all pages have come. Where one leg fails, or the request is aborted, all are stopped.
+One counter tells when all pages have come. A request that goes on with the token that P samples waits for
+that, too, and does without it where it is not to be had any more. Where one leg fails, or the request is
+aborted, all are stopped.
 Blocks and the counter are handed back only when nothing can land in them any more: all pages have come, or
 every peer said that nothing is in flight, or is fenced. A failed transfer is reported as failed, an aborted
 one is not.
@@ -52,6 +54,7 @@ from kv_connector.protocol.messages import (
     Release,
     Reserve,
     Role,
+    Sampled,
     id_problem,
 )
 from kv_connector.protocol.plan import targets_problem
@@ -94,6 +97,9 @@ class _Transfer:
     since: float = 0.0  # when RESERVE was sent
     stopping: bool = False  # not every page will come
     aborted: bool = False
+    landed: bool = False  # all pages are here, and what P sampled is waited for
+    heard: bool = False  # what P sampled, or that it will not say
+    sampled: int | None = None
     failure: str = ""  # why it is being stopped, unless it was aborted
     failed: PeerId | None = None  # the source that is to blame for it
 
@@ -184,6 +190,8 @@ class DecodeMachine:
         transfer.aborted = True
         if transfer.stopping:
             return []
+        if transfer.landed:
+            return self._end(now, transfer, Outcome.CANCELLED, "")
         actions = self._stop(now, transfer)
         if not transfer.counting:  # no source was asked
             actions += self.release(now, transfer.request.transfer_id, transfer.request.engine)
@@ -270,6 +278,9 @@ class DecodeMachine:
             leg = transfer.leg(peer)
             if leg is None or leg.phase is _Phase.STOPPED:
                 continue
+            if transfer.landed:
+                actions += self._will_not_say(now, transfer, leg)
+                continue
             if leg.phase is not _Phase.STAGED:  # else it was not asked for anything
                 leg.phase = _Phase.FENCING
             actions += self._give_up(now, transfer, reason, peer)
@@ -303,6 +314,7 @@ class DecodeMachine:
             groups=request.groups,
             immediate=immediate,
             deadline_ms=max(0, round((transfer.deadline - now) * 1000)),
+            wants_sampled=request.wants_sampled,
         )
         actions: list[DecodeAction] = [_reached(request, State.MOVING)]
         for leg in transfer.legs:
@@ -322,9 +334,21 @@ class DecodeMachine:
         transfer = self._transfers.get(request_id)
         if transfer is None:
             return []
+        if transfer.request.wants_sampled and not transfer.heard and not transfer.stopping:
+            transfer.landed = True
+            return []
         return self._end(now, transfer, Outcome.COMPLETED, "")
 
     # --- Messages of P
+
+    def sampled(self, now: float, peer: PeerId, message: Sampled) -> list[DecodeAction]:
+        """SAMPLED: each source says it, and the first counts."""
+        found = self._attempt(peer, message)
+        if found is None or found[0].heard:
+            return []
+        transfer = found[0]
+        transfer.heard, transfer.sampled = True, message.token
+        return self._end(now, transfer, Outcome.COMPLETED, "") if transfer.landed else []
 
     def fail(self, now: float, peer: PeerId, message: Fail) -> list[DecodeAction]:
         """FAIL: P will not complete the transfer."""
@@ -334,6 +358,8 @@ class DecodeMachine:
         transfer, leg = found
         if leg.phase not in (_Phase.RESERVED, _Phase.CANCELLING):
             return []
+        if transfer.landed:
+            return self._will_not_say(now, transfer, leg)
         reason = f"{message.code.value}: {message.message}"
         if not message.quiesced:
             # What comes of the fence must not give another reason.
@@ -445,7 +471,7 @@ class DecodeMachine:
                 actions.append(Send(peer, message))
         return actions
 
-    def _attempt(self, peer: PeerId, message: Fail | CancelAck) -> tuple[_Transfer, _Leg] | None:
+    def _attempt(self, peer: PeerId, message: Sampled | Fail | CancelAck) -> tuple[_Transfer, _Leg] | None:
         """The part of a transfer that a message of ``peer`` is about, if it is under way with that peer."""
         transfer = self._transfers.get(self._attempts.get(message.attempt, ""))
         if transfer is None or transfer.request.transfer_id != message.transfer_id:
@@ -478,7 +504,12 @@ class DecodeMachine:
     def _give_up(
         self, now: float, transfer: _Transfer, reason: str, peer: PeerId | None = None
     ) -> list[DecodeAction]:
-        """Not all pages will come, through that peer's fault if there is one. The first reason counts."""
+        """Not all pages will come, through that peer's fault if there is one. The first reason counts.
+
+        Where all are here, it goes on without knowing what P sampled.
+        """
+        if transfer.landed:
+            return self._end(now, transfer, Outcome.COMPLETED, "")
         transfer.failure, transfer.failed = transfer.failure or reason, transfer.failed or peer
         actions = self._stop(now, transfer)
         if not transfer.counting:  # no source was asked, and those that hear it need not wait to be
@@ -486,6 +517,13 @@ class DecodeMachine:
                 if (known := self._sessions.get(leg.address)) is not None:
                     actions.append(Send(known, Release(transfer.request.transfer_id, leg.draw.share)))
         return actions
+
+    def _will_not_say(self, now: float, transfer: _Transfer, leg: _Leg) -> list[DecodeAction]:
+        """All pages are here, and of this source nothing will be heard of what was sampled."""
+        leg.phase = _Phase.STOPPED
+        if any(other.phase is _Phase.RESERVED for other in transfer.legs):
+            return []
+        return self._end(now, transfer, Outcome.COMPLETED, "")
 
     def _stop(self, now: float, transfer: _Transfer) -> list[DecodeAction]:
         """Has every source stop that has not, and ends the transfer once all have."""
@@ -526,7 +564,8 @@ class DecodeMachine:
             Role.DECODE, request.transfer_id, peer, outcome, reason, seconds, request_id=request.request_id
         )
         state = State.DONE if outcome is Outcome.COMPLETED else State.FAILED
-        report = FinishedReceiving(request.request_id, failed=outcome is Outcome.FAILED)
+        failed = outcome is Outcome.FAILED
+        report = FinishedReceiving(request.request_id, failed, transfer.sampled)
         last: list[DecodeAction] = [ended, _reached(request, state, reason), report]
         return [CloseCounter(request.request_id), *last] if transfer.counting else last
 

@@ -5,8 +5,8 @@ never allocates more than the frame's own size allows. Pages never travel here.
 
 Who speaks: decode (D) dials prefill (P). D asks one worker of P with LOCATE, which answers DIRECTORY or
 HELLO_NAK: who the workers are. To each that it wants something of, D sends HELLO, RESERVE, CANCEL, RELEASE;
-it answers HELLO_ACK or HELLO_NAK, FAIL, CANCEL_ACK. D sends PING, P answers PONG: either proves the other
-alive. Both may send BYE. There is no completion message: D counts what has landed.
+it answers HELLO_ACK or HELLO_NAK, SAMPLED, FAIL, CANCEL_ACK. D sends PING, P answers PONG: either proves the
+other alive. Both may send BYE. There is no completion message: D counts what has landed.
 
 A session is one connection with one HELLO: what arrives over another connection, or after BYE, belongs to no
 session and is answered by BYE.
@@ -26,7 +26,7 @@ from kv_connector.protocol.layout import MAX_LAYER_PARTS, MAX_PARTS, GroupTarget
 from kv_connector.protocol.prompt_hash import PROMPT_HASH_BYTES
 from kv_connector.protocol.timeline import MAX_TIMELINES, Nanoseconds, Receiving, Sending
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 # A RESERVE of 1 M tokens at block size 16 is 65,536 block ids of at most 5 bytes, times 8 groups: 2.6 MB.
 MAX_MESSAGE_BYTES = 4 << 20
@@ -189,6 +189,16 @@ class Reserve(Message, frozen=True, tag="reserve"):
     deadline_ms: Natural  # from receipt; P gives up then
     share: ShareNumber = 0
     shares: Shares = 1
+    wants_sampled: bool = False  # SAMPLED is waited for
+
+
+class Sampled(Message, frozen=True, tag="sampled"):
+    """The token that P sampled behind the prompt, for a D that is to go on with it: a client may have it
+    already. None: P has none to tell."""
+
+    transfer_id: Id
+    attempt: UInt32
+    token: UInt32 | None
 
 
 class FailCode(enum.Enum):
@@ -283,6 +293,7 @@ AnyMessage = (
     | HelloAck
     | HelloNak
     | Reserve
+    | Sampled
     | Fail
     | Cancel
     | CancelAck

@@ -30,6 +30,8 @@ class DecodeParams:
 
     transfer_id: str
     peer: Address
+    early_token: bool = False
+    """The client gets the token that P samples, so D is to go on with that one."""
 
 
 def parse_params(params: Mapping[str, Any]) -> PrefillParams | DecodeParams | None:
@@ -43,7 +45,8 @@ def parse_params(params: Mapping[str, Any]) -> PrefillParams | DecodeParams | No
         named = None if transfer_id is None else _checked(transfer_id)
         return PrefillParams(named, serial=params.get("serial") is True)
     if remote_prefill:
-        return DecodeParams(_checked(transfer_id), _peer(params))
+        early = params.get("early_token") is True
+        return DecodeParams(_checked(transfer_id), _peer(params), early)
     return None
 
 

@@ -58,6 +58,7 @@ from kv_connector.protocol.messages import (
     Release,
     Reserve,
     Role,
+    Sampled,
     Wants,
     clip,
     id_problem,
@@ -536,7 +537,7 @@ class PeerTable:
             return []  # the answer to a repeated HELLO
         if peer.state is PeerState.CONNECTING:
             return []
-        if isinstance(message, Fail | CancelAck):
+        if isinstance(message, Sampled | Fail | CancelAck):
             return [Deliver(peer.peer, message)]
         if isinstance(message, Pong):
             return []

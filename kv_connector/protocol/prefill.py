@@ -53,6 +53,7 @@ from kv_connector.protocol.messages import (
     Release,
     Reserve,
     Role,
+    Sampled,
     Wants,
     clip,
 )
@@ -247,16 +248,18 @@ class PrefillMachine:
                 actions += self._end(now, transfer, FailCode.PREFILL_ABORTED, text)
         return actions
 
-    def finished(self, now: float, transfer_id: str, ok: bool, reason: str) -> list[PrefillAction]:
+    def finished(
+        self, now: float, transfer_id: str, ok: bool, reason: str, sampled: int | None = None
+    ) -> list[PrefillAction]:
         """The request left P's scheduler, with its prompt computed (ok) or not. It may be given up (not ok)
-        after it was computed, too."""
+        after it was computed, too. ``sampled``: the token behind the prompt."""
         prompt = self._prompts.get(transfer_id)
         if prompt is None:
             # It was aborted before it was ever scheduled, and D's RESERVE is still to come.
             return [] if ok else self._forbid(now, transfer_id, _aborted(reason))
         if prompt.finished and ok:
             return []
-        prompt.finished = True
+        prompt.finished, prompt.sampled = True, sampled
         if prompt.over:
             return self._conclude(now, prompt)
         if not ok:
@@ -266,7 +269,7 @@ class PrefillMachine:
             if transfer.phase is Phase.WAITING:
                 self._hold(now, transfer)
             elif transfer.phase is Phase.ACTIVE:
-                actions += self._seal(now, transfer)
+                actions += [*_say_sampled(transfer), *self._seal(now, transfer)]
         return actions
 
     # --- D, through messages
@@ -337,7 +340,7 @@ class PrefillMachine:
         self._timers.set(transfer.share, deadline)
         actions = [*_moving(prompt, message.first_token), *self._push(transfer)]
         if prompt.finished:
-            actions += self._seal(now, transfer)
+            actions += [*_say_sampled(transfer), *self._seal(now, transfer)]
         return actions
 
     def cancel(self, now: float, peer: PeerId, message: Cancel) -> list[PrefillAction]:
@@ -535,17 +538,18 @@ class PrefillMachine:
         transfer.forget_pages()  # the rest is not wanted, and never will be
         if steps:
             reservation.writing = True
-        immediate = reservation.message.immediate
+        message = reservation.message
         return [
             Push(
                 reservation.peer,
                 transfer.share,
                 signal_base,
-                immediate,
+                message.immediate,
                 tuple(
                     PushedGroup(groups, places, *map(tuple, zip(*blocks, strict=True)))
                     for (groups, places), blocks in batches.items()
                 ),
+                message.wants_sampled,
             )
             for signal_base, batches in sorted(steps.items(), key=_begin)
         ]
@@ -680,6 +684,17 @@ def _moving(prompt: Prompt, first_token: int = 0) -> list[PrefillAction]:
     actions = [] if prompt.moving else _reached(prompt, State.MOVING, first_token)
     prompt.moving = prompt.request is not None
     return actions
+
+
+def _say_sampled(transfer: Transfer) -> list[PrefillAction]:
+    """If D has asked for it."""
+    reservation = transfer.reservation
+    assert reservation is not None
+    message = reservation.message
+    if not message.wants_sampled:
+        return []
+    said = Sampled(message.transfer_id, message.attempt, transfer.prompt.sampled)
+    return [Send(reservation.peer, said)]
 
 
 def _met(prompt: Prompt) -> list[PrefillAction]:

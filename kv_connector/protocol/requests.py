@@ -58,3 +58,6 @@ class DecodeRequest:
     first_token: int  # the tokens before this one are here already
     prompt_hash: bytes | None  # as PrefillRequest's
     groups: tuple[GroupTarget, ...]
+    wants_sampled: bool = False
+    """It goes on with the token that P samples behind the prompt: it is not over before that is here, or not
+    to be had."""

@@ -45,6 +45,7 @@ class Prompt:
     transfer_id: str
     request: PrefillRequest | None = None
     finished: bool = False
+    sampled: int | None = None  # the token behind it, once finished
     moving: bool = False  # it was said that pages go
     told: bool = False  # how many workers of D want a share; until then there is one, for whoever comes
     shares: list[Transfer] = field(default_factory=list)

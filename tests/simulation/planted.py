@@ -23,6 +23,19 @@ class Bug:
 
 
 BUGS = (
+    # D waits for a token that P said before D had asked.
+    Bug(
+        "what was sampled is not said to a decode that comes late",
+        "protocol/prefill.py",
+        """\
+        if prompt.finished:
+            actions += [*_say_sampled(transfer), *self._seal(now, transfer)]
+""",
+        """\
+        if prompt.finished:
+            actions += self._seal(now, transfer)
+""",
+    ),
     # P goes on pushing from blocks that a preemption has given to somebody else.
     Bug(
         "preemption forgets nothing",

@@ -220,7 +220,8 @@ class Process:
         for request in sorted(reports.finished_sending):
             self.prefill.sent(request, states.get(request))
         for request in sorted(reports.finished_recving):
-            self.decode.received(request, request in reports.failed_recving, states.get(request))
+            failed = request in reports.failed_recving
+            self.decode.received(request, failed, states.get(request), reports.sampled.get(request))
 
     # --- Its end
 

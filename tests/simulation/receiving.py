@@ -3,6 +3,7 @@ back."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -13,13 +14,18 @@ from kv_connector.protocol.layout import GroupTarget
 from kv_connector.protocol.requests import DecodeRequest
 
 from .scenario import Plan
-from .sending import prompt_hash
+from .sending import prompt_hash, sampled
 from .shape import GROUP_OF_LAYER, ROWS, STEP
 
 if TYPE_CHECKING:
     from .process import Process
 
 _RETRY_S = 0.05
+
+
+def _wants_sampled(plan: Plan) -> bool:
+    """Every second request. Not drawn, so that a seed's scenario is what it was without."""
+    return zlib.crc32(plan.name.encode()) % 2 == 0
 
 
 @dataclass(eq=False)
@@ -57,8 +63,8 @@ class DecodeSide:
         if plan.decode_abort is not None:
             self._later(plan.decode_abort, lambda: self._abort(load))
 
-    def received(self, request_id: str, failed: bool, state: State | None) -> None:
-        """The agent's report, and the state that it said before."""
+    def received(self, request_id: str, failed: bool, state: State | None, token: int | None) -> None:
+        """The agent's report, the state that it said before, and what P sampled."""
         world, process = self._world, self._process
         books = world.books
         load = self._loads.pop(request_id, None)
@@ -79,8 +85,11 @@ class DecodeSide:
         if not failed and not load.told:
             missing = [one for wanted in load.wanted for one in process.pool.missing(*wanted)]
             books.check(not missing, "%s was received and lacks %s", plan.name, missing)
+        right = sampled(plan) if _wants_sampled(plan) else None
+        books.check(token in (None, right), "%s got the token %s, not %s", plan.name, token, right)
         if world.scenario.innocent(plan):
             books.check(not failed, "%s failed for no reason", plan.name)
+            books.check(token == right or load.told, "%s has no token for no reason", plan.name)
         if world.scenario.undisturbed(plan):
             # What D wants may be there before P has computed all.
             computed = world.computed_at(plan)
@@ -182,6 +191,7 @@ class DecodeSide:
             first_token=cached,
             prompt_hash=prompt_hash(plan, plan.transfer_id),
             groups=tuple(groups),
+            wants_sampled=_wants_sampled(plan),
         )
         self._world.books.note("%s reserves %s", process, plan.name)
         process.submit(lambda now: process.effects.decode.reserve(now, request))

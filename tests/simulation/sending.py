@@ -3,6 +3,7 @@ preemption, and blocks that come back when they are reported sent."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -212,7 +213,8 @@ class PrefillSide:
         self._world.computed(plan)
         self._world.books.note("%s has finished %s, ok=%s", process, plan.name, ok)
         reason = "" if ok else "aborted"
-        process.submit(lambda now: process.effects.prefill.finished(now, plan.transfer_id, ok, reason))
+        token = sampled(plan) if ok else None
+        process.submit(lambda now: process.effects.prefill.finished(now, plan.transfer_id, ok, reason, token))
 
     def _abort(self, prompt: _Prompt) -> None:
         prompt.aborted = True
@@ -276,6 +278,11 @@ class PrefillSide:
             not busy, "%s: the blocks of %s come back while they may be read", self._process, prompt.plan.name
         )
         self._process.pool.give(blocks)
+
+
+def sampled(plan: Plan) -> int:
+    """The token behind the prompt."""
+    return zlib.crc32(plan.computed_prompt.encode())
 
 
 def prompt_hash(plan: Plan, prompt: str) -> bytes | None:

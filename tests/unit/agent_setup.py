@@ -116,9 +116,12 @@ class Side:
         transfer: str = "t",
         tokens: int = 3 * BLOCK,
         prompt_hash: bytes | None = HASH,
+        early_token: bool = False,
     ) -> None:
         groups = (GroupTarget(0, tuple(blocks)),)
-        self.agent.reserve(DecodeRequest(f"d-{transfer}", transfer, engine, tokens, 0, prompt_hash, groups))
+        self.agent.reserve(
+            DecodeRequest(f"d-{transfer}", transfer, engine, tokens, 0, prompt_hash, groups, early_token)
+        )
 
     def holds(self, transfer: str, source: Sequence[int], target: Sequence[int]) -> bool:
         """Whether P's pages have come, in every layer."""

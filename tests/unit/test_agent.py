@@ -20,6 +20,7 @@ from agent_setup import IMPATIENT, LIVELY, TIMES, Side, Stage, acquaint, stage, 
 from protocol_setup import BLOCK, HASH, PAGE, layout, pairs, with_rows
 
 from kv_connector.agent.agent import Agent, AgentConfig, AgentError, MemoryRange
+from kv_connector.agent.writes import Bursts
 from kv_connector.engine import ArmedLayer, ErrorCode, PagedWrite, TransferError
 from kv_connector.engine.transfer_engine import LayerSignal
 from kv_connector.protocol.actions import Address, Outcome, State
@@ -166,25 +167,32 @@ def test_pages_of_a_step_before_the_order_changed_wait_for_its_end(pair: tuple[S
 
 
 @pytest.mark.parametrize(
-    ("burst", "signals"),
+    ("bursts", "early_token", "signals"),
     [
-        (0, [[1, 2], [3, 4], [3, 4]]),
-        (1, [[2, 2], [3, 4], [3, 4]]),
-        (2 * PAGE, [[2, 2], [4, 4], [3, 4]]),
-        (4 * PAGE, [[2, 2], [4, 4], [4, 4]]),
+        (None, False, [[1, 2], [3, 4], [3, 4]]),
+        (None, True, [[1, 2], [3, 4], [3, 4]]),
+        (Bursts(1, 4 * PAGE), False, [[2, 2], [3, 4], [3, 4]]),
+        (Bursts(2 * PAGE, 4 * PAGE), False, [[2, 2], [4, 4], [3, 4]]),
+        (Bursts(4 * PAGE, 1), False, [[2, 2], [4, 4], [4, 4]]),
+        (Bursts(1, 4 * PAGE), True, [[2, 2], [4, 4], [4, 4]]),
+        (Bursts(1, 2 * PAGE), True, [[2, 2], [4, 4], [3, 4]]),
     ],
 )
 def test_on_lanes_for_bursts_only_the_many_last_pages_of_a_prompt_go_by_layer(
-    pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch, burst: int, signals: list[list[int]]
+    pair: tuple[Side, Side],
+    monkeypatch: pytest.MonkeyPatch,
+    bursts: Bursts | None,
+    early_token: bool,
+    signals: list[list[int]],
 ) -> None:
     """A step in which no prompt ends, and one of which a page of each of the two layers is named twice."""
-    monkeypatch.setattr("kv_connector.agent.effects.BURST_BYTES", {"sim": burst} if burst else {})
+    monkeypatch.setattr("kv_connector.agent.effects.BURSTS", {"sim": bursts} if bursts else {})
     prefill, decode = pair
     values = record_signals(prefill)
     prefill.expect()
-    decode.reserve(prefill.address)
+    decode.reserve(prefill.address, early_token=early_token)
     until(lambda: bool(prefill.agent.take_reserved()))
-    if burst:
+    if bursts is not None:
         prefill.agent.no_prompt_ends(0)
     prefill.compute(SOURCE[:1])
     prefill.agent.computed(ComputedPages("t", 2, (GroupPages(1, SOURCE[1:2]),)))

@@ -50,7 +50,7 @@ def test_commands_reach_the_agent_in_order(agent: RecordingAgent, worker: Worker
         ("reserve", RESERVE),
         ("cancel", "d"),
         ("release", "r", PEER),
-        ("finished", "t", False, "aborted"),
+        ("finished", "t", False, "aborted", None),
         ("cache_cleared",),
     ]
 

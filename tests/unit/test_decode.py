@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -37,7 +39,7 @@ from kv_connector.protocol.actions import (
 from kv_connector.protocol.decode import DecodeAction, DecodeMachine
 from kv_connector.protocol.geometry import Place, Units, head_major, token_major
 from kv_connector.protocol.layout import GroupLayout, KvLayout, LayerLayout, Part
-from kv_connector.protocol.messages import Cancel, CancelAck, Fail, FailCode, Release, Reserve, Role
+from kv_connector.protocol.messages import Cancel, CancelAck, Fail, FailCode, Release, Reserve, Role, Sampled
 from kv_connector.protocol.timers import Timeouts
 
 PEER, OTHER = 1, 2
@@ -112,6 +114,77 @@ def test_an_aborted_request_has_failed_once_nothing_can_land(machine: DecodeMach
 def test_a_request_without_a_session_has_failed(machine: DecodeMachine) -> None:
     machine.reserve(0.0, decode_request())
     assert machine.dial_failed(1.0, P_ADDRESS, "refused")[-2:] == [reached(State.FAILED, "refused"), failed()]
+
+
+# --- The token that P sampled
+
+
+def waiting_for_token(machine: DecodeMachine) -> Reserve:
+    """All pages of the request have landed."""
+    machine.peer_up(0.0, P_ADDRESS, PEER)
+    machine.reserve(0.0, replace(decode_request(), wants_sampled=True))
+    message = sent(machine.counter_opened(0.0, "d-t", IMMEDIATE), Reserve)
+    assert message.wants_sampled
+    assert machine.counter_reached(1.0, "d-t") == []
+    return message
+
+
+def with_token(token: int | None) -> FinishedReceiving:
+    return FinishedReceiving("d-t", failed=False, sampled=token)
+
+
+@pytest.mark.parametrize("token", [7, None])
+def test_a_request_that_wants_the_token_is_over_once_it_is_here(
+    machine: DecodeMachine, token: int | None
+) -> None:
+    attempt = waiting_for_token(machine).attempt
+    assert machine.sampled(2.0, OTHER, Sampled("t", attempt, 8)) == []
+    assert machine.sampled(2.0, PEER, Sampled("t", attempt + 1, 8)) == []
+    assert report(machine.sampled(2.0, PEER, Sampled("t", attempt, token))) == with_token(token)
+    assert_over(machine)
+
+
+def test_a_token_may_come_before_the_last_page(machine: DecodeMachine) -> None:
+    machine.peer_up(0.0, P_ADDRESS, PEER)
+    machine.reserve(0.0, replace(decode_request(), wants_sampled=True))
+    attempt = sent(machine.counter_opened(0.0, "d-t", IMMEDIATE), Reserve).attempt
+    assert machine.sampled(1.0, PEER, Sampled("t", attempt, 7)) == []
+    assert report(machine.counter_reached(2.0, "d-t")) == with_token(7)
+    assert_over(machine)
+
+
+def test_who_does_not_want_the_token_does_not_wait_for_it(machine: DecodeMachine) -> None:
+    assert not reserved(machine).wants_sampled
+    assert report(machine.counter_reached(1.0, "d-t")) == done()
+
+
+@pytest.mark.parametrize(
+    "lose",
+    [
+        lambda machine, attempt: machine.peer_down(2.0, PEER, "gone"),
+        lambda machine, attempt: machine.fail(
+            2.0, PEER, Fail("t", attempt, FailCode.PREFILL_ABORTED, "aborted", quiesced=False)
+        ),
+        lambda machine, attempt: machine.tick(TIMES.transfer + 1),
+        lambda machine, attempt: machine.close(2.0),
+    ],
+    ids=["lost", "failed", "late", "closed"],
+)
+def test_with_all_pages_a_request_goes_on_without_the_token_if_it_is_not_to_be_had(
+    machine: DecodeMachine, lose: Callable[[DecodeMachine, int], list[DecodeAction]]
+) -> None:
+    attempt = waiting_for_token(machine).attempt
+    assert report(lose(machine, attempt)) == with_token(None)
+    assert_over(machine)
+
+
+def test_an_aborted_request_does_not_wait_for_the_token(machine: DecodeMachine) -> None:
+    waiting_for_token(machine)
+    actions = machine.cancel(2.0, "d-t")
+    assert report(actions) == with_token(None)
+    assert only(actions, Ended).outcome is Outcome.CANCELLED
+    assert every(actions, Send) == []
+    assert_over(machine)
 
 
 def assert_over(machine: DecodeMachine) -> None:
@@ -360,11 +433,11 @@ def divided() -> DecodeMachine:
     return made
 
 
-def halves(machine: DecodeMachine) -> int:
+def halves(machine: DecodeMachine, wants_sampled: bool = False) -> int:
     """A request whose RESERVE has been sent to both."""
     machine.peer_up(0.0, P_ADDRESS, PEER)
     machine.peer_up(0.0, OTHER_ADDRESS, OTHER)
-    machine.reserve(0.0, decode_request())
+    machine.reserve(0.0, replace(decode_request(), wants_sampled=wants_sampled))
     sends = every(machine.counter_opened(0.0, "d-t", IMMEDIATE), Send)
     assert [send.peer for send in sends] == [PEER, OTHER]
     reserve, same = (send.message for send in sends)
@@ -434,6 +507,23 @@ def test_the_last_page_beats_the_end_of_a_source(divided: DecodeMachine) -> None
     divided.peer_down(1.0, PEER, "left")
     assert report(divided.counter_reached(1.0, "d-t")) == done()
     assert divided.fenced(2.0, PEER) == []
+    assert_over(divided)
+
+
+def test_one_source_is_enough_to_say_what_was_sampled(divided: DecodeMachine) -> None:
+    attempt = halves(divided, wants_sampled=True)
+    assert divided.counter_reached(1.0, "d-t") == []
+    assert divided.peer_down(1.0, PEER, "left") == []
+    assert report(divided.sampled(2.0, OTHER, Sampled("t", attempt, 7))) == with_token(7)
+    assert divided.fenced(2.0, PEER) == []
+    assert_over(divided)
+
+
+def test_without_any_source_the_token_is_not_waited_for(divided: DecodeMachine) -> None:
+    attempt = halves(divided, wants_sampled=True)
+    assert divided.counter_reached(1.0, "d-t") == []
+    assert divided.fail(1.0, PEER, Fail("t", attempt, FailCode.EXPIRED, "late", quiesced=True)) == []
+    assert report(divided.peer_down(2.0, OTHER, "left")) == with_token(None)
     assert_over(divided)
 
 

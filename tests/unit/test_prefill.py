@@ -37,7 +37,7 @@ from kv_connector.protocol.actions import (
     Share,
     State,
 )
-from kv_connector.protocol.messages import Cancel, CancelAck, Fail, FailCode, Release, Reserve, Role
+from kv_connector.protocol.messages import Cancel, CancelAck, Fail, FailCode, Release, Reserve, Role, Sampled
 from kv_connector.protocol.plan import Plan
 from kv_connector.protocol.prefill import PrefillAction, PrefillMachine, WritesEnd
 from kv_connector.protocol.timers import Timeouts
@@ -88,6 +88,39 @@ def sealed(machine: PrefillMachine) -> None:
 def assert_over(machine: PrefillMachine) -> None:
     assert len(machine) == 0
     assert machine.next_deadline() is None
+
+
+# --- The token behind the prompt
+
+
+def wanting() -> Reserve:
+    return msgspec.structs.replace(reserve(), wants_sampled=True)
+
+
+@pytest.mark.parametrize("token", [7, None])
+def test_decode_is_told_the_token_when_the_prompt_is_finished(
+    machine: PrefillMachine, token: int | None
+) -> None:
+    machine.expect(0.0, prefill_request())
+    machine.reserve(0.0, PEER, wanting())
+    machine.computed(0.0, computed((1, 2, 3)))
+    said = Send(PEER, Sampled("t", reserve().attempt, token))
+    assert machine.finished(0.0, "t", True, "", token) == [said, Seal(Share("t"))]
+
+
+def test_decode_that_asks_for_a_finished_prompt_is_told_the_token_at_once(machine: PrefillMachine) -> None:
+    machine.expect(0.0, prefill_request())
+    machine.computed(0.0, computed((1, 2, 3)))
+    machine.finished(0.0, "t", True, "", 7)
+    actions = machine.reserve(0.0, PEER, wanting())
+    assert message(actions) == Sampled("t", reserve().attempt, 7)
+
+
+def test_the_token_is_not_told_of_a_prompt_that_was_given_up(machine: PrefillMachine) -> None:
+    machine.expect(0.0, prefill_request())
+    machine.reserve(0.0, PEER, wanting())
+    actions = machine.finished(0.0, "t", False, "aborted", 7)
+    assert [type(send.message) for send in every(actions, Send)] == [Fail]
 
 
 # --- The good path
