@@ -34,15 +34,16 @@ from kv_connector.vllm.internals import (
     block_tokens,
     check_configuration,
     default_host,
+    forces_tokens,
     pipeline_and_tensor_parallel_rank,
     rank_fingerprint,
     replace_idle_pause,
     sleep_for_messages,
 )
 from kv_connector.vllm.kv_cache import kv_layout
-from kv_connector.vllm.metadata import DescribedRank, Reserved, StepMetadata
+from kv_connector.vllm.metadata import DescribedRank, News, StepMetadata
 from kv_connector.vllm.metrics import PromMetrics, TransferStats
-from kv_connector.vllm.scheduler import SchedulerSide
+from kv_connector.vllm.scheduler import SchedulerSide, has_states
 from kv_connector.vllm.tails import Tails
 from kv_connector.vllm.worker import WorkerSide, current_stream
 
@@ -112,11 +113,13 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         self.worker: WorkerSide | None = None
         """In a worker, once it has its KV caches."""
         self._running: Running | None = None
+        block_sizes = tuple(block_tokens(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups)
+        # Where there are recurrent states, P leaves the prompt's last token to D: it samples no first one.
+        self._early_tokens = forces_tokens(vllm_config) and not has_states(block_sizes)
         if role is KVConnectorRole.SCHEDULER:
-            block_sizes = tuple(
-                block_tokens(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups
+            self.scheduler = SchedulerSide(
+                self._transfer_role, self._engine_id, block_sizes, early_tokens=self._early_tokens
             )
-            self.scheduler = SchedulerSide(self._transfer_role, self._engine_id, block_sizes)
             if vllm_config.device_config.device_type == "cpu":
                 replace_idle_pause(_no_pause)
 
@@ -185,6 +188,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
             memory=memory,
             fingerprint=rank_fingerprint(self._vllm_config),
             advice=ADVICE,
+            early_tokens=self._early_tokens,
         )
         self._running = start(self._settings, info)
         agent = self._running.agent
@@ -259,8 +263,8 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         return self._worker.transfer_results()
 
     @never_raises(_nothing)
-    def build_connector_worker_meta(self) -> Reserved | None:
-        return self._worker.reserved()
+    def build_connector_worker_meta(self) -> News | None:
+        return self._worker.news()
 
     @never_raises(_nothing)
     def get_kv_connector_stats(self) -> TransferStats | None:
@@ -322,11 +326,10 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     @never_raises(_nothing)
     def update_connector_output(self, connector_output: Any) -> None:
-        reserved = connector_output.kv_connector_worker_meta
         self._scheduler.update(
             connector_output.finished_sending,
             connector_output.finished_recving,
-            reserved.transfer_ids if reserved is not None else (),
+            connector_output.kv_connector_worker_meta or News(),
         )
 
     @never_raises(lambda: (False, None))

@@ -11,6 +11,7 @@ import importlib
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from importlib.metadata import entry_points
 from typing import Any
 
 import torch
@@ -108,6 +109,7 @@ __all__ = [
     "check_configuration",
     "default_host",
     "element_type",
+    "forces_tokens",
     "group_kind",
     "is_conv_state_dim_first",
     "kv_heads",
@@ -176,6 +178,27 @@ def _is_moved(spec: Any) -> bool:
     return type(spec) in SUPPORTED_SPECS and (
         type(spec) is MambaSpec or (spec.tokens_per_state == 1 and not spec.prefix_replay_tokens)
     )
+
+
+# As pyproject.toml declares it.
+FORCED_TOKEN = "kv_connector.vllm.forced_token:ForcedToken"
+
+logger = logging.getLogger(__name__)
+
+
+def forces_tokens(vllm_config: Any) -> bool:
+    """Whether this engine can go on with a token that another one sampled: vLLM takes logits processors from
+    plugins where nothing is drafted. Says so where the plugin is not installed, though the connector is found
+    (by kv_connector_module_path, or from an installation that is older than the plugin)."""
+    if vllm_config.speculative_config is not None:
+        return False
+    plugins = entry_points(group="vllm.logits_processors")
+    if any(plugin.value == FORCED_TOKEN for plugin in plugins):
+        return True
+    logger.warning(
+        "no early tokens: the entry point %s is not installed; reinstall kv-connector with pip", FORCED_TOKEN
+    )
+    return False
 
 
 def rank_fingerprint(vllm_config: Any) -> Fingerprint:

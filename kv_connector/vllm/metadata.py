@@ -38,10 +38,13 @@ class DescribedRank(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM
 
 
 @dataclass
-class Reserved(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is not typed for mypy
-    """From P's workers to its scheduler: transfers for which a D has room."""
+class News(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is not typed for mypy
+    """From the workers to their scheduler."""
 
-    transfer_ids: set[str]
+    reserved: set[str] = field(default_factory=set)
+    """On P: transfers for which a D has room."""
+    sampled: dict[str, int] = field(default_factory=dict)
+    """On D: by request id, the token that P sampled behind the prompt."""
 
-    def aggregate(self, other: Reserved) -> Reserved:
-        return Reserved(self.transfer_ids | other.transfer_ids)
+    def aggregate(self, other: News) -> News:
+        return News(self.reserved | other.reserved, self.sampled | other.sampled)

@@ -31,8 +31,9 @@ from kv_connector.protocol.params import BadParams, DecodeParams, PrefillParams,
 from kv_connector.protocol.prompt_hash import prompt_hash
 from kv_connector.protocol.requests import DecodeRequest, GroupPages, PrefillRequest
 from kv_connector.vllm.dialects import in_our_words
+from kv_connector.vllm.forced_token import force
 from kv_connector.vllm.internals import Request, RequestStatus, beside_tokens, leave_last_token
-from kv_connector.vllm.metadata import StepMetadata
+from kv_connector.vllm.metadata import News, StepMetadata
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ def _blocks_of(blocks: Blocks, block_sizes: tuple[int, ...], tokens: int) -> int
     )
 
 
-def _has_states(block_sizes: tuple[int, ...]) -> bool:
+def has_states(block_sizes: tuple[int, ...]) -> bool:
     """Whether some group's blocks are recurrent states. D goes on from the state before the prompt's last
     token, which it computes itself: so P must not compute that one."""
     return 0 in block_sizes
@@ -141,7 +142,7 @@ class PrefillScheduler:
             raise BadParams(f"transfer {transfer_id} belongs to another live request")
         tokens, digest = _prompt(request)
         computed, unsent = tokens, ""
-        if _has_states(self._block_sizes) and tokens > 1:
+        if has_states(self._block_sizes) and tokens > 1:
             if request.skip_reading_prefix_cache:
                 unsent = "prompt_logprobs need the whole prompt, and no state is kept from before its end"
             else:
@@ -248,7 +249,9 @@ class PrefillScheduler:
         ok = prompt.complete and request.status in _GOOD_ENDS
         reason = "" if ok else f"prefill ended as {request.status.name} before the prompt's end"
         reason = prompt.unsent or reason
-        self._commands.append(FinishPrefill(request.request_id, prompt.transfer_id, ok, reason))
+        whole = ok and prompt.computed == prompt.tokens
+        sampled = int(request.output_token_ids[0]) if whole and request.output_token_ids else None
+        self._commands.append(FinishPrefill(request.request_id, prompt.transfer_id, ok, reason, sampled))
         if not ok:
             return True, None
         assert self.address is not None
@@ -307,6 +310,10 @@ class _Target:
     peer: Address
     tokens: int
     prompt_hash: bytes
+    wants_sampled: bool = False
+    """It goes on with the token that P samples."""
+    end: int = 0
+    """It loads the tokens before this one."""
     load: _Load = _Load.WAITING
     finished: bool = False
     void: bool = False
@@ -316,9 +323,13 @@ class _Target:
 class DecodeScheduler:
     """D's requests, from their arrival until they have left the scheduler and nothing is written for them."""
 
-    def __init__(self, block_sizes: tuple[int, ...], commands: list[Command]) -> None:
+    def __init__(
+        self, block_sizes: tuple[int, ...], commands: list[Command], *, early_tokens: bool = False
+    ) -> None:
+        """``early_tokens``: whether this engine can go on with a token that P sampled."""
         self._block_sizes = block_sizes
         self._commands = commands
+        self._early_tokens = early_tokens
         self._targets: dict[str, _Target] = {}
         self._transfers: dict[str, _Target] = {}
         self._siblings: dict[str, _Target] = {}
@@ -340,7 +351,8 @@ class DecodeScheduler:
             # Samples of one prompt (n > 1) share their parameters: the first one loads for all.
             self._siblings[request.request_id] = first
             return
-        target = _Target(request, request.request_id, transfer_id, peer, tokens, digest)
+        wants_sampled = self._early_tokens and params.early_token
+        target = _Target(request, request.request_id, transfer_id, peer, tokens, digest, wants_sampled)
         self._transfers[transfer_id] = self._targets[request.request_id] = target
 
     def must_wait(self, request: Request) -> bool:
@@ -370,7 +382,18 @@ class DecodeScheduler:
             return 0
         if any(size and local_tokens % size for size in self._block_sizes):
             return 0
-        return max(target.tokens - 1 - local_tokens, 0)
+        target.end = target.tokens - 1
+        if target.wants_sampled and local_tokens >= target.end and not self._costs_a_window(target):
+            # All is here but the token that P samples, and vLLM has no request wait that loads nothing.
+            target.end = target.tokens
+        return max(target.end - local_tokens, 0)
+
+    def _costs_a_window(self, target: _Target) -> bool:
+        assert self.blocks is not None
+        groups = len(self._block_sizes)
+        return _first_attended(self.blocks, groups, target.tokens + 1) != _first_attended(
+            self.blocks, groups, target.tokens
+        )
 
     def allocated(self, request: Request, blocks: Any, external_tokens: int) -> None:
         """vLLM has given the request blocks, and will load ``external_tokens`` (0: it needs nothing)."""
@@ -395,7 +418,7 @@ class DecodeScheduler:
         self, target: _Target, tables: tuple[list[int], ...], external_tokens: int
     ) -> DecodeRequest:
         assert self.blocks is not None
-        loaded = target.tokens - 1
+        loaded = target.end
         first_token = loaded - external_tokens
         groups = []
         for group, (table, size) in enumerate(zip(tables, self._block_sizes, strict=True)):
@@ -403,7 +426,7 @@ class DecodeScheduler:
                 groups.append(GroupTarget(first=0, blocks=_state(self.blocks, group, table, loaded)))
                 continue
             first, end = first_token // size, -(-loaded // size)
-            if _has_states(self._block_sizes):
+            if has_states(self._block_sizes):
                 # The hit is the one of full attention; another group may have less of it.
                 first = min(first, self.blocks.first_loaded(target.request_id, group))
             needed = self.blocks.first_attended_token(group, loaded)
@@ -416,6 +439,7 @@ class DecodeScheduler:
             first_token=first_token,
             prompt_hash=target.prompt_hash,
             groups=tuple(groups),
+            wants_sampled=target.wants_sampled,
         )
 
     def finished(self, request: Request) -> None:
@@ -432,6 +456,13 @@ class DecodeScheduler:
         elif target.load is _Load.RESERVED:
             self._commands.append(Cancel(target.request_id))
         self._forget_if_over(target)
+
+    def sampled(self, tokens: Mapping[str, int]) -> None:
+        """By request, what P sampled. It comes no later than the end of the load, so before vLLM schedules
+        the request."""
+        for request_id, token in tokens.items():
+            if target := self._targets.get(request_id):
+                force(target.request.sampling_params, token)
 
     def received(self, request_ids: Iterable[str]) -> None:
         """These loads are over, well or not."""
@@ -501,8 +532,11 @@ class DecodeScheduler:
 class SchedulerSide:
     """Both roles' bookkeeping behind the connector's hooks."""
 
-    def __init__(self, role: Role, engine_id: str, block_sizes: tuple[int, ...]) -> None:
-        """``block_sizes``: tokens a block, per KV cache group; 0: its blocks are recurrent states."""
+    def __init__(
+        self, role: Role, engine_id: str, block_sizes: tuple[int, ...], *, early_tokens: bool = False
+    ) -> None:
+        """``block_sizes``: tokens a block, per KV cache group; 0: its blocks are recurrent states.
+        ``early_tokens``: as DecodeScheduler's."""
         self._role = role
         self._block_sizes = block_sizes
         self._commands: list[Command] = []
@@ -511,7 +545,7 @@ class SchedulerSide:
         self._emptied = False
         """vLLM has just emptied its prefix cache."""
         self.prefill = PrefillScheduler(role, engine_id, block_sizes, self._commands)
-        self.decode = DecodeScheduler(block_sizes, self._commands)
+        self.decode = DecodeScheduler(block_sizes, self._commands, early_tokens=early_tokens)
 
     def set_ranks(self, ranks: tuple[Rank, ...]) -> None:
         """The engine's workers, by rank. Each is told of all: the address of the first is all that routers
@@ -524,7 +558,7 @@ class SchedulerSide:
         """Before the first request."""
         self.prefill.blocks = self.decode.blocks = blocks
         self.prefill.gate, self.decode.gate = gates(self._role, blocks.total)
-        if _has_states(self._block_sizes):
+        if has_states(self._block_sizes):
             blocks.let_states_load()
         blocks.around_reset(self._before_reset, self._after_reset)
 
@@ -598,11 +632,12 @@ class SchedulerSide:
         self,
         finished_sending: Iterable[str] | None,
         finished_recving: Iterable[str] | None,
-        reserved: Collection[str] = (),
+        news: News,
     ) -> None:
         """What the workers report at the end of a step."""
-        if reserved:
-            self.prefill.reserved(reserved)
+        if news.reserved:
+            self.prefill.reserved(news.reserved)
+        self.decode.sampled(news.sampled)
         self.prefill.sent(finished_sending or ())
         self.decode.received(finished_recving or ())
 

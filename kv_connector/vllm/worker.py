@@ -19,7 +19,7 @@ from kv_connector.agent.worker import Worker
 from kv_connector.engine.transfer_engine import StreamSignal
 from kv_connector.protocol.requests import DecodeRequest
 from kv_connector.vllm.internals import KVConnectorTransferResults
-from kv_connector.vllm.metadata import Reserved, StepMetadata
+from kv_connector.vllm.metadata import News, StepMetadata
 from kv_connector.vllm.tails import Tails
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ class WorkerSide:
         self._books = Worker(agent)
         self._computes = True
         self._steps_to_news = 0
+        self._sampled: dict[str, int] = {}
 
     def handle_preemptions(self, metadata: StepMetadata) -> None:
         """Before the step's forward may write into the preempted requests' blocks. Blocks until nothing reads
@@ -92,6 +93,9 @@ class WorkerSide:
             self.agent.no_prompt_ends(self._progress.base)
         self._books.computed(metadata.new_pages, self._progress.base)
         self._computes = metadata.computes
+        if metadata.computes:
+            # What ends with its tokens is to be told with the step after the next: a pause would delay it.
+            self._steps_to_news = max(self._steps_to_news, STEPS_TO_NEWS - 1)
 
     def _cleared(self, command: Command) -> Command:
         """The command, once the blocks that it names are ready for it."""
@@ -114,6 +118,7 @@ class WorkerSide:
         if self._patient and not self._computes:
             self._books.await_news(IDLE_STEP_SECONDS)
         reports = self._books.take_reports()
+        self._sampled |= reports.sampled
         if reports.finished_sending or reports.finished_recving:
             self._steps_to_news = STEPS_TO_NEWS
         return KVConnectorTransferResults(
@@ -130,7 +135,8 @@ class WorkerSide:
         else:
             self.agent.await_news(seconds)
 
-    def reserved(self) -> Reserved | None:
-        """The transfers for which a RESERVE has come since the last call, or None."""
-        transfer_ids = self.agent.take_reserved()
-        return Reserved(transfer_ids) if transfer_ids else None
+    def news(self) -> News | None:
+        """What has come since the last call; None: nothing. After ``transfer_results``."""
+        reserved, sampled = self.agent.take_reserved(), self._sampled
+        self._sampled = {}
+        return News(reserved, sampled) if reserved or sampled else None

@@ -30,6 +30,7 @@ from kv_connector.agent.commands import Cancel, FailLoad, FinishPrefill, Release
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.prompt_hash import prompt_hash
 from kv_connector.protocol.requests import DecodeRequest, PrefillRequest
+from kv_connector.vllm.forced_token import KEY
 from kv_connector.vllm.metadata import DescribedRank, StepMetadata
 
 __all__ = ["model", "stage"]
@@ -89,7 +90,7 @@ class TestPrefill:
         assert [step.new_pages[0].last for step in (metadata, second, last)] == [False, False, True]
         # 256 tokens are 8 whole blocks.
         assert [len(step.new_pages[0].groups[0].blocks) for step in (metadata, second, last)] == [8, 8, 3]
-        assert prefill.step(sent=["p"]).commands == (FinishPrefill("p", "t", True, ""),)
+        assert prefill.step(sent=["p"]).commands == (FinishPrefill("p", "t", True, "", sampled=7),)
         prefill.assert_idle()
 
     def test_a_chunk_that_ends_inside_a_block_does_not_name_it(self, stage: MakeStage) -> None:
@@ -183,7 +184,7 @@ class TestPrefill:
         request.sampling_params.stop_token_ids = [7]
         prefill.step()
         assert request.status is RequestStatus.FINISHED_STOPPED
-        assert prefill.step(sent=["p"]).commands == (FinishPrefill("p", "t", True, ""),)
+        assert prefill.step(sent=["p"]).commands == (FinishPrefill("p", "t", True, "", sampled=7),)
         prefill.assert_idle()
 
     def test_serial_dispatch_hands_d_what_it_needs(self, prefill: Stage, decode: Stage) -> None:
@@ -364,6 +365,43 @@ class TestDecode:
         for _ in range(3):
             decode.step()
         decode.assert_idle()
+
+    def test_a_request_goes_on_with_ps_token_where_its_client_has_it(self, decode: Stage) -> None:
+        decode.add("d", prompt(100), PARAMS_OF_D | {"early_token": True}, max_tokens=3)
+        output, metadata = decode.schedule()
+        assert reservation(metadata).wants_sampled
+        decode.update(output, received=["d"], sampled={"d": 9, "unknown": 8})
+        output, _ = decode.schedule()
+        (new,) = output.scheduled_new_reqs
+        assert new.sampling_params.extra_args[KEY] == 9
+        decode.update(output)
+        for _ in range(3):
+            decode.step()
+        decode.assert_idle()
+
+    @pytest.mark.parametrize("tokens", [1, BLOCK + 1])
+    def test_ps_token_is_waited_for_though_nothing_else_is_wanted(self, decode: Stage, tokens: int) -> None:
+        """vLLM has all of the prompt that it can have beforehand."""
+        decode.add("first", prompt(tokens), max_tokens=2)
+        for _ in range(4):
+            decode.step()
+        decode.add("d", prompt(tokens), PARAMS_OF_D | {"early_token": True}, max_tokens=2)
+        output, metadata = decode.schedule()
+        asked = reservation(metadata)
+        assert (asked.first_token, asked.wants_sampled) == (tokens - 1, True)
+        assert [len(group.blocks) for group in asked.groups] == [1]
+        decode.update(output, received=["d"], sampled={"d": 9})
+        output, _ = decode.schedule()
+        assert output.num_scheduled_tokens == {"d": 1}
+        assert output.scheduled_new_reqs[0].sampling_params.extra_args[KEY] == 9
+        decode.update(output)
+        for _ in range(3):
+            decode.step()
+        decode.assert_idle()
+
+    def test_an_engine_that_drafts_does_not_ask_for_ps_token(self, stage: MakeStage) -> None:
+        decode = stage("kv_consumer", drafter="eagle")
+        assert not decode.side.decode._early_tokens
 
     def test_samples_of_one_prompt_are_loaded_once(self, decode: Stage) -> None:
         """n > 1: the first one loads, the others find its blocks."""

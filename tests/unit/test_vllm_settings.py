@@ -4,6 +4,8 @@ import dataclasses
 import importlib
 import logging
 import re
+from importlib.metadata import EntryPoint
+from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
 import pytest
@@ -21,10 +23,12 @@ from kv_connector.protocol.layout import KvLayout
 from kv_connector.protocol.messages import Role
 from kv_connector.vllm.connector import WriteImmConnector, data_parallel_rank, transfer_role
 from kv_connector.vllm.internals import (
+    FORCED_TOKEN,
     RELEASES,
     UnsupportedVllm,
     adopt_vllm_logging,
     default_host,
+    forces_tokens,
     release_of,
 )
 from kv_connector.vllm.plugin import register
@@ -49,6 +53,23 @@ def test_config_check_knows_what_stands_beside_our_settings() -> None:
     assert set(POLICIES) == set(get_args(get_type_hints(KVTransferConfig)["kv_load_failure_policy"]))
 
 
+@pytest.mark.parametrize(
+    ("drafts", "installed", "forces"),
+    [(None, True, True), (None, False, False), ("a drafter", True, False)],
+)
+def test_a_token_is_forced_where_vllm_loads_the_plugin_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    drafts: str | None,
+    installed: bool,
+    forces: bool,
+) -> None:
+    points = [EntryPoint("kv_connector", FORCED_TOKEN, "vllm.logits_processors")] if installed else []
+    monkeypatch.setattr("kv_connector.vllm.internals.entry_points", lambda group: points)
+    assert forces_tokens(SimpleNamespace(speculative_config=drafts)) is forces
+    assert ("is not installed" in caplog.text) is not installed
+
+
 def test_so_is_one_that_does_not_fit_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     infos = []
 
@@ -62,6 +83,7 @@ def test_so_is_one_that_does_not_fit_the_worker(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("kv_connector.vllm.connector.start", start)
     made: WriteImmConnector = object.__new__(WriteImmConnector)
     made._settings, made._transfer_role, made._engine_id = Settings(), Role.DECODE, "engine"
+    made._early_tokens = True
     parallel = ParallelConfig(
         tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_size=4, data_parallel_hybrid_lb=True
     )
@@ -73,7 +95,7 @@ def test_so_is_one_that_does_not_fit_the_worker(monkeypatch: pytest.MonkeyPatch)
     (info,) = infos
     assert (info.engine_id, info.role, info.device) == ("engine", Role.DECODE, Device("cpu"))
     assert (info.rank, info.ranks, info.data_parallel_index, info.data_parallel_rank) == (3, 4, 3, 1)
-    assert info.stage == 1
+    assert (info.stage, info.early_tokens) == (1, True)
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,7 @@ class TestPrefill:
         assert request.num_prompt_tokens == 1
         assert [group.blocks for group in metadata.new_pages[0].groups] == [(1,), ()]
         assert metadata.new_pages[0].last
-        assert prefill.step(sent=["p"]).commands == (FinishPrefill("p", "t", True, ""),)
+        assert prefill.step(sent=["p"]).commands == (FinishPrefill("p", "t", True, "", sampled=7),)
         prefill.assert_idle()
 
     def test_prompt_logprobs_are_of_the_whole_prompt_and_its_state_is_not_sent(self, prefill: Stage) -> None:

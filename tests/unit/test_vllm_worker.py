@@ -8,7 +8,7 @@ from recording_agent import EXPECT, PAGES, PEER, RESERVE, RecordingAgent, agent
 from kv_connector.agent.commands import CacheCleared, Command, FailLoad, FinishPrefill, NewPages
 from kv_connector.agent.ledger import Reports
 from kv_connector.protocol.requests import ComputedPages, DecodeRequest
-from kv_connector.vllm.metadata import Reserved, StepMetadata
+from kv_connector.vllm.metadata import News, StepMetadata
 from kv_connector.vllm.worker import IDLE_STEP_SECONDS, WorkerSide
 
 __all__ = ["agent"]
@@ -127,10 +127,20 @@ def test_a_cleared_cache_is_passed_on_before_new_pages(agent: RecordingAgent, wo
 def test_reservations_are_passed_on_where_there_are_any(worker: WorkerSide, agent: RecordingAgent) -> None:
     found = [{"a", "b"}, set()]
     agent.take_reserved = lambda: found.pop(0)  # type: ignore[method-assign]
-    first = worker.reserved()
-    assert first == Reserved({"a", "b"})
-    assert first.aggregate(Reserved({"c"})) == Reserved({"a", "b", "c"})
-    assert worker.reserved() is None
+    first = worker.news()
+    assert first == News({"a", "b"})
+    assert first.aggregate(News({"c"}, {"d": 7})) == News({"a", "b", "c"}, {"d": 7})
+    assert worker.news() is None
+
+
+def test_what_p_sampled_is_passed_on_with_the_end_of_its_load(
+    agent: RecordingAgent, worker: WorkerSide
+) -> None:
+    agent.take_reserved = set  # type: ignore[method-assign]
+    agent.reports = Reports(finished_recving={"d"}, sampled={"d": 7})
+    step(worker)
+    assert worker.news() == News(set(), {"d": 7})
+    assert worker.news() is None
 
 
 def test_a_pause_between_idle_steps_ends_with_news_and_none_delays_news(
@@ -140,12 +150,16 @@ def test_a_pause_between_idle_steps_ends_with_news_and_none_delays_news(
         worker.pause(0.001)
         return [call for call in agent.take_calls() if call[0] == "await_news"]
 
-    step(worker, RESERVE)
+    step(worker, RESERVE, computes=False)
+    agent.take_calls()
     assert pauses() == [("await_news", 0.001)]
     agent.reports = Reports(finished_recving={"d"})
-    step(worker)
+    step(worker, computes=False)
     agent.take_calls()
     assert [pauses() for _ in range(3)] == [[], [], [("await_news", 0.001)]]
+    step(worker)  # what it computes ends prompts
+    agent.take_calls()
+    assert [pauses() for _ in range(2)] == [[], [("await_news", 0.001)]]
 
 
 def test_a_step_that_computes_nothing_waits_a_moment_for_news(

@@ -1,6 +1,6 @@
 """A stage for the connector's scheduler half: vLLM's real Scheduler and block pool, with a pretend model."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from kv_connector.lab.model import make_llama
 from kv_connector.protocol.actions import Address
 from kv_connector.vllm.connector import WriteImmConnector
-from kv_connector.vllm.metadata import DescribedRank, Reserved, StepMetadata
+from kv_connector.vllm.metadata import DescribedRank, News, StepMetadata
 from kv_connector.vllm.scheduler import SchedulerSide
 
 try:
@@ -173,23 +173,25 @@ class Stage:
         reserved: Iterable[str] = (),
         received: Iterable[str] = (),
         failed: Iterable[str] = (),
+        sampled: Mapping[str, int] | None = None,
     ) -> dict[str, Any]:
         """The model samples token 7 for each request whose tokens are all computed. Returns the
         kv_transfer_params of the requests that finished."""
         ids = list(output.num_scheduled_tokens)
         requests = self.scheduler.requests
-        sampled = [[7] if requests[i].num_computed_tokens >= requests[i].num_tokens else [] for i in ids]
+        sampled = sampled or {}
+        tokens = [[7] if requests[i].num_computed_tokens >= requests[i].num_tokens else [] for i in ids]
         outputs = self.scheduler.update_from_output(
             output,
             ModelRunnerOutput(
                 req_ids=ids,
                 req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
-                sampled_token_ids=sampled,
+                sampled_token_ids=tokens,
                 kv_connector_output=KVConnectorOutput(
                     finished_sending=set(sent),
                     finished_recving=set(received),
                     failed_recving=set(failed),
-                    kv_connector_worker_meta=Reserved(set(reserved)) if reserved else None,
+                    kv_connector_worker_meta=News(set(reserved), sampled) if reserved or sampled else None,
                 ),
             ),
         )
@@ -200,7 +202,7 @@ class Stage:
             if output.finish_reason is not None
         }
 
-    def step(self, **reports: Iterable[str]) -> StepMetadata:
+    def step(self, **reports: Any) -> StepMetadata:
         output, metadata = self.schedule()
         self.update(output, **reports)
         return metadata
