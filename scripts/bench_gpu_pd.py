@@ -15,7 +15,6 @@ import asyncio
 import json
 import os
 import shlex
-import socket
 import statistics
 import sys
 import time
@@ -30,7 +29,7 @@ import httpx
 import numpy as np
 from gpu_shapes import SHAPES
 
-from kv_connector.lab.process import POLL_SECONDS, Process, StartError, answers, stop, wait_healthy
+from kv_connector.lab.process import Process, StartError, answers, stop, wait_healthy
 
 HOST = "127.0.0.1"
 JSON = {"content-type": "application/json"}
@@ -82,8 +81,10 @@ class Server:
         self.process = Process(self.name, command, environment=environment, log=log)
 
 
-def ours(role: str, control_port: int, provider: str) -> dict[str, Any]:
+def ours(role: str, control_port: int, provider: str, url: str, registration: int) -> dict[str, Any]:
+    """Of an engine at ``url``, which registers with a router at ``registration``."""
     settings = {"control_host": HOST, "control_port": control_port, "providers": [provider]}
+    settings |= {"routers": [f"{HOST}:{registration}"], "api_url": url}
     return {
         "kv_connector": "WriteImmConnector",
         "kv_connector_module_path": "kv_connector.vllm.connector",
@@ -139,7 +140,8 @@ def deployment(
             role = "kv_producer" if side == "prefill" else "kv_consumer"
             # A rank's port is the engine's plus the rank.
             control = port + 20 + 10 * number
-            transfer, more = ours(role, control, provider), dict(environment)
+            url, registration = f"http://{HOST}:{port + number}", port + 15
+            transfer, more = ours(role, control, provider, url, registration), dict(environment)
             if name in RIVALS:
                 transfer = {"kv_connector": RIVALS[name], "kv_role": role}
                 more["VLLM_NIXL_SIDE_CHANNEL_HOST"] = HOST
@@ -190,22 +192,14 @@ def wait_ready(servers: Sequence[Server]) -> None:
     wait_healthy(urls, deadline=time.monotonic() + START_SECONDS)
 
 
-def start_router(prefill: Server, decode: Server, port: int, logs: Path) -> Process:
+def start_router(prefill: Server, port: int, logs: Path) -> Process:
+    """Before the engines that register with it: those of ``prefill``'s pair. Returns once both have."""
     command = [sys.executable, "-m", "kv_connector.cli.main", "router", "--host", HOST, "--port", str(port)]
-    command += ["--prefill", f"{prefill.url}@{HOST}:{prefill.control_port}", "--decode", decode.url]
-    return Process(f"router-{port}", command, environment=ENVIRONMENT, log=logs / f"router-{port}.log")
-
-
-def wait_listening(port: int) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while True:
-        try:
-            socket.create_connection((HOST, port), timeout=1).close()
-            return
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(POLL_SECONDS)
+    command += ["--registration", f"{HOST}:{prefill.port + 15}"]
+    router = Process(f"router-{port}", command, environment=ENVIRONMENT, log=logs / f"router-{port}.log")
+    # Healthy is a router that has engines of both sides.
+    wait_healthy({router: f"http://{HOST}:{port}/health"}, deadline=time.monotonic() + START_SECONDS)
+    return router
 
 
 @dataclass(frozen=True)
@@ -213,6 +207,8 @@ class Answer:
     ttft: float
     seconds: float
     tokens: tuple[int, ...]
+    second: float = 0.0
+    """Seconds from the first token to the second."""
     prefill_seconds: float = 0.0  # until P's own answer; 0: one engine, or a router in between
 
 
@@ -247,7 +243,7 @@ async def stream(
     headers: Mapping[str, str] | None = None,
 ) -> Answer:
     begin = time.perf_counter()
-    first = 0.0
+    first = second = 0.0
     tokens: list[int] = []
     content, headers = body.json(stream=True, params=params), {**JSON, **(headers or {})}
     async with client.stream("POST", f"{url}/v1/completions", content=content, headers=headers) as response:
@@ -260,9 +256,11 @@ async def stream(
                 if choice.get("token_ids"):
                     first = first or time.perf_counter() - begin
                     tokens += choice["token_ids"]
+                    if len(tokens) > 1:
+                        second = second or time.perf_counter() - begin - first
     if len(tokens) != body.tokens:
         raise RuntimeError(f"{len(tokens)} tokens instead of {body.tokens}")
-    return Answer(first, time.perf_counter() - begin, tuple(tokens))
+    return Answer(first, time.perf_counter() - begin, tuple(tokens), second)
 
 
 async def prefilled(
@@ -294,7 +292,7 @@ async def direct(client: httpx.AsyncClient, prefill: Server, decode: Server, bod
     (seconds, _), answer = await asyncio.gather(
         prefilled(client, prefill.url, body, at_prefill), stream(client, decode.url, body, at_decode)
     )
-    return Answer(answer.ttft, answer.seconds, answer.tokens, seconds)
+    return Answer(answer.ttft, answer.seconds, answer.tokens, answer.second, seconds)
 
 
 async def serial(client: httpx.AsyncClient, prefill: Server, decode: Server, body: Body) -> Answer:
@@ -306,7 +304,7 @@ async def serial(client: httpx.AsyncClient, prefill: Server, decode: Server, bod
     _, done = await prefilled(client, prefill.url, body, params, headers)
     seconds = time.perf_counter() - begin
     answer = await stream(client, decode.url, body, done["kv_transfer_params"], headers)
-    return Answer(seconds + answer.ttft, seconds + answer.seconds, answer.tokens, seconds)
+    return Answer(seconds + answer.ttft, seconds + answer.seconds, answer.tokens, answer.second, seconds)
 
 
 class Modes:
@@ -352,7 +350,8 @@ async def measure(
             f"{label}: TTFT in ms and its distance from one engine's, medians of {plan.rounds}, one at a time"
         )
         print(
-            f"  prompt {' '.join(f'{name:>16}' for name in modes.names)}   P alone, in P/D   token alone, D"
+            f"  prompt {' '.join(f'{name:>16}' for name in modes.names)}   P alone, in P/D   "
+            "token alone, D   second alone, router"
         )
         for length in plan.lengths:
             times: dict[str, list[Answer]] = {name: [] for name in modes.names}
@@ -374,6 +373,7 @@ async def measure(
                         answers.append(answer)
                         line = {"label": label, "length": length, "mode": name, "ttft": answer.ttft}
                         line |= {"seconds": answer.seconds, "prefill": answer.prefill_seconds}
+                        line |= {"second": answer.second}
                         sink.write(json.dumps(line) + "\n")
                 # P's prefill by itself: a request for one token that is for nobody else.
                 await asyncio.sleep(REST_SECONDS)
@@ -390,9 +390,14 @@ async def measure(
             print(
                 f"  {length:6d} {' '.join(columns)}   {milliseconds(own[2:]):>7} "
                 f"{milliseconds([a.prefill_seconds for a in times['direct']]):>7}   "
-                f"{milliseconds(step['alone']):>8} {milliseconds(step['direct']):>5}",
+                f"{milliseconds(step['alone']):>8} {milliseconds(step['direct']):>5}   "
+                f"{milliseconds([a.second for a in times['alone']]):>8} "
+                f"{milliseconds([a.second for a in times['router']]):>6}",
                 flush=True,
             )
+        counted = (await client.get(f"{router}/metrics")).text.splitlines()
+        early = [line for line in counted if line.startswith("kv_connector_router_early_tokens_total")]
+        print("  through the router:", *early, flush=True)
         for concurrency in plan.concurrency:
             for name in modes.names:
                 if name != "direct" or BEFORE in modes.names:
@@ -569,8 +574,7 @@ def main() -> None:
                     **lay,
                 )
                 measured = start(measured)
-                routers.append(start_router(*measured.pairs["ours"], port + 40, plan.work))
-                wait_listening(port + 40)
+                routers.append(start_router(measured.pairs["ours"][0], port + 40, plan.work))
                 asyncio.run(measure(mode, measured, f"http://{HOST}:{port + 40}", plan, sink))
                 end()
     finally:

@@ -1,12 +1,19 @@
 """Dispatcher: takes a completion to a prefill and a decode engine, and brings back the latter's answer."""
 
 import asyncio
+import functools
 import itertools
 import logging
 import re
 import uuid
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
+from contextlib import (
+    AbstractContextManager,
+    AsyncExitStack,
+    ExitStack,
+    asynccontextmanager,
+    contextmanager,
+)
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +22,7 @@ import msgspec
 
 from kv_connector.router.client import EngineClient, HttpError, Reply, content_type
 from kv_connector.router.completion import DISOWNED_PATH, Completion, decode_params, disowned_body
+from kv_connector.router.early_token import EarlyToken, Mismatch, PrefillStream, Rest
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.events import EventStream
 from kv_connector.router.failure import Failure, engine_down, failure
@@ -53,6 +61,10 @@ class Answer:
     def streaming(self) -> bool:
         return self.content_type.startswith("text/event-stream")
 
+
+# Where answers are text alone, whose first token may come from P.
+_EVENT_STREAM = "text/event-stream; charset=utf-8"
+_EARLY_PATHS = ("/v1/completions", "/v1/chat/completions")
 
 # In an answer's usage. Within a string, of a generated text for one, its quotes would be escaped.
 _CACHED_TOKENS = re.compile(rb'("cached_tokens": ?)\d+')
@@ -126,12 +138,15 @@ class Dispatcher:
         if self._disowning:
             await asyncio.wait(self._disowning)
 
-    async def _try(self, completion: Completion, call: Call) -> tuple[AsyncExitStack, Answer]:
-        avoid: set[Endpoint] = set()
-        for attempt in itertools.count(1):
+    async def _try(
+        self, completion: Completion, call: Call, avoided: Collection[Endpoint] = (), first: int = 1
+    ) -> tuple[AsyncExitStack, Answer]:
+        """``avoided``: the engines that failed in the attempts before the ``first`` of these."""
+        avoid = {*avoided}
+        for attempt in itertools.count(first):
             try:
                 async with AsyncExitStack() as stack:
-                    answer = await self._attempt(completion, call, stack, avoid)
+                    answer = await self._attempt(completion, call, stack, avoid, attempt)
                     return stack.pop_all(), answer
             except EngineFailure as error:
                 avoid |= {*error.blamed.values()}
@@ -142,7 +157,12 @@ class Dispatcher:
         raise AssertionError
 
     async def _attempt(
-        self, completion: Completion, call: Call, stack: AsyncExitStack, avoid: Collection[Endpoint]
+        self,
+        completion: Completion,
+        call: Call,
+        stack: AsyncExitStack,
+        avoid: Collection[Endpoint],
+        number: int,
     ) -> Answer:
         """What is left on ``stack`` ends with the answer."""
         reason = completion.local_reason()
@@ -152,7 +172,7 @@ class Dispatcher:
         unknown_rank = not completion.goes_to_named_rank and self.members.has_ranks(Side.PREFILL)
         if self._settings.dispatch == "serial" or unknown_rank:
             return await self._serial(completion, call, stack, avoid)
-        return await self._concurrent(completion, call, stack, avoid)
+        return await self._concurrent(completion, call, stack, avoid, number)
 
     async def _acquire(
         self, side: Side, stack: AsyncExitStack | ExitStack, avoid: Collection[Endpoint]
@@ -205,27 +225,47 @@ class Dispatcher:
             return await self._load(transfer_id, prefill.endpoint, decode, body, call, stack)
 
     async def _concurrent(
-        self, completion: Completion, call: Call, stack: AsyncExitStack, avoid: Collection[Endpoint]
+        self,
+        completion: Completion,
+        call: Call,
+        stack: AsyncExitStack,
+        avoid: Collection[Endpoint],
+        number: int,
     ) -> Answer:
         transfer_id = uuid.uuid4().hex
         self.spans.name_transfer(transfer_id)
         held = ExitStack()
         stack.callback(held.close)
         prefill = await self._acquire(Side.PREFILL, held, avoid)
-        decode = await self._acquire(Side.DECODE, stack, {*avoid, prefill.endpoint})
+        serving = ExitStack()
+        stack.callback(serving.close)
+        decode = await self._acquire(Side.DECODE, serving, {*avoid, prefill.endpoint})
         if decode.endpoint == prefill.endpoint:
             # The only engine is both.
             return await self._local(completion, call, "one_engine", stack, avoid)
-        prompt = completion.prefill_body(transfer_id, serial=False)
-        prefilling = asyncio.create_task(self._prefill(prefill, prompt, call))
+        late = self._late_reason(completion, call, prefill.endpoint, decode.endpoint)
+        told: asyncio.Future[EarlyToken | None] = asyncio.get_running_loop().create_future()
+        accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        prompt = completion.prefill_body(transfer_id, serial=False, early=late is None)
+        prefilling = asyncio.create_task(
+            self._prefill(prefill, prompt, call) if late else self._prefill_early(prefill, prompt, call, told)
+        )
         prefilling.add_done_callback(lambda _: held.close())
         # D is served by then. P's own answer is a matter of milliseconds, and closing its connection would
         # abort it.
         stack.push_async_exit(_Finish(prefilling, self._settings.patience))
-        body = completion.decode_body(decode_params(transfer_id, prefill.endpoint))
-        load = self._load(transfer_id, prefill.endpoint, decode, body, call, stack)
+        body = completion.decode_body(decode_params(transfer_id, prefill.endpoint, early=late is None))
+        ours = AsyncExitStack()
+        load = self._load(transfer_id, prefill.endpoint, decode, body, call, ours, accepted)
         decoding = asyncio.create_task(load)
-        stack.push_async_callback(_end, decoding)
+
+        async def end_decode(*why: Any) -> None:
+            """``why``: as of ``__aexit__``."""
+            await _end(decoding)
+            await ours.__aexit__(*why)
+            serving.close()
+
+        stack.push_async_exit(end_decode)
         logger.debug(
             "request %s: transfer %s from %s to %s",
             call.request_id,
@@ -233,9 +273,92 @@ class Dispatcher:
             prefill.endpoint,
             decode.endpoint,
         )
-        with self._owed(transfer_id, prefill.endpoint, call):
+        owed = functools.partial(self._owed, transfer_id, prefill.endpoint, call)
+        with owed():
+            if late is None:
+                token = await _early(told, accepted, decoding)
+                if token is not None:
+                    self._metrics.early_tokens.labels("sent").inc()
+                    again = None
+                    if number < ATTEMPTS:
+                        again = functools.partial(self._again, completion, call, avoid, number, end_decode)
+                    chunks = self._splice(token, prefilling, decoding, owed, again, call)
+                    # A generator that was never begun runs none of its code when it is closed.
+                    await anext(chunks)
+                    stack.push_async_callback(chunks.aclose)
+                    return Answer(200, _EVENT_STREAM, chunks)
+                late = "decode_first" if decoding.done() else "no_text"
+            self._metrics.early_tokens.labels(late).inc()
             answer = await _first_byte(prefilling, decoding)
         return replace(answer, chunks=self._recount(answer.chunks, prefilling))
+
+    def _late_reason(
+        self, completion: Completion, call: Call, prefill: Endpoint, decode: Endpoint
+    ) -> str | None:
+        """Why the client does not get P's token; None if it does."""
+        if call.path not in _EARLY_PATHS:
+            return "other_api"
+        if not (self.members.early_tokens(prefill) and self.members.early_tokens(decode)):
+            return "engines"
+        return completion.late_reason()
+
+    async def _splice(
+        self,
+        token: EarlyToken,
+        prefilling: asyncio.Task[dict[str, Any] | None],
+        decoding: asyncio.Task[Answer],
+        owed: Callable[[], AbstractContextManager[None]],
+        again: Callable[[EngineFailure], Awaitable[tuple[AsyncExitStack, Answer]]] | None,
+        call: Call,
+    ) -> AsyncGenerator[bytes]:
+        """An empty beginning, P's token, and behind it D's answer, or that of other engines by ``again`` if
+        these fail before D has begun."""
+        rest = Rest(token)
+        try:
+            async with AsyncExitStack() as stack:
+                try:
+                    with owed():
+                        yield b""
+                        yield token.events
+                        answer = await _first_byte(prefilling, decoding)
+                    chunks = self._recount(answer.chunks, prefilling)
+                except EngineFailure as error:
+                    if again is None:
+                        raise
+                    entered, answer = await again(error)
+                    await stack.enter_async_context(entered)
+                    chunks = answer.chunks
+                async for events in chunks:
+                    if more := rest.of(events):
+                        yield more
+        except Failure as error:
+            yield _error_event(error)
+        except Mismatch as error:
+            self._metrics.early_tokens.labels("mismatch").inc()
+            logger.error("request %s: the answer is broken off: %s", call.request_id, error)
+            self._incidents.note("", "an answer is broken off: decode had another first token", str(error))
+            yield _error_event(failure(502, "api_error", f"the answer is broken off: {error}"))
+
+    async def _again(
+        self,
+        completion: Completion,
+        call: Call,
+        avoid: Collection[Endpoint],
+        number: int,
+        end_decode: Callable[..., Awaitable[None]],
+        error: EngineFailure,
+    ) -> tuple[AsyncExitStack, Answer]:
+        """What is behind the token, from other engines than those of attempt ``number``, which failed; raises
+        its error where there are none, or the token would be another one there."""
+        await end_decode(type(error), error, error.__traceback__)
+        avoid = {*avoid, *error.blamed.values()}
+        if not completion.repeats_itself() or not any(self._pools[s].usable(avoid) for s in error.blamed):
+            raise error
+        self._metrics.retries.inc()
+        logger.warning(
+            "request %s: tried again with other engines behind its first token: %s", call.request_id, error
+        )
+        return await self._try(completion.behind_its_token(), call, avoid, first=number + 1)
 
     async def _recount(
         self, chunks: AsyncIterator[bytes], prefilling: asyncio.Task[dict[str, Any] | None]
@@ -263,7 +386,7 @@ class Dispatcher:
             yield
         except BaseException as error:
             unheard = isinstance(error, EngineFailure) and [*error.blamed] == [Side.DECODE]
-            if unheard or isinstance(error, asyncio.CancelledError):
+            if unheard or isinstance(error, asyncio.CancelledError | GeneratorExit):
                 task = asyncio.create_task(self._disown(transfer_id, prefill, call))
                 self._disowning.add(task)
                 task.add_done_callback(self._disowning.discard)
@@ -303,6 +426,38 @@ class Dispatcher:
             raise self._broken(Side.PREFILL, endpoint, call, error) from error
         return params
 
+    async def _prefill_early(
+        self, lease: Lease, body: bytes, call: Call, told: asyncio.Future[EarlyToken | None]
+    ) -> dict[str, Any] | None:
+        """As _prefill(), of a P that streams: ``told`` gets its token at once, None where there is none to
+        pass on. vLLM's streams have no kv_transfer_params; what is wanted of them here is in its usage.
+        """
+        endpoint, stream = lease.endpoint, PrefillStream()
+        try:
+            async with lease.alive():
+                with self.spans.client(Side.PREFILL, endpoint, endpoint.headers(call.headers)) as headers:
+                    request = self._client.stream("POST", endpoint.url + call.path, body, headers)
+                    async with request as response:
+                        if response.status >= 400:
+                            kind = content_type(response)
+                            refusal = Failure(response.status, await response.read(), kind)
+                            raise self._failure(Side.PREFILL, endpoint, call, refusal)
+                        events = EventStream(response.content.iter_any())
+                        while said := await events.read():
+                            try:
+                                token = stream.feed(said)
+                            except Failure as problem:
+                                raise self._failure(Side.PREFILL, endpoint, call, problem) from None
+                            if token is not None and not told.done():
+                                told.set_result(token)
+        except (*HttpError, EngineLost) as error:
+            raise self._broken(Side.PREFILL, endpoint, call, error) from error
+        finally:
+            if not told.done():
+                told.set_result(None)
+        cached = stream.cached_tokens
+        return None if cached is None else {"remote_prefill_cached_tokens": cached}
+
     async def _load(
         self,
         transfer_id: str,
@@ -311,6 +466,7 @@ class Dispatcher:
         body: bytes,
         call: Call,
         stack: AsyncExitStack,
+        accepted: asyncio.Future[None] | None = None,
     ) -> Answer:
         """As _decode(), of a prompt that ``prefill`` computes: that may be to blame, too, if D fails.
 
@@ -318,7 +474,7 @@ class Dispatcher:
         """
         with self.reasons.expected(transfer_id) as reason:
             try:
-                return await self._decode(lease, body, call, stack)
+                return await self._decode(lease, body, call, stack, accepted)
             except EngineError as error:
                 if self.members.registered(lease.endpoint):
                     await asyncio.wait({reason}, timeout=PATIENCE_S)
@@ -331,8 +487,16 @@ class Dispatcher:
                     told = failure(error.status, "api_error", words)
                 raise EngineError(told, {**error.blamed, Side.PREFILL: prefill}) from None
 
-    async def _decode(self, lease: Lease, body: bytes, call: Call, stack: AsyncExitStack) -> Answer:
-        """Sends D its part and waits until its answer begins. ``stack`` closes the connection."""
+    async def _decode(
+        self,
+        lease: Lease,
+        body: bytes,
+        call: Call,
+        stack: AsyncExitStack,
+        accepted: asyncio.Future[None] | None = None,
+    ) -> Answer:
+        """Sends D its part and waits until its answer begins. ``stack`` closes the connection. ``accepted``:
+        done as soon as D has begun a stream."""
         endpoint = lease.endpoint
         try:
             async with lease.alive():
@@ -346,6 +510,8 @@ class Dispatcher:
                     raise self._failure(Side.DECODE, endpoint, call, refusal)
                 if not kind.startswith("text/event-stream"):
                     return Answer(response.status, kind, _one(await response.read()))
+                if accepted is not None:
+                    accepted.set_result(None)
                 events = EventStream(response.content.iter_any())
                 try:
                     opening = await events.opening()
@@ -424,13 +590,26 @@ def _prefix_hits(prefilling: asyncio.Task[dict[str, Any] | None]) -> int | None:
 
 async def _first_byte(prefilling: asyncio.Task[Any], decoding: asyncio.Task[Answer]) -> Answer:
     """D's answer, unless P fails before D has one: D would wait for pages that never come."""
-    while not decoding.done():
+    while True:
+        if prefilling.done() and (not decoding.done() or decoding.exception()):
+            prefilling.result()
+        if decoding.done():
+            return decoding.result()
         await asyncio.wait(
             {decoding} if prefilling.done() else {prefilling, decoding}, return_when="FIRST_COMPLETED"
         )
-        if prefilling.done() and (not decoding.done() or decoding.exception()):
-            prefilling.result()
-    return decoding.result()
+
+
+async def _early(
+    told: asyncio.Future[EarlyToken | None], accepted: asyncio.Future[None], decoding: asyncio.Task[Answer]
+) -> EarlyToken | None:
+    """P's token, once D has taken the request; None if there is none to pass on, or D is first."""
+    while not decoding.done():
+        if told.done() and (accepted.done() or told.result() is None):
+            return told.result()
+        waits = [future for future in (told, accepted) if not future.done()]
+        await asyncio.wait([*waits, decoding], return_when=asyncio.FIRST_COMPLETED)
+    return None
 
 
 class _Finish:
@@ -450,6 +629,10 @@ async def _end(task: asyncio.Task[Any]) -> None:
     """Cancels what still runs, and takes note of how it ended."""
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+def _error_event(error: Failure) -> bytes:
+    return b"data: " + error.body + b"\n\n"
 
 
 async def _one(chunk: bytes) -> AsyncIterator[bytes]:

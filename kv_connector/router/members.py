@@ -73,6 +73,7 @@ class _Engine:
     draining: bool = False
     asleep: bool = False
     silent: bool = False
+    early_tokens: bool = False  # Register's
 
     @property
     def state(self) -> State:
@@ -178,6 +179,12 @@ class Members:
         engine = self._engines.get(endpoint.place)
         return engine is not None and engine.seen is not None
 
+    def early_tokens(self, endpoint: Endpoint) -> bool:
+        """Whether the engine says, or goes on with, the token that was sampled behind a prompt. One that is
+        listed and does not register is not known to."""
+        engine = self._engines.get(endpoint.place)
+        return engine is not None and engine.early_tokens
+
     def outstanding(self, url: str) -> int | None:
         """Requests that this API server's engines have from here; None if there is no such server."""
         served = self._served_at(url)
@@ -219,6 +226,7 @@ class Members:
             engine.pushing *= max(0.0, 1 - elapsed / _PUSHING_S)
             engine.pushing += pushed / max(_PUSHING_S, elapsed)
         engine.seen, engine.asleep, engine.activity = now, message.asleep, message.activity
+        engine.early_tokens = message.early_tokens
         self._update(engine, silent=False, draining=engine.draining or message.draining)
         return endpoint
 

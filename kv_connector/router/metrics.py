@@ -36,6 +36,13 @@ class Metrics:
             ["reason"],
             registry=self.registry,
         )
+        self.early_tokens = Counter(
+            "kv_connector_router_early_tokens",
+            "Requests by whether their first token came from the prefill engine (sent, mismatch: the decode "
+            "engine had another), or why not",
+            ["outcome"],
+            registry=self.registry,
+        )
         self.retries = Counter(
             "kv_connector_router_retries",
             "Requests that were tried again with another engine before anything was streamed",

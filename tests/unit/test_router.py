@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from router_setup import (
     PATIENCE,
@@ -223,7 +224,15 @@ async def test_what_cannot_be_shared_is_prefilled_by_d(request_body: dict[str, A
 
 @pytest.mark.parametrize("prompt", ["one", ["one"], [1, 2, 3], [[1, 2, 3]], []])
 def test_a_single_prompt_is_shared(prompt: object) -> None:
-    assert Completion({"prompt": prompt}).local_reason() is None
+    assert Completion.decode(msgspec.json.encode({"prompt": prompt})).local_reason() is None
+
+
+def test_a_prompt_is_passed_on_as_it_came() -> None:
+    prompt = b"[1,  12345678901234567890, 3 ]"
+    completion = Completion.decode(b'{"model": "m", "prompt": ' + prompt + b', "n": 1}')
+    assert prompt in completion.prefill_body("t", serial=False)
+    assert prompt in completion.decode_body({})
+    assert prompt in completion.local_body()
 
 
 # --- Headers
@@ -397,7 +406,9 @@ async def test_an_engine_that_is_down_is_named(side: str, dispatch: str) -> None
                 assert health.json()[side] == {down: "unreachable"}
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[1]", b'"text"', b"[" * 100_000])
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"\xff\xfe", b'{"prompt": ["\xff", "b"]}', b"[1]", b'"text"', b"[" * 100_000]
+)
 async def test_a_malformed_body_is_refused_without_asking_an_engine(body: bytes) -> None:
     async with cluster(answer_ok, answer_ok) as (p, d, client):
         answer = await client.post("/v1/completions", content=body)

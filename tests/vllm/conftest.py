@@ -20,7 +20,8 @@ from deployment import (
 from otlp import ENVIRONMENT, Receiver
 
 from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey
-from kv_connector.lab.cluster import LocalCluster
+from kv_connector.lab.cluster import HOST, LocalCluster
+from kv_connector.lab.free_ports import free_ports
 from kv_connector.lab.model import make_gemma3
 
 MODELS = ("llama", "gemma3")
@@ -62,14 +63,21 @@ def _start(
         "timeouts": TIMEOUTS,
         "timelines": timelines,
     }
+    (registration,) = free_ports(1)
+    routers = [f"{HOST}:{registration}"]
     prefill = cluster.start_engine(
         "prefill",
         role="kv_producer",
+        routers=routers,
         extra=extra,
         settings=prefill_settings(blocks=prefill_blocks),
     )
     decode = cluster.start_engine(
-        "decode", role="kv_consumer", extra=extra, settings=engine_settings(blocks=decode_blocks)
+        "decode",
+        role="kv_consumer",
+        routers=routers,
+        extra=extra,
+        settings=engine_settings(blocks=decode_blocks),
     )
     plain = cluster.start_engine("plain")
     engines = {"prefill": [prefill], "decode": [decode]}
@@ -81,6 +89,7 @@ def _start(
         decode=decode,
         concurrent=cluster.start_router("router-concurrent", **engines),
         serial=cluster.start_router("router-serial", **engines, dispatch="serial"),
+        early=cluster.start_router("router-early", registration=registration),
         spans=spans,
     )
 
@@ -115,4 +124,5 @@ def deployment(
                 cluster, GEMMA3, ("tcp",), spans, prefill_blocks=90, decode_blocks=160, timelines=64
             )
         cluster.wait_ready()
+        cluster.wait_joined(deployment.early, deployment.prefill, deployment.decode)
         yield deployment

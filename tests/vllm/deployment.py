@@ -79,6 +79,8 @@ class Deployment:
     decode: Engine
     concurrent: str
     serial: str
+    early: str
+    """The router at which P and D have registered, and so said that the first token may come from P."""
     spans: "Receiver"
     """Of Gemma's engines and routers."""
 
@@ -186,6 +188,22 @@ class Client:
                 if new:
                     on_tokens(new)
         return tokens
+
+    async def events(self, url: str, body: Any) -> list[dict[str, Any]]:
+        """The events of a streamed answer; Refused if one is an error."""
+        found = []
+        async with self._http.stream("POST", url, json=body) as response:
+            if response.status_code >= 400:
+                raise Refused(response.status_code, (await response.aread()).decode())
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    found.append(json.loads(line.removeprefix("data: ")))
+                    if "error" in found[-1]:
+                        raise Refused(200, line)
+        return found
+
+    async def status(self, url: str, body: Any) -> int:
+        return (await self._http.post(url, json=body)).status_code
 
     async def load(self, engine: Engine) -> int:
         """Completions that the engine's server has in hand."""

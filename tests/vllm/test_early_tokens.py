@@ -1,0 +1,117 @@
+"""The client gets the first token from P while D waits for pages; the answer is what D alone would say."""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from deployment import BLOCK, Client, Deployment, assert_quiescent, prompt
+
+from kv_connector.lab.cluster import MODEL_NAME
+
+pytestmark = pytest.mark.anyio
+
+# Each of these tokens of the test's tokenizer is a printable character; half of one is no text to pass on.
+READABLE = list(range(94))
+GREEDY_ROUNDS, AT_ONCE = 5, 8
+SEEDED = 16
+
+
+def some_request(rng: random.Random, *, seeded: bool) -> tuple[str, dict[str, Any]]:
+    """Its route and body: streamed, and such that its answer is the same each time."""
+    length = rng.choice((1, 20, 33, 64) if seeded else (1, 33, 64, 100, 320, 600))
+    body = {
+        "model": MODEL_NAME,
+        "stream": True,
+        "max_tokens": rng.choice((1, 2, 9)),
+        **({"temperature": 1.2, "seed": rng.randrange(1 << 30)} if seeded else {"temperature": 0}),
+        "allowed_token_ids": rng.choice((None, READABLE, READABLE)),
+        "ignore_eos": rng.choice((True, False)),
+        "stream_options": rng.choice((None, {"include_usage": True})),
+    }
+    body |= rng.choice(
+        (
+            {},
+            {"top_p": 0.7},
+            {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
+            {"min_tokens": 1},
+            {"stop_token_ids": READABLE[::3]},  # the first token is often one
+            {"logit_bias": {"5": 3.0}},
+        )
+    )
+    if rng.random() < 0.3:
+        text = "".join(rng.choices("abcdefgh ", k=length))
+        return "/v1/chat/completions", body | {"messages": [{"role": "user", "content": text}]}
+    return "/v1/completions", body | {"prompt": prompt(rng.random(), length)}
+
+
+def said(events: Iterable[dict[str, Any]]) -> tuple[str, list[str], list[Any]]:
+    """The text, how it ended, and the usage, however many events that took."""
+    choices = [choice for event in events for choice in event.get("choices", ())]
+    texts = [(choice.get("delta") or choice) for choice in choices]
+    return (
+        "".join(text.get("content") or text.get("text") or "" for text in texts),
+        [choice["finish_reason"] for choice in choices if choice.get("finish_reason")],
+        [event["usage"] for event in events if event.get("usage")],
+    )
+
+
+async def outcomes(client: Client, router: str) -> Counter[str]:
+    name, found = "kv_connector_router_early_tokens_total{", Counter[str]()
+    for line in (await client.get(f"{router}/metrics")).splitlines():
+        if line.startswith(name):
+            found[line.split('"')[1]] = int(float(line.rsplit(" ", 1)[1]))
+    return found
+
+
+async def test_an_answer_is_the_same_with_its_first_token_from_p(
+    deployment: Deployment, client: Client
+) -> None:
+    rng = random.Random(17)
+    before = await outcomes(client, deployment.early)
+    rounds = [[some_request(rng, seeded=False) for _ in range(AT_ONCE)] for _ in range(GREEDY_ROUNDS)]
+    # One by one: vLLM on CPUs dies of a seeded prompt that is computed in chunks.
+    rounds += [[some_request(rng, seeded=True)] for _ in range(SEEDED)]
+    for requests in rounds:
+        early = await asyncio.gather(*(client.events(deployment.early + path, b) for path, b in requests))
+        late = await asyncio.gather(*(client.events(deployment.concurrent + p, b) for p, b in requests))
+        for (path, body), one, other in zip(requests, early, late, strict=True):
+            assert said(one) == said(other), f"{path}: {body}"
+            assert len({event["id"] for event in one}) == len({event["created"] for event in one}) == 1
+    found = await outcomes(client, deployment.early) - before
+    assert found["mismatch"] == 0
+    assert found["sent"] > (GREEDY_ROUNDS * AT_ONCE + SEEDED) / 3, found
+    await assert_quiescent(client, deployment.prefill, deployment.decode)
+
+
+@pytest.mark.parametrize("tokens", [1, 2 * BLOCK + 1, 200])
+async def test_d_goes_on_with_whatever_p_has_sampled(
+    deployment: Deployment, client: Client, tokens: int
+) -> None:
+    """Without a seed, D alone would have another first token nine times in ten. Also where D has all of the
+    prompt that it can have: of one token, or up to a block's end and in its prefix cache."""
+    before = await outcomes(client, deployment.early)
+    body = {"model": MODEL_NAME, "stream": True, "max_tokens": 5, "temperature": 2.0, "ignore_eos": True}
+    body |= {"allowed_token_ids": READABLE, "prompt": random.Random(tokens).choices(READABLE, k=tokens)}
+    answers = await asyncio.gather(
+        *(client.events(f"{deployment.early}/v1/completions", body) for _ in range(24))
+    )
+    texts = [said(events)[0] for events in answers]
+    assert [len(text) for text in texts] == [5] * 24
+    assert len({text[0] for text in texts}) > 4
+    found = await outcomes(client, deployment.early) - before
+    assert found["mismatch"] == 0
+    # D may be as fast where nothing has to be loaded.
+    assert found["sent"] + found["decode_first"] == 24, found
+    assert found["sent"] > 3, found
+    await assert_quiescent(client, deployment.prefill, deployment.decode)
+
+
+async def test_a_client_cannot_choose_its_first_token(deployment: Deployment, client: Client) -> None:
+    body = {"model": MODEL_NAME, "prompt": [1], "max_tokens": 1}
+    answer = await client.status(
+        f"{deployment.plain.url}/v1/completions", body | {"vllm_xargs": {"kv_connector_sampled_token": 5}}
+    )
+    assert answer == 400
