@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -17,12 +18,17 @@ BRIDGE, ROUTER = "kvcbr0", "10.77.0.254"
 ADDRESSES = {"p0": "10.77.0.1", "d0": "10.77.0.2", "d1": "10.77.0.3", "p1": "10.77.0.4"}
 
 
+# Docker, once started, leaves a firewall that drops what a bridge forwards.
+FORWARDED = ("FORWARD", "-i", BRIDGE, "-j", "ACCEPT")
+
+
 def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)
 
 
-def try_ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=False, capture_output=True)
+def attempt(*command: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        subprocess.run(command, check=False, capture_output=True)
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +46,7 @@ def network() -> Iterator[None]:
     try:
         ip("addr", "add", f"{ROUTER}/24", "dev", BRIDGE)
         ip("link", "set", BRIDGE, "up")
+        attempt("iptables", "-I", *FORWARDED)
         for name, address in ADDRESSES.items():
             ip("netns", "add", f"kvc-{name}")
             ip("link", "add", f"kvc-{name}", "type", "veth", "peer", "name", "eth0", "netns", f"kvc-{name}")
@@ -52,9 +59,10 @@ def network() -> Iterator[None]:
                 ip("-n", f"kvc-{name}", *words)
         yield
     finally:
+        attempt("iptables", "-D", *FORWARDED)
         for name in ADDRESSES:
-            try_ip("netns", "del", f"kvc-{name}")
-        try_ip("link", "del", BRIDGE)
+            attempt("ip", "netns", "del", f"kvc-{name}")
+        attempt("ip", "link", "del", BRIDGE)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +83,7 @@ def cut(name: str, other: str) -> None:
 
 
 def heal(name: str, other: str) -> None:
-    try_ip("-n", f"kvc-{name}", "route", "del", "blackhole", f"{ADDRESSES[other]}/32")
+    attempt("ip", "-n", f"kvc-{name}", "route", "del", "blackhole", f"{ADDRESSES[other]}/32")
 
 
 @pytest.mark.parametrize(
