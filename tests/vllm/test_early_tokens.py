@@ -1,6 +1,7 @@
 """The client gets the first token from P while D waits for pages; the answer is what D alone would say."""
 
 import asyncio
+import os
 import random
 from collections import Counter
 from collections.abc import Iterable
@@ -13,24 +14,32 @@ from kv_connector.lab.cluster import MODEL_NAME
 
 pytestmark = pytest.mark.anyio
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
 # Each of these tokens of the test's tokenizer is a printable character; half of one is no text to pass on.
 READABLE = list(range(94))
-GREEDY_ROUNDS, AT_ONCE = 5, 8
-SEEDED = 16
+# Of each of the two kinds; `make test-early` has 1,000.
+REQUESTS = int(os.environ.get("KVC_EARLY_REQUESTS", "40"))
+AT_ONCE = 8
 
 
 def some_request(rng: random.Random, *, seeded: bool) -> tuple[str, dict[str, Any]]:
-    """Its route and body: streamed, and such that its answer is the same each time."""
+    """Its route and body, such that its answer is the same each time."""
     length = rng.choice((1, 20, 33, 64) if seeded else (1, 33, 64, 100, 320, 600))
     body = {
         "model": MODEL_NAME,
-        "stream": True,
+        "stream": rng.random() < 0.9,
         "max_tokens": rng.choice((1, 2, 9)),
         **({"temperature": 1.2, "seed": rng.randrange(1 << 30)} if seeded else {"temperature": 0}),
         "allowed_token_ids": rng.choice((None, READABLE, READABLE)),
         "ignore_eos": rng.choice((True, False)),
-        "stream_options": rng.choice((None, {"include_usage": True})),
     }
+    if body["stream"]:
+        body["stream_options"] = rng.choice((None, {"include_usage": True}))
     body |= rng.choice(
         (
             {},
@@ -39,20 +48,38 @@ def some_request(rng: random.Random, *, seeded: bool) -> tuple[str, dict[str, An
             {"min_tokens": 1},
             {"stop_token_ids": READABLE[::3]},  # the first token is often one
             {"logit_bias": {"5": 3.0}},
+            {"stop": ["e", "Z"]},
+            {"structured_outputs": {"regex": "[a-z]{2}[0-9]{3}"}, "allowed_token_ids": None},
+            {"structured_outputs": {"json": SCHEMA}, "allowed_token_ids": None},
         )
     )
     if rng.random() < 0.3:
         text = "".join(rng.choices("abcdefgh ", k=length))
-        return "/v1/chat/completions", body | {"messages": [{"role": "user", "content": text}]}
-    return "/v1/completions", body | {"prompt": prompt(rng.random(), length)}
+        more = rng.choice(({}, {}, {"logprobs": True, "top_logprobs": 2}))
+        return "/v1/chat/completions", body | more | {"messages": [{"role": "user", "content": text}]}
+    more = rng.choice(({}, {}, {"logprobs": 2}, {"return_token_ids": True}, {"echo": True}))
+    return "/v1/completions", body | more | {"prompt": prompt(rng.random(), length)}
 
 
-def said(events: Iterable[dict[str, Any]]) -> tuple[str, list[str], list[Any]]:
-    """The text, how it ended, and the usage, however many events that took."""
+async def answered(client: Client, url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The answer's events; the answer itself where it is no stream."""
+    return await client.events(url, body) if body["stream"] else [await client.post(url, body)]
+
+
+def said(events: Iterable[dict[str, Any]]) -> tuple[str, list[int], list[str], list[str], list[Any]]:
+    """The text, its token ids, the tokens with log probabilities, how it ended, and the usage, however many
+    events that took."""
     choices = [choice for event in events for choice in event.get("choices", ())]
-    texts = [(choice.get("delta") or choice) for choice in choices]
+    texts = [(choice.get("delta") or choice.get("message") or choice) for choice in choices]
+    rated = [choice["logprobs"] for choice in choices if choice.get("logprobs")]
     return (
         "".join(text.get("content") or text.get("text") or "" for text in texts),
+        [token for choice in choices for token in choice.get("token_ids") or ()],
+        [
+            token
+            for some in rated
+            for token in some.get("tokens") or [one["token"] for one in some["content"]]
+        ],
         [choice["finish_reason"] for choice in choices if choice.get("finish_reason")],
         [event["usage"] for event in events if event.get("usage")],
     )
@@ -71,18 +98,21 @@ async def test_an_answer_is_the_same_with_its_first_token_from_p(
 ) -> None:
     rng = random.Random(17)
     before = await outcomes(client, deployment.early)
-    rounds = [[some_request(rng, seeded=False) for _ in range(AT_ONCE)] for _ in range(GREEDY_ROUNDS)]
+    greedy = [some_request(rng, seeded=False) for _ in range(REQUESTS)]
+    rounds = [greedy[first : first + AT_ONCE] for first in range(0, REQUESTS, AT_ONCE)]
     # One by one: vLLM on CPUs dies of a seeded prompt that is computed in chunks.
-    rounds += [[some_request(rng, seeded=True)] for _ in range(SEEDED)]
+    rounds += [[some_request(rng, seeded=True)] for _ in range(REQUESTS)]
     for requests in rounds:
-        early = await asyncio.gather(*(client.events(deployment.early + path, b) for path, b in requests))
-        late = await asyncio.gather(*(client.events(deployment.concurrent + p, b) for p, b in requests))
+        early, late = [
+            await asyncio.gather(*(answered(client, router + path, body) for path, body in requests))
+            for router in (deployment.early, deployment.concurrent)
+        ]
         for (path, body), one, other in zip(requests, early, late, strict=True):
             assert said(one) == said(other), f"{path}: {body}"
             assert len({event["id"] for event in one}) == len({event["created"] for event in one}) == 1
     found = await outcomes(client, deployment.early) - before
     assert found["mismatch"] == 0
-    assert found["sent"] > (GREEDY_ROUNDS * AT_ONCE + SEEDED) / 3, found
+    assert found["sent"] > REQUESTS / 4, found
     await assert_quiescent(client, deployment.prefill, deployment.decode)
 
 
