@@ -149,12 +149,18 @@ class Dispatcher:
                     answer = await self._attempt(completion, call, stack, avoid, attempt)
                     return stack.pop_all(), answer
             except EngineFailure as error:
-                avoid |= {*error.blamed.values()}
-                if attempt >= ATTEMPTS or not any(self._pools[side].usable(avoid) for side in error.blamed):
-                    raise
-                self._metrics.retries.inc()
+                avoid = self._avoid_next(error, avoid, attempt)
                 logger.warning("request %s: tried again with other engines: %s", call.request_id, error)
         raise AssertionError
+
+    def _avoid_next(self, error: EngineFailure, avoided: Collection[Endpoint], attempt: int) -> set[Endpoint]:
+        """What the attempt after that one, which failed, is to avoid; raises its error where it was the last,
+        or there is nobody else."""
+        avoid = {*avoided, *error.blamed.values()}
+        if attempt >= ATTEMPTS or not any(self._pools[side].usable(avoid) for side in error.blamed):
+            raise error
+        self._metrics.retries.inc()
+        return avoid
 
     async def _attempt(
         self,
@@ -279,9 +285,7 @@ class Dispatcher:
                 token = await _early(told, accepted, decoding)
                 if token is not None:
                     self._metrics.early_tokens.labels("sent").inc()
-                    again = None
-                    if number < ATTEMPTS:
-                        again = functools.partial(self._again, completion, call, avoid, number, end_decode)
+                    again = functools.partial(self._again, completion, call, avoid, number, end_decode)
                     chunks = self._splice(token, prefilling, decoding, owed, again, call)
                     # A generator that was never begun runs none of its code when it is closed.
                     await anext(chunks)
@@ -308,7 +312,7 @@ class Dispatcher:
         prefilling: asyncio.Task[dict[str, Any] | None],
         decoding: asyncio.Task[Answer],
         owed: Callable[[], AbstractContextManager[None]],
-        again: Callable[[EngineFailure], Awaitable[tuple[AsyncExitStack, Answer]]] | None,
+        again: Callable[[EngineFailure], Awaitable[tuple[AsyncExitStack, Answer]]],
         call: Call,
     ) -> AsyncGenerator[bytes]:
         """An empty beginning, P's token, and behind it D's answer, or that of other engines by ``again`` if
@@ -323,8 +327,6 @@ class Dispatcher:
                         answer = await _first_byte(prefilling, decoding)
                     chunks = self._recount(answer.chunks, prefilling)
                 except EngineFailure as error:
-                    if again is None:
-                        raise
                     entered, answer = await again(error)
                     await stack.enter_async_context(entered)
                     chunks = answer.chunks
@@ -351,10 +353,9 @@ class Dispatcher:
         """What is behind the token, from other engines than those of attempt ``number``, which failed; raises
         its error where there are none, or the token would be another one there."""
         await end_decode(type(error), error, error.__traceback__)
-        avoid = {*avoid, *error.blamed.values()}
-        if not completion.repeats_itself() or not any(self._pools[s].usable(avoid) for s in error.blamed):
+        if not completion.repeats_itself():
             raise error
-        self._metrics.retries.inc()
+        avoid = self._avoid_next(error, avoid, number)
         logger.warning(
             "request %s: tried again with other engines behind its first token: %s", call.request_id, error
         )

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from kv_connector.router.failure import Failure
+from kv_connector.router.failure import told
 
 # An answer has one time of its beginning. Within a generated text the quotes would be escaped.
 _CREATED = re.compile(rb'("created": ?)\d+')
@@ -60,9 +60,7 @@ class PrefillStream:
             if said is None:
                 continue
             if isinstance(problem := said.get("error"), dict):
-                code = problem.get("code")
-                status = code if isinstance(code, int) and 400 <= code <= 599 else 500
-                raise Failure(status, event.removeprefix(b"data:").strip())
+                raise told(problem, _data(event))
             self._count(said)
             choice = _choice(said)
             if choice is None or self._over:
@@ -150,10 +148,13 @@ class Rest:
             choice["prompt_token_ids"] = None  # they came with P's
 
 
+def _data(event: bytes) -> bytes:
+    return event.removeprefix(b"data:").strip()
+
+
 def _said(event: bytes) -> dict[str, Any] | None:
-    data = event.removeprefix(b"data:").strip()
     try:
-        said = msgspec.json.decode(data)
+        said = msgspec.json.decode(_data(event))
     except msgspec.MsgspecError:
         return None  # [DONE], or not of vLLM's making
     return said if isinstance(said, dict) else None

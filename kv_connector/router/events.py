@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from kv_connector.router.failure import Failure
+from kv_connector.router.failure import told
 
 _END = b"\n\n"
 # Events that begin a message or a response before vLLM knows whether the request works.
@@ -68,8 +68,7 @@ def _tells(event: bytes) -> bool:
     except msgspec.MsgspecError:
         return True  # not of vLLM's making: the client may know it
     if said.error is not None:
-        code = said.error.get("code")
-        raise Failure(code if isinstance(code, int) and 400 <= code <= 599 else 500, data)
+        raise told(said.error, data)
     if said.type in _BEGINNINGS:
         return False
     return not said.choices or any(_says(choice) for choice in said.choices)

@@ -1,5 +1,8 @@
 """Failure: an answer that is an error, in the shape that OpenAI's clients understand, and Anthropic's."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import msgspec
 from starlette.responses import Response
 
@@ -25,6 +28,12 @@ def failure(status: int, kind: str, message: str) -> Failure:
 
 def bad_request(message: str) -> Failure:
     return failure(400, "invalid_request_error", message)
+
+
+def told(error: Mapping[str, Any], data: bytes) -> Failure:
+    """An engine's error within a stream; ``data`` is the event's."""
+    code = error.get("code")
+    return Failure(code if isinstance(code, int) and 400 <= code <= 599 else 500, data)
 
 
 def engine_down(side: str, engine: str, error: Exception) -> Failure:

@@ -45,7 +45,8 @@ class Metrics:
         )
         self.retries = Counter(
             "kv_connector_router_retries",
-            "Requests that were tried again with another engine before anything was streamed",
+            "Requests that were tried again with another engine before the decode engine had streamed "
+            "anything",
             registry=self.registry,
         )
         self.engines = Gauge(
