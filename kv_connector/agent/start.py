@@ -13,7 +13,7 @@ from kv_connector.agent.metrics import AgentReporter, activity
 from kv_connector.agent.settings import Settings, SettingsError
 from kv_connector.control.announcer import Announcement, AnnouncementError, Announcer
 from kv_connector.control.cluster_key import ClusterKey
-from kv_connector.control.membership import Activity, Register
+from kv_connector.control.membership import Activity, Load, Register
 from kv_connector.control.registrar import Registrar
 from kv_connector.engine.placement import Device, place
 from kv_connector.protocol.actions import Address
@@ -49,7 +49,8 @@ class WorkerInfo:
     advice: Mapping[str, str]
     """What an operator is to do about a pair that differs."""
     early_tokens: bool = False
-    """As Register's."""
+    """As Register's, like the next."""
+    load: Load | None = None
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,7 @@ def _register(
         control_port=address.port,
         rank=worker.data_parallel_rank,
         early_tokens=worker.early_tokens,
+        load=worker.load,
     )
     announcer = _announcer(settings, registration) if settings.announce else None
     return Registrar(registration, settings.router_addresses(), key, activity, announcer)

@@ -10,7 +10,7 @@ from kv_connector.control.addresses import is_loopback, parse_address
 from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey, KeyFileError, find_key
 from kv_connector.protocol.actions import Address
 from kv_connector.router.endpoint import Endpoint
-from kv_connector.router.settings import Settings
+from kv_connector.router.settings import Objectives, Settings
 
 
 def endpoint(text: str) -> Endpoint:
@@ -35,6 +35,18 @@ def cluster_key(path: Path | None) -> ClusterKey | None:
         return find_key(None if path is None else str(path))
     except KeyFileError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def objectives(ttft_ms: float | None, tbt_ms: float | None) -> Objectives | None:
+    """For typer, from milliseconds."""
+    if ttft_ms is None and tbt_ms is None:
+        return None
+    if ttft_ms is None or tbt_ms is None:
+        raise typer.BadParameter("--ttft-ms and --tbt-ms go together: give both, or neither")
+    try:
+        return Objectives(ttft_ms / 1e3, tbt_ms / 1e3)
+    except ValueError as error:
+        raise typer.BadParameter(f"{error} (--ttft-ms, --tbt-ms)") from None
 
 
 KeyFile = Annotated[
@@ -83,6 +95,22 @@ def router(
         bool,
         typer.Option("--serial", help="Prefill first, then decode (NIXL's flow); default: both at once."),
     ] = False,
+    ttft_ms: Annotated[
+        float | None,
+        typer.Option(
+            metavar="MS",
+            help="Objective: milliseconds to the first token. With --tbt-ms a prompt is computed where its "
+            "first token comes soonest, by a decode engine, too. Default: always by a prefill engine.",
+        ),
+    ] = None,
+    tbt_ms: Annotated[
+        float | None,
+        typer.Option(
+            metavar="MS",
+            help="Objective: milliseconds between two tokens. A decode engine computes no prompt of which a "
+            "chunk would keep its streams waiting for longer.",
+        ),
+    ] = None,
     status_details: Annotated[
         bool,
         typer.Option(
@@ -123,6 +151,7 @@ def router(
             dispatch="serial" if serial else "concurrent",
             registration=registration,
             key=key,
+            objectives=objectives(ttft_ms, tbt_ms),
             status_details=status_details,
             otlp_traces_endpoint=otlp_traces_endpoint,
         )

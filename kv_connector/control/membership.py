@@ -21,6 +21,7 @@ HEARTBEAT_S = 1.0
 _MAX_BYTES = 16 << 10
 
 Lane = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 48)]
 Url = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 Rank = Annotated[int, msgspec.Meta(ge=0, le=65535)]  # vLLM numbers its engine cores with two bytes
 
@@ -34,6 +35,35 @@ class Activity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     """Prompts that are under way, to this engine or from it."""
     bytes_pushed: Natural = 0
     """Since its start."""
+
+
+class PromptCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What computing a prompt costs an engine, by its own steps: a step of ``n`` of its tokens behind
+    ``c`` others takes ``step + token * n + pair * n * (c + n / 2)``."""
+
+    step_ns: Natural
+    token_ns: Natural
+    pair_ps: Natural
+    """Picoseconds for each pair of a token and one that it attends to."""
+
+
+class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What an engine's scheduler has to do, and how fast it is: for a router that chooses by it."""
+
+    step_tokens: Positive
+    """That one step computes at most, of all its requests."""
+    prompt_tokens: Positive
+    """Of them, of one prompt."""
+    cache_tokens: Natural
+    """That its KV cache has room for."""
+    waiting: Natural = 0
+    """Tokens of prompts that it has still to compute."""
+    running: Natural = 0
+    """Requests whose prompt is computed."""
+    decode_ns: Natural | None = None
+    """Of a step that computes no prompt, lately; None: there was none."""
+    prompt: PromptCost | None = None
+    """None: it has computed too few."""
 
 
 class Register(Message, frozen=True, tag="register"):
@@ -50,6 +80,7 @@ class Register(Message, frozen=True, tag="register"):
     early_tokens: bool = False  # P says what it sampled behind a prompt, and D goes on with that
     rank: Rank = 0  # among those that the API server serves, as X-data-parallel-rank counts
     activity: Activity | None = None
+    load: Load | None = None  # None: it does not say
 
 
 class Leave(Message, frozen=True, tag="leave"):

@@ -19,6 +19,7 @@ from kv_connector.control.membership import (
     Activity,
     BeginDrain,
     Leave,
+    Load,
     LoadFailed,
     MembershipSockets,
     Register,
@@ -70,6 +71,7 @@ class Registrar:
         self._waking = threading.Lock()  # of _closing, and of _wake's life
         self._closing = False
         self._asleep = False
+        self._load = registration.load
         self._failures: deque[LoadFailed] = deque(maxlen=_FAILURES)
         self._thread = threading.Thread(target=self._main, name="kv-registrar", daemon=True)
         self._thread.start()
@@ -78,6 +80,10 @@ class Registrar:
         """From now on the routers are told that the engine sleeps, or that it is awake. At once."""
         self._asleep = asleep
         self._notify()
+
+    def set_load(self, load: Load) -> None:
+        """The routers are told so with the next heartbeat."""
+        self._load = load
 
     def load_failed(self, transfer_id: str, reason: str) -> None:
         """The routers are told why this engine did not get a transfer's pages. At once; any thread."""
@@ -121,7 +127,7 @@ class Registrar:
         failures = [self._failures.popleft() for _ in range(len(self._failures))]
         if self._registration.asleep is not self._asleep:
             self._registration = msgspec.structs.replace(self._registration, asleep=self._asleep)
-        now = msgspec.structs.replace(self._registration, activity=self._activity())
+        now = msgspec.structs.replace(self._registration, activity=self._activity(), load=self._load)
         if self._announcer is not None and not (now.draining or now.asleep):
             self._announcer.announce()
         for router in self._routers:

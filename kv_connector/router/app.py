@@ -19,9 +19,10 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from kv_connector.router.calls import Answer, Call
 from kv_connector.router.client import EngineClient, Reply
 from kv_connector.router.completion import Completion
-from kv_connector.router.dispatch import Answer, Call, Dispatcher
+from kv_connector.router.dispatch import Dispatcher
 from kv_connector.router.failure import Failure, failure
 from kv_connector.router.incidents import Incidents
 from kv_connector.router.members import State
@@ -71,7 +72,9 @@ def create_app(settings: Settings) -> Starlette:
     dispatcher = Dispatcher(settings, client, metrics, incidents, spans)
     status = Status(dispatcher.members, metrics, incidents, details=settings.status_details)
     page = Page.load()
-    registry = Registry(dispatcher.members, dispatcher.reasons, client, settings.registration, settings.key)
+    registry = Registry(
+        dispatcher.members, dispatcher.calls.reasons, client, settings.registration, settings.key
+    )
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:

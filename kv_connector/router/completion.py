@@ -7,6 +7,7 @@ import msgspec
 
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.failure import bad_request
+from kv_connector.router.prompt import Prompt
 
 Body = dict[str, Any]
 
@@ -42,6 +43,14 @@ class Completion:
             raise bad_request(f"the body must be a JSON object: {error}") from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise bad_request(f"the body is not JSON: {error}") from None
+
+    def prompt(self, path: str) -> Prompt:
+        """Its prompt, as a policy sees it."""
+        return Prompt.of(path, self._body)
+
+    @property
+    def streamed(self) -> bool:
+        return self._body.get("stream") is True
 
     def behind_its_token(self) -> Self:
         """The same, of a client who has its first token already."""
@@ -120,6 +129,8 @@ class Completion:
             body["min_tokens"] = 1
         body |= self._one_token()
         body["stream"] = early
+        if early:  # what it says of the prompt's length and of its prefix cache
+            body["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
         body["kv_transfer_params"] = {
             "do_remote_decode": True,
             "do_remote_prefill": False,

@@ -5,6 +5,7 @@ import functools
 import itertools
 import logging
 import re
+import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import (
@@ -14,53 +15,33 @@ from contextlib import (
     asynccontextmanager,
     contextmanager,
 )
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
-import aiohttp
-import msgspec
-
-from kv_connector.router.client import EngineClient, HttpError, Reply, content_type
+from kv_connector.router.calls import Answer, Call, Calls, Computed, EngineFailure
+from kv_connector.router.client import EngineClient, HttpError, Reply
 from kv_connector.router.completion import DISOWNED_PATH, Completion, decode_params, disowned_body
-from kv_connector.router.early_token import EarlyToken, Mismatch, PrefillStream, Rest
+from kv_connector.router.early_token import EarlyToken, Mismatch, Rest
 from kv_connector.router.endpoint import Endpoint
-from kv_connector.router.events import EventStream
-from kv_connector.router.failure import Failure, engine_down, failure
+from kv_connector.router.failure import Failure, failure
+from kv_connector.router.goodput import Goodput
 from kv_connector.router.incidents import Incidents
 from kv_connector.router.members import Members, Side
 from kv_connector.router.metrics import Metrics
-from kv_connector.router.pool import EngineLost, Lease, NoEngine, Pool
-from kv_connector.router.reasons import PATIENCE_S, Reasons
+from kv_connector.router.policy import FewestOutstanding, Placement, Policy
+from kv_connector.router.pool import Lease, NoEngine, Pool
 from kv_connector.router.settings import Settings
 from kv_connector.router.spans import Spans
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 # A request that breaks every engine it meets must not meet all of them.
 ATTEMPTS = 3
 
-
-@dataclass(frozen=True)
-class Call:
-    """What both engines get of a request beside its body."""
-
-    path: str
-    headers: Mapping[str, str]
-    request_id: str
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The decode engine's answer, from its beginning on."""
-
-    status: int
-    content_type: str
-    chunks: AsyncIterator[bytes]
-
-    @property
-    def streaming(self) -> bool:
-        return self.content_type.startswith("text/event-stream")
-
+# By then an attempt has sent its requests.
+_SENT_S = 0.001
 
 # Where answers are text alone, whose first token may come from P.
 _EVENT_STREAM = "text/event-stream; charset=utf-8"
@@ -68,18 +49,6 @@ _EARLY_PATHS = ("/v1/completions", "/v1/chat/completions")
 
 # In an answer's usage. Within a string, of a generated text for one, its quotes would be escaped.
 _CACHED_TOKENS = re.compile(rb'("cached_tokens": ?)\d+')
-
-
-class EngineFailure(Failure):
-    """An engine did not answer a request, or with an error of its own. Others may do better."""
-
-    def __init__(self, failure: Failure, blamed: Mapping[Side, Endpoint]) -> None:
-        super().__init__(failure.status, failure.body, failure.content_type)
-        self.blamed = blamed
-
-
-class EngineError(EngineFailure):
-    """The engine answered with an error of its own."""
 
 
 class Dispatcher:
@@ -106,7 +75,10 @@ class Dispatcher:
             suspect=settings.suspect,
             dead=settings.dead,
         )
-        self.reasons = Reasons()
+        self.calls = Calls(client, self.members, metrics, incidents, spans)
+        self._policy: Policy = FewestOutstanding(self._pools)
+        if settings.objectives is not None:
+            self._policy = Goodput(settings.objectives, self._pools)
         self._disowning: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
@@ -124,14 +96,9 @@ class Dispatcher:
     async def forward(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> Reply:
         """Any decode engine's whole answer."""
         call = Call(path, headers, headers["x-request-id"])
-        async with AsyncExitStack() as stack:
-            lease = await self._acquire(Side.DECODE, stack, ())
-            try:
-                async with lease.alive():
-                    url = lease.endpoint.url + path
-                    return await self._client.whole(method, url, body, lease.endpoint.headers(headers))
-            except (*HttpError, EngineLost) as error:
-                raise self._broken(Side.DECODE, lease.endpoint, call, error) from error
+        with ExitStack() as stack:
+            lease = await self._decoder(stack)
+            return await self.calls.whole(Side.DECODE, lease, method, body, call)
 
     async def close(self) -> None:
         """Waits, `patience` at most, for what engines are still to be told. No request is open any more."""
@@ -173,50 +140,78 @@ class Dispatcher:
         """What is left on ``stack`` ends with the answer."""
         reason = completion.local_reason()
         if reason is not None:
-            return await self._local(completion, call, reason, stack, avoid)
+            decode = await self._decoder(stack, avoid)
+            return await self._local(completion, call, reason, decode, stack)
+        placement = await self._place(completion, call, avoid)
+        self._metrics.placed(local=placement.prefill is None, reason=placement.reason, late=placement.late)
+        asyncio.get_running_loop().call_later(_SENT_S, self._policy.sent, placement)
+        if placement.prefill is None:
+            pool = self._pools[Side.DECODE]
+            decode = stack.enter_context(pool.lease(placement.decode, placement.work))
+            return await self._local(completion, call, placement.reason, decode, stack)
         # D asks a rank of P's for the pages: where vLLM chooses the rank, its answer has to say which.
         unknown_rank = not completion.goes_to_named_rank and self.members.has_ranks(Side.PREFILL)
         if self._settings.dispatch == "serial" or unknown_rank:
-            return await self._serial(completion, call, stack, avoid)
-        return await self._concurrent(completion, call, stack, avoid, number)
+            return await self._serial(completion, call, placement, stack, avoid)
+        return await self._concurrent(completion, call, placement, stack, avoid, number)
 
-    async def _acquire(
-        self, side: Side, stack: AsyncExitStack | ExitStack, avoid: Collection[Endpoint]
-    ) -> Lease:
-        """An engine of this side. A router that has just started waits for the first to register."""
-        pool = self._pools[side]
-        await pool.wait_usable(self._settings.patience)
-        try:
-            return stack.enter_context(pool.lease(avoid))
-        except NoEngine:
+    async def _place(self, completion: Completion, call: Call, avoid: Collection[Endpoint]) -> Placement:
+        return await self._where(lambda: self._policy.place(completion, call.path, avoid))
+
+    async def _decoder(self, stack: AsyncExitStack | ExitStack, avoid: Collection[Endpoint] = ()) -> Lease:
+        """Any decode engine."""
+        pool = self._pools[Side.DECODE]
+        return stack.enter_context(pool.lease(await self._where(lambda: pool.fewest(avoid))))
+
+    async def _where(self, choose: Callable[[], T]) -> T:
+        """What that chooses, of engines that must be used before anything else is awaited. A router that has
+        just started waits for the first to register."""
+        deadline = time.monotonic() + self._settings.patience
+        while True:
+            try:
+                return choose()
+            except NoEngine as none:
+                left = deadline - time.monotonic()
+                if left > 0:
+                    await none.pool.wait_usable(left)
+                    continue
+                side = next(side for side, pool in self._pools.items() if pool is none.pool)
             states = self.members.states()[side]
             known = ", ".join(f"{name} is {state.value}" for name, state in states.items()) or "none is known"
             self._incidents.note("", f"no {side.value} engine takes requests", known)
-            raise failure(503, "api_error", f"no {side.value} engine takes requests: {known}") from None
+            raise failure(503, "api_error", f"no {side.value} engine takes requests: {known}")
 
     async def _local(
         self,
         completion: Completion,
         call: Call,
         reason: str,
+        decode: Lease,
         stack: AsyncExitStack,
-        avoid: Collection[Endpoint],
     ) -> Answer:
         self._metrics.local_prefills.labels(reason).inc()
         logger.debug("request %s: prefilled by its decode engine: %s", call.request_id, reason)
-        decode = await self._acquire(Side.DECODE, stack, avoid)
-        return await self._decode(decode, completion.local_body(), call, stack)
+        answer = await self.calls.decode(decode, completion.local_body(), call, stack)
+        decode.computed()
+        return answer
 
     async def _serial(
-        self, completion: Completion, call: Call, stack: AsyncExitStack, avoid: Collection[Endpoint]
+        self,
+        completion: Completion,
+        call: Call,
+        placement: Placement,
+        stack: AsyncExitStack,
+        avoid: Collection[Endpoint],
     ) -> Answer:
         transfer_id = uuid.uuid4().hex
         self.spans.name_transfer(transfer_id)
-        with ExitStack() as prefilling:
-            prefill = await self._acquire(Side.PREFILL, prefilling, avoid)
-            with self._owed(transfer_id, prefill.endpoint, call):
-                body = completion.prefill_body(transfer_id, serial=True)
-                params = await self._prefill(prefill, body, call)
+        assert placement.prefill is not None
+        prefilling = self._pools[Side.PREFILL].lease(placement.prefill, placement.work)
+        with prefilling as prefill, self._owed(transfer_id, prefill.endpoint, call):
+            body = completion.prefill_body(transfer_id, serial=True)
+            computed = await self.calls.prefill(prefill, body, call)
+        self._policy.computed(placement, computed)
+        params = computed.params
         if not params:
             # Going on would compute the prompt twice, and nobody would notice.
             raise failure(
@@ -226,43 +221,50 @@ class Dispatcher:
                 "was it started with --kv-transfer-config and a role that produces?",
             )
         with self._owed(transfer_id, prefill.endpoint, call):
-            decode = await self._acquire(Side.DECODE, stack, avoid)
+            decode = await self._decoder(stack, avoid)
             body = completion.decode_body(params)
-            return await self._load(transfer_id, prefill.endpoint, decode, body, call, stack)
+            return await self.calls.load(transfer_id, prefill.endpoint, decode, body, call, stack)
 
     async def _concurrent(
         self,
         completion: Completion,
         call: Call,
+        placement: Placement,
         stack: AsyncExitStack,
         avoid: Collection[Endpoint],
         number: int,
     ) -> Answer:
         transfer_id = uuid.uuid4().hex
         self.spans.name_transfer(transfer_id)
+        assert placement.prefill is not None
         held = ExitStack()
         stack.callback(held.close)
-        prefill = await self._acquire(Side.PREFILL, held, avoid)
+        prefill = held.enter_context(self._pools[Side.PREFILL].lease(placement.prefill, placement.work))
         serving = ExitStack()
         stack.callback(serving.close)
-        decode = await self._acquire(Side.DECODE, serving, {*avoid, prefill.endpoint})
-        if decode.endpoint == prefill.endpoint:
-            # The only engine is both.
-            return await self._local(completion, call, "one_engine", stack, avoid)
+        decode = serving.enter_context(self._pools[Side.DECODE].lease(placement.decode))
         late = self._late_reason(completion, call, prefill.endpoint, decode.endpoint)
         told: asyncio.Future[EarlyToken | None] = asyncio.get_running_loop().create_future()
         accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         prompt = completion.prefill_body(transfer_id, serial=False, early=late is None)
         prefilling = asyncio.create_task(
-            self._prefill(prefill, prompt, call) if late else self._prefill_early(prefill, prompt, call, told)
+            self.calls.prefill(prefill, prompt, call)
+            if late
+            else self.calls.prefill_early(prefill, prompt, call, told)
         )
-        prefilling.add_done_callback(lambda _: held.close())
+
+        def prefilled(task: asyncio.Task[Computed]) -> None:
+            held.close()
+            if not task.cancelled() and task.exception() is None:
+                self._policy.computed(placement, task.result())
+
+        prefilling.add_done_callback(prefilled)
         # D is served by then. P's own answer is a matter of milliseconds, and closing its connection would
         # abort it.
         stack.push_async_exit(_Finish(prefilling, self._settings.patience))
         body = completion.decode_body(decode_params(transfer_id, prefill.endpoint, early=late is None))
         ours = AsyncExitStack()
-        load = self._load(transfer_id, prefill.endpoint, decode, body, call, ours, accepted)
+        load = self.calls.load(transfer_id, prefill.endpoint, decode, body, call, ours, accepted)
         decoding = asyncio.create_task(load)
 
         async def end_decode(*why: Any) -> None:
@@ -309,7 +311,7 @@ class Dispatcher:
     async def _splice(
         self,
         token: EarlyToken,
-        prefilling: asyncio.Task[dict[str, Any] | None],
+        prefilling: asyncio.Task[Computed],
         decoding: asyncio.Task[Answer],
         owed: Callable[[], AbstractContextManager[None]],
         again: Callable[[EngineFailure], Awaitable[tuple[AsyncExitStack, Answer]]],
@@ -362,7 +364,7 @@ class Dispatcher:
         return await self._try(completion.behind_its_token(), call, avoid, first=number + 1)
 
     async def _recount(
-        self, chunks: AsyncIterator[bytes], prefilling: asyncio.Task[dict[str, Any] | None]
+        self, chunks: AsyncIterator[bytes], prefilling: asyncio.Task[Computed]
     ) -> AsyncIterator[bytes]:
         """D's answer with the cached tokens that P counted: to D all that came from P was cached.
 
@@ -371,7 +373,7 @@ class Dispatcher:
         async for chunk in chunks:
             if _CACHED_TOKENS.search(chunk):
                 await asyncio.wait({prefilling}, timeout=self._settings.patience)
-                if (cached := _prefix_hits(prefilling)) is not None:
+                if (cached := _cached(prefilling)) is not None:
                     chunk = _CACHED_TOKENS.sub(rb"\g<1>%d" % cached, chunk)
             yield chunk
 
@@ -396,7 +398,8 @@ class Dispatcher:
     async def _disown(self, transfer_id: str, prefill: Endpoint, call: Call) -> None:
         try:
             async with asyncio.timeout(self._settings.patience):
-                with self._pools[Side.DECODE].lease() as lease:
+                pool = self._pools[Side.DECODE]
+                with pool.lease(pool.fewest()) as lease:
                     url, body = lease.endpoint.url + DISOWNED_PATH, disowned_body(transfer_id, prefill)
                     await self._client.whole("POST", url, body, lease.endpoint.headers(call.headers))
         except (*HttpError, NoEngine) as error:
@@ -409,184 +412,12 @@ class Dispatcher:
                 error,
             )
 
-    async def _prefill(self, lease: Lease, body: bytes, call: Call) -> dict[str, Any] | None:
-        """Sends P its part; returns the kv_transfer_params it answered with, if any."""
-        endpoint = lease.endpoint
-        try:
-            async with lease.alive():
-                with self.spans.client(Side.PREFILL, endpoint, endpoint.headers(call.headers)) as headers:
-                    reply = await self._client.whole("POST", endpoint.url + call.path, body, headers)
-        except (*HttpError, EngineLost) as error:
-            raise self._broken(Side.PREFILL, endpoint, call, error) from error
-        if reply.status >= 400:
-            refusal = Failure(reply.status, reply.body, reply.content_type)
-            raise self._failure(Side.PREFILL, endpoint, call, refusal)
-        try:
-            params = msgspec.json.decode(reply.body, type=_PrefillAnswer).kv_transfer_params
-        except msgspec.MsgspecError as error:
-            raise self._broken(Side.PREFILL, endpoint, call, error) from error
-        return params
 
-    async def _prefill_early(
-        self, lease: Lease, body: bytes, call: Call, told: asyncio.Future[EarlyToken | None]
-    ) -> dict[str, Any] | None:
-        """As _prefill(), of a P that streams: ``told`` gets its token at once, None where there is none to
-        pass on. vLLM's streams have no kv_transfer_params; what is wanted of them here is in its usage.
-        """
-        endpoint, stream = lease.endpoint, PrefillStream()
-        try:
-            async with lease.alive():
-                with self.spans.client(Side.PREFILL, endpoint, endpoint.headers(call.headers)) as headers:
-                    request = self._client.stream("POST", endpoint.url + call.path, body, headers)
-                    async with request as response:
-                        if response.status >= 400:
-                            kind = content_type(response)
-                            refusal = Failure(response.status, await response.read(), kind)
-                            raise self._failure(Side.PREFILL, endpoint, call, refusal)
-                        events = EventStream(response.content.iter_any())
-                        while said := await events.read():
-                            try:
-                                token = stream.feed(said)
-                            except Failure as problem:
-                                raise self._failure(Side.PREFILL, endpoint, call, problem) from None
-                            if token is not None and not told.done():
-                                told.set_result(token)
-        except (*HttpError, EngineLost) as error:
-            raise self._broken(Side.PREFILL, endpoint, call, error) from error
-        finally:
-            if not told.done():
-                told.set_result(None)
-        cached = stream.cached_tokens
-        return None if cached is None else {"remote_prefill_cached_tokens": cached}
-
-    async def _load(
-        self,
-        transfer_id: str,
-        prefill: Endpoint,
-        lease: Lease,
-        body: bytes,
-        call: Call,
-        stack: AsyncExitStack,
-        accepted: asyncio.Future[None] | None = None,
-    ) -> Answer:
-        """As _decode(), of a prompt that ``prefill`` computes: that may be to blame, too, if D fails.
-
-        vLLM answers a load that failed without the reason. A D that has registered says it.
-        """
-        with self.reasons.expected(transfer_id) as reason:
-            try:
-                return await self._decode(lease, body, call, stack, accepted)
-            except EngineError as error:
-                if self.members.registered(lease.endpoint):
-                    await asyncio.wait({reason}, timeout=PATIENCE_S)
-                told: Failure = error
-                if reason.done():
-                    words = f"{lease.endpoint} did not get the prompt's KV from {prefill}: {reason.result()}"
-                    logger.warning("request %s: %s", call.request_id, words)
-                    what = f"did not get a prompt's KV from {self.members.label(prefill)}"
-                    self._incidents.note(self.members.label(lease.endpoint), what, reason.result())
-                    told = failure(error.status, "api_error", words)
-                raise EngineError(told, {**error.blamed, Side.PREFILL: prefill}) from None
-
-    async def _decode(
-        self,
-        lease: Lease,
-        body: bytes,
-        call: Call,
-        stack: AsyncExitStack,
-        accepted: asyncio.Future[None] | None = None,
-    ) -> Answer:
-        """Sends D its part and waits until its answer begins. ``stack`` closes the connection. ``accepted``:
-        done as soon as D has begun a stream."""
-        endpoint = lease.endpoint
-        try:
-            async with lease.alive():
-                span = self.spans.client(Side.DECODE, endpoint, endpoint.headers(call.headers))
-                headers = stack.enter_context(span)
-                request = self._client.stream("POST", endpoint.url + call.path, body, headers)
-                response = await stack.enter_async_context(request)
-                kind = content_type(response)
-                if response.status >= 400:
-                    refusal = Failure(response.status, await response.read(), kind)
-                    raise self._failure(Side.DECODE, endpoint, call, refusal)
-                if not kind.startswith("text/event-stream"):
-                    return Answer(response.status, kind, _one(await response.read()))
-                if accepted is not None:
-                    accepted.set_result(None)
-                events = EventStream(response.content.iter_any())
-                try:
-                    opening = await events.opening()
-                except Failure as problem:
-                    # vLLM has sent its status before it knew; the client has not seen it yet.
-                    raise self._failure(Side.DECODE, endpoint, call, problem) from None
-        except (*HttpError, EngineLost) as error:
-            raise self._broken(Side.DECODE, endpoint, call, error) from error
-        return Answer(response.status, kind, self._relay(opening, events, lease, call))
-
-    async def _relay(
-        self, opening: bytes, events: EventStream, lease: Lease, call: Call
-    ) -> AsyncIterator[bytes]:
-        yield opening
-        try:
-            while True:
-                async with lease.alive():
-                    more = await events.read()
-                if not more:
-                    return
-                yield more
-        except (*HttpError, EngineLost) as error:
-            # The status is long out: the stream's own way to say it is an event.
-            yield events.error(self._broken(Side.DECODE, lease.endpoint, call, error).body)
-
-    def _failure(self, side: Side, endpoint: Endpoint, call: Call, answer: Failure) -> Failure:
-        """An engine's own error: the request's fault, or from 500 on the engine's."""
-        self._metrics.failures.labels(side.value, str(endpoint)).inc()
-        logger.warning("request %s: %s engine %s answered %s", call.request_id, side.value, endpoint, answer)
-        if answer.status < 500:
-            return answer
-        self._incidents.note(self.members.label(endpoint), f"answers {answer.status}", str(answer))
-        return EngineError(answer, {side: endpoint})
-
-    def _broken(self, side: Side, endpoint: Endpoint, call: Call, error: Exception) -> EngineFailure:
-        """An engine that does not answer, or broke off: it is left alone until it answers again."""
-        self._metrics.failures.labels(side.value, str(endpoint)).inc()
-        logger.warning(
-            "request %s: %s engine %s failed: %s: %s",
-            call.request_id,
-            side.value,
-            endpoint,
-            type(error).__name__,
-            error,
-        )
-        words = f"{type(error).__name__}: {error}"
-        self._incidents.note(self.members.label(endpoint), _what_broke(error), words)
-        self.members.failed(endpoint, words)
-        return EngineFailure(engine_down(side.value, str(endpoint), error), {side: endpoint})
-
-
-def _what_broke(error: Exception) -> str:
-    """In words that name nobody: the error's own have addresses."""
-    match error:
-        case EngineLost():
-            return "loses the requests that it has: it gives no sign of life any more"
-        case aiohttp.ClientConnectorError() | TimeoutError():
-            return "takes no connection"
-        case msgspec.MsgspecError():
-            return "gives an answer that cannot be read"
-        case _:
-            return "breaks off a request"
-
-
-class _PrefillAnswer(msgspec.Struct):
-    kv_transfer_params: dict[str, Any] | None = None
-
-
-def _prefix_hits(prefilling: asyncio.Task[dict[str, Any] | None]) -> int | None:
+def _cached(prefilling: asyncio.Task[Computed]) -> int | None:
     """How many of the prompt's tokens P found in its prefix cache, if it has said so."""
     if not prefilling.done() or prefilling.cancelled() or prefilling.exception():
         return None
-    cached = (prefilling.result() or {}).get("remote_prefill_cached_tokens")
-    return cached if isinstance(cached, int) else None
+    return prefilling.result().cached
 
 
 async def _first_byte(prefilling: asyncio.Task[Any], decoding: asyncio.Task[Answer]) -> Answer:
@@ -634,7 +465,3 @@ async def _end(task: asyncio.Task[Any]) -> None:
 
 def _error_event(error: Failure) -> bytes:
     return b"data: " + error.body + b"\n\n"
-
-
-async def _one(chunk: bytes) -> AsyncIterator[bytes]:
-    yield chunk

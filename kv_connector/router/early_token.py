@@ -49,8 +49,9 @@ class PrefillStream:
     def __init__(self) -> None:
         self._opening = b""  # events that name the role
         self._over = False  # the one event with a token has come
+        self.prompt_tokens: int | None = None
         self.cached_tokens: int | None = None
-        """Of the prompt, that P had in its prefix cache, where it says so."""
+        """Of the prompt, that P had in its prefix cache. Both where it says so."""
 
     def feed(self, events: bytes) -> EarlyToken | None:
         """The token, where it is in these events and can be passed on. Failure if P tells of an error."""
@@ -86,10 +87,12 @@ class PrefillStream:
         return token
 
     def _count(self, said: dict[str, Any]) -> None:
-        details = (said.get("usage") or {}).get("prompt_tokens_details") or {}
-        cached = details.get("cached_tokens")
+        usage = said.get("usage") or {}
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         if isinstance(cached, int):
             self.cached_tokens = cached
+        if isinstance(tokens := usage.get("prompt_tokens"), int):
+            self.prompt_tokens = tokens
 
 
 class Rest:

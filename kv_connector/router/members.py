@@ -14,7 +14,7 @@ import enum
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kv_connector.control.membership import Activity, Leave, Register
 from kv_connector.protocol.actions import Address
@@ -22,6 +22,7 @@ from kv_connector.protocol.messages import Role
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.incidents import Incidents
 from kv_connector.router.pool import Pool
+from kv_connector.router.workload import Workload
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ class _Engine:
     asleep: bool = False
     silent: bool = False
     early_tokens: bool = False  # Register's
+    workload: Workload = field(default_factory=Workload)
 
     @property
     def state(self) -> State:
@@ -227,6 +229,7 @@ class Members:
             engine.pushing += pushed / max(_PUSHING_S, elapsed)
         engine.seen, engine.asleep, engine.activity = now, message.asleep, message.activity
         engine.early_tokens = message.early_tokens
+        engine.workload.hear(message.load)
         self._update(engine, silent=False, draining=engine.draining or message.draining)
         return endpoint
 
@@ -313,7 +316,7 @@ class Members:
 
     def _publish(self, engine: _Engine) -> None:
         for side in engine.sides:
-            self._pools[side].set_usable(engine.endpoint, engine.state is State.READY)
+            self._pools[side].set_usable(engine.endpoint, engine.state is State.READY, engine.workload)
 
     def _withdraw(self, engine: _Engine, *, lost: bool) -> None:
         for side in engine.sides:

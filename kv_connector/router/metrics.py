@@ -36,6 +36,17 @@ class Metrics:
             ["reason"],
             registry=self.registry,
         )
+        self._placements = Counter(
+            "kv_connector_router_placements",
+            "Attempts to serve a request, by the side that computes its prompt, and why",
+            ["prompt", "reason"],
+            registry=self.registry,
+        )
+        self._late = Counter(
+            "kv_connector_router_late_forecasts",
+            "Attempts whose first token was forecast to come later than the objective",
+            registry=self.registry,
+        )
         self.early_tokens = Counter(
             "kv_connector_router_early_tokens",
             "Requests by whether their first token came from the prefill engine (sent, mismatch: the decode "
@@ -68,6 +79,12 @@ class Metrics:
         """So long after the request's last byte."""
         self._first_byte.observe(seconds)
         self.first_bytes.observe(seconds)
+
+    def placed(self, *, local: bool, reason: str, late: bool) -> None:
+        """An attempt begins. ``local``: its decode engine computes the prompt; ``late``: too late."""
+        self._placements.labels("decode" if local else "prefill", reason).inc()
+        if late:
+            self._late.inc()
 
     def requests_in_flight(self) -> int:
         return _total(self.in_flight)

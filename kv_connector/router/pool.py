@@ -1,4 +1,4 @@
-"""Pool: the engines of one side, which of them take requests, and how many each has in hand."""
+"""Pool: the engines of one side, which of them take requests, and what each has in hand."""
 
 from __future__ import annotations
 
@@ -7,11 +7,17 @@ from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
+from kv_connector.router.backlog import Work
 from kv_connector.router.endpoint import Endpoint
+from kv_connector.router.workload import Workload
 
 
 class NoEngine(Exception):
     """No engine of this side takes requests."""
+
+    def __init__(self, pool: Pool) -> None:
+        super().__init__("no engine takes requests")
+        self.pool = pool
 
 
 class EngineLost(Exception):
@@ -22,8 +28,9 @@ class EngineLost(Exception):
 
 
 @dataclass(eq=False)
-class _Member:
+class Member:
     endpoint: Endpoint
+    workload: Workload
     usable: bool
     outstanding: int = 0
     lost: bool = False
@@ -34,9 +41,12 @@ class _Member:
 class Lease:
     """One request's hold on an engine."""
 
-    def __init__(self, member: _Member) -> None:
+    def __init__(self, member: Member, work: Work | None) -> None:
         self._member = member
+        self._work = work
         member.outstanding += 1
+        if work is not None:
+            member.workload.backlog.add(work)
 
     @property
     def endpoint(self) -> Endpoint:
@@ -59,20 +69,23 @@ class Lease:
                 raise EngineLost from None
             raise
 
+    def computed(self) -> None:
+        """The engine has computed the prompt."""
+        if self._work is not None:
+            self._member.workload.backlog.remove(self._work)
+
     def release(self) -> None:
         """Once."""
+        self.computed()
         self._member.outstanding -= 1
 
 
 class Pool:
-    """Hands out the engine with the fewest outstanding requests; equals take turns.
-
-    Used from the event loop's thread only.
-    """
+    """Hands out engines. Used from the event loop's thread only."""
 
     def __init__(self, endpoints: Sequence[Endpoint] = ()) -> None:
         # Kept in the order of last use, so that min(), which takes the first of equals, takes turns.
-        self._members = {endpoint: _Member(endpoint, usable=True) for endpoint in endpoints}
+        self._members = {one: Member(one, Workload(), usable=True) for one in endpoints}
         self._changed: asyncio.Event = asyncio.Event()
 
     @property
@@ -86,9 +99,17 @@ class Pool:
     def outstanding(self, endpoint: Endpoint) -> int:
         return self._members[endpoint].outstanding if endpoint in self._members else 0
 
-    def set_usable(self, endpoint: Endpoint, usable: bool) -> None:
-        """Whether the engine, which is added if need be, takes new requests; those it has go on."""
-        member = self._members.setdefault(endpoint, _Member(endpoint, usable))
+    def workload(self, endpoint: Endpoint) -> Workload | None:
+        """None: there is no such engine."""
+        member = self._members.get(endpoint)
+        return None if member is None else member.workload
+
+    def set_usable(self, endpoint: Endpoint, usable: bool, workload: Workload | None = None) -> None:
+        """Whether the engine, which is added if need be, with its workload, takes new requests; those it has
+        go on."""
+        member = self._members.get(endpoint)
+        if member is None:
+            member = self._members[endpoint] = Member(endpoint, workload or Workload(), usable)
         member.usable = usable
         self._changed.set()
 
@@ -102,19 +123,29 @@ class Pool:
             if not scope.expired():
                 scope.reschedule(asyncio.get_running_loop().time())
 
-    def acquire(self, avoid: Collection[Endpoint] = ()) -> Lease:
-        """An engine, one of ``avoid`` only if there is no other; NoEngine if there is none."""
-        usable = [endpoint for endpoint, member in self._members.items() if member.usable]
+    def choices(self, avoid: Collection[Endpoint] = ()) -> list[Member]:
+        """The engines that take requests, those of ``avoid`` only if there is no other; NoEngine if there is
+        none."""
+        usable = [member for member in self._members.values() if member.usable]
         if not usable:
-            raise NoEngine
-        endpoint = min(usable, key=lambda one: (one in avoid, self._members[one].outstanding))
+            raise NoEngine(self)
+        if not avoid:
+            return usable
+        return [member for member in usable if member.endpoint not in avoid] or usable
+
+    def fewest(self, avoid: Collection[Endpoint] = ()) -> Endpoint:
+        """Of the ``choices``, the one with the fewest outstanding requests; equals take turns."""
+        return min(self.choices(avoid), key=lambda member: member.outstanding).endpoint
+
+    def acquire(self, endpoint: Endpoint, work: Work | None = None) -> Lease:
+        """One of the ``choices``. ``work``: what it is to compute."""
         member = self._members[endpoint] = self._members.pop(endpoint)
-        return Lease(member)
+        return Lease(member, work)
 
     @contextmanager
-    def lease(self, avoid: Collection[Endpoint] = ()) -> Iterator[Lease]:
-        """An acquired engine for the length of a block."""
-        lease = self.acquire(avoid)
+    def lease(self, endpoint: Endpoint, work: Work | None = None) -> Iterator[Lease]:
+        """For the length of a block."""
+        lease = self.acquire(endpoint, work)
         try:
             yield lease
         finally:

@@ -9,6 +9,20 @@ from kv_connector.router.endpoint import Endpoint
 
 
 @dataclass(frozen=True)
+class Objectives:
+    """What requests are to be served within, in seconds."""
+
+    ttft: float
+    """From a request to its first token."""
+    tbt: float
+    """Between two tokens."""
+
+    def __post_init__(self) -> None:
+        if not (self.ttft > 0 and self.tbt > 0):
+            raise ValueError("an objective must be more than 0")
+
+
+@dataclass(frozen=True)
 class Settings:
     prefill: tuple[Endpoint, ...]
     decode: tuple[Endpoint, ...]
@@ -28,6 +42,8 @@ class Settings:
     """Seconds that a request waits for an engine to join (a router that comes back knows all after one), and
     that P may take for its own answer once D has given the whole one."""
 
+    objectives: Objectives | None = None
+    """By which requests are placed; None: every prompt is computed by a prefill engine."""
     status_details: bool = False
     """Whether the status page names engines' addresses, and repeats what they say of their failures."""
     otlp_traces_endpoint: str | None = None

@@ -18,6 +18,7 @@ import torch
 from kv_connector.agent.progress import signal_writer
 from kv_connector.agent.settings import SettingsError, parse_settings
 from kv_connector.agent.start import Running, WorkerInfo, start
+from kv_connector.control.membership import Load
 from kv_connector.engine.placement import Device
 from kv_connector.protocol.identity import ADVICE
 from kv_connector.protocol.messages import Role
@@ -35,6 +36,7 @@ from kv_connector.vllm.internals import (
     check_configuration,
     default_host,
     forces_tokens,
+    kv_cache_tokens,
     pipeline_and_tensor_parallel_rank,
     rank_fingerprint,
     replace_idle_pause,
@@ -43,6 +45,7 @@ from kv_connector.vllm.internals import (
 from kv_connector.vllm.kv_cache import kv_layout
 from kv_connector.vllm.metadata import DescribedRank, News, StepMetadata
 from kv_connector.vllm.metrics import PromMetrics, TransferStats
+from kv_connector.vllm.pace import Pace, idle_load
 from kv_connector.vllm.scheduler import SchedulerSide, has_states
 from kv_connector.vllm.tails import Tails
 from kv_connector.vllm.worker import WorkerSide, current_stream
@@ -113,6 +116,12 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         self.worker: WorkerSide | None = None
         """In a worker, once it has its KV caches."""
         self._running: Running | None = None
+        self._idle: Load | None = None
+        self._pace: Pace | None = None
+        """Where there are routers that it is for; in the scheduler's process."""
+        if self._settings.routers:
+            tokens = kv_cache_tokens(vllm_config, kv_cache_config)
+            self._idle = idle_load(vllm_config.scheduler_config, tokens)
         block_sizes = tuple(block_tokens(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups)
         # Where there are recurrent states, P leaves the prompt's last token to D: it samples no first one.
         self._early_tokens = forces_tokens(vllm_config) and not has_states(block_sizes)
@@ -120,6 +129,9 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
             self.scheduler = SchedulerSide(
                 self._transfer_role, self._engine_id, block_sizes, early_tokens=self._early_tokens
             )
+            if self._idle is not None:
+                steps = vllm_config.max_concurrent_batches
+                self._pace = Pace(self._idle, steps, self.scheduler.decode.loads)
             if vllm_config.device_config.device_type == "cpu":
                 replace_idle_pause(_no_pause)
 
@@ -189,6 +201,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
             fingerprint=rank_fingerprint(self._vllm_config),
             advice=ADVICE,
             early_tokens=self._early_tokens,
+            load=self._idle,
         )
         self._running = start(self._settings, info)
         agent = self._running.agent
@@ -242,6 +255,8 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
     @never_raises(_nothing)
     def _begin_step(self, metadata: StepMetadata) -> None:
         self._worker.begin_step(metadata)
+        if metadata.load is not None and self._running is not None and self._running.registrar is not None:
+            self._running.registrar.set_load(metadata.load)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Too late: it comes after the forward. RESERVE left when the step's metadata was bound."""
@@ -268,6 +283,10 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     @never_raises(_nothing)
     def get_kv_connector_stats(self) -> TransferStats | None:
+        if self._pace is not None:
+            # In the scheduler's process vLLM calls this once for each step, when it has the step's output: of
+            # the hooks, the only one that every step ends with.
+            self._pace.step_ended()
         interval = self._running.reporter.take() if self._running is not None else None
         return TransferStats.of(interval) if interval is not None else None
 
@@ -304,6 +323,8 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     @never_raises(_nothing)
     def on_new_request(self, request: Request) -> None:
+        if self._pace is not None:
+            self._pace.arrived(request)
         self._scheduler.on_new_request(request)
 
     @never_raises(lambda: (0, False))
@@ -320,9 +341,18 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         self._scheduler.prefill.allocated(request)
         self._scheduler.decode.allocated(request, blocks, num_external_tokens)
 
-    @never_raises(StepMetadata)
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        metadata = self._step_metadata(scheduler_output)
+        metadata.load = self._load(scheduler_output)
+        return metadata
+
+    @never_raises(StepMetadata)
+    def _step_metadata(self, scheduler_output: Any) -> StepMetadata:
         return self._scheduler.build_metadata(scheduler_output)
+
+    @never_raises(_nothing)
+    def _load(self, scheduler_output: Any) -> Load | None:
+        return self._pace.scheduled(scheduler_output) if self._pace is not None else None
 
     @never_raises(_nothing)
     def update_connector_output(self, connector_output: Any) -> None:
@@ -336,10 +366,15 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduler.request_finished(request)
+        return self._finished(request)
 
     @never_raises(lambda: (False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._finished(request)
+
+    def _finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        if self._pace is not None:
+            self._pace.finished(request.request_id)
         return self._scheduler.request_finished(request)
 
     @never_raises(lambda: False)

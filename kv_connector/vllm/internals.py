@@ -68,6 +68,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.utils.network_utils import get_ip  # noqa: E402
 from vllm.v1.core.kv_cache_manager import KVCacheManager  # noqa: E402
+from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity  # noqa: E402
 from vllm.v1.kv_cache_interface import (  # noqa: E402
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -112,6 +113,7 @@ __all__ = [
     "forces_tokens",
     "group_kind",
     "is_conv_state_dim_first",
+    "kv_cache_tokens",
     "kv_heads",
     "kv_scales",
     "layer_module",
@@ -226,6 +228,12 @@ def block_tokens(kv_cache_spec: Any) -> int:
     if get_kv_cache_spec_kind(kv_cache_spec) is KVCacheSpecKind.MAMBA:
         return 0
     return int(kv_cache_spec.block_size)
+
+
+def kv_cache_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Tokens that the KV cache has room for, as vLLM logs it at its start: of requests of the longest length.
+    Where groups keep a window or one state, that is more than blocks times their size."""
+    return int(get_kv_cache_capacity(vllm_config, kv_cache_config)[0])
 
 
 def group_kind(kv_cache_spec: Any) -> str:

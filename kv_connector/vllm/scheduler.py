@@ -366,6 +366,11 @@ class DecodeScheduler:
         assert self.gate is not None
         return self.gate.must_wait(target.request_id, self._blocks_of(target))
 
+    def loads(self, request_id: str) -> bool:
+        """Whether the request's prompt is still to come from a P."""
+        target = self._siblings.get(request_id) or self._targets.get(request_id)
+        return target is not None and target.load is not _Load.OVER
+
     def _blocks_of(self, target: _Target) -> int:
         assert self.blocks is not None
         return _blocks_of(self.blocks, self._block_sizes, target.tokens)

@@ -47,6 +47,22 @@ def test_the_router_needs_both_sides() -> None:
     assert "--decode" in output
 
 
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--ttft-ms", "400"], "go together"),
+        (["--tbt-ms", "15"], "go together"),
+        (["--ttft-ms", "400", "--tbt-ms", "0"], "more than 0"),
+        (["--ttft-ms", "nan", "--tbt-ms", "15"], "more than 0"),
+        (["--ttft-ms", "soon", "--tbt-ms", "15"], "--ttft-ms"),
+    ],
+)
+def test_the_router_refuses_objectives_that_are_none(options: list[str], why: str) -> None:
+    status, output = run("router", "--registration", "127.0.0.1:1", *options)
+    assert status == 2
+    assert why in output
+
+
 @pytest.mark.parametrize(("lane", "why"), [("pigeon", "it has"), ("nvlink", "not usable here: ")])
 def test_the_demo_refuses_a_lane_before_it_starts_anything(
     lane: str, why: str, monkeypatch: pytest.MonkeyPatch

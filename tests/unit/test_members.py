@@ -67,7 +67,7 @@ def test_an_engine_is_used_once_it_registered_and_answers(router: Fixture) -> No
     assert endpoint == Endpoint(URL, "10.0.0.1", 5600)
     router.members.answered(endpoint)
     assert router.state() is State.READY
-    assert router.pools[Side.PREFILL].acquire().endpoint == endpoint
+    assert router.pools[Side.PREFILL].acquire(router.pools[Side.PREFILL].fewest()).endpoint == endpoint
     assert not router.usable(Side.DECODE)
     assert router.members.to_probe() == []
 
@@ -83,7 +83,7 @@ def test_a_silent_engine_gets_nothing_new_and_then_loses_what_it_has(
 ) -> None:
     async def scenario() -> None:
         router.join(0.0)
-        lease = router.pools[Side.PREFILL].acquire()
+        lease = router.pools[Side.PREFILL].acquire(router.pools[Side.PREFILL].fewest())
 
         async def wait() -> None:
             async with lease.alive():
@@ -137,13 +137,13 @@ def test_a_router_that_was_stopped_itself_blames_nobody(router: Fixture) -> None
 def test_who_leaves_is_gone_at_once_and_what_it_has_goes_on(router: Fixture) -> None:
     async def scenario() -> None:
         router.join()
-        lease = router.pools[Side.PREFILL].acquire()
+        lease = router.pools[Side.PREFILL].acquire(router.pools[Side.PREFILL].fewest())
         router.members.leave(Leave("p", "0"))
         assert router.usable(), "that was an earlier process"
         router.members.leave(Leave("p", "1"))
         assert router.state() is None
         with pytest.raises(NoEngine):
-            router.pools[Side.PREFILL].acquire()
+            router.pools[Side.PREFILL].acquire(router.pools[Side.PREFILL].fewest())
         async with lease.alive():
             pass
 
@@ -152,7 +152,7 @@ def test_who_leaves_is_gone_at_once_and_what_it_has_goes_on(router: Fixture) -> 
 
 def test_a_draining_engine_gets_nothing_new(router: Fixture) -> None:
     router.join()
-    lease = router.pools[Side.PREFILL].acquire()
+    lease = router.pools[Side.PREFILL].acquire(router.pools[Side.PREFILL].fewest())
     router.members.drain(URL)
     assert router.state() is State.DRAINING
     assert not router.usable()
@@ -172,13 +172,20 @@ def test_a_restarted_engine_is_a_new_one(router: Fixture) -> None:
     async def scenario() -> None:
         router.join()
         router.members.drain(URL)
-        lease = router.pools[Side.PREFILL].acquire() if router.usable() else None
+        lease = (
+            router.pools[Side.PREFILL].acquire(router.pools[Side.PREFILL].fewest())
+            if router.usable()
+            else None
+        )
         assert lease is None
         router.members.register(1.0, register(incarnation="2", control_port=5700))
         assert router.state() is State.JOINING
         (endpoint,) = router.members.to_probe()
         router.members.answered(endpoint)
-        assert router.pools[Side.PREFILL].acquire().endpoint.control_port == 5700
+        assert (
+            router.pools[Side.PREFILL].acquire(router.pools[Side.PREFILL].fewest()).endpoint.control_port
+            == 5700
+        )
         assert router.pools[Side.PREFILL].endpoints == [endpoint]
 
     asyncio.run(scenario())
@@ -186,7 +193,7 @@ def test_a_restarted_engine_is_a_new_one(router: Fixture) -> None:
 
 def test_an_unreachable_engine_is_looked_at_until_it_answers(router: Fixture) -> None:
     router.join()
-    endpoint = router.pools[Side.PREFILL].acquire().endpoint
+    endpoint = router.pools[Side.PREFILL].acquire(router.pools[Side.PREFILL].fewest()).endpoint
     router.members.failed(endpoint, "connection refused")
     assert router.state() is State.UNREACHABLE
     assert not router.usable()
@@ -262,7 +269,7 @@ def ranks() -> Fixture:
 
 def test_ranks_take_turns_and_no_beat_of_one_costs_the_other_its_requests(ranks: Fixture) -> None:
     async def scenario() -> None:
-        leases = [ranks.pools[Side.PREFILL].acquire() for _ in range(4)]
+        leases = [ranks.pools[Side.PREFILL].acquire(ranks.pools[Side.PREFILL].fewest()) for _ in range(4)]
         for now in (1.0, 2.0):
             for number in range(2):
                 ranks.members.register(now, register(**rank(number)))
@@ -314,7 +321,7 @@ def test_a_rank_leaves_alone(ranks: Fixture) -> None:
 
 
 def test_a_drain_is_for_all_ranks_of_an_api_server(ranks: Fixture) -> None:
-    lease = ranks.pools[Side.PREFILL].acquire()
+    lease = ranks.pools[Side.PREFILL].acquire(ranks.pools[Side.PREFILL].fewest())
     ranks.members.drain(URL)
     assert set(ranks.members.states()[Side.PREFILL].values()) == {State.DRAINING}
     assert not ranks.usable()
@@ -329,7 +336,7 @@ def test_two_that_call_themselves_one_rank_do_not_fight_over_it(router: Fixture)
     async def scenario() -> None:
         router.join(0.0)
         router.join(1.0, engine_id="q", incarnation="2", control_port=5700)
-        lease = router.pools[Side.PREFILL].acquire()
+        lease = router.pools[Side.PREFILL].acquire(router.pools[Side.PREFILL].fewest())
         with pytest.raises(ValueError, match=r"two live engines .* rank 0 of .* api_url"):
             router.members.register(2.0, register())
         async with lease.alive():
@@ -340,9 +347,13 @@ def test_two_that_call_themselves_one_rank_do_not_fight_over_it(router: Fixture)
 
 def test_a_url_that_is_listed_twice_has_two_ranks() -> None:
     router = Fixture(prefill=(f"{URL}@10.0.0.1:5600", f"{URL}@10.0.0.1:5602"), decode=(URL, URL))
-    prefill = [router.pools[Side.PREFILL].acquire().endpoint for _ in range(2)]
+    prefill = [
+        router.pools[Side.PREFILL].acquire(router.pools[Side.PREFILL].fewest()).endpoint for _ in range(2)
+    ]
     assert prefill == [Endpoint(URL, "10.0.0.1", 5600, 0), Endpoint(URL, "10.0.0.1", 5602, 1)]
-    decode = [router.pools[Side.DECODE].acquire().endpoint for _ in range(2)]
+    decode = [
+        router.pools[Side.DECODE].acquire(router.pools[Side.DECODE].fewest()).endpoint for _ in range(2)
+    ]
     assert decode == prefill, "on both sides it is one engine, and its control address is the named one"
     assert len(router.members.unwatched()) == 1
 
@@ -351,4 +362,7 @@ def test_a_listed_rank_is_joined_by_one_that_registers() -> None:
     router = Fixture(prefill=(f"{URL}@10.0.0.1:5600",))
     for number in range(2):
         router.join(1.0, **rank(number))
-    assert [router.pools[Side.PREFILL].acquire().endpoint.rank for _ in range(4)] == [0, 1, 0, 1]
+    assert [
+        router.pools[Side.PREFILL].acquire(router.pools[Side.PREFILL].fewest()).endpoint.rank
+        for _ in range(4)
+    ] == [0, 1, 0, 1]

@@ -30,14 +30,22 @@ from typer.testing import CliRunner
 
 from kv_connector.cli.main import app as command_line
 from kv_connector.control.cluster_key import ClusterKey
-from kv_connector.control.membership import Activity, MembershipSockets, Register, decode, encode
+from kv_connector.control.membership import (
+    Activity,
+    Load,
+    MembershipSockets,
+    PromptCost,
+    Register,
+    decode,
+    encode,
+)
 from kv_connector.control.registrar import Registrar
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.messages import MalformedMessage, Role
 from kv_connector.router.app import create_app
 from kv_connector.router.endpoint import Endpoint
-from kv_connector.router.settings import Settings
+from kv_connector.router.settings import Objectives, Settings
 
 pytestmark = pytest.mark.anyio
 
@@ -79,10 +87,10 @@ class Cluster:
         ):
             yield client
 
-    async def engine(self, role: Role, handler: Handler = answer_ok) -> "Member":
+    async def engine(self, role: Role, handler: Handler = answer_ok, load: Load | None = None) -> "Member":
         """An engine that has registered."""
         engine = await self._stack.enter_async_context(serve_engine(handler))
-        member = Member(self, role, engine)
+        member = Member(self, role, engine, load=load)
         self._stack.callback(member.fall_silent)
         return member
 
@@ -102,11 +110,13 @@ class Member:
 
     _count = 0
 
-    def __init__(self, cluster: Cluster, role: Role, engine: FakeEngine, rank: int = 0) -> None:
+    def __init__(
+        self, cluster: Cluster, role: Role, engine: FakeEngine, rank: int = 0, load: Load | None = None
+    ) -> None:
         self.engine = engine
         Member._count += 1
         name, port = f"engine-{Member._count}", 5600 + rank
-        registration = Register(name, "1", role, engine.url, "127.0.0.1", port, rank=rank)
+        registration = Register(name, "1", role, engine.url, "127.0.0.1", port, rank=rank, load=load)
         self.registrar = Registrar(registration, [cluster.address], cluster.key)
 
     def leave(self) -> None:
@@ -543,6 +553,38 @@ async def test_one_engine_for_both_sides_prefills_itself() -> None:
 # --- Strangers
 
 
+@pytest.mark.parametrize("dispatch", ["concurrent", "serial"])
+async def test_with_objectives_a_prompt_does_not_queue_behind_another(
+    cluster: Cluster, dispatch: str
+) -> None:
+    computed = asyncio.Event()
+
+    async def busy(request: Request, body: dict[str, Any]) -> Response:
+        await computed.wait()
+        return await answer_ok(request, body)
+
+    client = await cluster.router(objectives=Objectives(0.4, 0.015), dispatch=dispatch)
+    load = Load(8192, 8192, 1 << 20, prompt=PromptCost(5_000_000, 25_000, 0))
+    p = await cluster.engine(Role.PREFILL, busy, load)
+    d = await cluster.engine(Role.DECODE, answer_ok, msgspec.structs.replace(load, step_tokens=256))
+    long = asyncio.create_task(client.post("/v1/completions", json={"prompt": [1] * 8000}))
+    await within(p.engine.arrived.wait())
+    short = await client.post("/v1/completions", json={"prompt": [2] * 100})
+    assert short.status_code == 200
+    assert "kv_transfer_params" not in d.engine.bodies[-1]
+    assert len(p.engine.bodies) == 1
+    computed.set()
+    assert (await long).status_code == 200
+    behind = await client.post("/v1/completions", json={"prompt": [3] * 8000})
+    assert behind.status_code == 200
+    assert len(p.engine.bodies) == 2, "what it has computed it has not to compute any more"
+    placed = "kv_connector_router_placements_total"
+    assert await metric(client, f'{placed}{{prompt="prefill",reason="prefill_sooner"}}') == 2
+    assert await metric(client, f'{placed}{{prompt="decode",reason="decode_sooner"}}') == 1
+    assert await metric(client, 'kv_connector_router_local_prefills_total{reason="decode_sooner"}') == 1
+    assert await metric(client, "kv_connector_router_late_forecasts_total") == 0
+
+
 async def test_nobody_joins_without_the_key(cluster: Cluster) -> None:
     client = await cluster.router(patience=0.05)
     await cluster.pair()
@@ -599,11 +641,42 @@ async def test_a_registration_that_makes_no_sense_costs_its_sender_the_connectio
                 Activity({"": 1}),
             )
         ),
+        *(
+            encode(Register("x", "1", Role.PREFILL, "http://h:1", "h", 1, load=load))
+            for load in (
+                Load(0, 1, 1),
+                Load(1, 0, 1),
+                Load(1, 1, 1, waiting=-1),
+                Load(1, 1, 1, decode_ns=-1),
+                Load(1, 1, 1, prompt=PromptCost(1, -1, 1)),
+            )
+        ),
     ],
 )
 def test_what_is_no_membership_message_is_malformed(frame: bytes) -> None:
     with pytest.raises(MalformedMessage):
         decode(frame)
+
+
+def test_each_heartbeat_says_the_last_load() -> None:
+    load = Load(8192, 512, 100_000)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        registration = Register("x", "1", Role.PREFILL, "http://h:1", "h", 1, load=load)
+        registrar = Registrar(registration, [Address("127.0.0.1", port)], None)
+
+        def heard() -> Any:
+            assert router.poll(10_000)
+            return decode(router.recv_multipart()[1])
+
+        try:
+            assert heard() == registration
+            later = Load(8192, 512, 100_000, 4096, 7, 5_000_000, PromptCost(4_000_000, 25_000, 400))
+            registrar.set_load(later)
+            said = next(said for said in (heard() for _ in range(100)) if said.load != load)
+            assert said == heard() == msgspec.structs.replace(registration, load=later)
+        finally:
+            registrar.close()
 
 
 def test_a_router_that_is_away_is_not_waited_for() -> None:

@@ -613,28 +613,28 @@ async def test_other_routes_are_answered_by_a_decode_engine() -> None:
 def test_the_pool_gives_the_least_loaded_engine_and_lets_equals_take_turns() -> None:
     a, b, c = (Endpoint.parse(f"http://h:{port}") for port in (1, 2, 3))
     pool = Pool([a, b, c])
-    leases = [pool.acquire() for _ in range(3)]
+    leases = [pool.acquire(pool.fewest()) for _ in range(3)]
     assert [lease.endpoint for lease in leases] == [a, b, c]
     leases[1].release()
-    leases[1] = pool.acquire()
+    leases[1] = pool.acquire(pool.fewest())
     assert leases[1].endpoint == b
     for lease in leases:
         lease.release()
-    with pool.lease() as first, pool.lease() as second, pool.lease() as third:
-        assert {first.endpoint, second.endpoint, third.endpoint} == {a, b, c}
+    with pool.lease(pool.fewest()) as first, pool.lease(pool.fewest()) as second:
+        assert {first.endpoint, second.endpoint, pool.fewest()} == {a, b, c}
 
 
 def test_the_pool_avoids_what_it_is_told_to_unless_there_is_nothing_else() -> None:
     a, b = (Endpoint.parse(f"http://h:{port}") for port in (1, 2))
     pool = Pool([a, b])
-    assert [pool.acquire(avoid={a}).endpoint for _ in range(3)] == [b, b, b]
-    assert pool.acquire(avoid={a, b}).endpoint == a
+    assert [pool.acquire(pool.fewest(avoid={a})).endpoint for _ in range(3)] == [b, b, b]
+    assert pool.acquire(pool.fewest(avoid={a, b})).endpoint == a
     pool.set_usable(b, False)
-    assert pool.acquire(avoid={a}).endpoint == a
+    assert pool.acquire(pool.fewest(avoid={a})).endpoint == a
     assert not pool.usable(avoid={a})
     pool.remove(a, lost=False)
     with pytest.raises(NoEngine):
-        pool.acquire()
+        pool.acquire(pool.fewest())
 
 
 @pytest.mark.parametrize(

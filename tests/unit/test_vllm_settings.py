@@ -83,7 +83,7 @@ def test_so_is_one_that_does_not_fit_the_worker(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("kv_connector.vllm.connector.start", start)
     made: WriteImmConnector = object.__new__(WriteImmConnector)
     made._settings, made._transfer_role, made._engine_id = Settings(), Role.DECODE, "engine"
-    made._early_tokens = True
+    made._early_tokens, made._idle = True, None
     parallel = ParallelConfig(
         tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_size=4, data_parallel_hybrid_lb=True
     )

@@ -23,6 +23,7 @@ from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey
 from kv_connector.lab.cluster import HOST, LocalCluster
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.lab.model import make_gemma3
+from kv_connector.protocol.actions import Address
 
 MODELS = ("llama", "gemma3")
 
@@ -63,8 +64,8 @@ def _start(
         "timeouts": TIMEOUTS,
         "timelines": timelines,
     }
-    (registration,) = free_ports(1)
-    routers = [f"{HOST}:{registration}"]
+    registration, listener = free_ports(2)
+    routers = [f"{HOST}:{port}" for port in (registration, listener)]
     prefill = cluster.start_engine(
         "prefill",
         role="kv_producer",
@@ -90,6 +91,7 @@ def _start(
         concurrent=cluster.start_router("router-concurrent", **engines),
         serial=cluster.start_router("router-serial", **engines, dispatch="serial"),
         early=cluster.start_router("router-early", registration=registration),
+        listener=Address(HOST, listener),
         spans=spans,
     )
 

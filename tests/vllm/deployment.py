@@ -17,6 +17,7 @@ import httpx
 
 from kv_connector.lab.cluster import HOST, MODEL_NAME, Engine, EngineSettings, LocalCluster
 from kv_connector.lab.model import make_llama
+from kv_connector.protocol.actions import Address
 
 if TYPE_CHECKING:
     from otlp import Receiver
@@ -81,6 +82,8 @@ class Deployment:
     serial: str
     early: str
     """The router at which P and D have registered, and so said that the first token may come from P."""
+    listener: Address
+    """Where they register, too: a test may listen there."""
     spans: "Receiver"
     """Of Gemma's engines and routers."""
 

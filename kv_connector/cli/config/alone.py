@@ -15,7 +15,7 @@ from kv_connector.agent.settings import DEFAULT_PROVIDERS, Settings, SettingsErr
 from kv_connector.cli.config.deployment import STAND_IN, Engine, Router, Unknown
 from kv_connector.cli.environment import VARIABLES
 from kv_connector.cli.findings import Finding, Verdict
-from kv_connector.cli.router import refuse_strangers, router
+from kv_connector.cli.router import objectives, refuse_strangers, router
 from kv_connector.control.addresses import LOOPBACK, is_loopback
 from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey, KeyFileError
 from kv_connector.protocol.actions import Address
@@ -100,7 +100,12 @@ def _parsed(written: Router) -> CheckedRouter:
         refuse_strangers(registration)
     prefill, decode = tuple(given["prefill"] or ()), tuple(given["decode"] or ())
     try:
-        RouterSettings(prefill, decode, registration=registration)
+        RouterSettings(
+            prefill,
+            decode,
+            registration=registration,
+            objectives=objectives(given["ttft_ms"], given["tbt_ms"]),
+        )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     return CheckedRouter(written, prefill, decode, registration, given["host"], given["port"], named)

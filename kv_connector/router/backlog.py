@@ -1,0 +1,74 @@
+"""Backlog: the prompts that an engine has still to compute for this router, and how long that will take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """A prompt in an engine's queue. Of two alike each is its own."""
+
+    tokens: int
+    """That the engine has not cached."""
+    seconds: float
+    """That it takes to compute them, by a forecast."""
+    told: bool = True
+    """Its end will be known here; else it is taken to end as forecast."""
+
+
+class Backlog:
+    """One engine's, which takes prompts in the order in which they come.
+
+    One that takes longer than forecast delays those behind it by what is forecast for them, no more; what an
+    engine computes in one step is known to be over at once.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._queue: dict[Work, None] = {}  # in order
+        self._began = 0.0  # when the oldest was begun, or the one before it ended
+
+    def add(self, work: Work) -> None:
+        self._prune()
+        if not self._queue:
+            self._began = self._clock()
+        self._queue[work] = None
+
+    def remove(self, work: Work) -> None:
+        """It is computed, or nobody wants it any more. The second call does nothing."""
+        self._prune()
+        if work not in self._queue:
+            return
+        if next(iter(self._queue)) is work:
+            self._began = self._clock()
+        del self._queue[work]
+
+    @property
+    def tokens(self) -> int:
+        return self.left()[1]
+
+    def left(self) -> tuple[float, int]:
+        """Seconds until all of it is computed; and its tokens, those of the oldest prompt whole."""
+        if not self._queue:
+            return 0.0, 0
+        self._prune()
+        seconds, tokens = 0.0, 0
+        for work in self._queue:
+            if not tokens:
+                seconds -= min(self._clock() - self._began, work.seconds)
+            seconds += work.seconds
+            tokens += work.tokens
+        return seconds, tokens
+
+    def _prune(self) -> None:
+        """Takes out what is over by now though nobody says so."""
+        now = self._clock()
+        while self._queue:
+            oldest = next(iter(self._queue))
+            if oldest.told or now < self._began + oldest.seconds:
+                return
+            self._began += oldest.seconds
+            del self._queue[oldest]

@@ -1,0 +1,282 @@
+"""Calls: what the router asks of engines, and what becomes of their answers."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from kv_connector.router.client import EngineClient, HttpError, Reply, content_type
+from kv_connector.router.early_token import EarlyToken, PrefillStream
+from kv_connector.router.endpoint import Endpoint
+from kv_connector.router.events import EventStream
+from kv_connector.router.failure import Failure, engine_down, failure
+from kv_connector.router.incidents import Incidents
+from kv_connector.router.members import Members, Side
+from kv_connector.router.metrics import Metrics
+from kv_connector.router.pool import EngineLost, Lease
+from kv_connector.router.reasons import PATIENCE_S, Reasons
+from kv_connector.router.spans import Spans
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What both engines get of a request beside its body."""
+
+    path: str
+    headers: Mapping[str, str]
+    request_id: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The decode engine's answer, from its beginning on."""
+
+    status: int
+    content_type: str
+    chunks: AsyncIterator[bytes]
+
+    @property
+    def streaming(self) -> bool:
+        return self.content_type.startswith("text/event-stream")
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What a prefill engine said of a prompt."""
+
+    params: dict[str, Any] | None = None
+    """kv_transfer_params, where it was no stream."""
+    tokens: int | None = None
+    """Of the prompt, where it says so."""
+    cached: int | None = None
+    """Of them, in its prefix cache before, where it says so."""
+
+
+class EngineFailure(Failure):
+    """An engine did not answer a request, or with an error of its own. Others may do better."""
+
+    def __init__(self, failure: Failure, blamed: Mapping[Side, Endpoint]) -> None:
+        super().__init__(failure.status, failure.body, failure.content_type)
+        self.blamed = blamed
+
+
+class EngineError(EngineFailure):
+    """The engine answered with an error of its own."""
+
+
+class Calls:
+    """Used from the event loop's thread only. An engine that does not answer, or breaks off, is not used from
+    then on until it answers again."""
+
+    def __init__(
+        self, client: EngineClient, members: Members, metrics: Metrics, incidents: Incidents, spans: Spans
+    ) -> None:
+        self._client = client
+        self._members = members
+        self._metrics = metrics
+        self._incidents = incidents
+        self._spans = spans
+        self.reasons = Reasons()
+
+    async def whole(self, side: Side, lease: Lease, method: str, body: bytes, call: Call) -> Reply:
+        """Any request that is no completion."""
+        endpoint = lease.endpoint
+        try:
+            async with lease.alive():
+                url = endpoint.url + call.path
+                return await self._client.whole(method, url, body, endpoint.headers(call.headers))
+        except (*HttpError, EngineLost) as error:
+            raise self._broken(side, endpoint, call, error) from error
+
+    async def prefill(self, lease: Lease, body: bytes, call: Call) -> Computed:
+        """Sends P its part."""
+        endpoint = lease.endpoint
+        try:
+            async with lease.alive():
+                with self._spans.client(Side.PREFILL, endpoint, endpoint.headers(call.headers)) as headers:
+                    reply = await self._client.whole("POST", endpoint.url + call.path, body, headers)
+        except (*HttpError, EngineLost) as error:
+            raise self._broken(Side.PREFILL, endpoint, call, error) from error
+        if reply.status >= 400:
+            refusal = Failure(reply.status, reply.body, reply.content_type)
+            raise self._failure(Side.PREFILL, endpoint, call, refusal)
+        try:
+            return msgspec.json.decode(reply.body, type=_PrefillAnswer).computed()
+        except msgspec.MsgspecError as error:
+            raise self._broken(Side.PREFILL, endpoint, call, error) from error
+
+    async def prefill_early(
+        self, lease: Lease, body: bytes, call: Call, told: asyncio.Future[EarlyToken | None]
+    ) -> Computed:
+        """As prefill(), of a P that streams: ``told`` gets its token at once, None where there is none to
+        pass on. vLLM's streams have no kv_transfer_params; what is wanted of them here is in its usage.
+        """
+        endpoint, stream = lease.endpoint, PrefillStream()
+        try:
+            async with lease.alive():
+                with self._spans.client(Side.PREFILL, endpoint, endpoint.headers(call.headers)) as headers:
+                    request = self._client.stream("POST", endpoint.url + call.path, body, headers)
+                    async with request as response:
+                        if response.status >= 400:
+                            kind = content_type(response)
+                            refusal = Failure(response.status, await response.read(), kind)
+                            raise self._failure(Side.PREFILL, endpoint, call, refusal)
+                        events = EventStream(response.content.iter_any())
+                        while said := await events.read():
+                            try:
+                                token = stream.feed(said)
+                            except Failure as problem:
+                                raise self._failure(Side.PREFILL, endpoint, call, problem) from None
+                            if token is not None and not told.done():
+                                told.set_result(token)
+        except (*HttpError, EngineLost) as error:
+            raise self._broken(Side.PREFILL, endpoint, call, error) from error
+        finally:
+            if not told.done():
+                told.set_result(None)
+        return Computed(tokens=stream.prompt_tokens, cached=stream.cached_tokens)
+
+    async def load(
+        self,
+        transfer_id: str,
+        prefill: Endpoint,
+        lease: Lease,
+        body: bytes,
+        call: Call,
+        stack: AsyncExitStack,
+        accepted: asyncio.Future[None] | None = None,
+    ) -> Answer:
+        """As decode(), of a prompt that ``prefill`` computes: that may be to blame, too, if D fails.
+
+        vLLM answers a load that failed without the reason. A D that has registered says it.
+        """
+        with self.reasons.expected(transfer_id) as reason:
+            try:
+                return await self.decode(lease, body, call, stack, accepted)
+            except EngineError as error:
+                if self._members.registered(lease.endpoint):
+                    await asyncio.wait({reason}, timeout=PATIENCE_S)
+                told: Failure = error
+                if reason.done():
+                    words = f"{lease.endpoint} did not get the prompt's KV from {prefill}: {reason.result()}"
+                    logger.warning("request %s: %s", call.request_id, words)
+                    what = f"did not get a prompt's KV from {self._members.label(prefill)}"
+                    self._incidents.note(self._members.label(lease.endpoint), what, reason.result())
+                    told = failure(error.status, "api_error", words)
+                raise EngineError(told, {**error.blamed, Side.PREFILL: prefill}) from None
+
+    async def decode(
+        self,
+        lease: Lease,
+        body: bytes,
+        call: Call,
+        stack: AsyncExitStack,
+        accepted: asyncio.Future[None] | None = None,
+    ) -> Answer:
+        """Sends D its part and waits until its answer begins. ``stack`` closes the connection. ``accepted``:
+        done as soon as D has begun a stream."""
+        endpoint = lease.endpoint
+        try:
+            async with lease.alive():
+                span = self._spans.client(Side.DECODE, endpoint, endpoint.headers(call.headers))
+                headers = stack.enter_context(span)
+                request = self._client.stream("POST", endpoint.url + call.path, body, headers)
+                response = await stack.enter_async_context(request)
+                kind = content_type(response)
+                if response.status >= 400:
+                    refusal = Failure(response.status, await response.read(), kind)
+                    raise self._failure(Side.DECODE, endpoint, call, refusal)
+                if not kind.startswith("text/event-stream"):
+                    return Answer(response.status, kind, _one(await response.read()))
+                if accepted is not None:
+                    accepted.set_result(None)
+                events = EventStream(response.content.iter_any())
+                try:
+                    opening = await events.opening()
+                except Failure as problem:
+                    # vLLM has sent its status before it knew; the client has not seen it yet.
+                    raise self._failure(Side.DECODE, endpoint, call, problem) from None
+        except (*HttpError, EngineLost) as error:
+            raise self._broken(Side.DECODE, endpoint, call, error) from error
+        return Answer(response.status, kind, self._relay(opening, events, lease, call))
+
+    async def _relay(
+        self, opening: bytes, events: EventStream, lease: Lease, call: Call
+    ) -> AsyncIterator[bytes]:
+        yield opening
+        try:
+            while True:
+                async with lease.alive():
+                    more = await events.read()
+                if not more:
+                    return
+                yield more
+        except (*HttpError, EngineLost) as error:
+            # The status is long out: the stream's own way to say it is an event.
+            yield events.error(self._broken(Side.DECODE, lease.endpoint, call, error).body)
+
+    def _failure(self, side: Side, endpoint: Endpoint, call: Call, answer: Failure) -> Failure:
+        """An engine's own error: the request's fault, or from 500 on the engine's."""
+        self._metrics.failures.labels(side.value, str(endpoint)).inc()
+        logger.warning("request %s: %s engine %s answered %s", call.request_id, side.value, endpoint, answer)
+        if answer.status < 500:
+            return answer
+        self._incidents.note(self._members.label(endpoint), f"answers {answer.status}", str(answer))
+        return EngineError(answer, {side: endpoint})
+
+    def _broken(self, side: Side, endpoint: Endpoint, call: Call, error: Exception) -> EngineFailure:
+        """An engine that does not answer, or broke off: it is left alone until it answers again."""
+        self._metrics.failures.labels(side.value, str(endpoint)).inc()
+        logger.warning(
+            "request %s: %s engine %s failed: %s: %s",
+            call.request_id,
+            side.value,
+            endpoint,
+            type(error).__name__,
+            error,
+        )
+        words = f"{type(error).__name__}: {error}"
+        self._incidents.note(self._members.label(endpoint), _what_broke(error), words)
+        self._members.failed(endpoint, words)
+        return EngineFailure(engine_down(side.value, str(endpoint), error), {side: endpoint})
+
+
+def _what_broke(error: Exception) -> str:
+    """In words that name nobody: the error's own have addresses."""
+    match error:
+        case EngineLost():
+            return "loses the requests that it has: it gives no sign of life any more"
+        case aiohttp.ClientConnectorError() | TimeoutError():
+            return "takes no connection"
+        case msgspec.MsgspecError():
+            return "gives an answer that cannot be read"
+        case _:
+            return "breaks off a request"
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+
+
+class _PrefillAnswer(msgspec.Struct):
+    kv_transfer_params: dict[str, Any] | None = None
+    usage: _Usage | None = None
+
+    def computed(self) -> Computed:
+        cached = (self.kv_transfer_params or {}).get("remote_prefill_cached_tokens")
+        return Computed(
+            self.kv_transfer_params,
+            None if self.usage is None else self.usage.prompt_tokens,
+            cached if isinstance(cached, int) else None,
+        )
+
+
+async def _one(chunk: bytes) -> AsyncIterator[bytes]:
+    yield chunk

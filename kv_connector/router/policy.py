@@ -1,0 +1,72 @@
+"""Policy: which engines a completion goes to."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from kv_connector.router.backlog import Work
+from kv_connector.router.calls import Computed
+from kv_connector.router.completion import Completion
+from kv_connector.router.endpoint import Endpoint
+from kv_connector.router.members import Side
+from kv_connector.router.pool import Pool
+from kv_connector.router.prompt import Prompt
+
+
+@dataclass(frozen=True)
+class Placement:
+    prefill: Endpoint | None
+    """Computes the prompt; None: the decode engine does."""
+    decode: Endpoint
+    reason: str
+    """For whoever counts decisions."""
+    work: Work | None = None
+    """That the prompt is, for the one that computes it, where that was forecast."""
+    prompt: Prompt | None = None
+    """Where the policy wants to hear of it again."""
+    late: bool = False
+    """The first token is forecast to come later than it is meant to."""
+
+
+class Policy(Protocol):
+    """Asked for each attempt of each request, in the event loop: it answers in 200 us, and keeps nothing that
+    only it could free."""
+
+    def place(self, completion: Completion, path: str, avoid: Collection[Endpoint]) -> Placement:
+        """Of engines that take requests, those of ``avoid`` only where there are no others; NoEngine where
+        there are none."""
+        ...
+
+    def sent(self, placement: Placement) -> None:
+        """Its engines have the request: here is time for what a decision need not wait for."""
+        ...
+
+    def computed(self, placement: Placement, told: Computed) -> None:
+        """A prefill engine has computed the prompt, and said this of it."""
+        ...
+
+
+class FewestOutstanding:
+    """Every prompt is computed by a prefill engine; of each side, the engine with the fewest requests."""
+
+    def __init__(self, pools: Mapping[Side, Pool]) -> None:
+        self._pools = pools
+
+    def place(self, completion: Completion, path: str, avoid: Collection[Endpoint]) -> Placement:
+        return split(self._pools, avoid, "fewest_outstanding")
+
+    def sent(self, placement: Placement) -> None:
+        pass
+
+    def computed(self, placement: Placement, told: Computed) -> None:
+        pass
+
+
+def split(pools: Mapping[Side, Pool], avoid: Collection[Endpoint], reason: str) -> Placement:
+    """A prefill and a decode engine by the fewest requests; one that is both, and alone, computes the prompt
+    where it decodes."""
+    prefill = pools[Side.PREFILL].fewest(avoid)
+    decode = pools[Side.DECODE].fewest({*avoid, prefill})
+    if decode == prefill:
+        return Placement(None, decode, "one_engine")
+    return Placement(prefill, decode, reason)

@@ -1,0 +1,119 @@
+"""What an engine has still to compute, by the forecasts for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from kv_connector.control.membership import Load, PromptCost
+from kv_connector.router.backlog import Backlog, Work
+from kv_connector.router.endpoint import Endpoint
+from kv_connector.router.pool import Pool
+from kv_connector.router.workload import Cost, Workload
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def backlog(clock: Clock) -> Backlog:
+    return Backlog(clock)
+
+
+def test_prompts_are_computed_one_after_the_other(backlog: Backlog, clock: Clock) -> None:
+    assert backlog.left()[0] == 0.0
+    first, second = Work(1000, 2.0), Work(500, 1.0)
+    backlog.add(first)
+    clock.now += 0.5
+    backlog.add(second)
+    assert backlog.left()[0] == pytest.approx(2.5)
+    assert backlog.tokens == 1500
+    clock.now += 1.0
+    backlog.remove(first)
+    assert backlog.left()[0] == pytest.approx(1.0), "the second is begun when the first has ended"
+    clock.now += 0.25
+    assert backlog.left()[0] == pytest.approx(0.75)
+    backlog.remove(second)
+    backlog.remove(second)
+    assert (backlog.left()[0], backlog.tokens) == (0.0, 0)
+
+
+def test_one_that_takes_longer_than_forecast_does_not_shorten_the_others(
+    backlog: Backlog, clock: Clock
+) -> None:
+    late, behind = Work(10, 1.0), Work(20, 3.0)
+    backlog.add(late)
+    backlog.add(behind)
+    clock.now += 60.0
+    assert backlog.left()[0] == pytest.approx(3.0)
+    assert backlog.tokens == 30
+
+
+def test_one_that_ends_out_of_turn_leaves_the_oldest_as_it_is(backlog: Backlog, clock: Clock) -> None:
+    oldest, behind = Work(10, 2.0), Work(10, 5.0)
+    backlog.add(oldest)
+    backlog.add(behind)
+    clock.now += 1.0
+    backlog.remove(behind)
+    assert backlog.left()[0] == pytest.approx(1.0)
+
+
+def test_what_nobody_tells_the_end_of_ends_as_forecast(backlog: Backlog, clock: Clock) -> None:
+    silent, told = Work(100, 2.0, told=False), Work(10, 1.0)
+    backlog.add(silent)
+    backlog.add(told)
+    clock.now += 1.5
+    assert (backlog.left()[0], backlog.tokens) == (pytest.approx(1.5), 110)
+    clock.now += 1.0
+    assert (backlog.left()[0], backlog.tokens) == (pytest.approx(0.5), 10)
+    backlog.remove(silent)  # its answer is whole by now
+    assert backlog.left()[0] == pytest.approx(0.5)
+
+
+def test_what_other_routers_sent_counts_and_fades(clock: Clock) -> None:
+    workload = Workload(clock)
+    cost = Cost(step=0.005, token=0.001, pair=0.0)
+    assert workload.wait(cost) == (0.0, 0)
+    workload.backlog.add(Work(300, 0.3))
+    workload.hear(Load(1, 1, 0, waiting=1300))
+    assert workload.wait(cost) == (pytest.approx(1.3), 1300)
+    clock.now += 0.4
+    assert workload.wait(cost) == (pytest.approx(0.6), 900)
+    clock.now += 60.0
+    assert workload.wait(cost) == (0.0, 300), "this router's own is told"
+    workload.hear(Load(1, 1, 0, waiting=200))
+    assert workload.wait(cost) == (0.0, 300), "a part of it is computed"
+    workload.hear(None)
+    assert workload.wait(cost) == (0.0, 300)
+
+
+def test_a_cost_is_that_of_steps_tokens_and_pairs() -> None:
+    cost = Cost.of(PromptCost(step_ns=5_000_000, token_ns=20_000, pair_ps=1_000_000))
+    assert cost.seconds(1000, 0, 1000) == pytest.approx(0.005 + 0.02 + 0.5)
+    assert cost.seconds(1000, 500, 400) == pytest.approx(3 * 0.005 + 0.02 + 1.0)
+
+
+def test_a_lease_has_its_work_until_it_is_computed() -> None:
+    pool = Pool([Endpoint.parse("http://h:1")])
+    endpoint = pool.fewest()
+    workload = pool.workload(endpoint)
+    assert workload is not None
+    backlog = workload.backlog
+    with pool.lease(endpoint, Work(7, 1.0)) as lease:
+        assert backlog.tokens == 7
+        lease.computed()
+        assert (backlog.tokens, pool.outstanding(endpoint)) == (0, 1)
+    assert pool.outstanding(endpoint) == 0
+    with pool.lease(endpoint, Work(7, 1.0)):
+        pass
+    assert backlog.tokens == 0, "a request that ends before has none any more"
+    assert pool.workload(Endpoint.parse("http://h:2")) is None

@@ -1,0 +1,249 @@
+"""Which engines a request goes to, by objectives."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kv_connector.control.membership import Load, PromptCost, Register
+from kv_connector.protocol.messages import Role
+from kv_connector.router.calls import Computed
+from kv_connector.router.completion import Completion
+from kv_connector.router.endpoint import Endpoint
+from kv_connector.router.goodput import Goodput
+from kv_connector.router.incidents import Incidents
+from kv_connector.router.members import Members, Side
+from kv_connector.router.policy import FewestOutstanding, Placement
+from kv_connector.router.pool import NoEngine, Pool
+from kv_connector.router.settings import Objectives
+
+PATH = "/v1/completions"
+# 25 us a token, and 5 ms a step with or without: an 8 billion model on a large GPU.
+COST = PromptCost(step_ns=5_000_000, token_ns=25_000, pair_ps=0)
+MS = 1e-3
+
+
+def load(**changes: Any) -> Load:
+    fields: dict[str, Any] = {
+        "step_tokens": 8192,
+        "prompt_tokens": 8192,
+        "cache_tokens": 1 << 20,
+        "prompt": COST,
+        "decode_ns": 5_000_000,
+    }
+    return Load(**(fields | changes))
+
+
+SMALL_STEPS = load(step_tokens=256, prompt_tokens=256)  # 256 tokens and more: 11.4 ms
+
+
+class Router:
+    """A policy over engines that register."""
+
+    def __init__(self, ttft: float = 400 * MS, tbt: float = 15 * MS) -> None:
+        self.pools = {side: Pool() for side in Side}
+        self.members = Members(self.pools, {side: [] for side in Side}, Incidents(), suspect=3.0, dead=5.0)
+        self.policy = Goodput(Objectives(ttft, tbt), self.pools)
+
+    def join(self, role: Role, number: int, said: Load | None, incarnation: str = "1") -> Endpoint:
+        name = f"{role.value}-{number}"
+        port = 8000 + 100 * [*Role].index(role) + number
+        message = Register(name, incarnation, role, f"http://h:{port}", "h", port + 50, load=said)
+        endpoint = self.members.register(0.0, message)
+        for joining in self.members.to_probe():
+            self.members.answered(joining)
+        return endpoint
+
+    def pair(self, decode: Load | None = SMALL_STEPS) -> tuple[Endpoint, Endpoint]:
+        return self.join(Role.PREFILL, 0, load()), self.join(Role.DECODE, 0, decode)
+
+    def place(self, tokens: int, *, first: int = 0, **body: Any) -> Placement:
+        """A prompt of so many tokens; ``first`` is the first of them."""
+        ids = [first, *([7] * (tokens - 1))]
+        raw = json.dumps({"model": "m", "prompt": ids, "stream": True, **body}).encode()
+        placement = self.policy.place(Completion.decode(raw), PATH, ())
+        self.policy.sent(placement)
+        return placement
+
+    def serve(self, tokens: int, **body: Any) -> Placement:
+        """And begins with it."""
+        placement = self.place(tokens, **body)
+        if placement.prefill is None:
+            self.pools[Side.DECODE].acquire(placement.decode, placement.work)
+        else:
+            self.pools[Side.PREFILL].acquire(placement.prefill, placement.work)
+            self.pools[Side.DECODE].acquire(placement.decode)
+        return placement
+
+
+@pytest.fixture
+def router() -> Router:
+    return Router()
+
+
+def test_an_idle_prefill_engine_computes_a_long_prompt(router: Router) -> None:
+    prefill, decode = router.pair()
+    placement = router.place(4000)
+    assert (placement.prefill, placement.decode) == (prefill, decode)
+    assert placement.reason == "prefill_sooner"
+    assert placement.work is not None
+    assert placement.work.tokens == 4000
+    assert placement.work.seconds == pytest.approx(105 * MS)
+    assert not placement.late
+
+
+def test_behind_a_queue_a_short_prompt_is_computed_where_it_decodes(router: Router) -> None:
+    _, decode = router.pair()
+    router.serve(8000, first=1)  # 205 ms
+    short = router.place(500, first=2)
+    assert (short.prefill, short.decode, short.reason) == (None, decode, "decode_sooner")
+    assert short.work is not None
+    # Two steps: of 255 tokens, as a stream has one of the 256, and of 245.
+    assert short.work.seconds == pytest.approx((2 * 5 + 12.5) * MS)
+
+
+def test_a_decode_engine_with_large_steps_computes_nothing(router: Router) -> None:
+    prefill, _ = router.pair(load())
+    router.serve(8000, first=1)
+    long = router.place(8000, first=2)
+    assert (long.prefill, long.reason) == (prefill, "streams_first"), "205 ms in one step"
+    short = router.place(1000, first=3)  # 30 ms a step
+    assert (short.prefill, short.reason) == (prefill, "streams_first")
+    tiny = router.place(300, first=4)
+    assert (tiny.prefill, tiny.reason) == (None, "decode_sooner"), "12.5 ms"
+    router.serve(300, first=5)
+    third = router.place(300, first=6)
+    assert (third.prefill, third.reason) == (prefill, "streams_first"), "two in one step are 20 ms"
+
+
+def test_a_prompt_takes_its_own_share_of_a_step_and_no_more(router: Router) -> None:
+    prefill, _ = router.pair(load(step_tokens=512, prompt_tokens=256))
+    router.serve(8000, first=1)
+    alone = router.serve(2000, first=2)  # 11.4 ms a step
+    assert (alone.prefill, alone.reason) == (None, "decode_sooner")
+    second = router.place(2000, first=3)
+    assert (second.prefill, second.reason) == (prefill, "streams_first"), "of both, 17.8 ms"
+
+
+def test_a_prompt_that_a_decode_engine_has_cached_is_computed_there(router: Router) -> None:
+    prefill, decode = router.pair()
+    assert router.serve(6000).prefill == prefill
+    router.serve(8000, first=1)
+    follow_up = router.place(6400)
+    assert (follow_up.prefill, follow_up.decode) == (None, decode), "it has the pages of the first"
+    assert follow_up.work is not None
+    assert 400 <= follow_up.work.tokens < 1000
+    router.join(Role.DECODE, 0, SMALL_STEPS, incarnation="2")
+    anew = router.place(6400)
+    assert (anew.prefill, anew.decode.url) == (None, decode.url)
+    assert anew.work is not None
+    assert anew.work.tokens == 6400, "another process has nothing cached"
+
+
+def test_what_is_late_anyway_does_not_delay_others(router: Router) -> None:
+    prefill, _ = router.pair()
+    late = router.place(20_000, first=1)  # 505 ms, and 895 in small steps
+    assert (late.prefill, late.reason, late.late) == (None, "late_anyway", True)
+    router.join(Role.DECODE, 0, load(step_tokens=64, prompt_tokens=64))
+    later = router.place(20_000, first=2)  # 2,065 in smaller steps
+    assert (later.prefill, later.reason, later.late) == (prefill, "prefill_sooner", True)
+
+
+def test_the_prefill_engine_with_the_least_to_compute_is_taken(router: Router) -> None:
+    router.pair(load())
+    other = router.join(Role.PREFILL, 1, load())
+    busy = router.serve(8000, first=1)
+    assert busy.prefill is not None
+    idle = {router.join(Role.PREFILL, 0, load()), other} - {busy.prefill}
+    assert {router.serve(2000, first=2).prefill} == idle
+    assert {router.serve(2000, first=3).prefill} == idle, "by the tokens, not by the number of requests"
+
+
+def test_other_routers_prompts_count(router: Router) -> None:
+    first, _ = router.pair(load())
+    second = router.join(Role.PREFILL, 1, load())
+    router.join(Role.PREFILL, 0, load(waiting=8000))
+    assert router.place(1000, first=1).prefill == second
+    router.serve(4000, first=2)
+    assert router.place(1000, first=3).prefill == second, "105 ms there, 205 at the first"
+    router.serve(6000, first=4)
+    assert router.place(1000, first=5).prefill == first
+
+
+def test_what_an_engine_says_is_not_counted_twice(router: Router) -> None:
+    router.pair(load())
+    router.serve(7000, first=1)
+    router.join(Role.PREFILL, 0, load(waiting=7000))
+    behind = router.place(7000, first=2)
+    assert not behind.late, "360 ms, if counted twice 540"
+
+
+def test_a_decode_engine_that_has_computed_no_prompt_is_judged_by_the_others(router: Router) -> None:
+    router.pair(load(step_tokens=256, prompt_tokens=256, prompt=None, decode_ns=9_000_000))
+    router.serve(8000, first=1)
+    assert router.place(200, first=2).reason == "decode_sooner", "9 ms and 5"
+    assert router.place(500, first=3).reason == "streams_first", "9 ms and 6.4"
+
+
+@pytest.mark.parametrize("silent", [None, load(prompt=None)])
+def test_while_nothing_is_measured_every_prompt_goes_to_a_prefill_engine(
+    router: Router, silent: Load | None
+) -> None:
+    prefill = router.join(Role.PREFILL, 0, silent)
+    router.join(Role.DECODE, 0, SMALL_STEPS)
+    router.serve(8000, first=1)
+    placement = router.place(100, first=2)
+    assert (placement.prefill, placement.reason) == (prefill, "unmeasured")
+
+
+def test_a_decode_engine_that_says_nothing_computes_nothing(router: Router) -> None:
+    prefill, _ = router.pair(None)
+    router.serve(8000, first=1)
+    assert router.place(100, first=2).prefill == prefill
+
+
+def test_prefill_corrects_what_was_thought_to_be_cached() -> None:
+    router = Router(tbt=1 * MS)  # no decode engine is that fast
+    prefill, _ = router.pair()
+    first, again = router.place(6000), router.place(6000)
+    for placement, tokens in ((first, 6000), (again, 1000)):
+        assert placement.prefill == prefill
+        assert placement.work is not None
+        assert placement.work.tokens <= tokens
+    router.policy.computed(first, Computed(tokens=6000, cached=0))
+    router.policy.computed(again, Computed(tokens=6000, cached=0))
+    third = router.place(6000)
+    assert third.work is not None
+    assert third.work.tokens == 6000, "it does not keep such prompts"
+
+
+def test_engines_of_both_sides_never_prefill_for_themselves(router: Router) -> None:
+    one = router.join(Role.BOTH, 0, load())
+    alone = router.place(1000)
+    assert (alone.prefill, alone.decode, alone.reason) == (None, one, "one_engine")
+    other = router.join(Role.BOTH, 1, load())
+    for number in range(6):
+        placement = router.serve(3000, first=number)
+        assert placement.prefill != placement.decode
+        assert {placement.prefill, placement.decode} <= {one, other, None}
+
+
+def test_there_must_be_engines_of_both_sides(router: Router) -> None:
+    router.join(Role.PREFILL, 0, load())
+    with pytest.raises(NoEngine) as lack:
+        router.place(10)
+    assert lack.value.pool is router.pools[Side.DECODE]
+
+
+def test_without_objectives_the_fewest_requests_decide() -> None:
+    router = Router()
+    prefill, decode = router.pair()
+    other = router.join(Role.PREFILL, 1, load(waiting=1 << 20))
+    policy = FewestOutstanding(router.pools)
+    completion = Completion.decode(b'{"prompt": [1, 2]}')
+    with router.pools[Side.PREFILL].lease(prefill):
+        placement = policy.place(completion, PATH, ())
+    assert (placement.prefill, placement.decode, placement.reason) == (other, decode, "fewest_outstanding")
+    assert placement.work is None

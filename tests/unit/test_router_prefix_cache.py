@@ -1,0 +1,244 @@
+"""Which beginnings of prompts the router takes each engine to have."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kv_connector.router.prefix_cache import PrefixCaches
+from kv_connector.router.prompt import PREFIX_BYTES, Prompt
+
+# Of a prefix, at the bytes per token that are taken for granted.
+TOKENS = PREFIX_BYTES // 4
+
+
+def prompt(pieces: Sequence[object]) -> Prompt:
+    prefixes = tuple(hash((*pieces[:length], "end")) for length in range(1, len(pieces) + 1))
+    return Prompt("m", len(pieces) * PREFIX_BYTES, None, prefixes)
+
+
+class Engine:
+    """One with a prefix cache, in the plainest way."""
+
+    def __init__(self, room: int) -> None:
+        self._room = room  # pieces
+        self._blocks: list[int] = []  # the least recently used first
+
+    def compute(self, prompt: Prompt) -> int:
+        """How many tokens of it were there before."""
+        had = self.leading(prompt)
+        for prefix in reversed(prompt.prefixes):
+            if prefix in self._blocks:
+                self._blocks.remove(prefix)
+            self._blocks.append(prefix)
+        self._blocks = self._blocks[max(0, len(self._blocks) - self._room) :]
+        return had * TOKENS
+
+    def leading(self, prompt: Prompt) -> int:
+        had = 0
+        while had < len(prompt.prefixes) and prompt.prefixes[had] in self._blocks:
+            had += 1
+        return had
+
+
+@dataclass
+class Router:
+    """With one engine, which has ``room`` for so many pieces by its own word."""
+
+    room: int | None
+    engine: Engine
+
+    def __post_init__(self) -> None:
+        self.caches = PrefixCaches()
+
+    def forecast(self, prompt: Prompt) -> int:
+        """In pieces."""
+        return self.caches.cached("e", prompt) // PREFIX_BYTES
+
+    def send(self, prompt: Prompt) -> int:
+        self.caches.computed("e", prompt, None if self.room is None else self.room * TOKENS)
+        return self.engine.compute(prompt)
+
+    def hear(self, prompt: Prompt, cached: int) -> None:
+        self.caches.corrected("e", prompt, cached, len(prompt.prefixes) * TOKENS)
+
+    def ask(self, prompt: Prompt) -> None:
+        self.hear(prompt, self.send(prompt))
+
+
+# Of few letters, so that many begin alike.
+prompts = st.lists(st.sampled_from("ab"), min_size=1, max_size=7).map(prompt)
+
+
+@given(st.lists(prompts), st.integers(0, 20), prompts)
+def test_of_an_engine_whose_room_is_known_all_is_known(asked: list[Prompt], room: int, probe: Prompt) -> None:
+    router = Router(room, Engine(room))
+    for one in asked:
+        assert router.forecast(one) == router.engine.leading(one)
+        router.ask(one)
+        assert router.forecast(probe) == router.engine.leading(probe)
+
+
+@settings(deadline=None)
+@given(st.data(), st.integers(0, 20), st.integers(0, 20))
+def test_whatever_is_said_when_no_more_is_kept_than_there_is_room_for_and_beginnings_last(
+    data: st.DataObject, room: int, keeps: int
+) -> None:
+    router = Router(room, Engine(keeps))
+    waiting: list[tuple[Prompt, int]] = []
+    seen: set[Prompt] = set()
+    for _ in range(data.draw(st.integers(0, 40))):
+        hears = data.draw(st.booleans())
+        if waiting and hears:
+            router.hear(*waiting.pop(data.draw(st.integers(0, len(waiting) - 1))))
+        else:
+            one = data.draw(prompts)
+            seen.add(one)
+            waiting.append((one, router.send(one)))
+        held = {prefix for each in seen for prefix in each.prefixes[: router.forecast(each)]}
+        assert len(held) <= room
+        every = {prefix for each in seen for prefix in each.prefixes}
+        single = {prefix for prefix in every if router.forecast(Prompt("m", 0, None, (prefix,)))}
+        assert single == held  # nothing is held behind something that is not
+
+
+def test_an_engine_that_was_sent_nothing_has_nothing() -> None:
+    caches = PrefixCaches()
+    assert caches.cached("e", prompt("abc")) == 0
+    caches.corrected("e", prompt("abc"), 3 * TOKENS, 3 * TOKENS)
+    assert caches.cached("e", prompt("abc")) == 0
+
+
+def test_what_is_sent_is_there_for_who_comes_behind() -> None:
+    caches = PrefixCaches()
+    caches.computed("e", prompt("abc"))
+    assert caches.cached("e", prompt("abd")) == 2 * PREFIX_BYTES
+    assert caches.cached("other", prompt("abc")) == 0
+
+
+def test_an_engine_that_lost_all_is_forgotten() -> None:
+    caches = PrefixCaches()
+    for engine in ("e", "other"):
+        caches.computed(engine, prompt("abc"))
+    caches.forget("e")
+    caches.forget("e")
+    caches.corrected("e", prompt("abc"), 3 * TOKENS, 3 * TOKENS)  # that was on its way
+    assert caches.cached("e", prompt("abc")) == 0
+    assert caches.cached("other", prompt("abc")) == 3 * PREFIX_BYTES
+
+
+def test_after_its_answer_an_engine_has_all_of_the_prompt_whatever_it_had_before() -> None:
+    router = Router(None, Engine(100))
+    router.ask(prompt("abcdef"))
+    assert router.forecast(prompt("abcdef")) == 6
+
+
+def test_of_what_was_forgotten_meanwhile_the_answer_tells() -> None:
+    router = Router(10, Engine(10))
+    first = prompt(range(10))
+    cached = router.send(first)
+    router.send(prompt(range(100, 110)))
+    assert router.forecast(first) == 0
+    router.hear(first, cached)
+    assert router.forecast(first) == 10
+
+
+def test_prompts_that_are_computed_side_by_side_do_not_miss_each_other() -> None:
+    """Neither finds what the other is only computing; nothing was lost."""
+    router = Router(None, Engine(100))
+    early, late = prompt("abcdefgh"), prompt("abcdefxy")
+    router.ask(prompt(range(8)))
+    for one in (early, late):
+        router.caches.computed("e", one)
+    router.hear(early, 0)
+    assert [router.forecast(one) for one in (prompt(range(8)), early, late)] == [8, 8, 8]
+
+
+@pytest.mark.parametrize("keeps", [0, 55])
+def test_of_an_engine_that_keeps_less_than_it_says_less_is_expected(keeps: int) -> None:
+    router = Router(1000, Engine(keeps))
+    asked = random.Random(1).choices([prompt([name, *range(10)]) for name in range(20)], k=500)
+    wrong = []
+    for one in asked:
+        wrong.append(router.forecast(one) > router.engine.leading(one))
+        router.ask(one)
+    assert sum(wrong) <= 20  # there are so many, and each is missed once
+    assert sum(wrong[250:]) <= 2
+
+
+def test_of_an_engine_that_keeps_more_than_was_expected_more_is_expected() -> None:
+    router = Router(1000, Engine(0))
+    others = [prompt([name, *range(10)]) for name in range(20)]
+    for _ in range(3):
+        for one in others:
+            router.ask(one)
+    router.engine = Engine(1000)
+    for _ in range(4):
+        for one in others:
+            router.ask(one)
+    assert [router.forecast(one) for one in others] == [11] * 20
+
+
+def test_a_hit_that_ends_within_a_block_is_no_loss() -> None:
+    """Nor is one where the first half of the bytes are fewer tokens."""
+    router = Router(None, Engine(1000))
+    first, again = prompt([1, *range(9)]), prompt([2, *range(9)])
+    for one in (first, again):
+        router.ask(one)
+    for _ in range(100):
+        router.caches.computed("e", first)
+        router.hear(first, 6 * TOKENS)
+    assert router.forecast(again) == 10
+
+
+@pytest.mark.parametrize(
+    ("cached", "tokens"), [(0, 0), (-TOKENS, 3 * TOKENS), (9 * TOKENS, 3 * TOKENS), (5, -1)]
+)
+def test_a_nonsensical_answer_does_no_harm(cached: int, tokens: int) -> None:
+    caches = PrefixCaches()
+    caches.computed("e", prompt("abc"))
+    caches.corrected("e", prompt("abc"), cached, tokens)
+    assert caches.cached("e", prompt("abc")) == 3 * PREFIX_BYTES
+
+
+def test_room_is_counted_in_the_tokens_of_the_prompts_that_it_holds() -> None:
+    """Of token ids, each of which is eight bytes long: a piece has half as many as of text."""
+    caches = PrefixCaches()
+    pieces = [prompt([number]) for number in range(1000)]
+    for one in pieces:
+        caches.computed("e", Prompt("m", one.size, one.size // 8, one.prefixes), 100 * TOKENS)
+    assert sum(caches.cached("e", one) > 0 for one in pieces) == pytest.approx(200, abs=2)
+
+
+def test_an_engine_that_does_not_say_its_room_has_a_usual_one() -> None:
+    caches = PrefixCaches()
+    pieces = [prompt([number]) for number in range(3000)]
+    for one in pieces:
+        caches.computed("e", one)
+    held = [caches.cached("e", one) > 0 for one in pieces]
+    assert sum(held) * TOKENS == pytest.approx(400_000, rel=0.01)
+    assert held == sorted(held)
+
+
+def test_room_that_an_engine_has_no_more_is_given_up() -> None:
+    caches = PrefixCaches()
+    caches.computed("e", prompt(range(10)))
+    caches.computed("e", prompt("a"), 4 * TOKENS)
+    assert [caches.cached("e", prompt(of)) // PREFIX_BYTES for of in ("a", range(10))] == [1, 3]
+
+
+def test_the_engines_that_are_used_no_more_are_forgotten() -> None:
+    caches = PrefixCaches()
+    for number in range(4096):
+        caches.computed(number, prompt("a"))
+    caches.computed(0, prompt("a"))
+    caches.computed("new", prompt("a"))
+    assert [caches.cached(engine, prompt("a")) > 0 for engine in (0, 1, 2, "new")] == [
+        True,
+        False,
+        True,
+        True,
+    ]
