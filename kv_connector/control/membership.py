@@ -55,7 +55,7 @@ class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     prompt_tokens: Positive
     """Of them, of one prompt."""
     cache_tokens: Natural
-    """That its KV cache has room for."""
+    """That its prefix cache has room for."""
     waiting: Natural = 0
     """Tokens of prompts that it has still to compute."""
     running: Natural = 0

@@ -15,6 +15,8 @@ class Work:
     """That the engine has not cached."""
     seconds: float
     """That it takes to compute them, by a forecast."""
+    cached: int = 0
+    """The other tokens of the prompt."""
     told: bool = True
     """Its end will be known here; else it is taken to end as forecast."""
 
@@ -48,10 +50,13 @@ class Backlog:
 
     @property
     def tokens(self) -> int:
-        return self.left()[1]
+        """Of whole prompts, as an engine counts that has not looked into its prefix cache yet."""
+        self._prune()
+        return sum(work.tokens + work.cached for work in self._queue)
 
     def left(self) -> tuple[float, int]:
-        """Seconds until all of it is computed; and its tokens, those of the oldest prompt whole."""
+        """Seconds until all of it is computed; and its tokens, all that the oldest prompt had
+        at its beginning."""
         if not self._queue:
             return 0.0, 0
         self._prune()

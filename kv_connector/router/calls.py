@@ -261,21 +261,26 @@ def _what_broke(error: Exception) -> str:
             return "breaks off a request"
 
 
-class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-
-
 class _PrefillAnswer(msgspec.Struct):
     kv_transfer_params: dict[str, Any] | None = None
-    usage: _Usage | None = None
+    usage: Any = None
 
     def computed(self) -> Computed:
         cached = (self.kv_transfer_params or {}).get("remote_prefill_cached_tokens")
         return Computed(
             self.kv_transfer_params,
-            None if self.usage is None else self.usage.prompt_tokens,
+            _prompt_tokens(self.usage),
             cached if isinstance(cached, int) else None,
         )
+
+
+def _prompt_tokens(usage: Any) -> int | None:
+    """By an answer of any API; in Anthropic's words the cached ones are counted apart."""
+    if not isinstance(usage, dict):
+        return None
+    total = usage.get("prompt_tokens", usage.get("input_tokens"))
+    apart = (usage.get(f"cache_{how}_input_tokens") or 0 for how in ("read", "creation"))
+    return sum(apart, total) if isinstance(total, int) else None
 
 
 async def _one(chunk: bytes) -> AsyncIterator[bytes]:

@@ -107,7 +107,9 @@ class Completion:
         if not (body.get("logprobs") is None or body.get("logprobs") is False):  # 0 asks for some
             return "more_than_text"
         options = body.get("stream_options")
-        if isinstance(options, dict) and options.get("continuous_usage_stats"):
+        if options is not None and not isinstance(options, dict):
+            return "more_than_text"  # nobody knows: vLLM refuses it
+        if options and options.get("continuous_usage_stats"):
             return "more_than_text"
         if body.get("stop"):
             return "stop_strings"

@@ -165,13 +165,14 @@ class Dispatcher:
 
     async def _where(self, choose: Callable[[], T]) -> T:
         """What that chooses, of engines that must be used before anything else is awaited. A router that has
-        just started waits for the first to register."""
-        deadline = time.monotonic() + self._settings.patience
+        just started waits for the first of each side to register."""
+        deadlines: dict[Pool, float] = {}
         while True:
             try:
                 return choose()
             except NoEngine as none:
-                left = deadline - time.monotonic()
+                now = time.monotonic()
+                left = deadlines.setdefault(none.pool, now + self._settings.patience) - now
                 if left > 0:
                     await none.pool.wait_usable(left)
                     continue
@@ -221,7 +222,7 @@ class Dispatcher:
                 "was it started with --kv-transfer-config and a role that produces?",
             )
         with self._owed(transfer_id, prefill.endpoint, call):
-            decode = await self._decoder(stack, avoid)
+            decode = await self._decoder(stack, {*avoid, placement.prefill})
             body = completion.decode_body(params)
             return await self.calls.load(transfer_id, prefill.endpoint, decode, body, call, stack)
 

@@ -40,6 +40,7 @@ class _Forecast(NamedTuple):
     engine: Member
     tokens: int
     """Of the prompt, that it has not cached."""
+    cached: int
     computing: float
     """Seconds for these tokens."""
     seconds: float
@@ -59,6 +60,8 @@ class Goodput:
 
     def place(self, completion: Completion, path: str, avoid: Collection[Endpoint]) -> Placement:
         prompt = completion.prompt(path)
+        if prompt.pictures:
+            return replace(split(self._pools, avoid, "pictures"), prompt=prompt)
         prefills, decodes = (self._pools[side].choices(avoid) for side in (Side.PREFILL, Side.DECODE))
         typical = next((one.workload.cost for one in prefills if one.workload.cost), None)
         if typical is None:
@@ -76,7 +79,8 @@ class Goodput:
                 local, reason = True, "one_engine"
         chosen = decode if local else prefill
         # Only a stream's beginning tells that its prompt is computed.
-        work = Work(chosen.tokens, chosen.computing, told=not local or completion.streamed)
+        told = not local or completion.streamed
+        work = Work(chosen.tokens, chosen.computing, chosen.cached, told)
         late = chosen.seconds > self._objectives.ttft
         return Placement(None if local else prefill.engine.endpoint, receiver, reason, work, prompt, late)
 
@@ -90,7 +94,7 @@ class Goodput:
 
     def computed(self, placement: Placement, told: Computed) -> None:
         workload = self._workload(Side.PREFILL, placement.prefill)
-        if placement.prompt is None or workload is None or told.tokens is None:
+        if placement.prompt is None or placement.prompt.pictures or workload is None or told.tokens is None:
             return
         self._sizes.learn(placement.prompt, told.tokens)
         if told.cached is not None:
@@ -112,24 +116,26 @@ class Goodput:
         cost, cached = workload.cost or typical, self._cached(workload, prompt, tokens)
         chunk = tokens if workload.load is None else workload.load.prompt_tokens
         computing = cost.seconds(tokens - cached, cached, chunk)
-        return _Forecast(engine, tokens - cached, computing, workload.wait(cost)[0] + computing, 0.0)
+        return _Forecast(engine, tokens - cached, cached, computing, workload.wait(cost)[0] + computing, 0.0)
 
     def _decode(self, engine: Member, typical: Cost, prompt: Prompt, tokens: int) -> _Forecast:
         workload, load = engine.workload, engine.workload.load
         if load is None:
-            return _Forecast(engine, tokens, math.inf, math.inf, math.inf)
+            return _Forecast(engine, tokens, 0, math.inf, math.inf, math.inf)
         cost, cached = workload.cost or typical, self._cached(workload, prompt, tokens)
         # Each stream has a token in every step, prompts have the rest.
-        room = max(1, load.step_tokens - max(engine.outstanding, load.running))
+        streams = max(engine.outstanding, load.running)
+        room = max(1, load.step_tokens - streams)
         rest = tokens - cached
         wait, waiting = workload.wait(cost)
         # With streams, a step takes as long as theirs at least.
         slower = max(0.0, (load.decode_ns or 0) * 1e-9 - cost.step)
         chunk = min(room, load.prompt_tokens)
         computing = cost.seconds(rest, cached, chunk) + -(-rest // chunk) * slower
-        together = min(room, min(rest, chunk) + waiting)
+        # What is believed to be cached need not be: the objective is kept if it is not.
+        together = min(room, (chunk if cached else min(rest, chunk)) + waiting)
         step = slower + cost.step + together * (cost.token + tokens * cost.pair)
-        return _Forecast(engine, rest, computing, wait + computing, step)
+        return _Forecast(engine, rest, cached, computing, wait + computing, step if streams else 0.0)
 
     def _cached(self, workload: Workload, prompt: Prompt, tokens: int) -> int:
         """Tokens of the prompt that the engine need not compute; the last is computed always."""

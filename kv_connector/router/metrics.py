@@ -38,13 +38,14 @@ class Metrics:
         )
         self._placements = Counter(
             "kv_connector_router_placements",
-            "Attempts to serve a request, by the side that computes its prompt, and why",
+            "Attempts to serve a request that two engines can share, by the side that computes its prompt "
+            "and why",
             ["prompt", "reason"],
             registry=self.registry,
         )
         self._late = Counter(
             "kv_connector_router_late_forecasts",
-            "Attempts whose first token was forecast to come later than the objective",
+            "Attempts whose first token, where they were sent, was forecast to come later than the objective",
             registry=self.registry,
         )
         self.early_tokens = Counter(

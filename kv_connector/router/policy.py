@@ -29,8 +29,8 @@ class Placement:
 
 
 class Policy(Protocol):
-    """Asked for each attempt of each request, in the event loop: it answers in 200 us, and keeps nothing that
-    only it could free."""
+    """Asked in the event loop for each attempt of a request that P and D can share: it answers in 200 us, and
+    keeps nothing that only it could free."""
 
     def place(self, completion: Completion, path: str, avoid: Collection[Endpoint]) -> Placement:
         """Of engines that take requests, those of ``avoid`` only where there are no others; NoEngine where

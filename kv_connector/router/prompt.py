@@ -50,6 +50,7 @@ _ELSE = (
     "previous_response_id",
 )
 
+_PICTURE = b";base64,"
 _TOKEN_IDS = re.compile(rb"\s*\[\s*\[?\s*-?\d")
 
 # A piece's hash is the sum of its 32-bit words, each times a random 64-bit number of its own: twice as fast
@@ -69,19 +70,25 @@ class Prompt:
     prefixes: tuple[int, ...]
     """A hash of the first PREFIX_BYTES, of twice as many, and so on; none of the remainder. Requests for
     different KV have different ones from the beginning, and so have different processes."""
+    pictures: bool = False
+    """Its bytes say nothing of its tokens."""
 
     @classmethod
     def of(cls, path: str, body: Mapping[str, Any]) -> Self:
         """``body``: with the prompt as a msgspec.Raw."""
         raw = body.get(_FIELD.get(path, "prompt"), b"")
         before = [body[key] for key in _BEFORE if body.get(key)]
-        text = b"".join((msgspec.json.encode(before), raw)) if before else raw
+        head = msgspec.json.encode(before) if before else b""
+        looked_at = memoryview(raw)[:_LOOKED_AT]
+        text = b"".join((head, looked_at)) if before else raw
+        tokens = _count(raw) if _TOKEN_IDS.match(raw) else None
         model = body.get("model")
         return cls(
             model if isinstance(model, str) else "",
-            len(memoryview(text)),
-            _count(raw) if _TOKEN_IDS.match(raw) else None,
+            len(head) + len(memoryview(raw)),
+            tokens,
             _prefixes(hash(msgspec.json.encode([path, *map(body.get, _ELSE)])), text),
+            tokens is None and _PICTURE in bytes(looked_at),
         )
 
 

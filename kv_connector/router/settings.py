@@ -55,6 +55,8 @@ class Settings:
                 "a prefill engine is listed twice at one control address; data-parallel ranks share the URL, "
                 "and each has its own control address"
             )
+        if self.objectives is not None and self.registration is None:
+            raise ValueError("objectives are for engines that register: give an address for that, too")
         if self.registration is None and not (self.prefill and self.decode):
             raise ValueError(
                 "a router needs at least one prefill engine and one decode engine, or an address at which "

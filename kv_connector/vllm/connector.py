@@ -120,7 +120,8 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         self._pace: Pace | None = None
         """Where there are routers that it is for; in the scheduler's process."""
         if self._settings.routers:
-            tokens = kv_cache_tokens(vllm_config, kv_cache_config)
+            caching = vllm_config.cache_config.enable_prefix_caching
+            tokens = kv_cache_tokens(vllm_config, kv_cache_config) if caching else 0
             self._idle = idle_load(vllm_config.scheduler_config, tokens)
         block_sizes = tuple(block_tokens(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups)
         # Where there are recurrent states, P leaves the prompt's last token to D: it samples no first one.

@@ -227,6 +227,7 @@ def test_another_id_is_a_mismatch() -> None:
         ({"logprobs": True}, "more_than_text"),
         ({"return_token_ids": True}, None),
         ({"stream_options": {"continuous_usage_stats": True}}, "more_than_text"),
+        ({"stream_options": ["include_usage"]}, "more_than_text"),
         ({"stop": ["x"]}, "stop_strings"),
         ({"tools": [{}]}, "tools"),
     ],

@@ -9,7 +9,8 @@ import pytest
 
 from kv_connector.control.membership import Load, PromptCost, Register
 from kv_connector.protocol.messages import Role
-from kv_connector.router.calls import Computed
+from kv_connector.router.backlog import Work
+from kv_connector.router.calls import Computed, _prompt_tokens
 from kv_connector.router.completion import Completion
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.goodput import Goodput
@@ -18,6 +19,7 @@ from kv_connector.router.members import Members, Side
 from kv_connector.router.policy import FewestOutstanding, Placement
 from kv_connector.router.pool import NoEngine, Pool
 from kv_connector.router.settings import Objectives
+from kv_connector.router.workload import Cost
 
 PATH = "/v1/completions"
 # 25 us a token, and 5 ms a step with or without: an 8 billion model on a large GPU.
@@ -206,7 +208,8 @@ def test_a_decode_engine_that_says_nothing_computes_nothing(router: Router) -> N
 
 def test_prefill_corrects_what_was_thought_to_be_cached() -> None:
     router = Router(tbt=1 * MS)  # no decode engine is that fast
-    prefill, _ = router.pair()
+    prefill, decode = router.pair()
+    router.pools[Side.DECODE].acquire(decode)
     first, again = router.place(6000), router.place(6000)
     for placement, tokens in ((first, 6000), (again, 1000)):
         assert placement.prefill == prefill
@@ -235,6 +238,60 @@ def test_there_must_be_engines_of_both_sides(router: Router) -> None:
     with pytest.raises(NoEngine) as lack:
         router.place(10)
     assert lack.value.pool is router.pools[Side.DECODE]
+
+
+def test_prompts_that_an_engine_has_cached_are_no_other_routers(router: Router) -> None:
+    router.pair(None)
+    for _ in range(3):
+        router.serve(8000)  # 205 ms, and twice about 10
+    before = router.pools[Side.PREFILL].choices()[0].workload.wait(Cost.of(COST))
+    router.join(Role.PREFILL, 0, load(waiting=24_000))
+    after = router.pools[Side.PREFILL].choices()[0].workload.wait(Cost.of(COST))
+    assert after[1] == before[1]
+    assert after[0] == pytest.approx(before[0], abs=0.1)
+
+
+def test_the_streams_do_not_rely_on_what_is_believed_to_be_cached(router: Router) -> None:
+    prefill, _ = router.pair(load())
+    router.serve(8000)
+    again = router.place(8000)
+    assert (again.prefill, again.reason) == (prefill, "streams_first"), "205 ms if it is not"
+
+
+def test_a_decode_engine_without_streams_keeps_nobody_waiting(router: Router) -> None:
+    prefill, decode = router.pair(load())
+    router.pools[Side.PREFILL].acquire(prefill, Work(8000, 0.2))
+    placement = router.place(8000)
+    assert (placement.prefill, placement.decode, placement.reason) == (None, decode, "decode_sooner")
+
+
+@pytest.mark.parametrize(
+    ("usage", "tokens"),
+    [
+        ({"prompt_tokens": 7}, 7),
+        ({"input_tokens": 2, "cache_read_input_tokens": 4, "cache_creation_input_tokens": None}, 6),
+        ({"prompt_tokens": "7"}, None),
+        ([], None),
+        (None, None),
+    ],
+)
+def test_what_an_engine_says_of_a_prompts_length(usage: object, tokens: int | None) -> None:
+    assert _prompt_tokens(usage) == tokens
+
+
+def test_a_prompt_with_pictures_is_not_forecast(router: Router) -> None:
+    prefill, _ = router.pair()
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 100_000}}
+    body = {"model": "m", "messages": [{"role": "user", "content": [picture]}]}
+    chat = Completion.decode(json.dumps(body).encode())
+    placement = router.policy.place(chat, "/v1/chat/completions", ())
+    assert (placement.prefill, placement.reason, placement.work) == (prefill, "pictures", None)
+    router.policy.sent(placement)
+    router.policy.computed(placement, Computed(tokens=1000, cached=0))
+    text = Completion.decode(json.dumps({"model": "m", "prompt": "x" * 3998}).encode())
+    learned = router.policy.place(text, PATH, ())
+    assert learned.work is not None
+    assert learned.work.tokens == 1000, "nothing is learned of it"
 
 
 def test_without_objectives_the_fewest_requests_decide() -> None:
