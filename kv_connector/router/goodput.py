@@ -128,13 +128,15 @@ class Goodput:
         room = max(1, load.step_tokens - streams)
         rest = tokens - cached
         wait, waiting = workload.wait(cost)
-        # With streams, a step takes as long as theirs at least.
-        slower = max(0.0, (load.decode_ns or 0) * 1e-9 - cost.step)
+        # A decode engine's own cost has its streams in it; one that is borrowed has not.
+        decoding = (load.decode_ns or 0) * 1e-9
+        slower = 0.0 if workload.cost else max(0.0, decoding - cost.step)
         chunk = min(room, load.prompt_tokens)
-        computing = cost.seconds(rest, cached, chunk) + -(-rest // chunk) * slower
+        steps = -(-rest // chunk)
+        computing = max(cost.seconds(rest, cached, chunk) + steps * slower, steps * decoding)
         # What is believed to be cached need not be: the objective is kept if it is not.
         together = min(room, (chunk if cached else min(rest, chunk)) + waiting)
-        step = slower + cost.step + together * (cost.token + tokens * cost.pair)
+        step = max(decoding, slower + cost.step + together * (cost.token + tokens * cost.pair))
         return _Forecast(engine, rest, cached, computing, wait + computing, step if streams else 0.0)
 
     def _cached(self, workload: Workload, prompt: Prompt, tokens: int) -> int:

@@ -189,6 +189,20 @@ def test_a_decode_engine_that_has_computed_no_prompt_is_judged_by_the_others(rou
     assert router.place(500, first=3).reason == "streams_first", "9 ms and 6.4"
 
 
+def test_a_decode_engines_own_cost_has_its_streams_in_it(router: Router) -> None:
+    # All its steps had 256 tokens of prompts, and 11 ms: none of it is known to be the step's.
+    own = PromptCost(step_ns=0, token_ns=43_000, pair_ps=0)
+    _, decode = router.pair(load(step_tokens=512, prompt_tokens=256, prompt=own))
+    router.serve(8000, first=1)
+    placement = router.place(1024, first=2)
+    assert (placement.prefill, placement.decode, placement.reason) == (None, decode, "decode_sooner")
+    assert placement.work is not None
+    assert placement.work.seconds == pytest.approx(1024 * 0.043 * MS)
+    short = router.place(8, first=3)
+    assert short.work is not None
+    assert short.work.seconds == pytest.approx(5 * MS), "no step is shorter than the streams' own"
+
+
 @pytest.mark.parametrize("silent", [None, load(prompt=None)])
 def test_while_nothing_is_measured_every_prompt_goes_to_a_prefill_engine(
     router: Router, silent: Load | None
