@@ -142,7 +142,7 @@ class Dispatcher:
         if reason is not None:
             decode = await self._decoder(stack, avoid)
             return await self._local(completion, call, reason, decode, stack)
-        placement = await self._place(completion, call, avoid)
+        placement = await self._where(lambda: self._policy.place(completion, call.path, avoid))
         self._metrics.placed(local=placement.prefill is None, reason=placement.reason, late=placement.late)
         asyncio.get_running_loop().call_later(_SENT_S, self._policy.sent, placement)
         if placement.prefill is None:
@@ -154,9 +154,6 @@ class Dispatcher:
         if self._settings.dispatch == "serial" or unknown_rank:
             return await self._serial(completion, call, placement, stack, avoid)
         return await self._concurrent(completion, call, placement, stack, avoid, number)
-
-    async def _place(self, completion: Completion, call: Call, avoid: Collection[Endpoint]) -> Placement:
-        return await self._where(lambda: self._policy.place(completion, call.path, avoid))
 
     async def _decoder(self, stack: AsyncExitStack | ExitStack, avoid: Collection[Endpoint] = ()) -> Lease:
         """Any decode engine."""
