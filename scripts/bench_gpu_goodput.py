@@ -1,11 +1,13 @@
-"""Goodput on two GPUs: two plain engines in turn, ours with and without objectives, NixlConnector.
+"""Goodput and throughput: plain engines in turn, ours with and without objectives, NixlConnector.
 
-Needs vLLM with its GPU dependencies, two GPUs and this package; the system nixl also needs NIXL. The load is
-`vllm bench serve`, dataset timed_trace: this script writes its traces, which have every request's arrival,
-lengths and shared prefix, and are alike for all systems. It prints tables and the command lines, and writes a
-JSON line to --json after each measurement; --report prints the tables of such files, and measures nothing.
+Needs vLLM with its GPU dependencies, two GPUs or more and this package; the system nixl also needs NIXL.
+The load is `vllm bench serve`, dataset timed_trace: this script writes its traces, which have every request's
+arrival, lengths and shared prefix, and are alike for all systems. It prints tables and the command lines, and
+writes a JSON line to --json after each measurement; --report prints the tables of such files, and no more.
 A time between tokens is one between two events of a stream, of all requests together; goodput is that of
 `vllm bench serve --goodput`, requests a second with TTFT and mean time of a token (tpot) within a pair.
+
+With --at-once the load is so many requests under way, not a rate; --pairs 2 is for four GPUs.
 
 A rate is measured with one system after the other, and a system drops out once it has broken each pair of
 objectives that it is to hold (--all-rates: none does). The engines of all systems are up all the time. --cpu
@@ -16,11 +18,14 @@ runs everything with a tiny model and short prompts on CPUs: to try it, not to m
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import multiprocessing
 import os
+import re
 import shlex
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,13 +34,18 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import httpx
 from bench_gpu_pd import ENVIRONMENT, HOST, RIVALS, START_SECONDS, Server, ours, wait_ready, write_tiny
 from goodput_load import CHUNK, WORKLOADS, Objectives, answers, lateness, report, row, summary, trace
+from gpu_faults import rests
 from gpu_shapes import SHAPES
 
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.lab.process import Process, StartError, stop, wait_healthy
 
+# Behind the beginning of a load, and behind the first kill: all requests are under way.
+KILL_SECONDS = 3.0
+RUNNING = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 # For what a client does before the first arrival, and what is still under way behind the last.
 DRAIN_SECONDS = 120.0
 
@@ -155,8 +165,8 @@ def write_tokenizer(directory: Path) -> None:
 
 
 def systems(plan: argparse.Namespace, machine: Machine, model: Path) -> list[System]:
-    """Of each, one engine on either GPU. Ours share theirs: the engines register with several routers."""
-    ports = iter(free_ports(32))
+    """Of each, one engine on every GPU. Ours share theirs: the engines register with several routers."""
+    ports = iter(free_ports(32 * plan.pairs))
     common = [*machine.arguments, *shlex.split(plan.engine)]
 
     def server(name: str, gpu: int, port: int, more: Sequence[str] = (), **rest: Any) -> Server:
@@ -167,10 +177,12 @@ def systems(plan: argparse.Namespace, machine: Machine, model: Path) -> list[Sys
     def router(name: str, *arguments: str) -> Router:
         return Router(f"router-{name}", next(ports), arguments, plan.work)
 
+    sides = [("kv_producer", gpu) for gpu in range(plan.pairs)]
+    sides += [("kv_consumer", gpu) for gpu in range(plan.pairs, 2 * plan.pairs)]
     made = []
     if "plain" in plan.systems:
         steps = [] if plan.plain_tokens is None else ["--max-num-batched-tokens", str(plan.plain_tokens)]
-        engines = [server(f"plain-{gpu}", gpu, next(ports), steps) for gpu in (0, 1)]
+        engines = [server(f"plain-{gpu}", gpu, next(ports), steps) for _, gpu in sides]
         made.append(System("plain", [engine.url for engine in engines], engines, plan.objectives))
     wanted: dict[str, Sequence[Objectives]] = {"ours": plan.objectives} if "ours" in plan.systems else {}
     if "goodput" in plan.systems:
@@ -180,11 +192,13 @@ def systems(plan: argparse.Namespace, machine: Machine, model: Path) -> list[Sys
         engines = []
         steps = ["--long-prefill-token-threshold", str(plan.decode_tokens)]
         steps += ["--max-num-batched-tokens", str(2 * plan.decode_tokens)]
-        for gpu, (role, more) in enumerate((("kv_producer", []), ("kv_consumer", steps))):
+        for role, gpu in sides:
             port, control = next(ports), next(ports)
             transfer = ours(role, control, machine.provider, f"http://{HOST}:{port}", 0)
             transfer["kv_connector_extra_config"]["routers"] = [*registrations.values()]
-            engines.append(server(f"ours-{role}", gpu, port, more, transfer=transfer, control_port=control))
+            more = steps if role == "kv_consumer" else []
+            name = f"ours-{role}-{gpu}"
+            engines.append(server(name, gpu, port, more, transfer=transfer, control_port=control))
         for name, pairs in wanted.items():
             options = ["--registration", registrations[name]]
             if name != "ours":
@@ -193,13 +207,17 @@ def systems(plan: argparse.Namespace, machine: Machine, model: Path) -> list[Sys
             made.append(System(name, [f"http://{HOST}:{front.port}"], engines, pairs, front))
     if "nixl" in plan.systems:
         engines = []
-        for gpu, role in enumerate(("kv_producer", "kv_consumer")):
+        for role, gpu in sides:
             side = {"VLLM_NIXL_SIDE_CHANNEL_HOST": HOST, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(next(ports))}
             transfer = {"kv_connector": RIVALS["nixl"], "kv_role": role}
             if machine is CPU:
                 transfer["kv_buffer_device"] = "cpu"
-            engines.append(server(f"nixl-{role}", gpu, next(ports), transfer=transfer, environment=side))
-        front = router("nixl", "--serial", "--prefill", engines[0].url, "--decode", engines[1].url)
+            name = f"nixl-{role}-{gpu}"
+            engines.append(server(name, gpu, next(ports), transfer=transfer, environment=side))
+        options = ["--serial"]
+        for (role, _), engine in zip(sides, engines, strict=True):
+            options += ["--prefill" if role == "kv_producer" else "--decode", engine.url]
+        front = router("nixl", *options)
         made.append(System("nixl", [f"http://{HOST}:{front.port}"], engines, plan.objectives, front))
     return made
 
@@ -217,15 +235,31 @@ class Bench:
         self._measurements = 0
 
     def measure(self, system: System, rate: float, seconds: float) -> dict[str, Any]:
+        """Requests that come at a rate."""
+        return self._load(system, self._trace(rate, seconds), rate, seconds)
+
+    def measure_at_once(self, system: System, at_once: int, count: int) -> dict[str, Any]:
+        """As many requests, each of which comes once one before it has its answer."""
+        rows = [{**row, "timestamp": 0.0} for row in self._trace(count, 1)]
+        return self._load(system, rows, at_once, DRAIN_SECONDS, at_once)
+
+    def _trace(self, rate: float, seconds: float) -> list[dict[str, Any]]:
         self._measurements += 1
-        rows = trace(self._workload, rate, seconds, self._plan.seed, self._measurements)
-        # Two processes, each of which has every second request: one takes one URL only.
+        return trace(self._workload, rate, seconds, self._plan.seed, self._measurements)
+
+    def _load(
+        self, system: System, rows: list[dict[str, Any]], load: float, seconds: float, at_once: int = 0
+    ) -> dict[str, Any]:
+        # A process for each URL, which has its part of the requests: one takes one URL only.
         shares = [rows[number :: len(system.urls)] for number in range(len(system.urls))]
         files = [self._plan.work / f"load-{self._measurements}-{n}.jsonl" for n in range(len(shares))]
         commands = []
         for file, share, url in zip(files, shares, system.urls, strict=True):
             file.write_text("".join(json.dumps(row) + "\n" for row in share))
-            commands.append(self._arguments(file, len(share), url, system.pairs[0]))
+            command = self._arguments(file, len(share), url, system.pairs[0])
+            if at_once:
+                command += ["--max-concurrency", str(at_once // len(shares))]
+            commands.append(command)
         before = {} if system.router is None else system.router.counts()
         for client, command in zip(self._clients, commands, strict=False):
             client.begin(command)
@@ -234,8 +268,8 @@ class Bench:
         results = [json.loads(file.with_suffix(".json").read_text()) for file in files]
         whole = [answer for pair in zip(results, shares, strict=True) for answer in answers(*pair)]
         duration = max(result["duration"] for result in results)
-        line = {"workload": self._plan.workload, "system": system.name, "rate": rate, "seconds": seconds}
-        line |= summary(whole, len(rows), duration, self._plan.objectives)
+        line = {"workload": self._plan.workload, "system": system.name, "rate": load, "seconds": seconds}
+        line |= {"at once": bool(at_once), **summary(whole, len(rows), duration, self._plan.objectives)}
         line["late"] = max(map(lateness, results, shares))
         if system.router is not None:
             now = system.router.counts()
@@ -274,6 +308,55 @@ def ladder(bench: Bench, plan: argparse.Namespace, measured: Sequence[System]) -
             yield line
 
 
+def crowds(bench: Bench, plan: argparse.Namespace, measured: Sequence[System]) -> Iterator[dict[str, Any]]:
+    """So many requests at once, with every system; then the kills."""
+    for at_once in plan.at_once:
+        for system in measured:
+            yield bench.measure_at_once(system, at_once, 4 * at_once + 32)
+    for system in measured:
+        if plan.kill and system.name == "ours":
+            yield kill(bench, system, plan.at_once[-1])
+
+
+def kill(bench: Bench, system: System, at_once: int) -> dict[str, Any]:
+    """A load during which a decode and a prefill engine are killed. Both are started again, and all engines
+    have to come to rest."""
+    victims = [system.servers[-1], system.servers[0]]
+    had: dict[str, float] = {}
+
+    def strike() -> None:
+        for victim in victims:
+            time.sleep(KILL_SECONDS)
+            assert victim.process is not None
+            had[victim.name] = running(victim)
+            victim.process.kill()
+
+    striking = threading.Thread(target=strike)
+    striking.start()
+    line = bench.measure_at_once(system, at_once, 8 * at_once)
+    striking.join()
+    print(
+        "killed, with requests: " + ", ".join(f"{name} {count:g}" for name, count in had.items()), flush=True
+    )
+    for victim in victims:
+        victim.start()
+    wait_ready(victims)
+    rest = asyncio.run(at_rest(system.servers))
+    print(f"started again, every block of every engine is free after {rest:.2f} s", flush=True)
+    return {**line, "system": f"{system.name}, two killed", "killed": had}
+
+
+def running(server: Server) -> float:
+    """Requests that the engine has."""
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as response:
+        return sum(float(value) for value in RUNNING.findall(response.read().decode()))
+
+
+async def at_rest(servers: Sequence[Server]) -> float:
+    async with httpx.AsyncClient(timeout=60.0, trust_env=False) as client:
+        return max([await rests(client, server) for server in servers])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -287,6 +370,11 @@ def main() -> None:
     parser.add_argument("--workload", default="random", choices=[*WORKLOADS])
     parser.add_argument("--rates", nargs="+", type=float, default=[2, 3, 4, 5, 6, 7, 8, 10], help="a second")
     parser.add_argument("--seconds", type=float, default=40.0, help="of arrivals, for each measurement")
+    parser.add_argument(
+        "--at-once", nargs="+", type=int, default=[], metavar="N", help="requests under way; no rates then"
+    )
+    parser.add_argument("--kill", action="store_true", help="then one P and one D of ours, under that load")
+    parser.add_argument("--pairs", type=int, default=1, metavar="N", help="N Ps and N Ds, on 2 N GPUs")
     parser.add_argument(
         "--objectives",
         nargs="+",
@@ -323,10 +411,11 @@ def main() -> None:
     write_tokenizer(model)
     # A trace's ids stand for the same tokens in each client: they are the hash of a str.
     os.environ.update(ENVIRONMENT, PYTHONHASHSEED="0")
+    os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # for rests(), behind the kills
     measured = systems(plan, machine, model)
     servers = list({server.name: server for system in measured for server in system.servers}.values())
     routers = [system.router for system in measured if system.router is not None]
-    clients = [Client(plan.work / f"client-{number}.log") for number in (0, 1)]
+    clients = [Client(plan.work / f"client-{number}.log") for number in range(2 * plan.pairs)]
     lines = []
     try:
         for process in (*routers, *servers):
@@ -347,7 +436,7 @@ def main() -> None:
             bench.measure(system, *machine.warm_up)
         print(f"and warm after {time.monotonic() - begin:.0f} s", flush=True)
         with plan.json.open("a", buffering=1) as sink:
-            for line in ladder(bench, plan, measured):
+            for line in (crowds if plan.at_once else ladder)(bench, plan, measured):
                 sink.write(json.dumps(line) + "\n")
                 lines.append(line)
                 print(row(line, list(line["goodput"])), f"{line['late']:.0f} ms late", flush=True)

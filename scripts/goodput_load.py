@@ -135,22 +135,29 @@ def row(line: Mapping[str, Any], pairs: Sequence[str]) -> str:
     ttft = " / ".join(f"{line['ttft'][name]:.0f}" for name in ("p50", "p90", "p99"))
     gaps = " / ".join(f"{line['gaps'][name]:.1f}" for name in ("p50", "p99", "max"))
     goodput = [f"{line['goodput'][pair]:.2f}{'' if line['holds'][pair] else ' (over)'}" for pair in pairs]
-    cells = [f"{line['rate']:g}", line["system"], ttft, gaps, *goodput, str(line["failed"])]
+    cells = [f"{line['rate']:g}", line["system"], f"{line['requests/s']:.2f}", ttft, gaps, *goodput]
+    cells.append(str(line["failed"]))
     return f"| {' | '.join(cells)} |"
 
 
 def report(lines: Sequence[Mapping[str, Any]]) -> str:
     """Markdown tables of lines with the same objectives; a later one replaces an earlier one of its rate."""
     text = []
-    for workload in dict.fromkeys(line["workload"] for line in lines):
-        latest = {(line["rate"], line["system"]): line for line in lines if line["workload"] == workload}
-        names = list(dict.fromkeys(line["system"] for line in lines if line["workload"] == workload))
+    for workload, at_once in dict.fromkeys((line["workload"], line["at once"]) for line in lines):
+        same = [line for line in lines if (line["workload"], line["at once"]) == (workload, at_once)]
+        latest = {(line["rate"], line["system"]): line for line in same}
+        names = list(dict.fromkeys(line["system"] for line in same))
         ordered = sorted(latest.values(), key=lambda line: (line["rate"], names.index(line["system"])))
         pairs = list(dict.fromkeys(pair for line in ordered for pair in line["goodput"]))
         met = " | ".join(f"goodput {pair}" for pair in pairs)
         text += [f"\n{workload}, times in ms (over: a 99th percentile is over its objective)\n"]
-        text += [f"| a second | | TTFT p50 / p90 / p99 | between tokens p50 / p99 / max | {met} | failed |"]
-        text += ["|---|---|---|---|" + "---|" * (len(pairs) + 1), *(row(line, pairs) for line in ordered), ""]
+        load = "at once" if at_once else "a second"
+        times = "TTFT p50 / p90 / p99 | between tokens p50 / p99 / max"
+        text += [f"| {load} | | requests/s | {times} | {met} | failed |"]
+        text += ["|---|---|---|---|---|" + "---|" * (len(pairs) + 1), *(row(line, pairs) for line in ordered)]
+        if at_once:
+            continue
+        text.append("")
         text += ["| objectives | | holds up to | breaks at | most goodput |", "|---|---|---|---|---|"]
         for pair in pairs:
             for name in names:

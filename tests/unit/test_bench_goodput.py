@@ -163,7 +163,7 @@ def test_a_client_is_late_by_what_it_sends_after_its_time() -> None:
 def line(system: str, rate: float, holds: bool) -> dict[str, Any]:
     gaps = 5.0 if holds else 30.0
     told = summary([Answer(100.0, [gaps, gaps], 3)] * 4, 4, 4 / rate, [PAIR])
-    return {**told, "workload": "random", "system": system, "rate": rate}
+    return {**told, "workload": "random", "at once": False, "system": system, "rate": rate}
 
 
 def test_a_system_holds_up_to_the_last_rate_before_it_breaks() -> None:
@@ -177,11 +177,18 @@ def test_a_system_holds_up_to_the_last_rate_before_it_breaks() -> None:
     assert "| 400:15 | plain | 2 | 4 | 6.00 |" in table
     assert "| 400:15 | goodput 400:15 | 4 | inf | 4.00 |" in table
     assert not [row for row in table if row.startswith("| 400:15 | goodput 900:90")]
-    assert "| 4 | plain | 100 / 100 / 100 | 30.0 / 30.0 / 30.0 | 0.00 (over) | 0 |" in table
+    assert "| 4 | plain | 4.00 | 100 / 100 / 100 | 30.0 / 30.0 / 30.0 | 0.00 (over) | 0 |" in table
 
 
 def test_what_was_measured_again_replaces_the_earlier() -> None:
     table = report([line("plain", 2, False), line("plain", 2, True)]).splitlines()
     assert [row for row in table if row.startswith("| 2 ")] == [
-        "| 2 | plain | 100 / 100 / 100 | 5.0 / 5.0 / 5.0 | 2.00 | 0 |"
+        "| 2 | plain | 2.00 | 100 / 100 / 100 | 5.0 / 5.0 / 5.0 | 2.00 | 0 |"
     ]
+
+
+def test_crowds_have_a_table_of_their_own_and_break_at_no_rate() -> None:
+    table = report([line("plain", 2, True), {**line("plain", 8, False), "at once": True}]).splitlines()
+    assert [row for row in table if row.startswith("| at once |")]
+    assert [row for row in table if row.startswith("| 8 | plain |")]
+    assert "| 400:15 | plain | 2 | inf | 2.00 |" in table
