@@ -14,7 +14,7 @@ NATIVE_SOURCES := $(filter %.cc,$(NATIVE))
 # gcc's thread sanitizer cannot place its shadow under some kernels' address randomisation.
 NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
-.PHONY: help setup demo test test-native test-python test-libfabric test-verbs test-vllm-next test-sglang test-fleet test-browser test-observability board test-upstream test-examples test-compose test-helm bench-verbs campaign test-data-parallel test-early test-topologies test-faults fuzz hostile lint analyze format bench bench-gpu wheels test-wheels reference docs clean distclean
+.PHONY: help setup demo test prepared native-asan native-tsan test-native test-python test-libfabric test-verbs test-vllm-next test-sglang test-fleet test-browser test-observability board test-upstream test-examples test-compose test-helm bench-verbs campaign test-data-parallel test-early test-topologies test-faults fuzz hostile lint analyze format bench bench-gpu wheels test-wheels reference docs clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,7 +42,11 @@ $(STAMPS)/project: $(STAMPS)/vllm pyproject.toml CMakeLists.txt $(NATIVE)
 demo: setup ## two engines, one prompt after another pushed from P into D, beside one engine alone
 	@$(PYTHON_ENV)/kv-connector demo
 
-test: test-native test-python ## all tests: native under sanitizers, and Python, real engines included
+test: prepared test-native test-python ## all tests: native under sanitizers, and Python, real engines included
+
+# What the network and the compiler are waited for, side by side.
+prepared:
+	@$(MAKE) --no-print-directory -j2 setup native-asan native-tsan
 
 # Real engines and lanes are timed by nobody but themselves, and have the machine to themselves.
 SIDE_BY_SIDE := tests/unit tests/simulation
@@ -57,9 +61,12 @@ define native_build
 endef
 
 # The release build is what the Python tests run: a third build here would cost five minutes and find nothing more.
-test-native: | system ## native unit tests under address+undefined, and under thread sanitizer
+native-asan: | system
 	$(call native_build,native-asan,address$(comma)undefined)
+native-tsan: | system
 	$(call native_build,native-tsan,thread)
+
+test-native: native-asan native-tsan ## native unit tests under address+undefined, and under thread sanitizer
 	@echo '== native tests under address and undefined, then under thread sanitizer: two processes with half of them each, printed one after the other'
 	@half() { export GTEST_TOTAL_SHARDS=2 GTEST_SHARD_INDEX=$$1; \
 			build/native-asan/kvc_tests --gtest_brief=1 && $(NO_ASLR) build/native-tsan/kvc_tests --gtest_brief=1; }; \

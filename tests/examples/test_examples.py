@@ -91,13 +91,6 @@ def example(file: str) -> ModuleType:
     return module
 
 
-def test_membership(cluster: LocalCluster, capsys: pytest.CaptureFixture[str]) -> None:
-    with cluster:
-        example("membership/join_and_leave.py").show(cluster)
-    output = capsys.readouterr().out
-    check_membership(output)
-
-
 def check_membership(output: str) -> None:
     joined = {line.partition(":")[0]: line.count("ready") for line in output.splitlines() if " have " in line}
     assert joined == {

@@ -170,6 +170,8 @@ async def test_decode_aborted_while_decoding(deployment: Deployment, client: Cli
     await prefilling
 
 
+# Ten seconds of waiting, in which it is no matter which model it is.
+@pytest.mark.parametrize("deployment", ["llama"], indirect=True)
 async def test_nobody_fetches_and_nobody_computes(deployment: Deployment, client: Client) -> None:
     """P's prompt that no D asks for, and D's reservation that no prompt follows, end by P's timeouts."""
     held = prompt("held", 300)

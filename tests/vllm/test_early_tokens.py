@@ -23,7 +23,7 @@ SCHEMA = {
 # Each of these tokens of the test's tokenizer is a printable character; half of one is no text to pass on.
 READABLE = list(range(94))
 # Of each of the two kinds; `make test-early` has 1,000.
-REQUESTS = int(os.environ.get("KVC_EARLY_REQUESTS", "40"))
+REQUESTS = int(os.environ.get("KVC_EARLY_REQUESTS", "16"))
 AT_ONCE = 8
 
 
