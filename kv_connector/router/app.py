@@ -73,7 +73,12 @@ def create_app(settings: Settings) -> Starlette:
     status = Status(dispatcher.members, metrics, incidents, details=settings.status_details)
     page = Page.load()
     registry = Registry(
-        dispatcher.members, dispatcher.calls.reasons, client, settings.registration, settings.key
+        dispatcher.members,
+        dispatcher.calls.reasons,
+        dispatcher.moves,
+        client,
+        settings.registration,
+        settings.key,
     )
 
     @asynccontextmanager
