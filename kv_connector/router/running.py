@@ -86,12 +86,11 @@ class Running:
 
 
 def _is_whole(event: bytes) -> bool:
-    first = event.find(_IDS) + len(_IDS)
-    if first < len(_IDS) or not event[first : event.find(b"]", first)].isdigit() or _GOES_ON not in event:
+    _, found, ids = event.partition(_IDS)
+    if not found or not ids[: ids.find(b"]")].isdigit() or _GOES_ON not in event:
         return False
-    text = event.find(_TEXT)
-    text = text + len(_TEXT) if text >= 0 else event.find(_CONTENT) + len(_CONTENT)
-    return text >= len(_TEXT) and event[text] != _QUOTE
+    text = event.partition(_TEXT)[2] or event.partition(_CONTENT)[2]
+    return text != b"" and text[0] != _QUOTE
 
 
 def _count(lists: list[bytes]) -> int:

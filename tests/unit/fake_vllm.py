@@ -1,4 +1,4 @@
-"""FakeVllm: an engine that computes: what it says next follows from all tokens before it, in vLLM's shapes."""
+"""FakeVllm: an engine that computes, in vLLM's shapes: what it says next follows from all tokens before."""
 
 from __future__ import annotations
 
@@ -55,6 +55,12 @@ class FakeVllm(FakeEngine):
         self.created = created
         self.limits = LENGTH, LENGTH
         self.go = asyncio.Event()
+        self.pace = 0.0
+        """Seconds for each token."""
+        self.refuses: int | None = None
+        """With this status."""
+        self.dies_behind: int | None = None
+        """So many tokens of a stream."""
         self.said = 0
         """Tokens of streams."""
         self.closed = 0
@@ -66,21 +72,27 @@ class FakeVllm(FakeEngine):
 
     async def step(self, said: int) -> None:
         """Before each token."""
+        if said == self.dies_behind:
+            raise Died
         if said >= self.limits[0]:
             await self.go.wait()
         if said >= self.limits[1]:
             await asyncio.Event().wait()
-        await asyncio.sleep(0)
+        await asyncio.sleep(self.pace)
 
     async def answer(self, request: Request, body: dict[str, Any]) -> Response:
+        if self.refuses:
+            return JSONResponse({"error": {"message": "no", "code": self.refuses}}, self.refuses)
         if body.get("stream"):
             stream = self.stream(request, body)
             return StreamingResponse(stream, media_type="text/event-stream")
         if (body.get("kv_transfer_params") or {}).get("do_remote_decode"):
-            return JSONResponse({"choices": [], "kv_transfer_params": {}})
+            return JSONResponse({"choices": [], "kv_transfer_params": {"from": "p"}})
         ids = self.ids(request, body)
         left, text = self.left(request, body, ids), Detokenizer()
         said = ""
+        if self.limits[0] < LENGTH:
+            await self.go.wait()
         while left:
             left -= 1
             ids.append(next_token(ids))

@@ -11,14 +11,19 @@ from typing import Any
 import httpx
 import pytest
 from fake_vllm import LENGTH, FakeVllm, serve_vllm
-from router_setup import PATIENCE, serve, within
+from router_setup import PATIENCE, metric, serve, until_metric, within
 from typer.testing import CliRunner, Result
 
 from kv_connector.cli.main import app as command_line
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
 from kv_connector.router.app import create_app
+from kv_connector.router.completion import Completion
+from kv_connector.router.continuation import only_text, stay_reason
 from kv_connector.router.endpoint import Endpoint
+from kv_connector.router.members import Members
+from kv_connector.router.pool import Pool
+from kv_connector.router.running import Running
 from kv_connector.router.settings import Settings
 
 pytestmark = pytest.mark.anyio
@@ -58,10 +63,10 @@ class Site:
 
 
 @contextlib.asynccontextmanager
-async def site(**settings: Any) -> AsyncIterator[Site]:
+async def site(*more: FakeVllm, **settings: Any) -> AsyncIterator[Site]:
     async with serve_vllm(1) as p, serve_vllm(2) as first, serve_vllm(3) as second:
         made = Site(p, first, second)
-        both = [Endpoint.parse(f"{one.url}@10.0.0.{one.created}:5600") for one in (first, second)]
+        both = [Endpoint.parse(f"{one.url}@10.0.0.{one.created}:5600") for one in (first, second, *more)]
         chosen = Settings(
             (Endpoint.parse(f"{p.url}@10.0.0.1:5600"), *both),
             tuple(both),
@@ -101,10 +106,22 @@ class Reading:
         async with asyncio.timeout(PATIENCE), self._more:
             await self._more.wait_for(lambda: len(self.events) >= events)
 
+    def leave(self) -> None:
+        self._task.cancel()
+
     async def end(self) -> list[dict[str, Any]]:
         await within(self._task)
         assert self.raw.endswith(b"data: [DONE]\n\n")
         return self.events
+
+
+def said(events: list[dict[str, Any]]) -> tuple[str, list[int]]:
+    """Text and ids, of however many events."""
+    choices = [choice for event in events for choice in event["choices"]]
+    texts = (
+        choice["delta"].get("content", "") if "delta" in choice else choice["text"] for choice in choices
+    )
+    return "".join(texts), [token for choice in choices for token in choice.get("token_ids") or ()]
 
 
 async def alone(engine: FakeVllm, path: str, body: dict[str, Any], name: str = "one") -> list[dict[str, Any]]:
@@ -168,3 +185,341 @@ async def test_noting_the_ids_leaves_no_trace(path: str, body: dict[str, Any]) -
         asked = Reading(httpx.AsyncClient(base_url=s.first.url, timeout=PATIENCE), path, body)
         await asked.end()
         assert reading.raw == asked.raw
+
+
+BODY: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 60}
+
+
+async def moving(s: Site, body: dict[str, Any] = BODY, path: str = COMPLETION) -> Reading:
+    """A stream that has begun at the first engine."""
+    reading = Reading(s.client, path, body)
+    await reading.until(7)
+    return reading
+
+
+async def test_a_stream_moves_again_and_its_tokens_are_counted_together() -> None:
+    body = BODY | {"stream_options": {"include_usage": True}, "return_token_ids": True}
+    async with serve_vllm(4) as third, site(third) as s:
+        s.second.limits = (12, 24)
+        reading = await moving(s, body)
+        await s.drain(s.first)
+        await reading.until(20)
+        await s.drain(s.second)
+        events = await reading.end()
+        assert await s.outcomes() == {"moved": 2}
+        assert len(third.bodies) == 1
+        expected = await alone(third, COMPLETION, body)
+    assert said(events) == said(expected)
+    assert {event["created"] for event in events} == {2}
+    usage = events[-1]["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (3, 60, 63)
+
+
+async def test_a_request_that_has_said_nothing_yet_moves_when_it_has() -> None:
+    async with site() as s:
+        s.first.limits = (0, 24)
+        reading = Reading(s.client, COMPLETION, BODY)
+        await within(s.first.arrived.wait())
+        assert (await s.drain(s.first)).exit_code == 0
+        assert s.second.bodies
+        s.first.limits = (LENGTH, LENGTH)
+        assert await reading.end() == await alone(s.first, COMPLETION, BODY)
+
+
+async def test_a_stream_whose_first_token_came_from_p_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Members, "early_tokens", lambda self, endpoint: True)
+    async with site() as s:
+        s.first.limits = (0, 24)
+        reading = Reading(s.client, COMPLETION, BODY)
+        await reading.until(1)
+        assert s.p.bodies[0]["stream"] is True
+        assert "return_token_ids" not in s.p.bodies[0]
+        await s.drain(s.first)
+        events = await reading.end()
+        assert await metric(s.client, 'kv_connector_router_early_tokens_total{outcome="sent"}') == 1
+        assert await s.outcomes() == {"moved": 1}
+        s.first.limits = (LENGTH, LENGTH)
+        assert said(events) == said(await alone(s.first, COMPLETION, BODY))
+        assert {event["created"] for event in events} == {1}
+
+
+@pytest.mark.parametrize(("status", "outcome"), [(400, {"refused": 3}), (500, {"engine_failed": 3})])
+async def test_where_the_new_engine_refuses_the_stream_goes_on(
+    status: int, outcome: dict[str, float]
+) -> None:
+    async with site() as s:
+        s.first.limits, s.second.refuses = (8, LENGTH), status
+        s.first.pace = 0.01  # it says something behind each move that fails
+        reading = await moving(s)
+        drained = await s.drain(s.first)
+        assert f"{s.first.url} is idle, 0 streams have moved" in drained.output
+        events = await reading.end()
+        assert await s.outcomes() == outcome
+        assert events == await alone(s.first, COMPLETION, BODY)
+
+
+async def test_where_the_new_engine_dies_before_it_says_anything_the_stream_goes_on() -> None:
+    async with site() as s:
+        s.first.limits, s.second.dies_behind = (8, LENGTH), 0
+        reading = await moving(s)
+        await s.drain(s.first)
+        events = await reading.end()
+        assert (await s.outcomes())["engine_failed"] >= 1
+        assert events == await alone(s.first, COMPLETION, BODY)
+
+
+async def test_where_the_new_engine_dies_behind_its_first_token_the_stream_ends_with_an_error() -> None:
+    async with site() as s:
+        s.second.dies_behind = 3
+        reading = await moving(s)
+        await s.drain(s.first)
+        await within(reading._task)
+        assert await s.outcomes() == {"moved": 1}
+        assert "error" in reading.events[-1]
+        s.first.limits = (LENGTH, LENGTH)
+        expected = await alone(s.first, COMPLETION, BODY)
+        assert reading.events[:-1] == expected[: len(reading.events) - 1]
+
+
+async def test_an_answer_that_ends_meanwhile_ends() -> None:
+    async with site() as s:
+        s.first.limits, s.second.limits = (8, LENGTH), (0, 0)
+        reading = await moving(s)
+        assert (await s.drain(s.first)).exit_code == 0
+        events = await reading.end()
+        assert await s.outcomes() == {"ended": 1}
+        assert s.second.closed == 1
+        assert events == await alone(s.first, COMPLETION, BODY)
+
+
+async def test_a_new_engine_that_says_nothing_in_time_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kv_connector.router.moves._LONGEST_S", 0.1)
+    async with site() as s:
+        s.first.limits, s.second.limits = (8, LENGTH), (0, 0)
+        s.first.pace = 0.01  # it says something behind each move that fails
+        reading = await moving(s)
+        await s.drain(s.first)
+        events = await reading.end()
+        assert await s.outcomes() == {"too_late": 3}
+        assert events == await alone(s.first, COMPLETION, BODY)
+
+
+async def test_a_client_that_leaves_in_mid_move_leaves_nothing_behind() -> None:
+    async with site() as s:
+        s.second.limits = (0, 0)
+        reading = await moving(s)
+        draining = await s.begin_drain(s.first)
+        await within(s.second.arrived.wait())
+        reading.leave()
+        assert (await within(draining)).exit_code == 0
+        await until_metric(s.client, "kv_connector_router_in_flight", 0)
+        async with asyncio.timeout(PATIENCE):
+            while (s.first.closed, s.second.closed) != (1, 1):
+                await asyncio.sleep(0.01)
+        assert await s.outcomes() == {}
+
+
+async def test_a_drain_says_how_many_requests_stay_and_why(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "kv_connector.router.moves")
+    async with site() as s:
+        s.first.limits = (8, LENGTH)
+        s.second.limits = (8, LENGTH)
+        readings = []
+        for more in ({"seed": 1, "temperature": 1}, {"seed": 2}, {"stop": ["x"]}, {}, {"stream": False}):
+            for engine in (s.first, s.second):  # they take turns
+                asked = len(engine.bodies)
+                readings.append(Reading(s.client, COMPLETION, BODY | more))
+                async with asyncio.timeout(PATIENCE):
+                    while len(engine.bodies) == asked:
+                        await asyncio.sleep(0.001)
+        drained = await s.drain(s.first)
+        assert (
+            f"{s.first.url}: 4 requests end there: 2 seed, 1 stop_strings, 1 not_streamed" in drained.output
+        )
+        assert f"{s.first.url} is idle, 1 streams have moved" in drained.output
+        s.second.go.set()
+        for reading in readings:
+            await within(reading._task)
+            assert reading.raw
+        assert await s.outcomes() == {"seed": 2, "stop_strings": 1, "not_streamed": 1, "moved": 1}
+    (line,) = [record.getMessage() for record in caplog.records if "drain of" in record.getMessage()]
+    assert "1 streams moved in" in line
+    assert "end there (2 seed, 1 stop_strings" in line
+
+
+async def test_where_there_is_no_other_engine_nothing_moves() -> None:
+    async with site() as s:
+        s.first.limits = (8, LENGTH)
+        reading = await moving(s)
+        assert (await s.drain(s.second)).exit_code == 0
+        drained = await s.drain(s.first, "--json")
+        told = json.loads(drained.stdout)
+        assert (told["idle"], told["moved"]) == (True, 0)
+        assert "1 requests end there: 1 no_other_engine" in drained.stderr
+        assert len(await reading.end()) == 60
+
+
+async def test_a_decode_engine_that_is_nothing_else_keeps_its_streams() -> None:
+    async with serve_vllm(1) as p, serve_vllm(2) as first, serve_vllm(3) as second:
+        s = Site(p, first, second)
+        decode = tuple(Endpoint.parse(one.url) for one in (first, second))
+        settings = Settings((Endpoint.parse(p.url),), decode, registration=s.registration)
+        async with (
+            serve(create_app(settings)) as url,
+            httpx.AsyncClient(base_url=url, timeout=PATIENCE) as s.client,
+        ):
+            first.limits = (8, LENGTH)
+            reading = await moving(s)
+            assert "return_token_ids" not in first.bodies[0]
+            assert "1 requests end there: 1 engine" in (await s.drain(first)).output
+            assert len(await reading.end()) == 60
+
+
+async def test_an_ordinary_prompt_is_no_matter_of_an_engine_of_both_roles_where_there_is_another() -> None:
+    async with site(dispatch="serial") as s:
+        s.first.limits = (LENGTH, LENGTH)
+        for _ in range(4):
+            assert (await s.client.post(COMPLETION, json=BODY)).status_code == 200
+        assert len(s.p.bodies) == 4
+        prefills = [b for e in (s.first, s.second) for b in e.bodies if b["max_tokens"] == 1]
+        assert not prefills
+        s.p.refuses = 503
+        assert (await s.client.post(COMPLETION, json=BODY)).status_code == 200
+        prefills = [b for e in (s.first, s.second) for b in e.bodies if b["max_tokens"] == 1]
+        assert len(prefills) == 1
+
+
+def test_engines_in_reserve_are_chosen_where_the_others_take_nothing() -> None:
+    one, other, reserve = (Endpoint.parse(f"http://h:{port}") for port in (1, 2, 3))
+    pool = Pool()
+    for endpoint in (one, other):
+        pool.set_usable(endpoint, True)
+    pool.set_usable(reserve, True, reserve=True)
+    assert {member.endpoint for member in pool.choices()} == {one, other}
+    assert {member.endpoint for member in pool.choices({one})} == {other}
+    # It is asked before one that has just failed.
+    assert {member.endpoint for member in pool.choices({one, other})} == {reserve}
+    pool.set_usable(one, False)
+    pool.set_usable(other, False)
+    assert {member.endpoint for member in pool.choices()} == {reserve}
+
+
+# --- Which requests
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({}, None),
+        ({"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2}, None),
+        ({"n": 1, "seed": None, "stop": [], "logprobs": None, "presence_penalty": 0.0}, None),
+        ({"seed": 7, "temperature": 0}, None),
+        ({"response_format": {"type": "text"}, "tool_choice": "none", "tools": None}, None),
+        ({"max_tokens": 9, "min_tokens": 3, "stop_token_ids": [1], "logit_bias": {"5": 1}}, None),
+        ({"stream": False}, "not_streamed"),
+        ({"seed": 0}, "seed"),
+        ({"seed": 7, "temperature": 0.5}, "seed"),
+        ({"presence_penalty": 0.1}, "penalties"),
+        ({"frequency_penalty": -0.1}, "penalties"),
+        ({"stop": "x"}, "stop_strings"),
+        ({"n": 2}, "several_answers"),
+        ({"use_beam_search": True}, "several_answers"),
+        ({"prompt": ["a", "b"]}, "several_answers"),
+        ({"logprobs": 0}, "more_than_text"),
+        ({"logprobs": True}, "more_than_text"),
+        ({"prompt_logprobs": 0}, "more_than_text"),
+        ({"echo": True}, "more_than_text"),
+        ({"response_format": {"type": "json_object"}}, "constrained"),
+        ({"structured_outputs": {"regex": "a"}}, "constrained"),
+        ({"bad_words": ["x"]}, "constrained"),
+        ({"tools": [{}]}, "tools"),
+        ({"vllm_xargs": {"a": 1}}, "other_key"),
+        ({"stream_interval": 4}, "other_key"),
+        ({"thinking_token_budget": 4}, "other_key"),
+        ({"min_tokens": "3"}, "other_key"),
+        ({"anything": None}, "other_key"),
+    ],
+)
+def test_a_request_says_whether_it_may_move(more: dict[str, Any], reason: str | None) -> None:
+    body = json.dumps({"model": "m", "prompt": [1], "stream": True, **more}).encode()
+    assert stay_reason(COMPLETION, Completion.decode(body)) == reason
+    assert stay_reason("/v1/messages", Completion.decode(body)) == "other_api"
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("a", True),
+        (None, True),
+        ([{"type": "text", "text": "a"}], True),
+        ([{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}], False),
+        (["a"], True),
+        ({"type": "image_url"}, False),
+    ],
+)
+def test_a_chat_with_more_than_text_is_told_apart(content: Any, text: bool) -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": content}]}).encode()
+    assert only_text(Completion.decode(body)) is text
+
+
+# --- Ids in events
+
+
+def chunk(text: str, ids: list[int] | None, finish: str | None = None, **more: Any) -> bytes:
+    choice = {"index": 0, "text": text, "finish_reason": finish, **more, "token_ids": ids}
+    return b"data: " + json.dumps({"choices": [choice]}, separators=(",", ":")).encode() + b"\n\n"
+
+
+def chat(delta: dict[str, Any], ids: list[int] | None, finish: str | None = None) -> bytes:
+    choice = {"index": 0, "delta": delta, "finish_reason": finish, "token_ids": ids}
+    return b"data: " + json.dumps({"choices": [choice]}, separators=(",", ":")).encode() + b"\n\n"
+
+
+def test_ids_are_taken_out_and_kept() -> None:
+    running = Running()
+    assert running.read(chunk("a", [5], prompt_token_ids=[1, 2])) == chunk("a", None, prompt_token_ids=None)
+    text = ' "token_ids":[7] and "prompt_token_ids":[8] in a text'
+    assert running.read(chunk(text, [6]) + chunk("c", [7, 8])) == chunk(text, None) + chunk("c", None)
+    assert (bytes(running.ids), running.prompt, running.said) == (b"1,2,5,6,7,8", 2, 4)
+    shown = Running(shows_ids=True)
+    event = chunk("a", [5], prompt_token_ids=[1, 2]) + chunk("b", [])
+    assert shown.read(event) == event
+    assert bytes(shown.ids) == b"1,2,5"
+
+
+@pytest.mark.parametrize(
+    ("event", "whole"),
+    [
+        (chunk("a", [5]), True),
+        (chunk('"', [5]), True),
+        (chunk("", [5]), False),  # half of a character
+        (chunk("ab", [5, 6]), False),  # half of one may be behind it
+        (chunk("a", None), False),
+        (chunk("a", []), False),
+        (chunk("a", [5], "length"), False),
+        (chat({"content": "a"}, [5]), True),
+        (chat({"content": ""}, [5]), False),
+        (chat({"reasoning": "a"}, [5]), False),
+        (chat({}, [5]), False),
+        (b"data: [DONE]\n\n", False),
+    ],
+)
+def test_a_stream_may_be_left_where_nothing_is_held_back(event: bytes, whole: bool) -> None:
+    running = Running()
+    running.read(chunk("x", [4], prompt_token_ids=[1]))
+    running.read(event)
+    assert running.whole is whole
+    running.read(chunk("x", [4]) + event)
+    assert running.whole is whole
+    unprompted = Running()
+    unprompted.read(event)
+    assert not unprompted.whole
+
+
+def test_events_that_come_for_their_ids_alone_are_left_out() -> None:
+    running = Running()
+    end = chat({}, None, "stop")
+    given = chat({"content": "a"}, [5]) + chat({}, [6]) + chat({}, [7], "stop")
+    assert running.read(given) == chat({"content": "a"}, None) + end
+    assert running.said == 3
+    assert running.read(chat({}, [6])) == b""
