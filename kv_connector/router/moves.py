@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from kv_connector.router.balance import Balance
 from kv_connector.router.calls import Answer, Call, Calls, EngineFailure
 from kv_connector.router.completion import Completion
 from kv_connector.router.continuation import (
@@ -46,6 +47,9 @@ _AT_ONCE = 8
 # How long a stream may stand still for a move: 32,000 tokens of an 8B model are 4 GiB, which take 3.4 s at 10
 # Gb/s.
 _LONGEST_S = 5.0
+# Between two looks at how many streams each engine has. By then a move has come to its end, or its engines
+# are left out; and of an engine's streams one a second stands still for a move.
+_REST_S = 1.0
 # What two or three engines did not take is no matter of the engine.
 _TRIES = 3
 
@@ -64,6 +68,9 @@ class Request:
         self.call = replace(call, running=self.running)
         self.failed = 0
         """Moves from the engine where it is."""
+        self.to: Endpoint | None = None
+        """For balance."""
+        self.moving = False
         self.looked_at = False  # only_text()
 
     def new_running(self) -> Running:
@@ -113,6 +120,31 @@ class Moves:
             self._metrics.moves.labels(reason).inc(count)
         self._tell_end(url)
 
+    async def balance(self, balance: Balance) -> None:
+        """Until it is cancelled: one stream at a time between two engines."""
+        while True:
+            await asyncio.sleep(_REST_S)
+            self.balance_once(balance)
+
+    def balance_once(self, balance: Balance) -> None:
+        busy: set[Endpoint | None] = set()
+        at: dict[Endpoint | None, list[Request]] = {}
+        for request in self._requests:
+            engine = request.running.engine
+            at.setdefault(engine, []).append(request)
+            if request.moving:
+                busy |= {engine, request.to}
+            else:
+                request.to = None  # it has said nothing since the last look
+        with contextlib.suppress(NoEngine):
+            engines = [member.endpoint for member in self._pools[Side.DECODE].choices()]
+            streams = {one: len(at.get(one, ())) for one in engines if one not in busy}
+            for most, fewest in balance.pairs(streams):
+                # The youngest has the fewest pages, as a rule.
+                may = (one for one in reversed(at[most]) if self._stay_reason(one) is None)
+                if (youngest := next(may, None)) is not None:
+                    youngest.to = fewest
+
     def told(self, url: str) -> tuple[int, dict[str, int]]:
         """Of a drain that moves: streams that are gone, and requests that will not go, by why."""
         emptying = self._emptying.get(url)
@@ -122,11 +154,13 @@ class Moves:
     def where(self, request: Request) -> Endpoint | None:
         """Where this stream is to go, which has just said something; None: it stays for now."""
         engine = request.running.engine
-        if engine is None or not request.running.whole or not self._members.emptied(engine):
+        if engine is None or not request.running.whole:
             return None
-        if self._leaving[engine.url] >= _AT_ONCE or self._stay_reason(request) is not None:
+        if request.to is not None:
+            return request.to
+        if not self._members.emptied(engine) or self._leaving[engine.url] >= _AT_ONCE:
             return None  # its next event asks again
-        return self._other(engine)
+        return None if self._stay_reason(request) else self._other(engine)
 
     @contextmanager
     def leaving(self, request: Request) -> Iterator[None]:
@@ -134,9 +168,11 @@ class Moves:
         engine = request.running.engine
         assert engine is not None
         self._leaving[engine.url] += 1
+        request.moving = True
         try:
             yield
         finally:
+            request.moving, request.to = False, None
             self._leaving[engine.url] -= 1
             self._look_at(engine)
 

@@ -18,6 +18,7 @@ from kv_connector.cli.main import app as command_line
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
 from kv_connector.router.app import create_app
+from kv_connector.router.balance import EvenStreams
 from kv_connector.router.completion import Completion
 from kv_connector.router.continuation import only_text, stay_reason
 from kv_connector.router.endpoint import Endpoint
@@ -304,6 +305,30 @@ async def test_a_new_engine_that_says_nothing_in_time_is_given_up(monkeypatch: p
         assert events == await alone(s.first, COMPLETION, BODY)
 
 
+async def test_so_many_streams_move_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others go on where they are meanwhile."""
+    monkeypatch.setattr("kv_connector.router.moves._AT_ONCE", 1)
+    async with site() as s:
+        s.first.limits, s.first.pace = (8, LENGTH), 0.01
+        readings = []
+        for number in range(2):
+            readings.append(Reading(s.client, COMPLETION, BODY, f"{number}"))
+            await readings[-1].until(7)
+            await Reading(s.client, COMPLETION, BODY, f"{number} at the other engine").end()
+        s.second.limits = (0, LENGTH)
+        draining = await s.begin_drain(s.first)
+        untils = [asyncio.create_task(reading.until(30)) for reading in readings]
+        await asyncio.wait(untils, return_when=asyncio.FIRST_COMPLETED)
+        assert min(len(reading.events) for reading in readings) < 20
+        assert len(s.second.bodies) == 2 + 1
+        s.second.go.set()
+        await within(draining)
+        assert [said(await reading.end()) for reading in readings] == [
+            said(await alone(s.first, COMPLETION, BODY))
+        ] * 2
+        await asyncio.gather(*untils)
+
+
 async def test_a_client_that_leaves_in_mid_move_leaves_nothing_behind() -> None:
     async with site() as s:
         s.second.limits = (0, 0)
@@ -402,6 +427,51 @@ def test_engines_in_reserve_are_chosen_where_the_others_take_nothing() -> None:
     pool.set_usable(one, False)
     pool.set_usable(other, False)
     assert {member.endpoint for member in pool.choices()} == {reserve}
+
+
+# --- Balance
+
+
+@pytest.mark.parametrize(
+    ("streams", "pairs"),
+    [
+        ((8, 4), [(0, 1)]),
+        ((4, 0), [(0, 1)]),
+        ((3, 0), []),
+        ((9, 5), []),
+        ((7, 4), []),
+        ((2, 9, 5), [(1, 0)]),
+        ((1, 9, 8, 2), [(1, 0), (2, 3)]),
+        ((9,), []),
+        ((), []),
+    ],
+)
+def test_engines_with_far_more_streams_give_one_to_those_with_far_fewer(
+    streams: tuple[int, ...], pairs: list[tuple[int, int]]
+) -> None:
+    engines = [Endpoint.parse(f"http://h:{port + 1}") for port in range(len(streams))]
+    found = EvenStreams().pairs(dict(zip(engines, streams, strict=True)))
+    assert found == [(engines[most], engines[fewest]) for most, fewest in pairs]
+
+
+async def test_the_youngest_streams_move_until_it_is_even(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kv_connector.router.moves._REST_S", 0.05)
+    body = BODY | {"max_tokens": 200}
+    async with site(rebalance=True) as s:
+        s.first.limits, s.first.pace, s.second.limits = (LENGTH, LENGTH), 0.02, (8, LENGTH)
+        readings = []
+        for number in range(12):
+            readings.append(Reading(s.client, COMPLETION, body, f"{number}"))
+            await readings[-1].until(1)
+        s.second.go.set()
+        await asyncio.gather(*(one.end() for one in readings[1::2]))
+        s.second.pace = 0.02
+        streams = [await one.end() for one in readings[::2]]
+        assert await s.outcomes() == {"moved": 2}
+        moved = [headers["x-request-id"] for headers in s.second.headers[6:]]
+        assert moved == ["10-moved", "8-moved"]
+        s.first.pace = 0
+        assert said(streams[5]) == said(await alone(s.first, COMPLETION, body))
 
 
 # --- Which requests
