@@ -99,7 +99,7 @@ class _Asked:
     """Requests that the engine has from it; None: it knows no such engine."""
     moved: int = 0
     staying: Mapping[str, int] = field(default_factory=dict)
-    """Draining's."""
+    """Draining's, as long as there were any."""
 
 
 def _until_idle(
@@ -121,7 +121,7 @@ def _until_idle(
                 if isinstance(received.message, Draining):
                     one, answer = routers[received.source], received.message
                     one.answered, one.outstanding = time.monotonic(), answer.outstanding
-                    one.moved, one.staying = answer.moved, answer.staying
+                    one.moved, one.staying = answer.moved, answer.staying or one.staying
             if all(one.answered and not one.outstanding for one in asked):
                 return True
         if (staying := _staying(asked)) and staying.keys() != told.keys():

@@ -120,8 +120,8 @@ class _Message(msgspec.Struct):
 
 
 def only_text(completion: Completion) -> bool:
-    """Whether a chat's messages are text alone: the ids of a picture's tokens are all alike. It takes a
-    millisecond for one of 32,000 tokens."""
+    """Whether a chat's messages are text alone: the ids of a picture's tokens are all alike. It takes 50
+    us for one of 26,000 words."""
     messages = completion.body.get("messages")
     if messages is None:
         return True

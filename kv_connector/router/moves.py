@@ -153,6 +153,8 @@ class Moves:
 
     def where(self, request: Request) -> Endpoint | None:
         """Where this stream is to go, which has just said something; None: it stays for now."""
+        if request.to is None and not self._emptying:
+            return None
         engine = request.running.engine
         if engine is None or not request.running.whole:
             return None

@@ -379,7 +379,7 @@ async def test_where_there_is_no_other_engine_nothing_moves() -> None:
         assert (await s.drain(s.second)).exit_code == 0
         drained = await s.drain(s.first, "--json")
         told = json.loads(drained.stdout)
-        assert (told["idle"], told["moved"]) == (True, 0)
+        assert (told["idle"], told["moved"], told["staying"]) == (True, 0, {"no_other_engine": 1})
         assert "1 requests end there: 1 no_other_engine" in drained.stderr
         assert len(await reading.end()) == 60
 
