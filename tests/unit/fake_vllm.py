@@ -61,6 +61,8 @@ class FakeVllm(FakeEngine):
         """With this status."""
         self.dies_behind: int | None = None
         """So many tokens of a stream."""
+        self.disowned = 0
+        """Requests by which it was to tell a P that nobody wants its pages."""
         self.said = 0
         """Tokens of streams."""
         self.closed = 0
@@ -81,6 +83,10 @@ class FakeVllm(FakeEngine):
         await asyncio.sleep(self.pace)
 
     async def answer(self, request: Request, body: dict[str, Any]) -> Response:
+        if body.get("model", MODEL) != MODEL:
+            self.bodies.remove(body)
+            self.disowned += 1
+            return JSONResponse({"error": {"message": "no such model", "code": 404}}, 404)
         if self.refuses:
             return JSONResponse({"error": {"message": "no", "code": self.refuses}}, self.refuses)
         if body.get("stream"):

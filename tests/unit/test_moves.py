@@ -14,6 +14,7 @@ from fake_vllm import LENGTH, FakeVllm, serve_vllm
 from router_setup import PATIENCE, metric, serve, until_metric, within
 from typer.testing import CliRunner, Result
 
+from kv_connector.cli import drain
 from kv_connector.cli.main import app as command_line
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
@@ -32,6 +33,12 @@ pytestmark = pytest.mark.anyio
 COMPLETION = "/v1/completions"
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Good morning"}]
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drain, "REPEAT_SECONDS", 0.05)
+    monkeypatch.setattr("kv_connector.router.registry._TICK_S", 0.02)
 
 
 class Site:
@@ -86,7 +93,6 @@ class Reading:
     """A client's stream that is read while something else happens."""
 
     def __init__(self, client: httpx.AsyncClient, path: str, body: dict[str, Any], name: str = "one") -> None:
-        self.events: list[dict[str, Any]] = []
         self.raw = b""
         self._more = asyncio.Condition()
         self._task = asyncio.create_task(
@@ -99,13 +105,17 @@ class Reading:
             async for chunk in answer.aiter_bytes():
                 async with self._more:
                     self.raw += chunk
-                    said = [event[6:] for event in self.raw.split(b"\n\n")[:-1] if event != b"data: [DONE]"]
-                    self.events = [json.loads(event) for event in said]
                     self._more.notify_all()
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """All but the last word, that there are no more."""
+        parts = self.raw.split(b"\n\n")[:-1]
+        return [json.loads(event[6:]) for event in parts if event != b"data: [DONE]"]
 
     async def until(self, events: int) -> None:
         async with asyncio.timeout(PATIENCE), self._more:
-            await self._more.wait_for(lambda: len(self.events) >= events)
+            await self._more.wait_for(lambda: self.raw.count(b"\n\n") >= events)
 
     def leave(self) -> None:
         self._task.cancel()
@@ -302,6 +312,7 @@ async def test_a_new_engine_that_says_nothing_in_time_is_given_up(monkeypatch: p
         await s.drain(s.first)
         events = await reading.end()
         assert await s.outcomes() == {"too_late": 3}
+        assert s.second.disowned == 3
         assert events == await alone(s.first, COMPLETION, BODY)
 
 
