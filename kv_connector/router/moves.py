@@ -190,7 +190,7 @@ class Moves:
         call = Call(PATHS[0], {**call.headers, "x-request-id": name}, name, running)
         left = tokens_left(request.call.path, request.completion, said)
         if left is None:
-            left = await self._model_length(request.completion.body.get("model"), call, to)
+            left = await self._model_length(call, to)
         continuation = Continuation.of(request.completion, ids, said, left)
         return await self._pair(continuation, call, engine, to)
 
@@ -231,7 +231,7 @@ class Moves:
             return None if other == engine else other
         return None
 
-    async def _model_length(self, model: object, call: Call, engine: Endpoint) -> int:
+    async def _model_length(self, call: Call, engine: Endpoint) -> int:
         """In tokens. A completion has to have a limit; vLLM takes off what the prompt has of it."""
         with self._pools[Side.DECODE].lease(engine) as lease:
             reply = await self._calls.whole(Side.DECODE, lease, "GET", b"", replace(call, path="/v1/models"))
@@ -239,10 +239,11 @@ class Moves:
             models = msgspec.json.decode(reply.body, type=_Models).data
         except msgspec.MsgspecError:
             models = []
-        for one in models:
-            if one.max_model_len is not None and model in (None, one.id):
-                return one.max_model_len
-        raise failure(502, "api_error", f"{engine} does not say how long {model!r} may be")
+        # Adapters are listed, too, without a length of their own.
+        for model in models:
+            if model.max_model_len is not None:
+                return model.max_model_len
+        raise failure(502, "api_error", f"{engine} does not say how long its model's texts may be")
 
     def _look_at(self, engine: Endpoint | None) -> None:
         """It has one stream less, or a move less."""
@@ -326,12 +327,12 @@ class Stream:
         except TimeoutError:
             self._moves.failed(request, to, "too_late", f"nothing has come from there in {_LONGEST_S:g} s")
         else:
+            tail = Tail(last, prompt=self._prompt, said=said, cached=self._cached)
             self._moves.moved(request, engine, time.perf_counter() - began)
             request.running, request.failed = new, 0
             old, self._stack = self._stack, stack
             await source.close()
             await old.aclose()
-            tail = Tail(last, prompt=self._prompt, said=said, cached=self._cached)
             return _Source(_translated(answer.chunks, tail))
         finally:
             await _drop(asking, self._stack)
@@ -384,7 +385,6 @@ class _Source:
 
 
 class _Model(msgspec.Struct):
-    id: str = ""
     max_model_len: int | None = None
 
 

@@ -70,7 +70,7 @@ class FakeVllm(FakeEngine):
         self.app.router.routes.insert(0, Route("/v1/models", self.models))
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"data": [{"id": MODEL, "max_model_len": LENGTH}]})
+        return JSONResponse({"data": [{"id": "adapter"}, {"id": MODEL, "max_model_len": LENGTH}]})
 
     async def step(self, said: int) -> None:
         """Before each token."""
