@@ -1,9 +1,10 @@
 """kv-connector drain: takes an engine out of service without failing a request."""
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -35,6 +36,14 @@ def drain(
         ),
     ],
     key_file: KeyFile = None,
+    move: Annotated[
+        bool,
+        typer.Option(
+            "--move",
+            help="Running streams go on at other decode engines, without an end for their clients. For an "
+            "engine of role kv_both.",
+        ),
+    ] = False,
     timeout: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="How long to wait until the engine is idle.")
     ] = 600.0,
@@ -44,13 +53,14 @@ def drain(
 ) -> None:
     """Sends an engine nothing new, and returns once it has finished what it had from these routers.
 
-    The engine may then be stopped. It tells routers that are not named here to send it nothing, too. Where
-    some of the routers do not answer, the others' word decides.
+    With --move that is a matter of seconds, but for requests that have to end where they began: how many, and
+    why, is said as soon as it is known. The engine may then be stopped. It tells routers that are not named
+    here to send it nothing, too. Where some of the routers do not answer, the others' word decides.
     """
     sockets = MembershipSockets(cluster_key(key_file))
     try:
         asked = [_Asked(one, sockets.dial(one, patient=False)) for one in router]
-        idle = _until_idle(sockets, asked, Drain(engine.url), time.monotonic() + timeout)
+        idle = _until_idle(sockets, asked, Drain(engine.url, move), time.monotonic() + timeout)
     finally:
         sockets.close()
     answers = [one for one in asked if one.answered]
@@ -65,9 +75,13 @@ def drain(
     outstanding = sum(one.outstanding or 0 for one in answers)
     if json:
         said = {str(one.address): one.outstanding if one.answered else None for one in asked}
-        typer.echo(msgspec.json.encode({"engine": engine.url, "idle": idle, "outstanding": said}))
+        told: dict[str, Any] = {"engine": engine.url, "idle": idle, "outstanding": said}
+        if move:
+            told |= {"moved": sum(one.moved for one in asked), "staying": _staying(asked)}
+        typer.echo(msgspec.json.encode(told))
     elif idle:
-        typer.echo(f"{engine.url} is idle")
+        moved = f", {sum(one.moved for one in asked)} streams have moved" if move else ""
+        typer.echo(f"{engine.url} is idle{moved}")
     else:
         typer.echo(f"{engine.url} still has {outstanding} requests after {timeout:g} s", err=True)
     if not idle:
@@ -83,6 +97,9 @@ class _Asked:
     answered: float | None = None  # when
     outstanding: int | None = None
     """Requests that the engine has from it; None: it knows no such engine."""
+    moved: int = 0
+    staying: Mapping[str, int] = field(default_factory=dict)
+    """Draining's, as long as there were any."""
 
 
 def _until_idle(
@@ -94,6 +111,7 @@ def _until_idle(
     """
     routers = {one.link: one for one in asked}
     began = time.monotonic()
+    told: dict[str, int] = {}
     while (now := time.monotonic()) < deadline:
         connected = [sockets.send(one.link, question) for one in asked]
         until = min(now + (REPEAT_SECONDS if all(connected) else SOON_SECONDS), deadline)
@@ -101,12 +119,22 @@ def _until_idle(
             sockets.wait(left)
             for received in sockets.receive():
                 if isinstance(received.message, Draining):
-                    one = routers[received.source]
-                    one.answered, one.outstanding = time.monotonic(), received.message.outstanding
+                    one, answer = routers[received.source], received.message
+                    one.answered, one.outstanding = time.monotonic(), answer.outstanding
+                    one.moved, one.staying = answer.moved, answer.staying or one.staying
             if all(one.answered and not one.outstanding for one in asked):
                 return True
+        if (staying := _staying(asked)) and staying.keys() != told.keys():
+            told = staying
+            why = ", ".join(f"{count} {reason}" for reason, count in staying.items())
+            typer.echo(f"{question.url}: {sum(staying.values())} requests end there: {why}", err=True)
         silent = time.monotonic() - SILENCE_SECONDS
         there = [one for one in asked if (one.answered or began) > silent]
         if all(one.answered and not one.outstanding for one in there):
             return True
     return not any(one.outstanding for one in asked)
+
+
+def _staying(asked: Sequence[_Asked]) -> dict[str, int]:
+    """Requests that are not moved, by why."""
+    return dict(sum((Counter(one.staying) for one in asked), Counter()))

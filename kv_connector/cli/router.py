@@ -111,6 +111,14 @@ def router(
             "chunk would keep its streams waiting for longer.",
         ),
     ] = None,
+    rebalance: Annotated[
+        bool,
+        typer.Option(
+            "--rebalance",
+            help="Where one decode engine has at least twice as many streams as another, and at least four "
+            "more, its youngest goes on at the other one, one a second. For engines of role kv_both.",
+        ),
+    ] = False,
     status_details: Annotated[
         bool,
         typer.Option(
@@ -152,6 +160,7 @@ def router(
             registration=registration,
             key=key,
             objectives=objectives(ttft_ms, tbt_ms),
+            rebalance=rebalance,
             status_details=status_details,
             otlp_traces_endpoint=otlp_traces_endpoint,
         )

@@ -21,6 +21,7 @@ HEARTBEAT_S = 1.0
 _MAX_BYTES = 16 << 10
 
 Lane = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+Why = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 48)]
 Url = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 Rank = Annotated[int, msgspec.Meta(ge=0, le=65535)]  # vLLM numbers its engine cores with two bytes
@@ -101,12 +102,16 @@ class Drain(Message, frozen=True, tag="drain"):
     """To a router: send this API server nothing more. Repeated until DRAINING says that it is idle."""
 
     url: Url
+    move: bool = False  # what it has goes to other engines, where it can
 
 
 class Draining(Message, frozen=True, tag="draining"):
     """The answer. ``outstanding``: requests that the router still has there; None: no such engine."""
 
     outstanding: Natural | None
+    moved: Natural = 0  # streams, to other engines
+    staying: Annotated[dict[Why, Natural], msgspec.Meta(max_length=64)] = msgspec.field(default_factory=dict)
+    """Of the outstanding, those that end there, by why they are not moved."""
 
 
 class BeginDrain(Message, frozen=True, tag="begin_drain"):

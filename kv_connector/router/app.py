@@ -19,6 +19,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from kv_connector.router.balance import EvenStreams
 from kv_connector.router.calls import Answer, Call
 from kv_connector.router.client import EngineClient, Reply
 from kv_connector.router.completion import Completion
@@ -73,20 +74,28 @@ def create_app(settings: Settings) -> Starlette:
     status = Status(dispatcher.members, metrics, incidents, details=settings.status_details)
     page = Page.load()
     registry = Registry(
-        dispatcher.members, dispatcher.calls.reasons, client, settings.registration, settings.key
+        dispatcher.members,
+        dispatcher.calls.reasons,
+        dispatcher.moves,
+        client,
+        settings.registration,
+        settings.key,
     )
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         async with client:
             registry.open()
-            watching = asyncio.create_task(registry.run())
+            tasks = [asyncio.create_task(registry.run())]
+            if settings.rebalance:
+                tasks.append(asyncio.create_task(dispatcher.moves.balance(EvenStreams())))
             try:
                 yield
             finally:
                 await dispatcher.close()
-                watching.cancel()
-                await asyncio.gather(watching, return_exceptions=True)
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
                 await asyncio.to_thread(spans.close)
 
     async def ask(request: Request) -> Reply:

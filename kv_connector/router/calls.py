@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -20,6 +20,7 @@ from kv_connector.router.members import Members, Side
 from kv_connector.router.metrics import Metrics
 from kv_connector.router.pool import EngineLost, Lease
 from kv_connector.router.reasons import PATIENCE_S, Reasons
+from kv_connector.router.running import Running
 from kv_connector.router.spans import Spans
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,8 @@ class Call:
     path: str
     headers: Mapping[str, str]
     request_id: str
+    running: Running = field(default_factory=Running)
+    """What becomes of it."""
 
 
 @dataclass(frozen=True)

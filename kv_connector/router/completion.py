@@ -11,6 +11,9 @@ from kv_connector.router.prompt import Prompt
 
 Body = dict[str, Any]
 
+# What P need not know whose answer nobody reads.
+_OF_THE_WHOLE = ("stream_options", "min_tokens", "return_token_ids")
+
 # What may be long, and is of no interest here: passed on as it came. To make objects of 32,000 token ids and
 # to write them twice takes 2 ms, which a client would wait for; to find their end takes 0.2.
 _PASSED_ON = ("prompt", "messages", "input")
@@ -24,7 +27,8 @@ class Completion:
 
     def __init__(self, body: Body) -> None:
         # Where to fetch KV from is the router's word alone, never a client's.
-        self._body = {key: value for key, value in body.items() if key != "kv_transfer_params"}
+        self.body = {key: value for key, value in body.items() if key != "kv_transfer_params"}
+        """Of what is passed on, the JSON."""
         self._begun = False
 
     @classmethod
@@ -46,21 +50,21 @@ class Completion:
 
     def prompt(self, path: str) -> Prompt:
         """Its prompt, as a policy sees it."""
-        return Prompt.of(path, self._body)
+        return Prompt.of(path, self.body)
 
     @property
     def streamed(self) -> bool:
-        return self._body.get("stream") is True
+        return self.body.get("stream") is True
 
     def behind_its_token(self) -> Self:
         """The same, of a client who has its first token already."""
-        again = type(self)(self._body)
+        again = type(self)(self.body)
         again._begun = True
         return again
 
     def repeats_itself(self) -> bool:
         """Whether another engine would sample the same first token."""
-        return self._body.get("temperature") == 0 or self._body.get("seed") is not None
+        return self.body.get("temperature") == 0 or self.body.get("seed") is not None
 
     def local_reason(self) -> str | None:
         """Why this request must be prefilled by the decode engine itself; None if P and D can share it.
@@ -70,24 +74,25 @@ class Completion:
         P and D make sure that they mean the same one. And who asks for the prompt's log probabilities needs
         a whole prefill where they are computed.
         """
-        prompt, embeds = self._body.get("prompt"), self._body.get("prompt_embeds")
+        prompt, embeds = self.body.get("prompt"), self.body.get("prompt_embeds")
         if (prompt is not None and _several(prompt)) or (isinstance(embeds, list) and len(embeds) > 1):
             return "several_prompts"
         if embeds:
             return (
                 "several_prompts" if prompt is not None and msgspec.json.decode(prompt) else "prompt_embeds"
             )
-        if self._body.get("use_beam_search"):
+        if self.body.get("use_beam_search"):
             return "beam_search"
-        if self._body.get("prompt_logprobs") is not None:
+        if self.body.get("prompt_logprobs") is not None:
             return "prompt_logprobs"
-        if self._body.get("echo") and self._body.get("logprobs") is not None:
+        if self.body.get("echo") and self.body.get("logprobs") is not None:
             return "prompt_logprobs"
         return None
 
-    def local_body(self) -> bytes:
-        """For D, when it prefills itself."""
-        return msgspec.json.encode(self._body)
+    def local_body(self, *, ids: bool = False) -> bytes:
+        """For D, when it prefills itself. ``ids``: it says the token ids, whether the client wants them or
+        not."""
+        return msgspec.json.encode({**self.body, **({"return_token_ids": True} if ids else {})})
 
     def late_reason(self) -> str | None:
         """Why the client gets the first token of D, and not of P, which has it earlier; None if of P.
@@ -95,7 +100,7 @@ class Completion:
         Of some requests more is said with a token than its text, or it is not sure yet that the text is to be
         seen.
         """
-        body = self._body
+        body = self.body
         if self._begun:
             return "begun"
         if body.get("stream") is not True:
@@ -123,9 +128,9 @@ class Completion:
 
         The one token makes vLLM run the prefill to its end; D computes it again from the pages it got.
         """
-        body = dict(self._body)
+        body = dict(self.body)
         # n and best_of: one child fills the KV that all of D's children read.
-        for key in ("n", "best_of", *(() if early else ("stream_options", "min_tokens"))):
+        for key in ("n", "best_of", *(() if early else _OF_THE_WHOLE)):
             body.pop(key, None)
         if body.get("min_tokens"):  # it forbids an end where the first token is
             body["min_tokens"] = 1
@@ -144,13 +149,15 @@ class Completion:
     def _one_token(self) -> Body:
         """What P's answer is limited by, in this request's words."""
         limits = {"max_tokens": 1}
-        if "max_completion_tokens" in self._body:
+        if "max_completion_tokens" in self.body:
             limits["max_completion_tokens"] = 1
         return limits
 
-    def decode_body(self, kv_transfer_params: dict[str, Any]) -> bytes:
-        """For D: `decode_params` where it is dispatched together with P, else what P answered."""
-        return msgspec.json.encode({**self._body, "kv_transfer_params": kv_transfer_params})
+    def decode_body(self, kv_transfer_params: dict[str, Any], *, ids: bool = False) -> bytes:
+        """For D: `decode_params` where it is dispatched together with P, else what P answered. ``ids``: as
+        local_body's."""
+        body = {**self.body, "kv_transfer_params": kv_transfer_params}
+        return msgspec.json.encode({**body, **({"return_token_ids": True} if ids else {})})
 
 
 def decode_params(transfer_id: str, prefill: Endpoint, *, early: bool = False) -> dict[str, Any]:

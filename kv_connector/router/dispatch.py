@@ -28,6 +28,7 @@ from kv_connector.router.goodput import Goodput
 from kv_connector.router.incidents import Incidents
 from kv_connector.router.members import Members, Side
 from kv_connector.router.metrics import Metrics
+from kv_connector.router.moves import Moves, Stream
 from kv_connector.router.policy import FewestOutstanding, Placement, Policy
 from kv_connector.router.pool import Lease, NoEngine, Pool
 from kv_connector.router.settings import Settings
@@ -80,6 +81,7 @@ class Dispatcher:
         if settings.objectives is not None:
             self._policy = Goodput(settings.objectives, self._pools)
         self._disowning: set[asyncio.Task[None]] = set()
+        self.moves = Moves(self._pools, self.members, self.calls, metrics, self._pair)
 
     @asynccontextmanager
     async def open(self, completion: Completion, call: Call) -> AsyncIterator[Answer]:
@@ -89,9 +91,12 @@ class Dispatcher:
         (or being cancelled before) closes the connections to both engines, which makes vLLM abort the
         request on both.
         """
-        stack, answer = await self._try(completion, call)
-        async with stack:
-            yield answer
+        async with AsyncExitStack() as ours:
+            request = ours.enter_context(self.moves.follow(completion, call))
+            stack, answer = await self._try(completion, request.call)
+            stream = Stream(self.moves, request, stack, answer)
+            ours.push_async_exit(stream.end)
+            yield stream.answer
 
     async def forward(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> Reply:
         """Any decode engine's whole answer."""
@@ -189,9 +194,10 @@ class Dispatcher:
     ) -> Answer:
         self._metrics.local_prefills.labels(reason).inc()
         logger.debug("request %s: prefilled by its decode engine: %s", call.request_id, reason)
-        answer = await self.calls.decode(decode, completion.local_body(), call, stack)
+        ids = self._begin(call, decode)
+        answer = await self.calls.decode(decode, completion.local_body(ids=ids), call, stack)
         decode.computed()
-        return answer
+        return _noted(answer, call) if ids else answer
 
     async def _serial(
         self,
@@ -220,8 +226,16 @@ class Dispatcher:
             )
         with self._owed(transfer_id, prefill.endpoint, call):
             decode = await self._decoder(stack, {*avoid, placement.prefill})
-            body = completion.decode_body(params)
-            return await self.calls.load(transfer_id, prefill.endpoint, decode, body, call, stack)
+            ids = self._begin(call, decode)
+            body = completion.decode_body(params, ids=ids)
+            answer = await self.calls.load(transfer_id, prefill.endpoint, decode, body, call, stack)
+        call.running.cached = computed.cached
+        return _noted(answer, call) if ids else answer
+
+    def _begin(self, call: Call, decode: Lease) -> bool:
+        """D is asked. Returns whether it is to say token ids: the stream may be moved from there."""
+        call.running.begin(decode.endpoint)
+        return call.running.may_move and self.members.of_both_sides(decode.endpoint)
 
     async def _concurrent(
         self,
@@ -254,16 +268,24 @@ class Dispatcher:
         def prefilled(task: asyncio.Task[Computed]) -> None:
             held.close()
             if not task.cancelled() and task.exception() is None:
+                call.running.cached = task.result().cached
                 self._policy.computed(placement, task.result())
 
         prefilling.add_done_callback(prefilled)
         # D is served by then. P's own answer is a matter of milliseconds, and closing its connection would
         # abort it.
         stack.push_async_exit(_Finish(prefilling, self._settings.patience))
-        body = completion.decode_body(decode_params(transfer_id, prefill.endpoint, early=late is None))
+        ids = self._begin(call, decode)
+        params = decode_params(transfer_id, prefill.endpoint, early=late is None)
+        body = completion.decode_body(params, ids=ids)
         ours = AsyncExitStack()
-        load = self.calls.load(transfer_id, prefill.endpoint, decode, body, call, ours, accepted)
-        decoding = asyncio.create_task(load)
+
+        async def load() -> Answer:
+            where = prefill.endpoint, decode
+            answer = await self.calls.load(transfer_id, *where, body, call, ours, accepted)
+            return _noted(answer, call) if ids else answer
+
+        decoding = asyncio.create_task(load())
 
         async def end_decode(*why: Any) -> None:
             """``why``: as of ``__aexit__``."""
@@ -295,6 +317,18 @@ class Dispatcher:
             self._metrics.early_tokens.labels(late).inc()
             answer = await _first_byte(prefilling, decoding)
         return replace(answer, chunks=self._recount(answer.chunks, prefilling))
+
+    async def _pair(
+        self, completion: Completion, call: Call, prefill: Endpoint, decode: Endpoint
+    ) -> tuple[AsyncExitStack, Answer]:
+        """As _try(), of these two engines alone, whether they take requests or not."""
+        for side, engine in ((Side.PREFILL, prefill), (Side.DECODE, decode)):
+            if not self._pools[side].has(engine):
+                raise failure(503, "api_error", f"{engine} is gone")
+        async with AsyncExitStack() as stack:
+            placement = Placement(prefill, decode, "moved")
+            answer = await self._concurrent(completion, call, placement, stack, (), ATTEMPTS)
+            return stack.pop_all(), answer
 
     def _late_reason(
         self, completion: Completion, call: Call, prefill: Endpoint, decode: Endpoint
@@ -409,6 +443,11 @@ class Dispatcher:
                 type(error).__name__,
                 error,
             )
+
+
+def _noted(answer: Answer, call: Call) -> Answer:
+    """Whose token ids are kept, and taken out where the client did not ask for them."""
+    return replace(answer, chunks=call.running.note(answer.chunks)) if answer.streaming else answer
 
 
 def _cached(prefilling: asyncio.Task[Computed]) -> int | None:

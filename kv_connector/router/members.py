@@ -72,6 +72,7 @@ class _Engine:
     pushing: float = 0.0  # bytes a second lately, of its first worker
     joined: bool = False  # it was usable once
     draining: bool = False
+    emptied: bool = False  # its drain moves what it has to other engines
     asleep: bool = False
     silent: bool = False
     early_tokens: bool = False  # Register's
@@ -187,6 +188,16 @@ class Members:
         engine = self._engines.get(endpoint.place)
         return engine is not None and engine.early_tokens
 
+    def emptied(self, endpoint: Endpoint) -> bool:
+        """Whether what it has is to go to other engines."""
+        engine = self._engines.get(endpoint.place)
+        return engine is not None and engine.emptied
+
+    def of_both_sides(self, endpoint: Endpoint) -> bool:
+        """Whether the engine can be a P for what it has as a D."""
+        engine = self._engines.get(endpoint.place)
+        return engine is not None and engine.endpoint == endpoint and len(engine.sides) == len(Side)
+
     def outstanding(self, url: str) -> int | None:
         """Requests that this API server's engines have from here; None if there is no such server."""
         served = self._served_at(url)
@@ -240,10 +251,15 @@ class Members:
             if engine.seen is not None and one == leaving:
                 self._forget(engine, "LEFT", lost=False)
 
-    def drain(self, url: str) -> None:
-        """No new requests for this API server's engines."""
-        for engine in self._served_at(url):
+    def drain(self, url: str, *, move: bool = False) -> bool:
+        """No new requests for this API server's engines. ``move``: what they have goes to others. Returns
+        whether that is new."""
+        served = self._served_at(url)
+        new = move and any(not engine.emptied for engine in served)
+        for engine in served:
+            engine.emptied = engine.emptied or move
             self._update(engine, draining=True)
+        return new
 
     # --- What the router finds out itself
 
@@ -315,8 +331,12 @@ class Members:
         self._publish(engine)
 
     def _publish(self, engine: _Engine) -> None:
+        # What is both prefills for others only where nothing else does: it has streams, and their next engine
+        # asks it for pages.
         for side in engine.sides:
-            self._pools[side].set_usable(engine.endpoint, engine.state is State.READY, engine.workload)
+            reserve = side is Side.PREFILL and len(engine.sides) == len(Side)
+            usable = engine.state is State.READY
+            self._pools[side].set_usable(engine.endpoint, usable, engine.workload, reserve=reserve)
 
     def _withdraw(self, engine: _Engine, *, lost: bool) -> None:
         for side in engine.sides:

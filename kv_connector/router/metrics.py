@@ -8,6 +8,8 @@ from kv_connector.router.first_bytes import FirstBytes
 
 # From a tiny model on loopback to a prompt of 100,000 tokens in a queue.
 FIRST_BYTE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+# A step of each engine and a transfer, up to the longest move (moves.py).
+PAUSE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 # How long the failures of an engine that is gone are still told: many scrapes, and few engines at a time.
 KEEP_SECONDS = 600.0
 
@@ -59,6 +61,19 @@ class Metrics:
             "kv_connector_router_retries",
             "Requests that were tried again with another engine before the decode engine had streamed "
             "anything",
+            registry=self.registry,
+        )
+        self.moves = Counter(
+            "kv_connector_router_moves",
+            "Moves of running streams to another decode engine, by what came of them; and requests that a "
+            "drain found and left to end where they were, by why",
+            ["outcome"],
+            registry=self.registry,
+        )
+        self.move_pause = Histogram(
+            "kv_connector_router_move_pause_seconds",
+            "From the last event of a stream's old decode engine to the first one of its new one",
+            buckets=PAUSE_BUCKETS,
             registry=self.registry,
         )
         self.engines = Gauge(

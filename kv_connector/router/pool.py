@@ -32,6 +32,8 @@ class Member:
     endpoint: Endpoint
     workload: Workload
     usable: bool
+    reserve: bool = False
+    """Takes requests only where no other does."""
     outstanding: int = 0
     lost: bool = False
     scopes: set[asyncio.Timeout] = field(default_factory=set)
@@ -96,6 +98,10 @@ class Pool:
         """Whether an engine other than those takes requests."""
         return any(member.usable and member.endpoint not in avoid for member in self._members.values())
 
+    def has(self, endpoint: Endpoint) -> bool:
+        """Whether there is such an engine, which may take no requests."""
+        return endpoint in self._members
+
     def outstanding(self, endpoint: Endpoint) -> int:
         return self._members[endpoint].outstanding if endpoint in self._members else 0
 
@@ -104,13 +110,20 @@ class Pool:
         member = self._members.get(endpoint)
         return None if member is None else member.workload
 
-    def set_usable(self, endpoint: Endpoint, usable: bool, workload: Workload | None = None) -> None:
+    def set_usable(
+        self,
+        endpoint: Endpoint,
+        usable: bool,
+        workload: Workload | None = None,
+        *,
+        reserve: bool = False,
+    ) -> None:
         """Whether the engine, which is added if need be, with its workload, takes new requests; those it has
-        go on."""
+        go on. ``reserve``: only where no engine that is none does."""
         member = self._members.get(endpoint)
         if member is None:
             member = self._members[endpoint] = Member(endpoint, workload or Workload(), usable)
-        member.usable = usable
+        member.usable, member.reserve = usable, reserve
         self._changed.set()
 
     def remove(self, endpoint: Endpoint, *, lost: bool) -> None:
@@ -124,14 +137,14 @@ class Pool:
                 scope.reschedule(asyncio.get_running_loop().time())
 
     def choices(self, avoid: Collection[Endpoint] = ()) -> list[Member]:
-        """The engines that take requests, those of ``avoid`` only if there is no other; NoEngine if there is
-        none."""
+        """The engines that take requests, those of ``avoid`` only if there is no other, and those in reserve
+        only if there is none that is not; NoEngine if there is none."""
         usable = [member for member in self._members.values() if member.usable]
         if not usable:
             raise NoEngine(self)
-        if not avoid:
-            return usable
-        return [member for member in usable if member.endpoint not in avoid] or usable
+        if avoid:
+            usable = [member for member in usable if member.endpoint not in avoid] or usable
+        return [member for member in usable if not member.reserve] or usable
 
     def fewest(self, avoid: Collection[Endpoint] = ()) -> Endpoint:
         """Of the ``choices``, the one with the fewest outstanding requests; equals take turns."""

@@ -25,6 +25,7 @@ from kv_connector.protocol.actions import Address, Source
 from kv_connector.router.client import EngineClient, HttpError
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.members import MAX_ENGINES, Members
+from kv_connector.router.moves import Moves
 from kv_connector.router.reasons import Reasons
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class Registry:
         self,
         members: Members,
         reasons: Reasons,
+        moves: Moves,
         client: EngineClient,
         address: Address | None,
         key: ClusterKey | None,
@@ -54,6 +56,7 @@ class Registry:
         """``address``: where engines register; None: nobody does."""
         self._members = members
         self._reasons = reasons
+        self._moves = moves
         self._client = client
         self._address = address
         self._key = key
@@ -123,23 +126,25 @@ class Registry:
                         self._members.leave(message)
                     case LoadFailed(transfer_id, reason):
                         self._reasons.told(transfer_id, reason)
-                    case Drain(url=url):
-                        self._drain(received.source, Endpoint.parse(url).url)
+                    case Drain(url, move):
+                        self._drain(received.source, Endpoint.parse(url).url, move)
             except ValueError as error:
                 logger.warning("a registration is ignored: %s", error)
                 self._sockets.distrust(received.source)
             except Exception:
                 logger.exception("a %s failed", type(message).__name__)
 
-    def _drain(self, asker: Source, url: str) -> None:
+    def _drain(self, asker: Source, url: str, move: bool) -> None:
         assert self._sockets is not None
-        self._members.drain(url)
+        if self._members.drain(url, move=move):
+            self._moves.empty(url)
         outstanding = self._members.outstanding(url)
         for (served_at, _), source in self._engines.items():
             if served_at == url:
                 # The engine keeps it, and tells the other routers, and this one when it comes back.
                 self._sockets.send(source, BeginDrain())
-        self._sockets.send(asker, Draining(outstanding))
+        moved, staying = self._moves.told(url) if move else (0, {})
+        self._sockets.send(asker, Draining(outstanding, moved, staying))
 
     async def _probe(self) -> None:
         while True:

@@ -14,9 +14,9 @@ class ResponsesRequest(Completion):
         What was stored is in the memory of one API server. And with a tool that the engine calls itself, vLLM
         sends the prompt of each turn under the request's one set of kv_transfer_params.
         """
-        if self._body.get("background") or self._body.get("previous_response_id"):
+        if self.body.get("background") or self.body.get("previous_response_id"):
             return "stored_response"
-        tools = self._body.get("tools")
+        tools = self.body.get("tools")
         if isinstance(tools, list) and not all(_called_by_client(tool) for tool in tools):
             return "engine_tools"
         return None

@@ -44,6 +44,8 @@ class Settings:
 
     objectives: Objectives | None = None
     """By which requests are placed; None: every prompt is computed by a prefill engine."""
+    rebalance: bool = False
+    """Running streams move from decode engines with far more of them to those with far fewer."""
     status_details: bool = False
     """Whether the status page names engines' addresses, and repeats what they say of their failures."""
     otlp_traces_endpoint: str | None = None

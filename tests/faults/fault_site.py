@@ -80,6 +80,7 @@ class Site:
         self.cluster.environment = {KEY_FILE_VARIABLE: str(key_file)}
         self.router = ""
         self.expected: list[list[int]] = []
+        self.decode_role: Role = "kv_consumer"
         self.extra: dict[str, Any] = {}
         """Further settings of the connector, of every engine that is started from now on."""
         self.host = HOST
@@ -115,7 +116,7 @@ class Site:
 
     def start(self, name: str, like: Engine | None = None, **more: Any) -> Engine:
         """An engine, prefill or decode by its first letter; at the ports of another that is gone."""
-        role: Role = "kv_producer" if name.startswith("p") else "kv_consumer"
+        role: Role = "kv_producer" if name.startswith("p") else self.decode_role
         settings = replace(self.cluster.settings, max_batched_tokens=200) if role == "kv_producer" else None
         engine = self.cluster.start_engine(
             name,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 import time
@@ -30,10 +31,14 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-async def test_rolling_replacement(model: Path, client: Client, tmp_path: Path) -> None:
-    """A new one joins, the oldest of its side is drained and ends: nobody notices."""
+@pytest.mark.parametrize("move", [False, True], ids=["waits", "moves"])
+async def test_rolling_replacement(model: Path, client: Client, tmp_path: Path, move: bool) -> None:
+    """A new one joins, the oldest of its side is drained and ends: nobody notices. Where streams are moved,
+    none has to end before its engine may."""
+    moved = 0
     with nursery(tmp_path, {"OMP_NUM_THREADS": "1"}) as interpreter, Site(tmp_path, model) as site:
         site.cluster.interpreter = interpreter
+        site.decode_role = "kv_both" if move else "kv_consumer"
         await site.begin(client, [_name(number) for number in range(SITE)])
         await site.until_ready()
         replaced, started = 0, SITE
@@ -46,10 +51,12 @@ async def test_rolling_replacement(model: Path, client: Client, tmp_path: Path) 
                     site.start(_name(started))
                     started += 1
                 await _join(site, _name(replaced + SITE))
-                await _leave(site, _name(replaced))
+                moved += await _leave(site, _name(replaced), move=move)
                 replaced += 1
             await load.answered(8)
-        judge(site, load.outcome, f"{replaced} engines replaced in {MINUTES:g} min", may_fail=False)
+        what = f"{replaced} engines replaced in {MINUTES:g} min"
+        judge(site, load.outcome, f"{what}, {moved} streams moved" if move else what, may_fail=False)
+        assert bool(moved) is move
         await asyncio.to_thread(site.cluster.wait_ready)
         await site.assert_at_rest(client)
 
@@ -64,15 +71,21 @@ async def _join(site: Site, name: str) -> None:
     await site.until_ready(name)
 
 
-async def _leave(site: Site, name: str) -> None:
+async def _leave(site: Site, name: str, *, move: bool) -> int:
+    """Returns how many streams have moved."""
     leaving = site.engines.pop(name)
-    command = [sys.executable, "-m", "kv_connector.cli.main", "drain", leaving.url]
+    command = [sys.executable, "-m", "kv_connector.cli.main", "drain", leaving.url, "--json"]
     drain = await asyncio.create_subprocess_exec(
         *command,
         "--router",
         f"{HOST}:{site.registration}",
+        *(["--move"] if move else []),
         env={**os.environ, **site.cluster.environment},
-        stdout=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
     )
-    assert await drain.wait() == 0
+    told, _ = await drain.communicate()
+    assert drain.returncode == 0
+    answer = json.loads(told)
+    assert not answer.get("staying"), answer
     await asyncio.to_thread(site.cluster.stop, leaving)
+    return int(answer.get("moved", 0))

@@ -13,7 +13,7 @@ from command_line import invoke
 
 from kv_connector.cli import drain
 from kv_connector.cli.main import app
-from kv_connector.control.membership import Drain, Draining, MembershipSockets
+from kv_connector.control.membership import Drain, Draining, MembershipSockets, encode
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
 
@@ -24,9 +24,10 @@ run = partial(invoke, app)
 class Router:
     """Answers each question with the next of its answers, the last one again and again; None ends it."""
 
-    def __init__(self, *answers: int | None, silent_after: int | None = None) -> None:
+    def __init__(self, *answers: int | Draining | None, silent_after: int | None = None) -> None:
         self.address = Address("127.0.0.1", free_ports(1)[0])
         self.asked: list[str] = []
+        self.moves = False
         self._answers, self._silent_after = answers, silent_after
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._serve)
@@ -40,9 +41,12 @@ class Router:
                 assert isinstance(received.message, Drain)
                 count = len(self.asked)
                 self.asked.append(received.message.url)
+                self.moves = received.message.move
                 if self._silent_after is None or count < self._silent_after:
                     answer = self._answers[min(count, len(self._answers) - 1)]
-                    sockets.send(received.source, Draining(answer))
+                    if not isinstance(answer, Draining):
+                        answer = Draining(answer)
+                    sockets.send(received.source, answer)
         sockets.close()
 
     def start(self) -> None:
@@ -138,3 +142,21 @@ def test_where_no_router_answers_it_is_said_soon() -> None:
     assert time.monotonic() - began < 30
     assert status == 2
     assert all(f"no router answers at {router.address}" in output for router in away)
+
+
+def test_what_has_moved_and_what_has_not_is_told_over_all_routers(routers: list[Router]) -> None:
+    one = Draining(3, 2, {"seed": 2, "tools": 1}), Draining(0, 5)
+    begin(routers, Router(*one), Router(Draining(1, 4, {"seed": 1}), Draining(0, 4)))
+    status, output = run(*words(routers, "--move"))
+    assert status == 0
+    assert f"{ENGINE}: 4 requests end there: 3 seed, 1 tools" in output
+    assert f"{ENGINE} is idle, 9 streams have moved" in output
+    assert all(router.moves for router in routers)
+
+
+def test_a_drain_that_moves_nothing_asks_routers_of_before(routers: list[Router]) -> None:
+    begin(routers, Router(0))
+    assert run(*words(routers))[0] == 0
+    assert not routers[0].moves
+    assert b"move" not in encode(Drain(ENGINE))
+    assert b"staying" not in encode(Draining(0))

@@ -1,0 +1,181 @@
+"""FakeVllm: an engine that computes, in vLLM's shapes: what it says next follows from all tokens before."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from router_setup import FakeEngine, serve
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+MODEL = "m"
+LENGTH = 400
+
+
+class Died(Exception):
+    """As a process that is killed: its connections break."""
+
+
+def next_token(ids: list[int]) -> int:
+    return (sum(ids) * 7 + len(ids) * 13) % 97 + 1
+
+
+def ids_of(prompt: Any) -> list[int]:
+    """Of a prompt, or of a chat's messages."""
+    return (
+        prompt if isinstance(prompt, list) and isinstance(prompt[0], int) else [*json.dumps(prompt).encode()]
+    )
+
+
+class Detokenizer:
+    """Of each token a number in words, but that a fifth of them is told with the next one, as a part of a
+    character is."""
+
+    def __init__(self) -> None:
+        self._held = ""
+
+    def text(self, token: int, *, last: bool) -> str:
+        self._held += f"{token},"
+        if token % 5 == 0 and not last:
+            return ""
+        text, self._held = self._held, ""
+        return text
+
+
+class FakeVllm(FakeEngine):
+    """Its streams stop behind ``limits[0]`` tokens until ``go`` is set, and behind ``limits[1]`` for ever."""
+
+    def __init__(self, created: int) -> None:
+        super().__init__(self.answer)
+        self.created = created
+        self.limits = LENGTH, LENGTH
+        self.go = asyncio.Event()
+        self.pace = 0.0
+        """Seconds for each token."""
+        self.refuses: int | None = None
+        """With this status."""
+        self.dies_behind: int | None = None
+        """So many tokens of a stream."""
+        self.disowned = 0
+        """Requests by which it was to tell a P that nobody wants its pages."""
+        self.said = 0
+        """Tokens of streams."""
+        self.closed = 0
+        """Streams that the router closed before their end."""
+        self.app.router.routes.insert(0, Route("/v1/models", self.models))
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"data": [{"id": "adapter"}, {"id": MODEL, "max_model_len": LENGTH}]})
+
+    async def step(self, said: int) -> None:
+        """Before each token."""
+        if said == self.dies_behind:
+            raise Died
+        if said >= self.limits[0]:
+            await self.go.wait()
+        if said >= self.limits[1]:
+            await asyncio.Event().wait()
+        await asyncio.sleep(self.pace)
+
+    async def answer(self, request: Request, body: dict[str, Any]) -> Response:
+        if body.get("model", MODEL) != MODEL:
+            self.bodies.remove(body)
+            self.disowned += 1
+            return JSONResponse({"error": {"message": "no such model", "code": 404}}, 404)
+        if self.refuses:
+            return JSONResponse({"error": {"message": "no", "code": self.refuses}}, self.refuses)
+        if body.get("stream"):
+            stream = self.stream(request, body)
+            return StreamingResponse(stream, media_type="text/event-stream")
+        if (body.get("kv_transfer_params") or {}).get("do_remote_decode"):
+            return JSONResponse({"choices": [], "kv_transfer_params": {"from": "p"}})
+        ids = self.ids(request, body)
+        left, text = self.left(request, body, ids), Detokenizer()
+        said = ""
+        if self.limits[0] < LENGTH:
+            await self.go.wait()
+        while left:
+            left -= 1
+            ids.append(next_token(ids))
+            said += text.text(ids[-1], last=not left)
+        return JSONResponse({"choices": [{"index": 0, "text": said, "finish_reason": "length"}]})
+
+    def ids(self, request: Request, body: dict[str, Any]) -> list[int]:
+        return list(ids_of(body["messages"] if self.is_chat(request) else body["prompt"]))
+
+    def ids_of_body(self, path: str, body: dict[str, Any]) -> list[int]:
+        return ids_of(body.get("messages") or body["prompt"])
+
+    def is_chat(self, request: Request) -> bool:
+        return request.url.path == "/v1/chat/completions"
+
+    def left(self, request: Request, body: dict[str, Any], ids: list[int]) -> int:
+        limit = body.get("max_tokens", None if self.is_chat(request) else 16)
+        limit = body.get("max_completion_tokens", limit)
+        assert limit is not None or self.is_chat(request)  # as in vLLM
+        assert limit is None or limit <= LENGTH
+        return min(LENGTH - len(ids), LENGTH if limit is None else limit)
+
+    async def stream(self, request: Request, body: dict[str, Any]) -> AsyncIterator[bytes]:
+        chat, ids, wants = self.is_chat(request), self.ids(request, body), body.get("return_token_ids")
+        prompt, options = len(ids), body.get("stream_options") or {}
+        name = request.headers["x-request-id"]
+        head = {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{name}",
+            "object": "chat.completion.chunk" if chat else "text_completion",
+            "created": self.created,
+            "model": MODEL,
+        }
+        counts = lambda: {  # noqa: E731
+            "prompt_tokens": prompt,
+            "completion_tokens": len(ids) - prompt,
+            "total_tokens": len(ids),
+        }
+        each = (lambda: {"usage": counts()}) if options.get("continuous_usage_stats") else dict
+        left, text, done = self.left(request, body, ids), Detokenizer(), False
+        asked = list(ids) if wants else None
+        try:
+            if chat:
+                choice: dict[str, Any] = {"index": 0, "delta": {"role": "assistant", "content": ""}}
+                choice |= {"logprobs": None, "finish_reason": None}
+                await self.step(0)
+                yield _event(head | {"choices": [choice], "prompt_token_ids": asked} | each())
+            while left:
+                await self.step(len(ids) - prompt)
+                left -= 1
+                ids.append(next_token(ids))
+                self.said += 1
+                said, finish = text.text(ids[-1], last=not left), None if left else "length"
+                token = [ids[-1]] if wants else None
+                if chat:
+                    choice = {"index": 0, "delta": {"content": said}, "logprobs": None}
+                    choice |= {"finish_reason": finish, **({} if left else {"stop_reason": None})}
+                    choice |= {"token_ids": token}
+                else:
+                    choice = {"index": 0, "text": said, "logprobs": None, "finish_reason": finish}
+                    choice |= {"stop_reason": None, "prompt_token_ids": asked, "token_ids": token}
+                    asked = None
+                yield _event(head | {"choices": [choice]} | each())
+            if options.get("include_usage"):
+                usage = counts() | {"prompt_tokens_details": {"cached_tokens": prompt - 1}}
+                yield _event(head | {"choices": [], "usage": usage})
+            yield b"data: [DONE]\n\n"
+            done = True
+        finally:
+            self.closed += not done
+
+
+def _event(said: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(said, separators=(",", ":")).encode() + b"\n\n"
+
+
+@contextlib.asynccontextmanager
+async def serve_vllm(created: int) -> AsyncIterator[FakeVllm]:
+    engine = FakeVllm(created)
+    async with serve(engine.app) as engine.url:
+        yield engine

@@ -1,0 +1,606 @@
+"""Running streams that move to another decode engine: what the client sees of it is one stream."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from fake_vllm import LENGTH, FakeVllm, serve_vllm
+from router_setup import PATIENCE, metric, serve, until_metric, within
+from typer.testing import CliRunner, Result
+
+from kv_connector.cli import drain
+from kv_connector.cli.main import app as command_line
+from kv_connector.lab.free_ports import free_ports
+from kv_connector.protocol.actions import Address
+from kv_connector.router.app import create_app
+from kv_connector.router.balance import EvenStreams
+from kv_connector.router.completion import Completion
+from kv_connector.router.continuation import only_text, stay_reason
+from kv_connector.router.endpoint import Endpoint
+from kv_connector.router.members import Members
+from kv_connector.router.pool import Pool
+from kv_connector.router.running import Running
+from kv_connector.router.settings import Settings
+
+pytestmark = pytest.mark.anyio
+
+COMPLETION = "/v1/completions"
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "Good morning"}]
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drain, "REPEAT_SECONDS", 0.05)
+    monkeypatch.setattr("kv_connector.router.registry._TICK_S", 0.02)
+
+
+class Site:
+    """One P, two engines of both roles, a router over them, and a client of the router."""
+
+    def __init__(self, p: FakeVllm, first: FakeVllm, second: FakeVllm) -> None:
+        self.p, self.first, self.second = p, first, second
+        self.registration = Address("127.0.0.1", free_ports(1)[0])
+        self.client: httpx.AsyncClient
+
+    async def drain(self, engine: FakeVllm, *words: str) -> Result:
+        """Until the engine is idle."""
+        return await within(await self.begin_drain(engine, *words))
+
+    async def begin_drain(self, engine: FakeVllm, *words: str) -> asyncio.Task[Result]:
+        """Once the router knows of it, the engine goes on."""
+        words = ("drain", engine.url, "--router", str(self.registration), "--move", *words)
+        draining = asyncio.create_task(asyncio.to_thread(CliRunner().invoke, command_line, words))
+        async with asyncio.timeout(PATIENCE):
+            while (await self.client.get("/health")).json()["decode"][engine.url] != "draining":
+                assert not draining.done(), draining.result().output
+        engine.go.set()
+        return draining
+
+    async def outcomes(self) -> dict[str, float]:
+        text = (await self.client.get("/metrics")).text
+        name = "kv_connector_router_moves_total{outcome="
+        lines = [line for line in text.splitlines() if line.startswith(name)]
+        return {line.split('"')[1]: float(line.rsplit(" ", 1)[1]) for line in lines}
+
+
+@contextlib.asynccontextmanager
+async def site(*more: FakeVllm, **settings: Any) -> AsyncIterator[Site]:
+    async with serve_vllm(1) as p, serve_vllm(2) as first, serve_vllm(3) as second:
+        made = Site(p, first, second)
+        both = [Endpoint.parse(f"{one.url}@10.0.0.{one.created}:5600") for one in (first, second, *more)]
+        chosen = Settings(
+            (Endpoint.parse(f"{p.url}@10.0.0.1:5600"), *both),
+            tuple(both),
+            registration=made.registration,
+            **settings,
+        )
+        first.limits = (8, 24)
+        async with (
+            serve(create_app(chosen)) as url,
+            httpx.AsyncClient(base_url=url, timeout=PATIENCE) as made.client,
+        ):
+            yield made
+
+
+class Reading:
+    """A client's stream that is read while something else happens."""
+
+    def __init__(self, client: httpx.AsyncClient, path: str, body: dict[str, Any], name: str = "one") -> None:
+        self.raw = b""
+        self._more = asyncio.Condition()
+        self._task = asyncio.create_task(
+            self._read(client, path, {"stream": True, "model": "m", **body}, name)
+        )
+
+    async def _read(self, client: httpx.AsyncClient, path: str, body: dict[str, Any], name: str) -> None:
+        headers = {"x-request-id": name}
+        async with client.stream("POST", path, json=body, headers=headers) as answer:
+            async for chunk in answer.aiter_bytes():
+                async with self._more:
+                    self.raw += chunk
+                    self._more.notify_all()
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """All but the last word, that there are no more."""
+        parts = self.raw.split(b"\n\n")[:-1]
+        return [json.loads(event[6:]) for event in parts if event != b"data: [DONE]"]
+
+    async def until(self, events: int) -> None:
+        async with asyncio.timeout(PATIENCE), self._more:
+            await self._more.wait_for(lambda: self.raw.count(b"\n\n") >= events)
+
+    def leave(self) -> None:
+        self._task.cancel()
+
+    async def end(self) -> list[dict[str, Any]]:
+        await within(self._task)
+        assert self.raw.endswith(b"data: [DONE]\n\n")
+        return self.events
+
+
+def said(events: list[dict[str, Any]]) -> tuple[str, list[int]]:
+    """Text and ids, of however many events."""
+    choices = [choice for event in events for choice in event["choices"]]
+    texts = (
+        choice["delta"].get("content", "") if "delta" in choice else choice["text"] for choice in choices
+    )
+    return "".join(texts), [token for choice in choices for token in choice.get("token_ids") or ()]
+
+
+async def alone(engine: FakeVllm, path: str, body: dict[str, Any], name: str = "one") -> list[dict[str, Any]]:
+    """What the engine says to a client that asks it itself."""
+    async with httpx.AsyncClient(base_url=engine.url, timeout=PATIENCE) as client:
+        return await Reading(client, path, body, name).end()
+
+
+REQUESTS = [
+    (COMPLETION, {"prompt": [5, 6, 7], "max_tokens": 60}),
+    (COMPLETION, {"prompt": "Good morning", "max_tokens": 60, "temperature": 0, "seed": 3}),
+    (COMPLETION, {"prompt": [5], "max_tokens": 60, "return_token_ids": True, "min_tokens": 50}),
+    (COMPLETION, {"prompt": [5], "max_tokens": 60, "stream_options": {"include_usage": True}}),
+    (CHAT, {"messages": MESSAGES, "max_tokens": 60}),
+    (CHAT, {"messages": MESSAGES, "max_completion_tokens": 60, "stream_options": {"include_usage": True}}),
+    (CHAT, {"messages": MESSAGES, "return_token_ids": True, "n": 1, "tools": [], "user": "x"}),
+    (CHAT, {"messages": MESSAGES, "max_tokens": 60, "stream_options": {"continuous_usage_stats": True}}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), REQUESTS)
+async def test_a_drained_engines_stream_goes_on_elsewhere_and_back(path: str, body: dict[str, Any]) -> None:
+    async with site() as s:
+        reading = Reading(s.client, path, body)
+        await reading.until(7)
+        drained = await s.drain(s.first)
+        assert (drained.exit_code, drained.output.strip()) == (
+            0,
+            f"{s.first.url} is idle, 1 streams have moved",
+        )
+        events = await reading.end()
+        s.first.limits = (LENGTH, LENGTH)
+        expected = await alone(s.first, path, body)
+        if "usage" in events[-1] and not events[-1]["choices"]:
+            expected[-1]["usage"]["prompt_tokens_details"] = events[-1]["usage"]["prompt_tokens_details"]
+        assert events == expected
+        assert await s.outcomes() == {"moved": 1}
+        assert s.first.closed == 1
+        # The old engine was asked for the pages of all that was said, and the new one goes on behind that.
+        (to_first,), (to_second,) = s.first.bodies[1:2], s.second.bodies
+        assert to_first["kv_transfer_params"]["do_remote_decode"]
+        transfer = to_second["kv_transfer_params"]
+        assert transfer["transfer_id"] == to_first["kv_transfer_params"]["transfer_id"]
+        assert (transfer["remote_host"], transfer["do_remote_prefill"]) == ("10.0.0.2", True)
+        assert to_first["prompt"] == to_second["prompt"]
+        assert to_first["max_tokens"] == 1
+        said = len(to_second["prompt"]) - len(s.first.ids_of_body(path, body))
+        assert said >= 5
+        if "min_tokens" in body:
+            assert to_second["min_tokens"] == 50 - said
+        assert "seed" not in to_second
+
+
+@pytest.mark.parametrize(("path", "body"), REQUESTS)
+async def test_noting_the_ids_leaves_no_trace(path: str, body: dict[str, Any]) -> None:
+    async with site() as s:
+        s.first.limits = (LENGTH, LENGTH)
+        reading = Reading(s.client, path, body)
+        await reading.end()
+        assert s.first.bodies[0]["return_token_ids"] is True
+        asked = Reading(httpx.AsyncClient(base_url=s.first.url, timeout=PATIENCE), path, body)
+        await asked.end()
+        assert reading.raw == asked.raw
+
+
+BODY: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 60}
+
+
+async def moving(s: Site, body: dict[str, Any] = BODY, path: str = COMPLETION) -> Reading:
+    """A stream that has begun at the first engine."""
+    reading = Reading(s.client, path, body)
+    await reading.until(7)
+    return reading
+
+
+async def test_a_stream_moves_again_and_its_tokens_are_counted_together() -> None:
+    body = BODY | {"stream_options": {"include_usage": True}, "return_token_ids": True}
+    async with serve_vllm(4) as third, site(third) as s:
+        s.second.limits = (12, 24)
+        reading = await moving(s, body)
+        await s.drain(s.first)
+        await reading.until(20)
+        await s.drain(s.second)
+        events = await reading.end()
+        assert await s.outcomes() == {"moved": 2}
+        assert len(third.bodies) == 1
+        expected = await alone(third, COMPLETION, body)
+    assert said(events) == said(expected)
+    assert {event["created"] for event in events} == {2}
+    usage = events[-1]["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (3, 60, 63)
+
+
+async def test_a_request_that_has_said_nothing_yet_moves_when_it_has() -> None:
+    async with site() as s:
+        s.first.limits = (0, 24)
+        reading = Reading(s.client, COMPLETION, BODY)
+        await within(s.first.arrived.wait())
+        assert (await s.drain(s.first)).exit_code == 0
+        assert s.second.bodies
+        s.first.limits = (LENGTH, LENGTH)
+        assert await reading.end() == await alone(s.first, COMPLETION, BODY)
+
+
+async def test_a_stream_whose_first_token_came_from_p_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Members, "early_tokens", lambda self, endpoint: True)
+    async with site() as s:
+        s.first.limits = (0, 24)
+        reading = Reading(s.client, COMPLETION, BODY)
+        await reading.until(1)
+        assert s.p.bodies[0]["stream"] is True
+        assert "return_token_ids" not in s.p.bodies[0]
+        await s.drain(s.first)
+        events = await reading.end()
+        assert await metric(s.client, 'kv_connector_router_early_tokens_total{outcome="sent"}') == 1
+        assert await s.outcomes() == {"moved": 1}
+        s.first.limits = (LENGTH, LENGTH)
+        assert said(events) == said(await alone(s.first, COMPLETION, BODY))
+        assert {event["created"] for event in events} == {1}
+
+
+@pytest.mark.parametrize(("status", "outcome"), [(400, {"refused": 3}), (500, {"engine_failed": 3})])
+async def test_where_the_new_engine_refuses_the_stream_goes_on(
+    status: int, outcome: dict[str, float]
+) -> None:
+    async with site() as s:
+        s.first.limits, s.second.refuses = (8, LENGTH), status
+        s.first.pace = 0.01  # it says something behind each move that fails
+        reading = await moving(s)
+        drained = await s.drain(s.first)
+        assert f"{s.first.url} is idle, 0 streams have moved" in drained.output
+        events = await reading.end()
+        assert await s.outcomes() == outcome
+        assert events == await alone(s.first, COMPLETION, BODY)
+
+
+async def test_where_the_new_engine_dies_before_it_says_anything_the_stream_goes_on() -> None:
+    async with site() as s:
+        s.first.limits, s.second.dies_behind = (8, LENGTH), 0
+        reading = await moving(s)
+        await s.drain(s.first)
+        events = await reading.end()
+        assert (await s.outcomes())["engine_failed"] >= 1
+        assert events == await alone(s.first, COMPLETION, BODY)
+
+
+async def test_where_the_new_engine_dies_behind_its_first_token_the_stream_ends_with_an_error() -> None:
+    async with site() as s:
+        s.second.dies_behind = 3
+        reading = await moving(s)
+        await s.drain(s.first)
+        await within(reading._task)
+        assert await s.outcomes() == {"moved": 1}
+        assert "error" in reading.events[-1]
+        s.first.limits = (LENGTH, LENGTH)
+        expected = await alone(s.first, COMPLETION, BODY)
+        assert reading.events[:-1] == expected[: len(reading.events) - 1]
+
+
+async def test_an_answer_that_ends_meanwhile_ends() -> None:
+    async with site() as s:
+        s.first.limits, s.second.limits = (8, LENGTH), (0, 0)
+        reading = await moving(s)
+        assert (await s.drain(s.first)).exit_code == 0
+        events = await reading.end()
+        assert await s.outcomes() == {"ended": 1}
+        assert s.second.closed == 1
+        assert events == await alone(s.first, COMPLETION, BODY)
+
+
+async def test_a_new_engine_that_says_nothing_in_time_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kv_connector.router.moves._LONGEST_S", 0.1)
+    async with site() as s:
+        s.first.limits, s.second.limits = (8, LENGTH), (0, 0)
+        s.first.pace = 0.01  # it says something behind each move that fails
+        reading = await moving(s)
+        await s.drain(s.first)
+        events = await reading.end()
+        assert await s.outcomes() == {"too_late": 3}
+        assert s.second.disowned == 3
+        assert events == await alone(s.first, COMPLETION, BODY)
+
+
+async def test_so_many_streams_move_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others go on where they are meanwhile."""
+    monkeypatch.setattr("kv_connector.router.moves._AT_ONCE", 1)
+    async with site() as s:
+        s.first.limits, s.first.pace = (8, LENGTH), 0.01
+        readings = []
+        for number in range(2):
+            readings.append(Reading(s.client, COMPLETION, BODY, f"{number}"))
+            await readings[-1].until(7)
+            await Reading(s.client, COMPLETION, BODY, f"{number} at the other engine").end()
+        s.second.limits = (0, LENGTH)
+        draining = await s.begin_drain(s.first)
+        untils = [asyncio.create_task(reading.until(30)) for reading in readings]
+        await asyncio.wait(untils, return_when=asyncio.FIRST_COMPLETED)
+        assert min(len(reading.events) for reading in readings) < 20
+        assert len(s.second.bodies) == 2 + 1
+        s.second.go.set()
+        await within(draining)
+        assert [said(await reading.end()) for reading in readings] == [
+            said(await alone(s.first, COMPLETION, BODY))
+        ] * 2
+        await asyncio.gather(*untils)
+
+
+async def test_a_client_that_leaves_in_mid_move_leaves_nothing_behind() -> None:
+    async with site() as s:
+        s.second.limits = (0, 0)
+        reading = await moving(s)
+        draining = await s.begin_drain(s.first)
+        await within(s.second.arrived.wait())
+        reading.leave()
+        assert (await within(draining)).exit_code == 0
+        await until_metric(s.client, "kv_connector_router_in_flight", 0)
+        async with asyncio.timeout(PATIENCE):
+            while (s.first.closed, s.second.closed) != (1, 1):
+                await asyncio.sleep(0.01)
+        assert await s.outcomes() == {}
+
+
+async def test_a_drain_says_how_many_requests_stay_and_why(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "kv_connector.router.moves")
+    async with site() as s:
+        s.first.limits = (8, LENGTH)
+        s.second.limits = (8, LENGTH)
+        readings = []
+        for more in ({"seed": 1, "temperature": 1}, {"seed": 2}, {"stop": ["x"]}, {}, {"stream": False}):
+            for engine in (s.first, s.second):  # they take turns
+                asked = len(engine.bodies)
+                readings.append(Reading(s.client, COMPLETION, BODY | more))
+                async with asyncio.timeout(PATIENCE):
+                    while len(engine.bodies) == asked:
+                        await asyncio.sleep(0.001)
+        drained = await s.drain(s.first)
+        assert (
+            f"{s.first.url}: 4 requests end there: 2 seed, 1 stop_strings, 1 not_streamed" in drained.output
+        )
+        assert f"{s.first.url} is idle, 1 streams have moved" in drained.output
+        s.second.go.set()
+        for reading in readings:
+            await within(reading._task)
+            assert reading.raw
+        assert await s.outcomes() == {"seed": 2, "stop_strings": 1, "not_streamed": 1, "moved": 1}
+    (line,) = [record.getMessage() for record in caplog.records if "drain of" in record.getMessage()]
+    assert "1 streams moved in" in line
+    assert "end there (2 seed, 1 stop_strings" in line
+
+
+async def test_where_there_is_no_other_engine_nothing_moves() -> None:
+    async with site() as s:
+        s.first.limits = (8, LENGTH)
+        reading = await moving(s)
+        assert (await s.drain(s.second)).exit_code == 0
+        drained = await s.drain(s.first, "--json")
+        told = json.loads(drained.stdout)
+        assert (told["idle"], told["moved"], told["staying"]) == (True, 0, {"no_other_engine": 1})
+        assert "1 requests end there: 1 no_other_engine" in drained.stderr
+        assert len(await reading.end()) == 60
+
+
+async def test_a_decode_engine_that_is_nothing_else_keeps_its_streams() -> None:
+    async with serve_vllm(1) as p, serve_vllm(2) as first, serve_vllm(3) as second:
+        s = Site(p, first, second)
+        decode = tuple(Endpoint.parse(one.url) for one in (first, second))
+        settings = Settings((Endpoint.parse(p.url),), decode, registration=s.registration)
+        async with (
+            serve(create_app(settings)) as url,
+            httpx.AsyncClient(base_url=url, timeout=PATIENCE) as s.client,
+        ):
+            first.limits = (8, LENGTH)
+            reading = await moving(s)
+            assert "return_token_ids" not in first.bodies[0]
+            assert "1 requests end there: 1 engine" in (await s.drain(first)).output
+            assert len(await reading.end()) == 60
+
+
+async def test_an_ordinary_prompt_is_no_matter_of_an_engine_of_both_roles_where_there_is_another() -> None:
+    async with site(dispatch="serial") as s:
+        s.first.limits = (LENGTH, LENGTH)
+        for _ in range(4):
+            assert (await s.client.post(COMPLETION, json=BODY)).status_code == 200
+        assert len(s.p.bodies) == 4
+        prefills = [b for e in (s.first, s.second) for b in e.bodies if b["max_tokens"] == 1]
+        assert not prefills
+        s.p.refuses = 503
+        assert (await s.client.post(COMPLETION, json=BODY)).status_code == 200
+        prefills = [b for e in (s.first, s.second) for b in e.bodies if b["max_tokens"] == 1]
+        assert len(prefills) == 1
+
+
+def test_engines_in_reserve_are_chosen_where_the_others_take_nothing() -> None:
+    one, other, reserve = (Endpoint.parse(f"http://h:{port}") for port in (1, 2, 3))
+    pool = Pool()
+    for endpoint in (one, other):
+        pool.set_usable(endpoint, True)
+    pool.set_usable(reserve, True, reserve=True)
+    assert {member.endpoint for member in pool.choices()} == {one, other}
+    assert {member.endpoint for member in pool.choices({one})} == {other}
+    # It is asked before one that has just failed.
+    assert {member.endpoint for member in pool.choices({one, other})} == {reserve}
+    pool.set_usable(one, False)
+    pool.set_usable(other, False)
+    assert {member.endpoint for member in pool.choices()} == {reserve}
+
+
+# --- Balance
+
+
+@pytest.mark.parametrize(
+    ("streams", "pairs"),
+    [
+        ((8, 4), [(0, 1)]),
+        ((4, 0), [(0, 1)]),
+        ((3, 0), []),
+        ((9, 5), []),
+        ((7, 4), []),
+        ((2, 9, 5), [(1, 0)]),
+        ((1, 9, 8, 2), [(1, 0), (2, 3)]),
+        ((9,), []),
+        ((), []),
+    ],
+)
+def test_engines_with_far_more_streams_give_one_to_those_with_far_fewer(
+    streams: tuple[int, ...], pairs: list[tuple[int, int]]
+) -> None:
+    engines = [Endpoint.parse(f"http://h:{port + 1}") for port in range(len(streams))]
+    found = EvenStreams().pairs(dict(zip(engines, streams, strict=True)))
+    assert found == [(engines[most], engines[fewest]) for most, fewest in pairs]
+
+
+async def test_the_youngest_streams_move_until_it_is_even(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kv_connector.router.moves._REST_S", 0.05)
+    body = BODY | {"max_tokens": 200}
+    async with site(rebalance=True) as s:
+        s.first.limits, s.first.pace, s.second.limits = (LENGTH, LENGTH), 0.02, (8, LENGTH)
+        readings = []
+        for number in range(12):
+            readings.append(Reading(s.client, COMPLETION, body, f"{number}"))
+            await readings[-1].until(1)
+        s.second.go.set()
+        await asyncio.gather(*(one.end() for one in readings[1::2]))
+        s.second.pace = 0.02
+        streams = [await one.end() for one in readings[::2]]
+        assert await s.outcomes() == {"moved": 2}
+        moved = [headers["x-request-id"] for headers in s.second.headers[6:]]
+        assert moved == ["10-moved", "8-moved"]
+        s.first.pace = 0
+        assert said(streams[5]) == said(await alone(s.first, COMPLETION, body))
+
+
+# --- Which requests
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({}, None),
+        ({"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2}, None),
+        ({"n": 1, "seed": None, "stop": [], "logprobs": None, "presence_penalty": 0.0}, None),
+        ({"seed": 7, "temperature": 0}, None),
+        ({"response_format": {"type": "text"}, "tool_choice": "none", "tools": None}, None),
+        ({"max_tokens": 9, "min_tokens": 3, "stop_token_ids": [1], "logit_bias": {"5": 1}}, None),
+        ({"stream": False}, "not_streamed"),
+        ({"seed": 0}, "seed"),
+        ({"seed": 7, "temperature": 0.5}, "seed"),
+        ({"presence_penalty": 0.1}, "penalties"),
+        ({"frequency_penalty": -0.1}, "penalties"),
+        ({"stop": "x"}, "stop_strings"),
+        ({"n": 2}, "several_answers"),
+        ({"use_beam_search": True}, "several_answers"),
+        ({"prompt": ["a", "b"]}, "several_answers"),
+        ({"logprobs": 0}, "more_than_text"),
+        ({"logprobs": True}, "more_than_text"),
+        ({"prompt_logprobs": 0}, "more_than_text"),
+        ({"echo": True}, "more_than_text"),
+        ({"response_format": {"type": "json_object"}}, "constrained"),
+        ({"structured_outputs": {"regex": "a"}}, "constrained"),
+        ({"bad_words": ["x"]}, "constrained"),
+        ({"tools": [{}]}, "tools"),
+        ({"vllm_xargs": {"a": 1}}, "other_key"),
+        ({"stream_interval": 4}, "other_key"),
+        ({"thinking_token_budget": 4}, "other_key"),
+        ({"min_tokens": "3"}, "other_key"),
+        ({"anything": None}, "other_key"),
+    ],
+)
+def test_a_request_says_whether_it_may_move(more: dict[str, Any], reason: str | None) -> None:
+    body = json.dumps({"model": "m", "prompt": [1], "stream": True, **more}).encode()
+    assert stay_reason(COMPLETION, Completion.decode(body)) == reason
+    assert stay_reason("/v1/messages", Completion.decode(body)) == "other_api"
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("a", True),
+        (None, True),
+        ([{"type": "text", "text": "a"}], True),
+        ([{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}], False),
+        (["a"], True),
+        ({"type": "image_url"}, False),
+    ],
+)
+def test_a_chat_with_more_than_text_is_told_apart(content: Any, text: bool) -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": content}]}).encode()
+    assert only_text(Completion.decode(body)) is text
+
+
+# --- Ids in events
+
+
+def chunk(text: str, ids: list[int] | None, finish: str | None = None, **more: Any) -> bytes:
+    choice = {"index": 0, "text": text, "finish_reason": finish, **more, "token_ids": ids}
+    return b"data: " + json.dumps({"choices": [choice]}, separators=(",", ":")).encode() + b"\n\n"
+
+
+def chat(delta: dict[str, Any], ids: list[int] | None, finish: str | None = None) -> bytes:
+    choice = {"index": 0, "delta": delta, "finish_reason": finish, "token_ids": ids}
+    return b"data: " + json.dumps({"choices": [choice]}, separators=(",", ":")).encode() + b"\n\n"
+
+
+def test_ids_are_taken_out_and_kept() -> None:
+    running = Running()
+    assert running.read(chunk("a", [5], prompt_token_ids=[1, 2])) == chunk("a", None, prompt_token_ids=None)
+    text = ' "token_ids":[7] and "prompt_token_ids":[8] in a text'
+    assert running.read(chunk(text, [6]) + chunk("c", [7, 8])) == chunk(text, None) + chunk("c", None)
+    assert (bytes(running.ids), running.prompt, running.said) == (b"1,2,5,6,7,8", 2, 4)
+    shown = Running(shows_ids=True)
+    event = chunk("a", [5], prompt_token_ids=[1, 2]) + chunk("b", [])
+    assert shown.read(event) == event
+    assert bytes(shown.ids) == b"1,2,5"
+
+
+@pytest.mark.parametrize(
+    ("event", "whole"),
+    [
+        (chunk("a", [5]), True),
+        (chunk('"', [5]), True),
+        (chunk("", [5]), False),  # half of a character
+        (chunk("ab", [5, 6]), False),  # half of one may be behind it
+        (chunk("a", None), False),
+        (chunk("a", []), False),
+        (chunk("a", [5], "length"), False),
+        (chat({"content": "a"}, [5]), True),
+        (chat({"content": ""}, [5]), False),
+        (chat({"reasoning": "a"}, [5]), False),
+        (chat({}, [5]), False),
+        (b"data: [DONE]\n\n", False),
+    ],
+)
+def test_a_stream_may_be_left_where_nothing_is_held_back(event: bytes, whole: bool) -> None:
+    running = Running()
+    running.read(chunk("x", [4], prompt_token_ids=[1]))
+    running.read(event)
+    assert running.whole is whole
+    running.read(chunk("x", [4]) + event)
+    assert running.whole is whole
+    unprompted = Running()
+    unprompted.read(event)
+    assert not unprompted.whole
+
+
+def test_events_that_come_for_their_ids_alone_are_left_out() -> None:
+    running = Running()
+    end = chat({}, None, "stop")
+    given = chat({"content": "a"}, [5]) + chat({}, [6]) + chat({}, [7], "stop")
+    assert running.read(given) == chat({"content": "a"}, None) + end
+    assert running.said == 3
+    assert running.read(chat({}, [6])) == b""

@@ -1,0 +1,228 @@
+"""Running streams move between decode engines: each is what one engine says, and no block is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deployment import (
+    PATIENCE_SECONDS,
+    TIMEOUTS,
+    Client,
+    Hold,
+    assert_quiescent,
+    completion_body,
+    engine_settings,
+    prompt,
+)
+
+from kv_connector.control.membership import Drain, Draining, MembershipSockets
+from kv_connector.lab.cluster import HOST, Engine, LocalCluster, Role
+from kv_connector.lab.free_ports import free_ports
+from kv_connector.protocol.actions import Address
+
+pytestmark = pytest.mark.anyio
+
+STREAMS = 8
+# Two come to their end. The others are under way while an engine starts, three times, and are left then.
+SHORT = 500
+LONG = 1400
+
+
+class Site:
+    def __init__(self, cluster: LocalCluster, router: str, registration: Address) -> None:
+        self.cluster, self.router, self.registration = cluster, router, registration
+        self.prefill: Engine
+        self.first: Engine
+
+    def start(self, name: str, role: Role = "kv_both") -> Engine:
+        extra = {"providers": ["host", "tcp"], "timeouts": TIMEOUTS}
+        return self.cluster.start_engine(name, role=role, routers=[str(self.registration)], extra=extra)
+
+    async def joined(self, engine: Engine) -> None:
+        await asyncio.to_thread(self.cluster.wait_ready, engine)
+        await asyncio.to_thread(self.cluster.wait_joined, self.router, engine)
+
+    async def restart(self, engine: Engine) -> Engine:
+        """Of an engine that has nothing."""
+        await asyncio.to_thread(self.cluster.stop, engine)
+        again = self.cluster.restart(engine)
+        await self.joined(again)
+        return again
+
+    async def drain(self, engine: Engine) -> tuple[int, float]:
+        """How many streams have moved until no more will, and the seconds that took."""
+        began, sockets = time.monotonic(), MembershipSockets(None)
+        try:
+            link = sockets.dial(self.registration)
+            while True:
+                sockets.send(link, Drain(engine.url, move=True))
+                await asyncio.to_thread(sockets.wait, 0.05)
+                for received in sockets.receive():
+                    told = received.message
+                    assert isinstance(told, Draining)
+                    assert told.outstanding is not None
+                    if told.outstanding == sum(told.staying.values()):
+                        return told.moved, time.monotonic() - began
+        finally:
+            sockets.close()
+
+
+@pytest.fixture
+def site(model_directories: dict[str, Path], interpreter: tuple[str, ...], tmp_path: Path) -> Iterator[Site]:
+    """A P, an engine of both roles, and a router that they join."""
+    with LocalCluster(tmp_path, model_directories["llama"], engine_settings(blocks=600)) as cluster:
+        cluster.interpreter = interpreter
+        registration = Address(HOST, free_ports(1)[0])
+        router = cluster.start_router("router", registration=registration.port)
+        site = Site(cluster, router, registration)
+        site.prefill, site.first = site.start("prefill", "kv_producer"), site.start("first")
+        cluster.wait_ready()
+        cluster.wait_joined(router, site.prefill, site.first)
+        yield site
+
+
+def request(number: int) -> tuple[str, dict[str, Any]]:
+    """Completions and chats; some are told ids, those that come to an end how many tokens there were."""
+    body = completion_body(prompt(number, 40 + 60 * number), SHORT if number < 2 else LONG)
+    # Of printable characters: parts of others would be waited for, in a loop for as long as it goes on.
+    body |= {"stream": True, "return_token_ids": number % 4 > 1, "allowed_token_ids": list(range(94))}
+    if number < 2:
+        body["stream_options"] = {"include_usage": True}
+    if number % 2 == 0:
+        return "/v1/completions", body
+    del body["prompt"]
+    text = "".join(chr(97 + number + step % 7) for step in range(50 * number))
+    return "/v1/chat/completions", body | {"messages": [{"role": "user", "content": text}]}
+
+
+class Reading:
+    """A client's stream."""
+
+    def __init__(self, client: Client, url: str, number: int) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.pause = 0.0
+        """The longest between two events."""
+        self._grown = asyncio.Condition()
+        path, body = request(number)
+        self.task = asyncio.create_task(self._read(client, url + path, body))
+
+    async def _read(self, client: Client, url: str, body: dict[str, Any]) -> None:
+        last = None
+        async with client._http.stream("POST", url, json=body) as response:
+            assert response.status_code == 200
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    now = time.monotonic()
+                    self.pause, last = max(self.pause, now - (last or now)), now
+                    async with self._grown:
+                        self.events.append(json.loads(line.removeprefix("data: ")))
+                        self._grown.notify_all()
+                    assert "error" not in self.events[-1], line
+
+    async def grow(self, events: int) -> None:
+        """By so many; fails where the stream has ended."""
+        wanted = len(self.events) + events
+        async with asyncio.timeout(PATIENCE_SECONDS), self._grown:
+            await self._grown.wait_for(lambda: len(self.events) >= wanted or self.task.done())
+        assert len(self.events) >= wanted
+
+    async def leave(self) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+    def said(self) -> tuple[str, list[int], list[str], list[Any]]:
+        """Text, ids, ends and counts."""
+        choices = [choice for event in self.events for choice in event["choices"]]
+        assert len({(event["id"], event["created"], event["object"]) for event in self.events}) == 1
+        return (
+            "".join((c["delta"].get("content") or "") if "delta" in c else c["text"] for c in choices),
+            [token for choice in choices for token in choice.get("token_ids") or ()],
+            [choice["finish_reason"] for choice in choices if choice["finish_reason"]],
+            [event["usage"] for event in self.events if event.get("usage")],
+        )
+
+
+async def moves(client: Client, site: Site) -> dict[str, int]:
+    """{outcome: how many}"""
+    text = await client.get(f"{site.router}/metrics")
+    found = re.findall(r'^kv_connector_router_moves_total{outcome="(\w+)"} (\S+)', text, re.MULTILINE)
+    return {outcome: int(float(count)) for outcome, count in found}
+
+
+async def grow(readings: Iterable[Reading], events: int) -> None:
+    await asyncio.gather(*(reading.grow(events) for reading in readings))
+
+
+async def assert_right(client: Client, engine: Engine, readings: Sequence[Reading]) -> None:
+    """Each stream is what this engine says by itself, up to where it was left."""
+    asked = [request(number) for number in range(len(readings))]
+    longest = max(len(reading.events) for reading in readings)
+    whole = {"stream": False, "stream_options": None, "return_token_ids": True}
+    limits = [{"max_tokens": min(body["max_tokens"], longest)} for _, body in asked]
+    answers = await asyncio.gather(
+        *(
+            client.post(engine.url + path, body | whole | limit)
+            for (path, body), limit in zip(asked, limits, strict=True)
+        )
+    )
+    for number, (reading, answer) in enumerate(zip(readings, answers, strict=True)):
+        choice = answer["choices"][0]
+        text, ids = (
+            choice["message"]["content"] if "message" in choice else choice["text"],
+            choice["token_ids"],
+        )
+        if number < 2:
+            counts = {key: count for key, count in answer["usage"].items() if count is not None}
+            assert reading.said() == (text, [], ["length"], [counts])
+            continue
+        said, told, *_ = reading.said()
+        # The last characters of what was cut off may be parts of some, and events may have several tokens.
+        both = min(len(said), len(text)) - 4
+        assert both > 200
+        assert said[:both] == text[:both]
+        assert told[: len(ids)] == ids[: len(told)]
+        assert bool(told) == (number % 4 > 1)
+
+
+async def test_streams_move_to_and_fro_and_stay_where_the_target_dies(
+    site: Site, client: Client, tmp_path: Path
+) -> None:
+    first = site.first
+    readings = [Reading(client, site.router, number) for number in range(STREAMS)]
+    await grow(readings, 5)
+    # All are at the one engine that there is. Each that is drained comes back, and has none then.
+    second = site.start("second")
+    await site.joined(second)
+    drains = [await site.drain(first)]
+    first = await site.restart(first)
+    drains.append(await site.drain(second))
+    pauses = [reading.pause for reading in readings]
+    await grow(readings[2:], 20)
+
+    # The target has got pages when it dies.
+    second = await site.restart(second)
+    held = Hold(client, second, tmp_path)
+    await held.arm(1)
+    draining = asyncio.create_task(site.drain(first))
+    await held.reached()
+    second.kill()
+    assert (await draining)[0] == 0
+    await grow(readings[2:], 20)
+
+    outcomes = await moves(client, site)
+    await asyncio.gather(*(reading.task for reading in readings[:2]))
+    await asyncio.gather(*(reading.leave() for reading in readings[2:]))
+    for moved, seconds in drains:
+        print(f"\n{moved} streams moved in {seconds:.2f} s")
+        assert moved >= STREAMS - 2
+    print("longest pauses of the streams:", *(f"{pause:.2f}" for pause in pauses), "s; moves:", outcomes)
+    assert outcomes["engine_failed"] > 0
+    await assert_quiescent(client, site.prefill, first)
+    await assert_right(client, first, readings)
