@@ -1,12 +1,16 @@
-// Results of the engine's calls in a benchmark: a failure is an exception.
+// Results of the engine's calls in a benchmark: a failure is an exception, and so is one that does not come.
 #pragma once
 
+#include <chrono>
 #include <stdexcept>
 #include <utility>
 
 #include "engine/error.h"
 
 namespace kvc::bench {
+
+// What is waited for takes milliseconds at most: after this long something is broken.
+inline constexpr auto kPatience = std::chrono::seconds(30);
 
 template <typename T>
 T checked(Result<T> result) {

@@ -7,13 +7,6 @@
 #include "bench/checked.h"
 
 namespace kvc::bench {
-namespace {
-
-// One write takes milliseconds at most: after this long something is broken.
-constexpr auto kPatience = std::chrono::seconds(30);
-
-}  // namespace
-
 EngineEnd::EngineEnd(std::vector<DomainConfig> domains, uint32_t spin_us, std::byte* buffer, uint64_t buffer_bytes,
                      int memfd) {
   EngineConfig config;

@@ -16,9 +16,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// One iteration takes microseconds: after this long something is broken.
-constexpr auto kPatience = std::chrono::seconds(10);
-
 double half_since(Clock::time_point start) {
   return std::chrono::duration<double, std::micro>(Clock::now() - start).count() / 2;
 }

@@ -10,9 +10,6 @@
 namespace kvc::bench {
 namespace {
 
-// After this long something is broken.
-constexpr auto kPatience = std::chrono::seconds(30);
-
 std::unique_ptr<TransferEngine> open(const std::string& name, const std::vector<DomainConfig>& domains,
                                      uint32_t spin_us, DomainFactory factory) {
   EngineConfig config;

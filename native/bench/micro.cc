@@ -15,7 +15,6 @@
 namespace kvc::bench {
 namespace {
 
-constexpr auto kPatience = std::chrono::seconds(30);
 // A worker that never sleeps meanwhile: waking it up is a system call, which is measured elsewhere (latency).
 constexpr uint32_t kAwake = 1'000'000;
 

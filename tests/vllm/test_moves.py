@@ -30,9 +30,9 @@ from kv_connector.protocol.actions import Address
 pytestmark = pytest.mark.anyio
 
 STREAMS = 8
-# Two come to their end. The others are under way while an engine starts, three times, and are left then.
-SHORT = 500
-LONG = 1400
+# Two come to their end. The others are under way while an engine starts, twice, and are left then.
+SHORT = 300
+LONG = 1000
 
 
 class Site:
@@ -191,38 +191,35 @@ async def assert_right(client: Client, engine: Engine, readings: Sequence[Readin
         assert bool(told) == (number % 4 > 1)
 
 
-async def test_streams_move_to_and_fro_and_stay_where_the_target_dies(
+async def test_streams_move_and_stay_where_the_target_dies(
     site: Site, client: Client, tmp_path: Path
 ) -> None:
     first = site.first
     readings = [Reading(client, site.router, number) for number in range(STREAMS)]
     await grow(readings, 5)
-    # All are at the one engine that there is. Each that is drained comes back, and has none then.
+    # All are at the one engine that there is. It comes back, and has none then.
     second = site.start("second")
     await site.joined(second)
-    drains = [await site.drain(first)]
-    first = await site.restart(first)
-    drains.append(await site.drain(second))
+    moved, seconds = await site.drain(first)
     pauses = [reading.pause for reading in readings]
     await grow(readings[2:], 20)
 
     # The target has got pages when it dies.
-    second = await site.restart(second)
-    held = Hold(client, second, tmp_path)
+    first = await site.restart(first)
+    held = Hold(client, first, tmp_path)
     await held.arm(1)
-    draining = asyncio.create_task(site.drain(first))
+    draining = asyncio.create_task(site.drain(second))
     await held.reached()
-    second.kill()
+    first.kill()
     assert (await draining)[0] == 0
     await grow(readings[2:], 20)
 
     outcomes = await moves(client, site)
     await asyncio.gather(*(reading.task for reading in readings[:2]))
     await asyncio.gather(*(reading.leave() for reading in readings[2:]))
-    for moved, seconds in drains:
-        print(f"\n{moved} streams moved in {seconds:.2f} s")
-        assert moved >= STREAMS - 2
+    print(f"\n{moved} streams moved in {seconds:.2f} s")
     print("longest pauses of the streams:", *(f"{pause:.2f}" for pause in pauses), "s; moves:", outcomes)
+    assert moved >= STREAMS - 2
     assert outcomes["engine_failed"] > 0
-    await assert_quiescent(client, site.prefill, first)
-    await assert_right(client, first, readings)
+    await assert_quiescent(client, site.prefill, second)
+    await assert_right(client, second, readings)
