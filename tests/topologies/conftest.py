@@ -11,8 +11,8 @@ import pytest
 if TYPE_CHECKING:
     from site_of_case import Models
 
-# Heads and blocks that are cut anew, and recurrent states.
-SAMPLE = ("test_tokens_are_one_engines[block-32-64-tp1-tp2]", "test_tokens_are_one_engines[granite-tp2-tp1]")
+# Heads that are cut anew, and recurrent states.
+SAMPLE = ("test_tokens_are_one_engines[granite-tp2-tp1]",)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -52,6 +52,7 @@ def _start(
     shape: Shape,
     providers: tuple[str, ...],
     spans: Receiver,
+    interpreter: tuple[str, ...],
     *,
     prefill_blocks: int,
     decode_blocks: int,
@@ -73,6 +74,7 @@ def _start(
         extra=extra,
         settings=prefill_settings(blocks=prefill_blocks),
     )
+    cluster.interpreter = interpreter
     decode = cluster.start_engine(
         "decode",
         role="kv_consumer",
@@ -104,8 +106,8 @@ def deployment(
     interpreter: tuple[str, ...],
 ) -> Iterator[Deployment]:
     """The engines of one model. pytest runs all tests of one model before those of the next, so that no more
-    than one set of engines, of about 1.5 GB each, is up at a time. Gemma's are started as anybody starts
-    them, all others of the suite are forked.
+    than one set of engines, of about 1.5 GB each, is up at a time. Gemma's P is started as anybody starts
+    one, which takes it a minute; all others of the suite are forked.
     """
     name = request.param
     directory = tmp_path_factory.mktemp(name)
@@ -115,7 +117,10 @@ def deployment(
     ):
         if name == "llama":
             cluster.interpreter = interpreter
-            deployment = _start(cluster, LLAMA, ("host", "tcp"), spans, prefill_blocks=64, decode_blocks=120)
+            lanes = ("host", "tcp")
+            deployment = _start(
+                cluster, LLAMA, lanes, spans, interpreter, prefill_blocks=64, decode_blocks=120
+            )
         else:
             # These talk under a cluster key, keep timelines and send spans, the others do none of it.
             key_file = directory / "key"
@@ -123,7 +128,14 @@ def deployment(
             cluster.environment = {KEY_FILE_VARIABLE: str(key_file), **ENVIRONMENT}
             cluster.otlp_traces_endpoint = spans.endpoint
             deployment = _start(
-                cluster, GEMMA3, ("tcp",), spans, prefill_blocks=90, decode_blocks=160, timelines=64
+                cluster,
+                GEMMA3,
+                ("tcp",),
+                spans,
+                interpreter,
+                prefill_blocks=90,
+                decode_blocks=160,
+                timelines=64,
             )
         cluster.wait_ready()
         cluster.wait_joined(deployment.early, deployment.prefill, deployment.decode)
