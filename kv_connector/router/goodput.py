@@ -24,7 +24,6 @@ from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.members import Side
 from kv_connector.router.policy import Placement, split
 from kv_connector.router.pool import Member, Pool
-from kv_connector.router.prefix_cache import PrefixCaches
 from kv_connector.router.prompt import Prompt, TokenSizes
 from kv_connector.router.settings import Objectives
 from kv_connector.router.workload import Cost, Workload
@@ -55,7 +54,6 @@ class Goodput:
     def __init__(self, objectives: Objectives, pools: Mapping[Side, Pool]) -> None:
         self._objectives = objectives
         self._pools = pools
-        self._caches = PrefixCaches()
         self._sizes = TokenSizes()
 
     def place(self, completion: Completion, path: str, avoid: Collection[Endpoint]) -> Placement:
@@ -90,7 +88,7 @@ class Goodput:
         for workload in {self._workload(*one) for one in where}:
             if workload is not None:
                 room = None if workload.load is None else workload.load.cache_tokens
-                self._caches.computed(workload, placement.prompt, room)
+                workload.cache.computed(placement.prompt, room)
 
     def computed(self, placement: Placement, told: Computed) -> None:
         workload = self._workload(Side.PREFILL, placement.prefill)
@@ -98,7 +96,7 @@ class Goodput:
             return
         self._sizes.learn(placement.prompt, told.tokens)
         if told.cached is not None:
-            self._caches.corrected(workload, placement.prompt, told.cached, told.tokens)
+            workload.cache.corrected(placement.prompt, told.cached, told.tokens)
 
     def _compare(self, prefill: _Forecast, decode: _Forecast) -> tuple[bool, str]:
         """Whether the decode engine computes the prompt, and why."""
@@ -113,7 +111,7 @@ class Goodput:
 
     def _prefill(self, engine: Member, typical: Cost, prompt: Prompt, tokens: int) -> _Forecast:
         workload = engine.workload
-        cost, cached = workload.cost or typical, self._cached(workload, prompt, tokens)
+        cost, cached = workload.cost or typical, _cached(workload, prompt, tokens)
         chunk = tokens if workload.load is None else workload.load.prompt_tokens
         computing = cost.seconds(tokens - cached, cached, chunk)
         return _Forecast(engine, tokens - cached, cached, computing, workload.wait(cost)[0] + computing, 0.0)
@@ -122,7 +120,7 @@ class Goodput:
         workload, load = engine.workload, engine.workload.load
         if load is None:
             return _Forecast(engine, tokens, 0, math.inf, math.inf, math.inf)
-        cost, cached = workload.cost or typical, self._cached(workload, prompt, tokens)
+        cost, cached = workload.cost or typical, _cached(workload, prompt, tokens)
         # Each stream has a token in every step, prompts have the rest.
         streams = max(engine.outstanding, load.running)
         room = max(1, load.step_tokens - streams)
@@ -139,13 +137,14 @@ class Goodput:
         step = max(decoding, slower + cost.step + together * (cost.token + tokens * cost.pair))
         return _Forecast(engine, rest, cached, computing, wait + computing, step if streams else 0.0)
 
-    def _cached(self, workload: Workload, prompt: Prompt, tokens: int) -> int:
-        """Tokens of the prompt that the engine need not compute; the last is computed always."""
-        known = self._caches.cached(workload, prompt)
-        return min(tokens - 1, tokens * known // prompt.size) if known else 0
-
     def _workload(self, side: Side, endpoint: Endpoint | None) -> Workload | None:
         return None if endpoint is None else self._pools[side].workload(endpoint)
+
+
+def _cached(workload: Workload, prompt: Prompt, tokens: int) -> int:
+    """Tokens of the prompt that the engine need not compute; the last is computed always."""
+    known = workload.cache.cached(prompt)
+    return min(tokens - 1, tokens * known // prompt.size) if known else 0
 
 
 _seconds = operator.attrgetter("seconds")

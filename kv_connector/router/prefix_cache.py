@@ -1,8 +1,8 @@
-"""PrefixCaches: which beginnings of prompts each engine has in its prefix cache, as a router knows it."""
+"""PrefixCache: which beginnings of prompts an engine has in its prefix cache, as a router knows it."""
 
 from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 from kv_connector.router.prompt import PREFIX_BYTES, PRIOR_BYTES_PER_TOKEN, Prompt, bytes_per_token
 
@@ -11,75 +11,43 @@ from kv_connector.router.prompt import PREFIX_BYTES, PRIOR_BYTES_PER_TOKEN, Prom
 _USUAL_ROOM = 400_000
 # A prefix takes 125 bytes here.
 _LARGEST_ROOM = 1 << 24
-_ENGINES = 4096
 
 # Tokens are not spread evenly over a prompt's bytes, and engines count their hits in blocks: one had less
 # than was believed where it had not half of it, and more where it had over twice as much.
 _CLEARLY = 2
 
 
-class PrefixCaches:
-    """Of engines named by what changes when one starts again.
+class PrefixCache:
+    """An engine's. With a prefix it has those before it, too: they are never the older ones.
 
-    An engine is taken to have what it was sent, and to drop what it has not used for longest, as vLLM does.
+    The engine is taken to have what it was sent, and to drop what it has not used for longest, as vLLM does.
     Its answers correct how much it keeps: part of its room is taken by what is not known here, such as
     running requests and the prompts of other routers. What keeps nothing is soon expected to keep nothing.
     """
 
     def __init__(self) -> None:
-        self._caches: OrderedDict[Hashable, _Cache] = OrderedDict()  # the last used at the end
-
-    def cached(self, engine: Hashable, prompt: Prompt) -> int:
-        """How many bytes of the prompt the engine need not compute."""
-        cache = self._caches.get(engine)
-        return 0 if cache is None else cache.leading(prompt.prefixes) * PREFIX_BYTES
-
-    def computed(self, engine: Hashable, prompt: Prompt, room: int | None = None) -> None:
-        """The engine is sent the prompt, or its KV: who comes behind finds it. ``room``: tokens that it can
-        keep in all, where it says so."""
-        cache = self._caches.get(engine)
-        if cache is None:
-            cache = self._caches[engine] = _Cache()
-            if len(self._caches) > _ENGINES:
-                self._caches.popitem(last=False)
-        self._caches.move_to_end(engine)
-        cache.room = _USUAL_ROOM if room is None else min(room, _LARGEST_ROOM)
-        cache.sent(prompt)
-
-    def corrected(self, engine: Hashable, prompt: Prompt, cached_tokens: int, prompt_tokens: int) -> None:
-        """The engine has computed the prompt that it was sent, and had so many of its tokens before that.
-
-        Of one that was forgotten since, nothing is taken.
-        """
-        cache = self._caches.get(engine)
-        if cache is not None and prompt_tokens > 0:
-            cache.answered(prompt, cached_tokens, prompt_tokens)
-
-    def forget(self, engine: Hashable) -> None:
-        """It is gone, or has emptied its cache."""
-        self._caches.pop(engine, None)
-
-
-class _Cache:
-    """One engine's. With a prefix it has those before it, too: they are never the older ones."""
-
-    def __init__(self) -> None:
-        self.room = _USUAL_ROOM
+        self._room = _USUAL_ROOM
         # Whether an answer has told that the prefix was computed; the least recently used first.
         self._held: OrderedDict[int, bool] = OrderedDict()
         self._taken = 0  # of the room, by what is not known here; in prefixes
         self._bytes_per_token = PRIOR_BYTES_PER_TOKEN
 
-    def leading(self, prefixes: Sequence[int]) -> int:
-        """How many of them it has."""
-        return bisect_left(prefixes, True, key=lambda prefix: prefix not in self._held)
+    def cached(self, prompt: Prompt) -> int:
+        """How many bytes of the prompt the engine need not compute."""
+        return self._leading(prompt.prefixes) * PREFIX_BYTES
 
-    def sent(self, prompt: Prompt) -> None:
+    def computed(self, prompt: Prompt, room: int | None = None) -> None:
+        """The engine is sent the prompt, or its KV: who comes behind finds it. ``room``: tokens that it can
+        keep in all, where it says so."""
+        self._room = _USUAL_ROOM if room is None else min(room, _LARGEST_ROOM)
         if prompt.tokens is not None:
             self._weigh(prompt, prompt.tokens)
-        self._use(prompt.prefixes, self.leading(prompt.prefixes), told=False)
+        self._use(prompt.prefixes, self._leading(prompt.prefixes), told=False)
 
-    def answered(self, prompt: Prompt, cached: int, tokens: int) -> None:
+    def corrected(self, prompt: Prompt, cached: int, tokens: int) -> None:
+        """The engine has computed the prompt that it was sent, and had so many of its tokens before that."""
+        if tokens <= 0:
+            return
         # What was sent before and has no answer yet may be computed beside this one: it was not missed.
         told = bisect_left(prompt.prefixes, True, key=lambda prefix: not self._held.get(prefix, False))
         had = max(0, min(prompt.size * cached // tokens // PREFIX_BYTES, len(prompt.prefixes)))
@@ -92,6 +60,10 @@ class _Cache:
         self._weigh(prompt, tokens)
         # By now it has all of it, whatever it had before.
         self._use(prompt.prefixes, told, told=True)
+
+    def _leading(self, prefixes: Sequence[int]) -> int:
+        """How many of them it has."""
+        return bisect_left(prefixes, True, key=lambda prefix: prefix not in self._held)
 
     def _use(self, prefixes: Sequence[int], before: int, *, told: bool) -> None:
         """Makes them the youngest, the first of them last. ``before``: so many are as they are to be."""
@@ -107,4 +79,4 @@ class _Cache:
 
     def _whole_room(self) -> int:
         """In prefixes."""
-        return int(self.room * self._bytes_per_token) // PREFIX_BYTES
+        return int(self._room * self._bytes_per_token) // PREFIX_BYTES

@@ -1,4 +1,4 @@
-"""Workload: what an engine has to compute, and how fast it is."""
+"""Workload: what an engine has to compute, what of it it has already, and how fast it is."""
 
 import time
 from collections.abc import Callable
@@ -7,6 +7,7 @@ from typing import Self
 
 from kv_connector.control.membership import Load, PromptCost
 from kv_connector.router.backlog import Backlog
+from kv_connector.router.prefix_cache import PrefixCache
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Workload:
         self._clock = clock
         self.backlog = Backlog(clock)
         """What it has from this router."""
+        self.cache = PrefixCache()
         self.load: Load | None = None
         """What it said last, if it does."""
         self.cost: Cost | None = None

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_connector.router.prefix_cache import PrefixCaches
+from kv_connector.router.prefix_cache import PrefixCache
 from kv_connector.router.prompt import PREFIX_BYTES, Prompt
 
 # Of a prefix, at the bytes per token that are taken for granted.
@@ -52,18 +52,18 @@ class Router:
     engine: Engine
 
     def __post_init__(self) -> None:
-        self.caches = PrefixCaches()
+        self.cache = PrefixCache()
 
     def forecast(self, prompt: Prompt) -> int:
         """In pieces."""
-        return self.caches.cached("e", prompt) // PREFIX_BYTES
+        return self.cache.cached(prompt) // PREFIX_BYTES
 
     def send(self, prompt: Prompt) -> int:
-        self.caches.computed("e", prompt, None if self.room is None else self.room * TOKENS)
+        self.cache.computed(prompt, None if self.room is None else self.room * TOKENS)
         return self.engine.compute(prompt)
 
     def hear(self, prompt: Prompt, cached: int) -> None:
-        self.caches.corrected("e", prompt, cached, len(prompt.prefixes) * TOKENS)
+        self.cache.corrected(prompt, cached, len(prompt.prefixes) * TOKENS)
 
     def ask(self, prompt: Prompt) -> None:
         self.hear(prompt, self.send(prompt))
@@ -106,28 +106,14 @@ def test_whatever_is_said_when_no_more_is_kept_than_there_is_room_for_and_beginn
 
 
 def test_an_engine_that_was_sent_nothing_has_nothing() -> None:
-    caches = PrefixCaches()
-    assert caches.cached("e", prompt("abc")) == 0
-    caches.corrected("e", prompt("abc"), 3 * TOKENS, 3 * TOKENS)
-    assert caches.cached("e", prompt("abc")) == 0
+    cache = PrefixCache()
+    assert cache.cached(prompt("abc")) == 0
 
 
 def test_what_is_sent_is_there_for_who_comes_behind() -> None:
-    caches = PrefixCaches()
-    caches.computed("e", prompt("abc"))
-    assert caches.cached("e", prompt("abd")) == 2 * PREFIX_BYTES
-    assert caches.cached("other", prompt("abc")) == 0
-
-
-def test_an_engine_that_lost_all_is_forgotten() -> None:
-    caches = PrefixCaches()
-    for engine in ("e", "other"):
-        caches.computed(engine, prompt("abc"))
-    caches.forget("e")
-    caches.forget("e")
-    caches.corrected("e", prompt("abc"), 3 * TOKENS, 3 * TOKENS)  # that was on its way
-    assert caches.cached("e", prompt("abc")) == 0
-    assert caches.cached("other", prompt("abc")) == 3 * PREFIX_BYTES
+    cache = PrefixCache()
+    cache.computed(prompt("abc"))
+    assert cache.cached(prompt("abd")) == 2 * PREFIX_BYTES
 
 
 def test_after_its_answer_an_engine_has_all_of_the_prompt_whatever_it_had_before() -> None:
@@ -152,7 +138,7 @@ def test_prompts_that_are_computed_side_by_side_do_not_miss_each_other() -> None
     early, late = prompt("abcdefgh"), prompt("abcdefxy")
     router.ask(prompt(range(8)))
     for one in (early, late):
-        router.caches.computed("e", one)
+        router.cache.computed(one)
     router.hear(early, 0)
     assert [router.forecast(one) for one in (prompt(range(8)), early, late)] == [8, 8, 8]
 
@@ -189,7 +175,7 @@ def test_a_hit_that_ends_within_a_block_is_no_loss() -> None:
     for one in (first, again):
         router.ask(one)
     for _ in range(100):
-        router.caches.computed("e", first)
+        router.cache.computed(first)
         router.hear(first, 6 * TOKENS)
     assert router.forecast(again) == 10
 
@@ -198,47 +184,33 @@ def test_a_hit_that_ends_within_a_block_is_no_loss() -> None:
     ("cached", "tokens"), [(0, 0), (-TOKENS, 3 * TOKENS), (9 * TOKENS, 3 * TOKENS), (5, -1)]
 )
 def test_a_nonsensical_answer_does_no_harm(cached: int, tokens: int) -> None:
-    caches = PrefixCaches()
-    caches.computed("e", prompt("abc"))
-    caches.corrected("e", prompt("abc"), cached, tokens)
-    assert caches.cached("e", prompt("abc")) == 3 * PREFIX_BYTES
+    cache = PrefixCache()
+    cache.computed(prompt("abc"))
+    cache.corrected(prompt("abc"), cached, tokens)
+    assert cache.cached(prompt("abc")) == 3 * PREFIX_BYTES
 
 
 def test_room_is_counted_in_the_tokens_of_the_prompts_that_it_holds() -> None:
     """Of token ids, each of which is eight bytes long: a piece has half as many as of text."""
-    caches = PrefixCaches()
+    cache = PrefixCache()
     pieces = [prompt([number]) for number in range(1000)]
     for one in pieces:
-        caches.computed("e", Prompt("m", one.size, one.size // 8, one.prefixes), 100 * TOKENS)
-    assert sum(caches.cached("e", one) > 0 for one in pieces) == pytest.approx(200, abs=2)
+        cache.computed(Prompt("m", one.size, one.size // 8, one.prefixes), 100 * TOKENS)
+    assert sum(cache.cached(one) > 0 for one in pieces) == pytest.approx(200, abs=2)
 
 
 def test_an_engine_that_does_not_say_its_room_has_a_usual_one() -> None:
-    caches = PrefixCaches()
+    cache = PrefixCache()
     pieces = [prompt([number]) for number in range(3000)]
     for one in pieces:
-        caches.computed("e", one)
-    held = [caches.cached("e", one) > 0 for one in pieces]
+        cache.computed(one)
+    held = [cache.cached(one) > 0 for one in pieces]
     assert sum(held) * TOKENS == pytest.approx(400_000, rel=0.01)
     assert held == sorted(held)
 
 
 def test_room_that_an_engine_has_no_more_is_given_up() -> None:
-    caches = PrefixCaches()
-    caches.computed("e", prompt(range(10)))
-    caches.computed("e", prompt("a"), 4 * TOKENS)
-    assert [caches.cached("e", prompt(of)) // PREFIX_BYTES for of in ("a", range(10))] == [1, 3]
-
-
-def test_the_engines_that_are_used_no_more_are_forgotten() -> None:
-    caches = PrefixCaches()
-    for number in range(4096):
-        caches.computed(number, prompt("a"))
-    caches.computed(0, prompt("a"))
-    caches.computed("new", prompt("a"))
-    assert [caches.cached(engine, prompt("a")) > 0 for engine in (0, 1, 2, "new")] == [
-        True,
-        False,
-        True,
-        True,
-    ]
+    cache = PrefixCache()
+    cache.computed(prompt(range(10)))
+    cache.computed(prompt("a"), 4 * TOKENS)
+    assert [cache.cached(prompt(of)) // PREFIX_BYTES for of in ("a", range(10))] == [1, 3]
