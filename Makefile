@@ -44,9 +44,9 @@ demo: setup ## two engines, one prompt after another pushed from P into D, besid
 
 test: prepared test-native test-python ## all tests: native under sanitizers, and Python, real engines included
 
-# What the network and the compiler are waited for, side by side.
+# The network and the disk are waited for beside the compiler: two jobs, each a chain.
 prepared:
-	@$(MAKE) --no-print-directory -j2 setup native-asan native-tsan
+	@$(MAKE) --no-print-directory -j2 setup native-tsan
 
 # Real engines and lanes are timed by nobody but themselves, and have the machine to themselves.
 SIDE_BY_SIDE := tests/unit tests/simulation
@@ -63,7 +63,7 @@ endef
 # The release build is what the Python tests run: a third build here would cost five minutes and find nothing more.
 native-asan: | system
 	$(call native_build,native-asan,address$(comma)undefined)
-native-tsan: | system
+native-tsan: | native-asan
 	$(call native_build,native-tsan,thread)
 
 test-native: native-asan native-tsan ## native unit tests under address+undefined, and under thread sanitizer
