@@ -149,7 +149,8 @@ class Dispatcher:
             return await self._local(completion, call, reason, decode, stack)
         placement = await self._where(lambda: self._policy.place(completion, call.path, avoid))
         self._metrics.placed(local=placement.prefill is None, reason=placement.reason, late=placement.late)
-        asyncio.get_running_loop().call_later(_SENT_S, self._policy.sent, placement)
+        if placement.prompt is not None:
+            asyncio.get_running_loop().call_later(_SENT_S, self._policy.sent, placement)
         if placement.prefill is None:
             pool = self._pools[Side.DECODE]
             decode = stack.enter_context(pool.lease(placement.decode, placement.work))

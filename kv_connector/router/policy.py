@@ -38,7 +38,8 @@ class Policy(Protocol):
         ...
 
     def sent(self, placement: Placement) -> None:
-        """Its engines have the request: here is time for what a decision need not wait for."""
+        """Its engines have the request: here is time for what a decision need not wait for. Only of a
+        placement that has its prompt."""
         ...
 
     def computed(self, placement: Placement, told: Computed) -> None:
