@@ -208,7 +208,9 @@ class Calls:
                     raise self._failure(Side.DECODE, endpoint, call, problem) from None
         except (*HttpError, EngineLost) as error:
             raise self._broken(Side.DECODE, endpoint, call, error) from error
-        return Answer(response.status, kind, self._relay(opening, events, lease, call))
+        chunks = self._relay(opening, events, lease, call)
+        # Where token ids were asked for, they are kept, and taken out if the client did not ask.
+        return Answer(response.status, kind, call.running.note(chunks) if call.running.noted else chunks)
 
     async def _relay(
         self, opening: bytes, events: EventStream, lease: Lease, call: Call

@@ -13,6 +13,7 @@ import msgspec
 from kv_connector.router.completion import Body, Completion
 
 CHAT = "/v1/chat/completions"
+# Where answers are text alone: their first token may come from P, and they may move.
 PATHS = ("/v1/completions", CHAT)
 
 # Sampling that goes by the tokens so far, wherever the prompt ends, and what is no matter of sampling.

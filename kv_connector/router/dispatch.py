@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from kv_connector.router.calls import Answer, Call, Calls, Computed, EngineFailure
 from kv_connector.router.client import EngineClient, HttpError, Reply
 from kv_connector.router.completion import DISOWNED_PATH, Completion, decode_params, disowned_body
+from kv_connector.router.continuation import PATHS
 from kv_connector.router.early_token import EarlyToken, Mismatch, Rest
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.failure import Failure, failure
@@ -44,9 +45,8 @@ ATTEMPTS = 3
 # By then an attempt has sent its requests.
 _SENT_S = 0.001
 
-# Where answers are text alone, whose first token may come from P.
+# Of an answer whose first token comes from P.
 _EVENT_STREAM = "text/event-stream; charset=utf-8"
-_EARLY_PATHS = ("/v1/completions", "/v1/chat/completions")
 
 # In an answer's usage. Within a string, of a generated text for one, its quotes would be escaped.
 _CACHED_TOKENS = re.compile(rb'("cached_tokens": ?)\d+')
@@ -198,7 +198,7 @@ class Dispatcher:
         ids = self._begin(call, decode)
         answer = await self.calls.decode(decode, completion.local_body(ids=ids), call, stack)
         decode.computed()
-        return _noted(answer, call) if ids else answer
+        return answer
 
     async def _serial(
         self,
@@ -231,12 +231,11 @@ class Dispatcher:
             body = completion.decode_body(params, ids=ids)
             answer = await self.calls.load(transfer_id, prefill.endpoint, decode, body, call, stack)
         call.running.cached = computed.cached
-        return _noted(answer, call) if ids else answer
+        return answer
 
     def _begin(self, call: Call, decode: Lease) -> bool:
         """D is asked. Returns whether it is to say token ids: the stream may be moved from there."""
-        call.running.begin(decode.endpoint)
-        return call.running.may_move and self.members.of_both_sides(decode.endpoint)
+        return call.running.begin(decode.endpoint, parts=self.members.of_both_sides(decode.endpoint))
 
     async def _concurrent(
         self,
@@ -280,13 +279,8 @@ class Dispatcher:
         params = decode_params(transfer_id, prefill.endpoint, early=late is None)
         body = completion.decode_body(params, ids=ids)
         ours = AsyncExitStack()
-
-        async def load() -> Answer:
-            where = prefill.endpoint, decode
-            answer = await self.calls.load(transfer_id, *where, body, call, ours, accepted)
-            return _noted(answer, call) if ids else answer
-
-        decoding = asyncio.create_task(load())
+        load = self.calls.load(transfer_id, prefill.endpoint, decode, body, call, ours, accepted)
+        decoding = asyncio.create_task(load)
 
         async def end_decode(*why: Any) -> None:
             """``why``: as of ``__aexit__``."""
@@ -335,7 +329,7 @@ class Dispatcher:
         self, completion: Completion, call: Call, prefill: Endpoint, decode: Endpoint
     ) -> str | None:
         """Why the client does not get P's token; None if it does."""
-        if call.path not in _EARLY_PATHS:
+        if call.path not in PATHS:
             return "other_api"
         if not (self.members.early_tokens(prefill) and self.members.early_tokens(decode)):
             return "engines"
@@ -444,11 +438,6 @@ class Dispatcher:
                 type(error).__name__,
                 error,
             )
-
-
-def _noted(answer: Answer, call: Call) -> Answer:
-    """Whose token ids are kept, and taken out where the client did not ask for them."""
-    return replace(answer, chunks=call.running.note(answer.chunks)) if answer.streaming else answer
 
 
 def _cached(prefilling: asyncio.Task[Computed]) -> int | None:

@@ -111,7 +111,8 @@ class Moves:
             yield request
         finally:
             del self._requests[request]
-            self._look_at(request.running.engine)
+            if (engine := request.running.engine) is not None:
+                self._tell_end(engine.url)
 
     def empty(self, url: str) -> None:
         """What this API server's engines have is to go to others."""
@@ -176,7 +177,7 @@ class Moves:
         finally:
             request.moving, request.to = False, None
             self._leaving[engine.url] -= 1
-            self._look_at(engine)
+            self._tell_end(engine.url)
 
     async def ask(
         self, request: Request, running: Running, ids: bytes, said: int, to: Endpoint
@@ -245,12 +246,8 @@ class Moves:
                 return model.max_model_len
         raise failure(502, "api_error", f"{engine} does not say how long its model's texts may be")
 
-    def _look_at(self, engine: Endpoint | None) -> None:
-        """It has one stream less, or a move less."""
-        if engine is not None:
-            self._tell_end(engine.url)
-
     def _tell_end(self, url: str) -> None:
+        """Of a drain, once: it has one stream less, or a move less."""
         emptying = self._emptying.get(url)
         if emptying is None or emptying.over:
             return

@@ -29,9 +29,12 @@ class Running:
         """None: it is with none yet."""
         self.begin(None)
 
-    def begin(self, engine: Endpoint | None) -> None:
-        """An engine is asked, from the beginning."""
+    def begin(self, engine: Endpoint | None, *, parts: bool = False) -> bool:
+        """An engine is asked, from the beginning. ``parts``: it can part with a stream. Returns whether it is
+        to say token ids."""
         self.engine = engine
+        self.noted = self.may_move and parts
+        """Its answer has ids, which are kept."""
         self.ids = bytearray()
         """Of prompt and answer, as of a JSON list."""
         self.prompt = 0
@@ -42,6 +45,7 @@ class Running:
         """The last event is one token's, with text, and no end: the engine's server holds nothing back."""
         self.cached: int | None = None
         """Tokens of the prompt that P had in its prefix cache, where it has said so."""
+        return self.noted
 
     async def note(self, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """The engine's answer, which has ids in it, as the client would see it else."""
