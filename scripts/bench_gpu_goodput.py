@@ -35,7 +35,18 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from bench_gpu_pd import ENVIRONMENT, HOST, RIVALS, START_SECONDS, Server, ours, wait_ready, write_tiny
+from bench_gpu_pd import (
+    CPU_ENVIRONMENT,
+    ENVIRONMENT,
+    HOST,
+    RIVALS,
+    START_SECONDS,
+    Server,
+    ours,
+    theirs,
+    wait_ready,
+    write_tiny,
+)
 from goodput_load import CHUNK, WORKLOADS, Objectives, answers, lateness, report, row, summary, trace
 from gpu_faults import rests
 from gpu_shapes import SHAPES
@@ -147,7 +158,7 @@ CPU = Machine(
     "host",
     16,
     (1.0, 5.0),
-    {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"},
+    CPU_ENVIRONMENT,
 )
 SYSTEMS = ("plain", "ours", "goodput", "nixl")
 
@@ -208,10 +219,7 @@ def systems(plan: argparse.Namespace, machine: Machine, model: Path) -> list[Sys
     if "nixl" in plan.systems:
         engines = []
         for role, gpu in sides:
-            side = {"VLLM_NIXL_SIDE_CHANNEL_HOST": HOST, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(next(ports))}
-            transfer = {"kv_connector": RIVALS["nixl"], "kv_role": role}
-            if machine is CPU:
-                transfer["kv_buffer_device"] = "cpu"
+            transfer, side = theirs("nixl", role, next(ports), cpu=machine is CPU)
             name = f"nixl-{role}-{gpu}"
             engines.append(server(name, gpu, next(ports), transfer=transfer, environment=side))
         options = ["--serial"]

@@ -45,6 +45,10 @@ ENVIRONMENT = {
 }
 
 
+# To try a benchmark on CPUs.
+CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+
+
 @dataclass
 class Server:
     """One vLLM API server on one GPU, or on several by tensor parallelism."""
@@ -91,6 +95,14 @@ def ours(role: str, control_port: int, provider: str, url: str, registration: in
         "kv_role": role,
         "kv_connector_extra_config": settings,
     }
+
+
+def theirs(name: str, role: str, port: int, *, cpu: bool = False) -> tuple[dict[str, Any], dict[str, str]]:
+    """Of an engine with NIXL, whose ranks meet from ``port`` on: its transfer, and its environment."""
+    transfer = {"kv_connector": RIVALS[name], "kv_role": role}
+    if cpu:
+        transfer["kv_buffer_device"] = "cpu"
+    return transfer, {"VLLM_NIXL_SIDE_CHANNEL_HOST": HOST, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
 
 
 @dataclass(frozen=True)
@@ -143,9 +155,8 @@ def deployment(
             url, registration = f"http://{HOST}:{port + number}", port + 15
             transfer, more = ours(role, control, provider, url, registration), dict(environment)
             if name in RIVALS:
-                transfer = {"kv_connector": RIVALS[name], "kv_role": role}
-                more["VLLM_NIXL_SIDE_CHANNEL_HOST"] = HOST
-                more["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(control)
+                transfer, meeting = theirs(name, role, control)
+                more |= meeting
             elif name == BEFORE:
                 more["PYTHONPATH"] = os.pathsep.join([str(before), os.environ.get("PYTHONPATH", "")])
             sides.append(

@@ -26,12 +26,12 @@ from typing import Any
 
 import httpx
 import numpy as np
+from bench_gpu_goodput import Router
 from bench_gpu_pd import (
-    ENVIRONMENT,
+    CPU_ENVIRONMENT,
     HOST,
     REST_SECONDS,
     RIVALS,
-    START_SECONDS,
     TINY_ARGUMENTS,
     Answer,
     Body,
@@ -40,12 +40,13 @@ from bench_gpu_pd import (
     ours,
     serial,
     stream,
+    theirs,
     wait_ready,
     write_tiny,
 )
 from gpu_shapes import SHAPES
 
-from kv_connector.lab.process import Process, StartError, stop, wait_healthy
+from kv_connector.lab.process import Process, StartError, stop
 
 # Ports of an engine: its API's, then those that its ranks listen at, one for each from the given one on.
 PORTS, CONTROL = 20, 1
@@ -120,11 +121,8 @@ class Site:
                 routers_of = [f"{HOST}:{self._registrations[one]}" for one in meets]
                 transfer["kv_connector_extra_config"]["routers"] = routers_of
             elif engine.system in RIVALS:
-                transfer = {"kv_connector": RIVALS[engine.system], "kv_role": role}
-                if plan.cpu:
-                    transfer["kv_buffer_device"] = "cpu"
-                environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] = HOST
-                environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(first + CONTROL)
+                transfer, meeting = theirs(engine.system, role, first + CONTROL, cpu=plan.cpu)
+                environment |= meeting
             self.servers[engine] = Server(
                 f"{name}-{engine.system}-{engine.side}-{engine.ranks}",
                 [0] * engine.ranks if plan.cpu else engine.gpus(plan.gpus),
@@ -140,14 +138,13 @@ class Site:
     def start(self) -> None:
         """A rival that does not start is left out."""
         begin = time.monotonic()
-        routers = {}
+        routers = []
         for topology, port in self.routers.items():
-            command = [sys.executable, "-m", "kv_connector.cli.main", "router", "--host", HOST]
-            command += ["--port", str(port), "--registration", f"{HOST}:{self._registrations[topology]}"]
-            log = self._plan.work / f"router-{port}.log"
-            router = Process(f"router-{topology}", command, environment=ENVIRONMENT, log=log)
-            routers[router] = f"http://{HOST}:{port}/health"
-            self._processes.append(router)
+            options = ["--registration", f"{HOST}:{self._registrations[topology]}"]
+            routers.append(Router(f"router-{topology}", port, options, self._plan.work))
+            routers[-1].start()
+            assert routers[-1].process is not None
+            self._processes.append(routers[-1].process)
         for server in self.servers.values():
             server.start()
             assert server.process is not None
@@ -160,7 +157,8 @@ class Site:
                     raise
                 print(f"{server.name} is left out: {error}", flush=True)
                 del self.servers[engine]
-        wait_healthy(routers, deadline=time.monotonic() + START_SECONDS)
+        for router in routers:
+            router.wait()
         print(f"{len(self.servers)} engines are up after {time.monotonic() - begin:.0f} s", flush=True)
 
     async def warm(self, client: httpx.AsyncClient) -> None:
@@ -281,9 +279,6 @@ async def measure(site: Site, topology: Topology, plan: argparse.Namespace, sink
                     told.append(f"{name} {ttft * 1e3:8.1f} ({(ttft - base) * 1e3:+.1f})")
                 told.append(f"[{second * 1e3:.1f}]")
             print(f"  {length:6d} {'   '.join(told)}", flush=True)
-
-
-CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 
 
 def main() -> None:
