@@ -333,6 +333,10 @@ def engine_settings(*arguments: str, blocks: int = 400) -> EngineSettings:
         "0",
         "--num-gpu-blocks-override",
         str(blocks),
+        # vLLM takes no tools else. What it is bound to call is the same JSON with every parser.
+        "--enable-auto-tool-choice",
+        "--tool-call-parser",
+        "hermes",
         *arguments,
     )
     return EngineSettings(

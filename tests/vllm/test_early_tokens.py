@@ -20,6 +20,10 @@ SCHEMA = {
     "required": ["a", "b"],
     "additionalProperties": False,
 }
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("look", "listen")
+]
+NAMED = {"type": "function", "function": {"name": "listen"}}
 # Each of these tokens of the test's tokenizer is a printable character; half of one is no text to pass on.
 READABLE = list(range(94))
 # Of each of the two kinds; `make test-early` has 1,000.
@@ -34,7 +38,7 @@ def some_request(rng: random.Random, *, seeded: bool) -> tuple[str, dict[str, An
         "model": MODEL_NAME,
         "stream": rng.random() < 0.9,
         "max_tokens": rng.choice((1, 2, 9)),
-        **({"temperature": 1.2, "seed": rng.randrange(1 << 30)} if seeded else {"temperature": 0}),
+        **({"temperature": 0.8, "seed": rng.randrange(1 << 30)} if seeded else {"temperature": 0}),
         "allowed_token_ids": rng.choice((None, READABLE, READABLE)),
         "ignore_eos": rng.choice((True, False)),
     }
@@ -51,11 +55,18 @@ def some_request(rng: random.Random, *, seeded: bool) -> tuple[str, dict[str, An
             {"stop": ["e", "Z"]},
             {"structured_outputs": {"regex": "[a-z]{2}[0-9]{3}"}, "allowed_token_ids": None},
             {"structured_outputs": {"json": SCHEMA}, "allowed_token_ids": None},
+            # Characters of two to four bytes, of which each is a token.
+            {"structured_outputs": {"regex": "[a-zà-ÿ一-龥😀-😏]{9}"}, "allowed_token_ids": None},
         )
     )
     if rng.random() < 0.3:
-        text = "".join(rng.choices("abcdefgh ", k=length))
-        more = rng.choice(({}, {}, {"logprobs": True, "top_logprobs": 2}))
+        # A token a byte; what is cut off of a character is not one.
+        text = "".join(rng.choices(rng.choice(("abcdefgh ", "aé漢😀")), k=length))
+        text = text.encode()[:length].decode(errors="ignore")
+        more = rng.choice(({}, {}, {"logprobs": True, "top_logprobs": 2}, {"tools": TOOLS}))
+        if "tools" in more:  # of which one has to be called where nothing else binds the answer
+            choice = "none" if "structured_outputs" in body else rng.choice(("auto", "required", NAMED))
+            more |= {"tool_choice": choice, "max_tokens": 40, "allowed_token_ids": None}
         return "/v1/chat/completions", body | more | {"messages": [{"role": "user", "content": text}]}
     more = rng.choice(({}, {}, {"logprobs": 2}, {"return_token_ids": True}, {"echo": True}))
     return "/v1/completions", body | more | {"prompt": prompt(rng.random(), length)}
@@ -66,11 +77,12 @@ async def answered(client: Client, url: str, body: dict[str, Any]) -> list[dict[
     return await client.events(url, body) if body["stream"] else [await client.post(url, body)]
 
 
-def said(events: Iterable[dict[str, Any]]) -> tuple[str, list[int], list[str], list[str], list[Any]]:
-    """The text, its token ids, the tokens with log probabilities, how it ended, and the usage, however many
-    events that took."""
+def said(events: Iterable[dict[str, Any]]) -> tuple[Any, ...]:
+    """The text, its token ids, the tokens with log probabilities, the calls of tools, how it ended, and the
+    usage, however many events that took."""
     choices = [choice for event in events for choice in event.get("choices", ())]
     texts = [(choice.get("delta") or choice.get("message") or choice) for choice in choices]
+    called = [call["function"] for text in texts for call in text.get("tool_calls") or ()]
     rated = [choice["logprobs"] for choice in choices if choice.get("logprobs")]
     return (
         "".join(text.get("content") or text.get("text") or "" for text in texts),
@@ -80,6 +92,8 @@ def said(events: Iterable[dict[str, Any]]) -> tuple[str, list[int], list[str], l
             for some in rated
             for token in some.get("tokens") or [one["token"] for one in some["content"]]
         ],
+        [call["name"] for call in called if call.get("name")],
+        "".join(call.get("arguments") or "" for call in called),
         [choice["finish_reason"] for choice in choices if choice.get("finish_reason")],
         [event["usage"] for event in events if event.get("usage")],
     )
