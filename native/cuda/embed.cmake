@@ -1,9 +1,9 @@
-# cmake -DIMAGE=kernels.fatbin -DOUT=kernel_image.cc -DFUNCTION=kvc::cuda::kernel_image -P embed.cmake
-# Writes the compiled kernels as a C++ array behind `FUNCTION`, which driver.h declares.
+# cmake -DIMAGE=kernels.fatbin -DOUT=kernel_image.cc -DHEADER=cuda/driver.h -DFUNCTION=kvc::cuda::kernel_image -P embed.cmake
+# Writes the compiled kernels as a C++ array behind `FUNCTION`, which `HEADER` declares.
 file(READ ${IMAGE} bytes HEX)
 string(REGEX REPLACE "([0-9a-f][0-9a-f])" "0x\\1," bytes "${bytes}")
-file(WRITE ${OUT} "// Generated from kernels.cu.
-#include \"cuda/driver.h\"
+file(WRITE ${OUT} "// Generated.
+#include \"${HEADER}\"
 namespace {
 alignas(64) constexpr unsigned char kImage[] = {${bytes}};
 }
