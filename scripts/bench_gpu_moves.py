@@ -50,6 +50,7 @@ from kv_connector.control.registrar import Registrar
 from kv_connector.lab.cluster import engine_states
 from kv_connector.lab.moving import Moved, move_away
 from kv_connector.lab.process import stop
+from kv_connector.lab.sse import Events
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.messages import Role
 
@@ -195,10 +196,8 @@ class Client:
     def tokens(self) -> list[int]:
         """RuntimeError where an error was said."""
         found: list[int] = []
-        for event in bytes(self._said).split(b"\n\n")[:-1]:
-            if event == b"data: [DONE]":
-                continue
-            told = json.loads(event.removeprefix(b"data: "))
+        for event in Events().feed(bytes(self._said)):
+            told = json.loads(event)
             if "error" in told:
                 raise RuntimeError(f"a stream has broken off: {told['error']}")
             found += [token for choice in told["choices"] for token in choice.get("token_ids") or ()]

@@ -1,5 +1,6 @@
 """One streamed completion of token ids, timed at the client."""
 
+import itertools
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 import httpx
 
 from kv_connector.lab.cluster import MODEL_NAME
+from kv_connector.lab.sse import Events
 
 # An engine of ours answers in a second or two; a machine that does other things too may take longer.
 ANSWER_SECONDS = 120.0
@@ -83,10 +85,8 @@ def _streaming(
 def _chunks(response: httpx.Response, url: str) -> Iterator[dict[str, Any]]:
     if response.status_code != 200:
         raise CompletionError(f"{url} answered {response.status_code}: {response.read().decode()[:1000]}")
-    for line in response.iter_lines():
-        event = line.removeprefix("data: ")
-        if event in (line, "[DONE]"):
-            continue
+    events = Events()
+    for event in itertools.chain.from_iterable(map(events.feed, response.iter_bytes())):
         chunk: dict[str, Any] = json.loads(event)
         if "error" in chunk:
             raise CompletionError(f"{url} broke off: {chunk['error']}")

@@ -52,6 +52,8 @@ _LONGEST_S = 5.0
 _REST_S = 1.0
 # What two or three engines did not take is no matter of the engine.
 _TRIES = 3
+# What a tokenizer's decoder gives where a character's bytes are not all there.
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 Pair = Callable[[Completion, Call, Endpoint, Endpoint], Awaitable[tuple[AsyncExitStack, Answer]]]
 """Asks two engines, the first one for the prompt's pages, and waits until the second one's answer begins."""
@@ -157,13 +159,33 @@ class Moves:
         if request.to is None and not self._emptying:
             return None
         engine = request.running.engine
-        if engine is None or not request.running.whole:
+        if engine is None or not (request.running.whole or request.running.several):
             return None
         if request.to is not None:
             return request.to
         if not self._members.emptied(engine) or self._leaving[engine.url] >= _AT_ONCE:
             return None  # its next event asks again
         return None if self._stay_reason(request) else self._other(engine)
+
+    async def complete(self, request: Request) -> bool:
+        """Whether the client has had the text of all that its engine has said: ``where`` says that it may."""
+        running, engine = request.running, request.running.engine
+        if running.whole or engine is None:
+            return running.whole
+        # Several tokens, as of speculative decoding or `--stream-interval`: the engine knows their text.
+        question = b'{"model":%s,"tokens":[%s]}'
+        model = msgspec.json.encode(request.completion.body.get("model"))
+        call = replace(request.call, path="/detokenize")
+        try:
+            with self._pools[Side.DECODE].lease(engine) as lease:
+                body = question % (model, running.several)
+                reply = await self._calls.whole(Side.DECODE, lease, "POST", body, call)
+            text = msgspec.json.decode(reply.body, type=_Text).prompt
+        except (EngineFailure, msgspec.MsgspecError) as error:
+            self.failed(request, engine, "no_text", error)
+            request.failed += 1
+            return False
+        return _INCOMPLETE not in text
 
     @contextmanager
     def leaving(self, request: Request) -> Iterator[None]:
@@ -294,7 +316,8 @@ class Stream:
             yield events
             if source.current and (to := self._moves.where(self._request)) is not None:
                 with self._moves.leaving(self._request):
-                    source = await self._move(source, events, to)
+                    if await self._moves.complete(self._request):
+                        source = await self._move(source, events, to)
 
     async def _move(self, source: _Source, last: bytes, to: Endpoint) -> _Source:
         """What is to be read from now on. ``last``: what the client has had last."""
@@ -379,6 +402,12 @@ class _Source:
         if self._ahead is not None:
             self._ahead.cancel()
             await asyncio.gather(self._ahead, return_exceptions=True)
+
+
+class _Text(msgspec.Struct):
+    """vLLM's answer at /detokenize."""
+
+    prompt: str
 
 
 class _Model(msgspec.Struct):

@@ -43,6 +43,9 @@ class Running:
         """Tokens of the answer."""
         self.whole = False
         """The last event is one token's, with text, and no end: the engine's server holds nothing back."""
+        self.several = b""
+        """The last event's ids, if it is so but for the number of its tokens: half of a character may be held
+        back behind the text."""
         self.cached: int | None = None
         """Tokens of the prompt that P had in its prefix cache, where it has said so."""
         return self.noted
@@ -60,11 +63,13 @@ class Running:
             self.ids[:] = b",".join(prompt)
             self.prompt = _count(prompt)
         last = events.rfind(_END, 0, -2)
-        self.whole = self.prompt > 0 and _is_whole(events if last < 0 else events[last:])
+        ids = _ids_of_text(events if last < 0 else events[last:]) if self.prompt else b""
+        self.whole = ids.isdigit()
+        self.several = b"" if self.whole else ids
         answer, events = self._cut(events, _IDS)
-        for ids in answer:
+        for some in answer:
             self.ids += b","
-            self.ids += ids
+            self.ids += some
         self.said += 1 if self.whole and last < 0 else _count(answer)
         if _NO_DELTA not in events or self._shows_ids:
             return events
@@ -91,12 +96,13 @@ class Running:
         return found, b"".join(pieces)
 
 
-def _is_whole(event: bytes) -> bool:
+def _ids_of_text(event: bytes) -> bytes:
+    """b"" of one without text, or that is an end."""
     _, found, ids = event.partition(_IDS)
-    if not found or not ids[: ids.find(b"]")].isdigit() or _GOES_ON not in event:
-        return False
+    if not found or _GOES_ON not in event:
+        return b""
     text = event.partition(_TEXT)[2] or event.partition(_CONTENT)[2]
-    return text != b"" and text[0] != _QUOTE
+    return ids[: ids.find(b"]")] if text and text[0] != _QUOTE else b""
 
 
 def _count(lists: list[bytes]) -> int:

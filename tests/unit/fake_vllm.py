@@ -55,6 +55,8 @@ class FakeVllm(FakeEngine):
         self.created = created
         self.limits = LENGTH, LENGTH
         self.go = asyncio.Event()
+        self.an_event = 1
+        """Tokens of a stream in each, as of speculative decoding."""
         self.pace = 0.0
         """Seconds for each token."""
         self.refuses: int | None = None
@@ -68,9 +70,16 @@ class FakeVllm(FakeEngine):
         self.closed = 0
         """Streams that the router closed before their end."""
         self.app.router.routes.insert(0, Route("/v1/models", self.models))
+        self.app.router.routes.insert(0, Route("/detokenize", self.detokenize, methods=["POST"]))
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"data": [{"id": "adapter"}, {"id": MODEL, "max_model_len": LENGTH}]})
+
+    async def detokenize(self, request: Request) -> Response:
+        tokens = (await request.json())["tokens"]
+        return JSONResponse(
+            {"prompt": "".join("\ufffd" if token % 5 == 0 else f"{token}," for token in tokens)}
+        )
 
     async def step(self, said: int) -> None:
         """Before each token."""
@@ -146,12 +155,15 @@ class FakeVllm(FakeEngine):
                 await self.step(0)
                 yield _event(head | {"choices": [choice], "prompt_token_ids": asked} | each())
             while left:
-                await self.step(len(ids) - prompt)
-                left -= 1
-                ids.append(next_token(ids))
-                self.said += 1
-                said, finish = text.text(ids[-1], last=not left), None if left else "length"
-                token = [ids[-1]] if wants else None
+                said, begin = "", len(ids)
+                while left and len(ids) < begin + self.an_event:
+                    await self.step(len(ids) - prompt)
+                    left -= 1
+                    ids.append(next_token(ids))
+                    self.said += 1
+                    said += text.text(ids[-1], last=not left)
+                finish = None if left else "length"
+                token = ids[begin:] if wants else None
                 if chat:
                     choice = {"index": 0, "delta": {"content": said}, "logprobs": None}
                     choice |= {"finish_reason": finish, **({} if left else {"stop_reason": None})}

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_vllm import LENGTH, FakeVllm, serve_vllm
+from fake_vllm import LENGTH, FakeVllm, next_token, serve_vllm
 from router_setup import PATIENCE, metric, serve, until_metric, within
 from typer.testing import CliRunner, Result
 
@@ -226,6 +226,44 @@ async def test_a_stream_moves_again_and_its_tokens_are_counted_together() -> Non
     assert {event["created"] for event in events} == {2}
     usage = events[-1]["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (3, 60, 63)
+
+
+def answer_of(prompt: list[int], tokens: int) -> list[int]:
+    ids = list(prompt)
+    while len(ids) < len(prompt) + tokens:
+        ids.append(next_token(ids))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("an_event", [2, 3, 4])
+async def test_a_stream_of_several_tokens_an_event_moves_where_a_character_ends(an_event: int) -> None:
+    # The fifth event, behind which it could move first, ends within a character.
+    within_one = (n for n in range(1, 90) if answer_of([n], 5 * an_event)[-1] % 5 == 0)
+    body = {"prompt": [next(within_one)], "max_tokens": 60, "return_token_ids": True}
+    async with site() as s:
+        s.first.an_event = an_event
+        s.first.limits, s.first.pace = (4 * an_event, LENGTH), 0.01
+        reading = Reading(s.client, COMPLETION, body)
+        await reading.until(4)
+        assert (await s.drain(s.first)).exit_code == 0
+        events = await reading.end()
+        assert await s.outcomes() == {"moved": 1}
+        assert said(events) == said(await alone(s.second, COMPLETION, body))
+        behind = len(s.second.bodies[0]["prompt"]) - 1
+        assert behind % an_event == 0
+        assert behind > 5 * an_event
+
+
+async def test_where_nobody_knows_the_text_of_several_tokens_the_stream_stays() -> None:
+    async with site() as s:
+        s.first.app.router.routes.pop(0)
+        s.first.an_event, s.first.limits, s.first.pace = 3, (24, LENGTH), 0.01
+        reading = await moving(s, BODY | {"max_tokens": 100})
+        assert (await s.drain(s.first)).exit_code == 0
+        assert said(await reading.end()) == said(
+            await alone(s.second, COMPLETION, BODY | {"max_tokens": 100})
+        )
+        assert await s.outcomes() == {"no_text": 3}
 
 
 async def test_a_request_that_has_said_nothing_yet_moves_when_it_has() -> None:
@@ -592,6 +630,7 @@ def test_a_stream_may_be_left_where_nothing_is_held_back(event: bytes, whole: bo
     running.read(chunk("x", [4], prompt_token_ids=[1]))
     running.read(event)
     assert running.whole is whole
+    assert running.several == (b"5,6" if event == chunk("ab", [5, 6]) else b"")
     running.read(chunk("x", [4]) + event)
     assert running.whole is whole
     unprompted = Running()

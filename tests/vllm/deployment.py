@@ -17,6 +17,7 @@ import httpx
 
 from kv_connector.lab.cluster import HOST, MODEL_NAME, Engine, EngineSettings, LocalCluster
 from kv_connector.lab.model import make_llama
+from kv_connector.lab.sse import Events
 from kv_connector.protocol.actions import Address
 
 if TYPE_CHECKING:
@@ -180,29 +181,27 @@ class Client:
         async with self._http.stream("POST", f"{url}/v1/completions", json=body) as response:
             if response.status_code >= 400:
                 raise Refused(response.status_code, (await response.aread()).decode())
-            async for line in response.aiter_lines():
-                if not line.startswith("data: ") or line == "data: [DONE]":
-                    continue
-                event = json.loads(line.removeprefix("data: "))
-                if "error" in event:
-                    raise Refused(200, line)
-                new = event["choices"][0].get("token_ids") or []
-                tokens += new
-                if new:
-                    on_tokens(new)
+            events = Events()
+            async for chunk in response.aiter_bytes():
+                for told in events.feed(chunk):
+                    event = json.loads(told)
+                    if "error" in event:
+                        raise Refused(200, told.decode())
+                    new = event["choices"][0].get("token_ids") or []
+                    tokens += new
+                    if new:
+                        on_tokens(new)
         return tokens
 
     async def events(self, url: str, body: Any) -> list[dict[str, Any]]:
         """The events of a streamed answer; Refused if one is an error."""
-        found = []
-        async with self._http.stream("POST", url, json=body) as response:
-            if response.status_code >= 400:
-                raise Refused(response.status_code, (await response.aread()).decode())
-            async for line in response.aiter_lines():
-                if line.startswith("data: {"):
-                    found.append(json.loads(line.removeprefix("data: ")))
-                    if "error" in found[-1]:
-                        raise Refused(200, line)
+        response = await self._http.post(url, json=body)
+        if response.status_code >= 400:
+            raise Refused(response.status_code, response.text)
+        found = [json.loads(event) for event in Events().feed(response.content)]
+        for event in found:
+            if "error" in event:
+                raise Refused(200, json.dumps(event))
         return found
 
     async def status(self, url: str, body: Any) -> int:

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from kv_connector.lab.cluster import MODEL_NAME
+from kv_connector.lab.sse import Events
 
 OUTPUT_TOKENS = 16
 
@@ -96,16 +97,16 @@ async def complete(client: httpx.AsyncClient, prompt: list[int], output_tokens: 
     async with client.stream("POST", "/v1/completions", json=body) as response:
         if response.status_code != 200:
             raise LoadError(f"HTTP {response.status_code}: {(await response.aread())[:500]!r}")
-        async for line in response.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            chunk = msgspec.json.decode(line.removeprefix("data: "), type=_Chunk)
-            if chunk.error is not None:
-                raise LoadError(f"error in the stream: {chunk.error}")
-            for choice in chunk.choices:
-                if choice.token_ids:
-                    first = first or time.perf_counter() - start
-                    tokens += choice.token_ids
+        events = Events()
+        async for some in response.aiter_bytes():
+            for event in events.feed(some):
+                chunk = msgspec.json.decode(event, type=_Chunk)
+                if chunk.error is not None:
+                    raise LoadError(f"error in the stream: {chunk.error}")
+                for choice in chunk.choices:
+                    if choice.token_ids:
+                        first = first or time.perf_counter() - start
+                        tokens += choice.token_ids
     if len(tokens) != output_tokens:
         raise LoadError(f"{len(tokens)} tokens instead of {output_tokens}")
     return Answer(first, tuple(tokens))
