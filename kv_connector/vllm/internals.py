@@ -63,6 +63,13 @@ from vllm.distributed.parallel_state import (  # noqa: E402
     get_pp_group,
     get_tensor_model_parallel_rank,
     get_tp_group,
+    get_world_group,
+)
+from vllm.distributed.weight_transfer.base import (  # noqa: E402
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+    WeightTransferUpdateRequest,
 )
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
@@ -105,12 +112,17 @@ __all__ = [
     "SupportsHMA",
     "UnsupportedConfiguration",
     "UnsupportedVllm",
+    "WeightTransferEngine",
+    "WeightTransferInitInfo",
+    "WeightTransferUpdateInfo",
+    "WeightTransferUpdateRequest",
     "adopt_vllm_logging",
     "block_tokens",
     "check_configuration",
     "default_host",
     "element_type",
     "forces_tokens",
+    "gather_from_workers",
     "group_kind",
     "is_conv_state_dim_first",
     "kv_cache_tokens",
@@ -351,6 +363,13 @@ def default_host() -> str:
     """VLLM_HOST_IP, else the address of the interface that leads outside, else loopback."""
     host: str = get_ip()
     return "127.0.0.1" if host in ("0.0.0.0", "::") else host
+
+
+def gather_from_workers(value: Any) -> list[Any]:
+    """What each of this engine's workers says, by rank: all of them call it."""
+    values = [None] * get_world_group().world_size
+    torch.distributed.all_gather_object(values, value, group=get_world_group().cpu_group)
+    return values
 
 
 def adopt_vllm_logging() -> None:
