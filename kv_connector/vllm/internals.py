@@ -45,6 +45,7 @@ def release_of(version: str) -> str:
 # From the package, not from its metadata: the CPU wheel's distribution has another name.
 _release: Any = importlib.import_module(f"{__package__}.{release_of(vllm.__version__)}")
 
+from vllm.config import set_current_vllm_config  # noqa: E402
 from vllm.distributed.device_communicators import shm_broadcast  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
     KVConnectorBase_V1,
@@ -71,7 +72,9 @@ from vllm.distributed.weight_transfer.base import (  # noqa: E402
     WeightTransferUpdateInfo,
     WeightTransferUpdateRequest,
 )
+from vllm.model_executor.layers.attention import is_deferred_attention_layer  # noqa: E402
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first  # noqa: E402
+from vllm.model_executor.model_loader import reload  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.utils.network_utils import get_ip  # noqa: E402
 from vllm.v1.core.kv_cache_manager import KVCacheManager  # noqa: E402
@@ -119,12 +122,14 @@ __all__ = [
     "adopt_vllm_logging",
     "block_tokens",
     "check_configuration",
+    "current_platform",
     "default_host",
     "element_type",
     "forces_tokens",
     "gather_from_workers",
     "group_kind",
     "is_conv_state_dim_first",
+    "is_deferred_attention_layer",
     "kv_cache_tokens",
     "kv_heads",
     "kv_scales",
@@ -133,7 +138,9 @@ __all__ = [
     "leave_last_token",
     "pipeline_and_tensor_parallel_rank",
     "release_of",
+    "reload",
     "replace_idle_pause",
+    "set_current_vllm_config",
     "sleep_for_messages",
 ]
 
