@@ -156,7 +156,7 @@ class WeightPusher:
         """
         self._source = source
         self._timeouts = timeouts or Timeouts()
-        self._run = uuid.uuid4().hex
+        self._run = ""
         self._name = f"{name}/{source.rank}"
         self._applies = applies
         self._engines = [_Engine(parse_address(engine)) for engine in engines]
@@ -189,6 +189,7 @@ class WeightPusher:
 
         Raises PushError, on every rank where rank 0 could not; PlanError.
         """
+        self._run = cast("str", self._source.exchange(uuid.uuid4().hex)[0])
         addresses, geometries = self._geometries()
         for engine, workers in zip(self._engines, addresses, strict=True):
             engine.workers = [_Worker(Address(*worker), -1) for worker in workers]

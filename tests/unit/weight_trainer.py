@@ -1,0 +1,70 @@
+"""One rank of a trainer of a small model under FSDP2 or HSDP, over gloo: pushes what it is told to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from kv_connector.protocol.timers import Timeouts
+from kv_connector.weights.pusher import PushError, WeightPusher
+from kv_connector.weights.sources import module_source
+
+# Rows that no number of ranks divides, and rows that are fewer than the ranks.
+SIZES = {"up": (31, 20), "down": (20, 31), "norm": (3, 1)}
+DEAD_S = 2.0
+
+
+def drawn(seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and values of all weights."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, (rows, columns) in SIZES.items():
+        yield f"{name}.weight", torch.randn(rows, columns, generator=generator)
+
+
+class Model(torch.nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        for name, (rows, columns) in SIZES.items():
+            self.add_module(name, torch.nn.Linear(columns, rows, bias=False))
+        self.load_state_dict(dict(drawn(seed)))
+
+    def forward(self) -> None:
+        """Nobody calls it."""
+
+
+def main(
+    told: Connection, store: str, rank: int, ranks: int, replicas: int, seed: int, engines: Sequence[str]
+) -> None:
+    """Weights are those that `drawn` gives. Told "VERSION", it pushes it and says how it went; told "stop
+    VERSION", it begins it, says so, and hangs."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=ranks)
+    names = ("replicate", "shard") if replicas > 1 else ("shard",)
+    shape = (replicas, ranks // replicas) if replicas > 1 else (ranks,)
+    sharded = fully_shard(Model(seed), mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
+    timeouts = Timeouts(dead=DEAD_S, heartbeat=0.5)
+    with WeightPusher(
+        module_source(sharded), engines, applies=False, timeouts=timeouts, staging_bytes=1024
+    ) as pusher:
+        pusher.connect()
+        told.send("connected")
+        while True:
+            *stop, version = told.recv().split()
+            if stop:
+
+                def hang(_: object) -> dict[int, str]:
+                    told.send("begun")
+                    threading.Event().wait()
+                    return {}
+
+                pusher._writer.write = hang  # type: ignore[method-assign, assignment]
+            try:
+                pusher.push(version).wait("landed", 30)
+                told.send("landed")
+            except PushError as error:
+                told.send(str(error))
