@@ -64,6 +64,17 @@ class PushError(RuntimeError):
     """A version did not get where it should; the message says which engine, where it stopped, and why."""
 
 
+@dataclass(frozen=True)
+class Part:
+    """What this rank writes to one worker for a version."""
+
+    worker: str
+    nbytes: int
+    pages: int
+    shortest_page: int
+    packed_bytes: int  # converted or laid out before they are sent
+
+
 @dataclass(eq=False)
 class _Worker:
     """Of an engine, as this rank writes to it."""
@@ -88,9 +99,8 @@ class _Engine:
 class Update:
     """A version under way. Of each engine it is known by itself how far it has come."""
 
-    def __init__(self, version: str, engines: Sequence[str], *, applies: bool) -> None:
+    def __init__(self, version: str, engines: Sequence[str]) -> None:
         self.version = version
-        self._applies = applies
         self._done: dict[Stage, dict[str, Future[None]]] = {
             "landed": {engine: Future() for engine in engines},
             "applied": {engine: Future() for engine in engines},
@@ -101,8 +111,6 @@ class Update:
 
         Other ranks than the first hear of "applied" from the workers that they write to.
         """
-        if stage == "applied" and not self._applies:
-            raise PushError("this pusher's engines apply versions when they are told by somebody else")
         deadline = time.monotonic() + timeout
         problems = []
         for engine, future in self._done[stage].items():
@@ -205,6 +213,19 @@ class WeightPusher:
             if self._writes_to(worker):
                 self._join(worker)
 
+    def parts(self) -> list[Part]:
+        """By worker, once connected."""
+        return [
+            Part(
+                str(worker.address),
+                sum(send.nbytes for send in worker.sends),
+                sum(send.pages for send in worker.sends),
+                min((send.page_bytes for send in worker.sends), default=0),
+                sum(send.nbytes for send in worker.sends if send.runs.packed),
+            )
+            for worker in self._workers()
+        ]
+
     def _geometries(self) -> tuple[list[list[tuple[str, int]]], list[Geometry]]:
         """Rank 0 asks, the others hear it from there: each engine's workers, and what each of them loads."""
         found: object = None
@@ -280,7 +301,7 @@ class WeightPusher:
         """
         if self._plan is None:
             raise PushError("connect() comes first")
-        update = Update(version, [str(engine.address) for engine in self._engines], applies=self._applies)
+        update = Update(version, [str(engine.address) for engine in self._engines])
         self._landed, self._applied, self._update = set(), set(), update
         ready = self._begin(version, update)
         targets = []

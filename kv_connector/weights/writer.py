@@ -41,6 +41,14 @@ class Send:
     def pages(self) -> int:
         return len(self.runs.target)
 
+    @property
+    def page_bytes(self) -> int:
+        return self.runs.elements * int(self.dtype.itemsize)
+
+    @property
+    def nbytes(self) -> int:
+        return self.pages * self.page_bytes
+
 
 @dataclass(frozen=True)
 class Target:

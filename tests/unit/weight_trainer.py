@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from kv_connector.protocol.timers import Timeouts
-from kv_connector.weights.pusher import PushError, WeightPusher
+from kv_connector.weights.pusher import PushError, Stage, WeightPusher
 from kv_connector.weights.sources import module_source
 
 # Rows that no number of ranks divides, and rows that are fewer than the ranks.
@@ -27,29 +29,49 @@ def drawn(seed: int) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class Model(torch.nn.Module):
-    def __init__(self, seed: int) -> None:
+    """Parameters by any names."""
+
+    def __init__(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         super().__init__()
-        for name, (rows, columns) in SIZES.items():
-            self.add_module(name, torch.nn.Linear(columns, rows, bias=False))
-        self.load_state_dict(dict(drawn(seed)))
+        for name, value in named:
+            *path, own = name.split(".")
+            module: torch.nn.Module = self
+            for step in path:
+                if step not in module._modules:
+                    module.add_module(step, torch.nn.Module())
+                module = module.get_submodule(step)
+            module.register_parameter(own, torch.nn.Parameter(value))
 
     def forward(self) -> None:
         """Nobody calls it."""
 
 
+def in_checkpoint(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    for path in directory.glob("*.safetensors"):
+        yield from load_file(path).items()
+
+
 def main(
-    told: Connection, store: str, rank: int, ranks: int, replicas: int, seed: int, engines: Sequence[str]
+    told: Connection,
+    store: str,
+    rank: int,
+    ranks: int,
+    replicas: int,
+    weights: int | Path,
+    engines: Sequence[str],
+    applies: bool = False,
 ) -> None:
-    """Weights are those that `drawn` gives. Told "VERSION", it pushes it and says how it went; told "stop
-    VERSION", it begins it, says so, and hangs."""
+    """Weights are those that `drawn` gives of a seed, or a checkpoint's. Told "VERSION", it pushes it and
+    says how it went; told "stop VERSION", it begins it, says so, and hangs."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=ranks)
     names = ("replicate", "shard") if replicas > 1 else ("shard",)
     shape = (replicas, ranks // replicas) if replicas > 1 else (ranks,)
-    sharded = fully_shard(Model(seed), mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
+    named = drawn(weights) if isinstance(weights, int) else in_checkpoint(weights)
+    sharded = fully_shard(Model(named), mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
     timeouts = Timeouts(dead=DEAD_S, heartbeat=0.5)
     with WeightPusher(
-        module_source(sharded), engines, applies=False, timeouts=timeouts, staging_bytes=1024
+        module_source(sharded), engines, applies=applies, timeouts=timeouts, staging_bytes=1024
     ) as pusher:
         pusher.connect()
         told.send("connected")
@@ -64,7 +86,8 @@ def main(
 
                 pusher._writer.write = hang  # type: ignore[method-assign, assignment]
             try:
-                pusher.push(version).wait("landed", 30)
-                told.send("landed")
+                stage: Stage = "applied" if applies else "landed"
+                pusher.push(version).wait(stage, 30)
+                told.send(stage)
             except PushError as error:
                 told.send(str(error))
