@@ -67,11 +67,15 @@ from vllm.distributed.parallel_state import (  # noqa: E402
     get_world_group,
 )
 from vllm.distributed.weight_transfer.base import (  # noqa: E402
+    ModuleSource,
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
     WeightTransferUpdateRequest,
 )
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory  # noqa: E402
 from vllm.model_executor.layers.attention import is_deferred_attention_layer  # noqa: E402
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first  # noqa: E402
 from vllm.model_executor.model_loader import reload  # noqa: E402
@@ -110,13 +114,17 @@ __all__ = [
     "KvBlocks",
     "MLAAttentionSpec",
     "MambaSpec",
+    "ModuleSource",
     "Request",
     "RequestStatus",
     "SupportsHMA",
+    "TrainerInitInfo",
+    "TrainerWeightTransferEngine",
     "UnsupportedConfiguration",
     "UnsupportedVllm",
     "WeightTransferEngine",
     "WeightTransferInitInfo",
+    "WeightTransferTrainerFactory",
     "WeightTransferUpdateInfo",
     "WeightTransferUpdateRequest",
     "adopt_vllm_logging",

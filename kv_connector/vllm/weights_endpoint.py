@@ -9,6 +9,8 @@ import logging
 import os
 from typing import Any
 
+import zmq
+
 from kv_connector.protocol.actions import Address
 from kv_connector.vllm.plugin import WEIGHTS
 
@@ -57,7 +59,7 @@ class WeightsEndpoint:
             return
         from kv_connector.vllm.internals import adopt_vllm_logging, default_host
         from kv_connector.weights.controller import Controller
-        from kv_connector.weights.settings import weight_settings
+        from kv_connector.weights.settings import SETTINGS_VARIABLE, weight_settings
 
         del args
         adopt_vllm_logging()
@@ -66,5 +68,12 @@ class WeightsEndpoint:
         key = settings.key()
         host = settings.host(default_host(), key)
         controller = Controller(_Client(engine_client), Address(host, settings.control_port + 1), key)
-        await controller.start(Address(host, settings.control_port))
+        address = Address(host, settings.control_port)
+        try:
+            await controller.start(address)
+        except zmq.ZMQError as error:
+            raise ValueError(
+                f"the weights' controller cannot listen on {address}: {error}. Set control_port in "
+                f"{SETTINGS_VARIABLE} to a free one; of several API servers (--api-server-count) only one can"
+            ) from error
         state.kv_connector_weights = controller

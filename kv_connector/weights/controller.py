@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -70,7 +71,8 @@ class Controller:
         self._engine = engine
         self._first = first_worker
         self._loop = Loop("kvc-weights-controller", key)
-        self._workers: dict[Source, Future[WeightMessage] | None] = {}
+        self._workers: dict[Source, deque[Future[WeightMessage]]] = {}
+        """By worker, what it was asked and has not answered, in order."""
         self._addresses: tuple[WorkersAre, ...] = ()
         self._served = ""
         self._problem = ""
@@ -141,7 +143,7 @@ class Controller:
     def _dial(self, addresses: list[Address]) -> list[Source]:
         def dial() -> list[Source]:
             sources = [self._loop.sockets.dial(address) for address in addresses]
-            self._workers |= dict.fromkeys(sources)
+            self._workers |= {source: deque() for source in sources}
             return sources
 
         return self._loop.call(dial).result()
@@ -150,7 +152,7 @@ class Controller:
         answer: Future[WeightMessage] = Future()
 
         def ask() -> None:
-            self._workers[worker] = answer
+            self._workers[worker].append(answer)
             self._loop.sockets.send(worker, message)
 
         self._loop.call(ask)
@@ -162,8 +164,9 @@ class Controller:
         del now
         source, message = received.source, received.message
         if source in self._workers:
-            answer, self._workers[source] = self._workers[source], None
-            if answer is not None and message is not None:
+            asked = self._workers[source]
+            # Who does not wait any more has cancelled it.
+            if asked and message is not None and (answer := asked.popleft()).set_running_or_notify_cancel():
                 answer.set_result(message)
             return
         match message:

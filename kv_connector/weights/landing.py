@@ -285,6 +285,9 @@ class Landing:
         self._opening, self.phase = False, Phase.LANDING
         return [Reply(s.source, Begun(self._version, immediate)) for s in self._senders.values() if s.begin]
 
+    def not_opened(self, reason: str) -> list[Action]:
+        return self._drop(reason)
+
     def reached(self) -> list[Action]:
         self.phase = Phase.LANDED
         told: list[Action] = [CloseCounter()]

@@ -31,6 +31,7 @@ from kv_connector.engine.transfer_engine import TransferEngine
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timers import Timeouts
 from kv_connector.weights.geometry import Geometry, digest
+from kv_connector.weights.landing import NOT_DESCRIBED
 from kv_connector.weights.links import Link, LinkError, Links, News
 from kv_connector.weights.messages import (
     Applied,
@@ -45,6 +46,7 @@ from kv_connector.weights.messages import (
     Landed,
     NotApplied,
     WeightMessage,
+    WorkerAddress,
     Workers,
     WorkersAre,
 )
@@ -56,6 +58,7 @@ logger = logging.getLogger("kv_connector")
 
 Stage = Literal["landed", "applied"]
 
+_RETRY_S = 0.2
 # To look at a model's loaders takes a worker up to 2 ms a tensor, of which large ones have 37,000.
 _RECORD_S = 180.0
 
@@ -86,6 +89,7 @@ class _Worker:
     region: int = -1
     offsets: tuple[int, ...] = ()
     senders: int = 0
+    geometry: bytes = b""  # digest
     sends: Sequence[Send] = ()
 
 
@@ -209,6 +213,7 @@ class WeightPusher:
         for worker in self._workers():
             pieces = [of[worker.number] for of in self._plan.pieces]
             worker.senders = sum(rank == 0 or bool(parts) for rank, parts in enumerate(pieces))
+            worker.geometry = geometries[worker.number].digest()
             worker.sends = self._writer.prepare(pieces[self._source.rank], geometries[worker.number])
             if self._writes_to(worker):
                 self._join(worker)
@@ -245,14 +250,10 @@ class WeightPusher:
         asked: list[tuple[Link, Future[WeightMessage]]] = []
         describe = Describe(tuple(self._source.tensors()))
         for engine in self._engines:
-            engine.link = self._links.dial(engine.address)
-            answer = self._links.ask(engine.link, Workers())
-            here = self._links.wait(answer, engine.link, self._timeouts.connect)
-            assert isinstance(here, WorkersAre)
-            self._links.watch(engine.link)
-            workers.append([(worker.host, worker.port) for worker in here.workers])
-            for worker in here.workers:
-                link = self._links.dial(Address(worker.host, worker.port))
+            here = self._reach(engine)
+            workers.append([(worker.host, worker.port) for worker in here])
+            for address in workers[-1]:
+                link = self._links.dial(Address(*address))
                 asked.append((link, self._links.ask(link, describe)))
         geometries = []
         for link, answer in asked:
@@ -262,7 +263,41 @@ class WeightPusher:
             self._links.end(link, "it was only asked")
         return workers, geometries
 
+    def _reach(self, engine: _Engine) -> Sequence[WorkerAddress]:
+        """Rank 0: a link to the controller, and who its workers are. Raises LinkError."""
+        engine.link = self._links.dial(engine.address)
+        answer = self._links.ask(engine.link, Workers())
+        here = self._links.wait(answer, engine.link, self._timeouts.connect)
+        assert isinstance(here, WorkersAre)
+        self._links.watch(engine.link)
+        return here.workers
+
     def _join(self, worker: _Worker) -> None:
+        """Of an engine that was started again rank 0 has it look at the checkpoint; the others wait."""
+        deadline = time.monotonic() + _RECORD_S
+        while not self._joined(worker):
+            if self._source.rank == 0:
+                self._describe_again(worker)
+            elif time.monotonic() >= deadline:
+                raise PushError(f"{self._name} cannot join {worker.address}: {NOT_DESCRIBED}")
+            else:
+                time.sleep(_RETRY_S)
+
+    def _describe_again(self, worker: _Worker) -> None:
+        link = self._links.dial(worker.address)
+        try:
+            answer = self._links.ask(link, Describe(tuple(self._source.tensors())))
+            described = self._links.wait(answer, link, _RECORD_S)
+        except LinkError as error:
+            raise PushError(f"{self._name} cannot join {worker.address}: {error}") from error
+        finally:
+            self._links.end(link, "it was only asked")
+        assert isinstance(described, Described)
+        if described.geometry.digest() != worker.geometry:
+            raise PushError(f"{worker.address} has another shape since it was started again: connect anew")
+
+    def _joined(self, worker: _Worker) -> bool:
+        """False: the worker has not looked at this checkpoint yet."""
         link = self._links.dial(worker.address)
         shaken = self._engine.offer(str(worker.address))
         join = Join(
@@ -275,12 +310,16 @@ class WeightPusher:
             worker.region = self._engine.import_region(shaken.peer, joined.region)
         except (LinkError, TransferError) as error:
             self._writer.fence(shaken.peer)
+            self._links.end(link, str(error))
+            if NOT_DESCRIBED in str(error):
+                return False
             raise PushError(f"{self._name} cannot join {worker.address}: {error}") from error
         if worker.link is not None:
             self._writer.fence(worker.peer)  # of the link that is over
         worker.link, worker.peer, worker.offsets = link, shaken.peer, joined.offsets
         self._links.watch(link, sends=True)
         logger.info("%s: sends weights to %s, over %s", self._name, worker.address, joined.lane)
+        return True
 
     def _workers(self) -> Iterator[_Worker]:
         for engine in self._engines:
@@ -322,6 +361,8 @@ class WeightPusher:
         asked = []
         for engine in self._engines:
             try:
+                if engine.link is not None and engine.link.over:
+                    self._reach(engine)
                 for worker in engine.workers:
                     if self._writes_to(worker):
                         if worker.link is None or worker.link.over:
@@ -329,13 +370,13 @@ class WeightPusher:
                         assert worker.link is not None
                         answer = self._links.ask(worker.link, self._begins(worker, version))
                         asked.append((engine, worker, answer))
-            except PushError as error:
+            except (LinkError, PushError) as error:
                 update.failed(str(engine.address), str(error))
         ready = []
         for engine, worker, answer in asked:
             assert worker.link is not None
             try:
-                begun = self._links.wait(answer, worker.link, self._timeouts.transfer)
+                begun = self._links.wait(answer, worker.link, self._timeouts.orphan)
                 assert isinstance(begun, Begun)
                 ready.append((worker, begun.immediate))
             except LinkError as error:

@@ -94,6 +94,9 @@ class WeightReceiver:
         self._workers = (WorkerAddress(address.host, address.port),)
         self._loop.sockets.watch(self._engine.event_fd())
         self._loop.start(self)
+        if self._config.device.type == "cuda":
+            # Memory is allocated and registered on the loop's thread.
+            self._loop.call(lambda: torch.cuda.set_device(self._config.device)).result()
         return address
 
     def set_workers(self, workers: Sequence[Address]) -> None:
@@ -169,10 +172,7 @@ class WeightReceiver:
             case Accept(source, name, offer):
                 return self._accept(source, name, offer)
             case OpenCounter(peers, pages):
-                counters = self._engine.alloc_counters(1, peers)
-                self._counter = counters.id
-                self._engine.expect(counters.id, [pages])
-                return self._landing.opened(counters.immediates[0])
+                return self._open_counter(peers, pages)
             case CloseCounter():
                 if self._counter is not None:
                     self._engine.release_counters(self._counter)
@@ -183,6 +183,15 @@ class WeightReceiver:
             case Log(level, text):
                 logger.log(level, "%s: %s", self._config.name, text)
         return ()
+
+    def _open_counter(self, peers: tuple[int, ...], pages: int) -> Sequence[Action]:
+        try:
+            counters = self._engine.alloc_counters(1, peers)
+            self._counter = counters.id
+            self._engine.expect(counters.id, [pages])
+        except TransferError as error:  # a peer is lost, of which the event is on its way
+            return self._landing.not_opened(str(error))
+        return self._landing.opened(counters.immediates[0])
 
     def _accept(self, source: bytes, name: str, offer: bytes) -> Sequence[Action]:
         assert self._arena is not None

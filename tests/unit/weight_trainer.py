@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from kv_connector.protocol.timers import Timeouts
 from kv_connector.weights.pusher import PushError, Stage, WeightPusher
-from kv_connector.weights.sources import module_source
+from kv_connector.weights.sources import TensorSource, module_source
 
 # Rows that no number of ranks divides, and rows that are fewer than the ranks.
 SIZES = {"up": (31, 20), "down": (20, 31), "norm": (3, 1)}
@@ -61,18 +61,21 @@ def main(
     engines: Sequence[str],
     applies: bool = False,
 ) -> None:
-    """Weights are those that `drawn` gives of a seed, or a checkpoint's. Told "VERSION", it pushes it and
-    says how it went; told "stop VERSION", it begins it, says so, and hangs."""
+    """``replicas``: of each shard; 0: every rank has all. Weights are those that `drawn` gives of a seed, or
+    a checkpoint's. Told "VERSION", it pushes it and says how it went; told "stop VERSION", it begins it, says
+    so, and hangs."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=ranks)
-    names = ("replicate", "shard") if replicas > 1 else ("shard",)
-    shape = (replicas, ranks // replicas) if replicas > 1 else (ranks,)
     named = drawn(weights) if isinstance(weights, int) else in_checkpoint(weights)
-    sharded = fully_shard(Model(named), mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
+    if replicas:
+        names = ("replicate", "shard") if replicas > 1 else ("shard",)
+        shape = (replicas, ranks // replicas) if replicas > 1 else (ranks,)
+        model = Model(named)
+        source = module_source(fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names)))
+    else:
+        source = TensorSource(named)
     timeouts = Timeouts(dead=DEAD_S, heartbeat=0.5)
-    with WeightPusher(
-        module_source(sharded), engines, applies=applies, timeouts=timeouts, staging_bytes=1024
-    ) as pusher:
+    with WeightPusher(source, engines, applies=applies, timeouts=timeouts, staging_bytes=1024) as pusher:
         pusher.connect()
         told.send("connected")
         while True:

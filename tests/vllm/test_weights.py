@@ -23,6 +23,7 @@ from kv_connector.weights.pusher import PushError, WeightPusher
 from kv_connector.weights.sources import CheckpointSource
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
+from weight_trainer import Model, in_checkpoint
 from weight_trainer import main as train
 
 pytestmark = pytest.mark.anyio
@@ -63,7 +64,11 @@ def site(interpreter: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory)
             takes.append(f"{HOST}:{port}")
             of_weights = {"control_host": HOST, "control_port": port, "providers": [provider]}
             arguments = ("--weight-transfer-config", '{"backend": "write_imm"}', "-tp", str(ranks))
-            environment = {"KV_CONNECTOR_WEIGHTS": json.dumps(of_weights), "VLLM_PLUGINS": "kv_connector"}
+            environment = {
+                "KV_CONNECTOR_WEIGHTS": json.dumps(of_weights),
+                "VLLM_PLUGINS": "kv_connector",
+                "VLLM_SERVER_DEV_MODE": "1",  # for vLLM's own client alone
+            }
             engines.append(
                 cluster.start_engine(
                     f"ranks{ranks}",
@@ -161,3 +166,30 @@ async def test_a_trainer_that_gives_up_costs_nothing(site: Site, client: Client)
     await asyncio.to_thread(site.push, "b", "--version", "b5")
     b = await answers(client, site.oracle)
     assert await all_answers(client, site.engines) == [b, b]
+
+
+async def test_vllms_own_trainer_drives_it(site: Site, client: Client) -> None:
+    """By the interface that its other backends have; the caller pauses."""
+    from vllm.distributed.weight_transfer.base import ModuleSource, WeightSource
+    from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    from kv_connector.vllm.weights_trainer import WriteImmTrainerEngine, WriteImmTrainerInitInfo
+
+    host, port = site.takes[0].split(":")
+    info = WriteImmTrainerInitInfo([f"{host}:{int(port) + 1}"], rank=0, providers=("host",))
+    engine = site.engines[0]
+    sync = HTTPVLLMWeightSyncClient(engine.url)
+    for name in ("a", "b"):
+        source: WeightSource = ModuleSource(Model(in_checkpoint(site.checkpoints[name])))
+        trainer = await asyncio.to_thread(
+            WeightTransferTrainerFactory.trainer_init, info, client=sync, source=source
+        )
+        assert isinstance(trainer, WriteImmTrainerEngine)
+        await client.post(f"{engine.url}/pause?mode=keep&clear_cache=true")
+        await asyncio.to_thread(trainer.send_weights)
+        await client.post(f"{engine.url}/resume")
+        trainer.shutdown()
+    assert await answers(client, engine) == await answers(client, site.oracle)
+    with pytest.raises(TypeError, match="write_imm sends shards as they lie, and object only gives whole"):
+        WriteImmTrainerEngine.trainer_init(info, client=sync, source=object())
