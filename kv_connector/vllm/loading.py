@@ -72,19 +72,19 @@ class LoadedModel:
         """What the model's loaders do with a checkpoint of ``tensors``; for one thread at a time, whichever,
         while the model serves. Raises RecordError where they do more than copy, and where something is not in
         the checkpoint that cannot be kept."""
-        parameters = dict(self._shadow.named_parameters())
-        geometry = record(self._shadow.load_weights, parameters, tensors)
+        loadable = _loadable(self._shadow)
+        geometry = record(self._shadow.load_weights, loadable, tensors)
         loaded: Counter[str] = Counter()
         for write in geometry.writes:
             loaded[geometry.parameters[write.parameter].name] += write.elements
         for constant in geometry.constants:
             loaded[geometry.parameters[constant.parameter].name] += math.prod(constant.extent)
         for name, elements in loaded.items():
-            wanted = reload.utils.get_tensor_load_numel(parameters[name])
+            wanted = reload.utils.get_tensor_load_numel(loadable[name])
             if elements < wanted:
                 raise RecordError(f"{_ABSENT}: {wanted - elements:,} of {wanted:,} elements of {name}")
         self._written(loaded)
-        if kept := [name for name in parameters if name not in loaded]:
+        if kept := [name for name, _ in self._shadow.named_parameters() if name not in loaded]:
             more = f" and {len(kept) - _NAMED} more" if len(kept) > _NAMED else ""
             logger.warning("%s, and left as they are: %s%s", _ABSENT, ", ".join(kept[:_NAMED]), more)
         return geometry
@@ -210,27 +210,40 @@ def _shadow(model: torch.nn.Module) -> tuple[torch.nn.Module, list[_Layer]]:
         attributes["_modules"] = {
             name: None if child is None else shadows[id(child)] for name, child in module._modules.items()
         }
-        # One that two layers have is one here, too.
-        absent = {name: None for name, tensor in module._parameters.items() if tensor is None}
-        attributes["_parameters"] = absent | {
+        # Those that are None are attributes, too; a parameter that two layers have is one here as well.
+        attributes["_parameters"] = _absent(module._parameters) | {
             name: shared.setdefault(id(used.get(name, tensor)), _without_data(tensor, module, shadows))
             for name, tensor in parameters.items()
         }
-        attributes["_buffers"] = {
+        attributes["_buffers"] = _absent(module._buffers) | {
             name: _without_data(tensor, module, shadows) for name, tensor in buffers.items()
         }
         vars(shadows[id(module)]).update(attributes)
     shadow = shadows[id(model)]
-    names = {id(parameter): name for name, parameter in shadow.named_parameters()}
+    names = {id(tensor): name for name, tensor in _loadable(shadow).items()}
     layers = [
         _Layer(
             module,
-            {own: names[id(one)] for own, one in shadows[id(module)].named_parameters(recurse=False)},
+            {
+                own: names[id(tensor)]
+                for own, tensor in reload.utils.get_layer_tensors(shadows[id(module)]).items()
+                if id(tensor) in names
+            },
             remade[id(module)],
         )
         for module in modules
     ]
     return shadow, layers
+
+
+def _loadable(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Its parameters, and the buffers that checkpoints may have; once where two layers have the same."""
+    found: dict[str, torch.Tensor] = dict(model.named_parameters())
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{name}".lstrip(".")] = buffer
+    return found
 
 
 def _before_loading(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -242,6 +255,10 @@ def _before_loading(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], d
         parameters | {name: tensor for name, tensor in used.items() if name in alone},
         buffers | {name: tensor for name, tensor in used_buffers.items() if name in alone},
     )
+
+
+def _absent(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, None]:
+    return {name: None for name, tensor in tensors.items() if tensor is None}
 
 
 def _is_like(tensor: torch.Tensor, used: torch.Tensor | None) -> bool:

@@ -117,9 +117,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
                 f"{operation} on {whose}: of what writes, only copies and fills can be recorded"
             )
         made = func(*args, **(kwargs or {})) if operation not in _COMPUTE else None
+        if operation == "clone":
+            self._follow(args[0], made)
         if all(self._owner(one) is not None for one in tree_leaves(made)):
             return made
         raise RecordError(f"{operation} computes with {whose}: only copies of parts of it can be recorded")
+
+    def _follow(self, given: torch.Tensor, copy: torch.Tensor) -> None:
+        source = self._owner(given)
+        if isinstance(source, _Source) and given.dtype == source.tensor.dtype and copy.is_contiguous():
+            self._owners[_storage(copy)] = _Source(source.number, source.name, copy, (source, given))
 
     def _copy(self, operation: str, to: torch.Tensor, given: torch.Tensor) -> None:
         target = self._target(operation, to, given)
@@ -162,11 +169,25 @@ _COMPUTE = ("_local_scalar_dense", "_to_copy", "equal", "is_nonzero")
 
 @dataclass(frozen=True)
 class _Source:
-    """A tensor of the checkpoint."""
+    """A tensor of the checkpoint, or a contiguous copy of a view of one."""
 
     number: int
     name: str
     tensor: torch.Tensor
+    copied: tuple[_Source, torch.Tensor] | None = None
+    """The view that this is a copy of, and whose it is."""
+
+    def boxes(self, axes: Sequence[Axis], at: int, to: int) -> Iterator[Box]:
+        """As ``_Grid.boxes``, of the tensor of the checkpoint."""
+        boxes = _Grid(self.tensor.shape).boxes(axes, at, to)
+        if self.copied is None:
+            yield from boxes
+            return
+        source, view = self.copied
+        for box in boxes:
+            start = view.storage_offset() + _dot(box.start, view.stride())
+            parts = [Axis(*part) for part in zip(box.extent, view.stride(), box.strides, strict=True)]
+            yield from source.boxes(parts, start, box.offset)
 
 
 def _targets(owner: list[_Target] | _Source | None) -> list[_Target]:
@@ -199,9 +220,7 @@ class _Target:
     def copy(self, operation: str, to: torch.Tensor, source: _Source, given: torch.Tensor) -> None:
         offset = to.storage_offset() - self.tensor.storage_offset()
         axes = [Axis(*axis) for axis in zip(to.shape, given.stride(), to.stride(), strict=True)]
-        boxes = list(
-            islice(_Grid(source.tensor.shape).boxes(axes, given.storage_offset(), offset), MAX_BOXES + 1)
-        )
+        boxes = list(islice(source.boxes(axes, given.storage_offset(), offset), MAX_BOXES + 1))
         if len(boxes) > MAX_BOXES:
             raise RecordError(
                 f"{operation} of tensor {source.name!r} to parameter {self.name!r} falls into more than "
@@ -313,7 +332,7 @@ class _Grid:
         strides = tuple(
             stride if extent > 1 else 0 for stride, extent in zip(self.strides, box.extent, strict=True)
         )
-        return sum(start * step for start, step in zip(box.start, self.strides, strict=True)), strides
+        return _dot(box.start, self.strides), strides
 
     def boxes(self, axes: Sequence[Axis], at: int, to: int) -> Iterator[Box]:
         """The view that ``axes`` span from element ``at``, as boxes; ``to``: where its first element goes."""
@@ -378,6 +397,10 @@ def _one_value(operation: str, target: _Target, given: torch.Tensor) -> float:
         if bool((given == first).all()):
             return float(first)
     raise RecordError(f"{operation} puts values of the loader's own into parameter {target.name!r}")
+
+
+def _dot(indices: Sequence[int], strides: Sequence[int]) -> int:
+    return sum(index * stride for index, stride in zip(indices, strides, strict=True))
 
 
 def _storage(tensor: torch.Tensor) -> int:

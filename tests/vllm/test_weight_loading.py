@@ -251,6 +251,8 @@ def toy() -> dict[str, Any]:
             self.scale = torch.nn.Parameter(torch.zeros(4))
             self.shift = torch.nn.Parameter(torch.zeros(4))
             self.register_buffer("seen", torch.zeros(2))
+            self.register_buffer("map", None)
+            self.register_parameter("bias", None)
             self.scale.weight_loader = self.load
             self.loads = 0
 
@@ -276,7 +278,8 @@ def toy() -> dict[str, Any]:
 
         def load_weights(self, weights: Any) -> None:
             assert self.heads[0] is self.layers["loaded"]
-            parameters = dict(self.named_parameters())
+            assert (self.heads[0].map, self.heads[0].bias) == (None, None)
+            parameters = dict(self.named_parameters()) | dict(self.named_buffers())
             for name, tensor in weights:
                 getattr(parameters[name], "weight_loader", torch.Tensor.copy_)(parameters[name], tensor)
 
@@ -318,6 +321,9 @@ def toy() -> dict[str, Any]:
     found["values"] = {name: parameter.tolist() for name, parameter in model.named_parameters()}
     found["seen"] = loaded.seen.tolist()
     found["processed"] = str(model.attention.processed)
+    geometry = mine.record([Tensor("layers.left.seen", "float32", (2,))])
+    mine.apply({geometry.parameters[0].name: torch.ones(2)})
+    found["buffer"] = model.layers["left"].seen.tolist(), model.layers["left"].scale.tolist()
     return found
 
 
@@ -447,4 +453,5 @@ def test_what_is_not_in_a_checkpoint_stays(model: Model) -> None:
         "attention.shift": [15.0] * 4,
     }
     assert found["seen"] == [7.0, 7.0]
+    assert found["buffer"] == ([1.0, 1.0], [17.0] * 4)
     assert found["processed"] == "torch.float32", "attention may have made something of other layers' weights"
