@@ -168,18 +168,20 @@ def parse_settings(config: Mapping[str, Any]) -> Settings:
     return settings
 
 
-def settings_in_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    """What ``KV_CONNECTOR_SETTINGS`` says, a JSON object. Ports are free ones unless named: peers learn them
-    from SGLang's bootstrap server. Raises SettingsError where it is none.
+def settings_in_environment(
+    environment: Mapping[str, str], variable: str = SETTINGS_VARIABLE, control_port: int = 0
+) -> dict[str, Any]:
+    """What a variable says, a JSON object, with a port where it names none: SGLang's peers learn free ones
+    from its bootstrap server. Raises SettingsError where it is none.
     """
-    text = environment.get(SETTINGS_VARIABLE) or "{}"
+    text = environment.get(variable) or "{}"
     try:
         given = json.loads(text)
     except ValueError as error:
-        raise SettingsError(f"{SETTINGS_VARIABLE}: {error} in {text!r}") from None
+        raise SettingsError(f"{variable}: {error} in {text!r}") from None
     if not isinstance(given, dict):
-        raise SettingsError(f"{SETTINGS_VARIABLE} must be a JSON object, not {text!r}")
-    return {"control_port": 0, **given}
+        raise SettingsError(f"{variable} must be a JSON object, not {text!r}")
+    return {"control_port": control_port, **given}
 
 
 def examine_settings(config: Mapping[str, Any]) -> tuple[Settings, list[str]]:

@@ -2,6 +2,7 @@
 
 from kv_connector.agent.settings import SETTINGS_VARIABLE
 from kv_connector.control.cluster_key import KEY_FILE_VARIABLE
+from kv_connector.weights.settings import SETTINGS_VARIABLE as WEIGHTS_VARIABLE
 
 VARIABLES = {
     KEY_FILE_VARIABLE: (
@@ -9,6 +10,7 @@ VARIABLES = {
         "(where `--key-file` is not given)."
     ),
     SETTINGS_VARIABLE: "SGLang's servers: the settings, as a JSON object.",
+    WEIGHTS_VARIABLE: "vLLM's engines that take weights: the settings for that, as a JSON object.",
     "KV_CONNECTOR_LIBFABRIC": (
         "The libfabric that the lane `libfabric` opens: a file, or a name for the dynamic linker. By itself "
         "`libfabric.so.1` where the linker finds it, else the one in MPICH's wheel."
@@ -23,7 +25,7 @@ OTHERS = {
     ),
     "VLLM_PLUGINS": (
         "vLLM's: plugins to load. A list without `kv_connector` keeps `WriteImmConnector` from being known "
-        "by its name."
+        "by its name; `kv_connector` has to be named for an engine that takes weights."
     ),
     "VLLM_KV_CACHE_LAYOUT": (
         "vLLM's: `HND` or `NHD`, how a block lies in memory. It goes before `HND`, which `WriteImmConnector` "

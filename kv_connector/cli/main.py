@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from kv_connector import __version__
-from kv_connector.cli import bench
+from kv_connector.cli import bench, weights
 from kv_connector.cli.config import command as config
 from kv_connector.cli.demo import demo
 from kv_connector.cli.doctor import doctor
@@ -25,6 +25,7 @@ app.command()(drain)
 app.command()(trace)
 app.add_typer(config.app, name="config")
 app.add_typer(bench.app, name="bench")
+app.add_typer(weights.app, name="weights")
 
 
 def _version(asked: bool) -> None:

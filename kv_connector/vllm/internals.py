@@ -45,6 +45,7 @@ def release_of(version: str) -> str:
 # From the package, not from its metadata: the CPU wheel's distribution has another name.
 _release: Any = importlib.import_module(f"{__package__}.{release_of(vllm.__version__)}")
 
+from vllm.config import set_current_vllm_config  # noqa: E402
 from vllm.distributed.device_communicators import shm_broadcast  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
     KVConnectorBase_V1,
@@ -63,8 +64,21 @@ from vllm.distributed.parallel_state import (  # noqa: E402
     get_pp_group,
     get_tensor_model_parallel_rank,
     get_tp_group,
+    get_world_group,
 )
+from vllm.distributed.weight_transfer.base import (  # noqa: E402
+    ModuleSource,
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+    WeightTransferUpdateRequest,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory  # noqa: E402
+from vllm.model_executor.layers.attention import is_deferred_attention_layer  # noqa: E402
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first  # noqa: E402
+from vllm.model_executor.model_loader import reload  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.utils.network_utils import get_ip  # noqa: E402
 from vllm.v1.core.kv_cache_manager import KVCacheManager  # noqa: E402
@@ -100,19 +114,30 @@ __all__ = [
     "KvBlocks",
     "MLAAttentionSpec",
     "MambaSpec",
+    "ModuleSource",
     "Request",
     "RequestStatus",
     "SupportsHMA",
+    "TrainerInitInfo",
+    "TrainerWeightTransferEngine",
     "UnsupportedConfiguration",
     "UnsupportedVllm",
+    "WeightTransferEngine",
+    "WeightTransferInitInfo",
+    "WeightTransferTrainerFactory",
+    "WeightTransferUpdateInfo",
+    "WeightTransferUpdateRequest",
     "adopt_vllm_logging",
     "block_tokens",
     "check_configuration",
+    "current_platform",
     "default_host",
     "element_type",
     "forces_tokens",
+    "gather_from_workers",
     "group_kind",
     "is_conv_state_dim_first",
+    "is_deferred_attention_layer",
     "kv_cache_tokens",
     "kv_heads",
     "kv_scales",
@@ -121,7 +146,9 @@ __all__ = [
     "leave_last_token",
     "pipeline_and_tensor_parallel_rank",
     "release_of",
+    "reload",
     "replace_idle_pause",
+    "set_current_vllm_config",
     "sleep_for_messages",
 ]
 
@@ -351,6 +378,13 @@ def default_host() -> str:
     """VLLM_HOST_IP, else the address of the interface that leads outside, else loopback."""
     host: str = get_ip()
     return "127.0.0.1" if host in ("0.0.0.0", "::") else host
+
+
+def gather_from_workers(value: Any) -> list[Any]:
+    """What each of this engine's workers says, by rank: all of them call it."""
+    values = [None] * get_world_group().world_size
+    torch.distributed.all_gather_object(values, value, group=get_world_group().cpu_group)
+    return values
 
 
 def adopt_vllm_logging() -> None:

@@ -5,19 +5,25 @@ from __future__ import annotations
 import sys
 
 CONNECTOR = "WriteImmConnector"
+WEIGHTS = "write_imm"
 
 
 def register() -> None:
-    """Makes the name WriteImmConnector known to vLLM. Idempotent.
+    """Makes the names WriteImmConnector, and write_imm for weights, known to vLLM. Idempotent.
 
     The one import of vLLM that does not go through internals: that refuses unsupported versions, and that is
     for engines that use the connector, not for every vLLM on the machine. vLLM imports our module when it is
     first used.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if CONNECTOR not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(CONNECTOR, "kv_connector.vllm.connector", CONNECTOR)
+    if WEIGHTS not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(
+            WEIGHTS, "kv_connector.vllm.weights", "WriteImmWeightTransferEngine"
+        )
     _tell_dynamo()
 
 

@@ -1,0 +1,192 @@
+"""kv-connector weights: a checkpoint into serving engines, and what they serve."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kv_connector.cli.exit_status import ExitStatus
+from kv_connector.cli.router import KeyFile, address, cluster_key
+from kv_connector.engine import TransferError
+from kv_connector.protocol.actions import Address
+
+if TYPE_CHECKING:
+    from kv_connector.weights.pusher import WeightPusher
+
+app = typer.Typer(
+    name="weights", no_args_is_help=True, help="New weights for engines that go on serving meanwhile."
+)
+
+Checkpoint = Annotated[
+    Path, typer.Argument(metavar="DIRECTORY", help="The checkpoint: a directory with safetensors.")
+]
+Engines = Annotated[
+    list[Address],
+    typer.Option(
+        "--engine",
+        parser=address,
+        metavar="HOST:PORT",
+        help="Where an engine takes weights (its `control_port`). Repeat for each.",
+    ),
+]
+Providers = Annotated[
+    list[str] | None,
+    typer.Option("--provider", help="Lanes in order of preference. Default: host and tcp."),
+]
+DataHost = Annotated[str, typer.Option(help="This machine's address, as the engines reach it.")]
+Json = Annotated[bool, typer.Option("--json", help="The result as JSON.")]
+
+
+@app.command()
+def push(
+    checkpoint: Checkpoint,
+    engine: Engines,
+    version: Annotated[
+        str, typer.Option(help="What the engines call it from then on. Default: the directory's name.")
+    ] = "",
+    key_file: KeyFile = None,
+    provider: Providers = None,
+    data_host: DataHost = "127.0.0.1",
+    timeout: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="For all of it.")] = 600.0,
+) -> None:
+    """Writes a checkpoint beside what the engines serve, and has them take it in one short pause.
+
+    Until all of it has landed at an engine, nothing of it is touched: if this command is ended, or dies, the
+    engine goes on with what it had. Status 1: some engine does not serve it; the others do.
+    """
+    version = version or checkpoint.resolve().name
+    with _pusher(checkpoint, engine, key_file, provider, data_host) as pusher:
+        from kv_connector.weights.pusher import PushError
+
+        nbytes = sum(part.nbytes for part in pusher.parts())
+        typer.echo(f"{nbytes / 1e9:.2f} GB for {len(pusher.parts())} workers")
+        began = time.monotonic()
+        try:
+            update = pusher.push(version)
+            update.wait("landed", timeout)
+            landed = time.monotonic() - began
+            typer.echo(f"landed in {landed:.2f} s ({nbytes / 1e9 / landed:.2f} GB/s)")
+            update.wait("applied", max(timeout - landed, 0))
+        except PushError as error:
+            typer.echo(str(error), err=True)
+            raise typer.Exit(ExitStatus.FAILURE) from None
+        typer.echo(f"version {version} is served, {time.monotonic() - began:.2f} s after it was begun")
+
+
+@app.command()
+def plan(
+    checkpoint: Checkpoint,
+    engine: Engines,
+    key_file: KeyFile = None,
+    provider: Providers = None,
+    data_host: DataHost = "127.0.0.1",
+    json: Json = False,
+) -> None:
+    """What `push` would write to each worker; writes nothing."""
+    with _pusher(checkpoint, engine, key_file, provider, data_host) as pusher:
+        parts = pusher.parts()
+    if json:
+        typer.echo(msgspec.json.encode(parts).decode())
+        return
+    table = Table("worker", "MB", "pages", "shortest, bytes", "laid out before, MB")
+    for part in parts:
+        table.add_row(
+            part.worker,
+            f"{part.nbytes / 1e6:,.1f}",
+            f"{part.pages:,}",
+            f"{part.shortest_page:,}",
+            f"{part.packed_bytes / 1e6:,.1f}",
+        )
+    Console().print(table)
+
+
+@app.command()
+def status(engine: Engines, key_file: KeyFile = None, json: Json = False) -> None:
+    """Which version each engine serves, and what is on its way. Status 1: one is not there, or failed."""
+    from kv_connector.protocol.timers import Timeouts
+    from kv_connector.weights.links import LinkError, Links
+    from kv_connector.weights.messages import Ask, State
+
+    timeouts = Timeouts()
+    links = Links(cluster_key(key_file), timeouts, heard=lambda *_: None, lost=lambda *_: None)
+    states: dict[str, Any] = {}
+    failed = False
+    try:
+        asked = [(link := links.dial(one), links.ask(link, Ask())) for one in engine]
+        for link, answer in asked:
+            try:
+                state = links.wait(answer, link, timeouts.connect)
+                assert isinstance(state, State)
+                states[str(link.address)] = msgspec.structs.asdict(state)
+                failed |= bool(state.problem)
+            except LinkError as error:
+                states[str(link.address)] = {"problem": str(error)}
+                failed = True
+    finally:
+        links.close()
+    if json:
+        typer.echo(msgspec.json.encode(states).decode())
+    else:
+        for name, said in states.items():
+            typer.echo(_line(name, said))
+    if failed:
+        raise typer.Exit(ExitStatus.FAILURE)
+
+
+def _line(name: str, said: dict[str, Any]) -> str:
+    if "served" not in said:
+        return str(said["problem"])
+    words = [f"serves {said['served'] or 'what it was started with'}"]
+    words += [
+        f"{said[key]} {verb}"
+        for key, verb in (("landing", "is landing"), ("landed", "has landed"))
+        if said[key]
+    ]
+    words += [f"{said['senders']} senders"] if said["senders"] else []
+    words += [f"problem: {said['problem']}"] if said["problem"] else []
+    return f"{name}: {', '.join(words)}"
+
+
+@contextmanager
+def _pusher(
+    checkpoint: Path,
+    engines: Sequence[Address],
+    key_file: Path | None,
+    providers: list[str] | None,
+    data_host: str,
+) -> Iterator[WeightPusher]:
+    """Connected. What it cannot do is said, with status 2."""
+    try:
+        from kv_connector.weights.pusher import PushError, WeightPusher
+        from kv_connector.weights.sources import CheckpointSource, SourceError
+    except ImportError as error:
+        raise typer.BadParameter(f"{error}: pip install 'kv-connector[weights]'") from None
+    cluster_key(key_file)  # said as of every command
+    try:
+        source = CheckpointSource(checkpoint)
+        pusher = WeightPusher(
+            source,
+            [str(engine) for engine in engines],
+            key_file=None if key_file is None else str(key_file),
+            providers=providers or (),
+            data_host=data_host,
+            name=f"weights-push-{uuid.uuid4().hex[:6]}",
+        )
+    except (SourceError, TransferError) as error:
+        raise typer.BadParameter(str(error)) from None
+    with pusher:
+        try:
+            pusher.connect()
+        except (PushError, ValueError) as error:
+            typer.echo(str(error), err=True)
+            raise typer.Exit(ExitStatus.USAGE) from None
+        yield pusher

@@ -1,0 +1,285 @@
+"""A model that vLLM has loaded: what its loaders do with a checkpoint, and new contents in place of the old.
+
+Between the two is the form in which loaders leave parameters and from which vLLM makes those of its kernels.
+It does so again at each reload, into the tensors that it has (CUDA graphs know their addresses); that part is
+vLLM's here, too. What is loaded comes from memory where it already has that form.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+
+from kv_connector.vllm.internals import (
+    current_platform,
+    is_deferred_attention_layer,
+    reload,
+    set_current_vllm_config,
+)
+from kv_connector.weights.geometry import Geometry, Tensor
+from kv_connector.weights.recorder import RecordError, record
+
+logger = logging.getLogger(__name__)
+
+_NAMED = 5  # of the parameters that are not in a checkpoint: a line of a log is for reading
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A module of the model, without its children."""
+
+    module: torch.nn.Module
+    names: dict[str, str]
+    """The model's name of each of its parameters, by its own; of one that two layers have, the same."""
+    remade: frozenset[str]
+    """Tensors that vLLM has given another form or dropped: nobody has what was loaded any more."""
+
+
+class LoadedModel:
+    def __init__(self, model: torch.nn.Module, vllm_config: Any, device: torch.device) -> None:
+        """To be made when the model is loaded, before it serves."""
+        self._model = model
+        self._vllm_config = vllm_config
+        self._device = device
+        self._shadow, self._layers = _shadow(model)
+
+    def refusal(self) -> str | None:
+        """Why this engine cannot take weights, and what to change; None: it can."""
+        config = self._vllm_config
+        offload = config.offload_config
+        reasons = {
+            "--enable-eplb moves experts between ranks": config.parallel_config.enable_eplb,
+            "--enable-sleep-mode unmaps weights": config.model_config.enable_sleep_mode,
+            "--enable-lora wraps the layers that load them": config.lora_config is not None,
+            "weights are offloaded (--cpu-offload-gb, --offload-group-size)": bool(
+                offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size
+            ),
+            f"no quantization has been tested ({config.model_config.quantization})": config.quant_config
+            is not None,
+        }
+        found = [reason for reason, holds in reasons.items() if holds]
+        return f"{'; '.join(found)}: start it without" if found else None
+
+    def record(self, tensors: Sequence[Tensor]) -> Geometry:
+        """What the model's loaders do with a checkpoint of ``tensors``; for one thread at a time, whichever,
+        while the model serves. Raises RecordError where they do more than copy, and where something is not in
+        the checkpoint that cannot be kept."""
+        loadable = _loadable(self._shadow)
+        geometry = record(self._shadow.load_weights, loadable, tensors)
+        loaded: Counter[str] = Counter()
+        for write in geometry.writes:
+            loaded[geometry.parameters[write.parameter].name] += write.elements
+        for constant in geometry.constants:
+            loaded[geometry.parameters[constant.parameter].name] += math.prod(constant.extent)
+        for name, elements in loaded.items():
+            wanted = reload.utils.get_tensor_load_numel(loadable[name])
+            if elements < wanted:
+                raise RecordError(f"{_ABSENT}: {wanted - elements:,} of {wanted:,} elements of {name}")
+        self._written(loaded)
+        if kept := [name for name, _ in self._shadow.named_parameters() if name not in loaded]:
+            more = f" and {len(kept) - _NAMED} more" if len(kept) > _NAMED else ""
+            logger.warning("%s, and left as they are: %s%s", _ABSENT, ", ".join(kept[:_NAMED]), more)
+        return geometry
+
+    def apply(self, contents: Mapping[str, torch.Tensor]) -> None:
+        """Has the model compute with ``contents``: of each parameter that was recorded, flat, its elements.
+        They are copied. Only on the thread that computes, while nothing is computed.
+
+        If it raises, the model has weights of before and after, and can compute; it is whole again when an
+        ``apply`` has returned. RecordError: of some layer, contents are missing; nothing was changed.
+        """
+        layers = self._written(contents)
+        with torch.no_grad(), set_current_vllm_config(self._vllm_config):
+            try:
+                reload.layerwise.initialize_layerwise_reload(_Modules([layer.module for layer in layers]))
+                for layer in layers:
+                    _load(layer, contents)
+            except BaseException:
+                for layer in layers:
+                    _put_back(layer.module)
+                raise
+            for module in self._model.modules():  # they keep what they have made of other layers' weights
+                if is_deferred_attention_layer(module):
+                    module.process_weights_after_loading(self._vllm_config.model_config.dtype)
+            if self._device.type != "cpu":
+                torch.accelerator.synchronize(self._device)  # from here on contents may be written again
+
+    def _written(self, names: Collection[str]) -> list[_Layer]:
+        """The layers that have any of these parameters. RecordError where others of such a layer are lost."""
+        found = []
+        for layer in self._layers:
+            own = {name for name, parameter in layer.names.items() if parameter in names}
+            if not own:
+                continue
+            if is_deferred_attention_layer(layer.module):
+                raise RecordError(
+                    f"{_full_names(layer, own)}: attention's own parameters have not been tested"
+                )
+            if lost := layer.remade - own:
+                raise RecordError(f"{_ABSENT}: {_full_names(layer, lost)}, beside {_full_names(layer, own)}")
+            found.append(layer)
+        return found
+
+
+_ABSENT = "not in the checkpoint"
+
+
+def _full_names(layer: _Layer, names: Collection[str]) -> str:
+    return " and ".join(
+        sorted(layer.names.get(name, f"{name} of {type(layer.module).__name__}") for name in names)
+    )
+
+
+class _Modules:
+    """What vLLM's functions for a model look at, of some of its modules alone."""
+
+    def __init__(self, modules: list[torch.nn.Module]) -> None:
+        self._modules = modules
+
+    def modules(self) -> Iterator[torch.nn.Module]:
+        return iter(self._modules)
+
+
+def _load(layer: _Layer, contents: Mapping[str, torch.Tensor]) -> None:
+    """Contents in the loaders' form, what the kernels need made of them, and that into the tensors that are
+    used."""
+    module = layer.module
+    info = reload.layerwise.get_layerwise_info(module)
+    parameters, buffers = info.kernel_tensors
+    used = parameters | buffers
+    with _packed_again(module):
+        reload.meta.materialize_layer(module, info)
+        for name, tensor in reload.utils.get_layer_tensors(module).items():
+            content = contents.get(layer.names.get(name, ""))
+            if content is not None:
+                # A copy: vLLM may keep what it is given, and contents are written again.
+                tensor.data.copy_(content.as_strided(tensor.shape, tensor.stride()))
+            elif tensor is not used[name]:
+                tensor.data.copy_(used[name])
+        reload.layerwise._layerwise_process(module, info)
+
+
+def _put_back(module: torch.nn.Module) -> None:
+    info = reload.layerwise.get_layerwise_info(module)
+    if info.kernel_tensors is not None:
+        reload.layerwise._place_kernel_tensors(module, info)
+    info.reset()
+
+
+@contextmanager
+def _packed_again(module: torch.nn.Module) -> Iterator[None]:
+    """On CPUs vLLM packs experts only where their layer has no kernel yet, and else copies them unpacked over
+    the packed ones. A kernel has no addresses there that anything keeps."""
+    method = getattr(module, "quant_method", None)
+    if method is None or getattr(method, "moe_kernel", None) is None or not current_platform.is_cpu():
+        yield
+        return
+    before = dict(vars(method))
+    method.moe_kernel = None
+    try:
+        yield
+    except BaseException:
+        vars(method).update(before)
+        raise
+
+
+def _shadow(model: torch.nn.Module) -> tuple[torch.nn.Module, list[_Layer]]:
+    """A tree of modules as the model's was before its loaders ran, with tensors that have no data; beside it
+    the model's own modules. What loaders do to the tree does not reach the model."""
+    modules = list(model.modules())
+    shadows: dict[int, torch.nn.Module] = {}
+    for module in modules:
+        shadows[id(module)] = object.__new__(type(module))
+    shared: dict[int, torch.Tensor] = {}
+    remade: dict[int, frozenset[str]] = {}
+    for module in modules:
+        parameters, buffers = _before_loading(module)
+        used = module._parameters | module._buffers
+        remade[id(module)] = frozenset(
+            name for name, tensor in (parameters | buffers).items() if not _is_like(tensor, used.get(name))
+        )
+        attributes = {name: _of_shadow(value, shadows) for name, value in vars(module).items()}
+        attributes["_modules"] = {
+            name: None if child is None else shadows[id(child)] for name, child in module._modules.items()
+        }
+        # Those that are None are attributes, too; a parameter that two layers have is one here as well.
+        attributes["_parameters"] = _absent(module._parameters) | {
+            name: shared.setdefault(id(used.get(name, tensor)), _without_data(tensor, module, shadows))
+            for name, tensor in parameters.items()
+        }
+        attributes["_buffers"] = _absent(module._buffers) | {
+            name: _without_data(tensor, module, shadows) for name, tensor in buffers.items()
+        }
+        vars(shadows[id(module)]).update(attributes)
+    shadow = shadows[id(model)]
+    names = {id(tensor): name for name, tensor in _loadable(shadow).items()}
+    layers = [
+        _Layer(
+            module,
+            {
+                own: names[id(tensor)]
+                for own, tensor in reload.utils.get_layer_tensors(shadows[id(module)]).items()
+                if id(tensor) in names
+            },
+            remade[id(module)],
+        )
+        for module in modules
+    ]
+    return shadow, layers
+
+
+def _loadable(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Its parameters, and the buffers that checkpoints may have; once where two layers have the same."""
+    found: dict[str, torch.Tensor] = dict(model.named_parameters())
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{name}".lstrip(".")] = buffer
+    return found
+
+
+def _before_loading(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Parameters and buffers, by name: as vLLM has noted them, and those that it leaves alone."""
+    parameters, buffers = reload.layerwise.get_layerwise_info(module).restore_metadata
+    used, used_buffers = reload.utils.get_layer_params_buffers(module)
+    alone = reload.meta.SKIP_TENSORS
+    return (
+        parameters | {name: tensor for name, tensor in used.items() if name in alone},
+        buffers | {name: tensor for name, tensor in used_buffers.items() if name in alone},
+    )
+
+
+def _absent(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, None]:
+    return {name: None for name, tensor in tensors.items() if tensor is None}
+
+
+def _is_like(tensor: torch.Tensor, used: torch.Tensor | None) -> bool:
+    return used is not None and (used.shape, used.dtype) == (tensor.shape, tensor.dtype)
+
+
+def _without_data(
+    tensor: torch.Tensor, module: torch.nn.Module, shadows: Mapping[int, torch.nn.Module]
+) -> torch.Tensor:
+    """With what vLLM has written on it: its loader is often the layer's method."""
+    made: torch.Tensor = reload.meta.to_meta_tensor(tensor)
+    for name, value in vars(made).items():
+        if isinstance(value, MethodType) and value.__self__ is reload.sanitize.layer_ref_sentinel:
+            value = MethodType(value.__func__, module)
+        vars(made)[name] = _of_shadow(value, shadows)
+    return made
+
+
+def _of_shadow(value: Any, shadows: Mapping[int, torch.nn.Module]) -> Any:
+    if isinstance(value, MethodType) and id(value.__self__) in shadows:
+        return MethodType(value.__func__, shadows[id(value.__self__)])
+    if type(value) in (list, tuple):
+        return type(value)(shadows.get(id(one), one) for one in value)
+    return shadows.get(id(value), value)

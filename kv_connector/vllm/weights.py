@@ -1,0 +1,103 @@
+"""vLLM's weight transfer backend ``write_imm``: each worker has an arena where weights land while it serves.
+
+vLLM constructs it behind the model's loading. From then on trainers may join and write; only an update, which
+the controller asks for in a pause, comes in by vLLM's own calls. They never raise: vLLM answers one worker's
+error with another call's reply. What became of a version is said to who sent it, and to the controller.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kv_connector.protocol.actions import Address
+from kv_connector.vllm.internals import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+    default_host,
+    gather_from_workers,
+)
+from kv_connector.vllm.loading import LoadedModel
+from kv_connector.weights.receiver import NotLanded, ReceiverConfig, WeightReceiver
+from kv_connector.weights.settings import SETTINGS_VARIABLE, weight_settings
+
+logger = logging.getLogger("kv_connector")
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """Nothing: trainers come to the workers."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    version: str
+
+
+class WriteImmWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        """ValueError where this engine cannot take weights, or its settings are wrong."""
+        super().__init__(config, vllm_config, device, model)
+        parallel = vllm_config.parallel_config
+        if parallel.data_parallel_size > 1:
+            raise ValueError("write_imm's weights need --data-parallel-size 1: start several engines instead")
+        self._model = LoadedModel(model, vllm_config, device)
+        if (refusal := self._model.refusal()) is not None:
+            raise ValueError(f"this engine cannot take weights: {refusal}")
+        settings = weight_settings(os.environ, device.type)
+        key = settings.key()
+        host = settings.host(default_host(), key)
+        # The first port is the controller's.
+        port = settings.port(data_parallel_index=0, ranks=parallel.world_size + 1, rank=parallel.rank + 1)
+        self._receiver = WeightReceiver(
+            ReceiverConfig(
+                f"weights/{parallel.rank}",
+                Address(host, port),
+                settings.providers,
+                settings.data_host or host,
+                key,
+                device,
+                settings.agent_timeouts(),
+            ),
+            self._model.record,
+        )
+        address = self._receiver.start()
+        workers = gather_from_workers((address.host, address.port))
+        self._receiver.set_workers([Address(*worker) for worker in workers])
+        logger.info("weights/%d: listens on %s (%s)", parallel.rank, address, SETTINGS_VARIABLE)
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Nothing is left to do."""
+
+    def start_weight_update(self) -> None:
+        """Nothing is touched before all has landed."""
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Applies what has landed. Does not raise: see above."""
+        try:
+            contents = self._receiver.take(update_info.version)
+        except NotLanded as error:
+            logger.error("%s", error)
+            return
+        try:
+            self._model.apply(contents)
+            problem = ""
+        except Exception as error:
+            logger.exception("version %s was not applied", update_info.version)
+            problem = f"{type(error).__name__}: {error}"
+        self._receiver.finish(problem)
+
+    def finish_weight_update(self) -> None:
+        """All is done."""
+
+    def shutdown(self) -> None:
+        self._receiver.close()

@@ -1,0 +1,79 @@
+"""The ``vllm.endpoint_plugins`` entry point: the controller of an engine that takes weights.
+
+It adds no route. vLLM loads it in the API server, where the engine can be paused, if VLLM_PLUGINS names it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import zmq
+
+from kv_connector.protocol.actions import Address
+from kv_connector.vllm.plugin import WEIGHTS
+
+logger = logging.getLogger("kv_connector")
+
+
+class _Client:
+    """vLLM's, as the controller asks it."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    async def pause(self) -> None:
+        # Frozen requests are computed anew with the new weights, and so is what was cached.
+        await self._client.pause_generation(mode="keep", clear_cache=True)
+
+    async def update(self, version: str) -> None:
+        from kv_connector.vllm.internals import WeightTransferUpdateRequest
+
+        await self._client.start_weight_update()
+        try:
+            await self._client.update_weights(WeightTransferUpdateRequest({"version": version}))
+        finally:
+            await self._client.finish_weight_update()
+
+    async def label(self, version: str) -> None:
+        await self._client.update_weight_version(version)
+
+    async def resume(self) -> None:
+        await self._client.resume_generation()
+
+
+class WeightsEndpoint:
+    """What vLLM calls a plugin."""
+
+    name = "kv_connector"
+    required_tasks = None
+
+    def attach_router(self, app: Any) -> None:
+        """There is none."""
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        """Starts the controller where the engine takes weights by write_imm. Raises as it does."""
+        config = None if engine_client is None else engine_client.vllm_config.weight_transfer_config
+        if config is None or config.backend != WEIGHTS:
+            return
+        from kv_connector.vllm.internals import adopt_vllm_logging, default_host
+        from kv_connector.weights.controller import Controller
+        from kv_connector.weights.settings import SETTINGS_VARIABLE, weight_settings
+
+        del args
+        adopt_vllm_logging()
+        device = engine_client.vllm_config.device_config.device_type
+        settings = weight_settings(os.environ, device)
+        key = settings.key()
+        host = settings.host(default_host(), key)
+        controller = Controller(_Client(engine_client), Address(host, settings.control_port + 1), key)
+        address = Address(host, settings.control_port)
+        try:
+            await controller.start(address)
+        except zmq.ZMQError as error:
+            raise ValueError(
+                f"the weights' controller cannot listen on {address}: {error}. Set control_port in "
+                f"{SETTINGS_VARIABLE} to a free one; of several API servers (--api-server-count) only one can"
+            ) from error
+        state.kv_connector_weights = controller

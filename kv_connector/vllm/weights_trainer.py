@@ -1,0 +1,91 @@
+"""The trainer's side in vLLM's own terms: importing this makes ``write_imm`` known to its trainer factory.
+
+    WeightTransferTrainerFactory.trainer_init(
+        WriteImmTrainerInitInfo(["10.0.0.5:5801"], rank=rank), client=client, source=ModuleSource(model)
+    )
+
+Whoever calls ``send_weights`` pauses the engines around it, as with vLLM's other backends. Engines are named
+by their first workers: what a controller does, vLLM's client does here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from kv_connector.vllm.internals import (
+    ModuleSource,
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
+    WeightTransferTrainerFactory,
+)
+from kv_connector.vllm.plugin import WEIGHTS
+from kv_connector.weights.pusher import WeightPusher
+from kv_connector.weights.sources import TensorSource, module_source
+
+
+@dataclass
+class WriteImmTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
+    """``engines``: where their first workers listen (``control_port`` and one), as ``host:port``. The others
+    are WeightPusher's."""
+
+    backend: ClassVar[str] = WEIGHTS
+
+    engines: Sequence[str]
+    key_file: str | None = None
+    providers: Sequence[str] = ()
+    data_host: str = "127.0.0.1"
+    timeout: float = 300.0
+
+
+class WriteImmTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
+    init_info_cls = WriteImmTrainerInitInfo
+
+    def __init__(self, info: WriteImmTrainerInitInfo, client: Any, source: TensorSource) -> None:
+        super().__init__(client=client, is_sender=info.is_sender)
+        self._timeout = info.timeout
+        self._pushed = 0
+        self._pusher = WeightPusher(
+            source,
+            info.engines,
+            key_file=info.key_file,
+            providers=info.providers,
+            data_host=info.data_host,
+            applies=False,
+        )
+        self._pusher.connect()
+
+    @classmethod
+    def trainer_init(cls, init_info: WriteImmTrainerInitInfo, *, client: Any, source: Any = None) -> Self:
+        """A collective of all ranks. ``source``: vLLM's ModuleSource, of which nothing is gathered, or one of
+        ours. Raises PushError; TypeError where it is another."""
+        if isinstance(source, ModuleSource):
+            source = module_source(source._module)
+        if not isinstance(source, TensorSource):
+            raise TypeError(
+                f"write_imm sends shards as they lie, and {type(source).__name__} only gives whole tensors: "
+                "give a ModuleSource, or kv_connector.weights.sources.TensorSource of the named tensors"
+            )
+        return cls(init_info, client, source)
+
+    def send_weights(self) -> None:
+        """Writes a version and has it applied. Raises PushError where an engine did not take it: it is to
+        stay paused then, and to be sent the next."""
+        self._pushed += 1
+        version = str(self._pushed)
+        update = self._pusher.push(version)
+        update.wait("landed", self._timeout)
+        if self.is_sender:
+            self.client.start_weight_update()
+            self.client.update_weights({"version": version})
+        update.wait("applied", self._timeout)
+        if self.is_sender:
+            self.client.finish_weight_update(version)
+
+    def shutdown(self) -> None:
+        self._pusher.close()
+
+
+if WEIGHTS not in WeightTransferTrainerFactory._registry:
+    WeightTransferTrainerFactory.register_engine(WEIGHTS, WriteImmTrainerEngine)

@@ -1,0 +1,236 @@
+"""An engine's controller: has all its workers take a version that has landed, in one pause.
+
+It lives where the engine can be paused, beside the API server, and speaks with trainers over control sockets
+of its own. A version is applied by all workers or the engine goes on with none: what one could not apply is
+applied once more, for it still lies in the arenas, and then the engine stays paused, and says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+from kv_connector.control.cluster_key import ClusterKey
+from kv_connector.control.sockets import Received
+from kv_connector.protocol.actions import Address, Source
+from kv_connector.protocol.messages import clip
+from kv_connector.weights.loop import Loop
+from kv_connector.weights.messages import (
+    Applied,
+    Apply,
+    Ask,
+    NotApplied,
+    Ping,
+    Pong,
+    Refused,
+    State,
+    WeightMessage,
+    Workers,
+    WorkersAre,
+)
+
+logger = logging.getLogger("kv_connector")
+
+# A worker answers within a turn of its loop.
+_WORKER_S = 10.0
+_TRIES = 2
+
+
+class Engine(Protocol):
+    """What is asked of the engine. Raises what it likes."""
+
+    async def pause(self) -> None:
+        """No step is computed, and nothing that was computed before is used again, until resume()."""
+
+    async def update(self, version: str) -> None:
+        """All workers try to apply it; they say themselves how it went."""
+
+    async def label(self, version: str) -> None:
+        """It serves this version."""
+
+    async def resume(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    problem: str = ""
+    torn: bool = False
+    pause_s: float = 0.0
+
+
+class Controller:
+    """start() it once, on the event loop of the engine's client; close() it once."""
+
+    def __init__(self, engine: Engine, first_worker: Address, key: ClusterKey | None) -> None:
+        self._engine = engine
+        self._first = first_worker
+        self._loop = Loop("kvc-weights-controller", key)
+        self._workers: dict[Source, deque[Future[WeightMessage]]] = {}
+        """By worker, what it was asked and has not answered, in order."""
+        self._addresses: tuple[WorkersAre, ...] = ()
+        self._served = ""
+        self._problem = ""
+        self._applying: asyncio.Lock
+
+    async def start(self, address: Address) -> None:
+        """Raises zmq.ZMQError where the address cannot be bound; TimeoutError where no worker answers."""
+        self._asyncio = asyncio.get_running_loop()
+        self._applying = asyncio.Lock()
+        bound = self._loop.sockets.bind(address)
+        self._loop.start(self)
+        (first,) = self._dial([self._first])
+        workers = await self._ask(first, Workers())
+        assert isinstance(workers, WorkersAre)
+        self._addresses = (workers,)
+        self._dial([Address(worker.host, worker.port) for worker in workers.workers[1:]])
+        logger.info("weights: trainers may dial %s, for %d workers", bound, len(workers.workers))
+
+    def close(self) -> None:
+        self._loop.stop()
+
+    async def apply(self, version: str) -> Outcome:
+        """Pauses, has all workers apply the version, and goes on."""
+        async with self._applying:
+            states = await self._states()
+            if missing := [state for state in states if state.landed != version]:
+                said = (
+                    missing[0].problem
+                    or f"version {missing[0].landed or missing[0].landing or 'none'} is there"
+                )
+                return Outcome(f"version {version} has not landed at {len(missing)} workers: {said}")
+            began = time.monotonic()
+            await self._engine.pause()
+            torn = True
+            try:
+                problem = await self._update(version)
+                if not problem:
+                    await self._engine.label(version)
+                    self._served = version
+                torn = bool(problem)
+            finally:
+                if not torn:
+                    await self._engine.resume()
+            self._problem = problem
+            return Outcome(problem, torn, time.monotonic() - began)
+
+    async def _update(self, version: str) -> str:
+        problem = ""
+        for _ in range(_TRIES):
+            await self._engine.update(version)
+            states = await self._states()
+            problem = "; ".join(
+                f"worker {rank}: {state.problem or 'it did not try'}"
+                for rank, state in enumerate(states)
+                if state.served != version or state.problem
+            )
+            if not problem:
+                return ""
+            logger.error("weights: version %s: %s", version, problem)
+        return problem
+
+    async def _states(self) -> list[State]:
+        states = await asyncio.gather(*(self._ask(worker, Ask()) for worker in self._workers))
+        return [state for state in states if isinstance(state, State)]
+
+    # --- Workers
+
+    def _dial(self, addresses: list[Address]) -> list[Source]:
+        def dial() -> list[Source]:
+            sources = [self._loop.sockets.dial(address) for address in addresses]
+            self._workers |= {source: deque() for source in sources}
+            return sources
+
+        return self._loop.call(dial).result()
+
+    async def _ask(self, worker: Source, message: WeightMessage) -> WeightMessage:
+        answer: Future[WeightMessage] = Future()
+
+        def ask() -> None:
+            self._workers[worker].append(answer)
+            self._loop.sockets.send(worker, message)
+
+        self._loop.call(ask)
+        return await asyncio.wait_for(asyncio.wrap_future(answer), _WORKER_S)
+
+    # --- The loop's
+
+    def received(self, now: float, received: Received[WeightMessage]) -> None:
+        del now
+        source, message = received.source, received.message
+        if source in self._workers:
+            asked = self._workers[source]
+            # Who does not wait any more has cancelled it.
+            if asked and message is not None and (answer := asked.popleft()).set_running_or_notify_cancel():
+                answer.set_result(message)
+            return
+        match message:
+            case None:
+                pass
+            case Ping():
+                self._send(source, Pong())
+            case Workers():
+                self._send(
+                    source, self._addresses[0] if self._addresses else Refused("the engine is starting")
+                )
+            case Apply():
+                self._later(self._told_to_apply(source, message.version))
+            case Ask():
+                self._later(self._asked(source))
+            case _:
+                self._send(source, Refused("this is an engine's controller: that is for its workers"))
+
+    def readable(self, now: float) -> None:
+        del now
+
+    def tick(self, now: float) -> float | None:
+        del now
+        return None
+
+    def _later(self, work: Coroutine[None, None, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._asyncio)
+
+    def _send(self, source: Source, message: WeightMessage) -> None:
+        self._loop.sockets.send(source, message)
+
+    async def _told_to_apply(self, source: Source, version: str) -> None:
+        try:
+            outcome = await self.apply(version)
+        except Exception as error:
+            logger.exception("weights: version %s", version)
+            outcome = Outcome(f"{type(error).__name__}: {error}", torn=True)
+        if outcome.problem:
+            logger.error(
+                "weights: version %s is not served%s: %s",
+                version,
+                ", and the engine stays paused" if outcome.torn else "",
+                outcome.problem,
+            )
+            answer: WeightMessage = NotApplied(version, clip(outcome.problem), outcome.torn)
+        else:
+            logger.info(
+                "weights: serves version %s, after a pause of %.0f ms", version, outcome.pause_s * 1e3
+            )
+            answer = Applied(version)
+        self._loop.call(lambda: self._send(source, answer))
+
+    async def _asked(self, source: Source) -> None:
+        try:
+            states = await self._states()
+            one = next((state for state in states if state.problem), states[0])
+            answer: WeightMessage = State(
+                self._served or one.served,
+                landing=one.landing,
+                landed=one.landed,
+                senders=max(state.senders for state in states),
+                arena_bytes=sum(state.arena_bytes for state in states),
+                problem=self._problem or one.problem,
+            )
+        except TimeoutError:
+            answer = Refused("a worker does not answer")
+        self._loop.call(lambda: self._send(source, answer))

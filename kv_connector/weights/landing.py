@@ -1,0 +1,348 @@
+"""A worker's side of the weights' protocol, sans-IO: who may write, which version lands, and when it is void.
+
+A version lands in three steps: each sender says BEGIN; when all have, one counter is opened that only they
+can raise, and they are told how; when it has counted all their pages, the version has landed, and can be
+applied as often as it takes. A sender that is lost before that voids the version: everybody's link ends, so
+that nothing can land any more where the next version will.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from dataclasses import dataclass, field
+
+from kv_connector.protocol.actions import Source
+from kv_connector.protocol.messages import clip
+from kv_connector.weights.geometry import Tensor, digest
+from kv_connector.weights.messages import (
+    PROTOCOL,
+    Applied,
+    Ask,
+    Begin,
+    Begun,
+    Describe,
+    Described,
+    Dropped,
+    Join,
+    Joined,
+    Landed,
+    Leave,
+    Ping,
+    Pong,
+    Refused,
+    State,
+    WeightMessage,
+)
+
+Peer = int
+"""The transfer engine's number."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    source: Source
+    message: WeightMessage
+
+
+@dataclass(frozen=True)
+class Record:
+    """What would be loaded of these tensors? ``recorded`` answers."""
+
+    tensors: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Accept:
+    """Let the engine accept the offer; ``accepted`` or ``not_accepted`` answers."""
+
+    source: Source
+    name: str
+    offer: bytes
+
+
+@dataclass(frozen=True)
+class OpenCounter:
+    """That only these raise; ``opened`` answers, and ``reached`` when it has counted the pages."""
+
+    peers: tuple[Peer, ...]
+    pages: int
+
+
+@dataclass(frozen=True)
+class CloseCounter:
+    pass
+
+
+@dataclass(frozen=True)
+class Fence:
+    """None of this peer's writes may land any more; ``fenced`` says that it is so."""
+
+    peer: Peer
+    reason: str
+
+
+@dataclass(frozen=True)
+class Log:
+    level: int
+    text: str
+
+
+Action = Reply | Record | Accept | OpenCounter | CloseCounter | Fence | Log
+
+
+class Phase(enum.Enum):
+    EMPTY = "empty"
+    BEGINNING = "beginning"  # not all senders have said so
+    LANDING = "landing"
+    LANDED = "landed"
+    APPLYING = "applying"
+
+
+@dataclass
+class _Sender:
+    source: Source
+    run: str
+    rank: int
+    name: str
+    last_seen: float
+    peer: Peer | None = None  # None: its offer is being accepted
+    begin: Begin | None = None
+
+
+@dataclass
+class Landing:
+    """Every method but state() returns what to do, in order. ``dead``: seconds of silence after which a
+    sender is lost."""
+
+    dead: float
+    arena_bytes: int = 0
+    """Of what is recorded; 0: nothing is."""
+    served: str = ""
+    phase: Phase = Phase.EMPTY
+    _version: str = ""
+    _problem: str = ""
+    _digest: bytes = b""  # of the tensors that are recorded
+    _recording: list[Source] = field(default_factory=list)
+    _senders: dict[Source, _Sender] = field(default_factory=dict)
+    _fencing: set[Peer] = field(default_factory=set)
+    _opening: bool = False
+    _answer: Described | None = None
+
+    def state(self) -> State:
+        return State(
+            self.served,
+            landing=self._version if self.phase in (Phase.BEGINNING, Phase.LANDING) else "",
+            landed=self._version if self.phase in (Phase.LANDED, Phase.APPLYING) else "",
+            senders=len(self._senders),
+            arena_bytes=self.arena_bytes,
+            problem=self._problem,
+        )
+
+    def next_deadline(self) -> float | None:
+        return min((sender.last_seen + self.dead for sender in self._senders.values()), default=None)
+
+    # --- Messages
+
+    def receive(self, now: float, source: Source, message: WeightMessage) -> list[Action]:
+        sender = self._senders.get(source)
+        if sender is not None:
+            sender.last_seen = now
+        match message:
+            case Ping():
+                gone = message.sender and sender is None
+                return [Reply(source, Leave("there is no such sender here") if gone else Pong())]
+            case Ask():
+                return [Reply(source, self.state())]
+            case Describe():
+                return self._describe(source, message)
+            case Join():
+                return self._join(now, source, message)
+            case Begin() if sender is not None:
+                return self._begin(sender, message)
+            case Leave() if sender is not None:
+                return self._lose(sender, message.reason or "it has left")
+            case Leave():
+                return []
+        return [Reply(source, Refused(f"{type(message).__name__} means nothing here"))]
+
+    def lost(self, source: Source, reason: str) -> list[Action]:
+        """The connection is of no use any more."""
+        sender = self._senders.get(source)
+        return [] if sender is None else self._lose(sender, reason)
+
+    def peer_lost(self, peer: Peer, reason: str) -> list[Action]:
+        """The engine's link to it broke."""
+        for sender in self._senders.values():
+            if sender.peer == peer:
+                return [Reply(sender.source, Leave(clip(reason))), *self._lose(sender, reason)]
+        return []
+
+    def tick(self, now: float) -> list[Action]:
+        actions: list[Action] = []
+        for sender in list(self._senders.values()):
+            if self._senders.get(sender.source) is sender and now - sender.last_seen >= self.dead:
+                actions += self._lose(sender, f"it was silent for {self.dead:g} s")
+        return actions
+
+    # --- What would be loaded
+
+    def _describe(self, source: Source, message: Describe) -> list[Action]:
+        if message.protocol != PROTOCOL:
+            theirs = f"it speaks version {message.protocol} of the weights' protocol, this worker {PROTOCOL}"
+            return [Reply(source, Refused(f"{theirs}: install the same release of kv-connector on both"))]
+        if self._answer is not None and digest(message.tensors) == self._digest:
+            return [Reply(source, self._answer)]
+        if self._senders:
+            return [Reply(source, Refused(self._taken()))]
+        if self._recording or self.phase is Phase.APPLYING:
+            return [Reply(source, Refused("the worker is busy with another checkpoint: ask again"))]
+        self._recording.append(source)
+        return [Record(message.tensors)]
+
+    def recorded(self, digest: bytes, answer: Described, nbytes: int) -> list[Action]:
+        self._digest, self._answer, self.arena_bytes = digest, answer, nbytes
+        self.phase, self._version = Phase.EMPTY, ""  # it is another arena
+        return [Reply(source, answer) for source in self._asked()]
+
+    def not_recorded(self, reason: str) -> list[Action]:
+        """What was recorded before is gone, too."""
+        self._digest, self._answer, self.arena_bytes = b"", None, 0
+        return [Reply(source, Refused(clip(reason))) for source in self._asked()]
+
+    def _asked(self) -> list[Source]:
+        asked, self._recording = self._recording, []
+        return asked
+
+    # --- Who may write
+
+    def _join(self, now: float, source: Source, message: Join) -> list[Action]:
+        if not self._digest or message.tensors != self._digest:
+            return [Reply(source, Refused(NOT_DESCRIBED))]
+        actions: list[Action] = []
+        for sender in list(self._senders.values()):
+            if sender.run != message.run:
+                return [Reply(source, Refused(self._taken()))]
+            if sender.rank == message.rank:
+                actions += self._lose(sender, "it has come again")
+        self._senders[source] = _Sender(source, message.run, message.rank, message.name, now)
+        return [*actions, Accept(source, message.name, message.offer)]
+
+    def accepted(self, source: Source, peer: Peer, answer: Joined) -> list[Action]:
+        sender = self._senders.get(source)
+        if sender is None:
+            self._fencing.add(peer)
+            return [Fence(peer, "it has left meanwhile")]
+        sender.peer = peer
+        return [Reply(source, answer)]
+
+    def not_accepted(self, source: Source, reason: str) -> list[Action]:
+        self._senders.pop(source, None)
+        return [Reply(source, Refused(clip(reason)))]
+
+    def _taken(self) -> str:
+        sender = next(iter(self._senders.values()))
+        return f"{sender.name} (run {sender.run}) sends weights to this worker: end it first"
+
+    def fenced(self, peer: Peer) -> list[Action]:
+        self._fencing.discard(peer)
+        return self._open()
+
+    # --- A version
+
+    def _begin(self, sender: _Sender, begin: Begin) -> list[Action]:
+        if self.phase in (Phase.APPLYING, Phase.LANDING):
+            doing = "applied" if self.phase is Phase.APPLYING else "landing"
+            return [Reply(sender.source, Refused(f"version {self._version} is {doing}"))]
+        if self.phase in (Phase.EMPTY, Phase.LANDED):
+            self.phase, self._version = Phase.BEGINNING, begin.version
+        sender.begin = begin
+        begun = [other.begin for other in self._senders.values() if other.begin is not None]
+        if len({(b.version, b.plan, b.senders) for b in begun}) > 1:
+            said = ", ".join(sorted({f"version {b.version} of {b.senders} senders" for b in begun}))
+            return self._drop(f"its senders do not agree (or have other plans): {said}")
+        if len(begun) < begin.senders:
+            return []
+        if (nbytes := sum(b.nbytes for b in begun)) != self.arena_bytes:
+            return self._drop(f"{nbytes} bytes were announced of {self.arena_bytes} that this worker loads")
+        return self._open()
+
+    def _open(self) -> list[Action]:
+        begun = [s for s in self._senders.values() if s.begin is not None]
+        if self.phase is not Phase.BEGINNING or self._opening or not begun or self._fencing:
+            return []
+        first = begun[0].begin
+        assert first is not None
+        if len(begun) < first.senders:
+            return []
+        self._opening = True
+        peers = tuple(s.peer for s in begun if s.peer is not None)
+        return [OpenCounter(peers, sum(s.begin.pages for s in begun if s.begin is not None))]
+
+    def opened(self, immediate: int) -> list[Action]:
+        if not self._opening:
+            return []  # dropped meanwhile, and closed with that
+        self._opening, self.phase = False, Phase.LANDING
+        return [Reply(s.source, Begun(self._version, immediate)) for s in self._senders.values() if s.begin]
+
+    def not_opened(self, reason: str) -> list[Action]:
+        return self._drop(reason)
+
+    def reached(self) -> list[Action]:
+        self.phase = Phase.LANDED
+        told: list[Action] = [CloseCounter()]
+        for sender in self._senders.values():
+            sender.begin = None
+            told.append(Reply(sender.source, Landed(self._version)))
+        return told
+
+    def _lose(self, sender: _Sender, reason: str) -> list[Action]:
+        del self._senders[sender.source]
+        said = f"rank {sender.rank} of run {sender.run} ({sender.name}): {reason}"
+        actions: list[Action] = [Log(logging.INFO, f"a sender of weights is gone: {said}")]
+        actions += self._fence(sender, reason)
+        if self.phase in (Phase.BEGINNING, Phase.LANDING):
+            actions += self._drop(said)
+        return actions
+
+    def _drop(self, reason: str) -> list[Action]:
+        """The version is void, and so is every link: who is left has to join again."""
+        actions: list[Action] = [
+            Log(logging.WARNING, f"version {self._version} of the weights is dropped: {reason}")
+        ]
+        if self._opening or self.phase is Phase.LANDING:
+            actions.append(CloseCounter())
+        for sender in self._senders.values():
+            actions.append(Reply(sender.source, Dropped(self._version, clip(reason))))
+            actions += self._fence(sender, "the version was dropped")
+        self._senders.clear()
+        self.phase, self._version, self._opening, self._problem = Phase.EMPTY, "", False, reason[:1024]
+        return actions
+
+    def _fence(self, sender: _Sender, reason: str) -> list[Action]:
+        if sender.peer is None:
+            return []  # accepted() will
+        self._fencing.add(sender.peer)
+        return [Fence(sender.peer, reason)]
+
+    # --- Applying
+
+    def take(self, version: str) -> str | None:
+        """The version is to be applied: nothing else may land until applied(). Else why it cannot be."""
+        if self.phase is Phase.LANDED and self._version == version and not self._recording:
+            self.phase = Phase.APPLYING
+            return None
+        here = f"version {self._version} is {self.phase.value}" if self._version else "there is none"
+        return f"version {version} has not landed: {here}" + (self._problem and f" ({self._problem})")
+
+    def applied(self, problem: str) -> list[Action]:
+        """It was, or was not, and may be again."""
+        self.phase, self._problem = Phase.LANDED, problem[:1024]
+        if problem:
+            return [Log(logging.ERROR, f"version {self._version} of the weights was not applied: {problem}")]
+        self.served = self._version
+        return [Reply(sender.source, Applied(self.served)) for sender in self._senders.values()]
+
+
+NOT_DESCRIBED = "this worker has not looked at such a checkpoint"
+"""A sender whose first rank is still describing it asks again."""

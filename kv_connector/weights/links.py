@@ -1,0 +1,177 @@
+"""A trainer's control connections: questions and their answers, news, and who is still there."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from kv_connector.control.cluster_key import ClusterKey
+from kv_connector.control.sockets import Received
+from kv_connector.protocol.actions import Address, Source
+from kv_connector.protocol.timers import Timeouts
+from kv_connector.weights.loop import Loop
+from kv_connector.weights.messages import (
+    Applied,
+    Dropped,
+    Landed,
+    Leave,
+    NotApplied,
+    Ping,
+    Pong,
+    Refused,
+    WeightMessage,
+)
+
+logger = logging.getLogger("kv_connector")
+
+News = Landed | Applied | NotApplied | Dropped
+"""What comes without a question."""
+
+
+class LinkError(RuntimeError):
+    """A worker or a controller refused, or is not there; the message says who and why."""
+
+
+@dataclass(eq=False)
+class Link:
+    """One connection, dialled by us. ``over``: why nothing more comes of it."""
+
+    address: Address
+    source: Source
+    last_seen: float
+    asked: Future[WeightMessage] | None = None
+    over: str = ""
+    next_ping: float = 0.0
+    sends: bool = False
+
+
+@dataclass
+class Links:
+    """Any thread may call any method. ``heard`` and ``lost`` are called on the loop's thread."""
+
+    key: ClusterKey | None
+    timeouts: Timeouts
+    heard: Callable[[Link, News], None]
+    lost: Callable[[Link, str], None]
+    _links: dict[Source, Link] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.loop = Loop("kvc-weights", self.key)
+        self.loop.start(self)
+
+    def dial(self, address: Address) -> Link:
+        def dial() -> Link:
+            source = self.loop.sockets.dial(address)
+            link = self._links[source] = Link(address, source, time.monotonic())
+            return link
+
+        return self.loop.call(dial).result()
+
+    def ask(self, link: Link, message: WeightMessage) -> Future[WeightMessage]:
+        """The answer; LinkError where it is a refusal, or the link ends. One question at a time."""
+        answer: Future[WeightMessage] = Future()
+
+        def ask() -> None:
+            if link.over:
+                answer.set_exception(LinkError(f"{link.address}: {link.over}"))
+                return
+            assert link.asked is None, "it has not answered the last question"
+            link.asked = answer
+            self.loop.sockets.send(link.source, message)
+
+        self.loop.call(ask).result()
+        return answer
+
+    def wait(self, answer: Future[WeightMessage], link: Link, timeout: float) -> WeightMessage:
+        """Blocks for it; a link that does not answer in time is over."""
+        try:
+            return answer.result(timeout)
+        except TimeoutError:
+            silent = f"no answer within {timeout:g} s: is it running, and has it the same cluster key?"
+            self.end(link, silent)
+            raise LinkError(f"{link.address}: {silent}") from None
+
+    def tell(self, link: Link, message: WeightMessage) -> None:
+        self.loop.call(lambda: self.loop.sockets.send(link.source, message))
+
+    def end(self, link: Link, reason: str) -> None:
+        """In words for the other side, too."""
+
+        def end() -> None:
+            if not link.over:
+                self.loop.sockets.send(link.source, Leave(reason))
+                self._over(link, reason)
+
+        self.loop.call(end).result()
+
+    def close(self) -> None:
+        for link in list(self._links.values()):
+            self.end(link, "it is through")
+        self.loop.stop()
+
+    # --- The loop's
+
+    def received(self, now: float, received: Received[WeightMessage]) -> None:
+        link = self._links.get(received.source)
+        if link is None:
+            return
+        link.last_seen = now
+        message = received.message
+        match message:
+            case None:
+                self._lost(link, "it sent a malformed message")
+            case Pong():
+                pass
+            case Leave():
+                self._lost(link, message.reason or "it has left")
+            case Dropped():
+                self.heard(link, message)
+                self._lost(link, f"version {message.version} was dropped: {message.reason}")
+            case Landed() | Applied() | NotApplied():
+                self.heard(link, message)
+            case _ if link.asked is None:
+                logger.debug("%s: nobody asked for %s", link.address, message)
+            case Refused():
+                answer, link.asked = link.asked, None
+                answer.set_exception(LinkError(f"{link.address}: {message.reason}"))
+            case _:
+                answer, link.asked = link.asked, None
+                answer.set_result(message)
+
+    def readable(self, now: float) -> None:
+        del now
+
+    def tick(self, now: float) -> float | None:
+        for link in list(self._links.values()):
+            if now - link.last_seen >= self.timeouts.dead and link.next_ping:
+                self._lost(link, f"it was silent for {self.timeouts.dead:g} s")
+            elif now >= link.next_ping > 0:
+                link.next_ping = now + self.timeouts.heartbeat
+                self.loop.sockets.send(link.source, Ping(link.sends))
+        pings = [link.next_ping - now for link in self._links.values() if link.next_ping]
+        return min(pings, default=None)
+
+    def watch(self, link: Link, *, sends: bool = False) -> None:
+        """From now on it is pinged, and is lost where it is silent, or does not know us as a sender."""
+
+        def watch() -> None:
+            link.last_seen = link.next_ping = time.monotonic()
+            link.sends = sends
+
+        self.loop.call(watch)
+
+    def _lost(self, link: Link, reason: str) -> None:
+        if not link.over:
+            self._over(link, reason)
+            self.lost(link, reason)
+
+    def _over(self, link: Link, reason: str) -> None:
+        link.over = reason
+        del self._links[link.source]
+        self.loop.sockets.hang_up(link.source)
+        if link.asked is not None:
+            link.asked.set_exception(LinkError(f"{link.address}: {reason}"))
+            link.asked = None

@@ -1,0 +1,100 @@
+"""One thread that owns control sockets and a transfer engine, for senders, workers and controllers alike."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
+
+from kv_connector.control.cluster_key import ClusterKey
+from kv_connector.control.sockets import MessageSockets, Received
+from kv_connector.weights.messages import CODEC, WeightMessage
+
+logger = logging.getLogger("kv_connector")
+
+T = TypeVar("T")
+
+
+class Handler(Protocol):
+    """What goes on in the loop. All of it is called on the loop's thread."""
+
+    def received(self, now: float, received: Received[WeightMessage]) -> None: ...
+
+    def readable(self, now: float) -> None:
+        """A watched descriptor may be."""
+
+    def tick(self, now: float) -> float | None:
+        """Does what is due; the seconds until the next is, None: nothing is."""
+
+
+class Loop:
+    """start() it once, stop() it once. Only call() and stop() may be called from other threads."""
+
+    def __init__(self, name: str, key: ClusterKey | None) -> None:
+        self.sockets: MessageSockets[WeightMessage] = MessageSockets(CODEC, key)
+        self._handler: Handler
+        self._commands: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()  # of _stopped, and of _wake's life
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.sockets.watch(self._wake)
+
+    def start(self, handler: Handler) -> None:
+        self._handler = handler
+        self._thread.start()
+
+    def call(self, command: Callable[[], T]) -> Future[T]:
+        """Runs it on the loop's thread; of a loop that has stopped the future is cancelled."""
+        future: Future[T] = Future()
+        with self._lock:
+            if self._stopped:
+                future.cancel()
+            else:
+                self._commands.append((future, command))
+                os.eventfd_write(self._wake, 1)
+        return future
+
+    def stop(self) -> None:
+        """Blocks until the thread has ended and its sockets are closed; idempotent."""
+        with self._lock:
+            stopped, self._stopped = self._stopped, True
+            if not stopped:
+                os.eventfd_write(self._wake, 1)
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        if not stopped:
+            self.sockets.close()
+            os.close(self._wake)
+
+    def _run(self) -> None:
+        pause: float | None = None
+        while not self._stopped:
+            try:
+                if self._wake in self.sockets.wait(pause):
+                    os.eventfd_read(self._wake)
+                for received in self.sockets.receive():
+                    self._handler.received(time.monotonic(), received)
+                self._handler.readable(time.monotonic())
+                while self._commands:
+                    _carry_out(*self._commands.popleft())
+                pause = self._handler.tick(time.monotonic())
+            except Exception:
+                logger.exception("the weights' thread goes on after an error that it did not expect")
+                pause = 0.01  # it may come again at once
+        for future, _ in self._commands:
+            future.cancel()
+
+
+def _carry_out(future: Future[T], command: Callable[[], T]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(command())
+    except Exception as error:
+        future.set_exception(error)

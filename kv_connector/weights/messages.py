@@ -1,0 +1,194 @@
+"""What trainers, workers and engines say to each other about weights: MessagePack over the control sockets.
+
+A trainer's ranks are the senders, an engine's workers the receivers; its API server's part, the controller,
+has a version applied. All of a trainer's ranks with one `connect()` are a run.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from kv_connector.control.sockets import Codec
+from kv_connector.protocol.messages import Host, Id, MalformedMessage, Message, Natural, Port, Text
+from kv_connector.weights.geometry import Geometry, Tensor
+
+PROTOCOL = 1
+
+# A model of 37,000 tensors is described in 3 MB, and what a rank's loader does with it in 5.
+_MAX_BYTES = 64 << 20
+
+Version = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+Bytes = Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
+Rank = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
+
+
+class WorkerAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    host: Host
+    port: Port
+
+
+class Describe(Message, frozen=True, tag="describe"):
+    """Trainer to worker: what would you load of this checkpoint?"""
+
+    tensors: tuple[Tensor, ...]
+    protocol: Natural = PROTOCOL
+
+
+class Described(Message, frozen=True, tag="described"):
+    geometry: Geometry
+
+
+class Join(Message, frozen=True, tag="join"):
+    """Trainer's rank to worker: let me write, in this run. ``offer``: of its transfer engine."""
+
+    run: Id
+    rank: Rank
+    name: Id
+    tensors: Bytes  # digest of those that were described
+    offer: Bytes
+
+
+class Joined(Message, frozen=True, tag="joined"):
+    answer: Bytes  # to the offer
+    region: Bytes  # the arena's descriptor
+    offsets: tuple[Natural, ...]  # bytes, of each parameter that the loader writes
+    lane: Text
+
+
+class Begin(Message, frozen=True, tag="begin"):
+    """Trainer's rank to worker: so many pages will follow, from each of the ``senders`` that say so."""
+
+    version: Version
+    plan: Bytes  # digest
+    senders: Rank
+    pages: Natural
+    nbytes: Natural
+
+
+class Begun(Message, frozen=True, tag="begun"):
+    """All senders have said BEGIN."""
+
+    version: Version
+    immediate: Natural
+
+
+class Landed(Message, frozen=True, tag="landed"):
+    """All pages of the version are there."""
+
+    version: Version
+
+
+class Dropped(Message, frozen=True, tag="dropped"):
+    """The version will not be applied, what has come of it is void, and every link to this worker is over."""
+
+    version: Version
+    reason: Text
+
+
+class Applied(Message, frozen=True, tag="applied"):
+    """What the worker serves from now on."""
+
+    version: Version
+
+
+class NotApplied(Message, frozen=True, tag="not_applied"):
+    """Controller to trainer: the engine does not serve the version, for this reason."""
+
+    version: Version
+    reason: Text
+    torn: bool = False  # it serves nothing
+
+
+class Refused(Message, frozen=True, tag="refused"):
+    """The answer to what cannot be done; nothing has changed."""
+
+    reason: Text
+
+
+class Ping(Message, frozen=True, tag="ping"):
+    """Once a second while the connection stands; answered by PONG."""
+
+    sender: bool = False
+    """Whether to be told (LEAVE) where the worker does not know this connection as a sender's any more."""
+
+
+class Pong(Message, frozen=True, tag="pong"):
+    pass
+
+
+class Leave(Message, frozen=True, tag="leave"):
+    """This end is through."""
+
+    reason: Text = ""
+
+
+class Workers(Message, frozen=True, tag="workers"):
+    """To a controller: where do the workers of your engine listen?"""
+
+
+class WorkersAre(Message, frozen=True, tag="workers_are"):
+    workers: tuple[WorkerAddress, ...]
+
+
+class Apply(Message, frozen=True, tag="apply"):
+    """To a controller: pause, have all workers take this version, go on."""
+
+    version: Version
+
+
+class Ask(Message, frozen=True, tag="ask"):
+    """To a worker or a controller: how far are you? Answered by STATE."""
+
+
+class State(Message, frozen=True, tag="state"):
+    served: Annotated[str, msgspec.Meta(max_length=128)]  # empty: what the engine was started with
+    landing: Annotated[str, msgspec.Meta(max_length=128)] = ""
+    landed: Annotated[str, msgspec.Meta(max_length=128)] = ""
+    senders: Natural = 0
+    arena_bytes: Natural = 0
+    problem: Annotated[str, msgspec.Meta(max_length=1024)] = ""
+    """Why the last version was not applied; empty: it was."""
+
+
+WeightMessage = (
+    Describe
+    | Described
+    | Join
+    | Joined
+    | Begin
+    | Begun
+    | Landed
+    | Dropped
+    | Applied
+    | NotApplied
+    | Refused
+    | Ping
+    | Pong
+    | Leave
+    | Workers
+    | WorkersAre
+    | Apply
+    | Ask
+    | State
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(WeightMessage)
+
+
+def encode(message: WeightMessage) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(frame: bytes | memoryview) -> WeightMessage:
+    """The message in ``frame``; raises MalformedMessage with the reason, whatever the bytes are."""
+    try:
+        message: WeightMessage = _decoder.decode(frame)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise MalformedMessage(str(error)) from error
+    return message
+
+
+CODEC = Codec(_MAX_BYTES, encode, decode)

@@ -1,0 +1,274 @@
+"""Who writes what where: the boxes that a trainer's ranks hold, cut by what the engines' loaders take.
+
+A pure function of its arguments: every rank makes the same plan by itself, and its digest tells whether that
+is so. Each element of each receiver is written once, by one of those who hold it.
+
+Extents, offsets and strides count elements. Equal shapes are cut once: a model of 37,000 tensors has a few
+dozen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kv_connector.weights.geometry import Geometry, Index, Tensor, Write, digest
+
+# Bytes of an element, by what torch calls its dtype.
+ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+
+
+class PlanError(ValueError):
+    """What the trainer holds and what the engines load do not fit; the message names the tensor."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of a tensor: ``extent`` elements from ``start`` on, one number a dimension."""
+
+    start: Index
+    extent: Index
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A part of a tensor that a sender holds."""
+
+    tensor: int
+    box: Box
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one sender writes to one receiver in one go: ``extent`` elements of its shard from ``start``
+    on, to ``offset + sum(i * strides)`` of the parameter."""
+
+    shard: int  # of the sender's
+    parameter: int  # of the receiver's
+    start: Index
+    extent: Index
+    offset: int
+    strides: Index
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.extent)
+
+
+@dataclass
+class Plan:
+    """``pieces[sender][receiver]``, in the order in which they are to be written."""
+
+    digest: bytes
+    pieces: list[list[list[Piece]]]
+    nbytes: list[list[int]] = field(default_factory=list)
+    """By sender and receiver, as they travel."""
+
+
+def make_plan(
+    tensors: Sequence[Tensor], senders: Sequence[Sequence[Shard]], receivers: Sequence[Geometry]
+) -> Plan:
+    """Raises PlanError where a tensor is not held whole, or not at all while it is loaded."""
+    cutter = _Cutter(tensors, senders)
+    plan = Plan(
+        digest([list(tensors), [[(s.tensor, s.box.start, s.box.extent) for s in held] for held in senders]])
+        + digest([geometry.digest() for geometry in receivers]),
+        [[[] for _ in receivers] for _ in senders],
+        [[0] * len(receivers) for _ in senders],
+    )
+    cuts: list[tuple[int, int, int, Piece, Sequence[_Holder]]] = []
+    for number, geometry in enumerate(receivers):
+        for write in geometry.writes:
+            if write.tensor >= len(tensors):
+                raise PlanError(f"a loader takes tensor {write.tensor} of {len(tensors)}")
+            item = _item_bytes(geometry.parameters[write.parameter].dtype)
+            for piece, holders in cutter.cut(write):
+                cuts.append((piece.elements * item, len(cuts), number, piece, holders))
+    # The longest first, each to who has the least to write: nobody has more than the mean and one piece.
+    load = [0] * len(senders)
+    for nbytes, _, receiver, piece, holders in sorted(cuts, key=lambda cut: (-cut[0], cut[1])):
+        sender, shard = min(holders, key=lambda holder: (load[holder[0]], holder))
+        load[sender] += nbytes
+        own = Piece(shard, piece.parameter, piece.start, piece.extent, piece.offset, piece.strides)
+        plan.pieces[sender][receiver].append(own)
+        plan.nbytes[sender][receiver] += nbytes
+    for own_pieces in plan.pieces:
+        for pieces in own_pieces:
+            pieces.sort(key=lambda piece: (piece.parameter, piece.offset))
+    return plan
+
+
+_Holder = tuple[int, int]
+"""A sender, and which of its shards."""
+
+
+class _Cutter:
+    def __init__(self, tensors: Sequence[Tensor], senders: Sequence[Sequence[Shard]]) -> None:
+        self._tensors = tensors
+        self._boxes: list[dict[Box, list[_Holder]]] = [{} for _ in tensors]
+        for sender, shards in enumerate(senders):
+            for number, shard in enumerate(shards):
+                # A rank that holds nothing of a tensor may say so.
+                if math.prod(shard.box.extent):
+                    self._boxes[shard.tensor].setdefault(shard.box, []).append((sender, number))
+        self._whole: dict[tuple[Index, tuple[Box, ...]], str | None] = {}
+        self._cuts: dict[
+            tuple[Index, Index, Index, tuple[Box, ...]], list[tuple[int, Index, Index, int]]
+        ] = {}
+
+    def cut(self, write: Write) -> list[tuple[Piece, Sequence[_Holder]]]:
+        """The write in pieces, each with all who could write it."""
+        tensor = self._tensors[write.tensor]
+        held = self._boxes[write.tensor]
+        boxes = tuple(held)
+        self._check(tensor, boxes)
+        key = (write.start, write.extent, write.strides, boxes)
+        cuts = self._cuts.get(key)
+        if cuts is None:
+            cuts = self._cuts[key] = list(_intersections(write, boxes))
+        holders = list(held.values())
+        return [
+            (
+                Piece(-1, write.parameter, start, extent, write.offset + offset, write.strides),
+                holders[number],
+            )
+            for number, start, extent, offset in cuts
+        ]
+
+    def _check(self, tensor: Tensor, boxes: tuple[Box, ...]) -> None:
+        key = (tensor.shape, boxes)
+        if key not in self._whole:
+            self._whole[key] = _not_tiled(tensor.shape, boxes)
+        if problem := self._whole[key]:
+            raise PlanError(f"{tensor.name} of shape {list(tensor.shape)}: {problem}")
+
+
+def _intersections(write: Write, boxes: Sequence[Box]) -> list[tuple[int, Index, Index, int]]:
+    """(box, start within the box, extent, offset behind the write's) of each that has a part of it."""
+    found = []
+    for number, box in enumerate(boxes):
+        first = [max(a, b) for a, b in zip(write.start, box.start, strict=True)]
+        last = [
+            min(a + m, b + n)
+            for a, m, b, n in zip(write.start, write.extent, box.start, box.extent, strict=True)
+        ]
+        if any(a >= b for a, b in zip(first, last, strict=True)):
+            continue
+        found.append(
+            (
+                number,
+                tuple(a - b for a, b in zip(first, box.start, strict=True)),
+                tuple(b - a for a, b in zip(first, last, strict=True)),
+                sum((a - b) * s for a, b, s in zip(first, write.start, write.strides, strict=True)),
+            )
+        )
+    return found
+
+
+def _not_tiled(shape: Index, boxes: Sequence[Box]) -> str | None:
+    """Why these boxes are not each element once, in words."""
+    if not boxes:
+        return "nobody holds it"
+    edges: list[list[int]] = []
+    for dimension, size in enumerate(shape):
+        cut = {0, size}
+        for box in boxes:
+            if len(box.start) != len(shape):
+                return f"somebody holds a part of it in {len(box.start)} dimensions"
+            end = box.start[dimension] + box.extent[dimension]
+            if end > size:
+                return f"somebody holds elements up to {end} of dimension {dimension}"
+            cut |= {box.start[dimension], end}
+        edges.append(sorted(cut))
+    cells = np.zeros([len(cut) - 1 for cut in edges], dtype=np.int64)
+    for box in boxes:
+        span = tuple(
+            slice(cut.index(start), cut.index(start + extent))
+            for cut, start, extent in zip(edges, box.start, box.extent, strict=True)
+        )
+        cells[span] += 1
+    if (cells == 0).any():
+        return "some of its elements are held by nobody"
+    if (cells > 1).any():
+        return "parts of it that different ranks hold overlap"
+    return None
+
+
+def _item_bytes(dtype: str) -> int:
+    try:
+        return ITEM_BYTES[dtype]
+    except KeyError:
+        raise PlanError(f"weights of dtype {dtype} cannot be sent") from None
+
+
+@dataclass(frozen=True)
+class Runs:
+    """A piece as the engine writes it: runs of ``elements`` each, the i-th from ``source[i]`` to
+    ``target[i]``, in elements. ``packed``: the source lies at no places that serve, and is to be laid out
+    row by row in ``order`` first, where the i-th run then begins at ``i * elements``."""
+
+    elements: int
+    source: np.ndarray
+    target: np.ndarray
+    packed: bool
+    order: tuple[int, ...]
+
+
+def runs(piece: Piece, strides: Sequence[int], *, least: int, pack: bool = False) -> Runs:
+    """``strides``: of the shard, as it lies in memory. ``least``: elements of a run that is worth being sent
+    as it lies, where a longer one could be had. ``pack``: in any case, for a conversion."""
+    # What is far apart at the receiver is the outer loop, so that its memory is written in order.
+    order = tuple(
+        sorted(
+            (d for d, n in enumerate(piece.extent) if n > 1),
+            key=lambda d: (-piece.strides[d], d),
+        )
+    )
+    # Dimensions from the innermost on that make one run at the receiver, and at the source as well.
+    run = as_it_lies = 1
+    inner = lying = len(order)
+    together = True
+    for position in range(len(order) - 1, -1, -1):
+        dimension = order[position]
+        if piece.strides[dimension] != run:
+            break
+        together = together and strides[dimension] == run
+        run *= piece.extent[dimension]
+        inner = position
+        if together:
+            as_it_lies, lying = run, position
+    packed = pack or as_it_lies < min(run, least)
+    outer = order[: inner if packed else lying]
+    elements = run if packed else as_it_lies
+    target = _grid([(piece.extent[d], piece.strides[d]) for d in outer]) + piece.offset
+    begin = sum(a * s for a, s in zip(piece.start, strides, strict=True))
+    source = (
+        np.arange(len(target), dtype=np.int64) * elements
+        if packed
+        else _grid([(piece.extent[d], strides[d]) for d in outer]) + begin
+    )
+    return Runs(elements, source, target, packed, order)
+
+
+def _grid(dimensions: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Where each element of a strided grid lies, row by row."""
+    places = np.zeros(1, dtype=np.int64)
+    for size, stride in dimensions:
+        places = (places[:, None] + np.arange(size, dtype=np.int64) * stride).reshape(-1)
+    return places

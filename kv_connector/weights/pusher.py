@@ -1,0 +1,432 @@
+"""A trainer's end: each rank writes what it holds straight into the engines' arenas, and rank 0 has each
+version applied once all of it has landed.
+
+    pusher = WeightPusher(module_source(model), ["10.0.0.5:5800"])
+    pusher.connect()
+    for step in range(steps):
+        train(model)
+        pusher.push(str(step)).wait("applied", timeout=60)
+
+Each rank calls the same in the same order. Nothing is gathered, and no rank waits for another but in
+connect() and, for a version, until all have begun.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass, field
+from typing import Literal, cast
+
+import msgspec
+
+from kv_connector.control.addresses import parse_address
+from kv_connector.control.cluster_key import find_key
+from kv_connector.engine import DomainConfig, EngineConfig, TransferError
+from kv_connector.engine.transfer_engine import TransferEngine
+from kv_connector.protocol.actions import Address
+from kv_connector.protocol.timers import Timeouts
+from kv_connector.weights.geometry import Geometry, digest
+from kv_connector.weights.landing import NOT_DESCRIBED
+from kv_connector.weights.links import Link, LinkError, Links, News
+from kv_connector.weights.messages import (
+    Applied,
+    Apply,
+    Begin,
+    Begun,
+    Describe,
+    Described,
+    Dropped,
+    Join,
+    Joined,
+    Landed,
+    NotApplied,
+    WeightMessage,
+    WorkerAddress,
+    Workers,
+    WorkersAre,
+)
+from kv_connector.weights.plan import Plan, Shard, make_plan
+from kv_connector.weights.sources import Source
+from kv_connector.weights.writer import STAGING_BYTES, Send, Target, Writer
+
+logger = logging.getLogger("kv_connector")
+
+Stage = Literal["landed", "applied"]
+
+_RETRY_S = 0.2
+# To look at a model's loaders takes a worker up to 2 ms a tensor, of which large ones have 37,000.
+_RECORD_S = 180.0
+
+
+class PushError(RuntimeError):
+    """A version did not get where it should; the message says which engine, where it stopped, and why."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What this rank writes to one worker for a version."""
+
+    worker: str
+    nbytes: int
+    pages: int
+    shortest_page: int
+    packed_bytes: int  # converted or laid out before they are sent
+
+
+@dataclass(eq=False)
+class _Worker:
+    """Of an engine, as this rank writes to it."""
+
+    address: Address
+    number: int  # among all workers of all engines: the plan's receiver
+    link: Link | None = None
+    peer: int = -1
+    region: int = -1
+    offsets: tuple[int, ...] = ()
+    senders: int = 0
+    geometry: bytes = b""  # digest
+    sends: Sequence[Send] = ()
+
+
+@dataclass(eq=False)
+class _Engine:
+    address: Address  # of its controller, or of its first worker
+    link: Link | None = None
+    workers: list[_Worker] = field(default_factory=list)
+
+
+class Update:
+    """A version under way. Of each engine it is known by itself how far it has come."""
+
+    def __init__(self, version: str, engines: Sequence[str]) -> None:
+        self.version = version
+        self._done: dict[Stage, dict[str, Future[None]]] = {
+            "landed": {engine: Future() for engine in engines},
+            "applied": {engine: Future() for engine in engines},
+        }
+
+    def wait(self, stage: Stage = "applied", timeout: float = 60.0) -> None:
+        """Blocks until all engines are there; raises PushError with all that are not, and why.
+
+        Other ranks than the first hear of "applied" from the workers that they write to.
+        """
+        deadline = time.monotonic() + timeout
+        problems = []
+        for engine, future in self._done[stage].items():
+            try:
+                future.result(max(deadline - time.monotonic(), 0))
+            except FutureTimeoutError:
+                problems.append(f"{engine}: not {stage} within {timeout:g} s")
+            except LinkError as error:
+                problems.append(f"{engine}: {error}")
+        if problems:
+            raise PushError(f"version {self.version}: {'; '.join(problems)}")
+
+    def reached(self, engine: str, stage: Stage) -> None:
+        _resolve(self._done[stage][engine], None)
+
+    def failed(self, engine: str, reason: str) -> None:
+        for futures in self._done.values():
+            _resolve(futures[engine], LinkError(reason))
+
+
+def _resolve(future: Future[None], error: Exception | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
+
+
+class WeightPusher:
+    """One for each rank. Its methods are called by one thread."""
+
+    def __init__(
+        self,
+        source: Source,
+        engines: Sequence[str],
+        *,
+        key_file: str | None = None,
+        providers: Sequence[str] = (),
+        data_host: str = "127.0.0.1",
+        staging_bytes: int = STAGING_BYTES,
+        timeouts: Timeouts | None = None,
+        name: str = "trainer",
+        applies: bool = True,
+    ) -> None:
+        """``engines``: the controllers' addresses, ``host:port``. ``providers``: lanes in order of
+        preference; default: ``host`` and ``tcp``, of weights in a GPU ``nvlink``. ``data_host``: this
+        machine's address for them. ``applies``: whether rank 0 has versions applied.
+
+        KeyFileError; ValueError where an address is none; TransferError where a lane does not open.
+        """
+        self._source = source
+        self._timeouts = timeouts or Timeouts()
+        self._run = ""
+        self._name = f"{name}/{source.rank}"
+        self._applies = applies
+        self._engines = [_Engine(parse_address(engine)) for engine in engines]
+        self._update: Update | None = None
+        self._landed: set[int] = set()
+        self._applied: set[int] = set()
+        self._plan: Plan | None = None
+        chosen = tuple(providers) or (("nvlink",) if source.device.type == "cuda" else ("host", "tcp"))
+        self._engine = TransferEngine(
+            EngineConfig(self._name, [DomainConfig(provider, address=data_host) for provider in chosen])
+        )
+        self._writer = Writer(self._engine, source, staging_bytes)
+        self._links = Links(find_key(key_file), self._timeouts, self._heard, self._lost)
+
+    def close(self) -> None:
+        """What is under way is dropped by the engines."""
+        self._links.close()
+        self._engine.close()
+
+    def __enter__(self) -> WeightPusher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- Connecting
+
+    def connect(self) -> None:
+        """Learns what the engines load, plans who writes what, and joins the workers. A collective.
+
+        Raises PushError, on every rank where rank 0 could not; PlanError.
+        """
+        self._run = cast("str", self._source.exchange(uuid.uuid4().hex)[0])
+        addresses, geometries = self._geometries()
+        for engine, workers in zip(self._engines, addresses, strict=True):
+            engine.workers = [_Worker(Address(*worker), -1) for worker in workers]
+        for number, worker in enumerate(self._workers()):
+            worker.number = number
+        held = self._source.exchange([one.shard for one in self._source.held()])
+        shards = cast("list[list[Shard]]", held)
+        self._plan = make_plan(self._source.tensors(), shards, geometries)
+        for worker in self._workers():
+            pieces = [of[worker.number] for of in self._plan.pieces]
+            worker.senders = sum(rank == 0 or bool(parts) for rank, parts in enumerate(pieces))
+            worker.geometry = geometries[worker.number].digest()
+            worker.sends = self._writer.prepare(pieces[self._source.rank], geometries[worker.number])
+            if self._writes_to(worker):
+                self._join(worker)
+
+    def parts(self) -> list[Part]:
+        """By worker, once connected."""
+        return [
+            Part(
+                str(worker.address),
+                sum(send.nbytes for send in worker.sends),
+                sum(send.pages for send in worker.sends),
+                min((send.page_bytes for send in worker.sends), default=0),
+                sum(send.nbytes for send in worker.sends if send.runs.packed),
+            )
+            for worker in self._workers()
+        ]
+
+    def _geometries(self) -> tuple[list[list[tuple[str, int]]], list[Geometry]]:
+        """Rank 0 asks, the others hear it from there: each engine's workers, and what each of them loads."""
+        found: object = None
+        if self._source.rank == 0:
+            try:
+                found = self._ask_geometries()
+            except (LinkError, OSError) as error:
+                found = str(error)
+        found = self._source.exchange(found)[0]
+        if isinstance(found, str):
+            raise PushError(found)
+        addresses, geometries = cast("tuple[list[list[tuple[str, int]]], list[bytes]]", found)
+        return addresses, [msgspec.msgpack.decode(one, type=Geometry) for one in geometries]
+
+    def _ask_geometries(self) -> tuple[list[list[tuple[str, int]]], list[bytes]]:
+        workers: list[list[tuple[str, int]]] = []
+        asked: list[tuple[Link, Future[WeightMessage]]] = []
+        describe = Describe(tuple(self._source.tensors()))
+        for engine in self._engines:
+            here = self._reach(engine)
+            workers.append([(worker.host, worker.port) for worker in here])
+            for address in workers[-1]:
+                link = self._links.dial(Address(*address))
+                asked.append((link, self._links.ask(link, describe)))
+        geometries = []
+        for link, answer in asked:
+            described = self._links.wait(answer, link, _RECORD_S)
+            assert isinstance(described, Described)
+            geometries.append(msgspec.msgpack.encode(described.geometry))
+            self._links.end(link, "it was only asked")
+        return workers, geometries
+
+    def _reach(self, engine: _Engine) -> Sequence[WorkerAddress]:
+        """Rank 0: a link to the controller, and who its workers are. Raises LinkError."""
+        engine.link = self._links.dial(engine.address)
+        answer = self._links.ask(engine.link, Workers())
+        here = self._links.wait(answer, engine.link, self._timeouts.connect)
+        assert isinstance(here, WorkersAre)
+        self._links.watch(engine.link)
+        return here.workers
+
+    def _join(self, worker: _Worker) -> None:
+        """Of an engine that was started again rank 0 has it look at the checkpoint; the others wait."""
+        deadline = time.monotonic() + _RECORD_S
+        while not self._joined(worker):
+            if self._source.rank == 0:
+                self._describe_again(worker)
+            elif time.monotonic() >= deadline:
+                raise PushError(f"{self._name} cannot join {worker.address}: {NOT_DESCRIBED}")
+            else:
+                time.sleep(_RETRY_S)
+
+    def _describe_again(self, worker: _Worker) -> None:
+        link = self._links.dial(worker.address)
+        try:
+            answer = self._links.ask(link, Describe(tuple(self._source.tensors())))
+            described = self._links.wait(answer, link, _RECORD_S)
+        except LinkError as error:
+            raise PushError(f"{self._name} cannot join {worker.address}: {error}") from error
+        finally:
+            self._links.end(link, "it was only asked")
+        assert isinstance(described, Described)
+        if described.geometry.digest() != worker.geometry:
+            raise PushError(f"{worker.address} has another shape since it was started again: connect anew")
+
+    def _joined(self, worker: _Worker) -> bool:
+        """False: the worker has not looked at this checkpoint yet."""
+        link = self._links.dial(worker.address)
+        shaken = self._engine.offer(str(worker.address))
+        join = Join(
+            self._run, self._source.rank, self._name, digest(tuple(self._source.tensors())), shaken.data
+        )
+        try:
+            joined = self._links.wait(self._links.ask(link, join), link, self._timeouts.connect)
+            assert isinstance(joined, Joined)
+            self._engine.complete(shaken.peer, joined.answer)
+            worker.region = self._engine.import_region(shaken.peer, joined.region)
+        except (LinkError, TransferError) as error:
+            self._writer.fence(shaken.peer)
+            self._links.end(link, str(error))
+            if NOT_DESCRIBED in str(error):
+                return False
+            raise PushError(f"{self._name} cannot join {worker.address}: {error}") from error
+        if worker.link is not None:
+            self._writer.fence(worker.peer)  # of the link that is over
+        worker.link, worker.peer, worker.offsets = link, shaken.peer, joined.offsets
+        self._links.watch(link, sends=True)
+        logger.info("%s: sends weights to %s, over %s", self._name, worker.address, joined.lane)
+        return True
+
+    def _workers(self) -> Iterator[_Worker]:
+        for engine in self._engines:
+            yield from engine.workers
+
+    def _writes_to(self, worker: _Worker) -> bool:
+        """Rank 0 has to hear from each when all has landed."""
+        assert self._plan is not None
+        return self._source.rank == 0 or bool(self._plan.pieces[self._source.rank][worker.number])
+
+    # --- A version
+
+    def push(self, version: str) -> Update:
+        """Writes this rank's part of all engines' weights, and returns once the sources may change again.
+
+        Blocks until then; what follows is the Update's. Raises PlanError where connect() was not called, and
+        PushError where no engine is left. An engine that fails fails in its Update alone.
+        """
+        if self._plan is None:
+            raise PushError("connect() comes first")
+        update = Update(version, [str(engine.address) for engine in self._engines])
+        self._landed, self._applied, self._update = set(), set(), update
+        ready = self._begin(version, update)
+        targets = []
+        for turn in range(len(ready)):
+            # Not all ranks at the same receiver at once.
+            worker, immediate = ready[(turn + self._source.rank) % len(ready)]
+            targets.append(Target(worker.peer, worker.region, worker.offsets, immediate, worker.sends))
+        failures = self._writer.write(targets)
+        for worker, _ in ready:
+            if (failure := failures.get(worker.peer)) is not None:
+                assert worker.link is not None
+                self._links.end(worker.link, failure)
+                self._lost(worker.link, failure)
+        return update
+
+    def _begin(self, version: str, update: Update) -> list[tuple[_Worker, int]]:
+        """Those that wait for pages, each with what raises its counter."""
+        asked = []
+        for engine in self._engines:
+            try:
+                if engine.link is not None and engine.link.over:
+                    self._reach(engine)
+                for worker in engine.workers:
+                    if self._writes_to(worker):
+                        if worker.link is None or worker.link.over:
+                            self._join(worker)
+                        assert worker.link is not None
+                        answer = self._links.ask(worker.link, self._begins(worker, version))
+                        asked.append((engine, worker, answer))
+            except (LinkError, PushError) as error:
+                update.failed(str(engine.address), str(error))
+        ready = []
+        for engine, worker, answer in asked:
+            assert worker.link is not None
+            try:
+                begun = self._links.wait(answer, worker.link, self._timeouts.orphan)
+                assert isinstance(begun, Begun)
+                ready.append((worker, begun.immediate))
+            except LinkError as error:
+                self._links.end(worker.link, str(error))  # it is joined anew for the next version
+                update.failed(str(engine.address), str(error))
+        return ready
+
+    def _begins(self, worker: _Worker, version: str) -> Begin:
+        assert self._plan is not None
+        pages = sum(send.pages for send in worker.sends)
+        nbytes = self._plan.nbytes[self._source.rank][worker.number]
+        return Begin(version, self._plan.digest, worker.senders, pages, nbytes)
+
+    # --- What engines say, on the links' thread
+
+    def _heard(self, link: Link, news: News) -> None:
+        update = self._update
+        if update is None or news.version != update.version:
+            return
+        for engine in self._engines:
+            name = str(engine.address)
+            if link is engine.link and isinstance(news, Applied):
+                update.reached(name, "applied")
+            elif link is engine.link and isinstance(news, NotApplied):
+                update.failed(name, news.reason)
+            elif any(worker.link is link for worker in engine.workers):
+                self._from_worker(update, engine, link, news)
+
+    def _from_worker(self, update: Update, engine: _Engine, link: Link, news: News) -> None:
+        name = str(engine.address)
+        reached = self._landed if isinstance(news, Landed) else self._applied
+        if isinstance(news, Dropped):
+            return  # the link is over with it, which _lost() hears
+        mine = [worker for worker in engine.workers if worker.link is not None]
+        reached |= {worker.number for worker in mine if worker.link is link}
+        if not all(worker.number in reached for worker in mine):
+            return
+        if isinstance(news, Applied):
+            update.reached(name, "applied")
+            return
+        update.reached(name, "landed")
+        if self._applies and self._source.rank == 0 and engine.link is not None:
+            self._links.tell(engine.link, Apply(update.version))
+
+    def _lost(self, link: Link, reason: str) -> None:
+        for engine in self._engines:
+            if link is engine.link or any(worker.link is link for worker in engine.workers):
+                logger.warning("%s: lost %s: %s", self._name, link.address, reason)
+                if self._update is not None:
+                    self._update.failed(str(engine.address), f"{link.address}: {reason}")
+        for worker in self._workers():
+            if worker.link is link:
+                self._writer.fence(worker.peer)

@@ -1,0 +1,241 @@
+"""A worker's end: weights land in its arena while it serves, and are taken from there in one step.
+
+``Landing`` decides; this carries it out, on a thread and a transfer engine of its own. The worker's main
+thread comes in only to take what has landed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+import zmq
+
+from kv_connector.control.cluster_key import ClusterKey
+from kv_connector.control.sockets import Received
+from kv_connector.engine import DomainConfig, EngineConfig, ErrorCode, EventKind, TransferError
+from kv_connector.engine.transfer_engine import TransferEngine
+from kv_connector.protocol.actions import Address
+from kv_connector.protocol.timers import Timeouts
+from kv_connector.weights.arena import Arena
+from kv_connector.weights.geometry import Geometry, Tensor, digest
+from kv_connector.weights.landing import (
+    Accept,
+    Action,
+    CloseCounter,
+    Fence,
+    Landing,
+    Log,
+    OpenCounter,
+    Record,
+    Reply,
+)
+from kv_connector.weights.loop import Loop
+from kv_connector.weights.messages import (
+    Described,
+    Joined,
+    State,
+    WeightMessage,
+    WorkerAddress,
+    Workers,
+    WorkersAre,
+)
+
+logger = logging.getLogger("kv_connector")
+
+# A fence takes a turn of the engine's worker; one that is stuck is asked for again.
+_FENCE_TIMEOUT_S, _FENCE_RETRY_S = 0.005, 0.05
+
+
+class NotLanded(RuntimeError):
+    """The version is not there; the message says what is."""
+
+
+@dataclass(frozen=True)
+class ReceiverConfig:
+    name: str  # in logs and at peers
+    address: Address  # of the control socket; port 0 takes a free one
+    providers: tuple[str, ...]
+    data_host: str = ""  # empty: the control socket's
+    key: ClusterKey | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # of the arena
+    timeouts: Timeouts = field(default_factory=Timeouts)
+
+
+class WeightReceiver:
+    """start() it once, close() it once. Any thread may call any method."""
+
+    def __init__(self, config: ReceiverConfig, record: Callable[[Sequence[Tensor]], Geometry]) -> None:
+        """``record``: what the worker would load of a checkpoint, called on a thread of its own; raises
+        ValueError in words for the trainer. Raises TransferError where a provider does not open."""
+        self._config = config
+        self._record = record
+        domains = [DomainConfig(p, address=config.data_host or config.address.host) for p in config.providers]
+        self._engine = TransferEngine(EngineConfig(config.name, domains))
+        self._loop = Loop("kvc-weights", config.key)
+        self._recorder = ThreadPoolExecutor(1, "kvc-weights-record")
+        self._landing = Landing(config.timeouts.dead)
+        self._arena: Arena | None = None
+        self._region = -1
+        self._counter: int | None = None
+        self._fencing: dict[int, str] = {}
+        self._workers: tuple[WorkerAddress, ...] = ()
+
+    def start(self) -> Address:
+        """Raises zmq.ZMQError where the address cannot be bound."""
+        try:
+            address = self._loop.sockets.bind(self._config.address)
+        except zmq.ZMQError:
+            self.close()
+            raise
+        self._workers = (WorkerAddress(address.host, address.port),)
+        self._loop.sockets.watch(self._engine.event_fd())
+        self._loop.start(self)
+        if self._config.device.type == "cuda":
+            # Memory is allocated and registered on the loop's thread.
+            self._loop.call(lambda: torch.cuda.set_device(self._config.device)).result()
+        return address
+
+    def set_workers(self, workers: Sequence[Address]) -> None:
+        """All of this engine, by rank; until then this one is the only one."""
+        self._workers = tuple(WorkerAddress(worker.host, worker.port) for worker in workers)
+
+    def take(self, version: str) -> Mapping[str, torch.Tensor]:
+        """The arena's content of each parameter, flat, which stays as it is until finish(). Raises NotLanded.
+
+        Blocks for a turn of the loop.
+        """
+
+        def take() -> Mapping[str, torch.Tensor]:
+            if (problem := self._landing.take(version)) is not None:
+                raise NotLanded(problem)
+            assert self._arena is not None
+            return self._arena.contents()
+
+        return self._loop.call(take).result()
+
+    def finish(self, problem: str) -> None:
+        """What was taken is applied, or is not, and why: then it may be taken again."""
+        self._loop.call(lambda: self._run(self._landing.applied(problem))).result()
+
+    def state(self) -> State:
+        return self._loop.call(self._landing.state).result()
+
+    def close(self) -> None:
+        self._recorder.shutdown(cancel_futures=True)
+        self._loop.stop()
+        self._engine.close()
+
+    # --- The loop's
+
+    def received(self, now: float, received: Received[WeightMessage]) -> None:
+        if received.message is None:
+            self._run(self._landing.lost(received.source, "it sent a malformed message"))
+        elif isinstance(received.message, Workers):
+            self._loop.sockets.send(received.source, WorkersAre(self._workers))
+        else:
+            self._run(self._landing.receive(now, received.source, received.message))
+
+    def readable(self, now: float) -> None:
+        del now
+        for event in self._engine.poll_events():
+            if event.kind is EventKind.COUNTERS_REACHED and event.id == self._counter:
+                self._run(self._landing.reached())
+            elif event.kind in (EventKind.PEER_DOWN, EventKind.PEER_LEFT):
+                self._run(self._landing.peer_lost(event.id, str(event.error or "it has left")))
+
+    def tick(self, now: float) -> float | None:
+        self._run(self._landing.tick(now))
+        for peer in list(self._fencing):
+            self._fence(peer)
+        deadline = self._landing.next_deadline()
+        waits = [] if deadline is None else [deadline - now]
+        return min([*waits, _FENCE_RETRY_S] if self._fencing else waits, default=None)
+
+    def _run(self, actions: Sequence[Action]) -> None:
+        pending = list(actions)
+        while pending:
+            pending = [*self._execute(pending[0]), *pending[1:]]
+
+    def _execute(self, action: Action) -> Sequence[Action]:
+        match action:
+            case Reply(source, message):
+                # Who takes nothing is silent, and is lost for that.
+                self._loop.sockets.send(source, message)
+            case Record(tensors):
+                self._recorder.submit(self._record, tensors).add_done_callback(
+                    lambda recorded: self._loop.call(lambda: self._recorded(tensors, recorded)) and None
+                )
+            case Accept(source, name, offer):
+                return self._accept(source, name, offer)
+            case OpenCounter(peers, pages):
+                return self._open_counter(peers, pages)
+            case CloseCounter():
+                if self._counter is not None:
+                    self._engine.release_counters(self._counter)
+                self._counter = None
+            case Fence(peer, reason):
+                self._fencing[peer] = reason
+                self._fence(peer)
+            case Log(level, text):
+                logger.log(level, "%s: %s", self._config.name, text)
+        return ()
+
+    def _open_counter(self, peers: tuple[int, ...], pages: int) -> Sequence[Action]:
+        try:
+            counters = self._engine.alloc_counters(1, peers)
+            self._counter = counters.id
+            self._engine.expect(counters.id, [pages])
+        except TransferError as error:  # a peer is lost, of which the event is on its way
+            return self._landing.not_opened(str(error))
+        return self._landing.opened(counters.immediates[0])
+
+    def _accept(self, source: bytes, name: str, offer: bytes) -> Sequence[Action]:
+        assert self._arena is not None
+        try:
+            shaken = self._engine.accept(name, offer)
+        except TransferError as error:
+            return self._landing.not_accepted(source, str(error))
+        lane, region = self._engine.lane(shaken.peer), self._engine.region_descriptor(self._region)
+        logger.info("%s: %s may send weights, over %s", self._config.name, name, lane)
+        joined = Joined(shaken.data, region, self._arena.offsets, lane)
+        return self._landing.accepted(source, shaken.peer, joined)
+
+    def _fence(self, peer: int) -> None:
+        try:
+            self._engine.fence(peer, _FENCE_TIMEOUT_S)
+        except TransferError as error:
+            if error.code is ErrorCode.TIMEOUT:
+                return  # tick() tries again
+        del self._fencing[peer]
+        self._run(self._landing.fenced(peer))
+
+    def _recorded(self, tensors: tuple[Tensor, ...], recorded: Future[Geometry]) -> None:
+        try:
+            geometry = recorded.result()
+            self._make_arena(geometry)
+        except (ValueError, OSError, TransferError, torch.OutOfMemoryError) as error:
+            self._run(self._landing.not_recorded(f"{self._config.name}: {error}"))
+            return
+        assert self._arena is not None
+        logger.info(
+            "%s: %d of %d tensors would be loaded, into %.2f GB beside the model",
+            self._config.name,
+            len({write.tensor for write in geometry.writes}),
+            len(tensors),
+            self._arena.nbytes / 1e9,
+        )
+        self._run(self._landing.recorded(digest(tensors), Described(geometry), self._arena.loaded_bytes))
+
+    def _make_arena(self, geometry: Geometry) -> None:
+        if self._arena is not None and self._arena.geometry == geometry:
+            return
+        if self._arena is not None:
+            # Nobody is connected, so that nothing is in flight.
+            self._engine.deregister_memory(self._region, self._config.timeouts.drain)
+            self._arena = None
+        self._arena = Arena(geometry, self._config.device)
+        self._region = self._engine.register_ranges([self._arena.range])[0]

@@ -1,0 +1,36 @@
+"""What an operator may set for an engine that takes weights. vLLM has no place for it but the environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kv_connector.agent.settings import Settings, SettingsError, parse_settings, settings_in_environment
+
+SETTINGS_VARIABLE = "KV_CONNECTOR_WEIGHTS"
+
+# Of the controller; the workers' follow. Not the KV cache's (5600), which one engine may have as well.
+CONTROL_PORT = 5800
+
+# Of the connector's settings, those that mean something here.
+_USED = (
+    "control_host",
+    "control_port",
+    "control_key_file",
+    "allow_unauthenticated",
+    "providers",
+    "data_host",
+    "timeouts",
+)
+
+
+def weight_settings(environment: Mapping[str, str], device_type: str) -> Settings:
+    """``KV_CONNECTOR_WEIGHTS``, a JSON object. Raises SettingsError."""
+    given = settings_in_environment(environment, SETTINGS_VARIABLE, CONTROL_PORT)
+    if unused := sorted(given.keys() - set(_USED)):
+        raise SettingsError(
+            f"{SETTINGS_VARIABLE}: {', '.join(unused)} mean nothing for weights. Valid: {', '.join(_USED)}."
+        )
+    try:
+        return parse_settings(given).for_device(device_type)
+    except SettingsError as error:
+        raise SettingsError(f"{SETTINGS_VARIABLE}: {error}") from None

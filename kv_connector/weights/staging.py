@@ -1,0 +1,89 @@
+"""Room in which a sender converts and lays out what cannot be sent as it lies: two halves, in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from kv_connector.engine import MemoryRange
+from kv_connector.engine.transfer_engine import SharedMemory
+from kv_connector.weights.plan import Piece
+
+_ALIGNMENT = 256
+
+
+class Staging:
+    """``nbytes`` in the memory of ``device``. While one half is on its way the other is filled."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.half_bytes = max(nbytes // 2 // _ALIGNMENT, 1) * _ALIGNMENT
+        if device.type == "cpu":
+            self._memory = SharedMemory("staging", 2 * self.half_bytes)
+            self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+            self.range = MemoryRange(self._memory.address, 2 * self.half_bytes, self._memory.fd)
+        else:
+            self._bytes = torch.empty(2 * self.half_bytes, dtype=torch.uint8, device=device)
+            self.range = MemoryRange(self._bytes.data_ptr(), 2 * self.half_bytes)
+        self._device = device
+        self._half = 0
+        self._used = 0
+
+    def put(self, part: torch.Tensor, dtype: torch.dtype) -> int | None:
+        """Copies the part, row by row, and returns where to, in bytes; None: this half is full."""
+        nbytes = part.numel() * dtype.itemsize
+        if self._used + nbytes > self.half_bytes:
+            return None
+        place = self._half * self.half_bytes + self._used
+        room = self._bytes[place : place + nbytes].view(dtype).view(part.shape)
+        room.copy_(part, non_blocking=True)
+        self._used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        return place
+
+    def turn(self, drained: Callable[[], None]) -> None:
+        """From now on the other half is filled, of which nothing may be on its way: ``drained`` waits."""
+        drained()
+        self._half, self._used = 1 - self._half, 0
+
+    def packed(self) -> None:
+        """Blocks until all that was put is there."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+
+def split(piece: Piece, elements: int) -> Iterator[Piece]:
+    """The piece in parts of at most so many elements each (one at least)."""
+    if piece.elements <= elements:
+        yield piece
+        return
+    # Along the dimension that is outermost at the receiver, so that runs stay long.
+    dimension = max((d for d, n in enumerate(piece.extent) if n > 1), key=lambda d: (piece.strides[d], -d))
+    row = piece.elements // piece.extent[dimension]
+    step = max(elements // row, 1)
+    for first in range(0, piece.extent[dimension], step):
+        count = min(step, piece.extent[dimension] - first)
+        part = Piece(
+            piece.shard,
+            piece.parameter,
+            _replaced(piece.start, dimension, piece.start[dimension] + first),
+            _replaced(piece.extent, dimension, count),
+            piece.offset + first * piece.strides[dimension],
+            piece.strides,
+        )
+        yield from split(part, elements)
+
+
+def _replaced(values: Sequence[int], index: int, value: int) -> tuple[int, ...]:
+    return (*values[:index], value, *values[index + 1 :])
+
+
+def laid_out(local: torch.Tensor, piece: Piece, order: Sequence[int]) -> torch.Tensor:
+    """The piece of a shard, as a view in which row by row is the receiver's order."""
+    part = local
+    for dimension, (start, extent) in enumerate(zip(piece.start, piece.extent, strict=True)):
+        part = part.narrow(dimension, start, extent)
+    single = [d for d in range(local.dim()) if d not in order]
+    part = part.permute(*single, *order)
+    for _ in single:
+        part = part[0]
+    return part

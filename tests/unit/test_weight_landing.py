@@ -1,0 +1,232 @@
+"""The worker's side of the weights' protocol: who may write, what lands, and when a version is void."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import pytest
+
+from kv_connector.weights.geometry import Geometry, Parameter, Tensor, Write, digest
+from kv_connector.weights.landing import (
+    NOT_DESCRIBED,
+    Accept,
+    Action,
+    CloseCounter,
+    Fence,
+    Landing,
+    OpenCounter,
+    Phase,
+    Record,
+    Reply,
+)
+from kv_connector.weights.messages import (
+    Applied,
+    Ask,
+    Begin,
+    Begun,
+    Describe,
+    Described,
+    Dropped,
+    Join,
+    Joined,
+    Landed,
+    Leave,
+    Ping,
+    Pong,
+    Refused,
+    State,
+    WeightMessage,
+)
+
+TENSORS = (Tensor("w", "float32", (4,)),)
+GEOMETRY = Geometry((Parameter("w", "float32", 4),), (Write(0, 0, (0,), (4,), 0, (1,)),), ())
+NBYTES = 16
+DEAD = 5.0
+
+T = TypeVar("T")
+
+
+def only(actions: list[Action], kind: type[T]) -> list[T]:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def replies(actions: list[Action]) -> dict[bytes, WeightMessage]:
+    return {reply.source: reply.message for reply in only(actions, Reply)}
+
+
+def described() -> Landing:
+    landing = Landing(DEAD)
+    assert landing.receive(0, b"asker", Describe(TENSORS)) == [Record(TENSORS)]
+    answer = Described(GEOMETRY)
+    assert replies(landing.recorded(digest(TENSORS), answer, NBYTES)) == {b"asker": answer}
+    return landing
+
+
+def join(landing: Landing, rank: int, run: str = "run", now: float = 0.0) -> bytes:
+    """Rank r comes over connection r, and has peer r."""
+    source = b"%d" % rank
+    actions = landing.receive(now, source, Join(run, rank, f"trainer/{rank}", digest(TENSORS), b"offer"))
+    assert only(actions, Accept) == [Accept(source, f"trainer/{rank}", b"offer")]
+    joined = Joined(b"answer", b"region", (0,), "tcp")
+    assert replies(landing.accepted(source, rank, joined)) == {source: joined}
+    return source
+
+
+def begin(
+    version: str = "1", *, senders: int = 2, pages: int = 3, nbytes: int = 8, plan: bytes = b"p"
+) -> Begin:
+    return Begin(version, plan, senders, pages, nbytes)
+
+
+def landing_of_two() -> tuple[Landing, bytes, bytes]:
+    """Both have begun."""
+    landing = described()
+    a, b = join(landing, 0), join(landing, 1)
+    assert landing.receive(0, a, begin()) == []
+    assert landing.receive(0, b, begin()) == [OpenCounter((0, 1), 6)]
+    assert replies(landing.opened(77)) == {a: Begun("1", 77), b: Begun("1", 77)}
+    return landing, a, b
+
+
+def test_a_version_lands_and_is_applied() -> None:
+    landing, a, b = landing_of_two()
+    assert landing.take("1") == "version 1 has not landed: version 1 is landing"
+    actions = landing.reached()
+    assert only(actions, CloseCounter)
+    assert replies(actions) == {a: Landed("1"), b: Landed("1")}
+    assert landing.take("2") == "version 2 has not landed: version 1 is landed"
+    assert landing.take("1") is None
+    # Nothing else lands in what is being applied.
+    (refused,) = replies(landing.receive(0, a, begin("2"))).values()
+    assert isinstance(refused, Refused)
+    assert replies(landing.applied("")) == {a: Applied("1"), b: Applied("1")}
+    assert landing.state() == State("1", landed="1", senders=2, arena_bytes=NBYTES)
+    assert landing.receive(0, a, begin("2")) == []
+
+
+def test_what_was_not_applied_can_be_applied_again() -> None:
+    landing, _, _ = landing_of_two()
+    landing.reached()
+    assert landing.take("1") is None
+    assert not replies(landing.applied("a kernel failed"))
+    assert landing.state() == State("", landed="1", senders=2, arena_bytes=NBYTES, problem="a kernel failed")
+    assert landing.take("1") is None
+
+
+@pytest.mark.parametrize("stage", ["beginning", "opening", "landing"])
+def test_a_lost_sender_voids_the_version_for_all(stage: str) -> None:
+    landing = described()
+    a, b = join(landing, 0), join(landing, 1)
+    landing.receive(0, a, begin())
+    if stage != "beginning":
+        landing.receive(0, b, begin())
+    if stage == "landing":
+        landing.opened(77)
+    actions = landing.peer_lost(1, "the link broke")
+    assert {fence.peer for fence in only(actions, Fence)} == {0, 1}
+    assert bool(only(actions, CloseCounter)) == (stage != "beginning")
+    dropped = replies(actions)[a]
+    assert isinstance(dropped, Dropped)
+    assert "rank 1 of run run (trainer/1): the link broke" in dropped.reason
+    assert landing.opened(78) == []
+    assert landing.phase is Phase.EMPTY
+    # Who is left has to come again, and has its counter only when nothing old can land any more.
+    (refused,) = replies(landing.receive(0, a, begin("2"))).values()
+    assert isinstance(refused, Refused)
+    again = join(landing, 2)
+    assert landing.receive(0, again, begin("2", senders=1, nbytes=NBYTES)) == []
+    assert landing.fenced(0) == []
+    assert landing.fenced(1) == [OpenCounter((2,), 3)]
+
+
+def test_a_sender_that_is_lost_behind_the_last_page_voids_nothing() -> None:
+    landing, a, _ = landing_of_two()
+    landing.reached()
+    assert only(landing.receive(0, a, Leave()), Fence) == [Fence(0, "it has left")]
+    assert landing.take("1") is None
+
+
+def test_silence_is_death() -> None:
+    landing, a, b = landing_of_two()
+    landing.receive(3, a, Ping(sender=True))
+    assert landing.next_deadline() == DEAD
+    assert landing.tick(DEAD - 0.1) == []
+    actions = landing.tick(DEAD)
+    assert {fence.peer for fence in only(actions, Fence)} == {0, 1}
+    assert isinstance(replies(actions)[a], Dropped)
+    # It was only asleep: it hears that it is no sender any more.
+    assert isinstance(replies(landing.receive(6, b, Ping(sender=True)))[b], Leave)
+    assert replies(landing.receive(6, b, Ping())) == {b: Pong()}
+
+
+@pytest.mark.parametrize(
+    ("second", "words"),
+    [
+        (begin("2"), "version 1 of 2 senders, version 2 of 2 senders"),
+        (begin(plan=b"q"), "or have other plans"),
+        (begin(senders=3), "version 1 of 2 senders, version 1 of 3 senders"),
+        (begin(nbytes=9), "17 bytes were announced of 16"),
+    ],
+)
+def test_senders_that_do_not_agree_write_nothing(second: Begin, words: str) -> None:
+    landing = described()
+    a, b = join(landing, 0), join(landing, 1)
+    landing.receive(0, a, begin())
+    actions = landing.receive(0, b, second)
+    assert not only(actions, OpenCounter)
+    for source in (a, b):
+        dropped = replies(actions)[source]
+        assert isinstance(dropped, Dropped)
+        assert words in dropped.reason
+
+
+def test_another_run_is_refused_while_one_is_there() -> None:
+    landing = described()
+    source = join(landing, 0)
+    other = Join("other", 0, "second/0", digest(TENSORS), b"offer")
+    (refused,) = replies(landing.receive(0, b"x", other)).values()
+    assert isinstance(refused, Refused)
+    assert "trainer/0 (run run) sends weights to this worker" in refused.reason
+    (refused,) = replies(landing.receive(0, b"x", Describe((Tensor("v", "float32", (4,)),)))).values()
+    assert isinstance(refused, Refused)
+    landing.receive(0, source, Leave())
+    assert only(landing.receive(0, b"x", other), Accept)
+
+
+def test_a_rank_that_comes_again_replaces_itself() -> None:
+    landing = described()
+    join(landing, 0)
+    actions = landing.receive(0, b"new", Join("run", 0, "trainer/0", digest(TENSORS), b"offer"))
+    assert only(actions, Fence) == [Fence(0, "it has come again")]
+    assert landing.state().senders == 1
+
+
+def test_one_that_left_while_its_offer_was_accepted_is_fenced() -> None:
+    landing = described()
+    landing.receive(0, b"0", Join("run", 0, "trainer/0", digest(TENSORS), b"offer"))
+    landing.receive(0, b"0", Leave())
+    assert landing.accepted(b"0", 5, Joined(b"", b"", (), "tcp")) == [Fence(5, "it has left meanwhile")]
+
+
+def test_checkpoints_are_looked_at_once() -> None:
+    landing = described()
+    assert replies(landing.receive(0, b"x", Describe(TENSORS))) == {b"x": Described(GEOMETRY)}
+    (refused,) = replies(landing.receive(0, b"y", Join("run", 0, "t", b"another", b"offer"))).values()
+    assert refused == Refused(NOT_DESCRIBED)
+    (refused,) = replies(landing.receive(0, b"y", Describe(TENSORS, protocol=99))).values()
+    assert isinstance(refused, Refused)
+    assert "version 99" in refused.reason
+
+
+def test_what_cannot_be_recorded_is_said() -> None:
+    landing = Landing(DEAD)
+    landing.receive(0, b"x", Describe(TENSORS))
+    assert replies(landing.not_recorded("w is not taken")) == {b"x": Refused("w is not taken")}
+    assert landing.receive(0, b"x", Describe(TENSORS)) == [Record(TENSORS)]
+
+
+def test_words_that_mean_nothing_are_answered() -> None:
+    landing = described()
+    assert replies(landing.receive(0, b"x", Ask())) == {b"x": landing.state()}
+    (refused,) = replies(landing.receive(0, b"x", begin())).values()
+    assert isinstance(refused, Refused)

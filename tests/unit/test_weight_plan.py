@@ -1,0 +1,169 @@
+"""The plan: whatever the shards and whatever the loaders take, carrying it out is what loading would be."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_connector.weights.geometry import Geometry, Parameter, Tensor, Write
+from kv_connector.weights.plan import Box, Piece, PlanError, Shard, make_plan, runs
+from kv_connector.weights.staging import split
+
+Shape = tuple[int, ...]
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> Shape:
+    return tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
+
+
+@st.composite
+def cuts(draw: st.DrawFn, size: int) -> list[tuple[int, int]]:
+    """A dimension in parts, uneven ones among them: (start, extent)."""
+    edges = sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=3))})
+    return [(a, b - a) for a, b in itertools.pairwise(edges)]
+
+
+@st.composite
+def meshes(draw: st.DrawFn, shape: Shape) -> list[Box]:
+    """A tensor in boxes, along any of its dimensions."""
+    boxes = [((), ())]
+    for size in shape:
+        parts = draw(cuts(size))
+        boxes = [((*b, s), (*e, n)) for b, e in boxes for s, n in parts]
+    return [Box(start, extent) for start, extent in boxes]
+
+
+@st.composite
+def writes(draw: st.DrawFn, tensor: int, shape: Shape, parameter: int) -> tuple[Write, int]:
+    """A box of it that goes anywhere in any order of dimensions, with room between; and the elements."""
+    start = [draw(st.integers(0, n - 1)) for n in shape]
+    extent = [draw(st.integers(1, n - s)) for n, s in zip(shape, start, strict=True)]
+    order = draw(st.permutations(range(len(shape))))
+    strides, reach = [0] * len(shape), 1
+    for dimension in order:
+        if extent[dimension] > 1:
+            strides[dimension] = reach
+        reach *= extent[dimension] + draw(st.integers(0, 1))
+    offset = draw(st.integers(0, 3))
+    elements = offset + 1 + sum((n - 1) * s for n, s in zip(extent, strides, strict=True))
+    return Write(tensor, parameter, tuple(start), tuple(extent), offset, tuple(strides)), elements
+
+
+def load(write: Write, tensor: np.ndarray, parameter: np.ndarray) -> None:
+    """As a loader would, element by element."""
+    for at in np.ndindex(*write.extent):
+        source = tuple(a + s for a, s in zip(at, write.start, strict=True))
+        parameter[write.offset + sum(a * s for a, s in zip(at, write.strides, strict=True))] = tensor[source]
+
+
+@given(st.data())
+def test_carrying_out_the_plan_is_loading(data: st.DataObject) -> None:
+    shape_of = data.draw(st.lists(shapes(), min_size=1, max_size=3))
+    tensors = [Tensor(f"t{n}", "float32", shape) for n, shape in enumerate(shape_of)]
+    values = [np.arange(math.prod(s), dtype=np.float64).reshape(s) + 1000 * n for n, s in enumerate(shape_of)]
+    senders: list[list[Shard]] = [[] for _ in range(data.draw(st.integers(1, 4)))]
+    for number, shape in enumerate(shape_of):
+        replicas = data.draw(st.integers(1, 2))
+        for box in data.draw(meshes(shape)):
+            for rank in data.draw(st.permutations(range(len(senders))))[:replicas]:
+                senders[rank].append(Shard(number, box))
+    receivers = []
+    for _ in range(data.draw(st.integers(1, 3))):
+        loaded = data.draw(st.lists(st.integers(0, len(tensors) - 1), min_size=1, max_size=4))
+        parts = [
+            data.draw(writes(number, shape_of[number], parameter)) for parameter, number in enumerate(loaded)
+        ]
+        parameters = tuple(Parameter(f"p{n}", "float32", size) for n, (_, size) in enumerate(parts))
+        receivers.append(Geometry(parameters, tuple(write for write, _ in parts), ()))
+
+    plan = make_plan(tensors, senders, receivers)
+    assert plan.digest == make_plan(tensors, senders, receivers).digest
+    limit = data.draw(st.integers(1, 40))
+    for receiver, geometry in enumerate(receivers):
+        expected = [np.full(p.elements, -1.0) for p in geometry.parameters]
+        for write in geometry.writes:
+            load(write, values[write.tensor], expected[write.parameter])
+        found = [np.full(p.elements, -1.0) for p in geometry.parameters]
+        for rank, shards in enumerate(senders):
+            for piece in plan.pieces[rank][receiver]:
+                shard = shards[piece.shard]
+                span = tuple(slice(a, a + n) for a, n in zip(shard.box.start, shard.box.extent, strict=True))
+                for part in split(piece, limit):
+                    assert part.elements <= limit
+                    carry_out(part, np.ascontiguousarray(values[shard.tensor][span]), found[piece.parameter])
+        for a, b in zip(found, expected, strict=True):
+            assert (a == b).all()
+    # Nobody has more than the mean and one piece more.
+    loads = [sum(bytes_of) for bytes_of in plan.nbytes]
+    everything = [piece.elements * 4 for rank in plan.pieces for pieces in rank for piece in pieces]
+    assert sum(loads) == sum(everything)
+    if all(sorted(map(repr, shards)) == sorted(map(repr, senders[0])) for shards in senders):
+        assert max(loads) <= sum(loads) / len(loads) + max(everything)
+
+
+def carry_out(piece: Piece, shard: np.ndarray, parameter: np.ndarray) -> None:
+    """By runs, each element once."""
+    strides = [s // shard.itemsize for s in shard.strides]
+    flat = shard.reshape(-1)
+    for pack in (False, True):
+        laid = runs(piece, strides, least=3, pack=pack)
+        if laid.packed:
+            part = shard[tuple(slice(a, a + n) for a, n in zip(piece.start, piece.extent, strict=True))]
+            single = [d for d in range(shard.ndim) if d not in laid.order]
+            flat_part = part.transpose(*single, *laid.order).reshape(-1)
+        else:
+            flat_part = flat
+        target = parameter.copy()
+        seen = 0
+        for source, place in zip(laid.source, laid.target, strict=True):
+            run = slice(place, place + laid.elements)
+            assert (target[run] == -1).all()
+            target[run] = flat_part[source : source + laid.elements]
+            seen += laid.elements
+        assert seen == piece.elements
+    parameter[:] = target
+
+
+def geometry_of(shape: Shape) -> Geometry:
+    strides = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+    write = Write(0, 0, (0,) * len(shape), shape, 0, strides)
+    return Geometry((Parameter("p", "float32", math.prod(shape)),), (write,), ())
+
+
+@pytest.mark.parametrize(
+    ("boxes", "problem"),
+    [
+        ([], "nobody holds it"),
+        ([Box((0, 0), (2, 4))], "held by nobody"),
+        ([Box((0, 0), (3, 4)), Box((2, 0), (2, 4))], "overlap"),
+        ([Box((0, 0), (5, 4))], "elements up to 5 of dimension 0"),
+        ([Box((0,), (4,))], "in 1 dimensions"),
+    ],
+)
+def test_what_is_not_held_once_is_refused_by_name(boxes: list[Box], problem: str) -> None:
+    tensor = Tensor("model.norm.weight", "float32", (4, 4))
+    with pytest.raises(PlanError, match=f"model.norm.weight of shape .*{problem}"):
+        make_plan([tensor], [[Shard(0, box) for box in boxes]], [geometry_of((4, 4))])
+
+
+def test_rows_of_an_inner_part_are_laid_out_where_they_are_short() -> None:
+    """A row-parallel layer's columns: at the receiver they are one run, at the sender a run a row."""
+    piece = Piece(0, 0, (0, 4), (3, 4), 0, (4, 1))
+    long_enough = runs(piece, (8, 1), least=4)
+    assert not long_enough.packed
+    assert long_enough.source.tolist() == [4, 12, 20]
+    assert (long_enough.elements, long_enough.target.tolist()) == (4, [0, 4, 8])
+    short = runs(piece, (8, 1), least=5)
+    assert (short.packed, short.elements, short.target.tolist()) == (True, 12, [0])
+
+
+def test_a_transposed_part_is_packed() -> None:
+    laid = runs(Piece(0, 0, (0, 0), (3, 4), 0, (1, 3)), (4, 1), least=1000)
+    assert laid.packed
+    assert (laid.elements, laid.order, laid.target.tolist()) == (12, (1, 0), [0])

@@ -1,0 +1,281 @@
+"""Real trainers' ranks write into real arenas: FSDP2 and HSDP over gloo, lanes host and tcp, deaths."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from weight_trainer import DEAD_S, SIZES, drawn, main
+
+from kv_connector.control.cluster_key import ClusterKey
+from kv_connector.protocol.actions import Address
+from kv_connector.protocol.timers import Timeouts
+from kv_connector.weights.geometry import Constant, Geometry, Parameter, Tensor, Write
+from kv_connector.weights.pusher import PushError, WeightPusher
+from kv_connector.weights.receiver import NotLanded, ReceiverConfig, WeightReceiver
+from kv_connector.weights.sources import CheckpointSource, SourceError, TensorSource
+
+PADDED_ROWS = 32
+PATIENCE_S = 180
+
+
+def loads(tp: int, ranks: int, tensors: Sequence[Tensor]) -> Geometry:
+    """A rank of a tensor-parallel engine: rows of `up`, in bfloat16 and padded; columns of `down`; all of
+    `norm`."""
+    number = {tensor.name: n for n, tensor in enumerate(tensors)}
+    up, columns = SIZES["up"]
+    rows = PADDED_ROWS // ranks
+    held = min(rows, up - tp * rows)
+    inner = SIZES["down"][1] // ranks
+    parameters = [
+        Parameter("up", "bfloat16", rows * columns),
+        Parameter("down", "float32", SIZES["down"][0] * inner),
+        Parameter("norm", "float32", SIZES["norm"][0]),
+    ]
+    writes = [
+        Write(number["up.weight"], 0, (tp * rows, 0), (held, columns), 0, (columns, 1)),
+        Write(number["down.weight"], 1, (0, tp * inner), (SIZES["down"][0], inner), 0, (inner, 1)),
+        Write(number["norm.weight"], 2, (0, 0), (SIZES["norm"][0], 1), 0, (1, 0)),
+    ]
+    padding = [Constant(0, (rows - held, columns), held * columns, (columns, 1), 0.5)] if held < rows else []
+    return Geometry(tuple(parameters), tuple(writes), tuple(padding))
+
+
+class Engine:
+    """Two workers."""
+
+    def __init__(self, provider: str, key: ClusterKey | None = None, ports: tuple[int, int] = (0, 0)) -> None:
+        self.workers = []
+        addresses = []
+        for rank in range(2):
+            config = ReceiverConfig(
+                f"{provider}/{rank}",
+                Address("127.0.0.1", ports[rank]),
+                (provider,),
+                key=key,
+                timeouts=Timeouts(dead=DEAD_S),
+            )
+            self.workers.append(
+                WeightReceiver(config, lambda tensors, rank=rank: loads(rank, 2, tensors))  # type: ignore[misc]
+            )
+            addresses.append(self.workers[-1].start())
+        for worker in self.workers:
+            worker.set_workers(addresses)
+        self.address = str(addresses[0])
+        self.ports = (addresses[0].port, addresses[1].port)
+
+    def assert_has(self, version: str, seed: int) -> None:
+        values = dict(drawn(seed))
+        for rank, worker in enumerate(self.workers):
+            found = worker.take(version)
+            up = torch.full((PADDED_ROWS, SIZES["up"][1]), 0.5)
+            up[: SIZES["up"][0]] = values["up.weight"]
+            rows = PADDED_ROWS // 2
+            assert torch.equal(found["up"].view(rows, -1), up[rank * rows :][:rows].bfloat16())
+            inner = SIZES["down"][1] // 2
+            columns = values["down.weight"][:, rank * inner :][:, :inner]
+            assert torch.equal(found["down"].view(-1, inner), columns)
+            assert torch.equal(found["norm"], values["norm.weight"].flatten())
+            worker.finish("")
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+
+
+@pytest.fixture
+def engines() -> Iterator[list[Engine]]:
+    engines = [Engine("host"), Engine("tcp")]
+    yield engines
+    for engine in engines:
+        engine.close()
+
+
+# A server that has torch loaded: to load it takes each rank many seconds.
+SPAWN = multiprocessing.get_context("forkserver")
+SPAWN.set_forkserver_preload(["weight_trainer"])
+
+
+class Trainer:
+    def __init__(
+        self, directory: Path, engines: Sequence[Engine], *, ranks: int, replicas: int = 1, seed: int
+    ) -> None:
+        self.ranks = []
+        self._ends = []
+        addresses = [engine.address for engine in engines]
+        for rank in range(ranks):
+            ours, theirs = SPAWN.Pipe()
+            process = SPAWN.Process(
+                target=main,
+                args=(theirs, str(directory / f"store{seed}"), rank, ranks, replicas, seed, addresses),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self.ranks.append(process)
+            self._ends.append(ours)
+
+    def say(self, words: str, *ranks: int) -> None:
+        for rank in ranks or range(len(self.ranks)):
+            self._ends[rank].send(words)
+
+    def heard(self, rank: int) -> str:
+        assert self._ends[rank].poll(PATIENCE_S), f"rank {rank} says nothing"
+        return str(self._ends[rank].recv())
+
+    def all_say(self, words: str) -> None:
+        assert [self.heard(rank) for rank in range(len(self.ranks))] == [words] * len(self.ranks)
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.kill()
+            rank.join()
+
+
+def test_shards_land_without_a_gather_and_lost_ranks_void_their_version(
+    engines: list[Engine], tmp_path: Path
+) -> None:
+    """HSDP of two times two ranks, of which one falls silent; then two ranks with all, of which one is
+    killed; then one that is left alone."""
+    hsdp = Trainer(tmp_path, engines, ranks=4, replicas=2, seed=1)
+    try:
+        hsdp.all_say("connected")
+        for version in ("first", "second"):
+            hsdp.say(version)
+            hsdp.all_say("landed")
+            for engine in engines:
+                engine.assert_has(version, 1)
+        hsdp.say("stop third", 3)
+        hsdp.say("third", 0, 1, 2)
+        assert hsdp.heard(3) == "begun"
+        # Its links stand, and only its heartbeat is missing. The others have written all that they have.
+        pid = hsdp.ranks[3].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        said = hsdp.heard(0)
+        assert said.startswith("version third: ")
+        assert "was dropped: rank 3 of run" in said
+        assert f"silent for {DEAD_S:g} s" in said
+        nothing_landed(engines, "third")
+    finally:
+        hsdp.close()
+    plain = Trainer(tmp_path, engines, ranks=2, replicas=0, seed=2)
+    try:
+        plain.all_say("connected")
+        plain.say("fourth")
+        plain.all_say("landed")
+        for engine in engines:
+            engine.assert_has("fourth", 2)
+        plain.say("stop fifth", 1)
+        plain.say("fifth", 0)
+        assert plain.heard(1) == "begun"
+        plain.ranks[1].kill()
+        assert "was dropped: rank 1 of run" in plain.heard(0)
+        nothing_landed(engines, "fifth")
+    finally:
+        plain.close()
+    with WeightPusher(TensorSource(drawn(3)), [engine.address for engine in engines], applies=False) as last:
+        last.connect()
+        last.push("sixth").wait("landed", 10)
+        for engine in engines:
+            engine.assert_has("sixth", 3)
+
+
+def nothing_landed(engines: Sequence[Engine], version: str) -> None:
+    """In no engine whole: a worker to which the lost rank had nothing to write may have all."""
+    for engine in engines:
+        for worker in engine.workers:
+            # A trainer hears it of the first worker that knows.
+            while worker.state().landing:
+                pass
+        states = [worker.state() for worker in engine.workers]
+        (missing, *_) = [n for n, state in enumerate(states) if state.landed != version]
+        assert "rank" in states[missing].problem
+        with pytest.raises(NotLanded, match=f"version {version} has not landed: there is none"):
+            engine.workers[missing].take(version)
+
+
+def test_an_engine_that_dies_costs_only_itself(engines: list[Engine]) -> None:
+    source = TensorSource(drawn(3))
+    addresses = [engine.address for engine in engines]
+    with WeightPusher(source, addresses, applies=False, timeouts=Timeouts(dead=DEAD_S)) as pusher:
+        pusher.connect()
+        pusher.push("1").wait("landed", 10)
+        engines[1].close()
+        update = pusher.push("2")
+        with pytest.raises(PushError) as failed:
+            update.wait("landed", 10)
+        assert engines[1].address in str(failed.value)
+        assert engines[0].address not in str(failed.value)
+        engines[0].assert_has("2", 3)
+        # It comes back where it was, with nothing, and takes part in what follows.
+        engines[1] = Engine("tcp", ports=engines[1].ports)
+        pusher.push("3").wait("landed", 10)
+        for engine in engines:
+            engine.assert_has("3", 3)
+
+
+def test_a_second_trainer_is_refused_with_words(engines: list[Engine]) -> None:
+    with WeightPusher(TensorSource(drawn(3)), [engines[0].address], applies=False, name="one") as pusher:
+        pusher.connect()
+        with (
+            WeightPusher(TensorSource(drawn(3)), [engines[0].address], applies=False) as second,
+            pytest.raises(PushError, match=r"one/0 .* sends weights to this worker: end it first"),
+        ):
+            second.connect()
+        pusher.push("1").wait("landed", 10)
+
+
+def test_who_has_not_the_key_gets_no_answer(tmp_path: Path) -> None:
+    key, other = ClusterKey.generate(), tmp_path / "other"
+    ClusterKey.generate().write(other)
+    engine = Engine("tcp", key)
+    try:
+        with (
+            WeightPusher(
+                TensorSource(drawn(3)),
+                [engine.address],
+                key_file=str(other),
+                applies=False,
+                timeouts=Timeouts(connect=0.5),
+            ) as pusher,
+            pytest.raises(PushError, match=r"no answer within 0\.5 s: .* the same cluster key"),
+        ):
+            pusher.connect()
+    finally:
+        engine.close()
+
+
+def test_a_checkpoint_is_a_source(engines: list[Engine], tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    for name, value in drawn(4):
+        save_file({name: value}, tmp_path / f"{name}.safetensors")
+    with WeightPusher(CheckpointSource(tmp_path), [engines[0].address], applies=False) as pusher:
+        pusher.connect()
+        pusher.push("1").wait("landed", 10)
+    engines[0].assert_has("1", 4)
+    with pytest.raises(SourceError, match=r"there are no \.safetensors in"):
+        CheckpointSource(tmp_path / "nowhere")
+
+
+def test_what_the_engine_cannot_load_is_said_by_name() -> None:
+    def record(tensors: Sequence[Tensor]) -> Geometry:
+        raise ValueError(f"{tensors[0].name} is not in this model")
+
+    config = ReceiverConfig("worker", Address("127.0.0.1", 0), ("tcp",))
+    worker = WeightReceiver(config, record)
+    address = worker.start()
+    try:
+        with (
+            WeightPusher(TensorSource(drawn(3)), [str(address)], applies=False) as pusher,
+            pytest.raises(PushError, match=r"up\.weight is not in this model"),
+        ):
+            pusher.connect()
+    finally:
+        worker.close()

@@ -1,0 +1,96 @@
+"""One rank of a trainer of a small model under FSDP2 or HSDP, over gloo: pushes what it is told to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from kv_connector.protocol.timers import Timeouts
+from kv_connector.weights.pusher import PushError, Stage, WeightPusher
+from kv_connector.weights.sources import TensorSource, module_source
+
+# Rows that no number of ranks divides, and rows that are fewer than the ranks.
+SIZES = {"up": (31, 20), "down": (20, 31), "norm": (3, 1)}
+DEAD_S = 2.0
+
+
+def drawn(seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and values of all weights."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, (rows, columns) in SIZES.items():
+        yield f"{name}.weight", torch.randn(rows, columns, generator=generator)
+
+
+class Model(torch.nn.Module):
+    """Parameters by any names."""
+
+    def __init__(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super().__init__()
+        for name, value in named:
+            *path, own = name.split(".")
+            module: torch.nn.Module = self
+            for step in path:
+                if step not in module._modules:
+                    module.add_module(step, torch.nn.Module())
+                module = module.get_submodule(step)
+            module.register_parameter(own, torch.nn.Parameter(value))
+
+    def forward(self) -> None:
+        """Nobody calls it."""
+
+
+def in_checkpoint(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    for path in directory.glob("*.safetensors"):
+        yield from load_file(path).items()
+
+
+def main(
+    told: Connection,
+    store: str,
+    rank: int,
+    ranks: int,
+    replicas: int,
+    weights: int | Path,
+    engines: Sequence[str],
+    applies: bool = False,
+) -> None:
+    """``replicas``: of each shard; 0: every rank has all. Weights are those that `drawn` gives of a seed, or
+    a checkpoint's. Told "VERSION", it pushes it and says how it went; told "stop VERSION", it begins it, says
+    so, and hangs."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=ranks)
+    named = drawn(weights) if isinstance(weights, int) else in_checkpoint(weights)
+    if replicas:
+        names = ("replicate", "shard") if replicas > 1 else ("shard",)
+        shape = (replicas, ranks // replicas) if replicas > 1 else (ranks,)
+        model = Model(named)
+        source = module_source(fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names)))
+    else:
+        source = TensorSource(named)
+    timeouts = Timeouts(dead=DEAD_S, heartbeat=0.5)
+    with WeightPusher(source, engines, applies=applies, timeouts=timeouts, staging_bytes=1024) as pusher:
+        pusher.connect()
+        told.send("connected")
+        while True:
+            *stop, version = told.recv().split()
+            if stop:
+
+                def hang(_: object) -> dict[int, str]:
+                    told.send("begun")
+                    threading.Event().wait()
+                    return {}
+
+                pusher._writer.write = hang  # type: ignore[method-assign, assignment]
+            try:
+                stage: Stage = "applied" if applies else "landed"
+                pusher.push(version).wait(stage, 30)
+                told.send(stage)
+            except PushError as error:
+                told.send(str(error))

@@ -1,0 +1,457 @@
+"""New weights in engines that run: their tokens are those of an engine that was started from the weights.
+
+The engines are all in one process: the second is up 3 s after the first, which takes 30.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from kv_connector.lab.model import SCORE_SPREAD, make_gemma3, make_llama, make_mixtral
+
+if TYPE_CHECKING:
+    import torch
+
+    from kv_connector.vllm.loading import LoadedModel
+    from kv_connector.weights.geometry import Geometry, Tensor
+
+MODELS = (
+    "qwen3_moe",
+    "llama",
+    "gemma3",
+)  # experts first: their group of ranks is made by a process's first engine
+SMALL = {"layers": 2, "hidden": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate": 256}
+VOCABULARY = 300  # vLLM pads it to 320
+
+
+def make(name: str, directory: Path, seed: int) -> Path:
+    if name == "gemma3":  # input and output embeddings are one parameter
+        return make_gemma3(directory, **SMALL, full_attention_every=2, seed=seed)
+    if name == "llama":
+        make_llama(directory, **SMALL, seed=seed)
+        return change(directory, {"vocab_size": VOCABULARY}, short_vocabulary)
+    make_mixtral(directory, **SMALL, experts=8, seed=seed)
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "moe_intermediate_size": SMALL["intermediate"],
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [],
+    }
+    return change(directory, config, qwen3_moe)
+
+
+Weights = dict[str, Any]
+
+
+def change(directory: Path, config: Mapping[str, Any], weights: Callable[[Weights], Weights]) -> Path:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    path = directory / "model.safetensors"
+    save_file(weights(load_file(path)), path, metadata={"format": "pt"})
+    return directory
+
+
+def short_vocabulary(weights: Weights) -> Weights:
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    return weights | {name: weights[name][:VOCABULARY].copy() for name in names}
+
+
+def qwen3_moe(weights: Weights) -> Weights:
+    """Of Mixtral's."""
+    changed = {}
+    for name, tensor in weights.items():
+        name = name.replace("block_sparse_moe", "mlp").replace(".w1.", ".gate_proj.")
+        changed[name.replace(".w2.", ".down_proj.").replace(".w3.", ".up_proj.")] = tensor
+    for layer in range(SMALL["layers"]):
+        for norm in ("q_norm", "k_norm"):
+            spread = np.full(SMALL["head_dim"], SCORE_SPREAD**0.5, np.float32)
+            changed[f"model.layers.{layer}.self_attn.{norm}.weight"] = spread
+    return changed
+
+
+# --- In the engines' process
+
+
+@dataclass
+class Loaded:
+    llm: Any
+    model: torch.nn.Module
+    loaded: LoadedModel
+    geometry: Geometry | None = None
+
+
+engines: dict[str, Loaded] = {}
+
+
+def start(name: str, path: Path) -> None:
+    import torch
+    from vllm import LLM
+
+    from kv_connector.vllm.loading import LoadedModel
+
+    llm = LLM(
+        str(path),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=256,
+        max_num_seqs=8,
+        max_num_batched_tokens=512,
+        block_size=32,
+        kv_cache_memory_bytes=32 << 20,
+    )
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    model = worker.model_runner.get_model()
+    engines[name] = Loaded(llm, model, LoadedModel(model, worker.vllm_config, torch.device("cpu")))
+
+
+def tokens(name: str) -> list[list[int]]:
+    """Of prompts of 1 to 200 tokens."""
+    from vllm import SamplingParams
+
+    llm = engines[name].llm
+    llm.reset_prefix_cache()
+    drawn = random.Random(0)
+    prompts = [{"prompt_token_ids": drawn.choices(range(256), k=length)} for length in (1, 7, 40, 100, 200)]
+    parameters = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    return [list(one.outputs[0].token_ids) for one in llm.generate(prompts, parameters, use_tqdm=False)]
+
+
+def checkpoint(path: Path, but: str = "nothing") -> list[Tensor]:
+    from kv_connector.weights.geometry import Tensor
+
+    weights = load_file(path / "model.safetensors")
+    return [
+        Tensor(name, str(tensor.dtype), tensor.shape)
+        for name, tensor in sorted(weights.items())
+        if not re.search(but, name)
+    ]
+
+
+def record_while_serving(name: str, path: Path) -> list[list[int]]:
+    """The engine's tokens meanwhile."""
+    engine, errors = engines[name], []
+
+    def record() -> None:
+        try:
+            for _ in range(3):
+                engine.geometry = engine.loaded.record(checkpoint(path))
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=record)
+    thread.start()
+    found = tokens(name)
+    thread.join()
+    if errors:
+        raise errors[0]
+    return found
+
+
+def refusal(name: str, path: Path, but: str) -> str:
+    """Why a checkpoint without the tensors that match is not recorded."""
+    try:
+        engines[name].loaded.record(checkpoint(path, but))
+    except ValueError as error:
+        return str(error)
+    return "it is"
+
+
+def arena(geometry: Geometry, path: Path) -> dict[str, torch.Tensor]:
+    """As a trainer's ranks fill it."""
+    import torch
+
+    weights = load_file(path / "model.safetensors")
+    tensors = [torch.from_numpy(weights[one.name]) for one in checkpoint(path)]
+    contents = [torch.zeros(one.elements, dtype=getattr(torch, one.dtype)) for one in geometry.parameters]
+    for write in geometry.writes:
+        box = tuple(slice(at, at + size) for at, size in zip(write.start, write.extent, strict=True))
+        to = contents[write.parameter].as_strided(write.extent, write.strides, write.offset)
+        to.copy_(tensors[write.tensor][box])
+    for one in geometry.constants:
+        contents[one.parameter].as_strided(one.extent, one.strides, one.offset).fill_(one.value)
+    return {one.name: content for one, content in zip(geometry.parameters, contents, strict=True)}
+
+
+def apply(name: str, path: Path) -> dict[str, int]:
+    """Where the model's parameters are."""
+    engine = engines[name]
+    assert engine.geometry is not None
+    contents = arena(engine.geometry, path)
+    engine.loaded.apply(contents)
+    for content in contents.values():
+        content.fill_(float("nan"))  # the next version lands
+    return {name: parameter.data_ptr() for name, parameter in engine.model.named_parameters()}
+
+
+def apply_with_a_failure(name: str, path: Path, layer: str) -> str:
+    """In the middle: where the kernels' form of `layer` is made."""
+    engine = engines[name]
+    broken = engine.model.get_submodule(layer)
+    with mock.patch.object(
+        broken.quant_method, "process_weights_after_loading", side_effect=OSError("broken")
+    ):
+        try:
+            apply(name, path)
+        except OSError as error:
+            on_meta = [key for key, parameter in engine.model.named_parameters() if parameter.is_meta]
+            return f"{error}{on_meta}"
+    return "nothing"
+
+
+def refusals(name: str) -> dict[str, str | None]:
+    loaded = engines[name].loaded
+    config = loaded._vllm_config
+    found = {"": loaded.refusal()}
+    for part, setting in (
+        (config.parallel_config, "enable_eplb"),
+        (config.model_config, "enable_sleep_mode"),
+        (config, "lora_config"),
+        (config, "quant_config"),
+        (config.offload_config.uva, "cpu_offload_gb"),
+        (config.offload_config.prefetch, "offload_group_size"),
+    ):
+        before = getattr(part, setting)
+        object.__setattr__(part, setting, 1)
+        found[setting] = loaded.refusal()
+        object.__setattr__(part, setting, before)
+    return found
+
+
+def toy() -> dict[str, Any]:
+    """What becomes of a model of which a checkpoint has but a part, and of its attention."""
+    import torch
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    from kv_connector.vllm import loading
+    from kv_connector.weights.geometry import Tensor
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.zeros(4))
+            self.shift = torch.nn.Parameter(torch.zeros(4))
+            self.register_buffer("seen", torch.zeros(2))
+            self.register_buffer("map", None)
+            self.register_parameter("bias", None)
+            self.scale.weight_loader = self.load
+            self.loads = 0
+
+        def load(self, parameter: torch.Tensor, tensor: torch.Tensor) -> None:
+            self.loads += 1
+            parameter.data.copy_(tensor)
+
+    class Attention(Layer, AttentionLayerBase):
+        processed = None
+
+        def process_weights_after_loading(self, dtype: torch.dtype) -> None:
+            self.processed = dtype
+
+        def get_attn_backend(self) -> None: ...
+        def get_kv_cache_spec(self, vllm_config: Any) -> None: ...
+
+    class Toy(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleDict({name: Layer() for name in ("loaded", "left", "packed")})
+            self.attention = Attention()
+            self.heads = [self.layers["loaded"]]
+
+        def load_weights(self, weights: Any) -> None:
+            assert self.heads[0] is self.layers["loaded"]
+            assert (self.heads[0].map, self.heads[0].bias) == (None, None)
+            parameters = dict(self.named_parameters()) | dict(self.named_buffers())
+            for name, tensor in weights:
+                getattr(parameters[name], "weight_loader", torch.Tensor.copy_)(parameters[name], tensor)
+
+    model = Toy()
+    record_metadata_for_reloading(model)
+    for name, parameter in model.named_parameters():
+        parameter.data.fill_(len(name))
+    packed, loaded = model.layers["packed"], model.layers["loaded"]
+    packed.shift = torch.nn.Parameter(torch.empty(0))
+    loaded.seen.fill_(7)
+    config = next(iter(engines.values())).loaded._vllm_config
+    mine = loading.LoadedModel(model, config, torch.device("cpu"))
+    before = dict(model.named_parameters())
+
+    def refused(*names: str) -> str:
+        try:
+            mine.record([Tensor(name, "float32", (4,)) for name in names])
+        except ValueError as error:
+            return str(error)
+        return "it is not"
+
+    found: dict[str, Any] = {
+        "packed": refused("layers.packed.scale"),
+        "attention": refused("attention.scale"),
+        "unknown": refused("layers.loaded.offset"),
+    }
+    with mock.patch.object(loading.logger, "warning") as warning:
+        geometry = mine.record([Tensor("layers.loaded.scale", "float32", (4,))])
+    found["warning"] = warning.call_args.args[0] % warning.call_args.args[1:]
+    found["recorded"] = [parameter.name for parameter in geometry.parameters]
+    found["loads"] = loaded.loads
+    try:
+        mine.apply({"layers.packed.scale": torch.ones(4), "layers.loaded.scale": torch.ones(4)})
+    except ValueError as error:
+        found["incomplete"] = str(error)
+    found["before"] = loaded.scale.tolist(), model.attention.processed
+    mine.apply({"layers.loaded.scale": torch.arange(4.0)})
+    found["same"] = all(before[name] is parameter for name, parameter in model.named_parameters())
+    found["values"] = {name: parameter.tolist() for name, parameter in model.named_parameters()}
+    found["seen"] = loaded.seen.tolist()
+    found["processed"] = str(model.attention.processed)
+    geometry = mine.record([Tensor("layers.left.seen", "float32", (2,))])
+    mine.apply({geometry.parameters[0].name: torch.ones(2)})
+    found["buffer"] = model.layers["left"].seen.tolist(), model.layers["left"].scale.tolist()
+    return found
+
+
+# --- In pytest's
+
+
+@dataclass(frozen=True)
+class Model:
+    """Of each there are two checkpoints, and an engine that was started from each."""
+
+    name: str
+    a: Path
+    b: Path
+    process: ProcessPoolExecutor
+    tokens_of_a: list[list[int]]
+    tokens_of_b: list[list[int]]
+
+    def do(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return self.process.submit(function, self.name, *arguments).result()
+
+
+def one_process_engines() -> None:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[ProcessPoolExecutor]:
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(1, context, initializer=one_process_engines)
+    yield pool
+    ended = pool.submit(os._exit, 0)  # engines take 20 s to end by themselves
+    with pytest.raises(BrokenProcessPool):
+        ended.result()
+    pool.shutdown()
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(
+    request: pytest.FixtureRequest, process: ProcessPoolExecutor, tmp_path_factory: pytest.TempPathFactory
+) -> Model:
+    """Its engine has a's weights, and has recorded them while it served."""
+    directory = tmp_path_factory.mktemp(request.param)
+    a, b = make(request.param, directory / "a", seed=1), make(request.param, directory / "b", seed=2)
+    process.submit(start, f"{request.param} b", b).result()
+    process.submit(start, request.param, a).result()
+    tokens_of_b = process.submit(tokens, f"{request.param} b").result()
+    tokens_of_a = process.submit(tokens, request.param).result()
+    assert all(one != other for one, other in zip(tokens_of_a, tokens_of_b, strict=True)), (
+        "they tell a from b"
+    )
+    found = Model(request.param, a, b, process, tokens_of_a, tokens_of_b)
+    assert found.do(record_while_serving, b) == tokens_of_a
+    return found
+
+
+def test_tokens_are_those_of_an_engine_started_from_the_weights(model: Model) -> None:
+    places = model.do(apply, model.b)
+    assert model.do(tokens) == model.tokens_of_b
+    assert model.do(apply, model.a) == places, "parameters stay where they are"
+    assert model.do(tokens) == model.tokens_of_a
+    assert model.do(record_while_serving, model.b) == model.tokens_of_a, "it can be recorded again"
+    model.do(apply, model.b)
+    assert model.do(tokens) == model.tokens_of_b
+    model.do(apply, model.a)
+
+
+BROKEN = {
+    "llama": ("model.layers.0.mlp.down_proj", "lm_head"),
+    "qwen3_moe": ("model.layers.0.mlp.experts.routed_experts", "model.layers.1.self_attn.qkv_proj"),
+    "gemma3": ("model.layers.1.mlp.gate_up_proj",),
+}
+
+
+def test_an_update_that_failed_in_the_middle_is_whole_when_it_is_repeated(model: Model) -> None:
+    for layer in BROKEN[model.name]:
+        assert model.do(apply_with_a_failure, model.b, layer) == "broken[]"
+        assert len(model.do(tokens)) == len(model.tokens_of_a), "it can compute"
+        model.do(apply, model.b)
+        assert model.do(tokens) == model.tokens_of_b
+        assert model.do(apply_with_a_failure, model.a, layer) == "broken[]"
+        model.do(apply, model.a)
+        assert model.do(tokens) == model.tokens_of_a
+
+
+def test_a_checkpoint_without_a_part_of_a_parameter(model: Model) -> None:
+    message = model.do(refusal, model.b, "layers.0.self_attn.k_proj")
+    assert re.match(
+        r"not in the checkpoint: 8,192 of 32,768 elements of .*0\.self_attn\.qkv_proj\.weight$", message
+    )
+
+
+def test_what_this_engine_cannot_take(model: Model) -> None:
+    found = model.do(refusals)
+    assert found.pop("") is None
+    assert {setting: re.search("[a-z-]*", reason).group() for setting, reason in found.items()} == {
+        "enable_eplb": "--enable-eplb",
+        "enable_sleep_mode": "--enable-sleep-mode",
+        "lora_config": "--enable-lora",
+        "quant_config": "no",
+        "cpu_offload_gb": "weights",
+        "offload_group_size": "weights",
+    }
+
+
+def test_what_is_not_in_a_checkpoint_stays(model: Model) -> None:
+    found = model.process.submit(toy).result()
+    names = (
+        "layers.loaded.shift, layers.left.scale, layers.left.shift, layers.packed.scale, layers.packed.shift"
+    )
+    assert found["warning"] == f"not in the checkpoint, and left as they are: {names} and 2 more"
+    assert found["recorded"] == ["layers.loaded.scale"]
+    assert found["loads"] == 0, "recording is not seen by the model"
+    absent = "not in the checkpoint: layers.packed.shift, beside layers.packed.scale"
+    assert found["packed"] == absent
+    assert found["attention"] == "attention.scale: attention's own parameters have not been tested"
+    assert found["unknown"].startswith("the model does not load tensor 'layers.loaded.offset': KeyError")
+    assert (found["incomplete"], found["before"]) == (absent, ([19.0] * 4, None)), "nothing is changed"
+    assert found["same"]
+    assert found["values"] == {
+        "layers.loaded.scale": [0.0, 1.0, 2.0, 3.0],
+        "layers.loaded.shift": [19.0] * 4,
+        "layers.left.scale": [17.0] * 4,
+        "layers.left.shift": [17.0] * 4,
+        "layers.packed.scale": [19.0] * 4,
+        "layers.packed.shift": [],
+        "attention.scale": [15.0] * 4,
+        "attention.shift": [15.0] * 4,
+    }
+    assert found["seen"] == [7.0, 7.0]
+    assert found["buffer"] == ([1.0, 1.0], [17.0] * 4)
+    assert found["processed"] == "torch.float32", "attention may have made something of other layers' weights"

@@ -1,0 +1,195 @@
+"""New weights for engines that serve: their tokens are those of an engine that was started with them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import multiprocessing
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from deployment import SMALL, Client, engine_settings, prompt
+from typer.testing import CliRunner
+
+from kv_connector.cli.main import app
+from kv_connector.lab.cluster import HOST, Engine, LocalCluster
+from kv_connector.lab.free_ports import free_ports
+from kv_connector.lab.model import make_llama
+from kv_connector.weights.pusher import PushError, WeightPusher
+from kv_connector.weights.sources import CheckpointSource
+
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
+from weight_trainer import Model, in_checkpoint
+from weight_trainer import main as train
+
+pytestmark = pytest.mark.anyio
+
+PROMPTS = [(number, tokens) for number, tokens in enumerate((1, 7, 31, 32, 33, 100, 400, 1500))]
+TOKENS = 16
+RANKS = (1, 2)
+
+
+@dataclass(frozen=True)
+class Site:
+    engines: list[Engine]  # of one rank and of two, started with "a"
+    takes: list[str]  # where they take weights
+    oracle: Engine  # started with "b"
+    checkpoints: dict[str, Path]
+
+    def push(self, name: str, *more: str) -> str:
+        """By the command; what it says."""
+        options = [word for address in self.takes for word in ("--engine", address)]
+        done = CliRunner().invoke(app, ["weights", "push", str(self.checkpoints[name]), *options, *more])
+        assert done.exit_code == 0, done.output
+        return done.output
+
+
+@pytest.fixture(scope="module")
+def site(interpreter: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    directory = tmp_path_factory.mktemp("weights")
+    checkpoints = {
+        name: make_llama(directory / name, layers=3, seed=seed, **SMALL) for seed, name in enumerate("ab")
+    }
+    settings = engine_settings()
+    with LocalCluster(directory / "logs", checkpoints["a"], settings) as cluster:
+        cluster.interpreter = interpreter
+        engines, takes = [], []
+        for ranks, provider in zip(RANKS, ("host", "tcp"), strict=True):
+            # The controller's port, and the workers' behind it.
+            (port,) = free_ports(1)
+            takes.append(f"{HOST}:{port}")
+            of_weights = {"control_host": HOST, "control_port": port, "providers": [provider]}
+            arguments = ("--weight-transfer-config", '{"backend": "write_imm"}', "-tp", str(ranks))
+            environment = {
+                "KV_CONNECTOR_WEIGHTS": json.dumps(of_weights),
+                "VLLM_PLUGINS": "kv_connector",
+                "VLLM_SERVER_DEV_MODE": "1",  # for vLLM's own client alone
+            }
+            engines.append(
+                cluster.start_engine(
+                    f"ranks{ranks}",
+                    settings=dataclasses.replace(settings, arguments=arguments, environment=environment),
+                )
+            )
+        cluster.model = checkpoints["b"]
+        oracle = cluster.start_engine("oracle")
+        cluster.wait_ready()
+        yield Site(engines, takes, oracle, checkpoints)
+
+
+async def answers(client: Client, engine: Engine) -> list[list[int]]:
+    return await asyncio.gather(
+        *(client.complete(engine.url, prompt(number, tokens), TOKENS) for number, tokens in PROMPTS)
+    )
+
+
+async def all_answers(client: Client, engines: Sequence[Engine]) -> list[list[list[int]]]:
+    return [await answers(client, engine) for engine in engines]
+
+
+async def test_what_is_pushed_is_served(site: Site, client: Client) -> None:
+    """To and fro, by the command; the cached prompts of before are of no use any more."""
+    b = await answers(client, site.oracle)
+    a = await answers(client, site.engines[0])
+    assert all(before != after for before, after in zip(a, b, strict=True))
+    assert await answers(client, site.engines[1]) == a
+    said = await asyncio.to_thread(site.push, "b")
+    assert "version b is served" in said
+    assert await all_answers(client, site.engines) == [b, b]
+    await asyncio.to_thread(site.push, "a", "--version", "back")
+    assert await all_answers(client, site.engines) == [a, a]
+    options = [word for address in site.takes for word in ("--engine", address)]
+    told = await asyncio.to_thread(CliRunner().invoke, app, ["weights", "status", *options])
+    assert told.exit_code == 0
+    assert told.output.count("serves back") == len(RANKS)
+
+
+async def test_shards_of_a_trainer_are_served(site: Site, client: Client, tmp_path: Path) -> None:
+    b = await answers(client, site.oracle)
+    spawn = multiprocessing.get_context("forkserver")
+    ends, ranks = [], []
+    for rank in range(2):
+        ours, theirs = spawn.Pipe()
+        arguments = (theirs, str(tmp_path / "store"), rank, 2, 1, site.checkpoints["b"], site.takes, True)
+        ranks.append(spawn.Process(target=train, args=arguments, daemon=True))
+        ranks[-1].start()
+        ends.append(ours)
+    try:
+        assert [await asyncio.to_thread(end.recv) for end in ends] == ["connected"] * 2
+        for end in ends:
+            end.send("step-1")
+        assert [await asyncio.to_thread(end.recv) for end in ends] == ["applied"] * 2
+        assert await all_answers(client, site.engines) == [b, b]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+async def test_a_stream_goes_on_over_an_update(site: Site, client: Client) -> None:
+    """What was said before is the old weights', the rest follows; and nobody loses a request."""
+    await asyncio.to_thread(site.push, "a", "--version", "a2")
+    engine, tokens = site.engines[0], 400
+    ids = prompt(3, 50)
+    old = await client.complete(engine.url, ids, tokens)
+    await asyncio.to_thread(site.push, "b", "--version", "b2")
+    new = await client.complete(engine.url, ids, tokens)
+    await asyncio.to_thread(site.push, "a", "--version", "a3")
+    running = [asyncio.create_task(client.complete(engine.url, ids, tokens)) for _ in range(8)]
+    while "vllm:num_requests_running" not in (text := await client.get(f"{engine.url}/metrics")) or (
+        f'{{engine="0",model_name="model"}} {len(running)}.0' not in text
+    ):
+        pass
+    await asyncio.to_thread(site.push, "b", "--version", "b3")
+    for said in await asyncio.gather(*running):
+        assert len(said) == tokens
+        # Old weights' first, then tokens that neither would have said by itself.
+        assert said[0] == old[0]
+        assert said not in (old, new)
+
+
+async def test_a_trainer_that_gives_up_costs_nothing(site: Site, client: Client) -> None:
+    await asyncio.to_thread(site.push, "a", "--version", "a4")
+    a = await all_answers(client, site.engines)
+    pusher = WeightPusher(CheckpointSource(site.checkpoints["b"]), site.takes, providers=("host", "tcp"))
+    with pusher:
+        await asyncio.to_thread(pusher.connect)
+        pusher._writer.write = lambda targets: {targets[0].peer: "nothing is written"}  # type: ignore[method-assign]
+        update = await asyncio.to_thread(pusher.push, "b4")
+        with pytest.raises(PushError, match="nothing is written"):
+            await asyncio.to_thread(update.wait, "applied", 1)
+    assert await all_answers(client, site.engines) == a
+    await asyncio.to_thread(site.push, "b", "--version", "b5")
+    b = await answers(client, site.oracle)
+    assert await all_answers(client, site.engines) == [b, b]
+
+
+async def test_vllms_own_trainer_drives_it(site: Site, client: Client) -> None:
+    """By the interface that its other backends have; the caller pauses."""
+    from vllm.distributed.weight_transfer.base import ModuleSource, WeightSource
+    from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    from kv_connector.vllm.weights_trainer import WriteImmTrainerEngine, WriteImmTrainerInitInfo
+
+    host, port = site.takes[0].split(":")
+    info = WriteImmTrainerInitInfo([f"{host}:{int(port) + 1}"], rank=0, providers=("host",))
+    engine = site.engines[0]
+    sync = HTTPVLLMWeightSyncClient(engine.url)
+    for name in ("a", "b"):
+        source: WeightSource = ModuleSource(Model(in_checkpoint(site.checkpoints[name])))
+        trainer = await asyncio.to_thread(
+            WeightTransferTrainerFactory.trainer_init, info, client=sync, source=source
+        )
+        assert isinstance(trainer, WriteImmTrainerEngine)
+        await client.post(f"{engine.url}/pause?mode=keep&clear_cache=true")
+        await asyncio.to_thread(trainer.send_weights)
+        await client.post(f"{engine.url}/resume")
+        trainer.shutdown()
+    assert await answers(client, engine) == await answers(client, site.oracle)
+    with pytest.raises(TypeError, match="write_imm sends shards as they lie, and object only gives whole"):
+        WriteImmTrainerEngine.trainer_init(info, client=sync, source=object())
