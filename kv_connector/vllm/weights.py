@@ -20,6 +20,7 @@ from kv_connector.vllm.internals import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
+    adopt_vllm_logging,
     default_host,
     gather_from_workers,
 )
@@ -48,6 +49,7 @@ class WriteImmWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         """ValueError where this engine cannot take weights, or its settings are wrong."""
         super().__init__(config, vllm_config, device, model)
+        adopt_vllm_logging()
         parallel = vllm_config.parallel_config
         if parallel.data_parallel_size > 1:
             raise ValueError("write_imm's weights need --data-parallel-size 1: start several engines instead")
