@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from kv_connector.vllm.internals import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
+    adopt_vllm_logging,
     default_host,
     gather_from_workers,
 )
@@ -47,6 +49,7 @@ class WriteImmWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         """ValueError where this engine cannot take weights, or its settings are wrong."""
         super().__init__(config, vllm_config, device, model)
+        adopt_vllm_logging()
         parallel = vllm_config.parallel_config
         if parallel.data_parallel_size > 1:
             raise ValueError("write_imm's weights need --data-parallel-size 1: start several engines instead")
@@ -58,9 +61,10 @@ class WriteImmWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         host = settings.host(default_host(), key)
         # The first port is the controller's.
         port = settings.port(data_parallel_index=0, ranks=parallel.world_size + 1, rank=parallel.rank + 1)
+        self._name = f"weights/{parallel.rank}"
         self._receiver = WeightReceiver(
             ReceiverConfig(
-                f"weights/{parallel.rank}",
+                self._name,
                 Address(host, port),
                 settings.providers,
                 settings.data_host or host,
@@ -73,7 +77,7 @@ class WriteImmWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         address = self._receiver.start()
         workers = gather_from_workers((address.host, address.port))
         self._receiver.set_workers([Address(*worker) for worker in workers])
-        logger.info("weights/%d: listens on %s (%s)", parallel.rank, address, SETTINGS_VARIABLE)
+        logger.info("%s: listens on %s (%s)", self._name, address, SETTINGS_VARIABLE)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Nothing is left to do."""
@@ -88,9 +92,12 @@ class WriteImmWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         except NotLanded as error:
             logger.error("%s", error)
             return
+        began = time.monotonic()
         try:
             self._model.apply(contents)
             problem = ""
+            took = (time.monotonic() - began) * 1e3
+            logger.info("%s: applied version %s, in %.0f ms", self._name, update_info.version, took)
         except Exception as error:
             logger.exception("version %s was not applied", update_info.version)
             problem = f"{type(error).__name__}: {error}"

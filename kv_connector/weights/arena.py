@@ -10,6 +10,7 @@ from kv_connector.engine import MemoryRange
 from kv_connector.engine.transfer_engine import SharedMemory
 from kv_connector.weights.geometry import Constant, Geometry
 from kv_connector.weights.plan import ITEM_BYTES
+from kv_connector.weights.staging import settle
 
 # Of a parameter's first byte: what CUDA's own allocations are aligned to, so that no kernel minds.
 _ALIGNMENT = 256
@@ -46,6 +47,7 @@ class Arena:
             self.range = MemoryRange(self._bytes.data_ptr(), room)
         for constant in geometry.constants:
             self._fill(constant)
+        settle(device)  # what is cleared late would take what has landed with it
 
     def contents(self) -> Mapping[str, torch.Tensor]:
         """Of each parameter by its name, flat: views."""

@@ -415,7 +415,9 @@ class WeightPusher:
         if not all(worker.number in reached for worker in mine):
             return
         if isinstance(news, Applied):
-            update.reached(name, "applied")
+            # Rank 0 hears it of the controller, when the engine has gone on.
+            if self._source.rank != 0:
+                update.reached(name, "applied")
             return
         update.reached(name, "landed")
         if self._applies and self._source.rank == 0 and engine.link is not None:

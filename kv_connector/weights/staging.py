@@ -47,8 +47,13 @@ class Staging:
 
     def packed(self) -> None:
         """Blocks until all that was put is there."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        settle(self._device)
+
+
+def settle(device: torch.device) -> None:
+    """Blocks until the device has done what this thread's stream was told: an engine copies on its own."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def split(piece: Piece, elements: int) -> Iterator[Piece]:

@@ -13,7 +13,7 @@ from kv_connector.engine.transfer_engine import TransferEngine
 from kv_connector.weights.geometry import Geometry
 from kv_connector.weights.plan import ITEM_BYTES, Piece, Runs, runs
 from kv_connector.weights.sources import Held, Source
-from kv_connector.weights.staging import Staging, laid_out, split
+from kv_connector.weights.staging import Staging, laid_out, settle, split
 
 logger = logging.getLogger("kv_connector")
 
@@ -68,6 +68,7 @@ class Writer:
         self._engine = engine
         self._regions: dict[int, tuple[int, int]] = {}  # of a storage: its end, and the region
         self._held = source.held()
+        self._device = source.device
         self._staging = Staging(staging_bytes, source.device)
         (self._staging_region,) = engine.register_ranges([self._staging.range])
         self._open: dict[
@@ -99,6 +100,7 @@ class Writer:
     def write(self, targets: Sequence[Target]) -> dict[int, str]:
         """Writes all, and blocks until nothing is in flight. By peer, why it did not get all."""
         self._failures = {}
+        settle(self._device)  # the optimiser's last step
         transfers: list[tuple[int, int]] = []
         for target in targets:
             try:

@@ -1,0 +1,82 @@
+"""A version is applied when its engine goes on with it, not when its workers have it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from kv_connector.lab.free_ports import free_ports
+from kv_connector.protocol.actions import Address
+from kv_connector.weights.controller import Controller
+from kv_connector.weights.geometry import Geometry, Parameter, Write
+from kv_connector.weights.links import Link, News
+from kv_connector.weights.messages import Applied
+from kv_connector.weights.pusher import Update, WeightPusher
+from kv_connector.weights.receiver import ReceiverConfig, WeightReceiver
+from kv_connector.weights.sources import TensorSource
+
+GEOMETRY = Geometry((Parameter("w", "float32", 4),), (Write(0, 0, (0,), (4,), 0, (1,)),), ())
+PATIENCE_S = 30
+
+
+class Engine:
+    """Resumes when the pusher has heard of its only worker that it has the version."""
+
+    def __init__(self, worker: WeightReceiver) -> None:
+        self._worker = worker
+        self.worker_heard = threading.Event()
+        self.is_known: Callable[[], bool]
+        self.known_at_resume: bool | None = None
+
+    async def pause(self) -> None:
+        """Nothing is computed."""
+
+    async def update(self, version: str) -> None:
+        def apply() -> None:
+            self._worker.take(version)
+            self._worker.finish("")
+
+        await asyncio.to_thread(apply)
+
+    async def label(self, version: str) -> None:
+        """It serves nothing."""
+
+    async def resume(self) -> None:
+        assert await asyncio.to_thread(self.worker_heard.wait, PATIENCE_S)
+        self.known_at_resume = self.is_known()
+
+
+def test_rank_0_is_told_when_the_engine_has_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = WeightReceiver(ReceiverConfig("worker", Address("127.0.0.1", 0), ("tcp",)), lambda _: GEOMETRY)
+    engine = Engine(worker)
+    port = free_ports(1)[0]
+
+    def push() -> None:
+        with WeightPusher(TensorSource([("w", torch.ones(4))]), [f"127.0.0.1:{port}"]) as pusher:
+            hear = pusher._from_worker
+
+            def heard(update: Update, of: object, link: Link, news: News) -> None:
+                hear(update, of, link, news)  # type: ignore[arg-type]
+                if isinstance(news, Applied):
+                    engine.is_known = update._done["applied"][f"127.0.0.1:{port}"].done
+                    engine.worker_heard.set()
+
+            monkeypatch.setattr(pusher, "_from_worker", heard)
+            pusher.connect()
+            pusher.push("1").wait("applied", PATIENCE_S)
+
+    async def run() -> None:
+        controller = Controller(engine, worker.start(), None)
+        try:
+            await controller.start(Address("127.0.0.1", port))
+            await asyncio.to_thread(push)
+        finally:
+            controller.close()
+            worker.close()
+
+    asyncio.run(run())
+    assert engine.known_at_resume is False

@@ -1,0 +1,48 @@
+"""A GPU does what it is told in its own time, and an engine copies beside that: what has to be waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from kv_connector.protocol.actions import Address
+from kv_connector.weights import arena, writer
+from kv_connector.weights.arena import Arena
+from kv_connector.weights.geometry import Constant, Geometry, Parameter, Tensor, Write
+from kv_connector.weights.pusher import WeightPusher
+from kv_connector.weights.receiver import ReceiverConfig, WeightReceiver
+from kv_connector.weights.sources import TensorSource
+
+GEOMETRY = Geometry((Parameter("w", "float32", 4),), (Write(0, 0, (0,), (4,), 0, (1,)),), ())
+
+
+def test_weights_that_are_still_being_computed_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of a GPU: its last step is done when somebody waits for it."""
+    weights = torch.zeros(4)
+    monkeypatch.setattr(writer, "settle", lambda device: weights.fill_(7.0))
+
+    def record(tensors: Sequence[Tensor]) -> Geometry:
+        return GEOMETRY
+
+    worker = WeightReceiver(ReceiverConfig("worker", Address("127.0.0.1", 0), ("tcp",)), record)
+    try:
+        address = str(worker.start())
+        with WeightPusher(TensorSource([("w", weights)]), [address], applies=False) as pusher:
+            pusher.connect()
+            pusher.push("1").wait("landed", 10)
+        assert worker.take("1")["w"].tolist() == [7.0] * 4
+    finally:
+        worker.close()
+
+
+def test_an_arena_is_cleared_before_anybody_can_write_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(Arena, "_fill", lambda self, constant: seen.append("filled"))
+    monkeypatch.setattr(arena, "settle", lambda device: seen.append(f"settled {device}"))
+    Arena(
+        Geometry(GEOMETRY.parameters, (), (Constant(0, (4,), 0, (1,), 0.0),)),
+        torch.device("cpu"),
+    )
+    assert seen == ["filled", "settled cpu"]
