@@ -415,8 +415,8 @@ class WeightPusher:
         if not all(worker.number in reached for worker in mine):
             return
         if isinstance(news, Applied):
-            # Rank 0 hears it of the controller, when the engine has gone on.
-            if self._source.rank != 0:
+            # Rank 0 hears it of the controller, where that applies it: when the engine has gone on.
+            if self._source.rank != 0 or not self._applies:
                 update.reached(name, "applied")
             return
         update.reached(name, "landed")
