@@ -61,7 +61,8 @@ class Constant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class Geometry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """All that a rank's loader does. ``tensor`` counts in the checkpoint that it was recorded for."""
+    """All that a rank's loader does. ``tensor`` counts in the checkpoint that it was recorded for. No element
+    of a parameter is in two of the writes and constants, so their order does not matter."""
 
     parameters: tuple[Parameter, ...]
     writes: tuple[Write, ...]
