@@ -348,7 +348,8 @@ def main() -> None:
         with plan.json.open("a", buffering=1) as sink:
             sites[0].wait()
             print(
-                f"the small model's engines are up after {time.monotonic() - began:.0f} s{HEAD}", flush=True
+                f"the small model's engines are up after {time.monotonic() - began:.0f} s\n\n{HEAD}",
+                flush=True,
             )
             moved = asyncio.run(case(sites[0], plan, plan.prompts[0], plan.streams[0], sink))
             equal = asyncio.run(right(sites[0].servers[1], moved))
