@@ -7,10 +7,14 @@ namespace kvc::cuda {
 
 namespace {
 
+constexpr int kReadInStreamOrder = 1;        // CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+constexpr unsigned kOverlapWithCompute = 1;  // CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
+
 // Each stream's finished-word has its own cache line, as the worker polls it.
 constexpr size_t kWordStride = 64;
 constexpr size_t kListsOffset = kStreams * kWordStride;
-constexpr size_t kPinnedBytes = kListsOffset + size_t{kLaunches} * kLaunchPages * sizeof(PageCopy);
+constexpr size_t kListBytes = kLaunchPages * sizeof(PageCopy);
+constexpr size_t kPinnedBytes = kListsOffset + kLaunches * kListBytes;
 
 }  // namespace
 
@@ -33,6 +37,7 @@ Result<std::unique_ptr<Copier>> Copier::open(std::shared_ptr<Context> context, u
   Result<Function> vector = copier->module_.function("kvc_copy_vector");
   if (!vector) return vector.error();
   copier->vector_ = vector.value();
+  copier->engines_ = driver.cuMemcpyBatchAsync != nullptr && gpu.attribute(kAttributeStreamWrites64) != 0;
 
   for (OwnedStream& stream : copier->streams_) {
     Result<OwnedStream> created = OwnedStream::create(driver, OwnedStream::Priority::kLowest);
@@ -68,23 +73,36 @@ void Copier::begin(uint64_t page_bytes) noexcept {
   address_bits_ = page_bytes;
 }
 
-void Copier::add(uint64_t source, uint64_t target) noexcept {
+PageCopy* Copier::list() const noexcept {
   auto* lists = reinterpret_cast<PageCopy*>(static_cast<std::byte*>(pinned_.data()) + kListsOffset);
-  lists[(launched_ % kLaunches) * kLaunchPages + pages_++] = {source, target};
+  return lists + launched_ % kLaunches * kLaunchPages;
+}
+
+void Copier::add(uint64_t source, uint64_t target) noexcept {
+  list()[pages_++] = {source, target};
   address_bits_ |= source | target;
 }
 
 Status Copier::launch() {
   if (pages_ == 0) return {};
+  const Context::Scope scope(*context_);
+  if (engines_ && pages_ <= kEnginePages) {
+    engines_ = launch_engines();
+    if (engines_) return {};
+    // Copies of it that are under way end before the kernel begins, which makes them again.
+  }
+  return launch_kernel();
+}
+
+Status Copier::launch_kernel() {
   const uint64_t units_per_page = (page_bytes_ + kUnitBytes - 1) / kUnitBytes;
   const uint64_t units = units_per_page * pages_;
   if (units > UINT32_MAX) {
     return Error{ErrorCode::kInvalidArgument, "cuda", {}, "write", "a page of more than 64 TiB"};
   }
-  const uint64_t list = kListsOffset + (launched_ % kLaunches) * kLaunchPages * sizeof(PageCopy);
   const uint64_t stream = launched_ % kStreams;
   CopyLaunch launch{
-      .pages = reinterpret_cast<const PageCopy*>(pinned_.device() + list),
+      .pages = reinterpret_cast<const PageCopy*>(pinned_.device() + kListsOffset + launched_ % kLaunches * kListBytes),
       .page_bytes = page_bytes_,
       .units_per_page = static_cast<uint32_t>(units_per_page),
       .units = static_cast<uint32_t>(units),
@@ -96,7 +114,6 @@ Status Copier::launch() {
   const auto blocks = static_cast<uint32_t>(std::min<uint64_t>(blocks_, units));
   void* arguments[] = {&launch};
   // The list is written with plain stores: the launch itself publishes them to the GPU.
-  const Context::Scope scope(*context_);
   const int result = context_->driver().cuLaunchKernel(
       bulk ? bulk_ : vector_, blocks, 1, 1, bulk ? kBulkThreads : kVectorThreads, 1, 1, bulk ? kBulkSharedBytes : 0,
       streams_[stream].get(), static_cast<void**>(arguments), nullptr);
@@ -104,6 +121,35 @@ Status Copier::launch() {
   ++launched_;
   pages_ = 0;
   return {};
+}
+
+bool Copier::launch_engines() {
+  std::array<DevicePointer, kEnginePages> sources{};
+  std::array<DevicePointer, kEnginePages> targets{};
+  std::array<size_t, kEnginePages> lengths{};
+  lengths.fill(page_bytes_);
+  for (uint32_t i = 0; i < pages_; ++i) {
+    sources[i] = list()[i].source;
+    targets[i] = list()[i].target;
+  }
+  CopyAttributes attributes{
+      .source_order = kReadInStreamOrder, .source_hint = {}, .target_hint = {}, .flags = kOverlapWithCompute};
+  size_t first = 0;  // the page from which on these hold
+  size_t failed = 0;
+  const Driver& driver = context_->driver();
+  const uint64_t place = launched_ % kStreams;
+  const Stream stream = streams_[place].get();
+  if (driver.cuMemcpyBatchAsync(targets.data(), sources.data(), lengths.data(), pages_, &attributes, &first, 1, &failed,
+                                stream) != kSuccess) {
+    return false;
+  }
+  // Flags 0: behind a fence that is to the stream what __threadfence_system() is to a thread. So who sees the number, and
+  // the peer whom it then tells, sees the bytes: as behind the kernel's own fence.
+  const DevicePointer word = pinned_.device() + place * kWordStride;
+  if (driver.cuStreamWriteValue64_v2(stream, word, launched_ + 1, 0) != kSuccess) return false;
+  ++launched_;
+  pages_ = 0;
+  return true;
 }
 
 uint64_t Copier::finished() noexcept {

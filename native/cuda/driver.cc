@@ -96,6 +96,7 @@ bool fill_table(int mode) {
   KVC_FIND(cuLaunchKernel);
 #undef KVC_FIND
   find(table.cuCtxSetFlags, "cuCtxSetFlags");
+  find(table.cuMemcpyBatchAsync, "cuMemcpyBatchAsync");
   return filled = true;
 }
 

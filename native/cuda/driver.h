@@ -40,6 +40,15 @@ struct MemoryAccess {
 };
 static_assert(sizeof(MemoryAccess) == 12);
 
+// CUmemcpyAttributes: how the copies of a batch are made.
+struct CopyAttributes {
+  int source_order;    // CUmemcpySrcAccessOrder
+  int source_hint[2];  // CUmemLocation, for managed memory
+  int target_hint[2];
+  unsigned flags;  // CUmemcpyFlags
+};
+static_assert(sizeof(CopyAttributes) == 24);
+
 // The driver's functions, by the names that it exports. Looked up once, never unloaded.
 struct Driver {
   int (*cuInit)(unsigned);
@@ -70,6 +79,8 @@ struct Driver {
   int (*cuMemcpyHtoD_v2)(DevicePointer, const void*, size_t);
   int (*cuMemcpyDtoH_v2)(void*, DevicePointer, size_t);
   int (*cuMemcpyDtoDAsync_v2)(DevicePointer, DevicePointer, size_t, Stream);
+  int (*cuMemcpyBatchAsync)(DevicePointer*, DevicePointer*, size_t*, size_t, CopyAttributes*, size_t*, size_t, size_t*,
+                            Stream);  // null before CUDA 12.8
   int (*cuMemsetD8_v2)(DevicePointer, unsigned char, size_t);
   int (*cuPointerGetAttribute)(void*, int, DevicePointer);
   int (*cuPointerGetAttributes)(unsigned, int*, void**, DevicePointer);

@@ -1,25 +1,98 @@
 #include "gpu_bench/latency.h"
 
-#include <sys/wait.h>
-#include <unistd.h>
-
+#include <array>
 #include <cstdio>
-#include <cstdlib>
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "cuda/copier.h"
+#include "gpu_bench/gpus.h"
 #include "gpu_bench/load.h"
-#include "gpu_bench/methods.h"
 #include "gpu_bench/support.h"
 
 namespace kvc::gpu_bench {
 namespace {
 
-constexpr uint64_t kPage = Method::kPage;
+using cuda::PageCopy;
+
+constexpr uint64_t kPage = 64 << 10;
 constexpr uint64_t kPool = 256 << 20;
 constexpr size_t kLargePages = (64 << 20) / kPage;
+
+// A way to copy pages from GPU 0 into GPU 1. One thread.
+class Way {
+ public:
+  Way() = default;
+  Way(const Way&) = delete;
+  Way& operator=(const Way&) = delete;
+  virtual ~Way() = default;
+  // Hands the pages over. Waits where it takes no more before some of them are there.
+  virtual void post(std::span<const PageCopy> pages) = 0;
+  // All that was posted is at the receiver.
+  virtual bool done() = 0;
+};
+
+// The Copier, by the kernel alone without `engines`.
+class ByCopier final : public Way {
+ public:
+  ByCopier(const Gpus& gpus, bool engines) {
+    auto& table = const_cast<cuda::Driver&>(gpus.driver);  // this process's own copy of the driver's addresses
+    const auto batches = table.cuMemcpyBatchAsync;
+    if (!engines) table.cuMemcpyBatchAsync = nullptr;
+    constexpr uint32_t kBlocks = 16;  // DomainConfig::copy_blocks
+    copier_ = must(cuda::Copier::open(gpus.sender, kBlocks));
+    table.cuMemcpyBatchAsync = batches;
+  }
+  void post(std::span<const PageCopy> pages) override {
+    for (size_t at = 0; at < pages.size();) {
+      while (!copier_->can_begin()) copier_->finished();
+      copier_->begin(kPage);
+      for (; at < pages.size() && copier_->has_room(1); ++at) copier_->add(pages[at].source, pages[at].target);
+      must(copier_->launch());
+    }
+  }
+  bool done() override { return copier_->idle(); }
+
+ private:
+  std::unique_ptr<cuda::Copier> copier_;
+};
+
+// The copy engines, whatever the pages.
+class ByEngines final : public Way {
+ public:
+  explicit ByEngines(const Gpus& gpus) : driver_(gpus.driver) {
+    if (driver_.cuMemcpyBatchAsync == nullptr) die("the driver copies no batches: CUDA 12.8 or later is needed");
+  }
+  void post(std::span<const PageCopy> pages) override {
+    targets_.clear();
+    sources_.clear();
+    for (const PageCopy& page : pages) {
+      targets_.push_back(page.target);
+      sources_.push_back(page.source);
+    }
+    sizes_.assign(pages.size(), kPage);
+    cuda::CopyAttributes attributes{1, {}, {}, 1};  // as the Copier's
+    size_t first = 0;
+    size_t failed = 0;
+    must_cuda(driver_.cuMemcpyBatchAsync(targets_.data(), sources_.data(), sizes_.data(), pages.size(), &attributes,
+                                         &first, 1, &failed, stream_.get()),
+              "cuMemcpyBatchAsync");
+    must_cuda(driver_.cuStreamWriteValue64_v2(stream_.get(), word_.device(), ++posted_, 0), "cuStreamWriteValue64");
+  }
+  bool done() override { return word_.word().load(std::memory_order_acquire) == posted_; }
+
+ private:
+  const cuda::Driver& driver_;
+  const cuda::OwnedStream stream_ = must(cuda::OwnedStream::create(driver_, cuda::OwnedStream::Priority::kLowest));
+  const cuda::PinnedMemory word_ = must(cuda::PinnedMemory::allocate(driver_, sizeof(uint64_t)));
+  std::vector<cuda::DevicePointer> targets_;
+  std::vector<cuda::DevicePointer> sources_;
+  std::vector<size_t> sizes_;
+  uint64_t posted_ = 0;
+};
 
 struct Pages {
   Pages(const Buffer& source, const Buffer& target)
@@ -41,177 +114,122 @@ struct Pages {
   size_t at = 0;
 };
 
-void wait(Method& method) {
+void wait(Way& way) {
   const int64_t deadline = now_ns() + 2'000'000'000;
-  while (!method.done()) {
+  while (!way.done()) {
     if (now_ns() > deadline) die("a copy takes longer than 2 s");
   }
 }
 
-void pause(int64_t nanoseconds) {
-  for (const int64_t until = now_ns() + nanoseconds; now_ns() < until;) {
-  }
-}
-
 // In us, each copy by itself.
-std::vector<double> times(Method& method, Pages& pages, size_t count, int rounds, int64_t longest_ns) {
+std::vector<double> times(Way& way, Pages& pages, size_t count, int rounds) {
   std::vector<double> us;
-  const int64_t end = now_ns() + longest_ns;
+  const int64_t end = now_ns() + 80'000'000;
   for (int round = 0; round < rounds && (round < 8 || now_ns() < end); ++round) {
     const auto batch = pages.next(count);
-    method.prepare();
-    pause(20'000 + round % 16 * 5'000);  // at any point of the load's kernels
+    // At any point of the load's kernels.
+    for (const int64_t until = now_ns() + 20'000 + round % 16 * 5'000; now_ns() < until;) {
+    }
     const int64_t begin = now_ns();
-    method.post(batch);
-    wait(method);
+    way.post(batch);
+    wait(way);
     if (round >= 3) us.push_back(static_cast<double>(now_ns() - begin) / 1e3);
   }
   return us;
 }
 
-// Copies of `count` pages one after the other, one every `every_ns` at most.
-struct Paced {
-  Method& method;
-  Pages& pages;
-  size_t count;
-  int64_t every_ns;
-  int64_t begun = now_ns();
-  int64_t next = 0;
-  uint64_t posted = 0;
-  void operator()() {
-    const int64_t now = now_ns();
-    if (now < next || !method.done()) return;
-    next = now + every_ns;
-    method.prepare();
-    method.post(pages.next(count));
-    ++posted;
-  }
-  double gigabytes_a_second() const {
-    return static_cast<double>(posted * count * kPage) / static_cast<double>(now_ns() - begun);
-  }
-};
-
-void measure_times(const std::string& name, Gpus& gpus, const Buffer& source, const Buffer& target) {
+void measure_times(const char* name, Way& way, const Gpus& gpus, const Buffer& source, Buffer& target) {
   Pages pages(source, target);
-  auto method = make_method(name, gpus);
-
-  for (const size_t count : {1, 4, 16, 64, 1024}) {  // 1,109 pages of the pool, each once
-    method->prepare();
-    method->post(pages.next(count));
-    wait(*method);
+  target.fill(2);
+  constexpr std::array<size_t, 5> kCounts = {1, 4, 16, 32, 64};
+  for (const size_t count : kCounts) {
+    way.post(pages.next(count));
+    wait(way);
   }
-  const size_t copied = pages.at;
-  check_pages(source.read(), target.read(), kPage,
-              {pages.from.begin(), pages.from.begin() + static_cast<int64_t>(copied)}, pages.to);
+  way.post(pages.next(kLargePages));
+  wait(way);
+  const auto copied = static_cast<int64_t>(pages.at);
+  check_pages(source.read(), target.read(), kPage, {pages.from.begin(), pages.from.begin() + copied}, pages.to);
 
-  std::string row;
-  using Kind = Load::Kind;
-  for (const Kind kind : {Kind::kNone, Kind::kPersistent, Kind::kTiled, Kind::kStream}) {
+  for (const Load::Kind kind : Load::kKinds) {
     const Load load(gpus, kind, source);
-    if (kind != Kind::kNone) load.kernel_us(20'000'000, [] {});
-    const auto counts = kind == Kind::kNone ? std::vector<size_t>{1, 4, 16, 64} : std::vector<size_t>{1, 16};
-    for (const size_t count : counts) {
-      const auto us = times(*method, pages, count, 203, 80'000'000);
+    if (kind != Load::Kind::kNone) load.kernel_us(20'000'000, [] {});
+    std::string row;
+    for (const size_t count : kCounts) {
+      const auto us = times(way, pages, count, 203);
       std::printf(
-          "{\"bench\": \"latency\", \"method\": \"%s\", \"load\": \"%s\", \"pages\": %zu, \"n\": %zu, \"us p50\": "
-          "%.1f, "
+          "{\"bench\": \"latency\", \"by\": \"%s\", \"load\": \"%s\", \"pages\": %zu, \"n\": %zu, \"us p50\": %.1f, "
           "\"p90\": %.1f, \"p99\": %.1f}\n",
-          name.c_str(), Load::name(kind), count, us.size(), percentile(us, 0.5), percentile(us, 0.9),
-          percentile(us, 0.99));
+          name, Load::name(kind), count, us.size(), percentile(us, 0.5), percentile(us, 0.9), percentile(us, 0.99));
       char cell[32];
-      std::snprintf(cell, sizeof(cell), " %6.1f", percentile(us, 0.5));
+      std::snprintf(cell, sizeof(cell), " %7.1f", percentile(us, 0.5));
       row += cell;
     }
-    const auto us = times(*method, pages, kLargePages, 43, 60'000'000);
+    const auto us = times(way, pages, kLargePages, 43);
     const double rate = static_cast<double>(kLargePages * kPage) / percentile(us, 0.5) / 1e3;
-    std::printf("{\"bench\": \"latency\", \"method\": \"%s\", \"load\": \"%s\", \"pages\": %zu, \"GB/s\": %.1f}\n",
-                name.c_str(), Load::name(kind), kLargePages, rate);
-    char cell[32];
-    std::snprintf(cell, sizeof(cell), " %5.0f |", rate);
-    row += cell;
+    std::printf("{\"bench\": \"latency\", \"by\": \"%s\", \"load\": \"%s\", \"pages\": %zu, \"GB/s\": %.1f}\n", name,
+                Load::name(kind), kLargePages, rate);
+    std::fprintf(stderr, "%-8s %-10s %s %8.0f\n", name, Load::name(kind), row.c_str(), rate);
   }
-  std::fprintf(stderr, "T %-18s%s\n", name.c_str(), row.c_str());
 }
 
-// How much longer the load's kernels take: with the method there but nothing to copy, with 16 pages every 100 us, and with
-// 64 MiB after 64 MiB. The load alone is measured before and after each.
-void measure_cost(const std::string& name, Gpus& gpus, const Buffer& source, const Buffer& target) {
-  Pages pages(source, target);
+// How much longer the load's kernels take with 16 pages every 100 us, and with 64 MiB after 64 MiB. The load alone is
+// measured before and after.
+void measure_cost(const char* name, Way& way, const Gpus& gpus, const Buffer& source, const Buffer& target) {
   constexpr int64_t kTime = 50'000'000;
-  std::string row;
-  using Kind = Load::Kind;
-  for (const Kind kind : {Kind::kPersistent, Kind::kTiled, Kind::kStream}) {
+  Pages pages(source, target);
+  const auto nothing = [] {};
+  for (const Load::Kind kind : Load::kKinds) {
+    if (kind == Load::Kind::kNone) continue;
     const Load load(gpus, kind, source);
-    const auto nothing = [] {};
     load.kernel_us(kTime / 2, nothing);
-    double alone = load.kernel_us(kTime, nothing);
-    double with[3] = {};
-    double rates[3] = {};
-    {
-      auto method = make_method(name, gpus);
-      load.kernel_us(kTime / 10, nothing);
-      with[0] = load.kernel_us(kTime, nothing);
-      Paced small{*method, pages, 16, 100'000};
-      with[1] = load.kernel_us(kTime, small);
-      rates[1] = small.gigabytes_a_second();
-      wait(*method);
-      Paced large{*method, pages, kLargePages, 0};
-      with[2] = load.kernel_us(kTime, large);
-      rates[2] = large.gigabytes_a_second();
-      wait(*method);
-    }
+    const double before = load.kernel_us(kTime, nothing);
+    // Copies of `count` pages one after the other, one every `every_ns` at most: the load's time, and their GB/s.
+    const auto with = [&](size_t count, int64_t every_ns) {
+      const int64_t begun = now_ns();
+      int64_t next = 0;
+      uint64_t posted = 0;
+      const double us = load.kernel_us(kTime, [&] {
+        const int64_t now = now_ns();
+        if (now < next || !way.done()) return;
+        next = now + every_ns;
+        way.post(pages.next(count));
+        ++posted;
+      });
+      const auto bytes = static_cast<double>(posted * count * kPage);
+      const double rate = bytes / static_cast<double>(now_ns() - begun);
+      wait(way);
+      return std::pair{us, rate};
+    };
+    const auto [small, small_rate] = with(16, 100'000);
+    const auto [large, large_rate] = with(kLargePages, 0);
     const double after = load.kernel_us(kTime, nothing);
     std::printf(
-        "{\"bench\": \"cost\", \"method\": \"%s\", \"load\": \"%s\", \"kernel us alone\": %.2f, \"alone after\": %.2f, "
-        "\"idle\": %.2f, \"16 pages each 100 us\": %.2f, \"GB/s\": %.2f, \"64 MiB\": %.2f, \"64 MiB GB/s\": %.1f}\n",
-        name.c_str(), Load::name(kind), alone, after, with[0], with[1], rates[1], with[2], rates[2]);
-    alone = (alone + after) / 2;
-    char cell[96];
-    std::snprintf(cell, sizeof(cell), " %+6.1f%% %+6.1f%% (%4.1f) %+6.1f%% (%3.0f) |", 100 * (with[0] / alone - 1),
-                  100 * (with[1] / alone - 1), rates[1], 100 * (with[2] / alone - 1), rates[2]);
-    row += cell;
+        "{\"bench\": \"cost\", \"by\": \"%s\", \"load\": \"%s\", \"kernel us alone\": %.2f, \"alone after\": %.2f, "
+        "\"16 "
+        "pages each 100 us\": %.2f, \"GB/s\": %.2f, \"64 MiB\": %.2f, \"64 MiB GB/s\": %.1f}\n",
+        name, Load::name(kind), before, after, small, small_rate, large, large_rate);
+    const double alone = (before + after) / 2;
+    std::fprintf(stderr,
+                 "%-8s %-10s longer by %.1f %% (16 pages each 100 us, %.1f GB/s), %.1f %% (64 MiB, %.0f GB/s)\n", name,
+                 Load::name(kind), 100 * (small / alone - 1), small_rate, 100 * (large / alone - 1), large_rate);
   }
-  std::fprintf(stderr, "C %-18s%s\n", name.c_str(), row.c_str());
-}
-
-// In a process of its own, so that a method that fails or hangs is no other's concern. Before anything of CUDA.
-int in_child(const std::string& name) {
-  std::fflush(stdout);
-  const pid_t child = fork();
-  if (child == 0) {
-    constexpr unsigned kLongest = 20;  // s
-    alarm(kLongest);
-    setenv("CUDA_MODULE_LOADING", "EAGER", 1);  // or the first use of a kernel waits for one that stays
-    {
-      Gpus gpus;
-      const Buffer source(gpus.sender, kPool, 1);
-      const Buffer target(gpus.receiver, kPool, 2);
-      measure_times(name, gpus, source, target);
-      measure_cost(name, gpus, source, target);
-    }
-    std::fflush(stdout);
-    _exit(0);
-  }
-  int status = 0;
-  waitpid(child, &status, 0);
-  if (status == 0) return 0;
-  std::fprintf(stderr, "%-18s failed (status %d)\n", name.c_str(), status);
-  return 1;
 }
 
 }  // namespace
 
-int latency(const char* only) {
-  const std::vector<std::string> names = only != nullptr ? std::vector<std::string>{only} : method_names();
-  int failed = 0;
-  std::fprintf(
-      stderr,
-      "T: us p50 of 1, 4, 16, 64 pages of 64 KiB and GB/s of 1,024, GPU idle | 1, 16 pages and GB/s beside "
-      "persistent | tiled | stream\n"
-      "C: the load's kernels, longer by: method idle, 16 pages each 100 us (GB/s), 64 MiB (GB/s); persistent | "
-      "tiled | stream\n");
-  for (const std::string& name : names) failed += in_child(name);
-  return failed;
+void latency() {
+  const Gpus gpus;
+  const Buffer source(gpus.sender, kPool, 1);
+  Buffer target(gpus.receiver, kPool, 2);
+  const auto measure = [&](const char* name, std::unique_ptr<Way> way) {
+    measure_times(name, *way, gpus, source, target);
+    measure_cost(name, *way, gpus, source, target);
+  };
+  std::fprintf(stderr, "us p50 of 1, 4, 16, 32, 64 pages of 64 KiB; GB/s of 1,024\n");
+  measure("kernel", std::make_unique<ByCopier>(gpus, false));
+  measure("engines", std::make_unique<ByEngines>(gpus));
+  measure("copier", std::make_unique<ByCopier>(gpus, true));
 }
 
 }  // namespace kvc::gpu_bench

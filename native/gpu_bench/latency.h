@@ -2,8 +2,8 @@
 
 namespace kvc::gpu_bench {
 
-// Each of methods.h: how long a small batch takes, how fast a large one is, and what both cost whoever else uses the GPU.
-// `only`: that method; null: all, each in a process of its own. Returns how many of them failed.
-int latency(const char* only);
+// What decides how the Copier copies small batches: how long they take by its kernel, by the copy engines and by itself,
+// idle and beside kernels that fill the GPU, and what it costs those.
+void latency();
 
 }  // namespace kvc::gpu_bench

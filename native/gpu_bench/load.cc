@@ -4,8 +4,11 @@
 
 namespace kvc::gpu_bench {
 
-Load::Load(Gpus& gpus, Kind kind, const Buffer& memory) : gpus_(gpus), kind_(kind), memory_(memory) {
-  gpus.load_words.word().store(0);
+Load::Load(const Gpus& gpus, Kind kind, const Buffer& memory)
+    : gpus_(gpus),
+      kind_(kind),
+      memory_(memory),
+      word_(must(cuda::PinnedMemory::allocate(gpus.driver, sizeof(uint64_t)))) {
   if (kind != Kind::kNone) thread_ = std::thread([this] { run(); });
 }
 
@@ -41,7 +44,7 @@ void Load::run() {
                                     1, 1, reads ? 0 : kProductShared, stream.get(),
                                     static_cast<void**>(reads ? reading_arguments : product_arguments), nullptr),
               "cuLaunchKernel");
-    must_cuda(driver.cuStreamWriteValue64_v2(stream.get(), gpus_.load_words.device(), ++launched, 0), "WriteValue");
+    must_cuda(driver.cuStreamWriteValue64_v2(stream.get(), word_.device(), ++launched, 0), "WriteValue");
   }
   driver.cuStreamSynchronize(stream.get());
 }

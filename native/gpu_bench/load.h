@@ -6,7 +6,8 @@
 #include <string>
 #include <thread>
 
-#include "gpu_bench/methods.h"
+#include "gpu_bench/bench_kernels.h"
+#include "gpu_bench/gpus.h"
 #include "gpu_bench/support.h"
 
 namespace kvc::gpu_bench {
@@ -19,18 +20,19 @@ class Load {
     kTiled,       // the same with five short blocks an SM
     kStream,      // reads memory, as decode does
   };
+  static constexpr Kind kKinds[] = {Kind::kNone, Kind::kPersistent, Kind::kTiled, Kind::kStream};
   static const char* name(Kind kind) {
     constexpr const char* kNames[] = {"idle", "persistent", "tiled", "stream"};
     return kNames[static_cast<int>(kind)];
   }
 
-  Load(Gpus& gpus, Kind kind, const Buffer& memory);
+  Load(const Gpus& gpus, Kind kind, const Buffer& memory);
   Load(const Load&) = delete;
   Load& operator=(const Load&) = delete;
   ~Load();
 
   // Kernels that have ended, since the begin.
-  uint64_t ended() const { return gpus_.load_words.word().load(std::memory_order_acquire); }
+  uint64_t ended() const { return word_.word().load(std::memory_order_acquire); }
   // The time of one kernel over some time from now on, in us; `meanwhile` is called all the time.
   template <typename F>
   double kernel_us(int64_t nanoseconds, F&& meanwhile) const {
@@ -52,9 +54,10 @@ class Load {
  private:
   void run();
 
-  Gpus& gpus_;
+  const Gpus& gpus_;
   const Kind kind_;
   const Buffer& memory_;
+  const cuda::PinnedMemory word_;
   std::atomic<bool> stop_{false};
   std::thread thread_;
 };

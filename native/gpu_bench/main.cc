@@ -6,7 +6,7 @@
 //   signal    from a stream's write to a thread that polls, and to the receiver's count of a page armed on it, with the
 //             GPU busy; StreamSignal in a CUDA graph is checked by native/tests/cuda_test.cc
 //   stages    where the time of a small batch goes, from the call to the count
-//   latency   other ways to copy than the Copier's, for small batches: their time, and what they cost another kernel
+//   latency   small batches by the kernel and by the copy engines: their time beside other kernels, and what they cost those
 //
 // Every copy is checked byte for byte against its source, with fresh random data, once per combination.
 #include <sched.h>
@@ -241,7 +241,10 @@ int main(int count, char** arguments) {
     return two_processes([](const Pipe& pipe) { return receive_pages(pipe, kEnginePool); }, send_pages);
   if (what == "signal") return two_processes([](const Pipe& pipe) { return receive_pages(pipe, 64 << 20); }, signals);
   if (what == "stages") return two_processes([](const Pipe& pipe) { return receive_pages(pipe, 256 << 20); }, stages);
-  if (what == "latency") return latency(count > 2 ? arguments[2] : nullptr);
-  std::fprintf(stderr, "usage: kvc_gpu_bench copies | engine | signal | stages | latency [METHOD]\n");
+  if (what == "latency") {
+    latency();
+    return 0;
+  }
+  std::fprintf(stderr, "usage: kvc_gpu_bench copies | engine | signal | stages | latency\n");
   return 2;
 }

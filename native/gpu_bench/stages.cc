@@ -11,31 +11,32 @@
 #include <vector>
 
 #include "cuda/copier.h"
-#include "gpu_bench/candidates.h"
+#include "gpu_bench/bench_kernels.h"
 #include "gpu_bench/clock_offset.h"
-#include "gpu_bench/methods.h"
+#include "gpu_bench/gpus.h"
 
 namespace kvc::gpu_bench {
 namespace {
 
 // A launch of the Copier's, as its worker saw it.
 struct Launch {
-  int64_t begun = 0;  // cuLaunchKernel
+  int64_t begun = 0;  // cuLaunchKernel, or cuMemcpyBatchAsync
   int64_t returned = 0;
-  uint32_t blocks = 0;
-  uint32_t units = 0;
+  uint32_t blocks = 0;  // 0: by the copy engines
 };
 
-// Stands in for the driver's cuLaunchKernel and cuModuleGetFunction in this process. Read when a transfer has ended.
+// Stands in for these of the driver's functions in this process. Read when a transfer has ended.
 struct Hook {
   decltype(cuda::Driver::cuLaunchKernel) launch = nullptr;
+  decltype(cuda::Driver::cuMemcpyBatchAsync) copy = nullptr;
   decltype(cuda::Driver::cuModuleGetFunction) get_function = nullptr;
   cuda::Function bulk = nullptr;   // kvc_copy_bulk, as the engine has it
   cuda::Function timed = nullptr;  // in its place; null: the engine's own
-  cuda::DevicePointer times = 0;   // kMaxBlocks BlockTimes a launch
+  cuda::DevicePointer times = 0;   // kMostBlocks BlockTimes a launch
   std::vector<Launch> launches;
 };
 constexpr size_t kMostLaunches = 16;
+constexpr size_t kMostBlocks = 16;  // DomainConfig::copy_blocks
 Hook hook;
 
 int get_function(cuda::Function* found, cuda::ModuleHandle module, const char* name) {
@@ -49,17 +50,25 @@ int launch_kernel(cuda::Function function, unsigned x, unsigned y, unsigned z, u
   if (function != hook.bulk || hook.launches.size() == kMostLaunches) {
     return hook.launch(function, x, y, z, block_x, block_y, block_z, shared, stream, arguments, extra);
   }
-  cuda::DevicePointer times = hook.times + hook.launches.size() * kMaxBlocks * sizeof(BlockTimes);
+  cuda::DevicePointer times = hook.times + hook.launches.size() * kMostBlocks * sizeof(BlockTimes);
   void* with_times[] = {arguments[0], &times};
   Launch& launch = hook.launches.emplace_back();
   launch.blocks = x;
-  launch.units = static_cast<const cuda::CopyLaunch*>(arguments[0])->units;
   launch.begun = now_ns();
   const int result = hook.timed == nullptr
                          ? hook.launch(function, x, y, z, block_x, block_y, block_z, shared, stream, arguments, extra)
                          : hook.launch(hook.timed, x, y, z, block_x, block_y, block_z, shared, stream,
                                        static_cast<void**>(with_times), extra);
   launch.returned = now_ns();
+  return result;
+}
+
+int copy_batch(cuda::DevicePointer* targets, cuda::DevicePointer* sources, size_t* lengths, size_t count,
+               cuda::CopyAttributes* attributes, size_t* first, size_t attribute_count, size_t* failed,
+               cuda::Stream stream) {
+  const int64_t begun = now_ns();
+  const int result = hook.copy(targets, sources, lengths, count, attributes, first, attribute_count, failed, stream);
+  if (hook.launches.size() < kMostLaunches) hook.launches.push_back({begun, now_ns(), 0});
   return result;
 }
 
@@ -124,11 +133,12 @@ void stages(const Pipe& pipe) {
   auto& table = const_cast<cuda::Driver&>(*must(cuda::driver()));  // this process's own copy of the driver's addresses
   hook.launch = std::exchange(table.cuLaunchKernel, launch_kernel);
   hook.get_function = std::exchange(table.cuModuleGetFunction, get_function);
+  if (table.cuMemcpyBatchAsync != nullptr) hook.copy = std::exchange(table.cuMemcpyBatchAsync, copy_batch);
   hook.launches.reserve(kMostLaunches);
   Sender sender(pipe, kPool, 16);
   Gpus gpus;
   primitives(gpus);
-  const auto words = must(cuda::PinnedMemory::allocate(gpus.driver, kMostLaunches * kMaxBlocks * sizeof(BlockTimes)));
+  const auto words = must(cuda::PinnedMemory::allocate(gpus.driver, kMostLaunches * kMostBlocks * sizeof(BlockTimes)));
   hook.times = words.device();
   const auto* times = static_cast<const BlockTimes*>(words.data());
 
@@ -174,11 +184,11 @@ void stages(const Pipe& pipe) {
         series.add("call to the sender's event", us(begin, ended.load()));
         series.add("the call itself", us(begin, called));
         series.add("call to the first launch", us(begin, first.begun));
-        series.add("cuLaunchKernel", us(first.begun, first.returned));
+        series.add("the call of that", us(first.begun, first.returned));
         series.add("launches", static_cast<double>(hook.launches.size()));
         series.add("call to the last launch's end", us(begin, hook.launches.back().returned));
-        series.add("units of the first launch", first.units);
-        if (!with_times) continue;
+        series.add("blocks of the first launch (0: copy engines)", first.blocks);
+        if (!with_times || first.blocks == 0) continue;
         // The earliest and the latest of all blocks, in our clock; within a block by its own cycles, the slowest block's.
         int64_t earliest = INT64_MAX;
         int64_t latest = 0;
@@ -187,7 +197,7 @@ void stages(const Pipe& pipe) {
         double finished = 0;
         for (size_t i = 0; i < hook.launches.size(); ++i) {
           for (uint32_t block = 0; block < hook.launches[i].blocks; ++block) {
-            const BlockTimes& at = times[i * kMaxBlocks + block];
+            const BlockTimes& at = times[i * kMostBlocks + block];
             if (i == 0) earliest = std::min(earliest, static_cast<int64_t>(at.nanoseconds[kBegun]));
             latest = std::max(latest, static_cast<int64_t>(at.nanoseconds[kFinished]));
             const auto step = [&](Moment a, Moment b) {

@@ -5,10 +5,12 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <random>
 #include <thread>
 #include <vector>
@@ -42,6 +44,147 @@ bool eventually(Condition condition) {
 
 // --- Copier
 
+// Stands between this process and its driver while it lives: by which way copies are launched, and a way that is not there,
+// or breaks off. No engine runs meanwhile.
+class WatchedCopies {
+ public:
+  explicit WatchedCopies(const cuda::Driver& driver) : table_(const_cast<cuda::Driver&>(driver)) {
+    real_ = table_;
+    kernels = batches = 0;
+    breaks_off = false;
+    table_.cuLaunchKernel = launch;
+    if (real_.cuMemcpyBatchAsync != nullptr) table_.cuMemcpyBatchAsync = copy;
+  }
+  WatchedCopies(const WatchedCopies&) = delete;
+  WatchedCopies& operator=(const WatchedCopies&) = delete;
+  ~WatchedCopies() { table_ = real_; }
+  // As before CUDA 12.8.
+  void remove_batches() { table_.cuMemcpyBatchAsync = nullptr; }
+
+  static inline int kernels = 0;
+  static inline int batches = 0;
+  static inline bool breaks_off = false;  // before a batch's last page
+
+ private:
+  static int launch(cuda::Function function, unsigned x, unsigned y, unsigned z, unsigned block_x, unsigned block_y,
+                    unsigned block_z, unsigned shared, cuda::Stream stream, void** arguments, void** extra) {
+    ++kernels;
+    return real_.cuLaunchKernel(function, x, y, z, block_x, block_y, block_z, shared, stream, arguments, extra);
+  }
+  static int copy(cuda::DevicePointer* targets, cuda::DevicePointer* sources, size_t* lengths, size_t count,
+                  cuda::CopyAttributes* attributes, size_t* first, size_t attribute_count, size_t* failed,
+                  cuda::Stream stream) {
+    ++batches;
+    const int result = real_.cuMemcpyBatchAsync(targets, sources, lengths, count - (breaks_off ? 1 : 0), attributes,
+                                                first, attribute_count, failed, stream);
+    return breaks_off ? cuda::kInvalidValue : result;
+  }
+  static inline cuda::Driver real_{};
+  cuda::Driver& table_;
+};
+
+class CopierWays : public Cuda {
+ protected:
+  static constexpr uint64_t kPage = 4096;
+  static constexpr uint32_t kMany = cuda::kEnginePages + 1;
+  void SetUp() override {
+    Cuda::SetUp();
+    if (IsSkipped() || HasFatalFailure()) return;
+    if (driver_->cuMemcpyBatchAsync == nullptr) GTEST_SKIP() << "a driver before CUDA 12.8: it copies no batches";
+    source_.emplace(first_, size_t{4} * kMany * kPage);
+    target_.emplace(first_, source_->bytes);
+    bytes_ = random_bytes(source_->bytes, 1);
+    source_->put(bytes_);
+  }
+  // The next `pages`.
+  Status launch(cuda::Copier& copier, uint32_t pages) {
+    copier.begin(kPage);
+    for (uint32_t i = 0; i < pages; ++i, at_ += kPage) copier.add(source_->address + at_, target_->address + at_);
+    return copier.launch();
+  }
+  // What was launched so far is there, and nothing else.
+  bool all_there() const {
+    std::vector<std::byte> expected(bytes_.begin(), bytes_.begin() + static_cast<int64_t>(at_));
+    expected.resize(bytes_.size());
+    return target_->get() == expected;
+  }
+
+  std::optional<GpuBuffer> source_;
+  std::optional<GpuBuffer> target_;
+  std::vector<std::byte> bytes_;
+  size_t at_ = 0;
+};
+
+TEST_F(CopierWays, FewPagesGoByTheCopyEnginesAndMoreByTheKernel) {
+  const WatchedCopies watched(*driver_);
+  const auto copier = must(cuda::Copier::open(first_, 2));
+  must(launch(*copier, 1));
+  must(launch(*copier, cuda::kEnginePages));
+  EXPECT_EQ(watched.batches, 2);
+  EXPECT_EQ(watched.kernels, 0);
+  must(launch(*copier, kMany));
+  EXPECT_EQ(watched.batches, 2);
+  EXPECT_EQ(watched.kernels, 1);
+  copier->wait();
+  EXPECT_EQ(copier->finished(), 3U);
+  EXPECT_TRUE(all_there());
+}
+
+TEST_F(CopierWays, AllGoByTheKernelWhereTheDriverCopiesNoBatches) {
+  WatchedCopies watched(*driver_);
+  watched.remove_batches();
+  const auto copier = must(cuda::Copier::open(first_, 2));
+  must(launch(*copier, 1));
+  must(launch(*copier, kMany));
+  EXPECT_EQ(watched.kernels, 2);
+  copier->wait();
+  EXPECT_EQ(copier->finished(), 2U);
+  EXPECT_TRUE(all_there());
+}
+
+TEST_F(CopierWays, TheEnginesWaitForNoKernelAndAreReportedBehindIt) {
+  const auto copier = must(cuda::Copier::open(first_, 2));
+  auto held = std::make_unique<test::HeldCopies>(test::HeldCopies::kByKernels);
+  must(launch(*copier, kMany));
+  const size_t behind = at_;
+  must(launch(*copier, 1));
+  EXPECT_TRUE(eventually([&] {
+    const std::vector<std::byte> there = target_->get();
+    return std::equal(there.begin() + static_cast<int64_t>(behind), there.begin() + static_cast<int64_t>(at_),
+                      bytes_.begin() + static_cast<int64_t>(behind));
+  }));
+  if (test::HeldCopies::possible()) {
+    EXPECT_EQ(copier->finished(), 0U);
+  }
+  must(launch(*copier, 1));  // on the kernel's stream
+  held.reset();
+  EXPECT_TRUE(eventually([&] { return copier->finished() == 3; }));
+  EXPECT_TRUE(all_there());
+  held = std::make_unique<test::HeldCopies>();
+  must(launch(*copier, 1));
+  if (test::HeldCopies::possible()) {
+    EXPECT_EQ(copier->finished(), 3U) << "its copy has not begun";
+  }
+  held.reset();
+  EXPECT_TRUE(eventually([&] { return copier->finished() == 4; }));
+  EXPECT_TRUE(all_there());
+}
+
+TEST_F(CopierWays, WhatTheDriverRefusesGoesByTheKernelAndSoDoesAllFromThenOn) {
+  WatchedCopies watched(*driver_);
+  watched.breaks_off = true;
+  const auto copier = must(cuda::Copier::open(first_, 2));
+  must(launch(*copier, 3));
+  EXPECT_EQ(copier->launched(), 1U);
+  must(launch(*copier, 1));
+  EXPECT_EQ(watched.batches, 1);
+  EXPECT_EQ(watched.kernels, 2);
+  copier->wait();
+  EXPECT_EQ(copier->finished(), 2U);
+  EXPECT_TRUE(all_there());
+  must(copier->health());
+}
+
 TEST_F(Cuda, CopiesScatteredPagesOfAnyLengthAndAlignment) {
   if (first_ != second_ && first_->device() != second_->device()) {
     const cuda::Context::Scope scope(*first_);
@@ -51,7 +194,13 @@ TEST_F(Cuda, CopiesScatteredPagesOfAnyLengthAndAlignment) {
   constexpr size_t kBytes = 8 << 20;
   const GpuBuffer source(first_, kBytes);
   const GpuBuffer target(second_, kBytes);
-  const auto copier = must(cuda::Copier::open(first_, 5));
+  const auto either = must(cuda::Copier::open(first_, 5));
+  std::unique_ptr<cuda::Copier> by_kernel;
+  {
+    WatchedCopies watched(*driver_);
+    watched.remove_batches();
+    by_kernel = must(cuda::Copier::open(first_, 5));
+  }
   struct Shape {
     uint64_t page;
     uint64_t stride;
@@ -62,46 +211,54 @@ TEST_F(Cuda, CopiesScatteredPagesOfAnyLengthAndAlignment) {
   for (const Shape& shape :
        {Shape{1, 3, 1, 300}, Shape{16, 16, 0, 4096}, Shape{100, 112, 0, 700}, Shape{4096, 8192, 16, 900},
         Shape{16384, 16384, 0, 400}, Shape{16384, 16388, 4, 300}, Shape{16400, 20480, 0, 60},
-        Shape{65536, 65536, 0, 100}, Shape{1500000, 1500000, 0, 5}, Shape{4 << 20, 4 << 20, 0, 1}}) {
+        Shape{65536, 65536, 0, 100}, Shape{1500000, 1500000, 0, 5}, Shape{4 << 20, 4 << 20, 0, 1},
+        Shape{1, 3, 1, cuda::kEnginePages}, Shape{16384, 16388, 4, 9}}) {
     const std::vector<std::byte> bytes = random_bytes(kBytes, ++seed);
-    std::vector<std::byte> expected = random_bytes(kBytes, ++seed);
     source.put(bytes);
-    target.put(expected);
     const auto from = test::shuffled(shape.pages, (kBytes - shape.shift - shape.page) / shape.stride + 1, ++seed);
     const auto to = test::shuffled(shape.pages, (kBytes - shape.shift - shape.page) / shape.stride + 1, ++seed);
-    copier->begin(shape.page);
-    for (uint32_t i = 0; i < shape.pages; ++i) {
-      const uint64_t read = shape.shift + static_cast<uint64_t>(from[i]) * shape.stride;
-      const uint64_t written = shape.shift + static_cast<uint64_t>(to[i]) * shape.stride;
-      ASSERT_TRUE(copier->has_room(1));
-      copier->add(source.address + read, target.address + written);
-      std::memcpy(expected.data() + written, bytes.data() + read, shape.page);
+    for (cuda::Copier* const copier : {either.get(), by_kernel.get()}) {
+      std::vector<std::byte> expected = random_bytes(kBytes, ++seed);
+      target.put(expected);
+      copier->begin(shape.page);
+      for (uint32_t i = 0; i < shape.pages; ++i) {
+        const uint64_t read = shape.shift + static_cast<uint64_t>(from[i]) * shape.stride;
+        const uint64_t written = shape.shift + static_cast<uint64_t>(to[i]) * shape.stride;
+        ASSERT_TRUE(copier->has_room(1));
+        copier->add(source.address + read, target.address + written);
+        std::memcpy(expected.data() + written, bytes.data() + read, shape.page);
+      }
+      must(copier->launch());
+      copier->wait();
+      EXPECT_TRUE(copier->idle());
+      EXPECT_TRUE(target.get() == expected) << shape.pages << " pages of " << shape.page << " bytes";
     }
-    must(copier->launch());
-    copier->wait();
-    EXPECT_TRUE(copier->idle());
-    EXPECT_TRUE(target.get() == expected) << shape.pages << " pages of " << shape.page << " bytes";
   }
 }
 
 TEST_F(Cuda, LaunchesEndInOrderAndTheirListsAreReusedOnlyThen) {
   constexpr size_t kPage = 4096;
-  constexpr size_t kRounds = 5 * cuda::kLaunches;
-  const GpuBuffer source(first_, kRounds * kPage);
-  const GpuBuffer target(first_, kRounds * kPage);
-  const std::vector<std::byte> bytes = random_bytes(kRounds * kPage, 1);
+  constexpr size_t kRounds = 6 * cuda::kLaunches;
+  constexpr size_t kMost = cuda::kEnginePages + 1;
+  const GpuBuffer source(first_, kRounds * kMost * kPage);
+  const GpuBuffer target(first_, source.bytes);
+  const std::vector<std::byte> bytes = random_bytes(source.bytes, 1);
   source.put(bytes);
   const auto copier = must(cuda::Copier::open(first_, 2));
+  size_t at = 0;
   for (size_t i = 0; i < kRounds; ++i) {
     ASSERT_TRUE(eventually([&] { return copier->finished() <= copier->launched() && copier->can_begin(); }));
     copier->begin(kPage);
-    copier->add(source.address + i * kPage, target.address + i * kPage);
+    // Both ways, on each stream.
+    const size_t end = i % 3 == 0 ? at + kPage : at + kMost * kPage;
+    for (; at < end; at += kPage) copier->add(source.address + at, target.address + at);
     must(copier->launch());
     EXPECT_EQ(copier->launched(), i + 1);
   }
   copier->wait();
   EXPECT_EQ(copier->finished(), kRounds);
-  EXPECT_TRUE(target.get() == bytes);
+  const std::vector<std::byte> there = target.get();
+  EXPECT_TRUE(std::equal(there.begin(), there.begin() + static_cast<int64_t>(at), bytes.begin()));
   copier->begin(kPage);
   must(copier->launch());
   EXPECT_EQ(copier->launched(), kRounds) << "an empty launch takes no number";

@@ -48,16 +48,17 @@ Function* driver_function(const char* name) {
 // The stand-in's copies do not begin while this lives, and are let go at its end. Without a stand-in it is nothing.
 class HeldCopies {
  public:
-  HeldCopies() { release(1); }
+  enum Which : int { kAll = 1, kByKernels };
+  explicit HeldCopies(Which which = kAll) { hold(which); }
   HeldCopies(const HeldCopies&) = delete;
   HeldCopies& operator=(const HeldCopies&) = delete;
-  ~HeldCopies() { release(0); }
+  ~HeldCopies() { hold(0); }
   static bool possible() { return driver_function<int(int)>("fakeHoldCopies") != nullptr; }
   static int count() { return driver_function<int()>("fakeHeldCopies")(); }
 
  private:
-  static void release(int hold) {
-    if (auto* const function = driver_function<int(int)>("fakeHoldCopies")) function(hold);
+  static void hold(int which) {
+    if (auto* const function = driver_function<int(int)>("fakeHoldCopies")) function(which);
   }
 };
 

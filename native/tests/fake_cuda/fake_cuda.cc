@@ -276,7 +276,8 @@ std::map<DevicePointer, Allocation>::iterator find(DevicePointer pointer) {
   return pointer < found->first + found->second.bytes ? found : allocations.end();
 }
 
-std::atomic<bool> copies_held{false};
+enum Held : int { kHoldsNone, kHoldsAll, kHoldsKernels };
+std::atomic<int> copies_held{kHoldsNone};
 std::atomic<int> copies_waiting{0};
 std::atomic<int> waiting_for_streams{0};
 std::atomic<bool> broken{false};
@@ -286,11 +287,18 @@ std::atomic<int> writes_ordering{100};
 std::atomic<int> flush_options{1};
 std::atomic<int> flushes{0};
 
+// Waits where copies are held.
+void begin_copy(bool kernel) {
+  ++copies_waiting;
+  for (int held = copies_held; held == kHoldsAll || (held == kHoldsKernels && kernel); held = copies_held) {
+    copies_held.wait(held);
+  }
+  --copies_waiting;
+}
+
 // `breaks_before`: how often the GPU had broken down when it was launched.
 void copy_pages(const CopyLaunch& launch, int breaks_before) {
-  ++copies_waiting;
-  copies_held.wait(true);
-  --copies_waiting;
+  begin_copy(true);
   if (breaks != breaks_before) return;
   for (uint32_t unit = 0; unit < launch.units; ++unit) {
     const kvc::cuda::PageCopy& page = launch.pages[unit / launch.units_per_page];
@@ -507,6 +515,31 @@ KVC_API int cuMemcpyDtoDAsync_v2(DevicePointer target, DevicePointer source, siz
   return enqueue(stream,
                  [=] { std::memcpy(reinterpret_cast<void*>(target), reinterpret_cast<const void*>(source), bytes); });
 }
+struct CopyAttributes {
+  int source_order;
+  Location hints[2];
+  unsigned flags;
+};
+KVC_API int cuMemcpyBatchAsync(DevicePointer* targets, DevicePointer* sources, size_t* bytes, size_t count,
+                               CopyAttributes* attributes, size_t* first, size_t attribute_count, size_t* failed,
+                               void* stream) {
+  *failed = SIZE_MAX;
+  if (broken) return kLaunchFailed;
+  if (current.empty()) return kInvalidContext;
+  if (count == 0 || stream == nullptr || attribute_count != 1 || *first != 0 || attributes->source_order != 1) {
+    return kInvalidValue;
+  }
+  const std::vector<DevicePointer> to(targets, targets + count);
+  const std::vector<DevicePointer> from(sources, sources + count);
+  const std::vector<size_t> lengths(bytes, bytes + count);
+  return enqueue(stream, [to, from, lengths, before = breaks.load()] {
+    begin_copy(false);
+    if (breaks != before) return;
+    for (size_t i = 0; i < to.size(); ++i) {
+      std::memcpy(reinterpret_cast<void*>(to[i]), reinterpret_cast<const void*>(from[i]), lengths[i]);
+    }
+  });
+}
 KVC_API int cuMemsetD8_v2(DevicePointer target, unsigned char value, size_t bytes) {
   std::memset(reinterpret_cast<void*>(target), value, bytes);
   return kSuccess;
@@ -602,14 +635,15 @@ KVC_API int cuMemGetHandleForAddressRange(int* descriptor, DevicePointer pointer
   *descriptor = fcntl(found->second.fd, F_DUPFD_CLOEXEC, 0);
   return *descriptor >= 0 ? kSuccess : 2;
 }
-// Not of the driver: copies that have not begun wait until they are let go, as on a GPU whose kernels leave them no room.
+// Not of the driver: copies that have not begun wait until they are let go (1: all; 2: those by kernels, as on a GPU whose
+// others leave them no room; 0: none).
 KVC_API int fakeHoldCopies(int hold) {
-  copies_held = hold != 0;
+  copies_held = hold;
   copies_held.notify_all();
   return kSuccess;
 }
 // Not of the driver: how many do.
-KVC_API int fakeHeldCopies() { return copies_held ? copies_waiting.load() : 0; }
+KVC_API int fakeHeldCopies() { return copies_held != kHoldsNone ? copies_waiting.load() : 0; }
 // Not of the driver: nothing runs any more, as after a kernel's fault, and every stream says so.
 KVC_API int fakeBreak(int now) {
   broken = now != 0;
@@ -825,7 +859,10 @@ KVC_API int cuStreamSynchronize(void* stream) {
 // Not of the driver: how many threads are in it.
 KVC_API int fakeWaitingForStreams() { return waiting_for_streams; }
 KVC_API int cuStreamWriteValue64_v2(void* stream, DevicePointer word, uint64_t value, unsigned) {
-  return enqueue(stream, [=] { reinterpret_cast<std::atomic<uint64_t>*>(word)->store(value); });
+  if (broken) return kLaunchFailed;
+  return enqueue(stream, [=, before = breaks.load()] {
+    if (breaks == before) reinterpret_cast<std::atomic<uint64_t>*>(word)->store(value);
+  });
 }
 // The real driver allows this one; its documentation does not say so.
 KVC_API int cuModuleLoadData(void** module, const void*) {
