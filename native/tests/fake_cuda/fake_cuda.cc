@@ -312,6 +312,12 @@ void copy_pages(const CopyLaunch& launch, int breaks_before) {
 
 const char* const kKernels[] = {"kvc_copy_bulk", "kvc_copy_vector", "kvc_signal_store", "kvc_signal_advance"};
 
+struct CopyAttributes {
+  int source_order;
+  Location hints[2];
+  unsigned flags;
+};
+
 }  // namespace
 
 KVC_API int cuInit(unsigned) { return kSuccess; }
@@ -515,11 +521,6 @@ KVC_API int cuMemcpyDtoDAsync_v2(DevicePointer target, DevicePointer source, siz
   return enqueue(stream,
                  [=] { std::memcpy(reinterpret_cast<void*>(target), reinterpret_cast<const void*>(source), bytes); });
 }
-struct CopyAttributes {
-  int source_order;
-  Location hints[2];
-  unsigned flags;
-};
 KVC_API int cuMemcpyBatchAsync(DevicePointer* targets, DevicePointer* sources, size_t* bytes, size_t count,
                                CopyAttributes* attributes, size_t* first, size_t attribute_count, size_t* failed,
                                void* stream) {
