@@ -166,6 +166,7 @@ class WeightPusher:
 
         KeyFileError; ValueError where an address is none; TransferError where a lane does not open.
         """
+        key = find_key(key_file)
         self._source = source
         self._timeouts = timeouts or Timeouts()
         self._run = ""
@@ -181,7 +182,7 @@ class WeightPusher:
             EngineConfig(self._name, [DomainConfig(provider, address=data_host) for provider in chosen])
         )
         self._writer = Writer(self._engine, source, staging_bytes)
-        self._links = Links(find_key(key_file), self._timeouts, self._heard, self._lost)
+        self._links = Links(key, self._timeouts, self._heard, self._lost)
 
     def close(self) -> None:
         """What is under way is dropped by the engines."""
@@ -197,10 +198,18 @@ class WeightPusher:
     # --- Connecting
 
     def connect(self) -> None:
-        """Learns what the engines load, plans who writes what, and joins the workers. A collective.
+        """Learns what the engines load, plans who writes what, and joins the workers. A collective; where it
+        was called before, anew.
 
         Raises PushError, on every rank where rank 0 could not; PlanError.
         """
+        self._plan = None
+        for engine in self._engines:
+            for link in [engine.link, *(worker.link for worker in engine.workers)]:
+                if link is not None:
+                    self._links.end(link, "it connects anew")
+            for worker in engine.workers:
+                self._writer.fence(worker.peer)
         self._run = cast("str", self._source.exchange(uuid.uuid4().hex)[0])
         addresses, geometries = self._geometries()
         for engine, workers in zip(self._engines, addresses, strict=True):

@@ -101,8 +101,6 @@ def _held(number: int, name: str, value: torch.Tensor) -> Held:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     if not isinstance(value, DTensor):
-        if not value.is_contiguous() and value.numel() == 0:
-            raise SourceError(f"{name} is empty")
         box = Box((0,) * value.dim(), tuple(value.shape))
         return Held(Shard(number, box), value.detach)
     if any(isinstance(placement, Partial) for placement in value.placements):

@@ -218,6 +218,10 @@ def test_an_engine_that_dies_costs_only_itself(engines: list[Engine]) -> None:
         pusher.push("3").wait("landed", 10)
         for engine in engines:
             engine.assert_has("3", 3)
+        pusher.connect()
+        pusher.push("4").wait("landed", 10)
+        for engine in engines:
+            engine.assert_has("4", 3)
 
 
 def test_a_second_trainer_is_refused_with_words(engines: list[Engine]) -> None:
