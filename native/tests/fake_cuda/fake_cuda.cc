@@ -318,6 +318,20 @@ struct CopyAttributes {
   unsigned flags;
 };
 
+// What the host may read while a stream still writes it, as it may of a GPU's memory.
+template <typename Word>
+void copy_by(void* target, const void* source, size_t bytes) {
+  auto* to = static_cast<Word*>(target);
+  auto* from = static_cast<Word*>(const_cast<void*>(source));
+  for (size_t i = 0; i < bytes / sizeof(Word); ++i) {
+    std::atomic_ref(to[i]).store(std::atomic_ref(from[i]).load(std::memory_order_relaxed), std::memory_order_relaxed);
+  }
+}
+void copy_bytes(void* target, const void* source, size_t bytes) {
+  const auto places = reinterpret_cast<uintptr_t>(target) | reinterpret_cast<uintptr_t>(source) | bytes;
+  places % sizeof(uint64_t) == 0 ? copy_by<uint64_t>(target, source, bytes) : copy_by<uint8_t>(target, source, bytes);
+}
+
 }  // namespace
 
 KVC_API int cuInit(unsigned) { return kSuccess; }
@@ -514,7 +528,7 @@ KVC_API int cuMemcpyDtoH_v2(void* target, DevicePointer source, size_t bytes) {
     *static_cast<uint64_t*>(target) = reinterpret_cast<const std::atomic<uint64_t>*>(source)->load();
     return kSuccess;
   }
-  std::memcpy(target, reinterpret_cast<const void*>(source), bytes);
+  copy_bytes(target, reinterpret_cast<const void*>(source), bytes);
   return kSuccess;
 }
 KVC_API int cuMemcpyDtoDAsync_v2(DevicePointer target, DevicePointer source, size_t bytes, void* stream) {
@@ -537,7 +551,7 @@ KVC_API int cuMemcpyBatchAsync(DevicePointer* targets, DevicePointer* sources, s
     begin_copy(false);
     if (breaks != before) return;
     for (size_t i = 0; i < to.size(); ++i) {
-      std::memcpy(reinterpret_cast<void*>(to[i]), reinterpret_cast<const void*>(from[i]), lengths[i]);
+      copy_bytes(reinterpret_cast<void*>(to[i]), reinterpret_cast<const void*>(from[i]), lengths[i]);
     }
   });
 }
