@@ -143,6 +143,13 @@ async def until_health(
             await asyncio.sleep(0.01)  # each look is a request of its own: there is no event to wait for
 
 
+async def until_nothing_is_asked(client: httpx.AsyncClient) -> None:
+    """Waits until no engine has a request of the router's."""
+    async with asyncio.timeout(PATIENCE):
+        while any(engine["outstanding"] for engine in (await client.get("/status.json")).json()["engines"]):
+            await asyncio.sleep(0.01)  # each look is a request of its own: there is no event to wait for
+
+
 async def ask(client: httpx.AsyncClient, **more: Any) -> httpx.Response:
     return await client.post("/v1/completions", json={"prompt": "x", **more})
 
@@ -575,6 +582,7 @@ async def test_with_objectives_a_prompt_does_not_queue_behind_another(
     assert len(p.engine.bodies) == 1
     computed.set()
     assert (await long).status_code == 200
+    await until_nothing_is_asked(client)  # P's answer may come behind D's
     behind = await client.post("/v1/completions", json={"prompt": [3] * 8000})
     assert behind.status_code == 200
     assert len(p.engine.bodies) == 2, "what it has computed it has not to compute any more"
