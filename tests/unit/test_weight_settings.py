@@ -1,0 +1,49 @@
+"""What an operator says about weights: KV_CONNECTOR_WEIGHTS, and the command's own words where it cannot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kv_connector.agent.settings import SettingsError
+from kv_connector.cli.exit_status import ExitStatus
+from kv_connector.cli.main import app
+from kv_connector.weights.settings import CONTROL_PORT, SETTINGS_VARIABLE, weight_settings
+
+
+def test_defaults() -> None:
+    settings = weight_settings({}, "cuda")
+    assert settings.control_port == CONTROL_PORT
+    assert settings.providers == ("nvlink",)
+    assert weight_settings({SETTINGS_VARIABLE: '{"control_port": 1}'}, "cpu").control_port == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", f"{SETTINGS_VARIABLE}: Expecting property name"),
+        ("[]", f"{SETTINGS_VARIABLE} must be a JSON object"),
+        ('{"routers": []}', f"{SETTINGS_VARIABLE}: routers mean nothing for weights. Valid: control_host"),
+        ('{"control_port": "x"}', f"{SETTINGS_VARIABLE}: Expected `int`"),
+        ('{"providers": ["host"]}', f"{SETTINGS_VARIABLE}: providers: host cannot move"),
+    ],
+)
+def test_what_cannot_be_used_is_said(text: str, words: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        weight_settings({SETTINGS_VARIABLE: text}, "cuda")
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("command", ["push", "plan"])
+def test_a_directory_without_weights_is_said(command: str, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["weights", command, str(tmp_path), "--engine", "127.0.0.1:1"])
+    assert done.exit_code == ExitStatus.USAGE
+    assert "there are no .safetensors in" in done.output
+
+
+def test_an_engine_that_is_not_there_is_said() -> None:
+    done = CliRunner().invoke(app, ["weights", "status", "--engine", "127.0.0.1:1"])
+    assert done.exit_code == ExitStatus.FAILURE
+    assert "127.0.0.1:1: no answer within 5 s: is it running" in done.output
