@@ -71,9 +71,6 @@ class Writer:
         self._device = source.device
         self._staging = Staging(staging_bytes, source.device)
         (self._staging_region,) = engine.register_ranges([self._staging.range])
-        self._open: dict[
-            int, tuple[int, list[int]]
-        ] = {}  # by peer, what is being filled, and all that is open
         self._halves: list[list[tuple[int, int]]] = [[], []]  # (peer, transfer) that read each half
         self._failures: dict[int, str] = {}
 
