@@ -6,14 +6,9 @@ from collections.abc import Mapping
 
 import torch
 
-from kv_connector.engine import MemoryRange
-from kv_connector.engine.transfer_engine import SharedMemory
+from kv_connector.weights.buffer import Buffer, aligned, settle
 from kv_connector.weights.geometry import Constant, Geometry
 from kv_connector.weights.plan import ITEM_BYTES
-from kv_connector.weights.staging import settle
-
-# Of a parameter's first byte: what CUDA's own allocations are aligned to, so that no kernel minds.
-_ALIGNMENT = 256
 
 
 class Arena:
@@ -29,22 +24,15 @@ class Arena:
         for parameter in geometry.parameters:
             offsets.append(end)
             nbytes = parameter.elements * ITEM_BYTES[parameter.dtype]
-            end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+            end += aligned(nbytes)
         self.offsets = tuple(offsets)
         self.nbytes = end
         self.loaded_bytes = sum(
             write.elements * ITEM_BYTES[geometry.parameters[write.parameter].dtype]
             for write in geometry.writes
         )
-        room = max(end, _ALIGNMENT)  # nothing of nothing cannot be registered
-        if device.type == "cpu":
-            # A memfd, which a sender of this machine can map.
-            self._memory = SharedMemory("weights", room)
-            self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
-            self.range = MemoryRange(self._memory.address, room, self._memory.fd)
-        else:
-            self._bytes = torch.zeros(room, dtype=torch.uint8, device=device)
-            self.range = MemoryRange(self._bytes.data_ptr(), room)
+        self._buffer = Buffer("weights", end, device)
+        self.range = self._buffer.range
         for constant in geometry.constants:
             self._fill(constant)
         settle(device)  # what is cleared late would take what has landed with it
@@ -58,7 +46,7 @@ class Arena:
     def _flat(self, number: int) -> torch.Tensor:
         parameter, offset = self.geometry.parameters[number], self.offsets[number]
         nbytes = parameter.elements * ITEM_BYTES[parameter.dtype]
-        return self._bytes[offset : offset + nbytes].view(getattr(torch, parameter.dtype))
+        return self._buffer.bytes[offset : offset + nbytes].view(getattr(torch, parameter.dtype))
 
     def _fill(self, constant: Constant) -> None:
         flat = self._flat(constant.parameter)

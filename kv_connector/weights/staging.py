@@ -6,25 +6,17 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from kv_connector.engine import MemoryRange
-from kv_connector.engine.transfer_engine import SharedMemory
+from kv_connector.weights.buffer import ALIGNMENT, Buffer, aligned, settle
 from kv_connector.weights.plan import Piece
-
-_ALIGNMENT = 256
 
 
 class Staging:
     """``nbytes`` in the memory of ``device``. While one half is on its way the other is filled."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.half_bytes = max(nbytes // 2 // _ALIGNMENT, 1) * _ALIGNMENT
-        if device.type == "cpu":
-            self._memory = SharedMemory("staging", 2 * self.half_bytes)
-            self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
-            self.range = MemoryRange(self._memory.address, 2 * self.half_bytes, self._memory.fd)
-        else:
-            self._bytes = torch.empty(2 * self.half_bytes, dtype=torch.uint8, device=device)
-            self.range = MemoryRange(self._bytes.data_ptr(), 2 * self.half_bytes)
+        self.half_bytes = max(nbytes // 2 // ALIGNMENT, 1) * ALIGNMENT
+        self._buffer = Buffer("staging", 2 * self.half_bytes, device)
+        self.range = self._buffer.range
         self._device = device
         self._half = 0
         self._used = 0
@@ -35,9 +27,9 @@ class Staging:
         if self._used + nbytes > self.half_bytes:
             return None
         place = self._half * self.half_bytes + self._used
-        room = self._bytes[place : place + nbytes].view(dtype).view(part.shape)
+        room = self._buffer.bytes[place : place + nbytes].view(dtype).view(part.shape)
         room.copy_(part, non_blocking=True)
-        self._used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._used += aligned(nbytes)
         return place
 
     def turn(self, drained: Callable[[], None]) -> None:
@@ -48,12 +40,6 @@ class Staging:
     def packed(self) -> None:
         """Blocks until all that was put is there."""
         settle(self._device)
-
-
-def settle(device: torch.device) -> None:
-    """Blocks until the device has done what this thread's stream was told: an engine copies on its own."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
 
 
 def split(piece: Piece, elements: int) -> Iterator[Piece]:

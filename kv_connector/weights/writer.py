@@ -10,10 +10,11 @@ import torch
 
 from kv_connector.engine import ErrorCode, EventKind, MemoryRange, PagedWrite, Pages, TransferError
 from kv_connector.engine.transfer_engine import TransferEngine
+from kv_connector.weights.buffer import settle
 from kv_connector.weights.geometry import Geometry
 from kv_connector.weights.plan import ITEM_BYTES, Piece, Runs, runs
 from kv_connector.weights.sources import Held, Source
-from kv_connector.weights.staging import Staging, laid_out, settle, split
+from kv_connector.weights.staging import Staging, laid_out, split
 
 logger = logging.getLogger("kv_connector")
 
