@@ -12,8 +12,8 @@ from typing import Annotated
 import msgspec
 
 from kv_connector.control.cluster_key import ClusterKey
-from kv_connector.control.sockets import Codec, MessageSockets
-from kv_connector.protocol.messages import Host, Id, MalformedMessage, Message, Natural, Port, Role, Text
+from kv_connector.control.sockets import Codec, MessageSockets, codec_of
+from kv_connector.protocol.messages import Host, Id, Message, Natural, Port, Role, Text
 
 # Seconds between two REGISTERs of an engine. A router calls one silent after three of them.
 HEARTBEAT_S = 1.0
@@ -120,25 +120,12 @@ class BeginDrain(Message, frozen=True, tag="begin_drain"):
 
 MembershipMessage = Register | Leave | LoadFailed | Drain | Draining | BeginDrain
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(MembershipMessage)
-
-
-def encode(message: MembershipMessage) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode(frame: bytes | memoryview) -> MembershipMessage:
-    """The message in ``frame``; raises MalformedMessage with the reason, whatever the bytes are."""
-    try:
-        message: MembershipMessage = _decoder.decode(frame)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise MalformedMessage(str(error)) from error
-    return message
+_CODEC: Codec[MembershipMessage] = codec_of(MembershipMessage, _MAX_BYTES)
+encode, decode = _CODEC.encode, _CODEC.decode
 
 
 class MembershipSockets(MessageSockets[MembershipMessage]):
     """The sockets between engines and routers."""
 
     def __init__(self, key: ClusterKey | None) -> None:
-        super().__init__(Codec(_MAX_BYTES, encode, decode), key)
+        super().__init__(_CODEC, key)

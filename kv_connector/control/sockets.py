@@ -13,8 +13,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+import msgspec
 import zmq
 
 from kv_connector.control.cluster_key import ClusterKey
@@ -63,6 +64,20 @@ class Codec(Generic[_M]):
     encode: Callable[[_M], bytes]
     decode: Callable[[bytes | memoryview], _M]
     """Raises MalformedMessage, whatever the bytes are."""
+
+
+def codec_of(messages: Any, max_bytes: int) -> Codec[Any]:
+    """Of a union of msgspec's structs, in MessagePack."""
+    encoder = msgspec.msgpack.Encoder()
+    decoder = msgspec.msgpack.Decoder(messages)
+
+    def decode(frame: bytes | memoryview) -> Any:
+        try:
+            return decoder.decode(frame)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise MalformedMessage(str(error)) from error
+
+    return Codec(max_bytes, encoder.encode, decode)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Annotated
 
 import msgspec
 
-from kv_connector.control.sockets import Codec
-from kv_connector.protocol.messages import Host, Id, MalformedMessage, Message, Natural, Port, Text
+from kv_connector.control.sockets import Codec, codec_of
+from kv_connector.protocol.messages import Host, Id, Message, Natural, Port, Text
 from kv_connector.weights.geometry import Geometry, Tensor
 
 PROTOCOL = 1
@@ -174,21 +174,4 @@ WeightMessage = (
     | State
 )
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(WeightMessage)
-
-
-def encode(message: WeightMessage) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode(frame: bytes | memoryview) -> WeightMessage:
-    """The message in ``frame``; raises MalformedMessage with the reason, whatever the bytes are."""
-    try:
-        message: WeightMessage = _decoder.decode(frame)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise MalformedMessage(str(error)) from error
-    return message
-
-
-CODEC = Codec(_MAX_BYTES, encode, decode)
+CODEC: Codec[WeightMessage] = codec_of(WeightMessage, _MAX_BYTES)
