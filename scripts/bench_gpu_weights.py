@@ -1,8 +1,10 @@
 """Weights from a trainer's GPU into an engine's, beside vLLM's own backend `nccl`, for docs/performance.md.
 
-Needs what bench_gpu_pd.py needs, on two GPUs: trainers on the first, engines on the second, one of each for
-ours and one for nccl, which take turns; with four GPUs each has a pair of its own. Engines have the shape of
-gpu_shapes.py in bfloat16, and so have trainers, or float32 masters. A round draws new weights, and sends them
+Needs what bench_gpu_pd.py needs. An arm is a trainer and its engines: ours (shadow mode), streaming (ours,
+without room for a second copy), nccl, nccl-single (not packed). It has a GPU for each of --trainers ranks and
+for each rank of --engines engines of --tensor-parallel ranks; arms have the GPUs of --gpus in turn, and share
+them where these are fewer, as they take turns. Engines have a shape of gpu_shapes.py in bfloat16, and so have
+trainers (rows of each tensor at each rank), or float32 masters. A round draws new weights, and sends them
 while a request is decoded. The table has medians, and the worst in brackets. What the engines answer before
 and behind the rounds is compared: it ends with status 1 where tokens are not as they should be. A line of
 JSON a push goes to --json. --cpu tries our side on CPUs with a small model, not to measure.
@@ -58,20 +60,27 @@ CPU_ARGUMENTS = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "40
 CPU_ARGUMENTS += ["--kv-cache-memory-bytes", str(256 << 20)]
 APPLIED = re.compile(r"applied version (\S+), in (\d+) ms")
 SERVES = re.compile(r"serves version (\S+), after a pause of (\d+) ms")
-ARENA = re.compile(r"into ([\d.]+) GB beside the model")
+ARENA = re.compile(r"by ([\d.]+) GB beside the model")
+MODES = {"ours": "shadow", "streaming": "streaming"}
+ARMS = (*MODES, "nccl", "nccl-single")
 MEMORY_QUERY = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits"]
 
 
 @dataclass
 class Arm:
-    name: str  # ours, nccl
-    gpus: tuple[int, int]  # the trainer's, the engine's
-    server: Server
+    name: str
+    gpus: tuple[Sequence[int], Sequence[int]]  # the trainer's, the engines'
+    servers: list[Server]
     trainer: Trainer
     pushes: list[Figures] = field(default_factory=list)
     once: Figures = field(default_factory=dict)
     tokens: list[list[tuple[int, ...]]] = field(default_factory=list)
     """Answers: before all, behind the first version, behind the last, which is the first again."""
+
+    @property
+    def server(self) -> Server:
+        """The one that is watched."""
+        return self.servers[0]
 
     async def ask(self, method: str, *arguments: Any) -> Any:
         return await asyncio.to_thread(self.trainer.ask, method, *arguments)
@@ -174,38 +183,62 @@ class Memory:
 def make_arms(plan: argparse.Namespace, model: Path, config: Mapping[str, Any]) -> list[Arm]:
     """Their servers are started."""
     arms = []
+    workers = plan.engines * plan.tensor_parallel
+    needs = plan.trainers + workers
     for number, name in enumerate(plan.arms):
-        gpus = plan.gpus[2 * number : 2 * number + 2] or plan.gpus[:2]
-        port = plan.port + 20 * number
-        environment = dict(CPU_ENVIRONMENT) if plan.cpu else {}
-        backend, engine = name, f"http://{HOST}:{port}"
-        if name == "ours":
-            backend, engine = "write_imm", f"{HOST}:{port + 1}"
-            settings = {
-                "control_host": HOST,
-                "control_port": port + 1,
-                "providers": ["host" if plan.cpu else "nvlink"],
-            }
-            environment |= {"VLLM_PLUGINS": "kv_connector", "KV_CONNECTOR_WEIGHTS": json.dumps(settings)}
-        else:
-            environment |= {"VLLM_SERVER_DEV_MODE": "1", "NCCL_NVLS_ENABLE": "0"}
-        arguments = [*ARGUMENTS, *(CPU_ARGUMENTS if plan.cpu else GPU_ARGUMENTS)]
-        arguments += ["--weight-transfer-config", json.dumps({"backend": backend})]
-        server = Server(
-            f"weights-{name}", [gpus[1]], port, model, arguments, plan.work, environment=environment
-        )
-        server.start()
-        device = "cpu" if plan.cpu else f"cuda:{gpus[0]}"
-        order = Order(name, config, device, plan.dtype_master, engine, port + 10)
-        arms.append(Arm(name, (gpus[0], gpus[1]), server, Trainer(order)))
+        first = number % max(len(plan.gpus) // needs, 1) * needs
+        gpus = plan.gpus[first : first + needs]
+        of_trainer, of_engines = gpus[: plan.trainers], gpus[plan.trainers :]
+        port = plan.port + 100 * number
+        servers, engines = [], []
+        for engine in range(plan.engines):
+            own = port + 20 * engine
+            environment = dict(CPU_ENVIRONMENT) if plan.cpu else {}
+            if name in MODES:
+                backend = "write_imm"
+                engines.append(f"{HOST}:{own + 1}")
+                settings = {
+                    "control_host": HOST,
+                    "control_port": own + 1,
+                    "providers": ["host" if plan.cpu else "nvlink"],
+                    "mode": MODES[name],
+                }
+                environment |= {"VLLM_PLUGINS": "kv_connector", "KV_CONNECTOR_WEIGHTS": json.dumps(settings)}
+            else:
+                backend = "nccl"
+                engines.append(f"http://{HOST}:{own}")
+                environment |= {"VLLM_SERVER_DEV_MODE": "1", "NCCL_NVLS_ENABLE": "0"}
+            arguments = [*ARGUMENTS, *(CPU_ARGUMENTS if plan.cpu else GPU_ARGUMENTS)]
+            arguments += ["--weight-transfer-config", json.dumps({"backend": backend})]
+            here = of_engines[engine * plan.tensor_parallel :][: plan.tensor_parallel]
+            servers.append(
+                Server(
+                    f"weights-{name}-{engine}",
+                    here,
+                    own,
+                    model,
+                    arguments,
+                    plan.work,
+                    environment=environment,
+                )
+            )
+            servers[-1].start()
+        devices = ["cpu" if plan.cpu else f"cuda:{gpu}" for gpu in of_trainer]
+        order = Order(name, config, devices, plan.dtype_master, engines, workers, port + 90)
+        arms.append(Arm(name, (of_trainer, of_engines), servers, Trainer(order)))
     return arms
 
 
 async def answers(client: httpx.AsyncClient, arm: Arm) -> None:
     rng = np.random.default_rng(3)
     prompts = [rng.integers(1, 256, length).tolist() for length in PROMPTS]
+    """Of all its engines."""
     arm.tokens.append(
-        [(await stream(client, arm.server.url, Body(prompt, ANSWER_TOKENS))).tokens for prompt in prompts]
+        [
+            (await stream(client, server.url, Body(prompt, ANSWER_TOKENS))).tokens
+            for server in arm.servers
+            for prompt in prompts
+        ]
     )
 
 
@@ -223,9 +256,9 @@ async def connect(client: httpx.AsyncClient, arm: Arm, plan: argparse.Namespace)
     if plan.cpu:
         await first()
         return
-    with Memory(arm.gpus, plan.work / f"memory-{arm.name}.csv") as memory:
+    with Memory([gpu for gpus in arm.gpus for gpu in gpus], plan.work / f"memory-{arm.name}.csv") as memory:
         await first()
-    arm.once["trainer MiB"], arm.once["engine MiB"] = (memory.extra[gpu] for gpu in arm.gpus)
+    arm.once["trainer MiB"], arm.once["engine MiB"] = (memory.extra[gpus[0]] for gpus in arm.gpus)
 
 
 async def push(client: httpx.AsyncClient, arm: Arm, version: str) -> None:
@@ -233,7 +266,7 @@ async def push(client: httpx.AsyncClient, arm: Arm, version: str) -> None:
         took: Figures = await arm.ask("push", version)
     begin, end = took["begin"], took["end"]
     figures = {"whole": end - begin, "sender cpu": took["cpu"]} | watch.figures(begin, end)
-    if arm.name == "ours":
+    if arm.name in MODES:
         figures["sending"] = took["sent"] - begin
         figures["landing"] = took["landed"] - begin
         figures["applying"] = end - took["landed"]
@@ -274,9 +307,9 @@ async def in_turn(arms: list[Arm], work: Callable[[Arm], Awaitable[None]]) -> No
         try:
             await work(arm)
         except (RuntimeError, httpx.HTTPError) as error:
-            if arm.name != "nccl":
+            if arm.name in MODES:
                 raise
-            print(f"nccl is left out: {type(error).__name__}: {error}", flush=True)
+            print(f"{arm.name} is left out: {type(error).__name__}: {error}", flush=True)
             arms.remove(arm)
 
 
@@ -306,7 +339,7 @@ async def measure(arms: list[Arm], plan: argparse.Namespace, sink: Any) -> None:
             print(f"ours: a push under cProfile, by the functions' own time{profile}", flush=True)
         if not plan.cpu:
             for arm in arms:
-                arm.once["copy bytes/s"] = await arm.ask("copy_peak", f"cuda:{arm.gpus[1]}")
+                arm.once["copy bytes/s"] = await arm.ask("copy_peak", f"cuda:{arm.gpus[1][0]}")
         for arm in arms:
             if sizes := ARENA.findall(log(arm)):
                 arm.once["arena bytes"] = float(sizes[-1]) * 1e9
@@ -374,12 +407,12 @@ def report(arms: Sequence[Arm]) -> bool:
         before, first, last = arm.tokens
         others = sum(a != b for a, b in zip(before, first, strict=True))
         same = sum(a == b for a, b in zip(first, last, strict=True))
-        print(f"{arm.name}: {others} of {len(PROMPTS)} answers are others than before, and {same} come again")
-        good &= others == same == len(PROMPTS)
+        print(f"{arm.name}: {others} of {len(before)} answers are others than before, and {same} come again")
+        good &= others == same == len(before)
     for arm in arms[1:]:
         same = sum(a == b for a, b in zip(arm.tokens[-1], arms[0].tokens[-1], strict=True))
-        print(f"{arm.name} and {arms[0].name}: {same} of {len(PROMPTS)} answers are the same")
-        good &= same == len(PROMPTS)
+        print(f"{arm.name} and {arms[0].name}: {same} of {len(arm.tokens[-1])} answers are the same")
+        good &= same == len(arm.tokens[-1])
     return good
 
 
@@ -389,9 +422,13 @@ def main() -> None:
     )
     parser.add_argument("--work", type=Path, default=Path("/tmp/kvc-bench-gpu"), help="models and logs")
     parser.add_argument("--json", type=Path, default=None)
-    parser.add_argument("--port", type=int, default=8700, help="the first of forty")
-    parser.add_argument("--gpus", nargs="+", type=int, default=[0, 1], help="a trainer's, an engine's, ...")
-    parser.add_argument("--arms", nargs="+", default=["ours", "nccl"], choices=["ours", "nccl"])
+    parser.add_argument("--port", type=int, default=8700, help="the first of four hundred")
+    parser.add_argument("--gpus", nargs="+", type=int, default=[0, 1], help="a trainer's, its engines', ...")
+    parser.add_argument("--arms", nargs="+", default=["ours", "nccl"], choices=ARMS)
+    parser.add_argument("--shape", default="llama", choices=["llama", "qwen3-moe"])
+    parser.add_argument("--trainers", type=int, default=1, metavar="RANKS")
+    parser.add_argument("--engines", type=int, default=1)
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="RANKS", help="of each engine")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--dtype-master", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--cpu", action="store_true")
@@ -399,8 +436,9 @@ def main() -> None:
     plan.work = plan.work.resolve()
     plan.work.mkdir(parents=True, exist_ok=True)
     if plan.cpu:
-        plan.arms, plan.dtype_master = ["ours"], "float32"
-    model = write_tiny(plan.work / "tiny") if plan.cpu else SHAPES["llama"].write(plan.work / "llama")
+        plan.arms, plan.dtype_master = [arm for arm in plan.arms if arm in MODES], "float32"
+        plan.gpus = list(range(plan.trainers + plan.engines * plan.tensor_parallel))
+    model = write_tiny(plan.work / "tiny") if plan.cpu else SHAPES[plan.shape].write(plan.work / plan.shape)
     config = json.loads((model / "config.json").read_text())
     arms: list[Arm] = []
     try:
@@ -409,12 +447,12 @@ def main() -> None:
         taking_part = []
         for arm in arms:
             try:
-                wait_ready([arm.server])
+                wait_ready(arm.servers)
                 taking_part.append(arm)
             except StartError as error:
-                if arm.name != "nccl":
+                if arm.name in MODES:
                     raise
-                print(f"nccl is left out: {error}", flush=True)
+                print(f"{arm.name} is left out: {error}", flush=True)
         print(f"{len(taking_part)} engines up after {time.monotonic() - begin:.0f} s", flush=True)
         with (plan.json or Path(os.devnull)).open("w", buffering=1) as sink:
             asyncio.run(measure(taking_part, plan, sink))
@@ -423,7 +461,7 @@ def main() -> None:
     finally:
         for arm in arms:
             arm.trainer.close()
-        stop([arm.server.process for arm in arms if arm.server.process is not None])
+        stop([server.process for arm in arms for server in arm.servers if server.process is not None])
 
 
 if __name__ == "__main__":

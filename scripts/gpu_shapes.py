@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Of all shapes: 7 to 8 billion weights in bfloat16.
+# Of all shapes but one: 7 to 8 billion weights in bfloat16.
 _COMMON = {
     "hidden_act": "silu",
     "hidden_size": 4096,
@@ -28,6 +28,26 @@ _LLAMA = {
     "num_hidden_layers": 32,
     "head_dim": 128,
     "rope_theta": 500000.0,
+}
+
+# Qwen3-30B-A3B with half of its layers: 15 billion weights, 31 GB.
+_QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 24,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "rope_theta": 1000000.0,
+    "attention_bias": False,
 }
 
 # DeepSeek-V3's attention with a quarter of its heads; its experts begin behind the last layer.
@@ -94,6 +114,7 @@ class Shape:
 
 SHAPES = {
     "llama": Shape(_LLAMA),
+    "qwen3-moe": Shape(_QWEN3_MOE),
     "mla": Shape(_DEEPSEEK),
     # A state for each request has to be had: 8 GiB hold 992. NixlConnector takes channels first only.
     "hybrid": Shape(_GRANITE, ["--max-num-seqs", "256"], {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}),

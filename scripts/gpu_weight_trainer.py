@@ -1,17 +1,20 @@
-"""A trainer for measurements: a process that draws a checkpoint's weights, and sends them when it is told."""
+"""A trainer for measurements: processes that draw a checkpoint's weights, in shards where they are several,
+and send them when they are told."""
 
 from __future__ import annotations
 
 import cProfile
 import io
+import math
 import multiprocessing
 import os
 import pstats
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
@@ -28,49 +31,69 @@ _COPIED_BYTES, _COPIES = 2 << 30, 10
 
 @dataclass(frozen=True)
 class Order:
-    """What a trainer is made of."""
+    """What a trainer's rank is made of."""
 
-    backend: str  # ours, nccl
+    backend: str  # of SENDERS
     config: Mapping[str, Any]  # the model's
-    device: str
+    devices: Sequence[str]  # of all ranks
     dtype: str  # of its weights
-    engine: str  # ours: the controller's address; nccl: the API's
-    meeting_port: int = 0  # nccl: where ranks find each other
+    engines: Sequence[str]  # ours: the controllers' addresses; vLLM's own: the APIs'
+    workers: int  # of all engines
+    meeting_port: int = 0  # where ranks and workers find each other; of two
+    rank: int = 0
 
 
 class Trainer:
-    """In this process: what the other one is asked. close() it."""
+    """In this process: what its ranks are asked. close() it."""
 
     def __init__(self, order: Order) -> None:
         spawn = multiprocessing.get_context("spawn")
-        self._pipe, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=_main, args=(theirs, order), daemon=True)
-        self._process.start()
-        theirs.close()
+        self._pipes, self._processes = [], []
+        for rank in range(len(order.devices)):
+            pipe, theirs = spawn.Pipe()
+            process = spawn.Process(target=_main, args=(theirs, replace(order, rank=rank)), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(pipe)
+            self._processes.append(process)
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Blocks for the answer; RuntimeError with the other's traceback, or where none comes."""
+        """Blocks for all ranks' answers, and gives the first one's; RuntimeError with the other's traceback,
+        or where none comes."""
+        answers = []
         try:
-            self._pipe.send((method, arguments))
-            if not self._pipe.poll(_TIMEOUT_S):
-                raise RuntimeError(f"the trainer does not answer {method} within {_TIMEOUT_S:g} s")
-            good, answer = self._pipe.recv()
+            for pipe in self._pipes:
+                pipe.send((method, arguments))
+            for pipe in self._pipes:
+                if not pipe.poll(_TIMEOUT_S):
+                    raise RuntimeError(f"the trainer does not answer {method} within {_TIMEOUT_S:g} s")
+                answers.append(pipe.recv())
         except (EOFError, OSError):
             raise RuntimeError("the trainer has ended, for the reason above") from None
-        if not good:
-            raise RuntimeError(f"the trainer: {answer}")
-        return answer
+        for good, answer in answers:
+            if not good:
+                raise RuntimeError(f"the trainer: {answer}")
+        return answers[0][1]
 
     def close(self) -> None:
-        self._pipe.close()  # it ends
-        self._process.join(_END_S)
-        self._process.kill()
+        for pipe in self._pipes:
+            pipe.close()  # it ends
+        for process in self._processes:
+            process.join(_END_S)
+            process.kill()
 
 
 def _main(pipe: Connection, order: Order) -> None:
     # As in the servers' environment, before NCCL looks for it.
     os.environ["NCCL_NVLS_ENABLE"] = "0"
     torch.set_num_threads(1)
+    if len(order.devices) > 1:
+        torch.distributed.init_process_group(
+            "gloo" if order.devices[0] == "cpu" else "cpu:gloo,cuda:nccl",
+            f"tcp://127.0.0.1:{order.meeting_port + 1}",
+            rank=order.rank,
+            world_size=len(order.devices),
+        )
     rank = _Rank(order)
     while True:
         try:
@@ -84,8 +107,8 @@ def _main(pipe: Connection, order: Order) -> None:
             pipe.send((False, traceback.format_exc()))
 
 
-def llama_weights(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes as in a checkpoint of LlamaForCausalLM."""
+def weights_of(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes as in a checkpoint of LlamaForCausalLM, or Qwen3MoeForCausalLM."""
     hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     yield "model.embed_tokens.weight", (config["vocab_size"], hidden)
@@ -95,9 +118,17 @@ def llama_weights(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, .
         yield f"{prefix}.self_attn.k_proj.weight", (keys, hidden)
         yield f"{prefix}.self_attn.v_proj.weight", (keys, hidden)
         yield f"{prefix}.self_attn.o_proj.weight", (hidden, queries)
-        yield f"{prefix}.mlp.gate_proj.weight", (inner, hidden)
-        yield f"{prefix}.mlp.up_proj.weight", (inner, hidden)
-        yield f"{prefix}.mlp.down_proj.weight", (hidden, inner)
+        experts = [f"{prefix}.mlp"]
+        if count := config.get("num_experts", 0):
+            inner = config["moe_intermediate_size"]
+            experts = [f"{prefix}.mlp.experts.{number}" for number in range(count)]
+            yield f"{prefix}.mlp.gate.weight", (count, hidden)
+            yield f"{prefix}.self_attn.q_norm.weight", (head,)
+            yield f"{prefix}.self_attn.k_norm.weight", (head,)
+        for expert in experts:
+            yield f"{expert}.gate_proj.weight", (inner, hidden)
+            yield f"{expert}.up_proj.weight", (inner, hidden)
+            yield f"{expert}.down_proj.weight", (hidden, inner)
         yield f"{prefix}.input_layernorm.weight", (hidden,)
         yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
     yield "model.norm.weight", (hidden,)
@@ -115,21 +146,45 @@ class _Sender(Protocol):
 
 class _Rank:
     def __init__(self, order: Order) -> None:
-        self._device = torch.device(order.device)
+        self._device = torch.device(order.devices[order.rank])
+        self._rank, self._ranks = order.rank, len(order.devices)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         dtype = getattr(torch, order.dtype)
-        self._named: Named = [
-            (name, torch.empty(shape, dtype=dtype, device=self._device))
-            for name, shape in llama_weights(order.config)
+        self._shapes = list(weights_of(order.config))
+        self._local: Named = [
+            (name, torch.empty(shape[0] // self._ranks, *shape[1:], dtype=dtype, device=self._device))
+            for name, shape in self._shapes
         ]
+        named = self._local if self._ranks == 1 else self._sharded()
         wire = getattr(torch, order.config["torch_dtype"])
-        self._nbytes: int = sum(tensor.numel() for _, tensor in self._named) * wire.itemsize
-        senders: dict[str, Callable[[], _Sender]] = {
-            "ours": lambda: _Ours(self._named, order.engine),
-            "nccl": lambda: _Nccl(self._named, order.engine, order.meeting_port, wire),
-        }
-        self._sender = senders[order.backend]()
+        self._nbytes: int = sum(math.prod(shape) for _, shape in self._shapes) * wire.itemsize
+        self._sender: _Sender
+        if order.backend.startswith("nccl"):
+            self._sender = _Nccl(named, order, wire)
+        else:
+            self._sender = _Ours(named, order.engines)
+
+    def _sharded(self) -> Named:
+        """As FSDP2 has them: a rank has some of the rows."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Shard
+
+        mesh = init_device_mesh(self._device.type, (self._ranks,))
+        return [
+            (
+                name,
+                DTensor.from_local(
+                    local,
+                    mesh,
+                    [Shard(0)],
+                    run_check=False,
+                    shape=torch.Size(shape),
+                    stride=torch.empty(shape, device="meta").stride(),
+                ),
+            )
+            for (name, local), (_, shape) in zip(self._local, self._shapes, strict=True)
+        ]
 
     def nbytes(self) -> int:
         """Of the checkpoint, as an engine has it."""
@@ -139,12 +194,16 @@ class _Rank:
         """Weights from which tokens come that depend on all of the prompt (as in kv_connector.lab.model). The
         same seed gives the same ones on any GPU of a kind."""
         generator = torch.Generator(self._device).manual_seed(seed)
-        for name, tensor in self._named:
-            if tensor.dim() == 1:
-                tensor.fill_(1.0)
+        for (name, local), (_, shape) in zip(self._local, self._shapes, strict=True):
+            if local.dim() == 1:
+                local.fill_(1.0)
+                continue
+            scale = 1.0 if "embed" in name else shape[1] ** -0.5
+            if self._ranks == 1:
+                local.normal_(0.0, scale, generator=generator)
             else:
-                scale = 1.0 if "embed" in name else tensor.shape[1] ** -0.5
-                tensor.normal_(0.0, scale, generator=generator)
+                whole = torch.empty(shape, dtype=local.dtype, device=self._device)
+                local.copy_(whole.normal_(0.0, scale, generator=generator).chunk(self._ranks)[self._rank])
         if self._device.type == "cuda":
             torch.cuda.synchronize()
 
@@ -193,24 +252,24 @@ class _Rank:
         cpu = time.thread_time()
         figures = work() | {"cpu": time.thread_time() - cpu}
         if self._device.type == "cuda":
-            weights = sum(tensor.nbytes for _, tensor in self._named)
+            weights = sum(tensor.nbytes for _, tensor in self._local)
             figures["extra bytes"] = torch.cuda.max_memory_allocated() - weights
         return figures
 
 
 class _Ours:
-    def __init__(self, named: Named, engine: str) -> None:
+    def __init__(self, named: Named, engines: Sequence[str]) -> None:
         from kv_connector.weights.pusher import WeightPusher
         from kv_connector.weights.sources import TensorSource
 
         self._make = WeightPusher
-        self._source, self._engine, self._applies = TensorSource(named), engine, True
+        self._source, self._engines, self._applies = TensorSource(named), engines, True
         self._pusher: WeightPusher | None = None
 
     def connect(self, *, applies: bool) -> Figures:
         self.close()
         begin = time.monotonic()
-        self._pusher = self._make(self._source, [self._engine], applies=applies)
+        self._pusher = self._make(self._source, self._engines, apply=None if applies else lambda _: None)
         made = time.monotonic()
         self._pusher.connect()
         self._applies = applies
@@ -221,6 +280,8 @@ class _Ours:
         figures = {"begin": time.monotonic()}
         update = self._pusher.push(version)
         figures["sent"] = time.monotonic()
+        if self._source.rank:  # the first one is asked
+            return figures
         update.wait("landed", _TIMEOUT_S)
         figures["landed"] = figures["end"] = time.monotonic()
         if self._applies:
@@ -235,10 +296,11 @@ class _Ours:
 
 
 class _Nccl:
-    """vLLM's own. A version is sent in a pause."""
+    """vLLM's own. A version is sent in a pause. ``nccl-single``: a tensor at a time, not packed."""
 
-    def __init__(self, named: Named, engine: str, port: int, wire: torch.dtype) -> None:
-        self._named, self._url, self._port, self._wire = named, engine, port, wire
+    def __init__(self, named: Named, order: Order, wire: torch.dtype) -> None:
+        self._named, self._order, self._wire = named, order, wire
+        self._threads = ThreadPoolExecutor(len(order.engines))
         self._trainer: Any = None
 
     def connect(self, *, applies: bool) -> Figures:
@@ -256,11 +318,41 @@ class _Nccl:
 
             def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
                 for name, tensor in named:
-                    yield name, tensor.to(wire)
+                    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+                    yield name, whole.to(wire)
+
+        order = self._order
+        workers = order.workers // len(order.engines)
+
+        class Client:
+            """Of several engines at once, whose workers are numbered on."""
+
+            def __init__(self, threads: ThreadPoolExecutor) -> None:
+                self._threads = threads
+                self._clients = [HTTPVLLMWeightSyncClient(url) for url in order.engines]
+
+            def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
+                def one(number: int) -> None:
+                    moved = {**info, "rank_offset": info["rank_offset"] + number * workers}
+                    self._clients[number].init_weight_transfer_engine(moved)
+
+                list(self._threads.map(one, range(len(self._clients))))
+
+            def start_weight_update(self) -> None:
+                list(self._threads.map(lambda client: client.start_weight_update(), self._clients))
+
+            def update_weights(self, info: Any) -> None:
+                list(self._threads.map(lambda client: client.update_weights(info), self._clients))
+
+            def finish_weight_update(self, version: str | None = None) -> None:
+                list(self._threads.map(lambda client: client.finish_weight_update(version), self._clients))
 
         begin = time.monotonic()
-        info = NCCLTrainerInitInfo("127.0.0.1", self._port, 2, packed=True, rank=0)
-        client = HTTPVLLMWeightSyncClient(self._url)
+        packed = order.backend == "nccl"
+        info = NCCLTrainerInitInfo(
+            "127.0.0.1", order.meeting_port, 1 + order.workers, packed=packed, rank=order.rank
+        )
+        client = Client(self._threads)
         self._trainer = WeightTransferTrainerFactory.trainer_init(info, client=client, source=Weights())
         return {"begin": begin, "made": begin, "end": time.monotonic()}
 
@@ -268,17 +360,25 @@ class _Nccl:
         import requests
 
         del version
+
+        def tell(path: str, parameters: Mapping[str, str] | None = None) -> None:
+            def one(url: str) -> None:
+                requests.post(f"{url}/{path}", params=parameters, timeout=_TIMEOUT_S).raise_for_status()
+
+            if self._order.rank == 0:
+                list(self._threads.map(one, self._order.engines))
+
         # As ours does it: frozen requests go on with new weights, and are computed anew.
         figures = {"begin": time.monotonic()}
-        pause = {"mode": "keep", "clear_cache": "true"}
-        requests.post(f"{self._url}/pause", params=pause, timeout=_TIMEOUT_S).raise_for_status()
+        tell("pause", {"mode": "keep", "clear_cache": "true"})
         figures["paused"] = time.monotonic()
         self._trainer.send_weights()
         figures["sent"] = time.monotonic()
-        requests.post(f"{self._url}/resume", timeout=_TIMEOUT_S).raise_for_status()
+        tell("resume")
         figures["end"] = time.monotonic()
         return figures
 
     def close(self) -> None:
         if self._trainer is not None:
             self._trainer.shutdown()
+        self._threads.shutdown()

@@ -152,6 +152,7 @@ def _line(name: str, said: dict[str, Any]) -> str:
         if said[key]
     ]
     words += [f"{said['senders']} senders"] if said["senders"] else []
+    words += ["stays paused, as it has weights of more than one version"] if said["torn"] else []
     words += [f"problem: {said['problem']}"] if said["problem"] else []
     return f"{name}: {', '.join(words)}"
 

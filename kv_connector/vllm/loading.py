@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
+import msgspec
 import torch
 
 from kv_connector.vllm.internals import (
@@ -87,30 +88,54 @@ class LoadedModel:
         if kept := [name for name, _ in self._shadow.named_parameters() if name not in loaded]:
             more = f" and {len(kept) - _NAMED} more" if len(kept) > _NAMED else ""
             logger.warning("%s, and left as they are: %s%s", _ABSENT, ", ".join(kept[:_NAMED]), more)
-        return geometry
+        rounds = self._rounds()
+        return msgspec.structs.replace(
+            geometry,
+            parameters=tuple(
+                msgspec.structs.replace(parameter, round=rounds[parameter.name])
+                for parameter in geometry.parameters
+            ),
+        )
 
-    def apply(self, contents: Mapping[str, torch.Tensor]) -> None:
-        """Has the model compute with ``contents``: of each parameter that was recorded, flat, its elements.
-        They are copied. Only on the thread that computes, while nothing is computed.
+    @contextmanager
+    def new_contents(self) -> Iterator[Callable[[Mapping[str, torch.Tensor]], None]]:
+        """Has the model compute with what the function that it gives is called with: of each parameter that
+        was recorded, flat, its elements; all at once, or round by round. They are copied when it returns.
+        Only on the thread that computes, while nothing is computed.
 
-        If it raises, the model has weights of before and after, and can compute; it is whole again when an
-        ``apply`` has returned. RecordError: of some layer, contents are missing; nothing was changed.
+        If it raises, the model has weights of before and after, and can compute; it is whole again when it
+        was given all. RecordError: of some layer, contents are missing; nothing of them was taken.
         """
-        layers = self._written(contents)
         with torch.no_grad(), set_current_vllm_config(self._vllm_config):
-            try:
-                reload.layerwise.initialize_layerwise_reload(_Modules([layer.module for layer in layers]))
-                for layer in layers:
-                    _load(layer, contents)
-            except BaseException:
-                for layer in layers:
-                    _put_back(layer.module)
-                raise
+            yield self._take
             for module in self._model.modules():  # they keep what they have made of other layers' weights
                 if is_deferred_attention_layer(module):
                     module.process_weights_after_loading(self._vllm_config.model_config.dtype)
-            if self._device.type != "cpu":
-                torch.accelerator.synchronize(self._device)  # from here on contents may be written again
+
+    def _take(self, contents: Mapping[str, torch.Tensor]) -> None:
+        layers = self._written(contents)
+        try:
+            reload.layerwise.initialize_layerwise_reload(_Modules([layer.module for layer in layers]))
+            for layer in layers:
+                _load(layer, contents)
+        except BaseException:
+            for layer in layers:
+                _put_back(layer.module)
+            raise
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)  # from here on contents may be written again
+
+    def _rounds(self) -> dict[str, int]:
+        """Of each parameter, by its model's name: those of one layer are taken together, and so are those of
+        layers that share one."""
+        rounds: dict[str, int] = {}
+        for number, layer in enumerate(self._layers):
+            own = set(layer.names.values())
+            joined = {rounds[name] for name in own if name in rounds}
+            first = min(joined, default=number)
+            rounds |= {name: first for name, round in rounds.items() if round in joined}
+            rounds |= dict.fromkeys(own, first)
+        return rounds
 
     def _written(self, names: Collection[str]) -> list[_Layer]:
         """The layers that have any of these parameters. RecordError where others of such a layer are lost."""

@@ -1,4 +1,5 @@
-"""vLLM's weight transfer backend ``write_imm``: each worker has an arena where weights land while it serves.
+"""vLLM's weight transfer backend ``write_imm``: each worker has an arena where weights land, as a rule while
+it serves.
 
 vLLM constructs it behind the model's loading. From then on trainers may join and write; only an update, which
 the controller asks for in a pause, comes in by vLLM's own calls. They never raise: vLLM answers one worker's
@@ -56,7 +57,7 @@ class WriteImmWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._model = LoadedModel(model, vllm_config, device)
         if (refusal := self._model.refusal()) is not None:
             raise ValueError(f"this engine cannot take weights: {refusal}")
-        settings = weight_settings(os.environ, device.type)
+        settings, streaming = weight_settings(os.environ, device.type)
         key = settings.key()
         host = settings.host(default_host(), key)
         # The first port is the controller's.
@@ -71,6 +72,7 @@ class WriteImmWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 key,
                 device,
                 settings.agent_timeouts(),
+                streaming,
             ),
             self._model.record,
         )
@@ -86,22 +88,22 @@ class WriteImmWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         """Nothing is touched before all has landed."""
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Applies what has landed. Does not raise: see above."""
-        try:
-            contents = self._receiver.take(update_info.version)
-        except NotLanded as error:
-            logger.error("%s", error)
-            return
+        """Applies what has landed, or lands. Does not raise: see above."""
         began = time.monotonic()
+        touched, problem = False, ""
         try:
-            self._model.apply(contents)
-            problem = ""
+            with self._model.new_contents() as take:
+                for contents in self._receiver.take(update_info.version):
+                    touched = True
+                    take(contents)
             took = (time.monotonic() - began) * 1e3
             logger.info("%s: applied version %s, in %.0f ms", self._name, update_info.version, took)
+        except NotLanded as error:
+            problem = str(error)
         except Exception as error:
             logger.exception("version %s was not applied", update_info.version)
             problem = f"{type(error).__name__}: {error}"
-        self._receiver.finish(problem)
+        self._receiver.finish(problem, torn=touched)
 
     def finish_weight_update(self) -> None:
         """All is done."""

@@ -64,7 +64,7 @@ class WeightsEndpoint:
         del args
         adopt_vllm_logging()
         device = engine_client.vllm_config.device_config.device_type
-        settings = weight_settings(os.environ, device)
+        settings, _ = weight_settings(os.environ, device)
         key = settings.key()
         host = settings.host(default_host(), key)
         controller = Controller(_Client(engine_client), Address(host, settings.control_port + 1), key)

@@ -11,6 +11,7 @@ by their first workers: what a controller does, vLLM's client does here.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -45,6 +46,8 @@ class WriteImmTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
     def __init__(self, info: WriteImmTrainerInitInfo, client: Any, source: TensorSource) -> None:
         super().__init__(client=client, is_sender=info.is_sender)
         self._timeout = info.timeout
+        self._driver = ThreadPoolExecutor(1, "kvc-weights-client")
+        self._driven: Future[None] | None = None
         self._pushed = 0
         self._pusher = WeightPusher(
             source,
@@ -52,7 +55,7 @@ class WriteImmTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
             key_file=info.key_file,
             providers=info.providers,
             data_host=info.data_host,
-            applies=False,
+            apply=self._ready,
         )
         self._pusher.connect()
 
@@ -74,17 +77,28 @@ class WriteImmTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
         stay paused then, and to be sent the next."""
         self._pushed += 1
         version = str(self._pushed)
+        self._driven = None
         update = self._pusher.push(version)
-        update.wait("landed", self._timeout)
-        if self.is_sender:
-            self.client.start_weight_update()
-            self.client.update_weights({"version": version})
-        update.wait("applied", self._timeout)
+        try:
+            update.wait("applied", self._timeout)
+        finally:
+            if self._driven is not None:
+                self._driven.result(self._timeout)  # what it raises says more
         if self.is_sender:
             self.client.finish_weight_update(version)
 
+    def _ready(self, version: str) -> None:
+        """While rounds land that the engine has no room for beside its weights, it is in its update."""
+
+        def drive() -> None:
+            self.client.start_weight_update()
+            self.client.update_weights({"version": version})
+
+        self._driven = self._driver.submit(drive)
+
     def shutdown(self) -> None:
         self._pusher.close()
+        self._driver.shutdown()
 
 
 if WEIGHTS not in WeightTransferTrainerFactory._registry:

@@ -1,4 +1,4 @@
-"""Where weights land: one buffer with room for each parameter that a worker's loader writes."""
+"""Where weights land: one buffer with room for what a worker's loader writes, all of it or two rounds."""
 
 from __future__ import annotations
 
@@ -7,46 +7,61 @@ from collections.abc import Mapping
 import torch
 
 from kv_connector.weights.buffer import Buffer, aligned, settle
-from kv_connector.weights.geometry import Constant, Geometry
-from kv_connector.weights.plan import ITEM_BYTES
+from kv_connector.weights.geometry import Constant, Geometry, item_bytes
+
+# While one round is taken the next lands; a third would wait for the second to be taken, too.
+SLOTS = 2
 
 
 class Arena:
-    """In the memory of ``device``. The geometry's constants are in it from the start; writes go around them.
+    """In the memory of ``device``. A round has the room of the one that is SLOTS before it.
 
-    ``nbytes``: as large as the parameters. ``loaded_bytes``: of them, those that senders write.
+    ``offsets``: in bytes, of each parameter. ``loaded_bytes``: those that senders write for a version.
     """
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
         """Raises torch.OutOfMemoryError, or OSError."""
         self.geometry = geometry
-        offsets, end = [], 0
+        self._device = device
+        ends = [0] * geometry.rounds
+        within = []
         for parameter in geometry.parameters:
-            offsets.append(end)
-            nbytes = parameter.elements * ITEM_BYTES[parameter.dtype]
-            end += aligned(nbytes)
-        self.offsets = tuple(offsets)
-        self.nbytes = end
+            within.append(ends[parameter.round])
+            ends[parameter.round] += aligned(parameter.nbytes)
+        slots = [max(ends[slot::SLOTS], default=0) for slot in range(SLOTS)]
+        begins = [sum(slots[:slot]) for slot in range(SLOTS)]
+        self.offsets = tuple(
+            begins[parameter.round % SLOTS] + offset
+            for parameter, offset in zip(geometry.parameters, within, strict=True)
+        )
+        self.nbytes = sum(slots)
         self.loaded_bytes = sum(
-            write.elements * ITEM_BYTES[geometry.parameters[write.parameter].dtype]
+            write.elements * item_bytes(geometry.parameters[write.parameter].dtype)
             for write in geometry.writes
         )
-        self._buffer = Buffer("weights", end, device)
+        self._buffer = Buffer("weights", self.nbytes, device)
         self.range = self._buffer.range
-        for constant in geometry.constants:
-            self._fill(constant)
-        settle(device)  # what is cleared late would take what has landed with it
 
-    def contents(self) -> Mapping[str, torch.Tensor]:
-        """Of each parameter by its name, flat: views."""
+    def clear(self, round: int) -> None:
+        """The room of this round has its constants, around which it is written, and no other round's contents
+        any more. Blocks for a moment: what is cleared late would take what has landed with it."""
+        for constant in self.geometry.constants:
+            if self.geometry.parameters[constant.parameter].round == round:
+                self._fill(constant)
+        settle(self._device)
+
+    def contents(self, round: int) -> Mapping[str, torch.Tensor]:
+        """Of each of the round's parameters by its name, flat: views."""
         return {
-            parameter.name: self._flat(number) for number, parameter in enumerate(self.geometry.parameters)
+            parameter.name: self._flat(number)
+            for number, parameter in enumerate(self.geometry.parameters)
+            if parameter.round == round
         }
 
     def _flat(self, number: int) -> torch.Tensor:
         parameter, offset = self.geometry.parameters[number], self.offsets[number]
-        nbytes = parameter.elements * ITEM_BYTES[parameter.dtype]
-        return self._buffer.bytes[offset : offset + nbytes].view(getattr(torch, parameter.dtype))
+        flat = self._buffer.bytes[offset : offset + parameter.nbytes]
+        return flat.view(getattr(torch, parameter.dtype))
 
     def _fill(self, constant: Constant) -> None:
         flat = self._flat(constant.parameter)

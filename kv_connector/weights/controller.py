@@ -2,7 +2,8 @@
 
 It lives where the engine can be paused, beside the API server, and speaks with trainers over control sockets
 of its own. A version is applied by all workers or the engine goes on with none: what one could not apply is
-applied once more, for it still lies in the arenas, and then the engine stays paused, and says so.
+applied once more where it still lies in the arenas. If some workers have it then and others have not, or one
+has half of it, the engine stays paused, and says so.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ class Controller:
         self._addresses: tuple[WorkersAre, ...] = ()
         self._served = ""
         self._problem = ""
+        self._torn = False
         self._applying: asyncio.Lock
 
     async def start(self, address: Address) -> None:
@@ -108,19 +110,20 @@ class Controller:
             await self._engine.pause()
             torn = True
             try:
-                problem = await self._update(version)
+                problem, states = await self._update(version)
                 if not problem:
                     await self._engine.label(version)
                     self._served = version
-                torn = bool(problem)
+                torn = any(state.torn for state in states) or len({state.served for state in states}) > 1
             finally:
                 if not torn:
                     await self._engine.resume()
+                self._torn = torn
             self._problem = problem
             return Outcome(problem, torn, time.monotonic() - began)
 
-    async def _update(self, version: str) -> str:
-        problem = ""
+    async def _update(self, version: str) -> tuple[str, list[State]]:
+        """Why it is not served, if it is not, and how the workers are."""
         for _ in range(_TRIES):
             await self._engine.update(version)
             states = await self._states()
@@ -130,9 +133,11 @@ class Controller:
                 if state.served != version or state.problem
             )
             if not problem:
-                return ""
+                break
             logger.error("weights: version %s: %s", version, problem)
-        return problem
+            if any(state.landed != version for state in states):
+                break
+        return problem, states
 
     async def _states(self) -> list[State]:
         states = await asyncio.gather(*(self._ask(worker, Ask()) for worker in self._workers))
@@ -230,6 +235,7 @@ class Controller:
                 senders=max(state.senders for state in states),
                 arena_bytes=sum(state.arena_bytes for state in states),
                 problem=self._problem or one.problem,
+                torn=self._torn,
             )
         except TimeoutError:
             answer = Refused("a worker does not answer")

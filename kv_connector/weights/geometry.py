@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Mapping
 from typing import Annotated
 
 import msgspec
@@ -15,6 +16,31 @@ Natural = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 Dtype = Annotated[str, msgspec.Meta(min_length=1, max_length=32)]
 Index = tuple[Natural, ...]
+
+
+# Bytes of an element, by what torch calls its dtype.
+_ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+
+
+def item_bytes(dtype: str) -> int:
+    """Raises ValueError for what is no dtype of weights."""
+    try:
+        return _ITEM_BYTES[dtype]
+    except KeyError:
+        raise ValueError(f"weights of dtype {dtype} cannot be sent") from None
 
 
 class Tensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -31,6 +57,11 @@ class Parameter(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     name: Name
     dtype: Dtype
     elements: Natural  # that lie between its first byte and its last
+    round: Natural = 0  # in which it lands; what has the same is taken together
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements * item_bytes(self.dtype)
 
 
 class Write(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -68,8 +99,36 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     writes: tuple[Write, ...]
     constants: tuple[Constant, ...]
 
+    @property
+    def rounds(self) -> int:
+        return 1 + max((parameter.round for parameter in self.parameters), default=0)
+
     def digest(self) -> bytes:
         return digest(self)
+
+    def in_one_round(self) -> Geometry:
+        return self._renumbered({parameter.round: 0 for parameter in self.parameters})
+
+    def in_few_rounds(self) -> Geometry:
+        """Neighbours together, where they are no more bytes than the largest is by itself."""
+        sizes: dict[int, int] = {}
+        for parameter in sorted(self.parameters, key=lambda parameter: parameter.round):
+            sizes[parameter.round] = sizes.get(parameter.round, 0) + parameter.nbytes
+        numbers: dict[int, int] = {}
+        number = taken = 0
+        for round, nbytes in sizes.items():
+            if taken and taken + nbytes > max(sizes.values()):
+                number, taken = number + 1, 0
+            numbers[round] = number
+            taken += nbytes
+        return self._renumbered(numbers)
+
+    def _renumbered(self, numbers: Mapping[int, int]) -> Geometry:
+        parameters = tuple(
+            msgspec.structs.replace(parameter, round=numbers[parameter.round])
+            for parameter in self.parameters
+        )
+        return msgspec.structs.replace(self, parameters=parameters)
 
 
 def digest(value: object) -> bytes:

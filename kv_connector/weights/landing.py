@@ -4,6 +4,10 @@ A version lands in three steps: each sender says BEGIN; when all have, one count
 can raise, and they are told how; when it has counted all their pages, the version has landed, and can be
 applied as often as it takes. A sender that is lost before that voids the version: everybody's link ends, so
 that nothing can land any more where the next version will.
+
+``streaming`` has room for two rounds of a version alone. It is ready when all have said BEGIN; when it is
+taken, the first rounds are opened, and each further one when the one before it in its room has been applied.
+A sender that is lost meanwhile leaves a torn model, which the next version mends.
 """
 
 from __future__ import annotations
@@ -26,10 +30,10 @@ from kv_connector.weights.messages import (
     Dropped,
     Join,
     Joined,
-    Landed,
     Leave,
     Ping,
     Pong,
+    Ready,
     Refused,
     State,
     WeightMessage,
@@ -63,15 +67,31 @@ class Accept:
 
 @dataclass(frozen=True)
 class OpenCounter:
-    """That only these raise; ``opened`` answers, and ``reached`` when it has counted the pages."""
+    """That only these raise, for pages in the round's room; ``opened`` answers, and ``reached`` when it has
+    counted them."""
 
     peers: tuple[Peer, ...]
     pages: int
+    round: int = 0
 
 
 @dataclass(frozen=True)
 class CloseCounter:
-    pass
+    round: int = 0
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """To whom it was that called ``take``: this round is there, until it is ``released``."""
+
+    round: int = 0
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """To whom it was that called ``take``: nothing more will come."""
+
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -88,14 +108,14 @@ class Log:
     text: str
 
 
-Action = Reply | Record | Accept | OpenCounter | CloseCounter | Fence | Log
+Action = Reply | Record | Accept | OpenCounter | CloseCounter | HandOver | GiveUp | Fence | Log
 
 
 class Phase(enum.Enum):
     EMPTY = "empty"
     BEGINNING = "beginning"  # not all senders have said so
     LANDING = "landing"
-    LANDED = "landed"
+    READY = "ready"  # to be taken
     APPLYING = "applying"
 
 
@@ -116,27 +136,33 @@ class Landing:
     sender is lost."""
 
     dead: float
+    slots: int = 0
+    """Rounds that there is room for; 0: for whole versions, which land while the engine serves."""
     arena_bytes: int = 0
-    """Of what is recorded; 0: nothing is."""
+    """Of a version, as it is recorded; 0: nothing is."""
     served: str = ""
     phase: Phase = Phase.EMPTY
+    _rounds: int = 1
+    _torn: bool = False
     _version: str = ""
     _problem: str = ""
     _digest: bytes = b""  # of the tensors that are recorded
     _recording: list[Source] = field(default_factory=list)
     _senders: dict[Source, _Sender] = field(default_factory=dict)
     _fencing: set[Peer] = field(default_factory=set)
-    _opening: bool = False
+    _opening: set[int] = field(default_factory=set)  # rounds
+    _counting: set[int] = field(default_factory=set)
     _answer: Described | None = None
 
     def state(self) -> State:
         return State(
             self.served,
             landing=self._version if self.phase in (Phase.BEGINNING, Phase.LANDING) else "",
-            landed=self._version if self.phase in (Phase.LANDED, Phase.APPLYING) else "",
+            landed=self._version if self.phase in (Phase.READY, Phase.APPLYING) else "",
             senders=len(self._senders),
             arena_bytes=self.arena_bytes,
             problem=self._problem,
+            torn=self._torn,
         )
 
     def next_deadline(self) -> float | None:
@@ -202,6 +228,7 @@ class Landing:
 
     def recorded(self, digest: bytes, answer: Described, nbytes: int) -> list[Action]:
         self._digest, self._answer, self.arena_bytes = digest, answer, nbytes
+        self._rounds = answer.geometry.rounds
         self.phase, self._version = Phase.EMPTY, ""  # it is another arena
         return [Reply(source, answer) for source in self._asked()]
 
@@ -252,15 +279,18 @@ class Landing:
 
     def _begin(self, sender: _Sender, begin: Begin) -> list[Action]:
         if self.phase in (Phase.APPLYING, Phase.LANDING):
-            doing = "applied" if self.phase is Phase.APPLYING else "landing"
-            return [Reply(sender.source, Refused(f"version {self._version} is {doing}"))]
-        if self.phase in (Phase.EMPTY, Phase.LANDED):
+            return [Reply(sender.source, Refused(f"version {self._version} is {self.phase.value}"))]
+        if self.phase in (Phase.EMPTY, Phase.READY):
             self.phase, self._version = Phase.BEGINNING, begin.version
+            for other in self._begun():
+                other.begin = None  # of a version that was not taken
         sender.begin = begin
         begun = [other.begin for other in self._senders.values() if other.begin is not None]
         if len({(b.version, b.plan, b.senders) for b in begun}) > 1:
             said = ", ".join(sorted({f"version {b.version} of {b.senders} senders" for b in begun}))
             return self._drop(f"its senders do not agree (or have other plans): {said}")
+        if len(begin.pages) != self._rounds:
+            return self._drop(f"{len(begin.pages)} rounds were announced of {self._rounds}")
         if len(begun) < begin.senders:
             return []
         if (nbytes := sum(b.nbytes for b in begun)) != self.arena_bytes:
@@ -268,40 +298,56 @@ class Landing:
         return self._open()
 
     def _open(self) -> list[Action]:
-        begun = [s for s in self._senders.values() if s.begin is not None]
+        begun = [sender.begin for sender in self._begun() if sender.begin is not None]
         if self.phase is not Phase.BEGINNING or self._opening or not begun or self._fencing:
             return []
-        first = begun[0].begin
-        assert first is not None
-        if len(begun) < first.senders:
+        if len(begun) < begun[0].senders:
             return []
-        self._opening = True
-        peers = tuple(s.peer for s in begun if s.peer is not None)
-        return [OpenCounter(peers, sum(s.begin.pages for s in begun if s.begin is not None))]
+        return self._ready() if self.slots else self._open_round(0)
 
-    def opened(self, immediate: int) -> list[Action]:
-        if not self._opening:
-            return []  # dropped meanwhile, and closed with that
-        self._opening, self.phase = False, Phase.LANDING
-        return [Reply(s.source, Begun(self._version, immediate)) for s in self._senders.values() if s.begin]
+    def _ready(self) -> list[Action]:
+        self.phase = Phase.READY
+        return [Reply(sender.source, Ready(self._version)) for sender in self._senders.values()]
+
+    def _begun(self) -> list[_Sender]:
+        return [sender for sender in self._senders.values() if sender.begin is not None]
+
+    def _open_round(self, round: int) -> list[Action]:
+        begun = self._begun()
+        pages = sum(sender.begin.pages[round] for sender in begun if sender.begin is not None)
+        if not pages:
+            return [HandOver(round)]
+        self._opening.add(round)
+        return [OpenCounter(tuple(s.peer for s in begun if s.peer is not None), pages, round)]
+
+    def opened(self, immediate: int, round: int = 0) -> list[Action]:
+        if round not in self._opening:
+            return [CloseCounter(round)]  # dropped meanwhile
+        self._opening.discard(round)
+        self._counting.add(round)
+        if self.phase is Phase.BEGINNING:
+            self.phase = Phase.LANDING
+        begun = Begun(self._version, immediate, round)
+        return [Reply(sender.source, begun) for sender in self._begun()]
 
     def not_opened(self, reason: str) -> list[Action]:
         return self._drop(reason)
 
-    def reached(self) -> list[Action]:
-        self.phase = Phase.LANDED
-        told: list[Action] = [CloseCounter()]
-        for sender in self._senders.values():
+    def reached(self, round: int = 0) -> list[Action]:
+        self._counting.discard(round)
+        if self.slots:
+            return [CloseCounter(round), HandOver(round)]
+        for sender in self._begun():
             sender.begin = None
-            told.append(Reply(sender.source, Landed(self._version)))
-        return told
+        return [CloseCounter(round), *self._ready()]
 
     def _lose(self, sender: _Sender, reason: str) -> list[Action]:
         del self._senders[sender.source]
         said = f"rank {sender.rank} of run {sender.run} ({sender.name}): {reason}"
         actions: list[Action] = [Log(logging.INFO, f"a sender of weights is gone: {said}")]
         actions += self._fence(sender, reason)
-        if self.phase in (Phase.BEGINNING, Phase.LANDING):
+        unfinished = self.slots and self.phase in (Phase.READY, Phase.APPLYING)
+        if unfinished or self.phase in (Phase.BEGINNING, Phase.LANDING):
             actions += self._drop(said)
         return actions
 
@@ -310,13 +356,17 @@ class Landing:
         actions: list[Action] = [
             Log(logging.WARNING, f"version {self._version} of the weights is dropped: {reason}")
         ]
-        if self._opening or self.phase is Phase.LANDING:
-            actions.append(CloseCounter())
+        actions += [CloseCounter(round) for round in sorted(self._opening | self._counting)]
         for sender in self._senders.values():
             actions.append(Reply(sender.source, Dropped(self._version, clip(reason))))
             actions += self._fence(sender, "the version was dropped")
-        self._senders.clear()
-        self.phase, self._version, self._opening, self._problem = Phase.EMPTY, "", False, reason[:1024]
+        for done in (self._senders, self._opening, self._counting):
+            done.clear()
+        self._problem = reason[:1024]
+        if self.phase is Phase.APPLYING:
+            actions.append(GiveUp(reason))  # who took it reads what there is, until applied()
+        else:
+            self.phase, self._version = Phase.EMPTY, ""
         return actions
 
     def _fence(self, sender: _Sender, reason: str) -> list[Action]:
@@ -327,21 +377,49 @@ class Landing:
 
     # --- Applying
 
-    def take(self, version: str) -> str | None:
-        """The version is to be applied: nothing else may land until applied(). Else why it cannot be."""
-        if self.phase is Phase.LANDED and self._version == version and not self._recording:
+    def take(self, version: str) -> list[Action]:
+        """The version is to be applied: nothing else may land until applied(). It is handed over in as many
+        rounds as it has."""
+        if self.phase is Phase.READY and self._version == version and not self._recording:
             self.phase = Phase.APPLYING
-            return None
+            if not self.slots:
+                return [HandOver(round) for round in range(self._rounds)]
+            return [
+                action for round in range(min(self.slots, self._rounds)) for action in self._open_round(round)
+            ]
         here = f"version {self._version} is {self.phase.value}" if self._version else "there is none"
-        return f"version {version} has not landed: {here}" + (self._problem and f" ({self._problem})")
+        why = f" ({self._problem})" if self._problem else ""
+        return [GiveUp(f"version {version} has not landed: {here}{why}")]
 
-    def applied(self, problem: str) -> list[Action]:
-        """It was, or was not, and may be again."""
-        self.phase, self._problem = Phase.LANDED, problem[:1024]
+    def released(self, round: int) -> list[Action]:
+        """Where it lay the next may land."""
+        following = round + self.slots
+        if not self.slots or not self._begun() or following >= self._rounds:
+            return []
+        return self._open_round(following)
+
+    def applied(self, problem: str, *, torn: bool = False) -> list[Action]:
+        """What was taken is served, or is not. ``torn``: the model has some of it. What has landed whole may
+        be tried again."""
+        if self.phase is not Phase.APPLYING:
+            return []  # it could not be taken
+        version, actions = self._version, list[Action]()
         if problem:
-            return [Log(logging.ERROR, f"version {self._version} of the weights was not applied: {problem}")]
-        self.served = self._version
-        return [Reply(sender.source, Applied(self.served)) for sender in self._senders.values()]
+            self._torn = self._torn or torn
+            what = f"version {version} of the weights was not applied: {problem}"
+            actions.append(Log(logging.ERROR, what))
+        else:
+            self.served, self._torn = version, False
+            actions += [Reply(sender.source, Applied(version)) for sender in self._senders.values()]
+        self.phase = Phase.READY
+        if self.slots:
+            if problem and self._begun():
+                actions += self._drop(problem)
+            self.phase, self._version = Phase.EMPTY, ""
+            for sender in self._begun():
+                sender.begin = None
+        self._problem = problem[:1024]
+        return actions
 
 
 NOT_DESCRIBED = "this worker has not looked at such a checkpoint"

@@ -15,19 +15,20 @@ from kv_connector.protocol.timers import Timeouts
 from kv_connector.weights.loop import Loop
 from kv_connector.weights.messages import (
     Applied,
+    Begun,
     Dropped,
-    Landed,
     Leave,
     NotApplied,
     Ping,
     Pong,
+    Ready,
     Refused,
     WeightMessage,
 )
 
 logger = logging.getLogger("kv_connector")
 
-News = Landed | Applied | NotApplied | Dropped
+News = Ready | Begun | Applied | NotApplied | Dropped
 """What comes without a question."""
 
 
@@ -130,8 +131,10 @@ class Links:
             case Dropped():
                 self.heard(link, message)
                 self._lost(link, f"version {message.version} was dropped: {message.reason}")
-            case Landed() | Applied() | NotApplied():
+            case Ready() | Begun() | Applied() | NotApplied():
                 self.heard(link, message)
+            case Refused() if link.asked is None:
+                self._lost(link, message.reason)
             case _ if link.asked is None:
                 logger.debug("%s: nobody asked for %s", link.address, message)
             case Refused():

@@ -63,19 +63,20 @@ class Begin(Message, frozen=True, tag="begin"):
     version: Version
     plan: Bytes  # digest
     senders: Rank
-    pages: Natural
+    pages: tuple[Natural, ...]  # by round
     nbytes: Natural
 
 
 class Begun(Message, frozen=True, tag="begun"):
-    """All senders have said BEGIN."""
+    """All senders have said BEGIN, and there is room for this round's pages."""
 
     version: Version
     immediate: Natural
+    round: Natural = 0
 
 
-class Landed(Message, frozen=True, tag="landed"):
-    """All pages of the version are there."""
+class Ready(Message, frozen=True, tag="ready"):
+    """The engine may be paused for the version: it has landed, or will where it is not served meanwhile."""
 
     version: Version
 
@@ -150,6 +151,7 @@ class State(Message, frozen=True, tag="state"):
     arena_bytes: Natural = 0
     problem: Annotated[str, msgspec.Meta(max_length=1024)] = ""
     """Why the last version was not applied; empty: it was."""
+    torn: bool = False  # it has weights of more than one version, and must not serve
 
 
 WeightMessage = (
@@ -159,7 +161,7 @@ WeightMessage = (
     | Joined
     | Begin
     | Begun
-    | Landed
+    | Ready
     | Dropped
     | Applied
     | NotApplied

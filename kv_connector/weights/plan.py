@@ -15,23 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kv_connector.weights.geometry import Geometry, Index, Tensor, Write, digest
-
-# Bytes of an element, by what torch calls its dtype.
-ITEM_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
-}
+from kv_connector.weights.geometry import Geometry, Index, Tensor, Write, digest, item_bytes
 
 
 class PlanError(ValueError):
@@ -84,7 +68,8 @@ class Plan:
 def make_plan(
     tensors: Sequence[Tensor], senders: Sequence[Sequence[Shard]], receivers: Sequence[Geometry]
 ) -> Plan:
-    """Raises PlanError where a tensor is not held whole, or not at all while it is loaded."""
+    """Raises PlanError where a tensor is not held whole, or not at all while it is loaded; ValueError for a
+    dtype that cannot be sent."""
     cutter = _Cutter(tensors, senders)
     plan = Plan(
         digest([list(tensors), [[(s.tensor, s.box.start, s.box.extent) for s in held] for held in senders]])
@@ -97,7 +82,7 @@ def make_plan(
         for write in geometry.writes:
             if write.tensor >= len(tensors):
                 raise PlanError(f"a loader takes tensor {write.tensor} of {len(tensors)}")
-            item = _item_bytes(geometry.parameters[write.parameter].dtype)
+            item = item_bytes(geometry.parameters[write.parameter].dtype)
             for piece, holders in cutter.cut(write):
                 cuts.append((piece.elements * item, len(cuts), number, piece, holders))
     # The longest first, each to who has the least to write: nobody has more than the mean and one piece.
@@ -208,13 +193,6 @@ def _not_tiled(shape: Index, boxes: Sequence[Box]) -> str | None:
     if (cells > 1).any():
         return "parts of it that different ranks hold overlap"
     return None
-
-
-def _item_bytes(dtype: str) -> int:
-    try:
-        return ITEM_BYTES[dtype]
-    except KeyError:
-        raise PlanError(f"weights of dtype {dtype} cannot be sent") from None
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ connect() and, for a version, until all have begun.
 from __future__ import annotations
 
 import logging
+import queue
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
@@ -43,8 +44,8 @@ from kv_connector.weights.messages import (
     Dropped,
     Join,
     Joined,
-    Landed,
     NotApplied,
+    Ready,
     WeightMessage,
     WorkerAddress,
     Workers,
@@ -90,7 +91,11 @@ class _Worker:
     offsets: tuple[int, ...] = ()
     senders: int = 0
     geometry: bytes = b""  # digest
-    sends: Sequence[Send] = ()
+    rounds: Sequence[Sequence[Send]] = ()
+
+    @property
+    def sends(self) -> Iterator[Send]:
+        return (send for sends in self.rounds for send in sends)
 
 
 @dataclass(eq=False)
@@ -111,7 +116,8 @@ class Update:
         }
 
     def wait(self, stage: Stage = "applied", timeout: float = 60.0) -> None:
-        """Blocks until all engines are there; raises PushError with all that are not, and why.
+        """Blocks until all engines are there; raises PushError with all that are not, and why. At an engine
+        that has no room beside what it serves a version has landed when it is applied.
 
         Other ranks than the first hear of "applied" from the workers that they write to.
         """
@@ -128,7 +134,9 @@ class Update:
             raise PushError(f"version {self.version}: {'; '.join(problems)}")
 
     def reached(self, engine: str, stage: Stage) -> None:
-        _resolve(self._done[stage][engine], None)
+        """Also what comes before it."""
+        for futures in [self._done["landed"], self._done[stage]]:
+            _resolve(futures[engine], None)
 
     def failed(self, engine: str, reason: str) -> None:
         for futures in self._done.values():
@@ -158,11 +166,12 @@ class WeightPusher:
         staging_bytes: int = STAGING_BYTES,
         timeouts: Timeouts | None = None,
         name: str = "trainer",
-        applies: bool = True,
+        apply: Callable[[str], None] | None = None,
     ) -> None:
         """``engines``: the controllers' addresses, ``host:port``. ``providers``: lanes in order of
         preference; default: ``host`` and ``tcp``, of weights in a GPU ``nvlink``. ``data_host``: this
-        machine's address for them. ``applies``: whether rank 0 has versions applied.
+        machine's address for them. ``apply``: called by rank 0, on a thread that must not wait, when all
+        engines that are left may be paused for a version; default: each one's controller is told.
 
         KeyFileError; ValueError where an address is none; TransferError where a lane does not open.
         """
@@ -171,11 +180,13 @@ class WeightPusher:
         self._timeouts = timeouts or Timeouts()
         self._run = ""
         self._name = f"{name}/{source.rank}"
-        self._applies = applies
+        self._apply = apply
         self._engines = [_Engine(parse_address(engine)) for engine in engines]
         self._update: Update | None = None
-        self._landed: set[int] = set()
+        self._asked_for: Update | None = None
+        self._ready: set[int] = set()
         self._applied: set[int] = set()
+        self._begun: queue.SimpleQueue[tuple[_Worker, Begun | None]] = queue.SimpleQueue()
         self._plan: Plan | None = None
         chosen = tuple(providers) or (("nvlink",) if source.device.type == "cuda" else ("host", "tcp"))
         self._engine = TransferEngine(
@@ -223,7 +234,11 @@ class WeightPusher:
             pieces = [of[worker.number] for of in self._plan.pieces]
             worker.senders = sum(rank == 0 or bool(parts) for rank, parts in enumerate(pieces))
             worker.geometry = geometries[worker.number].digest()
-            worker.sends = self._writer.prepare(pieces[self._source.rank], geometries[worker.number])
+            sends = self._writer.prepare(pieces[self._source.rank], geometries[worker.number])
+            worker.rounds = [
+                [send for send in sends if send.round == round]
+                for round in range(geometries[worker.number].rounds)
+            ]
             if self._writes_to(worker):
                 self._join(worker)
 
@@ -350,24 +365,30 @@ class WeightPusher:
         if self._plan is None:
             raise PushError("connect() comes first")
         update = Update(version, [str(engine.address) for engine in self._engines])
-        self._landed, self._applied, self._update = set(), set(), update
-        ready = self._begin(version, update)
-        targets = []
-        for turn in range(len(ready)):
-            # Not all ranks at the same receiver at once.
-            worker, immediate = ready[(turn + self._source.rank) % len(ready)]
-            targets.append(Target(worker.peer, worker.region, worker.offsets, immediate, worker.sends))
-        failures = self._writer.write(targets)
-        for worker, _ in ready:
-            if (failure := failures.get(worker.peer)) is not None:
-                assert worker.link is not None
-                self._links.end(worker.link, failure)
-                self._lost(worker.link, failure)
+        self._ready, self._applied, self._begun = set(), set(), queue.SimpleQueue()
+        self._update = update
+        self._writer.start()
+        awaited = self._begin(version, update)
+        while awaited:
+            for worker, begun in self._wait_for(awaited):
+                if worker not in awaited:
+                    continue  # it is lost
+                if begun is None:
+                    del awaited[worker]
+                    continue
+                sends = worker.rounds[begun.round]
+                self._writer.write(Target(worker.peer, worker.region, worker.offsets, begun.immediate, sends))
+                awaited[worker] -= 1
+                if not awaited[worker]:
+                    del awaited[worker]
+            self._end_failed()
+        self._writer.finish()
+        self._end_failed()
         return update
 
-    def _begin(self, version: str, update: Update) -> list[tuple[_Worker, int]]:
-        """Those that wait for pages, each with what raises its counter."""
-        asked = []
+    def _begin(self, version: str, update: Update) -> dict[_Worker, int]:
+        """Those that will say BEGUN, and how many times each."""
+        asked: dict[_Worker, int] = {}
         for engine in self._engines:
             try:
                 if engine.link is not None and engine.link.over:
@@ -377,25 +398,43 @@ class WeightPusher:
                         if worker.link is None or worker.link.over:
                             self._join(worker)
                         assert worker.link is not None
-                        answer = self._links.ask(worker.link, self._begins(worker, version))
-                        asked.append((engine, worker, answer))
+                        asked[worker] = len(worker.rounds)
+                        self._links.tell(worker.link, self._begins(worker, version))
             except (LinkError, PushError) as error:
                 update.failed(str(engine.address), str(error))
-        ready = []
-        for engine, worker, answer in asked:
-            assert worker.link is not None
-            try:
-                begun = self._links.wait(answer, worker.link, self._timeouts.orphan)
-                assert isinstance(begun, Begun)
-                ready.append((worker, begun.immediate))
-            except LinkError as error:
-                self._links.end(worker.link, str(error))  # it is joined anew for the next version
-                update.failed(str(engine.address), str(error))
-        return ready
+                for worker in engine.workers:
+                    if asked.pop(worker, None) is not None:
+                        self._end(worker, str(error))
+        return asked
+
+    def _wait_for(self, awaited: dict[_Worker, int]) -> list[tuple[_Worker, Begun | None]]:
+        """Blocks until somebody has begun a round, or is lost (None); all who have."""
+        try:
+            heard = [self._begun.get(timeout=self._timeouts.orphan)]
+        except queue.Empty:
+            for worker in awaited:
+                self._end(worker, f"not begun within {self._timeouts.orphan:g} s")
+            return [(worker, None) for worker in awaited]
+        while not self._begun.empty():
+            heard.append(self._begun.get())
+        # Not all ranks at the same receiver at once.
+        first = self._source.rank % len(heard)
+        return [*heard[first:], *heard[:first]]
+
+    def _end_failed(self) -> None:
+        for worker in self._workers():
+            if (failure := self._writer.failures.get(worker.peer)) is not None:
+                self._end(worker, failure)
+
+    def _end(self, worker: _Worker, reason: str) -> None:
+        """It is joined anew for the next version."""
+        if worker.link is not None and not worker.link.over:
+            self._links.end(worker.link, reason)
+            self._lost(worker.link, reason)
 
     def _begins(self, worker: _Worker, version: str) -> Begin:
         assert self._plan is not None
-        pages = sum(send.pages for send in worker.sends)
+        pages = tuple(sum(send.pages for send in sends) for sends in worker.rounds)
         nbytes = self._plan.nbytes[self._source.rank][worker.number]
         return Begin(version, self._plan.digest, worker.senders, pages, nbytes)
 
@@ -416,21 +455,37 @@ class WeightPusher:
 
     def _from_worker(self, update: Update, engine: _Engine, link: Link, news: News) -> None:
         name = str(engine.address)
-        reached = self._landed if isinstance(news, Landed) else self._applied
         if isinstance(news, Dropped):
             return  # the link is over with it, which _lost() hears
         mine = [worker for worker in engine.workers if worker.link is not None]
+        if isinstance(news, Begun):
+            for worker in mine:
+                if worker.link is link:
+                    self._begun.put((worker, news))
+            return
+        reached = self._ready if isinstance(news, Ready) else self._applied
         reached |= {worker.number for worker in mine if worker.link is link}
         if not all(worker.number in reached for worker in mine):
             return
         if isinstance(news, Applied):
             # Rank 0 hears it of the controller, where that applies it: when the engine has gone on.
-            if self._source.rank != 0 or not self._applies:
+            if self._source.rank != 0 or self._apply is not None:
                 update.reached(name, "applied")
             return
-        update.reached(name, "landed")
-        if self._applies and self._source.rank == 0 and engine.link is not None:
+        if all(len(worker.rounds) == 1 for worker in mine):
+            update.reached(name, "landed")
+        if self._apply is not None:
+            self._apply_once()
+        elif self._source.rank == 0 and engine.link is not None:
             self._links.tell(engine.link, Apply(update.version))
+
+    def _apply_once(self) -> None:
+        left = [worker for worker in self._workers() if worker.link is not None and not worker.link.over]
+        if self._apply is None or self._source.rank != 0 or self._update in (None, self._asked_for):
+            return
+        if left and all(worker.number in self._ready for worker in left):
+            self._asked_for = self._update
+            self._apply(self._update.version)
 
     def _lost(self, link: Link, reason: str) -> None:
         for engine in self._engines:
@@ -441,3 +496,5 @@ class WeightPusher:
         for worker in self._workers():
             if worker.link is link:
                 self._writer.fence(worker.peer)
+                self._begun.put((worker, None))
+        self._apply_once()

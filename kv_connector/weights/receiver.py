@@ -1,4 +1,5 @@
-"""A worker's end: weights land in its arena while it serves, and are taken from there in one step.
+"""A worker's end: weights land in its arena while it serves, and are taken from there in one step; or, where
+there is no room for that, round by round while it is paused.
 
 ``Landing`` decides; this carries it out, on a thread and a transfer engine of its own. The worker's main
 thread comes in only to take what has landed.
@@ -7,7 +8,8 @@ thread comes in only to take what has landed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import queue
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -20,13 +22,15 @@ from kv_connector.engine import DomainConfig, EngineConfig, ErrorCode, EventKind
 from kv_connector.engine.transfer_engine import TransferEngine
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timers import Timeouts
-from kv_connector.weights.arena import Arena
+from kv_connector.weights.arena import SLOTS, Arena
 from kv_connector.weights.geometry import Geometry, Tensor, digest
 from kv_connector.weights.landing import (
     Accept,
     Action,
     CloseCounter,
     Fence,
+    GiveUp,
+    HandOver,
     Landing,
     Log,
     OpenCounter,
@@ -48,6 +52,9 @@ logger = logging.getLogger("kv_connector")
 
 # A fence takes a turn of the engine's worker; one that is stuck is asked for again.
 _FENCE_TIMEOUT_S, _FENCE_RETRY_S = 0.005, 0.05
+# A round of 2 GB takes a network of 1 Gbit/s 16 s; senders that live and have not written it for so long
+# never will.
+_ROUND_S = 60.0
 
 
 class NotLanded(RuntimeError):
@@ -63,6 +70,7 @@ class ReceiverConfig:
     key: ClusterKey | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # of the arena
     timeouts: Timeouts = field(default_factory=Timeouts)
+    streaming: bool = False
 
 
 class WeightReceiver:
@@ -77,10 +85,11 @@ class WeightReceiver:
         self._engine = TransferEngine(EngineConfig(config.name, domains))
         self._loop = Loop("kvc-weights", config.key)
         self._recorder = ThreadPoolExecutor(1, "kvc-weights-record")
-        self._landing = Landing(config.timeouts.dead)
+        self._landing = Landing(config.timeouts.dead, slots=SLOTS if config.streaming else 0)
         self._arena: Arena | None = None
         self._region = -1
-        self._counter: int | None = None
+        self._counters: dict[int, int] = {}  # their rounds
+        self._handed: queue.SimpleQueue[HandOver | GiveUp] = queue.SimpleQueue()
         self._fencing: dict[int, str] = {}
         self._workers: tuple[WorkerAddress, ...] = ()
 
@@ -103,23 +112,33 @@ class WeightReceiver:
         """All of this engine, by rank; until then this one is the only one."""
         self._workers = tuple(WorkerAddress(worker.host, worker.port) for worker in workers)
 
-    def take(self, version: str) -> Mapping[str, torch.Tensor]:
-        """The arena's content of each parameter, flat, which stays as it is until finish(). Raises NotLanded.
+    def take(self, version: str) -> Iterator[Mapping[str, torch.Tensor]]:
+        """The version's rounds as they land: of each parameter its content in the arena, flat. It stays as it
+        is until the next is asked for. Raises NotLanded. finish() it in any case.
 
-        Blocks for a turn of the loop.
+        Blocks for a turn of the loop, and in streaming mode until a round has landed.
         """
 
-        def take() -> Mapping[str, torch.Tensor]:
-            if (problem := self._landing.take(version)) is not None:
-                raise NotLanded(problem)
+        def take() -> tuple[queue.SimpleQueue[HandOver | GiveUp], int]:
+            self._handed = queue.SimpleQueue()
+            self._run(self._landing.take(version))
+            return self._handed, 0 if self._arena is None else self._arena.geometry.rounds
+
+        handed, rounds = self._loop.call(take).result()
+        for left in range(max(rounds, 1), 0, -1):
+            try:
+                what = handed.get(timeout=_ROUND_S)
+            except queue.Empty:
+                raise NotLanded(f"{left} rounds have not come within {_ROUND_S:g} s") from None
+            if isinstance(what, GiveUp):
+                raise NotLanded(what.reason)
             assert self._arena is not None
-            return self._arena.contents()
+            yield self._arena.contents(round := what.round)
+            self._loop.call(lambda round=round: self._run(self._landing.released(round))).result()  # type: ignore[misc]
 
-        return self._loop.call(take).result()
-
-    def finish(self, problem: str) -> None:
-        """What was taken is applied, or is not, and why: then it may be taken again."""
-        self._loop.call(lambda: self._run(self._landing.applied(problem))).result()
+    def finish(self, problem: str, *, torn: bool = False) -> None:
+        """What was taken is served, or is not, and why. ``torn``: the model has some of it."""
+        self._loop.call(lambda: self._run(self._landing.applied(problem, torn=torn))).result()
 
     def state(self) -> State:
         return self._loop.call(self._landing.state).result()
@@ -142,8 +161,8 @@ class WeightReceiver:
     def readable(self, now: float) -> None:
         del now
         for event in self._engine.poll_events():
-            if event.kind is EventKind.COUNTERS_REACHED and event.id == self._counter:
-                self._run(self._landing.reached())
+            if event.kind is EventKind.COUNTERS_REACHED and event.id in self._counters:
+                self._run(self._landing.reached(self._counters[event.id]))
             elif event.kind in (EventKind.PEER_DOWN, EventKind.PEER_LEFT):
                 self._run(self._landing.peer_lost(event.id, str(event.error or "it has left")))
 
@@ -171,12 +190,14 @@ class WeightReceiver:
                 )
             case Accept(source, name, offer):
                 return self._accept(source, name, offer)
-            case OpenCounter(peers, pages):
-                return self._open_counter(peers, pages)
-            case CloseCounter():
-                if self._counter is not None:
-                    self._engine.release_counters(self._counter)
-                self._counter = None
+            case OpenCounter(peers, pages, round):
+                return self._open_counter(peers, pages, round)
+            case CloseCounter(round):
+                for counter in [counter for counter, of in self._counters.items() if of == round]:
+                    self._engine.release_counters(counter)
+                    del self._counters[counter]
+            case HandOver() | GiveUp():
+                self._handed.put(action)
             case Fence(peer, reason):
                 self._fencing[peer] = reason
                 self._fence(peer)
@@ -184,14 +205,16 @@ class WeightReceiver:
                 logger.log(level, "%s: %s", self._config.name, text)
         return ()
 
-    def _open_counter(self, peers: tuple[int, ...], pages: int) -> Sequence[Action]:
+    def _open_counter(self, peers: tuple[int, ...], pages: int, round: int) -> Sequence[Action]:
+        assert self._arena is not None
         try:
+            self._arena.clear(round)
             counters = self._engine.alloc_counters(1, peers)
-            self._counter = counters.id
+            self._counters[counters.id] = round
             self._engine.expect(counters.id, [pages])
         except TransferError as error:  # a peer is lost, of which the event is on its way
             return self._landing.not_opened(str(error))
-        return self._landing.opened(counters.immediates[0])
+        return self._landing.opened(counters.immediates[0], round)
 
     def _accept(self, source: bytes, name: str, offer: bytes) -> Sequence[Action]:
         assert self._arena is not None
@@ -216,17 +239,19 @@ class WeightReceiver:
     def _recorded(self, tensors: tuple[Tensor, ...], recorded: Future[Geometry]) -> None:
         try:
             geometry = recorded.result()
+            geometry = geometry.in_few_rounds() if self._config.streaming else geometry.in_one_round()
             self._make_arena(geometry)
         except (ValueError, OSError, TransferError, torch.OutOfMemoryError) as error:
             self._run(self._landing.not_recorded(f"{self._config.name}: {error}"))
             return
         assert self._arena is not None
         logger.info(
-            "%s: %d of %d tensors would be loaded, into %.2f GB beside the model",
+            "%s: %d of %d tensors would be loaded, by %.2f GB beside the model, in %d rounds",
             self._config.name,
             len({write.tensor for write in geometry.writes}),
             len(tensors),
             self._arena.nbytes / 1e9,
+            geometry.rounds,
         )
         self._run(self._landing.recorded(digest(tensors), Described(geometry), self._arena.loaded_bytes))
 

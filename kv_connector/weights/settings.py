@@ -11,6 +11,7 @@ SETTINGS_VARIABLE = "KV_CONNECTOR_WEIGHTS"
 # Of the controller; the workers' follow. Not the KV cache's (5600), which one engine may have as well.
 CONTROL_PORT = 5800
 
+_MODES = ("shadow", "streaming")
 # Of the connector's settings, those that mean something here.
 _USED = (
     "control_host",
@@ -23,14 +24,19 @@ _USED = (
 )
 
 
-def weight_settings(environment: Mapping[str, str], device_type: str) -> Settings:
-    """``KV_CONNECTOR_WEIGHTS``, a JSON object. Raises SettingsError."""
+def weight_settings(environment: Mapping[str, str], device_type: str) -> tuple[Settings, bool]:
+    """``KV_CONNECTOR_WEIGHTS``, a JSON object; and whether versions land round by round in a pause, instead
+    of beside what is served. Raises SettingsError."""
     given = settings_in_environment(environment, SETTINGS_VARIABLE, CONTROL_PORT)
+    mode = given.pop("mode", _MODES[0])
+    if mode not in _MODES:
+        raise SettingsError(f"{SETTINGS_VARIABLE}: mode is {mode!r}. Valid: {', '.join(_MODES)}.")
     if unused := sorted(given.keys() - set(_USED)):
+        valid = ", ".join(("mode", *_USED))
         raise SettingsError(
-            f"{SETTINGS_VARIABLE}: {', '.join(unused)} mean nothing for weights. Valid: {', '.join(_USED)}."
+            f"{SETTINGS_VARIABLE}: {', '.join(unused)} mean nothing for weights. Valid: {valid}."
         )
     try:
-        return parse_settings(given).for_device(device_type)
+        return parse_settings(given).for_device(device_type), mode == "streaming"
     except SettingsError as error:
         raise SettingsError(f"{SETTINGS_VARIABLE}: {error}") from None

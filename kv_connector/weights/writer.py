@@ -11,8 +11,8 @@ import torch
 from kv_connector.engine import ErrorCode, EventKind, MemoryRange, PagedWrite, Pages, TransferError
 from kv_connector.engine.transfer_engine import TransferEngine
 from kv_connector.weights.buffer import settle
-from kv_connector.weights.geometry import Geometry
-from kv_connector.weights.plan import ITEM_BYTES, Piece, Runs, runs
+from kv_connector.weights.geometry import Geometry, item_bytes
+from kv_connector.weights.plan import Piece, Runs, runs
 from kv_connector.weights.sources import Held, Source
 from kv_connector.weights.staging import Staging, laid_out, split
 
@@ -38,6 +38,8 @@ class Send:
     runs: Runs
     dtype: torch.dtype  # of the receiver
 
+    round: int = 0  # in which it is to land
+
     @property
     def pages(self) -> int:
         return len(self.runs.target)
@@ -53,7 +55,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Target:
-    """A receiver that waits for its pages."""
+    """A receiver that waits for pages."""
 
     peer: int
     region: int
@@ -73,14 +75,17 @@ class Writer:
         self._staging = Staging(staging_bytes, source.device)
         (self._staging_region,) = engine.register_ranges([self._staging.range])
         self._halves: list[list[tuple[int, int]]] = [[], []]  # (peer, transfer) that read each half
-        self._failures: dict[int, str] = {}
+        self._direct: list[tuple[int, int]] = []  # (peer, transfer) of what is sent as it lies
+        self.failures: dict[int, str] = {}
+        """Of this version: by peer, why it does not get all."""
 
     def prepare(self, pieces: Sequence[Piece], geometry: Geometry) -> list[Send]:
         """Registers the memory of what is sent as it lies."""
         sends = []
         for piece in pieces:
-            held, dtype = self._held[piece.shard], geometry.parameters[piece.parameter].dtype
-            item = ITEM_BYTES[dtype]
+            held, parameter = self._held[piece.shard], geometry.parameters[piece.parameter]
+            dtype, round = parameter.dtype, parameter.round
+            item = item_bytes(dtype)
             least = _LEAST_RUN_BYTES // item
             if held.resident:
                 local = held.local()
@@ -88,27 +93,29 @@ class Writer:
                 laid = runs(piece, local.stride(), least=least, pack=pack)
                 if not laid.packed:
                     self._region(local)
-                    sends.append(Send(piece, held, laid, getattr(torch, dtype)))
+                    sends.append(Send(piece, held, laid, getattr(torch, dtype), round))
                     continue
             for part in split(piece, self._staging.half_bytes // item):
                 laid = runs(part, [0] * len(part.extent), least=least, pack=True)
-                sends.append(Send(part, held, laid, getattr(torch, dtype)))
+                sends.append(Send(part, held, laid, getattr(torch, dtype), round))
         return sends
 
-    def write(self, targets: Sequence[Target]) -> dict[int, str]:
-        """Writes all, and blocks until nothing is in flight. By peer, why it did not get all."""
-        self._failures = {}
+    def start(self) -> None:
+        """Of a version; blocks until the source has its weights."""
+        self.failures = {}
         settle(self._device)  # the optimiser's last step
-        transfers: list[tuple[int, int]] = []
-        for target in targets:
-            try:
-                transfers.append((target.peer, self._write(target)))
-            except TransferError as error:
-                self._failures.setdefault(target.peer, str(error))
-        for half in self._halves:
-            self._drain(half)
-        self._drain(transfers)
-        return self._failures
+
+    def write(self, target: Target) -> None:
+        """Blocks until nothing has to be laid out any more."""
+        try:
+            self._direct.append((target.peer, self._write(target)))
+        except TransferError as error:
+            self.failures.setdefault(target.peer, str(error))
+
+    def finish(self) -> None:
+        """Blocks until nothing is in flight."""
+        for transfers in (*self._halves, self._direct):
+            self._drain(transfers)
 
     def fence(self, peer: int) -> None:
         """Ends the peer, and what is open to it. Any thread; blocks, for a moment as a rule."""
@@ -186,10 +193,10 @@ class Writer:
             try:
                 event = self._engine.wait_transfer(transfer, _STUCK_S)
             except TransferError as error:
-                self._failures.setdefault(peer, str(error))
+                self.failures.setdefault(peer, str(error))
                 continue
             if event.kind is not EventKind.TRANSFER_DONE:
-                self._failures.setdefault(peer, str(event.error or event.kind.name))
+                self.failures.setdefault(peer, str(event.error or event.kind.name))
         transfers.clear()
 
     def _region(self, local: torch.Tensor) -> tuple[int, int]:

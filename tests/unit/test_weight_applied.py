@@ -37,7 +37,8 @@ class Engine:
 
     async def update(self, version: str) -> None:
         def apply() -> None:
-            self._worker.take(version)
+            for _ in self._worker.take(version):
+                pass
             self._worker.finish("")
 
         await asyncio.to_thread(apply)

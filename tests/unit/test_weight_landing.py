@@ -13,6 +13,8 @@ from kv_connector.weights.landing import (
     Action,
     CloseCounter,
     Fence,
+    GiveUp,
+    HandOver,
     Landing,
     OpenCounter,
     Phase,
@@ -29,10 +31,10 @@ from kv_connector.weights.messages import (
     Dropped,
     Join,
     Joined,
-    Landed,
     Leave,
     Ping,
     Pong,
+    Ready,
     Refused,
     State,
     WeightMessage,
@@ -73,7 +75,12 @@ def join(landing: Landing, rank: int, run: str = "run", now: float = 0.0) -> byt
 
 
 def begin(
-    version: str = "1", *, senders: int = 2, pages: int = 3, nbytes: int = 8, plan: bytes = b"p"
+    version: str = "1",
+    *,
+    senders: int = 2,
+    pages: tuple[int, ...] = (3,),
+    nbytes: int = 8,
+    plan: bytes = b"p",
 ) -> Begin:
     return Begin(version, plan, senders, pages, nbytes)
 
@@ -90,12 +97,12 @@ def landing_of_two() -> tuple[Landing, bytes, bytes]:
 
 def test_a_version_lands_and_is_applied() -> None:
     landing, a, b = landing_of_two()
-    assert landing.take("1") == "version 1 has not landed: version 1 is landing"
+    assert landing.take("1") == [GiveUp("version 1 has not landed: version 1 is landing")]
     actions = landing.reached()
     assert only(actions, CloseCounter)
-    assert replies(actions) == {a: Landed("1"), b: Landed("1")}
-    assert landing.take("2") == "version 2 has not landed: version 1 is landed"
-    assert landing.take("1") is None
+    assert replies(actions) == {a: Ready("1"), b: Ready("1")}
+    assert landing.take("2") == [GiveUp("version 2 has not landed: version 1 is ready")]
+    assert landing.take("1") == [HandOver()]
     # Nothing else lands in what is being applied.
     (refused,) = replies(landing.receive(0, a, begin("2"))).values()
     assert isinstance(refused, Refused)
@@ -107,10 +114,14 @@ def test_a_version_lands_and_is_applied() -> None:
 def test_what_was_not_applied_can_be_applied_again() -> None:
     landing, _, _ = landing_of_two()
     landing.reached()
-    assert landing.take("1") is None
-    assert not replies(landing.applied("a kernel failed"))
-    assert landing.state() == State("", landed="1", senders=2, arena_bytes=NBYTES, problem="a kernel failed")
-    assert landing.take("1") is None
+    assert landing.take("1") == [HandOver()]
+    assert not replies(landing.applied("a kernel failed", torn=True))
+    assert landing.state() == State(
+        "", landed="1", senders=2, arena_bytes=NBYTES, problem="a kernel failed", torn=True
+    )
+    assert landing.take("1") == [HandOver()]
+    landing.applied("")
+    assert landing.state() == State("1", landed="1", senders=2, arena_bytes=NBYTES)
 
 
 @pytest.mark.parametrize("stage", ["beginning", "opening", "landing"])
@@ -128,7 +139,7 @@ def test_a_lost_sender_voids_the_version_for_all(stage: str) -> None:
     dropped = replies(actions)[a]
     assert isinstance(dropped, Dropped)
     assert "rank 1 of run run (trainer/1): the link broke" in dropped.reason
-    assert landing.opened(78) == []
+    assert landing.opened(78) == [CloseCounter()]
     assert landing.phase is Phase.EMPTY
     # Who is left has to come again, and has its counter only when nothing old can land any more.
     (refused,) = replies(landing.receive(0, a, begin("2"))).values()
@@ -143,7 +154,7 @@ def test_a_sender_that_is_lost_behind_the_last_page_voids_nothing() -> None:
     landing, a, _ = landing_of_two()
     landing.reached()
     assert only(landing.receive(0, a, Leave()), Fence) == [Fence(0, "it has left")]
-    assert landing.take("1") is None
+    assert landing.take("1") == [HandOver()]
 
 
 def test_silence_is_death() -> None:
@@ -166,6 +177,7 @@ def test_silence_is_death() -> None:
         (begin(plan=b"q"), "or have other plans"),
         (begin(senders=3), "version 1 of 2 senders, version 1 of 3 senders"),
         (begin(nbytes=9), "17 bytes were announced of 16"),
+        (begin(pages=(3, 3)), "2 rounds were announced of 1"),
     ],
 )
 def test_senders_that_do_not_agree_write_nothing(second: Begin, words: str) -> None:
@@ -230,3 +242,96 @@ def test_words_that_mean_nothing_are_answered() -> None:
     assert replies(landing.receive(0, b"x", Ask())) == {b"x": landing.state()}
     (refused,) = replies(landing.receive(0, b"x", begin())).values()
     assert isinstance(refused, Refused)
+
+
+def streaming_of_two(rounds: int = 4) -> tuple[Landing, bytes, bytes]:
+    """Both have begun a version of rounds of which two have room."""
+    parameters = tuple(Parameter(f"w{n}", "float32", 1, round=n) for n in range(rounds))
+    landing = Landing(DEAD, slots=2)
+    landing.receive(0, b"asker", Describe(TENSORS))
+    landing.recorded(digest(TENSORS), Described(Geometry(parameters, (), ())), NBYTES)
+    a, b = join(landing, 0), join(landing, 1)
+    assert landing.receive(0, a, begin(pages=(1,) * rounds)) == []
+    # The second has nothing to write in the third round, and both nothing in the fourth.
+    actions = landing.receive(0, b, begin(pages=(1, 1, 0, 0)[:rounds]))
+    assert replies(actions) == {a: Ready("1"), b: Ready("1")}
+    assert not only(actions, OpenCounter)
+    return landing, a, b
+
+
+def test_without_room_for_a_version_it_lands_round_by_round_when_it_is_taken() -> None:
+    landing, a, b = streaming_of_two()
+    assert landing.take("1") == [OpenCounter((0, 1), 2, 0), OpenCounter((0, 1), 2, 1)]
+    assert replies(landing.opened(70, 0)) == {a: Begun("1", 70, 0), b: Begun("1", 70, 0)}
+    landing.opened(71, 1)
+    # The second is there before the first: the fourth has its room, the third waits for the first.
+    assert landing.reached(1) == [CloseCounter(1), HandOver(1)]
+    assert landing.released(1) == [OpenCounter((0, 1), 1, 3)]
+    landing.opened(73, 3)
+    assert landing.reached(0) == [CloseCounter(0), HandOver(0)]
+    assert landing.released(0) == [OpenCounter((0, 1), 1, 2)]
+    landing.opened(72, 2)
+    for last in (2, 3):
+        assert landing.reached(last) == [CloseCounter(last), HandOver(last)]
+        assert landing.released(last) == []
+    assert replies(landing.applied("")) == {a: Applied("1"), b: Applied("1")}
+    assert landing.state() == State("1", senders=2, arena_bytes=NBYTES)
+    assert landing.take("1") == [GiveUp("version 1 has not landed: there is none")]
+    # The next.
+    assert landing.receive(0, a, begin("2", pages=(1, 1, 1, 1))) == []
+
+
+def test_a_round_to_which_nobody_writes_is_there_at_once() -> None:
+    landing = streaming_of_two()[0]
+    for source in (b"0", b"1"):
+        landing.receive(0, source, begin("2", pages=(1, 0, 1, 1)))
+    assert landing.take("2") == [OpenCounter((0, 1), 2, 0), HandOver(1)]
+
+
+@pytest.mark.parametrize("stage", ["ready", "landing", "between"])
+def test_a_sender_lost_in_the_middle_of_its_rounds_leaves_a_torn_model(stage: str) -> None:
+    landing, a, b = streaming_of_two()
+    if stage != "ready":
+        landing.take("1")
+        landing.opened(70, 0)
+        landing.opened(71, 1)
+        landing.reached(0)
+    if stage == "between":
+        landing.reached(1)
+    actions = landing.receive(0, b, Leave("it is through"))
+    assert isinstance(replies(actions)[a], Dropped)
+    assert only(actions, CloseCounter) == ([CloseCounter(1)] if stage == "landing" else [])
+    if stage == "ready":
+        assert not only(actions, GiveUp)
+        assert landing.phase is Phase.EMPTY
+        return
+    (given_up,) = only(actions, GiveUp)
+    assert "rank 1 of run run (trainer/1): it is through" in given_up.reason
+    # What is being read stays as it is, and nothing further lands.
+    assert landing.released(0) == []
+    again = join(landing, 2)
+    (refused,) = replies(landing.receive(0, again, begin("2", senders=1, nbytes=NBYTES))).values()
+    assert isinstance(refused, Refused)
+    assert landing.released(0) == []
+    landing.applied(given_up.reason, torn=True)
+    state = landing.state()
+    assert (state.torn, state.landed, state.senders) == (True, "", 1)
+    # Whole again by the next version.
+    landing.receive(0, again, begin("2", senders=1, pages=(1, 1, 1, 1), nbytes=NBYTES))
+    landing.fenced(0)
+    assert replies(landing.fenced(1)) == {again: Ready("2")}
+    landing.take("2")
+    landing.applied("")
+    assert landing.state() == State("2", senders=1, arena_bytes=NBYTES)
+
+
+def test_a_round_that_cannot_be_applied_voids_what_follows() -> None:
+    landing, _, _ = streaming_of_two()
+    landing.take("1")
+    landing.opened(70, 0)
+    landing.opened(71, 1)
+    actions = landing.applied("a kernel failed", torn=True)
+    assert only(actions, CloseCounter) == [CloseCounter(0), CloseCounter(1)]
+    assert {fence.peer for fence in only(actions, Fence)} == {0, 1}
+    assert {type(message) for message in replies(actions).values()} == {Dropped}
+    assert landing.state() == State("", arena_bytes=NBYTES, problem="a kernel failed", torn=True)

@@ -167,3 +167,21 @@ def test_a_transposed_part_is_packed() -> None:
     laid = runs(Piece(0, 0, (0, 0), (3, 4), 0, (1, 3)), (4, 1), least=1000)
     assert laid.packed
     assert (laid.elements, laid.order, laid.target.tolist()) == (12, (1, 0), [0])
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8))
+def test_rounds_are_few_and_none_is_larger_than_the_largest(sizes: list[int]) -> None:
+    """Of one parameter each or two, in any order, and with gaps in their numbers."""
+    parameters = [Parameter(f"p{n}", "int8", size, round=3 * n) for n, size in enumerate(sizes)]
+    parameters.insert(0, Parameter("q", "int8", 1, round=3 * (len(sizes) - 1)))
+    before = Geometry(tuple(parameters), (), ())
+    after = before.in_few_rounds()
+    numbers = [parameter.round for parameter in after.parameters]
+    assert numbers[0] == numbers[-1], "what is taken together stays so"
+    assert numbers[1:] == sorted(numbers[1:])
+    assert set(numbers) == set(range(after.rounds))
+    largest = max([*sizes[:-1], sizes[-1] + 1])
+    totals = [sum(p.nbytes for p in after.parameters if p.round == round) for round in range(after.rounds)]
+    assert max(totals) == largest
+    assert all(a + b > largest for a, b in itertools.pairwise(totals)), "two neighbours would fit in one"
+    assert before.in_one_round().rounds == 1

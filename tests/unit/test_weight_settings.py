@@ -14,10 +14,15 @@ from kv_connector.weights.settings import CONTROL_PORT, SETTINGS_VARIABLE, weigh
 
 
 def test_defaults() -> None:
-    settings = weight_settings({}, "cuda")
+    settings, streaming = weight_settings({}, "cuda")
+    assert not streaming
     assert settings.control_port == CONTROL_PORT
     assert settings.providers == ("nvlink",)
-    assert weight_settings({SETTINGS_VARIABLE: '{"control_port": 1}'}, "cpu").control_port == 1
+    settings, streaming = weight_settings(
+        {SETTINGS_VARIABLE: '{"control_port": 1, "mode": "streaming"}'}, "cpu"
+    )
+    assert streaming
+    assert settings.control_port == 1
 
 
 @pytest.mark.parametrize(
@@ -25,7 +30,11 @@ def test_defaults() -> None:
     [
         ("{", f"{SETTINGS_VARIABLE}: Expecting property name"),
         ("[]", f"{SETTINGS_VARIABLE} must be a JSON object"),
-        ('{"routers": []}', f"{SETTINGS_VARIABLE}: routers mean nothing for weights. Valid: control_host"),
+        (
+            '{"routers": []}',
+            f"{SETTINGS_VARIABLE}: routers mean nothing for weights. Valid: mode, control_host",
+        ),
+        ('{"mode": "in place"}', f"{SETTINGS_VARIABLE}: mode is 'in place'. Valid: shadow, streaming."),
         ('{"control_port": "x"}', f"{SETTINGS_VARIABLE}: Expected `int`"),
         ('{"providers": ["host"]}', f"{SETTINGS_VARIABLE}: providers: host cannot move"),
     ],

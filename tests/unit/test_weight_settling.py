@@ -29,10 +29,10 @@ def test_weights_that_are_still_being_computed_are_waited_for(monkeypatch: pytes
     worker = WeightReceiver(ReceiverConfig("worker", Address("127.0.0.1", 0), ("tcp",)), record)
     try:
         address = str(worker.start())
-        with WeightPusher(TensorSource([("w", weights)]), [address], applies=False) as pusher:
+        with WeightPusher(TensorSource([("w", weights)]), [address], apply=lambda _: None) as pusher:
             pusher.connect()
             pusher.push("1").wait("landed", 10)
-        assert worker.take("1")["w"].tolist() == [7.0] * 4
+        assert [found["w"].tolist() for found in worker.take("1")] == [[7.0] * 4]
     finally:
         worker.close()
 
@@ -41,8 +41,6 @@ def test_an_arena_is_cleared_before_anybody_can_write_there(monkeypatch: pytest.
     seen = []
     monkeypatch.setattr(Arena, "_fill", lambda self, constant: seen.append("filled"))
     monkeypatch.setattr(arena, "settle", lambda device: seen.append(f"settled {device}"))
-    Arena(
-        Geometry(GEOMETRY.parameters, (), (Constant(0, (4,), 0, (1,), 0.0),)),
-        torch.device("cpu"),
-    )
+    padded = Geometry(GEOMETRY.parameters, (), (Constant(0, (4,), 0, (1,), 0.0),))
+    Arena(padded, torch.device("cpu")).clear(0)
     assert seen == ["filled", "settled cpu"]

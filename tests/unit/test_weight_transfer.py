@@ -5,7 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -33,9 +35,9 @@ def loads(tp: int, ranks: int, tensors: Sequence[Tensor]) -> Geometry:
     held = min(rows, up - tp * rows)
     inner = SIZES["down"][1] // ranks
     parameters = [
-        Parameter("up", "bfloat16", rows * columns),
-        Parameter("down", "float32", SIZES["down"][0] * inner),
-        Parameter("norm", "float32", SIZES["norm"][0]),
+        Parameter("up", "bfloat16", rows * columns, round=0),
+        Parameter("down", "float32", SIZES["down"][0] * inner, round=1),
+        Parameter("norm", "float32", SIZES["norm"][0], round=2),
     ]
     writes = [
         Write(number["up.weight"], 0, (tp * rows, 0), (held, columns), 0, (columns, 1)),
@@ -49,7 +51,14 @@ def loads(tp: int, ranks: int, tensors: Sequence[Tensor]) -> Geometry:
 class Engine:
     """Two workers."""
 
-    def __init__(self, provider: str, key: ClusterKey | None = None, ports: tuple[int, int] = (0, 0)) -> None:
+    def __init__(
+        self,
+        provider: str,
+        key: ClusterKey | None = None,
+        ports: tuple[int, int] = (0, 0),
+        *,
+        streaming: bool = False,
+    ) -> None:
         self.workers = []
         addresses = []
         for rank in range(2):
@@ -59,6 +68,7 @@ class Engine:
                 (provider,),
                 key=key,
                 timeouts=Timeouts(dead=DEAD_S),
+                streaming=streaming,
             )
             self.workers.append(
                 WeightReceiver(config, lambda tensors, rank=rank: loads(rank, 2, tensors))  # type: ignore[misc]
@@ -70,9 +80,11 @@ class Engine:
         self.ports = (addresses[0].port, addresses[1].port)
 
     def assert_has(self, version: str, seed: int) -> None:
+        self.assert_holds([taken(worker, version) for worker in self.workers], seed)
+
+    def assert_holds(self, by_rank: Sequence[dict[str, torch.Tensor]], seed: int) -> None:
         values = dict(drawn(seed))
-        for rank, worker in enumerate(self.workers):
-            found = worker.take(version)
+        for rank, found in enumerate(by_rank):
             up = torch.full((PADDED_ROWS, SIZES["up"][1]), 0.5)
             up[: SIZES["up"][0]] = values["up.weight"]
             rows = PADDED_ROWS // 2
@@ -81,11 +93,19 @@ class Engine:
             columns = values["down.weight"][:, rank * inner :][:, :inner]
             assert torch.equal(found["down"].view(-1, inner), columns)
             assert torch.equal(found["norm"], values["norm.weight"].flatten())
-            worker.finish("")
 
     def close(self) -> None:
         for worker in self.workers:
             worker.close()
+
+
+def taken(worker: WeightReceiver, version: str) -> dict[str, torch.Tensor]:
+    """As an engine does: what is not copied is overwritten."""
+    found: dict[str, torch.Tensor] = {}
+    for contents in worker.take(version):
+        found |= {name: content.clone() for name, content in contents.items()}
+    worker.finish("")
+    return found
 
 
 @pytest.fixture
@@ -179,7 +199,9 @@ def test_shards_land_without_a_gather_and_lost_ranks_void_their_version(
         nothing_landed(engines, "fifth")
     finally:
         plain.close()
-    with WeightPusher(TensorSource(drawn(3)), [engine.address for engine in engines], applies=False) as last:
+    with WeightPusher(
+        TensorSource(drawn(3)), [engine.address for engine in engines], apply=lambda _: None
+    ) as last:
         last.connect()
         last.push("sixth").wait("landed", 10)
         for engine in engines:
@@ -197,13 +219,13 @@ def nothing_landed(engines: Sequence[Engine], version: str) -> None:
         (missing, *_) = [n for n, state in enumerate(states) if state.landed != version]
         assert "rank" in states[missing].problem
         with pytest.raises(NotLanded, match=f"version {version} has not landed: there is none"):
-            engine.workers[missing].take(version)
+            next(engine.workers[missing].take(version))
 
 
 def test_an_engine_that_dies_costs_only_itself(engines: list[Engine]) -> None:
     source = TensorSource(drawn(3))
     addresses = [engine.address for engine in engines]
-    with WeightPusher(source, addresses, applies=False, timeouts=Timeouts(dead=DEAD_S)) as pusher:
+    with WeightPusher(source, addresses, apply=lambda _: None, timeouts=Timeouts(dead=DEAD_S)) as pusher:
         pusher.connect()
         pusher.push("1").wait("landed", 10)
         engines[1].close()
@@ -225,10 +247,12 @@ def test_an_engine_that_dies_costs_only_itself(engines: list[Engine]) -> None:
 
 
 def test_a_second_trainer_is_refused_with_words(engines: list[Engine]) -> None:
-    with WeightPusher(TensorSource(drawn(3)), [engines[0].address], applies=False, name="one") as pusher:
+    with WeightPusher(
+        TensorSource(drawn(3)), [engines[0].address], apply=lambda _: None, name="one"
+    ) as pusher:
         pusher.connect()
         with (
-            WeightPusher(TensorSource(drawn(3)), [engines[0].address], applies=False) as second,
+            WeightPusher(TensorSource(drawn(3)), [engines[0].address], apply=lambda _: None) as second,
             pytest.raises(PushError, match=r"one/0 .* sends weights to this worker: end it first"),
         ):
             second.connect()
@@ -245,7 +269,7 @@ def test_who_has_not_the_key_gets_no_answer(tmp_path: Path) -> None:
                 TensorSource(drawn(3)),
                 [engine.address],
                 key_file=str(other),
-                applies=False,
+                apply=lambda _: None,
                 timeouts=Timeouts(connect=0.5),
             ) as pusher,
             pytest.raises(PushError, match=r"no answer within 0\.5 s: .* the same cluster key"),
@@ -260,7 +284,7 @@ def test_a_checkpoint_is_a_source(engines: list[Engine], tmp_path: Path) -> None
 
     for name, value in drawn(4):
         save_file({name: value}, tmp_path / f"{name}.safetensors")
-    with WeightPusher(CheckpointSource(tmp_path), [engines[0].address], applies=False) as pusher:
+    with WeightPusher(CheckpointSource(tmp_path), [engines[0].address], apply=lambda _: None) as pusher:
         pusher.connect()
         pusher.push("1").wait("landed", 10)
     engines[0].assert_has("1", 4)
@@ -277,9 +301,71 @@ def test_what_the_engine_cannot_load_is_said_by_name() -> None:
     address = worker.start()
     try:
         with (
-            WeightPusher(TensorSource(drawn(3)), [str(address)], applies=False) as pusher,
+            WeightPusher(TensorSource(drawn(3)), [str(address)], apply=lambda _: None) as pusher,
             pytest.raises(PushError, match=r"up\.weight is not in this model"),
         ):
             pusher.connect()
     finally:
         worker.close()
+
+
+def test_an_engine_without_room_takes_a_version_round_by_round() -> None:
+    """Three rounds in the room of two, from a thread for each worker, as its main one; and what it takes is
+    whole again behind a trainer that leaves between two rounds."""
+    engine = Engine("tcp", streaming=True)
+    found: list[dict[str, torch.Tensor]] = []
+    source = TensorSource(drawn(5))
+    threads = ThreadPoolExecutor(2)
+
+    def apply(version: str) -> None:
+        found.clear()
+        found.extend(threads.map(taken, engine.workers, [version] * 2))
+
+    def later(version: str) -> None:
+        threads_of_all.submit(apply, version)
+
+    threads_of_all = ThreadPoolExecutor(1)
+    try:
+        with WeightPusher(source, [engine.address], apply=later) as pusher:
+            pusher.connect()
+            assert {len(worker.rounds) for worker in pusher._workers()} == {3}
+            for version in ("1", "2"):
+                pusher.push(version).wait("applied", 10)
+                assert engine.workers[0].state().served == version
+                engine.assert_holds(found, 5)
+    finally:
+        threads_of_all.shutdown()
+        threads.shutdown()
+        engine.close()
+
+
+def test_a_trainer_that_leaves_between_two_rounds_is_told_of() -> None:
+    engine = Engine("tcp", streaming=True)
+    worker = engine.workers[0]
+    rounds = ThreadPoolExecutor(1)
+    ready = threading.Event()
+    try:
+        with WeightPusher(
+            TensorSource(drawn(5)),
+            [engine.address],
+            apply=lambda _: ready.set(),
+            timeouts=Timeouts(orphan=0.5),  # for which its own rank waits for what does not come any more
+        ) as pusher:
+            pusher.connect()
+            push = rounds.submit(pusher.push, "1")
+            assert ready.wait(10)
+            parts = worker.take("1")
+            assert next(parts)
+            # The last round has no room before the first is released.
+            assert pusher._update is not None
+            pusher._links.close()
+            with pytest.raises(NotLanded, match=r"rank 0 of run .* it is through"):
+                for _ in parts:
+                    pass
+            worker.finish("the trainer has left", torn=True)
+            state = worker.state()
+            assert (state.torn, state.served, state.problem) == (True, "", "the trainer has left")
+            push.cancel()
+    finally:
+        rounds.shutdown()
+        engine.close()

@@ -75,17 +75,18 @@ def main(
     else:
         source = TensorSource(named)
     timeouts = Timeouts(dead=DEAD_S, heartbeat=0.5)
-    with WeightPusher(source, engines, applies=applies, timeouts=timeouts, staging_bytes=1024) as pusher:
+    with WeightPusher(
+        source, engines, apply=None if applies else lambda _: None, timeouts=timeouts, staging_bytes=1024
+    ) as pusher:
         pusher.connect()
         told.send("connected")
         while True:
             *stop, version = told.recv().split()
             if stop:
 
-                def hang(_: object) -> dict[int, str]:
+                def hang(_: object) -> None:
                     told.send("begun")
                     threading.Event().wait()
-                    return {}
 
                 pusher._writer.write = hang  # type: ignore[method-assign, assignment]
             try:

@@ -196,9 +196,13 @@ def apply(name: str, path: Path) -> dict[str, int]:
     engine = engines[name]
     assert engine.geometry is not None
     contents = arena(engine.geometry, path)
-    engine.loaded.apply(contents)
-    for content in contents.values():
-        content.fill_(float("nan"))  # the next version lands
+    rounds = engine.geometry.in_few_rounds()
+    with engine.loaded.new_contents() as take:
+        for number in range(rounds.rounds):
+            names = [parameter.name for parameter in rounds.parameters if parameter.round == number]
+            take({name: contents[name] for name in names})
+            for name in names:
+                contents[name].fill_(float("nan"))  # the next round lands
     return {name: parameter.data_ptr() for name, parameter in engine.model.named_parameters()}
 
 
@@ -311,18 +315,23 @@ def toy() -> dict[str, Any]:
     found["warning"] = warning.call_args.args[0] % warning.call_args.args[1:]
     found["recorded"] = [parameter.name for parameter in geometry.parameters]
     found["loads"] = loaded.loads
+
+    def take(contents: dict[str, torch.Tensor]) -> None:
+        with mine.new_contents() as taken:
+            taken(contents)
+
     try:
-        mine.apply({"layers.packed.scale": torch.ones(4), "layers.loaded.scale": torch.ones(4)})
+        take({"layers.packed.scale": torch.ones(4), "layers.loaded.scale": torch.ones(4)})
     except ValueError as error:
         found["incomplete"] = str(error)
     found["before"] = loaded.scale.tolist(), model.attention.processed
-    mine.apply({"layers.loaded.scale": torch.arange(4.0)})
+    take({"layers.loaded.scale": torch.arange(4.0)})
     found["same"] = all(before[name] is parameter for name, parameter in model.named_parameters())
     found["values"] = {name: parameter.tolist() for name, parameter in model.named_parameters()}
     found["seen"] = loaded.seen.tolist()
     found["processed"] = str(model.attention.processed)
     geometry = mine.record([Tensor("layers.left.seen", "float32", (2,))])
-    mine.apply({geometry.parameters[0].name: torch.ones(2)})
+    take({geometry.parameters[0].name: torch.ones(2)})
     found["buffer"] = model.layers["left"].seen.tolist(), model.layers["left"].scale.tolist()
     return found
 

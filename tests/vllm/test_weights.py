@@ -21,6 +21,7 @@ from kv_connector.lab.free_ports import free_ports
 from kv_connector.lab.model import make_llama
 from kv_connector.weights.pusher import PushError, WeightPusher
 from kv_connector.weights.sources import CheckpointSource
+from kv_connector.weights.writer import Target
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from weight_trainer import Model, in_checkpoint
@@ -30,7 +31,8 @@ pytestmark = pytest.mark.anyio
 
 PROMPTS = [(number, tokens) for number, tokens in enumerate((1, 7, 31, 32, 33, 100, 400, 1500))]
 TOKENS = 16
-RANKS = (1, 2)
+# Each with other ranks, lane and mode.
+ENGINES = ((1, "host", "shadow"), (2, "tcp", "streaming"))
 
 
 @dataclass(frozen=True)
@@ -58,11 +60,11 @@ def site(interpreter: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory)
     with LocalCluster(directory / "logs", checkpoints["a"], settings) as cluster:
         cluster.interpreter = interpreter
         engines, takes = [], []
-        for ranks, provider in zip(RANKS, ("host", "tcp"), strict=True):
+        for ranks, provider, mode in ENGINES:
             # The controller's port, and the workers' behind it.
             (port,) = free_ports(1)
             takes.append(f"{HOST}:{port}")
-            of_weights = {"control_host": HOST, "control_port": port, "providers": [provider]}
+            of_weights = {"control_host": HOST, "control_port": port, "providers": [provider], "mode": mode}
             arguments = ("--weight-transfer-config", '{"backend": "write_imm"}', "-tp", str(ranks))
             environment = {
                 "KV_CONNECTOR_WEIGHTS": json.dumps(of_weights),
@@ -105,7 +107,7 @@ async def test_what_is_pushed_is_served(site: Site, client: Client) -> None:
     options = [word for address in site.takes for word in ("--engine", address)]
     told = await asyncio.to_thread(CliRunner().invoke, app, ["weights", "status", *options])
     assert told.exit_code == 0
-    assert told.output.count("serves back") == len(RANKS)
+    assert told.output.count("serves back") == len(ENGINES)
 
 
 async def test_shards_of_a_trainer_are_served(site: Site, client: Client, tmp_path: Path) -> None:
@@ -130,10 +132,12 @@ async def test_shards_of_a_trainer_are_served(site: Site, client: Client, tmp_pa
             process.join()
 
 
-async def test_a_stream_goes_on_over_an_update(site: Site, client: Client) -> None:
+@pytest.mark.parametrize("number", range(len(ENGINES)))
+async def test_a_stream_goes_on_over_an_update(number: int, site: Site, client: Client) -> None:
     """What was said before is the old weights', the rest follows; and nobody loses a request."""
     await asyncio.to_thread(site.push, "a", "--version", "a2")
-    engine, tokens = site.engines[0], 400
+    engine = site.engines[number]
+    tokens = (400, 150)[number]  # as long as a push takes, or longer
     ids = prompt(3, 50)
     old = await client.complete(engine.url, ids, tokens)
     await asyncio.to_thread(site.push, "b", "--version", "b2")
@@ -152,17 +156,36 @@ async def test_a_stream_goes_on_over_an_update(site: Site, client: Client) -> No
         assert said not in (old, new)
 
 
-async def test_a_trainer_that_gives_up_costs_nothing(site: Site, client: Client) -> None:
+async def test_what_a_trainer_that_gives_up_costs(site: Site, client: Client) -> None:
+    """Nothing where it wrote beside what is served; an engine that it wrote over stays paused until it is
+    whole again."""
     await asyncio.to_thread(site.push, "a", "--version", "a4")
-    a = await all_answers(client, site.engines)
+    a = await answers(client, site.engines[0])
     pusher = WeightPusher(CheckpointSource(site.checkpoints["b"]), site.takes, providers=("host", "tcp"))
     with pusher:
         await asyncio.to_thread(pusher.connect)
-        pusher._writer.write = lambda targets: {targets[0].peer: "nothing is written"}  # type: ignore[method-assign]
+        write = pusher._writer.write
+        left = {worker.peer: len(worker.rounds) - 1 for worker in pusher._workers()}
+
+        def give_up(target: Target) -> None:
+            """With one round to go."""
+            if left[target.peer]:
+                left[target.peer] -= 1
+                write(target)
+            else:
+                pusher._writer.failures[target.peer] = "it gives up"
+
+        pusher._writer.write = give_up  # type: ignore[method-assign]
         update = await asyncio.to_thread(pusher.push, "b4")
-        with pytest.raises(PushError, match="nothing is written"):
+        with pytest.raises(PushError) as failed:
             await asyncio.to_thread(update.wait, "applied", 1)
-    assert await all_answers(client, site.engines) == a
+        assert str(failed.value).count("it gives up") == len(ENGINES)
+    assert await answers(client, site.engines[0]) == a
+    asked = ["weights", "status", "--engine", site.takes[1]]
+    while "stays paused" not in (told := await asyncio.to_thread(CliRunner().invoke, app, asked)).output:
+        pass  # it hears of it later than the trainer
+    assert told.exit_code == 1
+    assert "it gives up" in told.output
     await asyncio.to_thread(site.push, "b", "--version", "b5")
     b = await answers(client, site.oracle)
     assert await all_answers(client, site.engines) == [b, b]
