@@ -51,6 +51,8 @@ class LoadedModel:
         self._vllm_config = vllm_config
         self._device = device
         self._shadow, self._layers = _shadow(model)
+        self._as_loaded: dict[torch.nn.Module, bool] = {}
+        """Whether the kernels of a layer take what its loaders leave, of those of which it is known."""
 
     def refusal(self) -> str | None:
         """Why this engine cannot take weights, and what to change; None: it can."""
@@ -114,16 +116,28 @@ class LoadedModel:
 
     def _take(self, contents: Mapping[str, torch.Tensor]) -> None:
         layers = self._written(contents)
+        self._make([layer for layer in layers if not self._as_loaded.get(layer.module)], contents)
+        for layer in layers:
+            if self._as_loaded.get(layer.module):
+                _copy(layer, contents)
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)  # from here on contents may be written again
+
+    def _make(self, layers: Sequence[_Layer], contents: Mapping[str, torch.Tensor]) -> None:
+        """What the kernels need of contents; and whether that was anything else than these."""
         try:
             reload.layerwise.initialize_layerwise_reload(_Modules([layer.module for layer in layers]))
             for layer in layers:
-                _load(layer, contents)
+                before = _attributes(layer.module)
+                form = _load(layer, contents)
+                if layer.module not in self._as_loaded:
+                    found = _same(before, _attributes(layer.module)) and _is_as_loaded(layer, contents, form)
+                    if found is not None:
+                        self._as_loaded[layer.module] = found
         except BaseException:
             for layer in layers:
                 _put_back(layer.module)
             raise
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)  # from here on contents may be written again
 
     def _rounds(self) -> dict[str, int]:
         """Of each parameter, by its model's name: those of one layer are taken together, and so are those of
@@ -173,15 +187,64 @@ class _Modules:
         return iter(self._modules)
 
 
-def _load(layer: _Layer, contents: Mapping[str, torch.Tensor]) -> None:
+_Form = Mapping[str, tuple[torch.Size, tuple[int, ...], torch.dtype]]
+"""Of a layer's tensors, by their own names."""
+
+
+def _attributes(module: torch.nn.Module) -> dict[tuple[str, str], Any]:
+    """What a layer and what makes its kernels' weights have beside tensors."""
+    apart = ("_parameters", "_buffers", "_modules", "_already_called_process_weights_after_loading")
+    method = getattr(module, "quant_method", None)
+    return {
+        (owner, name): value
+        for owner, values in (("layer", vars(module)), ("method", getattr(method, "__dict__", {})))
+        for name, value in values.items()
+        if name not in apart
+    }
+
+
+def _same(before: Mapping[tuple[str, str], Any], after: Mapping[tuple[str, str], Any]) -> bool:
+    return before.keys() == after.keys() and all(value is after[name] for name, value in before.items())
+
+
+def _is_as_loaded(layer: _Layer, contents: Mapping[str, torch.Tensor], form: _Form) -> bool | None:
+    """Whether what was made of the contents is the contents; None: they do not tell, as they are the same
+    everywhere, whatever their order."""
+    compared = getattr(layer.module, "quant_method", None) is not None  # else nothing is made of them
+    told = True
+    for name, tensor in reload.utils.get_layer_tensors(layer.module).items():
+        content = contents.get(layer.names.get(name, ""))
+        if content is None:
+            continue
+        if form[name] != (tensor.shape, tensor.stride(), tensor.dtype):
+            return False
+        loaded = content.as_strided(tensor.shape, tensor.stride())
+        if compared and not torch.equal(tensor, loaded):
+            return False
+        told = told and not (compared and bool((loaded == loaded.flatten()[0]).all()))
+    return told or None
+
+
+def _copy(layer: _Layer, contents: Mapping[str, torch.Tensor]) -> None:
+    """Into the tensors that are used."""
+    for name, tensor in reload.utils.get_layer_tensors(layer.module).items():
+        if (content := contents.get(layer.names.get(name, ""))) is not None:
+            tensor.data.copy_(content.as_strided(tensor.shape, tensor.stride()))
+
+
+def _load(layer: _Layer, contents: Mapping[str, torch.Tensor]) -> _Form:
     """Contents in the loaders' form, what the kernels need made of them, and that into the tensors that are
-    used."""
+    used. Gives the loaders' form."""
     module = layer.module
     info = reload.layerwise.get_layerwise_info(module)
     parameters, buffers = info.kernel_tensors
     used = parameters | buffers
     with _packed_again(module):
         reload.meta.materialize_layer(module, info)
+        form = {
+            name: (tensor.shape, tensor.stride(), tensor.dtype)
+            for name, tensor in reload.utils.get_layer_tensors(module).items()
+        }
         for name, tensor in reload.utils.get_layer_tensors(module).items():
             content = contents.get(layer.names.get(name, ""))
             if content is not None:
@@ -190,6 +253,7 @@ def _load(layer: _Layer, contents: Mapping[str, torch.Tensor]) -> None:
             elif tensor is not used[name]:
                 tensor.data.copy_(used[name])
         reload.layerwise._layerwise_process(module, info)
+    return form
 
 
 def _put_back(module: torch.nn.Module) -> None:

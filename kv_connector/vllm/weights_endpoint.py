@@ -24,8 +24,10 @@ class _Client:
         self._client = client
 
     async def pause(self) -> None:
+        from kv_connector.vllm.internals import pause_keeping_requests
+
         # Frozen requests are computed anew with the new weights, and so is what was cached.
-        await self._client.pause_generation(mode="keep", clear_cache=True)
+        await pause_keeping_requests(self._client)
 
     async def update(self, version: str) -> None:
         from kv_connector.vllm.internals import WeightTransferUpdateRequest

@@ -1,12 +1,13 @@
 """What the connector changes of vLLM itself, and asks of it."""
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
-from vllm.v1.engine import core
+from vllm.v1.engine import async_llm, core
 
 from kv_connector.vllm import internals
 from kv_connector.vllm.connector import WriteImmConnector
@@ -78,3 +79,27 @@ def test_vllm_is_asked_for_heads_first(latent: bool, layout: str, monkeypatch: p
     monkeypatch.delenv("VLLM_KV_CACHE_LAYOUT", raising=False)
     monkeypatch.setattr(KVConnectorFactory, "get_connector_class", lambda _: WriteImmConnector)
     assert resolve_kv_cache_layout(config, [["LBNHC", "LBHNC"]]).name == layout
+
+
+def test_a_pause_that_keeps_requests_is_vllms_own_without_its_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this release's pause asks of its engine, and in that order."""
+    asked: list[tuple[object, ...]] = []
+
+    class Part:
+        def __getattr__(self, name: str) -> object:
+            async def ask(**arguments: object) -> None:
+                asked.append((name, arguments))
+
+            return ask
+
+    class Clock:
+        async def sleep(self, seconds: float) -> None:
+            asked.append(("sleep", seconds))
+
+    client = SimpleNamespace(renderer=Part(), engine_core=Part())
+    monkeypatch.setattr(async_llm, "asyncio", Clock())
+    asyncio.run(async_llm.AsyncLLM.pause_generation(client, mode="keep", clear_cache=True))
+    theirs, ours = [*asked], asked
+    asked.clear()
+    asyncio.run(internals.pause_keeping_requests(client))
+    assert [*ours, ("sleep", 0.02)] == theirs

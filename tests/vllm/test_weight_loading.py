@@ -244,6 +244,7 @@ def toy() -> dict[str, Any]:
     """What becomes of a model of which a checkpoint has but a part, and of its attention."""
     import torch
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
     from kv_connector.vllm import loading
@@ -264,6 +265,29 @@ def toy() -> dict[str, Any]:
             self.loads += 1
             parameter.data.copy_(tensor)
 
+    class Method(QuantizeMethodBase):
+        """Makes of what was loaded what `make` does."""
+
+        def __init__(self, make: Callable[[Layer], None]) -> None:
+            self.make = make
+
+        def create_weights(self, layer: torch.nn.Module, *_: Any, **__: Any) -> None: ...
+        def apply(self, layer: torch.nn.Module, *_: Any, **__: Any) -> torch.Tensor: ...
+
+        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+            calls.append(self.make.__name__)
+            self.make(layer)
+
+    calls: list[str] = []
+
+    def nothing(layer: Layer) -> None: ...
+
+    def twice(layer: Layer) -> None:
+        layer.scale.data *= 2
+
+    def aside(layer: Layer) -> None:
+        layer.largest = layer.scale.max()
+
     class Attention(Layer, AttentionLayerBase):
         processed = None
 
@@ -278,6 +302,9 @@ def toy() -> dict[str, Any]:
             super().__init__()
             self.layers = torch.nn.ModuleDict({name: Layer() for name in ("loaded", "left", "packed")})
             self.attention = Attention()
+            self.made = torch.nn.ModuleDict({make.__name__: Layer() for make in (nothing, twice, aside)})
+            for make in (nothing, twice, aside):
+                self.made[make.__name__].quant_method = Method(make)
             self.heads = [self.layers["loaded"]]
 
         def load_weights(self, weights: Any) -> None:
@@ -327,11 +354,23 @@ def toy() -> dict[str, Any]:
     found["before"] = loaded.scale.tolist(), model.attention.processed
     take({"layers.loaded.scale": torch.arange(4.0)})
     found["same"] = all(before[name] is parameter for name, parameter in model.named_parameters())
-    found["values"] = {name: parameter.tolist() for name, parameter in model.named_parameters()}
+    found["values"] = {
+        name: parameter.tolist() for name, parameter in model.named_parameters() if "made" not in name
+    }
     found["seen"] = loaded.seen.tolist()
     found["processed"] = str(model.attention.processed)
     geometry = mine.record([Tensor("layers.left.seen", "float32", (2,))])
     take({geometry.parameters[0].name: torch.ones(2)})
+    # What is the same everywhere does not tell; then it is known of which layers nothing is made.
+    for values in ([3.0] * 4, [1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]):
+        before_this = len(calls)
+        take({f"made.{name}.scale": torch.tensor(values) for name in model.made})
+        found.setdefault("made", []).append(
+            (calls[before_this:], {name: layer.scale.tolist() for name, layer in model.made.items()})
+        )
+    with mock.patch.object(loading.reload.layerwise, "_layerwise_process") as processed:
+        take({"layers.loaded.scale": torch.ones(4)})
+    found["copied"] = processed.call_count, loaded.scale.tolist()
     found["buffer"] = model.layers["left"].seen.tolist(), model.layers["left"].scale.tolist()
     return found
 
@@ -442,7 +481,7 @@ def test_what_is_not_in_a_checkpoint_stays(model: Model) -> None:
     names = (
         "layers.loaded.shift, layers.left.scale, layers.left.shift, layers.packed.scale, layers.packed.shift"
     )
-    assert found["warning"] == f"not in the checkpoint, and left as they are: {names} and 2 more"
+    assert found["warning"] == f"not in the checkpoint, and left as they are: {names} and 8 more"
     assert found["recorded"] == ["layers.loaded.scale"]
     assert found["loads"] == 0, "recording is not seen by the model"
     absent = "not in the checkpoint: layers.packed.shift, beside layers.packed.scale"
@@ -464,3 +503,10 @@ def test_what_is_not_in_a_checkpoint_stays(model: Model) -> None:
     assert found["seen"] == [7.0, 7.0]
     assert found["buffer"] == ([1.0, 1.0], [17.0] * 4)
     assert found["processed"] == "torch.float32", "attention may have made something of other layers' weights"
+    assert found["copied"] == (0, [1.0] * 4)
+    every = ["nothing", "twice", "aside"]
+    assert [(made, values["twice"], values["nothing"]) for made, values in found["made"]] == [
+        (every, [6.0] * 4, [3.0] * 4),
+        (every, [2.0, 4.0, 6.0, 8.0], [1.0, 2.0, 3.0, 4.0]),
+        (["twice", "aside"], [10.0, 12.0, 14.0, 16.0], [5.0, 6.0, 7.0, 8.0]),
+    ]
