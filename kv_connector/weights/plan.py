@@ -80,8 +80,7 @@ def make_plan(
     cuts: list[tuple[int, int, int, Piece, Sequence[_Holder]]] = []
     for number, geometry in enumerate(receivers):
         for write in geometry.writes:
-            if write.tensor >= len(tensors):
-                raise PlanError(f"a loader takes tensor {write.tensor} of {len(tensors)}")
+            _check(write, tensors, geometry)
             item = item_bytes(geometry.parameters[write.parameter].dtype)
             for piece, holders in cutter.cut(write):
                 cuts.append((piece.elements * item, len(cuts), number, piece, holders))
@@ -97,6 +96,21 @@ def make_plan(
         for pieces in own_pieces:
             pieces.sort(key=lambda piece: (piece.parameter, piece.offset))
     return plan
+
+
+def _check(write: Write, tensors: Sequence[Tensor], geometry: Geometry) -> None:
+    """What an engine says that it loads has to be there, and to have room."""
+    if write.tensor >= len(tensors) or write.parameter >= len(geometry.parameters):
+        raise PlanError(f"a loader takes tensor {write.tensor} of {len(tensors)} for its {write.parameter}th")
+    tensor, parameter = tensors[write.tensor], geometry.parameters[write.parameter]
+    if not len(write.start) == len(write.extent) == len(write.strides) == len(tensor.shape) or any(
+        start + extent > size
+        for start, extent, size in zip(write.start, write.extent, tensor.shape, strict=True)
+    ):
+        raise PlanError(f"a loader takes what {tensor.name} of shape {list(tensor.shape)} has not")
+    last = write.offset + sum((n - 1) * s for n, s in zip(write.extent, write.strides, strict=True))
+    if write.elements and last >= parameter.elements:
+        raise PlanError(f"a loader writes {tensor.name} beyond the end of {parameter.name}")
 
 
 _Holder = tuple[int, int]

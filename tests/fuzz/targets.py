@@ -44,6 +44,12 @@ from kv_connector.protocol.timers import Timeouts
 from kv_connector.router.completion import Completion
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.failure import Failure
+from kv_connector.weights import messages as weights
+from kv_connector.weights.geometry import Constant, Geometry, Parameter, Tensor, Write
+from kv_connector.weights.geometry import digest as tensors_digest
+from kv_connector.weights.landing import Landing
+from kv_connector.weights.messages import WeightMessage
+from kv_connector.weights.plan import Box, Shard, make_plan
 
 sys.path.append(str(Path(__file__).parent.parent / "unit"))
 
@@ -148,6 +154,59 @@ def feed_membership(data: bytes) -> bool:
     return True
 
 
+TENSORS = (Tensor("w", "float32", (4, 2)), Tensor("b", "bfloat16", (4,)))
+GEOMETRY = Geometry(
+    (Parameter("w", "bfloat16", 8), Parameter("b", "bfloat16", 6, round=1)),
+    (Write(0, 0, (0, 0), (4, 2), 0, (2, 1)), Write(1, 1, (0,), (4,), 0, (1,))),
+    (Constant(1, (2,), 4, (1,), 0.0),),
+)
+
+
+def weight_messages() -> list[WeightMessage]:
+    digest = tensors_digest(TENSORS)
+    return [
+        weights.Describe(TENSORS),
+        weights.Described(GEOMETRY),
+        weights.Join("run", 0, "trainer/0", digest, b"offer" * 20),
+        weights.Joined(b"answer" * 20, b"region" * 8, (0, 256), "tcp"),
+        weights.Begin("v1", b"plan", 1, (1, 1), 24),
+        weights.Begun("v1", 7, 1),
+        weights.Ready("v1"),
+        weights.Dropped("v1", "rank 1 is gone"),
+        weights.Applied("v1"),
+        weights.NotApplied("v1", "a kernel failed", True),
+        weights.Refused("busy"),
+        weights.Ping(True),
+        weights.Leave("done"),
+        weights.WorkersAre((weights.WorkerAddress("10.0.0.1", 5801),)),
+        weights.Apply("v1"),
+        weights.Ask(),
+        weights.State("v1", "v2", "v1", 2, 24, "why", True),
+    ]
+
+
+def feed_weights(data: bytes) -> bool:
+    try:
+        message = weights.CODEC.decode(data)
+    except MalformedMessage:
+        return False
+    assert weights.CODEC.decode(weights.CODEC.encode(message)) == message
+    for slots in (0, 2):
+        # A worker to which one sender has come.
+        landing = Landing(5.0, slots=slots)
+        landing.receive(0.0, b"asks", weights.Describe(TENSORS))
+        landing.recorded(tensors_digest(TENSORS), weights.Described(GEOMETRY), 24)
+        landing.receive(0.0, b"sends", weights.Join("run", 0, "t", tensors_digest(TENSORS), b""))
+        landing.accepted(b"sends", 1, weights.Joined(b"", b"", (0, 256), "tcp"))
+        landing.receive(0.0, b"sends", message)
+    if isinstance(message, weights.Described):
+        with contextlib.suppress(ValueError):
+            message.geometry.in_few_rounds()
+            whole = [Shard(number, Box((0,) * len(t.shape), t.shape)) for number, t in enumerate(TENSORS)]
+            make_plan(TENSORS, [whole], [message.geometry])
+    return True
+
+
 def feed_completion(data: bytes) -> bool:
     try:
         completion = Completion.decode(data)
@@ -171,6 +230,7 @@ def feed_endpoint(data: bytes) -> bool:
 PYTHON_TARGETS = (
     Target("protocol", tuple(map(messages.encode, protocol_messages())), feed_protocol, 70),
     Target("membership", tuple(map(encode_membership, membership_messages())), feed_membership, 20),
+    Target("weights", tuple(map(weights.CODEC.encode, weight_messages())), feed_weights, 20),
     Target(
         "completion",
         (
