@@ -53,7 +53,9 @@ BEFORE_SECONDS, AFTER_SECONDS = 1.0, 0.3
 # How long versions land one after the other, for the speed of decoding meanwhile: dozens of tokens.
 AGAIN_SECONDS = 2.0
 PROMPTS, ANSWER_TOKENS = (1, 7, 33, 150), 24
-STREAM_TOKENS = 4000
+STREAM_TOKENS = 4000 if "--cpu" in sys.argv else 8000
+CHECKSUM_SECONDS = 300.0  # vLLM hashes 16 GB in 10 s, on a processor
+NAMED = 4  # of the parameters that differ
 ARGUMENTS = ["--load-format", "dummy", "--max-num-seqs", "64"]
 GPU_ARGUMENTS = ["--dtype", "bfloat16", "--max-model-len", "8192", "--kv-cache-memory-bytes", str(4 << 30)]
 CPU_ARGUMENTS = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "4096"]
@@ -76,6 +78,8 @@ class Arm:
     once: Figures = field(default_factory=dict)
     tokens: list[list[tuple[int, ...]]] = field(default_factory=list)
     """Answers: before all, behind the first version, behind the last, which is the first again."""
+    checksums: dict[str, str] = field(default_factory=dict)
+    """Behind the last, of the model's parameters as its kernels have them."""
 
     @property
     def server(self) -> Server:
@@ -207,7 +211,8 @@ def make_arms(plan: argparse.Namespace, model: Path, config: Mapping[str, Any]) 
             else:
                 backend = "nccl"
                 engines.append(f"http://{HOST}:{own}")
-                environment |= {"VLLM_SERVER_DEV_MODE": "1", "NCCL_NVLS_ENABLE": "0"}
+                environment |= {"NCCL_NVLS_ENABLE": "0"}
+            environment |= {"VLLM_SERVER_DEV_MODE": "1"}  # for its own backends, and for checksums
             arguments = [*ARGUMENTS, *(CPU_ARGUMENTS if plan.cpu else GPU_ARGUMENTS)]
             arguments += ["--weight-transfer-config", json.dumps({"backend": backend})]
             here = of_engines[engine * plan.tensor_parallel :][: plan.tensor_parallel]
@@ -240,6 +245,12 @@ async def answers(client: httpx.AsyncClient, arm: Arm) -> None:
             for prompt in prompts
         ]
     )
+
+
+async def checksums(client: httpx.AsyncClient, arm: Arm) -> None:
+    url = f"{arm.server.url}/weight_checker"
+    response = await client.post(url, json={"action": "checksum"}, timeout=CHECKSUM_SECONDS)
+    arm.checksums = response.raise_for_status().json()["checksums"]
 
 
 async def connect(client: httpx.AsyncClient, arm: Arm, plan: argparse.Namespace) -> None:
@@ -333,6 +344,8 @@ async def measure(arms: list[Arm], plan: argparse.Namespace, sink: Any) -> None:
         for number, seed in enumerate([*range(1, plan.rounds), 0]):
             await in_turn(arms, functools.partial(next_round, number, seed))
         await in_turn(arms, functools.partial(answers, client))
+        if not plan.cpu:  # there parameters are empty, and what was packed of them is not hashed
+            await asyncio.gather(*(checksums(client, arm) for arm in arms))
         if (mine := next((arm for arm in arms if arm.name == "ours"), None)) is not None:
             profile = await arm_profile(mine)
             await land_again(client, mine)
@@ -343,7 +356,9 @@ async def measure(arms: list[Arm], plan: argparse.Namespace, sink: Any) -> None:
         for arm in arms:
             if sizes := ARENA.findall(log(arm)):
                 arm.once["arena bytes"] = float(sizes[-1]) * 1e9
-            sink.write(json.dumps({"arm": arm.name, "gpus": arm.gpus, **arm.once}) + "\n")
+            sink.write(
+                json.dumps({"arm": arm.name, "gpus": arm.gpus, "tokens": arm.tokens, **arm.once}) + "\n"
+            )
 
 
 async def arm_profile(arm: Arm) -> str:
@@ -413,6 +428,13 @@ def report(arms: Sequence[Arm]) -> bool:
         same = sum(a == b for a, b in zip(arm.tokens[-1], arms[0].tokens[-1], strict=True))
         print(f"{arm.name} and {arms[0].name}: {same} of {len(arm.tokens[-1])} answers are the same")
         good &= same == len(arm.tokens[-1])
+        differ = sorted(name for name, sum in arm.checksums.items() if arms[0].checksums[name] != sum)
+        named = ", ".join(differ[:NAMED])
+        print(
+            f"  {len(differ)} of {len(arm.checksums)} parameters differ"
+            + (f": {named} ..." if differ else "")
+        )
+        good &= not differ
     return good
 
 
