@@ -44,7 +44,7 @@ from bench_gpu_pd import (
     write_tiny,
 )
 from gpu_shapes import SHAPES
-from gpu_weight_trainer import Figures, Order, Trainer
+from gpu_weight_trainer import Figures, Order, Trainer, nccl_environment
 
 from kv_connector.lab.process import StartError, stop
 
@@ -211,7 +211,7 @@ def make_arms(plan: argparse.Namespace, model: Path, config: Mapping[str, Any]) 
             else:
                 backend = "nccl"
                 engines.append(f"http://{HOST}:{own}")
-                environment |= {"NCCL_NVLS_ENABLE": "0"}
+                environment |= nccl_environment()
             environment |= {"VLLM_SERVER_DEV_MODE": "1"}  # for its own backends, and for checksums
             arguments = [*ARGUMENTS, *(CPU_ARGUMENTS if plan.cpu else GPU_ARGUMENTS)]
             arguments += ["--weight-transfer-config", json.dumps({"backend": backend})]

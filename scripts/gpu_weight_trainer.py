@@ -14,8 +14,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -83,9 +85,21 @@ class Trainer:
             process.kill()
 
 
+def nccl_environment() -> dict[str, str]:
+    """vLLM looks for NCCL where the dynamic linker does, and where it finds none its broadcasts do nothing,
+    silently: torch's is in a wheel. NVLink's multicast is not to be had everywhere."""
+    environment = {"NCCL_NVLS_ENABLE": "0"}
+    with suppress(ImportError):
+        import nvidia.nccl
+
+        (library,) = (Path(folder) / "lib" / "libnccl.so.2" for folder in nvidia.nccl.__path__)
+        environment["VLLM_NCCL_SO_PATH"] = str(library)
+    return environment
+
+
 def _main(pipe: Connection, order: Order) -> None:
     # As in the servers' environment, before NCCL looks for it.
-    os.environ["NCCL_NVLS_ENABLE"] = "0"
+    os.environ |= nccl_environment()
     torch.set_num_threads(1)
     if len(order.devices) > 1:
         torch.distributed.init_process_group(
