@@ -48,8 +48,8 @@ test: prepared test-native test-python ## all tests: native under sanitizers, an
 prepared:
 	@$(MAKE) --no-print-directory -j2 setup native-tsan
 
-# Real engines and lanes are timed by nobody but themselves, and have the machine to themselves.
-SIDE_BY_SIDE := tests/unit tests/simulation
+# Real engines have the machine to themselves.
+SIDE_BY_SIDE := tests/unit tests/simulation tests/conformance tests/fuzz
 test-python: setup
 	@$(PYTHON_ENV)/python -m pytest -n $(JOBS) $(SIDE_BY_SIDE)
 	@$(PYTHON_ENV)/python -m pytest $(SIDE_BY_SIDE:%=--ignore=%)
