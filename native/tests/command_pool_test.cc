@@ -16,7 +16,7 @@ std::unique_ptr<Command> seal(CommandPool& pool, const std::shared_ptr<Transfer>
   std::unique_ptr<Command> command = pool.take();
   EXPECT_EQ(command->next, nullptr);
   EXPECT_TRUE(std::holds_alternative<std::monostate>(command->body));
-  command->body.emplace<Seal>(transfer);
+  command->body.emplace<Seal>(Seal{transfer});
   return command;
 }
 

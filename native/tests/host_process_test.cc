@@ -28,7 +28,7 @@ TestBatch scattered() {
 
 TEST_P(HostProcesses, PagesArriveInTheOtherProcess) {
   const size_t bytes = 4 << 20;
-  Child child([bytes](const Pipe& pipe) {
+  Child child([](const Pipe& pipe) {
     End end(GetParam(), bytes);
     end.fill(2);
     End reference(Backing::kPrivate, bytes);
@@ -235,7 +235,7 @@ TEST(HostProcess, AnHeirOfThePeersSocketDoesNotHideItsDeath) {
 
 TEST(HostProcess, MemoryThatThePeerHasUnmappedFailsItsBatchOnly) {
   const size_t bytes = 1 << 20;
-  Child child([bytes](const Pipe& pipe) {
+  Child child([](const Pipe& pipe) {
     End end;
     void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     const uint64_t torn = end.domain->register_region(static_cast<std::byte*>(memory), bytes, -1, 0).value();

@@ -17,7 +17,7 @@
 #include "tests/cuda_test_support.h"
 #include "tests/libfabric_test_support.h"
 
-#ifdef __SANITIZE_ADDRESS__
+#ifdef KVC_ADDRESS_SANITIZER
 // Libfabric's "net" (1.17) loses 1 KB with each endpoint, in fi_endpoint().
 extern "C" [[gnu::visibility("default")]] const char*
 __lsan_default_suppressions();  // NOLINT: the sanitizer's own name

@@ -57,7 +57,7 @@ struct End {
 
 inline const std::vector<std::string> kDevices = {
     "tcp",
-#ifndef __SANITIZE_THREAD__  // its progress thread is not compiled for the sanitizer, which misses how it synchronises
+#ifndef KVC_THREAD_SANITIZER  // its progress thread is not compiled for the sanitizer, which misses how it synchronises
     "sockets",
 #endif
 };

@@ -12,7 +12,7 @@
 
 #include "tests/rig.h"
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#if defined(KVC_ADDRESS_SANITIZER) || defined(KVC_THREAD_SANITIZER)
 #define KVC_SANITIZED 1
 extern "C" size_t __sanitizer_get_current_allocated_bytes();  // NOLINT: the sanitizers' own name
 #endif

@@ -98,7 +98,7 @@ TEST_P(MessageRoom, FailoverFindsRoomBesideWhatNobodyReads) {
   const TransferId transfer = must(sender.open_transfer(pair.to_receiver));
   must(sender.write_pages(transfer, write));
   must(sender.seal(transfer));
-  await([&] { return pair.count(set) > kPages / 8; }, "the first pages");
+  await([&, set = set] { return pair.count(set) > kPages / 8; }, "the first pages");
   nics[0].die();
   const Event done = ended(sender, transfer);
   EXPECT_EQ(done.kind, EventKind::kTransferDone) << (done.error ? done.error->to_string() : "");

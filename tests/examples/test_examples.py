@@ -1,24 +1,20 @@
 """examples/: what each of their pages says is so, and its command does it.
 
-Those that need engines run here with forked ones. `make test-examples` runs their commands as a reader would.
+Those that need engines are run by `make test-examples`, which runs their commands as a reader would.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from kv_connector.lab.cluster import EngineSettings, LocalCluster
 from kv_connector.lab.free_ports import free_ports
-from kv_connector.lab.model import make_llama
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -67,28 +63,7 @@ def test_engine(lane: str) -> None:
     assert f"over {lane}, right=True" in output
 
 
-# --- With engines
-
-
-@pytest.fixture
-def cluster(tmp_path: Path, interpreter: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> LocalCluster:
-    """An example's, but for its engines, which are forked."""
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("no vLLM in this environment")
-    monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
-    model = make_llama(tmp_path / "model")
-    cluster = LocalCluster(tmp_path, model, EngineSettings(max_batched_tokens=512))
-    cluster.interpreter = interpreter
-    return cluster
-
-
-def example(file: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(Path(file).stem, EXAMPLES / file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+# --- With engines, as a reader would
 
 
 def check_membership(output: str) -> None:
@@ -99,12 +74,6 @@ def check_membership(output: str) -> None:
         "the first two have been drained and stopped": 2,
     }
     assert re.search(r"^\d\d+ requests answered, 0 failed$", output, re.MULTILINE), output
-
-
-def test_metrics(cluster: LocalCluster, capsys: pytest.CaptureFixture[str]) -> None:
-    with cluster:
-        example("metrics/read.py").show(cluster)
-    check_metrics(capsys.readouterr().out)
 
 
 def check_metrics(output: str) -> None:
@@ -120,8 +89,6 @@ def check_metrics(output: str) -> None:
     assert 0 < early < pushed
     assert values["kv_connector_router_requests_total"] == values["kv_connector_transfers_total"] == 4
 
-
-# --- As a reader would
 
 reader = pytest.mark.skipif("KVC_EXAMPLES" not in os.environ, reason="takes minutes: make test-examples")
 

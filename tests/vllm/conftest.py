@@ -52,7 +52,6 @@ def _start(
     shape: Shape,
     providers: tuple[str, ...],
     spans: Receiver,
-    interpreter: tuple[str, ...],
     *,
     prefill_blocks: int,
     decode_blocks: int,
@@ -74,7 +73,6 @@ def _start(
         extra=extra,
         settings=prefill_settings(blocks=prefill_blocks),
     )
-    cluster.interpreter = interpreter
     decode = cluster.start_engine(
         "decode",
         role="kv_consumer",
@@ -106,8 +104,8 @@ def deployment(
     interpreter: tuple[str, ...],
 ) -> Iterator[Deployment]:
     """The engines of one model. pytest runs all tests of one model before those of the next, so that no more
-    than one set of engines, of about 1.5 GB each, is up at a time. Gemma's P is started as anybody starts
-    one, which takes it a minute; all others of the suite are forked.
+    than one set of engines, of about 1.5 GB each, is up at a time. They are forked: as anybody starts them
+    they are in `make test-examples`, which takes each a minute.
     """
     name = request.param
     directory = tmp_path_factory.mktemp(name)
@@ -115,12 +113,9 @@ def deployment(
         Receiver().serving() as spans,
         LocalCluster(directory, model_directories[name], engine_settings()) as cluster,
     ):
+        cluster.interpreter = interpreter
         if name == "llama":
-            cluster.interpreter = interpreter
-            lanes = ("host", "tcp")
-            deployment = _start(
-                cluster, LLAMA, lanes, spans, interpreter, prefill_blocks=64, decode_blocks=120
-            )
+            deployment = _start(cluster, LLAMA, ("host", "tcp"), spans, prefill_blocks=64, decode_blocks=120)
         else:
             # These talk under a cluster key, keep timelines and send spans, the others do none of it.
             key_file = directory / "key"
@@ -132,7 +127,6 @@ def deployment(
                 GEMMA3,
                 ("tcp",),
                 spans,
-                interpreter,
                 prefill_blocks=90,
                 decode_blocks=160,
                 timelines=64,

@@ -49,6 +49,7 @@ async def test_on_prefill(deployment: Deployment, client: Client, tmp_path: Path
     await assert_quiescent(client, deployment.prefill, deployment.decode)
 
 
+@pytest.mark.parametrize("deployment", ["gemma3"], indirect=True)
 async def test_on_decode(deployment: Deployment, client: Client) -> None:
     """16 outputs grow until D's pool is full; who is preempted computes its prompt and output so far on D."""
     prompts = [prompt(f"preempted on D {index}", 270 + index) for index in range(16)]

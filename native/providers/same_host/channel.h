@@ -14,7 +14,7 @@
 
 #include "engine/domain.h"
 
-#if defined(__SANITIZE_THREAD__)
+#if defined(KVC_THREAD_SANITIZER)
 #include <sanitizer/tsan_interface.h>
 #endif
 
@@ -85,7 +85,7 @@ enum class Taken : uint8_t {
 
 // Two mappings of one segment have two addresses, and the thread sanitizer goes by address: it cannot see that a
 // load here pairs with a store there. Between two engines of one process these say so; elsewhere they are nothing.
-#if defined(__SANITIZE_THREAD__)
+#if defined(KVC_THREAD_SANITIZER)
 inline char tsan_key;
 inline void handing_over() noexcept { __tsan_release(&tsan_key); }  // before the store that publishes
 inline void taking_over() noexcept { __tsan_acquire(&tsan_key); }   // after the load that sees it
