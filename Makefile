@@ -62,7 +62,10 @@ endef
 
 # The release build is what the Python tests run: a third build here would cost five minutes and find nothing more.
 # clang takes half of the time that gcc takes for these two, and is a second compiler's word on the warnings.
-native-asan: | system
+.PHONY: sanitizers
+sanitizers: | system
+	@scripts/setup sanitizers
+native-asan: | sanitizers
 	$(call native_build,clang-asan,address$(comma)undefined,clang++)
 native-tsan: | native-asan
 	$(call native_build,clang-tsan,thread,clang++)
