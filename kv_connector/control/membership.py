@@ -24,6 +24,7 @@ Lane = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 Why = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 48)]
 Url = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+Version = Annotated[str, msgspec.Meta(max_length=128)]  # of weights
 Rank = Annotated[int, msgspec.Meta(ge=0, le=65535)]  # vLLM numbers its engine cores with two bytes
 
 
@@ -82,6 +83,10 @@ class Register(Message, frozen=True, tag="register"):
     rank: Rank = 0  # among those that the API server serves, as X-data-parallel-rank counts
     activity: Activity | None = None
     load: Load | None = None  # None: it does not say
+    weights: Version = ""
+    """The version that it serves; empty: what it was started with."""
+    torn: Text = ""
+    """Why it stays paused, where a new version was not applied by all its workers."""
 
 
 class Leave(Message, frozen=True, tag="leave"):
