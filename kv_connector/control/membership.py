@@ -13,7 +13,7 @@ import msgspec
 
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.sockets import Codec, MessageSockets, codec_of
-from kv_connector.protocol.messages import Host, Id, Message, Natural, Port, Role, Text
+from kv_connector.protocol.messages import Host, Id, Message, Natural, Port, Role, Text, Version
 
 # Seconds between two REGISTERs of an engine. A router calls one silent after three of them.
 HEARTBEAT_S = 1.0
@@ -24,7 +24,6 @@ Lane = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 Why = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 48)]
 Url = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
-Version = Annotated[str, msgspec.Meta(max_length=128)]  # of weights
 Rank = Annotated[int, msgspec.Meta(ge=0, le=65535)]  # vLLM numbers its engine cores with two bytes
 
 
@@ -84,7 +83,7 @@ class Register(Message, frozen=True, tag="register"):
     activity: Activity | None = None
     load: Load | None = None  # None: it does not say
     weights: Version = ""
-    """The version that it serves; empty: what it was started with."""
+    """The version that it serves."""
     torn: Text = ""
     """Why it stays paused, where a new version was not applied by all its workers."""
 

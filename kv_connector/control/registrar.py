@@ -71,7 +71,7 @@ class Registrar:
         self._waking = threading.Lock()  # of _closing, and of _wake's life
         self._closing = False
         self._asleep = False
-        self._weights = registration.weights, registration.torn
+        self._weights, self._torn = registration.weights, registration.torn
         self._load = registration.load
         self._failures: deque[LoadFailed] = deque(maxlen=_FAILURES)
         self._thread = threading.Thread(target=self._main, name="kv-registrar", daemon=True)
@@ -82,10 +82,15 @@ class Registrar:
         self._asleep = asleep
         self._notify()
 
-    def set_weights(self, version: str, torn: str = "") -> None:
-        """From now on the routers are told that the engine serves this version of the weights, or of none and
-        why. At once; any thread."""
-        self._weights = version, clip(torn)
+    def set_weights(self, version: str) -> None:
+        """From now on the routers are told that the engine serves this version. At once; any thread."""
+        self._weights = version
+        self._notify()
+
+    def set_torn(self, reason: str) -> None:
+        """From now on the routers are told that the engine stays paused, as not all its workers have applied
+        a version, and why; empty: that it does not. At once; any thread."""
+        self._torn = clip(reason)
         self._notify()
 
     def set_load(self, load: Load) -> None:
@@ -134,9 +139,12 @@ class Registrar:
         failures = [self._failures.popleft() for _ in range(len(self._failures))]
         if self._registration.asleep is not self._asleep:
             self._registration = msgspec.structs.replace(self._registration, asleep=self._asleep)
-        weights, torn = self._weights
         now = msgspec.structs.replace(
-            self._registration, activity=self._activity(), load=self._load, weights=weights, torn=torn
+            self._registration,
+            activity=self._activity(),
+            load=self._load,
+            weights=self._weights,
+            torn=self._torn,
         )
         if self._announcer is not None and not (now.draining or now.asleep or now.torn):
             self._announcer.announce()

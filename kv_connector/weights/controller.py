@@ -30,6 +30,7 @@ from kv_connector.weights.messages import (
     Pong,
     Refused,
     State,
+    Torn,
     WeightMessage,
     Workers,
     WorkersAre,
@@ -217,6 +218,9 @@ class Controller:
                 "weights: serves version %s, after a pause of %.0f ms", version, outcome.pause_s * 1e3
             )
             answer = Applied(version)
+        if outcome.torn or not outcome.problem:
+            first, torn = next(iter(self._workers)), Torn(clip(outcome.problem))
+            self._loop.call(lambda: self._send(first, torn))
         self._loop.call(lambda: self._send(source, answer))
 
     async def _asked(self, source: Source) -> None:

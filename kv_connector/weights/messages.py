@@ -138,6 +138,13 @@ class Apply(Message, frozen=True, tag="apply"):
     version: Version
 
 
+class Torn(Message, frozen=True, tag="torn"):
+    """Controller to its first worker, from which routers hear of the engine: it stays paused, for this
+    reason; empty: it goes on."""
+
+    reason: Text
+
+
 class Ask(Message, frozen=True, tag="ask"):
     """To a worker or a controller: how far are you? Answered by STATE."""
 
@@ -170,6 +177,7 @@ WeightMessage = (
     | Workers
     | WorkersAre
     | Apply
+    | Torn
     | Ask
     | State
 )

@@ -38,6 +38,7 @@ from kv_connector.weights.messages import (
     Described,
     Joined,
     State,
+    Torn,
     WeightMessage,
     WorkerAddress,
     Workers,
@@ -68,11 +69,18 @@ class ReceiverConfig:
 class WeightReceiver:
     """start() it once, close() it once. Any thread may call any method."""
 
-    def __init__(self, config: ReceiverConfig, record: Callable[[Sequence[Tensor]], Geometry]) -> None:
+    def __init__(
+        self,
+        config: ReceiverConfig,
+        record: Callable[[Sequence[Tensor]], Geometry],
+        torn: Callable[[str], None] = lambda reason: None,
+    ) -> None:
         """``record``: what the worker would load of a checkpoint, called on a thread of its own; raises
-        ValueError in words for the trainer. Raises TransferError where a provider does not open."""
+        ValueError in words for the trainer. ``torn``: called with why the engine stays paused, or "" when it
+        goes on; of its first worker alone. Raises TransferError where a provider does not open."""
         self._config = config
         self._record = record
+        self._torn = torn
         domains = [DomainConfig(p, address=config.data_host or config.address.host) for p in config.providers]
         self._engine = TransferEngine(EngineConfig(config.name, domains))
         self._loop = Loop("kvc-weights", config.key)
@@ -136,6 +144,8 @@ class WeightReceiver:
             self._run(self._landing.lost(received.source, "it sent a malformed message"))
         elif isinstance(received.message, Workers):
             self._loop.sockets.send(received.source, WorkersAre(self._workers))
+        elif isinstance(received.message, Torn):
+            self._torn(received.message.reason)
         else:
             self._run(self._landing.receive(now, received.source, received.message))
 

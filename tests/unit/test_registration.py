@@ -385,7 +385,8 @@ async def test_an_engine_that_is_torn_gets_nothing_and_its_version_is_told(clust
         ("v1", "worker 0: no such tensor", "torn", 503),
         ("v2", "", "ready", 200),
     ):
-        decode.registrar.set_weights(version, torn)
+        decode.registrar.set_weights(version)
+        decode.registrar.set_torn(torn)
         await until_health(client, lambda found, state=state: found["decode"].get(url) == state)
         assert (await ask(client)).status_code == status
 

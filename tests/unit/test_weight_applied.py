@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 from collections.abc import Callable
 
@@ -15,7 +16,7 @@ from kv_connector.weights.controller import Controller
 from kv_connector.weights.geometry import Geometry, Parameter, Write
 from kv_connector.weights.links import Link, News
 from kv_connector.weights.messages import Applied
-from kv_connector.weights.pusher import Update, WeightPusher
+from kv_connector.weights.pusher import PushError, Update, WeightPusher
 from kv_connector.weights.receiver import ReceiverConfig, WeightReceiver
 from kv_connector.weights.sources import TensorSource
 
@@ -80,3 +81,55 @@ def test_rank_0_is_told_when_the_engine_has_resumed(monkeypatch: pytest.MonkeyPa
 
     asyncio.run(run())
     assert engine.known_at_resume is False
+
+
+class TornEngine:
+    """Its worker does not apply what is called "bad"."""
+
+    def __init__(self, worker: WeightReceiver) -> None:
+        self._worker = worker
+
+    async def pause(self) -> None:
+        """Nothing is computed."""
+
+    async def update(self, version: str) -> None:
+        def apply() -> None:
+            self._worker.take(version)
+            self._worker.finish("no such tensor" if version == "bad" else "")
+
+        await asyncio.to_thread(apply)
+
+    async def label(self, version: str) -> None:
+        """It serves nothing."""
+
+    async def resume(self) -> None:
+        """Nothing is computed."""
+
+
+def test_the_first_worker_is_told_why_the_engine_stays_paused_and_when_it_goes_on() -> None:
+    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+    config = ReceiverConfig("worker", Address("127.0.0.1", 0), ("tcp",))
+    worker = WeightReceiver(config, lambda _: GEOMETRY, told.put)
+    port = free_ports(1)[0]
+
+    def push() -> None:
+        with WeightPusher(TensorSource([("w", torch.ones(4))]), [f"127.0.0.1:{port}"]) as pusher:
+            pusher.connect()
+            pusher.push("good").wait("applied", PATIENCE_S)
+            with pytest.raises(PushError, match="no such tensor"):
+                pusher.push("bad").wait("applied", PATIENCE_S)
+            pusher.push("better").wait("applied", PATIENCE_S)
+
+    async def run() -> None:
+        controller = Controller(TornEngine(worker), worker.start(), None)
+        try:
+            await controller.start(Address("127.0.0.1", port))
+            await asyncio.to_thread(push)
+        finally:
+            controller.close()
+            worker.close()
+
+    asyncio.run(run())
+    good, bad, better = (told.get(timeout=PATIENCE_S) for _ in range(3))
+    assert (good, better) == ("", "")
+    assert "no such tensor" in bad
