@@ -29,7 +29,7 @@ from deployment import (
 from typer.testing import CliRunner
 
 from kv_connector.cli.main import app
-from kv_connector.lab.cluster import HOST, Engine, LocalCluster
+from kv_connector.lab.cluster import HOST, Engine, LocalCluster, engine_states
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.lab.model import make_llama
 
@@ -48,16 +48,18 @@ class Fleet:
     decode: Engine
     takes: dict[str, str]  # where each takes weights
     router: str
+    router_log: Path
     checkpoints: dict[str, Path]
     versions: Iterator[int] = field(default_factory=itertools.count)
 
-    async def push(self, name: str, *engines: Engine) -> None:
-        """Each time as another version."""
+    async def push(self, name: str, *engines: Engine, problem: str = "") -> None:
+        """Each time as another version. ``problem``: why it is not served."""
         options = [word for engine in engines for word in ("--engine", self.takes[engine.name])]
         version = f"{name}-{next(self.versions)}"
         words = ["weights", "push", str(self.checkpoints[name]), *options, "--version", version]
         done = await asyncio.to_thread(CliRunner().invoke, app, words)
-        assert done.exit_code == 0, done.output
+        assert done.exit_code == bool(problem), done.output
+        assert problem in done.output
 
     async def alone(self, client: Client) -> list[list[int]]:
         """What the decode engine answers by itself."""
@@ -96,7 +98,7 @@ def fleet(interpreter: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
         router = cluster.start_router("router", registration=registration)
         cluster.wait_ready()
         cluster.wait_joined(router, *engines)
-        yield Fleet(*engines, takes, router, checkpoints)
+        yield Fleet(*engines, takes, router, directory / "logs" / "router.log", checkpoints)
 
 
 class Load:
@@ -204,3 +206,26 @@ async def test_pages_of_other_weights_are_not_used_whoever_asks_for_them(
             )
         await fleet.push("b", second)
         await assert_quiescent(client, fleet.prefill, fleet.decode)
+
+
+async def test_a_torn_engine_is_left_out_until_it_is_mended(fleet: Fleet, client: Client) -> None:
+    prefill = fleet.prefill
+
+    async def is_told(state: str) -> None:
+        async def missing() -> str:
+            found = await asyncio.to_thread(engine_states, fleet.router)
+            return "" if found[prefill.url] == state else f"{prefill.url} is {state}, not {found}"
+
+        await wait_until(missing)
+
+    await client.probe(prefill, "probe_break_weights", "broken by a test")
+    await fleet.push("a", prefill, problem="broken by a test")
+    await is_told("torn")
+    log = fleet.router_log.read_text()
+    assert "TORN: " in log
+    assert "broken by a test" in log
+    await client.probe(prefill, "probe_break_weights", "")
+    await fleet.push("a", prefill, fleet.decode)
+    await is_told("ready")
+    alone = await fleet.alone(client)
+    assert [await client.complete(fleet.router, one, TOKENS) for one in PROMPTS] == alone
