@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
@@ -16,6 +17,7 @@ from kv_connector.weights.controller import Controller
 from kv_connector.weights.geometry import Geometry, Parameter, Write
 from kv_connector.weights.links import Link, News
 from kv_connector.weights.messages import Applied
+from kv_connector.weights.metrics import OUTCOMES, WeightMetrics
 from kv_connector.weights.pusher import PushError, Update, WeightPusher
 from kv_connector.weights.receiver import ReceiverConfig, WeightReceiver
 from kv_connector.weights.sources import TensorSource
@@ -107,6 +109,13 @@ class TornEngine:
 
 
 def test_the_first_worker_is_told_why_the_engine_stays_paused_and_when_it_goes_on() -> None:
+    """And it is counted."""
+    registry = CollectorRegistry()
+    seen = []
+
+    def metrics(*names: str) -> list[float | None]:
+        return [registry.get_sample_value(f"kv_connector_weights_{name}") for name in names]
+
     told: queue.SimpleQueue[str] = queue.SimpleQueue()
     config = ReceiverConfig("worker", Address("127.0.0.1", 0), ("tcp",))
     worker = WeightReceiver(config, lambda _: GEOMETRY, told.put)
@@ -116,12 +125,14 @@ def test_the_first_worker_is_told_why_the_engine_stays_paused_and_when_it_goes_o
         with WeightPusher(TensorSource([("w", torch.ones(4))]), [f"127.0.0.1:{port}"]) as pusher:
             pusher.connect()
             pusher.push("good").wait("applied", PATIENCE_S)
+            seen.append(registry.get_sample_value("kv_connector_weights_version", {"version": "good"}))
             with pytest.raises(PushError, match="no such tensor"):
                 pusher.push("bad").wait("applied", PATIENCE_S)
+            seen.append(registry.get_sample_value("kv_connector_weights_torn"))
             pusher.push("better").wait("applied", PATIENCE_S)
 
     async def run() -> None:
-        controller = Controller(TornEngine(worker), worker.start(), None)
+        controller = Controller(TornEngine(worker), worker.start(), None, WeightMetrics(registry))
         try:
             await controller.start(Address("127.0.0.1", port))
             await asyncio.to_thread(push)
@@ -133,3 +144,17 @@ def test_the_first_worker_is_told_why_the_engine_stays_paused_and_when_it_goes_o
     good, bad, better = (told.get(timeout=PATIENCE_S) for _ in range(3))
     assert (good, better) == ("", "")
     assert "no such tensor" in bad
+    assert seen == [1, 1]
+    assert metrics("torn", "bytes_total", "pause_seconds_count") == [0, 2 * 4 * 4, 3]
+    outcomes = {
+        outcome: registry.get_sample_value("kv_connector_weights_updates_total", {"outcome": outcome})
+        for outcome in OUTCOMES
+    }
+    assert outcomes == {"applied": 2, "refused": 0, "torn": 1}
+    versions = [
+        sample.labels["version"]
+        for family in registry.collect()
+        for sample in family.samples
+        if family.name == "kv_connector_weights_version"
+    ]
+    assert versions == ["better"], "the one before is no series any more"

@@ -224,8 +224,10 @@ async def test_a_torn_engine_is_left_out_until_it_is_mended(fleet: Fleet, client
     log = fleet.router_log.read_text()
     assert "TORN: " in log
     assert "broken by a test" in log
+    assert "kv_connector_weights_torn 1.0" in await client.get(f"{prefill.url}/metrics")
     await client.probe(prefill, "probe_break_weights", "")
     await fleet.push("a", prefill, fleet.decode)
     await is_told("ready")
+    assert "kv_connector_weights_torn 0.0" in await client.get(f"{prefill.url}/metrics")
     alone = await fleet.alone(client)
     assert [await client.complete(fleet.router, one, TOKENS) for one in PROMPTS] == alone
