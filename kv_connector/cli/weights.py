@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kv_connector.cli.exit_status import ExitStatus
+from kv_connector.cli.push_progress import push_progress
 from kv_connector.cli.router import KeyFile, address, cluster_key
 from kv_connector.engine import TransferError
 from kv_connector.protocol.actions import Address
@@ -71,7 +72,8 @@ def push(
         typer.echo(f"{nbytes / 1e9:.2f} GB for {len(pusher.parts())} workers")
         began = time.monotonic()
         try:
-            update = pusher.push(version)
+            with push_progress(pusher.progress, Console()):
+                update = pusher.push(version)
             update.wait("landed", timeout)
             landed = time.monotonic() - began
             typer.echo(f"landed in {landed:.2f} s ({nbytes / 1e9 / landed:.2f} GB/s)")

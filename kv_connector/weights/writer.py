@@ -74,6 +74,8 @@ class Writer:
         (self._staging_region,) = engine.register_ranges([self._staging.range])
         self._halves: list[list[tuple[int, int]]] = [[], []]  # (peer, transfer) that read each half
         self._failures: dict[int, str] = {}
+        self.posted: dict[int, int] = {}
+        """Of this version: bytes by peer, of which at most what the staging holds is not there yet."""
 
     def prepare(self, pieces: Sequence[Piece], geometry: Geometry) -> list[Send]:
         """Registers the memory of what is sent as it lies."""
@@ -98,6 +100,7 @@ class Writer:
     def write(self, targets: Sequence[Target]) -> dict[int, str]:
         """Writes all, and blocks until nothing is in flight. By peer, why it did not get all."""
         self._failures = {}
+        self.posted = {}
         settle(self._device)  # the optimiser's last step
         transfers: list[tuple[int, int]] = []
         for target in targets:
@@ -157,6 +160,7 @@ class Writer:
 
     def _post(self, transfer: int, target: Target, send: Send, region: int, offset: int, item: int) -> None:
         laid, to = send.runs, target.offsets[send.piece.parameter]
+        self.posted[target.peer] = self.posted.get(target.peer, 0) + send.nbytes
         if len(laid.target) == 1:
             self._engine.write(
                 transfer,

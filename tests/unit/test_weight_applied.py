@@ -126,6 +126,7 @@ def test_the_first_worker_is_told_why_the_engine_stays_paused_and_when_it_goes_o
             pusher.connect()
             pusher.push("good").wait("applied", PATIENCE_S)
             seen.append(registry.get_sample_value("kv_connector_weights_version", {"version": "good"}))
+            assert pusher.progress() == {f"127.0.0.1:{port}": (16, 16)}
             with pytest.raises(PushError, match="no such tensor"):
                 pusher.push("bad").wait("applied", PATIENCE_S)
             seen.append(registry.get_sample_value("kv_connector_weights_torn"))
