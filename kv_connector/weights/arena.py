@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from kv_connector.weights.buffer import Buffer, aligned, settle
-from kv_connector.weights.geometry import Constant, Geometry
+from kv_connector.weights.geometry import Constant, Geometry, Write
 from kv_connector.weights.plan import ITEM_BYTES
 
 
@@ -42,6 +42,11 @@ class Arena:
         return {
             parameter.name: self._flat(number) for number, parameter in enumerate(self.geometry.parameters)
         }
+
+    def box(self, write: Write) -> torch.Tensor:
+        """What lies where the write writes: a view."""
+        flat = self._flat(write.parameter)
+        return flat.as_strided(write.extent, write.strides, flat.storage_offset() + write.offset)
 
     def _flat(self, number: int) -> torch.Tensor:
         parameter, offset = self.geometry.parameters[number], self.offsets[number]

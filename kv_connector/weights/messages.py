@@ -145,6 +145,20 @@ class Torn(Message, frozen=True, tag="torn"):
     reason: Text
 
 
+class Verify(Message, frozen=True, tag="verify"):
+    """To a worker: what has landed of such a checkpoint? Answered by HASHED; REFUSED where nothing has."""
+
+    tensors: Bytes  # digest
+
+
+class Hashed(Message, frozen=True, tag="hashed"):
+    """What lies in the arena, by parameter (verify.py)."""
+
+    version: Version
+    geometry: Geometry
+    hashes: tuple[Bytes, ...]
+
+
 class Ask(Message, frozen=True, tag="ask"):
     """To a worker or a controller: how far are you? Answered by STATE."""
 
@@ -178,6 +192,8 @@ WeightMessage = (
     | WorkersAre
     | Apply
     | Torn
+    | Verify
+    | Hashed
     | Ask
     | State
 )

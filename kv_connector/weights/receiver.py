@@ -18,11 +18,14 @@ from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.sockets import Received
 from kv_connector.engine import DomainConfig, EngineConfig, ErrorCode, EventKind, TransferError
 from kv_connector.engine.transfer_engine import TransferEngine
-from kv_connector.protocol.actions import Address
+from kv_connector.protocol.actions import Address, Source
+from kv_connector.protocol.messages import clip
 from kv_connector.protocol.timers import Timeouts
 from kv_connector.weights.arena import Arena
 from kv_connector.weights.geometry import Geometry, Tensor, digest
+from kv_connector.weights.hashes import hashes
 from kv_connector.weights.landing import (
+    NOT_DESCRIBED,
     Accept,
     Action,
     CloseCounter,
@@ -36,9 +39,12 @@ from kv_connector.weights.landing import (
 from kv_connector.weights.loop import Loop
 from kv_connector.weights.messages import (
     Described,
+    Hashed,
     Joined,
+    Refused,
     State,
     Torn,
+    Verify,
     WeightMessage,
     WorkerAddress,
     Workers,
@@ -49,6 +55,8 @@ logger = logging.getLogger("kv_connector")
 
 # A fence takes a turn of the engine's worker; one that is stuck is asked for again.
 _FENCE_TIMEOUT_S, _FENCE_RETRY_S = 0.005, 0.05
+
+_NOTHING = "there is no whole version beside the model that could be compared: push one, then verify it"
 
 
 class NotLanded(RuntimeError):
@@ -146,6 +154,8 @@ class WeightReceiver:
             self._loop.sockets.send(received.source, WorkersAre(self._workers))
         elif isinstance(received.message, Torn):
             self._torn(received.message.reason)
+        elif isinstance(received.message, Verify):
+            self._verify(received.source, received.message)
         else:
             self._run(self._landing.receive(now, received.source, received.message))
 
@@ -239,6 +249,28 @@ class WeightReceiver:
             self._arena.nbytes / 1e9,
         )
         self._run(self._landing.recorded(digest(tensors), Described(geometry), self._arena.loaded_bytes))
+
+    def _verify(self, source: Source, asked: Verify) -> None:
+        """Beside the loop, and not while another checkpoint is looked at, whose arena takes this one's
+        place."""
+        arena, version = self._arena, self._landing.state().landed
+        if not self._landing.has_recorded(asked.tensors):
+            self._loop.sockets.send(source, Refused(NOT_DESCRIBED))
+        elif arena is None or not version:
+            self._loop.sockets.send(source, Refused(_NOTHING))
+        else:
+
+            def hashed(done: Future[tuple[bytes, ...]]) -> None:
+                if self._landing.state().landed != version:
+                    answer: WeightMessage = Refused(_NOTHING)  # overwritten meanwhile
+                elif (error := done.exception()) is not None:
+                    answer = Refused(clip(f"{type(error).__name__}: {error}"))
+                else:
+                    answer = Hashed(version, arena.geometry, done.result())
+                self._loop.sockets.send(source, answer)
+
+            hashing = self._recorder.submit(hashes, arena.geometry, arena.box)
+            hashing.add_done_callback(lambda done: self._loop.call(lambda: hashed(done)) and None)
 
     def _make_arena(self, geometry: Geometry) -> None:
         if self._arena is not None and self._arena.geometry == geometry:

@@ -61,6 +61,12 @@ class Fleet:
         assert done.exit_code == bool(problem), done.output
         assert problem in done.output
 
+    async def verify(self, name: str) -> str:
+        """What is said of both engines' copies."""
+        options = [word for address in self.takes.values() for word in ("--engine", address)]
+        words = ["weights", "verify", str(self.checkpoints[name]), *options]
+        return (await asyncio.to_thread(CliRunner().invoke, app, words)).output
+
     async def alone(self, client: Client) -> list[list[int]]:
         """What the decode engine answers by itself."""
         return [await client.complete(self.decode.url, one, TOKENS) for one in PROMPTS]
@@ -231,3 +237,5 @@ async def test_a_torn_engine_is_left_out_until_it_is_mended(fleet: Fleet, client
     assert "kv_connector_weights_torn 0.0" in await client.get(f"{prefill.url}/metrics")
     alone = await fleet.alone(client)
     assert [await client.complete(fleet.router, one, TOKENS) for one in PROMPTS] == alone
+    assert (await fleet.verify("a")).count("parameters are the checkpoint's") == 2
+    assert (await fleet.verify("b")).count("parameters differ: ") == 2
