@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import typer
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kv_connector.agent.exposition import Exposition
 from kv_connector.agent.settings import Settings
@@ -36,6 +36,7 @@ from kv_connector.cli.exit_status import ExitStatus
 from kv_connector.cli.main import app
 from kv_connector.protocol.timers import Timeouts
 from kv_connector.router.metrics import Metrics
+from kv_connector.weights.metrics import WeightMetrics
 
 ROOT = Path(__file__).parents[1]
 _GENERATED = re.compile(r"(<!-- generated: (\w+)(.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -189,7 +190,16 @@ def engine_metrics() -> Iterator[Metric]:
 
 
 def router_metrics() -> Iterator[Metric]:
-    registry = Metrics().registry
+    yield from _of(Metrics().registry)
+
+
+def weight_metrics() -> Iterator[Metric]:
+    registry = CollectorRegistry()
+    WeightMetrics(registry)
+    yield from _of(registry)
+
+
+def _of(registry: CollectorRegistry) -> Iterator[Metric]:
     for collector in dict.fromkeys(registry._names_to_collectors.values()):
         labels = tuple(getattr(collector, "_labelnames", ()))
         for family in collector.describe() if hasattr(collector, "describe") else collector.collect():
@@ -268,6 +278,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "settings": settings,
     "timeouts": timeouts,
     "engine_metrics": lambda: metrics(engine_metrics()),
+    "weight_metrics": lambda: metrics(weight_metrics()),
     "router_metrics": lambda: metrics(router_metrics()),
     "statuses": statuses,
     "environment": environment,

@@ -208,6 +208,16 @@ class Agent:
         """Calls this, on the agent's thread, with each transfer that is over, however it ended."""
         self._effects.transfer_over = transfer_over
 
+    def set_weights(self, version: str) -> None:
+        """The engine computes with this version from now on. In order with the other commands: to be called
+        between two steps."""
+
+        def command(now: float) -> Sequence[Action]:
+            self._effects.decode.set_weights(version)
+            return self._effects.prefill.set_weights(now, version)
+
+        self._submit(command)
+
     # --- Decode
 
     def tell_failures(self, load_failed: Callable[[str, str], None]) -> None:

@@ -262,8 +262,8 @@ class Effects:
                 self._engine.release_counters(number)
             case FinishedSending(request_id):
                 self._ledger.sent(request_id)
-            case FinishedReceiving(request_id, failed, sampled):
-                self._ledger.received(request_id, failed, sampled)
+            case FinishedReceiving(request_id, failed, sampled, stale):
+                self._ledger.received(request_id, failed, sampled, stale=stale)
             case Ended():
                 self._ended(now, action)
             case Reached():
@@ -538,14 +538,16 @@ class Effects:
         if self._trace is not None:
             self._trace.ended(now, ended, "" if link is None else link.name, timing)
         self.transfer_over(ended, timing)
-        if ended.outcome not in (Outcome.FAILED, Outcome.EXPIRED):
+        if ended.outcome not in (Outcome.FAILED, Outcome.EXPIRED, Outcome.STALE):
             return
         where = "which no peer asked for" if ended.side is Role.PREFILL else "without a session with its peer"
         if link is not None:
             where = f"{'to' if ended.side is Role.PREFILL else 'from'} {link.name} over {link.lane}"
         share, outcome, reason = Share(ended.transfer_id, ended.share), ended.outcome.value, ended.reason
-        logger.warning("transfer %s %s: %s: %s", share, where, outcome, reason)
-        if ended.side is Role.DECODE:
+        # There are many while a fleet is updated, and nobody's request fails for it.
+        level = logging.INFO if ended.outcome is Outcome.STALE else logging.WARNING
+        logger.log(level, "transfer %s %s: %s: %s", share, where, outcome, reason)
+        if ended.side is Role.DECODE and ended.outcome is not Outcome.STALE:
             self.load_failed(ended.transfer_id, reason)
 
     def _timing(self, ended: Ended, lane: str) -> Timing:

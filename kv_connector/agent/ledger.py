@@ -24,6 +24,7 @@ class Reports:
     finished_sending: set[str] = field(default_factory=set)  # nothing reads their blocks any more
     finished_recving: set[str] = field(default_factory=set)  # nothing can land in their blocks any more
     failed_recving: set[str] = field(default_factory=set)  # of finished_recving: those without their pages
+    stale: set[str] = field(default_factory=set)  # of failed_recving: as Outcome.STALE says
     sampled: dict[str, int] = field(default_factory=dict)  # of finished_recving: what prefill sampled
 
 
@@ -152,17 +153,26 @@ class Ledger:
             del self._reached[request_id]
             self._reserved.discard(reached.transfer_id)
             reports = self._reports
-            for ids in (reports.finished_sending, reports.finished_recving, reports.failed_recving):
+            for ids in (
+                reports.finished_sending,
+                reports.finished_recving,
+                reports.failed_recving,
+                reports.stale,
+            ):
                 ids.discard(request_id)
             reports.sampled.pop(request_id, None)
 
-    def received(self, request_id: str, failed: bool, sampled: int | None = None) -> None:
+    def received(
+        self, request_id: str, failed: bool, sampled: int | None = None, *, stale: bool = False
+    ) -> None:
         with self._lock:
             if self._drop_disowned(request_id):
                 return
             self._reports.finished_recving.add(request_id)
             if failed:
                 self._reports.failed_recving.add(request_id)
+            if stale:
+                self._reports.stale.add(request_id)
             if sampled is not None:
                 self._reports.sampled[request_id] = sampled
             self._news.notify_all()

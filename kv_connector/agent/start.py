@@ -75,6 +75,12 @@ class Running:
         if self.registrar is not None:
             self.registrar.set_asleep(False)
 
+    def set_weights(self, version: str) -> None:
+        """As Agent.set_weights(); the routers hear of it."""
+        self.agent.set_weights(version)
+        if self.registrar is not None:
+            self.registrar.set_weights(version)
+
     def close(self) -> None:
         """The routers first, then the peers. BLOCKS as Agent.close(); the second call does nothing."""
         self._resources.close()

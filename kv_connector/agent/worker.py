@@ -75,6 +75,7 @@ class Worker:
             finished_sending=sent,
             finished_recving=reports.finished_recving | failed_here,
             failed_recving=reports.failed_recving | failed_here,
+            stale=reports.stale,
             sampled=reports.sampled,
         )
 

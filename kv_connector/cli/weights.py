@@ -15,12 +15,14 @@ from rich.console import Console
 from rich.table import Table
 
 from kv_connector.cli.exit_status import ExitStatus
+from kv_connector.cli.push_progress import push_progress
 from kv_connector.cli.router import KeyFile, address, cluster_key
 from kv_connector.engine import TransferError
 from kv_connector.protocol.actions import Address
 
 if TYPE_CHECKING:
     from kv_connector.weights.pusher import WeightPusher
+    from kv_connector.weights.verify import Verified
 
 app = typer.Typer(
     name="weights", no_args_is_help=True, help="New weights for engines that go on serving meanwhile."
@@ -71,7 +73,8 @@ def push(
         typer.echo(f"{nbytes / 1e9:.2f} GB for {len(pusher.parts())} workers")
         began = time.monotonic()
         try:
-            update = pusher.push(version)
+            with push_progress(pusher.progress, Console()):
+                update = pusher.push(version)
             update.wait("landed", timeout)
             landed = time.monotonic() - began
             typer.echo(f"landed in {landed:.2f} s ({nbytes / 1e9 / landed:.2f} GB/s)")
@@ -140,6 +143,49 @@ def status(engine: Engines, key_file: KeyFile = None, json: Json = False) -> Non
             typer.echo(_line(name, said))
     if failed:
         raise typer.Exit(ExitStatus.FAILURE)
+
+
+@app.command()
+def verify(checkpoint: Checkpoint, engine: Engines, key_file: KeyFile = None, json: Json = False) -> None:
+    """Whether what the engines have taken last is this checkpoint: hashes of each parameter, as it landed.
+
+    Of an engine that has no copy beside its model (streaming), or has taken none since it was started, it
+    cannot be told. Reads the checkpoint, and takes a core of each worker about a second a GB. Status 1: some
+    parameter differs, or could not be compared.
+    """
+    try:
+        from kv_connector.weights.sources import CheckpointSource, SourceError
+        from kv_connector.weights.verify import verify as compare
+    except ImportError as error:
+        raise typer.BadParameter(f"{error}: pip install 'kv-connector[weights]'") from None
+    from kv_connector.protocol.timers import Timeouts
+    from kv_connector.weights.links import Links
+
+    try:
+        source = CheckpointSource(checkpoint)
+    except SourceError as error:
+        raise typer.BadParameter(str(error)) from None
+    links = Links(cluster_key(key_file), Timeouts(), heard=lambda *_: None, lost=lambda *_: None)
+    try:
+        found = list(compare(source, engine, links))
+    finally:
+        links.close()
+    if json:
+        typer.echo(msgspec.json.encode(found).decode())
+    else:
+        for one in found:
+            typer.echo(_compared(one))
+    if not all(one.good for one in found):
+        raise typer.Exit(ExitStatus.FAILURE)
+
+
+def _compared(one: Verified) -> str:
+    if one.problem:
+        return one.problem
+    what = f"{one.worker}: version {one.version}: "
+    if not one.differ:
+        return f"{what}all {one.parameters} parameters are the checkpoint's"
+    return f"{what}{len(one.differ)} of {one.parameters} parameters differ: {', '.join(one.differ)}"
 
 
 def _line(name: str, said: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ import msgspec
 
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.sockets import Codec, MessageSockets, codec_of
-from kv_connector.protocol.messages import Host, Id, Message, Natural, Port, Role, Text
+from kv_connector.protocol.messages import Host, Id, Message, Natural, Port, Role, Text, Version
 
 # Seconds between two REGISTERs of an engine. A router calls one silent after three of them.
 HEARTBEAT_S = 1.0
@@ -82,6 +82,10 @@ class Register(Message, frozen=True, tag="register"):
     rank: Rank = 0  # among those that the API server serves, as X-data-parallel-rank counts
     activity: Activity | None = None
     load: Load | None = None  # None: it does not say
+    weights: Version = ""
+    """The version that it serves."""
+    torn: Text = ""
+    """Why it stays paused, where a new version was not applied by all its workers."""
 
 
 class Leave(Message, frozen=True, tag="leave"):

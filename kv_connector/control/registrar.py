@@ -71,6 +71,7 @@ class Registrar:
         self._waking = threading.Lock()  # of _closing, and of _wake's life
         self._closing = False
         self._asleep = False
+        self._weights, self._torn = registration.weights, registration.torn
         self._load = registration.load
         self._failures: deque[LoadFailed] = deque(maxlen=_FAILURES)
         self._thread = threading.Thread(target=self._main, name="kv-registrar", daemon=True)
@@ -79,6 +80,17 @@ class Registrar:
     def set_asleep(self, asleep: bool) -> None:
         """From now on the routers are told that the engine sleeps, or that it is awake. At once."""
         self._asleep = asleep
+        self._notify()
+
+    def set_weights(self, version: str) -> None:
+        """From now on the routers are told that the engine serves this version. At once; any thread."""
+        self._weights = version
+        self._notify()
+
+    def set_torn(self, reason: str) -> None:
+        """From now on the routers are told that the engine stays paused, as not all its workers have applied
+        a version, and why; empty: that it does not. At once; any thread."""
+        self._torn = clip(reason)
         self._notify()
 
     def set_load(self, load: Load) -> None:
@@ -127,8 +139,14 @@ class Registrar:
         failures = [self._failures.popleft() for _ in range(len(self._failures))]
         if self._registration.asleep is not self._asleep:
             self._registration = msgspec.structs.replace(self._registration, asleep=self._asleep)
-        now = msgspec.structs.replace(self._registration, activity=self._activity(), load=self._load)
-        if self._announcer is not None and not (now.draining or now.asleep):
+        now = msgspec.structs.replace(
+            self._registration,
+            activity=self._activity(),
+            load=self._load,
+            weights=self._weights,
+            torn=self._torn,
+        )
+        if self._announcer is not None and not (now.draining or now.asleep or now.torn):
             self._announcer.announce()
         for router in self._routers:
             if self._sockets.send(router.link, now):

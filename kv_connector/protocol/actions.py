@@ -52,6 +52,7 @@ class Outcome(enum.Enum):
     CANCELLED = "cancelled"  # D no longer wanted it
     RELEASED = "released"  # D needed nothing
     EXPIRED = "expired"  # nobody came for it
+    STALE = "stale"  # P has other weights than D, or computes anew what a part of is at D
 
 
 @dataclass(frozen=True)
@@ -235,11 +236,13 @@ class FinishedReceiving:
     """Nothing can land in the request's blocks any more; if it ``failed``, they lack their pages.
 
     ``sampled``: the token that prefill sampled behind the prompt, if it was asked for and has said it.
+    ``stale``: it failed as Outcome.STALE says, which is nobody's fault: D is to compute the prompt.
     """
 
     request_id: str
     failed: bool
     sampled: int | None = None
+    stale: bool = False
 
 
 # --- Of sessions

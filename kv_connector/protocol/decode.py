@@ -50,6 +50,7 @@ from kv_connector.protocol.messages import (
     Cancel,
     CancelAck,
     Fail,
+    FailCode,
     Rank,
     Release,
     Reserve,
@@ -100,6 +101,7 @@ class _Transfer:
     landed: bool = False  # all pages are here, and what P sampled is waited for
     heard: bool = False  # what P sampled, or that it will not say
     sampled: int | None = None
+    stale: bool = False  # for one leg at least
     failure: str = ""  # why it is being stopped, unless it was aborted
     failed: PeerId | None = None  # the source that is to blame for it
 
@@ -136,6 +138,7 @@ class DecodeMachine:
         self._releases: dict[Address, list[Release]] = {}  # to be sent once the session is there
         self._timers: Timers[str] = Timers()
         self._next_attempt = 1
+        self._weights = ""
 
     def __len__(self) -> int:
         """Transfers that are not over."""
@@ -159,6 +162,11 @@ class DecodeMachine:
         return found
 
     # --- D's engine
+
+    def set_weights(self, version: str) -> None:
+        """D serves this version from now on, and asks for pages of it. What it has asked for before is its
+        framework's to cancel."""
+        self._weights = version
 
     def set_ranks(self, rank: int, ranks: Sequence[Rank]) -> None:
         """All workers of this engine, of which this is number ``rank``. Without it, it is the only one."""
@@ -315,6 +323,7 @@ class DecodeMachine:
             immediate=immediate,
             deadline_ms=max(0, round((transfer.deadline - now) * 1000)),
             wants_sampled=request.wants_sampled,
+            weights=self._weights,
         )
         actions: list[DecodeAction] = [_reached(request, State.MOVING)]
         for leg in transfer.legs:
@@ -360,6 +369,7 @@ class DecodeMachine:
             return []
         if transfer.landed:
             return self._will_not_say(now, transfer, leg)
+        transfer.stale = transfer.stale or message.code is FailCode.STALE
         reason = f"{message.code.value}: {message.message}"
         if not message.quiesced:
             # What comes of the fence must not give another reason.
@@ -539,8 +549,10 @@ class DecodeMachine:
                 actions.append(Send(leg.peer, cancel))
         phases = {leg.phase for leg in transfer.legs}
         if phases <= {_Phase.STOPPED}:
-            outcome = Outcome.CANCELLED if transfer.aborted else Outcome.FAILED
-            return self._end(now, transfer, outcome, transfer.failure)
+            outcome = Outcome.STALE if transfer.stale else Outcome.FAILED
+            return self._end(
+                now, transfer, Outcome.CANCELLED if transfer.aborted else outcome, transfer.failure
+            )
         if actions:
             self._timers.set(transfer.request.request_id, now + self._timeouts.cancel)
         elif _Phase.CANCELLING not in phases:  # a fence has its own bound
@@ -564,8 +576,9 @@ class DecodeMachine:
             Role.DECODE, request.transfer_id, peer, outcome, reason, seconds, request_id=request.request_id
         )
         state = State.DONE if outcome is Outcome.COMPLETED else State.FAILED
-        failed = outcome is Outcome.FAILED
-        report = FinishedReceiving(request.request_id, failed, transfer.sampled)
+        other = outcome is Outcome.STALE
+        failed = other or outcome is Outcome.FAILED
+        report = FinishedReceiving(request.request_id, failed, transfer.sampled, other)
         last: list[DecodeAction] = [ended, _reached(request, state, reason), report]
         return [CloseCounter(request.request_id), *last] if transfer.counting else last
 

@@ -53,6 +53,8 @@ ShareNumber = Annotated[int, msgspec.Meta(ge=0, lt=MAX_SHARES)]
 Host = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 Blob = Annotated[bytes, msgspec.Meta(max_length=64 << 10)]
+# Of weights; empty: what the engine was started with.
+Version = Annotated[str, msgspec.Meta(max_length=128)]
 PromptHash = Annotated[bytes, msgspec.Meta(min_length=PROMPT_HASH_BYTES, max_length=PROMPT_HASH_BYTES)]
 
 
@@ -190,6 +192,7 @@ class Reserve(Message, frozen=True, tag="reserve"):
     share: ShareNumber = 0
     shares: Shares = 1
     wants_sampled: bool = False  # SAMPLED is waited for
+    weights: Version = ""  # that D serves, and the pages must be of
 
 
 class Sampled(Message, frozen=True, tag="sampled"):
@@ -210,6 +213,7 @@ class FailCode(enum.Enum):
     DUPLICATE = "duplicate"  # the transfer is already going to another request
     DRAINING = "draining"
     EXPIRED = "expired"  # the hold time or the deadline passed
+    STALE = "stale"  # P has other weights than D, or computes anew what a part of is at D
 
 
 class Fail(Message, frozen=True, tag="fail"):

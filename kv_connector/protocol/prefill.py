@@ -106,6 +106,7 @@ class PrefillMachine:
         self._tombstones = Tombstones(2 * timeouts.longest())
         self._timers: Timers[Share] = Timers()
         self._closing = False
+        self._weights = ""
 
     def __len__(self) -> int:
         """Transfers that are not over."""
@@ -245,7 +246,24 @@ class PrefillMachine:
             reservation = transfer.reservation
             if reservation is not None and reservation.left > 0 and reservation.writing:
                 text = "the prefill engine cleared its KV cache when a part of the prompt had gone"
-                actions += self._end(now, transfer, FailCode.PREFILL_ABORTED, text)
+                actions += self._go_stale(now, transfer, text)
+        return actions
+
+    def set_weights(self, now: float, version: str) -> list[PrefillAction]:
+        """From now on P computes with this version, unfinished prompts from their beginning: of no use to a D
+        that has reserved their pages with another."""
+        self._weights = version
+        actions: list[PrefillAction] = []
+        for prompt in list(self._prompts.values()):
+            if prompt.finished:
+                continue
+            prompt.weights = version
+            for transfer in prompt.shares:
+                transfer.forget_pages()
+                reservation = transfer.reservation
+                if reservation is not None and reservation.message.weights != version:
+                    text = _other_weights(version, reservation.message)
+                    actions += self._go_stale(now, transfer, text)
         return actions
 
     def finished(
@@ -269,7 +287,10 @@ class PrefillMachine:
             if transfer.phase is Phase.WAITING:
                 self._hold(now, transfer)
             elif transfer.phase is Phase.ACTIVE:
-                actions += [*_say_sampled(transfer), *self._seal(now, transfer)]
+                reservation = transfer.reservation
+                assert reservation is not None
+                actions += _say_sampled(reservation.peer, reservation.message, prompt)
+                actions += self._seal(now, transfer)
         return actions
 
     # --- D, through messages
@@ -310,6 +331,10 @@ class PrefillMachine:
                 return []
             text = "the transfer is already going to another decode request"
             return [self._refuse(peer, message, FailCode.DUPLICATE, text)]
+        ours = self._weights if prompt is None else prompt.weights
+        stale = "" if ours == message.weights else _other_weights(ours, message)
+        if stale and not (message.wants_sampled and (prompt is None or not prompt.finished)):
+            return self._refuse_stale(now, peer, message, stale)
         request = None if prompt is None else prompt.request
         if request is not None:
             problem = prompt_problem(request, message)
@@ -328,6 +353,7 @@ class PrefillMachine:
             deadline=deadline,
             wanted=wanted,
             left=sum(map(len, wanted.values())),
+            stale=stale,
         )
         transfer.phase = Phase.ACTIVE
         if request is None:
@@ -340,7 +366,7 @@ class PrefillMachine:
         self._timers.set(transfer.share, deadline)
         actions = [*_moving(prompt, message.first_token), *self._push(transfer)]
         if prompt.finished:
-            actions += [*_say_sampled(transfer), *self._seal(now, transfer)]
+            actions += [*_say_sampled(peer, message, prompt), *self._seal(now, transfer)]
         return actions
 
     def cancel(self, now: float, peer: PeerId, message: Cancel) -> list[PrefillAction]:
@@ -478,7 +504,7 @@ class PrefillMachine:
     # --- Steps
 
     def _new_prompt(self, transfer_id: str) -> Prompt:
-        prompt = Prompt(transfer_id)
+        prompt = Prompt(transfer_id, self._weights)
         prompt.shares.append(Transfer(Share(transfer_id), prompt, pages=[{} for _ in self._layout.groups]))
         self._prompts[transfer_id] = prompt
         return prompt
@@ -522,10 +548,36 @@ class PrefillMachine:
         """FAIL for a RESERVE that never became a reservation: nothing of it was ever written."""
         return Send(peer, Fail(message.transfer_id, message.attempt, code, clip(text), quiesced=True))
 
+    def _refuse_stale(self, now: float, peer: PeerId, message: Reserve, text: str) -> list[PrefillAction]:
+        """Nobody else will come for the pages: D computes the prompt itself."""
+        refused = self._refuse(peer, message, FailCode.STALE, text)
+        verdict = Verdict(Outcome.STALE, FailCode.STALE, text, ())
+        prompt = self._prompts.get(message.transfer_id)
+        if prompt is None:
+            return [refused, *self._forbid(now, message.transfer_id, verdict)]
+        transfer = self._share_of(prompt, message.share)
+        assert transfer is not None  # share_problem()
+        said = _say_sampled(peer, message, prompt) if prompt.finished else []
+        return [*said, refused, *self._close(now, transfer, verdict)]
+
+    def _go_stale(self, now: float, transfer: Transfer, text: str) -> list[PrefillAction]:
+        """What D has reserved will be of no use to it. Where it waits for a token, which a client may have by
+        then, it is told behind that."""
+        reservation = transfer.reservation
+        waits = reservation is not None and reservation.message.wants_sampled
+        if reservation is None or not waits or transfer.phase is not Phase.ACTIVE or transfer.prompt.finished:
+            return self._end(now, transfer, FailCode.STALE, text)
+        reservation.stale = text
+        transfer.forget_pages()
+        return []
+
     def _push(self, transfer: Transfer) -> list[PrefillAction]:
         """Pushes what is computed, wanted and not yet pushed; one Push for each step that computed some."""
         reservation = transfer.reservation
         if reservation is None or transfer.prompt.request is None:
+            return []
+        if reservation.stale:
+            transfer.forget_pages()
             return []
         plan = self._peers[reservation.peer].plan
         steps: dict[int | None, dict[tuple[Groups, Places], list[tuple[int, int]]]] = {}
@@ -558,6 +610,8 @@ class PrefillMachine:
         """P has computed all it will: the transfer ends when its writes have arrived."""
         reservation = transfer.reservation
         assert reservation is not None
+        if reservation.stale:
+            return self._end(now, transfer, FailCode.STALE, reservation.stale)
         if reservation.left > 0:
             text = f"{reservation.left} of the pages that decode asked for were never computed"
             return self._end(now, transfer, FailCode.WRITE_ERROR, text)
@@ -574,12 +628,13 @@ class PrefillMachine:
 
     def _end(self, now: float, transfer: Transfer, code: FailCode, text: str) -> list[PrefillAction]:
         """Ends the share with a failure, unless it has ended or is about to."""
+        outcome = Outcome.STALE if code is FailCode.STALE else Outcome.FAILED
         if transfer.phase is Phase.WAITING:
-            return self._close(now, transfer, Verdict(Outcome.FAILED, code, text, ()))
+            return self._close(now, transfer, Verdict(outcome, code, text, ()))
         if transfer.phase is Phase.ACTIVE:
             reservation = transfer.reservation
             assert reservation is not None
-            return self._drain(now, transfer, Verdict(Outcome.FAILED, code, text, (reservation.key,)))
+            return self._drain(now, transfer, Verdict(outcome, code, text, (reservation.key,)))
         return []
 
     def _end_all(self, now: float, prompt: Prompt, code: FailCode, text: str) -> list[PrefillAction]:
@@ -686,15 +741,11 @@ def _moving(prompt: Prompt, first_token: int = 0) -> list[PrefillAction]:
     return actions
 
 
-def _say_sampled(transfer: Transfer) -> list[PrefillAction]:
+def _say_sampled(peer: PeerId, message: Reserve, prompt: Prompt) -> list[PrefillAction]:
     """If D has asked for it."""
-    reservation = transfer.reservation
-    assert reservation is not None
-    message = reservation.message
     if not message.wants_sampled:
         return []
-    said = Sampled(message.transfer_id, message.attempt, transfer.prompt.sampled)
-    return [Send(reservation.peer, said)]
+    return [Send(peer, Sampled(message.transfer_id, message.attempt, prompt.sampled))]
 
 
 def _met(prompt: Prompt) -> list[PrefillAction]:
@@ -726,6 +777,11 @@ def _begin(step: tuple[int | None, object]) -> int:
 
 def _aborted(reason: str) -> Verdict:
     return Verdict(Outcome.FAILED, FailCode.PREFILL_ABORTED, reason, ())
+
+
+def _other_weights(ours: str, message: Reserve) -> str:
+    prefill, decode = (version or "what it was started with" for version in (ours, message.weights))
+    return f"weights: prefill has {prefill}, decode has {decode}"
 
 
 def _acknowledge(peer: PeerId, message: Cancel, verdict: Verdict) -> Send:

@@ -32,6 +32,7 @@ class Reservation:
     left: int  # of them
     writing: bool = False  # some were pushed: the engine has an open transfer
     peer_lost: bool = False
+    stale: str = ""  # why its pages are of no use to D, which is told so with the token that it waits for
 
     @property
     def key(self) -> tuple[PeerId, int]:
@@ -43,6 +44,7 @@ class Prompt:
     """A request of P's engine, or what is known of it before it comes."""
 
     transfer_id: str
+    weights: str  # with which it is computed, or was
     request: PrefillRequest | None = None
     finished: bool = False
     sampled: int | None = None  # the token behind it, once finished

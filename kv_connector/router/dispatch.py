@@ -166,6 +166,12 @@ class Dispatcher:
         pool = self._pools[Side.DECODE]
         return stack.enter_context(pool.lease(await self._where(lambda: pool.fewest(avoid))))
 
+    async def _partner(self, stack: AsyncExitStack, prefill: Endpoint, avoid: Collection[Endpoint]) -> Lease:
+        """A decode engine for what that one has computed."""
+        pool, prefills = self._pools[Side.DECODE], self._pools[Side.PREFILL]
+        decode = await self._where(lambda: pool.partner(prefills, prefill, avoid))
+        return stack.enter_context(pool.lease(decode))
+
     async def _where(self, choose: Callable[[], T]) -> T:
         """What that chooses, of engines that must be used before anything else is awaited. A router that has
         just started waits for the first of each side to register."""
@@ -226,7 +232,7 @@ class Dispatcher:
                 "was it started with --kv-transfer-config and a role that produces?",
             )
         with self._owed(transfer_id, prefill.endpoint, call):
-            decode = await self._decoder(stack, {*avoid, placement.prefill})
+            decode = await self._partner(stack, placement.prefill, avoid)
             ids = self._begin(call, decode)
             body = completion.decode_body(params, ids=ids)
             answer = await self.calls.load(transfer_id, prefill.endpoint, decode, body, call, stack)

@@ -22,7 +22,7 @@ from kv_connector.router.calls import Computed
 from kv_connector.router.completion import Completion
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.members import Side
-from kv_connector.router.policy import Placement, split
+from kv_connector.router.policy import Placement, shared_weights, split
 from kv_connector.router.pool import Member, Pool
 from kv_connector.router.prompt import Prompt, TokenSizes
 from kv_connector.router.settings import Objectives
@@ -61,6 +61,10 @@ class Goodput:
         if prompt.pictures:
             return replace(split(self._pools, avoid, "pictures"), prompt=prompt)
         prefills, decodes = (self._pools[side].choices(avoid) for side in (Side.PREFILL, Side.DECODE))
+        shared = shared_weights(self._pools, avoid)
+        if not shared:
+            return replace(split(self._pools, avoid, ""), prompt=prompt)
+        prefills = [one for one in prefills if one.weights in shared]
         typical = next((one.workload.cost for one in prefills if one.workload.cost), None)
         if typical is None:
             return replace(split(self._pools, avoid, "unmeasured"), prompt=prompt)
@@ -72,9 +76,10 @@ class Goodput:
         local, reason = self._compare(prefill, decode)
         receiver = decode.engine.endpoint
         if not local:
-            receiver = self._pools[Side.DECODE].fewest({*avoid, prefill.engine.endpoint})
-            if receiver == prefill.engine.endpoint:
-                local, reason = True, "one_engine"
+            engine = prefill.engine
+            receiver = self._pools[Side.DECODE].fewest({*avoid, engine.endpoint}, engine.weights)
+            if receiver == engine.endpoint:
+                local, reason, receiver = True, "one_engine", decode.engine.endpoint
         chosen = decode if local else prefill
         # Only a stream's beginning tells that its prompt is computed.
         told = not local or completion.streamed

@@ -51,9 +51,14 @@ class State(enum.Enum):
     SILENT = "silent"  # no REGISTER for a while
     DRAINING = "draining"
     ASLEEP = "asleep"  # it says so: its KV cache is not mapped
+    TORN = "torn"  # it says so: new weights were not applied, and it stays paused
 
 
-_TROUBLES = {State.SILENT: "is silent", State.UNREACHABLE: "does not answer"}
+_TROUBLES = {
+    State.SILENT: "is silent",
+    State.UNREACHABLE: "does not answer",
+    State.TORN: "stays paused: its new weights were not applied",
+}
 
 
 @dataclass
@@ -74,6 +79,8 @@ class _Engine:
     draining: bool = False
     emptied: bool = False  # its drain moves what it has to other engines
     asleep: bool = False
+    torn: bool = False
+    weights: str = ""
     silent: bool = False
     early_tokens: bool = False  # Register's
     workload: Workload = field(default_factory=Workload)
@@ -82,6 +89,8 @@ class _Engine:
     def state(self) -> State:
         if self.silent:
             return State.SILENT
+        if self.torn:
+            return State.TORN
         if self.draining:
             return State.DRAINING
         if self.asleep:
@@ -106,6 +115,8 @@ class EngineInfo:
     activity: Activity | None
     pushing: float
     """Bytes a second that its first worker has pushed in the last seconds."""
+    weights: str
+    """The version that it serves; empty: what it was started with."""
 
 
 class Members:
@@ -167,6 +178,7 @@ class Members:
                 None if engine.seen is None else now - engine.seen,
                 engine.activity,
                 engine.pushing,
+                engine.weights,
             )
 
     def label(self, endpoint: Endpoint) -> str:
@@ -238,10 +250,17 @@ class Members:
             elapsed = now - engine.seen
             engine.pushing *= max(0.0, 1 - elapsed / _PUSHING_S)
             engine.pushing += pushed / max(_PUSHING_S, elapsed)
-        engine.seen, engine.asleep, engine.activity = now, message.asleep, message.activity
-        engine.early_tokens = message.early_tokens
+        engine.seen, engine.activity = now, message.activity
+        engine.early_tokens, engine.weights = message.early_tokens, message.weights
         engine.workload.hear(message.load)
-        self._update(engine, silent=False, draining=engine.draining or message.draining)
+        self._update(
+            engine,
+            silent=False,
+            draining=engine.draining or message.draining,
+            asleep=message.asleep,
+            torn=bool(message.torn),
+            reason=message.torn,
+        )
         return endpoint
 
     def leave(self, message: Leave) -> None:
@@ -314,12 +333,16 @@ class Members:
         answers: bool | None = None,
         silent: bool | None = None,
         draining: bool | None = None,
+        asleep: bool | None = None,
+        torn: bool | None = None,
         reason: str = "",
     ) -> None:
         before = engine.state
         engine.answers = engine.answers if answers is None else answers
         engine.silent = engine.silent if silent is None else silent
         engine.draining = engine.draining if draining is None else draining
+        engine.asleep = engine.asleep if asleep is None else asleep
+        engine.torn = engine.torn if torn is None else torn
         state = engine.state
         if state is State.READY:
             engine.joined = True
@@ -336,7 +359,9 @@ class Members:
         for side in engine.sides:
             reserve = side is Side.PREFILL and len(engine.sides) == len(Side)
             usable = engine.state is State.READY
-            self._pools[side].set_usable(engine.endpoint, usable, engine.workload, reserve=reserve)
+            self._pools[side].set_usable(
+                engine.endpoint, usable, engine.workload, reserve=reserve, weights=engine.weights
+            )
 
     def _withdraw(self, engine: _Engine, *, lost: bool) -> None:
         for side in engine.sides:

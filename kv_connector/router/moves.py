@@ -140,13 +140,16 @@ class Moves:
             else:
                 request.to = None  # it has said nothing since the last look
         with contextlib.suppress(NoEngine):
-            engines = [member.endpoint for member in self._pools[Side.DECODE].choices()]
-            streams = {one: len(at.get(one, ())) for one in engines if one not in busy}
-            for most, fewest in balance.pairs(streams):
-                # The youngest has the fewest pages, as a rule.
-                may = (one for one in reversed(at[most]) if self._stay_reason(one) is None)
-                if (youngest := next(may, None)) is not None:
-                    youngest.to = fewest
+            by_weights: dict[str, dict[Endpoint, int]] = {}
+            for member in self._pools[Side.DECODE].choices():
+                if (engine := member.endpoint) not in busy:
+                    by_weights.setdefault(member.weights, {})[engine] = len(at.get(engine, ()))
+            for streams in by_weights.values():
+                for most, fewest in balance.pairs(streams):
+                    # The youngest has the fewest pages, as a rule.
+                    may = (one for one in reversed(at[most]) if self._stay_reason(one) is None)
+                    if (youngest := next(may, None)) is not None:
+                        youngest.to = fewest
 
     def told(self, url: str) -> tuple[int, dict[str, int]]:
         """Of a drain that moves: streams that are gone, and requests that will not go, by why."""
@@ -250,7 +253,8 @@ class Moves:
 
     def _other(self, engine: Endpoint) -> Endpoint | None:
         with contextlib.suppress(NoEngine):
-            other = self._pools[Side.DECODE].fewest({engine})
+            # Where only one of other weights is left, that computes anew what was said.
+            other = self._pools[Side.DECODE].partner(self._pools[Side.DECODE], engine, ())
             return None if other == engine else other
         return None
 

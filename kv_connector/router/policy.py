@@ -9,7 +9,7 @@ from kv_connector.router.calls import Computed
 from kv_connector.router.completion import Completion
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.members import Side
-from kv_connector.router.pool import Pool
+from kv_connector.router.pool import Pool, least
 from kv_connector.router.prompt import Prompt
 
 
@@ -64,10 +64,22 @@ class FewestOutstanding:
 
 
 def split(pools: Mapping[Side, Pool], avoid: Collection[Endpoint], reason: str) -> Placement:
-    """A prefill and a decode engine by the fewest requests; one that is both, and alone, computes the prompt
-    where it decodes."""
-    prefill = pools[Side.PREFILL].fewest(avoid)
-    decode = pools[Side.DECODE].fewest({*avoid, prefill})
+    """A prefill and a decode engine of the same weights by the fewest requests; one that is both, and alone,
+    computes the prompt where it decodes, and so does one where no two have the same."""
+    shared = shared_weights(pools, avoid)
+    if not shared:
+        return Placement(None, pools[Side.DECODE].fewest(avoid), "other_weights")
+    # Which of several versions: streams last longer than prompts.
+    weights = least([one for one in pools[Side.DECODE].choices(avoid) if one.weights in shared]).weights
+    prefill = pools[Side.PREFILL].fewest(avoid, weights)
+    decode = pools[Side.DECODE].fewest({*avoid, prefill}, weights)
     if decode == prefill:
         return Placement(None, decode, "one_engine")
     return Placement(prefill, decode, reason)
+
+
+def shared_weights(pools: Mapping[Side, Pool], avoid: Collection[Endpoint]) -> set[str]:
+    """The versions that both a prefill and a decode engine serve: what one of another has computed is of no
+    use. NoEngine where a side has none."""
+    prefill, decode = ({one.weights for one in pools[side].choices(avoid)} for side in Side)
+    return prefill & decode

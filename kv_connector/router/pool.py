@@ -34,6 +34,8 @@ class Member:
     usable: bool
     reserve: bool = False
     """Takes requests only where no other does."""
+    weights: str = ""
+    """The version that it serves; empty: what it was started with."""
     outstanding: int = 0
     lost: bool = False
     scopes: set[asyncio.Timeout] = field(default_factory=set)
@@ -110,6 +112,10 @@ class Pool:
         member = self._members.get(endpoint)
         return None if member is None else member.workload
 
+    def weights(self, endpoint: Endpoint) -> str:
+        """The version that the engine serves."""
+        return self._members[endpoint].weights if endpoint in self._members else ""
+
     def set_usable(
         self,
         endpoint: Endpoint,
@@ -117,13 +123,14 @@ class Pool:
         workload: Workload | None = None,
         *,
         reserve: bool = False,
+        weights: str = "",
     ) -> None:
         """Whether the engine, which is added if need be, with its workload, takes new requests; those it has
-        go on. ``reserve``: only where no engine that is none does."""
+        go on. ``reserve``: only where no engine that is none does. ``weights``: the version it serves."""
         member = self._members.get(endpoint)
         if member is None:
             member = self._members[endpoint] = Member(endpoint, workload or Workload(), usable)
-        member.usable, member.reserve = usable, reserve
+        member.usable, member.reserve, member.weights = usable, reserve, weights
         self._changed.set()
 
     def remove(self, endpoint: Endpoint, *, lost: bool) -> None:
@@ -136,19 +143,28 @@ class Pool:
             if not scope.expired():
                 scope.reschedule(asyncio.get_running_loop().time())
 
-    def choices(self, avoid: Collection[Endpoint] = ()) -> list[Member]:
+    def choices(self, avoid: Collection[Endpoint] = (), weights: str | None = None) -> list[Member]:
         """The engines that take requests, those of ``avoid`` only if there is no other, and those in reserve
-        only if there is none that is not; NoEngine if there is none."""
-        usable = [member for member in self._members.values() if member.usable]
+        only if there is none that is not; NoEngine if there is none. ``weights``: only those that serve
+        this version."""
+        usable = [
+            member for member in self._members.values() if member.usable and weights in (None, member.weights)
+        ]
         if not usable:
             raise NoEngine(self)
         if avoid:
             usable = [member for member in usable if member.endpoint not in avoid] or usable
         return [member for member in usable if not member.reserve] or usable
 
-    def fewest(self, avoid: Collection[Endpoint] = ()) -> Endpoint:
+    def fewest(self, avoid: Collection[Endpoint] = (), weights: str | None = None) -> Endpoint:
         """Of the ``choices``, the one with the fewest outstanding requests; equals take turns."""
-        return min(self.choices(avoid), key=lambda member: member.outstanding).endpoint
+        return least(self.choices(avoid, weights)).endpoint
+
+    def partner(self, other: Pool, engine: Endpoint, avoid: Collection[Endpoint]) -> Endpoint:
+        """For an engine of the other side, or of this one: by the fewest requests, one that serves what it
+        serves, and any if there is none."""
+        choices, weights = self.choices({*avoid, engine}), other.weights(engine)
+        return least([one for one in choices if one.weights == weights] or choices).endpoint
 
     def acquire(self, endpoint: Endpoint, work: Work | None = None) -> Lease:
         """One of the ``choices``. ``work``: what it is to compute."""
@@ -173,3 +189,8 @@ class Pool:
                     await self._changed.wait()
         except TimeoutError:
             pass
+
+
+def least(members: Sequence[Member]) -> Member:
+    """The one with the fewest outstanding requests; of equals the first."""
+    return min(members, key=lambda member: member.outstanding)

@@ -28,6 +28,8 @@ class EngineStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     """Prompts whose KV is under way from it or to it."""
     pushing: float | None
     """Bytes of KV a second, of its first worker."""
+    weights: str = ""
+    """The version that it serves; only with --status-details."""
     address: str | None = None
     """Only with --status-details."""
 
@@ -126,6 +128,7 @@ class Status:
             lanes=None if activity is None else activity.lanes,
             transfers=None if activity is None else activity.transfers,
             pushing=None if activity is None else round(engine.pushing),
+            weights=engine.weights if self._details else "",
             address=str(engine.endpoint) if self._details else None,
         )
 

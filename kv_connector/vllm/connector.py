@@ -241,6 +241,16 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         assert self._running is not None, "no KV caches are registered"
         self._running.wake()
 
+    def set_weights(self, version: str) -> None:
+        """This worker computes with this version from now on. Between two steps."""
+        if self._running is not None:
+            self._running.set_weights(version)
+
+    def set_torn(self, reason: str) -> None:
+        """The engine stays paused, for this reason; empty: it goes on. Any thread."""
+        if self._running is not None and self._running.registrar is not None:
+            self._running.registrar.set_torn(reason)
+
     def get_handshake_metadata(self) -> DescribedRank | None:
         running = self._running
         return None if running is None else DescribedRank(running.agent.described(running.address))

@@ -47,6 +47,10 @@ _release: Any = importlib.import_module(f"{__package__}.{release_of(vllm.__versi
 
 from vllm.config import set_current_vllm_config  # noqa: E402
 from vllm.distributed.device_communicators import shm_broadcast  # noqa: E402
+from vllm.distributed.kv_transfer import (  # noqa: E402
+    get_kv_transfer_group,
+    has_kv_transfer_group,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -378,6 +382,14 @@ def default_host() -> str:
     """VLLM_HOST_IP, else the address of the interface that leads outside, else loopback."""
     host: str = get_ip()
     return "127.0.0.1" if host in ("0.0.0.0", "::") else host
+
+
+def worker_connectors() -> list[KVConnectorBase_V1]:
+    """This worker's KV connectors, those within a MultiConnector too."""
+    if not has_kv_transfer_group():
+        return []
+    connector = get_kv_transfer_group()
+    return [connector, *getattr(connector, "_connectors", ())]
 
 
 def gather_from_workers(value: Any) -> list[Any]:

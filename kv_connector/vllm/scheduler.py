@@ -469,6 +469,12 @@ class DecodeScheduler:
             if target := self._targets.get(request_id):
                 force(target.request.sampling_params, token)
 
+    def make_void(self, request_ids: Iterable[str]) -> None:
+        """What comes for these is of no use. It is told no later than the end of the load."""
+        for request_id in request_ids:
+            if target := self._targets.get(request_id):
+                target.void = True
+
     def received(self, request_ids: Iterable[str]) -> None:
         """These loads are over, well or not."""
         for request_id in request_ids:
@@ -498,7 +504,8 @@ class DecodeScheduler:
                 self.blocks.free(target.request)
             elif not target.void:
                 target.void = True
-                self._commands.append(Cancel(target.request_id))
+                if not target.wants_sampled:  # else it waits for that: the client may have it already
+                    self._commands.append(Cancel(target.request_id))
 
     def reset(self) -> bool:
         """All KV is worthless, P's too: who would have asked for it computes its prompt here. False while
@@ -643,6 +650,7 @@ class SchedulerSide:
         if news.reserved:
             self.prefill.reserved(news.reserved)
         self.decode.sampled(news.sampled)
+        self.decode.make_void(news.void)
         self.prefill.sent(finished_sending or ())
         self.decode.received(finished_recving or ())
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from kv_connector.protocol.actions import Address
+from kv_connector.vllm.connector import WriteImmConnector
 from kv_connector.vllm.internals import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -24,6 +25,7 @@ from kv_connector.vllm.internals import (
     adopt_vllm_logging,
     default_host,
     gather_from_workers,
+    worker_connectors,
 )
 from kv_connector.vllm.loading import LoadedModel
 from kv_connector.weights.receiver import NotLanded, ReceiverConfig, WeightReceiver
@@ -75,6 +77,7 @@ class WriteImmWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 streaming,
             ),
             self._model.record,
+            self._torn,
         )
         address = self._receiver.start()
         workers = gather_from_workers((address.host, address.port))
@@ -96,6 +99,8 @@ class WriteImmWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 for contents in self._receiver.take(update_info.version):
                     touched = True
                     take(contents)
+            for connector in _connectors():
+                connector.set_weights(update_info.version)
             took = (time.monotonic() - began) * 1e3
             logger.info("%s: applied version %s, in %.0f ms", self._name, update_info.version, took)
         except NotLanded as error:
@@ -110,3 +115,12 @@ class WriteImmWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         self._receiver.close()
+
+    def _torn(self, reason: str) -> None:
+        for connector in _connectors():
+            connector.set_torn(reason)
+
+
+def _connectors() -> list[WriteImmConnector]:
+    """Ours among this worker's, which are made after its model."""
+    return [one for one in worker_connectors() if isinstance(one, WriteImmConnector)]

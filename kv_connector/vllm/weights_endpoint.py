@@ -61,6 +61,7 @@ class WeightsEndpoint:
             return
         from kv_connector.vllm.internals import adopt_vllm_logging, default_host
         from kv_connector.weights.controller import Controller
+        from kv_connector.weights.metrics import WeightMetrics
         from kv_connector.weights.settings import SETTINGS_VARIABLE, weight_settings
 
         del args
@@ -69,7 +70,8 @@ class WeightsEndpoint:
         settings, _ = weight_settings(os.environ, device)
         key = settings.key()
         host = settings.host(default_host(), key)
-        controller = Controller(_Client(engine_client), Address(host, settings.control_port + 1), key)
+        first = Address(host, settings.control_port + 1)
+        controller = Controller(_Client(engine_client), first, key, WeightMetrics())
         address = Address(host, settings.control_port)
         try:
             await controller.start(address)

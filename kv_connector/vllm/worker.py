@@ -71,6 +71,7 @@ class WorkerSide:
         self._computes = True
         self._steps_to_news = 0
         self._sampled: dict[str, int] = {}
+        self._void: set[str] = set()
 
     def handle_preemptions(self, metadata: StepMetadata) -> None:
         """Before the step's forward may write into the preempted requests' blocks. Blocks until nothing reads
@@ -119,12 +120,14 @@ class WorkerSide:
             self._books.await_news(IDLE_STEP_SECONDS)
         reports = self._books.take_reports()
         self._sampled |= reports.sampled
+        self._void |= reports.stale
         if reports.finished_sending or reports.finished_recving:
             self._steps_to_news = STEPS_TO_NEWS
         return KVConnectorTransferResults(
             finished_sending=reports.finished_sending,
             finished_recving=reports.finished_recving,
-            failed_recving=reports.failed_recving,
+            # What is void the scheduler has computed here, whatever kv_load_failure_policy says.
+            failed_recving=reports.failed_recving - reports.stale,
         )
 
     def pause(self, seconds: float) -> None:
@@ -137,6 +140,6 @@ class WorkerSide:
 
     def news(self) -> News | None:
         """What has come since the last call; None: nothing. After ``transfer_results``."""
-        reserved, sampled = self.agent.take_reserved(), self._sampled
-        self._sampled = {}
-        return News(reserved, sampled) if reserved or sampled else None
+        news = News(self.agent.take_reserved(), self._sampled, self._void)
+        self._sampled, self._void = {}, set()
+        return news if news.reserved or news.sampled or news.void else None

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from kv_connector.weights.buffer import Buffer, aligned, settle
-from kv_connector.weights.geometry import Constant, Geometry, item_bytes
+from kv_connector.weights.geometry import Constant, Geometry, Write, item_bytes
 
 # While one round is taken the next lands; a third would wait for the second to be taken, too.
 SLOTS = 2
@@ -57,6 +57,11 @@ class Arena:
             for number, parameter in enumerate(self.geometry.parameters)
             if parameter.round == round
         }
+
+    def box(self, write: Write) -> torch.Tensor:
+        """What lies where the write writes: a view."""
+        flat = self._flat(write.parameter)
+        return flat.as_strided(write.extent, write.strides, flat.storage_offset() + write.offset)
 
     def _flat(self, number: int) -> torch.Tensor:
         parameter, offset = self.geometry.parameters[number], self.offsets[number]

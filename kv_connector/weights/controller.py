@@ -31,10 +31,12 @@ from kv_connector.weights.messages import (
     Pong,
     Refused,
     State,
+    Torn,
     WeightMessage,
     Workers,
     WorkersAre,
 )
+from kv_connector.weights.metrics import WeightMetrics
 
 logger = logging.getLogger("kv_connector")
 
@@ -63,13 +65,21 @@ class Outcome:
     problem: str = ""
     torn: bool = False
     pause_s: float = 0.0
+    nbytes: int = 0  # of the version, of all workers
 
 
 class Controller:
     """start() it once, on the event loop of the engine's client; close() it once."""
 
-    def __init__(self, engine: Engine, first_worker: Address, key: ClusterKey | None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        first_worker: Address,
+        key: ClusterKey | None,
+        metrics: WeightMetrics | None = None,
+    ) -> None:
         self._engine = engine
+        self._metrics = metrics
         self._first = first_worker
         self._loop = Loop("kvc-weights-controller", key)
         self._workers: dict[Source, deque[Future[WeightMessage]]] = {}
@@ -120,7 +130,8 @@ class Controller:
                     await self._engine.resume()
                 self._torn = torn
             self._problem = problem
-            return Outcome(problem, torn, time.monotonic() - began)
+            nbytes = sum(state.arena_bytes for state in states)
+            return Outcome(problem, torn, time.monotonic() - began, nbytes)
 
     async def _update(self, version: str) -> tuple[str, list[State]]:
         """Why it is not served, if it is not, and how the workers are."""
@@ -222,6 +233,14 @@ class Controller:
                 "weights: serves version %s, after a pause of %.0f ms", version, outcome.pause_s * 1e3
             )
             answer = Applied(version)
+        if self._metrics is not None:
+            if outcome.problem:
+                self._metrics.not_applied(outcome.pause_s, torn=outcome.torn)
+            else:
+                self._metrics.applied(version, outcome.nbytes, outcome.pause_s)
+        if outcome.torn or not outcome.problem:
+            first, torn = next(iter(self._workers)), Torn(clip(outcome.problem))
+            self._loop.call(lambda: self._send(first, torn))
         self._loop.call(lambda: self._send(source, answer))
 
     async def _asked(self, source: Source) -> None:

@@ -165,6 +165,10 @@ class Landing:
             torn=self._torn,
         )
 
+    def has_recorded(self, digest: bytes) -> bool:
+        """Of these tensors."""
+        return bool(digest) and digest == self._digest
+
     def next_deadline(self) -> float | None:
         return min((sender.last_seen + self.dead for sender in self._senders.values()), default=None)
 

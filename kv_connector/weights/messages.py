@@ -139,6 +139,27 @@ class Apply(Message, frozen=True, tag="apply"):
     version: Version
 
 
+class Torn(Message, frozen=True, tag="torn"):
+    """Controller to its first worker, from which routers hear of the engine: it stays paused, for this
+    reason; empty: it goes on."""
+
+    reason: Text
+
+
+class Verify(Message, frozen=True, tag="verify"):
+    """To a worker: what has landed of such a checkpoint? Answered by HASHED; REFUSED where nothing has."""
+
+    tensors: Bytes  # digest
+
+
+class Hashed(Message, frozen=True, tag="hashed"):
+    """What lies in the arena, by parameter (verify.py)."""
+
+    version: Version
+    geometry: Geometry
+    hashes: tuple[Bytes, ...]
+
+
 class Ask(Message, frozen=True, tag="ask"):
     """To a worker or a controller: how far are you? Answered by STATE."""
 
@@ -172,6 +193,9 @@ WeightMessage = (
     | Workers
     | WorkersAre
     | Apply
+    | Torn
+    | Verify
+    | Hashed
     | Ask
     | State
 )

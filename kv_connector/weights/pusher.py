@@ -259,6 +259,17 @@ class WeightPusher:
             for worker in self._workers()
         ]
 
+    def progress(self) -> dict[str, tuple[int, int]]:
+        """By engine: bytes of the last version that this rank has written, and all that it writes. Any
+        thread."""
+        return {
+            str(engine.address): (
+                sum(self._writer.posted.get(worker.peer, 0) for worker in engine.workers),
+                sum(send.nbytes for worker in engine.workers for send in worker.sends),
+            )
+            for engine in self._engines
+        }
+
     def _geometries(self) -> tuple[list[list[tuple[str, int]]], list[Geometry]]:
         """Rank 0 asks, the others hear it from there: each engine's workers, and what each of them loads."""
         found: object = None

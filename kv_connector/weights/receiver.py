@@ -20,11 +20,14 @@ from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.sockets import Received
 from kv_connector.engine import DomainConfig, EngineConfig, ErrorCode, EventKind, TransferError
 from kv_connector.engine.transfer_engine import TransferEngine
-from kv_connector.protocol.actions import Address
+from kv_connector.protocol.actions import Address, Source
+from kv_connector.protocol.messages import clip
 from kv_connector.protocol.timers import Timeouts
 from kv_connector.weights.arena import SLOTS, Arena
 from kv_connector.weights.geometry import Geometry, Tensor, digest
+from kv_connector.weights.hashes import hashes
 from kv_connector.weights.landing import (
+    NOT_DESCRIBED,
     Accept,
     Action,
     CloseCounter,
@@ -40,8 +43,12 @@ from kv_connector.weights.landing import (
 from kv_connector.weights.loop import Loop
 from kv_connector.weights.messages import (
     Described,
+    Hashed,
     Joined,
+    Refused,
     State,
+    Torn,
+    Verify,
     WeightMessage,
     WorkerAddress,
     Workers,
@@ -55,6 +62,8 @@ _FENCE_TIMEOUT_S, _FENCE_RETRY_S = 0.005, 0.05
 # A round of 2 GB takes a network of 1 Gbit/s 16 s; senders that live and have not written it for so long
 # never will.
 _ROUND_S = 60.0
+
+_NOTHING = "there is no whole version beside the model that could be compared: push one, then verify it"
 
 
 class NotLanded(RuntimeError):
@@ -76,11 +85,18 @@ class ReceiverConfig:
 class WeightReceiver:
     """start() it once, close() it once. Any thread may call any method."""
 
-    def __init__(self, config: ReceiverConfig, record: Callable[[Sequence[Tensor]], Geometry]) -> None:
+    def __init__(
+        self,
+        config: ReceiverConfig,
+        record: Callable[[Sequence[Tensor]], Geometry],
+        torn: Callable[[str], None] = lambda reason: None,
+    ) -> None:
         """``record``: what the worker would load of a checkpoint, called on a thread of its own; raises
-        ValueError in words for the trainer. Raises TransferError where a provider does not open."""
+        ValueError in words for the trainer. ``torn``: called with why the engine stays paused, or "" when it
+        goes on; of its first worker alone. Raises TransferError where a provider does not open."""
         self._config = config
         self._record = record
+        self._torn = torn
         domains = [DomainConfig(p, address=config.data_host or config.address.host) for p in config.providers]
         self._engine = TransferEngine(EngineConfig(config.name, domains))
         self._loop = Loop("kvc-weights", config.key)
@@ -155,6 +171,10 @@ class WeightReceiver:
             self._run(self._landing.lost(received.source, "it sent a malformed message"))
         elif isinstance(received.message, Workers):
             self._loop.sockets.send(received.source, WorkersAre(self._workers))
+        elif isinstance(received.message, Torn):
+            self._torn(received.message.reason)
+        elif isinstance(received.message, Verify):
+            self._verify(received.source, received.message)
         else:
             self._run(self._landing.receive(now, received.source, received.message))
 
@@ -254,6 +274,28 @@ class WeightReceiver:
             geometry.rounds,
         )
         self._run(self._landing.recorded(digest(tensors), Described(geometry), self._arena.loaded_bytes))
+
+    def _verify(self, source: Source, asked: Verify) -> None:
+        """Beside the loop, and not while another checkpoint is looked at, whose arena takes this one's
+        place."""
+        arena, version = self._arena, self._landing.state().landed
+        if not self._landing.has_recorded(asked.tensors):
+            self._loop.sockets.send(source, Refused(NOT_DESCRIBED))
+        elif arena is None or not version or self._config.streaming:
+            self._loop.sockets.send(source, Refused(_NOTHING))
+        else:
+
+            def hashed(done: Future[tuple[bytes, ...]]) -> None:
+                if self._landing.state().landed != version:
+                    answer: WeightMessage = Refused(_NOTHING)  # overwritten meanwhile
+                elif (error := done.exception()) is not None:
+                    answer = Refused(clip(f"{type(error).__name__}: {error}"))
+                else:
+                    answer = Hashed(version, arena.geometry, done.result())
+                self._loop.sockets.send(source, answer)
+
+            hashing = self._recorder.submit(hashes, arena.geometry, arena.box)
+            hashing.add_done_callback(lambda done: self._loop.call(lambda: hashed(done)) and None)
 
     def _make_arena(self, geometry: Geometry) -> None:
         if self._arena is not None and self._arena.geometry == geometry:

@@ -78,6 +78,8 @@ class Writer:
         self._direct: list[tuple[int, int]] = []  # (peer, transfer) of what is sent as it lies
         self.failures: dict[int, str] = {}
         """Of this version: by peer, why it does not get all."""
+        self.posted: dict[int, int] = {}
+        """Of this version: bytes by peer, of which at most what the staging holds is not there yet."""
 
     def prepare(self, pieces: Sequence[Piece], geometry: Geometry) -> list[Send]:
         """Registers the memory of what is sent as it lies."""
@@ -103,6 +105,7 @@ class Writer:
     def start(self) -> None:
         """Of a version; blocks until the source has its weights."""
         self.failures = {}
+        self.posted = {}
         settle(self._device)  # the optimiser's last step
 
     def write(self, target: Target) -> None:
@@ -164,6 +167,7 @@ class Writer:
 
     def _post(self, transfer: int, target: Target, send: Send, region: int, offset: int, item: int) -> None:
         laid, to = send.runs, target.offsets[send.piece.parameter]
+        self.posted[target.peer] = self.posted.get(target.peer, 0) + send.nbytes
         if len(laid.target) == 1:
             self._engine.write(
                 transfer,

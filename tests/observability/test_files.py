@@ -13,6 +13,7 @@ import yaml
 
 from kv_connector.agent.exposition import NAMES
 from kv_connector.router.metrics import Metrics
+from kv_connector.weights.metrics import NAMES as WEIGHT_NAMES
 
 ROOT = Path(__file__).parents[2]
 FILES = ROOT / "integration" / "observability"
@@ -35,7 +36,7 @@ def expressions() -> Iterator[str]:
 
 def exposed() -> set[str]:
     """Names of series that a router or an engine shows, or that a rule records."""
-    ours = {family.name for family in Metrics().registry.collect()} | NAMES
+    ours = {family.name for family in Metrics().registry.collect()} | NAMES | {*WEIGHT_NAMES}
     suffixes = ("", "_total", "_bucket", "_sum", "_count")
     recorded = {rule["record"] for rule in RULES if "record" in rule}
     return {name + suffix for name in ours for suffix in suffixes} | recorded | VLLM

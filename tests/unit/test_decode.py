@@ -116,6 +116,35 @@ def test_a_request_without_a_session_has_failed(machine: DecodeMachine) -> None:
     assert machine.dial_failed(1.0, P_ADDRESS, "refused")[-2:] == [reached(State.FAILED, "refused"), failed()]
 
 
+# --- Versions of the weights
+
+
+def test_decode_asks_for_pages_of_the_weights_that_it_serves(machine: DecodeMachine) -> None:
+    assert reserved(machine).weights == ""
+    machine.set_weights("v2")
+    assert reserved(machine, "u").weights == "v2"
+
+
+@pytest.mark.parametrize("quiesced", [True, False])
+def test_a_load_that_is_stale_fails_as_nobodys_fault(machine: DecodeMachine, quiesced: bool) -> None:
+    attempt = reserved(machine).attempt
+    actions = machine.fail(1.0, PEER, Fail("t", attempt, FailCode.STALE, "prefill has v2", quiesced))
+    if not quiesced:
+        machine.peer_down(1.0, PEER, "fenced")
+        actions = machine.fenced(1.0, PEER)
+    assert only(actions, Ended).outcome is Outcome.STALE
+    assert "prefill has v2" in only(actions, Ended).reason
+    assert report(actions) == FinishedReceiving("d-t", failed=True, stale=True)
+
+
+def test_a_stale_load_that_is_aborted_meanwhile_is_cancelled(machine: DecodeMachine) -> None:
+    attempt = reserved(machine).attempt
+    machine.cancel(0.5, "d-t")
+    actions = machine.fail(1.0, PEER, Fail("t", attempt, FailCode.STALE, "prefill has v2", True))
+    assert only(actions, Ended).outcome is Outcome.CANCELLED
+    assert report(actions) == done()
+
+
 # --- The token that P sampled
 
 

@@ -72,6 +72,16 @@ def test_an_engine_is_used_once_it_registered_and_answers(router: Fixture) -> No
     assert router.members.to_probe() == []
 
 
+def test_sleep_is_one_line_in_the_log_and_waking_another(
+    router: Fixture, caplog: pytest.LogCaptureFixture
+) -> None:
+    router.join()
+    with caplog.at_level(logging.INFO):
+        for asleep in (True, True, False):
+            router.members.register(0.1, register(asleep=asleep))
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["ASLEEP", "READY"]
+
+
 def test_an_engine_for_both_is_on_both_sides(router: Fixture) -> None:
     router.join(role=Role.BOTH)
     assert router.usable(Side.PREFILL)

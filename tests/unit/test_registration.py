@@ -375,6 +375,30 @@ async def test_an_engine_that_sleeps_gets_nothing_until_it_wakes(cluster: Cluste
         assert (await ask(client)).status_code == status
 
 
+async def test_an_engine_that_is_torn_gets_nothing_and_its_version_is_told(cluster: Cluster) -> None:
+    client = await cluster.router(status_details=True)
+    await cluster.engine(Role.PREFILL)
+    decode = await cluster.engine(Role.DECODE)
+    url = decode.engine.url
+    for version, torn, state, status in (
+        ("v1", "", "ready", 200),
+        ("v1", "worker 0: no such tensor", "torn", 503),
+        ("v2", "", "ready", 200),
+    ):
+        decode.registrar.set_weights(version)
+        decode.registrar.set_torn(torn)
+        await until_health(client, lambda found, state=state: found["decode"].get(url) == state)
+        assert (await ask(client)).status_code == status
+
+    async def told() -> dict[str, Any]:
+        _, engine = (await client.get("/status.json")).json()["engines"]
+        return dict(engine)
+
+    async with asyncio.timeout(PATIENCE):
+        while (await told()).get("weights") != "v2":
+            await asyncio.sleep(0.01)  # each look is a request of its own: there is no event to wait for
+
+
 async def test_draining_an_engine_that_is_not_there(cluster: Cluster, tmp_path: Any) -> None:
     await cluster.router()
     key_file = tmp_path / "key"

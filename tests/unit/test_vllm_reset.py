@@ -20,6 +20,7 @@ from vllm_stage import (
 
 from kv_connector.agent.commands import CacheCleared, Cancel, FinishPrefill, Release
 from kv_connector.protocol.requests import DecodeRequest
+from kv_connector.vllm.forced_token import KEY
 
 __all__ = ["model", "stage"]
 
@@ -76,6 +77,45 @@ def test_loads_of_before_are_given_up_and_computed_here(stage: MakeStage, policy
     # Each computes its prompt, and all tokens but its last.
     assert computed == {"d-runs": 119, "d-is over": 102, "d-loads": 102, "d-waits": 102}
     decode.assert_idle()
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("together", [True, False])
+def test_a_load_of_other_weights_is_computed_here_whatever_the_policy(
+    stage: MakeStage, policy: str, together: bool
+) -> None:
+    """Of several workers the first one knows it before the last one has ended."""
+    decode = stage("kv_consumer", policy=policy)
+    load(decode, "t", 1)
+    decode.step()
+    used = decode.blocks_in_use
+    if together:
+        decode.step(void=["d-t"], received=["d-t"])
+    else:
+        decode.step(void=["d-t"])
+        assert decode.blocks_in_use == used, "pages may still land"
+        decode.step(received=["d-t"])
+    output, _ = decode.schedule()
+    assert output.num_scheduled_tokens == {"d-t": 100}
+    decode.update(output)
+    finish(decode)
+
+
+def test_a_load_of_before_whose_client_may_have_ps_token_waits_for_it(stage: MakeStage) -> None:
+    """And then computes its prompt here, as every other."""
+    decode = stage("kv_consumer")
+    decode.add("d-t", prompt(100, 1), PARAMS_OF_D | {"early_token": True}, max_tokens=3)
+    decode.step()
+    pause(decode)
+    assert decode.step().commands == ()
+    resume(decode)
+    decode.step(received=["d-t"], sampled={"d-t": 9})
+    output, _ = decode.schedule()
+    assert output.num_scheduled_tokens == {"d-t": 100}
+    (new,) = output.scheduled_new_reqs
+    assert new.sampling_params.extra_args[KEY] == 9
+    decode.update(output)
+    finish(decode)
 
 
 def test_a_second_reset_before_the_load_has_stopped(stage: MakeStage) -> None:

@@ -143,6 +143,19 @@ def test_what_p_sampled_is_passed_on_with_the_end_of_its_load(
     assert worker.news() is None
 
 
+def test_a_stale_load_is_no_failure_and_its_pages_are_void(agent: RecordingAgent, worker: WorkerSide) -> None:
+    agent.take_reserved = set  # type: ignore[method-assign]
+    agent.reports = Reports(
+        finished_recving={"stale", "bad"}, failed_recving={"stale", "bad"}, stale={"stale"}
+    )
+    results = step(worker)
+    assert (results.finished_recving, results.failed_recving) == ({"stale", "bad"}, {"bad"})
+    news = worker.news()
+    assert news == News(void={"stale"})
+    assert news.aggregate(News(void={"other"})) == News(void={"stale", "other"})
+    assert worker.news() is None
+
+
 def test_a_pause_between_idle_steps_ends_with_news_and_none_delays_news(
     agent: RecordingAgent, worker: WorkerSide
 ) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 from collections.abc import Callable
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
@@ -15,7 +17,8 @@ from kv_connector.weights.controller import Controller
 from kv_connector.weights.geometry import Geometry, Parameter, Write
 from kv_connector.weights.links import Link, News
 from kv_connector.weights.messages import Applied
-from kv_connector.weights.pusher import Update, WeightPusher
+from kv_connector.weights.metrics import OUTCOMES, WeightMetrics
+from kv_connector.weights.pusher import PushError, Update, WeightPusher
 from kv_connector.weights.receiver import ReceiverConfig, WeightReceiver
 from kv_connector.weights.sources import TensorSource
 
@@ -81,3 +84,81 @@ def test_rank_0_is_told_when_the_engine_has_resumed(monkeypatch: pytest.MonkeyPa
 
     asyncio.run(run())
     assert engine.known_at_resume is False
+
+
+class TornEngine:
+    """Its worker does not apply what is called "bad"."""
+
+    def __init__(self, worker: WeightReceiver) -> None:
+        self._worker = worker
+
+    async def pause(self) -> None:
+        """Nothing is computed."""
+
+    async def update(self, version: str) -> None:
+        def apply() -> None:
+            for _ in self._worker.take(version):
+                pass
+            problem = "no such tensor" if version == "bad" else ""
+            self._worker.finish(problem, torn=bool(problem))
+
+        await asyncio.to_thread(apply)
+
+    async def label(self, version: str) -> None:
+        """It serves nothing."""
+
+    async def resume(self) -> None:
+        """Nothing is computed."""
+
+
+def test_the_first_worker_is_told_why_the_engine_stays_paused_and_when_it_goes_on() -> None:
+    """And it is counted."""
+    registry = CollectorRegistry()
+    seen = []
+
+    def metrics(*names: str) -> list[float | None]:
+        return [registry.get_sample_value(f"kv_connector_weights_{name}") for name in names]
+
+    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+    config = ReceiverConfig("worker", Address("127.0.0.1", 0), ("tcp",))
+    worker = WeightReceiver(config, lambda _: GEOMETRY, told.put)
+    port = free_ports(1)[0]
+
+    def push() -> None:
+        with WeightPusher(TensorSource([("w", torch.ones(4))]), [f"127.0.0.1:{port}"]) as pusher:
+            pusher.connect()
+            pusher.push("good").wait("applied", PATIENCE_S)
+            seen.append(registry.get_sample_value("kv_connector_weights_version", {"version": "good"}))
+            assert pusher.progress() == {f"127.0.0.1:{port}": (16, 16)}
+            with pytest.raises(PushError, match="no such tensor"):
+                pusher.push("bad").wait("applied", PATIENCE_S)
+            seen.append(registry.get_sample_value("kv_connector_weights_torn"))
+            pusher.push("better").wait("applied", PATIENCE_S)
+
+    async def run() -> None:
+        controller = Controller(TornEngine(worker), worker.start(), None, WeightMetrics(registry))
+        try:
+            await controller.start(Address("127.0.0.1", port))
+            await asyncio.to_thread(push)
+        finally:
+            controller.close()
+            worker.close()
+
+    asyncio.run(run())
+    good, bad, better = (told.get(timeout=PATIENCE_S) for _ in range(3))
+    assert (good, better) == ("", "")
+    assert "no such tensor" in bad
+    assert seen == [1, 1]
+    assert metrics("torn", "bytes_total", "pause_seconds_count") == [0, 2 * 4 * 4, 3]
+    outcomes = {
+        outcome: registry.get_sample_value("kv_connector_weights_updates_total", {"outcome": outcome})
+        for outcome in OUTCOMES
+    }
+    assert outcomes == {"applied": 2, "refused": 0, "torn": 1}
+    versions = [
+        sample.labels["version"]
+        for family in registry.collect()
+        for sample in family.samples
+        if family.name == "kv_connector_weights_version"
+    ]
+    assert versions == ["better"], "the one before is no series any more"

@@ -174,12 +174,13 @@ class Stage:
         received: Iterable[str] = (),
         failed: Iterable[str] = (),
         sampled: Mapping[str, int] | None = None,
+        void: Iterable[str] = (),
     ) -> dict[str, Any]:
         """The model samples token 7 for each request whose tokens are all computed. Returns the
         kv_transfer_params of the requests that finished."""
         ids = list(output.num_scheduled_tokens)
         requests = self.scheduler.requests
-        sampled = sampled or {}
+        news = News(set(reserved), dict(sampled or {}), set(void))
         tokens = [[7] if requests[i].num_computed_tokens >= requests[i].num_tokens else [] for i in ids]
         outputs = self.scheduler.update_from_output(
             output,
@@ -191,7 +192,7 @@ class Stage:
                     finished_sending=set(sent),
                     finished_recving=set(received),
                     failed_recving=set(failed),
-                    kv_connector_worker_meta=News(set(reserved), sampled) if reserved or sampled else None,
+                    kv_connector_worker_meta=None if news == News() else news,
                 ),
             ),
         )

@@ -32,6 +32,14 @@ class WorkerProbe:
         """Pictures and the like that the engine has made embeddings of, as long as few are cached."""
         return {"inputs": len(self.model_runner.encoder_cache)}  # type: ignore[attr-defined]
 
+    def probe_break_weights(self, problem: str) -> None:
+        """From now on no version is applied here, for this reason; empty: they are again."""
+        receiver = self.weight_transfer_engine._receiver  # type: ignore[attr-defined]
+        vars(receiver).pop("finish", None)
+        if problem:
+            finish = receiver.finish
+            receiver.finish = lambda _, **more: finish(problem, **more)
+
     def probe_hold(self, layer_calls: str, directory: str, prompts: str = "0") -> None:
         """Stops the forward pass in its `layer_calls`-th layer from now, after that layer was signalled.
 

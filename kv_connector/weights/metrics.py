@@ -1,0 +1,68 @@
+"""What an engine's controller counts, for Prometheus: beside the API server's own metrics."""
+
+from __future__ import annotations
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+
+NAMES = tuple(
+    f"kv_connector_weights_{name}" for name in ("version", "torn", "updates", "bytes", "pause_seconds")
+)
+# From a copy of a few GB within HBM to one that is made on a CPU, and a streamed version over a slow network.
+_PAUSE_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+OUTCOMES = ("applied", "refused", "torn")
+
+
+class WeightMetrics:
+    """One of a process: it takes the place of one that was there before."""
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        for name in NAMES:
+            if (before := registry._names_to_collectors.get(name)) is not None:
+                registry.unregister(before)
+        self._version = Gauge(
+            NAMES[0],
+            "1: the version of the weights that this engine serves; there is none until the first update",
+            ["version"],
+            registry=registry,
+        )
+        self._torn = Gauge(
+            NAMES[1],
+            "1: a version was not applied by all workers, and the engine stays paused until one is",
+            registry=registry,
+        )
+        self._updates = Counter(
+            NAMES[2],
+            "Versions that were to be applied, by what came of them (refused: the engine goes on with the "
+            "one before; torn: it stays paused)",
+            ["outcome"],
+            registry=registry,
+        )
+        self._bytes = Counter(
+            NAMES[3], "Bytes of the versions that were applied, of all workers", registry=registry
+        )
+        self._pause = Histogram(
+            NAMES[4],
+            "From the beginning of an engine's pause for a version until it goes on, or stays paused",
+            buckets=_PAUSE_SECONDS,
+            registry=registry,
+        )
+        for outcome in OUTCOMES:
+            self._updates.labels(outcome)
+
+    def applied(self, version: str, nbytes: int, pause_s: float) -> None:
+        self._version.clear()
+        self._version.labels(version).set(1)
+        self._bytes.inc(nbytes)
+        self._ended("applied", pause_s)
+        self._torn.set(0)
+
+    def not_applied(self, pause_s: float, *, torn: bool) -> None:
+        """``pause_s``: 0 where the engine was not paused."""
+        self._ended("torn" if torn else "refused", pause_s)
+        if torn:
+            self._torn.set(1)
+
+    def _ended(self, outcome: str, pause_s: float) -> None:
+        self._updates.labels(outcome).inc()
+        if pause_s:
+            self._pause.observe(pause_s)
