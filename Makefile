@@ -14,7 +14,7 @@ NATIVE_SOURCES := $(filter %.cc,$(NATIVE))
 # The thread sanitizer cannot place its shadow under some kernels' address randomisation.
 NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
-.PHONY: help setup demo test prepared native-asan native-tsan test-native test-python test-libfabric test-verbs test-vllm-next test-sglang test-fleet test-browser test-observability board test-upstream test-examples test-compose test-helm bench-verbs campaign test-data-parallel test-early test-topologies test-faults fuzz hostile lint analyze format bench bench-gpu wheels test-wheels reference docs clean distclean
+.PHONY: help setup demo test prepared native-asan native-tsan test-native test-python test-libfabric test-verbs test-vllm-next test-sglang test-fleet test-browser test-observability board test-upstream test-examples test-compose test-helm bench-verbs campaign test-data-parallel test-weights test-early test-topologies test-faults fuzz hostile lint analyze format bench bench-gpu wheels test-wheels reference docs clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -181,6 +181,9 @@ test-faults: setup ## kill -9, SIGSTOP, restarts, partitions, rolling replacemen
 
 test-early: setup ## 2,000 random requests per model with and without the first token from P: the same answers
 	@KVC_EARLY_REQUESTS=1000 $(PYTHON_ENV)/python -m pytest -o faulthandler_timeout=3600 tests/vllm/test_early_tokens.py
+
+test-weights: setup ## a trainer of weights that is killed at 20 points of its way, real engines in both modes
+	@KVC_WEIGHT_FAULTS=20 $(PYTHON_ENV)/python -m pytest tests/vllm/test_weights.py
 
 test-data-parallel: setup ## engines of two data-parallel ranks each, dense and MoE, behind one API server and a router
 	@KVC_DATA_PARALLEL=1 $(PYTHON_ENV)/python -m pytest tests/vllm/test_data_parallel.py

@@ -88,6 +88,7 @@ class Controller:
         self._served = ""
         self._problem = ""
         self._torn = False
+        self._taking = ""
         self._applying: asyncio.Lock
 
     async def start(self, address: Address) -> None:
@@ -117,15 +118,17 @@ class Controller:
                 )
                 return Outcome(f"version {version} has not landed at {len(missing)} workers: {said}")
             began = time.monotonic()
-            await self._engine.pause()
+            self._taking = version
             torn = True
             try:
+                await self._engine.pause()
                 problem, states = await self._update(version)
                 if not problem:
                     await self._engine.label(version)
                     self._served = version
                 torn = any(state.torn for state in states) or len({state.served for state in states}) > 1
             finally:
+                self._taking = ""
                 if not torn:
                     await self._engine.resume()
                 self._torn = torn
@@ -249,7 +252,7 @@ class Controller:
             one = next((state for state in states if state.problem), states[0])
             answer: WeightMessage = State(
                 self._served or one.served,
-                landing=one.landing,
+                landing=self._taking or one.landing,
                 landed=one.landed,
                 senders=max(state.senders for state in states),
                 arena_bytes=sum(state.arena_bytes for state in states),

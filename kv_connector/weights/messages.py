@@ -166,7 +166,7 @@ class Ask(Message, frozen=True, tag="ask"):
 
 class State(Message, frozen=True, tag="state"):
     served: Annotated[str, msgspec.Meta(max_length=128)]  # empty: what the engine was started with
-    landing: Annotated[str, msgspec.Meta(max_length=128)] = ""
+    landing: Annotated[str, msgspec.Meta(max_length=128)] = ""  # or being taken
     landed: Annotated[str, msgspec.Meta(max_length=128)] = ""
     senders: Natural = 0
     arena_bytes: Natural = 0

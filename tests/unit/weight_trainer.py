@@ -1,7 +1,10 @@
-"""One rank of a trainer of a small model under FSDP2 or HSDP, over gloo: pushes what it is told to."""
+"""One rank of a trainer of a small model under FSDP2 or HSDP, over gloo: pushes what it is told to. And one
+that is killed while it pushes."""
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
@@ -14,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 from kv_connector.protocol.timers import Timeouts
 from kv_connector.weights.pusher import PushError, Stage, WeightPusher
-from kv_connector.weights.sources import TensorSource, module_source
+from kv_connector.weights.sources import CheckpointSource, TensorSource, module_source
 
 # Rows that no number of ranks divides, and rows that are fewer than the ranks.
 SIZES = {"up": (31, 20), "down": (20, 31), "norm": (3, 1)}
@@ -95,3 +98,22 @@ def main(
                 told.send(stage)
             except PushError as error:
                 told.send(str(error))
+
+
+def main_until_killed(checkpoint: Path, version: str, engines: Sequence[str], writes: int) -> None:
+    """Pushes a checkpoint, and is killed (-9) when it has posted so many writes."""
+    left = writes
+    with WeightPusher(CheckpointSource(checkpoint), engines, providers=("host", "tcp")) as pusher:
+        pusher.connect()
+        post = pusher._writer._post
+
+        def count(*arguments: object) -> None:
+            nonlocal left
+            if not left:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left -= 1
+            post(*arguments)  # type: ignore[arg-type]
+
+        pusher._writer._post = count  # type: ignore[method-assign]
+        pusher.push(version)
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -6,10 +6,13 @@ import asyncio
 import dataclasses
 import json
 import multiprocessing
+import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from deployment import SMALL, Client, engine_settings, prompt
@@ -24,13 +27,15 @@ from kv_connector.weights.sources import CheckpointSource
 from kv_connector.weights.writer import Target
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
-from weight_trainer import Model, in_checkpoint
+from weight_trainer import Model, in_checkpoint, main_until_killed
 from weight_trainer import main as train
 
 pytestmark = pytest.mark.anyio
 
 PROMPTS = [(number, tokens) for number, tokens in enumerate((1, 7, 31, 32, 33, 100, 400, 1500))]
 TOKENS = 16
+# How many times a trainer is killed, behind ever more of its writes: make test-weights.
+POINTS = int(os.environ.get("KVC_WEIGHT_FAULTS", "2"))
 # Each with other ranks, lane and mode.
 ENGINES = ((1, "host", "shadow"), (2, "tcp", "streaming"))
 
@@ -189,6 +194,50 @@ async def test_what_a_trainer_that_gives_up_costs(site: Site, client: Client) ->
     await asyncio.to_thread(site.push, "b", "--version", "b5")
     b = await answers(client, site.oracle)
     assert await all_answers(client, site.engines) == [b, b]
+
+
+async def test_a_trainer_that_is_killed_at_any_point_leaves_no_mixed_weights(
+    site: Site, client: Client
+) -> None:
+    """Engine by engine all is of one version, and is again when the next one comes; and the one that is
+    written beside goes on meanwhile."""
+    await asyncio.to_thread(site.push, "a", "--version", "a5")
+    a, b = await answers(client, site.engines[0]), await answers(client, site.oracle)
+    with WeightPusher(
+        CheckpointSource(site.checkpoints["b"]), site.takes, providers=("host", "tcp")
+    ) as every:
+        await asyncio.to_thread(every.connect)
+        writes = sum(1 for worker in every._workers() for _ in worker.sends)
+    forkserver = multiprocessing.get_context("forkserver")
+    for point in range(POINTS):
+        posted = writes * (2 * point + 1) // (2 * POINTS - 1)  # of the last one all
+        version = f"killed-{posted}"
+        trainer = forkserver.Process(
+            target=main_until_killed, args=(site.checkpoints["b"], version, site.takes, posted)
+        )
+        trainer.start()
+        await asyncio.to_thread(trainer.join)
+        assert trainer.exitcode == -signal.SIGKILL
+        beside, over = [await settled(take) for take in site.takes]
+        assert not beside["torn"]
+        found = await answers(client, site.engines[0])
+        assert found in ([a] if posted < writes // 2 else [a, b]), version
+        assert (found == b) == (beside["served"] == version)
+        if not over["torn"]:
+            assert await answers(client, site.engines[1]) == (b if over["served"] == version else a)
+        await asyncio.to_thread(site.push, "a", "--version", f"a-{posted}")
+        assert await all_answers(client, site.engines) == [a, a]
+
+
+async def settled(take: str) -> dict[str, Any]:
+    """What the engine says when it has no trainer any more, and does nothing about what that left."""
+    while True:
+        told = await asyncio.to_thread(
+            CliRunner().invoke, app, ["weights", "status", "--json", "--engine", take]
+        )
+        (state,) = json.loads(told.output).values()
+        if "senders" in state and not state["senders"] and not state["landing"]:
+            return dict(state)
 
 
 async def test_vllms_own_trainer_drives_it(site: Site, client: Client) -> None:
