@@ -113,7 +113,8 @@ class Update:
     def wait(self, stage: Stage = "applied", timeout: float = 60.0) -> None:
         """Blocks until all engines are there; raises PushError with all that are not, and why.
 
-        Other ranks than the first hear of "applied" from the workers that they write to.
+        Other ranks than the first hear of it from the workers that they write to; where there are none of an
+        engine, they do not wait for it.
         """
         deadline = time.monotonic() + timeout
         problems = []
@@ -369,6 +370,11 @@ class WeightPusher:
         """Those that wait for pages, each with what raises its counter."""
         asked = []
         for engine in self._engines:
+            if not any(map(self._writes_to, engine.workers)):
+                # There is no link over which this rank would hear of it.
+                update.reached(str(engine.address), "landed")
+                update.reached(str(engine.address), "applied")
+                continue
             try:
                 if engine.link is not None and engine.link.over:
                     self._reach(engine)
