@@ -119,7 +119,8 @@ class Update:
         """Blocks until all engines are there; raises PushError with all that are not, and why. At an engine
         that has no room beside what it serves a version has landed when it is applied.
 
-        Other ranks than the first hear of "applied" from the workers that they write to.
+        Other ranks than the first hear of it from the workers that they write to; where there are none of an
+        engine, they do not wait for it.
         """
         deadline = time.monotonic() + timeout
         problems = []
@@ -408,6 +409,11 @@ class WeightPusher:
         """Those that will say BEGUN, and how many times each."""
         asked: dict[_Worker, int] = {}
         for engine in self._engines:
+            if not any(map(self._writes_to, engine.workers)):
+                # There is no link over which this rank would hear of it.
+                update.reached(str(engine.address), "landed")
+                update.reached(str(engine.address), "applied")
+                continue
             try:
                 if engine.link is not None and engine.link.over:
                     self._reach(engine)

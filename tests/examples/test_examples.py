@@ -5,12 +5,14 @@ Those that need engines are run by `make test-examples`, which runs their comman
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -90,6 +92,29 @@ def check_metrics(output: str) -> None:
     assert values["kv_connector_router_requests_total"] == values["kv_connector_transfers_total"] == 4
 
 
+def example(file: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(Path(file).stem, EXAMPLES / file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_rl_rewards_what_stands_in_order() -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    learn = example("rl/learn.py")
+    learn.GROUP = 2
+    prompts = torch.tensor([[3, 1, 2, 1, learn.EQUALS]] * 2 + [[0, 9, 9, 0, learn.EQUALS]] * 2)
+    answers = torch.tensor([[1, 1, 2, 3], [1, 2, 3, 9], [9, 0, 9, 0], [0, 0, 9, 10]])
+    rewards = learn.rewards(learn.Samples(prompts, answers, torch.zeros(4, 4)))
+    assert rewards.tolist() == [[1, 1, 1, 1], [1, 0, 0, 0], [0, 1, 1, 0], [1, 1, 1, 0]]
+    # What all answers to a prompt have right, or wrong, teaches nothing.
+    half = [0, 0.5, 0.5, 0.5], [0, -0.5, -0.5, -0.5], [-0.5, 0, 0, 0], [0.5, 0, 0, 0]
+    assert learn.advantages(rewards).tolist() == list(half)
+
+
 reader = pytest.mark.skipif("KVC_EXAMPLES" not in os.environ, reason="takes minutes: make test-examples")
 
 
@@ -129,3 +154,22 @@ def test_command(name: str, check: object) -> None:
 def test_command_of_sglang() -> None:
     alone, both = run(command("sglang")).strip().splitlines()[-2:]
     assert alone.partition("[")[2] == both.partition("[")[2] != ""
+
+
+@reader
+def test_command_of_rl(tmp_path: Path) -> None:
+    picture = tmp_path / "rl.svg"
+    output = run(f"{command('rl')} {picture}")
+    lines = [line.split() for line in output.splitlines() if re.match(r" *\d+ ", line)]
+    assert [int(line[0]) for line in lines] == [1, *range(10, 121, 10)], output
+    before, after = float(lines[0][1]), float(lines[-1][1])
+    assert before < 0.2, output
+    assert after > 0.8, output
+    assert max(float(line[4]) for line in lines) < 1e-4, output
+    assert "Reward" in picture.read_text()
+
+
+@reader
+def test_command_of_rl_refuses_what_it_cannot_draw() -> None:
+    with pytest.raises(AssertionError, match=r"rl\.png: pictures are SVG, name a file that ends in \.svg"):
+        run(f"{command('rl')} rl.png")

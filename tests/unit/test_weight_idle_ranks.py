@@ -1,0 +1,64 @@
+"""A rank of a trainer that has nothing for an engine waits for none of its words."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from kv_connector.protocol.actions import Address
+from kv_connector.weights.geometry import Geometry, Parameter, Write
+from kv_connector.weights.pusher import WeightPusher
+from kv_connector.weights.receiver import ReceiverConfig, WeightReceiver
+from kv_connector.weights.sources import Held, TensorSource
+
+GEOMETRY = Geometry((Parameter("w", "float32", 4),), (Write(0, 0, (0,), (4,), 0, (1,)),), ())
+PATIENCE_S = 30
+
+
+class Ranks:
+    """Two, as threads."""
+
+    def __init__(self) -> None:
+        self.said: list[object] = [None, None]
+        self.barrier = threading.Barrier(2)
+
+
+class Rank(TensorSource):
+    """The first has all."""
+
+    def __init__(self, rank: int, ranks: Ranks) -> None:
+        super().__init__([("w", torch.ones(4))])
+        self.rank, self._ranks = rank, ranks
+
+    def held(self) -> Sequence[Held]:
+        return [] if self.rank else super().held()
+
+    def exchange(self, value: object) -> list[object]:
+        self._ranks.said[self.rank] = value
+        self._ranks.barrier.wait(PATIENCE_S)
+        said = list(self._ranks.said)
+        self._ranks.barrier.wait(PATIENCE_S)
+        return said
+
+
+def test_a_rank_that_writes_nothing_is_not_held_up() -> None:
+    worker = WeightReceiver(ReceiverConfig("worker", Address("127.0.0.1", 0), ("tcp",)), lambda _: GEOMETRY)
+    engine, ranks = str(worker.start()), Ranks()
+
+    def push(rank: int) -> None:
+        with WeightPusher(Rank(rank, ranks), [engine], apply=lambda _: None) as pusher:
+            pusher.connect()
+            update = pusher.push("1")
+            update.wait("landed", PATIENCE_S)
+            if rank:
+                update.wait("applied", 0)
+
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            for pushed in [pool.submit(push, rank) for rank in range(2)]:
+                pushed.result()
+    finally:
+        worker.close()
