@@ -215,16 +215,19 @@ def show(cluster: LocalCluster) -> list[Step]:
 
     steps: list[Step] = []
     print(f"{'step':>4} {'reward':>7} {'push ms':>8} {'pause ms':>9} {'difference':>11}  an answer")
-    while len(steps) < STEPS:
-        try:
+    try:
+        while len(steps) < STEPS:
             steps.append(told.recv())
-        except EOFError:
-            words = f"the trainer ended in step {len(steps) + 1}, and says why above"
-            sys.exit(f"{words}; the engine's log ends:\n{engine.log_tail()}")
-        if len(steps) == 1 or len(steps) % TEN == 0:
-            say(len(steps), steps[-1])
-    for process in ranks:
-        process.join()
+            if len(steps) == 1 or len(steps) % TEN == 0:
+                say(len(steps), steps[-1])
+        for process in ranks:
+            process.join()
+    except EOFError:
+        words = f"the trainer ended in step {len(steps) + 1}, and says why above"
+        sys.exit(f"{words}; the engine's log ends:\n{engine.log_tail()}")
+    finally:
+        for process in ranks:
+            process.kill()  # where it is interrupted
     return steps
 
 

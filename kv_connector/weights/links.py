@@ -57,6 +57,7 @@ class Links:
     timeouts: Timeouts
     heard: Callable[[Link, News], None]
     lost: Callable[[Link, str], None]
+    clock: Callable[[], float] = time.monotonic  # of received() and tick()
     _links: dict[Source, Link] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -66,7 +67,7 @@ class Links:
     def dial(self, address: Address) -> Link:
         def dial() -> Link:
             source = self.loop.sockets.dial(address)
-            link = self._links[source] = Link(address, source, time.monotonic())
+            link = self._links[source] = Link(address, source, self.clock())
             return link
 
         return self.loop.call(dial).result()
@@ -161,7 +162,7 @@ class Links:
         """From now on it is pinged, and is lost where it is silent, or does not know us as a sender."""
 
         def watch() -> None:
-            link.last_seen = link.next_ping = time.monotonic()
+            link.last_seen = link.next_ping = self.clock()
             link.sends = sends
 
         self.loop.call(watch)

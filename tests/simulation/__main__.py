@@ -1,14 +1,13 @@
-"""`python -m tests.simulation --seeds 200000`, or `--seed N` for one that failed. Needs Python and msgspec
-alone."""
+"""`python -m tests.simulation --seeds 200000`, or `--seed N` for one that failed. Needs Python, msgspec
+and pyzmq."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from .campaign import campaign, run
+from .campaign import DRAWS, campaign, run
 from .minimize import report
-from .scenario import draw
 
 _TOLD = 3  # failing seeds that are told in full
 
@@ -25,12 +24,19 @@ def main() -> int:
     parser.add_argument(
         "--trace", action="store_true", help="with --seed: everything that happens, failing or not"
     )
+    parser.add_argument("--of", choices=sorted(DRAWS), help="simulates this alone (default: each in turn)")
     arguments = parser.parse_args()
+    every = [arguments.of] if arguments.of else sorted(DRAWS)
     if arguments.seed is not None:
-        return _replay(arguments.seed, arguments.trace)
+        return max(_replay(of, arguments.seed, arguments.trace) for of in every)
+    return max(_campaign(of, arguments) for of in every)
+
+
+def _campaign(of: str, arguments: argparse.Namespace) -> int:
     tally = campaign(
         arguments.first,
         arguments.seeds,
+        of=of,
         jobs=arguments.jobs,
         at_first=arguments.stop,
         say=lambda line: print(line, flush=True),
@@ -38,18 +44,17 @@ def main() -> int:
     print("came through: " + ", ".join(f"{what} {n}" for what, n in tally.ended.most_common()))
     told = 1 if arguments.stop else _TOLD
     for seed in sorted(tally.violations)[:told]:
-        print(report(seed, draw(seed)))
+        print(report(of, seed))
     if len(tally.violations) > told:
         print(f"and {len(tally.violations) - told} more seeds: {sorted(tally.violations)[told:100]}")
     return 1 if tally.violations else 0
 
 
-def _replay(seed: int, trace: bool) -> int:
-    scenario = draw(seed)
-    world, violation = run(scenario, tracing=trace)
+def _replay(of: str, seed: int, trace: bool) -> int:
+    world, violation = run(DRAWS[of](seed), tracing=trace)
     for line in world.books.trace:
         print(line)
-    print(f"seed {seed}: no violation" if violation is None else report(seed, scenario))
+    print(f"{of}, seed {seed}: no violation" if violation is None else report(of, seed))
     return 0 if violation is None else 1
 
 

@@ -9,12 +9,21 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from . import scenario as requests
 from .books import Violation
-from .scenario import Scenario, draw
+from .surroundings import Surroundings
+from .weights import scenario as weights
+from .weights.world import World as WeightsWorld
 from .world import World
+
+Scenario = requests.Scenario | weights.Scenario
+
+DRAWS: dict[str, Callable[[int], Scenario]] = {"requests": requests.draw, "weights": weights.draw}
+"""By what is simulated: the scenario that a seed stands for."""
 
 _CHUNK = 100  # seeds that one worker runs before it reports
 _SLOWEST_REPORT_S = 5.0
+_Chunk = tuple[str, int, int]  # of what, the first seed, and behind the last
 
 
 @dataclass
@@ -29,9 +38,13 @@ class Tally:
         self.violations |= other.violations
 
 
-def run(scenario: Scenario, tracing: bool = False) -> tuple[World, str | None]:
+def run(scenario: Scenario, tracing: bool = False) -> tuple[Surroundings, str | None]:
     """The world at its end, and what went wrong. An error in the model counts as a violation too."""
-    world = World(scenario, tracing)
+    world: Surroundings
+    if isinstance(scenario, weights.Scenario):
+        world = WeightsWorld(scenario, tracing)
+    else:
+        world = World(scenario, tracing)
     try:
         world.run()
     except Violation as violation:
@@ -45,27 +58,29 @@ def campaign(
     first: int,
     count: int,
     *,
+    of: str = "requests",
     jobs: int = 0,
     at_first: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> Tally:
-    """Runs the seeds [first, first + count); ``at_first``: only up to a violation. ``jobs``: processes (0:
-    cores)."""
+    """Runs the seeds [first, first + count); ``of``: a key of DRAWS. ``at_first``: only up to a violation.
+    ``jobs``: processes (0: cores)."""
     total, begun, said = Tally(), time.monotonic(), time.monotonic()
-    chunks = [(start, min(start + _CHUNK, first + count)) for start in range(first, first + count, _CHUNK)]
+    end = first + count
+    chunks = [(of, start, min(start + _CHUNK, end)) for start in range(first, end, _CHUNK)]
     for tally in _tallies(chunks, jobs or len(os.sched_getaffinity(0))):
         total.add(tally)
         now = time.monotonic()
         if now - said > _SLOWEST_REPORT_S or total.seeds == count:
             said = now
             bad = len(total.violations)
-            say(f"{total.seeds} of {count} seeds in {now - begun:.0f} s, {bad} with a violation")
+            say(f"{of}: {total.seeds} of {count} seeds in {now - begun:.0f} s, {bad} with a violation")
         if at_first and total.violations:
             break
     return total
 
 
-def _tallies(chunks: list[tuple[int, int]], jobs: int) -> Iterator[Tally]:
+def _tallies(chunks: list[_Chunk], jobs: int) -> Iterator[Tally]:
     if jobs == 1 or len(chunks) == 1:
         yield from map(_run_chunk, chunks)
         return
@@ -74,10 +89,10 @@ def _tallies(chunks: list[tuple[int, int]], jobs: int) -> Iterator[Tally]:
         yield from pool.imap_unordered(_run_chunk, chunks)
 
 
-def _run_chunk(chunk: tuple[int, int]) -> Tally:
-    tally = Tally()
-    for seed in range(*chunk):
-        world, violation = run(draw(seed))
+def _run_chunk(chunk: _Chunk) -> Tally:
+    tally, (of, first, end) = Tally(), chunk
+    for seed in range(first, end):
+        world, violation = run(DRAWS[of](seed))
         tally.seeds += 1
         tally.ended += world.books.ended
         if violation is not None:

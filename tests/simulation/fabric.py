@@ -134,6 +134,8 @@ class SimSignal:
 class SimEngine:
     """One process's TransferEngine. Errors are those that the native one raises."""
 
+    slow_fences = 0.1  # of all, that take seconds
+
     def __init__(self, process: Process, rng: random.Random) -> None:
         self.process = process
         self.signal = SimSignal(self)
@@ -166,7 +168,7 @@ class SimEngine:
     def accept(self, name: str, offer: bytes) -> Handshake:
         offerer, its_number = self.process.world.fabric.offers[offer]
         if offerer.process.dead or its_number not in offerer._peers:
-            raise _error(ErrorCode.NOT_REACHABLE, "accept", "nobody listens there any more")
+            raise failure(ErrorCode.NOT_REACHABLE, "accept", "nobody listens there any more")
         self._refuse("accept", "no_handshakes")
         link = Link(random.Random(f"{self._rng.random()}"), offerer, self)
         link.numbers = {offerer: its_number, self: (number := self._number())}
@@ -179,7 +181,7 @@ class SimEngine:
         other = link.other(self)
         if other.process.dead or other in link.fence_through:
             # It stays what it is, an offer: fence() forgets it.
-            raise _error(ErrorCode.PEER_DOWN, "complete", "the peer answered, but its connection is gone")
+            raise failure(ErrorCode.PEER_DOWN, "complete", "the peer answered, but its connection is gone")
         self._peers[peer] = link
 
     def import_region(self, peer: int, descriptor: bytes) -> int:
@@ -191,11 +193,11 @@ class SimEngine:
 
     def fence(self, peer: int, timeout: float) -> None:
         if peer not in self._peers:
-            raise _error(ErrorCode.UNKNOWN_PEER, "fence", "never connected, or fenced")
+            raise failure(ErrorCode.UNKNOWN_PEER, "fence", "never connected, or fenced")
         links = [link for link in self.links if link.numbers[self] == peer]
         through = [self._fence(link) for link in links]  # each is asked
         if not all(through):
-            raise _error(ErrorCode.TIMEOUT, "fence", "a write of this peer may still land here: call again")
+            raise failure(ErrorCode.TIMEOUT, "fence", "a write of this peer may still land here: call again")
         for link in links:
             del self.links[link]
         del self._peers[peer]
@@ -204,7 +206,7 @@ class SimEngine:
         link = self._peers[peer]
         self._refuse("open_transfer")
         if link is None or self in link.fence_through:
-            raise _error(ErrorCode.UNKNOWN_PEER, "open_transfer", "the link to this peer broke")
+            raise failure(ErrorCode.UNKNOWN_PEER, "open_transfer", "the link to this peer broke")
         transfer = Transfer(self._number(), link, self)
         self._transfers[transfer.number] = link.transfers[transfer] = transfer  # type: ignore[assignment]
         return transfer.number
@@ -213,7 +215,7 @@ class SimEngine:
         transfer = self._open(number, "arm")
         self._refuse("arm")
         if transfer.stopped:
-            raise _error(ErrorCode.PEER_DOWN, "arm", f"the transfer has ended: {transfer.reason}")
+            raise failure(ErrorCode.PEER_DOWN, "arm", f"the transfer has ended: {transfer.reason}")
         due: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for layer in layers:
             pages = due.setdefault((layer.signal_value, layer.immediate), [])
@@ -243,7 +245,7 @@ class SimEngine:
     def alloc_counters(self, count: int, raisers: Sequence[int]) -> CounterSet:
         if self.no_counters:
             self.no_counters -= 1
-            raise _error(ErrorCode.RESOURCES, "alloc_counters", "all counters are in use")
+            raise failure(ErrorCode.RESOURCES, "alloc_counters", "all counters are in use")
         counters = self._sets[number := self._number()] = _Counters([0] * count, raisers)
         immediates = tuple(self.process.world.fabric.immediate() for _ in range(count))
         self._immediates |= {imm: (counters, number, i) for i, imm in enumerate(immediates)}
@@ -346,8 +348,8 @@ class SimEngine:
         if self._peers[number] is None:
             return  # not connected yet: complete() will say so
         self._fail_all(link, reason)
-        error = _error(ErrorCode.PEER_DOWN, "write", reason)
-        self._report(Event(EventKind.PEER_DOWN, number, False, 0, 0, error))
+        down = failure(ErrorCode.PEER_DOWN, "write", reason)
+        self._report(Event(EventKind.PEER_DOWN, number, False, 0, 0, down))
 
     def fail_over(self, link: Link) -> None:
         """One NIC of several broke: what was on it is written once more, and counted exactly once."""
@@ -398,16 +400,19 @@ class SimEngine:
         if self.process.stopped:
             self._frozen.append(lambda: self._read(batch))
             return
+        batch.contents = self._contents(batch)
+        batch.phase = Phase.READ
+        delay = batch.transfer.link.rng.uniform(0, 2 * self.process.world.scenario.wire)
+        self._clock.after(delay, lambda: self._land(batch))
+
+    def _contents(self, batch: Batch) -> tuple[Content, ...]:
         block_of, content = self.process.worker.block_of, self.process.pool.content
         blocks = [block_of.get(source, -1) for source, _ in batch.cells]
         if not all(content.get(block) for block in blocks):
             self._books.fail(f"{self.process} reads from blocks {set(blocks)}, one of which holds nothing")
-        batch.contents = tuple(
+        return tuple(
             content[block].get(source) for block, (source, _) in zip(blocks, batch.cells, strict=True)
         )
-        batch.phase = Phase.READ
-        delay = batch.transfer.link.rng.uniform(0, 2 * self.process.world.scenario.wire)
-        self._clock.after(delay, lambda: self._land(batch))
 
     def _land(self, batch: Batch) -> None:
         if batch.phase is not Phase.READ:
@@ -454,20 +459,26 @@ class SimEngine:
     def _count(self, batch: Batch) -> None:
         found = self._immediates.get(batch.immediate)
         if found is None:
-            self._books.fail(f"{self.process} counts a page on counters that it has freed")
+            self._stray(batch)
             return
         counters, number, index = found
         foreign = batch.transfer.link.numbers[self] not in counters.raisers
         self._books.check(not foreign, "%s counts a page of the wrong peer", self.process)
         counters.values[index] += batch.pages
-        for _, target in batch.cells:
-            awaited = self.process.pool.awaited[self.process.worker.block_of[target]]
-            self._books.check(target in awaited, "%s counts cell %d twice", self.process, target)
-            awaited.pop(target, None)
+        self._counted(batch)
         if counters.targets is not None:
             too_many = counters.values[index] > counters.targets[index]
             self._books.check(not too_many, "%s counts a page too many", self.process)
         self._maybe_reached(number)
+
+    def _counted(self, batch: Batch) -> None:
+        for _, target in batch.cells:
+            awaited = self.process.pool.awaited[self.process.worker.block_of[target]]
+            self._books.check(target in awaited, "%s counts cell %d twice", self.process, target)
+            awaited.pop(target, None)
+
+    def _stray(self, batch: Batch) -> None:
+        self._books.fail(f"{self.process} counts a page on counters that it has freed")
 
     def _maybe_reached(self, number: int) -> None:
         counters = self._sets[number]
@@ -514,7 +525,7 @@ class SimEngine:
     def _fence(self, link: Link) -> bool:
         other = link.other(self)
         if self not in link.fence_through:
-            slow = link.rng.random() < 0.1
+            slow = link.rng.random() < self.slow_fences
             link.fence_through[self] = self._clock.now + (
                 link.rng.uniform(0, 3.0) if slow else link.rng.expovariate(100.0)
             )
@@ -547,14 +558,14 @@ class SimEngine:
     def _open(self, number: int, operation: str) -> Transfer:
         transfer = self._transfers.get(number)
         if transfer is None:
-            raise _error(ErrorCode.INVALID_ARGUMENT, operation, f"transfer {number} has ended")
+            raise failure(ErrorCode.INVALID_ARGUMENT, operation, f"transfer {number} has ended")
         return transfer
 
     def _refuse(self, operation: str, budget: str = "refusals") -> None:
         left = getattr(self, budget)
         if left and self._rng.random() < 0.7:  # also in the middle of something
             setattr(self, budget, left - 1)
-            raise _error(ErrorCode.RESOURCES, operation, "no room for another request")
+            raise failure(ErrorCode.RESOURCES, operation, "no room for another request")
 
     def _report(self, event: Event) -> None:
         self._events.append(event)
@@ -591,5 +602,5 @@ def _cells(pages: Sequence[tuple[int, int]], page_bytes: int) -> Iterator[tuple[
             yield (source + offset) // CELL, (target + offset) // CELL
 
 
-def _error(code: ErrorCode, operation: str, text: str) -> TransferError:
+def failure(code: ErrorCode, operation: str, text: str) -> TransferError:
     return TransferError(code, "sim", "", operation, text)

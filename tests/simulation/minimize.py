@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, replace
+from itertools import chain
 from typing import Any
 
-from .campaign import run
-from .scenario import Fault, Plan, Scenario
-from .shape import Side
+from .campaign import DRAWS, Scenario, run
 
 _LINES = 80  # of a trace
+_EVENTS = ("faults", "ambushes", "plans", "trainers")  # that may be left out of a scenario
+_KEPT = ("seed", "prefills", "decodes", "both")
 
 
 def minimize(scenario: Scenario) -> Scenario:
@@ -22,9 +23,9 @@ def minimize(scenario: Scenario) -> Scenario:
         scenario = simpler
 
 
-def report(seed: int, scenario: Scenario) -> str:
+def report(of: str, seed: int) -> str:
     """The minimal trace of a failing seed, and how to see it again."""
-    smallest = minimize(scenario)
+    smallest = minimize(DRAWS[of](seed))
     world, violation = run(smallest, tracing=True)
     trace = world.books.trace
     cut = [f"  ... {len(trace) - _LINES} lines before"] if len(trace) > _LINES else []
@@ -36,24 +37,25 @@ def report(seed: int, scenario: Scenario) -> str:
             "what happens in it:",
             *cut,
             *(f"  {line:.240}" for line in trace[-_LINES:]),
-            f"replay: python -m tests.simulation --seed {seed}",
+            f"replay: python -m tests.simulation --of {of} --seed {seed}",
         ]
     )
 
 
-def _simpler(scenario: Scenario) -> Iterator[Scenario]:
+def _simpler(scenario: Any) -> Iterator[Any]:
     """First by leaving something out, then by making something plain."""
-    for name in ("faults", "plans"):
+    several = [f.name for f in fields(scenario) if isinstance(getattr(scenario, f.name), tuple)]
+    for name in several:
         items = getattr(scenario, name)
-        for index in range(len(items)):
+        for index in range(len(items) if name in _EVENTS else 0):
             yield replace(scenario, **{name: items[:index] + items[index + 1 :]})
-    for field_ in fields(Scenario):
-        if field_.name in ("chaos", "lease", "skew", "jitter", "wire", "step", "heads"):
+    for field_ in fields(scenario):
+        if field_.name not in (*several, *_KEPT):
             yield from _defaulted(scenario, field_)
-    for name, kind in (("sides", Side), ("plans", Plan)):
+    for name in several:
         items = getattr(scenario, name)
-        for index, item in enumerate(items):
-            for field_ in fields(kind):
+        for index, item in enumerate(items if name not in ("faults", "ambushes") else ()):
+            for field_ in fields(item):
                 for plainer in _defaulted(item, field_):
                     yield replace(scenario, **{name: (*items[:index], plainer, *items[index + 1 :])})
 
@@ -63,12 +65,13 @@ def _defaulted(thing: Any, field_: Field[Any]) -> Iterator[Any]:
         yield replace(thing, **{field_.name: field_.default})
 
 
-def _told(scenario: Scenario) -> Iterator[str]:
-    yield _without_defaults(replace(scenario, plans=(), faults=()))
-    yield from map(_without_defaults, (*scenario.plans, *scenario.faults))
+def _told(scenario: Any) -> Iterator[str]:
+    events = {f.name: getattr(scenario, f.name) for f in fields(scenario) if f.name in _EVENTS}
+    yield _without_defaults(replace(scenario, **dict.fromkeys(events, ())))
+    yield from map(_without_defaults, chain.from_iterable(events.values()))
 
 
-def _without_defaults(thing: Scenario | Plan | Fault) -> str:
+def _without_defaults(thing: Any) -> str:
     shown = [
         f"{f.name}={round(value, 4) if isinstance(value, float) else value!r}"
         for f in fields(thing)

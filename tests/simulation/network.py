@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kv_connector.protocol.actions import Address, Source
-from kv_connector.protocol.messages import AnyMessage, Hello, MalformedMessage, decode, encode
+from kv_connector.protocol.messages import Hello, MalformedMessage, decode, encode
 
 if TYPE_CHECKING:
-    from .process import Process
-    from .world import World
+    from .actor import Actor
+    from .surroundings import Surroundings
 
 _RECONNECT_S = 0.1  # ZMQ_RECONNECT_IVL
 
 
 class Received(NamedTuple):
     source: Source
-    message: AnyMessage | None
+    message: Any
 
 
 class _Way:
@@ -38,7 +38,7 @@ class _Way:
 class Connection:
     """From one process that dials to whoever listens at an address."""
 
-    def __init__(self, world: World, dealer: Port, source: Source, address: Address) -> None:
+    def __init__(self, world: Surroundings, dealer: Port, source: Source, address: Address) -> None:
         self.world, self.dealer, self.source = world, dealer, source
         self.target = world.name_at(address)
         self.router: Port | None = None  # None: not connected
@@ -138,8 +138,16 @@ class Connection:
 class Port:
     """One process's control sockets."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(
+        self,
+        world: Surroundings,
+        process: Actor,
+        encode: Callable[[Any], bytes] = encode,
+        decode: Callable[[bytes], Any] = decode,
+    ) -> None:
+        """``encode`` and ``decode``: of the messages that are spoken here; default: those of KV."""
         self.process = process
+        self._world, self._encode, self._decode = world, encode, decode
         self.listening = True
         self.malformed = 0
         self.dialled: dict[Source, Connection] = {}
@@ -153,7 +161,7 @@ class Port:
     def dial(self, address: Address) -> Source:
         self._numbers += 1
         source = Source(b"dialled %d" % self._numbers)
-        self.dialled[source] = Connection(self.process.world, self, source, address)
+        self.dialled[source] = Connection(self._world, self, source, address)
         return source
 
     def hang_up(self, source: Source) -> None:
@@ -161,16 +169,16 @@ class Port:
         if connection is not None:
             connection.hang_up()
 
-    def send(self, source: Source, message: AnyMessage) -> bool:
+    def send(self, source: Source, message: Any) -> bool:
         shown = "Hello" if isinstance(message, Hello) else message
-        self.process.world.books.note("%s says %s", self.process, shown)
-        frame = encode(message)
+        self._world.books.note("%s says %s", self.process, shown)
+        frame = self._encode(message)
         dialled = source in self.dialled
         connection = self.dialled.get(source) or self.callers.get(source)
         if connection is None:
             return False
         other = connection.target if dialled else connection.dealer.process.name
-        if self.process.world.full(self.process.name, other):
+        if self._world.full(self.process.name, other):
             return False
         connection.send(frame, to_router=dialled)
         return True
@@ -199,7 +207,7 @@ class Port:
         if source not in self.dialled and source not in self.callers:
             return  # hung up meanwhile
         try:
-            received = Received(source, decode(frame))
+            received = Received(source, self._decode(frame))
         except MalformedMessage:
             self.malformed += 1
             self._distrusted.add(source)

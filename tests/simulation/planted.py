@@ -6,9 +6,14 @@ them.
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 _ROOT = Path(__file__).parents[2]
 
@@ -261,3 +266,37 @@ def plant(bug: Bug, where: Path) -> None:
     if source.count(bug.good) != 1:
         raise ValueError(f"the place for the bug {bug.name!r} is not in {bug.file} once: adapt planted.py")
     file.write_text(source.replace(bug.good, bug.bad))
+
+
+# Prints the first violation of so many seeds. To look for the smallest scenario takes ten times as long.
+_FIRST_VIOLATION = """
+import sys
+from tests.simulation.campaign import DRAWS, run
+of, first, count = sys.argv[1], *map(int, sys.argv[2:])
+violations = (run(DRAWS[of](seed))[1] for seed in range(first, first + count))
+print(next(filter(None, violations), ""))
+"""
+
+
+def find(bug: Bug, of: str, seeds: int, where: Path) -> None:
+    """Plants it, and has to find it."""
+    plant(bug, where)
+    done = _python(where, "-c", _FIRST_VIOLATION, of, str(bug.first), str(seeds))
+    assert done.stdout.strip(), f"not found in {seeds} seeds: {done.stderr[-2000:]}"
+    assert "the simulator failed" not in done.stdout
+
+
+def simulate(where: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs the copy of the simulator that lies there, on the copy of the package beside it."""
+    return _python(where, "-m", "tests.simulation", *arguments)
+
+
+def _python(where: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    # Without site (-S): the import hook of an editable install would come before PYTHONPATH.
+    command = [sys.executable, "-S", *arguments]
+    libraries = Path(msgspec.__file__).parent.parent
+    path = f"{where}{os.pathsep}{libraries}"
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run(
+        command, cwd=where, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )

@@ -20,8 +20,8 @@ from kv_connector.protocol.messages import Role, fingerprint
 from kv_connector.protocol.peers import Identity, PeerTable
 from kv_connector.protocol.prefill import PrefillMachine
 
+from .actor import Actor
 from .books import Violation
-from .clock import SkewedClock
 from .fabric import SimEngine
 from .network import Port
 from .pool import Pool
@@ -38,25 +38,14 @@ _OVER = (State.DONE, State.FAILED)
 FINGERPRINT = fingerprint({"engine": "simulated"})
 
 
-class Process:
-    """From its start to its death. Whoever restarts at the same address is another one."""
-
+class Process(Actor):
     def __init__(self, world: World, name: str, role: Role, worker: Worker, life: int) -> None:
-        self.world, self.name, self.worker, self.life = world, name, worker, life
+        super().__init__(world, name, life)
+        self.world, self.worker = world, worker
         self.place = engine, rank = engine_of(name)
         self.incarnation = f"{name} life {life}"
-        self.rng = random.Random(f"{world.scenario.seed} {name} {life}")
-        rate = self.rng.uniform(0.99, 1.01) if world.scenario.skew else 1.0
-        self.clock = SkewedClock(world.clock, self.rng.uniform(0, 1e6), rate)
-        self.dead = False
-        self.vanished = False  # dead, and nobody was told: its machine lost power
-        self.stopped = False
-        self.stalled_until = 0.0
-        self.slow_until = 0.0
-        self.slowness = 0.0
-        self.leaving = False
         self.pool = Pool(worker)
-        self.port = Port(self)
+        self.port = Port(world, self)
         self.engine = SimEngine(self, random.Random(f"{world.scenario.seed} {name} {life} engine"))
         self.ledger = Ledger()
         self.effects = Effects(
@@ -81,10 +70,6 @@ class Process:
         self._commands: deque[Callable[[float], Sequence[Action]]] = deque()
         self._states: Mapping[str, State | None] = {}  # of its requests, after the last turn
         self._leave_by = 0.0
-        self._alarm: float | None = None  # when turn() is next due
-
-    def __str__(self) -> str:
-        return f"{self.name}.{self.life}"
 
     # --- The agent
 
@@ -92,13 +77,6 @@ class Process:
         """Agent._submit."""
         self._commands.append(command)
         self.wake(self.latency())
-
-    def latency(self) -> float:
-        """How long the agent's thread takes to notice something."""
-        return self.rng.expovariate(5000.0)
-
-    def wake(self, delay: float) -> None:
-        self._wake_at(self.world.clock.now + delay)
 
     def turn(self) -> None:
         """Agent._turn."""
@@ -120,7 +98,7 @@ class Process:
         deadlines = [effects.next_deadline(), self._leave_by if self.leaving else None]
         times = [self.clock.true_time(deadline) for deadline in deadlines if deadline is not None]
         if times:
-            self._wake_at(min(times))
+            self.wake_at(min(times))
 
     def has_session_with(self, process: Process) -> bool:
         """This very process, not one that had its address before."""
@@ -173,28 +151,6 @@ class Process:
             "peers": engine["peers"] - sessions,
         }
         return {what: count for what, count in counts.items() if count}
-
-    def _wake_at(self, when: float) -> None:
-        if self.dead or (self._alarm is not None and self._alarm <= when):
-            return
-        self._alarm = when
-        self.world.clock.at(when, lambda: self._alarmed(when))
-
-    def _alarmed(self, when: float) -> None:
-        if self.dead or self._alarm != when:
-            return  # an earlier one came in between
-        self._alarm = None
-        now = self.world.clock.now
-        if self.stopped:
-            return  # resume() wakes it
-        if now < self.stalled_until:
-            self._wake_at(self.stalled_until)
-            return
-        self.world.tap.speaker = str(self)
-        self.turn()
-        if now < self.slow_until and self._alarm is not None:
-            self._alarm = None
-            self._wake_at(now + self.rng.uniform(0, self.slowness))
 
     def _take_reports(self) -> None:
         self.ledger.take_reserved()
@@ -252,23 +208,8 @@ class Process:
         self.world.books.note("%s has left", self)
         self.die()
 
-    def die(self, silently: bool = False) -> None:
-        """The process is gone, with its memory."""
-        if self.dead:
-            return
-        self.dead, self.vanished = True, silently
-        self.world.processes.pop(self.name, None)
-        self.port.close(silently)
-        self.engine.die()
-
     # --- SIGSTOP
 
-    def stop(self) -> None:
-        self.stopped = True
-
     def resume(self) -> None:
-        self.stopped = False
-        self.engine.thaw()
-        self._alarm = None
-        self.wake(self.latency())
+        super().resume()
         self.prefill.resume()

@@ -5,33 +5,21 @@ A failing seed prints the smallest scenario that still fails, its trace, and the
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from .campaign import campaign, run
 from .minimize import report
-from .planted import BUGS, Bug, plant
+from .planted import BUGS, Bug, find, plant, simulate
 from .scenario import LONELY, MUTUAL, Fault, Plan, Scenario, draw
 from .shape import CUTS, Side
+from .weights.planted import BUGS as WEIGHTS_BUGS
 
 SEEDS = 2000
-# Prints the first violation of so many seeds. To look for the smallest scenario takes ten times as long.
-FIRST_VIOLATION = """
-import sys
-from tests.simulation.campaign import run
-from tests.simulation.scenario import draw
-first, count = map(int, sys.argv[1:])
-violations = (run(draw(seed))[1] for seed in range(first, first + count))
-print(next(filter(None, violations), ""))
-"""
 _PREFILLS, _DECODES = ("p0", "p1"), ("d0", "d1")
 
 
@@ -39,7 +27,7 @@ def test_nothing_leaks_hangs_or_mixes_up_pages() -> None:
     tally = campaign(0, SEEDS)
     if tally.violations:
         seed = min(tally.violations)
-        pytest.fail(f"{len(tally.violations)} of {SEEDS} seeds fail. {report(seed, draw(seed))}")
+        pytest.fail(f"{len(tally.violations)} of {SEEDS} seeds fail. {report('requests', seed)}")
     assert tally.seeds == SEEDS
     # It came through every fault, and all ends of a request, many times.
     for what in (*LONELY, *MUTUAL, "failed", "aborted"):
@@ -60,15 +48,15 @@ def test_a_seed_decides_everything() -> None:
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name.replace(" ", "-"))
 def test_a_planted_bug_is_found(bug: Bug, tmp_path: Path) -> None:
+    find(bug, "requests", SEEDS, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("of", "bug"), [("requests", BUGS[0]), ("weights", WEIGHTS_BUGS[0])], ids=["requests", "weights"]
+)
+def test_a_failing_seed_is_told_and_repeated(of: str, bug: Bug, tmp_path: Path) -> None:
     plant(bug, tmp_path)
-    done = python(tmp_path, "-c", FIRST_VIOLATION, str(bug.first), str(SEEDS))
-    assert done.stdout.strip(), f"not found in {SEEDS} seeds: {done.stderr[-2000:]}"
-    assert "the simulator failed" not in done.stdout
-
-
-def test_a_failing_seed_is_told_and_repeated(tmp_path: Path) -> None:
-    plant(BUGS[0], tmp_path)
-    found = simulate(tmp_path, "--seeds", "100", "--jobs", "1", "--stop").stdout
+    found = simulate(tmp_path, "--of", of, "--seeds", "100", "--jobs", "1", "--stop").stdout
     begin, end = found.index("\nseed ") + 1, found.index("replay: ")
     told, command = found[begin:end], found[end:].splitlines()[0]
     assert "the smallest scenario that still fails:" in told
@@ -76,22 +64,6 @@ def test_a_failing_seed_is_told_and_repeated(tmp_path: Path) -> None:
     repeated = simulate(tmp_path, *command.removeprefix("replay: python -m tests.simulation ").split())
     assert repeated.returncode == 1
     assert repeated.stdout == f"{told}{command}\n"
-
-
-def simulate(where: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs the copy of the simulator that lies there, on the copy of the package beside it."""
-    return python(where, "-m", "tests.simulation", *arguments)
-
-
-def python(where: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    # Without site (-S): the import hook of an editable install would come before PYTHONPATH.
-    command = [sys.executable, "-S", *arguments]
-    libraries = Path(msgspec.__file__).parent.parent
-    path = f"{where}{os.pathsep}{libraries}"
-    environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run(
-        command, cwd=where, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
 
 
 def test_three_hundred_peers_and_the_dead_among_them_delay_nobody() -> None:

@@ -3,21 +3,14 @@ them."""
 
 from __future__ import annotations
 
-import logging
-import random
-from collections.abc import Callable, Mapping
-
-from kv_connector.protocol.actions import Address
 from kv_connector.protocol.messages import Rank, Role
 from kv_connector.protocol.timers import Timeouts
 
 from . import faults
-from .books import Books, Tap
-from .clock import Clock
-from .fabric import Fabric
 from .process import Process
 from .scenario import Plan, Scenario, engine_of, workers
 from .shape import Side, worker
+from .surroundings import Surroundings
 
 # The defaults of production, but for those that would only make a run longer: the holds of a minute and the
 # deadline of five.
@@ -25,47 +18,24 @@ TIMES = Timeouts(hold=12.0, orphan=12.0, transfer=25.0, cancel=3.0, drain=3.0)
 
 # What a fence may take in this fabric (fabric.SimEngine._fence), and a little more.
 _FENCE_S = 5.0
-_LOOK_S = 0.25  # how often it is looked whether all is over
 
 
-class World:
+class World(Surroundings):
     """One run of one scenario."""
 
+    scenario: Scenario
+    processes: dict[str, Process]
+
     def __init__(self, scenario: Scenario, tracing: bool = False) -> None:
-        self.scenario = scenario
-        self.times = TIMES
-        self.clock = Clock()
-        self.books = Books(self.clock, tracing)
-        self.tap = Tap(self.books)
-        self.fabric = Fabric()
+        super().__init__(scenario, TIMES, tracing)
         self.sides = {engine: scenario.side(engine) for engine in scenario.engines}
-        self.processes: dict[str, Process] = {}  # that are alive
-        self.partitions: dict[tuple[str, str], float] = {}
-        self.jams: dict[tuple[str, str], float] = {}
-        self.losses: dict[tuple[str, str], tuple[float, float]] = {}
         # Within this a request is served that nothing stands in the way of: no fault of a third party may
         # cost it more. A handshake and a RESERVE of the slowest messages; writes, a few of which may wait for
         # each other.
         self.prompt_s = 1.5 + 20 * scenario.jitter + 10 * scenario.wire
-        self._rng = random.Random(f"{scenario.seed} losses")
-        self._lives: dict[str, int] = {}
         self._words: dict[str, float] = {}
         self._computed: dict[str, list[float]] = {}
         self._pauses = sum(fault.lasting for fault in scenario.faults)
-
-    def run(self) -> None:
-        """Until nothing is left to happen; raises Violation."""
-        logger = logging.getLogger("kv_connector")
-        before = logger.level, logger.propagate
-        logger.setLevel(logging.DEBUG if self.books.tracing else logging.ERROR)
-        logger.propagate = False
-        logger.addHandler(self.tap)
-        try:
-            self._run()
-        finally:
-            logger.removeHandler(self.tap)
-            logger.setLevel(before[0])  # not logger.level: what isEnabledFor() remembers has to go, too
-            logger.propagate = before[1]
 
     def _run(self) -> None:
         for engine in self.scenario.engines:
@@ -81,12 +51,12 @@ class World:
             self.clock.at(fault.at, lambda fault=fault: faults.strike(self, fault))
             last = max(last, fault.at + fault.lasting + self.times.drain + 0.1)
         self.clock.at(last, lambda: None)
-        self._until(last + 1.0, lambda: {"events": "to come"} if self.clock.now < last else {})
-        self._until(last + self.decode_bound() + self.prefill_bound(), self._busy)
-        self._until(self.clock.now + 3 * self.times.dead + self._pauses + _FENCE_S, self._leftovers)
+        self.until(last + 1.0, lambda: {"events": "to come"} if self.clock.now < last else {})
+        self.until(last + self.decode_bound() + self.prefill_bound(), self._busy)
+        self.until(self.clock.now + 3 * self.times.dead + self._pauses + _FENCE_S, self._leftovers)
         for process in list(self.processes.values()):
             process.leave()
-        self._until(
+        self.until(
             self.clock.now + self.times.drain + 1.0, lambda: dict.fromkeys(self.processes, "has not left")
         )
 
@@ -98,9 +68,8 @@ class World:
         if name in self.processes or name not in self.workers(engine):
             return
         role = Role.BOTH if self.scenario.both else Role.DECODE if name[0] == "d" else Role.PREFILL
-        self._lives[name] = life = self._lives.get(name, 0) + 1
         held = worker(self.sides[engine], self.scenario.heads, number)
-        self.processes[name] = Process(self, name, role, held, life)
+        self.processes[name] = Process(self, name, role, held, self.next_life(name))
         self.books.note("%s starts", self.processes[name])
 
     def start_engine(self, engine: str) -> None:
@@ -124,25 +93,6 @@ class World:
             held, address = worker(self.sides[engine], self.scenario.heads, number), self.address(name)
             ranks.append(Rank(address.host, address.port, held.stage, held.layout))
         return ranks
-
-    def address(self, name: str) -> Address:
-        return Address(name, 5600)
-
-    def name_at(self, address: Address) -> str:
-        return address.host
-
-    def heals(self, source: str, target: str) -> float | None:
-        """When a partition in this direction ends; None: there is none."""
-        until = self.partitions.get((source, target))
-        return None if until is None or until <= self.clock.now else until
-
-    def loses(self, source: str, target: str) -> bool:
-        until, probability = self.losses.get((source, target), (0.0, 0.0))
-        return self.clock.now < until and self._rng.random() < probability
-
-    def full(self, source: str, target: str) -> bool:
-        """Whether no more messages fit into the queue of that way."""
-        return self.clock.now < self.jams.get((source, target), 0.0)
 
     def say(self, plan: Plan) -> None:
         """D did something about a request: what P waits for is counted from here."""
@@ -181,23 +131,6 @@ class World:
             process = self.processes.get(name)
             if process is not None:
                 (process.decode if engine == plan.decode else process.prefill).arrive(plan)
-
-    def _until(self, limit: float, left: Callable[[], Mapping[str, object]]) -> None:
-        """Runs until nothing is ``left``; what is left at the limit is a violation."""
-        next_look = self.clock.now
-        while True:
-            if self.clock.now >= next_look:
-                found = left()
-                if not found:
-                    return
-                late = self.clock.now >= limit
-                self.books.check(not late, "after %.1f s there is left: %s", self.clock.now, found)
-                next_look = self.clock.now + _LOOK_S
-            if not self.clock.step():
-                found = left()
-                self.books.check(not found, "nothing happens any more, and there is left: %s", found)
-                return
-            self.books.look()
 
     def _busy(self) -> dict[str, object]:
         return {name: busy for name, process in self.processes.items() if (busy := process.busy())}

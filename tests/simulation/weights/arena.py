@@ -1,0 +1,98 @@
+"""Where a version lands, and a transfer engine whose writes land there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kv_connector.engine import ErrorCode
+from kv_connector.weights.geometry import Geometry, Parameter, Tensor, Write
+
+from ..fabric import Batch, SimEngine, Transfer, failure
+
+if TYPE_CHECKING:
+    from .worker import Worker
+
+CELLS = 7
+"""Parts of a worker's share of the model: the least that a rank writes."""
+
+TENSORS = (Tensor("w", "float32", (CELLS,)),)
+GEOMETRY = Geometry((Parameter("w", "float32", CELLS),), (Write(0, 0, (0,), (CELLS,), 0, (1,)),), ())
+CELL_BYTES = 4
+
+Tag = tuple[str, int]
+"""Of one set of weights: a trainer's run, and its step."""
+
+
+def cells_of(rank: int, ranks: int, worker: int) -> list[int]:
+    """What a rank writes to the worker. Of many ranks some write nothing."""
+    writers = min(ranks, 3)
+    return [cell for cell in range(CELLS) if (cell + worker) % writers == rank]
+
+
+@dataclass
+class Arena:
+    content: list[Tag | None] = field(default_factory=lambda: [None] * CELLS)
+
+    def whole(self) -> Tag | None:
+        """Whose weights all of it are; None: it is not one version, or not all of it."""
+        return self.content[0] if len(set(self.content)) == 1 else None
+
+
+class WeightsEngine(SimEngine):
+    """A rank's, or a worker's."""
+
+    slow_fences = 0.5
+
+    # Faults, as budgets: of so many times the worker does not load a checkpoint, or apply a version.
+    not_applied = 0
+    not_recorded = 0
+
+    def heal(self) -> None:
+        """Nothing goes wrong any more."""
+        self.write_errors = self.stuck_writes = self.no_handshakes = self.no_counters = 0
+        self.not_applied = self.not_recorded = 0
+
+    def open_transfer(self, peer: int) -> int:
+        if peer not in self._peers:
+            raise failure(ErrorCode.UNKNOWN_PEER, "open_transfer", "never connected, or fenced")
+        return super().open_transfer(peer)
+
+    def write(self, number: int, cells: Sequence[int], immediate: int) -> None:
+        """Each to its place in the peer's arena, in a few batches."""
+        transfer = self._open(number, "write")
+        self._refuse("write")
+        if transfer.stopped:
+            raise failure(ErrorCode.PEER_DOWN, "write", f"the transfer has ended: {transfer.reason}")
+        mixed = list(cells)
+        self._rng.shuffle(mixed)
+        cut = self._rng.randint(0, len(mixed))
+        for part in (mixed[:cut], mixed[cut:]):
+            if part:
+                self._post(transfer, part, immediate)
+        self.post_due()
+
+    def _post(self, transfer: Transfer, cells: Sequence[int], immediate: int) -> None:
+        batch = Batch(transfer, len(cells), tuple((cell, cell) for cell in cells), 0, immediate)
+        transfer.batches.append(batch)
+        transfer.link.live[batch] = None
+        self._armed.append(batch)
+
+    def in_flight(self, numbers: Sequence[int]) -> bool:
+        return any(number in self._transfers for number in numbers)
+
+    # --- What is in the memory
+
+    def _contents(self, batch: Batch) -> tuple[Any, ...]:
+        return (self.process.tag,) * len(batch.cells)
+
+    def _take(self, batch: Batch) -> None:
+        worker: Worker = self.process
+        worker.land([target for _, target in batch.cells], batch.contents[0], batch.immediate)
+
+    def _counted(self, batch: Batch) -> None:
+        """Cells are not awaited one by one."""
+
+    def _stray(self, batch: Batch) -> None:
+        """A void version's page: its counter is freed before its links are fenced."""

@@ -1,0 +1,150 @@
+"""A model of an engine's controller, which is asyncio's: it pauses, has all workers apply, and goes on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator
+from typing import TYPE_CHECKING
+
+from kv_connector.protocol.actions import Source
+from kv_connector.weights.messages import (
+    CODEC,
+    Applied,
+    Apply,
+    Ask,
+    NotApplied,
+    Ping,
+    Pong,
+    Refused,
+    State,
+    WeightMessage,
+    WorkerAddress,
+    Workers,
+    WorkersAre,
+)
+
+from ..actor import Actor
+from ..network import Port
+from .worker import Worker
+
+if TYPE_CHECKING:
+    from .world import World
+
+# controller.py's
+_WORKER_S = 10.0
+_TRIES = 2
+
+Work = Generator[float | None, None, None]
+"""What it yields is when it goes on at the latest, by its own clock; None: when something happens."""
+
+
+class Controller(Actor):
+    def __init__(self, world: World, name: str, life: int) -> None:
+        super().__init__(world, name, life)
+        self.world, self.engine = world, None
+        self.port = Port(world, self, CODEC.encode, CODEC.decode)
+        self.paused = False
+        self.workers = [Worker(world, self, number, life) for number in range(world.scenario.workers)]
+        addresses = [world.address(worker.name) for worker in self.workers]
+        self._addresses = tuple(WorkerAddress(address.host, address.port) for address in addresses)
+        self._asked: dict[Source, deque[list[WeightMessage]]] = {
+            self.port.dial(address): deque() for address in addresses
+        }
+        self._work: deque[Work] = deque()
+        self._trying = 0  # workers
+
+    def turn(self) -> None:
+        for received in self.port.receive():
+            self._received(received.source, received.message)
+        while self._work:
+            try:
+                deadline = next(self._work[0])
+            except StopIteration:
+                self._work.popleft()
+                continue
+            if deadline is not None:
+                self.wake_at(self.clock.true_time(deadline))
+            return
+
+    def _received(self, source: Source, message: WeightMessage | None) -> None:
+        if source in self._asked:
+            if self._asked[source] and message is not None:
+                self._asked[source].popleft().append(message)
+            return
+        match message:
+            case None:
+                pass
+            case Ping():
+                self.port.send(source, Pong())
+            case Workers():
+                self.port.send(source, WorkersAre(self._addresses))
+            case Apply():
+                self._work.append(self._told_to_apply(source, message.version))
+            case _:
+                self.port.send(source, Refused("this is an engine's controller: that is for its workers"))
+
+    def _told_to_apply(self, source: Source, version: str) -> Work:
+        answers: list[WeightMessage] = []
+        try:
+            yield from self._apply(version, answers)
+        except TimeoutError:
+            answers.append(NotApplied(version, "a worker does not answer", torn=True))
+        self.port.send(source, answers[0])
+
+    def _apply(self, version: str, answers: list[WeightMessage]) -> Work:
+        states: list[State] = []
+        yield from self._states(states)
+        if missing := [state for state in states if state.landed != version]:
+            answers.append(NotApplied(version, f"it has not landed at {len(missing)} workers"))
+            return
+        self.paused = True
+        for _ in range(_TRIES):
+            self._trying = len(self.workers)
+            for worker in self.workers:
+                worker.apply(version, self._tried)
+            while self._trying:
+                yield None
+            states = []
+            yield from self._states(states)
+            bad = [state for state in states if state.served != version or state.problem]
+            problem = "; ".join(state.problem or "it did not try" for state in bad)
+            if not problem:
+                break
+        else:
+            answers.append(NotApplied(version, problem, torn=True))
+            self.world.books.ended["torn"] += 1
+            return
+        self._resume()
+        answers.append(Applied(version))
+
+    def _tried(self) -> None:
+        self._trying -= 1
+        self.wake(self.latency())
+
+    def _resume(self) -> None:
+        """No token comes from mixed weights."""
+        models = {worker.model for worker in self.workers}
+        self.world.books.check(len(models) == 1, "%s goes on with %s", self, models)
+        self.world.books.ended["applied"] += 1
+        self.paused = False
+
+    def _states(self, found: list[State]) -> Work:
+        answers: list[list[WeightMessage]] = []
+        for worker, asked in self._asked.items():
+            answers.append([])
+            asked.append(answers[-1])
+            self.port.send(worker, Ask())
+        deadline = self.clock.now() + _WORKER_S
+        while not all(answers):
+            if self.clock.now() >= deadline:
+                raise TimeoutError
+            yield deadline
+        found += [answer[0] for answer in answers if isinstance(answer[0], State)]
+
+    def die(self, silently: bool = False) -> None:
+        """An engine's processes die together."""
+        if self.dead:
+            return
+        super().die(silently)
+        for worker in self.workers:
+            worker.die(silently)

@@ -1,0 +1,126 @@
+"""What shall happen: engines, trainers and faults, as plain data. A seed draws one."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+from ..scenario import Fault
+
+PATIENCE_S = 30.0  # longer than any update takes
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """Its ranks push again and again, in step with each other. Seconds."""
+
+    name: str
+    at: float = 0.0
+    ranks: int = 2
+    pushes: int = 2
+    training: float = 0.2  # typical, between two pushes
+    patience: float = PATIENCE_S  # until an update is taken for one that did not work
+    again: float = 1.0  # after what did not work
+    restart: float = 3.0  # typical, of its launcher
+    gives_up: tuple[int, int] | None = None  # this rank closes in the midst of this push of its first life
+    gone: bool = False  # nobody starts it again when a rank of it has died
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(f"{self.name}/{rank}" for rank in range(self.ranks))
+
+
+@dataclass(frozen=True)
+class Scenario:
+    seed: int
+    engines: int = 1
+    workers: int = 1  # of each engine
+    chaos: bool = False  # the control network reorders and duplicates, which TCP does not
+    jitter: float = 0.01  # seconds, typical for one message
+    wire: float = 0.02  # seconds, typical for one write
+    apply: float = 0.2  # seconds, at most, for a worker's update
+    lease: bool = False  # no lane can be revoked by the receiver alone: its fence waits for the writer's own
+    skew: bool = False  # clocks run at rates that differ by up to 1 %
+    trainers: tuple[Trainer, ...] = ()
+    faults: tuple[Fault, ...] = ()
+    ambushes: tuple[Fault, ...] = ()  # that wait from their ``at`` on for a version to land, or to be applied
+
+    @property
+    def controllers(self) -> tuple[str, ...]:
+        return tuple(f"e{number}" for number in range(self.engines))
+
+    @property
+    def untroubled(self) -> bool:
+        """Nothing that anybody does or suffers justifies a failure."""
+        patient = not any(one.gives_up or one.patience < PATIENCE_S for one in self.trainers)
+        return patient and len(self.trainers) <= 1 and not self.faults + self.ambushes
+
+    def workers_of(self, controller: str) -> tuple[str, ...]:
+        return tuple(f"{controller}/{number}" for number in range(self.workers))
+
+
+# Kinds of faults of one process, of one that writes or is written to, and of the way between two.
+ANYBODY = ("crash", "vanish", "leave", "stop", "stall", "slow")
+WORKER = ("error", "stuck", "no handshake", "no counters", "not applied", "not recorded")
+MUTUAL = ("partition", "loss", "jam", "reset", "cut", "failover")
+
+
+def draw(seed: int) -> Scenario:
+    """The scenario that a seed stands for."""
+    rng = random.Random(f"weights {seed}")
+    scenario = Scenario(
+        seed=seed,
+        engines=rng.choice((1, 1, 1, 2)),
+        workers=rng.choice((1, 2, 2)),
+        jitter=rng.choice((0.0005, 0.01, 0.01, 0.1)),
+        wire=rng.choice((0.001, 0.1, 0.3, 1.0)),
+        apply=rng.choice((0.02, 0.2, 5.0)),
+        lease=rng.random() < 0.25,
+        skew=rng.random() < 0.3,
+    )
+    trouble = rng.random() > 0.2
+    trainers = tuple(
+        _trainer(rng, number, trouble) for number in range(rng.choice((1, 1, 1, 2)) if trouble else 1)
+    )
+    scenario = replace(scenario, trainers=trainers)
+    faults, ambushes = (
+        tuple(_fault(rng, scenario) for _ in range(rng.choice(counts) if trouble else 0))
+        for counts in ((0, 1, 1, 2, 5), (0, 1, 2, 5))
+    )
+    return replace(scenario, faults=faults, ambushes=ambushes)
+
+
+def _trainer(rng: random.Random, number: int, trouble: bool) -> Trainer:
+    ranks, pushes = rng.choice((1, 2, 2, 3, 4)), rng.choice((2, 4, 12))
+    gives_up = rng.randrange(ranks), rng.randrange(pushes)
+    return Trainer(
+        name=f"t{number}",
+        at=number * rng.uniform(0, 4),
+        ranks=ranks,
+        pushes=pushes,
+        training=rng.choice((0.0, 0.2, 0.2, 2.0)),
+        patience=rng.choice((1.0, PATIENCE_S, PATIENCE_S)),
+        again=rng.choice((0.0, 0.0, 1.0)),
+        restart=rng.choice((0.05, 3.0)),
+        gives_up=gives_up if trouble and rng.random() < 0.2 else None,
+        gone=rng.random() < 0.25,
+    )
+
+
+def _fault(rng: random.Random, scenario: Scenario) -> Fault:
+    at, coin = rng.choice((rng.uniform(0, 2), rng.uniform(0, 4), rng.uniform(0, 12))), rng.randrange(1 << 16)
+    lasting = rng.choice((0.05, 0.5, 2.0, 4.0, 8.0)) * rng.uniform(0.5, 1.5)
+    rank = rng.choice(rng.choice(scenario.trainers).names)
+    controller = rng.choice(scenario.controllers)
+    worker = rng.choice(scenario.workers_of(controller))
+    if rng.random() < 0.6:
+        if rng.random() < 0.5:
+            return Fault(
+                rng.choice(ANYBODY), at, (rng.choice((rank, rank, worker, controller)),), lasting, coin
+            )
+        kind = rng.choice(WORKER)
+        writes = kind in ("error", "stuck", "no handshake") and rng.random() < 0.7
+        return Fault(kind, at, (rank if writes else worker,), lasting, coin)
+    kind = rng.choice(MUTUAL)
+    control = kind in ("partition", "loss", "jam", "reset") and rng.random() < 0.2
+    return Fault(kind, at, (rank, controller if control else worker), lasting, coin)

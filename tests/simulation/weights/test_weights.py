@@ -1,0 +1,47 @@
+"""The sample of the campaign that CI runs, and what it is worth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ..campaign import campaign, run
+from ..minimize import report
+from ..planted import Bug, find
+from .planted import BUGS
+from .scenario import ANYBODY, MUTUAL, WORKER, Scenario, Trainer, draw
+from .world import World
+
+SEEDS = 200
+
+
+def test_no_version_is_torn_and_the_next_push_succeeds() -> None:
+    tally = campaign(0, SEEDS, of="weights")
+    if tally.violations:
+        pytest.fail(f"{len(tally.violations)} of {SEEDS} fail. {report('weights', min(tally.violations))}")
+    assert tally.seeds == SEEDS
+    for what in (*ANYBODY, *WORKER, *MUTUAL, "given up", "torn"):
+        assert tally.ended[what] > SEEDS / 50, f"{what}: {tally.ended}"
+    assert tally.ended["applied"] > 5 * SEEDS
+    assert tally.ended["last pushes"] > SEEDS
+
+
+def test_a_seed_decides_everything() -> None:
+    for seed in range(20):
+        first, second = (run(draw(seed), tracing=True)[0] for _ in range(2))
+        assert first.books.trace == second.books.trace
+
+
+def test_ranks_that_write_nothing_somewhere_are_simulated() -> None:
+    """Of four the last writes to nobody; its wait ends all the same."""
+    world = World(Scenario(1, engines=2, workers=2, trainers=(Trainer("t0", ranks=4),)))
+    world.run()
+    assert world.books.ended["applied"] == 2 * (
+        2 + 1 + 1
+    )  # engines; pushes, the last one, and the next trainer's
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name.replace(" ", "-"))
+def test_a_planted_bug_is_found(bug: Bug, tmp_path: Path) -> None:
+    find(bug, "weights", SEEDS, tmp_path)

@@ -1,0 +1,488 @@
+"""A trainer: its ranks on the Links that ship, and a model of the WeightPusher, whose calls block."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Generator, Hashable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kv_connector.engine import ErrorCode, EventKind, TransferError
+from kv_connector.weights.geometry import digest
+from kv_connector.weights.landing import NOT_DESCRIBED
+from kv_connector.weights.links import Link, LinkError, Links, News
+from kv_connector.weights.messages import (
+    CODEC,
+    Applied,
+    Apply,
+    Begin,
+    Begun,
+    Describe,
+    Dropped,
+    Join,
+    Joined,
+    Landed,
+    NotApplied,
+    WeightMessage,
+    Workers,
+    WorkersAre,
+)
+
+from ..actor import Actor
+from ..books import Violation
+from ..network import Port
+from .arena import CELL_BYTES, TENSORS, Tag, WeightsEngine, cells_of
+from .scenario import PATIENCE_S, Trainer
+
+if TYPE_CHECKING:
+    from .world import World
+
+# pusher.py's; the second is what a loader of three tensors may take, and not of 37,000.
+_RETRY_S = 0.2
+_RECORD_S = 10.0
+_FENCE_S = 0.05
+_TRIES = 3
+
+Script = Generator[float | None, None, Any]
+"""What it yields is when it goes on at the latest, by its own clock; None: when something happens."""
+
+
+class PushError(Exception):
+    pass
+
+
+class _Ended(Exception):
+    """The process ends itself."""
+
+
+class _Immediately:
+    """A Loop whose thread is the caller's."""
+
+    def __init__(self, sockets: Port) -> None:
+        self.sockets: Any = sockets
+
+    def call(self, command: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(command())
+        return future
+
+
+class _Links(Links):
+    def __post_init__(self) -> None:
+        """Its loop comes from outside."""
+
+
+@dataclass(eq=False)
+class _Worker:
+    name: str
+    number: int
+    senders: int
+    cells: Sequence[int]
+    link: Link | None = None
+    peer: int = -1
+
+
+@dataclass(eq=False)
+class _Engine:
+    name: str
+    workers: list[_Worker] = field(default_factory=list)
+    link: Link | None = None
+
+
+@dataclass
+class _Update:
+    version: str
+    landed: set[str] = field(default_factory=set)
+    applied: set[str] = field(default_factory=set)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+class Job:
+    """All ranks of one life of a trainer, and what they say to each other."""
+
+    def __init__(self, world: World, plan: Trainer, life: int, engines: Sequence[str], at: float) -> None:
+        self.world, self.plan, self.life, self.engines = world, plan, life, engines
+        self.last: str = ""  # what is to do when all is quiet: "push" once more and close, or just "close"
+        self.waiting: set[int] = set()  # ranks that have done what they had to
+        self.connected = False
+        self.problems: dict[int, dict[str, str]] = {}  # of the last push, by rank
+        self._said: dict[Hashable, dict[int, Any]] = {}
+        self.ranks = [Rank(world, self, rank, at) for rank in range(plan.ranks)]
+
+    def __str__(self) -> str:
+        return f"{self.plan.name}.{self.life}"
+
+    @property
+    def lives(self) -> bool:
+        return not any(rank.dead for rank in self.ranks)
+
+    def gather(self, what: Hashable, rank: int, value: Any) -> Script:
+        """A collective: everybody's, by rank. Where one is dead the others end."""
+        said = self._said.setdefault(what, {})
+        said[rank] = value
+        if len(said) == len(self.ranks):
+            self.wake()
+        while len(said) < len(self.ranks):
+            if not self.lives:
+                raise _Ended
+            yield None
+        return [said[rank] for rank in range(len(self.ranks))]
+
+    def wake(self) -> None:
+        for rank in self.ranks:
+            rank.wake(rank.latency())
+
+
+class Rank(Actor):
+    def __init__(self, world: World, job: Job, rank: int, at: float) -> None:
+        super().__init__(world, f"{job.plan.name}/{rank}", job.life)
+        self.world, self.job, self.rank = world, job, rank
+        self.port = Port(world, self, CODEC.encode, CODEC.decode)
+        self.engine = WeightsEngine(self, random.Random(f"{world.seed} {self.name} {job.life} engine"))
+        self.step = 0
+        self._links = _Links(None, world.times, self._heard, self._lost, self.clock.now)
+        self._links.loop = _Immediately(self.port)  # type: ignore[assignment]
+        self._engines: list[_Engine] = []
+        self._update: _Update | None = None
+        self._run = ""
+        self._failures: dict[int, str] = {}  # by transfer
+        self._fencing: list[int] = []
+        self._calls: Counter[str] = Counter()
+        self._script = self._live(at)
+        world.clock.at(at, lambda: self.wake(0.0))
+
+    @property
+    def tag(self) -> Tag:
+        """Whose weights it has."""
+        return str(self.job), self.step
+
+    def turn(self) -> None:
+        now = self.clock.now()
+        try:
+            for received in self.port.receive():
+                self._links.received(now, received)  # type: ignore[arg-type]
+            for event in self.engine.poll_events(1000):
+                if event.kind in (EventKind.TRANSFER_FAILED, EventKind.TRANSFER_CANCELLED):
+                    self._failures[event.id] = str(event.error)
+            due = self._links.tick(now)
+            for peer in list(self._fencing):
+                self._fence(peer)
+            deadline = next(self._script)
+        except (StopIteration, _Ended):
+            self._close()
+            return
+        except Violation:
+            raise
+        except Exception as error:
+            self.world.books.fail(f"{self} raises {error!r}")
+            return
+        if due is not None:
+            self.wake(due + 1e-6)
+        if self._fencing:
+            self.wake(_FENCE_S)
+        if deadline is not None:
+            self.wake_at(self.clock.true_time(deadline))
+
+    # --- What the training loop does
+
+    def _live(self, at: float) -> Script:
+        while self.world.clock.now < at:
+            yield None
+        plan, job = self.job.plan, self.job
+        connected = False
+        for _ in range(_TRIES):
+            try:
+                yield from self._connect()
+                connected = True
+            except PushError as error:
+                self.world.books.note("%s: %s", self, error)
+            connected = all((yield from job.gather(self._next("connected"), self.rank, connected)))
+            if connected:
+                break
+            yield from self._sleep(plan.again)
+        job.connected = job.connected or connected
+        for push in range(plan.pushes if connected else 0):
+            yield from self._sleep(self.rng.expovariate(1 / plan.training) if plan.training else 0.0)
+            yield from self._train()
+            for attempt in range(_TRIES):
+                gives_up = plan.gives_up == (self.rank, push) and job.life == 1 and not attempt
+                problems = yield from self._serve(
+                    f"{job} step {self.step} try {attempt}", plan.patience, gives_up
+                )
+                fine = not problems or not self.world.scenario.untroubled
+                self.world.books.check(fine, "nothing is wrong, and %s cannot push: %s", self, problems)
+                if not any((yield from job.gather(("pushed", self.step, attempt), self.rank, problems))):
+                    break
+                yield from self._sleep(plan.again)
+        job.waiting.add(self.rank)
+        while not job.last:
+            yield None
+        if job.last == "push" and connected:
+            yield from self._train()
+            job.problems[self.rank] = yield from self._serve(f"{job} step {self.step}", PATIENCE_S)
+
+    def _train(self) -> Script:
+        """A step of all ranks together."""
+        yield from self.job.gather(("trained", self.step), self.rank, None)
+        self.step += 1
+
+    def _serve(self, version: str, patience: float, gives_up: bool = False) -> Script:
+        """Pushes, and waits. By engine, why it does not serve the version."""
+        self.world.versions[version] = self.tag
+        update = yield from self._push(version, gives_up)
+        mine = {engine.name for engine in self._engines if self.rank == 0 or self._writes(engine)}
+        yield from self._until(lambda: update.applied | set(update.failed) >= mine, patience)
+        for name in mine - update.applied - set(update.failed):
+            update.failed[name] = "not applied in time"
+        for name in (mine & update.applied) - set(update.failed):
+            self.world.served(self, name, version)
+        return update.failed
+
+    # --- WeightPusher
+
+    def _connect(self) -> Script:
+        for engine in self._engines:
+            for link in [engine.link, *(worker.link for worker in engine.workers)]:
+                if link is not None:
+                    self._links.end(link, "it connects anew")
+            for worker in engine.workers:
+                self._fence(worker.peer)
+        self._engines = []
+        said = yield from self.job.gather(self._next("run"), self.rank, f"{self} at {self.clock.now():.6f}")
+        self._run = said[0]
+        found: Any = None
+        engines = [_Engine(name) for name in self.job.engines]
+        if self.rank == 0:
+            try:
+                found = yield from self._ask_geometries(engines)
+            except LinkError as error:
+                found = str(error)
+        found = (yield from self.job.gather(self._next("geometries"), self.rank, found))[0]
+        if isinstance(found, str):
+            raise PushError(found)
+        self._engines = engines
+        ranks = self.job.plan.ranks
+        for engine, names in zip(engines, found, strict=True):
+            for number, name in enumerate(names):
+                wants = [cells_of(rank, ranks, number) for rank in range(ranks)]
+                senders = sum(rank == 0 or bool(cells) for rank, cells in enumerate(wants))
+                engine.workers.append(_Worker(name, number, senders, wants[self.rank]))
+        for worker in self._workers():
+            if self.rank == 0 or worker.cells:
+                yield from self._join(worker)
+
+    def _ask_geometries(self, engines: Sequence[_Engine]) -> Script:
+        names, asked = [], []
+        for engine in engines:
+            names.append((yield from self._reach(engine)))
+            for name in names[-1]:
+                link = self._links.dial(self.world.address(name))
+                asked.append((link, self._links.ask(link, Describe(TENSORS))))
+        for link, answer in asked:
+            yield from self._answer(answer, link, _RECORD_S)
+            self._links.end(link, "it was only asked")
+        return names
+
+    def _reach(self, engine: _Engine) -> Script:
+        engine.link = self._links.dial(self.world.address(engine.name))
+        answer = self._links.ask(engine.link, Workers())
+        here = yield from self._answer(answer, engine.link, self.world.times.connect)
+        assert isinstance(here, WorkersAre)
+        self._links.watch(engine.link)
+        return [worker.host for worker in here.workers]
+
+    def _join(self, worker: _Worker) -> Script:
+        deadline = self.clock.now() + _RECORD_S
+        while not (yield from self._joined(worker)):
+            if self.rank == 0:
+                link = self._links.dial(self.world.address(worker.name))
+                try:
+                    asked = self._links.ask(link, Describe(TENSORS))
+                    yield from self._answer(asked, link, _RECORD_S)
+                except LinkError as error:
+                    raise PushError(f"cannot join {worker.name}: {error}") from error
+                finally:
+                    self._links.end(link, "it was only asked")
+            elif self.clock.now() >= deadline:
+                raise PushError(f"cannot join {worker.name}: {NOT_DESCRIBED}")
+            else:
+                yield from self._sleep(_RETRY_S)
+
+    def _joined(self, worker: _Worker) -> Script:
+        link = self._links.dial(self.world.address(worker.name))
+        peer = None
+        try:
+            shaken = self.engine.offer(worker.name)
+            peer = shaken.peer
+            join = Join(self._run, self.rank, self.name, digest(TENSORS), shaken.data)
+            joined = yield from self._answer(self._links.ask(link, join), link, self.world.times.connect)
+            assert isinstance(joined, Joined)
+            self.engine.complete(peer, joined.answer)
+            self.engine.import_region(peer, joined.region)
+        except (LinkError, TransferError) as error:
+            if peer is not None:
+                self._fence(peer)
+            self._links.end(link, str(error))
+            if NOT_DESCRIBED in str(error):
+                return False
+            raise PushError(f"cannot join {worker.name}: {error}") from error
+        if worker.link is not None:
+            self._fence(worker.peer)
+        worker.link, worker.peer = link, peer
+        self._links.watch(link, sends=True)
+        return True
+
+    def _push(self, version: str, gives_up: bool) -> Script:
+        update = self._update = _Update(version)
+        ready = yield from self._begin(version, update)
+        if gives_up:
+            self.world.books.ended["given up"] += 1
+            for worker, immediate in ready[:1]:
+                with suppress(TransferError):
+                    self._write(worker, immediate)
+            raise _Ended
+        transfers: dict[int, _Worker] = {}
+        failures: dict[_Worker, str] = {}
+        for worker, immediate in ready:
+            try:
+                transfers[self._write(worker, immediate)] = worker
+            except TransferError as error:
+                failures[worker] = str(error)
+        yield from self._until(lambda: not self.engine.in_flight(list(transfers)), None)
+        for number, worker in transfers.items():
+            if number in self._failures:
+                failures[worker] = self._failures.pop(number)
+        for worker, failure in failures.items():
+            assert worker.link is not None
+            self._links.end(worker.link, failure)
+            self._lost(worker.link, failure)
+        return update
+
+    def _write(self, worker: _Worker, immediate: int) -> int:
+        number: int = self.engine.open_transfer(worker.peer)
+        try:
+            self.engine.write(number, worker.cells, immediate)
+        finally:
+            self.engine.seal(number)
+        return number
+
+    def _begin(self, version: str, update: _Update) -> Script:
+        asked: list[tuple[_Engine, _Worker, Future[WeightMessage]]] = []
+        for engine in self._engines:
+            try:
+                if engine.link is not None and engine.link.over:
+                    yield from self._reach(engine)
+                for worker in engine.workers:
+                    if self.rank == 0 or worker.cells:
+                        if worker.link is None or worker.link.over:
+                            yield from self._join(worker)
+                        assert worker.link is not None
+                        pages = len(worker.cells)
+                        begin = Begin(version, b"plan", worker.senders, pages, pages * CELL_BYTES)
+                        asked.append((engine, worker, self._links.ask(worker.link, begin)))
+            except (LinkError, PushError) as error:
+                update.failed.setdefault(engine.name, str(error))
+        ready = []
+        for engine, worker, answer in asked:
+            assert worker.link is not None
+            try:
+                begun = yield from self._answer(answer, worker.link, self.world.times.orphan)
+                assert isinstance(begun, Begun)
+                ready.append((worker, begun.immediate))
+            except LinkError as error:
+                self._links.end(worker.link, str(error))
+                update.failed.setdefault(engine.name, str(error))
+        return ready
+
+    def _workers(self) -> list[_Worker]:
+        return [worker for engine in self._engines for worker in engine.workers]
+
+    def _writes(self, engine: _Engine) -> bool:
+        return any(worker.cells for worker in engine.workers)
+
+    def _heard(self, link: Link, news: News) -> None:
+        update = self._update
+        if update is None or news.version != update.version:
+            return
+        for engine in self._engines:
+            if link is engine.link and isinstance(news, Applied):
+                update.applied.add(engine.name)
+            elif link is engine.link and isinstance(news, NotApplied):
+                update.failed.setdefault(engine.name, news.reason)
+            elif any(worker.link is link for worker in engine.workers):
+                self._from_worker(update, engine, link, news)
+
+    def _from_worker(self, update: _Update, engine: _Engine, link: Link, news: News) -> None:
+        if isinstance(news, Dropped):
+            return
+        reached = update.landed if isinstance(news, Landed) else update.applied
+        mine = {worker.name for worker in engine.workers if worker.link is not None}
+        reached |= {w.name for w in engine.workers if w.link is link}
+        if not mine <= reached:
+            return
+        if isinstance(news, Applied):
+            if self.rank != 0:
+                update.applied.add(engine.name)
+        elif self.rank == 0 and engine.link is not None:
+            self._links.tell(engine.link, Apply(update.version))
+
+    def _lost(self, link: Link, reason: str) -> None:
+        for engine in self._engines:
+            if link is engine.link or any(worker.link is link for worker in engine.workers):
+                self.world.books.note("%s: lost %s: %s", self, link.address, reason)
+                if self._update is not None:
+                    self._update.failed.setdefault(engine.name, f"{link.address}: {reason}")
+            for worker in engine.workers:
+                if worker.link is link:
+                    self._fence(worker.peer)
+
+    # --- Steps
+
+    def _next(self, what: str) -> Hashable:
+        """A collective that is called again and again: which of the calls this is."""
+        self._calls[what] += 1
+        return what, self._calls[what]
+
+    def _until(self, condition: Callable[[], bool], seconds: float | None) -> Script:
+        deadline = None if seconds is None else self.clock.now() + seconds
+        while not condition() and (deadline is None or self.clock.now() < deadline):
+            yield deadline
+
+    def _sleep(self, seconds: float) -> Script:
+        yield from self._until(lambda: False, seconds)
+
+    def _answer(self, answer: Future[WeightMessage], link: Link, seconds: float) -> Script:
+        yield from self._until(answer.done, seconds)
+        return self._links.wait(answer, link, 0.0)
+
+    def _fence(self, peer: int) -> None:
+        """Writer.fence()."""
+        try:
+            self.engine.fence(peer, 0.0)
+        except TransferError as error:
+            if error.code is ErrorCode.TIMEOUT:
+                if peer not in self._fencing:
+                    self._fencing.append(peer)
+                return
+        if peer in self._fencing:
+            self._fencing.remove(peer)
+
+    # --- Its end
+
+    def leave(self) -> None:
+        self.leaving = True
+        self._close()
+
+    def _close(self) -> None:
+        if self.dead:
+            return
+        for link in list(self._links._links.values()):
+            self._links.end(link, "it is through")
+        self.die()
+
+    def die(self, silently: bool = False) -> None:
+        super().die(silently)
+        self.world.rank_ended(self)

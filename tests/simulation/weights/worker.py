@@ -1,0 +1,212 @@
+"""A worker: the Landing that ships, and a model of the WeightReceiver that carries it out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from kv_connector.engine import ErrorCode, EventKind, TransferError
+from kv_connector.weights.geometry import digest
+from kv_connector.weights.landing import (
+    Accept,
+    Action,
+    CloseCounter,
+    Fence,
+    Landing,
+    Log,
+    OpenCounter,
+    Phase,
+    Record,
+    Reply,
+)
+from kv_connector.weights.messages import CODEC, Described, Joined
+
+from ..actor import Actor
+from ..books import Violation
+from ..network import Port
+from .arena import CELL_BYTES, CELLS, GEOMETRY, Arena, Tag, WeightsEngine
+
+if TYPE_CHECKING:
+    from .controller import Controller
+    from .world import World
+
+_FENCE_RETRY_S = 0.05  # receiver.py's
+_RECORD_S = 0.5  # a model's loaders, typically
+
+
+class Worker(Actor):
+    def __init__(self, world: World, controller: Controller, number: int, life: int) -> None:
+        super().__init__(world, f"{controller.name}/{number}", life)
+        self.world, self.controller, self.number = world, controller, number
+        self.port = Port(world, self, CODEC.encode, CODEC.decode)
+        self.engine = WeightsEngine(self, random.Random(f"{world.seed} {self.name} {life} engine"))
+        self.landing = Landing(world.times.dead)
+        self.arena = Arena()
+        self.model: Tag | None = None  # what it computes with; None: what the engine was started with
+        self._counter: int | None = None
+        self._immediate = 0
+        self._fencing: dict[int, str] = {}
+        self._held: list[Callable[[], None]] = []  # by SIGSTOP
+        self.wake(0.0)
+
+    # --- WeightReceiver
+
+    def turn(self) -> None:
+        now = self.clock.now()
+        try:
+            for received in self.port.receive():
+                if received.message is None:
+                    self._run(self.landing.lost(received.source, "it sent a malformed message"))
+                else:
+                    self._run(self.landing.receive(now, received.source, received.message))
+            for event in self.engine.poll_events(1000):
+                if event.kind is EventKind.COUNTERS_REACHED and event.id == self._counter:
+                    self._run(self.landing.reached())
+                elif event.kind in (EventKind.PEER_DOWN, EventKind.PEER_LEFT):
+                    self._run(self.landing.peer_lost(event.id, str(event.error or "it has left")))
+            self._run(self.landing.tick(now))
+            for peer in list(self._fencing):
+                self._fence(peer)
+        except Violation:
+            raise
+        except Exception as error:
+            self.world.books.fail(f"{self} raises {error!r}")
+        deadline = self.landing.next_deadline()
+        if deadline is not None:
+            self.wake_at(self.clock.true_time(deadline))
+        if self._fencing:
+            self.wake(_FENCE_RETRY_S)
+
+    def _run(self, actions: Sequence[Action]) -> None:
+        pending = list(actions)
+        while pending:
+            pending = [*self._execute(pending[0]), *pending[1:]]
+
+    def _execute(self, action: Action) -> Sequence[Action]:
+        match action:
+            case Reply(source, message):
+                self.port.send(source, message)
+            case Record(tensors):
+                took = self.rng.expovariate(1 / _RECORD_S)
+                self.world.clock.after(took, lambda: self._later(lambda: self._recorded(digest(tensors))))
+            case Accept(source, name, offer):
+                return self._accept(source, name, offer)
+            case OpenCounter(peers, pages):
+                return self._open_counter(peers, pages)
+            case CloseCounter():
+                if self._counter is not None:
+                    self.engine.release_counters(self._counter)
+                self._counter = None
+            case Fence(peer, reason):
+                self._fencing[peer] = reason
+                self._fence(peer)
+            case Log(_, text):
+                self.world.books.note("%s: %s", self, text)
+        return ()
+
+    def _recorded(self, tensors: bytes) -> None:
+        if self.engine.not_recorded:
+            self.engine.not_recorded -= 1
+            self._run(self.landing.not_recorded("there is no memory for it"))
+            return
+        self._run(self.landing.recorded(tensors, Described(GEOMETRY), CELLS * CELL_BYTES))
+
+    def _accept(self, source: bytes, name: str, offer: bytes) -> Sequence[Action]:
+        try:
+            shaken = self.engine.accept(name, offer)
+        except TransferError as error:
+            return self.landing.not_accepted(source, str(error))
+        return self.landing.accepted(source, shaken.peer, Joined(shaken.data, b"region", (0,), "sim"))
+
+    def _open_counter(self, peers: tuple[int, ...], pages: int) -> Sequence[Action]:
+        try:
+            counters = self.engine.alloc_counters(1, peers)
+        except TransferError as error:
+            return self.landing.not_opened(str(error))
+        self._counter, self._immediate = counters.id, counters.immediates[0]
+        self.engine.expect(counters.id, [pages])
+        self.world.ambush("landing", self.world.scenario.wire)
+        return self.landing.opened(self._immediate)
+
+    def _fence(self, peer: int) -> None:
+        try:
+            self.engine.fence(peer, 0.0)
+        except TransferError as error:
+            if error.code is ErrorCode.TIMEOUT:
+                return
+        del self._fencing[peer]
+        self._run(self.landing.fenced(peer))
+
+    # --- The arena
+
+    def land(self, cells: Sequence[int], tag: Tag, immediate: int) -> None:
+        """Of a version that is void, too, as long as the arena has not been given to the next."""
+        check = self.world.books.check
+        whole = self.landing.phase in (Phase.LANDED, Phase.APPLYING)
+        check(not whole, "%s of %s lands at %s, where a version has landed", cells, tag, self)
+        late = self._counter is not None and immediate != self._immediate
+        check(not late, "%s of %s lands at %s, which has been given to another version", cells, tag, self)
+        for cell in cells:
+            self.arena.content[cell] = tag
+
+    # --- vLLM's side: the engine is paused
+
+    def apply(self, version: str, tried: Callable[[], None]) -> None:
+        """Every worker is asked to; ``tried`` whatever came of it."""
+        self.world.clock.after(self.latency(), lambda: self._later(lambda: self._take(version, tried)))
+
+    def _take(self, version: str, tried: Callable[[], None]) -> None:
+        if (problem := self.landing.take(version)) is not None:
+            self.world.books.note("%s: %s", self, problem)
+            tried()
+            return
+        tag = self.arena.whole()
+        check = self.world.books.check
+        check(tag is not None, "%s takes %s, of which it has %s", self, version, self.arena.content)
+        check(self.world.versions.get(version) == tag, "%s takes %s for %s", self, tag, version)
+        took = self.rng.uniform(0, self.world.scenario.apply)
+        self.world.ambush("applying", took)
+        self.world.clock.after(took, lambda: self._later(lambda: self._applied(tag, tried)))
+
+    def _applied(self, tag: Tag | None, tried: Callable[[], None]) -> None:
+        check = self.world.books.check
+        check(self.controller.paused, "%s changes its weights while the engine runs", self)
+        check(self.arena.whole() == tag, "%s: what lies there has changed while it was read", self)
+        problem = ""
+        if self.engine.not_applied:
+            self.engine.not_applied -= 1
+            problem = "the kernels do not like it"
+        else:
+            self.model = tag
+        self._run(self.landing.applied(problem))
+        self.wake(self.latency())
+        tried()
+
+    # --- Its end
+
+    def _later(self, step: Callable[[], None]) -> None:
+        if self.dead:
+            return
+        if self.stopped:
+            self._held.append(step)
+            return
+        step()
+
+    def resume(self) -> None:
+        super().resume()
+        held, self._held = self._held, []
+        for step in held:
+            step()
+
+    def die(self, silently: bool = False) -> None:
+        super().die(silently)
+        self.controller.die(silently)
+
+    def left(self) -> dict[str, object]:
+        """What a worker at rest has none of."""
+        found = self.engine.leftovers() | {
+            "senders": len(self.landing._senders),
+            "fencing": len(self._fencing) + len(self.landing._fencing),
+        }
+        return {what: count for what, count in found.items() if count}

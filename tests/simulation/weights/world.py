@@ -1,0 +1,176 @@
+"""Engines that take weights and trainers that push them, in virtual time, and what befalls them."""
+
+from __future__ import annotations
+
+import random
+
+from kv_connector.protocol.timers import Timeouts
+
+from .. import faults
+from ..surroundings import Surroundings
+from .arena import Tag
+from .controller import Controller
+from .scenario import Scenario, Trainer
+from .trainer import Job, Rank
+from .worker import Worker
+
+# The defaults of production, but for the minute in which others may say BEGIN.
+TIMES = Timeouts(orphan=8.0)
+
+# What a fence may take in this fabric (fabric.SimEngine._fence), and a little more.
+_FENCE_S = 5.0
+# A connect and four pushes of two tries, each of which waits for what never comes: of three workers that do
+# not answer one after the other.
+_LONGEST_S = 400.0
+# A whole push where nothing is wrong: a few messages of the slowest, writes, and an update.
+_PUSH_S = 20.0
+
+
+class World(Surroundings):
+    """One run of one scenario."""
+
+    scenario: Scenario
+
+    def __init__(self, scenario: Scenario, tracing: bool = False) -> None:
+        super().__init__(scenario, TIMES, tracing)
+        self.versions: dict[str, Tag] = {}  # by name, what was pushed under it
+        self._jobs: list[Job] = []
+        self._quiet = False
+        self._ambushes = list(scenario.ambushes)
+        self._pauses = sum(fault.lasting for fault in scenario.faults + scenario.ambushes)
+
+    def _run(self) -> None:
+        for name in self.scenario.controllers:
+            self.start(name)
+        for trainer in self.scenario.trainers:
+            self._start_job(trainer, trainer.at)
+        last = max((trainer.at for trainer in self.scenario.trainers), default=0.0)
+        for fault in self.scenario.faults:
+            self.clock.at(fault.at, lambda fault=fault: faults.strike(self, fault))
+            last = max(last, fault.at + fault.lasting + self.times.drain + 0.1)
+        self._pass(last)
+        # An ambush that nobody has come to by now is none.
+        self.until(self.clock.now + _LONGEST_S + self._pauses, self._at_work)
+        self._ambushes = []
+        self._pass(max((fault.lasting for fault in self.scenario.ambushes), default=0.0) + self.times.drain)
+        self._quiet = True  # what has died stays dead
+        for process in self.processes.values():
+            if process.engine is not None:
+                process.engine.heal()
+        self.until(self.clock.now + _LONGEST_S + self._pauses, self._at_work)
+        self._pass(3 * self.times.dead + _FENCE_S)
+        self._all_is_well()
+
+    def _all_is_well(self) -> None:
+        """Whoever lives is in a state from which the next push succeeds."""
+        jobs = [job for job in self._jobs if job.lives and job.ranks[0].name in self.processes]
+        heir = next((job for job in jobs if job.connected), None)
+        for job in jobs:
+            if job is not heir:
+                self._end(job, "close")
+        self._pass(2 * self.times.dead + _FENCE_S)
+        if heir is not None:
+            self._last_push(heir)
+        engines = [name for name in self.scenario.controllers if name in self.processes]
+        plan = Trainer("last", ranks=1 + self.seed % 3, pushes=0)
+        job = Job(self, plan, 1, engines, self.clock.now)
+        self._admit(job)
+        self.until(self.clock.now + _PUSH_S, self._at_work)
+        self._last_push(job)
+        self.until(self.clock.now + 3 * self.times.dead + _FENCE_S, self._left)
+
+    def _last_push(self, job: Job) -> None:
+        self._end(job, "push")
+        for rank in job.ranks:
+            failed = job.problems.get(rank.rank, {"it": "has not come through"})
+            bad = {name: why for name, why in failed.items() if name in self.processes or name == "it"}
+            self.books.check(not bad, "all is quiet, and %s cannot push: %s", rank, bad)
+        for name in job.engines:
+            controller = self.processes.get(name)
+            if controller is not None:
+                self.books.check(not controller.paused, "%s stays paused", controller)
+        self.books.ended["last pushes"] += 1
+
+    def _end(self, job: Job, how: str) -> None:
+        job.last = how
+        job.wake()
+        names = job.plan.names
+        limit = self.clock.now + _PUSH_S
+        self.until(limit, lambda: {n: "has not ended" for n in names if n in self.processes})
+
+    def _pass(self, seconds: float) -> None:
+        end = self.clock.now + seconds
+        self.clock.at(end, lambda: None)
+        self.until(end + 1.0, lambda: {"time": "to pass"} if self.clock.now < end else {})
+
+    # --- For the models
+
+    def start(self, name: str) -> None:
+        """An engine, by its controller's name or a worker's; a rank is started with all others of its job."""
+        name = name.partition("/")[0]
+        if name in self.processes or name not in self.scenario.controllers:
+            return
+        controller = Controller(self, name, self.next_life(name))
+        self.processes[name] = controller
+        self.processes |= {worker.name: worker for worker in controller.workers}
+        self.books.note("%s starts", controller)
+
+    def ambush(self, moment: str, seconds: float) -> None:
+        """The next ``seconds`` are such a moment: a fault that waits for it strikes."""
+        waiting = (
+            fault
+            for fault in self._ambushes
+            if fault.at <= self.clock.now and ("landing", "applying")[fault.coin // 64 % 2] == moment
+        )
+        if (fault := next(waiting, None)) is not None:
+            self._ambushes.remove(fault)
+            self.clock.after(fault.coin % 61 / 61 * seconds, lambda: faults.strike(self, fault))
+
+    def served(self, rank: Rank, engine: str, version: str) -> None:
+        """A rank was told that the engine serves the version."""
+        controller = self.processes.get(engine)
+        if controller is None:
+            return  # it was
+        models = {worker.model for worker in controller.workers}
+        right = self.versions[version] in models and (rank.rank > 0 or not controller.paused)
+        mine = {model for model in models if model is not None and model[0] == rank.tag[0]}
+        # Somebody else's may have come since, or the engine is another.
+        self.books.check(right or not mine, "%s takes %s for served by %s: %s", rank, version, engine, models)
+        self.books.ended["told"] += 1
+
+    def rank_ended(self, rank: Rank) -> None:
+        """The others of its job end with it, and most times all start again."""
+        job = rank.job
+        if job.last or getattr(job, "ending", False):
+            return
+        job.ending = True
+        rng = random.Random(f"{self.seed} {job} ends")
+        for other in job.ranks:
+            self.clock.after(
+                rng.uniform(0, job.plan.restart), other.die if rng.random() < 0.5 else other.leave
+            )
+        if not job.plan.gone and not self._quiet:
+            at = self.clock.now + job.plan.restart * (1 + rng.random())
+            self.clock.at(at, lambda: self._quiet or self._start_job(job.plan, at))
+
+    # --- Steps
+
+    def _start_job(self, plan: Trainer, at: float) -> None:
+        self._admit(Job(self, plan, self.next_life(plan.name), self.scenario.controllers, at))
+
+    def _admit(self, job: Job) -> None:
+        self._jobs.append(job)
+        self.processes |= {rank.name: rank for rank in job.ranks}
+        self.books.note("%s starts", job)
+
+    def _at_work(self) -> dict[str, object]:
+        return {
+            rank.name: "is at work"
+            for job in self._jobs
+            for rank in job.ranks
+            if not rank.dead and rank.rank not in job.waiting
+        }
+
+    def _left(self) -> dict[str, object]:
+        workers = [process for process in self.processes.values() if isinstance(process, Worker)]
+        return {worker.name: left for worker in workers if (left := worker.left())}
