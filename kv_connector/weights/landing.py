@@ -128,6 +128,7 @@ class _Sender:
     last_seen: float
     peer: Peer | None = None  # None: its offer is being accepted
     begin: Begin | None = None
+    following: Begin | None = None  # said while the version before is not done with
 
 
 @dataclass
@@ -282,12 +283,13 @@ class Landing:
     # --- A version
 
     def _begin(self, sender: _Sender, begin: Begin) -> list[Action]:
-        if self.phase in (Phase.APPLYING, Phase.LANDING):
-            return [Reply(sender.source, Refused(f"version {self._version} is {self.phase.value}"))]
-        if self.phase in (Phase.EMPTY, Phase.READY):
+        if self.phase in (Phase.LANDING, Phase.READY, Phase.APPLYING):
+            sender.following = begin
+            return self._follow()
+        if self.phase is Phase.EMPTY:
             self.phase, self._version = Phase.BEGINNING, begin.version
             for other in self._begun():
-                other.begin = None  # of a version that was not taken
+                other.begin = None  # of the version before
         sender.begin = begin
         begun = [other.begin for other in self._senders.values() if other.begin is not None]
         if len({(b.version, b.plan, b.senders) for b in begun}) > 1:
@@ -300,6 +302,23 @@ class Landing:
         if (nbytes := sum(b.nbytes for b in begun)) != self.arena_bytes:
             return self._drop(f"{nbytes} bytes were announced of {self.arena_bytes} that this worker loads")
         return self._open()
+
+    def _follow(self) -> list[Action]:
+        """To the next version, where this one is done with: applied, or all of its senders go on to the next.
+        One that lands, or is being applied, is not left for it."""
+        following = [(s, s.following) for s in self._senders.values() if s.following is not None]
+        if self.phase not in (Phase.EMPTY, Phase.READY) or not following:
+            return []
+        wanted = self.phase is Phase.READY and self.served != self._version
+        if wanted and len(following) < following[0][1].senders:
+            return []
+        self.phase = Phase.EMPTY
+        actions: list[Action] = []
+        for sender, begin in following:
+            sender.following = None
+            if sender.source in self._senders:  # else it was dropped with those before
+                actions += self._begin(sender, begin)
+        return actions
 
     def _open(self) -> list[Action]:
         begun = [sender.begin for sender in self._begun() if sender.begin is not None]
@@ -341,9 +360,7 @@ class Landing:
         self._counting.discard(round)
         if self.slots:
             return [CloseCounter(round), HandOver(round)]
-        for sender in self._begun():
-            sender.begin = None
-        return [CloseCounter(round), *self._ready()]
+        return [CloseCounter(round), *self._ready(), *self._follow()]
 
     def _lose(self, sender: _Sender, reason: str) -> list[Action]:
         del self._senders[sender.source]
@@ -420,10 +437,8 @@ class Landing:
             if problem and self._begun():
                 actions += self._drop(problem)
             self.phase, self._version = Phase.EMPTY, ""
-            for sender in self._begun():
-                sender.begin = None
         self._problem = problem[:1024]
-        return actions
+        return [*actions, *self._follow()]
 
 
 NOT_DESCRIBED = "this worker has not looked at such a checkpoint"

@@ -18,7 +18,7 @@ import queue
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from typing import Literal, cast
@@ -133,10 +133,6 @@ class Update:
                 problems.append(f"{engine}: {error}")
         if problems:
             raise PushError(f"version {self.version}: {'; '.join(problems)}")
-
-    def settle(self, stage: Stage, timeout: float) -> None:
-        """Blocks until all engines are there, or will not be."""
-        wait(self._done[stage].values(), timeout)
 
     def reached(self, engine: str, stage: Stage) -> None:
         """Also what comes before it."""
@@ -375,14 +371,12 @@ class WeightPusher:
     def push(self, version: str) -> Update:
         """Writes this rank's part of all engines' weights, and returns once the sources may change again.
 
-        Blocks until then, and before it until no engine is busy with the version before any more; what
-        follows is the Update's. Raises PlanError where connect() was not called, and
+        Blocks until then; what follows is the Update's. A version that is not applied when all ranks push the
+        next is not applied any more. Raises PlanError where connect() was not called, and
         PushError where no engine is left. An engine that fails fails in its Update alone.
         """
         if self._plan is None:
             raise PushError("connect() comes first")
-        if self._update is not None:
-            self._update.settle("landed" if self._apply else "applied", self._timeouts.orphan)
         update = Update(version, [str(engine.address) for engine in self._engines])
         self._ready, self._applied, self._begun = set(), set(), queue.SimpleQueue()
         self._update = update

@@ -103,12 +103,42 @@ def test_a_version_lands_and_is_applied() -> None:
     assert replies(actions) == {a: Ready("1"), b: Ready("1")}
     assert landing.take("2") == [GiveUp("version 2 has not landed: version 1 is ready")]
     assert landing.take("1") == [HandOver()]
-    # Nothing else lands in what is being applied.
-    (refused,) = replies(landing.receive(0, a, begin("2"))).values()
-    assert isinstance(refused, Refused)
     assert replies(landing.applied("")) == {a: Applied("1"), b: Applied("1")}
     assert landing.state() == State("1", landed="1", senders=2, arena_bytes=NBYTES)
     assert landing.receive(0, a, begin("2")) == []
+    assert landing.state().landing == "2"
+
+
+@pytest.mark.parametrize("when", ["landing", "ready", "applying"])
+def test_the_next_version_waits_for_the_one_that_lands_or_is_applied(when: str) -> None:
+    """Ranks that do not wait for each other are not of the same one; who has landed is left when all are
+    through with it."""
+    landing, a, b = landing_of_two()
+    if when != "landing":
+        landing.reached()
+    if when == "applying":
+        landing.take("1")
+    assert landing.receive(0, a, begin("2")) == []
+    assert (landing.state().landed or landing.state().landing) == "1"
+    if when == "landing":
+        assert replies(landing.reached()) == {a: Ready("1"), b: Ready("1")}
+        assert landing.take("1") == [HandOver()]
+    if when == "ready":
+        # The other one does not wait for "1" to be applied either.
+        assert landing.receive(0, b, begin("2")) == [OpenCounter((0, 1), 6)]
+        return
+    assert replies(landing.applied("")) == {a: Applied("1"), b: Applied("1")}
+    assert landing.state().landing == "2"
+    assert landing.receive(0, b, begin("2")) == [OpenCounter((0, 1), 6)]
+
+
+def test_the_next_version_is_dropped_with_the_one_before() -> None:
+    landing, a, b = landing_of_two()
+    landing.receive(0, a, begin("2"))
+    dropped = replies(landing.receive(0, b, Leave("it is through")))[a]
+    assert isinstance(dropped, Dropped)
+    assert dropped.version == "1"
+    assert landing.phase is Phase.EMPTY
 
 
 def test_what_was_not_applied_can_be_applied_again() -> None:
@@ -310,14 +340,12 @@ def test_a_sender_lost_in_the_middle_of_its_rounds_leaves_a_torn_model(stage: st
     # What is being read stays as it is, and nothing further lands.
     assert landing.released(0) == []
     again = join(landing, 2)
-    (refused,) = replies(landing.receive(0, again, begin("2", senders=1, nbytes=NBYTES))).values()
-    assert isinstance(refused, Refused)
+    assert landing.receive(0, again, begin("2", senders=1, pages=(1, 1, 1, 1), nbytes=NBYTES)) == []
     assert landing.released(0) == []
-    landing.applied(given_up.reason, torn=True)
+    assert not replies(landing.applied(given_up.reason, torn=True))
     state = landing.state()
-    assert (state.torn, state.landed, state.senders) == (True, "", 1)
+    assert (state.torn, state.landed, state.landing, state.senders) == (True, "", "2", 1)
     # Whole again by the next version.
-    landing.receive(0, again, begin("2", senders=1, pages=(1, 1, 1, 1), nbytes=NBYTES))
     landing.fenced(0)
     assert replies(landing.fenced(1)) == {again: Ready("2")}
     landing.take("2")

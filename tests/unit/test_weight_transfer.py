@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,8 +18,6 @@ from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timers import Timeouts
 from kv_connector.weights.geometry import Constant, Geometry, Parameter, Tensor, Write
-from kv_connector.weights.links import Link, News
-from kv_connector.weights.messages import Ready
 from kv_connector.weights.pusher import PushError, WeightPusher
 from kv_connector.weights.receiver import NotLanded, ReceiverConfig, WeightReceiver
 from kv_connector.weights.sources import CheckpointSource, SourceError, TensorSource
@@ -246,33 +244,6 @@ def test_an_engine_that_dies_costs_only_itself(engines: list[Engine]) -> None:
         pusher.push("4").wait("landed", 10)
         for engine in engines:
             engine.assert_has("4", 3)
-
-
-def test_a_version_waits_for_the_one_before(engines: list[Engine]) -> None:
-    """Else it would be written into what has not been taken yet."""
-    worker = engines[0].workers[0]
-    held: list[tuple[Link, News]] = []
-    threads = ThreadPoolExecutor(1)
-    with WeightPusher(TensorSource(drawn(3)), [engines[0].address], apply=lambda _: None) as pusher:
-        pusher.connect()
-        hear = pusher._links.heard
-
-        def hold(link: Link, news: News) -> None:
-            (held.append((link, news)) if isinstance(news, Ready) else hear(link, news))
-
-        pusher._links.heard = hold
-        pusher.push("1")
-        second = threads.submit(pusher.push, "2")
-        while len(held) < len(engines[0].workers):
-            pass
-        assert not wait([second], 0.2).done
-        assert worker.state().landed == "1"
-        pusher._links.heard = hear
-        for link, news in held:
-            hear(link, news)
-        second.result(10).wait("landed", 10)
-        assert worker.state().landed == "2"
-    threads.shutdown()
 
 
 def test_a_second_trainer_is_refused_with_words(engines: list[Engine]) -> None:

@@ -17,9 +17,27 @@ if TYPE_CHECKING:
 CELLS = 7
 """Parts of a worker's share of the model: the least that a rank writes."""
 
+ROUNDS = 4
+"""In which a version lands where there is room for two of them alone: each in the room of the one before its
+last."""
+
 TENSORS = (Tensor("w", "float32", (CELLS,)),)
-GEOMETRY = Geometry((Parameter("w", "float32", CELLS),), (Write(0, 0, (0,), (CELLS,), 0, (1,)),), ())
 CELL_BYTES = 4
+
+
+def round_of(cell: int, rounds: int) -> int:
+    return cell * rounds // CELLS
+
+
+def geometry(rounds: int) -> Geometry:
+    """Of each round one parameter."""
+    parts = [[cell for cell in range(CELLS) if round_of(cell, rounds) == part] for part in range(rounds)]
+    return Geometry(
+        tuple(Parameter(f"w{part}", "float32", len(cells), round=part) for part, cells in enumerate(parts)),
+        tuple(Write(0, part, (cells[0],), (len(cells),), 0, (1,)) for part, cells in enumerate(parts)),
+        (),
+    )
+
 
 Tag = tuple[str, int]
 """Of one set of weights: a trainer's run, and its step."""
@@ -33,11 +51,21 @@ def cells_of(rank: int, ranks: int, worker: int) -> list[int]:
 
 @dataclass
 class Arena:
+    rounds: int
     content: list[Tag | None] = field(default_factory=lambda: [None] * CELLS)
 
-    def whole(self) -> Tag | None:
-        """Whose weights all of it are; None: it is not one version, or not all of it."""
-        return self.content[0] if len(set(self.content)) == 1 else None
+    def cells(self, round: int) -> list[int]:
+        return [cell for cell in range(CELLS) if round_of(cell, self.rounds) == round]
+
+    def whole(self, round: int) -> Tag | None:
+        """Whose weights all of the round are; None: it is not one version, or not all of it."""
+        found = {self.content[cell] for cell in self.cells(round)}
+        return found.pop() if len(found) == 1 else None
+
+    def clear(self, round: int) -> None:
+        """What comes next has its room."""
+        for cell in self.cells(round):
+            self.content[cell] = None
 
 
 class WeightsEngine(SimEngine):

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 # controller.py's
 _WORKER_S = 10.0
-_TRIES = 2
 
 Work = Generator[float | None, None, None]
 """What it yields is when it goes on at the latest, by its own clock; None: when something happens."""
@@ -98,7 +97,7 @@ class Controller(Actor):
             answers.append(NotApplied(version, f"it has not landed at {len(missing)} workers"))
             return
         self.paused = True
-        for _ in range(_TRIES):
+        for last in (False, True):
             self._trying = len(self.workers)
             for worker in self.workers:
                 worker.apply(version, self._tried)
@@ -108,14 +107,14 @@ class Controller(Actor):
             yield from self._states(states)
             bad = [state for state in states if state.served != version or state.problem]
             problem = "; ".join(state.problem or "it did not try" for state in bad)
-            if not problem:
+            if not problem or last or any(state.landed != version for state in states):
                 break
-        else:
-            answers.append(NotApplied(version, problem, torn=True))
+        torn = any(state.torn for state in states) or len({state.served for state in states}) > 1
+        if torn:
             self.world.books.ended["torn"] += 1
-            return
-        self._resume()
-        answers.append(Applied(version))
+        else:
+            self._resume()
+        answers.append(NotApplied(version, problem, torn=torn) if problem else Applied(version))
 
     def _tried(self) -> None:
         self._trying -= 1
@@ -123,7 +122,7 @@ class Controller(Actor):
 
     def _resume(self) -> None:
         """No token comes from mixed weights."""
-        models = {worker.model for worker in self.workers}
+        models = {tag for worker in self.workers for tag in worker.model}
         self.world.books.check(len(models) == 1, "%s goes on with %s", self, models)
         self.world.books.ended["applied"] += 1
         self.paused = False

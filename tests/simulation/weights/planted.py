@@ -23,12 +23,10 @@ BUGS = (
         "a sender that is lost while its version lands voids nothing",
         _LANDING,
         """\
-        if self.phase in (Phase.BEGINNING, Phase.LANDING):
-            actions += self._drop(said)
+        if unfinished or self.phase in (Phase.BEGINNING, Phase.LANDING):
 """,
         """\
-        if self.phase is Phase.BEGINNING:
-            actions += self._drop(said)
+        if unfinished or self.phase is Phase.BEGINNING:
 """,
     ),
     Bug(
@@ -36,12 +34,6 @@ BUGS = (
         _LANDING,
         "        actions += self._fence(sender, reason)\n",
         "",
-    ),
-    Bug(
-        "what is being applied is written over",
-        _LANDING,
-        "        if self.phase in (Phase.APPLYING, Phase.LANDING):\n",
-        "        if self.phase is Phase.LANDING:\n",
     ),
     Bug(
         "a sender that the worker has forgotten is not told",
@@ -52,26 +44,31 @@ BUGS = (
     Bug(
         "pages of one sender are a version",
         _LANDING,
-        "sum(s.begin.pages for s in begun if s.begin is not None))]\n",
-        "begun[0].begin.pages)]\n",
-    ),
-    Bug(
-        "what was begun is not forgotten",
-        _LANDING,
-        """\
-            sender.begin = None
-            told""",
-        """\
-            told""",
+        "        pages = sum(sender.begin.pages[round] for sender in begun if sender.begin is not None)\n",
+        "        pages = begun[0].begin.pages[round]\n",
     ),
     Bug(
         "a void version's counter stays open",
         _LANDING,
-        """\
-            actions.append(CloseCounter())
-""",
-        """\
-            pass
-""",
+        "        actions += [CloseCounter(round) for round in sorted(self._opening | self._counting)]\n",
+        "",
+    ),
+    Bug(
+        "a round is opened in the room of one that is read",
+        _LANDING,
+        "        following = round + self.slots\n",
+        "        following = round + 1\n",
+    ),
+    Bug(
+        "a sender that is lost between its rounds voids nothing",
+        _LANDING,
+        "        if unfinished or self.phase in (Phase.BEGINNING, Phase.LANDING):\n",
+        "        if self.phase in (Phase.BEGINNING, Phase.LANDING):\n",
+    ),
+    Bug(
+        "who takes a version is not told that it is void",
+        _LANDING,
+        "            actions.append(GiveUp(reason))  # who took it reads what there is, until applied()\n",
+        "            pass\n",
     ),
 )

@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass, replace
 
 from ..scenario import Fault
+from .arena import ROUNDS
 
 PATIENCE_S = 30.0  # longer than any update takes
 
@@ -39,11 +40,16 @@ class Scenario:
     jitter: float = 0.01  # seconds, typical for one message
     wire: float = 0.02  # seconds, typical for one write
     apply: float = 0.2  # seconds, at most, for a worker's update
+    streaming: bool = False  # engines have room for two rounds of a version alone
     lease: bool = False  # no lane can be revoked by the receiver alone: its fence waits for the writer's own
     skew: bool = False  # clocks run at rates that differ by up to 1 %
     trainers: tuple[Trainer, ...] = ()
     faults: tuple[Fault, ...] = ()
     ambushes: tuple[Fault, ...] = ()  # that wait from their ``at`` on for a version to land, or to be applied
+
+    @property
+    def rounds(self) -> int:
+        return ROUNDS if self.streaming else 1
 
     @property
     def controllers(self) -> tuple[str, ...]:
@@ -75,6 +81,7 @@ def draw(seed: int) -> Scenario:
         jitter=rng.choice((0.0005, 0.01, 0.01, 0.1)),
         wire=rng.choice((0.001, 0.1, 0.3, 1.0)),
         apply=rng.choice((0.02, 0.2, 5.0)),
+        streaming=rng.random() < 0.5,
         lease=rng.random() < 0.25,
         skew=rng.random() < 0.3,
     )

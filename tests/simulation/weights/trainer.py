@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Hashable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +23,8 @@ from kv_connector.weights.messages import (
     Dropped,
     Join,
     Joined,
-    Landed,
     NotApplied,
+    Ready,
     WeightMessage,
     Workers,
     WorkersAre,
@@ -34,7 +33,7 @@ from kv_connector.weights.messages import (
 from ..actor import Actor
 from ..books import Violation
 from ..network import Port
-from .arena import CELL_BYTES, TENSORS, Tag, WeightsEngine, cells_of
+from .arena import CELL_BYTES, TENSORS, Tag, WeightsEngine, cells_of, round_of
 from .scenario import PATIENCE_S, Trainer
 
 if TYPE_CHECKING:
@@ -95,7 +94,8 @@ class _Engine:
 @dataclass
 class _Update:
     version: str
-    landed: set[str] = field(default_factory=set)
+    ready: set[str] = field(default_factory=set)  # workers
+    taken: set[str] = field(default_factory=set)
     applied: set[str] = field(default_factory=set)
     failed: dict[str, str] = field(default_factory=dict)
 
@@ -147,6 +147,7 @@ class Rank(Actor):
         self._links.loop = _Immediately(self.port)  # type: ignore[assignment]
         self._engines: list[_Engine] = []
         self._update: _Update | None = None
+        self._begun: deque[tuple[_Worker, Begun | None]] = deque()
         self._run = ""
         self._failures: dict[int, str] = {}  # by transfer
         self._fencing: list[int] = []
@@ -337,40 +338,61 @@ class Rank(Actor):
 
     def _push(self, version: str, gives_up: bool) -> Script:
         update = self._update = _Update(version)
-        ready = yield from self._begin(version, update)
+        self._begun.clear()
+        awaited = yield from self._begin(version, update)
+        transfers: dict[int, _Worker] = {}
+        while awaited:
+            yield from self._until(lambda: bool(self._begun), self.world.times.orphan)
+            if not self._begun:
+                for worker in awaited:
+                    self._over(worker, "not begun in time")
+                awaited = {}
+            while self._begun:
+                worker, begun = self._begun.popleft()
+                if begun is None:
+                    awaited.pop(worker, None)
+                if begun is None or worker not in awaited:
+                    continue
+                try:
+                    transfers[self._write(worker, begun)] = worker
+                except TransferError as error:
+                    self._over(worker, str(error))
+                if gives_up:
+                    self.world.books.ended["given up"] += 1
+                    raise _Ended
+                awaited[worker] -= 1
+                if not awaited[worker]:
+                    del awaited[worker]
         if gives_up:
             self.world.books.ended["given up"] += 1
-            for worker, immediate in ready[:1]:
-                with suppress(TransferError):
-                    self._write(worker, immediate)
             raise _Ended
-        transfers: dict[int, _Worker] = {}
-        failures: dict[_Worker, str] = {}
-        for worker, immediate in ready:
-            try:
-                transfers[self._write(worker, immediate)] = worker
-            except TransferError as error:
-                failures[worker] = str(error)
         yield from self._until(lambda: not self.engine.in_flight(list(transfers)), None)
         for number, worker in transfers.items():
             if number in self._failures:
-                failures[worker] = self._failures.pop(number)
-        for worker, failure in failures.items():
-            assert worker.link is not None
-            self._links.end(worker.link, failure)
-            self._lost(worker.link, failure)
+                self._over(worker, self._failures.pop(number))
         return update
 
-    def _write(self, worker: _Worker, immediate: int) -> int:
+    def _over(self, worker: _Worker, reason: str) -> None:
+        """It is joined anew for the next version."""
+        if worker.link is not None and not worker.link.over:
+            self._links.end(worker.link, reason)
+            self._lost(worker.link, reason)
+
+    def _write(self, worker: _Worker, begun: Begun) -> int:
         number: int = self.engine.open_transfer(worker.peer)
         try:
-            self.engine.write(number, worker.cells, immediate)
+            if cells := self._cells(worker, begun.round):
+                self.engine.write(number, cells, begun.immediate)
         finally:
             self.engine.seal(number)
         return number
 
-    def _begin(self, version: str, update: _Update) -> Script:
-        asked: list[tuple[_Engine, _Worker, Future[WeightMessage]]] = []
+    def _cells(self, worker: _Worker, round: int) -> list[int]:
+        return [cell for cell in worker.cells if round_of(cell, self.world.scenario.rounds) == round]
+
+    def _begin(self, version: str, update: _Update) -> Generator[float | None, None, dict[_Worker, int]]:
+        asked: dict[_Worker, int] = {}
+        rounds = self.world.scenario.rounds
         for engine in self._engines:
             try:
                 if engine.link is not None and engine.link.over:
@@ -380,22 +402,16 @@ class Rank(Actor):
                         if worker.link is None or worker.link.over:
                             yield from self._join(worker)
                         assert worker.link is not None
-                        pages = len(worker.cells)
-                        begin = Begin(version, b"plan", worker.senders, pages, pages * CELL_BYTES)
-                        asked.append((engine, worker, self._links.ask(worker.link, begin)))
+                        pages = tuple(len(self._cells(worker, round)) for round in range(rounds))
+                        asked[worker] = rounds
+                        begin = Begin(version, b"plan", worker.senders, pages, sum(pages) * CELL_BYTES)
+                        self._links.tell(worker.link, begin)
             except (LinkError, PushError) as error:
                 update.failed.setdefault(engine.name, str(error))
-        ready = []
-        for engine, worker, answer in asked:
-            assert worker.link is not None
-            try:
-                begun = yield from self._answer(answer, worker.link, self.world.times.orphan)
-                assert isinstance(begun, Begun)
-                ready.append((worker, begun.immediate))
-            except LinkError as error:
-                self._links.end(worker.link, str(error))
-                update.failed.setdefault(engine.name, str(error))
-        return ready
+                for worker in engine.workers:
+                    if asked.pop(worker, None) is not None:
+                        self._over(worker, str(error))
+        return asked
 
     def _workers(self) -> list[_Worker]:
         return [worker for engine in self._engines for worker in engine.workers]
@@ -418,7 +434,10 @@ class Rank(Actor):
     def _from_worker(self, update: _Update, engine: _Engine, link: Link, news: News) -> None:
         if isinstance(news, Dropped):
             return
-        reached = update.landed if isinstance(news, Landed) else update.applied
+        if isinstance(news, Begun):
+            self._begun += [(worker, news) for worker in engine.workers if worker.link is link]
+            return
+        reached = update.ready if isinstance(news, Ready) else update.taken
         mine = {worker.name for worker in engine.workers if worker.link is not None}
         reached |= {w.name for w in engine.workers if w.link is link}
         if not mine <= reached:
@@ -438,6 +457,7 @@ class Rank(Actor):
             for worker in engine.workers:
                 if worker.link is link:
                     self._fence(worker.peer)
+                    self._begun.append((worker, None))
 
     # --- Steps
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,8 @@ from kv_connector.weights.landing import (
     Action,
     CloseCounter,
     Fence,
+    GiveUp,
+    HandOver,
     Landing,
     Log,
     OpenCounter,
@@ -25,7 +28,7 @@ from kv_connector.weights.messages import CODEC, Described, Joined
 from ..actor import Actor
 from ..books import Violation
 from ..network import Port
-from .arena import CELL_BYTES, CELLS, GEOMETRY, Arena, Tag, WeightsEngine
+from .arena import CELL_BYTES, CELLS, Arena, Tag, WeightsEngine, geometry, round_of
 
 if TYPE_CHECKING:
     from .controller import Controller
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
 
 _FENCE_RETRY_S = 0.05  # receiver.py's
 _RECORD_S = 0.5  # a model's loaders, typically
+_ROUND_S = 60.0  # receiver.py's
+_SLOTS = 2  # arena.py's
 
 
 class Worker(Actor):
@@ -41,11 +46,14 @@ class Worker(Actor):
         self.world, self.controller, self.number = world, controller, number
         self.port = Port(world, self, CODEC.encode, CODEC.decode)
         self.engine = WeightsEngine(self, random.Random(f"{world.seed} {self.name} {life} engine"))
-        self.landing = Landing(world.times.dead)
-        self.arena = Arena()
-        self.model: Tag | None = None  # what it computes with; None: what the engine was started with
-        self._counter: int | None = None
-        self._immediate = 0
+        self.landing = Landing(world.times.dead, slots=_SLOTS if world.scenario.streaming else 0)
+        self.arena = Arena(world.scenario.rounds)
+        self.model: list[Tag | None] = [None] * CELLS  # what it computes with; None: what it was started with
+        self._counters: dict[int, tuple[int, int]] = {}  # of each open round: its counter and its immediate
+        self._handed: deque[HandOver | GiveUp] = deque()
+        self._reading: set[int] = set()  # rounds that have been handed over
+        self._waits: Callable[[], None] | None = None  # for a round, in an update
+        self._since: object = None
         self._fencing: dict[int, str] = {}
         self._held: list[Callable[[], None]] = []  # by SIGSTOP
         self.wake(0.0)
@@ -61,8 +69,9 @@ class Worker(Actor):
                 else:
                     self._run(self.landing.receive(now, received.source, received.message))
             for event in self.engine.poll_events(1000):
-                if event.kind is EventKind.COUNTERS_REACHED and event.id == self._counter:
-                    self._run(self.landing.reached())
+                rounds = [of for of, (counter, _) in self._counters.items() if counter == event.id]
+                if event.kind is EventKind.COUNTERS_REACHED and rounds:
+                    self._run(self.landing.reached(rounds[0]))
                 elif event.kind in (EventKind.PEER_DOWN, EventKind.PEER_LEFT):
                     self._run(self.landing.peer_lost(event.id, str(event.error or "it has left")))
             self._run(self.landing.tick(now))
@@ -92,12 +101,18 @@ class Worker(Actor):
                 self.world.clock.after(took, lambda: self._later(lambda: self._recorded(digest(tensors))))
             case Accept(source, name, offer):
                 return self._accept(source, name, offer)
-            case OpenCounter(peers, pages):
-                return self._open_counter(peers, pages)
-            case CloseCounter():
-                if self._counter is not None:
-                    self.engine.release_counters(self._counter)
-                self._counter = None
+            case OpenCounter(peers, pages, round):
+                return self._open_counter(peers, pages, round)
+            case CloseCounter(round):
+                if round in self._counters:
+                    self.engine.release_counters(self._counters.pop(round)[0])
+            case HandOver() | GiveUp():
+                self._handed.append(action)
+                if isinstance(action, HandOver):
+                    self._reading.add(action.round)
+                if (waits := self._waits) is not None:
+                    self._waits = None
+                    self.world.clock.after(self.latency(), lambda: self._later(waits))
             case Fence(peer, reason):
                 self._fencing[peer] = reason
                 self._fence(peer)
@@ -110,7 +125,8 @@ class Worker(Actor):
             self.engine.not_recorded -= 1
             self._run(self.landing.not_recorded("there is no memory for it"))
             return
-        self._run(self.landing.recorded(tensors, Described(GEOMETRY), CELLS * CELL_BYTES))
+        answer = Described(geometry(self.arena.rounds))
+        self._run(self.landing.recorded(tensors, answer, CELLS * CELL_BYTES))
 
     def _accept(self, source: bytes, name: str, offer: bytes) -> Sequence[Action]:
         try:
@@ -119,15 +135,18 @@ class Worker(Actor):
             return self.landing.not_accepted(source, str(error))
         return self.landing.accepted(source, shaken.peer, Joined(shaken.data, b"region", (0,), "sim"))
 
-    def _open_counter(self, peers: tuple[int, ...], pages: int) -> Sequence[Action]:
+    def _open_counter(self, peers: tuple[int, ...], pages: int, round: int) -> Sequence[Action]:
+        shared = [other for other in (*self._counters, *self._reading) if (other - round) % _SLOTS == 0]
+        self.world.books.check(not shared, "%s opens round %s in the room of %s", self, round, shared)
+        self.arena.clear(round)
         try:
             counters = self.engine.alloc_counters(1, peers)
         except TransferError as error:
             return self.landing.not_opened(str(error))
-        self._counter, self._immediate = counters.id, counters.immediates[0]
+        self._counters[round] = counters.id, counters.immediates[0]
         self.engine.expect(counters.id, [pages])
         self.world.ambush("landing", self.world.scenario.wire)
-        return self.landing.opened(self._immediate)
+        return self.landing.opened(counters.immediates[0], round)
 
     def _fence(self, peer: int) -> None:
         try:
@@ -143,10 +162,19 @@ class Worker(Actor):
     def land(self, cells: Sequence[int], tag: Tag, immediate: int) -> None:
         """Of a version that is void, too, as long as the arena has not been given to the next."""
         check = self.world.books.check
-        whole = self.landing.phase in (Phase.LANDED, Phase.APPLYING)
+        rounds = {round_of(cell, self.arena.rounds) for cell in cells}
+        # Of what is taken round by round, nothing is there yet that could be written over.
+        whole = self.landing.phase is Phase.READY or (
+            self.landing.phase is Phase.APPLYING and not self.landing.slots
+        )
         check(not whole, "%s of %s lands at %s, where a version has landed", cells, tag, self)
-        late = self._counter is not None and immediate != self._immediate
-        check(not late, "%s of %s lands at %s, which has been given to another version", cells, tag, self)
+        for round in rounds:
+            shares = [other for other in self._reading if (other - round) % _SLOTS == 0]
+            check(not shares, "%s of %s lands at %s, where round %s is read", cells, tag, self, shares)
+            late = any(
+                immediate != of for other, (_, of) in self._counters.items() if (other - round) % _SLOTS == 0
+            )
+            check(not late, "%s of %s lands at %s, which has been given to another", cells, tag, self)
         for cell in cells:
             self.arena.content[cell] = tag
 
@@ -157,29 +185,64 @@ class Worker(Actor):
         self.world.clock.after(self.latency(), lambda: self._later(lambda: self._take(version, tried)))
 
     def _take(self, version: str, tried: Callable[[], None]) -> None:
-        if (problem := self.landing.take(version)) is not None:
-            self.world.books.note("%s: %s", self, problem)
-            tried()
+        self._handed.clear()
+        self._run(self.landing.take(version))
+        self._next(version, self.arena.rounds, False, tried)
+
+    def _next(self, version: str, left: int, touched: bool, tried: Callable[[], None]) -> None:
+        """The vLLM worker's main thread: takes what has been handed over, round by round."""
+        if not left:
+            self._finish("", touched, tried)
             return
-        tag = self.arena.whole()
+        if not self._handed:
+            since = object()
+            self._waits = lambda: self._next(version, left, touched, tried)
+            self._since = since
+            self.world.clock.after(
+                _ROUND_S, lambda: self._later(lambda: self._overdue(since, touched, tried))
+            )
+            return
+        what = self._handed.popleft()
+        if isinstance(what, GiveUp):
+            self._finish(what.reason, touched, tried)
+            return
+        tag = self.arena.whole(what.round)
         check = self.world.books.check
         check(tag is not None, "%s takes %s, of which it has %s", self, version, self.arena.content)
         check(self.world.versions.get(version) == tag, "%s takes %s for %s", self, tag, version)
-        took = self.rng.uniform(0, self.world.scenario.apply)
+        took = self.rng.uniform(0, self.world.scenario.apply / self.arena.rounds)
         self.world.ambush("applying", took)
-        self.world.clock.after(took, lambda: self._later(lambda: self._applied(tag, tried)))
 
-    def _applied(self, tag: Tag | None, tried: Callable[[], None]) -> None:
+        def taken() -> None:
+            self._taken(version, what.round, tag, left, tried)
+
+        self.world.clock.after(took, lambda: self._later(taken))
+
+    def _overdue(self, since: object, touched: bool, tried: Callable[[], None]) -> None:
+        if self._waits is not None and self._since is since:
+            self._waits = None
+            self._finish("no round has come", touched, tried)
+
+    def _taken(self, version: str, round: int, tag: Tag | None, left: int, tried: Callable[[], None]) -> None:
         check = self.world.books.check
         check(self.controller.paused, "%s changes its weights while the engine runs", self)
-        check(self.arena.whole() == tag, "%s: what lies there has changed while it was read", self)
-        problem = ""
+        check(self.arena.whole(round) == tag, "%s: what lies there has changed while it was read", self)
         if self.engine.not_applied:
             self.engine.not_applied -= 1
-            problem = "the kernels do not like it"
-        else:
-            self.model = tag
-        self._run(self.landing.applied(problem))
+            self._finish("the kernels do not like it", True, tried)
+            return
+        for cell in self.arena.cells(round):
+            self.model[cell] = tag
+        self._reading.discard(round)
+        self._run(self.landing.released(round))
+        self.wake(self.latency())
+        self._next(version, left - 1, True, tried)
+
+    def _finish(self, problem: str, torn: bool, tried: Callable[[], None]) -> None:
+        if problem:
+            self.world.books.note("%s: %s", self, problem)
+        self._reading.clear()
+        self._run(self.landing.applied(problem, torn=torn))
         self.wake(self.latency())
         tried()
 

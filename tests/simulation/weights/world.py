@@ -131,7 +131,7 @@ class World(Surroundings):
         controller = self.processes.get(engine)
         if controller is None:
             return  # it was
-        models = {worker.model for worker in controller.workers}
+        models = {tag for worker in controller.workers for tag in worker.model}
         right = self.versions[version] in models and (rank.rank > 0 or not controller.paused)
         mine = {model for model in models if model is not None and model[0] == rank.tag[0]}
         # Somebody else's may have come since, or the engine is another.
