@@ -149,9 +149,9 @@ async def test_d_goes_on_with_whatever_p_has_sampled(
     assert len({text[0] for text in texts}) > 4
     found = await outcomes(client, deployment.early) - before
     assert found["mismatch"] == 0
-    # D may be as fast where nothing has to be loaded.
     assert found["sent"] + found["decode_first"] == 24, found
-    assert found["sent"] > 3, found
+    # D may be as fast where nothing has to be loaded.
+    assert found["sent"] > 3 or tokens == 1, found
     await assert_quiescent(client, deployment.prefill, deployment.decode)
 
 
