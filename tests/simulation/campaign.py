@@ -13,7 +13,6 @@ from . import scenario as requests
 from .books import Violation
 from .surroundings import Surroundings
 from .weights import scenario as weights
-from .weights.world import World as WeightsWorld
 from .world import World
 
 Scenario = requests.Scenario | weights.Scenario
@@ -42,6 +41,9 @@ def run(scenario: Scenario, tracing: bool = False) -> tuple[Surroundings, str | 
     """The world at its end, and what went wrong. An error in the model counts as a violation too."""
     world: Surroundings
     if isinstance(scenario, weights.Scenario):
+        # The trainers' links are those that ship, and those import sockets, which requests do without.
+        from .weights.world import World as WeightsWorld
+
         world = WeightsWorld(scenario, tracing)
     else:
         world = World(scenario, tracing)

@@ -34,7 +34,7 @@ BUGS = (
         "protocol/prefill.py",
         """\
         if prompt.finished:
-            actions += [*_say_sampled(transfer), *self._seal(now, transfer)]
+            actions += [*_say_sampled(peer, message, prompt), *self._seal(now, transfer)]
 """,
         """\
         if prompt.finished:
