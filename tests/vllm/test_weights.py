@@ -142,7 +142,7 @@ async def test_a_stream_goes_on_over_an_update(number: int, site: Site, client: 
     """What was said before is the old weights', the rest follows; and nobody loses a request."""
     await asyncio.to_thread(site.push, "a", "--version", "a2")
     engine = site.engines[number]
-    tokens = (400, 150)[number]  # as long as a push takes, or longer
+    tokens = (200, 100)[number]  # as long as a push takes, or longer
     ids = prompt(3, 50)
     old = await client.complete(engine.url, ids, tokens)
     await asyncio.to_thread(site.push, "b", "--version", "b2")
