@@ -66,8 +66,8 @@ class FakeEngine:
         return JSONResponse({"echo": json.loads(await request.body())})
 
     async def until_gone(self, request: Request) -> Response:
-        """Answers nothing; sets `aborted` when the router closes the connection. As an engine, it knows no model
-        by whose name it is told that nobody wants a prompt: a router that stops waits for that answer."""
+        """Answers nothing; sets `aborted` when the router closes the connection. By which name it is told
+        that nobody wants a prompt, it knows no model: a router that stops waits for that answer."""
         if str((await request.json()).get("model", "")).startswith("nobody-wants/"):
             return await refuse(404, "no such model")(request, {})
         while (await request.receive())["type"] != "http.disconnect":
