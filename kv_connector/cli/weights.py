@@ -21,7 +21,9 @@ from kv_connector.engine import TransferError
 from kv_connector.protocol.actions import Address
 
 if TYPE_CHECKING:
+    from kv_connector.weights.links import Links
     from kv_connector.weights.pusher import WeightPusher
+    from kv_connector.weights.sources import CheckpointSource
     from kv_connector.weights.verify import Verified
 
 app = typer.Typer(
@@ -115,27 +117,22 @@ def plan(
 @app.command()
 def status(engine: Engines, key_file: KeyFile = None, json: Json = False) -> None:
     """Which version each engine serves, and what is on its way. Status 1: one is not there, or failed."""
-    from kv_connector.protocol.timers import Timeouts
-    from kv_connector.weights.links import LinkError, Links
+    from kv_connector.weights.links import LinkError
     from kv_connector.weights.messages import Ask, State
 
-    timeouts = Timeouts()
-    links = Links(cluster_key(key_file), timeouts, heard=lambda *_: None, lost=lambda *_: None)
     states: dict[str, Any] = {}
     failed = False
-    try:
+    with _links(key_file) as links:
         asked = [(link := links.dial(one), links.ask(link, Ask())) for one in engine]
         for link, answer in asked:
             try:
-                state = links.wait(answer, link, timeouts.connect)
+                state = links.wait(answer, link, links.timeouts.connect)
                 assert isinstance(state, State)
                 states[str(link.address)] = msgspec.structs.asdict(state)
                 failed |= bool(state.problem)
             except LinkError as error:
                 states[str(link.address)] = {"problem": str(error)}
                 failed = True
-    finally:
-        links.close()
     if json:
         typer.echo(msgspec.json.encode(states).decode())
     else:
@@ -153,23 +150,11 @@ def verify(checkpoint: Checkpoint, engine: Engines, key_file: KeyFile = None, js
     cannot be told. Reads the checkpoint, and takes a core of each worker about a second a GB. Status 1: some
     parameter differs, or could not be compared.
     """
-    try:
-        from kv_connector.weights.sources import CheckpointSource, SourceError
-        from kv_connector.weights.verify import verify as compare
-    except ImportError as error:
-        raise typer.BadParameter(f"{error}: pip install 'kv-connector[weights]'") from None
-    from kv_connector.protocol.timers import Timeouts
-    from kv_connector.weights.links import Links
+    source = _source(checkpoint)
+    from kv_connector.weights.verify import verify as compare
 
-    try:
-        source = CheckpointSource(checkpoint)
-    except SourceError as error:
-        raise typer.BadParameter(str(error)) from None
-    links = Links(cluster_key(key_file), Timeouts(), heard=lambda *_: None, lost=lambda *_: None)
-    try:
+    with _links(key_file) as links:
         found = list(compare(source, engine, links))
-    finally:
-        links.close()
     if json:
         typer.echo(msgspec.json.encode(found).decode())
     else:
@@ -204,6 +189,31 @@ def _line(name: str, said: dict[str, Any]) -> str:
 
 
 @contextmanager
+def _links(key_file: Path | None) -> Iterator[Links]:
+    """For questions alone."""
+    from kv_connector.protocol.timers import Timeouts
+    from kv_connector.weights.links import Links
+
+    links = Links(cluster_key(key_file), Timeouts(), heard=lambda *_: None, lost=lambda *_: None)
+    try:
+        yield links
+    finally:
+        links.close()
+
+
+def _source(checkpoint: Path) -> CheckpointSource:
+    """What it cannot be is said, with status 2."""
+    try:
+        from kv_connector.weights.sources import CheckpointSource, SourceError
+    except ImportError as error:
+        raise typer.BadParameter(f"{error}: pip install 'kv-connector[weights]'") from None
+    try:
+        return CheckpointSource(checkpoint)
+    except SourceError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+@contextmanager
 def _pusher(
     checkpoint: Path,
     engines: Sequence[Address],
@@ -212,14 +222,11 @@ def _pusher(
     data_host: str,
 ) -> Iterator[WeightPusher]:
     """Connected. What it cannot do is said, with status 2."""
-    try:
-        from kv_connector.weights.pusher import PushError, WeightPusher
-        from kv_connector.weights.sources import CheckpointSource, SourceError
-    except ImportError as error:
-        raise typer.BadParameter(f"{error}: pip install 'kv-connector[weights]'") from None
+    source = _source(checkpoint)
+    from kv_connector.weights.pusher import PushError, WeightPusher
+
     cluster_key(key_file)  # said as of every command
     try:
-        source = CheckpointSource(checkpoint)
         pusher = WeightPusher(
             source,
             [str(engine) for engine in engines],
@@ -228,7 +235,7 @@ def _pusher(
             data_host=data_host,
             name=f"weights-push-{uuid.uuid4().hex[:6]}",
         )
-    except (SourceError, TransferError) as error:
+    except TransferError as error:
         raise typer.BadParameter(str(error)) from None
     with pusher:
         try:

@@ -47,7 +47,7 @@ class Arena:
         any more. Blocks for a moment: what is cleared late would take what has landed with it."""
         for constant in self.geometry.constants:
             if self.geometry.parameters[constant.parameter].round == round:
-                self._fill(constant)
+                self.box(constant).fill_(constant.value)
         settle(self._device)
 
     def contents(self, round: int) -> Mapping[str, torch.Tensor]:
@@ -58,18 +58,12 @@ class Arena:
             if parameter.round == round
         }
 
-    def box(self, write: Write) -> torch.Tensor:
-        """What lies where the write writes: a view."""
-        flat = self._flat(write.parameter)
-        return flat.as_strided(write.extent, write.strides, flat.storage_offset() + write.offset)
+    def box(self, one: Write | Constant) -> torch.Tensor:
+        """What lies where it is written: a view."""
+        flat = self._flat(one.parameter)
+        return flat.as_strided(one.extent, one.strides, flat.storage_offset() + one.offset)
 
     def _flat(self, number: int) -> torch.Tensor:
         parameter, offset = self.geometry.parameters[number], self.offsets[number]
         flat = self._buffer.bytes[offset : offset + parameter.nbytes]
         return flat.view(getattr(torch, parameter.dtype))
-
-    def _fill(self, constant: Constant) -> None:
-        flat = self._flat(constant.parameter)
-        flat.as_strided(constant.extent, constant.strides, flat.storage_offset() + constant.offset).fill_(
-            constant.value
-        )

@@ -372,8 +372,8 @@ class WeightPusher:
         """Writes this rank's part of all engines' weights, and returns once the sources may change again.
 
         Blocks until then; what follows is the Update's. A version that is not applied when all ranks push the
-        next is not applied any more. Raises PlanError where connect() was not called, and
-        PushError where no engine is left. An engine that fails fails in its Update alone.
+        next is not applied any more. Raises PushError where connect() was not called. An engine that fails
+        fails in its Update alone.
         """
         if self._plan is None:
             raise PushError("connect() comes first")

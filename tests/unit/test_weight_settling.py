@@ -39,7 +39,7 @@ def test_weights_that_are_still_being_computed_are_waited_for(monkeypatch: pytes
 
 def test_an_arena_is_cleared_before_anybody_can_write_there(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(Arena, "_fill", lambda self, constant: seen.append("filled"))
+    monkeypatch.setattr(torch.Tensor, "fill_", lambda self, value: seen.append("filled"))
     monkeypatch.setattr(arena, "settle", lambda device: seen.append(f"settled {device}"))
     padded = Geometry(GEOMETRY.parameters, (), (Constant(0, (4,), 0, (1,), 0.0),))
     Arena(padded, torch.device("cpu")).clear(0)
