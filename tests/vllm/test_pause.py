@@ -79,13 +79,14 @@ async def test_wait_and_abort(deployment: Deployment, client: Client, mode: str)
     prefill, decode = deployment.prefill, deployment.decode
     prompts = [prompt(f"{mode} {index}", 200) for index in range(3)]
     expected = await asyncio.gather(*(client.complete(deployment.plain.url, one, 8) for one in prompts))
+    in_hand = await client.load(decode) + len(prompts)
     await client.post(f"{decode.url}/pause?mode={mode}")
     queued = [asyncio.create_task(client.complete(deployment.concurrent, one, 8)) for one in prompts]
     await wait_live(client, prefill)
 
     async def missing() -> str:
         load = await client.load(decode)
-        return "" if load == len(prompts) else f"{len(prompts)} requests at D, not {load}"
+        return "" if load == in_hand else f"{in_hand} requests at D, not {load}"
 
     await wait_until(missing)
     await client.post(f"{decode.url}/pause?mode={mode}")
