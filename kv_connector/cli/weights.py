@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -85,6 +86,67 @@ def push(
             typer.echo(str(error), err=True)
             raise typer.Exit(ExitStatus.FAILURE) from None
         typer.echo(f"version {version} is served, {time.monotonic() - began:.2f} s after it was begun")
+
+
+class Round(msgspec.Struct, frozen=True):
+    """A push's seconds, from its begin but for the pauses."""
+
+    landed: float
+    applied: float
+    paused: dict[str, float]  # by engine
+
+
+@app.command()
+def bench(
+    checkpoint: Checkpoint,
+    engine: Engines,
+    rounds: Annotated[int, typer.Option(min=1, help="Pushes that count, after one that does not.")] = 5,
+    version: Annotated[
+        str, typer.Option(help="What the engines call it afterwards. Default: the directory's name.")
+    ] = "",
+    key_file: KeyFile = None,
+    provider: Providers = None,
+    data_host: DataHost = "127.0.0.1",
+    timeout: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="For each push.")] = 600.0,
+    json: Json = False,
+) -> None:
+    """Pushes a checkpoint again and again, and says how long that takes: as `push` does, so that the engines
+    serve it in the end, and are paused once a push.
+    """
+    version = version or checkpoint.resolve().name
+    with _pusher(checkpoint, engine, key_file, provider, data_host) as pusher:
+        from kv_connector.weights.pusher import PushError
+
+        nbytes = sum(part.nbytes for part in pusher.parts())
+        try:
+            # Names of their own: a version that an engine serves already says nothing of a push.
+            names = [f"{version} ({number} of {rounds + 1})" for number in range(1, rounds + 1)]
+            _, *measured = [_round(pusher, name, timeout) for name in [*names, version]]
+        except PushError as error:
+            typer.echo(str(error), err=True)
+            raise typer.Exit(ExitStatus.FAILURE) from None
+    if json:
+        typer.echo(msgspec.json.encode({"bytes": nbytes, "rounds": measured}).decode())
+        return
+    table = Table(f"{nbytes / 1e9:.2f} GB", "median, ms", "least", "most", "GB/s")
+    for what, seconds in (
+        ("landed", [one.landed for one in measured]),
+        ("applied", [one.applied for one in measured]),
+        *((f"{name} paused", [one.paused[name] for one in measured]) for name in measured[0].paused),
+    ):
+        middle = statistics.median(seconds)
+        speed = "" if what.endswith("paused") else f"{nbytes / 1e9 / middle:.2f}"
+        table.add_row(what, *(f"{one * 1e3:,.1f}" for one in (middle, min(seconds), max(seconds))), speed)
+    Console().print(table)
+
+
+def _round(pusher: WeightPusher, version: str, timeout: float) -> Round:
+    began = time.monotonic()
+    update = pusher.push(version)
+    update.wait("landed", timeout)
+    landed = time.monotonic() - began
+    update.wait("applied", max(timeout - landed, 0))
+    return Round(landed, time.monotonic() - began, dict(update.pause_seconds))
 
 
 @app.command()

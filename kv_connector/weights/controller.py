@@ -235,7 +235,7 @@ class Controller:
             logger.info(
                 "weights: serves version %s, after a pause of %.0f ms", version, outcome.pause_s * 1e3
             )
-            answer = Applied(version)
+            answer = Applied(version, outcome.pause_s)
         if self._metrics is not None:
             if outcome.problem:
                 self._metrics.not_applied(outcome.pause_s, torn=outcome.torn)

@@ -89,9 +89,10 @@ class Dropped(Message, frozen=True, tag="dropped"):
 
 
 class Applied(Message, frozen=True, tag="applied"):
-    """What the worker serves from now on."""
+    """What the worker serves from now on; or, of a controller, all of the engine's."""
 
     version: Version
+    pause_seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # of the engine, which its workers do not know
 
 
 class NotApplied(Message, frozen=True, tag="not_applied"):

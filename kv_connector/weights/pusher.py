@@ -110,6 +110,8 @@ class Update:
 
     def __init__(self, version: str, engines: Sequence[str]) -> None:
         self.version = version
+        self.pause_seconds: dict[str, float] = {}
+        """By engine that has applied it, where its controller did, at rank 0."""
         self._done: dict[Stage, dict[str, Future[None]]] = {
             "landed": {engine: Future() for engine in engines},
             "applied": {engine: Future() for engine in engines},
@@ -465,6 +467,7 @@ class WeightPusher:
         for engine in self._engines:
             name = str(engine.address)
             if link is engine.link and isinstance(news, Applied):
+                update.pause_seconds[name] = news.pause_seconds
                 update.reached(name, "applied")
             elif link is engine.link and isinstance(news, NotApplied):
                 update.failed(name, news.reason)

@@ -106,7 +106,7 @@ class CopierWays : public Cuda {
   bool all_there() const {
     std::vector<std::byte> expected(bytes_.begin(), bytes_.begin() + static_cast<int64_t>(at_));
     expected.resize(bytes_.size());
-    return target_->get() == expected;
+    return test::same(target_->get(), expected);
   }
 
   std::optional<GpuBuffer> source_;
@@ -231,7 +231,7 @@ TEST_F(Cuda, CopiesScatteredPagesOfAnyLengthAndAlignment) {
       must(copier->launch());
       copier->wait();
       EXPECT_TRUE(copier->idle());
-      EXPECT_TRUE(target.get() == expected) << shape.pages << " pages of " << shape.page << " bytes";
+      EXPECT_TRUE(test::same(target.get(), expected)) << shape.pages << " pages of " << shape.page << " bytes";
     }
   }
 }

@@ -47,12 +47,12 @@ TEST_P(TcpShapes, PagesArriveInPlaceAndNothingElseChanges) {
   const Batch batch = shuffled(1, shape.page_bytes, shape.pages, shape.page_bytes + 5, expected.size(), random);
   apply(expected, pair.a.memory, batch);
   pair.b.domain->on_completion = [&](const Completion&) {
-    EXPECT_TRUE(pair.b.memory == expected) << "counted before all bytes were in place";
+    EXPECT_TRUE(test::same(pair.b.memory, expected)) << "counted before all bytes were in place";
   };
   ASSERT_EQ(post(pair.a, kLinkOfA, pair.b, batch), Posted::kYes);
   pair.run_until([&] { return !pair.a.record().completed.empty(); }, "completion");
   EXPECT_TRUE(pair.a.record().succeeded(1));
-  EXPECT_TRUE(pair.b.memory == expected);
+  EXPECT_TRUE(test::same(pair.b.memory, expected));
   EXPECT_EQ(pair.b.record().counted, shape.pages);
   EXPECT_EQ(pair.b.record().immediates, std::vector{(Immediate{7, 3, static_cast<uint32_t>(shape.pages)}.encode())});
 }
@@ -101,8 +101,8 @@ TEST(Tcp, ManyBatchesBothWaysThroughTinyBuffers) {
   }
   pair.run_until([&] { return pair.a.record().order.size() == 60 && pair.b.record().order.size() == 60; },
                  "all completions");
-  EXPECT_TRUE(pair.a.memory == expected_a);
-  EXPECT_TRUE(pair.b.memory == expected_b);
+  EXPECT_TRUE(test::same(pair.a.memory, expected_a));
+  EXPECT_TRUE(test::same(pair.b.memory, expected_b));
   EXPECT_EQ(pair.a.record().counted, pages_to_a);
   EXPECT_EQ(pair.b.record().counted, pages_to_b);
   for (WorkId work = 1; work <= 60; ++work)

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,10 @@ class Site:
     oracle: Engine  # started with "b"
     checkpoints: dict[str, Path]
 
-    def push(self, name: str, *more: str) -> str:
+    def push(self, name: str, *more: str, by: str = "push") -> str:
         """By the command; what it says."""
         options = [word for address in self.takes for word in ("--engine", address)]
-        done = CliRunner().invoke(app, ["weights", "push", str(self.checkpoints[name]), *options, *more])
+        done = CliRunner().invoke(app, ["weights", by, str(self.checkpoints[name]), *options, *more])
         assert done.exit_code == 0, done.output
         return done.output
 
@@ -99,7 +100,7 @@ async def all_answers(client: Client, engines: Sequence[Engine]) -> list[list[li
 
 
 async def test_what_is_pushed_is_served(site: Site, client: Client) -> None:
-    """To and fro, by the command; the cached prompts of before are of no use any more."""
+    """To and fro, by the commands; the cached prompts of before are of no use any more."""
     b = await answers(client, site.oracle)
     a = await answers(client, site.engines[0])
     assert all(before != after for before, after in zip(a, b, strict=True))
@@ -107,8 +108,14 @@ async def test_what_is_pushed_is_served(site: Site, client: Client) -> None:
     said = await asyncio.to_thread(site.push, "b")
     assert "version b is served" in said
     assert await all_answers(client, site.engines) == [b, b]
-    await asyncio.to_thread(site.push, "a", "--version", "back")
+    by = partial(site.push, "a", "--version", "back", "--rounds", "1", "--json", by="bench")
+    measured = json.loads(await asyncio.to_thread(by))
     assert await all_answers(client, site.engines) == [a, a]
+    (counted,) = measured["rounds"]
+    assert 0 < counted["landed"] <= counted["applied"]
+    assert counted["paused"].keys() == set(site.takes)
+    assert all(0 < pause < counted["applied"] for pause in counted["paused"].values())
+    assert measured["bytes"] > 0
     options = [word for address in site.takes for word in ("--engine", address)]
     told = await asyncio.to_thread(CliRunner().invoke, app, ["weights", "status", *options])
     assert told.exit_code == 0
