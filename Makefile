@@ -111,7 +111,7 @@ $(STAMPS)/next: $(STAMPS)/project
 
 # vLLM's ordinary wheel finds no device here: it is told to take the CPU, whose kernels it lacks and these tests need not.
 test-vllm-next: $(STAMPS)/next ## the tests of the adapter against the newest supported vLLM, which has no CPU wheel
-	@VLLM_TARGET_DEVICE=cpu .venv-next/bin/python -m pytest tests/unit/test_vllm_*.py tests/unit/test_sleep.py
+	@VLLM_TARGET_DEVICE=cpu .venv-next/bin/python -m pytest tests/unit/test_vllm_*.py tests/unit/test_sleep.py tests/unit/test_weight_*.py
 
 # In an environment of its own: SGLang and vLLM want other versions of the same packages.
 .venv-sglang/ready: scripts/sglang-packages.txt pyproject.toml CMakeLists.txt $(NATIVE) | system

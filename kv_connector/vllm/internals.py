@@ -403,7 +403,7 @@ async def pause_keeping_requests(client: Any) -> None:
     """As ``client.pause_generation(mode="keep")`` does, but for the 20 ms that it sleeps at the end, so that
     its caller sees outputs in their order. All clients wait for these."""
     await client.renderer.clear_mm_cache_async()
-    await client.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
+    await getattr(client.engine_core, _release.PAUSE)(mode="keep", clear_cache=True)
 
 
 def adopt_vllm_logging() -> None:

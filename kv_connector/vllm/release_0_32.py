@@ -4,3 +4,6 @@ from __future__ import annotations
 
 FOLLOWS_SLEEP = False
 """Sleep unmaps the KV cache and says nothing to the connector, which would write there."""
+
+PAUSE = "pause_scheduler_async"
+"""What a user's pause asks of the engine's core."""

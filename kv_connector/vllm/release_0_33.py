@@ -4,3 +4,6 @@ from __future__ import annotations
 
 FOLLOWS_SLEEP = True
 """Sleep calls unregister_kv_caches before it unmaps the KV cache, and wake-up restore_kv_caches."""
+
+PAUSE = "pause_generation_async"
+"""What a user's pause asks of the engine's core."""
