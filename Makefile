@@ -14,7 +14,7 @@ NATIVE_SOURCES := $(filter %.cc,$(NATIVE))
 # The thread sanitizer cannot place its shadow under some kernels' address randomisation.
 NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
-.PHONY: help setup demo test prepared native-asan native-tsan test-native test-python test-libfabric test-verbs test-vllm-next test-sglang test-fleet test-browser test-observability board test-upstream test-examples test-compose test-helm bench-verbs campaign test-data-parallel test-weights test-early test-topologies test-faults fuzz hostile lint analyze format bench bench-gpu wheels test-wheels reference docs clean distclean
+.PHONY: help setup demo test prepared native-asan native-tsan test-native test-simulation test-python test-libfabric test-verbs test-vllm-next test-sglang test-fleet test-browser test-observability board test-upstream test-examples test-compose test-helm bench-verbs campaign test-data-parallel test-weights test-early test-topologies test-faults fuzz hostile lint analyze format bench bench-gpu wheels test-wheels reference docs clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,17 +42,21 @@ $(STAMPS)/project: $(STAMPS)/vllm pyproject.toml CMakeLists.txt $(NATIVE)
 demo: setup ## two engines, one prompt after another pushed from P into D, beside one engine alone
 	@$(PYTHON_ENV)/kv-connector demo
 
-test: prepared test-native test-python ## all tests: native under sanitizers, and Python, real engines included
+test: prepared test-native test-simulation test-python ## all tests: native under sanitizers, and Python, real engines included
 
 # The network and the disk are waited for beside the compiler: two jobs, each a chain.
 prepared:
 	@$(MAKE) --no-print-directory -j2 setup native-tsan
 
+# Its time is virtual: as slow as it may be, it finds the same.
+test-simulation: setup ## a sample of `make campaign`
+	@$(PYTHON_ENV)/python -m pytest tests/simulation
+
 # Real engines have the machine to themselves.
-SIDE_BY_SIDE := tests/unit tests/simulation tests/conformance tests/fuzz
+SIDE_BY_SIDE := tests/unit tests/conformance tests/fuzz
 test-python: setup
 	@$(PYTHON_ENV)/python -m pytest -n $(JOBS) $(SIDE_BY_SIDE)
-	@$(PYTHON_ENV)/python -m pytest $(SIDE_BY_SIDE:%=--ignore=%)
+	@$(PYTHON_ENV)/python -m pytest $(SIDE_BY_SIDE:%=--ignore=%) --ignore=tests/simulation
 
 # name, sanitizers, compiler (where it is not the one of a release)
 define native_build

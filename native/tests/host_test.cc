@@ -3,10 +3,7 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 
-#include <algorithm>
 #include <filesystem>
-#include <numeric>
-#include <random>
 
 #include "host_test_support.h"
 
@@ -27,17 +24,15 @@ TEST_P(HostShapes, PagesArriveInPlaceAndNothingElseChanges) {
   pair.b.fill(2);
   pair.connect();
   const uint64_t stride = shape.page_bytes + 5;
-  std::vector<uint64_t> from(pair.a.bytes / stride);
-  std::iota(from.begin(), from.end(), 0);
-  std::vector<uint64_t> to = from;
-  std::mt19937 random(3);
-  std::shuffle(from.begin(), from.end(), random);
-  std::shuffle(to.begin(), to.end(), random);
+  const std::vector<int64_t> from = test::shuffled(shape.pages, pair.a.bytes / stride, 3);
+  const std::vector<int64_t> to = test::shuffled(shape.pages, pair.a.bytes / stride, 4);
   TestBatch batch{.page_bytes = shape.page_bytes, .pages = {}};
   std::vector<std::byte> expected = pair.b.contents();
   for (size_t i = 0; i < shape.pages; ++i) {
-    batch.pages.emplace_back(from[i] * stride, to[i] * stride);
-    std::memcpy(expected.data() + to[i] * stride, pair.a.memory + from[i] * stride, shape.page_bytes);
+    const uint64_t read = static_cast<uint64_t>(from[i]) * stride;
+    const uint64_t written = static_cast<uint64_t>(to[i]) * stride;
+    batch.pages.emplace_back(read, written);
+    std::memcpy(expected.data() + written, pair.a.memory + read, shape.page_bytes);
   }
   pair.b.domain->on_completion = [&](const Completion& completion) {
     ASSERT_EQ(completion.kind, Completion::Kind::kImmediate);

@@ -1,6 +1,5 @@
 // The tcp provider: two domains that behave.
 #include <algorithm>
-#include <numeric>
 #include <random>
 
 #include "tcp_test_support.h"
@@ -16,15 +15,14 @@ void apply(std::vector<std::byte>& memory, const std::vector<std::byte>& source,
 }
 
 // `count` pages in shuffled, disjoint slots of `stride` bytes on both sides.
-Batch shuffled(WorkId work, uint64_t page_bytes, size_t count, uint64_t stride, size_t memory, std::mt19937& random) {
-  std::vector<uint64_t> slots(memory / stride);
-  std::iota(slots.begin(), slots.end(), 0);
+Batch scattered(WorkId work, uint64_t page_bytes, size_t count, uint64_t stride, size_t memory) {
   Batch batch;
   batch.work = work;
   batch.page_bytes = page_bytes;
-  for (std::vector<uint64_t>* side : {&batch.from, &batch.to}) {
-    std::shuffle(slots.begin(), slots.end(), random);
-    for (size_t i = 0; i < count; ++i) side->push_back(slots[i] * stride);
+  for (const auto& [side, seed] : {std::pair{&batch.from, 3}, {&batch.to, 4}}) {
+    for (const int64_t slot : test::shuffled(count, memory / stride, seed)) {
+      side->push_back(static_cast<uint64_t>(slot) * stride);
+    }
   }
   return batch;
 }
@@ -42,9 +40,8 @@ TEST_P(TcpShapes, PagesArriveInPlaceAndNothingElseChanges) {
   pair.a.fill(1);
   pair.b.fill(2);
   pair.connect();
-  std::mt19937 random(3);
   std::vector<std::byte> expected = pair.b.memory;
-  const Batch batch = shuffled(1, shape.page_bytes, shape.pages, shape.page_bytes + 5, expected.size(), random);
+  const Batch batch = scattered(1, shape.page_bytes, shape.pages, shape.page_bytes + 5, expected.size());
   apply(expected, pair.a.memory, batch);
   pair.b.domain->on_completion = [&](const Completion&) {
     EXPECT_TRUE(test::same(pair.b.memory, expected)) << "counted before all bytes were in place";

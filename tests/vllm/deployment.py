@@ -208,8 +208,8 @@ class Client:
         return (await self._http.post(url, json=body)).status_code
 
     async def load(self, engine: Engine) -> int:
-        """Completions that the engine's server has in hand, to be compared with an earlier count: vLLM takes one
-        off twice where a client goes away and its request ends by an error.
+        """Completions that the engine's server has in hand, to be compared with an earlier count: vLLM takes
+        one off twice where a client goes away and its request ends by an error.
         """
         return int(json.loads(await self.get(f"{engine.url}/load"))["server_load"])
 
