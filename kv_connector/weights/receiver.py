@@ -187,7 +187,8 @@ class WeightReceiver:
         elif isinstance(received.message, Seed):
             self._seed(received.source, received.message)
         elif isinstance(received.message, Leave) and received.source in self._seeders:
-            self._seeders[received.source].cancel(received.message.reason or "who asked for it has left")
+            said = received.message.reason or "it has left"
+            self._seeders[received.source].cancel(f"who asked for it: {said}")
         else:
             self._run(self._landing.receive(now, received.source, received.message))
 
