@@ -313,8 +313,9 @@ class Landing:
             if refusal := self._not_seeded():
                 return self._refuse_seed(sender, refusal)
         else:
-            for seeder in [one for one in self._senders.values() if one.seeds and one.begin is None]:
-                actions += self._refuse_seed(seeder, f"{sender.name} begins version {begin.version}")
+            for seeder in list(self._senders.values()):
+                if seeder.seeds and seeder.begin is None and seeder.source in self._senders:
+                    actions += self._refuse_seed(seeder, f"{sender.name} begins version {begin.version}")
         return actions + self._begin_or_wait(sender, begin)
 
     def _begin_or_wait(self, sender: _Sender, begin: Begin) -> list[Action]:
@@ -343,13 +344,16 @@ class Landing:
         return self._open()
 
     def _follow(self) -> list[Action]:
-        """To the next version, where this one is done with: applied, or all of its senders go on to the next.
-        One that lands, or is being applied, is not left for it."""
+        """To the next version, where this one is done with: applied, or all of its senders go on to the next,
+        or have left. One that lands, or is being applied, is not left for it."""
         following = [(s, s.following) for s in self._senders.values() if s.following is not None]
         if self.phase not in (Phase.EMPTY, Phase.READY) or not following or self._lent:
             return []
         wanted = self.phase is Phase.READY and self.served != self._version
-        if wanted and len(following) < following[0][1].senders:
+        others = following[0][0].run != self._run
+        if wanted and others and any(sender.run == self._run for sender in self._senders.values()):
+            return []
+        if wanted and not others and len(following) < following[0][1].senders:
             return []
         self.phase = Phase.EMPTY
         actions: list[Action] = []
@@ -407,11 +411,9 @@ class Landing:
         actions: list[Action] = [Log(logging.INFO, f"a sender of weights is gone: {said}")]
         actions += self._fence(sender, reason)
         unfinished = self.slots and self.phase in (Phase.READY, Phase.APPLYING)
-        if sender.run != self._run:
-            return actions
-        if unfinished or self.phase in (Phase.BEGINNING, Phase.LANDING):
-            actions += self._drop(said)
-        return actions
+        if sender.run == self._run and (unfinished or self.phase in (Phase.BEGINNING, Phase.LANDING)):
+            return actions + self._drop(said)
+        return actions + self._follow()
 
     def _drop(self, reason: str) -> list[Action]:
         """The version is void, and so is every link of its run: who is left has to join again."""
