@@ -344,16 +344,15 @@ class Landing:
         return self._open()
 
     def _follow(self) -> list[Action]:
-        """To the next version, where this one is done with: applied, or all of its senders go on to the next,
-        or have left. One that lands, or is being applied, is not left for it."""
+        """To the next version, where this one is done with: applied, or all of its senders go on to the next.
+        One that lands, or is being applied, is not left for it; nor is a seed that has landed, as long as who
+        sent it is there."""
         following = [(s, s.following) for s in self._senders.values() if s.following is not None]
         if self.phase not in (Phase.EMPTY, Phase.READY) or not following or self._lent:
             return []
         wanted = self.phase is Phase.READY and self.served != self._version
-        others = following[0][0].run != self._run
-        if wanted and others and any(sender.run == self._run for sender in self._senders.values()):
-            return []
-        if wanted and not others and len(following) < following[0][1].senders:
+        others = [s for s in self._senders.values() if s.run == self._run != following[0][0].run]
+        if wanted and (others or len(following) < following[0][1].senders):
             return []
         self.phase = Phase.EMPTY
         actions: list[Action] = []

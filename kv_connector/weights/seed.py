@@ -96,6 +96,6 @@ def seed_at_start(seeders: Sequence[Address], engine: Address, key: ClusterKey |
     finally:
         links.close()
     logger.warning(
-        "weights: nobody of seed_from could seed this engine, which serves what it was started with: %s",
+        "weights: none of seed_from could seed this engine, which goes on with what it has: %s",
         "; ".join(problems),
     )
