@@ -205,6 +205,43 @@ def status(engine: Engines, key_file: KeyFile = None, json: Json = False) -> Non
 
 
 @app.command()
+def seed(
+    engine: Engines,
+    seeder: Annotated[
+        Address,
+        typer.Option(
+            "--from",
+            parser=address,
+            metavar="HOST:PORT",
+            help="Where the engine takes weights that has them.",
+        ),
+    ],
+    key_file: KeyFile = None,
+    timeout: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="For each engine.")] = 600.0,
+) -> None:
+    """Has an engine in shadow mode write the version that it serves to engines that have just started.
+
+    Both go on serving meanwhile; no trainer is needed. Where this command is ended, so is what it asked for:
+    the engine goes on with what it had. Status 1: some engine does not serve it.
+    """
+    from kv_connector.weights.seed import SeedError
+    from kv_connector.weights.seed import seed as ask
+
+    failed = False
+    with _links(key_file) as links:
+        for one in engine:
+            began = time.monotonic()
+            try:
+                version = ask(seeder, one, links, timeout)
+                typer.echo(f"{one}: version {version} is served, after {time.monotonic() - began:.2f} s")
+            except SeedError as error:
+                typer.echo(f"{one}: {error}", err=True)
+                failed = True
+    if failed:
+        raise typer.Exit(ExitStatus.FAILURE)
+
+
+@app.command()
 def verify(checkpoint: Checkpoint, engine: Engines, key_file: KeyFile = None, json: Json = False) -> None:
     """Whether what the engines have taken last is this checkpoint: hashes of each parameter, as it landed.
 
@@ -244,6 +281,7 @@ def _line(name: str, said: dict[str, Any]) -> str:
         for key, verb in (("landing", "is landing"), ("landed", "has landed"))
         if said[key]
     ]
+    words += [f"is written to {said['seeding']}"] if said["seeding"] else []
     words += [f"{said['senders']} senders"] if said["senders"] else []
     words += ["stays paused, as it has weights of more than one version"] if said["torn"] else []
     words += [f"problem: {said['problem']}"] if said["problem"] else []

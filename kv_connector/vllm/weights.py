@@ -59,7 +59,8 @@ class WriteImmWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._model = LoadedModel(model, vllm_config, device)
         if (refusal := self._model.refusal()) is not None:
             raise ValueError(f"this engine cannot take weights: {refusal}")
-        settings, streaming = weight_settings(os.environ, device.type)
+        given = weight_settings(os.environ, device.type)
+        settings = given.agent
         key = settings.key()
         host = settings.host(default_host(), key)
         # The first port is the controller's.
@@ -74,7 +75,7 @@ class WriteImmWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 key,
                 device,
                 settings.agent_timeouts(),
-                streaming,
+                given.streaming,
             ),
             self._model.record,
             self._torn,

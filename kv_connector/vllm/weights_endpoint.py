@@ -5,6 +5,7 @@ It adds no route. vLLM loads it in the API server, where the engine can be pause
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from typing import Any
@@ -55,19 +56,22 @@ class WeightsEndpoint:
         """There is none."""
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Starts the controller where the engine takes weights by write_imm. Raises as it does."""
+        """Starts the controller where the engine takes weights by write_imm, and has it seeded where another
+        engine can. Raises as the controller does."""
         config = None if engine_client is None else engine_client.vllm_config.weight_transfer_config
         if config is None or config.backend != WEIGHTS:
             return
         from kv_connector.vllm.internals import adopt_vllm_logging, default_host
         from kv_connector.weights.controller import Controller
         from kv_connector.weights.metrics import WeightMetrics
+        from kv_connector.weights.seed import seed_at_start
         from kv_connector.weights.settings import SETTINGS_VARIABLE, weight_settings
 
         del args
         adopt_vllm_logging()
         device = engine_client.vllm_config.device_config.device_type
-        settings, _ = weight_settings(os.environ, device)
+        given = weight_settings(os.environ, device)
+        settings = given.agent
         key = settings.key()
         host = settings.host(default_host(), key)
         first = Address(host, settings.control_port + 1)
@@ -81,3 +85,6 @@ class WeightsEndpoint:
                 f"{SETTINGS_VARIABLE} to a free one; of several API servers (--api-server-count) only one can"
             ) from error
         state.kv_connector_weights = controller
+        if given.seed_from:
+            # Nothing is asked of this engine before: its tokens are the fleet's from the first on.
+            await asyncio.to_thread(seed_at_start, given.seed_from, address, key)

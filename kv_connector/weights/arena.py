@@ -22,7 +22,7 @@ class Arena:
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
         """Raises torch.OutOfMemoryError, or OSError."""
         self.geometry = geometry
-        self._device = device
+        self.device = device
         ends = [0] * geometry.rounds
         within = []
         for parameter in geometry.parameters:
@@ -48,7 +48,7 @@ class Arena:
         for constant in self.geometry.constants:
             if self.geometry.parameters[constant.parameter].round == round:
                 self.box(constant).fill_(constant.value)
-        settle(self._device)
+        settle(self.device)
 
     def contents(self, round: int) -> Mapping[str, torch.Tensor]:
         """Of each of the round's parameters by its name, flat: views."""

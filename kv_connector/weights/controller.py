@@ -258,6 +258,7 @@ class Controller:
                 arena_bytes=sum(state.arena_bytes for state in states),
                 problem=self._problem or one.problem,
                 torn=self._torn,
+                seeding=next((state.seeding for state in states if state.seeding), ""),
             )
         except TimeoutError:
             answer = Refused("a worker does not answer")

@@ -8,6 +8,11 @@ that nothing can land any more where the next version will.
 ``streaming`` has room for two rounds of a version alone. It is ready when all have said BEGIN; when it is
 taken, the first rounds are opened, and each further one when the one before it in its room has been applied.
 A sender that is lost meanwhile leaves a torn model, which the next version mends.
+
+Beside a trainer's run there may be one of an engine that seeds this one. Who sends a version of its own goes
+before it: what a trainer begins meanwhile comes next, and where one has begun before, the seed is refused.
+What has landed here is lent to those whom this engine seeds itself: nothing is written there until it is
+returned.
 """
 
 from __future__ import annotations
@@ -35,6 +40,7 @@ from kv_connector.weights.messages import (
     Pong,
     Ready,
     Refused,
+    Seed,
     State,
     WeightMessage,
 )
@@ -126,6 +132,7 @@ class _Sender:
     rank: int
     name: str
     last_seen: float
+    seeds: bool = False
     peer: Peer | None = None  # None: its offer is being accepted
     begin: Begin | None = None
     following: Begin | None = None  # said while the version before is not done with
@@ -146,9 +153,12 @@ class Landing:
     _rounds: int = 1
     _torn: bool = False
     _version: str = ""
+    _run: str = ""  # of those who send the version
     _problem: str = ""
+    _lent: dict[str, str] = field(default_factory=dict)  # by run, the engine that it goes to
     _digest: bytes = b""  # of the tensors that are recorded
     _recording: list[Source] = field(default_factory=list)
+    _looked_at: bytes = b""  # digest of the tensors that are being recorded
     _senders: dict[Source, _Sender] = field(default_factory=dict)
     _fencing: set[Peer] = field(default_factory=set)
     _opening: set[int] = field(default_factory=set)  # rounds
@@ -164,6 +174,7 @@ class Landing:
             arena_bytes=self.arena_bytes,
             problem=self._problem,
             torn=self._torn,
+            seeding=", ".join(self._lent.values())[:1024],
         )
 
     def has_recorded(self, digest: bytes) -> bool:
@@ -222,13 +233,19 @@ class Landing:
         if message.protocol != PROTOCOL:
             theirs = f"it speaks version {message.protocol} of the weights' protocol, this worker {PROTOCOL}"
             return [Reply(source, Refused(f"{theirs}: install the same release of kv-connector on both"))]
-        if self._answer is not None and digest(message.tensors) == self._digest:
+        wanted = digest(message.tensors)
+        if self._answer is not None and wanted == self._digest:
             return [Reply(source, self._answer)]
-        if self._senders:
-            return [Reply(source, Refused(self._taken()))]
+        if self._recording and wanted == self._looked_at:
+            self._recording.append(source)
+            return []
+        for sender in self._senders.values():
+            return [Reply(source, Refused(_taken(sender)))]
+        if self._lent:
+            return [Reply(source, Refused(f"the worker {self._lends()}: ask again"))]
         if self._recording or self.phase is Phase.APPLYING:
             return [Reply(source, Refused("the worker is busy with another checkpoint: ask again"))]
-        self._recording.append(source)
+        self._recording, self._looked_at = [source], wanted
         return [Record(message.tensors)]
 
     def recorded(self, digest: bytes, answer: Described, nbytes: int) -> list[Action]:
@@ -252,12 +269,14 @@ class Landing:
         if not self._digest or message.tensors != self._digest:
             return [Reply(source, Refused(NOT_DESCRIBED))]
         actions: list[Action] = []
+        if message.seeds and (refusal := self._not_seeded()):
+            return [Reply(source, Refused(refusal))]
         for sender in list(self._senders.values()):
-            if sender.run != message.run:
-                return [Reply(source, Refused(self._taken()))]
-            if sender.rank == message.rank:
+            if sender.run != message.run and sender.seeds == message.seeds:
+                return [Reply(source, Refused(_taken(sender)))]
+            if sender.run == message.run and sender.rank == message.rank:
                 actions += self._lose(sender, "it has come again")
-        self._senders[source] = _Sender(source, message.run, message.rank, message.name, now)
+        self._senders[source] = _Sender(source, message.run, message.rank, message.name, now, message.seeds)
         return [*actions, Accept(source, message.name, message.offer)]
 
     def accepted(self, source: Source, peer: Peer, answer: Joined) -> list[Action]:
@@ -272,9 +291,15 @@ class Landing:
         self._senders.pop(source, None)
         return [Reply(source, Refused(clip(reason)))]
 
-    def _taken(self) -> str:
-        sender = next(iter(self._senders.values()))
-        return f"{sender.name} (run {sender.run}) sends weights to this worker: end it first"
+    def _not_seeded(self) -> str:
+        """Why another engine may not write here; empty: it may."""
+        for sender in self._senders.values():
+            if not sender.seeds and (begin := sender.following or sender.begin) is not None:
+                return f"{sender.name} (run {sender.run}) has begun version {begin.version} here"
+        return f"the worker {self._lends()} itself" if self._lent else ""
+
+    def _refuse_seed(self, sender: _Sender, reason: str) -> list[Action]:
+        return [Reply(sender.source, Leave(clip(reason))), *self._lose(sender, reason)]
 
     def fenced(self, peer: Peer) -> list[Action]:
         self._fencing.discard(peer)
@@ -283,11 +308,26 @@ class Landing:
     # --- A version
 
     def _begin(self, sender: _Sender, begin: Begin) -> list[Action]:
-        if self.phase in (Phase.LANDING, Phase.READY, Phase.APPLYING):
+        actions: list[Action] = []
+        if sender.seeds:
+            if refusal := self._not_seeded():
+                return self._refuse_seed(sender, refusal)
+        else:
+            for seeder in list(self._senders.values()):
+                if seeder.seeds and seeder.begin is None and seeder.source in self._senders:
+                    actions += self._refuse_seed(seeder, f"{sender.name} begins version {begin.version}")
+        return actions + self._begin_or_wait(sender, begin)
+
+    def _begin_or_wait(self, sender: _Sender, begin: Begin) -> list[Action]:
+        another = self.phase is Phase.BEGINNING and sender.run != self._run
+        if another or self.phase in (Phase.LANDING, Phase.READY, Phase.APPLYING):
+            first = not any(one.following for one in self._senders.values())
             sender.following = begin
+            if self._lent and first:
+                return [Log(logging.INFO, f"version {begin.version} waits: the worker {self._lends()}")]
             return self._follow()
         if self.phase is Phase.EMPTY:
-            self.phase, self._version = Phase.BEGINNING, begin.version
+            self.phase, self._version, self._run = Phase.BEGINNING, begin.version, sender.run
             for other in self._begun():
                 other.begin = None  # of the version before
         sender.begin = begin
@@ -305,19 +345,21 @@ class Landing:
 
     def _follow(self) -> list[Action]:
         """To the next version, where this one is done with: applied, or all of its senders go on to the next.
-        One that lands, or is being applied, is not left for it."""
+        One that lands, or is being applied, is not left for it; nor is a seed that has landed, as long as who
+        sent it is there."""
         following = [(s, s.following) for s in self._senders.values() if s.following is not None]
-        if self.phase not in (Phase.EMPTY, Phase.READY) or not following:
+        if self.phase not in (Phase.EMPTY, Phase.READY) or not following or self._lent:
             return []
         wanted = self.phase is Phase.READY and self.served != self._version
-        if wanted and len(following) < following[0][1].senders:
+        others = [s for s in self._senders.values() if s.run == self._run != following[0][0].run]
+        if wanted and (others or len(following) < following[0][1].senders):
             return []
         self.phase = Phase.EMPTY
         actions: list[Action] = []
         for sender, begin in following:
             sender.following = None
             if sender.source in self._senders:  # else it was dropped with those before
-                actions += self._begin(sender, begin)
+                actions += self._begin_or_wait(sender, begin)
         return actions
 
     def _open(self) -> list[Action]:
@@ -330,7 +372,7 @@ class Landing:
 
     def _ready(self) -> list[Action]:
         self.phase = Phase.READY
-        return [Reply(sender.source, Ready(self._version)) for sender in self._senders.values()]
+        return [Reply(sender.source, Ready(self._version)) for sender in self._begun()]
 
     def _begun(self) -> list[_Sender]:
         return [sender for sender in self._senders.values() if sender.begin is not None]
@@ -368,27 +410,28 @@ class Landing:
         actions: list[Action] = [Log(logging.INFO, f"a sender of weights is gone: {said}")]
         actions += self._fence(sender, reason)
         unfinished = self.slots and self.phase in (Phase.READY, Phase.APPLYING)
-        if unfinished or self.phase in (Phase.BEGINNING, Phase.LANDING):
-            actions += self._drop(said)
-        return actions
+        if sender.run == self._run and (unfinished or self.phase in (Phase.BEGINNING, Phase.LANDING)):
+            return actions + self._drop(said)
+        return actions + self._follow()
 
     def _drop(self, reason: str) -> list[Action]:
-        """The version is void, and so is every link: who is left has to join again."""
+        """The version is void, and so is every link of its run: who is left has to join again."""
         actions: list[Action] = [
             Log(logging.WARNING, f"version {self._version} of the weights is dropped: {reason}")
         ]
         actions += [CloseCounter(round) for round in sorted(self._opening | self._counting)]
-        for sender in self._senders.values():
+        for sender in [sender for sender in self._senders.values() if sender.run == self._run]:
+            del self._senders[sender.source]
             actions.append(Reply(sender.source, Dropped(self._version, clip(reason))))
             actions += self._fence(sender, "the version was dropped")
-        for done in (self._senders, self._opening, self._counting):
+        for done in (self._opening, self._counting):
             done.clear()
         self._problem = reason[:1024]
         if self.phase is Phase.APPLYING:
             actions.append(GiveUp(reason))  # who took it reads what there is, until applied()
         else:
             self.phase, self._version = Phase.EMPTY, ""
-        return actions
+        return [*actions, *self._follow()]
 
     def _fence(self, sender: _Sender, reason: str) -> list[Action]:
         if sender.peer is None:
@@ -431,15 +474,52 @@ class Landing:
             actions.append(Log(logging.ERROR, what))
         else:
             self.served, self._torn = version, False
-            actions += [Reply(sender.source, Applied(version)) for sender in self._senders.values()]
-        self.phase = Phase.READY
-        if self.slots:
-            if problem and self._begun():
-                actions += self._drop(problem)
+            actions += [Reply(sender.source, Applied(version)) for sender in self._begun()]
+        self.phase, self._problem = Phase.READY, problem[:1024]
+        if self.slots and problem and self._begun():
+            actions += self._drop(problem)
+        elif self.slots:
             self.phase, self._version = Phase.EMPTY, ""
-        self._problem = problem[:1024]
         return [*actions, *self._follow()]
+
+    # --- Lending
+
+    def why_not_lent(self, version: str) -> str:
+        """Why this worker cannot write the version to another engine; empty: it can."""
+        beside = f"version {self._version} is {self.phase.value}" if self._version else "nothing is"
+        following = [one.following.version for one in self._senders.values() if one.following is not None]
+        reasons = {
+            "it is in streaming mode, and keeps no copy of what it serves": bool(self.slots),
+            "it has weights of more than one version": self._torn,
+            "it serves what it was started with": not self.served,
+            f"it serves version {self.served}, and not {version}": self.served != version,
+            f"beside the model, where it would be sent from, {beside}": self.phase is not Phase.READY
+            or self._version != version,
+            "it looks at another checkpoint: ask again": bool(self._recording),
+            "it is being seeded itself": any(one.seeds for one in self._senders.values()),
+            f"version {''.join(following[:1])} is on its way here: ask again": bool(following),
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
+
+    def lend(self, seed: Seed, to: str) -> str:
+        """From now on nothing is written here until it is returned; empty. Else why not."""
+        if refusal := self.why_not_lent(seed.version):
+            return refusal
+        self._lent[seed.run] = to
+        return ""
+
+    def returned(self, seed: Seed) -> list[Action]:
+        """What was lent for it."""
+        del self._lent[seed.run]
+        return self._follow()
+
+    def _lends(self) -> str:
+        return f"writes its weights to {', '.join(self._lent.values())}"
 
 
 NOT_DESCRIBED = "this worker has not looked at such a checkpoint"
 """A sender whose first rank is still describing it asks again."""
+
+
+def _taken(sender: _Sender) -> str:
+    return f"{sender.name} (run {sender.run}) sends weights to this worker: end it first"

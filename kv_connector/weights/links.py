@@ -109,9 +109,12 @@ class Links:
 
         self.loop.call(end).result()
 
-    def close(self) -> None:
+    def end_all(self, reason: str) -> None:
         for link in list(self._links.values()):
-            self.end(link, "it is through")
+            self.end(link, reason)
+
+    def close(self) -> None:
+        self.end_all("it is through")
         self.loop.stop()
 
     # --- The loop's

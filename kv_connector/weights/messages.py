@@ -48,6 +48,7 @@ class Join(Message, frozen=True, tag="join"):
     name: Id
     tensors: Bytes  # digest of those that were described
     offer: Bytes
+    seeds: bool = False  # it is an engine's, that writes what it serves: a trainer may come beside it
 
 
 class Joined(Message, frozen=True, tag="joined"):
@@ -161,6 +162,21 @@ class Hashed(Message, frozen=True, tag="hashed"):
     hashes: tuple[Bytes, ...]
 
 
+class Seed(Message, frozen=True, tag="seed"):
+    """To each worker of an engine that serves the version: write it to another engine. Answered by SEEDED;
+    REFUSED where it cannot be, or has failed. LEAVE, before that, ends it."""
+
+    run: Id
+    version: Version
+    engine: WorkerAddress  # the other one's controller
+
+
+class Seeded(Message, frozen=True, tag="seeded"):
+    """The other engine serves it."""
+
+    version: Version
+
+
 class Ask(Message, frozen=True, tag="ask"):
     """To a worker or a controller: how far are you? Answered by STATE."""
 
@@ -174,6 +190,7 @@ class State(Message, frozen=True, tag="state"):
     problem: Annotated[str, msgspec.Meta(max_length=1024)] = ""
     """Why the last version was not applied; empty: it was."""
     torn: bool = False  # it has weights of more than one version, and must not serve
+    seeding: Annotated[str, msgspec.Meta(max_length=1024)] = ""  # the engines that it writes its version to
 
 
 WeightMessage = (
@@ -197,6 +214,8 @@ WeightMessage = (
     | Torn
     | Verify
     | Hashed
+    | Seed
+    | Seeded
     | Ask
     | State
 )

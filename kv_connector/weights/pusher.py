@@ -16,17 +16,16 @@ from __future__ import annotations
 import logging
 import queue
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import Literal
 
 import msgspec
 
 from kv_connector.control.addresses import parse_address
-from kv_connector.control.cluster_key import find_key
+from kv_connector.control.cluster_key import ClusterKey, find_key
 from kv_connector.engine import DomainConfig, EngineConfig, TransferError
 from kv_connector.engine.transfer_engine import TransferEngine
 from kv_connector.protocol.actions import Address
@@ -51,8 +50,8 @@ from kv_connector.weights.messages import (
     Workers,
     WorkersAre,
 )
-from kv_connector.weights.plan import Plan, Shard, make_plan
-from kv_connector.weights.sources import Source
+from kv_connector.weights.plan import Plan, make_plan
+from kv_connector.weights.sources import Engines, Source
 from kv_connector.weights.writer import STAGING_BYTES, Send, Target, Writer
 
 logger = logging.getLogger("kv_connector")
@@ -61,7 +60,7 @@ Stage = Literal["landed", "applied"]
 
 _RETRY_S = 0.2
 # To look at a model's loaders takes a worker up to 2 ms a tensor, of which large ones have 37,000.
-_RECORD_S = 180.0
+RECORD_S = 180.0
 
 
 class PushError(RuntimeError):
@@ -170,18 +169,24 @@ class WeightPusher:
         timeouts: Timeouts | None = None,
         name: str = "trainer",
         apply: Callable[[str], None] | None = None,
+        key: ClusterKey | None = None,
+        seeds: bool = False,
     ) -> None:
         """``engines``: the controllers' addresses, ``host:port``. ``providers``: lanes in order of
         preference; default: ``host`` and ``tcp``, of weights in a GPU ``nvlink``. ``data_host``: this
         machine's address for them. ``apply``: called by rank 0, on a thread that must not wait, when all
-        engines that are left may be paused for a version; default: each one's controller is told.
+        engines that are left may be paused for a version; default: each one's controller is told. ``key``:
+        what is in ``key_file``, where it has been read. ``seeds``: this is an engine, beside which a trainer
+        may come.
 
         KeyFileError; ValueError where an address is none; TransferError where a lane does not open.
         """
-        key = find_key(key_file)
+        key = key or find_key(key_file)
         self._source = source
         self._timeouts = timeouts or Timeouts()
         self._run = ""
+        self._seeds = seeds
+        self._cancelled = ""
         self._name = f"{name}/{source.rank}"
         self._apply = apply
         self._engines = [_Engine(parse_address(engine)) for engine in engines]
@@ -224,15 +229,16 @@ class WeightPusher:
                     self._links.end(link, "it connects anew")
             for worker in engine.workers:
                 self._writer.fence(worker.peer)
-        self._run = cast("str", self._source.exchange(uuid.uuid4().hex)[0])
-        addresses, geometries = self._geometries()
-        for engine, workers in zip(self._engines, addresses, strict=True):
+        agreed = self._source.agree(self._ask_engines)
+        if isinstance(agreed.engines, str):
+            raise PushError(agreed.engines)
+        self._run = agreed.run
+        geometries = [msgspec.msgpack.decode(one, type=Geometry) for one in agreed.engines.geometries]
+        for engine, workers in zip(self._engines, agreed.engines.workers, strict=True):
             engine.workers = [_Worker(Address(*worker), -1) for worker in workers]
         for number, worker in enumerate(self._workers()):
             worker.number = number
-        held = self._source.exchange([one.shard for one in self._source.held()])
-        shards = cast("list[list[Shard]]", held)
-        self._plan = make_plan(self._source.tensors(), shards, geometries)
+        self._plan = make_plan(self._source.tensors(), agreed.held, geometries)
         for worker in self._workers():
             pieces = [of[worker.number] for of in self._plan.pieces]
             worker.senders = sum(rank == 0 or bool(parts) for rank, parts in enumerate(pieces))
@@ -269,21 +275,14 @@ class WeightPusher:
             for engine in self._engines
         }
 
-    def _geometries(self) -> tuple[list[list[tuple[str, int]]], list[Geometry]]:
-        """Rank 0 asks, the others hear it from there: each engine's workers, and what each of them loads."""
-        found: object = None
-        if self._source.rank == 0:
-            try:
-                found = self._ask_geometries()
-            except (LinkError, OSError) as error:
-                found = str(error)
-        found = self._source.exchange(found)[0]
-        if isinstance(found, str):
-            raise PushError(found)
-        addresses, geometries = cast("tuple[list[list[tuple[str, int]]], list[bytes]]", found)
-        return addresses, [msgspec.msgpack.decode(one, type=Geometry) for one in geometries]
+    def _ask_engines(self) -> Engines | str:
+        """Their workers, and what each of them loads."""
+        try:
+            return self._ask_geometries()
+        except (LinkError, OSError) as error:
+            return str(error)
 
-    def _ask_geometries(self) -> tuple[list[list[tuple[str, int]]], list[bytes]]:
+    def _ask_geometries(self) -> Engines:
         workers: list[list[tuple[str, int]]] = []
         asked: list[tuple[Link, Future[WeightMessage]]] = []
         describe = Describe(tuple(self._source.tensors()))
@@ -295,14 +294,14 @@ class WeightPusher:
                 asked.append((link, self._links.ask(link, describe)))
         geometries = []
         for link, answer in asked:
-            described = self._links.wait(answer, link, _RECORD_S)
+            described = self._links.wait(answer, link, RECORD_S)
             assert isinstance(described, Described)
             geometries.append(msgspec.msgpack.encode(described.geometry))
             self._links.end(link, "it was only asked")
-        return workers, geometries
+        return Engines(workers, geometries)
 
     def _reach(self, engine: _Engine) -> Sequence[WorkerAddress]:
-        """Rank 0: a link to the controller, and who its workers are. Raises LinkError."""
+        """A link to the controller, and who its workers are. Raises LinkError."""
         engine.link = self._links.dial(engine.address)
         answer = self._links.ask(engine.link, Workers())
         here = self._links.wait(answer, engine.link, self._timeouts.connect)
@@ -312,7 +311,7 @@ class WeightPusher:
 
     def _join(self, worker: _Worker) -> None:
         """Of an engine that was started again rank 0 has it look at the checkpoint; the others wait."""
-        deadline = time.monotonic() + _RECORD_S
+        deadline = time.monotonic() + RECORD_S
         while not self._joined(worker):
             if self._source.rank == 0:
                 self._describe_again(worker)
@@ -325,7 +324,7 @@ class WeightPusher:
         link = self._links.dial(worker.address)
         try:
             answer = self._links.ask(link, Describe(tuple(self._source.tensors())))
-            described = self._links.wait(answer, link, _RECORD_S)
+            described = self._links.wait(answer, link, RECORD_S)
         except LinkError as error:
             raise PushError(f"{self._name} cannot join {worker.address}: {error}") from error
         finally:
@@ -336,10 +335,17 @@ class WeightPusher:
 
     def _joined(self, worker: _Worker) -> bool:
         """False: the worker has not looked at this checkpoint yet."""
+        if self._cancelled:
+            raise PushError(self._cancelled)
         link = self._links.dial(worker.address)
         shaken = self._engine.offer(str(worker.address))
         join = Join(
-            self._run, self._source.rank, self._name, digest(tuple(self._source.tensors())), shaken.data
+            self._run,
+            self._source.rank,
+            self._name,
+            digest(tuple(self._source.tensors())),
+            shaken.data,
+            self._seeds,
         )
         try:
             joined = self._links.wait(self._links.ask(link, join), link, self._timeouts.connect)
@@ -355,6 +361,9 @@ class WeightPusher:
         if worker.link is not None:
             self._writer.fence(worker.peer)  # of the link that is over
         worker.link, worker.peer, worker.offsets = link, shaken.peer, joined.offsets
+        if self._cancelled:
+            self._end(worker, self._cancelled)
+            raise PushError(self._cancelled)
         self._links.watch(link, sends=True)
         logger.info("%s: sends weights to %s, over %s", self._name, worker.address, joined.lane)
         return True
@@ -451,6 +460,13 @@ class WeightPusher:
         if worker.link is not None and not worker.link.over:
             self._links.end(worker.link, reason)
             self._lost(worker.link, reason)
+
+    def cancel(self, reason: str) -> None:
+        """For good: a push that is under way returns soon, and its Update gives the reason. Any thread."""
+        self._cancelled = reason
+        for worker in self._workers():
+            self._end(worker, reason)
+        self._links.end_all(reason)  # of who is only asked
 
     def _begins(self, worker: _Worker, version: str) -> Begin:
         assert self._plan is not None

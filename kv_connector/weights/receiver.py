@@ -45,7 +45,10 @@ from kv_connector.weights.messages import (
     Described,
     Hashed,
     Joined,
+    Leave,
     Refused,
+    Seed,
+    Seeded,
     State,
     Torn,
     Verify,
@@ -54,6 +57,7 @@ from kv_connector.weights.messages import (
     Workers,
     WorkersAre,
 )
+from kv_connector.weights.seeder import Lender, Seeder
 
 logger = logging.getLogger("kv_connector")
 
@@ -103,6 +107,8 @@ class WeightReceiver:
         self._recorder = ThreadPoolExecutor(1, "kvc-weights-record")
         self._landing = Landing(config.timeouts.dead, slots=SLOTS if config.streaming else 0)
         self._arena: Arena | None = None
+        self._tensors: tuple[Tensor, ...] = ()  # that it was made for
+        self._seeders: dict[Source, Seeder] = {}  # by who asked
         self._region = -1
         self._counters: dict[int, int] = {}  # their rounds
         self._handed: queue.SimpleQueue[HandOver | GiveUp] = queue.SimpleQueue()
@@ -112,7 +118,7 @@ class WeightReceiver:
     def start(self) -> Address:
         """Raises zmq.ZMQError where the address cannot be bound."""
         try:
-            address = self._loop.sockets.bind(self._config.address)
+            self._address = address = self._loop.sockets.bind(self._config.address)
         except zmq.ZMQError:
             self.close()
             raise
@@ -160,6 +166,9 @@ class WeightReceiver:
         return self._loop.call(self._landing.state).result()
 
     def close(self) -> None:
+        for seeder in list(self._seeders.values()):
+            seeder.cancel("the worker ends")
+            seeder.join()
         self._recorder.shutdown(cancel_futures=True)
         self._loop.stop()
         self._engine.close()
@@ -175,6 +184,11 @@ class WeightReceiver:
             self._torn(received.message.reason)
         elif isinstance(received.message, Verify):
             self._verify(received.source, received.message)
+        elif isinstance(received.message, Seed):
+            self._seed(received.source, received.message)
+        elif isinstance(received.message, Leave) and received.source in self._seeders:
+            said = received.message.reason or "it has left"
+            self._seeders[received.source].cancel(f"who asked for it: {said}")
         else:
             self._run(self._landing.receive(now, received.source, received.message))
 
@@ -265,6 +279,7 @@ class WeightReceiver:
             self._run(self._landing.not_recorded(f"{self._config.name}: {error}"))
             return
         assert self._arena is not None
+        self._tensors = tensors
         logger.info(
             "%s: %d of %d tensors would be loaded, by %.2f GB beside the model, in %d rounds",
             self._config.name,
@@ -296,6 +311,48 @@ class WeightReceiver:
 
             hashing = self._recorder.submit(hashes, arena.geometry, arena.box)
             hashing.add_done_callback(lambda done: self._loop.call(lambda: hashed(done)) and None)
+
+    def _seed(self, source: Source, seed: Seed) -> None:
+        """Beside the loop. The arena is lent when the other engine is ready to be written to."""
+        arena, config, me = self._arena, self._config, self._address
+        to = f"{seed.engine.host}:{seed.engine.port}"
+        refusal = self._landing.why_not_lent(seed.version)
+        if refusal or arena is None or source in self._seeders:
+            why = refusal or "it does so already"
+            self._loop.sockets.send(source, Refused(clip(f"{me} cannot seed {to}: {why}")))
+            return
+
+        def lend() -> str:
+            return "it has another arena" if self._arena is not arena else self._landing.lend(seed, to)
+
+        def done(problem: str) -> None:
+            del self._seeders[source]
+            failed = Refused(clip(f"{me} did not seed {to}: {problem}"))
+            self._loop.sockets.send(source, failed if problem else Seeded(seed.version))
+
+        def when_done(problem: str) -> None:
+            self._loop.call(lambda: done(problem))
+
+        workers = tuple(Address(worker.host, worker.port) for worker in self._workers)
+        lender = Lender(
+            config.name,
+            arena,
+            self._tensors,
+            workers,
+            workers.index(me),
+            config.providers,
+            config.data_host or config.address.host,
+            config.key,
+            config.timeouts,
+        )
+        self._seeders[source] = Seeder(
+            lender,
+            seed,
+            lambda: self._loop.call(lend).result(),
+            lambda: self._loop.call(lambda: self._run(self._landing.returned(seed))).result(),
+            when_done,
+        )
+        self._seeders[source].start()
 
     def _make_arena(self, geometry: Geometry) -> None:
         if self._arena is not None and self._arena.geometry == geometry:

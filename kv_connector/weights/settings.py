@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from kv_connector.agent.settings import Settings, SettingsError, parse_settings, settings_in_environment
+from kv_connector.control.addresses import parse_address
+from kv_connector.protocol.actions import Address
 
 SETTINGS_VARIABLE = "KV_CONNECTOR_WEIGHTS"
 
@@ -24,19 +28,41 @@ _USED = (
 )
 
 
-def weight_settings(environment: Mapping[str, str], device_type: str) -> tuple[Settings, bool]:
-    """``KV_CONNECTOR_WEIGHTS``, a JSON object; and whether versions land round by round in a pause, instead
-    of beside what is served. Raises SettingsError."""
+@dataclass(frozen=True)
+class WeightSettings:
+    """``agent``: what the KV cache's connector has as well."""
+
+    agent: Settings
+    streaming: bool
+    """Versions land round by round in a pause, instead of beside what is served."""
+    seed_from: tuple[Address, ...]
+    """Engines that are asked, one after the other, to write what they serve when this one starts."""
+
+
+def weight_settings(environment: Mapping[str, str], device_type: str) -> WeightSettings:
+    """``KV_CONNECTOR_WEIGHTS``, a JSON object. Raises SettingsError."""
     given = settings_in_environment(environment, SETTINGS_VARIABLE, CONTROL_PORT)
     mode = given.pop("mode", _MODES[0])
     if mode not in _MODES:
         raise SettingsError(f"{SETTINGS_VARIABLE}: mode is {mode!r}. Valid: {', '.join(_MODES)}.")
+    seed_from = _addresses(given.pop("seed_from", []))
     if unused := sorted(given.keys() - set(_USED)):
-        valid = ", ".join(("mode", *_USED))
+        valid = ", ".join(("mode", "seed_from", *_USED))
         raise SettingsError(
             f"{SETTINGS_VARIABLE}: {', '.join(unused)} mean nothing for weights. Valid: {valid}."
         )
     try:
-        return parse_settings(given).for_device(device_type), mode == "streaming"
+        agent = parse_settings(given).for_device(device_type)
     except SettingsError as error:
         raise SettingsError(f"{SETTINGS_VARIABLE}: {error}") from None
+    return WeightSettings(agent, mode == "streaming", seed_from)
+
+
+def _addresses(given: Any) -> tuple[Address, ...]:
+    example = 'a list of what the engines have as control_host and control_port: ["10.0.0.5:5800"]'
+    try:
+        if not isinstance(given, list):
+            raise ValueError(repr(given))
+        return tuple(parse_address(str(one)) for one in given)
+    except ValueError as error:
+        raise SettingsError(f"{SETTINGS_VARIABLE}: seed_from: {error}. It must be {example}.") from None

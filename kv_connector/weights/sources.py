@@ -1,19 +1,23 @@
-"""What a trainer's rank holds: boxes of the checkpoint's tensors, sharded as its parallelism has them.
+"""What a sender's rank holds: boxes of the checkpoint's tensors, sharded as its parallelism has them.
 
-Of a module under FSDP2 or HSDP nothing is gathered: each rank sends the rows that it has.
+Of a module under FSDP2 or HSDP nothing is gathered: each rank sends the rows that it has. And so does each
+worker of an engine that sends what it was sent.
 """
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol, cast
 
 import torch
 from safetensors import safe_open
 
-from kv_connector.weights.geometry import Tensor
+from kv_connector.weights.arena import Arena
+from kv_connector.weights.geometry import Geometry, Tensor
 from kv_connector.weights.plan import Box, Shard
 
 
@@ -31,8 +35,25 @@ class Held:
     resident: bool = True
 
 
+@dataclass(frozen=True)
+class Engines:
+    """What engines answer."""
+
+    workers: list[list[tuple[str, int]]]  # of each engine
+    geometries: list[bytes]  # of all workers, as MessagePack
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks know alike."""
+
+    run: str
+    engines: Engines | str  # or why there are none
+    held: list[list[Shard]]  # by rank
+
+
 class Source(Protocol):
-    """Of one rank of a trainer."""
+    """Of one rank of a trainer, or of an engine that seeds another."""
 
     @property
     def rank(self) -> int: ...
@@ -47,8 +68,24 @@ class Source(Protocol):
     def held(self) -> Sequence[Held]:
         """What this rank can send. All ranks' together are each tensor once, or several times whole."""
 
-    def exchange(self, value: object) -> list[object]:
-        """Everybody's, by rank. A collective: all ranks call it."""
+    def agree(self, ask: Callable[[], Engines | str]) -> Agreed:
+        """A collective: all ranks call it. ``ask``: asks the engines, which one rank does for all, or each;
+        why it could not is a string."""
+
+
+def agree(
+    source: Source, exchange: Callable[[object], list[object]], ask: Callable[[], Engines | str]
+) -> Agreed:
+    """The first rank asks the engines, and decides what the run is called. ``exchange``: everybody's value,
+    by rank."""
+    first = cast(
+        "tuple[str, Engines | str]", exchange((uuid.uuid4().hex, ask()) if source.rank == 0 else None)[0]
+    )
+    run, engines = first
+    if isinstance(engines, str):
+        return Agreed(run, engines, [])
+    held = exchange([one.shard for one in source.held()])
+    return Agreed(run, engines, cast("list[list[Shard]]", held))
 
 
 class TensorSource:
@@ -78,7 +115,11 @@ class TensorSource:
     def held(self) -> Sequence[Held]:
         return self._held
 
+    def agree(self, ask: Callable[[], Engines | str]) -> Agreed:
+        return agree(self, self.exchange, ask)
+
     def exchange(self, value: object) -> list[object]:
+        """Everybody's, by rank. A collective: all ranks call it."""
         if not self._distributed:
             return [value]
         values: list[object] = [None] * torch.distributed.get_world_size(self._group)
@@ -147,8 +188,37 @@ class CheckpointSource:
     def held(self) -> Sequence[Held]:
         return self._held
 
-    def exchange(self, value: object) -> list[object]:
-        return [value]
+    def agree(self, ask: Callable[[], Engines | str]) -> Agreed:
+        return agree(self, lambda value: [value], ask)
+
+
+class ArenaSource:
+    """What has landed at one of an engine's workers: boxes of the checkpoint's tensors, in the dtypes of its
+    model. The workers are the ranks. They do not wait for each other: each asks by itself."""
+
+    def __init__(
+        self, arena: Arena, tensors: Sequence[Tensor], rank: int, run: str, others: Sequence[Geometry]
+    ) -> None:
+        """``others``: what all workers load of ``tensors``, by rank, this one's included."""
+        self.rank, self.device = rank, arena.device
+        self._tensors, self._run, self._others = tensors, run, others
+        self._held = [
+            Held(shard, partial(arena.box, write))
+            for shard, write in zip(_shards(arena.geometry), arena.geometry.writes, strict=True)
+        ]
+
+    def tensors(self) -> Sequence[Tensor]:
+        return self._tensors
+
+    def held(self) -> Sequence[Held]:
+        return self._held
+
+    def agree(self, ask: Callable[[], Engines | str]) -> Agreed:
+        return Agreed(self._run, ask(), [_shards(geometry) for geometry in self._others])
+
+
+def _shards(geometry: Geometry) -> list[Shard]:
+    return [Shard(write.tensor, Box(write.start, write.extent)) for write in geometry.writes]
 
 
 @dataclass(frozen=True)

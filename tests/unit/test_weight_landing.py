@@ -16,6 +16,7 @@ from kv_connector.weights.landing import (
     GiveUp,
     HandOver,
     Landing,
+    Log,
     OpenCounter,
     Phase,
     Record,
@@ -36,8 +37,10 @@ from kv_connector.weights.messages import (
     Pong,
     Ready,
     Refused,
+    Seed,
     State,
     WeightMessage,
+    WorkerAddress,
 )
 
 TENSORS = (Tensor("w", "float32", (4,)),)
@@ -363,3 +366,168 @@ def test_a_round_that_cannot_be_applied_voids_what_follows() -> None:
     assert {fence.peer for fence in only(actions, Fence)} == {0, 1}
     assert {type(message) for message in replies(actions).values()} == {Dropped}
     assert landing.state() == State("", arena_bytes=NBYTES, problem="a kernel failed", torn=True)
+
+
+# --- Lent to another engine, and seeded by one
+
+SEED = Seed("seed", "1", WorkerAddress("10.0.0.7", 5800))
+TO = "10.0.0.7:5800"
+
+
+def serving_one() -> tuple[Landing, bytes, bytes]:
+    """Version 1."""
+    landing, a, b = landing_of_two()
+    landing.reached()
+    landing.take("1")
+    landing.applied("")
+    return landing, a, b
+
+
+def seeder(landing: Landing, rank: int = 7) -> bytes:
+    source = b"%d" % rank
+    join_as = Join("seed", rank, f"seeder/{rank}", digest(TENSORS), b"offer", seeds=True)
+    assert only(landing.receive(0, source, join_as), Accept)
+    landing.accepted(source, rank, Joined(b"answer", b"region", (0,), "tcp"))
+    return source
+
+
+def test_what_is_lent_is_written_when_it_is_returned() -> None:
+    landing, a, b = serving_one()
+    assert landing.lend(SEED, TO) == ""
+    assert landing.state().seeding == TO
+    (log,) = landing.receive(0, a, begin("2"))
+    assert isinstance(log, Log)
+    assert log.text == f"version 2 waits: the worker writes its weights to {TO}"
+    assert landing.receive(0, b, begin("2")) == []
+    assert "version 2 is on its way here" in landing.lend(Seed("more", "1", SEED.engine), TO)
+    others = (Tensor("v", "float32", (4,)),)
+    assert replies(landing.receive(0, b"other", Describe(others))).keys() == {b"other"}
+    assert landing.take("1") == [HandOver()], "to be applied again is to be read"
+    assert landing.returned(SEED) == []
+    assert landing.applied("")[-1] == OpenCounter((0, 1), 6)
+    assert landing.state().seeding == ""
+
+
+def test_it_is_returned_when_all_have_done_so() -> None:
+    landing, a, b = serving_one()
+    second = Seed("second", "1", WorkerAddress("10.0.0.8", 5800))
+    assert landing.lend(SEED, TO) == landing.lend(second, "10.0.0.8:5800") == ""
+    assert landing.state().seeding == f"{TO}, 10.0.0.8:5800"
+    landing.receive(0, a, begin("2"))
+    landing.receive(0, b, begin("2"))
+    assert landing.returned(SEED) == []
+    assert landing.returned(second) == [OpenCounter((0, 1), 6)]
+
+
+def test_another_checkpoint_is_not_looked_at_while_the_arena_is_lent() -> None:
+    landing, a, b = serving_one()
+    for source in (a, b):
+        landing.receive(0, source, Leave())
+    landing.lend(SEED, TO)
+    said = replies(landing.receive(0, b"other", Describe((Tensor("v", "float32", (4,)),))))
+    assert said == {b"other": Refused(f"the worker writes its weights to {TO}: ask again")}
+    assert replies(landing.receive(0, b"same", Describe(TENSORS))) == {b"same": Described(GEOMETRY)}
+
+
+def test_who_describe_the_same_checkpoint_are_answered_together() -> None:
+    landing = Landing(DEAD)
+    assert landing.receive(0, b"one", Describe(TENSORS)) == [Record(TENSORS)]
+    assert landing.receive(0, b"two", Describe(TENSORS)) == []
+    answer = Described(GEOMETRY)
+    assert replies(landing.recorded(digest(TENSORS), answer, NBYTES)) == {b"one": answer, b"two": answer}
+
+
+def test_why_nothing_is_lent() -> None:
+    landing, a, b = landing_of_two()
+    assert landing.lend(SEED, TO) == "it serves what it was started with"
+    landing, a, b = serving_one()
+    assert landing.lend(Seed("s", "0", SEED.engine), TO) == "it serves version 1, and not 0"
+    landing.receive(0, a, begin("2"))
+    landing.receive(0, b, begin("2"))
+    beside = "beside the model, where it would be sent from, "
+    assert landing.lend(SEED, TO) == f"{beside}version 2 is beginning"
+    landing.receive(0, b, Leave())
+    assert landing.lend(SEED, TO) == f"{beside}nothing is"
+    landing, a, b = serving_one()
+    for source in (a, b):
+        landing.receive(0, source, Leave())
+    landing.receive(0, b"other", Describe((Tensor("v", "float32", (4,)),)))
+    assert landing.lend(SEED, TO) == "it looks at another checkpoint: ask again"
+    landing, a, b = serving_one()
+    landing.take("1")
+    landing.applied("broken", torn=True)
+    assert landing.lend(SEED, TO) == "it has weights of more than one version"
+    landing = Landing(DEAD, slots=2)
+    assert landing.lend(SEED, TO) == "it is in streaming mode, and keeps no copy of what it serves"
+    landing, a, b = serving_one()
+    for source in (a, b):
+        landing.receive(0, source, Leave())
+    seeder(landing)
+    assert landing.lend(SEED, TO) == "it is being seeded itself"
+
+
+def test_of_trainers_and_of_seeding_engines_there_is_one_each() -> None:
+    landing = described()
+    join(landing, 0)
+    seeder(landing)
+    for seeds, name in ((False, "trainer/0"), (True, "seeder/7")):
+        more = Join("more", 1, "more", digest(TENSORS), b"offer", seeds)
+        (refused,) = replies(landing.receive(0, b"more", more)).values()
+        assert isinstance(refused, Refused)
+        assert refused.reason.startswith(name)
+    assert landing.state().senders == 2
+
+
+def test_a_trainer_waits_for_a_seed_that_lands_until_it_is_applied() -> None:
+    landing = described()
+    trainer, seeding = join(landing, 0), seeder(landing)
+    assert landing.receive(0, seeding, begin("1", senders=1, nbytes=NBYTES)) == [OpenCounter((7,), 3)]
+    landing.opened(77)
+    assert landing.receive(0, trainer, begin("2", senders=1, nbytes=NBYTES)) == []
+    assert replies(landing.reached()) == {seeding: Ready("1")}
+    assert landing.take("1") == [HandOver()]
+    assert landing.applied("") == [Reply(seeding, Applied("1")), OpenCounter((0,), 3)]
+    assert only(landing.receive(0, seeding, Leave()), CloseCounter) == []
+    assert landing.state().landing == "2"
+
+
+@pytest.mark.parametrize("when", ["landing", "landed"])
+def test_a_trainer_that_waits_for_a_seed_is_next_when_who_seeds_is_lost(when: str) -> None:
+    landing = described()
+    trainer, seeding = join(landing, 0), seeder(landing)
+    landing.receive(0, seeding, begin("1", senders=1, nbytes=NBYTES))
+    landing.opened(77)
+    if when == "landed":
+        landing.reached()
+    assert landing.receive(0, trainer, begin("2", senders=1, nbytes=NBYTES)) == []
+    actions = landing.receive(0, seeding, Leave())
+    assert Fence(7, "it has left") in actions
+    assert trainer not in replies(actions)
+    assert landing.fenced(7) == [OpenCounter((0,), 3)]
+
+
+def test_a_trainer_that_begins_goes_before_who_has_not_begun_to_seed() -> None:
+    landing = described()
+    trainer, seeding = join(landing, 0), seeder(landing)
+    said = replies(landing.receive(0, trainer, begin("2", senders=1, nbytes=NBYTES)))
+    assert said == {seeding: Leave("trainer/0 begins version 2")}
+    landing.fenced(7)
+    for when in ("it lands", "it is served"):
+        again = Join("again", 7, "seeder/7", digest(TENSORS), b"offer", seeds=True)
+        refused = Refused("trainer/0 (run run) has begun version 2 here")
+        assert replies(landing.receive(0, b"again", again)) == {b"again": refused}, when
+        landing.opened(77)
+        landing.reached()
+        landing.take("2")
+        landing.applied("")
+
+
+def test_a_seed_that_not_all_have_begun_is_left_for_a_trainers_version() -> None:
+    landing = described()
+    trainer, one, two = join(landing, 0), seeder(landing, 6), seeder(landing, 7)
+    assert landing.receive(0, one, begin("1")) == []
+    said = replies(landing.receive(0, trainer, begin("2", senders=1, nbytes=NBYTES)))
+    assert said.keys() == {one, two}
+    assert landing.state().senders == 1
+    assert landing.fenced(6) == []
+    assert landing.fenced(7) == [OpenCounter((0,), 3)]

@@ -10,19 +10,21 @@ from typer.testing import CliRunner
 from kv_connector.agent.settings import SettingsError
 from kv_connector.cli.exit_status import ExitStatus
 from kv_connector.cli.main import app
+from kv_connector.protocol.actions import Address
 from kv_connector.weights.settings import CONTROL_PORT, SETTINGS_VARIABLE, weight_settings
 
 
 def test_defaults() -> None:
-    settings, streaming = weight_settings({}, "cuda")
-    assert not streaming
-    assert settings.control_port == CONTROL_PORT
-    assert settings.providers == ("nvlink",)
-    settings, streaming = weight_settings(
-        {SETTINGS_VARIABLE: '{"control_port": 1, "mode": "streaming"}'}, "cpu"
-    )
-    assert streaming
-    assert settings.control_port == 1
+    settings = weight_settings({}, "cuda")
+    assert not settings.streaming
+    assert settings.seed_from == ()
+    assert settings.agent.control_port == CONTROL_PORT
+    assert settings.agent.providers == ("nvlink",)
+    given = '{"control_port": 1, "mode": "streaming", "seed_from": ["10.0.0.5:5800", "[::1]:5801"]}'
+    settings = weight_settings({SETTINGS_VARIABLE: given}, "cpu")
+    assert settings.streaming
+    assert settings.agent.control_port == 1
+    assert settings.seed_from == (Address("10.0.0.5", 5800), Address("::1", 5801))
 
 
 @pytest.mark.parametrize(
@@ -32,9 +34,15 @@ def test_defaults() -> None:
         ("[]", f"{SETTINGS_VARIABLE} must be a JSON object"),
         (
             '{"routers": []}',
-            f"{SETTINGS_VARIABLE}: routers mean nothing for weights. Valid: mode, control_host",
+            f"{SETTINGS_VARIABLE}: routers mean nothing for weights. Valid: mode, seed_from, control_host",
         ),
         ('{"mode": "in place"}', f"{SETTINGS_VARIABLE}: mode is 'in place'. Valid: shadow, streaming."),
+        (
+            '{"seed_from": "10.0.0.5:5800"}',
+            f"{SETTINGS_VARIABLE}: seed_from: '10.0.0.5:5800'. It must be a list",
+        ),
+        ('{"seed_from": ["10.0.0.5"]}', f"{SETTINGS_VARIABLE}: seed_from: '10.0.0.5' must be host:port"),
+        ('{"seed_from": [5800]}', f"{SETTINGS_VARIABLE}: seed_from: '5800' must be host:port"),
         ('{"control_port": "x"}', f"{SETTINGS_VARIABLE}: Expected `int`"),
         ('{"providers": ["host"]}', f"{SETTINGS_VARIABLE}: providers: host cannot move"),
     ],

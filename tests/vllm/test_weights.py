@@ -37,8 +37,8 @@ PROMPTS = [(number, tokens) for number, tokens in enumerate((1, 7, 31, 32, 33, 1
 TOKENS = 16
 # How many times a trainer is killed, behind ever more of its writes: make test-weights.
 POINTS = int(os.environ.get("KVC_WEIGHT_FAULTS", "2"))
-# Each with other ranks, lane and mode.
-ENGINES = ((1, "host", "shadow"), (2, "tcp", "streaming"))
+# Each with other ranks, lanes and mode.
+ENGINES = ((1, ("host", "tcp"), "shadow"), (2, ("tcp",), "streaming"))
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,36 @@ class Site:
     takes: list[str]  # where they take weights
     oracle: Engine  # started with "b"
     checkpoints: dict[str, Path]
+    cluster: LocalCluster
 
-    def push(self, name: str, *more: str, by: str = "push") -> str:
-        """By the command; what it says."""
-        options = [word for address in self.takes for word in ("--engine", address)]
+    def push(self, name: str, *more: str, to: Sequence[str] = (), by: str = "push") -> str:
+        """By the command, to all where it is not said to whom; what it says."""
+        options = [word for address in to or self.takes for word in ("--engine", address)]
         done = CliRunner().invoke(app, ["weights", by, str(self.checkpoints[name]), *options, *more])
         assert done.exit_code == 0, done.output
         return done.output
+
+    def seed(self, seeder: str, joiner: str) -> str:
+        done = CliRunner().invoke(app, ["weights", "seed", "--from", seeder, "--engine", joiner])
+        assert done.exit_code == 0, done.output
+        return done.output
+
+
+def start(
+    cluster: LocalCluster, name: str, ranks: int, arguments: Sequence[str] = (), **of_weights: object
+) -> tuple[Engine, str]:
+    """And where it takes weights."""
+    # The controller's port, and the workers' behind it.
+    (port,) = free_ports(1)
+    given = {"control_host": HOST, "control_port": port, **of_weights}
+    words = ("--weight-transfer-config", '{"backend": "write_imm"}', "-tp", str(ranks), *arguments)
+    environment = {
+        "KV_CONNECTOR_WEIGHTS": json.dumps(given),
+        "VLLM_PLUGINS": "kv_connector",
+        "VLLM_SERVER_DEV_MODE": "1",  # for vLLM's own client alone
+    }
+    settings = dataclasses.replace(cluster.settings, arguments=words, environment=environment)
+    return cluster.start_engine(name, settings=settings), f"{HOST}:{port}"
 
 
 @pytest.fixture(scope="module")
@@ -66,32 +89,21 @@ def site(interpreter: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory)
     with LocalCluster(directory / "logs", checkpoints["a"], settings) as cluster:
         cluster.interpreter = interpreter
         engines, takes = [], []
-        for ranks, provider, mode in ENGINES:
-            # The controller's port, and the workers' behind it.
-            (port,) = free_ports(1)
-            takes.append(f"{HOST}:{port}")
-            of_weights = {"control_host": HOST, "control_port": port, "providers": [provider], "mode": mode}
-            arguments = ("--weight-transfer-config", '{"backend": "write_imm"}', "-tp", str(ranks))
-            environment = {
-                "KV_CONNECTOR_WEIGHTS": json.dumps(of_weights),
-                "VLLM_PLUGINS": "kv_connector",
-                "VLLM_SERVER_DEV_MODE": "1",  # for vLLM's own client alone
-            }
-            engines.append(
-                cluster.start_engine(
-                    f"ranks{ranks}",
-                    settings=dataclasses.replace(settings, arguments=arguments, environment=environment),
-                )
-            )
+        for ranks, providers, mode in ENGINES:
+            engine, take = start(cluster, f"ranks{ranks}", ranks, providers=providers, mode=mode)
+            engines.append(engine)
+            takes.append(take)
         cluster.model = checkpoints["b"]
         oracle = cluster.start_engine("oracle")
         cluster.wait_ready()
-        yield Site(engines, takes, oracle, checkpoints)
+        yield Site(engines, takes, oracle, checkpoints, cluster)
 
 
-async def answers(client: Client, engine: Engine) -> list[list[int]]:
+async def answers(
+    client: Client, engine: Engine, prompts: Sequence[tuple[int, int]] = PROMPTS
+) -> list[list[int]]:
     return await asyncio.gather(
-        *(client.complete(engine.url, prompt(number, tokens), TOKENS) for number, tokens in PROMPTS)
+        *(client.complete(engine.url, prompt(number, tokens), TOKENS) for number, tokens in prompts)
     )
 
 
@@ -198,9 +210,33 @@ async def test_what_a_trainer_that_gives_up_costs(site: Site, client: Client) ->
         pass  # it hears of it later than the trainer
     assert told.exit_code == 1
     assert "it gives up" in told.output
-    await asyncio.to_thread(site.push, "b", "--version", "b5")
+    # Who was written beside mends it.
+    await asyncio.to_thread(site.push, "b", "--version", "b5", to=site.takes[:1])
+    assert "version b5 is served" in await asyncio.to_thread(site.seed, *site.takes)
     b = await answers(client, site.oracle)
     assert await all_answers(client, site.engines) == [b, b]
+
+
+async def test_an_engine_that_starts_is_seeded_before_it_is_asked_and_seeds_others(
+    site: Site, client: Client
+) -> None:
+    """By one of one rank it has two; and the other way round. The first that it asks has no copy."""
+    few = PROMPTS[1:4]
+    await asyncio.to_thread(site.push, "a", "--version", "a6", to=site.takes[:1])
+    joiner, take = start(
+        site.cluster, "joiner", 2, ("--load-format", "dummy"), providers=("tcp",), seed_from=site.takes[::-1]
+    )
+    try:
+        await asyncio.to_thread(site.cluster.wait_ready)
+        a = await answers(client, site.engines[0], few)
+        assert await answers(client, joiner, few) == a
+        await asyncio.to_thread(site.push, "b", "--version", "b6", to=[take])
+        assert "version b6 is served" in await asyncio.to_thread(site.seed, take, site.takes[0])
+        b = await answers(client, site.oracle, few)
+        assert a != b
+        assert [await answers(client, one, few) for one in (joiner, site.engines[0])] == [b, b]
+    finally:
+        joiner.kill()
 
 
 async def test_a_trainer_that_is_killed_at_any_point_leaves_no_mixed_weights(

@@ -61,6 +61,11 @@ class Fleet:
         assert done.exit_code == bool(problem), done.output
         assert problem in done.output
 
+    async def seed(self, seeder: Engine, joiner: Engine) -> None:
+        words = ["weights", "seed", "--from", self.takes[seeder.name], "--engine", self.takes[joiner.name]]
+        done = await asyncio.to_thread(CliRunner().invoke, app, words)
+        assert done.exit_code == 0, done.output
+
     async def verify(self, name: str) -> str:
         """What is said of both engines' copies."""
         options = [word for address in self.takes.values() for word in ("--engine", address)]
@@ -214,6 +219,12 @@ async def test_pages_of_other_weights_are_not_used_whoever_asks_for_them(
         await assert_quiescent(client, fleet.prefill, fleet.decode)
 
 
+async def counted(client: Client, fleet: Fleet) -> list[str]:
+    """Prompts that the router did not pair, by reason."""
+    lines = (await client.get(f"{fleet.router}/metrics")).splitlines()
+    return [line for line in lines if line.startswith("kv_connector_router_local_prefills_total{")]
+
+
 async def test_a_torn_engine_is_left_out_until_it_is_mended(fleet: Fleet, client: Client) -> None:
     prefill = fleet.prefill
 
@@ -232,10 +243,13 @@ async def test_a_torn_engine_is_left_out_until_it_is_mended(fleet: Fleet, client
     assert "broken by a test" in log
     assert "kv_connector_weights_torn 1.0" in await client.get(f"{prefill.url}/metrics")
     await client.probe(prefill, "probe_break_weights", "")
-    await fleet.push("a", prefill, fleet.decode)
+    await fleet.push("a", prefill)
+    await fleet.seed(prefill, fleet.decode)
     await is_told("ready")
     assert "kv_connector_weights_torn 0.0" in await client.get(f"{prefill.url}/metrics")
     alone = await fleet.alone(client)
+    unpaired = await counted(client, fleet)
     assert [await client.complete(fleet.router, one, TOKENS) for one in PROMPTS] == alone
+    assert await counted(client, fleet) == unpaired, "who was seeded is not paired with who has the same"
     assert (await fleet.verify("a")).count("parameters are the checkpoint's") == 2
     assert (await fleet.verify("b")).count("parameters differ: ") == 2

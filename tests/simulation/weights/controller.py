@@ -43,6 +43,7 @@ class Controller(Actor):
         self.world, self.engine = world, None
         self.port = Port(world, self, CODEC.encode, CODEC.decode)
         self.paused = False
+        self.taking = ""  # for which it is paused, or was last
         self.workers = [Worker(world, self, number, life) for number in range(world.scenario.workers)]
         addresses = [world.address(worker.name) for worker in self.workers]
         self._addresses = tuple(WorkerAddress(address.host, address.port) for address in addresses)
@@ -96,7 +97,7 @@ class Controller(Actor):
         if missing := [state for state in states if state.landed != version]:
             answers.append(NotApplied(version, f"it has not landed at {len(missing)} workers"))
             return
-        self.paused = True
+        self.paused, self.taking = True, version
         for last in (False, True):
             self._trying = len(self.workers)
             for worker in self.workers:

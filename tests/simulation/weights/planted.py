@@ -23,10 +23,10 @@ BUGS = (
         "a sender that is lost while its version lands voids nothing",
         _LANDING,
         """\
-        if unfinished or self.phase in (Phase.BEGINNING, Phase.LANDING):
+        if sender.run == self._run and (unfinished or self.phase in (Phase.BEGINNING, Phase.LANDING)):
 """,
         """\
-        if unfinished or self.phase is Phase.BEGINNING:
+        if sender.run == self._run and (unfinished or self.phase is Phase.BEGINNING):
 """,
     ),
     Bug(
@@ -62,13 +62,40 @@ BUGS = (
     Bug(
         "a sender that is lost between its rounds voids nothing",
         _LANDING,
-        "        if unfinished or self.phase in (Phase.BEGINNING, Phase.LANDING):\n",
-        "        if self.phase in (Phase.BEGINNING, Phase.LANDING):\n",
+        """\
+        if sender.run == self._run and (unfinished or self.phase in (Phase.BEGINNING, Phase.LANDING)):
+""",
+        """\
+        if sender.run == self._run and self.phase in (Phase.BEGINNING, Phase.LANDING):
+""",
     ),
     Bug(
         "who takes a version is not told that it is void",
         _LANDING,
         "            actions.append(GiveUp(reason))  # who took it reads what there is, until applied()\n",
         "            pass\n",
+    ),
+    Bug(
+        "what is lent is written",
+        _LANDING,
+        "        if self.phase not in (Phase.EMPTY, Phase.READY) or not following or self._lent:\n",
+        "        if self.phase not in (Phase.EMPTY, Phase.READY) or not following:\n",
+    ),
+    Bug(
+        "a seeding engine that leaves voids the trainer's version",
+        _LANDING,
+        """\
+        if sender.run == self._run and (unfinished or self.phase in (Phase.BEGINNING, Phase.LANDING)):
+""",
+        """\
+        if unfinished or self.phase in (Phase.BEGINNING, Phase.LANDING):
+""",
+    ),
+    Bug(
+        "a trainer that waits for a seed waits for ever",
+        _LANDING,
+        "        return actions + self._follow()\n",
+        "        return actions\n",
+        first=300,
     ),
 )

@@ -25,6 +25,7 @@ class Trainer:
     restart: float = 3.0  # typical, of its launcher
     gives_up: tuple[int, int] | None = None  # this rank closes in the midst of this push of its first life
     gone: bool = False  # nobody starts it again when a rank of it has died
+    seeds: bool = False  # it is an engine that seeds the others: beside a trainer, and leaves when it has
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -43,6 +44,7 @@ class Scenario:
     streaming: bool = False  # engines have room for two rounds of a version alone
     lease: bool = False  # no lane can be revoked by the receiver alone: its fence waits for the writer's own
     skew: bool = False  # clocks run at rates that differ by up to 1 %
+    lends: bool = False  # engines seed others that are not here: what they serve is lent now and then
     trainers: tuple[Trainer, ...] = ()
     faults: tuple[Fault, ...] = ()
     ambushes: tuple[Fault, ...] = ()  # that wait from their ``at`` on for a version to land, or to be applied
@@ -57,9 +59,10 @@ class Scenario:
 
     @property
     def untroubled(self) -> bool:
-        """Nothing that anybody does or suffers justifies a failure."""
+        """Nothing that anybody does or suffers justifies a failure of a trainer."""
         patient = not any(one.gives_up or one.patience < PATIENCE_S for one in self.trainers)
-        return patient and len(self.trainers) <= 1 and not self.faults + self.ambushes
+        alone = sum(not one.seeds for one in self.trainers) <= 1
+        return patient and alone and not self.faults + self.ambushes
 
     def workers_of(self, controller: str) -> tuple[str, ...]:
         return tuple(f"{controller}/{number}" for number in range(self.workers))
@@ -89,7 +92,18 @@ def draw(seed: int) -> Scenario:
     trainers = tuple(
         _trainer(rng, number, trouble) for number in range(rng.choice((1, 1, 1, 2)) if trouble else 1)
     )
-    scenario = replace(scenario, trainers=trainers)
+    seeding = random.Random(f"seeds {seed}")
+    seeder = Trainer(
+        "s0",
+        at=seeding.uniform(0, 6),
+        ranks=seeding.choice((1, 2, 3)),
+        pushes=1,
+        training=0.0,
+        gone=True,
+        seeds=True,
+    )
+    seeders = (seeder,) if seeding.random() < 0.4 else ()
+    scenario = replace(scenario, trainers=trainers + seeders, lends=seeding.random() < 0.4)
     faults, ambushes = (
         tuple(_fault(rng, scenario) for _ in range(rng.choice(counts) if trouble else 0))
         for counts in ((0, 1, 1, 2, 5), (0, 1, 2, 5))

@@ -21,7 +21,7 @@ def test_no_version_is_torn_and_the_next_push_succeeds() -> None:
     if tally.violations:
         pytest.fail(f"{len(tally.violations)} of {SEEDS} fail. {report('weights', min(tally.violations))}")
     assert tally.seeds == SEEDS
-    for what in (*ANYBODY, *WORKER, *MUTUAL, "given up", "torn"):
+    for what in (*ANYBODY, *WORKER, *MUTUAL, "given up", "torn", "seeded", "lent"):
         assert tally.ended[what] > SEEDS / 50, f"{what}: {tally.ended}"
     assert tally.ended["applied"] > 5 * SEEDS
     assert tally.ended["last pushes"] > SEEDS

@@ -213,11 +213,15 @@ class Rank(Actor):
                 problems = yield from self._serve(
                     f"{job} step {self.step} try {attempt}", plan.patience, gives_up
                 )
-                fine = not problems or not self.world.scenario.untroubled
+                fine = not problems or not self.world.scenario.untroubled or plan.seeds
                 self.world.books.check(fine, "nothing is wrong, and %s cannot push: %s", self, problems)
-                if not any((yield from job.gather(("pushed", self.step, attempt), self.rank, problems))):
+                failed = any((yield from job.gather(("pushed", self.step, attempt), self.rank, problems)))
+                if not failed or plan.seeds:
                     break
                 yield from self._sleep(plan.again)
+        if plan.seeds:
+            self.world.books.ended["seeded"] += connected and not problems
+            return
         job.waiting.add(self.rank)
         while not job.last:
             yield None
@@ -318,7 +322,7 @@ class Rank(Actor):
         try:
             shaken = self.engine.offer(worker.name)
             peer = shaken.peer
-            join = Join(self._run, self.rank, self.name, digest(TENSORS), shaken.data)
+            join = Join(self._run, self.rank, self.name, digest(TENSORS), shaken.data, self.job.plan.seeds)
             joined = yield from self._answer(self._links.ask(link, join), link, self.world.times.connect)
             assert isinstance(joined, Joined)
             self.engine.complete(peer, joined.answer)

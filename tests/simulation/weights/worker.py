@@ -23,7 +23,7 @@ from kv_connector.weights.landing import (
     Record,
     Reply,
 )
-from kv_connector.weights.messages import CODEC, Described, Joined
+from kv_connector.weights.messages import CODEC, Described, Joined, Seed, WorkerAddress
 
 from ..actor import Actor
 from ..books import Violation
@@ -38,6 +38,8 @@ _FENCE_RETRY_S = 0.05  # receiver.py's
 _RECORD_S = 0.5  # a model's loaders, typically
 _ROUND_S = 60.0  # receiver.py's
 _SLOTS = 2  # arena.py's
+_LENDS_S = 2.0  # typical, between two engines that it seeds
+_LENT_S = 4.0  # at most
 
 
 class Worker(Actor):
@@ -57,6 +59,8 @@ class Worker(Actor):
         self._fencing: dict[int, str] = {}
         self._held: list[Callable[[], None]] = []  # by SIGSTOP
         self.wake(0.0)
+        if world.scenario.lends:
+            self._lend_later()
 
     # --- WeightReceiver
 
@@ -156,6 +160,30 @@ class Worker(Actor):
                 return
         del self._fencing[peer]
         self._run(self.landing.fenced(peer))
+
+    # --- What it lends to those whom it seeds
+
+    def _lend_later(self) -> None:
+        self.world.clock.after(self.rng.expovariate(1 / _LENDS_S), lambda: self._later(self._lend))
+
+    def _lend(self) -> None:
+        seed = Seed("a run", self.landing.served or "none", WorkerAddress("elsewhere", 1))
+        lent = list(self.arena.content)
+        if self.world.quiet:
+            return
+        if self.landing.lend(seed, "elsewhere"):
+            self._lend_later()
+            return
+
+        def give_back() -> None:
+            same = self.arena.content == lent
+            self.world.books.check(same, "%s writes to %s, which it has lent", self, lent)
+            self.world.books.ended["lent"] += 1
+            self._run(self.landing.returned(seed))
+            self.wake(self.latency())
+            self._lend_later()
+
+        self.world.clock.after(self.rng.uniform(0, _LENT_S), lambda: self._later(give_back))
 
     # --- The arena
 

@@ -35,7 +35,7 @@ class World(Surroundings):
         super().__init__(scenario, TIMES, tracing)
         self.versions: dict[str, Tag] = {}  # by name, what was pushed under it
         self._jobs: list[Job] = []
-        self._quiet = False
+        self.quiet = False
         self._ambushes = list(scenario.ambushes)
         self._pauses = sum(fault.lasting for fault in scenario.faults + scenario.ambushes)
 
@@ -53,7 +53,7 @@ class World(Surroundings):
         self.until(self.clock.now + _LONGEST_S + self._pauses, self._at_work)
         self._ambushes = []
         self._pass(max((fault.lasting for fault in self.scenario.ambushes), default=0.0) + self.times.drain)
-        self._quiet = True  # what has died stays dead
+        self.quiet = True  # what has died stays dead
         for process in self.processes.values():
             if process.engine is not None:
                 process.engine.heal()
@@ -132,7 +132,8 @@ class World(Surroundings):
         if controller is None:
             return  # it was
         models = {tag for worker in controller.workers for tag in worker.model}
-        right = self.versions[version] in models and (rank.rank > 0 or not controller.paused)
+        goes_on = not controller.paused or controller.taking != version
+        right = self.versions[version] in models and (rank.rank > 0 or goes_on)
         mine = {model for model in models if model is not None and model[0] == rank.tag[0]}
         # Somebody else's may have come since, or the engine is another.
         self.books.check(right or not mine, "%s takes %s for served by %s: %s", rank, version, engine, models)
@@ -149,9 +150,9 @@ class World(Surroundings):
             self.clock.after(
                 rng.uniform(0, job.plan.restart), other.die if rng.random() < 0.5 else other.leave
             )
-        if not job.plan.gone and not self._quiet:
+        if not job.plan.gone and not self.quiet:
             at = self.clock.now + job.plan.restart * (1 + rng.random())
-            self.clock.at(at, lambda: self._quiet or self._start_job(job.plan, at))
+            self.clock.at(at, lambda: self.quiet or self._start_job(job.plan, at))
 
     # --- Steps
 

@@ -1,0 +1,155 @@
+"""A worker's part in seeding another engine: what lies in its arena is written there, as a trainer's rank
+would. It has a thread, a transfer engine and links of its own: the engine serves meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kv_connector.control.cluster_key import ClusterKey
+from kv_connector.protocol.actions import Address
+from kv_connector.protocol.timers import Timeouts
+from kv_connector.weights.arena import Arena
+from kv_connector.weights.geometry import Geometry, Tensor
+from kv_connector.weights.links import LinkError, Links
+from kv_connector.weights.messages import Describe, Described, Seed
+from kv_connector.weights.pusher import PushError, Update, WeightPusher
+from kv_connector.weights.sources import ArenaSource
+
+logger = logging.getLogger("kv_connector")
+
+# For the other engine's pause: as long as a trainer waits for one, if it says nothing else.
+_APPLIED_S = 60.0
+
+
+@dataclass(frozen=True)
+class Lender:
+    """A worker, as it seeds others."""
+
+    name: str
+    arena: Arena
+    tensors: tuple[Tensor, ...]  # that the arena was made for
+    workers: tuple[Address, ...]  # of its engine, by rank
+    rank: int
+    providers: tuple[str, ...]
+    data_host: str
+    key: ClusterKey | None
+    timeouts: Timeouts
+
+
+class Seeder:
+    """start() it once. Any thread may call cancel() and join()."""
+
+    def __init__(
+        self,
+        lender: Lender,
+        seed: Seed,
+        lend: Callable[[], str],
+        give_back: Callable[[], None],
+        done: Callable[[str], None],
+    ) -> None:
+        """``lend``: from its return on the arena is not written, until ``give_back``; says why it cannot be.
+        ``done``: why the other engine does not serve the version; empty: it does. All three are called on
+        this one's thread."""
+        self._lender, self._seed = lender, seed
+        self._lend, self._give_back, self._done = lend, give_back, done
+        self._to = Address(seed.engine.host, seed.engine.port)
+        self._pusher: WeightPusher | None = None
+        self._cancelled = ""
+        self._thread = threading.Thread(target=self._run, name="kvc-weights-seed", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def cancel(self, reason: str) -> None:
+        """It ends soon."""
+        self._cancelled = reason
+        if (pusher := self._pusher) is not None:
+            # Fences may take their time.
+            threading.Thread(target=pusher.cancel, args=[reason], name="kvc-weights-cancel").start()
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def _run(self) -> None:
+        name, version = self._lender.name, self._seed.version
+        began, problem = time.monotonic(), ""
+        try:
+            nbytes = self._send()
+            took = (time.monotonic() - began) * 1e3
+            logger.info(
+                "%s: seeded %s with version %s, %.2f GB in %.0f ms",
+                name,
+                self._to,
+                version,
+                nbytes / 1e9,
+                took,
+            )
+        except (PushError, LinkError, ValueError, OSError, torch.OutOfMemoryError) as error:
+            problem = str(error)
+        except Exception as error:
+            logger.exception("%s: seeding %s", name, self._to)
+            problem = f"{type(error).__name__}: {error}"
+        if problem:
+            logger.warning("%s: did not seed %s with version %s: %s", name, self._to, version, problem)
+        self._done(problem)
+
+    def _send(self) -> int:
+        """Its bytes."""
+        lender = self._lender
+        if lender.arena.device.type == "cuda":
+            torch.cuda.set_device(lender.arena.device)
+        source = ArenaSource(lender.arena, lender.tensors, lender.rank, self._seed.run, self._geometries())
+        with WeightPusher(
+            source,
+            [str(self._to)],
+            key=lender.key,
+            providers=lender.providers,
+            data_host=lender.data_host,
+            timeouts=lender.timeouts,
+            name=f"seeder-{lender.workers[0]}",
+            seeds=True,
+        ) as self._pusher:
+            if self._cancelled:
+                raise PushError(self._cancelled)
+            self._pusher.connect()
+            update = self._push(self._pusher)
+            update.wait("applied", _APPLIED_S)
+            return sum(part.nbytes for part in self._pusher.parts())
+
+    def _push(self, pusher: WeightPusher) -> Update:
+        """While it is lent. A trainer that begins meanwhile waits so long for an answer, too."""
+        limit = self._lender.timeouts.orphan
+        if refusal := self._lend():
+            raise PushError(refusal)
+        deadline = threading.Timer(limit, self.cancel, [f"it was not written within {limit:g} s"])
+        deadline.start()
+        try:
+            return pusher.push(self._seed.version)
+        finally:
+            deadline.cancel()
+            self._give_back()
+
+    def _geometries(self) -> Sequence[Geometry]:
+        """Of all workers of this engine, by rank: each can tell what the others hold."""
+        lender = self._lender
+        links = Links(lender.key, lender.timeouts, heard=lambda *_: None, lost=lambda *_: None)
+        try:
+            asked = [
+                (link := links.dial(worker), links.ask(link, Describe(lender.tensors)))
+                for worker in lender.workers
+            ]
+            found = []
+            for link, answer in asked:
+                described = links.wait(answer, link, lender.timeouts.connect)
+                assert isinstance(described, Described)
+                found.append(described.geometry)
+            return found
+        finally:
+            links.close()

@@ -1,0 +1,410 @@
+"""An engine that joins is written to by one that serves: no trainer, no pause of the one that has it, and
+whatever dies on the way costs neither what it serves."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+from typer.testing import CliRunner, Result
+from weight_engines import DEAD_S, Engine, Gate, drawn
+from weight_engines import main as engine_process
+
+from kv_connector.cli.exit_status import ExitStatus
+from kv_connector.cli.main import app
+from kv_connector.control.cluster_key import ClusterKey
+from kv_connector.lab.free_ports import free_ports
+from kv_connector.protocol.actions import Address
+from kv_connector.protocol.timers import Timeouts
+from kv_connector.weights.links import Links
+from kv_connector.weights.pusher import PushError, WeightPusher
+from kv_connector.weights.seed import SeedError, seed, seed_at_start
+from kv_connector.weights.sources import TensorSource
+
+PATIENCE_S = 60
+QUICK = Timeouts(dead=DEAD_S, heartbeat=0.5)
+
+
+class Site:
+    def __init__(self) -> None:
+        self._engines: list[Engine] = []
+        self.links = Links(None, QUICK, heard=lambda *_: None, lost=lambda *_: None)
+        self.threads = ThreadPoolExecutor(4)
+
+    def engine(self, *arguments: int, **named: object) -> Engine:
+        self._engines.append(Engine(*arguments, **named))  # type: ignore[arg-type]
+        return self._engines[-1]
+
+    def end(self, engine: Engine) -> None:
+        self._engines.remove(engine)
+        engine.close()
+
+    def close(self) -> None:
+        self.links.close()
+        for engine in self._engines:
+            engine.close()
+        self.threads.shutdown()
+
+    def seed(self, seeder: Engine | Address, joiner: Engine | Address) -> str:
+        return seed(
+            getattr(seeder, "address", seeder), getattr(joiner, "address", joiner), self.links, PATIENCE_S
+        )
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    site = Site()
+    yield site
+    site.close()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """Of those who seed."""
+    gate = Gate()
+    monkeypatch.setattr("kv_connector.weights.seeder.WeightPusher", gate.pusher)
+    yield gate
+    gate.go.set()
+
+
+@contextmanager
+def trainer(of: int, *engines: Engine, **named: object) -> Iterator[WeightPusher]:
+    """Connected."""
+    addresses = [str(engine.address) for engine in engines]
+    with WeightPusher(TensorSource(drawn(of)), addresses, timeouts=QUICK, **named) as pusher:  # type: ignore[arg-type]
+        pusher.connect()
+        yield pusher
+
+
+def pushed(version: str, of: int, *engines: Engine) -> None:
+    with trainer(of, *engines) as pusher:
+        pusher.push(version).wait("applied", PATIENCE_S)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Of states that nobody tells of."""
+    while not holds():
+        pass
+
+
+def run(*words: str) -> Result:
+    return CliRunner().invoke(app, ["weights", *words])
+
+
+@pytest.mark.parametrize(
+    ("seeders", "joiners", "streaming"), [(2, 1, False), (1, 2, True), (2, 4, False), (4, 2, True)]
+)
+def test_a_joiner_serves_what_the_fleet_serves_and_takes_the_next_version(
+    site: Site, seeders: int, joiners: int, streaming: bool
+) -> None:
+    """Of other ranks, and in another mode; as it comes, and again as it was seeded itself."""
+    fleet, joiner = site.engine(seeders), site.engine(joiners, streaming=streaming)
+    pushed("v1", 1, fleet)
+    assert site.seed(fleet, joiner) == "v1"
+    assert joiner.model.serves(1)
+    assert joiner.model.labels == joiner.served[:1] == ["v1"]
+    assert fleet.model.labels == ["v1"]
+    assert fleet.seeding == [""] * seeders
+    if not streaming:
+        third = site.engine(2)
+        assert site.seed(joiner, third) == "v1"
+        assert third.model.serves(1)
+    pushed("v2", 2, fleet, joiner)
+    assert fleet.model.serves(2)
+    assert joiner.model.serves(2)
+
+
+def test_several_are_seeded_at_once(site: Site, gate: Gate) -> None:
+    fleet, joiners = site.engine(2), [site.engine(1), site.engine(2)]
+    pushed("v1", 1, fleet)
+    asked = [site.threads.submit(site.seed, fleet, joiner) for joiner in joiners]
+    until(lambda: all(all(str(one.address) in to for to in fleet.seeding) for one in joiners))
+    gate.go.set()
+    assert [one.result(PATIENCE_S) for one in asked] == ["v1", "v1"]
+    assert all(joiner.model.serves(1) for joiner in joiners)
+
+
+# --- Beside a trainer
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_trainer_that_is_connected_to_both_goes_on_with_both(site: Site, restarted: bool) -> None:
+    """``restarted``: the joiner has been, since the trainer's last version; else it has got none yet."""
+    (port,) = free_ports(1)
+    fleet, joiner = site.engine(2), site.engine(1, port=port)
+    if not restarted:
+        pushed("v1", 1, fleet)
+    with trainer(2, fleet, joiner) as pusher:
+        if restarted:
+            pusher.push("v1").wait("applied", PATIENCE_S)
+            site.end(joiner)
+            joiner = site.engine(1, port=port)
+            # To start takes an engine longer than a trainer takes to miss it.
+            (worker,) = pusher._engines[1].workers
+            until(lambda: worker.link is not None and bool(worker.link.over))
+        assert site.seed(fleet, joiner) == "v1"
+        assert joiner.model.serves(2 if restarted else 1)
+        pusher.push("v2").wait("applied", PATIENCE_S)
+        assert fleet.served == ["v2", "v2"]
+        assert joiner.served == ["v2"]
+        assert joiner.model.serves(2)
+
+
+def test_a_trainer_that_comes_while_a_joiner_is_seeded_is_next(site: Site, gate: Gate) -> None:
+    """At both: what is written stays as it is until then."""
+    fleet, joiner = site.engine(2), site.engine(1)
+    pushed("v1", 1, fleet)
+    seeded = site.threads.submit(site.seed, fleet, joiner)
+    assert gate.begun.wait(PATIENCE_S)
+    with trainer(2, fleet, joiner) as pusher:
+        push = site.threads.submit(pusher.push, "v2")
+        for worker in (*fleet.workers, *joiner.workers):
+            until(lambda w=worker: any(s.following for s in w._landing._senders.values()))  # type: ignore[misc]
+        assert [worker.state().landing for worker in fleet.workers] == ["", ""]
+        assert joiner.workers[0].state().landing == "v1"
+        gate.go.set()
+        push.result(PATIENCE_S).wait("applied", PATIENCE_S)
+    assert fleet.model.serves(2)
+    assert joiner.model.serves(2)
+    assert seeded.result(PATIENCE_S) == "v1"
+    assert joiner.model.labels == ["v1", "v2"]
+
+
+def test_who_has_a_trainers_version_is_not_seeded(site: Site) -> None:
+    fleet, joiner = site.engine(1), site.engine(1)
+    pushed("v1", 1, fleet)
+    with trainer(2, joiner, name="grpo") as pusher:
+        pusher.push("v2").wait("applied", PATIENCE_S)
+        with pytest.raises(SeedError, match=r"grpo/0 \(run .*\) has begun version v2 here"):
+            site.seed(fleet, joiner)
+    assert joiner.served == ["v2"]
+    assert site.seed(fleet, joiner) == "v1", "who asks for it by the command means it"
+
+
+# --- What cannot be
+
+
+def test_why_an_engine_cannot_seed_is_said(site: Site) -> None:
+    fleet, joiner = site.engine(1), site.engine(1)
+    with pytest.raises(SeedError, match="serves what it was started with: push it a version first"):
+        site.seed(fleet, joiner)
+    with pytest.raises(SeedError, match="cannot seed itself"):
+        site.seed(fleet, fleet)
+    streaming = site.engine(1, streaming=True)
+    pushed("v1", 1, fleet, streaming)
+    with pytest.raises(SeedError, match=r"cannot seed .*: it is in streaming mode, and keeps no copy"):
+        site.seed(streaming, joiner)
+    with trainer(2, fleet, apply=lambda _: None) as pusher:
+        pusher.push("v2").wait("landed", PATIENCE_S)
+        with pytest.raises(
+            SeedError, match="beside the model, where it would be sent from, version v2 is ready"
+        ):
+            site.seed(fleet, joiner)
+    fleet.model.broken = "the kernels do not like it"
+    with pytest.raises(PushError, match="the kernels do not like it"):
+        pushed("v3", 3, fleet)
+    with pytest.raises(SeedError, match="has weights of more than one version, and stays paused"):
+        site.seed(fleet, joiner)
+    assert (joiner.served, joiner.model.labels) == ([""], [])
+
+
+def test_one_of_another_model_is_refused_by_its_tensor(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(rank: int, ranks: int, tensors: object) -> None:
+        raise ValueError("norm is not in this model")
+
+    fleet = site.engine(2)
+    pushed("v1", 1, fleet)
+    monkeypatch.setattr("weight_engines.loads", other)
+    joiner = site.engine(1)
+    with pytest.raises(SeedError, match=r"did not seed .*: norm is not in this model"):
+        site.seed(fleet, joiner)
+    assert fleet.seeding == ["", ""]
+
+
+def test_a_key_is_needed_and_is_enough(site: Site) -> None:
+    key = ClusterKey.generate()
+    fleet, joiner, stranger = (site.engine(1, key=one) for one in (key, key, ClusterKey.generate()))
+    links = Links(key, Timeouts(connect=1.0), heard=lambda *_: None, lost=lambda *_: None)
+    try:
+        with WeightPusher(TensorSource(drawn(1)), [str(fleet.address)], key=key) as pusher:
+            pusher.connect()
+            pusher.push("v1").wait("applied", PATIENCE_S)
+        assert seed(fleet.address, joiner.address, links, PATIENCE_S) == "v1"
+        with pytest.raises(SeedError, match=r"no answer within .* the same cluster key"):
+            seed(stranger.address, joiner.address, links, PATIENCE_S)
+    finally:
+        links.close()
+
+
+# --- What goes wrong
+
+
+class Process:
+    """An engine that can be killed."""
+
+    def __init__(self, ranks: int, *, holds: bool = False) -> None:
+        forkserver = multiprocessing.get_context("forkserver")
+        self._told, theirs = forkserver.Pipe()
+        self._process = forkserver.Process(target=engine_process, args=(theirs, ranks, holds), daemon=True)
+        self._process.start()
+        host, port = self.heard().rsplit(":", 1)
+        self.address = Address(host, int(port))
+
+    def heard(self) -> str:
+        assert self._told.poll(PATIENCE_S)
+        return str(self._told.recv())
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def test_a_seeding_engine_that_dies_leaves_the_joiner_as_it_was(site: Site) -> None:
+    fleet, joiner = Process(2, holds=True), site.engine(2)
+    try:
+        with WeightPusher(TensorSource(drawn(1)), [str(fleet.address)], timeouts=QUICK) as pusher:
+            pusher.connect()
+            pusher.push("v1").wait("applied", PATIENCE_S)
+        seeded = site.threads.submit(site.seed, fleet.address, joiner)
+        assert fleet.heard() == "begun"
+        until(lambda: all(worker.state().landing == "v1" for worker in joiner.workers))
+    finally:
+        fleet.kill()
+    with pytest.raises(SeedError, match=rf"silent for {DEAD_S:g} s"):
+        seeded.result(PATIENCE_S)
+    until(lambda: not any(worker.state().landing for worker in joiner.workers))
+    assert (joiner.served, joiner.model.labels) == (["", ""], [])
+    assert "rank" in joiner.workers[0].state().problem
+    pushed("v2", 2, joiner)
+    assert joiner.model.serves(2)
+
+
+def test_a_joiner_that_dies_leaves_the_seeding_engine_free(site: Site, gate: Gate) -> None:
+    fleet, joiner = site.engine(2), Process(1)
+    pushed("v1", 1, fleet)
+    seeded = site.threads.submit(site.seed, fleet, joiner.address)
+    assert gate.begun.wait(PATIENCE_S)
+    assert fleet.seeding == [str(joiner.address)] * 2
+    joiner.kill()
+    with pytest.raises(SeedError, match="did not seed"):
+        seeded.result(PATIENCE_S)
+    until(lambda: fleet.seeding == ["", ""])
+    pushed("v2", 2, fleet)
+    assert fleet.model.serves(2)
+
+
+@pytest.mark.parametrize("how", ["deadline", "who asked leaves", "one worker cannot"])
+def test_an_arena_is_returned_whatever_becomes_of_the_seed(
+    site: Site, gate: Gate, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    limit = 1.0 if how == "deadline" else PATIENCE_S
+    fleet = site.engine(2, timeouts=Timeouts(dead=DEAD_S, heartbeat=0.5, orphan=limit))
+    joiner = site.engine(1)
+    pushed("v1", 1, fleet)
+    said = "it was not written within 1 s"
+    if how == "one worker cannot":
+        said = "it is being seeded itself"
+        monkeypatch.setattr(fleet.workers[1]._landing, "lend", lambda *_: said)
+    links = Links(None, QUICK, heard=lambda *_: None, lost=lambda *_: None)
+    seeded = site.threads.submit(seed, fleet.address, joiner.address, links, PATIENCE_S)
+    if how == "who asked leaves":
+        said = "it is interrupted"
+        assert gate.begun.wait(PATIENCE_S)
+        links.end_all(said)
+    with pytest.raises(SeedError, match=said):
+        seeded.result(PATIENCE_S)
+    until(lambda: fleet.seeding == ["", ""])
+    until(lambda: not joiner.workers[0].state().senders)
+    monkeypatch.undo()
+    links.close()
+    assert joiner.served == [""]
+    assert site.seed(fleet, joiner) == "v1", "the next one is not in its way"
+    assert joiner.model.serves(1)
+
+
+def test_a_worker_ends_while_it_seeds(site: Site, gate: Gate) -> None:
+    fleet, joiner = site.engine(1), site.engine(1)
+    pushed("v1", 1, fleet)
+    seeded = site.threads.submit(site.seed, fleet, joiner)
+    assert gate.begun.wait(PATIENCE_S)
+    site.end(fleet)
+    with pytest.raises(SeedError):
+        seeded.result(PATIENCE_S)
+    until(lambda: not joiner.workers[0].state().senders)
+    assert joiner.served == [""]
+
+
+# --- By the command, and at the start
+
+
+def test_the_command(site: Site) -> None:
+    fleet, joiner, streaming = site.engine(2), site.engine(1), site.engine(1, streaming=True)
+    pushed("v1", 1, fleet)
+    joiners = [word for one in (joiner, streaming) for word in ("--engine", str(one.address))]
+    done = run("seed", "--from", str(fleet.address), *joiners)
+    assert done.exit_code == 0, done.output
+    assert f"{joiner.address}: version v1 is served, after " in done.output
+    assert joiner.model.serves(1)
+    assert streaming.model.serves(1)
+    told = json.loads(run("status", "--json", "--engine", str(joiner.address)).output)
+    assert told[str(joiner.address)]["served"] == "v1"
+    done = run("seed", "--from", str(streaming.address), "--engine", str(joiner.address))
+    assert done.exit_code == ExitStatus.FAILURE
+    assert "it is in streaming mode" in done.output
+
+
+def test_status_says_to_whom_an_engine_writes(site: Site, gate: Gate) -> None:
+    fleet, joiner = site.engine(1), site.engine(1)
+    pushed("v1", 1, fleet)
+    seeded = site.threads.submit(site.seed, fleet, joiner)
+    assert gate.begun.wait(PATIENCE_S)
+    assert (
+        f"serves v1, v1 has landed, is written to {joiner.address}"
+        in run("status", "--engine", str(fleet.address)).output
+    )
+    gate.go.set()
+    seeded.result(PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--engine", "127.0.0.1:1"], "Missing option '--from'"),
+        (["--from", "127.0.0.1:1"], "Missing option '--engine'"),
+        (["--from", "127.0.0.1", "--engine", "127.0.0.1:1"], "must be host:port"),
+        (
+            ["--from", "127.0.0.1:1", "--engine", "127.0.0.1:2", "--key-file", "nowhere"],
+            "there is no key file",
+        ),
+    ],
+)
+def test_what_the_command_cannot_use_is_said(words: list[str], said: str) -> None:
+    done = run("seed", *words)
+    assert done.exit_code == ExitStatus.USAGE
+    assert said in " ".join(done.output.replace("│", "").split())
+
+
+def test_an_engine_asks_those_that_it_is_given_in_turn(
+    site: Site, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kv_connector.weights.seed.Timeouts", lambda: QUICK)
+    fleet, empty, joiner = site.engine(2), site.engine(1), site.engine(1)
+    pushed("v1", 1, fleet)
+    with caplog.at_level(logging.INFO, "kv_connector"):
+        seed_at_start([empty.address, joiner.address], joiner.address, None)
+        (warned,) = [
+            record.message
+            for record in caplog.records
+            if record.name == "kv_connector" and record.levelno == logging.WARNING
+        ]
+        assert f"{empty.address} serves what it was started with" in warned
+        assert f"{joiner.address} cannot seed itself" in warned
+        assert joiner.served == [""]
+        seed_at_start([empty.address, fleet.address], joiner.address, None)
+    assert f"weights: seeded by {fleet.address} with version v1" in caplog.messages
+    assert joiner.model.serves(1)

@@ -1,0 +1,211 @@
+"""Engines without a model: workers, their controller, and what they compute with. In this process, or in one
+that can be killed."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+
+import torch
+
+from kv_connector.control.cluster_key import ClusterKey
+from kv_connector.lab.free_ports import free_ports
+from kv_connector.protocol.actions import Address
+from kv_connector.protocol.timers import Timeouts
+from kv_connector.weights.controller import Controller
+from kv_connector.weights.geometry import Constant, Geometry, Parameter, Tensor, Write
+from kv_connector.weights.pusher import WeightPusher
+from kv_connector.weights.receiver import NotLanded, ReceiverConfig, WeightReceiver
+from kv_connector.weights.writer import Target
+
+# Rows that no number of ranks divides: engines pad them.
+SIZES = {"up": (31, 20), "down": (20, 32), "norm": (3, 1)}
+PADDED_ROWS = 32
+DEAD_S = 2.0
+
+
+def drawn(seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and values of all weights of a checkpoint."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, (rows, columns) in SIZES.items():
+        yield name, torch.randn(rows, columns, generator=generator)
+
+
+def loads(rank: int, ranks: int, tensors: Sequence[Tensor]) -> Geometry:
+    """Rows of `up`, in bfloat16 and padded; columns of `down`; all of `norm`."""
+    number = {tensor.name: n for n, tensor in enumerate(tensors)}
+    rows, columns = PADDED_ROWS // ranks, SIZES["up"][1]
+    held = min(rows, SIZES["up"][0] - rank * rows)
+    inner = SIZES["down"][1] // ranks
+    padding = [Constant(0, (rows - held, columns), held * columns, (columns, 1), 0.5)] if held < rows else []
+    return Geometry(
+        (
+            Parameter("up", "bfloat16", rows * columns, round=0),
+            Parameter("down", "float32", SIZES["down"][0] * inner, round=1),
+            Parameter("norm", "float32", SIZES["norm"][0], round=2),
+        ),
+        (
+            Write(number["up"], 0, (rank * rows, 0), (held, columns), 0, (columns, 1)),
+            Write(number["down"], 1, (0, rank * inner), (SIZES["down"][0], inner), 0, (inner, 1)),
+            Write(number["norm"], 2, (0, 0), (SIZES["norm"][0], 1), 0, (1, 0)),
+        ),
+        tuple(padding),
+    )
+
+
+def expected(seed: int, ranks: int) -> list[dict[str, torch.Tensor]]:
+    """By rank."""
+    values = dict(drawn(seed))
+    up = torch.full((PADDED_ROWS, SIZES["up"][1]), 0.5)
+    up[: SIZES["up"][0]] = values["up"]
+    return [
+        {
+            "up": up.bfloat16().chunk(ranks)[rank].flatten(),
+            "down": values["down"].chunk(ranks, 1)[rank].flatten(),
+            "norm": values["norm"].flatten(),
+        }
+        for rank in range(ranks)
+    ]
+
+
+class Model:
+    """What an engine's controller pauses and changes. ``broken``: why it takes nothing; ``labels``: what it
+    was called."""
+
+    def __init__(self, workers: Sequence[WeightReceiver]) -> None:
+        self._workers = workers
+        self._threads = ThreadPoolExecutor(len(workers))
+        self.weights: list[dict[str, torch.Tensor]] = [{} for _ in workers]
+        self.labels: list[str] = []
+        self.paused = False
+        self.broken = ""
+
+    def _apply(self, rank: int, version: str) -> None:
+        worker, problem = self._workers[rank], self.broken
+        try:
+            for contents in worker.take(version):
+                self.weights[rank] |= {name: content.clone() for name, content in contents.items()}
+        except NotLanded as error:
+            problem = str(error)
+        worker.finish(problem, torn=bool(problem))
+
+    async def pause(self) -> None:
+        self.paused = True
+
+    async def update(self, version: str) -> None:
+        def all_apply() -> None:
+            list(self._threads.map(self._apply, range(len(self._workers)), [version] * len(self._workers)))
+
+        await asyncio.to_thread(all_apply)
+
+    async def label(self, version: str) -> None:
+        self.labels.append(version)
+
+    async def resume(self) -> None:
+        self.paused = False
+
+    def serves(self, seed: int) -> bool:
+        """The checkpoint that is drawn of it, whole."""
+        wanted = expected(seed, len(self.weights))
+        return not self.paused and all(
+            mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in theirs)
+            for mine, theirs in zip(self.weights, wanted, strict=True)
+        )
+
+
+class Engine:
+    """``address``: of its controller."""
+
+    def __init__(
+        self,
+        ranks: int = 1,
+        *,
+        streaming: bool = False,
+        port: int = 0,
+        key: ClusterKey | None = None,
+        timeouts: Timeouts | None = None,
+    ) -> None:
+        self.port = port or free_ports(1)[0]
+        self.workers = [
+            WeightReceiver(
+                ReceiverConfig(
+                    f"weights/{rank}",
+                    Address("127.0.0.1", self.port + 1 + rank if port else 0),
+                    ("tcp",),
+                    key=key,
+                    timeouts=timeouts or Timeouts(dead=DEAD_S, heartbeat=0.5),
+                    streaming=streaming,
+                ),
+                lambda tensors, rank=rank: loads(rank, ranks, tensors),  # type: ignore[misc]
+            )
+            for rank in range(ranks)
+        ]
+        addresses = [worker.start() for worker in self.workers]
+        for worker in self.workers:
+            worker.set_workers(addresses)
+        self.model = Model(self.workers)
+        self.address = Address("127.0.0.1", self.port)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._controller = Controller(self.model, addresses[0], key)
+        self._call(self._controller.start(self.address))
+
+    def _call(self, coroutine: object) -> None:
+        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(30)  # type: ignore[arg-type]
+
+    @property
+    def served(self) -> list[str]:
+        return [worker.state().served for worker in self.workers]
+
+    @property
+    def seeding(self) -> list[str]:
+        return [worker.state().seeding for worker in self.workers]
+
+    def close(self) -> None:
+        self._controller.close()
+        for worker in self.workers:
+            worker.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class Gate:
+    """Holds up those who write, in place of a slow network: ``begun`` when there is one, until ``go``."""
+
+    def __init__(self) -> None:
+        self.begun, self.go = threading.Event(), threading.Event()
+
+    def pusher(self, *arguments: object, **named: object) -> WeightPusher:
+        pusher = WeightPusher(*arguments, **named)  # type: ignore[arg-type]
+        write, fence = pusher._writer.write, pusher._writer.fence
+
+        def held(target: Target) -> None:
+            self.begun.set()
+            assert self.go.wait(60)
+            write(target)
+
+        def fenced(peer: int) -> None:
+            self.go.set()  # nothing of it is waited for any more
+            fence(peer)
+
+        pusher._writer.write, pusher._writer.fence = held, fenced  # type: ignore[method-assign]
+        return pusher
+
+
+def main(told: Connection, ranks: int, holds: bool) -> None:
+    """An engine in a process that is to be killed. ``holds``: it says "begun" when it seeds, and does not go
+    on."""
+    gate = Gate()
+    if holds:
+        import kv_connector.weights.seeder as seeder
+
+        seeder.WeightPusher = gate.pusher  # type: ignore[assignment, misc]
+    told.send(str(Engine(ranks).address))
+    gate.begun.wait()
+    told.send("begun")
+    threading.Event().wait()
