@@ -53,9 +53,6 @@ class WriteImmWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         """ValueError where this engine cannot take weights, or its settings are wrong."""
         super().__init__(config, vllm_config, device, model)
         adopt_vllm_logging()
-        parallel = vllm_config.parallel_config
-        if parallel.data_parallel_size > 1:
-            raise ValueError("write_imm's weights need --data-parallel-size 1: start several engines instead")
         self._model = LoadedModel(model, vllm_config, device)
         if (refusal := self._model.refusal()) is not None:
             raise ValueError(f"this engine cannot take weights: {refusal}")
@@ -63,9 +60,11 @@ class WriteImmWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         settings = given.agent
         key = settings.key()
         host = settings.host(default_host(), key)
+        parallel = vllm_config.parallel_config
         # The first port is the controller's.
-        port = settings.port(data_parallel_index=0, ranks=parallel.world_size + 1, rank=parallel.rank + 1)
-        self._name = f"weights/{parallel.rank}"
+        index, rank = parallel.data_parallel_index, parallel.rank
+        port = settings.port(data_parallel_index=index, ranks=parallel.world_size, rank=rank + 1)
+        self._name = f"weights/{index * parallel.world_size + rank}"
         self._receiver = WeightReceiver(
             ReceiverConfig(
                 self._name,

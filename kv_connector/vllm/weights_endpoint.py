@@ -74,8 +74,19 @@ class WeightsEndpoint:
         settings = given.agent
         key = settings.key()
         host = settings.host(default_host(), key)
-        first = Address(host, settings.control_port + 1)
-        controller = Controller(_Client(engine_client), first, key, WeightMetrics())
+        parallel = engine_client.vllm_config.parallel_config
+        if parallel.data_parallel_size_local != parallel.data_parallel_size:
+            raise ValueError(
+                f"weights come to all data-parallel ranks of an engine through one API server, which has "
+                f"{parallel.data_parallel_size_local} of {parallel.data_parallel_size} ranks beside it: have "
+                "them all on one host, without --data-parallel-rank and --data-parallel-hybrid-lb, or start "
+                "several engines"
+            )
+        firsts = [
+            Address(host, settings.port(data_parallel_index=index, ranks=parallel.world_size, rank=1))
+            for index in range(parallel.data_parallel_size)
+        ]
+        controller = Controller(_Client(engine_client), firsts, key, WeightMetrics())
         address = Address(host, settings.control_port)
         try:
             await controller.start(address)

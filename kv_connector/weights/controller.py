@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -33,6 +33,7 @@ from kv_connector.weights.messages import (
     State,
     Torn,
     WeightMessage,
+    WorkerAddress,
     Workers,
     WorkersAre,
 )
@@ -74,17 +75,19 @@ class Controller:
     def __init__(
         self,
         engine: Engine,
-        first_worker: Address,
+        first_workers: Sequence[Address],
         key: ClusterKey | None,
         metrics: WeightMetrics | None = None,
     ) -> None:
+        """``first_workers``: of each data-parallel rank."""
         self._engine = engine
         self._metrics = metrics
-        self._first = first_worker
+        self._firsts = first_workers
         self._loop = Loop("kvc-weights-controller", key)
         self._workers: dict[Source, deque[Future[WeightMessage]]] = {}
         """By worker, what it was asked and has not answered, in order."""
-        self._addresses: tuple[WorkersAre, ...] = ()
+        self._addresses: WorkersAre | None = None
+        self._first_sources: Sequence[Source] = ()
         self._served = ""
         self._problem = ""
         self._torn = False
@@ -97,12 +100,17 @@ class Controller:
         self._applying = asyncio.Lock()
         bound = self._loop.sockets.bind(address)
         self._loop.start(self)
-        (first,) = self._dial([self._first])
-        workers = await self._ask(first, Workers())
-        assert isinstance(workers, WorkersAre)
-        self._addresses = (workers,)
-        self._dial([Address(worker.host, worker.port) for worker in workers.workers[1:]])
-        logger.info("weights: trainers may dial %s, for %d workers", bound, len(workers.workers))
+        self._first_sources = self._dial(self._firsts)
+        workers: dict[WorkerAddress, None] = {}
+        for first in self._first_sources:
+            here = await self._ask(first, Workers())
+            assert isinstance(here, WorkersAre)
+            workers |= dict.fromkeys(here.workers)
+        others = [Address(worker.host, worker.port) for worker in workers]
+        self._dial([worker for worker in others if worker not in self._firsts])
+        self._addresses = WorkersAre(tuple(workers))
+        self._tell(list(self._workers), self._addresses)
+        logger.info("weights: trainers may dial %s, for %d workers", bound, len(workers))
 
     def close(self) -> None:
         self._loop.stop()
@@ -159,7 +167,7 @@ class Controller:
 
     # --- Workers
 
-    def _dial(self, addresses: list[Address]) -> list[Source]:
+    def _dial(self, addresses: Sequence[Address]) -> list[Source]:
         def dial() -> list[Source]:
             sources = [self._loop.sockets.dial(address) for address in addresses]
             self._workers |= {source: deque() for source in sources}
@@ -194,9 +202,7 @@ class Controller:
             case Ping():
                 self._send(source, Pong())
             case Workers():
-                self._send(
-                    source, self._addresses[0] if self._addresses else Refused("the engine is starting")
-                )
+                self._send(source, self._addresses or Refused("the engine is starting"))
             case Apply():
                 self._later(self._told_to_apply(source, message.version))
             case Ask():
@@ -216,6 +222,13 @@ class Controller:
 
     def _send(self, source: Source, message: WeightMessage) -> None:
         self._loop.sockets.send(source, message)
+
+    def _tell(self, sources: Sequence[Source], message: WeightMessage) -> None:
+        def tell() -> None:
+            for source in sources:
+                self._send(source, message)
+
+        self._loop.call(tell)
 
     async def _told_to_apply(self, source: Source, version: str) -> None:
         try:
@@ -242,8 +255,7 @@ class Controller:
             else:
                 self._metrics.applied(version, outcome.nbytes, outcome.pause_s)
         if outcome.torn or not outcome.problem:
-            first, torn = next(iter(self._workers)), Torn(clip(outcome.problem))
-            self._loop.call(lambda: self._send(first, torn))
+            self._tell(self._first_sources, Torn(clip(outcome.problem)))
         self._loop.call(lambda: self._send(source, answer))
 
     async def _asked(self, source: Source) -> None:

@@ -132,6 +132,8 @@ class Workers(Message, frozen=True, tag="workers"):
 
 
 class WorkersAre(Message, frozen=True, tag="workers_are"):
+    """Answers WORKERS. Of a controller to its workers: so many there are, of all data-parallel ranks."""
+
     workers: tuple[WorkerAddress, ...]
 
 

@@ -180,6 +180,8 @@ class WeightReceiver:
             self._run(self._landing.lost(received.source, "it sent a malformed message"))
         elif isinstance(received.message, Workers):
             self._loop.sockets.send(received.source, WorkersAre(self._workers))
+        elif isinstance(received.message, WorkersAre):
+            self._workers = received.message.workers
         elif isinstance(received.message, Torn):
             self._torn(received.message.reason)
         elif isinstance(received.message, Verify):

@@ -74,7 +74,7 @@ def test_rank_0_is_told_when_the_engine_has_resumed(monkeypatch: pytest.MonkeyPa
             pusher.push("1").wait("applied", PATIENCE_S)
 
     async def run() -> None:
-        controller = Controller(engine, worker.start(), None)
+        controller = Controller(engine, [worker.start()], None)
         try:
             await controller.start(Address("127.0.0.1", port))
             await asyncio.to_thread(push)
@@ -136,7 +136,7 @@ def test_the_first_worker_is_told_why_the_engine_stays_paused_and_when_it_goes_o
             pusher.push("better").wait("applied", PATIENCE_S)
 
     async def run() -> None:
-        controller = Controller(TornEngine(worker), worker.start(), None, WeightMetrics(registry))
+        controller = Controller(TornEngine(worker), [worker.start()], None, WeightMetrics(registry))
         try:
             await controller.start(Address("127.0.0.1", port))
             await asyncio.to_thread(push)

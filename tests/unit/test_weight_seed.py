@@ -119,6 +119,21 @@ def test_a_joiner_serves_what_the_fleet_serves_and_takes_the_next_version(
     assert joiner.model.serves(2)
 
 
+def test_all_data_parallel_ranks_are_one_engine(site: Site) -> None:
+    """Their workers know of their own rank's alone, until the controller tells them."""
+    fleet, joiner = site.engine(2, replicas=2), site.engine(1, replicas=2)
+    pushed("v1", 1, fleet)
+    assert fleet.served == ["v1"] * 4
+    assert fleet.model.serves(1)
+    assert site.seed(fleet, joiner) == "v1"
+    assert joiner.served == ["v1"] * 2
+    assert joiner.model.serves(1)
+    with trainer(2, fleet, joiner) as pusher:
+        pusher.push("v2").wait("applied", PATIENCE_S)
+    assert fleet.model.serves(2)
+    assert joiner.model.serves(2)
+
+
 def test_several_are_seeded_at_once(site: Site, gate: Gate) -> None:
     fleet, joiners = site.engine(2), [site.engine(1), site.engine(2)]
     pushed("v1", 1, fleet)

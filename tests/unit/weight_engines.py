@@ -75,8 +75,8 @@ class Model:
     """What an engine's controller pauses and changes. ``broken``: why it takes nothing; ``labels``: what it
     was called."""
 
-    def __init__(self, workers: Sequence[WeightReceiver]) -> None:
-        self._workers = workers
+    def __init__(self, workers: Sequence[WeightReceiver], ranks: int) -> None:
+        self._workers, self._ranks = workers, ranks
         self._threads = ThreadPoolExecutor(len(workers))
         self.weights: list[dict[str, torch.Tensor]] = [{} for _ in workers]
         self.labels: list[str] = []
@@ -109,7 +109,7 @@ class Model:
 
     def serves(self, seed: int) -> bool:
         """The checkpoint that is drawn of it, whole."""
-        wanted = expected(seed, len(self.weights))
+        wanted = expected(seed, self._ranks) * (len(self.weights) // self._ranks)
         return not self.paused and all(
             mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in theirs)
             for mine, theirs in zip(self.weights, wanted, strict=True)
@@ -117,12 +117,14 @@ class Model:
 
 
 class Engine:
-    """``address``: of its controller."""
+    """``address``: of its controller. ``replicas``: data-parallel ranks, whose workers know of their own
+    alone."""
 
     def __init__(
         self,
         ranks: int = 1,
         *,
+        replicas: int = 1,
         streaming: bool = False,
         port: int = 0,
         key: ClusterKey | None = None,
@@ -139,19 +141,20 @@ class Engine:
                     timeouts=timeouts or Timeouts(dead=DEAD_S, heartbeat=0.5),
                     streaming=streaming,
                 ),
-                lambda tensors, rank=rank: loads(rank, ranks, tensors),  # type: ignore[misc]
+                lambda tensors, rank=rank: loads(rank % ranks, ranks, tensors),  # type: ignore[misc]
             )
-            for rank in range(ranks)
+            for rank in range(ranks * replicas)
         ]
         addresses = [worker.start() for worker in self.workers]
-        for worker in self.workers:
-            worker.set_workers(addresses)
-        self.model = Model(self.workers)
+        for number, worker in enumerate(self.workers):
+            first = number - number % ranks
+            worker.set_workers(addresses[first : first + ranks])
+        self.model = Model(self.workers, ranks)
         self.address = Address("127.0.0.1", self.port)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self._controller = Controller(self.model, addresses[0], key)
+        self._controller = Controller(self.model, addresses[::ranks], key)
         self._call(self._controller.start(self.address))
 
     def _call(self, coroutine: object) -> None:
