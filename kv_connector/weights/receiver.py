@@ -317,7 +317,7 @@ class WeightReceiver:
     def _seed(self, source: Source, seed: Seed) -> None:
         """Beside the loop. The arena is lent when the other engine is ready to be written to."""
         arena, config, me = self._arena, self._config, self._address
-        to = f"{seed.engine.host}:{seed.engine.port}"
+        to = str(Address(seed.engine.host, seed.engine.port))
         refusal = self._landing.why_not_lent(seed.version)
         if refusal or arena is None or source in self._seeders:
             why = refusal or "it does so already"

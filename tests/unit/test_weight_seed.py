@@ -26,6 +26,10 @@ from kv_connector.weights.pusher import PushError, WeightPusher
 from kv_connector.weights.seed import SeedError, seed, seed_at_start
 from kv_connector.weights.sources import TensorSource
 
+# A server that has torch loaded: to load it takes each process many seconds.
+FORKSERVER = multiprocessing.get_context("forkserver")
+FORKSERVER.set_forkserver_preload(["weight_trainer", "weight_engines"])
+
 PATIENCE_S = 60
 QUICK = Timeouts(dead=DEAD_S, heartbeat=0.5)
 
@@ -150,15 +154,15 @@ def test_several_are_seeded_at_once(site: Site, gate: Gate) -> None:
 @pytest.mark.parametrize("restarted", [False, True])
 def test_a_trainer_that_is_connected_to_both_goes_on_with_both(site: Site, restarted: bool) -> None:
     """``restarted``: the joiner has been, since the trainer's last version; else it has got none yet."""
-    (port,) = free_ports(1)
-    fleet, joiner = site.engine(2), site.engine(1, port=port)
+    ports = free_ports(2)
+    fleet, joiner = site.engine(2), site.engine(1, ports=ports)
     if not restarted:
         pushed("v1", 1, fleet)
     with trainer(2, fleet, joiner) as pusher:
         if restarted:
             pusher.push("v1").wait("applied", PATIENCE_S)
             site.end(joiner)
-            joiner = site.engine(1, port=port)
+            joiner = site.engine(1, ports=ports)
             # To start takes an engine longer than a trainer takes to miss it.
             (worker,) = pusher._engines[1].workers
             until(lambda: worker.link is not None and bool(worker.link.over))
@@ -263,9 +267,8 @@ class Process:
     """An engine that can be killed."""
 
     def __init__(self, ranks: int, *, holds: bool = False) -> None:
-        forkserver = multiprocessing.get_context("forkserver")
-        self._told, theirs = forkserver.Pipe()
-        self._process = forkserver.Process(target=engine_process, args=(theirs, ranks, holds), daemon=True)
+        self._told, theirs = FORKSERVER.Pipe()
+        self._process = FORKSERVER.Process(target=engine_process, args=(theirs, ranks, holds), daemon=True)
         self._process.start()
         host, port = self.heard().rsplit(":", 1)
         self.address = Address(host, int(port))
@@ -342,12 +345,14 @@ def test_an_arena_is_returned_whatever_becomes_of_the_seed(
     assert joiner.model.serves(1)
 
 
-def test_a_worker_ends_while_it_seeds(site: Site, gate: Gate) -> None:
+def test_a_worker_ends_while_it_seeds(site: Site, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
     fleet, joiner = site.engine(1), site.engine(1)
     pushed("v1", 1, fleet)
     seeded = site.threads.submit(site.seed, fleet, joiner)
     assert gate.begun.wait(PATIENCE_S)
     site.end(fleet)
+    (said,) = [one for one in caplog.messages if "did not seed" in one]
+    assert "the worker ends" in said
     with pytest.raises(SeedError):
         seeded.result(PATIENCE_S)
     until(lambda: not joiner.workers[0].state().senders)

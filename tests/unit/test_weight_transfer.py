@@ -118,7 +118,7 @@ def engines() -> Iterator[list[Engine]]:
 
 # A server that has torch loaded: to load it takes each rank many seconds.
 SPAWN = multiprocessing.get_context("forkserver")
-SPAWN.set_forkserver_preload(["weight_trainer"])
+SPAWN.set_forkserver_preload(["weight_trainer", "weight_engines"])
 
 
 class Trainer:

@@ -117,8 +117,8 @@ class Model:
 
 
 class Engine:
-    """``address``: of its controller. ``replicas``: data-parallel ranks, whose workers know of their own
-    alone."""
+    """``address``: of its controller. ``ports``: its, and the workers'. ``replicas``: data-parallel ranks, whose
+    workers know of their own alone."""
 
     def __init__(
         self,
@@ -126,16 +126,16 @@ class Engine:
         *,
         replicas: int = 1,
         streaming: bool = False,
-        port: int = 0,
+        ports: Sequence[int] = (),
         key: ClusterKey | None = None,
         timeouts: Timeouts | None = None,
     ) -> None:
-        self.port = port or free_ports(1)[0]
+        self.port, *of_workers = ports or [*free_ports(1), *[0] * ranks]
         self.workers = [
             WeightReceiver(
                 ReceiverConfig(
                     f"weights/{rank}",
-                    Address("127.0.0.1", self.port + 1 + rank if port else 0),
+                    Address("127.0.0.1", of_workers[rank]),
                     ("tcp",),
                     key=key,
                     timeouts=timeouts or Timeouts(dead=DEAD_S, heartbeat=0.5),
