@@ -117,8 +117,8 @@ class Model:
 
 
 class Engine:
-    """``address``: of its controller. ``ports``: its, and the workers'. ``replicas``: data-parallel ranks, whose
-    workers know of their own alone."""
+    """``address``: of its controller. ``ports``: its, and the workers'. ``replicas``: data-parallel ranks,
+    whose workers know of their own alone."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class Engine:
         key: ClusterKey | None = None,
         timeouts: Timeouts | None = None,
     ) -> None:
-        self.port, *of_workers = ports or [*free_ports(1), *[0] * ranks]
+        self.port, *of_workers = ports or [*free_ports(1), *[0] * (ranks * replicas)]
         self.workers = [
             WeightReceiver(
                 ReceiverConfig(
