@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import random
 import signal
@@ -28,9 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
+import psutil
 
 from kv_connector.lab.model import make_llama
 from kv_connector.lab.sglang_cluster import HOST, Server, ServerSettings, SglangCluster
+from kv_connector.lab.sse import Events
 
 TOKENS = 16
 LOADS = ((512, 1, 16), (512, 8, 16), (2048, 1, 8), (2048, 8, 16))
@@ -59,6 +61,16 @@ class Deployment:
         for server in self.servers:
             os.killpg(server.pid, number)
 
+    def cpu_seconds(self) -> float:
+        """That the processes of its servers have used."""
+        seconds = 0.0
+        for server in self.servers:
+            first = psutil.Process(server.pid)
+            for process in (first, *first.children(recursive=True)):
+                used = process.cpu_times()
+                seconds += used.user + used.system
+        return seconds
+
     async def ask(
         self, http: httpx.AsyncClient, prompt: Sequence[int], **more: Any
     ) -> tuple[float, list[int]]:
@@ -73,15 +85,15 @@ class Deployment:
             body["bootstrap_host"], body["bootstrap_port"] = HOST, self.prefill.bootstrap_port
             body["bootstrap_room"] = random.randrange(1 << 62)
             half = asyncio.create_task(_ignored(http.post(f"{self.prefill.url}/generate", json=body)))
-        began, first, tokens = time.perf_counter(), 0.0, []
+        began, first, tokens, events = time.perf_counter(), 0.0, [], Events()
         try:
             async with http.stream(
                 "POST", f"{self.decode.url}/generate", json=body | {"stream": True}
             ) as answer:
                 answer.raise_for_status()
-                async for line in answer.aiter_lines():
-                    if line.startswith("data: {"):
-                        said = json.loads(line[6:])
+                async for chunk in answer.aiter_bytes():
+                    for event in events.feed(chunk):
+                        said = msgspec.json.decode(event)
                         if "error" in said:
                             raise httpx.HTTPError(str(said["error"]))
                         first = first or time.perf_counter() - began
@@ -113,10 +125,15 @@ async def load(one: Deployment, asked: Sequence[Sequence[int]], at_once: int) ->
             async with gate:
                 return await one.ask(http, prompt)
 
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), one.cpu_seconds()
         answers = await asyncio.gather(*map(ask, asked))
-        seconds = time.perf_counter() - began
-    return {"seconds": seconds, "ttft": [a[0] for a in answers], "tokens": [a[1] for a in answers]}
+        seconds, cpu = time.perf_counter() - began, one.cpu_seconds() - cpu
+    return {
+        "seconds": seconds,
+        "cpu": cpu,
+        "ttft": [a[0] for a in answers],
+        "tokens": [a[1] for a in answers],
+    }
 
 
 async def warm(one: Deployment) -> None:
@@ -150,20 +167,22 @@ async def measure(deployments: Sequence[Deployment], rounds: int) -> None:
     for one in deployments:
         one.signal(signal.SIGCONT)
     names = [one.name for one in deployments]
-    print(f"{'':24}" + "".join(f"{name:>34}" for name in names))
+    print(f"{'':24}" + "".join(f"{name:>46}" for name in names))
     for each in LOADS:
         cells = []
         for name in names:
             rows = found[name, each]
             ttft = statistics.median(value for row in rows for value in row["ttft"]) * 1e3
-            rate = each[2] * len(rows) / sum(row["seconds"] for row in rows)
+            asked = each[2] * len(rows)
+            rate = asked / sum(row["seconds"] for row in rows)
+            cpu = sum(row["cpu"] for row in rows) / asked
             equal = sum(
                 tokens == expected
                 for row, alone in zip(rows, found[names[0], each], strict=True)
                 for tokens, expected in zip(row["tokens"], alone["tokens"], strict=True)
             )
-            cells.append(f"{ttft:8.1f} ms {rate:6.2f}/s {equal:3d} of {each[2] * len(rows)} equal")
-        print(f"{each[0]} tokens, {each[1]} at a time".ljust(24) + "".join(f"{cell:>34}" for cell in cells))
+            cells.append(f"{ttft:8.1f} ms {rate:6.2f}/s {cpu:5.2f} CPU s {equal:3d} of {asked} equal")
+        print(f"{each[0]} tokens, {each[1]} at a time".ljust(24) + "".join(f"{cell:>46}" for cell in cells))
 
 
 async def at_rest(server: Server, limit: float) -> float | None:

@@ -102,6 +102,8 @@ class RankFacts:
     """Of the pipeline."""
     stages: int
     data_parallel_rank: int
+    alone: bool
+    """No other worker takes its turns with this one's."""
     host: str
     """Of this worker."""
     url: str
@@ -137,6 +139,7 @@ def rank_facts(args: Any) -> RankFacts:
         stage=args.pp_rank,
         stages=parallel.pp_size,
         data_parallel_rank=parallel.attn_dp_rank if parallel.attn_dp_size > 1 else (args.system_dp_rank or 0),
+        alone=parallel.tp_size == parallel.pp_size == 1,
         host=get_local_ip_auto(),
         url=f"{serving.host}:{serving.port}",
         device="cpu" if device.device == "cpu" else "cuda",

@@ -23,6 +23,7 @@ from kv_connector.protocol.actions import Address, Reached, State
 from kv_connector.protocol.identity import ADVICE, engine_fingerprint
 from kv_connector.protocol.messages import Role
 from kv_connector.protocol.requests import PrefillRequest
+from kv_connector.sglang.bell import Bell
 from kv_connector.sglang.internals import (
     CommonKVManager,
     DisaggregationMode,
@@ -69,13 +70,17 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
         )
         self._expected = self._caught_up = 0
         """Rooms of P's that the agent was told of, and has looked at."""
+        self._bell = Bell()
         self._running = self._start(args, server_args)
         atexit.register(self._running.close)
         self.agent: Agent = self._running.agent
+        self._alone = rank_facts(args).alone
+        if self._alone:
+            self.agent.tell_reached(lambda reached: self._bell.ring())
+        elif self._prefills and rank_facts(args).stage > 0:
+            self.agent.tell_reached(self._reached)
         if self._prefills:
             self.local_ip, self.rank_port = self._running.address.host, self._running.address.port
-            if rank_facts(args).stage > 0:
-                self.agent.tell_reached(self._reached)
             self.register_to_bootstrap()
         else:
             self._engines: dict[tuple[str, int], Address] = {}
@@ -169,6 +174,13 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
 
     def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
         self.landed(bootstrap_room)
+
+    def rest(self, requests: Any) -> None:
+        """SGLang's scheduler has found nothing to compute in this turn. BLOCKS until the next one may find
+        something, as Bell.wait() does. Not where other workers take their turns with this one's: of what
+        their agents hear it knows nothing."""
+        if self._alone:
+            self._bell.wait(requests)
 
     # --- P
 

@@ -33,6 +33,7 @@ def register() -> None:
     utils, decode = "sglang.srt.disaggregation.utils", "sglang.srt.disaggregation.decode"
     HookRegistry.register(f"{utils}.get_kv_class", _kv_class, HookType.AROUND)
     HookRegistry.register(f"{decode}.DecodeTransferQueue.__init__", _hold_until_drained, HookType.AFTER)
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.on_idle", _rest, HookType.AFTER)
 
 
 def _add_member(enumeration: Any, value: str) -> None:
@@ -59,3 +60,11 @@ def _hold_until_drained(result: None, queue: Any, *args: Any, **kwargs: Any) -> 
     if they may still be written. Our agent always comes to know that they cannot, and says so."""
     if queue.scheduler.transfer_backend.value == BACKEND:
         queue.deferred_kv_release_timeout = float("inf")
+
+
+def _rest(result: None, scheduler: Any) -> None:
+    """After Scheduler.on_idle(), which SGLang calls in each turn that finds nothing to compute, with no batch
+    under way. It would take the next one at once."""
+    queue = scheduler.disagg_prefill_bootstrap_queue or scheduler.disagg_decode_prealloc_queue
+    if queue is not None and scheduler.transfer_backend.value == BACKEND:
+        queue.kv_manager.rest(scheduler.recv_from_tokenizer)

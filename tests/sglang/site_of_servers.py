@@ -15,6 +15,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from kv_connector.lab.sglang_cluster import HOST, Server, ServerSettings, SglangCluster
+from kv_connector.lab.sse import Events
 
 SECONDS = 120.0
 """For an answer, on a busy machine."""
@@ -59,9 +60,10 @@ class Client:
             "POST", f"{url}/generate", json=body(prompt, tokens, stream=True)
         ) as answer:
             answer.raise_for_status()
-            async for line in answer.aiter_lines():
-                if line.startswith("data:") and "[DONE]" not in line:
-                    ids = json.loads(line[5:])["output_ids"]
+            events = Events()
+            async for chunk in answer.aiter_bytes():
+                for event in events.feed(chunk):
+                    ids = json.loads(event)["output_ids"]
         return ids
 
     async def both(

@@ -72,12 +72,36 @@ def test_pages_of_an_aborted_request_are_never_freed_by_timeout(backend: str, se
     assert queue.deferred_kv_release_timeout == seconds
 
 
-def test_the_queue_that_holds_pages_is_hooked() -> None:
+def test_sglangs_queue_and_scheduler_are_hooked() -> None:
     code = (
         "from sglang.srt.plugins import load_plugins; load_plugins()\n"
         "from sglang.srt.disaggregation.decode import DecodeTransferQueue as queue\n"
         "from sglang.srt.plugins.hook_registry import HookRegistry\n"
         "assert hasattr(queue.__init__, '__wrapped__')\n"
         "assert 'sglang.srt.disaggregation.decode.DecodeTransferQueue.__init__' in HookRegistry._patched\n"
+        "assert 'sglang.srt.managers.scheduler.Scheduler.on_idle' in HookRegistry._patched\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def scheduler_of(backend: str, rested: list[object], **queues: object) -> SimpleNamespace:
+    queue = SimpleNamespace(kv_manager=SimpleNamespace(rest=rested.append))
+    found = dict.fromkeys(("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue"))
+    found |= dict.fromkeys(queues, queue)
+    return SimpleNamespace(
+        transfer_backend=SimpleNamespace(value=backend), recv_from_tokenizer="its socket", **found
+    )
+
+
+@pytest.mark.parametrize("queue", ["disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue"])
+def test_a_scheduler_with_nothing_to_compute_rests(queue: str) -> None:
+    rested: list[object] = []
+    plugin._rest(None, scheduler_of("write_imm", rested, **{queue: True}))
+    assert rested == ["its socket"]
+
+
+def test_schedulers_of_others_do_not_rest() -> None:
+    rested: list[object] = []
+    plugin._rest(None, scheduler_of("mooncake", rested, disagg_decode_prealloc_queue=True))
+    plugin._rest(None, scheduler_of("write_imm", rested))  # one that prefills and decodes by itself
+    assert not rested

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -13,7 +14,8 @@ from pool_pair import LAYERS, PAGE_SIZE, PATIENCE, Pair, pages, pair, until
 from kv_connector.agent.agent import Agent
 from kv_connector.protocol.actions import Reached, State
 from kv_connector.protocol.messages import Role
-from kv_connector.sglang.internals import KVPoll
+from kv_connector.sglang import bell
+from kv_connector.sglang.internals import KVPoll, get_parallel, rank_facts
 
 SOURCE, TARGET = (7, 3, 4, 9), (21, 22, 30, 12)
 
@@ -59,6 +61,53 @@ def test_a_prompt_goes_over_in_chunks_with_its_metadata(two: Pair) -> None:
     for end in (sender, receiver):
         end.clear()
         end.clear()
+
+
+def rested(manager: Any, condition: Callable[[], object]) -> None:
+    """Waits for it as a scheduler does that has nothing else to do, turn by turn."""
+
+    def turns() -> None:
+        while not condition():
+            manager.rest(None)
+
+    scheduler = threading.Thread(target=turns, daemon=True)
+    scheduler.start()
+    scheduler.join(PATIENCE)
+    assert not scheduler.is_alive(), f"nothing has ended a rest in {PATIENCE} s"
+
+
+def test_what_a_scheduler_rests_for_ends_its_rest(two: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bell, "_PATIENCE_MS", 10 * PATIENCE * 1000)
+    sender, receiver = two.send_room(58), two.receive_room(58)
+    assert sender.poll() == KVPoll.Bootstrapping
+    receiver.send_metadata(pages(TARGET), 5, [], decode_prefix_len=0)
+    rested(two.prefill.manager, lambda: sender.poll() == KVPoll.WaitingForInput)
+    sender.pop_decode_prefix_len()
+    sender.init(4, 2)
+    two.prefill.fill_slot(2, 58)
+    sender.send(pages(SOURCE))
+    rested(two.decode.manager, lambda: receiver.poll() == KVPoll.Success)
+    rested(two.prefill.manager, lambda: sender.poll() == KVPoll.Success)
+    sender.clear(), receiver.clear()
+
+
+def test_a_worker_among_others_does_not_rest(two: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait for it in each turn, and it hears of their agents' news in the next one alone."""
+    monkeypatch.setattr(bell, "_PATIENCE_MS", 10 * PATIENCE * 1000)
+    monkeypatch.setattr(two.decode.manager, "_alone", False)
+    turns = iter(range(3))
+    rested(two.decode.manager, lambda: next(turns, None) is None)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [("tp_size", "attn_tp_size", "moe_tp_size"), ("tp_size", "attn_dp_size", "moe_tp_size"), ("pp_size",)],
+)
+def test_who_is_alone(two: Pair, sizes: tuple[str, ...]) -> None:
+    args = two.decode.manager.kv_args
+    assert rank_facts(args).alone
+    with get_parallel().override(**dict.fromkeys(sizes, 2)):
+        assert not rank_facts(args).alone
 
 
 def arrived(agent: Agent, transfer: str) -> int:
