@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from kv_connector.lab.cluster import Engine, LocalCluster
 from kv_connector.lab.demonstration import Pushed, Row, _problems
-from kv_connector.lab.free_ports import HIGHEST, LOWEST, free_ports
+from kv_connector.lab.free_ports import HIGHEST, LOWEST, STEP, free_ports
 from kv_connector.lab.model import make_gemma3, make_llama
 from kv_connector.lab.process import Process, StartError, stop, wait_healthy
 
@@ -198,12 +198,14 @@ def test_a_signal_reaches_the_whole_group(start: Start) -> None:
     until(lambda: process.members() == [])
 
 
-def test_ports_are_free() -> None:
+@pytest.mark.parametrize("behind", [0, STEP - 1])
+def test_ports_are_free(behind: int) -> None:
+    """And those behind them, where the other ranks listen."""
     (port,) = free_ports(1)
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", port))
+        taken.bind(("127.0.0.1", port + behind))
         taken.listen()
-        once_around = {free_ports(1)[0] for _ in range(HIGHEST - LOWEST)}
+        once_around = {free_ports(1)[0] for _ in range((HIGHEST - LOWEST) // STEP)}
         assert port not in once_around
 
 
