@@ -18,6 +18,7 @@ HOUR_MS = 3_600_000
 def endless(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing but what is announced ends a wait."""
     monkeypatch.setattr(bell, "_PATIENCE_MS", HOUR_MS)
+    monkeypatch.setattr(bell, "_AWAKE_S", 0.0)
 
 
 class Waiting:
@@ -67,6 +68,15 @@ def test_a_request_ends_the_wait_and_is_left_to_sglang(
         tokenizer.send(b"%d" % number)
         Waiting(ours, requests).ends()
         assert requests.recv(zmq.NOBLOCK) == b"%d" % number
+
+
+def test_what_follows_at_once_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bell, "_PATIENCE_MS", HOUR_MS)
+    monkeypatch.setattr(bell, "_AWAKE_S", HOUR_MS)
+    ours = Bell()
+    ours.ring()
+    for _ in range(3):
+        Waiting(ours).ends()
 
 
 @pytest.mark.parametrize("requests", [None, object()])
