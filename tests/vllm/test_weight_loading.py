@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -36,7 +37,7 @@ MODELS = (
     "qwen3_moe",
     "llama",
     "gemma3",
-    "llama_fp8",
+    "qwen3_moe_fp8",
 )  # experts first: their group of ranks is made by a process's first engine
 SMALL = {"layers": 2, "hidden": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate": 256}
 # In blocks of 128 x 128: vLLM wants of each part of a fused matrix whole ones on each rank, of two as well.
@@ -45,27 +46,31 @@ VOCABULARY = 300  # vLLM pads it to 320
 
 
 def make(name: str, directory: Path, seed: int) -> Path:
-    if name == "llama_fp8":
+    if name == "qwen3_moe_fp8":
         from fp8_on_cpu import in_bfloat16, quantised
 
-        plain = directory.with_name(f"{directory.name}16")
-        return quantised(in_bfloat16(make_llama(plain, **FP8, seed=seed)), directory)
+        plain = make_qwen3_moe(directory.with_name(f"{directory.name}16"), FP8, experts=4, seed=seed)
+        return quantised(in_bfloat16(plain), directory)
     if name == "gemma3":  # input and output embeddings are one parameter
         return make_gemma3(directory, **SMALL, full_attention_every=2, seed=seed)
     if name == "llama":
         make_llama(directory, **SMALL, seed=seed)
         return change(directory, {"vocab_size": VOCABULARY}, short_vocabulary)
-    make_mixtral(directory, **SMALL, experts=8, seed=seed)
+    return make_qwen3_moe(directory, SMALL, experts=8, seed=seed)
+
+
+def make_qwen3_moe(directory: Path, sizes: Mapping[str, int], experts: int, seed: int) -> Path:
+    make_mixtral(directory, **sizes, experts=experts, seed=seed)
     config = {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
-        "num_experts": 8,
-        "moe_intermediate_size": SMALL["intermediate"],
+        "num_experts": experts,
+        "moe_intermediate_size": sizes["intermediate"],
         "decoder_sparse_step": 1,
         "norm_topk_prob": True,
         "mlp_only_layers": [],
     }
-    return change(directory, config, qwen3_moe)
+    return change(directory, config, partial(qwen3_moe, sizes))
 
 
 Weights = dict[str, Any]
@@ -84,15 +89,15 @@ def short_vocabulary(weights: Weights) -> Weights:
     return weights | {name: weights[name][:VOCABULARY].copy() for name in names}
 
 
-def qwen3_moe(weights: Weights) -> Weights:
+def qwen3_moe(sizes: Mapping[str, int], weights: Weights) -> Weights:
     """Of Mixtral's."""
     changed = {}
     for name, tensor in weights.items():
         name = name.replace("block_sparse_moe", "mlp").replace(".w1.", ".gate_proj.")
         changed[name.replace(".w2.", ".down_proj.").replace(".w3.", ".up_proj.")] = tensor
-    for layer in range(SMALL["layers"]):
+    for layer in range(sizes["layers"]):
         for norm in ("q_norm", "k_norm"):
-            spread = np.full(SMALL["head_dim"], SCORE_SPREAD**0.5, np.float32)
+            spread = np.full(sizes["head_dim"], SCORE_SPREAD**0.5, np.float32)
             changed[f"model.layers.{layer}.self_attn.{norm}.weight"] = spread
     return changed
 
@@ -117,7 +122,7 @@ def start(name: str, path: Path) -> None:
 
     from kv_connector.vllm.loading import LoadedModel
 
-    fp8 = name.startswith("llama_fp8")
+    fp8 = name.startswith("qwen3_moe_fp8")
     if fp8:
         import fp8_on_cpu  # noqa: F401
     llm = LLM(
@@ -457,7 +462,7 @@ BROKEN = {
     "llama": ("model.layers.0.mlp.down_proj", "lm_head"),
     "qwen3_moe": ("model.layers.0.mlp.experts.routed_experts", "model.layers.1.self_attn.qkv_proj"),
     "gemma3": ("model.layers.1.mlp.gate_up_proj",),
-    "llama_fp8": ("model.layers.1.mlp.gate_up_proj",),
+    "qwen3_moe_fp8": ("model.layers.1.mlp.experts.routed_experts", "model.layers.0.self_attn.o_proj"),
 }
 
 
@@ -474,19 +479,18 @@ def test_an_update_that_failed_in_the_middle_is_whole_when_it_is_repeated(model:
 
 def test_a_checkpoint_without_a_part_of_a_parameter(model: Model) -> None:
     message = model.do(refusal, model.b, "layers.0.self_attn.k_proj")
-    sizes = "131,072 of 524,288" if model.name == "llama_fp8" else "8,192 of 32,768"
+    sizes = "131,072 of 524,288" if model.name == "qwen3_moe_fp8" else "8,192 of 32,768"
     assert re.match(rf"not in the checkpoint: {sizes} elements of .*0\.self_attn\.qkv_proj\.weight$", message)
 
 
 def test_values_without_their_scales_and_scales_without_their_values(model: Model) -> None:
-    if model.name != "llama_fp8":
+    if model.name != "qwen3_moe_fp8":
         assert model.do(refusal, model.b, "_scale_inv") == "it is"  # there are none
         return
-    for layer in ("1.mlp.down_proj", "0.self_attn.o_proj"):
-        values = f"layers.{layer}.weight"
-        for lost, there in ((f"{values}_scale_inv", values), (values, f"{values}_scale_inv")):
-            message = model.do(refusal, model.b, f"{lost}$")
-            assert message == f"not in the checkpoint: model.{lost}, beside model.{there}"
+    values = "layers.0.self_attn.o_proj.weight"
+    for lost, there in ((f"{values}_scale_inv", values), (values, f"{values}_scale_inv")):
+        message = model.do(refusal, model.b, f"{lost}$")
+        assert message == f"not in the checkpoint: model.{lost}, beside model.{there}"
 
 
 def test_what_this_engine_cannot_take(model: Model) -> None:
