@@ -25,7 +25,7 @@ from kv_connector.vllm.internals import (
     reload,
     set_current_vllm_config,
 )
-from kv_connector.weights.geometry import Geometry, Tensor
+from kv_connector.weights.geometry import Geometry, Tensor, to_be_quantised
 from kv_connector.weights.recorder import RecordError, record
 
 logger = logging.getLogger(__name__)
@@ -65,8 +65,9 @@ class LoadedModel:
             "weights are offloaded (--cpu-offload-gb, --offload-group-size)": bool(
                 offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size
             ),
-            f"no quantization has been tested ({config.model_config.quantization})": config.quant_config
-            is not None,
+            f"of quantizations, only block fp8 has been tested ({config.model_config.quantization})": (
+                config.quant_config is not None and not _is_block_fp8(config.quant_config)
+            ),
         }
         found = [reason for reason, holds in reasons.items() if holds]
         return f"{'; '.join(found)}: start it without" if found else None
@@ -74,7 +75,10 @@ class LoadedModel:
     def record(self, tensors: Sequence[Tensor]) -> Geometry:
         """What the model's loaders do with a checkpoint of ``tensors``; for one thread at a time, whichever,
         while the model serves. Raises RecordError where they do more than copy, and where something is not in
-        the checkpoint that cannot be kept."""
+        the checkpoint that cannot be kept.
+
+        What is yet to be quantised is recorded without its scales: of the answer the sender sees what that
+        is."""
         loadable = _loadable(self._shadow)
         geometry = record(self._shadow.load_weights, loadable, tensors)
         loaded: Counter[str] = Counter()
@@ -86,8 +90,18 @@ class LoadedModel:
             wanted = reload.utils.get_tensor_load_numel(loadable[name])
             if elements < wanted:
                 raise RecordError(f"{_ABSENT}: {wanted - elements:,} of {wanted:,} elements of {name}")
-        self._written(loaded)
-        if kept := [name for name, _ in self._shadow.named_parameters() if name not in loaded]:
+        quantised = to_be_quantised(tensors, geometry)
+        scaled = (
+            geometry.parameters[one.parameter].name for one in geometry.writes if one.tensor in quantised
+        )
+        coming = loaded.keys() | {f"{name}{_SCALES}" for name in scaled}
+        for name in loadable:
+            scales = f"{name}{_SCALES}"
+            if scales in loadable and (name in coming) != (scales in coming):
+                lost, there = (scales, name) if name in coming else (name, scales)
+                raise RecordError(f"{_ABSENT}: {lost}, beside {there}")
+        self._written(coming)
+        if kept := [name for name, _ in self._shadow.named_parameters() if name not in coming]:
             more = f" and {len(kept) - _NAMED} more" if len(kept) > _NAMED else ""
             logger.warning("%s, and left as they are: %s%s", _ABSENT, ", ".join(kept[:_NAMED]), more)
         rounds = self._rounds()
@@ -169,6 +183,16 @@ class LoadedModel:
 
 
 _ABSENT = "not in the checkpoint"
+_SCALES = "_scale_inv"  # of a parameter's blocks, behind its name
+
+
+def _is_block_fp8(quantization: Any) -> bool:
+    """vLLM's Fp8Config itself, of a checkpoint with a scale a block."""
+    return (
+        getattr(quantization, "weight_block_size", None) is not None
+        and quantization.get_name() == "fp8"
+        and getattr(quantization, "store_dtype", None) is None  # experts in another format
+    )
 
 
 def _full_names(layer: _Layer, names: Collection[str]) -> str:

@@ -22,6 +22,7 @@ from kv_connector.vllm.internals import (
     WeightTransferTrainerFactory,
 )
 from kv_connector.vllm.plugin import WEIGHTS
+from kv_connector.weights.block_fp8 import BlockFp8
 from kv_connector.weights.pusher import WeightPusher
 from kv_connector.weights.sources import TensorSource, module_source
 
@@ -43,7 +44,7 @@ class WriteImmTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
 class WriteImmTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
     init_info_cls = WriteImmTrainerInitInfo
 
-    def __init__(self, info: WriteImmTrainerInitInfo, client: Any, source: TensorSource) -> None:
+    def __init__(self, info: WriteImmTrainerInitInfo, client: Any, source: TensorSource | BlockFp8) -> None:
         super().__init__(client=client, is_sender=info.is_sender)
         self._timeout = info.timeout
         self._driver = ThreadPoolExecutor(1, "kvc-weights-client")
@@ -64,8 +65,8 @@ class WriteImmTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
         """A collective of all ranks. ``source``: vLLM's ModuleSource, of which nothing is gathered, or one of
         ours. Raises PushError; TypeError where it is another."""
         if isinstance(source, ModuleSource):
-            source = module_source(source._module)
-        if not isinstance(source, TensorSource):
+            source = BlockFp8(module_source(source._module))
+        if not isinstance(source, TensorSource | BlockFp8):
             raise TypeError(
                 f"write_imm sends shards as they lie, and {type(source).__name__} only gives whole tensors: "
                 "give a ModuleSource, or kv_connector.weights.sources.TensorSource of the named tensors"

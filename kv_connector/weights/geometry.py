@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import msgspec
@@ -129,6 +129,21 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
             for parameter in self.parameters
         )
         return msgspec.structs.replace(self, parameters=parameters)
+
+
+def is_float8(dtype: str) -> bool:
+    """Which has values by its scales alone: to convert one to it, or from it, is not enough."""
+    return dtype.startswith("float8")
+
+
+def to_be_quantised(tensors: Sequence[Tensor], geometry: Geometry) -> frozenset[int]:
+    """The tensors, by their number, of another dtype that are loaded into parameters of float8."""
+    return frozenset(
+        write.tensor
+        for write in geometry.writes
+        if is_float8(geometry.parameters[write.parameter].dtype)
+        and not is_float8(tensors[write.tensor].dtype)
+    )
 
 
 def digest(value: object) -> bytes:

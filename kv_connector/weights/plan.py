@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kv_connector.weights.geometry import Geometry, Index, Tensor, Write, digest, item_bytes
+from kv_connector.weights.geometry import Geometry, Index, Tensor, Write, digest, is_float8, item_bytes
 
 
 class PlanError(ValueError):
@@ -111,6 +111,11 @@ def _check(write: Write, tensors: Sequence[Tensor], geometry: Geometry) -> None:
     last = write.offset + sum((n - 1) * s for n, s in zip(write.extent, write.strides, strict=True))
     if write.elements and last >= parameter.elements:
         raise PlanError(f"a loader writes {tensor.name} beyond the end of {parameter.name}")
+    if tensor.dtype != parameter.dtype and (is_float8(tensor.dtype) or is_float8(parameter.dtype)):
+        raise PlanError(
+            f"{tensor.name} is {tensor.dtype} here and {parameter.dtype} at the engine, which is no mere "
+            "conversion: push a checkpoint that is quantised as the engine's is, or BlockFp8 of a source"
+        )
 
 
 _Holder = tuple[int, int]

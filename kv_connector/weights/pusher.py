@@ -8,7 +8,7 @@ version applied once all of it has landed.
         pusher.push(str(step)).wait("applied", timeout=60)
 
 Each rank calls the same in the same order. Nothing is gathered, and no rank waits for another but in
-connect() and, for a version, until all have begun.
+connect() and, for a version, until all have begun, or in its source's refresh().
 """
 
 from __future__ import annotations

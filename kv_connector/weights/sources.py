@@ -72,6 +72,9 @@ class Source(Protocol):
         """A collective: all ranks call it. ``ask``: asks the engines, which one rank does for all, or each;
         why it could not is a string."""
 
+    def refresh(self) -> None:
+        """Before each version: what is made of the weights is made anew. Of a trainer's ranks all call it."""
+
 
 def agree(
     source: Source, exchange: Callable[[object], list[object]], ask: Callable[[], Engines | str]
@@ -117,6 +120,14 @@ class TensorSource:
 
     def agree(self, ask: Callable[[], Engines | str]) -> Agreed:
         return agree(self, self.exchange, ask)
+
+    def refresh(self) -> None:
+        """All lies as it is sent."""
+
+    def maximum(self, values: torch.Tensor) -> None:
+        """Of each, everybody's largest, in place. A collective: all ranks call it."""
+        if self._distributed:
+            torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX, group=self._group)
 
     def exchange(self, value: object) -> list[object]:
         """Everybody's, by rank. A collective: all ranks call it."""
@@ -191,6 +202,9 @@ class CheckpointSource:
     def agree(self, ask: Callable[[], Engines | str]) -> Agreed:
         return agree(self, lambda value: [value], ask)
 
+    def refresh(self) -> None:
+        """It is read as it is sent."""
+
 
 class ArenaSource:
     """What has landed at one of an engine's workers: boxes of the checkpoint's tensors, in the dtypes of its
@@ -215,6 +229,9 @@ class ArenaSource:
 
     def agree(self, ask: Callable[[], Engines | str]) -> Agreed:
         return Agreed(self._run, ask(), [_shards(geometry) for geometry in self._others])
+
+    def refresh(self) -> None:
+        """All lies as it is sent."""
 
 
 def _shards(geometry: Geometry) -> list[Shard]:

@@ -70,7 +70,7 @@ class Writer:
     def __init__(self, engine: TransferEngine, source: Source, staging_bytes: int) -> None:
         self._engine = engine
         self._regions: dict[int, tuple[int, int]] = {}  # of a storage: its end, and the region
-        self._held = source.held()
+        self._source = source
         self._device = source.device
         self._staging = Staging(staging_bytes, source.device)
         (self._staging_region,) = engine.register_ranges([self._staging.range])
@@ -84,8 +84,9 @@ class Writer:
     def prepare(self, pieces: Sequence[Piece], geometry: Geometry) -> list[Send]:
         """Registers the memory of what is sent as it lies."""
         sends = []
+        all_held = self._source.held()
         for piece in pieces:
-            held, parameter = self._held[piece.shard], geometry.parameters[piece.parameter]
+            held, parameter = all_held[piece.shard], geometry.parameters[piece.parameter]
             dtype, round = parameter.dtype, parameter.round
             item = item_bytes(dtype)
             least = _LEAST_RUN_BYTES // item
@@ -106,6 +107,7 @@ class Writer:
         """Of a version; blocks until the source has its weights."""
         self.failures = {}
         self.posted = {}
+        self._source.refresh()
         settle(self._device)  # the optimiser's last step
 
     def write(self, target: Target) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from kv_connector.protocol.timers import Timeouts
+from kv_connector.weights.block_fp8 import BlockFp8
 from kv_connector.weights.pusher import PushError, Stage, WeightPusher
 from kv_connector.weights.sources import CheckpointSource, TensorSource, module_source
 
@@ -63,10 +64,11 @@ def main(
     weights: int | Path,
     engines: Sequence[str],
     applies: bool = False,
+    fp8: bool = False,
 ) -> None:
     """``replicas``: of each shard; 0: every rank has all. Weights are those that `drawn` gives of a seed, or
     a checkpoint's. Told "VERSION", it pushes it and says how it went; told "stop VERSION", it begins it, says
-    so, and hangs."""
+    so, and hangs. ``fp8``: it quantises what the engines have in float8."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=ranks)
     named = drawn(weights) if isinstance(weights, int) else in_checkpoint(weights)
@@ -79,7 +81,11 @@ def main(
         source = TensorSource(named)
     timeouts = Timeouts(dead=DEAD_S, heartbeat=0.5)
     with WeightPusher(
-        source, engines, apply=None if applies else lambda _: None, timeouts=timeouts, staging_bytes=1024
+        BlockFp8(source) if fp8 else source,
+        engines,
+        apply=None if applies else lambda _: None,
+        timeouts=timeouts,
+        staging_bytes=1024,
     ) as pusher:
         pusher.connect()
         told.send("connected")

@@ -1,0 +1,265 @@
+"""Block fp8 on the sender: a rank quantises the rows that it has.
+
+A block has one scale, whichever ranks have a part of it: they need the largest value of the whole. That is
+all that is exchanged, for all tensors together, and no weight is gathered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+
+import msgspec
+import numpy as np
+import torch
+
+from kv_connector.weights.geometry import Geometry, Tensor, to_be_quantised
+from kv_connector.weights.plan import Box, PlanError, Shard
+from kv_connector.weights.sources import Agreed, Engines, Held, TensorSource, agree
+
+# Of all checkpoints in block fp8 that vLLM has kernels for on a GPU (DeepSeek V3, Qwen3-*-FP8).
+BLOCK = 128
+_DTYPE = torch.float8_e4m3fn
+# vLLM's least: a block of zeros has a scale, too.
+_LEAST = 1e-4
+_FROM = ("bfloat16", "float16", "float32")
+
+
+class BlockFp8:
+    """A source whose matrices are quantised at each version where the engines' loaders take float8:
+    ``X.weight`` in blocks of 128 x 128, and their scales, ``X.weight_scale_inv``. Which those are, the
+    engines say.
+
+    It has memory of its own for them: a byte for each element that this rank has of them, and a scale for
+    each block. While one is quantised, that takes up to 9 bytes more for each of its elements.
+    """
+
+    def __init__(self, source: TensorSource, *, ue8m0: bool = False) -> None:
+        """``ue8m0``: scales are powers of two, as of checkpoints with ``"scale_fmt": "ue8m0"``."""
+        self.rank, self.device = source.rank, source.device
+        self._source = source
+        self._ue8m0 = ue8m0
+        self._quantised: _Quantised | None = None
+
+    def tensors(self) -> Sequence[Tensor]:
+        return (self._quantised or self._source).tensors()
+
+    def held(self) -> Sequence[Held]:
+        return (self._quantised or self._source).held()
+
+    def agree(self, ask: Callable[[], Engines | str]) -> Agreed:
+        """Asks twice, the first time: what the engines load as it is, and then what it makes of that. Raises
+        PlanError where they want what it cannot make."""
+        if self._quantised is None:
+            agreed = self._source.agree(ask)
+            if isinstance(agreed.engines, str):
+                return agreed
+            wanted = _wanted(self._source.tensors(), agreed.engines.geometries)
+            if not wanted:
+                return agreed
+            self._quantised = _Quantised(self._source, wanted, agreed.held, self._ue8m0)
+        return agree(self, self._source.exchange, ask)
+
+    def refresh(self) -> None:
+        if self._quantised is not None:
+            self._quantised.refresh()
+
+
+def _wanted(tensors: Sequence[Tensor], geometries: Sequence[bytes]) -> frozenset[int]:
+    """What is to be quantised, by its number."""
+    wanted: set[int] = set()
+    other: set[int] = set()
+    for packed in geometries:
+        geometry = msgspec.msgpack.decode(packed, type=Geometry)
+        wanted |= (of_this := to_be_quantised(tensors, geometry))
+        other |= {write.tensor for write in geometry.writes} - of_this
+    for number in sorted(wanted):
+        tensor = tensors[number]
+        if number in other:
+            raise PlanError(
+                f"some of the engines load {tensor.name} in float8 and some do not: push to them by two "
+                "pushers"
+            )
+        if len(tensor.shape) != 2 or not tensor.name.endswith(".weight") or tensor.dtype not in _FROM:
+            raise PlanError(
+                f"{tensor.name} ({tensor.dtype}, {list(tensor.shape)}) is float8 at the engine. Quantised "
+                f"are matrices X.weight of {', '.join(_FROM)}: name and split it as the checkpoint does"
+            )
+    return frozenset(wanted)
+
+
+class _Quantised:
+    """What is sent of a source."""
+
+    def __init__(
+        self,
+        source: TensorSource,
+        wanted: Collection[int],
+        held: Sequence[Sequence[Shard]],
+        ue8m0: bool,
+    ) -> None:
+        """``held``: of the source, by rank."""
+        self._source, self._ue8m0 = source, ue8m0
+        self._tensors: list[Tensor] = []
+        places: list[int] = []  # of the source's tensors, here
+        for number, tensor in enumerate(source.tensors()):
+            places.append(len(self._tensors))
+            if number not in wanted:
+                self._tensors.append(tensor)
+                continue
+            grid = tuple(-(-size // BLOCK) for size in tensor.shape)
+            self._tensors.append(msgspec.structs.replace(tensor, dtype=str(_DTYPE).removeprefix("torch.")))
+            self._tensors.append(Tensor(f"{tensor.name}_scale_inv", "float32", grid))
+        self._held: list[Held] = []
+        self._parts: list[_Part] = []
+        mine = [one for one in source.held() if one.shard.tensor in wanted]
+        # One piece of memory each, so that each is registered once.
+        values = torch.empty(sum(_size(one.shard.box) for one in mine), dtype=_DTYPE, device=source.device)
+        scales = torch.empty(
+            sum(_size(_scales(one.shard.box)) for one in mine), dtype=torch.float32, device=source.device
+        )
+        for one in source.held():
+            place, box = places[one.shard.tensor], one.shard.box
+            if one.shard.tensor not in wanted:
+                self._held.append(Held(Shard(place, box), one.local))
+                continue
+            part = _Part(one, values[: _size(box)], scales[: _size(_scales(box))])
+            values, scales = values[_size(box) :], scales[_size(_scales(box)) :]
+            self._parts.append(part)
+            self._held.append(Held(Shard(place, box), part.get_values))
+            self._held.append(Held(Shard(place + 1, _scales(box)), part.get_scales))
+        shared = _Shared(source.tensors(), wanted, held)
+        self._amax = torch.zeros(sum(part.blocks for part in self._parts), device=source.device)
+        self._shared = shared.count
+        ours, theirs = shared.places([one.shard for one in mine])
+        self._ours, self._theirs = ours.to(source.device), theirs.to(source.device)
+
+    def tensors(self) -> Sequence[Tensor]:
+        return self._tensors
+
+    def held(self) -> Sequence[Held]:
+        return self._held
+
+    def refresh(self) -> None:
+        """A collective where ranks share a block."""
+        of_parts = self._amax.split([part.blocks for part in self._parts])
+        for part, amax in zip(self._parts, of_parts, strict=True):
+            amax.copy_(part.amax().flatten())
+        if self._shared:
+            # As integers: of floats that are none below zero these have the same order, and NaN is the
+            # largest, of which libraries for collectives promise nothing.
+            everybody = torch.zeros(self._shared, dtype=torch.int32, device=self._amax.device)
+            everybody[self._theirs] = self._amax[self._ours].view(torch.int32)
+            self._source.maximum(everybody)
+            self._amax[self._ours] = everybody[self._theirs].view(torch.float32)
+        for part, amax in zip(self._parts, of_parts, strict=True):
+            part.quantise(amax, self._ue8m0)
+
+
+class _Part:
+    """A part of a matrix, and what is made of it. Its scales are those of the blocks that begin in it."""
+
+    def __init__(self, held: Held, values: torch.Tensor, scales: torch.Tensor) -> None:
+        box = held.shard.box
+        self._local = held.local
+        self._extent = rows, columns = box.extent
+        # Up to where blocks begin and end.
+        self._before = top, left = box.start[0] % BLOCK, box.start[1] % BLOCK
+        self._padding = (left, -(left + columns) % BLOCK, top, -(top + rows) % BLOCK)
+        self._grid = _grid(box)
+        self.blocks = _size(self._grid)
+        owned = _scales(box)
+        first = tuple(a - b for a, b in zip(owned.start, self._grid.start, strict=True))
+        self._owned = _slices(Box(first, owned.extent))  # of the grid
+        self._values, self._scales = values.view(box.extent), scales.view(owned.extent)
+
+    def get_values(self) -> torch.Tensor:
+        return self._values
+
+    def get_scales(self) -> torch.Tensor:
+        return self._scales
+
+    def amax(self) -> torch.Tensor:
+        """Of each block, as far as it is here."""
+        if not self.blocks:
+            return self._scales.new_empty(0)
+        return self._in_blocks().abs().amax(dim=(1, 3)).float()
+
+    def quantise(self, amax: torch.Tensor, ue8m0: bool) -> None:
+        """The operations of vLLM's per_block_cast_to_fp8, one by one. A constant divides on a CPU, and is
+        multiplied by its reciprocal on a GPU, there as here."""
+        if not self.blocks:
+            return
+        scale = amax.view(self._grid.extent).clamp(_LEAST) / torch.finfo(_DTYPE).max
+        if ue8m0:
+            scale = torch.pow(2.0, torch.ceil(torch.log2(scale.abs())))
+        blocks = (self._in_blocks() * (1.0 / scale)[:, None, :, None]).to(_DTYPE)
+        (top, left), (rows, columns) = self._before, self._extent
+        whole = blocks.view(blocks.shape[0] * BLOCK, blocks.shape[2] * BLOCK)
+        self._values.copy_(whole[top : top + rows, left : left + columns])
+        self._scales.copy_(scale[self._owned])
+
+    def _in_blocks(self) -> torch.Tensor:
+        padded = torch.nn.functional.pad(self._local(), self._padding)
+        return padded.reshape(self._grid.extent[0], BLOCK, self._grid.extent[1], BLOCK)
+
+
+class _Shared:
+    """The blocks of which several ranks have a part, in an order that all ranks have."""
+
+    def __init__(
+        self, tensors: Sequence[Tensor], wanted: Collection[int], held: Sequence[Sequence[Shard]]
+    ) -> None:
+        boxes: dict[int, set[Box]] = {number: set() for number in wanted}
+        for shards in held:
+            for shard in shards:
+                if shard.tensor in boxes:
+                    boxes[shard.tensor].add(shard.box)  # replicas have the same
+        known: dict[tuple[tuple[int, ...], frozenset[Box]], np.ndarray] = {}
+        self._places: dict[int, np.ndarray] = {}
+        """Of each block of a tensor, or -1."""
+        self.count = 0
+        for number in sorted(wanted):
+            shape = tensors[number].shape
+            key = shape, frozenset(boxes[number])
+            if key not in known:
+                parts = np.zeros([-(-size // BLOCK) for size in shape], dtype=np.int64)
+                for box in key[1]:
+                    parts[_slices(_grid(box))] += 1
+                known[key] = parts > 1
+            shared = known[key]
+            places = np.full(shared.shape, -1, dtype=np.int64)
+            places[shared] = np.arange(self.count, self.count + shared.sum())
+            self._places[number] = places
+            self.count += int(shared.sum())
+
+    def places(self, mine: Sequence[Shard]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the shared among the blocks of these, one behind the other: their places there, and here."""
+        here = [self._places[shard.tensor][_slices(_grid(shard.box))].flatten() for shard in mine]
+        theirs = np.concatenate([np.empty(0, dtype=np.int64), *here])
+        ours = np.flatnonzero(theirs >= 0)
+        return torch.from_numpy(ours), torch.from_numpy(theirs[ours])
+
+
+def _grid(box: Box) -> Box:
+    """The blocks that it touches."""
+    if not _size(box):
+        return Box((0,) * len(box.start), (0,) * len(box.start))
+    first = tuple(start // BLOCK for start in box.start)
+    end = (-(-(start + n) // BLOCK) for start, n in zip(box.start, box.extent, strict=True))
+    return Box(first, tuple(b - a for a, b in zip(first, end, strict=True)))
+
+
+def _scales(box: Box) -> Box:
+    """The blocks that begin in it: each does in one box of those that are the tensor."""
+    first = tuple(-(-start // BLOCK) for start in box.start)
+    end = (-(-(start + n) // BLOCK) for start, n in zip(box.start, box.extent, strict=True))
+    return Box(first, tuple(b - a for a, b in zip(first, end, strict=True)))
+
+
+def _size(box: Box) -> int:
+    return math.prod(box.extent)
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, start + n) for start, n in zip(box.start, box.extent, strict=True))
