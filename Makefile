@@ -44,9 +44,9 @@ demo: setup ## two engines, one prompt after another pushed from P into D, besid
 
 test: prepared test-native test-simulation test-python ## all tests: native under sanitizers, and Python, real engines included
 
-# The network and the disk are waited for beside the compiler: two jobs, each a chain.
+# The network and the disk are waited for beside the compiler: two jobs, each a chain. The longer one goes first.
 prepared:
-	@$(MAKE) --no-print-directory -j2 setup native-tsan
+	@$(MAKE) --no-print-directory -j2 SANITIZED='nice -n 19' setup native-tsan
 
 # Its time is virtual: as slow as it may be, it finds the same.
 test-simulation: setup ## a sample of `make campaign`
@@ -61,7 +61,7 @@ test-python: setup
 # name, sanitizers, compiler (where it is not the one of a release)
 define native_build
 	@$(if $(3),CXX=$(3) )cmake -S . -B build/$(1) -G Ninja -DKVC_BUILD_TESTS=ON -DKVC_SANITIZE=$(2) -DCMAKE_COMPILE_WARNING_AS_ERROR=ON --log-level=WARNING
-	@cmake --build build/$(1) --parallel $(JOBS) --target kvc_tests
+	@$(SANITIZED) cmake --build build/$(1) --parallel $(JOBS) --target kvc_tests
 endef
 
 # The release build is what the Python tests run: a third build here would cost five minutes and find nothing more.
