@@ -190,7 +190,7 @@ test-weights: setup ## a trainer of weights that is killed at 20 points of its w
 	@KVC_WEIGHT_FAULTS=20 $(PYTHON_ENV)/python -m pytest tests/vllm/test_weights.py
 
 test-data-parallel: setup ## engines of two data-parallel ranks each, dense and MoE, behind one API server and a router
-	@KVC_DATA_PARALLEL=1 $(PYTHON_ENV)/python -m pytest tests/vllm/test_data_parallel.py
+	@KVC_DATA_PARALLEL=1 $(PYTHON_ENV)/python -m pytest tests/vllm/test_data_parallel.py tests/vllm/test_data_parallel_weights.py
 
 CASE ?=
 test-topologies: setup ## every kind of model and topology, real engines: docs/compatibility.md; CASE=mla

@@ -29,7 +29,7 @@ MODELS = ("llama", "gemma3")
 
 if "KVC_DATA_PARALLEL" not in os.environ:
     # Fifteen processes at a time, for two minutes: `make test-data-parallel`.
-    collect_ignore = ["test_data_parallel.py"]
+    collect_ignore = ["test_data_parallel.py", "test_data_parallel_weights.py"]
 
 
 @pytest.fixture(scope="session")

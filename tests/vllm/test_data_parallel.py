@@ -1,12 +1,10 @@
 """Two ranks on P and two on D, behind one API server each: every request meets the ranks chosen for it."""
 
 import asyncio
-import dataclasses
 import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -21,10 +19,8 @@ from deployment import (
     prompt,
     wait_until,
 )
-from typer.testing import CliRunner
 
-from kv_connector.cli.main import app
-from kv_connector.lab.cluster import HOST, Engine, EngineSettings, LocalCluster
+from kv_connector.lab.cluster import HOST, Engine, LocalCluster
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.lab.model import make_llama, make_mixtral
 
@@ -41,10 +37,6 @@ class Site:
     prefill: Engine
     decode: Engine
     routers: dict[str, str]
-    trained: Engine
-    takes: str  # where that one takes weights
-    other: Engine  # started with them
-    weights: Path
 
 
 @pytest.fixture(params=MODELS, scope="module")
@@ -53,16 +45,13 @@ def site(
 ) -> Iterator[Site]:
     directory = tmp_path_factory.mktemp(request.param)
     small = {"layers": 4, "hidden": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate": 256}
-    make = MODELS[request.param]
-    model, weights = make(directory / "model", **small), make(directory / "weights", seed=1, **small)
+    model = MODELS[request.param](directory / "model", **small)
     ranks = ("--data-parallel-size", str(RANKS), "--worker-extension-cls", "moe_on_cpu.Worker")
     settings = engine_settings(*ranks)
-    concurrent, serial, takes = free_ports(3)
+    concurrent, serial = free_ports(2)
     registrations = [f"{HOST}:{port}" for port in (concurrent, serial)]
-    with LocalCluster(directory, weights, settings) as cluster:
+    with LocalCluster(directory, model, settings) as cluster:
         cluster.interpreter = interpreter
-        other = cluster.start_engine("other", settings=engine_settings())
-        cluster.model = model
         prefill, decode = (
             cluster.start_engine(name, role=role, extra={"timeouts": TIMEOUTS}, routers=registrations)
             for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer"))
@@ -80,23 +69,9 @@ def site(
                 "serial": cluster.start_router("router-serial", registration=serial, dispatch="serial"),
                 "listed": cluster.start_router("router-listed", prefill=listed, decode=[decode] * RANKS),
             },
-            trained=cluster.start_engine("trained", settings=takes_weights(settings, takes)),
-            takes=f"{HOST}:{takes}",
-            other=other,
-            weights=weights,
         )
         cluster.wait_ready()
         yield site
-
-
-def takes_weights(settings: EngineSettings, port: int) -> EngineSettings:
-    of_weights = {"control_host": HOST, "control_port": port, "providers": ["host"]}
-    environment = {"KV_CONNECTOR_WEIGHTS": json.dumps(of_weights), "VLLM_PLUGINS": "kv_connector"}
-    return dataclasses.replace(
-        settings,
-        arguments=(*settings.arguments, "--weight-transfer-config", '{"backend": "write_imm"}'),
-        environment={**settings.environment, **environment},
-    )
 
 
 def transfers(engine: Engine, role: str) -> Counter[tuple[str, str]]:
@@ -163,26 +138,3 @@ async def test_all_ranks_serve_and_the_tokens_are_one_engines(
         for rank in range(RANKS):
             assert ended[str(rank), "completed"] >= REQUESTS // (2 * RANKS), f"{name}: {ended}"
         assert {outcome for _, outcome in ended} == {"completed"}, f"{name}: {ended}"
-
-
-@pytest.mark.anyio
-async def test_all_ranks_take_weights(site: Site) -> None:
-    """In one pause: each rank's tokens are those of an engine that was started with them."""
-    tokens = prompt("weights", 300)
-    body = completion_body(tokens, TOKENS)
-
-    async def answer(http: httpx.AsyncClient, engine: Engine, rank: int) -> list[int]:
-        headers = {"x-data-parallel-rank": str(rank)}
-        said = await http.post(f"{engine.url}/v1/completions", json=body, headers=headers)
-        said.raise_for_status()
-        return list(said.json()["choices"][0]["token_ids"])
-
-    async with httpx.AsyncClient(timeout=PATIENCE_SECONDS, trust_env=False) as http:
-        wanted = await answer(http, site.other, 0)
-        before = [await answer(http, site.trained, rank) for rank in range(RANKS)]
-        assert all(old != wanted for old in before)
-        words = ["weights", "push", str(site.weights), "--engine", site.takes]
-        done = await asyncio.to_thread(CliRunner().invoke, app, words)
-        assert done.exit_code == 0, done.output
-        assert f"for {RANKS} workers" in done.output
-        assert [await answer(http, site.trained, rank) for rank in range(RANKS)] == [wanted] * RANKS
