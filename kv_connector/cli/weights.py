@@ -22,7 +22,6 @@ from kv_connector.engine import TransferError
 from kv_connector.protocol.actions import Address
 
 if TYPE_CHECKING:
-    from kv_connector.weights.links import Links
     from kv_connector.weights.pusher import WeightPusher
     from kv_connector.weights.sources import CheckpointSource
     from kv_connector.weights.verify import Verified
@@ -33,6 +32,9 @@ app = typer.Typer(
 
 Checkpoint = Annotated[
     Path, typer.Argument(metavar="DIRECTORY", help="The checkpoint: a directory with safetensors.")
+]
+Version = Annotated[
+    str, typer.Option(help="What the engines call it from then on. Default: the directory's name.")
 ]
 Engines = Annotated[
     list[Address],
@@ -55,9 +57,7 @@ Json = Annotated[bool, typer.Option("--json", help="The result as JSON.")]
 def push(
     checkpoint: Checkpoint,
     engine: Engines,
-    version: Annotated[
-        str, typer.Option(help="What the engines call it from then on. Default: the directory's name.")
-    ] = "",
+    version: Version = "",
     key_file: KeyFile = None,
     provider: Providers = None,
     data_host: DataHost = "127.0.0.1",
@@ -101,9 +101,7 @@ def bench(
     checkpoint: Checkpoint,
     engine: Engines,
     rounds: Annotated[int, typer.Option(min=1, help="Pushes that count, after one that does not.")] = 5,
-    version: Annotated[
-        str, typer.Option(help="What the engines call it afterwards. Default: the directory's name.")
-    ] = "",
+    version: Version = "",
     key_file: KeyFile = None,
     provider: Providers = None,
     data_host: DataHost = "127.0.0.1",
@@ -179,12 +177,12 @@ def plan(
 @app.command()
 def status(engine: Engines, key_file: KeyFile = None, json: Json = False) -> None:
     """Which version each engine serves, and what is on its way. Status 1: one is not there, or failed."""
-    from kv_connector.weights.links import LinkError
+    from kv_connector.weights.links import LinkError, questions
     from kv_connector.weights.messages import Ask, State
 
     states: dict[str, Any] = {}
     failed = False
-    with _links(key_file) as links:
+    with questions(cluster_key(key_file)) as links:
         asked = [(link := links.dial(one), links.ask(link, Ask())) for one in engine]
         for link, answer in asked:
             try:
@@ -224,11 +222,12 @@ def seed(
     Both go on serving meanwhile; no trainer is needed. Where this command is ended, so is what it asked for:
     the engine goes on with what it had. Status 1: some engine does not serve it.
     """
+    from kv_connector.weights.links import questions
     from kv_connector.weights.seed import SeedError
     from kv_connector.weights.seed import seed as ask
 
     failed = False
-    with _links(key_file) as links:
+    with questions(cluster_key(key_file)) as links:
         for one in engine:
             began = time.monotonic()
             try:
@@ -250,9 +249,10 @@ def verify(checkpoint: Checkpoint, engine: Engines, key_file: KeyFile = None, js
     parameter differs, or could not be compared.
     """
     source = _source(checkpoint)
+    from kv_connector.weights.links import questions
     from kv_connector.weights.verify import verify as compare
 
-    with _links(key_file) as links:
+    with questions(cluster_key(key_file)) as links:
         found = list(compare(source, engine, links))
     if json:
         typer.echo(msgspec.json.encode(found).decode())
@@ -286,19 +286,6 @@ def _line(name: str, said: dict[str, Any]) -> str:
     words += ["stays paused, as it has weights of more than one version"] if said["torn"] else []
     words += [f"problem: {said['problem']}"] if said["problem"] else []
     return f"{name}: {', '.join(words)}"
-
-
-@contextmanager
-def _links(key_file: Path | None) -> Iterator[Links]:
-    """For questions alone."""
-    from kv_connector.protocol.timers import Timeouts
-    from kv_connector.weights.links import Links
-
-    links = Links(cluster_key(key_file), Timeouts(), heard=lambda *_: None, lost=lambda *_: None)
-    try:
-        yield links
-    finally:
-        links.close()
 
 
 def _source(checkpoint: Path) -> CheckpointSource:

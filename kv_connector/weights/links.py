@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kv_connector.control.cluster_key import ClusterKey
@@ -182,3 +183,13 @@ class Links:
         if link.asked is not None:
             link.asked.set_exception(LinkError(f"{link.address}: {reason}"))
             link.asked = None
+
+
+@contextmanager
+def questions(key: ClusterKey | None, timeouts: Timeouts | None = None) -> Iterator[Links]:
+    """Links of who only asks: news, and who is lost, are nothing to them."""
+    links = Links(key, timeouts or Timeouts(), heard=lambda *_: None, lost=lambda *_: None)
+    try:
+        yield links
+    finally:
+        links.close()

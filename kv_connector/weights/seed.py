@@ -10,8 +10,7 @@ from concurrent.futures import wait as wait_for
 
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.timers import Timeouts
-from kv_connector.weights.links import Link, LinkError, Links
+from kv_connector.weights.links import Link, LinkError, Links, questions
 from kv_connector.weights.messages import (
     Ask,
     Seed,
@@ -82,9 +81,8 @@ def _seed(
 def seed_at_start(seeders: Sequence[Address], engine: Address, key: ClusterKey | None) -> None:
     """By the first of them that can; where none can the engine goes on with what it has. Blocks until it
     is so."""
-    links = Links(key, Timeouts(), heard=lambda *_: None, lost=lambda *_: None)
     problems: list[str] = []
-    try:
+    with questions(key) as links:
         for seeder in seeders:
             try:
                 version = seed(seeder, engine, links, SEED_S)
@@ -93,8 +91,6 @@ def seed_at_start(seeders: Sequence[Address], engine: Address, key: ClusterKey |
                 continue
             logger.info("weights: seeded by %s with version %s", seeder, version)
             return
-    finally:
-        links.close()
     logger.warning(
         "weights: none of seed_from could seed this engine, which goes on with what it has: %s",
         "; ".join(problems),

@@ -17,7 +17,7 @@ from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timers import Timeouts
 from kv_connector.weights.arena import Arena
 from kv_connector.weights.geometry import Geometry, Tensor
-from kv_connector.weights.links import LinkError, Links
+from kv_connector.weights.links import LinkError, questions
 from kv_connector.weights.messages import Describe, Described, Seed
 from kv_connector.weights.pusher import PushError, Update, WeightPusher
 from kv_connector.weights.sources import ArenaSource
@@ -139,8 +139,7 @@ class Seeder:
     def _geometries(self) -> Sequence[Geometry]:
         """Of all workers of this engine, by rank: each can tell what the others hold."""
         lender = self._lender
-        links = Links(lender.key, lender.timeouts, heard=lambda *_: None, lost=lambda *_: None)
-        try:
+        with questions(lender.key, lender.timeouts) as links:
             asked = [
                 (link := links.dial(worker), links.ask(link, Describe(lender.tensors)))
                 for worker in lender.workers
@@ -151,5 +150,3 @@ class Seeder:
                 assert isinstance(described, Described)
                 found.append(described.geometry)
             return found
-        finally:
-            links.close()

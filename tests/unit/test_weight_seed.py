@@ -412,7 +412,7 @@ def test_what_the_command_cannot_use_is_said(words: list[str], said: str) -> Non
 def test_an_engine_asks_those_that_it_is_given_in_turn(
     site: Site, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kv_connector.weights.seed.Timeouts", lambda: QUICK)
+    monkeypatch.setattr("kv_connector.weights.links.Timeouts", lambda: QUICK)
     fleet, empty, joiner = site.engine(2), site.engine(1), site.engine(1)
     pushed("v1", 1, fleet)
     with caplog.at_level(logging.INFO, "kv_connector"):

@@ -28,6 +28,7 @@ RANKS = 2
 REQUESTS = 200
 AT_A_TIME = 8
 TOKENS = 8
+SMALL = {"layers": 4, "hidden": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate": 256}
 MODELS = {"dense": make_llama, "moe": make_mixtral}
 
 
@@ -44,8 +45,7 @@ def site(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, interpreter: tuple[str, ...]
 ) -> Iterator[Site]:
     directory = tmp_path_factory.mktemp(request.param)
-    small = {"layers": 4, "hidden": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate": 256}
-    model = MODELS[request.param](directory / "model", **small)
+    model = MODELS[request.param](directory / "model", **SMALL)
     ranks = ("--data-parallel-size", str(RANKS), "--worker-extension-cls", "moe_on_cpu.Worker")
     settings = engine_settings(*ranks)
     concurrent, serial = free_ports(2)

@@ -10,14 +10,12 @@ from pathlib import Path
 import httpx
 import pytest
 from deployment import PATIENCE_SECONDS, completion_body, engine_settings, prompt
-from test_data_parallel import MODELS, RANKS, TOKENS
+from test_data_parallel import MODELS, RANKS, SMALL, TOKENS
 from typer.testing import CliRunner
 
 from kv_connector.cli.main import app
 from kv_connector.lab.cluster import HOST, Engine, LocalCluster
 from kv_connector.lab.free_ports import free_ports
-
-SMALL = {"layers": 4, "hidden": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate": 256}
 
 
 @pytest.mark.anyio
