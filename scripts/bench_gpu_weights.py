@@ -1,13 +1,14 @@
-"""Weights from a trainer's GPU into an engine's, beside vLLM's own backend `nccl`, for docs/performance.md.
+"""Weights from a trainer's GPU into an engine's, beside vLLM's own backends, for docs/performance.md.
 
 Needs what bench_gpu_pd.py needs. An arm is a trainer and its engines: ours (shadow mode), streaming (ours,
-without room for a second copy), nccl, nccl-single (not packed). It has a GPU for each of --trainers ranks and
-for each rank of --engines engines of --tensor-parallel ranks; arms have the GPUs of --gpus in turn, and share
-them where these are fewer, as they take turns. Engines have a shape of gpu_shapes.py in bfloat16, and so have
-trainers (rows of each tensor at each rank), or float32 masters. A round draws new weights, and sends them
-while a request is decoded. The table has medians, and the worst in brackets. What the engines answer before
-and behind the rounds is compared: it ends with status 1 where tokens are not as they should be. A line of
-JSON a push goes to --json. --cpu tries our side on CPUs with a small model, not to measure.
+without room for a second copy), nccl, nccl-single (not packed), ipc (where both have one GPU: --gpus 0 0).
+It has a GPU for each of --trainers ranks and for each rank of --engines engines of --tensor-parallel ranks;
+arms have the GPUs of --gpus in turn, and share them where these are fewer, as they take turns. Engines have a
+shape of gpu_shapes.py in bfloat16, and so have trainers (rows of each tensor at each rank), or float32
+masters. A round draws new weights, and sends them while a request is decoded. The table has medians, and the
+worst in brackets. What the engines answer before and behind the rounds is compared: it ends with status 1
+where tokens are not as they should be. A line of JSON a push goes to --json. --cpu tries our side on CPUs
+with a small model, not to measure.
 """
 # ruff: noqa: T201  (its output is a table)
 
@@ -44,7 +45,7 @@ from bench_gpu_pd import (
     write_tiny,
 )
 from gpu_shapes import SHAPES
-from gpu_weight_trainer import Figures, Order, Trainer, nccl_environment
+from gpu_weight_trainer import THEIRS, Figures, Order, Trainer, nccl_environment
 
 from kv_connector.lab.process import StartError, stop
 
@@ -57,14 +58,14 @@ STREAM_TOKENS = 4000 if "--cpu" in sys.argv else 8000
 CHECKSUM_SECONDS = 300.0  # vLLM hashes 16 GB in 10 s, on a processor
 NAMED = 4  # of the parameters that differ
 ARGUMENTS = ["--load-format", "dummy", "--max-num-seqs", "64"]
-GPU_ARGUMENTS = ["--dtype", "bfloat16", "--max-model-len", "8192", "--kv-cache-memory-bytes", str(4 << 30)]
+GPU_ARGUMENTS = ["--dtype", "bfloat16", "--max-model-len", "8192", "--kv-cache-memory-bytes", str(2 << 30)]
 CPU_ARGUMENTS = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "4096"]
 CPU_ARGUMENTS += ["--kv-cache-memory-bytes", str(256 << 20)]
 APPLIED = re.compile(r"applied version (\S+), in (\d+) ms")
 SERVES = re.compile(r"serves version (\S+), after a pause of (\d+) ms")
 ARENA = re.compile(r"by ([\d.]+) GB beside the model")
 MODES = {"ours": "shadow", "streaming": "streaming"}
-ARMS = (*MODES, "nccl", "nccl-single")
+ARMS = (*MODES, *THEIRS)
 MEMORY_QUERY = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits"]
 
 
@@ -209,9 +210,11 @@ def make_arms(plan: argparse.Namespace, model: Path, config: Mapping[str, Any]) 
                 }
                 environment |= {"VLLM_PLUGINS": "kv_connector", "KV_CONNECTOR_WEIGHTS": json.dumps(settings)}
             else:
-                backend = "nccl"
+                backend, _ = THEIRS[name]
                 engines.append(f"http://{HOST}:{own}")
-                environment |= nccl_environment()
+                environment |= nccl_environment() | {
+                    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"
+                }  # ipc's handles
             environment |= {"VLLM_SERVER_DEV_MODE": "1"}  # for its own backends, and for checksums
             arguments = [*ARGUMENTS, *(CPU_ARGUMENTS if plan.cpu else GPU_ARGUMENTS)]
             arguments += ["--weight-transfer-config", json.dumps({"backend": backend})]
@@ -313,7 +316,7 @@ async def land_again(client: httpx.AsyncClient, arm: Arm) -> None:
 
 
 async def in_turn(arms: list[Arm], work: Callable[[Arm], Awaitable[None]]) -> None:
-    """What nccl cannot do leaves nccl out."""
+    """What a backend of vLLM's cannot do leaves it out."""
     for arm in [*arms]:
         try:
             await work(arm)
@@ -368,12 +371,12 @@ async def arm_profile(arm: Arm) -> str:
 
 # Of the table: what it is called, its key, what it is divided by, digits, and whether more is worse.
 ROUNDS = (
-    ("push to landed (nccl: its send_weights), ms", "landing", 1e-3, 1, True),
+    ("push to landed (theirs: send_weights), ms", "landing", 1e-3, 1, True),
     ("  GB/s", "bytes/s", 1e9, 1, False),
     ("push until sources may change, ms", "sending", 1e-3, 1, True),
     ("landed to applied, ms", "applying", 1e-3, 1, True),
     ("whole update, ms", "whole", 1e-3, 1, True),
-    ("pause (nccl: pause to resume), ms", "pause", 1e-3, 0, True),
+    ("pause (theirs: pause to resume), ms", "pause", 1e-3, 0, True),
     ("  of which the worker's model takes, ms", "model", 1e-3, 0, True),
     ("longest gap between a stream's tokens, ms", "gap", 1e-3, 1, True),
     ("  its ordinary gap, ms", "ordinary gap", 1e-3, 2, True),
@@ -448,6 +451,9 @@ def main() -> None:
     parser.add_argument("--gpus", nargs="+", type=int, default=[0, 1], help="a trainer's, its engines', ...")
     parser.add_argument("--arms", nargs="+", default=["ours", "nccl"], choices=ARMS)
     parser.add_argument("--shape", default="llama", choices=["llama", "qwen3-moe"])
+    parser.add_argument(
+        "--layers", type=int, default=None, metavar="N", help="of the shape: where memory is less"
+    )
     parser.add_argument("--trainers", type=int, default=1, metavar="RANKS")
     parser.add_argument("--engines", type=int, default=1)
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="RANKS", help="of each engine")
@@ -462,6 +468,9 @@ def main() -> None:
         plan.gpus = list(range(plan.trainers + plan.engines * plan.tensor_parallel))
     model = write_tiny(plan.work / "tiny") if plan.cpu else SHAPES[plan.shape].write(plan.work / plan.shape)
     config = json.loads((model / "config.json").read_text())
+    if plan.layers is not None:
+        config["num_hidden_layers"] = plan.layers
+        (model / "config.json").write_text(json.dumps(config))
     arms: list[Arm] = []
     try:
         begin = time.monotonic()

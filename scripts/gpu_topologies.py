@@ -20,7 +20,7 @@ from pathlib import Path
 
 import httpx
 import numpy as np
-from bench_gpu_pd import Body, Server, direct, ours, stream, wait_ready
+from bench_gpu_pd import HOST, Body, Server, direct, ours, stream, wait_ready
 from gpu_faults import rests
 
 from kv_connector.lab.process import stop
@@ -138,6 +138,7 @@ def run(case: Case, models: Path, port: int, provider: str) -> str:
     def server(side: str, gpu: int, number: int, flags: str) -> Server:
         role = {"prefill": "kv_producer", "decode": "kv_consumer"}.get(side)
         control = port + 10 + number
+        url, registration = f"http://{HOST}:{port + number}", port + 20  # where no router listens
         return Server(
             f"{case.name.replace(' ', '-')}-{side}",
             [gpu],
@@ -145,7 +146,7 @@ def run(case: Case, models: Path, port: int, provider: str) -> str:
             models / "model",
             [*base, *re.sub(r"@([\w-]+)", lambda name: str(models / name[1]), flags).split()],
             work,
-            None if role is None else ours(role, control, provider),
+            None if role is None else ours(role, control, provider, url, registration),
             control,
             case.environment if side == "prefill" else {},
         )

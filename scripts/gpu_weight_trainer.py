@@ -26,6 +26,8 @@ Named = list[tuple[str, torch.Tensor]]
 Figures = dict[str, float]
 """Times are time.monotonic()'s, which all processes of a machine share."""
 
+# vLLM's backends by arm, and whether tensors are packed into buffers: of one GPU alone they need not be.
+THEIRS = {"nccl": ("nccl", True), "nccl-single": ("nccl", False), "ipc": ("ipc", False)}
 _TIMEOUT_S, _END_S = 90.0, 10.0
 _PROFILED = 14  # functions
 _COPIED_BYTES, _COPIES = 2 << 30, 10
@@ -35,7 +37,7 @@ _COPIED_BYTES, _COPIES = 2 << 30, 10
 class Order:
     """What a trainer's rank is made of."""
 
-    backend: str  # of SENDERS
+    backend: str  # of THEIRS, or one of ours
     config: Mapping[str, Any]  # the model's
     devices: Sequence[str]  # of all ranks
     dtype: str  # of its weights
@@ -174,8 +176,8 @@ class _Rank:
         wire = getattr(torch, order.config["torch_dtype"])
         self._nbytes: int = sum(math.prod(shape) for _, shape in self._shapes) * wire.itemsize
         self._sender: _Sender
-        if order.backend.startswith("nccl"):
-            self._sender = _Nccl(named, order, wire)
+        if order.backend in THEIRS:
+            self._sender = _Theirs(named, order, wire)
         else:
             self._sender = _Ours(named, order.engines)
 
@@ -309,8 +311,8 @@ class _Ours:
             self._pusher = None
 
 
-class _Nccl:
-    """vLLM's own. A version is sent in a pause. ``nccl-single``: a tensor at a time, not packed."""
+class _Theirs:
+    """A backend of vLLM's. A version is sent in a pause."""
 
     def __init__(self, named: Named, order: Order, wire: torch.dtype) -> None:
         self._named, self._order, self._wire = named, order, wire
@@ -322,6 +324,7 @@ class _Nccl:
         from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
         from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
         named, wire = self._named, self._wire
@@ -347,8 +350,10 @@ class _Nccl:
 
             def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
                 def one(number: int) -> None:
-                    moved = {**info, "rank_offset": info["rank_offset"] + number * workers}
-                    self._clients[number].init_weight_transfer_engine(moved)
+                    moved = {"rank_offset": info["rank_offset"] + number * workers} if offset else {}
+                    self._clients[number].init_weight_transfer_engine({**info, **moved})
+
+                offset = "rank_offset" in info
 
                 list(self._threads.map(one, range(len(self._clients))))
 
@@ -362,9 +367,13 @@ class _Nccl:
                 list(self._threads.map(lambda client: client.finish_weight_update(version), self._clients))
 
         begin = time.monotonic()
-        packed = order.backend == "nccl"
-        info = NCCLTrainerInitInfo(
-            "127.0.0.1", order.meeting_port, 1 + order.workers, packed=packed, rank=order.rank
+        backend, packed = THEIRS[order.backend]
+        info = (
+            IPCTrainerInitInfo(packed=packed, rank=order.rank)
+            if backend == "ipc"
+            else NCCLTrainerInitInfo(
+                "127.0.0.1", order.meeting_port, 1 + order.workers, packed=packed, rank=order.rank
+            )
         )
         client = Client(self._threads)
         self._trainer = WeightTransferTrainerFactory.trainer_init(info, client=client, source=Weights())
