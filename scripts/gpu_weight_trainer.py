@@ -88,9 +88,11 @@ class Trainer:
 
 
 def nccl_environment() -> dict[str, str]:
-    """vLLM looks for NCCL where the dynamic linker does, and where it finds none its broadcasts do nothing,
-    silently: torch's is in a wheel. NVLink's multicast is not to be had everywhere."""
+    """vLLM looks for NCCL where the dynamic linker does: torch's is in a wheel. NVLink's multicast is not to
+    be had everywhere."""
     environment = {"NCCL_NVLS_ENABLE": "0"}
+    if (named := os.environ.get("VLLM_NCCL_SO_PATH")) is not None:
+        return environment | {"VLLM_NCCL_SO_PATH": named}
     with suppress(ImportError):
         import nvidia.nccl
 
@@ -377,6 +379,9 @@ class _Theirs:
         )
         client = Client(self._threads)
         self._trainer = WeightTransferTrainerFactory.trainer_init(info, client=client, source=Weights())
+        if getattr(getattr(self._trainer, "model_update_group", None), "disabled", False):
+            # Without a word, and its broadcasts do nothing from then on.
+            raise RuntimeError("vLLM has found no NCCL that it can use: 0.32 asks for 2.29.7")
         return {"begin": begin, "made": begin, "end": time.monotonic()}
 
     def push(self, version: str) -> Figures:
