@@ -10,8 +10,8 @@ dozen.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -57,44 +57,60 @@ class Piece:
 
 @dataclass
 class Plan:
-    """``pieces[sender][receiver]``, in the order in which they are to be written."""
+    """Of one sender."""
 
     digest: bytes
-    pieces: list[list[list[Piece]]]
-    nbytes: list[list[int]] = field(default_factory=list)
-    """By sender and receiver, as they travel."""
+    pieces: list[list[Piece]]
+    """By receiver, in the order in which they are to be written."""
+    nbytes: list[list[int]]
+    """As they travel, by sender, everybody's, and receiver. 0: it writes nothing there."""
 
 
 def make_plan(
-    tensors: Sequence[Tensor], senders: Sequence[Sequence[Shard]], receivers: Sequence[Geometry]
+    tensors: Sequence[Tensor],
+    senders: Sequence[Sequence[Shard]],
+    receivers: Sequence[Geometry],
+    sender: int,
 ) -> Plan:
-    """Raises PlanError where a tensor is not held whole, or not at all while it is loaded; ValueError for a
-    dtype that cannot be sent."""
+    """``sender``: whose pieces are told. Raises PlanError where a tensor is not held whole, or not at all
+    while it is loaded; ValueError for a dtype that cannot be sent."""
     cutter = _Cutter(tensors, senders)
     plan = Plan(
         digest([list(tensors), [[(s.tensor, s.box.start, s.box.extent) for s in held] for held in senders]])
         + digest([geometry.digest() for geometry in receivers]),
-        [[[] for _ in receivers] for _ in senders],
+        [[] for _ in receivers],
         [[0] * len(receivers) for _ in senders],
     )
-    cuts: list[tuple[int, int, int, Piece, Sequence[_Holder]]] = []
+
+    def assign(holder: _Holder, nbytes: int, receiver: int, write: Write, cut: _Cut) -> None:
+        number, shard = holder
+        plan.nbytes[number][receiver] += nbytes
+        if number == sender:
+            place = write.offset + cut.offset
+            piece = Piece(shard, write.parameter, cut.start, cut.extent, place, write.strides)
+            plan.pieces[receiver].append(piece)
+
+    shared: list[tuple[int, int, int, Write, _Cut, Sequence[_Holder]]] = []
     for number, geometry in enumerate(receivers):
         for write in geometry.writes:
             _check(write, tensors, geometry)
             item = item_bytes(geometry.parameters[write.parameter].dtype)
-            for piece, holders in cutter.cut(write):
-                cuts.append((piece.elements * item, len(cuts), number, piece, holders))
-    # The longest first, each to who has the least to write: nobody has more than the mean and one piece.
-    load = [0] * len(senders)
-    for nbytes, _, receiver, piece, holders in sorted(cuts, key=lambda cut: (-cut[0], cut[1])):
-        sender, shard = min(holders, key=lambda holder: (load[holder[0]], holder))
-        load[sender] += nbytes
-        own = Piece(shard, piece.parameter, piece.start, piece.extent, piece.offset, piece.strides)
-        plan.pieces[sender][receiver].append(own)
-        plan.nbytes[sender][receiver] += nbytes
-    for own_pieces in plan.pieces:
-        for pieces in own_pieces:
-            pieces.sort(key=lambda piece: (piece.parameter, piece.offset))
+            cuts, everybody = cutter.cut(write)
+            for cut in cuts:
+                holders, nbytes = everybody[cut.box], cut.elements * item
+                if len(holders) == 1:
+                    assign(holders[0], nbytes, number, write, cut)
+                else:
+                    shared.append((nbytes, len(shared), number, write, cut, holders))
+    # The longest first, each to who has the least to write: of what all hold, nobody has more than the mean
+    # and one piece.
+    load = [sum(by_receiver) for by_receiver in plan.nbytes]
+    for nbytes, _, number, write, cut, several in sorted(shared, key=lambda one: (-one[0], one[1])):
+        holder = min(several, key=lambda holder: (load[holder[0]], holder))
+        load[holder[0]] += nbytes
+        assign(holder, nbytes, number, write, cut)
+    for pieces in plan.pieces:
+        pieces.sort(key=lambda piece: (piece.parameter, piece.offset))
     return plan
 
 
@@ -122,6 +138,17 @@ _Holder = tuple[int, int]
 """A sender, and which of its shards."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """What a box has of a write."""
+
+    box: int
+    start: Index  # within the box
+    extent: Index
+    offset: int  # behind the write's
+    elements: int
+
+
 class _Cutter:
     def __init__(self, tensors: Sequence[Tensor], senders: Sequence[Sequence[Shard]]) -> None:
         self._tensors = tensors
@@ -132,12 +159,10 @@ class _Cutter:
                 if math.prod(shard.box.extent):
                     self._boxes[shard.tensor].setdefault(shard.box, []).append((sender, number))
         self._whole: dict[tuple[Index, tuple[Box, ...]], str | None] = {}
-        self._cuts: dict[
-            tuple[Index, Index, Index, tuple[Box, ...]], list[tuple[int, Index, Index, int]]
-        ] = {}
+        self._cuts: dict[tuple[Index, Index, Index, tuple[Box, ...]], list[_Cut]] = {}
 
-    def cut(self, write: Write) -> list[tuple[Piece, Sequence[_Holder]]]:
-        """The write in pieces, each with all who could write it."""
+    def cut(self, write: Write) -> tuple[list[_Cut], list[list[_Holder]]]:
+        """The write by boxes, and of each box all who hold it."""
         tensor = self._tensors[write.tensor]
         held = self._boxes[write.tensor]
         boxes = tuple(held)
@@ -146,14 +171,7 @@ class _Cutter:
         cuts = self._cuts.get(key)
         if cuts is None:
             cuts = self._cuts[key] = list(_intersections(write, boxes))
-        holders = list(held.values())
-        return [
-            (
-                Piece(-1, write.parameter, start, extent, write.offset + offset, write.strides),
-                holders[number],
-            )
-            for number, start, extent, offset in cuts
-        ]
+        return cuts, list(held.values())
 
     def _check(self, tensor: Tensor, boxes: tuple[Box, ...]) -> None:
         key = (tensor.shape, boxes)
@@ -163,9 +181,7 @@ class _Cutter:
             raise PlanError(f"{tensor.name} of shape {list(tensor.shape)}: {problem}")
 
 
-def _intersections(write: Write, boxes: Sequence[Box]) -> list[tuple[int, Index, Index, int]]:
-    """(box, start within the box, extent, offset behind the write's) of each that has a part of it."""
-    found = []
+def _intersections(write: Write, boxes: Sequence[Box]) -> Iterator[_Cut]:
     for number, box in enumerate(boxes):
         first = [max(a, b) for a, b in zip(write.start, box.start, strict=True)]
         last = [
@@ -174,15 +190,14 @@ def _intersections(write: Write, boxes: Sequence[Box]) -> list[tuple[int, Index,
         ]
         if any(a >= b for a, b in zip(first, last, strict=True)):
             continue
-        found.append(
-            (
-                number,
-                tuple(a - b for a, b in zip(first, box.start, strict=True)),
-                tuple(b - a for a, b in zip(first, last, strict=True)),
-                sum((a - b) * s for a, b, s in zip(first, write.start, write.strides, strict=True)),
-            )
+        extent = tuple(b - a for a, b in zip(first, last, strict=True))
+        yield _Cut(
+            number,
+            tuple(a - b for a, b in zip(first, box.start, strict=True)),
+            extent,
+            sum((a - b) * s for a, b, s in zip(first, write.start, write.strides, strict=True)),
+            math.prod(extent),
         )
-    return found
 
 
 def _not_tiled(shape: Index, boxes: Sequence[Box]) -> str | None:

@@ -238,12 +238,12 @@ class WeightPusher:
             engine.workers = [_Worker(Address(*worker), -1) for worker in workers]
         for number, worker in enumerate(self._workers()):
             worker.number = number
-        self._plan = make_plan(self._source.tensors(), agreed.held, geometries)
+        self._plan = make_plan(self._source.tensors(), agreed.held, geometries, self._source.rank)
         for worker in self._workers():
-            pieces = [of[worker.number] for of in self._plan.pieces]
-            worker.senders = sum(rank == 0 or bool(parts) for rank, parts in enumerate(pieces))
+            by_sender = [of[worker.number] for of in self._plan.nbytes]
+            worker.senders = sum(rank == 0 or nbytes > 0 for rank, nbytes in enumerate(by_sender))
             worker.geometry = geometries[worker.number].digest()
-            sends = self._writer.prepare(pieces[self._source.rank], geometries[worker.number])
+            sends = self._writer.prepare(self._plan.pieces[worker.number], geometries[worker.number])
             worker.rounds = [
                 [send for send in sends if send.round == round]
                 for round in range(geometries[worker.number].rounds)
@@ -375,7 +375,7 @@ class WeightPusher:
     def _writes_to(self, worker: _Worker) -> bool:
         """Rank 0 has to hear from each when all has landed."""
         assert self._plan is not None
-        return self._source.rank == 0 or bool(self._plan.pieces[self._source.rank][worker.number])
+        return self._source.rank == 0 or bool(self._plan.pieces[worker.number])
 
     # --- A version
 

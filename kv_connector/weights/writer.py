@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -40,17 +41,25 @@ class Send:
 
     round: int = 0  # in which it is to land
 
-    @property
+    # Of thousands a version, so worked out once.
+
+    @cached_property
     def pages(self) -> int:
         return len(self.runs.target)
 
-    @property
+    @cached_property
     def page_bytes(self) -> int:
         return self.runs.elements * int(self.dtype.itemsize)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return self.pages * self.page_bytes
+
+    @cached_property
+    def first(self) -> tuple[int, int]:
+        """Bytes before the first run, at the source and at the target."""
+        item = int(self.dtype.itemsize)
+        return int(self.runs.source[0]) * item, int(self.runs.target[0]) * item
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,8 @@ class Writer:
     def __init__(self, engine: TransferEngine, source: Source, staging_bytes: int) -> None:
         self._engine = engine
         self._regions: dict[int, tuple[int, int]] = {}  # of a storage: its end, and the region
+        # Of a shard that is sent as it lies: its address, its region, and the bytes before it there.
+        self._places: dict[int, tuple[int, int, int]] = {}
         self._source = source
         self._device = source.device
         self._staging = Staging(staging_bytes, source.device)
@@ -95,7 +106,7 @@ class Writer:
                 pack = str(local.dtype).removeprefix("torch.") != dtype
                 laid = runs(piece, local.stride(), least=least, pack=pack)
                 if not laid.packed:
-                    self._region(local)
+                    self._place(piece.shard, local)
                     sends.append(Send(piece, held, laid, getattr(torch, dtype), round))
                     continue
             for part in split(piece, self._staging.half_bytes // item):
@@ -137,8 +148,8 @@ class Writer:
             packed: list[tuple[Send, int]] = []
             for send in target.sends:
                 if not send.runs.packed:
-                    region, offset = self._region(local := send.held.local())
-                    self._post(direct, target, send, region, offset, local.element_size())
+                    region, offset = self._place(send.piece.shard, send.held.local())
+                    self._post(direct, target, send, region, offset)
                     continue
                 while (place := self._put(send)) is None:
                     self._send_half(target, packed)
@@ -160,31 +171,33 @@ class Writer:
         filled.append((target.peer, transfer))
         try:
             for send, place in packed:
-                self._post(transfer, target, send, self._staging_region, place, send.dtype.itemsize)
+                self._post(transfer, target, send, self._staging_region, place)
         finally:
             packed.clear()
             self._engine.seal(transfer)
         self._staging.turn(lambda: self._drain(other))
         self._halves = [other, filled]
 
-    def _post(self, transfer: int, target: Target, send: Send, region: int, offset: int, item: int) -> None:
-        laid, to = send.runs, target.offsets[send.piece.parameter]
+    def _post(self, transfer: int, target: Target, send: Send, region: int, offset: int) -> None:
+        to = target.offsets[send.piece.parameter]
         self.posted[target.peer] = self.posted.get(target.peer, 0) + send.nbytes
-        if len(laid.target) == 1:
+        if send.pages == 1:
+            source, there = send.first
             self._engine.write(
                 transfer,
                 region,
-                offset + int(laid.source[0]) * item,
+                offset + source,
                 target.region,
-                to + int(laid.target[0]) * item,
-                laid.elements * item,
+                to + there,
+                send.page_bytes,
                 target.immediate,
             )
             return
+        laid, item = send.runs, int(send.dtype.itemsize)
         self._engine.write_pages(
             transfer,
             PagedWrite(
-                laid.elements * item,
+                send.page_bytes,
                 region,
                 Pages(laid.source, item, offset),
                 target.region,
@@ -205,8 +218,16 @@ class Writer:
                 self.failures.setdefault(peer, str(event.error or event.kind.name))
         transfers.clear()
 
+    def _place(self, shard: int, local: torch.Tensor) -> tuple[int, int]:
+        """(region, bytes before the tensor's first element). Registers what is new, or has moved."""
+        address = local.data_ptr()
+        place = self._places.get(shard)
+        if place is None or place[0] != address:
+            place = self._places[shard] = (address, *self._region(local))
+        return place[1], place[2]
+
     def _region(self, local: torch.Tensor) -> tuple[int, int]:
-        """(region, bytes before the tensor's first element). Registers what is new, a storage at a time."""
+        """A storage at a time."""
         storage = local.untyped_storage()
         begin, nbytes = storage.data_ptr(), storage.nbytes()
         known = self._regions.get(begin)

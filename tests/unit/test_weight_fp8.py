@@ -178,7 +178,7 @@ def test_a_matrix_that_is_cut_anywhere_is_what_vllm_makes_of_it(data: st.DataObj
     assert [tensor.name for tensor in trainer.sources[0].tensors()] == NAMES
     assert isinstance(trainer.agreed.engines, Engines)
     geometry = msgspec.msgpack.decode(trainer.agreed.engines.geometries[0], type=Geometry)
-    make_plan(trainer.sources[0].tensors(), trainer.agreed.held, [geometry])  # each element is held once
+    make_plan(trainer.sources[0].tensors(), trainer.agreed.held, [geometry], 0)  # each element is held once
     assert vllms(whole, trainer.sends(whole), ue8m0=ue8m0)
 
 
@@ -241,4 +241,4 @@ def test_nothing_is_converted_to_float8_or_from_it_without_scales(dtypes: tuple[
     tensors = [Tensor("w.weight", here, (4, 4))]
     shards = [[Shard(0, Box((0, 0), (4, 4)))]]
     with pytest.raises(PlanError, match=rf"w\.weight is {here} here and {there} at the engine.*BlockFp8"):
-        make_plan(tensors, shards, [loads(tensors, there)])
+        make_plan(tensors, shards, [loads(tensors, there)], 0)

@@ -292,6 +292,21 @@ def test_a_checkpoint_is_a_source(engines: list[Engine], tmp_path: Path) -> None
         CheckpointSource(tmp_path / "nowhere")
 
 
+def test_tensors_that_have_moved_are_sent_from_where_they_are(engines: list[Engine]) -> None:
+    parameters = {name: torch.nn.Parameter(value) for name, value in drawn(1)}
+    source = TensorSource(parameters.items())
+    with WeightPusher(source, [engines[0].address], apply=lambda _: None) as pusher:
+        pusher.connect()
+        pusher.push("one").wait("landed", PATIENCE_S)
+        engines[0].assert_has("one", 1)
+        before = [parameter.data for parameter in parameters.values()]  # whose places stay taken
+        for name, value in drawn(2):
+            parameters[name].data = value
+        pusher.push("two").wait("landed", PATIENCE_S)
+        engines[0].assert_has("two", 2)
+        del before
+
+
 def test_what_the_engine_cannot_load_is_said_by_name() -> None:
     def record(tensors: Sequence[Tensor]) -> Geometry:
         raise ValueError(f"{tensors[0].name} is not in this model")
