@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import multiprocessing
 import os
+import shutil
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 from deployment import SMALL, Client, engine_settings, prompt
 from typer.testing import CliRunner
 
@@ -28,15 +30,23 @@ from kv_connector.weights.sources import CheckpointSource
 from kv_connector.weights.writer import Target
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
-from weight_trainer import Model, in_checkpoint, main_until_killed
-from weight_trainer import main as train
+from weight_trainer import FORKSERVER, Model, Trainer, in_checkpoint, main_until_killed
 
 pytestmark = pytest.mark.anyio
 
-PROMPTS = [(number, tokens) for number, tokens in enumerate((1, 7, 31, 32, 33, 100, 400, 1500))]
+# What takes minutes is in make test-weights.
+ALL = "KVC_WEIGHT_FAULTS" in os.environ
+PROMPTS = list(enumerate((1, 7, 31, 32, 33, 100, 400, 1500)))
+# About blocks of 32 and chunks of 320, where they are asked for once.
+MORE_PROMPTS = [
+    *PROMPTS,
+    *enumerate((2, 15, 63, 64, 65, 127, 129, 200, 319, 320, 321, 1000) if ALL else (), 8),
+]
 TOKENS = 16
-# How many times a trainer is killed, behind ever more of its writes: make test-weights.
+# How many times a trainer is killed, behind ever more of its writes.
 POINTS = int(os.environ.get("KVC_WEIGHT_FAULTS", "2"))
+# (ranks, replicas of each shard). HSDP's ranks have rows as FSDP2's do, and share out what two of them have.
+MESHES = ((2, 1), (4, 1), (4, 2)) if ALL else ((4, 2),)
 # Each with other ranks, lanes and mode.
 ENGINES = ((1, ("host", "tcp"), "shadow"), (2, ("tcp",), "streaming"))
 
@@ -79,17 +89,17 @@ def start(
     return cluster.start_engine(name, settings=settings), f"{HOST}:{port}"
 
 
-@pytest.fixture(scope="module")
-def site(interpreter: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    directory = tmp_path_factory.mktemp("weights")
-    checkpoints = {
-        name: make_llama(directory / name, layers=3, seed=seed, **SMALL) for seed, name in enumerate("ab")
-    }
-    settings = engine_settings()
-    with LocalCluster(directory / "logs", checkpoints["a"], settings) as cluster:
+@contextmanager
+def serving(
+    directory: Path,
+    interpreter: tuple[str, ...],
+    checkpoints: Mapping[str, Path],
+    kinds: Sequence[tuple[int, tuple[str, ...], str]] = ENGINES,
+) -> Iterator[Site]:
+    with LocalCluster(directory / "logs", checkpoints["a"], engine_settings()) as cluster:
         cluster.interpreter = interpreter
         engines, takes = [], []
-        for ranks, providers, mode in ENGINES:
+        for ranks, providers, mode in kinds:
             engine, take = start(cluster, f"ranks{ranks}", ranks, providers=providers, mode=mode)
             engines.append(engine)
             takes.append(take)
@@ -97,6 +107,28 @@ def site(interpreter: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory)
         oracle = cluster.start_engine("oracle")
         cluster.wait_ready()
         yield Site(engines, takes, oracle, checkpoints, cluster)
+
+
+@pytest.fixture(scope="module")
+def site(interpreter: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    directory = tmp_path_factory.mktemp("weights")
+    checkpoints = {
+        name: make_llama(directory / name, layers=3, seed=seed, **SMALL) for seed, name in enumerate("ab")
+    }
+    checkpoints["c"] = with_a_slice_of_another(directory / "c", checkpoints["b"], checkpoints["a"])
+    with serving(directory, interpreter, checkpoints) as site:
+        yield site
+
+
+def with_a_slice_of_another(directory: Path, one: Path, other: Path) -> Path:
+    """``one`` but for half the columns of a matrix, which the second of two ranks has."""
+    name = "model.layers.1.self_attn.o_proj.weight"
+    shutil.copytree(one, directory)
+    weights, others = dict(in_checkpoint(one)), dict(in_checkpoint(other))
+    half = weights[name].shape[1] // 2
+    weights[name][:, half:] = others[name][:, half:]
+    safetensors.torch.save_file(weights, directory / "model.safetensors")
+    return directory
 
 
 async def answers(
@@ -107,22 +139,24 @@ async def answers(
     )
 
 
-async def all_answers(client: Client, engines: Sequence[Engine]) -> list[list[list[int]]]:
-    return [await answers(client, engine) for engine in engines]
+async def all_answers(
+    client: Client, engines: Sequence[Engine], prompts: Sequence[tuple[int, int]] = PROMPTS
+) -> list[list[list[int]]]:
+    return [await answers(client, engine, prompts) for engine in engines]
 
 
 async def test_what_is_pushed_is_served(site: Site, client: Client) -> None:
     """To and fro, by the commands; the cached prompts of before are of no use any more."""
-    b = await answers(client, site.oracle)
-    a = await answers(client, site.engines[0])
+    b = await answers(client, site.oracle, MORE_PROMPTS)
+    a, same = await all_answers(client, site.engines, MORE_PROMPTS)
+    assert a == same
     assert all(before != after for before, after in zip(a, b, strict=True))
-    assert await answers(client, site.engines[1]) == a
     said = await asyncio.to_thread(site.push, "b")
     assert "version b is served" in said
-    assert await all_answers(client, site.engines) == [b, b]
+    assert await all_answers(client, site.engines, MORE_PROMPTS) == [b, b]
     by = partial(site.push, "a", "--version", "back", "--rounds", "1", "--json", by="bench")
     measured = json.loads(await asyncio.to_thread(by))
-    assert await all_answers(client, site.engines) == [a, a]
+    assert await all_answers(client, site.engines, MORE_PROMPTS) == [a, a]
     (counted,) = measured["rounds"]
     assert 0 < counted["landed"] <= counted["applied"]
     assert counted["paused"].keys() == set(site.takes)
@@ -134,26 +168,29 @@ async def test_what_is_pushed_is_served(site: Site, client: Client) -> None:
     assert told.output.count("serves back") == len(ENGINES)
 
 
-async def test_shards_of_a_trainer_are_served(site: Site, client: Client, tmp_path: Path) -> None:
-    b = await answers(client, site.oracle)
-    spawn = multiprocessing.get_context("forkserver")
-    ends, ranks = [], []
-    for rank in range(2):
-        ours, theirs = spawn.Pipe()
-        arguments = (theirs, str(tmp_path / "store"), rank, 2, 1, site.checkpoints["b"], site.takes, True)
-        ranks.append(spawn.Process(target=train, args=arguments, daemon=True))
-        ranks[-1].start()
-        ends.append(ours)
-    try:
-        assert [await asyncio.to_thread(end.recv) for end in ends] == ["connected"] * 2
-        for end in ends:
-            end.send("step-1")
-        assert [await asyncio.to_thread(end.recv) for end in ends] == ["applied"] * 2
-        assert await all_answers(client, site.engines) == [b, b]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
+@pytest.mark.parametrize(("ranks", "replicas"), MESHES)
+async def test_shards_of_a_trainer_are_served(
+    site: Site, client: Client, tmp_path: Path, ranks: int, replicas: int
+) -> None:
+    await asyncio.to_thread(site.push, "a", "--version", f"before {ranks}/{replicas}")
+    b = await answers(client, site.oracle, MORE_PROMPTS)
+    before = await answers(client, site.engines[0], MORE_PROMPTS)
+    assert all(old != new for old, new in zip(before, b, strict=True))
+    checkpoint = site.checkpoints["b"]
+    with Trainer(tmp_path, site.takes, checkpoint, ranks=ranks, replicas=replicas, applies=True) as trainer:
+        await asyncio.to_thread(trainer.all_say, "connected")
+        trainer.say("step-1")
+        await asyncio.to_thread(trainer.all_say, "applied")
+        assert await all_answers(client, site.engines, MORE_PROMPTS) == [b, b]
+
+
+async def test_a_slice_that_one_rank_has_is_seen_in_the_tokens(site: Site, client: Client) -> None:
+    """So that tokens that are equal say that all of the weights are."""
+    await asyncio.to_thread(site.push, "c")
+    c, same = await all_answers(client, site.engines, MORE_PROMPTS)
+    assert c == same
+    b = await answers(client, site.oracle, MORE_PROMPTS)
+    assert all(one != other for one, other in zip(b, c, strict=True))
 
 
 @pytest.mark.parametrize("number", range(len(ENGINES)))
@@ -252,11 +289,10 @@ async def test_a_trainer_that_is_killed_at_any_point_leaves_no_mixed_weights(
         await asyncio.to_thread(every.connect)
         by_engine = [sum(1 for w in engine.workers for _ in w.sends) for engine in every._engines]
     writes = sum(by_engine)
-    forkserver = multiprocessing.get_context("forkserver")
     for point in range(POINTS):
         posted = writes * (2 * point + 1) // (2 * POINTS - 1)  # of the last one all
         version = f"killed-{posted}"
-        trainer = forkserver.Process(
+        trainer = FORKSERVER.Process(
             target=main_until_killed, args=(site.checkpoints["b"], version, site.takes, posted)
         )
         trainer.start()
