@@ -242,9 +242,10 @@ def test_a_checkpoint_is_a_source(engines: list[Engine], tmp_path: Path) -> None
         CheckpointSource(tmp_path / "nowhere")
 
 
-def test_what_the_engine_cannot_load_is_said_by_name() -> None:
+@pytest.mark.parametrize("error", [ValueError, RuntimeError])
+def test_what_the_engine_cannot_load_is_said_by_name(error: type[Exception]) -> None:
     def record(tensors: Sequence[Tensor]) -> Geometry:
-        raise ValueError(f"{tensors[0].name} is not in this model")
+        raise error(f"{tensors[0].name} is not in this model")
 
     config = ReceiverConfig("worker", Address("127.0.0.1", 0), ("tcp",))
     worker = WeightReceiver(config, record)
