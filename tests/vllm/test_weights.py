@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import safetensors.torch
-from deployment import SMALL, Client, engine_settings, prompt
+from deployment import SMALL, Client, engine_settings, prompt, wait_until
 from typer.testing import CliRunner
 
 from kv_connector.cli.main import app
@@ -43,6 +43,7 @@ MORE_PROMPTS = [
     *enumerate((2, 15, 63, 64, 65, 127, 129, 200, 319, 320, 321, 1000) if ALL else (), 8),
 ]
 TOKENS = 16
+ENDLESS = 1900  # tokens: more than come while a version does
 # How many times a trainer is killed, behind ever more of its writes.
 POINTS = int(os.environ.get("KVC_WEIGHT_FAULTS", "2"))
 # (ranks, replicas of each shard). HSDP's ranks have rows as FSDP2's do, and share out what two of them have.
@@ -194,27 +195,41 @@ async def test_a_slice_that_one_rank_has_is_seen_in_the_tokens(site: Site, clien
 
 
 @pytest.mark.parametrize("number", range(len(ENGINES)))
-async def test_a_stream_goes_on_over_an_update(number: int, site: Site, client: Client) -> None:
-    """What was said before is the old weights', the rest follows; and nobody loses a request."""
-    await asyncio.to_thread(site.push, "a", "--version", "a2")
-    engine = site.engines[number]
-    tokens = (200, 100)[number]  # as long as a push takes, or longer
+async def test_streams_go_on_over_an_update(number: int, site: Site, client: Client) -> None:
+    """What was said before is the old weights', and what follows is what the new ones say to that."""
+    engine, take = site.engines[number], site.takes[number]
+    await asyncio.to_thread(site.push, "a", "--version", "a2", to=[take])
     ids = prompt(3, 50)
-    old = await client.complete(engine.url, ids, tokens)
-    await asyncio.to_thread(site.push, "b", "--version", "b2")
-    new = await client.complete(engine.url, ids, tokens)
-    await asyncio.to_thread(site.push, "a", "--version", "a3")
-    running = [asyncio.create_task(client.complete(engine.url, ids, tokens)) for _ in range(8)]
-    while "vllm:num_requests_running" not in (text := await client.get(f"{engine.url}/metrics")) or (
-        f'{{engine="0",model_name="model"}} {len(running)}.0' not in text
-    ):
-        pass
-    await asyncio.to_thread(site.push, "b", "--version", "b3")
-    for said in await asyncio.gather(*running):
-        assert len(said) == tokens
-        # Old weights' first, then tokens that neither would have said by itself.
-        assert said[0] == old[0]
-        assert said not in (old, new)
+    said: list[list[int]] = [[] for _ in range(8)]
+
+    async def more(tokens: int) -> None:
+        """Waits until so many more have come of each."""
+        wanted = [len(one) + tokens for one in said]
+
+        async def missing() -> str:
+            short = [len(one) for one, least in zip(said, wanted, strict=True) if len(one) < least]
+            return f"{wanted} tokens of each stream, not {short}" if short else ""
+
+        await wait_until(missing)
+        assert not any(stream.done() for stream in streams)
+
+    with WeightPusher(CheckpointSource(site.checkpoints["b"]), [take], providers=("host", "tcp")) as pusher:
+        await asyncio.to_thread(pusher.connect)
+        streams = [asyncio.create_task(client.stream(engine.url, ids, ENDLESS, one.extend)) for one in said]
+        await more(1)
+        update = await asyncio.to_thread(pusher.push, "b2")
+        await asyncio.to_thread(update.wait)
+        await more(2 * TOKENS)
+        for stream in streams:
+            stream.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
+    await asyncio.to_thread(site.push, "a", "--version", "a3", to=[take])
+    old = await client.complete(engine.url, ids, max(map(len, said)))
+    for one in said:
+        same = next(at for at, (token, other) in enumerate(zip(one, old, strict=False)) if token != other)
+        assert same > 0
+        new = await client.complete(site.oracle.url, [*ids, *one[:same]], TOKENS)
+        assert one[same : same + TOKENS] == new
 
 
 async def test_what_a_trainer_that_gives_up_costs(site: Site, client: Client) -> None:
