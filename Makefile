@@ -186,8 +186,8 @@ test-faults: setup ## kill -9, SIGSTOP, restarts, partitions, rolling replacemen
 test-early: setup ## 2,000 random requests per model with and without the first token from P: the same answers
 	@KVC_EARLY_REQUESTS=1000 $(PYTHON_ENV)/python -m pytest -o faulthandler_timeout=3600 tests/vllm/test_early_tokens.py
 
-test-weights: setup ## a trainer of weights that is killed at 20 points of its way, real engines in both modes
-	@KVC_WEIGHT_FAULTS=20 $(PYTHON_ENV)/python -m pytest tests/vllm/test_weights.py
+test-weights: setup ## weights for real engines, dense and experts: FSDP2 of 2 and 4, HSDP, a trainer killed at 20 points in each mode
+	@KVC_WEIGHT_FAULTS=20 $(PYTHON_ENV)/python -m pytest --durations=0 --durations-min=1 tests/vllm/test_weights.py tests/vllm/test_weights_experts.py
 
 test-data-parallel: setup ## engines of two data-parallel ranks each, dense and MoE, behind one API server and a router
 	@KVC_DATA_PARALLEL=1 $(PYTHON_ENV)/python -m pytest tests/vllm/test_data_parallel.py tests/vllm/test_data_parallel_weights.py

@@ -280,6 +280,12 @@ class WeightReceiver:
         except (ValueError, OSError, TransferError, torch.OutOfMemoryError) as error:
             self._run(self._landing.not_recorded(f"{self._config.name}: {error}"))
             return
+        except Exception as error:  # the model's own; whoever asked waits for an answer
+            logger.exception(
+                "%s: cannot say what it would load of %d tensors", self._config.name, len(tensors)
+            )
+            self._run(self._landing.not_recorded(f"{self._config.name}: {type(error).__name__}: {error}"))
+            return
         assert self._arena is not None
         self._tensors = tensors
         logger.info(

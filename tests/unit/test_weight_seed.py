@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 from weight_engines import DEAD_S, Engine, Gate, drawn
 from weight_engines import main as engine_process
+from weight_trainer import FORKSERVER
 
 from kv_connector.cli.exit_status import ExitStatus
 from kv_connector.cli.main import app
@@ -25,10 +25,6 @@ from kv_connector.weights.links import Links
 from kv_connector.weights.pusher import PushError, WeightPusher
 from kv_connector.weights.seed import SeedError, seed, seed_at_start
 from kv_connector.weights.sources import TensorSource
-
-# A server that has torch loaded: to load it takes each process many seconds.
-FORKSERVER = multiprocessing.get_context("forkserver")
-FORKSERVER.set_forkserver_preload(["weight_trainer", "weight_engines"])
 
 PATIENCE_S = 60
 QUICK = Timeouts(dead=DEAD_S, heartbeat=0.5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from weight_trainer import DEAD_S, SIZES, drawn, main
+from weight_trainer import DEAD_S, SIZES, Trainer, drawn
 
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.protocol.actions import Address
@@ -23,7 +22,6 @@ from kv_connector.weights.receiver import NotLanded, ReceiverConfig, WeightRecei
 from kv_connector.weights.sources import CheckpointSource, SourceError, TensorSource
 
 PADDED_ROWS = 32
-PATIENCE_S = 180
 
 
 def loads(tp: int, ranks: int, tensors: Sequence[Tensor]) -> Geometry:
@@ -116,54 +114,13 @@ def engines() -> Iterator[list[Engine]]:
         engine.close()
 
 
-# A server that has torch loaded: to load it takes each rank many seconds.
-SPAWN = multiprocessing.get_context("forkserver")
-SPAWN.set_forkserver_preload(["weight_trainer", "weight_engines"])
-
-
-class Trainer:
-    def __init__(
-        self, directory: Path, engines: Sequence[Engine], *, ranks: int, replicas: int = 1, seed: int
-    ) -> None:
-        self.ranks = []
-        self._ends = []
-        addresses = [engine.address for engine in engines]
-        for rank in range(ranks):
-            ours, theirs = SPAWN.Pipe()
-            process = SPAWN.Process(
-                target=main,
-                args=(theirs, str(directory / f"store{seed}"), rank, ranks, replicas, seed, addresses),
-                daemon=True,
-            )
-            process.start()
-            theirs.close()
-            self.ranks.append(process)
-            self._ends.append(ours)
-
-    def say(self, words: str, *ranks: int) -> None:
-        for rank in ranks or range(len(self.ranks)):
-            self._ends[rank].send(words)
-
-    def heard(self, rank: int) -> str:
-        assert self._ends[rank].poll(PATIENCE_S), f"rank {rank} says nothing"
-        return str(self._ends[rank].recv())
-
-    def all_say(self, words: str) -> None:
-        assert [self.heard(rank) for rank in range(len(self.ranks))] == [words] * len(self.ranks)
-
-    def close(self) -> None:
-        for rank in self.ranks:
-            rank.kill()
-            rank.join()
-
-
 def test_shards_land_without_a_gather_and_lost_ranks_void_their_version(
     engines: list[Engine], tmp_path: Path
 ) -> None:
     """HSDP of two times two ranks, of which one falls silent; then two ranks with all, of which one is
     killed; then one that is left alone."""
-    hsdp = Trainer(tmp_path, engines, ranks=4, replicas=2, seed=1)
-    try:
+    addresses = [engine.address for engine in engines]
+    with Trainer(tmp_path, addresses, 1, ranks=4, replicas=2) as hsdp:
         hsdp.all_say("connected")
         for version in ("first", "second"):
             hsdp.say(version)
@@ -182,10 +139,7 @@ def test_shards_land_without_a_gather_and_lost_ranks_void_their_version(
         assert "was dropped: rank 3 of run" in said
         assert f"silent for {DEAD_S:g} s" in said
         nothing_landed(engines, "third")
-    finally:
-        hsdp.close()
-    plain = Trainer(tmp_path, engines, ranks=2, replicas=0, seed=2)
-    try:
+    with Trainer(tmp_path, addresses, 2, ranks=2, replicas=0) as plain:
         plain.all_say("connected")
         plain.say("fourth")
         plain.all_say("landed")
@@ -197,11 +151,7 @@ def test_shards_land_without_a_gather_and_lost_ranks_void_their_version(
         plain.ranks[1].kill()
         assert "was dropped: rank 1 of run" in plain.heard(0)
         nothing_landed(engines, "fifth")
-    finally:
-        plain.close()
-    with WeightPusher(
-        TensorSource(drawn(3)), [engine.address for engine in engines], apply=lambda _: None
-    ) as last:
+    with WeightPusher(TensorSource(drawn(3)), addresses, apply=lambda _: None) as last:
         last.connect()
         last.push("sixth").wait("landed", 10)
         for engine in engines:
@@ -307,9 +257,10 @@ def test_tensors_that_have_moved_are_sent_from_where_they_are(engines: list[Engi
         del before
 
 
-def test_what_the_engine_cannot_load_is_said_by_name() -> None:
+@pytest.mark.parametrize("error", [ValueError, RuntimeError])
+def test_what_the_engine_cannot_load_is_said_by_name(error: type[Exception]) -> None:
     def record(tensors: Sequence[Tensor]) -> Geometry:
-        raise ValueError(f"{tensors[0].name} is not in this model")
+        raise error(f"{tensors[0].name} is not in this model")
 
     config = ReceiverConfig("worker", Address("127.0.0.1", 0), ("tcp",))
     worker = WeightReceiver(config, record)

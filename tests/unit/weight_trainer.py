@@ -1,11 +1,13 @@
-"""One rank of a trainer of a small model under FSDP2 or HSDP, over gloo: pushes what it is told to. And one
+"""A trainer of a small model under FSDP2 or HSDP, over gloo, whose ranks push what they are told to. And one
 that is killed while it pushes."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
+import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,6 +25,12 @@ from kv_connector.weights.sources import CheckpointSource, TensorSource, module_
 # Rows that no number of ranks divides, and rows that are fewer than the ranks.
 SIZES = {"up": (31, 20), "down": (20, 31), "norm": (3, 1)}
 DEAD_S = 2.0
+PATIENCE_S = 180
+
+# A server that has torch loaded: to load it takes each rank many seconds. Of Python 3.11 it finds no file of
+# the tests.
+FORKSERVER = multiprocessing.get_context("forkserver")
+FORKSERVER.set_forkserver_preload(["torch.distributed.fsdp", "kv_connector.weights.pusher"])
 
 
 def drawn(seed: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -53,6 +61,53 @@ class Model(torch.nn.Module):
 def in_checkpoint(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
     for path in directory.glob("*.safetensors"):
         yield from load_file(path).items()
+
+
+class Trainer:
+    """As a test sees it. A process for each rank, of which ``main`` says what the rest means."""
+
+    def __init__(
+        self,
+        directory: Path,
+        engines: Sequence[str],
+        weights: int | Path,
+        *,
+        ranks: int,
+        replicas: int = 1,
+        applies: bool = False,
+        fp8: bool = False,
+    ) -> None:
+        """``directory``: where the ranks meet."""
+        self.ranks = []
+        self._ends = []
+        store = str(directory / f"store-{uuid.uuid4().hex}")
+        for rank in range(ranks):
+            ours, theirs = FORKSERVER.Pipe()
+            arguments = (theirs, store, rank, ranks, replicas, weights, engines, applies, fp8)
+            process = FORKSERVER.Process(target=main, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self.ranks.append(process)
+            self._ends.append(ours)
+
+    def say(self, words: str, *ranks: int) -> None:
+        for rank in ranks or range(len(self.ranks)):
+            self._ends[rank].send(words)
+
+    def heard(self, rank: int) -> str:
+        assert self._ends[rank].poll(PATIENCE_S), f"rank {rank} says nothing"
+        return str(self._ends[rank].recv())
+
+    def all_say(self, words: str) -> None:
+        assert [self.heard(rank) for rank in range(len(self.ranks))] == [words] * len(self.ranks)
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for rank in self.ranks:
+            rank.kill()
+            rank.join()
 
 
 def main(

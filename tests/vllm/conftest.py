@@ -27,9 +27,13 @@ from kv_connector.protocol.actions import Address
 
 MODELS = ("llama", "gemma3")
 
+collect_ignore = []
 if "KVC_DATA_PARALLEL" not in os.environ:
     # Fifteen processes at a time, for two minutes: `make test-data-parallel`.
-    collect_ignore = ["test_data_parallel.py", "test_data_parallel_weights.py"]
+    collect_ignore += ["test_data_parallel.py", "test_data_parallel_weights.py"]
+if "KVC_WEIGHT_FAULTS" not in os.environ:
+    # Another three engines: `make test-weights`.
+    collect_ignore += ["test_weights_experts.py"]
 
 
 @pytest.fixture(scope="session")

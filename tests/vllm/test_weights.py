@@ -5,40 +5,56 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import multiprocessing
 import os
+import shutil
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from deployment import SMALL, Client, engine_settings, prompt
+import safetensors.torch
+from deployment import SMALL, Client, engine_settings, prompt, wait_until
 from typer.testing import CliRunner
 
 from kv_connector.cli.main import app
 from kv_connector.lab.cluster import HOST, Engine, LocalCluster
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.lab.model import make_llama
+from kv_connector.protocol.timers import Timeouts
 from kv_connector.weights.pusher import PushError, WeightPusher
 from kv_connector.weights.sources import CheckpointSource
 from kv_connector.weights.writer import Target
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
-from weight_trainer import Model, in_checkpoint, main_until_killed
-from weight_trainer import main as train
+from weight_trainer import FORKSERVER, Model, Trainer, in_checkpoint, main_until_killed
 
 pytestmark = pytest.mark.anyio
 
-PROMPTS = [(number, tokens) for number, tokens in enumerate((1, 7, 31, 32, 33, 100, 400, 1500))]
+# What takes minutes is in make test-weights.
+ALL = "KVC_WEIGHT_FAULTS" in os.environ
+PROMPTS = list(enumerate((1, 7, 31, 32, 33, 100, 400, 1500)))
+# About blocks of 32 and chunks of 320, where they are asked for once.
+MORE_PROMPTS = [
+    *PROMPTS,
+    *enumerate((2, 15, 63, 64, 65, 127, 129, 200, 319, 320, 321, 1000) if ALL else (), 8),
+]
 TOKENS = 16
-# How many times a trainer is killed, behind ever more of its writes: make test-weights.
+ENDLESS = 1900  # tokens: more than come while a version does
+# Seconds. Who gets no turn on a busy machine is not to be taken for dead; who is killed closes its sockets.
+PATIENT = {"suspect": 15.0, "dead": 30.0}
+# How many times a trainer is killed, behind ever more of its writes.
 POINTS = int(os.environ.get("KVC_WEIGHT_FAULTS", "2"))
+# (ranks, replicas of each shard). HSDP's ranks have rows as FSDP2's do, and share out what two of them have.
+MESHES = ((2, 1), (4, 1), (4, 2)) if ALL else ((4, 2),)
 # Each with other ranks, lanes and mode.
 ENGINES = ((1, ("host", "tcp"), "shadow"), (2, ("tcp",), "streaming"))
+# Which of them a trainer that is killed writes to.
+KILLED = ((0,), (1,), (0, 1)) if ALL else ((0, 1),)
 
 
 @dataclass(frozen=True)
@@ -79,24 +95,55 @@ def start(
     return cluster.start_engine(name, settings=settings), f"{HOST}:{port}"
 
 
-@pytest.fixture(scope="module")
-def site(interpreter: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    directory = tmp_path_factory.mktemp("weights")
-    checkpoints = {
-        name: make_llama(directory / name, layers=3, seed=seed, **SMALL) for seed, name in enumerate("ab")
-    }
-    settings = engine_settings()
-    with LocalCluster(directory / "logs", checkpoints["a"], settings) as cluster:
+@contextmanager
+def serving(
+    directory: Path,
+    interpreter: tuple[str, ...],
+    checkpoints: Mapping[str, Path],
+    kinds: Sequence[tuple[int, tuple[str, ...], str]] = ENGINES,
+) -> Iterator[Site]:
+    with LocalCluster(directory / "logs", checkpoints["a"], engine_settings()) as cluster:
         cluster.interpreter = interpreter
         engines, takes = [], []
-        for ranks, providers, mode in ENGINES:
-            engine, take = start(cluster, f"ranks{ranks}", ranks, providers=providers, mode=mode)
+        for ranks, providers, mode in kinds:
+            engine, take = start(
+                cluster,
+                f"ranks{ranks}",
+                ranks,
+                # Eight streams' events, one by one, leave a trainer beside their reader no turn.
+                ("--stream-interval", str(TOKENS)),
+                providers=providers,
+                mode=mode,
+                timeouts=PATIENT,
+            )
             engines.append(engine)
             takes.append(take)
         cluster.model = checkpoints["b"]
         oracle = cluster.start_engine("oracle")
         cluster.wait_ready()
         yield Site(engines, takes, oracle, checkpoints, cluster)
+
+
+@pytest.fixture(scope="module")
+def site(interpreter: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    directory = tmp_path_factory.mktemp("weights")
+    checkpoints = {
+        name: make_llama(directory / name, layers=3, seed=seed, **SMALL) for seed, name in enumerate("ab")
+    }
+    checkpoints["c"] = with_a_slice_of_another(directory / "c", checkpoints["b"], checkpoints["a"])
+    with serving(directory, interpreter, checkpoints) as site:
+        yield site
+
+
+def with_a_slice_of_another(directory: Path, one: Path, other: Path) -> Path:
+    """``one`` but for half the columns of a matrix, which the second of two ranks has."""
+    name = "model.layers.1.self_attn.o_proj.weight"
+    shutil.copytree(one, directory)
+    weights, others = dict(in_checkpoint(one)), dict(in_checkpoint(other))
+    half = weights[name].shape[1] // 2
+    weights[name][:, half:] = others[name][:, half:]
+    safetensors.torch.save_file(weights, directory / "model.safetensors")
+    return directory
 
 
 async def answers(
@@ -107,22 +154,24 @@ async def answers(
     )
 
 
-async def all_answers(client: Client, engines: Sequence[Engine]) -> list[list[list[int]]]:
-    return [await answers(client, engine) for engine in engines]
+async def all_answers(
+    client: Client, engines: Sequence[Engine], prompts: Sequence[tuple[int, int]] = PROMPTS
+) -> list[list[list[int]]]:
+    return [await answers(client, engine, prompts) for engine in engines]
 
 
 async def test_what_is_pushed_is_served(site: Site, client: Client) -> None:
     """To and fro, by the commands; the cached prompts of before are of no use any more."""
-    b = await answers(client, site.oracle)
-    a = await answers(client, site.engines[0])
+    b = await answers(client, site.oracle, MORE_PROMPTS)
+    a, same = await all_answers(client, site.engines, MORE_PROMPTS)
+    assert a == same
     assert all(before != after for before, after in zip(a, b, strict=True))
-    assert await answers(client, site.engines[1]) == a
     said = await asyncio.to_thread(site.push, "b")
     assert "version b is served" in said
-    assert await all_answers(client, site.engines) == [b, b]
+    assert await all_answers(client, site.engines, MORE_PROMPTS) == [b, b]
     by = partial(site.push, "a", "--version", "back", "--rounds", "1", "--json", by="bench")
     measured = json.loads(await asyncio.to_thread(by))
-    assert await all_answers(client, site.engines) == [a, a]
+    assert await all_answers(client, site.engines, MORE_PROMPTS) == [a, a]
     (counted,) = measured["rounds"]
     assert 0 < counted["landed"] <= counted["applied"]
     assert counted["paused"].keys() == set(site.takes)
@@ -134,50 +183,72 @@ async def test_what_is_pushed_is_served(site: Site, client: Client) -> None:
     assert told.output.count("serves back") == len(ENGINES)
 
 
-async def test_shards_of_a_trainer_are_served(site: Site, client: Client, tmp_path: Path) -> None:
-    b = await answers(client, site.oracle)
-    spawn = multiprocessing.get_context("forkserver")
-    ends, ranks = [], []
-    for rank in range(2):
-        ours, theirs = spawn.Pipe()
-        arguments = (theirs, str(tmp_path / "store"), rank, 2, 1, site.checkpoints["b"], site.takes, True)
-        ranks.append(spawn.Process(target=train, args=arguments, daemon=True))
-        ranks[-1].start()
-        ends.append(ours)
-    try:
-        assert [await asyncio.to_thread(end.recv) for end in ends] == ["connected"] * 2
-        for end in ends:
-            end.send("step-1")
-        assert [await asyncio.to_thread(end.recv) for end in ends] == ["applied"] * 2
-        assert await all_answers(client, site.engines) == [b, b]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
+@pytest.mark.parametrize(("ranks", "replicas"), MESHES)
+async def test_shards_of_a_trainer_are_served(
+    site: Site, client: Client, tmp_path: Path, ranks: int, replicas: int
+) -> None:
+    await asyncio.to_thread(site.push, "a", "--version", f"before {ranks}/{replicas}")
+    b = await answers(client, site.oracle, MORE_PROMPTS)
+    before = await answers(client, site.engines[0], MORE_PROMPTS)
+    assert all(old != new for old, new in zip(before, b, strict=True))
+    checkpoint = site.checkpoints["b"]
+    with Trainer(tmp_path, site.takes, checkpoint, ranks=ranks, replicas=replicas, applies=True) as trainer:
+        await asyncio.to_thread(trainer.all_say, "connected")
+        trainer.say("step-1")
+        await asyncio.to_thread(trainer.all_say, "applied")
+        assert await all_answers(client, site.engines, MORE_PROMPTS) == [b, b]
+
+
+async def test_a_slice_that_one_rank_has_is_seen_in_the_tokens(site: Site, client: Client) -> None:
+    """So that tokens that are equal say that all of the weights are."""
+    await asyncio.to_thread(site.push, "c")
+    c, same = await all_answers(client, site.engines, MORE_PROMPTS)
+    assert c == same
+    b = await answers(client, site.oracle, MORE_PROMPTS)
+    assert all(one != other for one, other in zip(b, c, strict=True))
 
 
 @pytest.mark.parametrize("number", range(len(ENGINES)))
-async def test_a_stream_goes_on_over_an_update(number: int, site: Site, client: Client) -> None:
-    """What was said before is the old weights', the rest follows; and nobody loses a request."""
-    await asyncio.to_thread(site.push, "a", "--version", "a2")
-    engine = site.engines[number]
-    tokens = (200, 100)[number]  # as long as a push takes, or longer
+async def test_streams_go_on_over_an_update(number: int, site: Site, client: Client) -> None:
+    """What was said before is the old weights', and what follows is what the new ones say to that."""
+    engine, take = site.engines[number], site.takes[number]
+    await asyncio.to_thread(site.push, "a", "--version", "a2", to=[take])
     ids = prompt(3, 50)
-    old = await client.complete(engine.url, ids, tokens)
-    await asyncio.to_thread(site.push, "b", "--version", "b2")
-    new = await client.complete(engine.url, ids, tokens)
-    await asyncio.to_thread(site.push, "a", "--version", "a3")
-    running = [asyncio.create_task(client.complete(engine.url, ids, tokens)) for _ in range(8)]
-    while "vllm:num_requests_running" not in (text := await client.get(f"{engine.url}/metrics")) or (
-        f'{{engine="0",model_name="model"}} {len(running)}.0' not in text
-    ):
-        pass
-    await asyncio.to_thread(site.push, "b", "--version", "b3")
-    for said in await asyncio.gather(*running):
-        assert len(said) == tokens
-        # Old weights' first, then tokens that neither would have said by itself.
-        assert said[0] == old[0]
-        assert said not in (old, new)
+    said: list[list[int]] = [[] for _ in range(8)]
+
+    async def more(tokens: int) -> None:
+        """Waits until so many more have come of each."""
+        wanted = [len(one) + tokens for one in said]
+
+        async def missing() -> str:
+            short = [len(one) for one, least in zip(said, wanted, strict=True) if len(one) < least]
+            return f"{wanted} tokens of each stream, not {short}" if short else ""
+
+        await wait_until(missing)
+        assert not any(stream.done() for stream in streams)
+
+    with WeightPusher(
+        CheckpointSource(site.checkpoints["b"]),
+        [take],
+        providers=("host", "tcp"),
+        timeouts=Timeouts(**PATIENT),
+    ) as pusher:
+        await asyncio.to_thread(pusher.connect)
+        streams = [asyncio.create_task(client.stream(engine.url, ids, ENDLESS, one.extend)) for one in said]
+        await more(1)
+        update = await asyncio.to_thread(pusher.push, "b2")
+        await asyncio.to_thread(update.wait)
+        await more(3 * TOKENS)
+        for stream in streams:
+            stream.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
+    await asyncio.to_thread(site.push, "a", "--version", "a3", to=[take])
+    old = await client.complete(engine.url, ids, max(map(len, said)))
+    for one in said:
+        same = next(at for at, (token, other) in enumerate(zip(one, old, strict=False)) if token != other)
+        assert same > 0
+        new = await client.complete(site.oracle.url, [*ids, *one[:same]], TOKENS)
+        assert one[same : same + TOKENS] == new
 
 
 async def test_what_a_trainer_that_gives_up_costs(site: Site, client: Client) -> None:
@@ -239,38 +310,38 @@ async def test_an_engine_that_starts_is_seeded_before_it_is_asked_and_seeds_othe
         joiner.kill()
 
 
+@pytest.mark.parametrize("numbers", KILLED)
 async def test_a_trainer_that_is_killed_at_any_point_leaves_no_mixed_weights(
-    site: Site, client: Client
+    numbers: tuple[int, ...], site: Site, client: Client
 ) -> None:
     """Engine by engine all is of one version, and is again when the next one comes; and the one that is
     written beside goes on meanwhile."""
-    await asyncio.to_thread(site.push, "a", "--version", "a5")
-    a, b = await answers(client, site.engines[0]), await answers(client, site.oracle)
-    with WeightPusher(
-        CheckpointSource(site.checkpoints["b"]), site.takes, providers=("host", "tcp")
-    ) as every:
+    engines, takes = [site.engines[n] for n in numbers], [site.takes[n] for n in numbers]
+    modes = [ENGINES[n][2] for n in numbers]
+    await asyncio.to_thread(site.push, "a", "--version", "a5", to=takes)
+    a, b = await answers(client, engines[0]), await answers(client, site.oracle)
+    with WeightPusher(CheckpointSource(site.checkpoints["b"]), takes, providers=("host", "tcp")) as every:
         await asyncio.to_thread(every.connect)
         by_engine = [sum(1 for w in engine.workers for _ in w.sends) for engine in every._engines]
     writes = sum(by_engine)
-    forkserver = multiprocessing.get_context("forkserver")
     for point in range(POINTS):
         posted = writes * (2 * point + 1) // (2 * POINTS - 1)  # of the last one all
-        version = f"killed-{posted}"
-        trainer = forkserver.Process(
-            target=main_until_killed, args=(site.checkpoints["b"], version, site.takes, posted)
+        version = f"killed-{posted}-{numbers}"
+        trainer = FORKSERVER.Process(
+            target=main_until_killed, args=(site.checkpoints["b"], version, takes, posted)
         )
         trainer.start()
         await asyncio.to_thread(trainer.join)
         assert trainer.exitcode == -signal.SIGKILL
-        beside, over = [await settled(take) for take in site.takes]
-        assert not beside["torn"]
-        found = await answers(client, site.engines[0])
-        assert found in ([a] if posted < by_engine[0] else [a, b]), version
-        assert (found == b) == (beside["served"] == version)
-        if not over["torn"]:
-            assert await answers(client, site.engines[1]) == (b if over["served"] == version else a)
-        await asyncio.to_thread(site.push, "a", "--version", f"a-{posted}")
-        assert await all_answers(client, site.engines) == [a, a]
+        states = [await settled(take) for take in takes]
+        for engine, mode, own, state in zip(engines, modes, by_engine, states, strict=True):
+            assert not (state["served"] == version and posted < own), version
+            if state["torn"]:
+                assert mode == "streaming"
+            else:
+                assert await answers(client, engine) == (b if state["served"] == version else a), version
+        await asyncio.to_thread(site.push, "a", "--version", f"a-{posted}-{numbers}", to=takes)
+        assert await all_answers(client, engines) == [a] * len(engines)
 
 
 async def settled(take: str) -> dict[str, Any]:

@@ -4,7 +4,6 @@ an engine that was started from vLLM's own quantisation of them."""
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from kv_connector.lab.cluster import Engine, LocalCluster
 from kv_connector.lab.model import make_llama
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
-from weight_trainer import main as train
+from weight_trainer import Trainer
 
 pytestmark = pytest.mark.anyio
 
@@ -69,35 +68,12 @@ async def test_what_is_quantised_by_a_trainers_ranks_is_served(
     """Three of FSDP2, whose rows end within blocks. Then the first checkpoint, as it is in block fp8."""
     a, b = await answers(client, site.engine), await answers(client, site.oracle)
     assert all(before != after for before, after in zip(a, b, strict=True))
-    spawn = multiprocessing.get_context("forkserver")
-    ends, ranks = [], []
-    for rank in range(RANKS):
-        ours, theirs = spawn.Pipe()
-        arguments = (
-            theirs,
-            str(tmp_path / "store"),
-            rank,
-            RANKS,
-            1,
-            site.plain["b"],
-            [site.take],
-            True,
-            True,
-        )
-        ranks.append(spawn.Process(target=train, args=arguments, daemon=True))
-        ranks[-1].start()
-        ends.append(ours)
-    try:
-        assert [await asyncio.to_thread(end.recv) for end in ends] == ["connected"] * RANKS
+    with Trainer(tmp_path, [site.take], site.plain["b"], ranks=RANKS, applies=True, fp8=True) as trainer:
+        await asyncio.to_thread(trainer.all_say, "connected")
         for version in ("step-1", "step-2"):  # of which vLLM makes the kernels' form, and which is copied
-            for end in ends:
-                end.send(version)
-            assert [await asyncio.to_thread(end.recv) for end in ends] == ["applied"] * RANKS
+            trainer.say(version)
+            await asyncio.to_thread(trainer.all_say, "applied")
             assert await answers(client, site.engine) == b
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
     await settled(site.take)
     assert "version fp8 is served" in await asyncio.to_thread(said, "push", site.fp8["a"], site.take)
     assert await answers(client, site.engine) == a

@@ -1,0 +1,87 @@
+"""Weights that are gathered anew for each version, as Megatron-Bridge yields them: docs/weights.md's loop for
+them, at ranks of which some send."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+from test_weight_transfer import Engine
+from weight_trainer import FORKSERVER, PATIENCE_S, drawn
+
+from kv_connector.weights.pusher import WeightPusher
+from kv_connector.weights.sources import TensorSource
+
+RANKS = 3
+SENDERS = (0, 2)
+VERSIONS = 2
+
+
+class Bridge:
+    """A tensor comes from the rank that has it, into memory that is new each time."""
+
+    def export_hf_weights(self, model: int, show_progress: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """``model``: the seed of its weights."""
+        for number, (name, weight) in enumerate(drawn(model)):
+            owner = number % RANKS
+            found = weight if torch.distributed.get_rank() == owner else torch.empty_like(weight)
+            torch.distributed.broadcast(found, owner)
+            yield name, found
+
+
+def main(told: Connection, store: str, rank: int, engines: Sequence[str]) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=RANKS)
+    bridge = Bridge()
+    sends = rank in SENDERS
+    group = torch.distributed.new_group(SENDERS, backend="gloo")
+    copy: dict[str, torch.Tensor] = {}
+
+    def export(model: int) -> None:
+        for name, weight in bridge.export_hf_weights(model, show_progress=False):
+            if sends:
+                copy.setdefault(name, torch.empty_like(weight)).copy_(weight)
+
+    export(0)
+    if sends:
+        pusher = WeightPusher(TensorSource(copy.items(), group), engines, apply=lambda _: None)
+        pusher.connect()
+        told.send(sum(part.nbytes for part in pusher.parts()))
+    for version in range(1, VERSIONS + 1):
+        export(version)
+        if sends:
+            pusher.push(str(version)).wait("landed", PATIENCE_S)
+            told.send(f"landed {version}")
+        told.recv()
+
+
+def test_some_ranks_send_copies_of_what_all_gather(tmp_path: Path) -> None:
+    """And share it out."""
+    engine = Engine("tcp")
+    ends, ranks = [], []
+    try:
+        for rank in range(RANKS):
+            ours, theirs = FORKSERVER.Pipe()
+            arguments = (theirs, str(tmp_path / "store"), rank, [engine.address])
+            ranks.append(FORKSERVER.Process(target=main, args=arguments, daemon=True))
+            ranks[-1].start()
+            theirs.close()
+            ends.append(ours)
+
+        def heard(rank: int) -> object:
+            assert ends[rank].poll(PATIENCE_S), f"rank {rank} says nothing"
+            return ends[rank].recv()
+
+        assert all(heard(rank) for rank in SENDERS)
+        for version in range(1, VERSIONS + 1):
+            assert [heard(rank) for rank in SENDERS] == [f"landed {version}"] * len(SENDERS)
+            engine.assert_has(str(version), version)
+            for end in ends:
+                end.send("go on")
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+        engine.close()
