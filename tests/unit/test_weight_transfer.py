@@ -247,12 +247,12 @@ def test_tensors_that_have_moved_are_sent_from_where_they_are(engines: list[Engi
     source = TensorSource(parameters.items())
     with WeightPusher(source, [engines[0].address], apply=lambda _: None) as pusher:
         pusher.connect()
-        pusher.push("one").wait("landed", PATIENCE_S)
+        pusher.push("one").wait("landed", 10)
         engines[0].assert_has("one", 1)
         before = [parameter.data for parameter in parameters.values()]  # whose places stay taken
         for name, value in drawn(2):
             parameters[name].data = value
-        pusher.push("two").wait("landed", PATIENCE_S)
+        pusher.push("two").wait("landed", 10)
         engines[0].assert_has("two", 2)
         del before
 
