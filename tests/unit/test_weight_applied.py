@@ -135,17 +135,17 @@ def test_the_first_worker_is_told_why_the_engine_stays_paused_and_when_it_goes_o
             seen.append(registry.get_sample_value("kv_connector_weights_torn"))
             pusher.push("better").wait("applied", PATIENCE_S)
 
-    async def run() -> None:
+    async def run() -> list[str]:
         controller = Controller(TornEngine(worker), [worker.start()], None, WeightMetrics(registry))
         try:
             await controller.start(Address("127.0.0.1", port))
             await asyncio.to_thread(push)
+            return [await asyncio.to_thread(told.get, timeout=PATIENCE_S) for _ in range(3)]
         finally:
             controller.close()
             worker.close()
 
-    asyncio.run(run())
-    good, bad, better = (told.get(timeout=PATIENCE_S) for _ in range(3))
+    good, bad, better = asyncio.run(run())
     assert (good, better) == ("", "")
     assert "no such tensor" in bad
     assert seen == [1, 1]
