@@ -30,6 +30,7 @@ import numpy as np
 from gpu_shapes import SHAPES
 
 from kv_connector.lab.process import Process, StartError, answers, stop, wait_healthy
+from kv_connector.lab.sse import Events
 
 HOST = "127.0.0.1"
 JSON = {"content-type": "application/json"}
@@ -260,10 +261,10 @@ async def stream(
     async with client.stream("POST", f"{url}/v1/completions", content=content, headers=headers) as response:
         if response.status_code != 200:
             raise RuntimeError(f"HTTP {response.status_code}: {(await response.aread())[:500]!r}")
-        async for line in response.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            for choice in json.loads(line.removeprefix("data: ")).get("choices", []):
+        events = Events()
+        async for chunk in response.aiter_bytes():
+            choices = [c for event in events.feed(chunk) for c in json.loads(event).get("choices", [])]
+            for choice in choices:
                 if choice.get("token_ids"):
                     first = first or time.perf_counter() - begin
                     tokens += choice["token_ids"]

@@ -48,6 +48,7 @@ from gpu_shapes import SHAPES
 from gpu_weight_trainer import THEIRS, Figures, Order, Trainer, nccl_environment
 
 from kv_connector.lab.process import StartError, stop
+from kv_connector.lab.sse import Events
 
 # Of a stream, before weights are sent, and behind it: its speed, and the end of the longest gap.
 BEFORE_SECONDS, AFTER_SECONDS = 1.0, 0.3
@@ -124,11 +125,10 @@ class Watch:
         async with self._client.stream("POST", self._url, content=body, headers=JSON) as response:
             if response.status_code != 200:
                 raise RuntimeError(f"HTTP {response.status_code}: {(await response.aread())[:500]!r}")
-            async for line in response.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                tokens = sum(len(c.get("token_ids") or ()) for c in json.loads(line[6:]).get("choices", []))
-                if tokens:
+            events = Events()
+            async for chunk in response.aiter_bytes():
+                choices = [c for event in events.feed(chunk) for c in json.loads(event).get("choices", [])]
+                if tokens := sum(len(choice.get("token_ids") or ()) for choice in choices):
                     self.times.append(time.monotonic())
                     self.counts.append((self.counts[-1] if self.counts else 0) + tokens)
                     self._begun.set()

@@ -26,6 +26,7 @@ from deployment import (
 from kv_connector.lab.cluster import HOST, Engine, LocalCluster, Role
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.lab.moving import Moved, move_away
+from kv_connector.lab.sse import Events
 from kv_connector.protocol.actions import Address
 
 pytestmark = pytest.mark.anyio
@@ -106,14 +107,15 @@ class Reading:
         last = None
         async with client._http.stream("POST", url, json=body) as response:
             assert response.status_code == 200
-            async for line in response.aiter_lines():
-                if line.startswith("data: {"):
+            events = Events()
+            async for chunk in response.aiter_bytes():
+                for event in events.feed(chunk):
                     now = time.monotonic()
                     self.pause, last = max(self.pause, now - (last or now)), now
                     async with self._grown:
-                        self.events.append(json.loads(line.removeprefix("data: ")))
+                        self.events.append(json.loads(event))
                         self._grown.notify_all()
-                    assert "error" not in self.events[-1], line
+                    assert "error" not in self.events[-1], event
 
     async def grow(self, events: int) -> None:
         """By so many; fails where the stream has ended."""
