@@ -122,6 +122,20 @@ async def metrics(server: Server) -> dict[str, float]:
     return found
 
 
+async def sent(server: Server, transfers: float = 0) -> tuple[float, float]:
+    """By a prefill server: transfers, and their bytes, once it has shown so many and no more come. Its agent
+    shows them once a second."""
+    deadline, last = time.monotonic() + AT_REST_S, None
+    while True:
+        shown = await metrics(server)
+        found = tuple(shown.get(f"kv_connector_send_size_bytes_{what}", 0.0) for what in ("count", "sum"))
+        if found == last and found[0] >= transfers:
+            return found[0], found[1]
+        assert time.monotonic() < deadline, f"{server.name} has sent {found}, not {transfers} transfers"
+        last = found
+        await asyncio.sleep(1.5)
+
+
 async def at_rest(*servers: Server) -> None:
     """Waits until nothing is under way at these servers: neither for SGLang, which empties its cache only
     then (and ends itself where pages are lost), nor for our agents."""

@@ -175,7 +175,12 @@ def test_what_a_side_is_started_with(
     arguments: dict[str, Any],
 ) -> None:
     path = write(tmp_path, CONFIGS[kind])
-    (real,) = vllms(path, monkeypatch, tp=1, order="heads", **arguments)
+    try:
+        (real,) = vllms(path, monkeypatch, tp=1, order="heads", **arguments)
+    except ValueError as error:
+        if "on this host" not in str(error):
+            raise
+        pytest.skip(f"vLLM: {error}")  # 0.33 has fp8 for a cache where the processor has
     (ours,) = engine(read_model(path), parse_side(side)).ranks
     assert pages(ours.layout) == in_our_words(pages(real.layout), "heads")
 
