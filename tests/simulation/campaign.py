@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import time
@@ -47,12 +48,16 @@ def run(scenario: Scenario, tracing: bool = False) -> tuple[Surroundings, str | 
         world = WeightsWorld(scenario, tracing)
     else:
         world = World(scenario, tracing)
+    # All of a world points to all of it: there is nothing to collect before it is over.
+    gc.disable()
     try:
         world.run()
     except Violation as violation:
         return world, str(violation)
     except Exception as error:
         return world, f"the simulator failed: {type(error).__name__}: {error}"
+    finally:
+        gc.enable()
     return world, None
 
 

@@ -117,6 +117,7 @@ BUGS = (
         "protocol/prefill.py",
         "return [acknowledged, *self._forbid(now, message.transfer_id, cancelled)]",
         "return [acknowledged]",
+        first=90,
     ),
     # D takes its blocks back on P's word that it failed, which is no word that nothing lands.
     Bug(
@@ -252,6 +253,7 @@ BUGS = (
             return []
         return self._close(now, transfer, released)
 """,
+        first=100,
     ),
 )
 

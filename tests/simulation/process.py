@@ -153,11 +153,11 @@ class Process(Actor):
         return {what: count for what, count in counts.items() if count}
 
     def _take_reports(self) -> None:
-        self.ledger.take_reserved()
+        ledger, check = self.ledger, self.world.books.check
+        ledger.take_reserved()
         prompts, loads = self.prefill.requests(), self.decode.requests()
-        states = {request: self.ledger.state(request) for request in (*prompts, *loads)}
-        reports = self.ledger.take_reports()
-        check = self.world.books.check
+        states = {request: ledger.state(request) for request in (*prompts, *loads)}
+        reports = ledger.take_reports()
         for request, state in states.items():
             before = self._states.get(request)
             forth = before is None or state is before or (before is State.MOVING and state in _OVER)
@@ -165,9 +165,9 @@ class Process(Actor):
         for request in loads:
             told, state = request in reports.finished_recving, states[request]
             check((state in _OVER) == told, "%s: %s is %s, reported: %s", self, request, state, told)
-        for request, blocks in prompts.items():
+        for request in prompts:
             told, state = request in reports.finished_sending, states[request]
-            busy = state is State.FAILED and self.engine.reading(set(blocks))
+            busy = state is State.FAILED and self.engine.reading(set(self.prefill.blocks(request)))
             check(not busy, "%s: %s has failed, and its blocks may be read", self, request)
             # That it failed is known before its engine is done with it.
             check(told or state is not State.DONE, "%s: %s is done, and not reported", self, request)

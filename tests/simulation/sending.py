@@ -50,9 +50,11 @@ class PrefillSide:
     def __len__(self) -> int:
         return len(self._prompts)
 
-    def requests(self) -> dict[str, list[int]]:
-        """Their blocks."""
-        return {request: prompt.blocks for request, prompt in self._prompts.items()}
+    def requests(self) -> list[str]:
+        return list(self._prompts)
+
+    def blocks(self, request_id: str) -> list[int]:
+        return self._prompts[request_id].blocks
 
     def arrive(self, plan: Plan) -> None:
         process = self._process

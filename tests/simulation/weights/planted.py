@@ -12,6 +12,7 @@ BUGS = (
         _LANDING,
         "        if self.phase is not Phase.BEGINNING or self._opening or not begun or self._fencing:\n",
         "        if self.phase is not Phase.BEGINNING or self._opening or not begun:\n",
+        first=30,
     ),
     Bug(
         "the other links of a void version stay",
@@ -40,6 +41,7 @@ BUGS = (
         _LANDING,
         "                gone = message.sender and sender is None\n",
         "                gone = False\n",
+        first=90,
     ),
     Bug(
         "pages of one sender are a version",
@@ -74,12 +76,14 @@ BUGS = (
         _LANDING,
         "            actions.append(GiveUp(reason))  # who took it reads what there is, until applied()\n",
         "            pass\n",
+        first=70,
     ),
     Bug(
         "what is lent is written",
         _LANDING,
         "        if self.phase not in (Phase.EMPTY, Phase.READY) or not following or self._lent:\n",
         "        if self.phase not in (Phase.EMPTY, Phase.READY) or not following:\n",
+        first=30,
     ),
     Bug(
         "a seeding engine that leaves voids the trainer's version",
@@ -90,12 +94,13 @@ BUGS = (
         """\
         if unfinished or self.phase in (Phase.BEGINNING, Phase.LANDING):
 """,
+        first=80,
     ),
     Bug(
         "a trainer that waits for a seed waits for ever",
         _LANDING,
         "        return actions + self._follow()\n",
         "        return actions\n",
-        first=300,
+        first=330,
     ),
 )
