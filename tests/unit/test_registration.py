@@ -391,8 +391,8 @@ async def test_an_engine_that_is_torn_gets_nothing_and_its_version_is_told(clust
         assert (await ask(client)).status_code == status
 
     async def told() -> dict[str, Any]:
-        _, engine = (await client.get("/status.json")).json()["engines"]
-        return dict(engine)
+        engines = (await client.get("/status.json")).json()["engines"]
+        return next(dict(engine) for engine in engines if "decode" in engine["roles"])
 
     async with asyncio.timeout(PATIENCE):
         while (await told()).get("weights") != "v2":
