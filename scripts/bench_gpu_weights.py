@@ -212,9 +212,8 @@ def make_arms(plan: argparse.Namespace, model: Path, config: Mapping[str, Any]) 
             else:
                 backend, _ = THEIRS[name]
                 engines.append(f"http://{HOST}:{own}")
-                environment |= nccl_environment() | {
-                    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"
-                }  # ipc's handles
+                environment |= nccl_environment()
+                environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for ipc's handles
             environment |= {"VLLM_SERVER_DEV_MODE": "1"}  # for its own backends, and for checksums
             arguments = [*ARGUMENTS, *(CPU_ARGUMENTS if plan.cpu else GPU_ARGUMENTS)]
             arguments += ["--weight-transfer-config", json.dumps({"backend": backend})]

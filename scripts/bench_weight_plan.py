@@ -11,36 +11,23 @@ from __future__ import annotations
 import argparse
 import resource
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+
+from gpu_weight_trainer import weights_of
 
 from kv_connector.weights.geometry import Geometry, Parameter, Tensor, Write
 from kv_connector.weights.plan import Box, Shard, make_plan
 
-HIDDEN, HEADS, KV_HEADS, HEAD, INNER, VOCABULARY = 4096, 64, 4, 128, 1536, 151936
-
-
-def names(layers: int, experts: int) -> Iterator[Tensor]:
-    def one(name: str, *shape: int) -> Tensor:
-        return Tensor(name, "bfloat16", shape)
-
-    yield one("model.embed_tokens.weight", VOCABULARY, HIDDEN)
-    for layer in range(layers):
-        prefix = f"model.layers.{layer}"
-        yield one(f"{prefix}.self_attn.q_proj.weight", HEADS * HEAD, HIDDEN)
-        yield one(f"{prefix}.self_attn.k_proj.weight", KV_HEADS * HEAD, HIDDEN)
-        yield one(f"{prefix}.self_attn.v_proj.weight", KV_HEADS * HEAD, HIDDEN)
-        yield one(f"{prefix}.self_attn.o_proj.weight", HIDDEN, HEADS * HEAD)
-        yield one(f"{prefix}.self_attn.q_norm.weight", HEAD)
-        yield one(f"{prefix}.self_attn.k_norm.weight", HEAD)
-        yield one(f"{prefix}.input_layernorm.weight", HIDDEN)
-        yield one(f"{prefix}.post_attention_layernorm.weight", HIDDEN)
-        yield one(f"{prefix}.mlp.gate.weight", experts, HIDDEN)
-        for expert in range(experts):
-            yield one(f"{prefix}.mlp.experts.{expert}.gate_proj.weight", INNER, HIDDEN)
-            yield one(f"{prefix}.mlp.experts.{expert}.up_proj.weight", INNER, HIDDEN)
-            yield one(f"{prefix}.mlp.experts.{expert}.down_proj.weight", HIDDEN, INNER)
-    yield one("model.norm.weight", HIDDEN)
-    yield one("lm_head.weight", VOCABULARY, HIDDEN)
+# Qwen3-235B-A22B's.
+SIZES = {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+}
 
 
 def shards(tensors: Sequence[Tensor], rank: int, ranks: int) -> list[Shard]:
@@ -69,7 +56,8 @@ def loads(tensors: Sequence[Tensor], rank: int, ranks: int, experts: int) -> Geo
             extent[0] //= ranks
             start[0] = rank * extent[0]
         elif parts[-2] in ("k_proj", "v_proj"):
-            start[0], extent[0] = rank * KV_HEADS // ranks * HEAD, HEAD
+            head = SIZES["head_dim"]
+            start[0], extent[0] = rank * SIZES["num_key_value_heads"] // ranks * head, head
         elif parts[-2] == "o_proj":
             extent[1] //= ranks
             start[1] = rank * extent[1]
@@ -90,7 +78,8 @@ def main() -> None:
     parser.add_argument("--receivers", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     plan = parser.parse_args()
-    tensors = list(names(plan.layers, plan.experts))
+    config = SIZES | {"num_hidden_layers": plan.layers, "num_experts": plan.experts}
+    tensors = [Tensor(name, "bfloat16", shape) for name, shape in weights_of(config)]
     senders = [shards(tensors, rank, plan.senders) for rank in range(plan.senders)]
     receivers = [loads(tensors, rank, plan.receivers, plan.experts) for rank in range(plan.receivers)]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

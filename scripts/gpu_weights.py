@@ -27,24 +27,22 @@ import httpx
 import numpy as np
 import torch
 from bench_gpu_pd import CPU_ENVIRONMENT, HOST, Body, Server, stream, wait_ready
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from kv_connector.lab.process import stop
 from kv_connector.weights.block_fp8 import BlockFp8
 from kv_connector.weights.pusher import WeightPusher
 from kv_connector.weights.sources import TensorSource
 
-sys.path.append(str(Path(__file__).parent.parent / "tests" / "topologies"))
+sys.path += [str(Path(__file__).parent.parent / "tests" / where) for where in ("topologies", "vllm")]
 import kinds
+from fp8_checkpoints import WEIGHTS, change, in_bfloat16, quantised
 
 LENGTHS, OUTPUT = (1, 33, 200, 700), 24
 ARGUMENTS = ["--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "2048"]
 ARGUMENTS += ["--kv-cache-memory-bytes", str(256 << 20)]
 BACKEND = '{"backend": "write_imm"}'
 TIMEOUT_S = 60.0
-BLOCK = 128
-
-Weights = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -86,31 +84,13 @@ CASES = (
 )
 
 
-def is_quantised(name: str, weight: torch.Tensor) -> bool:
-    return "_proj" in name and weight.dim() == 2
-
-
-def quantised(weights: Weights) -> Weights:
-    """As vLLM does it."""
-    from vllm.utils.deep_gemm import per_block_cast_to_fp8
-
-    made: Weights = {}
-    with torch.compiler.set_stance("force_eager"):
-        for name, value in weights.items():
-            if is_quantised(name, value):
-                made[name], made[f"{name}_scale_inv"] = per_block_cast_to_fp8(value)
-            else:
-                made[name] = value
-    return made
-
-
-def write_checkpoints(case: Case, directory: Path, device: str) -> Weights:
+def write_checkpoints(case: Case, directory: Path, device: str) -> Mapping[str, torch.Tensor]:
     """Two, as the engine loads them; of the second what it was quantised of, on the first GPU."""
     shutil.rmtree(directory, ignore_errors=True)
-    (directory / "a").mkdir(parents=True)
-    case.make(directory / "a")
-    (path,) = (directory / "a").glob("*.safetensors")
-    drawn = {name: value.to(device, torch.bfloat16) for name, value in load_file(path).items()}
+    plain = directory / "plain" if case.fp8 else directory
+    (plain / "a").mkdir(parents=True)
+    case.make(plain / "a")
+    drawn = load_file(in_bfloat16(plain / "a") / WEIGHTS, device)
     generator = torch.Generator(device).manual_seed(1)
 
     def other(value: torch.Tensor) -> torch.Tensor:
@@ -119,22 +99,13 @@ def write_checkpoints(case: Case, directory: Path, device: str) -> Weights:
         noise = torch.randn(value.shape, generator=generator, device=device)
         return (noise * value.float().std()).bfloat16()
 
-    both = {"a": drawn, "b": {name: other(value) for name, value in drawn.items()}}
-    shutil.copytree(directory / "a", directory / "b")
-    config = json.loads((directory / "a" / "config.json").read_text()) | {"torch_dtype": "bfloat16"}
+    b = {name: other(value) for name, value in drawn.items()}
+    shutil.copytree(plain / "a", plain / "b")
+    change(plain / "b", b)
     if case.fp8:
-        rest = [name for name, value in drawn.items() if not is_quantised(name, value) and value.dim() == 2]
-        config["quantization_config"] = {
-            "quant_method": "fp8",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [BLOCK, BLOCK],
-            "modules_to_not_convert": [name.removesuffix(".weight") for name in rest],
-        }
-    for name, weights in both.items():
-        (directory / name / "config.json").write_text(json.dumps(config))
-        saved = {key: value.cpu() for key, value in (quantised(weights) if case.fp8 else weights).items()}
-        save_file(saved, directory / name / path.name, metadata={"format": "pt"})
-    return both["b"]
+        for name in ("a", "b"):
+            quantised(plain / name, directory / name, device)
+    return b
 
 
 class Site:
@@ -176,7 +147,7 @@ async def says(client: httpx.AsyncClient, server: Server) -> tuple[list[tuple[in
     return answers, response.raise_for_status().json()["checksums"]
 
 
-async def compare(case: Case, site: Site, b: Weights) -> str:
+async def compare(case: Case, site: Site, b: Mapping[str, torch.Tensor]) -> str:
     engine, take = site.start("engine", "a", mode=case.mode)
     oracle, _ = site.start("oracle", "b")
     await asyncio.to_thread(wait_ready, site.servers)
@@ -222,7 +193,7 @@ def main() -> None:
     plan.case = [case for case in plan.case if not (plan.cpu and "fp8" in case)]
     plan.work = plan.work.resolve()
 
-    def result(index: int, case: Case, b: Weights) -> bool:
+    def result(index: int, case: Case, b: Mapping[str, torch.Tensor]) -> bool:
         site = Site(case, plan.work / str(index), plan.port + 40 * index, cpu=plan.cpu)
         try:
             print(f"{case.name}: {asyncio.run(compare(case, site, b))}", flush=True)

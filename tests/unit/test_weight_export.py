@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from test_weight_transfer import Engine
-from weight_trainer import FORKSERVER, PATIENCE_S, drawn
+from weight_trainer import PATIENCE_S, Ranks, drawn
 
 from kv_connector.weights.pusher import WeightPusher
 from kv_connector.weights.sources import TensorSource
@@ -60,28 +60,12 @@ def main(told: Connection, store: str, rank: int, engines: Sequence[str]) -> Non
 def test_some_ranks_send_copies_of_what_all_gather(tmp_path: Path) -> None:
     """And share it out."""
     engine = Engine("tcp")
-    ends, ranks = [], []
     try:
-        for rank in range(RANKS):
-            ours, theirs = FORKSERVER.Pipe()
-            arguments = (theirs, str(tmp_path / "store"), rank, [engine.address])
-            ranks.append(FORKSERVER.Process(target=main, args=arguments, daemon=True))
-            ranks[-1].start()
-            theirs.close()
-            ends.append(ours)
-
-        def heard(rank: int) -> object:
-            assert ends[rank].poll(PATIENCE_S), f"rank {rank} says nothing"
-            return ends[rank].recv()
-
-        assert all(heard(rank) for rank in SENDERS)
-        for version in range(1, VERSIONS + 1):
-            assert [heard(rank) for rank in SENDERS] == [f"landed {version}"] * len(SENDERS)
-            engine.assert_has(str(version), version)
-            for end in ends:
-                end.send("go on")
+        with Ranks(main, tmp_path, RANKS, [engine.address]) as ranks:
+            assert all(int(ranks.heard(rank)) for rank in SENDERS)
+            for version in range(1, VERSIONS + 1):
+                assert [ranks.heard(rank) for rank in SENDERS] == [f"landed {version}"] * len(SENDERS)
+                engine.assert_has(str(version), version)
+                ranks.say("go on")
     finally:
-        for process in ranks:
-            process.kill()
-            process.join()
         engine.close()

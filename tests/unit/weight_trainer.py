@@ -8,9 +8,10 @@ import os
 import signal
 import threading
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Self
 
 import torch
 from safetensors.torch import load_file
@@ -63,28 +64,17 @@ def in_checkpoint(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
         yield from load_file(path).items()
 
 
-class Trainer:
-    """As a test sees it. A process for each rank, of which ``main`` says what the rest means."""
+class Ranks:
+    """A process for each, as a test sees it. ``work(told, store, rank, *more)`` is what one does: it is
+    ``told`` things and tells, and meets the others at the file ``store``, in ``directory``."""
 
-    def __init__(
-        self,
-        directory: Path,
-        engines: Sequence[str],
-        weights: int | Path,
-        *,
-        ranks: int,
-        replicas: int = 1,
-        applies: bool = False,
-        fp8: bool = False,
-    ) -> None:
-        """``directory``: where the ranks meet."""
+    def __init__(self, work: Callable[..., None], directory: Path, ranks: int, *more: object) -> None:
         self.ranks = []
         self._ends = []
         store = str(directory / f"store-{uuid.uuid4().hex}")
         for rank in range(ranks):
             ours, theirs = FORKSERVER.Pipe()
-            arguments = (theirs, store, rank, ranks, replicas, weights, engines, applies, fp8)
-            process = FORKSERVER.Process(target=main, args=arguments, daemon=True)
+            process = FORKSERVER.Process(target=work, args=(theirs, store, rank, *more), daemon=True)
             process.start()
             theirs.close()
             self.ranks.append(process)
@@ -101,13 +91,30 @@ class Trainer:
     def all_say(self, words: str) -> None:
         assert [self.heard(rank) for rank in range(len(self.ranks))] == [words] * len(self.ranks)
 
-    def __enter__(self) -> Trainer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         for rank in self.ranks:
             rank.kill()
             rank.join()
+
+
+class Trainer(Ranks):
+    """Of which ``main`` says what the rest means."""
+
+    def __init__(
+        self,
+        directory: Path,
+        engines: Sequence[str],
+        weights: int | Path,
+        *,
+        ranks: int,
+        replicas: int = 1,
+        applies: bool = False,
+        fp8: bool = False,
+    ) -> None:
+        super().__init__(main, directory, ranks, ranks, replicas, weights, engines, applies, fp8)
 
 
 def main(

@@ -1,4 +1,4 @@
-"""Checkpoints in block fp8 on any CPU: vLLM's own kernels for them need AMX.
+"""Block fp8 on any CPU: vLLM's own kernels for them need AMX.
 
 A worker extension (--worker-extension-cls fp8_on_cpu.Worker): its import gives vLLM kernels, dense and of
 experts, which compute with what the weights stand for. As kernels on GPUs do, one keeps the scales of some
@@ -7,14 +7,10 @@ layers in another form.
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Mapping
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from safetensors.torch import load_file, save_file
+from fp8_checkpoints import BLOCK
 from vllm.model_executor.kernels import linear
 from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import (
     Fp8BlockScaledMMLinearKernel,
@@ -22,9 +18,6 @@ from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel impo
 from vllm.model_executor.layers.quantization import fp8
 from vllm.model_executor.utils import replace_parameter
 from vllm.platforms.interface import PlatformEnum
-from vllm.utils.deep_gemm import per_block_cast_to_fp8
-
-BLOCK = 128
 
 
 class Worker:
@@ -106,39 +99,3 @@ fp8.convert_to_fp8_moe_kernel_format = lambda w13, w2, w13_scale, w2_scale, **_:
 )
 fp8.make_fp8_moe_quant_config = lambda w1_scale, w2_scale, **_: SimpleNamespace(w13=w1_scale, w2=w2_scale)
 fp8.make_fp8_moe_kernel = lambda moe_quant_config, **_: Experts(moe_quant_config)
-
-
-def in_bfloat16(directory: Path) -> Path:
-    """The checkpoint, changed."""
-    _change(directory, {"torch_dtype": "bfloat16"}, {
-        name: value.bfloat16() for name, value in load_file(directory / "model.safetensors").items()
-    })  # fmt: skip
-    return directory
-
-
-def quantised(directory: Path, to: Path) -> Path:
-    """A copy, with its projections in block fp8 as vLLM makes them."""
-    shutil.copytree(directory, to)
-    weights: dict[str, torch.Tensor] = {}
-    with torch.compiler.set_stance("force_eager"):  # to compile it takes 40 s
-        for name, value in load_file(directory / "model.safetensors").items():
-            if "_proj." in name:
-                weights[name], weights[f"{name}_scale_inv"] = per_block_cast_to_fp8(value)
-            else:
-                weights[name] = value
-    config = {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [BLOCK, BLOCK],
-        "modules_to_not_convert": [
-            name.removesuffix(".weight") for name in weights if "_proj." not in name and "norm" not in name
-        ],
-    }
-    _change(to, {"quantization_config": config}, weights)
-    return to
-
-
-def _change(directory: Path, config: Mapping[str, object], weights: dict[str, torch.Tensor]) -> None:
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | config))
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})

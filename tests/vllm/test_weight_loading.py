@@ -47,7 +47,7 @@ VOCABULARY = 300  # vLLM pads it to 320
 
 def make(name: str, directory: Path, seed: int) -> Path:
     if name == "qwen3_moe_fp8":
-        from fp8_on_cpu import in_bfloat16, quantised
+        from fp8_checkpoints import in_bfloat16, quantised
 
         plain = make_qwen3_moe(directory.with_name(f"{directory.name}16"), FP8, experts=4, seed=seed)
         return quantised(in_bfloat16(plain), directory)

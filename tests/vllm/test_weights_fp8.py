@@ -40,7 +40,7 @@ class Site:
 
 @pytest.fixture(scope="module")
 def site(interpreter: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    from fp8_on_cpu import in_bfloat16, quantised
+    from fp8_checkpoints import in_bfloat16, quantised
 
     directory = tmp_path_factory.mktemp("fp8")
     plain = {
