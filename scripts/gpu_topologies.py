@@ -171,7 +171,8 @@ def main() -> None:
     )
     parser.add_argument("--work", type=Path, default=Path("/tmp/kvc-gpu-topologies"), help="models and logs")
     parser.add_argument("--provider", default="nvlink")
-    parser.add_argument("--case", nargs="*", default=[case.name for case in CASES])
+    names = [case.name for case in CASES]
+    parser.add_argument("--case", nargs="*", default=names, choices=names)
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="as many cases side by side")
     plan = parser.parse_args()
     plan.work = plan.work.resolve()

@@ -185,7 +185,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--work", type=Path, default=Path("/tmp/kvc-gpu-weights"), help="models and logs")
-    parser.add_argument("--case", nargs="*", default=[case.name for case in CASES])
+    names = [case.name for case in CASES]
+    parser.add_argument("--case", nargs="*", default=names, choices=names)
     parser.add_argument("--port", type=int, default=9700, help="the first of forty for each case")
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="as many cases side by side")
     parser.add_argument("--cpu", action="store_true")
