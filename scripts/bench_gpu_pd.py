@@ -2,9 +2,10 @@
 
 Needs vLLM with its GPU dependencies, two GPUs (four with --tensor-parallel 2) and this package (installed or
 on PYTHONPATH); --rivals also needs NIXL. Prints a table, and one JSON line per request to --json. The models
-(gpu_shapes.py) have dummy weights: their tokens mean nothing, their times do. --before measures another build
-of this package beside: name the directory that has its kv_connector. With --equality N, N prompts of a small
-float32 model with random weights are answered by one engine and by the pair, and their tokens compared.
+(gpu_shapes.py) have dummy weights: their tokens mean nothing, their times do. --before measures engines of
+another build of this package beside, through a router, too: name the directory that has its kv_connector.
+With --equality N, N prompts of a small float32 model with random weights are answered by one engine and by
+the pair, and their tokens compared.
 """
 # ruff: noqa: T201  (its output is a table)
 
@@ -322,21 +323,22 @@ async def serial(client: httpx.AsyncClient, prefill: Server, decode: Server, bod
 class Modes:
     """The ways to have a request answered, by name."""
 
-    def __init__(self, client: httpx.AsyncClient, deployment: Deployment, router: str) -> None:
+    def __init__(self, client: httpx.AsyncClient, deployment: Deployment, routers: Mapping[str, str]) -> None:
+        """``routers``: URLs, by the pair."""
         self._client = client
         self._deployment = deployment
-        self._router = router
+        self._routers = routers
         self.names = ("alone", "router", "direct", *(name for name in deployment.pairs if name != "ours"))
 
     async def answer(self, name: str, body: Body) -> Answer:
         if name == "alone":
             return await stream(self._client, self._deployment.alone.url, body)
         if name == "router":
-            return await stream(self._client, self._router, body)
+            return await stream(self._client, self._routers["ours"], body)
         if name == "direct":
             return await direct(self._client, *self._deployment.pairs["ours"], body)
         if name == BEFORE:
-            return await direct(self._client, *self._deployment.pairs[name], body)
+            return await stream(self._client, self._routers[name], body)
         return await serial(self._client, *self._deployment.pairs[name], body)
 
     def cpu_seconds(self, name: str) -> float:
@@ -352,12 +354,12 @@ def milliseconds(values: Sequence[float]) -> str:
 
 
 async def measure(
-    label: str, deployment: Deployment, router: str, plan: argparse.Namespace, sink: Any
+    label: str, deployment: Deployment, routers: Mapping[str, str], plan: argparse.Namespace, sink: Any
 ) -> None:
     rng = np.random.default_rng(1)
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(timeout=20.0, trust_env=False, limits=limits) as client:
-        modes = Modes(client, deployment, router)
+        modes = Modes(client, deployment, routers)
         print(
             f"{label}: TTFT in ms and its distance from one engine's, medians of {plan.rounds}, one at a time"
         )
@@ -407,12 +409,13 @@ async def measure(
                 f"{milliseconds([a.second for a in times['router']]):>6}",
                 flush=True,
             )
-        counted = (await client.get(f"{router}/metrics")).text.splitlines()
-        early = [line for line in counted if line.startswith("kv_connector_router_early_tokens_total")]
-        print("  through the router:", *early, flush=True)
+        for name, router in routers.items():
+            counted = (await client.get(f"{router}/metrics")).text.splitlines()
+            early = [line for line in counted if line.startswith("kv_connector_router_early_tokens_total")]
+            print(f"  {name}, through the router:", *early, flush=True)
         for concurrency in plan.concurrency:
             for name in modes.names:
-                if name != "direct" or BEFORE in modes.names:
+                if name != "direct":
                     await load(label, modes, name, concurrency, plan, rng, sink)
 
 
@@ -586,8 +589,12 @@ def main() -> None:
                     **lay,
                 )
                 measured = start(measured)
-                routers.append(start_router(measured.pairs["ours"][0], port + 40, plan.work))
-                asyncio.run(measure(mode, measured, f"http://{HOST}:{port + 40}", plan, sink))
+                urls = {}
+                for number, name in enumerate(name for name in measured.pairs if name not in RIVALS):
+                    own = port + 40 + number
+                    routers.append(start_router(measured.pairs[name][0], own, plan.work))
+                    urls[name] = f"http://{HOST}:{own}"
+                asyncio.run(measure(mode, measured, urls, plan, sink))
                 end()
     finally:
         end()

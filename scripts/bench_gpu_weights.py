@@ -302,7 +302,8 @@ def log(arm: Arm) -> str:
 
 
 async def land_again(client: httpx.AsyncClient, arm: Arm) -> None:
-    """Versions that are not applied, one after the other: what that costs a request that is decoded."""
+    """Versions that are not applied, one after the other: what that costs a request that is decoded, and how
+    fast they land where none is."""
     took = await arm.ask("connect", False)
     arm.once["connecting again"] = took["end"] - took["begin"]
     async with Watch(client, arm.server) as watch:
@@ -312,6 +313,8 @@ async def land_again(client: httpx.AsyncClient, arm: Arm) -> None:
     arm.once["again tokens/s"] = watch.rate(begin, end)
     arm.once["again tokens/s before"] = watch.rate(begin - BEFORE_SECONDS, begin)
     arm.once["again gap"] = max(watch.gaps(begin, end))
+    took = await arm.ask("push_for", AGAIN_SECONDS)
+    arm.once["quiet bytes/s"] = arm.once["bytes"] * took["pushes"] / (took["end"] - took["begin"])
 
 
 async def in_turn(arms: list[Arm], work: Callable[[Arm], Awaitable[None]]) -> None:
@@ -354,7 +357,8 @@ async def measure(arms: list[Arm], plan: argparse.Namespace, sink: Any) -> None:
             print(f"ours: a push under cProfile, by the functions' own time{profile}", flush=True)
         if not plan.cpu:
             for arm in arms:
-                arm.once["copy bytes/s"] = await arm.ask("copy_peak", f"cuda:{arm.gpus[1][0]}")
+                engines = [f"cuda:{gpu}" for gpu in arm.gpus[1]]
+                arm.once["copy bytes/s"] = await arm.ask("copy_peak", engines)
         for arm in arms:
             if sizes := ARENA.findall(log(arm)):
                 arm.once["arena bytes"] = float(sizes[-1]) * 1e9
@@ -386,7 +390,7 @@ ROUNDS = (
 )
 ONCE = (
     ("checkpoint, GB", "bytes", 1e9, 2),
-    ("plain copy between the two GPUs, GB/s", "copy bytes/s", 1e9, 1),
+    ("plain copies from each trainer's GPU, GB/s", "copy bytes/s", 1e9, 1),
     ("the trainer's end is made, s", "making", 1, 2),
     ("  and connected, s", "connecting", 1, 2),
     ("  again, s", "connecting again", 1, 2),
@@ -395,6 +399,7 @@ ONCE = (
     ("  tokens/s before", "again tokens/s before", 1, 1),
     ("  tokens/s meanwhile", "again tokens/s", 1, 1),
     ("  longest gap, ms", "again gap", 1e-3, 1),
+    ("  GB/s while nothing is decoded", "quiet bytes/s", 1e9, 1),
     ("arena, GB", "arena bytes", 1e9, 2),
     ("first update: more in use on the trainer's GPU, MiB", "trainer MiB", 1, 0),
     ("  on the engine's GPU, MiB", "engine MiB", 1, 0),

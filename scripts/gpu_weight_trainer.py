@@ -246,17 +246,23 @@ class _Rank:
         pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(_PROFILED)
         return text.getvalue()
 
-    def copy_peak(self, other: str) -> float:
-        """Bytes a second of a plain copy to another GPU."""
-        source = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=self._device)
-        target = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=other)
+    def copy_peak(self, others: Sequence[str]) -> float:
+        """Bytes a second of plain copies to other GPUs, to all at once; other ranks do the same meanwhile."""
+        nbytes = _COPIED_BYTES // len(others)
+        source = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        targets = [torch.empty(nbytes, dtype=torch.uint8, device=other) for other in others]
+        streams = [torch.cuda.Stream(self._device) for _ in others]
         rates = []
         for _ in range(_COPIES):
+            if self._ranks > 1:
+                torch.distributed.all_reduce(torch.zeros(1))  # all begin at once
             torch.cuda.synchronize(self._device)
             begin = time.monotonic()
-            target.copy_(source, non_blocking=True)
+            for target, stream in zip(targets, streams, strict=True):
+                with torch.cuda.stream(stream):
+                    target.copy_(source, non_blocking=True)
             torch.cuda.synchronize(self._device)
-            rates.append(_COPIED_BYTES / (time.monotonic() - begin))
+            rates.append(nbytes * len(others) / (time.monotonic() - begin))
         return statistics.median(rates)
 
     def close(self) -> None:

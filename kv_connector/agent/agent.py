@@ -304,7 +304,7 @@ class Agent:
         ``timeouts.drain`` at most while the transfer engine's worker runs. Pages that were not pushed are
         forgotten until computed() names them again."""
         future: Future[list[_Draining]] = Future()
-        self._ask(lambda now: self._preempt(transfer_ids, future), future)
+        self._ask(lambda now: self._preempt(now, transfer_ids, future), future)
         draining = self._insist(future, "preemption")
         deadline = time.monotonic() + self._config.timeouts.drain
         stuck = [writes for writes in draining if not self._drained(writes, deadline)]
@@ -497,14 +497,18 @@ class Agent:
 
     # --- Preemption, on the caller's thread
 
-    def _preempt(self, transfer_ids: Sequence[str], future: Future[list[_Draining]]) -> Sequence[Action]:
+    def _preempt(
+        self, now: float, transfer_ids: Sequence[str], future: Future[list[_Draining]]
+    ) -> Sequence[Action]:
         draining = []
+        actions: list[Action] = []
         for share in self._effects.prefill.preempt(transfer_ids):
+            actions += self._effects.release(now, share)
             outgoing = self._effects.writes.open.get(share)
             if outgoing is not None:
                 draining.append(_Draining(share, outgoing.number, outgoing.last_signal))
         future.set_result(draining)
-        return ()
+        return actions
 
     def _drained(self, writes: _Draining, deadline: float) -> bool:
         """Waits until nothing of the transfer is in flight; False at the deadline."""

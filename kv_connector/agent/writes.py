@@ -15,8 +15,9 @@ from kv_connector.protocol.plan import LayerRun, Plan
 
 @dataclass(frozen=True)
 class Bursts:
-    """Up to how many bytes of a step in which a prompt ends go at once, at the step's end. (A step in which
-    none ends goes so whatever its size.)"""
+    """Up to how many bytes of a prompt wait for its end, and go at once then. With more of them, those of the
+    steps before go while it is computed, so many at a time, and the last step's layer by layer where they
+    alone are too many."""
 
     most: int
     early_token: int
@@ -33,12 +34,23 @@ class Target:
     bursts: Bursts | None  # None: layer by layer
 
 
+@dataclass(frozen=True)
+class _Held:
+    """Pages that wait for a later step."""
+
+    push: Push
+    batches: Sequence[tuple[PushedGroup, LayerRun]]
+    nbytes: int
+
+
 @dataclass
 class Outgoing:
     """A share that is open in the engine, as a transfer of its own."""
 
     number: int  # the engine's
     opened: float
+    target: Target
+    held: list[_Held] = field(default_factory=list)
     last_signal: int = 0  # the highest value that a layer of it waits for
     step: int | None = None  # the signal base of the last step's pages; None: they were computed already
     step_pages: dict[tuple[int, int], int] = field(default_factory=dict)  # of a signal value and its layer
@@ -99,7 +111,7 @@ class Writes:
         """Adds the pages to the share, which the first of them opens. Raises what the engine raises."""
         outgoing = self.open.get(push.share)
         if outgoing is None:
-            outgoing = Outgoing(self._engine.open_transfer(target.peer), now)
+            outgoing = Outgoing(self._engine.open_transfer(target.peer), now, target)
             self.open[push.share] = outgoing
             self._shares[outgoing.number] = push.share
         if outgoing.step is None or outgoing.step != push.signal_base:  # what has no base is a step by itself
@@ -107,21 +119,35 @@ class Writes:
         batches = [
             (pages, run) for pages in push.groups for run in target.plan.runs(*pages.groups, pages.places)
         ]
-        bursts, at_end = target.bursts, False
-        if bursts is not None:
-            most = bursts.early_token if push.early_token else bursts.most
-            at_end = self._may_wait(push.signal_base, batches, most)
-        for pages, run in batches:
-            self._arm(outgoing, push, pages, run, target, at_end)
+        nbytes = sum(
+            run.page_bytes * len(run.offsets) * len(run.layers) * len(pages.source) for pages, run in batches
+        )
+        pushed = _Held(push, batches, nbytes)
+        if target.bursts is None or push.signal_base is None:
+            self._arm(outgoing, pushed, push.signal_base, at_end=False)
+        else:
+            most = target.bursts.early_token if push.early_token else target.bursts.most
+            self._gather(outgoing, pushed, push.signal_base, most)
+
+    def release(self, share: Share) -> None:
+        """What waits for a later step waits no longer. What is not open has ended."""
+        if share not in self.open:
+            return
+        outgoing = self.open[share]
+        held, outgoing.held = outgoing.held, []
+        for pushed in held:
+            self._arm(outgoing, pushed, pushed.push.signal_base, at_end=True)
 
     def seal(self, share: Share) -> None:
         """Nothing follows. What is not open has ended."""
+        self.release(share)
         if share in self.open:
             self._engine.seal(self.open[share].number)
 
     def cancel(self, share: Share) -> None:
         """Nothing more is to be written. What is not open has ended."""
         if share in self.open:
+            self.open[share].held.clear()
             self._engine.cancel(self.open[share].number)
 
     def of(self, transfer_ids: Collection[str]) -> list[Outgoing]:
@@ -152,30 +178,43 @@ class Writes:
         if not waiting:
             done()
 
-    def _may_wait(
-        self, signal_base: int | None, batches: Sequence[tuple[PushedGroup, LayerRun]], most: int
-    ) -> bool:
-        """Whether these may go at the step's end: if no prompt does, or if there they are soon gone."""
-        if signal_base is None or signal_base == self._leisurely:
-            return True
+    def _gather(self, outgoing: Outgoing, pushed: _Held, signal_base: int, most: int) -> None:
+        """Arms what is not to wait for a later step, of which at most so many bytes go at once at its end."""
         step, waiting = self._burst
-        waiting = (waiting if step == signal_base else 0) + sum(
-            run.page_bytes * len(run.offsets) * len(run.layers) * len(pages.source) for pages, run in batches
-        )
-        if waiting <= most:
-            self._burst = signal_base, waiting
-        return waiting <= most
+        waiting = pushed.nbytes + (waiting if step == signal_base else 0)
+        held = sum(one.nbytes for one in outgoing.held)
+        if waiting + held > most:
+            self.release(pushed.push.share)
+            held = 0
+        if signal_base == self._leisurely:
+            if pushed.nbytes <= most:
+                outgoing.held.append(pushed)
+            else:
+                self._arm(outgoing, pushed, signal_base, at_end=True)
+            return
+        at_end = waiting + held <= most
+        if at_end:
+            self._burst = signal_base, waiting + held
+        for one in outgoing.held:
+            self._arm(outgoing, one, signal_base, at_end=True)
+        outgoing.held.clear()
+        self._arm(outgoing, pushed, signal_base, at_end=at_end)
 
-    def _arm(
+    def _arm(self, outgoing: Outgoing, pushed: _Held, signal_base: int | None, *, at_end: bool) -> None:
+        for pages, run in pushed.batches:
+            self._arm_run(outgoing, pushed.push, pages, run, signal_base, at_end)
+
+    def _arm_run(
         self,
         outgoing: Outgoing,
         push: Push,
         pages: PushedGroup,
         run: LayerRun,
-        target: Target,
+        signal_base: int | None,
         at_end: bool,
     ) -> None:
-        signals = [self._signal_value(push.signal_base, layer.ordinal, at_end) for layer in run.layers]
+        target = outgoing.target
+        signals = [self._signal_value(signal_base, layer.ordinal, at_end) for layer in run.layers]
         armed = [
             ArmedLayer(
                 signal_value=signal_value,

@@ -7,6 +7,7 @@
 //             GPU busy; StreamSignal in a CUDA graph is checked by native/tests/cuda_test.cc
 //   stages    where the time of a small batch goes, from the call to the count
 //   latency   small batches by the kernel and by the copy engines: their time beside other kernels, and what they cost those
+//   large     large pages by the copy engines and by the kernel, by their length and the launches'
 //
 // Every copy is checked byte for byte against its source, with fresh random data, once per combination.
 #include <sched.h>
@@ -24,6 +25,7 @@
 #include "cuda/driver.h"
 #include "cuda/stream_signal.h"
 #include "gpu_bench/clock_offset.h"
+#include "gpu_bench/large.h"
 #include "gpu_bench/latency.h"
 #include "gpu_bench/stages.h"
 #include "gpu_bench/support.h"
@@ -245,6 +247,10 @@ int main(int count, char** arguments) {
     latency();
     return 0;
   }
-  std::fprintf(stderr, "usage: kvc_gpu_bench copies | engine | signal | stages | latency\n");
+  if (what == "large") {
+    large();
+    return 0;
+  }
+  std::fprintf(stderr, "usage: kvc_gpu_bench copies | engine | signal | stages | latency | large\n");
   return 2;
 }

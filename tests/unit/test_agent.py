@@ -173,19 +173,21 @@ def test_pages_of_a_step_before_the_order_changed_wait_for_its_end(pair: tuple[S
         (None, True, [[1, 2], [3, 4], [3, 4]]),
         (Bursts(1, 4 * PAGE), False, [[2, 2], [3, 4], [3, 4]]),
         (Bursts(2 * PAGE, 4 * PAGE), False, [[2, 2], [4, 4], [3, 4]]),
-        (Bursts(4 * PAGE, 1), False, [[2, 2], [4, 4], [4, 4]]),
-        (Bursts(1, 4 * PAGE), True, [[2, 2], [4, 4], [4, 4]]),
+        (Bursts(4 * PAGE, 1), False, [[4, 4], [4, 4], [3, 4]]),
+        (Bursts(6 * PAGE, 1), False, [[4, 4], [4, 4], [4, 4]]),
+        (Bursts(1, 6 * PAGE), True, [[4, 4], [4, 4], [4, 4]]),
         (Bursts(1, 2 * PAGE), True, [[2, 2], [4, 4], [3, 4]]),
     ],
 )
-def test_on_lanes_for_bursts_only_the_many_last_pages_of_a_prompt_go_by_layer(
+def test_on_lanes_for_bursts_pages_wait_for_the_prompts_end_where_they_are_soon_gone_then(
     pair: tuple[Side, Side],
     monkeypatch: pytest.MonkeyPatch,
     bursts: Bursts | None,
     early_token: bool,
     signals: list[list[int]],
 ) -> None:
-    """A step in which no prompt ends, and one of which a page of each of the two layers is named twice."""
+    """A step in which no prompt ends, and one of which a page of each of the two layers is named twice. What
+    is too much goes at the end of its step, and of the last step by layer."""
     monkeypatch.setattr("kv_connector.agent.effects.BURSTS", {"sim": bursts} if bursts else {})
     prefill, decode = pair
     values = record_signals(prefill)
@@ -201,6 +203,31 @@ def test_on_lanes_for_bursts_only_the_many_last_pages_of_a_prompt_go_by_layer(
     decode.wait(received=["d-t"])
     prefill.wait(sent=["p-t"])
     assert values == signals
+
+
+@pytest.mark.parametrize("preempted", [False, True])
+def test_pages_that_wait_for_a_later_step_go_when_none_comes(
+    pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch, preempted: bool
+) -> None:
+    """Before their blocks are somebody else's, and where the prompt's end names no page any more."""
+    monkeypatch.setattr("kv_connector.agent.effects.BURSTS", {"sim": Bursts(8 * PAGE, 8 * PAGE)})
+    prefill, decode = pair
+    prefill.expect()
+    decode.reserve(prefill.address)
+    until(lambda: bool(prefill.agent.take_reserved()))
+    prefill.agent.no_prompt_ends(0)
+    prefill.compute(SOURCE[:2] if preempted else SOURCE)
+    until(lambda: prefill.agent.live().engine_transfers == 1)
+    assert prefill.agent._engine.stats().pages_written == 0
+    if preempted:
+        prefill.agent.preempt(["t"])
+        prefill.pages[:] = 99
+        prefill.compute((5, 6, SOURCE[2]), first=0)
+    prefill.agent.finished("t", True, "")
+    decode.wait(received=["d-t"])
+    assert decode.failed == []
+    assert decode.holds("t", SOURCE, TARGET)
+    prefill.wait(sent=["p-t"])
 
 
 def test_pages_that_are_computed_already_wait_for_no_signal(every_lane: Stage) -> None:
