@@ -278,7 +278,7 @@ class Agent:
         self._submit(command)
 
     def no_prompt_ends(self, signal_base: int) -> None:
-        """In this step, so that its pages may go at its end. To be called before the step's computed()."""
+        """In this step: its pages may wait for a later one. To be called before the step's computed()."""
 
         def command(now: float) -> Sequence[Action]:
             self._effects.writes.no_prompt_ends(signal_base)

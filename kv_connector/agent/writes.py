@@ -50,7 +50,7 @@ class Outgoing:
     number: int  # the engine's
     opened: float
     target: Target
-    held: list[_Held] = field(default_factory=list)
+    held: list[_Held] = field(default_factory=list)  # of earlier steps
     last_signal: int = 0  # the highest value that a layer of it waits for
     step: int | None = None  # the signal base of the last step's pages; None: they were computed already
     step_pages: dict[tuple[int, int], int] = field(default_factory=dict)  # of a signal value and its layer
