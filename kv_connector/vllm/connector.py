@@ -150,7 +150,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         then one write. VLLM_KV_CACHE_LAYOUT goes before it, and vLLM warns where its kernels have no such.
 
         vLLM asks in the scheduler's process before it makes the scheduler, and shows its configuration there
-        at no other time before: so D's scheduler is chosen here.
+        at no other time before: so D's scheduler is chosen here, except where VLLM_KV_CACHE_LAYOUT is set.
         """
         choose_scheduler(vllm_config)
         return None if vllm_config.model_config.use_mla else "HND"

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreEventType, FinishReason
 from vllm.v1.request import RequestStatus
@@ -252,3 +254,25 @@ def test_what_somebody_has_chosen_is_taken(v2: None, model: Path) -> None:
     config.scheduler_config.scheduler_cls = Scheduler
     WriteImmConnector.get_required_kvcache_layout(config)
     assert config.scheduler_config.scheduler_cls is Scheduler
+
+
+def test_it_is_chosen_by_a_connector_within_another_and_finds_it(v2: None, model: Path) -> None:
+    config = vllm_config(model, "kv_consumer")
+    ours = config.kv_transfer_config
+    within = {
+        "kv_connector": ours.kv_connector,
+        "kv_connector_module_path": ours.kv_connector_module_path,
+        "kv_role": ours.kv_role,
+        "kv_buffer_device": "cpu",
+        "kv_connector_extra_config": ours.kv_connector_extra_config,
+    }
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_consumer",
+        engine_id=ours.engine_id,
+        kv_connector_extra_config={"connectors": [within]},
+    )
+    MultiConnector.get_required_kvcache_layout(config)
+    stage = Stage(config, (FULL,), 100, config.scheduler_config.get_scheduler_cls())
+    (connector,) = stage.scheduler.connector._connectors
+    assert connector.scheduler.decode.gives_first_tokens
