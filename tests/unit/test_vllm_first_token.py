@@ -242,11 +242,17 @@ def test_vllm_takes_its_own_for_a_p(v2: None, model: Path) -> None:
     assert config.scheduler_config.scheduler_cls is None
 
 
-def test_vllm_takes_its_own_where_the_first_token_must_be_sampled(model: Path) -> None:
-    """V1 cannot begin with a token, and a drafter's KV would lack the prompt's last one."""
-    for config in (vllm_config(model, "kv_consumer"), vllm_config(model, "kv_consumer", drafter="eagle")):
-        WriteImmConnector.get_required_kvcache_layout(config)
-        assert config.scheduler_config.scheduler_cls is None
+def test_vllm_takes_its_own_with_runner_v1(model: Path) -> None:
+    config = vllm_config(model, "kv_consumer")
+    WriteImmConnector.get_required_kvcache_layout(config)
+    assert config.scheduler_config.scheduler_cls is None
+
+
+def test_vllm_takes_its_own_where_something_is_drafted(v2: None, model: Path) -> None:
+    """Such a D does not ask for P's token."""
+    config = vllm_config(model, "kv_consumer", drafter="eagle")
+    WriteImmConnector.get_required_kvcache_layout(config)
+    assert config.scheduler_config.scheduler_cls is None
 
 
 def test_what_somebody_has_chosen_is_taken(v2: None, model: Path) -> None:
