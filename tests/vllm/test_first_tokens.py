@@ -40,8 +40,9 @@ def pair(model_directories: dict[str, Path], tmp_path_factory: pytest.TempPathFa
     settings = engine_settings()
     settings = replace(settings, environment={**settings.environment, **environment})
     with ExitStack() as stack:
+        interpreter = stack.enter_context(nursery(directory, {"OMP_NUM_THREADS": "1", **environment}))
         cluster = stack.enter_context(LocalCluster(directory, model_directories["gemma3"], settings))
-        cluster.interpreter = stack.enter_context(nursery(directory, {"OMP_NUM_THREADS": "1", **environment}))
+        cluster.interpreter = interpreter
         (registration,) = free_ports(1)
         routers, extra = [f"{HOST}:{registration}"], {"timeouts": TIMEOUTS}
         prefill = cluster.start_engine("prefill", role="kv_producer", routers=routers, extra=extra)
