@@ -22,6 +22,7 @@ from kv_connector.control.membership import Load
 from kv_connector.engine.placement import Device
 from kv_connector.protocol.identity import ADVICE
 from kv_connector.protocol.messages import Role
+from kv_connector.vllm.first_token import choose_scheduler
 from kv_connector.vllm.internals import (
     CacheHitSource,
     KvBlocks,
@@ -147,7 +148,11 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """Heads first, where pages have several: what a rank of another tensor parallelism gets of a page is
         then one write. VLLM_KV_CACHE_LAYOUT goes before it, and vLLM warns where its kernels have no such.
+
+        vLLM asks in the scheduler's process before it makes the scheduler, and shows its configuration there
+        at no other time before: so D's scheduler is chosen here, except where VLLM_KV_CACHE_LAYOUT is set.
         """
+        choose_scheduler(vllm_config)
         return None if vllm_config.model_config.use_mla else "HND"
 
     @classmethod
@@ -370,6 +375,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         self._scheduler.update(
             connector_output.finished_sending,
             connector_output.finished_recving,
+            connector_output.failed_recving,
             connector_output.kv_connector_worker_meta or News(),
         )
 

@@ -87,6 +87,9 @@ from vllm.platforms import current_platform  # noqa: E402
 from vllm.utils.network_utils import get_ip  # noqa: E402
 from vllm.v1.core.kv_cache_manager import KVCacheManager  # noqa: E402
 from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity  # noqa: E402
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402
+from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs  # noqa: E402
 from vllm.v1.kv_cache_interface import (  # noqa: E402
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -105,7 +108,11 @@ from vllm.v1.request import Request, RequestStatus  # noqa: E402
 __all__ = [
     "SUPPORTED_VERSIONS",
     "VLLM_VERSION",
+    "AsyncScheduler",
     "CacheHitSource",
+    "EngineCoreEventType",
+    "EngineCoreOutput",
+    "EngineCoreOutputs",
     "KVCacheConfig",
     "KVConnectorBase_V1",
     "KVConnectorHandshakeMetadata",
@@ -121,6 +128,7 @@ __all__ = [
     "ModuleSource",
     "Request",
     "RequestStatus",
+    "Scheduler",
     "SupportsHMA",
     "TrainerInitInfo",
     "TrainerWeightTransferEngine",
@@ -134,6 +142,7 @@ __all__ = [
     "adopt_vllm_logging",
     "block_tokens",
     "check_configuration",
+    "connectors_within",
     "current_platform",
     "default_host",
     "element_type",
@@ -386,9 +395,11 @@ def default_host() -> str:
 
 def worker_connectors() -> list[KVConnectorBase_V1]:
     """This worker's KV connectors, those within a MultiConnector too."""
-    if not has_kv_transfer_group():
-        return []
-    connector = get_kv_transfer_group()
+    return connectors_within(get_kv_transfer_group()) if has_kv_transfer_group() else []
+
+
+def connectors_within(connector: Any) -> list[KVConnectorBase_V1]:
+    """vLLM's connector, and where that is a MultiConnector those within it."""
     return [connector, *getattr(connector, "_connectors", ())]
 
 

@@ -312,6 +312,8 @@ class _Target:
     prompt_hash: bytes
     wants_sampled: bool = False
     """It goes on with the token that P samples."""
+    sampled: int | None = None
+    """That token, once P has told it."""
     end: int = 0
     """It loads the tokens before this one."""
     load: _Load = _Load.WAITING
@@ -335,9 +337,12 @@ class DecodeScheduler:
         self._siblings: dict[str, _Target] = {}
         """Requests that want what another one loads."""
         self._told_waiting: tuple[tuple[str, Address], ...] = ()
+        self._first_tokens: list[tuple[Request, int]] = []
+        self.gives_first_tokens = False
+        """FirstTokenScheduler takes these. This and the next two are set before the first request."""
         self.blocks: Blocks | None = None
         self.gate: AdmissionGate | None = None
-        """Of loads. Both are set before the first request."""
+        """Of loads."""
 
     def __len__(self) -> int:
         return len(self._targets)
@@ -378,9 +383,9 @@ class DecodeScheduler:
     def tokens_to_load(self, request: Request, local_tokens: int) -> int:
         """How many tokens to load behind the first ``local_tokens``. Pure: vLLM may ask every step.
 
-        All but the prompt's last token, which vLLM recomputes in any case to sample from it. To claim that
-        token too would cost a sliding window its oldest block: vLLM would take the window of the token after
-        it.
+        All but the prompt's last token, which vLLM recomputes to sample from it; that one too where P has
+        sampled, and the next step computes the token behind it alone. But to claim it may cost a sliding
+        window its oldest block: vLLM takes the window of the token after it.
         """
         target = self._targets.get(request.request_id)
         if target is None or target.load is not _Load.WAITING:
@@ -388,8 +393,9 @@ class DecodeScheduler:
         if any(size and local_tokens % size for size in self._block_sizes):
             return 0
         target.end = target.tokens - 1
-        if target.wants_sampled and local_tokens >= target.end and not self._costs_a_window(target):
-            # All is here but the token that P samples, and vLLM has no request wait that loads nothing.
+        # Where all is here but the token that P samples: vLLM has no request wait that loads nothing.
+        wants_last = target.wants_sampled and (self.gives_first_tokens or local_tokens >= target.end)
+        if wants_last and not self._costs_a_window(target):
             target.end = target.tokens
         return max(target.end - local_tokens, 0)
 
@@ -467,7 +473,12 @@ class DecodeScheduler:
         the request."""
         for request_id, token in tokens.items():
             if target := self._targets.get(request_id):
-                force(target.request.sampling_params, token)
+                target.sampled = token
+
+    def take_first_tokens(self) -> list[tuple[Request, int]]:
+        """The requests whose pages have come since the last call, and what P sampled behind them."""
+        taken, self._first_tokens = self._first_tokens, []
+        return taken
 
     def make_void(self, request_ids: Iterable[str]) -> None:
         """What comes for these is of no use. It is told no later than the end of the load."""
@@ -475,11 +486,16 @@ class DecodeScheduler:
             if target := self._targets.get(request_id):
                 target.void = True
 
-    def received(self, request_ids: Iterable[str]) -> None:
+    def received(self, request_ids: Iterable[str], failed: Collection[str] = ()) -> None:
         """These loads are over, well or not."""
         for request_id in request_ids:
             if target := self._targets.get(request_id):
                 self._over(target)
+                if target.sampled is not None and not target.finished:
+                    if self.gives_first_tokens and not target.void and request_id not in failed:
+                        self._first_tokens.append((target.request, target.sampled))
+                    else:
+                        force(target.request.sampling_params, target.sampled)
                 if target.void and not target.finished:
                     assert self.blocks is not None
                     self.blocks.free(target.request)
@@ -644,6 +660,7 @@ class SchedulerSide:
         self,
         finished_sending: Iterable[str] | None,
         finished_recving: Iterable[str] | None,
+        failed_recving: Collection[str] | None,
         news: News,
     ) -> None:
         """What the workers report at the end of a step."""
@@ -652,7 +669,7 @@ class SchedulerSide:
         self.decode.sampled(news.sampled)
         self.decode.make_void(news.void)
         self.prefill.sent(finished_sending or ())
-        self.decode.received(finished_recving or ())
+        self.decode.received(finished_recving or (), failed_recving or ())
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         self.decode.finished(request)

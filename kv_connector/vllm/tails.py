@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from kv_connector.protocol.layout import GroupTarget
 from kv_connector.protocol.requests import DecodeRequest
 from kv_connector.vllm.internals import block_tokens
 
@@ -41,7 +42,7 @@ class Tails:
                 self._clear(tensor, target.blocks[-1])
                 for (tokens, tensors), target in zip(self._groups, request.groups, strict=True)
                 for tensor in tensors
-                if target.blocks and target.blocks[-1] != 0 and (request.prompt_tokens - 1) % tokens
+                if target.blocks and target.blocks[-1] != 0 and _has_last_token(target, request, tokens)
             ]
         if cleared and self._stream is not None:
             self._stream.synchronize()
@@ -49,3 +50,8 @@ class Tails:
     def _clear(self, tensor: torch.Tensor, block: int) -> torch.Tensor:
         splits = len(tensor) // self._num_blocks  # kernel blocks of one of the scheduler's
         return tensor[block * splits : (block + 1) * splits].zero_()
+
+
+def _has_last_token(target: GroupTarget, request: DecodeRequest, tokens: int) -> bool:
+    """Whether the last of these blocks has the prompt's last token: those before it are full."""
+    return target.first + len(target.blocks) > (request.prompt_tokens - 1) // tokens

@@ -75,6 +75,7 @@ def test_vllm_is_asked_for_heads_first(latent: bool, layout: str, monkeypatch: p
         cache_config=SimpleNamespace(kv_cache_layout=None),
         kv_transfer_config=SimpleNamespace(),
         model_config=SimpleNamespace(use_mla=latent),
+        scheduler_config=SimpleNamespace(scheduler_cls="another"),
     )
     monkeypatch.delenv("VLLM_KV_CACHE_LAYOUT", raising=False)
     monkeypatch.setattr(KVConnectorFactory, "get_connector_class", lambda _: WriteImmConnector)

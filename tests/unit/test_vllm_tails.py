@@ -53,6 +53,8 @@ def emptied(config: Any, groups: list[KVCacheGroupSpec], request: DecodeRequest,
 def test_the_last_block_beside_states_is_emptied_if_the_prompt_does_not_fill_it(config: Any) -> None:
     groups = [KVCacheGroupSpec([name(0)], STATE), KVCacheGroupSpec([name(1)], FULL)]
     assert emptied(config, groups, load(BLOCK + 5, (4,), (2, 3))) == {3}
+    # With the prompt's last token, which is the first of its block.
+    assert emptied(config, groups, load(BLOCK, (4,), (2, 3))) == {3}
     for full in (load(2 * BLOCK, (4,), (2, 3)), load(BLOCK + 5, (4,), ()), load(5, (4,), (0,))):
         assert emptied(config, groups, full) == set()
 

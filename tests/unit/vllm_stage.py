@@ -14,6 +14,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -114,11 +115,19 @@ def kv_cache_config(specs: Iterable[KVCacheSpec], blocks: int) -> KVCacheConfig:
 class Stage:
     """One engine's scheduler. ``step`` is one engine step; the test says what the workers reported."""
 
-    def __init__(self, config: VllmConfig, specs: Iterable[KVCacheSpec], blocks: int = 100) -> None:
+    def __init__(
+        self,
+        config: VllmConfig,
+        specs: Iterable[KVCacheSpec],
+        blocks: int = 100,
+        scheduler: type[Scheduler] = Scheduler,
+    ) -> None:
+        self.outputs: list[EngineCoreOutput] = []
+        """What clients were told, in its order."""
         cache = kv_cache_config(specs, blocks)
         config.cache_config.num_gpu_blocks = blocks
         block_size, hash_block_size = resolve_kv_cache_block_sizes(cache, config)
-        self.scheduler = Scheduler(
+        self.scheduler = scheduler(
             vllm_config=config,
             kv_cache_config=cache,
             structured_output_manager=StructuredOutputManager(config),
@@ -141,14 +150,15 @@ class Stage:
         prompt: list[int],
         params: dict[str, Any] | None = None,
         max_tokens: int = 1,
+        sampling: dict[str, Any] | None = None,
         **more: Any,
     ) -> Request:
         extra = {"kv_transfer_params": params} if params is not None else None
-        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
+        wanted = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra, **(sampling or {}))
         request = Request(
             request_id=request_id,
             prompt_token_ids=prompt,
-            sampling_params=sampling,
+            sampling_params=wanted,
             pooling_params=None,
             block_hasher=self._hasher,
             **more,
@@ -196,12 +206,22 @@ class Stage:
                 ),
             ),
         )
+        told = [output for core in outputs.values() for output in core.outputs]
+        self.outputs += told
         return {
             output.request_id: output.kv_transfer_params
-            for core in outputs.values()
-            for output in core.outputs
+            for output in told
             if output.finish_reason is not None
         }
+
+    def said(self, request_id: str) -> list[int]:
+        """The request's answer so far."""
+        return [
+            token
+            for output in self.outputs
+            if output.request_id == request_id
+            for token in output.new_token_ids
+        ]
 
     def step(self, **reports: Any) -> StepMetadata:
         output, metadata = self.schedule()

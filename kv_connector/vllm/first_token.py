@@ -1,0 +1,109 @@
+"""FirstTokenScheduler: vLLM's scheduler for a D whose requests begin with the token that P sampled.
+
+A request whose pages have come is given that token as its first output, and the API server is told of it. To
+vLLM it is then a request that was preempted behind its first token: the first step that it is in computes the
+second. Positions, seeds, penalties and the grammar's state are those of any other request.
+
+Only for model runner V2: V1 cannot begin with a request that has output. There, and where a request does not
+allow it (``_suits``), D computes the prompt's last token again and ForcedToken has it sample P's.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from kv_connector.vllm.forced_token import force
+from kv_connector.vllm.internals import (
+    AsyncScheduler,
+    EngineCoreEventType,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    Request,
+    RequestStatus,
+    Scheduler,
+    connectors_within,
+    forces_tokens,
+)
+from kv_connector.vllm.scheduler import DecodeScheduler, SchedulerSide
+
+logger = logging.getLogger(__name__)
+
+
+def choose_scheduler(vllm_config: Any) -> None:
+    """Has vLLM take such a scheduler for a D, if nobody has chosen another one. In the scheduler's process,
+    before vLLM makes the scheduler."""
+    config = vllm_config.scheduler_config
+    if (
+        config.scheduler_cls is None
+        and vllm_config.kv_transfer_config.is_kv_consumer
+        and vllm_config.use_v2_model_runner
+        and forces_tokens(vllm_config)
+    ):
+        chosen = FirstTokenAsyncScheduler if config.async_scheduling else FirstTokenScheduler
+        config.scheduler_cls = f"{__name__}.{chosen.__name__}"
+
+
+class FirstTokenScheduler(Scheduler):  # type: ignore[misc]  # vLLM is not typed for mypy
+    """Where vLLM does not schedule a step before it has seen the one before."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._vocabulary: int = self.vllm_config.model_config.get_vocab_size()
+        self._decodes: list[DecodeScheduler] = []
+        # What every output token of a request has then, there is not of a token that was not computed here.
+        if self.aux_output_connector is None and not self.return_sampling_mask:
+            sides = [getattr(connector, "scheduler", None) for connector in connectors_within(self.connector)]
+            self._decodes = [side.decode for side in sides if isinstance(side, SchedulerSide)]
+        for decode in self._decodes:
+            decode.gives_first_tokens = True
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
+        outputs: dict[int, Any] = super().update_from_output(scheduler_output, model_runner_output)
+        for decode in self._decodes:
+            for request, token in decode.take_first_tokens():
+                if self._suits(request, token):
+                    client = outputs.setdefault(request.client_index, EngineCoreOutputs())
+                    client.outputs.append(self._begin(request, token))
+                else:
+                    force(request.sampling_params, token)
+        return outputs
+
+    def _suits(self, request: Request, token: int) -> bool:
+        """Whether the answer goes on behind this token, and nothing is said of it that only who computes the
+        prompt's last token can know: its probability."""
+        params = request.sampling_params
+        return (
+            token < self._vocabulary
+            and token != params.eos_token_id
+            and token not in (params.stop_token_ids or ())
+            and request.max_tokens > 1
+            and request.num_tokens + 1 < self.max_model_len
+            and params.num_logprobs is None
+            and not request.resumable
+        )
+
+    def _begin(self, request: Request, token: int) -> Any:
+        """What the request's client is to be told."""
+        if self.log_stats:
+            request.record_event(EngineCoreEventType.SCHEDULED)  # else the prefill took less than no time
+        request.append_output_token_ids(token)
+        if not self.structured_output_manager.accept_tokens(request, [token]):
+            logger.error(
+                "request %s: its grammar does not allow token %d, which P has sampled: it ends",
+                request.request_id,
+                token,
+            )
+            self.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR)
+        return EngineCoreOutput(
+            request_id=request.request_id,
+            new_token_ids=[token],
+            finish_reason=request.get_finished_reason(),
+            events=request.take_events(),
+            prefill_stats=request.take_prefill_stats(),
+            trace_headers=request.trace_headers,
+        )
+
+
+class FirstTokenAsyncScheduler(FirstTokenScheduler, AsyncScheduler):  # type: ignore[misc]
+    """Where it does."""
