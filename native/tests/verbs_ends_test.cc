@@ -32,8 +32,8 @@ Tuning every_receive() {
 
 // A receive that a queue pair has begun to fill, or whose entry has not been taken, must not go with it: after 128 of them
 // no message of any peer would find one.
-TEST(VerbsEnds, AThousandLinksThatComeAndGoLoseNoReceive) {
-  constexpr LinkId kLinks = 1000;
+TEST(VerbsEnds, LinksThatComeAndGoLoseNoReceive) {
+  constexpr LinkId kLinks = 300;  // more than twice as many as there are receives for messages
   FakePair p(every_receive());
   p.messages_half_arrived = true;
   p.flush_lag = 40;
