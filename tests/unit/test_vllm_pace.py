@@ -194,6 +194,19 @@ def test_an_end_that_is_missed_is_made_up_for() -> None:
     assert len(engine.pace._steps) == 0
 
 
+def test_costs_are_fitted_once_a_second() -> None:
+    """At most: the thread that does it has tokens to hand out."""
+    engine = Engine()
+    for tokens in range(64, 864, 100):
+        engine.prefill(tokens)
+    first = engine.pace.load().prompt
+    assert first is not None
+    engine.prefill(5000)
+    assert engine.pace.load().prompt == first
+    engine.now += 1000 * MS
+    assert engine.pace.load().prompt != first
+
+
 def test_the_first_step_does_not_stand_for_all() -> None:
     """Kernels are compiled in it. An engine that looks slow is given no requests to show that it is not."""
     engine = Engine()
