@@ -185,6 +185,7 @@ test-faults: setup ## kill -9, SIGSTOP, restarts, partitions, rolling replacemen
 
 test-early: setup ## 2,000 random requests per model with and without the first token from P: the same answers
 	@KVC_EARLY_REQUESTS=1000 $(PYTHON_ENV)/python -m pytest -o faulthandler_timeout=3600 tests/vllm/test_early_tokens.py
+	@KVC_EARLY_REQUESTS=200 $(PYTHON_ENV)/python -m pytest -o faulthandler_timeout=3600 tests/vllm/test_first_tokens.py  # interpreted
 
 test-weights: setup ## weights for real engines, dense and experts: FSDP2 of 2 and 4, HSDP, a trainer killed at 20 points in each mode
 	@KVC_WEIGHT_FAULTS=20 $(PYTHON_ENV)/python -m pytest --durations=0 --durations-min=1 tests/vllm/test_weights.py tests/vllm/test_weights_experts.py
