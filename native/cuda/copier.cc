@@ -86,7 +86,7 @@ void Copier::add(uint64_t source, uint64_t target) noexcept {
 Status Copier::launch() {
   if (pages_ == 0) return {};
   const Context::Scope scope(*context_);
-  if (by_engines(pages_)) {
+  if (engines_ && pages_ <= kEnginePages) {
     engines_ = launch_engines();
     if (engines_) return {};
     // Copies of it that are under way end before the kernel begins, which makes them again.

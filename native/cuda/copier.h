@@ -17,8 +17,7 @@
 
 namespace kvc::cuda {
 
-// What one launch of the kernel carries at most: 32 MiB take 90 us at 350 GB/s, and its completions are not long in
-// coming.
+// What one launch carries at most: 32 MiB take 90 us at 350 GB/s, and its completions are not long in coming.
 inline constexpr uint64_t kLaunchBytes = 32 << 20;
 inline constexpr uint32_t kLaunchPages = 4096;
 // Launches of up to this many pages go by the copy engines, where each takes 1.3 us. Two H200s, pages of 64 KiB, us by the
@@ -26,16 +25,12 @@ inline constexpr uint32_t kLaunchPages = 4096;
 // 16 and 28, 40 to 256 and 28 to 36. So up to 16 are not later beside kernels, where pages come from, and cost those under
 // 1 % of their time in place of 1 to 8 %.
 inline constexpr uint32_t kEnginePages = 16;
-// And what they carry, which is much where pages are large: weights. Two H200s, launch after launch on two streams, GB/s
-// of pages of 2 to 32 MiB, where a plain copy makes 396: 377 to 380 with 32 MiB a launch, 387 with 64, 390 to 392 with 128
-// (the kernel 350 to 352). The checkpoint of a Llama of 16 GB: 355, 364 and 368.
-inline constexpr uint64_t kEngineLaunchBytes = 128 << 20;
 // From one launch's last block to the next one's first bytes its stream stands still for some 15 us. Measured between
 // two H200s, 1 GiB of 64 KiB pages on 16 SMs: one stream 321 GB/s, two 348. Four streams with launches of 4 MiB, which
 // leave the SMs to the prefill sooner: 308, and the prefill was not faster for it.
 inline constexpr uint32_t kStreams = 2;
-// Launches under way at once: two copy, and two wait behind them on the GPU while others end and are gathered.
-inline constexpr uint32_t kLaunches = 4;
+// Launches under way at once: enough that the GPU does not wait for the worker.
+inline constexpr uint32_t kLaunches = 8;
 static_assert(kLaunches % kStreams == 0, "a list's place also says its stream");
 
 class Copier {
@@ -54,9 +49,7 @@ class Copier {
   void begin(uint64_t page_bytes) noexcept;
   // `pages` of begin()'s length fit in addition. An empty launch has room for any batch.
   bool has_room(uint32_t pages) const noexcept {
-    const uint64_t all = pages_ + uint64_t{pages};
-    return pages_ == 0 ||
-           (all <= kLaunchPages && all * page_bytes_ <= (by_engines(all) ? kEngineLaunchBytes : kLaunchBytes));
+    return pages_ == 0 || (pages_ + pages <= kLaunchPages && (pages_ + pages) * page_bytes_ <= kLaunchBytes);
   }
   void add(uint64_t source, uint64_t target) noexcept;
   // Hands it to the GPU; its number is then launched(). With no page added there is nothing to do, and no number is
@@ -73,7 +66,6 @@ class Copier {
   void wait() const;
 
  private:
-  bool by_engines(uint64_t pages) const noexcept { return engines_ && pages <= kEnginePages; }
   Copier(std::shared_ptr<Context> context, uint32_t blocks) : context_(std::move(context)), blocks_(blocks) {}
   // The list of pages of the launch that is gathered.
   PageCopy* list() const noexcept;

@@ -104,8 +104,8 @@ void large() {
   report("one plain copy", kPool, kPool, 1, by_engines(gpus, source, target, kPool, kPool, 1));
   for (const uint64_t page : {1 * kMiB, 2 * kMiB, 3 * kMiB, 4 * kMiB, 8 * kMiB, 16 * kMiB, 32 * kMiB}) {
     for (const bool engines : {true, false}) {
-      report(engines ? "copier" : "copier, kernel", page, engines ? cuda::kEngineLaunchBytes : cuda::kLaunchBytes,
-             cuda::kStreams, by_copier(gpus, source, target, page, engines));
+      report(engines ? "copier" : "copier, kernel", page, cuda::kLaunchBytes, cuda::kStreams,
+             by_copier(gpus, source, target, page, engines));
     }
     for (const uint64_t launch : {32 * kMiB, 64 * kMiB, 128 * kMiB}) {
       for (const size_t streams : {1, 2, 4}) {

@@ -115,26 +115,6 @@ class CopierWays : public Cuda {
   size_t at_ = 0;
 };
 
-TEST_F(CopierWays, ALaunchByTheCopyEnginesHasRoomForMore) {
-  const auto fit = [](cuda::Copier& copier, uint64_t page) {
-    uint32_t pages = 0;
-    copier.begin(page);
-    for (; copier.has_room(1); ++pages) copier.add(0, 0);
-    copier.begin(page);  // they are not to be copied
-    return pages;
-  };
-  const auto either = must(cuda::Copier::open(first_, 2));
-  EXPECT_EQ(fit(*either, 16 << 20), cuda::kEngineLaunchBytes / (16 << 20));
-  EXPECT_EQ(fit(*either, 3 << 20), cuda::kEnginePages);
-  EXPECT_EQ(fit(*either, 1 << 20), cuda::kLaunchBytes / (1 << 20));
-  EXPECT_EQ(fit(*either, kPage), cuda::kLaunchPages);
-  EXPECT_EQ(fit(*either, 2 * cuda::kEngineLaunchBytes), 1U);
-  WatchedCopies watched(*driver_);
-  watched.remove_batches();
-  const auto by_kernel = must(cuda::Copier::open(first_, 2));
-  EXPECT_EQ(fit(*by_kernel, 16 << 20), cuda::kLaunchBytes / (16 << 20));
-}
-
 TEST_F(CopierWays, FewPagesGoByTheCopyEnginesAndMoreByTheKernel) {
   const WatchedCopies watched(*driver_);
   const auto copier = must(cuda::Copier::open(first_, 2));

@@ -22,9 +22,9 @@ namespace kvc::nvlink {
 // A batch is as many pages as one immediate counts, also large ones (64 of 256 KiB): the batches of one turn go into
 // one launch anyway, and each costs the domain a microsecond.
 inline constexpr uint64_t kBatchBytes = 16 << 20;
-// All launches, of the largest kind. Of the default, 8 MiB, NVLink makes 200 GB/s, because a launch and its completion
-// take as long as they do (measured).
-inline constexpr uint64_t kWindowBytes = cuda::kLaunches * cuda::kEngineLaunchBytes;
+// Four launches of the largest kind: two copy, and two wait behind them on the GPU while others end and are gathered.
+// Of the default, 8 MiB, NVLink makes 200 GB/s, because a launch and its completion take as long as they do (measured).
+inline constexpr uint64_t kWindowBytes = 4 * cuda::kLaunchBytes;
 
 class NvlinkConnector final : public Connector {
  public:
