@@ -35,12 +35,18 @@ class Target:
 
 
 @dataclass(frozen=True)
-class _Held:
-    """Pages that wait for a later step."""
+class _Pages:
+    """A Push, in the runs of the peer's plan."""
 
     push: Push
     batches: Sequence[tuple[PushedGroup, LayerRun]]
-    nbytes: int
+
+    @functools.cached_property
+    def nbytes(self) -> int:
+        return sum(
+            run.page_bytes * len(run.offsets) * len(run.layers) * len(pages.source)
+            for pages, run in self.batches
+        )
 
 
 @dataclass
@@ -50,7 +56,7 @@ class Outgoing:
     number: int  # the engine's
     opened: float
     target: Target
-    held: list[_Held] = field(default_factory=list)  # of earlier steps
+    held: list[_Pages] = field(default_factory=list)  # of earlier steps, for a later one
     last_signal: int = 0  # the highest value that a layer of it waits for
     step: int | None = None  # the signal base of the last step's pages; None: they were computed already
     step_pages: dict[tuple[int, int], int] = field(default_factory=dict)  # of a signal value and its layer
@@ -119,10 +125,7 @@ class Writes:
         batches = [
             (pages, run) for pages in push.groups for run in target.plan.runs(*pages.groups, pages.places)
         ]
-        nbytes = sum(
-            run.page_bytes * len(run.offsets) * len(run.layers) * len(pages.source) for pages, run in batches
-        )
-        pushed = _Held(push, batches, nbytes)
+        pushed = _Pages(push, batches)
         if target.bursts is None or push.signal_base is None:
             self._arm(outgoing, pushed, push.signal_base, at_end=False)
         else:
@@ -131,12 +134,8 @@ class Writes:
 
     def release(self, share: Share) -> None:
         """What waits for a later step waits no longer. What is not open has ended."""
-        if share not in self.open:
-            return
-        outgoing = self.open[share]
-        held, outgoing.held = outgoing.held, []
-        for pushed in held:
-            self._arm(outgoing, pushed, pushed.push.signal_base, at_end=True)
+        if share in self.open:
+            self._release(self.open[share])
 
     def seal(self, share: Share) -> None:
         """Nothing follows. What is not open has ended."""
@@ -178,13 +177,21 @@ class Writes:
         if not waiting:
             done()
 
-    def _gather(self, outgoing: Outgoing, pushed: _Held, signal_base: int, most: int) -> None:
+    def _release(self, outgoing: Outgoing, signal_base: int | None = None) -> None:
+        """What waits goes at the end of that step, or else of its own."""
+        held, outgoing.held = outgoing.held, []
+        for one in held:
+            self._arm(
+                outgoing, one, one.push.signal_base if signal_base is None else signal_base, at_end=True
+            )
+
+    def _gather(self, outgoing: Outgoing, pushed: _Pages, signal_base: int, most: int) -> None:
         """Arms what is not to wait for a later step, of which at most so many bytes go at once at its end."""
         step, waiting = self._burst
         waiting = pushed.nbytes + (waiting if step == signal_base else 0)
         held = sum(one.nbytes for one in outgoing.held)
         if waiting + held > most:
-            self.release(pushed.push.share)
+            self._release(outgoing)
             held = 0
         if signal_base == self._leisurely:
             if pushed.nbytes <= most:
@@ -195,12 +202,10 @@ class Writes:
         at_end = waiting + held <= most
         if at_end:
             self._burst = signal_base, waiting + held
-        for one in outgoing.held:
-            self._arm(outgoing, one, signal_base, at_end=True)
-        outgoing.held.clear()
+        self._release(outgoing, signal_base)
         self._arm(outgoing, pushed, signal_base, at_end=at_end)
 
-    def _arm(self, outgoing: Outgoing, pushed: _Held, signal_base: int | None, *, at_end: bool) -> None:
+    def _arm(self, outgoing: Outgoing, pushed: _Pages, signal_base: int | None, *, at_end: bool) -> None:
         for pages, run in pushed.batches:
             self._arm_run(outgoing, pushed.push, pages, run, signal_base, at_end)
 

@@ -128,7 +128,7 @@ async def test_an_answer_is_the_same_with_its_first_token_from_p(
             assert len({event["id"] for event in one}) == len({event["created"] for event in one}) == 1
     found = await outcomes(client, deployment.early) - before
     assert found["mismatch"] == 0
-    assert found["sent"] + found["decode_first"] > REQUESTS / 4, found  # D may be as fast
+    assert found["sent"] > REQUESTS / 4, found
     await assert_quiescent(client, deployment.prefill, deployment.decode)
 
 
