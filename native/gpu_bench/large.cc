@@ -1,15 +1,16 @@
 #include "gpu_bench/large.h"
 
-#include <sched.h>
-
 #include <algorithm>
 #include <cstdio>
+#include <deque>
 #include <initializer_list>
+#include <span>
 #include <vector>
 
 #include "cuda/copier.h"
 #include "gpu_bench/gpus.h"
 #include "gpu_bench/support.h"
+#include "gpu_bench/ways.h"
 
 namespace kvc::gpu_bench {
 namespace {
@@ -37,61 +38,35 @@ void report(const char* by, uint64_t page, uint64_t launch, size_t streams, doub
       by, static_cast<double>(page) / kMiB, static_cast<double>(launch) / kMiB, streams, gb_s);
 }
 
-// Launches of as many pages as fit, a word of the host's behind each, on several streams in turn.
-double by_engines(const Gpus& gpus, const Buffer& source, const Buffer& target, uint64_t page, uint64_t launch,
-                  size_t streams) {
-  const cuda::Driver& driver = gpus.driver;
-  std::vector<cuda::OwnedStream> owned;
-  for (size_t i = 0; i < streams; ++i) {
-    owned.push_back(must(cuda::OwnedStream::create(driver, cuda::OwnedStream::Priority::kLowest)));
+// All of the pool, in pages whose order is turned round.
+std::vector<cuda::PageCopy> pages_of(const Buffer& source, const Buffer& target, uint64_t page) {
+  std::vector<cuda::PageCopy> pages;
+  for (uint64_t at = 0; at + page <= kPool; at += page) {
+    pages.push_back({source.address + at, target.address + kPool - at - page});
   }
-  const auto words = must(cuda::PinnedMemory::allocate(driver, 64 * streams));
-  std::vector<cuda::DevicePointer> sources;
-  std::vector<cuda::DevicePointer> targets;
-  std::vector<size_t> sizes;
+  return pages;
+}
+
+// Launches of as many pages as fit, on several streams in turn.
+double by_engines(const Gpus& gpus, const std::vector<cuda::PageCopy>& pages, uint64_t page, uint64_t launch,
+                  size_t streams) {
+  std::deque<ByEngines> ways;
+  for (size_t i = 0; i < streams; ++i) ways.emplace_back(gpus, page);
+  const size_t step = launch / page;
   return rate([&] {
-    size_t number = 0;
-    for (uint64_t at = 0; at < kPool; ++number) {
-      const cuda::Stream stream = owned[number % streams].get();
-      sources.clear();
-      targets.clear();
-      for (const uint64_t end = std::min(at + launch, kPool); at + page <= end; at += page) {
-        sources.push_back(source.address + at);
-        targets.push_back(target.address + kPool - at - page);
-      }
-      sizes.assign(sources.size(), page);
-      cuda::CopyAttributes attributes{1, {}, {}, 1};  // as the Copier's
-      size_t first = 0;
-      size_t failed = 0;
-      must_cuda(driver.cuMemcpyBatchAsync(targets.data(), sources.data(), sizes.data(), sizes.size(), &attributes,
-                                          &first, 1, &failed, stream),
-                "cuMemcpyBatchAsync");
-      must_cuda(driver.cuStreamWriteValue64_v2(stream, words.device() + number % streams * 64, number, 0),
-                "cuStreamWriteValue64");
-      if (at + page > kPool) break;
+    for (size_t at = 0, number = 0; at < pages.size(); at += step, ++number) {
+      ways[number % streams].post(std::span(pages).subspan(at, std::min(step, pages.size() - at)));
     }
-    for (const auto& stream : owned) must_cuda(driver.cuStreamSynchronize(stream.get()), "cuStreamSynchronize");
+    for (ByEngines& way : ways) wait(way);
   });
 }
 
 // As a domain has it: the Copier, launch after launch.
-double by_copier(const Gpus& gpus, const Buffer& source, const Buffer& target, uint64_t page, bool engines) {
-  auto& table = const_cast<cuda::Driver&>(gpus.driver);  // this process's own copy of the driver's addresses
-  const auto batches = table.cuMemcpyBatchAsync;
-  if (!engines) table.cuMemcpyBatchAsync = nullptr;
-  constexpr uint32_t kBlocks = 16;  // DomainConfig::copy_blocks
-  const auto copier = must(cuda::Copier::open(gpus.sender, kBlocks));
-  table.cuMemcpyBatchAsync = batches;
+double by_copier(const Gpus& gpus, const std::vector<cuda::PageCopy>& pages, uint64_t page, bool engines) {
+  ByCopier way(gpus, engines, page);
   return rate([&] {
-    for (uint64_t at = 0; at + page <= kPool;) {
-      while (!copier->can_begin()) copier->finished();
-      copier->begin(page);
-      for (; at + page <= kPool && copier->has_room(1); at += page) {
-        copier->add(source.address + at, target.address + kPool - at - page);
-      }
-      must(copier->launch());
-    }
-    while (!copier->idle()) sched_yield();
+    way.post(pages);
+    wait(way);
   });
 }
 
@@ -101,15 +76,16 @@ void large() {
   const Gpus gpus;
   const Buffer source(gpus.sender, kPool, 1);
   Buffer target(gpus.receiver, kPool, 2);
-  report("one plain copy", kPool, kPool, 1, by_engines(gpus, source, target, kPool, kPool, 1));
+  report("one plain copy", kPool, kPool, 1, by_engines(gpus, pages_of(source, target, kPool), kPool, kPool, 1));
   for (const uint64_t page : {1 * kMiB, 2 * kMiB, 3 * kMiB, 4 * kMiB, 8 * kMiB, 16 * kMiB, 32 * kMiB}) {
+    const std::vector<cuda::PageCopy> pages = pages_of(source, target, page);
     for (const bool engines : {true, false}) {
       report(engines ? "copier" : "copier, kernel", page, cuda::kLaunchBytes, cuda::kStreams,
-             by_copier(gpus, source, target, page, engines));
+             by_copier(gpus, pages, page, engines));
     }
     for (const uint64_t launch : {32 * kMiB, 64 * kMiB, 128 * kMiB}) {
       for (const size_t streams : {1, 2, 4}) {
-        report("engines", page, launch, streams, by_engines(gpus, source, target, page, launch, streams));
+        report("engines", page, launch, streams, by_engines(gpus, pages, page, launch, streams));
       }
     }
   }

@@ -12,6 +12,7 @@
 #include "gpu_bench/gpus.h"
 #include "gpu_bench/load.h"
 #include "gpu_bench/support.h"
+#include "gpu_bench/ways.h"
 
 namespace kvc::gpu_bench {
 namespace {
@@ -21,78 +22,6 @@ using cuda::PageCopy;
 constexpr uint64_t kPage = 64 << 10;
 constexpr uint64_t kPool = 256 << 20;
 constexpr size_t kLargePages = (64 << 20) / kPage;
-
-// A way to copy pages from GPU 0 into GPU 1. One thread.
-class Way {
- public:
-  Way() = default;
-  Way(const Way&) = delete;
-  Way& operator=(const Way&) = delete;
-  virtual ~Way() = default;
-  // Hands the pages over. Waits where it takes no more before some of them are there.
-  virtual void post(std::span<const PageCopy> pages) = 0;
-  // All that was posted is at the receiver.
-  virtual bool done() = 0;
-};
-
-// The Copier, by the kernel alone without `engines`.
-class ByCopier final : public Way {
- public:
-  ByCopier(const Gpus& gpus, bool engines) {
-    auto& table = const_cast<cuda::Driver&>(gpus.driver);  // this process's own copy of the driver's addresses
-    const auto batches = table.cuMemcpyBatchAsync;
-    if (!engines) table.cuMemcpyBatchAsync = nullptr;
-    constexpr uint32_t kBlocks = 16;  // DomainConfig::copy_blocks
-    copier_ = must(cuda::Copier::open(gpus.sender, kBlocks));
-    table.cuMemcpyBatchAsync = batches;
-  }
-  void post(std::span<const PageCopy> pages) override {
-    for (size_t at = 0; at < pages.size();) {
-      while (!copier_->can_begin()) copier_->finished();
-      copier_->begin(kPage);
-      for (; at < pages.size() && copier_->has_room(1); ++at) copier_->add(pages[at].source, pages[at].target);
-      must(copier_->launch());
-    }
-  }
-  bool done() override { return copier_->idle(); }
-
- private:
-  std::unique_ptr<cuda::Copier> copier_;
-};
-
-// The copy engines, whatever the pages.
-class ByEngines final : public Way {
- public:
-  explicit ByEngines(const Gpus& gpus) : driver_(gpus.driver) {
-    if (driver_.cuMemcpyBatchAsync == nullptr) die("the driver copies no batches: CUDA 12.8 or later is needed");
-  }
-  void post(std::span<const PageCopy> pages) override {
-    targets_.clear();
-    sources_.clear();
-    for (const PageCopy& page : pages) {
-      targets_.push_back(page.target);
-      sources_.push_back(page.source);
-    }
-    sizes_.assign(pages.size(), kPage);
-    cuda::CopyAttributes attributes{1, {}, {}, 1};  // as the Copier's
-    size_t first = 0;
-    size_t failed = 0;
-    must_cuda(driver_.cuMemcpyBatchAsync(targets_.data(), sources_.data(), sizes_.data(), pages.size(), &attributes,
-                                         &first, 1, &failed, stream_.get()),
-              "cuMemcpyBatchAsync");
-    must_cuda(driver_.cuStreamWriteValue64_v2(stream_.get(), word_.device(), ++posted_, 0), "cuStreamWriteValue64");
-  }
-  bool done() override { return word_.word().load(std::memory_order_acquire) == posted_; }
-
- private:
-  const cuda::Driver& driver_;
-  const cuda::OwnedStream stream_ = must(cuda::OwnedStream::create(driver_, cuda::OwnedStream::Priority::kLowest));
-  const cuda::PinnedMemory word_ = must(cuda::PinnedMemory::allocate(driver_, sizeof(uint64_t)));
-  std::vector<cuda::DevicePointer> targets_;
-  std::vector<cuda::DevicePointer> sources_;
-  std::vector<size_t> sizes_;
-  uint64_t posted_ = 0;
-};
 
 struct Pages {
   Pages(const Buffer& source, const Buffer& target)
@@ -113,13 +42,6 @@ struct Pages {
   std::vector<PageCopy> copies;
   size_t at = 0;
 };
-
-void wait(Way& way) {
-  const int64_t deadline = now_ns() + 2'000'000'000;
-  while (!way.done()) {
-    if (now_ns() > deadline) die("a copy takes longer than 2 s");
-  }
-}
 
 // In us, each copy by itself.
 std::vector<double> times(Way& way, Pages& pages, size_t count, int rounds) {
@@ -227,9 +149,9 @@ void latency() {
     measure_cost(name, *way, gpus, source, target);
   };
   std::fprintf(stderr, "us p50 of 1, 4, 16, 32, 64 pages of 64 KiB; GB/s of 1,024\n");
-  measure("kernel", std::make_unique<ByCopier>(gpus, false));
-  measure("engines", std::make_unique<ByEngines>(gpus));
-  measure("copier", std::make_unique<ByCopier>(gpus, true));
+  measure("kernel", std::make_unique<ByCopier>(gpus, false, kPage));
+  measure("engines", std::make_unique<ByEngines>(gpus, kPage));
+  measure("copier", std::make_unique<ByCopier>(gpus, true, kPage));
 }
 
 }  // namespace kvc::gpu_bench
