@@ -46,6 +46,10 @@ logger = logging.getLogger("kv_connector")
 # How often preempt() looks whether the forward pass it follows has signalled its last layer. On a CPU
 # engine it always has; on a GPU the stream runs behind by some milliseconds.
 _SIGNAL_POLL_S = 0.0002
+# How long the thread holds off at most while a step is launched. A prompt's step takes 8 to 30 ms to launch
+# (32 layers, H200); what a peer may wait longer for is not in the agent's hands, but deadlines are a second
+# and more.
+_HOLD_OFF_S = 0.05
 
 
 _T = TypeVar("_T")
@@ -165,6 +169,9 @@ class Agent:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._main, name=f"kv-agent-{config.engine_id}", daemon=True)
         self._in_turn = False  # the thread is acting on what it heard
+        self._launched = threading.Event()  # the thread need not hold off
+        self._launched.set()
+        self._hold_until = 0.0
         self._leave_by: float | None = None  # close() was called: when to leave at the latest
         self._closing = threading.Lock()  # held by close()
         self._closed = False
@@ -298,6 +305,19 @@ class Agent:
             return self._effects.prefill.computed(now, pages)
 
         self._submit(command)
+
+    def hold_off(self) -> None:
+        """A step that computes prompts is about to be launched by this thread. A GPU waits for launches where
+        a prompt is short, or has just begun, and Python runs one thread at a time: what comes meanwhile is
+        looked at behind resume(), where the pages wait for a prompt's end anyway. To be called before the
+        step's computed()."""
+        if self._effects.gathers:
+            self._hold_until = time.monotonic() + _HOLD_OFF_S
+            self._launched.clear()
+
+    def resume(self) -> None:
+        """The step is launched."""
+        self._launched.set()
 
     def preempt(self, transfer_ids: Sequence[str]) -> None:
         """The requests lose their blocks. On return nothing reads these any more; BLOCKS, about
@@ -595,6 +615,8 @@ class Agent:
 
     def _turn(self) -> None:
         readable = self._control.wait(self._timeout())
+        if not self._launched.wait(self._hold_until - time.monotonic()):
+            self._launched.set()  # for the next turns, too
         self._in_turn = True
         try:
             self._act(readable)

@@ -82,6 +82,8 @@ class WorkerSide:
 
     def begin_step(self, metadata: StepMetadata) -> None:
         self.agent.note_step()
+        if metadata.new_pages:
+            self.agent.hold_off()
         if self._spans is not None:
             self._spans.remember(metadata.contexts)
         self._books.execute(map(self._cleared, metadata.commands))
@@ -113,6 +115,7 @@ class WorkerSide:
 
     def end_step(self) -> None:
         self._progress.end_step()
+        self.agent.resume()
 
     def transfer_results(self) -> Any:
         """What has ended since the last call, each request id exactly once."""

@@ -20,6 +20,7 @@ class RecordingAgent:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.steps = 0
+        self.held: int | None = None  # calls before the thread was to hold off, while it is
         self.reports = Reports()
         self.refused: set[str] = set()
         self.signal = self
@@ -34,6 +35,12 @@ class RecordingAgent:
 
     def note_step(self) -> None:
         self.steps += 1
+
+    def hold_off(self) -> None:
+        self.held = len(self.calls)
+
+    def resume(self) -> None:
+        self.held = None
 
     def take_reports(self) -> Reports:
         reports, self.reports = self.reports, Reports()

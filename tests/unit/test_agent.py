@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
-from agent_setup import IMPATIENT, LIVELY, TIMES, Side, Stage, acquaint, stage, until
+from agent_setup import IMPATIENT, LIVELY, PATIENCE, TIMES, Side, Stage, acquaint, stage, until
 from protocol_setup import BLOCK, HASH, PAGE, layout, pairs, with_rows
 
 from kv_connector.agent.agent import Agent, AgentConfig, AgentError, MemoryRange
@@ -228,6 +228,32 @@ def test_pages_that_wait_for_a_later_step_go_when_none_comes(
     assert decode.failed == []
     assert decode.holds("t", SOURCE, TARGET)
     prefill.wait(sent=["p-t"])
+
+
+@pytest.mark.parametrize("bursts", [False, True])
+def test_nothing_is_looked_at_while_a_step_is_launched_whose_pages_wait_anyway(
+    pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch, bursts: bool
+) -> None:
+    """For so long at most; on lanes on which pages leave layer by layer it is."""
+    monkeypatch.setattr("kv_connector.agent.agent._HOLD_OFF_S", PATIENCE)
+    if bursts:
+        monkeypatch.setattr("kv_connector.agent.effects.BURSTS", {"sim": Bursts(8 * PAGE, 8 * PAGE)})
+    prefill, decode = pair
+    transfer(prefill, decode, "met")
+    prefill.agent.hold_off()
+    if bursts:
+        prefill.expect()
+        assert not prefill.agent.catch_up(0.1)
+        prefill.agent.resume()
+    else:
+        prefill.expect()
+        assert prefill.agent.catch_up(PATIENCE)
+    decode.reserve(prefill.address)
+    until(lambda: bool(prefill.agent.take_reserved()))
+    if bursts:
+        monkeypatch.setattr("kv_connector.agent.agent._HOLD_OFF_S", 0.01)
+        prefill.agent.hold_off()
+        assert prefill.agent.catch_up(PATIENCE), "a step that failed"
 
 
 def test_pages_that_are_computed_already_wait_for_no_signal(every_lane: Stage) -> None:

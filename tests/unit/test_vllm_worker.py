@@ -112,6 +112,20 @@ def test_what_has_ended_is_reported_at_the_steps_end(agent: RecordingAgent, work
     assert results.finished_sending == results.finished_recving == results.failed_recving == set()
 
 
+def test_the_agent_holds_off_while_a_prompts_step_is_launched(
+    agent: RecordingAgent, worker: WorkerSide
+) -> None:
+    worker.begin_step(StepMetadata(commands=(EXPECT,), new_pages=(NewPages("t", PAGES, last=True),)))
+    assert agent.held == 0, "before it hears of anything"
+    for name in LAYERS:
+        worker.layer_computed(name)
+    assert agent.held == 0
+    worker.end_step()
+    assert agent.held is None
+    worker.begin_step(StepMetadata(commands=(EXPECT,)))
+    assert agent.held is None, "nobody's pages are computed"
+
+
 def test_every_step_is_noted(agent: RecordingAgent, worker: WorkerSide) -> None:
     step(worker)
     step(worker, computes=False)
