@@ -371,7 +371,9 @@ async def measure(
             times: dict[str, list[Answer]] = {name: [] for name in modes.names}
             own = []
             for round_number in range(plan.rounds + 2):
-                for name, answers in [*times.items()]:
+                # Each is the first in turn: what comes before a request differs from mode to mode.
+                turn = round_number % len(times)
+                for name, answers in [*[*times.items()][turn:], *[*times.items()][:turn]]:
                     body = Body(rng.integers(1000, 100000, length).tolist(), plan.tokens)
                     await asyncio.sleep(REST_SECONDS)
                     try:

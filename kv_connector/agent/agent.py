@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import os
 import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
@@ -36,7 +37,7 @@ from kv_connector.protocol.layout import KvLayout, memory_problem
 from kv_connector.protocol.messages import Fingerprint, Rank, Role
 from kv_connector.protocol.peers import Identity, PeerTable
 from kv_connector.protocol.prefill import PrefillMachine
-from kv_connector.protocol.requests import ComputedPages, DecodeRequest, PrefillRequest
+from kv_connector.protocol.requests import ComputedPages, DecodeRequest, GroupPages, PrefillRequest
 from kv_connector.protocol.timers import Timeouts
 
 __all__ = ["Address", "Agent", "AgentConfig", "AgentError", "MemoryRange"]
@@ -169,6 +170,10 @@ class Agent:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._main, name=f"kv-agent-{config.engine_id}", daemon=True)
         self._in_turn = False  # the thread is acting on what it heard
+        self._block_bytes = tuple(  # of each group, in all its layers
+            sum(layer.page_bytes for layer in config.layout.layers if layer.group == group)
+            for group in range(len(config.layout.groups))
+        )
         self._launched = threading.Event()  # the thread need not hold off
         self._launched.set()
         self._hold_until = 0.0
@@ -306,16 +311,21 @@ class Agent:
 
         self._submit(command)
 
-    def hold_off(self) -> None:
-        """A step that computes prompts is about to be launched by this thread. A GPU waits for launches where
-        a prompt is short, or has just begun, and Python runs one thread at a time: what comes meanwhile is
-        looked at behind resume(), where the pages wait for a prompt's end anyway. To be called before the
-        step's computed()."""
-        if self._effects.gathers:
+    def begin_launch(self, pages: Iterable[GroupPages]) -> bool:
+        """A step that computes these pages is about to be launched by this thread; before its computed().
+        Returns whether some may leave before the step's end, and its single layers are to be signalled.
+
+        A GPU waits for launches where a prompt is short, or has just begun, and Python runs one thread at a
+        time: on lanes where pages wait for a prompt's end anyway, what comes meanwhile is looked at behind
+        end_launch()."""
+        gathered = self._effects.gathered or 0
+        if gathered:
             self._hold_until = time.monotonic() + _HOLD_OFF_S
             self._launched.clear()
+        blocks = zip(pages, itertools.cycle(self._block_bytes))
+        return sum(len(group.blocks) * nbytes for group, nbytes in blocks) > gathered
 
-    def resume(self) -> None:
+    def end_launch(self) -> None:
         """The step is launched."""
         self._launched.set()
 

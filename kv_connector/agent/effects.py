@@ -166,8 +166,9 @@ class Effects:
         self.load_failed: Callable[[str, str], None] = lambda transfer_id, reason: None
         self.reached: Callable[[Reached], None] = lambda reached: None
         self.transfer_over: Callable[[Ended, Timing], None] = lambda ended, timing: None
-        self.gathers = False
-        """Whether there has been a peer whose pages wait for a prompt's end. Any thread may read it."""
+        self.gathered: int | None = None
+        """Up to so many bytes the pages of one step leave at its end, whoever of the peers so far wants them;
+        None: there has been none. Any thread may read it."""
         self._next_look = 0.0
         self._reported_slow: set[Share] = set()
 
@@ -395,7 +396,8 @@ class Effects:
         if isinstance(plan, str):
             return self.peers.refused(now, action.peer, NakReason.INCOMPATIBLE, plan)
         link.target = Target(handshake.peer, regions, plan, BURSTS.get(link.lane))
-        self.gathers |= link.target.bursts is not None
+        most = 0 if link.target.bursts is None else link.target.bursts.most
+        self.gathered = most if self.gathered is None else min(self.gathered, most)
         return self.peers.accepted(now, action.peer, link.lane, handshake.data)
 
     def _session_over(self, now: float, peer: PeerId, reason: str) -> Sequence[Action]:

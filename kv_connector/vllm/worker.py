@@ -82,15 +82,20 @@ class WorkerSide:
 
     def begin_step(self, metadata: StepMetadata) -> None:
         self.agent.note_step()
-        if metadata.new_pages:
-            self.agent.hold_off()
+        new = [group for pages in metadata.new_pages for group in pages.groups]
+        by_layer = bool(new) and self.agent.begin_launch(new)
         if self._spans is not None:
             self._spans.remember(metadata.contexts)
         self._books.execute(map(self._cleared, metadata.commands))
         if metadata.waiting is not None:
             self._books.waiting(metadata.waiting)
         ending = [pages.transfer_id for pages in metadata.new_pages if pages.last]
-        if self._progress.begin_step(lambda: self.agent.note_prefill_end(ending) if ending else None):
+
+        def before_last() -> None:
+            if ending:
+                self.agent.note_prefill_end(ending)
+
+        if self._progress.begin_step(before_last, by_layer=by_layer):
             self.agent.order_layers(self._progress.base, self._progress.order)
         if metadata.new_pages and not ending:
             self.agent.no_prompt_ends(self._progress.base)
@@ -115,7 +120,7 @@ class WorkerSide:
 
     def end_step(self) -> None:
         self._progress.end_step()
-        self.agent.resume()
+        self.agent.end_launch()
 
     def transfer_results(self) -> Any:
         """What has ended since the last call, each request id exactly once."""

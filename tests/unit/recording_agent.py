@@ -1,5 +1,6 @@
 """An agent that only writes down what it is told, and what its tests tell it."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ class RecordingAgent:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.steps = 0
-        self.held: int | None = None  # calls before the thread was to hold off, while it is
+        self.held: int | None = None  # calls before the step's launch began, until its end
+        self.by_layer = True
         self.reports = Reports()
         self.refused: set[str] = set()
         self.signal = self
@@ -36,10 +38,11 @@ class RecordingAgent:
     def note_step(self) -> None:
         self.steps += 1
 
-    def hold_off(self) -> None:
+    def begin_launch(self, pages: Iterable[GroupPages]) -> bool:
         self.held = len(self.calls)
+        return self.by_layer
 
-    def resume(self) -> None:
+    def end_launch(self) -> None:
         self.held = None
 
     def take_reports(self) -> Reports:

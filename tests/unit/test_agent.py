@@ -240,11 +240,13 @@ def test_nothing_is_looked_at_while_a_step_is_launched_whose_pages_wait_anyway(
         monkeypatch.setattr("kv_connector.agent.effects.BURSTS", {"sim": Bursts(8 * PAGE, 8 * PAGE)})
     prefill, decode = pair
     transfer(prefill, decode, "met")
-    prefill.agent.hold_off()
+    few, many = [(GroupPages(0, tuple(range(pages))),) for pages in (4, 5)]
+    assert prefill.agent.begin_launch(few) is not bursts
+    assert prefill.agent.begin_launch(many), "in two layers more than wait"
     if bursts:
         prefill.expect()
         assert not prefill.agent.catch_up(0.1)
-        prefill.agent.resume()
+        prefill.agent.end_launch()
     else:
         prefill.expect()
         assert prefill.agent.catch_up(PATIENCE)
@@ -252,7 +254,7 @@ def test_nothing_is_looked_at_while_a_step_is_launched_whose_pages_wait_anyway(
     until(lambda: bool(prefill.agent.take_reserved()))
     if bursts:
         monkeypatch.setattr("kv_connector.agent.agent._HOLD_OFF_S", 0.01)
-        prefill.agent.hold_off()
+        prefill.agent.begin_launch(few)
         assert prefill.agent.catch_up(PATIENCE), "a step that failed"
 
 

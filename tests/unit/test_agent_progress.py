@@ -15,8 +15,8 @@ TANGLED = ("draft.0", "layers.0", "layers.0.indexer", "layers.1")
 HOOKED = ("layers.0", "layers.1", "draft.0")
 
 
-def step(progress: LayerProgress, hooks: tuple[str, ...]) -> bool:
-    changed = progress.begin_step(lambda: None)
+def step(progress: LayerProgress, hooks: tuple[str, ...], *, by_layer: bool = True) -> bool:
+    changed = progress.begin_step(lambda: None, by_layer=by_layer)
     for name in hooks:
         progress.layer_computed(name)
     progress.end_step()
@@ -40,6 +40,16 @@ def test_what_the_hooks_leave_out_is_signalled_at_the_end_of_the_step(
     stored: list[int] = []
     step(LayerProgress(LAYERS, stored.append), hooks)
     assert stored == stores
+
+
+def test_where_nobody_waits_for_single_layers_only_the_last_is_signalled() -> None:
+    stored: list[int] = []
+    progress = LayerProgress(TANGLED, stored.append)
+    step(progress, HOOKED, by_layer=False)
+    assert stored == [4]
+    assert step(progress, HOOKED, by_layer=False), "their order is known all the same"
+    step(progress, HOOKED)
+    assert stored == [4, 8, 9, 10, 11, 12]
 
 
 @pytest.mark.parametrize("hooks", [(), HOOKED[:2]], ids=["full graph", "without the drafter"])
@@ -69,7 +79,7 @@ def test_a_layer_without_a_hook_is_signalled_when_the_step_is_over(steps: int) -
         return set(progress.order[: max(stored[-1] - progress.base, 0)])
 
     for _ in range(steps):
-        progress.begin_step(lambda: None)
+        progress.begin_step(lambda: None, by_layer=True)
         for name in ATTENTION:
             progress.layer_computed(name)
             assert not signalled() & STATES
@@ -85,7 +95,7 @@ def test_no_layer_is_signalled_before_its_hook_or_the_steps_end(steps: list[list
     stored = [0]
     progress = LayerProgress(TANGLED, stored.append)
     for hooks in steps:
-        progress.begin_step(lambda: None)
+        progress.begin_step(lambda: None, by_layer=True)
         came: set[int] = set()
         for ordinal in hooks:
             came.add(ordinal)
@@ -97,7 +107,7 @@ def test_no_layer_is_signalled_before_its_hook_or_the_steps_end(steps: list[list
         assert stored[-1] == progress.base + 4
     assert stored == sorted(set(stored)), "the signal only grows"
     # And the next step, if it goes like the last, holds nothing back.
-    progress.begin_step(lambda: None)
+    progress.begin_step(lambda: None, by_layer=True)
     for position, ordinal in enumerate(dict.fromkeys(hooks), 1):
         progress.layer_computed(TANGLED[ordinal])
         assert stored[-1] == progress.base + position

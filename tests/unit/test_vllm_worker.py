@@ -45,7 +45,7 @@ def step(worker: WorkerSide, *commands: Command, hooks: tuple[str, ...] = LAYERS
 
 def test_each_layer_is_signalled_when_it_is_computed(agent: RecordingAgent, worker: WorkerSide) -> None:
     step(worker)
-    assert agent.take_calls() == [("store", 1), ("store", 2), ("store", 3)]
+    assert agent.take_calls() == [("store", 3)], "nobody's pages are computed"
     step(worker, new_pages=(NewPages("t", PAGES, last=False),))
     assert agent.take_calls() == [
         ("no_prompt_ends", 3),
@@ -63,9 +63,10 @@ HOOKED = ("layers.0", "layers.1", "draft.0")
 
 def test_layers_are_signalled_as_their_hooks_come_whatever_their_names(agent: RecordingAgent) -> None:
     worker = worker_side(agent, TANGLED)
-    step(worker, hooks=HOOKED)
-    assert agent.take_calls() == [("store", 2), ("store", 4)], "the order is not known yet: late, not early"
     pages = NewPages("t", PAGES, last=False)
+    step(worker, hooks=HOOKED, new_pages=(pages,))
+    stores = [call for call in agent.take_calls() if call[0] == "store"]
+    assert stores == [("store", 2), ("store", 4)], "the order is not known yet: late, not early"
     step(worker, hooks=HOOKED, new_pages=(pages,))
     assert agent.take_calls() == [
         ("order_layers", 4, (1, 3, 0, 2)),
@@ -110,6 +111,14 @@ def test_what_has_ended_is_reported_at_the_steps_end(agent: RecordingAgent, work
     assert results.failed_recving == {"bad", "broken"}
     results = step(worker)
     assert results.finished_sending == results.finished_recving == results.failed_recving == set()
+
+
+def test_single_layers_are_not_signalled_where_their_pages_wait_anyway(
+    agent: RecordingAgent, worker: WorkerSide
+) -> None:
+    agent.by_layer = False
+    step(worker, new_pages=(NewPages("t", PAGES, last=False),))
+    assert [call for call in agent.take_calls() if call[0] == "store"] == [("store", 3)]
 
 
 def test_the_agent_holds_off_while_a_prompts_step_is_launched(
