@@ -281,7 +281,6 @@ class Dispatcher:
         # D is served by then. P's own answer is a matter of milliseconds, and closing its connection would
         # abort it.
         stack.push_async_exit(_Finish(prefilling, self._settings.patience))
-        await asyncio.sleep(0)  # P's part leaves before D's is written: the first token waits for it
         ids = self._begin(call, decode)
         params = decode_params(transfer_id, prefill.endpoint, early=late is None)
         body = completion.decode_body(params, ids=ids)
