@@ -258,6 +258,26 @@ def test_nothing_is_looked_at_while_a_step_is_launched_whose_pages_wait_anyway(
         assert prefill.agent.catch_up(PATIENCE), "a step that failed"
 
 
+def test_single_layers_are_signalled_as_soon_as_a_peer_wants_them(
+    sim: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill = sim.side(Role.PREFILL)
+    for number, bursts in enumerate((Bursts(8 * PAGE, 8 * PAGE), None, Bursts(8 * PAGE, 8 * PAGE))):
+        monkeypatch.setattr("kv_connector.agent.effects.BURSTS", {"sim": bursts} if bursts else {})
+        transfer(prefill, sim.side(Role.DECODE, f"decode {number}"), f"t{number}")
+        assert prefill.agent.begin_launch([GroupPages(0, (1,))]) == (number > 0)
+        prefill.agent.end_launch()
+
+
+def test_what_a_step_computes_is_counted_in_all_groups(sim: Stage) -> None:
+    """Two layers' pages for a block of the first group, and one for one of the second."""
+    agent = sim.side(Role.PREFILL, pages=layout((2, 1))).agent
+    agent._effects.gathered = 5 * PAGE
+    some, none = GroupPages(0, (1,)), GroupPages(0, ())
+    assert not agent.begin_launch([some, some, some, none])
+    assert agent.begin_launch([some, some, some, some])
+
+
 def test_pages_that_are_computed_already_wait_for_no_signal(every_lane: Stage) -> None:
     prefill, decode = every_lane.pair()
     prefill.expect()
