@@ -4,6 +4,7 @@ Needs vLLM with its GPU dependencies, two GPUs (four with --tensor-parallel 2) a
 on PYTHONPATH); --rivals also needs NIXL. Prints a table, and one JSON line per request to --json. The models
 (gpu_shapes.py) have dummy weights: their tokens mean nothing, their times do. --before measures engines of
 another build of this package beside, through a router, too: name the directory that has its kv_connector.
+With --in-turn only one pair at a time is up, beside the one engine, as on a user's machine.
 With --equality N, N prompts of a small float32 model with random weights are answered by one engine and by
 the pair, and their tokens compared.
 """
@@ -328,7 +329,8 @@ class Modes:
         self._client = client
         self._deployment = deployment
         self._routers = routers
-        self.names = ("alone", "router", "direct", *(name for name in deployment.pairs if name != "ours"))
+        ours = ("router", "direct") if "ours" in deployment.pairs else ()
+        self.names = ("alone", *ours, *(name for name in deployment.pairs if name != "ours"))
 
     async def answer(self, name: str, body: Body) -> Answer:
         if name == "alone":
@@ -346,7 +348,7 @@ class Modes:
         if name == "alone":
             return cpu_seconds(self._deployment.alone)
         pairs = self._deployment.pairs
-        return sum(map(cpu_seconds, pairs.get(name, pairs["ours"])))
+        return sum(map(cpu_seconds, pairs[name if name in pairs else "ours"]))
 
 
 def milliseconds(values: Sequence[float]) -> str:
@@ -363,9 +365,10 @@ async def measure(
         print(
             f"{label}: TTFT in ms and its distance from one engine's, medians of {plan.rounds}, one at a time"
         )
+        with_ours = "ours" in deployment.pairs
         print(
-            f"  prompt {' '.join(f'{name:>16}' for name in modes.names)}   P alone, in P/D   "
-            "token alone, D   second alone, router"
+            f"  prompt {' '.join(f'{name:>16}' for name in modes.names)}"
+            + ("   P alone, in P/D   token alone, D   second alone, router" if with_ours else "")
         )
         for length in plan.lengths:
             times: dict[str, list[Answer]] = {name: [] for name in modes.names}
@@ -391,6 +394,8 @@ async def measure(
                         line |= {"seconds": answer.seconds, "prefill": answer.prefill_seconds}
                         line |= {"second": answer.second, "tokens": answer.tokens}
                         sink.write(json.dumps(line) + "\n")
+                if not with_ours:
+                    continue
                 # P's prefill by itself: a request for one token that is for nobody else.
                 body = Body(rng.integers(1000, 100000, length).tolist(), plan.tokens)
                 await asyncio.sleep(REST_SECONDS)
@@ -400,6 +405,9 @@ async def measure(
             for name in modes.names[1:]:
                 ttft = statistics.median(answer.ttft for answer in times[name])
                 columns.append(f"{ttft * 1e3:9.1f} {(ttft - base) * 1e3:+6.1f}")
+            if not with_ours:
+                print(f"  {length:6d} {' '.join(columns)}", flush=True)
+                continue
             step = {
                 name: [(answer.seconds - answer.ttft) / (plan.tokens - 1) for answer in times[name]]
                 for name in ("alone", "direct")
@@ -525,6 +533,7 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=None, help="default: vLLM's")
     parser.add_argument("--shape", default="llama", choices=[*SHAPES])
     parser.add_argument("--before", type=Path, default=None, metavar="DIRECTORY")
+    parser.add_argument("--in-turn", action="store_true")
     parser.add_argument("--equality", type=int, default=50)
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="2 N GPUs")
     parser.add_argument("--rivals", nargs="*", default=[], choices=[*RIVALS])
@@ -582,7 +591,7 @@ def main() -> None:
             for index, mode in enumerate(plan.modes):
                 arguments = [*base, *shape.arguments, *MODES[mode], *more]
                 port = plan.port + 250 * index
-                measured = deployment(
+                whole = deployment(
                     mode,
                     port,
                     model,
@@ -593,14 +602,18 @@ def main() -> None:
                     environment=shape.environment,
                     **lay,
                 )
-                measured = start(measured)
-                urls = {}
-                for number, name in enumerate(name for name in measured.pairs if name not in RIVALS):
-                    own = port + 40 + number
-                    routers.append(start_router(measured.pairs[name][0], own, plan.work))
-                    urls[name] = f"http://{HOST}:{own}"
-                asyncio.run(measure(mode, measured, urls, plan, sink))
-                end()
+                turns = (
+                    [{name: pair} for name, pair in whole.pairs.items()] if plan.in_turn else [whole.pairs]
+                )
+                for pairs in turns:
+                    measured = start(replace(whole, pairs=pairs))
+                    urls = {}
+                    for number, name in enumerate(name for name in measured.pairs if name not in RIVALS):
+                        own = port + 40 + number
+                        routers.append(start_router(measured.pairs[name][0], own, plan.work))
+                        urls[name] = f"http://{HOST}:{own}"
+                    asyncio.run(measure(mode, measured, urls, plan, sink))
+                    end()
     finally:
         end()
 
