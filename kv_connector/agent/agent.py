@@ -48,8 +48,7 @@ logger = logging.getLogger("kv_connector")
 # engine it always has; on a GPU the stream runs behind by some milliseconds.
 _SIGNAL_POLL_S = 0.0002
 # How long the thread holds off at most while a step is launched. A prompt's step takes 8 to 30 ms to launch
-# (32 layers, H200); what a peer may wait longer for is not in the agent's hands, but deadlines are a second
-# and more.
+# (32 layers, H200), and nothing that a peer waits for has a deadline below a second.
 _HOLD_OFF_S = 0.05
 
 
