@@ -16,8 +16,8 @@ class LayerProgress:
     that of the last step's hooks, and layers whose hooks did not come are behind them. A step that goes
     another way is late, never early: no layer is signalled before its hook, or the end of the step.
 
-    Where nobody waits for single layers, only the last one is signalled: on a GPU each store takes the thread
-    that launches the step 20 us or more.
+    Where nobody waits for single layers, only the last one is signalled: with a store for each layer a hook
+    takes 28 us of the thread that launches the step (H200).
     """
 
     def __init__(self, layer_names: tuple[str, ...], store: Callable[[int], None]) -> None:
