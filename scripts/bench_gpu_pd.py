@@ -375,8 +375,9 @@ async def measure(
             own = []
             for round_number in range(plan.rounds + 2):
                 # Each is the first in turn: what comes before a request differs from mode to mode.
-                turn = round_number % len(times)
-                for name, answers in [*[*times.items()][turn:], *[*times.items()][:turn]]:
+                ways = [*times.items()]
+                turn = round_number % len(ways)
+                for name, answers in ways[turn:] + ways[:turn]:
                     body = Body(rng.integers(1000, 100000, length).tolist(), plan.tokens)
                     await asyncio.sleep(REST_SECONDS)
                     try:

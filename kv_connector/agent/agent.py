@@ -317,10 +317,11 @@ class Agent:
         A GPU waits for launches where a prompt is short, or has just begun, and Python runs one thread at a
         time: on lanes where pages wait for a prompt's end anyway, what comes meanwhile is looked at behind
         end_launch()."""
-        gathered = self._effects.gathered or 0
-        if gathered:
-            self._hold_until = time.monotonic() + _HOLD_OFF_S
-            self._launched.clear()
+        gathered = self._effects.gathered
+        if not gathered:
+            return True
+        self._hold_until = time.monotonic() + _HOLD_OFF_S
+        self._launched.clear()
         blocks = zip(pages, itertools.cycle(self._block_bytes))
         return sum(len(group.blocks) * nbytes for group, nbytes in blocks) > gathered
 
