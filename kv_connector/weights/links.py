@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from kv_connector.control.cluster_key import ClusterKey
@@ -101,18 +101,17 @@ class Links:
         self.loop.call(lambda: self.loop.sockets.send(link.source, message))
 
     def end(self, link: Link, reason: str) -> None:
-        """In words for the other side, too."""
-
-        def end() -> None:
-            if not link.over:
-                self.loop.sockets.send(link.source, Leave(reason))
-                self._over(link, reason)
-
-        self.loop.call(end).result()
+        """In words for the other side, too. Since close() they are all over."""
+        with suppress(CancelledError):
+            self.loop.call(lambda: self._end(link, reason)).result()
 
     def end_all(self, reason: str) -> None:
-        for link in list(self._links.values()):
-            self.end(link, reason)
+        def end_all() -> None:
+            for link in list(self._links.values()):
+                self._end(link, reason)
+
+        with suppress(CancelledError):
+            self.loop.call(end_all).result()
 
     def close(self) -> None:
         self.end_all("it is through")
@@ -175,6 +174,11 @@ class Links:
         if not link.over:
             self._over(link, reason)
             self.lost(link, reason)
+
+    def _end(self, link: Link, reason: str) -> None:
+        if not link.over:
+            self.loop.sockets.send(link.source, Leave(reason))
+            self._over(link, reason)
 
     def _over(self, link: Link, reason: str) -> None:
         link.over = reason

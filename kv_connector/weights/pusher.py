@@ -462,7 +462,8 @@ class WeightPusher:
             self._lost(worker.link, reason)
 
     def cancel(self, reason: str) -> None:
-        """For good: a push that is under way returns soon, and its Update gives the reason. Any thread."""
+        """For good: a push that is under way returns soon, and its Update gives the reason. Any thread, also
+        while it is closed, and after."""
         self._cancelled = reason
         for worker in self._workers():
             self._end(worker, reason)

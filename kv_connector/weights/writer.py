@@ -138,7 +138,7 @@ class Writer:
         try:
             self._engine.fence(peer, _FENCE_S)
         except TransferError as error:
-            if error.code is not ErrorCode.UNKNOWN_PEER:
+            if error.code not in (ErrorCode.UNKNOWN_PEER, ErrorCode.CLOSED):
                 logger.warning("the link to a lost worker is not over yet: %s", error)
 
     def _write(self, target: Target) -> int:

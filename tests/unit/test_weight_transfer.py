@@ -17,6 +17,7 @@ from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timers import Timeouts
 from kv_connector.weights.geometry import Constant, Geometry, Parameter, Tensor, Write
+from kv_connector.weights.links import Link
 from kv_connector.weights.pusher import PushError, WeightPusher
 from kv_connector.weights.receiver import NotLanded, ReceiverConfig, WeightReceiver
 from kv_connector.weights.sources import CheckpointSource, SourceError, TensorSource
@@ -335,3 +336,21 @@ def test_a_trainer_that_leaves_between_two_rounds_is_told_of() -> None:
     finally:
         rounds.shutdown()
         engine.close()
+
+
+def test_it_may_be_cancelled_while_it_is_closed(
+    engines: list[Engine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a seeder is, of which a second worker has heard meanwhile that it is not wanted any more."""
+    with WeightPusher(TensorSource(drawn(5)), [engines[0].address]) as pusher:
+        pusher.connect()
+        end = pusher._links.end
+
+        def end_too_late(link: Link, reason: str) -> None:
+            pusher.close()
+            end(link, reason)
+
+        monkeypatch.setattr(pusher._links, "end", end_too_late)
+        pusher.cancel("nobody waits for it")
+        pusher.cancel("and again")
+    assert "not over yet" not in caplog.text
