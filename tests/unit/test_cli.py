@@ -65,6 +65,21 @@ def test_the_router_refuses_objectives_that_are_none(options: list[str], why: st
     assert why in " ".join(output.replace("│", " ").split())
 
 
+@pytest.mark.parametrize("missing", ["uvloop", "httptools"])
+def test_the_router_runs_on_a_fast_loop_or_says_what_to_install(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("router", "--prefill", "http://127.0.0.1:8100", "--decode", "http://127.0.0.1:8200")
+    ran: dict[str, object] = {}
+    monkeypatch.setattr("uvicorn.run", lambda _, **how: ran.update(how))
+    assert run(*words)[0] == ExitStatus.SUCCESS
+    assert (ran.pop("loop"), ran.pop("http")) == ("uvloop", "httptools")
+    monkeypatch.setitem(sys.modules, missing, None)
+    status, output = run(*words)
+    assert status == ExitStatus.USAGE
+    assert "pip install 'kv-connector[router]'" in " ".join(output.replace("│", " ").split())
+
+
 @pytest.mark.parametrize(("lane", "why"), [("pigeon", "it has"), ("nvlink", "not usable here: ")])
 def test_the_demo_refuses_a_lane_before_it_starts_anything(
     lane: str, why: str, monkeypatch: pytest.MonkeyPatch
