@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kv_connector.router.balance import EvenStreams
-from kv_connector.router.calls import Answer, Call
+from kv_connector.router.calls import EVENT_STREAM, Call
 from kv_connector.router.client import EngineClient, Reply
 from kv_connector.router.completion import Completion
 from kv_connector.router.dispatch import Dispatcher
@@ -222,6 +222,7 @@ class _Answering:
     def __init__(self, request: Request, dispatcher: Dispatcher, metrics: Metrics) -> None:
         self.request_id = _request_id(request)
         self.complete = False
+        self._begun = False
         self._request = request
         self._dispatcher = dispatcher
         self._metrics = metrics
@@ -229,20 +230,35 @@ class _Answering:
     async def run(self, completion: Completion, path: str) -> int:
         started = time.perf_counter()
         headers = {**_passed(self._request), "x-request-id": self.request_id}
+        call = Call(path, headers, self.request_id, begin=self._begin)
         with self._dispatcher.spans.server(path, self.request_id, headers):
-            async with self._dispatcher.open(completion, Call(path, headers, self.request_id)) as answer:
-                self._metrics.answer_began(time.perf_counter() - started)
-                await self._send(answer)
+            try:
+                async with self._dispatcher.open(completion, call) as answer:
+                    self._metrics.answer_began(time.perf_counter() - started)
+                    await self._begin(answer.status, answer.content_type)
+                    await self._send(answer.chunks)
+            except Failure as error:
+                if not self._begun:
+                    raise
+                self.complete = True
+                await self._request._send({"type": "http.response.body", "body": error.event()})
+                return error.status
         return answer.status
 
-    async def _send(self, answer: Answer) -> None:
+    async def _begin(self, status: int = 200, content_type: str = EVENT_STREAM) -> None:
+        """Unless it has begun: that is before there is an answer where engines have begun one."""
+        if self._begun:
+            return
+        self._begun = True
         headers = [
-            (b"content-type", answer.content_type.encode("latin-1")),
+            (b"content-type", content_type.encode("latin-1")),
             (b"x-request-id", self.request_id.encode("latin-1")),
         ]
+        await self._request._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _send(self, chunks: AsyncIterator[bytes]) -> None:
         send = self._request._send
-        await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-        async for chunk in answer.chunks:
+        async for chunk in chunks:
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
         self.complete = True
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +26,14 @@ from kv_connector.router.spans import Spans
 logger = logging.getLogger(__name__)
 
 
+# Of vLLM's streams.
+EVENT_STREAM = "text/event-stream; charset=utf-8"
+
+
+async def _nobody_waits() -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Call:
     """What both engines get of a request beside its body."""
@@ -35,6 +43,9 @@ class Call:
     request_id: str
     running: Running = field(default_factory=Running)
     """What becomes of it."""
+    begin: Callable[[], Awaitable[None]] = _nobody_waits
+    """To be called, once or more, when engines have begun a stream each: the client's begins with it, as one
+    engine's would. What goes wrong from then on is told in the stream."""
 
 
 @dataclass(frozen=True)
@@ -116,10 +127,16 @@ class Calls:
             raise self._broken(Side.PREFILL, endpoint, call, error) from error
 
     async def prefill_early(
-        self, lease: Lease, body: bytes, call: Call, told: asyncio.Future[EarlyToken | None]
+        self,
+        lease: Lease,
+        body: bytes,
+        call: Call,
+        accepted: asyncio.Future[None],
+        told: asyncio.Future[EarlyToken | None],
     ) -> Computed:
-        """As prefill(), of a P that streams: ``told`` gets its token at once, None where there is none to
-        pass on. vLLM's streams have no kv_transfer_params; what is wanted of them here is in its usage.
+        """As prefill(), of a P that streams. ``accepted``: done as soon as it has begun to. ``told`` gets its
+        token at once, None where there is none to pass on. vLLM's streams have no kv_transfer_params; what is
+        wanted of them here is in its usage.
         """
         endpoint, stream = lease.endpoint, PrefillStream()
         try:
@@ -131,6 +148,7 @@ class Calls:
                             kind = content_type(response)
                             refusal = Failure(response.status, await response.read(), kind)
                             raise self._failure(Side.PREFILL, endpoint, call, refusal)
+                        accepted.set_result(None)
                         events = EventStream(response.content.iter_any())
                         while said := await events.read():
                             try:

@@ -7,7 +7,16 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import (
     AbstractContextManager,
     AsyncExitStack,
@@ -18,7 +27,7 @@ from contextlib import (
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from kv_connector.router.calls import Answer, Call, Calls, Computed, EngineFailure
+from kv_connector.router.calls import EVENT_STREAM, Answer, Call, Calls, Computed, EngineFailure
 from kv_connector.router.client import EngineClient, HttpError, Reply
 from kv_connector.router.completion import DISOWNED_PATH, Completion, decode_params, disowned_body
 from kv_connector.router.continuation import PATHS
@@ -44,9 +53,6 @@ ATTEMPTS = 3
 
 # By then an attempt has sent its requests.
 _SENT_S = 0.001
-
-# Of an answer whose first token comes from P.
-_EVENT_STREAM = "text/event-stream; charset=utf-8"
 
 # In an answer's usage. Within a string, of a generated text for one, its quotes would be escaped.
 _CACHED_TOKENS = re.compile(rb'("cached_tokens": ?)\d+')
@@ -262,13 +268,15 @@ class Dispatcher:
         stack.callback(serving.close)
         decode = serving.enter_context(self._pools[Side.DECODE].lease(placement.decode))
         late = self._late_reason(completion, call, prefill.endpoint, decode.endpoint)
-        told: asyncio.Future[EarlyToken | None] = asyncio.get_running_loop().create_future()
-        accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        told: asyncio.Future[EarlyToken | None] = loop.create_future()
+        at_prefill: asyncio.Future[None] = loop.create_future()
+        at_decode: asyncio.Future[None] = loop.create_future()
         prompt = completion.prefill_body(transfer_id, serial=False, early=late is None)
         prefilling = asyncio.create_task(
             self.calls.prefill(prefill, prompt, call)
             if late
-            else self.calls.prefill_early(prefill, prompt, call, told)
+            else self.calls.prefill_early(prefill, prompt, call, at_prefill, told)
         )
 
         def prefilled(task: asyncio.Task[Computed]) -> None:
@@ -285,7 +293,7 @@ class Dispatcher:
         params = decode_params(transfer_id, prefill.endpoint, early=late is None)
         body = completion.decode_body(params, ids=ids)
         ours = AsyncExitStack()
-        load = self.calls.load(transfer_id, prefill.endpoint, decode, body, call, ours, accepted)
+        load = self.calls.load(transfer_id, prefill.endpoint, decode, body, call, ours, at_decode)
         decoding = asyncio.create_task(load)
 
         async def end_decode(*why: Any) -> None:
@@ -305,7 +313,7 @@ class Dispatcher:
         owed = functools.partial(self._owed, transfer_id, prefill.endpoint, call)
         with owed():
             if late is None:
-                token = await _early(told, accepted, decoding)
+                token = await _early(told, (at_prefill, at_decode), decoding, call)
                 if token is not None:
                     self._metrics.early_tokens.labels("sent").inc()
                     again = functools.partial(self._again, completion, call, avoid, number, end_decode)
@@ -313,7 +321,7 @@ class Dispatcher:
                     # A generator that was never begun runs none of its code when it is closed.
                     await anext(chunks)
                     stack.push_async_callback(chunks.aclose)
-                    return Answer(200, _EVENT_STREAM, chunks)
+                    return Answer(200, EVENT_STREAM, chunks)
                 late = "decode_first" if decoding.done() else "no_text"
             self._metrics.early_tokens.labels(late).inc()
             answer = await _first_byte(prefilling, decoding)
@@ -369,12 +377,12 @@ class Dispatcher:
                     if more := rest.of(events):
                         yield more
         except Failure as error:
-            yield _error_event(error)
+            yield error.event()
         except Mismatch as error:
             self._metrics.early_tokens.labels("mismatch").inc()
             logger.error("request %s: the answer is broken off: %s", call.request_id, error)
             self._incidents.note("", "an answer is broken off: decode had another first token", str(error))
-            yield _error_event(failure(502, "api_error", f"the answer is broken off: {error}"))
+            yield failure(502, "api_error", f"the answer is broken off: {error}").event()
 
     async def _again(
         self,
@@ -466,14 +474,21 @@ async def _first_byte(prefilling: asyncio.Task[Any], decoding: asyncio.Task[Answ
 
 
 async def _early(
-    told: asyncio.Future[EarlyToken | None], accepted: asyncio.Future[None], decoding: asyncio.Task[Answer]
+    told: asyncio.Future[EarlyToken | None],
+    accepted: Sequence[asyncio.Future[None]],
+    decoding: asyncio.Task[Answer],
+    call: Call,
 ) -> EarlyToken | None:
-    """P's token, once D has taken the request; None if there is none to pass on, or D is first."""
+    """P's token, once both engines have taken the request, which the client is told before; None if there is
+    none to pass on, or D is first."""
     while not decoding.done():
-        if told.done() and (accepted.done() or told.result() is None):
+        if begun := all(future.done() for future in accepted):
+            await call.begin()
+        if told.done() and (begun or told.result() is None):
             return told.result()
-        waits = [future for future in (told, accepted) if not future.done()]
-        await asyncio.wait([*waits, decoding], return_when=asyncio.FIRST_COMPLETED)
+        events: list[asyncio.Future[Any]] = [*accepted, told, decoding]
+        waits = [event for event in events if not event.done()]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     return None
 
 
@@ -494,7 +509,3 @@ async def _end(task: asyncio.Task[Any]) -> None:
     """Cancels what still runs, and takes note of how it ended."""
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-
-
-def _error_event(error: Failure) -> bytes:
-    return b"data: " + error.body + b"\n\n"

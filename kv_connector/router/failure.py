@@ -19,6 +19,10 @@ class Failure(Exception):
     def response(self) -> Response:
         return Response(self.body, self.status, media_type=self.content_type)
 
+    def event(self) -> bytes:
+        """For a stream that has begun: how vLLM ends one of completions or of a chat."""
+        return b"data: " + self.body + b"\n\n"
+
 
 def failure(status: int, kind: str, message: str) -> Failure:
     """A failure in the router's own words. `kind` is both APIs': invalid_request_error or api_error."""

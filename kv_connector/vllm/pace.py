@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _INTERVAL_NS = 100_000_000
 
 # Between two fits, each of which costs the thread that steps, and hands out tokens, 0.2 ms, and 0.8 where its
-# caches are cold: what a token costs does not change within a second.
+# caches are cold (0.5 beside an H200): what a token costs does not change within a second.
 _FIT_INTERVAL_NS = 1_000_000_000
 
 # Steps without a prompt that decode_ns is the median of: it follows within a fraction of a second, and the
@@ -115,6 +115,10 @@ class Pace:
         for request_id in step.preempted_req_ids or ():
             if request := self._live.get(request_id):
                 self._computing[request_id] = request
+        # Beside a step that is computed, where there are such: the first prompt of an engine at rest does not
+        # wait for it.
+        if self._steps or self._steps.maxlen == 1:
+            self._fit(now)
         load = self._news(now)
         tokens, pairs = 0, 0.0
         # The smaller of the two is walked through, in C: this is each step's cost.
@@ -166,18 +170,18 @@ class Pace:
             waiting=waiting,
             running=len(self._live) - len(self._computing),
             decode_ns=round(statistics.median(self._decodes)) if self._decodes else None,
-            prompt=self._prompt_cost(),
+            prompt=self._prompt,
         )
 
-    def _prompt_cost(self) -> PromptCost | None:
-        now = self._clock()
-        if not self._fitted and now - self._fitted_ns >= _FIT_INTERVAL_NS:
-            samples = [sample for size in self._samples.values() for sample in size]
-            if sum(sample.tokens >= _TELLING for sample in samples) >= _ENOUGH:
-                self._prompt = fit(samples)
-                self._fitted_ns = now
-            self._fitted = True
-        return self._prompt
+    def _fit(self, now: int) -> None:
+        """Where it is time to, and there is something new."""
+        if self._fitted or now - self._fitted_ns < _FIT_INTERVAL_NS:
+            return
+        samples = [sample for size in self._samples.values() for sample in size]
+        if sum(sample.tokens >= _TELLING for sample in samples) >= _ENOUGH:
+            self._prompt = fit(samples)
+            self._fitted_ns = now
+        self._fitted = True
 
 
 def fit(samples: Sequence[Sample]) -> PromptCost:

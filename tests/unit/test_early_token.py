@@ -184,6 +184,24 @@ def test_where_a_client_wants_ids_they_are_cut_as_the_text_is() -> None:
     assert rest(first, ids("a", [1], finish="length")) == ids("", [], finish="length")
 
 
+def test_the_prompts_ids_are_passed_on_as_they_came() -> None:
+    def of_completion(finish: str | None) -> bytes:
+        text = 'of "prompt_token_ids":[1]'
+        return ids(text, [1], finish=finish, prompt_token_ids=[1 << 70, -2])
+
+    token = told(of_completion("length"))
+    assert token is not None
+    assert token.events == of_completion(None)
+
+    def of_chat(finish: str | None) -> bytes:
+        choice = {"delta": {"content": "a"}, "token_ids": [1], "finish_reason": finish}
+        return event(choices=[choice], prompt_token_ids=[8, 9])
+
+    token = told(of_chat("length"))
+    assert token is not None
+    assert token.events == of_chat(None)
+
+
 def test_a_token_without_text_is_passed_on_by_its_id() -> None:
     token = told(ids("", [1], finish="length"))
     assert token == EarlyToken(ids("", [1]), "text", "", (1,), None)
@@ -300,6 +318,48 @@ async def test_the_client_has_ps_token_before_d_says_anything() -> None:
         assert p.bodies[0]["stream"] is True
         assert d.bodies[0]["kv_transfer_params"]["early_token"] is True
         assert await outcomes(client) == {"sent": 1}
+
+
+@pytest.mark.usefixtures("early")
+@pytest.mark.anyio
+async def test_the_stream_begins_when_both_engines_have_begun_theirs() -> None:
+    """As one engine's does, and before anybody has sampled anything."""
+    go = asyncio.Event()
+    async with (
+        cluster(streaming(go, *FROM_P), streaming(go, completion("a"), DONE)) as (_, _, client),
+        asyncio.timeout(PATIENCE),
+        client.stream("POST", "/v1/completions", json=REQUEST) as answer,
+    ):
+        assert answer.status_code == 200
+        assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+        go.set()
+        assert await answer.aread() == completion("a") + DONE
+
+
+@pytest.mark.usefixtures("early")
+@pytest.mark.anyio
+async def test_what_goes_wrong_in_a_stream_that_has_begun_is_told_in_it() -> None:
+    go, problem = asyncio.Event(), event(error={"message": "out of luck", "code": 500})
+    counted = 'kv_connector_router_requests_total{route="/v1/completions",status="500"} 1.0'
+    engines = cluster(streaming(go, problem), streaming(asyncio.Event()))
+    async with engines as (_, _, client), asyncio.timeout(PATIENCE):
+        async with client.stream("POST", "/v1/completions", json=REQUEST) as answer:
+            assert answer.status_code == 200
+            go.set()
+            assert await answer.aread() == problem
+        while counted not in (await client.get("/metrics")).text:
+            pass
+
+
+@pytest.mark.usefixtures("early")
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.anyio
+async def test_a_refusal_by_either_engine_is_a_status(side: str) -> None:
+    waits, refuses = streaming(asyncio.Event()), refuse(400, "too long")
+    engines = (refuses, waits) if side == "prefill" else (waits, refuses)
+    async with cluster(*engines) as (_, _, client), asyncio.timeout(PATIENCE):
+        answer = await client.post("/v1/completions", json=REQUEST)
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, "too long")
 
 
 @pytest.mark.usefixtures("early")

@@ -199,12 +199,27 @@ def test_costs_are_fitted_once_a_second() -> None:
     engine = Engine()
     for tokens in range(64, 864, 100):
         engine.prefill(tokens)
+    engine.step(1.0)
     first = engine.pace.load().prompt
     assert first is not None
     engine.prefill(5000)
+    engine.step(1.0)
     assert engine.pace.load().prompt == first
     engine.now += 1000 * MS
+    engine.step(1.0)
     assert engine.pace.load().prompt != first
+
+
+def test_a_prompt_that_comes_to_an_engine_at_rest_does_not_wait_for_a_fit() -> None:
+    engine = Engine(in_flight=2)
+    for tokens in range(64, 864, 100):
+        engine.prefill(tokens)
+    engine.now += 1000 * MS
+    engine.ask("p", 100)
+    engine.schedule(p=100)
+    assert engine.pace.load().prompt is None
+    engine.schedule()  # beside that one
+    assert engine.pace.load().prompt is not None
 
 
 def test_the_first_step_does_not_stand_for_all() -> None:
@@ -263,6 +278,7 @@ def test_a_cost_is_told_once_enough_steps_show_it() -> None:
         assert engine.pace.load().prompt is None
         engine.prefill(tokens)
     engine.prefill(3000)
+    engine.step(1.0)
     cost = engine.pace.load().prompt
     assert cost is not None
     assert seconds(cost, 2000) == pytest.approx(sample(2000).took_ns / 1e9, rel=0.05)
