@@ -4,7 +4,7 @@ Needs vLLM with its GPU dependencies, two GPUs (four with --tensor-parallel 2) a
 on PYTHONPATH); --rivals also needs NIXL. Prints a table, and one JSON line per request to --json. The models
 (gpu_shapes.py) have dummy weights: their tokens mean nothing, their times do. --before measures engines of
 another build of this package beside, through a router, too: name the directory that has its kv_connector.
-With --in-turn only one pair at a time is up, beside the one engine, as on a user's machine.
+The engines of rivals are stopped while others are measured, for NIXL's agents keep a core busy each.
 With --equality N, N prompts of a small float32 model with random weights are answered by one engine and by
 the pair, and their tokens compared.
 """
@@ -17,11 +17,13 @@ import asyncio
 import json
 import os
 import shlex
+import signal
 import statistics
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -329,8 +331,23 @@ class Modes:
         self._client = client
         self._deployment = deployment
         self._routers = routers
-        ours = ("router", "direct") if "ours" in deployment.pairs else ()
-        self.names = ("alone", *ours, *(name for name in deployment.pairs if name != "ours"))
+        self.names = ("alone", "router", "direct", *(name for name in deployment.pairs if name != "ours"))
+        for name in deployment.pairs:
+            self._signal(name, signal.SIGSTOP)
+
+    @contextmanager
+    def up(self, name: str) -> Iterator[None]:
+        """A rival's engines are stopped but in this block."""
+        self._signal(name, signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self._signal(name, signal.SIGSTOP)
+
+    def _signal(self, name: str, number: signal.Signals) -> None:
+        for engine in self._deployment.pairs[name] if name in RIVALS else ():
+            assert engine.process is not None
+            engine.process.signal(number)
 
     async def answer(self, name: str, body: Body) -> Answer:
         if name == "alone":
@@ -348,7 +365,7 @@ class Modes:
         if name == "alone":
             return cpu_seconds(self._deployment.alone)
         pairs = self._deployment.pairs
-        return sum(map(cpu_seconds, pairs[name if name in pairs else "ours"]))
+        return sum(map(cpu_seconds, pairs.get(name, pairs["ours"])))
 
 
 def milliseconds(values: Sequence[float]) -> str:
@@ -365,10 +382,9 @@ async def measure(
         print(
             f"{label}: TTFT in ms and its distance from one engine's, medians of {plan.rounds}, one at a time"
         )
-        with_ours = "ours" in deployment.pairs
         print(
-            f"  prompt {' '.join(f'{name:>16}' for name in modes.names)}"
-            + ("   P alone, in P/D   token alone, D   second alone, router" if with_ours else "")
+            f"  prompt {' '.join(f'{name:>16}' for name in modes.names)}   P alone, in P/D   "
+            "token alone, D   second alone, router"
         )
         for length in plan.lengths:
             times: dict[str, list[Answer]] = {name: [] for name in modes.names}
@@ -379,9 +395,10 @@ async def measure(
                 turn = round_number % len(ways)
                 for name, answers in ways[turn:] + ways[:turn]:
                     body = Body(rng.integers(1000, 100000, length).tolist(), plan.tokens)
-                    await asyncio.sleep(REST_SECONDS)
                     try:
-                        answer = await modes.answer(name, body)
+                        with modes.up(name):
+                            await asyncio.sleep(REST_SECONDS)
+                            answer = await modes.answer(name, body)
                     except (httpx.HTTPError, RuntimeError) as error:
                         if name not in RIVALS:
                             raise
@@ -395,8 +412,6 @@ async def measure(
                         line |= {"seconds": answer.seconds, "prefill": answer.prefill_seconds}
                         line |= {"second": answer.second, "tokens": answer.tokens}
                         sink.write(json.dumps(line) + "\n")
-                if not with_ours:
-                    continue
                 # P's prefill by itself: a request for one token that is for nobody else.
                 body = Body(rng.integers(1000, 100000, length).tolist(), plan.tokens)
                 await asyncio.sleep(REST_SECONDS)
@@ -406,9 +421,6 @@ async def measure(
             for name in modes.names[1:]:
                 ttft = statistics.median(answer.ttft for answer in times[name])
                 columns.append(f"{ttft * 1e3:9.1f} {(ttft - base) * 1e3:+6.1f}")
-            if not with_ours:
-                print(f"  {length:6d} {' '.join(columns)}", flush=True)
-                continue
             step = {
                 name: [(answer.seconds - answer.ttft) / (plan.tokens - 1) for answer in times[name]]
                 for name in ("alone", "direct")
@@ -428,7 +440,8 @@ async def measure(
         for concurrency in plan.concurrency:
             for name in modes.names:
                 if name != "direct":
-                    await load(label, modes, name, concurrency, plan, rng, sink)
+                    with modes.up(name):
+                        await load(label, modes, name, concurrency, plan, rng, sink)
 
 
 async def load(
@@ -534,7 +547,6 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=None, help="default: vLLM's")
     parser.add_argument("--shape", default="llama", choices=[*SHAPES])
     parser.add_argument("--before", type=Path, default=None, metavar="DIRECTORY")
-    parser.add_argument("--in-turn", action="store_true")
     parser.add_argument("--equality", type=int, default=50)
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="2 N GPUs")
     parser.add_argument("--rivals", nargs="*", default=[], choices=[*RIVALS])
@@ -556,6 +568,9 @@ def main() -> None:
     lay: dict[str, Any] = {"tensor_parallel": plan.tensor_parallel, "provider": plan.provider}
 
     def end() -> None:
+        for server in running:
+            if server.process is not None:
+                server.process.signal(signal.SIGCONT)  # to hear that it is to end
         stop([*routers, *(server.process for server in running if server.process is not None)])
         routers.clear()
         running.clear()
@@ -603,18 +618,14 @@ def main() -> None:
                     environment=shape.environment,
                     **lay,
                 )
-                turns = (
-                    [{name: pair} for name, pair in whole.pairs.items()] if plan.in_turn else [whole.pairs]
-                )
-                for pairs in turns:
-                    measured = start(replace(whole, pairs=pairs))
-                    urls = {}
-                    for number, name in enumerate(name for name in measured.pairs if name not in RIVALS):
-                        own = port + 40 + number
-                        routers.append(start_router(measured.pairs[name][0], own, plan.work))
-                        urls[name] = f"http://{HOST}:{own}"
-                    asyncio.run(measure(mode, measured, urls, plan, sink))
-                    end()
+                measured = start(whole)
+                urls = {}
+                for number, name in enumerate(name for name in measured.pairs if name not in RIVALS):
+                    own = port + 40 + number
+                    routers.append(start_router(measured.pairs[name][0], own, plan.work))
+                    urls[name] = f"http://{HOST}:{own}"
+                asyncio.run(measure(mode, measured, urls, plan, sink))
+                end()
     finally:
         end()
 
