@@ -84,7 +84,7 @@ class Metrics:
         )
         self._first_byte = Histogram(
             "kv_connector_router_first_byte_seconds",
-            "From a request's last byte to the first byte of its answer",
+            "From a request's last byte to the first byte of its answer, which may come behind its status",
             buckets=FIRST_BYTE_BUCKETS,
             registry=self.registry,
         )
