@@ -111,7 +111,16 @@ def _until_idle(
     """
     routers = {one.link: one for one in asked}
     began = time.monotonic()
-    told: dict[str, int] = {}
+    told: set[str] = set()
+
+    def tell() -> None:
+        """What is not moved, once all that are there have said it; again where there is another reason."""
+        staying = _staying(asked)
+        if not told.issuperset(staying):
+            told.update(staying)
+            why = ", ".join(f"{count} {reason}" for reason, count in staying.items())
+            typer.echo(f"{question.url}: {sum(staying.values())} requests end there: {why}", err=True)
+
     while (now := time.monotonic()) < deadline:
         connected = [sockets.send(one.link, question) for one in asked]
         until = min(now + (REPEAT_SECONDS if all(connected) else SOON_SECONDS), deadline)
@@ -123,15 +132,14 @@ def _until_idle(
                     one.answered, one.outstanding = time.monotonic(), answer.outstanding
                     one.moved, one.staying = answer.moved, answer.staying or one.staying
             if all(one.answered and not one.outstanding for one in asked):
+                tell()
                 return True
-        if (staying := _staying(asked)) and staying.keys() != told.keys():
-            told = staying
-            why = ", ".join(f"{count} {reason}" for reason, count in staying.items())
-            typer.echo(f"{question.url}: {sum(staying.values())} requests end there: {why}", err=True)
         silent = time.monotonic() - SILENCE_SECONDS
         there = [one for one in asked if (one.answered or began) > silent]
-        if all(one.answered and not one.outstanding for one in there):
-            return True
+        if all(one.answered for one in there):
+            tell()
+            if not any(one.outstanding for one in there):
+                return True
     return not any(one.outstanding for one in asked)
 
 

@@ -19,6 +19,8 @@ from kv_connector.protocol.actions import Address
 
 ENGINE = "http://10.0.0.1:8000"
 run = partial(invoke, app)
+# Longer than anything here takes.
+PATIENCE = 30.0
 
 
 class Router:
@@ -29,6 +31,10 @@ class Router:
         self.asked: list[str] = []
         self.moves = False
         self._answers, self._silent_after = answers, silent_after
+        self.idle = threading.Event()
+        """It has given its last answer."""
+        self.may_answer = threading.Event()
+        self.may_answer.set()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._serve)
 
@@ -39,6 +45,7 @@ class Router:
             sockets.wait(0.02)
             for received in sockets.receive():
                 assert isinstance(received.message, Drain)
+                self.may_answer.wait(PATIENCE)
                 count = len(self.asked)
                 self.asked.append(received.message.url)
                 self.moves = received.message.move
@@ -47,6 +54,8 @@ class Router:
                     if not isinstance(answer, Draining):
                         answer = Draining(answer)
                     sockets.send(received.source, answer)
+                if count >= len(self._answers) - 1:
+                    self.idle.set()
         sockets.close()
 
     def start(self) -> None:
@@ -152,6 +161,21 @@ def test_what_has_moved_and_what_has_not_is_told_over_all_routers(routers: list[
     assert f"{ENGINE}: 4 requests end there: 3 seed, 1 tools" in output
     assert f"{ENGINE} is idle, 9 streams have moved" in output
     assert all(router.moves for router in routers)
+
+
+def test_what_ends_there_is_told_once_all_routers_have_said_it(
+    routers: list[Router], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The late one answers more than one question at once."""
+    monkeypatch.setattr(drain, "SILENCE_SECONDS", 60.0)
+    early = Router(*[Draining(3, 2, {"seed": 2})] * 3, Draining(0, 5))
+    late = Router(Draining(1, 4, {"seed": 1}), Draining(0, 4))
+    late.may_answer = early.idle
+    begin(routers, early, late)
+    status, output = run(*words(routers, "--move", "--timeout", "60"))
+    assert status == 0
+    assert f"{ENGINE}: 3 requests end there: 3 seed" in output
+    assert "2 requests end there" not in output
 
 
 def test_a_drain_that_moves_nothing_asks_routers_of_before(routers: list[Router]) -> None:
