@@ -25,7 +25,6 @@ from kv_connector.router.spans import Spans
 
 logger = logging.getLogger(__name__)
 
-
 # Of vLLM's streams.
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 
@@ -243,7 +242,7 @@ class Calls:
                 yield more
         except (*HttpError, EngineLost) as error:
             # The status is long out: the stream's own way to say it is an event.
-            yield events.error(self._broken(Side.DECODE, lease.endpoint, call, error).body)
+            yield events.error(self._broken(Side.DECODE, lease.endpoint, call, error))
 
     def _failure(self, side: Side, endpoint: Endpoint, call: Call, answer: Failure) -> Failure:
         """An engine's own error: the request's fault, or from 500 on the engine's."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from kv_connector.router.failure import told
+from kv_connector.router.failure import Failure, told
 
 _END = b"\n\n"
 # Events that begin a message or a response before vLLM knows whether the request works.
@@ -46,9 +46,9 @@ class EventStream:
                 break
         return opening
 
-    def error(self, body: bytes) -> bytes:
-        """The event that tells of an error: who names events overlooks one without."""
-        return (b"event: error\n" if self._named else b"") + b"data: " + body + _END
+    def error(self, failure: Failure) -> bytes:
+        """The event that tells of it: who names events overlooks one without."""
+        return (b"event: error\n" if self._named else b"") + failure.event()
 
 
 class _Event(msgspec.Struct):
