@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.sockets import Received
 from kv_connector.protocol.actions import Address, Source
+from kv_connector.protocol.messages import clip
 from kv_connector.protocol.timers import Timeouts
 from kv_connector.weights.loop import Loop
 from kv_connector.weights.messages import (
@@ -113,8 +114,8 @@ class Links:
         with suppress(CancelledError):
             self.loop.call(end_all).result()
 
-    def close(self) -> None:
-        self.end_all("it is through")
+    def close(self, reason: str = "it is through") -> None:
+        self.end_all(reason)
         self.loop.stop()
 
     # --- The loop's
@@ -177,7 +178,7 @@ class Links:
 
     def _end(self, link: Link, reason: str) -> None:
         if not link.over:
-            self.loop.sockets.send(link.source, Leave(reason))
+            self.loop.sockets.send(link.source, Leave(clip(reason)))
             self._over(link, reason)
 
     def _over(self, link: Link, reason: str) -> None:

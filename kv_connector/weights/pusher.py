@@ -203,16 +203,19 @@ class WeightPusher:
         self._writer = Writer(self._engine, source, staging_bytes)
         self._links = Links(key, self._timeouts, self._heard, self._lost)
 
-    def close(self) -> None:
-        """What is under way is dropped by the engines."""
-        self._links.close()
+    def close(self, reason: str = "it is through") -> None:
+        """What is under way is dropped by the engines, which tell the other ranks the reason."""
+        self._links.close(reason)
         self._engine.close()
 
     def __enter__(self) -> WeightPusher:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.close(str(error) or type(error).__name__)
 
     # --- Connecting
 

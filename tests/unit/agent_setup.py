@@ -198,10 +198,11 @@ class Stage:
 
 
 def acquaint(sides: Sequence[Side]) -> None:
-    """They are the workers of one engine, by rank."""
+    """They are the workers of one engine, by rank, and know it."""
     ranks = [side.agent.described(side.address) for side in sides]
     for side in sides:
         side.agent.set_ranks(ranks)
+    until(lambda: not any(side.agent.live().commands for side in sides))
 
 
 @contextmanager

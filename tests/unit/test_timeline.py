@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from agent_setup import Side, stage
+from agent_setup import Side, acquaint, stage
 from command_line import invoke
 from protocol_setup import layout
 
@@ -155,9 +155,7 @@ def test_an_end_is_told_with_what_went_and_how() -> None:
 def test_all_workers_of_an_engine_are_asked() -> None:
     with stage("sim") as there:
         sides = [there.side(Role.PREFILL, rank=rank, ranks=2, timelines=1) for rank in (0, 1)]
-        ranks = [side.agent.described(side.address) for side in sides]
-        for side in sides:
-            side.agent.set_ranks(ranks)
+        acquaint(sides)
         assert [worker.recalled.rank for worker in ask(sides[0])] == [0, 1]
 
 

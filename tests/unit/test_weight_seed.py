@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
+from agent_setup import until
 from typer.testing import CliRunner, Result
 from weight_engines import DEAD_S, Engine, Gate, drawn
 from weight_engines import main as engine_process
@@ -84,12 +85,6 @@ def trainer(of: int, *engines: Engine, **named: object) -> Iterator[WeightPusher
 def pushed(version: str, of: int, *engines: Engine) -> None:
     with trainer(of, *engines) as pusher:
         pusher.push(version).wait("applied", PATIENCE_S)
-
-
-def until(holds: Callable[[], bool]) -> None:
-    """Of states that nobody tells of."""
-    while not holds():
-        pass
 
 
 def run(*words: str) -> Result:

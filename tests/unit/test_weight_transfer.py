@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from agent_setup import until
+from weight_engines import Gate
 from weight_trainer import DEAD_S, SIZES, Trainer, drawn
 
 from kv_connector.control.cluster_key import ClusterKey
@@ -336,6 +338,20 @@ def test_a_trainer_that_leaves_between_two_rounds_is_told_of() -> None:
     finally:
         rounds.shutdown()
         engine.close()
+
+
+def test_an_error_of_the_trainer_is_what_engines_are_told(engines: list[Engine]) -> None:
+    gate, worker = Gate(), engines[0].workers[0]
+    times = Timeouts(orphan=0.5)  # for which the push waits for what does not come any more
+    pusher = gate.pusher(TensorSource(drawn(5)), [engines[0].address], apply=lambda _: None, timeouts=times)
+    with ThreadPoolExecutor(1) as threads:
+        pusher.connect()
+        threads.submit(pusher.push, "1")
+        assert gate.begun.wait(10)
+        with pytest.raises(RuntimeError), pusher:
+            raise RuntimeError("the loss is no number")
+        gate.go.set()
+    until(lambda: "the loss is no number" in worker.state().problem)
 
 
 def test_it_may_be_cancelled_while_it_is_closed(
