@@ -169,6 +169,7 @@ class Agent:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._main, name=f"kv-agent-{config.engine_id}", daemon=True)
         self._in_turn = False  # the thread is acting on what it heard
+        self._turns = 0
         self._block_bytes = tuple(  # of each group, in all its layers
             sum(layer.page_bytes for layer in config.layout.layers if layer.group == group)
             for group in range(len(config.layout.groups))
@@ -419,6 +420,11 @@ class Agent:
         """Counters for metrics."""
         return self._ledger.stats(self._effects.peers.peers(), self._control.malformed)
 
+    @property
+    def turns(self) -> int:
+        """Grows when the thread has acted on something: until then stats() and phases() say the same."""
+        return self._turns
+
     def take_timings(self) -> list[Timing]:
         """How long the transfers took that completed since the last call."""
         return self._ledger.take_timings()
@@ -631,6 +637,7 @@ class Agent:
         try:
             self._act(readable)
         finally:
+            self._turns += 1
             self._in_turn = False
 
     def _act(self, readable: Collection[int]) -> None:

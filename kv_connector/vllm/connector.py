@@ -303,7 +303,9 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
             # In the scheduler's process vLLM calls this once for each step, when it has the step's output: of
             # the hooks, the only one that every step ends with.
             self._pace.step_ended()
-        interval = self._running.reporter.take() if self._running is not None else None
+        if self._running is None:
+            return None
+        interval = self._running.reporter.take(later=self._worker.pushes)
         return TransferStats.of(interval) if interval is not None else None
 
     # --- The scheduler's half

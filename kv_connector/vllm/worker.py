@@ -69,6 +69,9 @@ class WorkerSide:
         self._patient = not isinstance(agent.signal, StreamSignal)
         self._books = Worker(agent)
         self._computes = True
+        self.pushes = False
+        """Whether pages of this step go to a D: its token is waited for, and a later step ends their
+        request."""
         self._steps_to_news = 0
         self._sampled: dict[str, int] = {}
         self._void: set[str] = set()
@@ -100,7 +103,7 @@ class WorkerSide:
         if metadata.new_pages and not ending:
             self.agent.no_prompt_ends(self._progress.base)
         self._books.computed(metadata.new_pages, self._progress.base)
-        self._computes = metadata.computes
+        self._computes, self.pushes = metadata.computes, bool(metadata.new_pages)
         if metadata.computes:
             # What ends with its tokens is to be told with the step after the next: a pause would delay it.
             self._steps_to_news = max(self._steps_to_news, STEPS_TO_NEWS - 1)

@@ -58,6 +58,13 @@ class CountingAgent:
         self.in_phases: dict[str, int] = {}
         self.phases_counted = 0
         self.timings: list[Timing] = []
+        self.rests = False
+        self._turns = 0
+
+    @property
+    def turns(self) -> int:
+        self._turns += not self.rests
+        return self._turns
 
     def stats(self) -> AgentStats:
         return self.counted
@@ -221,6 +228,32 @@ def test_nothing_is_sent_while_nothing_changes(agent: CountingAgent, reporter: A
     agent.alive = replace(IDLE, decode_requests=1)
     assert reporter.take() is not None
     assert reporter.take() is None
+
+
+def test_an_agent_that_has_done_nothing_is_not_looked_at(
+    agent: CountingAgent, reporter: AgentReporter
+) -> None:
+    reporter.take()
+    agent.rests = True
+    reporter.take()
+    looked = agent.phases_counted
+    reporter.take()
+    assert agent.phases_counted == looked
+    agent.rests = False
+    reporter.take()
+    assert agent.phases_counted == looked + 1
+
+
+def test_steps_that_are_waited_for_leave_it_to_a_later_one_but_not_for_good(
+    agent: CountingAgent, reporter: AgentReporter
+) -> None:
+    agent.timings = [Timing(Role.DECODE, "tcp", 1.0)]
+    assert reporter.take(later=True) is None
+    taken = reporter.take()
+    assert taken is not None
+    assert taken.timings == [("receive_duration_seconds", "tcp", 1.0)]
+    agent.timings = [Timing(Role.DECODE, "tcp", 2.0)]
+    assert [step for step in range(40) if reporter.take(later=True)] == [15]
 
 
 def test_gauges_show_the_latest_state_and_return_to_zero(

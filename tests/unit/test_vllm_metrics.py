@@ -62,12 +62,20 @@ def test_each_step_takes_what_the_agent_counted() -> None:
     connector: WriteImmConnector = object.__new__(WriteImmConnector)
     connector._running = connector._pace = None
     assert connector.get_kv_connector_stats() is None, "before the KV caches are registered"
-    reporter = SimpleNamespace(take=lambda: intervals.pop(0))
-    connector._running = SimpleNamespace(reporter=reporter)  # type: ignore[assignment]
+    asked: list[bool] = []
+
+    def take(*, later: bool) -> Interval | None:
+        asked.append(later)
+        return intervals.pop(0)
+
+    connector._running = SimpleNamespace(reporter=SimpleNamespace(take=take))  # type: ignore[assignment]
+    connector.worker = SimpleNamespace(pushes=True)  # type: ignore[assignment]
     taken = connector.get_kv_connector_stats()
     assert taken is not None
     assert taken.interval == Interval(counters={"pages_pushed": 3})
+    connector.worker.pushes = False
     assert connector.get_kv_connector_stats() is None, "nothing has changed"
+    assert asked == [True, False]
 
 
 def test_the_log_line_has_what_happened() -> None:
