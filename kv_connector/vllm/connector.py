@@ -22,6 +22,7 @@ from kv_connector.control.membership import Load
 from kv_connector.engine.placement import Device
 from kv_connector.protocol.identity import ADVICE
 from kv_connector.protocol.messages import Role
+from kv_connector.vllm.blocks import has_states
 from kv_connector.vllm.first_token import choose_scheduler
 from kv_connector.vllm.internals import (
     CacheHitSource,
@@ -47,7 +48,7 @@ from kv_connector.vllm.kv_cache import kv_layout
 from kv_connector.vllm.metadata import DescribedRank, News, StepMetadata
 from kv_connector.vllm.metrics import PromMetrics, TransferStats
 from kv_connector.vllm.pace import Pace, idle_load
-from kv_connector.vllm.scheduler import SchedulerSide, has_states
+from kv_connector.vllm.scheduler import SchedulerSide
 from kv_connector.vllm.tails import Tails
 from kv_connector.vllm.worker import WorkerSide, current_stream
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from kv_connector.vllm.decode import DecodeScheduler
 from kv_connector.vllm.forced_token import force
 from kv_connector.vllm.internals import (
     AsyncScheduler,
@@ -25,7 +26,7 @@ from kv_connector.vllm.internals import (
     connectors_within,
     forces_tokens,
 )
-from kv_connector.vllm.scheduler import DecodeScheduler, SchedulerSide
+from kv_connector.vllm.scheduler import SchedulerSide
 
 logger = logging.getLogger(__name__)
 

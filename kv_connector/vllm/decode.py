@@ -1,0 +1,285 @@
+"""D's requests in vLLM's scheduler: ``do_remote_prefill`` and the address of their P. Nothing waits."""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kv_connector.agent.commands import Cancel, Command, FailLoad, Release
+from kv_connector.protocol.actions import Address
+from kv_connector.protocol.admission import AdmissionGate
+from kv_connector.protocol.layout import GroupTarget
+from kv_connector.protocol.params import BadParams, DecodeParams
+from kv_connector.protocol.requests import DecodeRequest
+from kv_connector.vllm.blocks import Blocks, attended_from, blocks_of, has_states, state_after
+from kv_connector.vllm.forced_token import force
+from kv_connector.vllm.internals import Request, RequestStatus
+from kv_connector.vllm.prompt import prompt_of
+
+logger = logging.getLogger(__name__)
+
+
+class _Load(enum.Enum):
+    WAITING = enum.auto()  # no blocks yet
+    RESERVED = enum.auto()  # the workers were told to fetch it
+    OVER = enum.auto()  # received, failed, or not needed
+
+
+@dataclass
+class _Target:
+    """A request of D whose prompt a P computes."""
+
+    request: Request
+    request_id: str
+    transfer_id: str
+    peer: Address
+    tokens: int
+    prompt_hash: bytes
+    wants_sampled: bool = False
+    """It goes on with the token that P samples."""
+    sampled: int | None = None
+    """That token, once P has told it."""
+    end: int = 0
+    """It loads the tokens before this one."""
+    load: _Load = _Load.WAITING
+    finished: bool = False
+    void: bool = False
+    """What comes is of no use: the request computes its prompt itself once nothing comes any more."""
+
+
+class DecodeScheduler:
+    """D's requests, from their arrival until they have left the scheduler and nothing is written for them."""
+
+    def __init__(
+        self, block_sizes: tuple[int, ...], commands: list[Command], *, early_tokens: bool = False
+    ) -> None:
+        """``early_tokens``: whether this engine can go on with a token that P sampled."""
+        self._block_sizes = block_sizes
+        self._commands = commands
+        self._early_tokens = early_tokens
+        self._targets: dict[str, _Target] = {}
+        self._transfers: dict[str, _Target] = {}
+        self._siblings: dict[str, _Target] = {}
+        """Requests that want what another one loads."""
+        self._told_waiting: tuple[tuple[str, Address], ...] = ()
+        self._first_tokens: list[tuple[Request, int]] = []
+        self.gives_first_tokens = False
+        """FirstTokenScheduler takes these. This and the next two are set before the first request."""
+        self.blocks: Blocks | None = None
+        self.gate: AdmissionGate | None = None
+        """Of loads."""
+
+    def __len__(self) -> int:
+        return len(self._targets)
+
+    def add(self, request: Request, params: DecodeParams) -> None:
+        transfer_id, peer = params.transfer_id, params.peer
+        tokens, digest = prompt_of(request)
+        if first := self._transfers.get(transfer_id):
+            if (first.peer, first.prompt_hash) != (peer, digest):
+                raise BadParams(f"transfer {transfer_id} belongs to another live request")
+            # Samples of one prompt (n > 1) share their parameters: the first one loads for all.
+            self._siblings[request.request_id] = first
+            return
+        wants_sampled = self._early_tokens and params.early_token
+        target = _Target(request, request.request_id, transfer_id, peer, tokens, digest, wants_sampled)
+        self._transfers[transfer_id] = self._targets[request.request_id] = target
+
+    def must_wait(self, request: Request) -> bool:
+        """Whether another request loads this one's prompt, which is then found in the prefix cache, or there
+        is no room for this load yet. vLLM may ask every step."""
+        if first := self._siblings.get(request.request_id):
+            return first.load is not _Load.OVER
+        target = self._targets.get(request.request_id)
+        if target is None or target.load is not _Load.WAITING:
+            return False
+        assert self.gate is not None
+        return self.gate.must_wait(target.request_id, self._blocks_of(target))
+
+    def loads(self, request_id: str) -> bool:
+        """Whether the request's prompt is still to come from a P."""
+        target = self._siblings.get(request_id) or self._targets.get(request_id)
+        return target is not None and target.load is not _Load.OVER
+
+    def _blocks_of(self, target: _Target) -> int:
+        assert self.blocks is not None
+        return blocks_of(self.blocks, self._block_sizes, target.tokens)
+
+    def tokens_to_load(self, request: Request, local_tokens: int) -> int:
+        """How many tokens to load behind the first ``local_tokens``. Pure: vLLM may ask every step.
+
+        All but the prompt's last token, which vLLM recomputes to sample from it; that one too where P has
+        sampled, and the next step computes the token behind it alone. But to claim it may cost a sliding
+        window its oldest block: vLLM takes the window of the token after it.
+        """
+        target = self._targets.get(request.request_id)
+        if target is None or target.load is not _Load.WAITING:
+            return 0
+        if any(size and local_tokens % size for size in self._block_sizes):
+            return 0
+        target.end = target.tokens - 1
+        # Where all is here but the token that P samples: vLLM has no request wait that loads nothing.
+        wants_last = target.wants_sampled and (self.gives_first_tokens or local_tokens >= target.end)
+        if wants_last and not self._costs_a_window(target):
+            target.end = target.tokens
+        return max(target.end - local_tokens, 0)
+
+    def _costs_a_window(self, target: _Target) -> bool:
+        assert self.blocks is not None
+        groups = len(self._block_sizes)
+        return attended_from(self.blocks, groups, target.tokens + 1) != attended_from(
+            self.blocks, groups, target.tokens
+        )
+
+    def allocated(self, request: Request, blocks: Any, external_tokens: int) -> None:
+        """vLLM has given the request blocks, and will load ``external_tokens`` (0: it needs nothing)."""
+        target = self._targets.get(request.request_id)
+        if target is None or target.load is not _Load.WAITING:
+            return
+        if external_tokens == 0:
+            self._release(target)
+            return
+        target.load = _Load.RESERVED
+        assert self.gate is not None
+        self.gate.enter(target.request_id, self._blocks_of(target))
+        try:
+            self._commands.append(self._reservation(target, blocks.get_block_ids(), external_tokens))
+        except Exception:
+            logger.exception(
+                "transfer %s: no reservation for request %s", target.transfer_id, target.request_id
+            )
+            self._commands.append(FailLoad(target.request_id))
+
+    def _reservation(
+        self, target: _Target, tables: tuple[list[int], ...], external_tokens: int
+    ) -> DecodeRequest:
+        assert self.blocks is not None
+        loaded = target.end
+        first_token = loaded - external_tokens
+        groups = []
+        for group, (table, size) in enumerate(zip(tables, self._block_sizes, strict=True)):
+            if not size:
+                groups.append(GroupTarget(first=0, blocks=state_after(self.blocks, group, table, loaded)))
+                continue
+            first, end = first_token // size, -(-loaded // size)
+            if has_states(self._block_sizes):
+                # The hit is the one of full attention; another group may have less of it.
+                first = min(first, self.blocks.first_loaded(target.request_id, group))
+            needed = self.blocks.first_attended_token(group, loaded)
+            groups.append(GroupTarget(first, tuple(table[first:end]), needed))
+        return DecodeRequest(
+            request_id=target.request_id,
+            transfer_id=target.transfer_id,
+            engine=target.peer,
+            prompt_tokens=target.tokens,
+            first_token=first_token,
+            prompt_hash=target.prompt_hash,
+            groups=tuple(groups),
+            wants_sampled=target.wants_sampled,
+        )
+
+    def finished(self, request: Request) -> None:
+        """vLLM itself keeps the blocks of a request that is still being loaded, until the load is reported
+        over.
+        """
+        self._siblings.pop(request.request_id, None)
+        target = self._targets.get(request.request_id)
+        if target is None:
+            return
+        target.finished = True
+        if target.load is _Load.WAITING:
+            self._release(target)
+        elif target.load is _Load.RESERVED:
+            self._commands.append(Cancel(target.request_id))
+        self._forget_if_over(target)
+
+    def sampled(self, tokens: Mapping[str, int]) -> None:
+        """By request, what P sampled. It comes no later than the end of the load, so before vLLM schedules
+        the request."""
+        for request_id, token in tokens.items():
+            if target := self._targets.get(request_id):
+                target.sampled = token
+
+    def take_first_tokens(self) -> list[tuple[Request, int]]:
+        """The requests whose pages have come since the last call, and what P sampled behind them."""
+        taken, self._first_tokens = self._first_tokens, []
+        return taken
+
+    def make_void(self, request_ids: Iterable[str]) -> None:
+        """What comes for these is of no use. It is told no later than the end of the load."""
+        for request_id in request_ids:
+            if target := self._targets.get(request_id):
+                target.void = True
+
+    def received(self, request_ids: Iterable[str], failed: Collection[str] = ()) -> None:
+        """These loads are over, well or not."""
+        for request_id in request_ids:
+            if target := self._targets.get(request_id):
+                self._over(target)
+                if target.sampled is not None and not target.finished:
+                    if self.gives_first_tokens and not target.void and request_id not in failed:
+                        self._first_tokens.append((target.request, target.sampled))
+                    else:
+                        force(target.request.sampling_params, target.sampled)
+                if target.void and not target.finished:
+                    assert self.blocks is not None
+                    self.blocks.free(target.request)
+                self._forget_if_over(target)
+
+    def loading(self) -> list[str]:
+        """The requests that hold blocks for a load. vLLM cannot preempt them."""
+        return [target.request_id for target in self._loading()]
+
+    def _loading(self) -> list[_Target]:
+        return [
+            target
+            for target in self._targets.values()
+            if target.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        ]
+
+    def after_reset(self) -> None:
+        """vLLM has emptied its prefix cache: what is being loaded, and what is loaded, is not used."""
+        for target in self._loading():
+            if target.load is _Load.OVER:
+                assert self.blocks is not None
+                self.blocks.free(target.request)
+            elif not target.void:
+                target.void = True
+                if not target.wants_sampled:  # else it waits for that: the client may have it already
+                    self._commands.append(Cancel(target.request_id))
+
+    def reset(self) -> bool:
+        """All KV is worthless, P's too: who would have asked for it computes its prompt here. False while
+        pages may still land for a finished request."""
+        for target in self._targets.values():
+            if target.load is _Load.WAITING:
+                self._release(target)
+        return not any(target.finished for target in self._targets.values())
+
+    def waiting(self) -> tuple[tuple[str, Address], ...] | None:
+        """The transfers whose requests have no blocks yet; None if the workers know."""
+        waiting = tuple(
+            (target.transfer_id, target.peer)
+            for target in self._targets.values()
+            if target.load is _Load.WAITING
+        )
+        if waiting == self._told_waiting:
+            return None
+        self._told_waiting = waiting
+        return waiting
+
+    def _over(self, target: _Target) -> None:
+        target.load = _Load.OVER
+        assert self.gate is not None
+        self.gate.leave(target.request_id)
+
+    def _release(self, target: _Target) -> None:
+        self._over(target)
+        self._commands.append(Release(target.transfer_id, target.peer))
+
+    def _forget_if_over(self, target: _Target) -> None:
+        if target.finished and target.load is _Load.OVER:
+            del self._targets[target.request_id], self._transfers[target.transfer_id]

@@ -1,0 +1,231 @@
+"""P's requests in vLLM's scheduler: ``do_remote_decode``. Nothing waits."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kv_connector.agent.commands import CacheCleared, Command, FinishPrefill, NewPages
+from kv_connector.protocol.actions import Address
+from kv_connector.protocol.admission import AdmissionGate
+from kv_connector.protocol.messages import Role
+from kv_connector.protocol.params import BadParams, PrefillParams
+from kv_connector.protocol.requests import GroupPages, PrefillRequest
+from kv_connector.vllm.blocks import Blocks, attended_from, blocks_of, has_states, state_after
+from kv_connector.vllm.internals import Request, RequestStatus, leave_last_token
+from kv_connector.vllm.prompt import prompt_of
+
+logger = logging.getLogger(__name__)
+
+# A prompt that was computed to its end, whatever the first token turned out to be.
+_GOOD_ENDS = (
+    RequestStatus.FINISHED_STOPPED,
+    RequestStatus.FINISHED_LENGTH_CAPPED,
+    RequestStatus.FINISHED_REPETITION,
+)
+
+
+@dataclass
+class _Prompt:
+    """A prompt that P computes for a D."""
+
+    request: Request
+    transfer_id: str
+    tokens: int
+    computed: int
+    """How many of them P computes: all, or all but the last."""
+    unsent: str
+    """Why none of its pages can be sent; empty where they can."""
+    early: bool
+    """No D has asked for it yet, and whether one will does not depend on P alone."""
+    told: list[int] = field(default_factory=list)
+    """Per group: the logical blocks before this one have been named to the workers (since the last
+    admission).
+    """
+    complete: bool = False
+    """The workers know the whole prompt's blocks."""
+    finished: bool = False
+    """It has left vLLM's scheduler."""
+    held: list[Any] = field(default_factory=list)
+
+
+class PrefillScheduler:
+    """P's requests, from their arrival until the workers report them sent."""
+
+    def __init__(
+        self, role: Role, engine_id: str, block_sizes: tuple[int, ...], commands: list[Command]
+    ) -> None:
+        self._role = role
+        self._engine_id = engine_id
+        self._block_sizes = block_sizes
+        self._commands = commands
+        self._prompts: dict[str, _Prompt] = {}
+        self._transfers: set[str] = set()
+        self.blocks: Blocks | None = None
+        self.gate: AdmissionGate | None = None
+        """Of early prompts. Both are set before the first request."""
+        self.address: Address | None = None
+        """Of rank 0, for routers that dispatch D after P. Set before the first request."""
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def add(self, request: Request, params: PrefillParams) -> None:
+        transfer_id = params.transfer_id or uuid.uuid4().hex
+        if transfer_id in self._transfers:
+            raise BadParams(f"transfer {transfer_id} belongs to another live request")
+        tokens, digest = prompt_of(request)
+        computed, unsent = tokens, ""
+        if has_states(self._block_sizes) and tokens > 1:
+            if request.skip_reading_prefix_cache:
+                unsent = "prompt_logprobs need the whole prompt, and no state is kept from before its end"
+            else:
+                leave_last_token(request)
+                computed -= 1
+        self._transfers.add(transfer_id)
+        self._prompts[request.request_id] = _Prompt(
+            request,
+            transfer_id,
+            tokens,
+            computed,
+            unsent,
+            # Where D comes after P its queue is in P's order: where P names the transfer, as in NIXL's flow,
+            # or the router says so. That helps unless P has loads of its own.
+            early=self._role is Role.BOTH or (params.transfer_id is not None and not params.serial),
+            told=[0] * len(self._block_sizes),
+        )
+        self._commands.append(PrefillRequest(request.request_id, transfer_id, tokens, digest))
+
+    def must_wait(self, request: Request) -> bool:
+        """Whether this prompt must not be started yet. vLLM may ask every step."""
+        prompt = self._prompts.get(request.request_id)
+        if prompt is None or not prompt.early:
+            return False
+        assert self.blocks is not None
+        assert self.gate is not None
+        blocks = blocks_of(self.blocks, self._block_sizes, prompt.tokens)
+        return self.gate.must_wait(request.request_id, blocks)
+
+    def allocated(self, request: Request) -> None:
+        """vLLM has given the request its first blocks."""
+        prompt = self._prompts.get(request.request_id)
+        if prompt is not None and prompt.early:
+            assert self.blocks is not None
+            assert self.gate is not None
+            self.gate.enter(request.request_id, blocks_of(self.blocks, self._block_sizes, prompt.tokens))
+
+    def reserved(self, transfer_ids: Collection[str]) -> None:
+        """D has room for these prompts."""
+        for prompt in self._prompts.values():
+            if prompt.transfer_id in transfer_ids:
+                prompt.early = False
+                self._leave(prompt)
+
+    def preempted(self, request_ids: Iterable[str]) -> tuple[str, ...]:
+        """vLLM has taken these requests' blocks back; all will be named again at the next admission."""
+        transfers = []
+        for request_id in request_ids:
+            if prompt := self._prompts.get(request_id):
+                prompt.told = [0] * len(self._block_sizes)
+                prompt.complete = False
+                self._give_back(prompt)
+                self._leave(prompt)
+                transfers.append(prompt.transfer_id)
+        return tuple(transfers)
+
+    def new_pages(self, num_scheduled_tokens: Mapping[str, int], block_state: Any) -> tuple[NewPages, ...]:
+        """The pages that this step makes valid, cached ones included. ``block_state`` is vLLM's, of this
+        step.
+        """
+        pages = []
+        for request_id, scheduled in num_scheduled_tokens.items():
+            prompt = self._prompts.get(request_id)
+            if prompt is None or prompt.complete or prompt.unsent:
+                continue
+            try:
+                pages.append(self._advance(prompt, scheduled, block_state.get_block_ids(request_id)))
+            except Exception:
+                # Never complete, so D is told at the request's end at the latest.
+                logger.exception("transfer %s: pages of request %s are lost", prompt.transfer_id, request_id)
+        return tuple(pages)
+
+    def _advance(self, prompt: _Prompt, scheduled: int, tables: tuple[list[int], ...]) -> NewPages:
+        assert self.blocks is not None
+        computed = min(prompt.request.num_computed_tokens + scheduled, prompt.computed)
+        last = computed == prompt.computed
+        # Blocks that D's token no longer attends to are never asked for, and vLLM reuses them while the
+        # prompt is still being computed: they must not be named.
+        firsts = attended_from(self.blocks, len(self._block_sizes), prompt.tokens)
+        groups = []
+        for group, (table, size) in enumerate(zip(tables, self._block_sizes, strict=True)):
+            if not size:
+                # Until the last chunk, each overwrites the state of the one before.
+                state = state_after(self.blocks, group, table, prompt.tokens - 1) if last else ()
+                groups.append(GroupPages(0, state))
+                continue
+            end = -(-computed // size) if last else computed // size
+            first = max(prompt.told[group], firsts[group])
+            groups.append(GroupPages(first, tuple(table[first:end])))
+            prompt.told[group] = max(prompt.told[group], end)
+        if last:
+            prompt.complete = True
+            # When the request finishes, vLLM counts one token further than D and may free the oldest window
+            # block.
+            prompt.held = self.blocks.hold_windows(prompt.request.request_id, firsts)
+        return NewPages(prompt.transfer_id, tuple(groups), last)
+
+    def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        """True for each request of ours: it stays in vLLM's books, blocks or none, until reported sent."""
+        prompt = self._prompts.get(request.request_id)
+        if prompt is None:
+            return False, None
+        prompt.finished = True
+        ok = prompt.complete and request.status in _GOOD_ENDS
+        reason = "" if ok else f"prefill ended as {request.status.name} before the prompt's end"
+        reason = prompt.unsent or reason
+        whole = ok and prompt.computed == prompt.tokens
+        sampled = int(request.output_token_ids[0]) if whole and request.output_token_ids else None
+        self._commands.append(FinishPrefill(request.request_id, prompt.transfer_id, ok, reason, sampled))
+        if not ok:
+            return True, None
+        assert self.address is not None
+        return True, {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "transfer_id": prompt.transfer_id,
+            "remote_engine_id": self._engine_id,
+            "remote_host": self.address.host,
+            "remote_port": self.address.port,
+        }
+
+    def sent(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            if prompt := self._prompts.pop(request_id, None):
+                self._transfers.discard(prompt.transfer_id)
+                self._give_back(prompt)
+                self._leave(prompt)
+
+    def before_reset(self) -> None:
+        """vLLM is about to empty its prefix cache: of a preempted prompt it wants all blocks back now."""
+        for prompt in self._prompts.values():
+            if prompt.request.status is RequestStatus.PREEMPTED:
+                self._give_back(prompt)
+
+    def reset(self) -> bool:
+        """All KV is worthless. False while a finished prompt's blocks are still to be read."""
+        if self._prompts:
+            self._commands.append(CacheCleared())
+        return not any(prompt.finished for prompt in self._prompts.values())
+
+    def _leave(self, prompt: _Prompt) -> None:
+        assert self.gate is not None
+        self.gate.leave(prompt.request.request_id)
+
+    def _give_back(self, prompt: _Prompt) -> None:
+        if prompt.held:
+            assert self.blocks is not None
+            self.blocks.give_back(prompt.held)
+            prompt.held = []
