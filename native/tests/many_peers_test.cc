@@ -3,6 +3,7 @@
 
 #include <malloc.h>
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <filesystem>
@@ -29,11 +30,12 @@ constexpr int kPeers = 1000;
 int peers_over(const std::string& lane) {
   return lane == "sim" || lane == "host" || lane == "tcp" ? kPeers : kPeers / 10;
 }
-// Until here, tables grow to their working size.
-int warm_up(int peers) { return peers / 3; }
-// What may be allocated more at the end than after the warm-up: a tenth of it is what caches of the allocator and of
-// the standard library were seen to keep; a leak of 100 bytes a peer is above it.
-constexpr size_t kSlackBytes = 64 << 10;
+// A third of them lets tables grow to their working size. What is lost with each peer is lost in both of the others; a
+// pool that grows once more where threads are late (libfabric's did, by 230 KB, on a busy machine) grows in one.
+int round_of(int peers) { return peers / 3; }
+// What may be allocated more behind a round than before it: a fifth of it is what caches of the allocator and of the
+// standard library were seen to keep; a leak of 100 bytes a peer is above it.
+constexpr size_t kSlackBytes = 32 << 10;
 // Libfabric's "net" (1.17) itself loses 1 KB with each endpoint (heaptrack: fi_dupinfo() in fi_endpoint()), and each
 // peer is offered four.
 size_t lost_by_library(const std::string& lane, int peers) {
@@ -133,16 +135,20 @@ TEST_P(ManyPeers, ThatComeAndGoLeaveNothingBehind) {
     const size_t threads = entries(kThreads);
     const size_t descriptors = entries(kDescriptors);
     const int peers = peers_over(GetParam());
-    size_t allocated = 0;
+    std::array<size_t, 2> allocated{};  // behind the first round, and the second
     for (int number = 0; number < peers; ++number) {
       ASSERT_NO_THROW(come_and_go(server, GetParam(), number)) << "peer " << number;
       server.engine->poll_events(16);  // that a link broke is an event too
-      if (number + 1 == warm_up(peers)) allocated = allocated_bytes();
+      if (number + 1 == round_of(peers)) allocated[0] = allocated_bytes();
+      if (number + 1 == 2 * round_of(peers)) allocated[1] = allocated_bytes();
     }
     EXPECT_EQ(settled(kThreads, threads), threads);
     EXPECT_EQ(settled(kDescriptors, descriptors), descriptors);
-    const size_t most = allocated + kSlackBytes + lost_by_library(GetParam(), peers);
-    EXPECT_LE(settled(allocated_bytes, [&](size_t now) { return now <= most; }), most);
+    const size_t most = kSlackBytes + lost_by_library(GetParam(), round_of(peers));
+    if (allocated[1] > allocated[0] + most) {
+      EXPECT_LE(settled(allocated_bytes, [&](size_t now) { return now <= allocated[1] + most; }), allocated[1] + most)
+          << allocated[0] << " bytes behind the first third of " << peers << " peers";
+    }
     const EngineStats stats = server.engine->stats();
     EXPECT_EQ(stats.peers, 0U);
     EXPECT_EQ(stats.transfers_open, 0U);
