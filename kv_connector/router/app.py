@@ -44,6 +44,8 @@ COMPLETIONS = {
     "/v1/messages": Completion,
     "/v1/responses": ResponsesRequest,
 }
+# Whose streams' events have names.
+NAMED_EVENTS = ("/v1/messages", "/v1/responses")
 # Answered by any decode engine. A list of what is safe: vLLM has routes that pause, reset or unload an
 # engine.
 FORWARDED = (
@@ -185,29 +187,32 @@ class Completions:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive, send)
+        request_id = _request_id(request)
         status = CLIENT_LEFT
         with self._metrics.in_flight.track_inprogress():
             try:
                 body = await _read(request, self._settings.body_limit)
-                status = await self._serve(request, body)
+                status = await self._serve(request, request_id, body)
             except ClientDisconnect:
                 logger.info("a client left while it sent a request to %s", self._path)
-            except Failure as error:
-                status = error.status
-                await error.response()(scope, receive, send)
+            except Exception as error:
+                told = _told(error, request_id)
+                status, response = told.status, told.response()
+                response.headers["x-request-id"] = request_id
+                await response(scope, receive, send)
             finally:
                 self._metrics.requests.labels(self._path, str(status)).inc()
 
-    async def _serve(self, request: Request, body: bytes) -> int:
+    async def _serve(self, request: Request, request_id: str, body: bytes) -> int:
         """Answers the request; returns the status, CLIENT_LEFT if the client did not wait for it."""
-        answering = _Answering(request, self._dispatcher, self._metrics)
+        answering = _Answering(request, request_id, self._dispatcher, self._metrics)
         work = asyncio.create_task(answering.run(self._kind.decode(body), self._path))
         left = asyncio.create_task(_until_disconnect(request.receive))
         try:
             await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
             # A server also reports a client as gone once it has the whole answer.
             if not work.done() and not answering.complete:
-                logger.info("request %s: the client left", answering.request_id)
+                logger.info("request %s: the client left", request_id)
                 return CLIENT_LEFT
             return await work
         finally:
@@ -219,9 +224,9 @@ class Completions:
 class _Answering:
     """The answer to one request under way."""
 
-    def __init__(self, request: Request, dispatcher: Dispatcher, metrics: Metrics) -> None:
-        self.request_id = _request_id(request)
+    def __init__(self, request: Request, request_id: str, dispatcher: Dispatcher, metrics: Metrics) -> None:
         self.complete = False
+        self._request_id = request_id
         self._begun = False
         self._request = request
         self._dispatcher = dispatcher
@@ -229,20 +234,22 @@ class _Answering:
 
     async def run(self, completion: Completion, path: str) -> int:
         started = time.perf_counter()
-        headers = {**_passed(self._request), "x-request-id": self.request_id}
-        call = Call(path, headers, self.request_id, begin=self._begin)
-        with self._dispatcher.spans.server(path, self.request_id, headers):
+        headers = {**_passed(self._request), "x-request-id": self._request_id}
+        call = Call(path, headers, self._request_id, begin=self._begin)
+        with self._dispatcher.spans.server(path, self._request_id, headers):
             try:
                 async with self._dispatcher.open(completion, call) as answer:
                     self._metrics.answer_began(time.perf_counter() - started)
                     await self._begin(answer.status, answer.content_type)
                     await self._send(answer.chunks)
-            except Failure as error:
+            except Exception as error:
                 if not self._begun:
                     raise
+                told = _told(error, self._request_id)
                 self.complete = True
-                await self._request._send({"type": "http.response.body", "body": error.event()})
-                return error.status
+                last = told.event(named=path in NAMED_EVENTS)
+                await self._request._send({"type": "http.response.body", "body": last})
+                return told.status
         return answer.status
 
     async def _begin(self, status: int = 200, content_type: str = EVENT_STREAM) -> None:
@@ -252,7 +259,7 @@ class _Answering:
         self._begun = True
         headers = [
             (b"content-type", content_type.encode("latin-1")),
-            (b"x-request-id", self.request_id.encode("latin-1")),
+            (b"x-request-id", self._request_id.encode("latin-1")),
         ]
         await self._request._send({"type": "http.response.start", "status": status, "headers": headers})
 
@@ -262,6 +269,15 @@ class _Answering:
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
         self.complete = True
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _told(error: Exception, request_id: str) -> Failure:
+    """What the client is told of it."""
+    if isinstance(error, Failure):
+        return error
+    logger.error("request %s: a fault of the router's own", request_id, exc_info=error)
+    words = "a fault of the router's own, which its log describes beside this request's id"
+    return failure(500, "api_error", f"{words}: {request_id}")
 
 
 async def _read(request: Request, limit: int) -> bytes:

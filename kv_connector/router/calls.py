@@ -14,7 +14,7 @@ from kv_connector.router.client import EngineClient, HttpError, Reply, content_t
 from kv_connector.router.early_token import EarlyToken, PrefillStream
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.events import EventStream
-from kv_connector.router.failure import Failure, engine_down, failure
+from kv_connector.router.failure import UNREADABLE, Failure, engine_down, failure
 from kv_connector.router.incidents import Incidents
 from kv_connector.router.members import Members, Side
 from kv_connector.router.metrics import Metrics
@@ -122,7 +122,7 @@ class Calls:
             raise self._failure(Side.PREFILL, endpoint, call, refusal)
         try:
             return msgspec.json.decode(reply.body, type=_PrefillAnswer).computed()
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise self._broken(Side.PREFILL, endpoint, call, error) from error
 
     async def prefill_early(
@@ -232,6 +232,7 @@ class Calls:
     async def _relay(
         self, opening: bytes, events: EventStream, lease: Lease, call: Call
     ) -> AsyncIterator[bytes]:
+        """Raises EngineFailure: the status is long out, and what answers the client says so in the stream."""
         yield opening
         try:
             while True:
@@ -241,8 +242,7 @@ class Calls:
                     return
                 yield more
         except (*HttpError, EngineLost) as error:
-            # The status is long out: the stream's own way to say it is an event.
-            yield events.error(self._broken(Side.DECODE, lease.endpoint, call, error))
+            raise self._broken(Side.DECODE, lease.endpoint, call, error) from error
 
     def _failure(self, side: Side, endpoint: Endpoint, call: Call, answer: Failure) -> Failure:
         """An engine's own error: the request's fault, or from 500 on the engine's."""
@@ -277,7 +277,7 @@ def _what_broke(error: Exception) -> str:
             return "loses the requests that it has: it gives no sign of life any more"
         case aiohttp.ClientConnectorError() | TimeoutError():
             return "takes no connection"
-        case msgspec.MsgspecError():
+        case msgspec.MsgspecError() | UnicodeDecodeError():
             return "gives an answer that cannot be read"
         case _:
             return "breaks off a request"

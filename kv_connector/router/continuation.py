@@ -141,8 +141,10 @@ def only_text(completion: Completion) -> bool:
 def tokens_left(path: str, completion: Completion, said: int) -> int | None:
     """Of the answer, of which so many tokens have been said; None: as many as fit."""
     body = completion.body
-    limit = body.get("max_tokens", _MAX_TOKENS if path != CHAT else None)
-    if path == CHAT and body.get("max_completion_tokens") is not None:
+    limit = body.get("max_tokens")
+    if path != CHAT:
+        limit = _MAX_TOKENS if limit is None else limit
+    elif body.get("max_completion_tokens") is not None:
         limit = body["max_completion_tokens"]
     return None if limit is None else limit - said
 

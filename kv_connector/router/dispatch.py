@@ -33,7 +33,7 @@ from kv_connector.router.completion import DISOWNED_PATH, Completion, decode_par
 from kv_connector.router.continuation import PATHS
 from kv_connector.router.early_token import EarlyToken, Mismatch, Rest
 from kv_connector.router.endpoint import Endpoint
-from kv_connector.router.failure import Failure, failure
+from kv_connector.router.failure import failure
 from kv_connector.router.goodput import Goodput
 from kv_connector.router.incidents import Incidents
 from kv_connector.router.members import Members, Side
@@ -376,13 +376,11 @@ class Dispatcher:
                 async for events in chunks:
                     if more := rest.of(events):
                         yield more
-        except Failure as error:
-            yield error.event()
         except Mismatch as error:
             self._metrics.early_tokens.labels("mismatch").inc()
             logger.error("request %s: the answer is broken off: %s", call.request_id, error)
             self._incidents.note("", "an answer is broken off: decode had another first token", str(error))
-            yield failure(502, "api_error", f"the answer is broken off: {error}").event()
+            raise failure(502, "api_error", f"the answer is broken off: {error}") from None
 
     async def _again(
         self,

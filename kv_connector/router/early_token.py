@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from kv_connector.router.failure import told
+from kv_connector.router.failure import UNREADABLE, told
 
 # An answer has one time of its beginning. Within a generated text the quotes would be escaped.
 _CREATED = re.compile(rb'("created": ?)\d+')
@@ -168,7 +168,7 @@ def _said(event: bytes) -> dict[str, Any] | None:
         data = data[:begin] + data[end:]
     try:
         said = msgspec.json.decode(data)
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         return None  # [DONE], or not of vLLM's making
     if not isinstance(said, dict):
         return None

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from kv_connector.router.failure import Failure, told
+from kv_connector.router.failure import UNREADABLE, told
 
 _END = b"\n\n"
 # Events that begin a message or a response before vLLM knows whether the request works.
@@ -18,7 +18,6 @@ class EventStream:
     def __init__(self, chunks: AsyncIterator[bytes]) -> None:
         self._chunks = chunks
         self._rest = b""  # of an event whose end has not come
-        self._named = False  # events have names: those of /v1/messages and /v1/responses do
 
     async def read(self) -> bytes:
         """The events that come next, one or more; b"" at the end.
@@ -28,7 +27,6 @@ class EventStream:
         while chunk := await anext(self._chunks, b""):
             whole, end, self._rest = (self._rest + chunk).rpartition(_END)
             if end:
-                self._named = self._named or whole.startswith(b"event:")
                 return whole + end
         rest, self._rest = self._rest, b""
         return rest
@@ -46,10 +44,6 @@ class EventStream:
                 break
         return opening
 
-    def error(self, failure: Failure) -> bytes:
-        """The event that tells of it: who names events overlooks one without."""
-        return (b"event: error\n" if self._named else b"") + failure.event()
-
 
 class _Event(msgspec.Struct):
     type: str = ""
@@ -65,7 +59,7 @@ def _tells(event: bytes) -> bool:
     data = data.removeprefix(b"data:").strip()
     try:
         said = msgspec.json.decode(data, type=_Event)
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         return True  # not of vLLM's making: the client may know it
     if said.error is not None:
         raise told(said.error, data)

@@ -6,9 +6,12 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError)
+"""What msgspec raises of bytes that are no JSON, or not of the shape that was expected."""
+
 
 class Failure(Exception):
-    """What the client is to be told. `body` is JSON."""
+    """What the client is to be told. `body` is JSON, or what a proxy, say, answers instead."""
 
     def __init__(self, status: int, body: bytes, content_type: str = "application/json") -> None:
         super().__init__(f"HTTP {status}: {body[:500].decode(errors='replace')}")
@@ -19,9 +22,14 @@ class Failure(Exception):
     def response(self) -> Response:
         return Response(self.body, self.status, media_type=self.content_type)
 
-    def event(self) -> bytes:
-        """For a stream that has begun: how vLLM ends one of completions or of a chat."""
-        return b"data: " + self.body + b"\n\n"
+    def event(self, *, named: bool = False) -> bytes:
+        """For a stream that has begun: how vLLM ends one. ``named``: of events with names, of which clients
+        overlook those without."""
+        try:
+            line = msgspec.json.format(self.body, indent=-1)
+        except UNREADABLE:
+            return failure(self.status, "api_error", self.body.decode(errors="replace")).event(named=named)
+        return (b"event: error\n" if named else b"") + b"data: " + line + b"\n\n"
 
 
 def failure(status: int, kind: str, message: str) -> Failure:

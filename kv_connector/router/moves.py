@@ -32,7 +32,7 @@ from kv_connector.router.continuation import (
     tokens_left,
 )
 from kv_connector.router.endpoint import Endpoint
-from kv_connector.router.failure import Failure, failure
+from kv_connector.router.failure import UNREADABLE, Failure, failure
 from kv_connector.router.members import Members, Side
 from kv_connector.router.metrics import Metrics
 from kv_connector.router.pool import NoEngine, Pool
@@ -165,7 +165,7 @@ class Moves:
         if engine is None or not (request.running.whole or request.running.several):
             return None
         if request.to is not None:
-            return request.to
+            return request.to if self._pools[Side.DECODE].takes(request.to) else None
         if not self._members.emptied(engine) or self._leaving[engine.url] >= _AT_ONCE:
             return None  # its next event asks again
         return None if self._stay_reason(request) else self._other(engine)
@@ -184,7 +184,7 @@ class Moves:
                 body = question % (model, running.several)
                 reply = await self._calls.whole(Side.DECODE, lease, "POST", body, call)
             text = msgspec.json.decode(reply.body, type=_Text).prompt
-        except (EngineFailure, msgspec.MsgspecError) as error:
+        except (EngineFailure, NoEngine, *UNREADABLE) as error:
             self.failed(request, engine, "no_text", error)
             request.failed += 1
             return False
@@ -264,7 +264,7 @@ class Moves:
             reply = await self._calls.whole(Side.DECODE, lease, "GET", b"", replace(call, path="/v1/models"))
         try:
             models = msgspec.json.decode(reply.body, type=_Models).data
-        except msgspec.MsgspecError:
+        except UNREADABLE:
             models = []
         # Adapters are listed, too, without a length of their own.
         for model in models:
@@ -303,25 +303,30 @@ class Stream:
         self._stack = stack
         self._prompt: int | None = None  # tokens, of a stream that has moved
         self._cached: int | None = None
+        self._source = _Source(answer.chunks)
         self._chunks: AsyncGenerator[bytes] | None = None
         if request.stays is None and answer.streaming:
-            self._chunks = self._read(_Source(answer.chunks))
+            self._chunks = self._read()
             answer = replace(answer, chunks=self._chunks)
         self.answer = answer
 
     async def end(self, *why: Any) -> None:
         """``why``: as of ``__aexit__``."""
-        if self._chunks is not None:
-            await self._chunks.aclose()
-        await self._stack.__aexit__(*why)
+        try:
+            # Before its connection is closed, which would be the engine's failure to who still reads.
+            await self._source.close()
+            if self._chunks is not None:
+                await self._chunks.aclose()
+        finally:
+            await self._stack.__aexit__(*why)
 
-    async def _read(self, source: _Source) -> AsyncGenerator[bytes]:
-        while events := await source.next():
+    async def _read(self) -> AsyncGenerator[bytes]:
+        while events := await self._source.next():
             yield events
-            if source.current and (to := self._moves.where(self._request)) is not None:
+            if self._source.current and (to := self._moves.where(self._request)) is not None:
                 with self._moves.leaving(self._request):
                     if await self._moves.complete(self._request):
-                        source = await self._move(source, events, to)
+                        self._source = await self._move(self._source, events, to)
 
     async def _move(self, source: _Source, last: bytes, to: Endpoint) -> _Source:
         """What is to be read from now on. ``last``: what the client has had last."""
@@ -344,7 +349,7 @@ class Stream:
                 self._moves.failed(request, to, "ended", "the answer has come to its end there")
                 return source
             stack, answer = asking.result()
-        except EngineFailure as error:
+        except (EngineFailure, NoEngine) as error:
             self._moves.failed(request, to, "engine_failed", error)
         except Failure as error:
             self._moves.failed(request, to, "refused", error)
@@ -355,8 +360,10 @@ class Stream:
             self._moves.moved(request, engine, time.perf_counter() - began)
             request.running, request.failed = new, 0
             old, self._stack = self._stack, stack
-            await source.close()
-            await old.aclose()
+            try:
+                await source.close()
+            finally:
+                await old.aclose()
             return _Source(_translated(answer.chunks, tail))
         finally:
             await _drop(asking, self._stack)
@@ -370,9 +377,9 @@ class _Source:
     def __init__(self, chunks: AsyncIterator[bytes]) -> None:
         self._chunks = chunks
         self._ahead: asyncio.Task[bytes] | None = None
-        self._held: deque[bytes] = deque()
+        self._held: deque[asyncio.Task[bytes]] = deque()
         self.ended = False
-        """The end is among what is held."""
+        """The end is among what is held, or how the stream broke off."""
 
     @property
     def current(self) -> bool:
@@ -380,9 +387,9 @@ class _Source:
         return self._ahead is None and not self._held
 
     async def next(self) -> bytes:
-        """b"" at the end."""
+        """b"" at the end; what the stream raises."""
         if self._held:
-            return self._held.popleft()
+            return self._held.popleft().result()
         if self._ahead is None:
             return await anext(self._chunks, b"")
         ahead, self._ahead = self._ahead, None
@@ -397,9 +404,9 @@ class _Source:
     def hold(self) -> None:
         """The ones ahead, which have come."""
         if self._ahead is not None and self._ahead.done():
-            events, self._ahead = self._ahead.result(), None
-            self._held.append(events)
-            self.ended = not events
+            ahead, self._ahead = self._ahead, None
+            self._held.append(ahead)
+            self.ended = ahead.exception() is not None or not ahead.result()
 
     async def close(self) -> None:
         """Nobody wants the rest."""

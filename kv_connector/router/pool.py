@@ -104,6 +104,10 @@ class Pool:
         """Whether there is such an engine, which may take no requests."""
         return endpoint in self._members
 
+    def takes(self, endpoint: Endpoint) -> bool:
+        """Whether there is such an engine, and it takes requests."""
+        return endpoint in self._members and self._members[endpoint].usable
+
     def outstanding(self, endpoint: Endpoint) -> int:
         return self._members[endpoint].outstanding if endpoint in self._members else 0
 
@@ -167,7 +171,9 @@ class Pool:
         return least([one for one in choices if one.weights == weights] or choices).endpoint
 
     def acquire(self, endpoint: Endpoint, work: Work | None = None) -> Lease:
-        """One of the ``choices``. ``work``: what it is to compute."""
+        """One of the ``choices``; NoEngine if it has gone. ``work``: what it is to compute."""
+        if endpoint not in self._members:
+            raise NoEngine(self)
         member = self._members[endpoint] = self._members.pop(endpoint)
         return Lease(member, work)
 

@@ -21,9 +21,10 @@ from kv_connector.protocol.actions import Address
 from kv_connector.router.app import create_app
 from kv_connector.router.balance import EvenStreams
 from kv_connector.router.completion import Completion
-from kv_connector.router.continuation import only_text, stay_reason
+from kv_connector.router.continuation import only_text, stay_reason, tokens_left
 from kv_connector.router.endpoint import Endpoint
-from kv_connector.router.members import Members
+from kv_connector.router.members import Members, Side
+from kv_connector.router.moves import Moves
 from kv_connector.router.pool import Pool
 from kv_connector.router.running import Running
 from kv_connector.router.settings import Settings
@@ -380,7 +381,11 @@ async def test_so_many_streams_move_at_a_time(monkeypatch: pytest.MonkeyPatch) -
         await asyncio.gather(*untils)
 
 
-async def test_a_client_that_leaves_in_mid_move_leaves_nothing_behind() -> None:
+@pytest.mark.parametrize("early", [False, True])
+async def test_a_client_that_leaves_in_mid_move_leaves_nothing_behind(
+    early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Members, "early_tokens", lambda *_: early)
     async with site() as s:
         s.second.limits = (0, 0)
         reading = await moving(s)
@@ -393,6 +398,7 @@ async def test_a_client_that_leaves_in_mid_move_leaves_nothing_behind() -> None:
             while (s.first.closed, s.second.closed) != (1, 1):
                 await asyncio.sleep(0.01)
         assert await s.outcomes() == {}
+        assert (await s.client.get("/status.json")).json()["failures"] == []
 
 
 async def test_a_drain_says_how_many_requests_stay_and_why(caplog: pytest.LogCaptureFixture) -> None:
@@ -523,6 +529,69 @@ async def test_the_youngest_streams_move_until_it_is_even(monkeypatch: pytest.Mo
         assert moved == ["10-moved", "8-moved"]
         s.first.pace = 0
         assert said(streams[5]) == said(await alone(s.first, COMPLETION, body))
+
+
+async def test_a_stream_stays_where_the_engine_that_is_chosen_for_it_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Moves] = []
+
+    def remembered(self: Moves, *arguments: Any) -> None:
+        made.append(self)
+        begun(self, *arguments)
+
+    begun = Moves.__init__
+    monkeypatch.setattr(Moves, "__init__", remembered)
+    async with site() as s:
+        s.first.limits, s.second.limits = (8, LENGTH), (LENGTH, LENGTH)
+        readings = []
+        for number in range(12):
+            readings.append(Reading(s.client, CHAT, {"messages": MESSAGES}, f"{number}"))
+            await readings[-1].until(7)
+        await asyncio.gather(*(one.end() for one in readings[1::2]))
+        asked = len(s.second.bodies)
+        made[0].balance_once(EvenStreams())
+        assert sum(one.to is not None for one in made[0]._requests) == 1
+        made[0]._pools[Side.DECODE].set_usable(Endpoint.parse(f"{s.second.url}@10.0.0.3:5600"), False)
+        s.first.go.set()
+        await asyncio.gather(*(one.end() for one in readings[::2]))
+        assert await s.outcomes() == {}
+        assert len(s.second.bodies) == asked
+
+
+async def test_a_move_to_an_engine_that_has_gone_fails_and_the_stream_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Pool, "takes", lambda *_: True)
+    monkeypatch.setattr(Moves, "where", lambda self, request: nowhere)
+    nowhere = Endpoint.parse("http://127.0.0.1:1")
+    async with site() as s:
+        s.first.limits = (8, LENGTH)
+        s.first.go.set()
+        for body in ({"messages": MESSAGES}, {"messages": MESSAGES, "max_tokens": 60}):
+            assert await Reading(s.client, CHAT, body).end()
+        outcomes = await s.outcomes()
+        assert (outcomes["engine_failed"] > 0, outcomes["refused"] > 0) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("path", "limits", "left"),
+    [
+        (COMPLETION, {}, 11),
+        (COMPLETION, {"max_tokens": None}, 11),  # vLLM's own default, too
+        (COMPLETION, {"max_tokens": 60}, 55),
+        (CHAT, {}, None),
+        (CHAT, {"max_tokens": None}, None),
+        (CHAT, {"max_tokens": 60}, 55),
+        (CHAT, {"max_tokens": 60, "max_completion_tokens": 50}, 45),
+        (CHAT, {"max_tokens": 60, "max_completion_tokens": None}, 55),
+    ],
+)
+def test_an_answer_is_as_long_as_it_would_have_been(
+    path: str, limits: dict[str, Any], left: int | None
+) -> None:
+    completion = Completion.decode(json.dumps({"prompt": [1], **limits}).encode())
+    assert tokens_left(path, completion, said=5) == left
 
 
 # --- Which requests

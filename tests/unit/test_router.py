@@ -35,6 +35,7 @@ from kv_connector.router.settings import Settings
 
 pytestmark = pytest.mark.anyio
 
+FIRST_STEP = "kv_connector.router.dispatch.Dispatcher._attempt"
 
 # --- Dispatch
 
@@ -233,6 +234,63 @@ def test_a_prompt_is_passed_on_as_it_came() -> None:
     assert prompt in completion.prefill_body("t", serial=False)
     assert prompt in completion.decode_body({})
     assert prompt in completion.local_body()
+
+
+async def test_an_answer_of_ps_that_is_no_text_is_ps_failure() -> None:
+    async def garbled(request: Request, body: dict[str, Any]) -> Response:
+        return Response(b'{"kv_transfer_params": {"a": "\xff"}}', media_type="application/json")
+
+    async with cluster(garbled, answer_ok, dispatch="serial") as (p, _, client):
+        answer = await client.post("/v1/completions", json={"prompt": [1]})
+        assert answer.status_code == 502
+        assert p.url in answer.json()["error"]["message"]
+        line = f'kv_connector_router_failures_total{{engine="{p.url}",side="prefill"}}'
+        assert await metric(client, line) == 1
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_fault_of_the_routers_own_is_told_and_counted_as_one(
+    begun: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fault(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError("where nobody looked")
+
+    monkeypatch.setattr("kv_connector.router.events.EventStream.read" if begun else FIRST_STEP, fault)
+    event = b'data: {"choices": [{"text": "a"}]}\n\n'
+
+    async def opening(_: object) -> bytes:
+        return event
+
+    monkeypatch.setattr("kv_connector.router.events.EventStream.opening", opening)
+    stream = Stream()
+    async with cluster(answer_ok, stream) as (_, _, client):
+        stream.queue.put_nowait(event)
+        request = {"prompt": [1], "stream": True}
+        answer = await client.post("/v1/completions", json=request, headers={"X-Request-Id": "mine-1"})
+        assert answer.status_code == (200 if begun else 500)
+        assert answer.headers["x-request-id"] == "mine-1"
+        last = answer.content.removeprefix(event + b"data: ") if begun else answer.content
+        assert "mine-1" in json.loads(last)["error"]["message"]
+        line = 'kv_connector_router_requests_total{route="/v1/completions",status="500"}'
+        await until_metric(client, line, 1)
+    (logged,) = [record for record in caplog.records if record.exc_info]
+    assert "mine-1" in logged.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"error": {"message": "no"}}', "no"),
+        (b'{\n  "error": {\n    "message": "no"\n  }\n}', "no"),
+        (b"Internal Server Error\nsee the log", "Internal Server Error\nsee the log"),
+        (b"", ""),
+        (b"\xff", "\N{REPLACEMENT CHARACTER}"),
+    ],
+)
+def test_whatever_a_failure_says_its_event_is_one(body: bytes, message: str) -> None:
+    data, end, rest = Failure(500, body).event().partition(b"\n")
+    assert (end, rest) == (b"\n", b"\n")
+    assert json.loads(data.removeprefix(b"data: "))["error"]["message"] == message
 
 
 # --- Headers

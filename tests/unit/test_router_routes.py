@@ -146,6 +146,7 @@ async def test_d_breaking_off_ends_a_stream_of_named_events_with_one() -> None:
         assert told["type"] == "error"
         assert told["error"]["type"] == "api_error"
         assert d.url in told["error"]["message"]
+        await until_metric(client, 'kv_connector_router_requests_total{route="/v1/messages",status="502"}', 1)
 
 
 # --- Answered by one decode engine, or by the router
