@@ -387,7 +387,7 @@ async def test_a_client_that_leaves_in_mid_move_leaves_nothing_behind(
 ) -> None:
     monkeypatch.setattr(Members, "early_tokens", lambda *_: early)
     async with site() as s:
-        s.second.limits = (0, 0)
+        s.first.limits, s.second.limits = (8, 9), (0, 0)  # more is waited for of both
         reading = await moving(s)
         draining = await s.begin_drain(s.first)
         await within(s.second.arrived.wait())
