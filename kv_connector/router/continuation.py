@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from kv_connector.router.completion import Body, Completion
+from kv_connector.router.events import END, data_of
 
 CHAT = "/v1/chat/completions"
 # Where answers are text alone: their first token may come from P, and they may move.
@@ -172,8 +173,8 @@ class Tail:
     def __init__(self, last: bytes, *, prompt: int, said: int, cached: int | None) -> None:
         """``last``: what the client has had last, events that end with a token's. ``prompt``: its tokens;
         ``said``: those of the answer so far. ``cached``: as Running's."""
-        events = [event for event in last.split(b"\n\n") if event]
-        begun = msgspec.json.decode(_data(events[-1]))
+        events = [event for event in last.split(END) if event]
+        begun = msgspec.json.decode(data_of(events[-1]))
         self._choice: dict[str, Any] = begun["choices"][0]
         self._head = {key: begun[key] for key in ("id", "object", "created", "model") if key in begun}
         self._prompt = prompt
@@ -182,22 +183,22 @@ class Tail:
 
     def of(self, events: bytes) -> bytes:
         """For the client, of these whole events."""
-        return b"".join(map(self._translate, events.split(b"\n\n")))
+        return b"".join(map(self._translate, events.split(END)))
 
     def _translate(self, event: bytes) -> bytes:
         if not event:
             return b""
         try:
-            said = msgspec.json.decode(_data(event), type=dict[str, Any])
+            said = msgspec.json.decode(data_of(event), type=dict[str, Any])
         except msgspec.MsgspecError:
-            return event + b"\n\n"  # [DONE]
+            return event + END  # [DONE]
         if not isinstance(choices := said.get("choices"), list):
-            return event + b"\n\n"  # an error
+            return event + END  # an error
         said = self._head | {key: value for key, value in said.items() if key not in self._head}
         said["choices"] = [self._shape(choice) for choice in choices]
         if isinstance(usage := said.get("usage"), dict):
             self._count(usage)
-        return b"data: " + msgspec.json.encode(said) + b"\n\n"
+        return b"data: " + msgspec.json.encode(said) + END
 
     def _shape(self, choice: dict[str, Any]) -> dict[str, Any]:
         if "prompt_token_ids" in choice:
@@ -221,7 +222,3 @@ class Tail:
         if usage.get("prompt_tokens_details"):
             # What the second engine had of it is the first one's work.
             usage["prompt_tokens_details"] = None if self._cached is None else {"cached_tokens": self._cached}
-
-
-def _data(event: bytes) -> bytes:
-    return event.removeprefix(b"data:").strip()

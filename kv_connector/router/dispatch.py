@@ -4,7 +4,6 @@ import asyncio
 import functools
 import itertools
 import logging
-import re
 import time
 import uuid
 from collections.abc import (
@@ -43,6 +42,7 @@ from kv_connector.router.policy import FewestOutstanding, Placement, Policy
 from kv_connector.router.pool import Lease, NoEngine, Pool
 from kv_connector.router.settings import Settings
 from kv_connector.router.spans import Spans
+from kv_connector.router.usage import recounted
 
 logger = logging.getLogger(__name__)
 
@@ -53,9 +53,6 @@ ATTEMPTS = 3
 
 # By then an attempt has sent its requests.
 _SENT_S = 0.001
-
-# In an answer's usage. Within a string, of a generated text for one, its quotes would be escaped.
-_CACHED_TOKENS = re.compile(rb'("cached_tokens": ?)\d+')
 
 
 class Dispatcher:
@@ -325,7 +322,7 @@ class Dispatcher:
                 late = "decode_first" if decoding.done() else "no_text"
             self._metrics.early_tokens.labels(late).inc()
             answer = await _first_byte(prefilling, decoding)
-        return replace(answer, chunks=self._recount(answer.chunks, prefilling))
+        return replace(answer, chunks=self._recounted(answer, prefilling))
 
     async def _pair(
         self, completion: Completion, call: Call, prefill: Endpoint, decode: Endpoint
@@ -368,7 +365,7 @@ class Dispatcher:
                         yield b""
                         yield token.events
                         answer = await _first_byte(prefilling, decoding)
-                    chunks = self._recount(answer.chunks, prefilling)
+                    chunks = self._recounted(answer, prefilling)
                 except EngineFailure as error:
                     entered, answer = await again(error)
                     await stack.enter_async_context(entered)
@@ -402,19 +399,8 @@ class Dispatcher:
         )
         return await self._try(completion.behind_its_token(), call, avoid, first=number + 1)
 
-    async def _recount(
-        self, chunks: AsyncIterator[bytes], prefilling: asyncio.Task[Computed]
-    ) -> AsyncIterator[bytes]:
-        """D's answer with the cached tokens that P counted: to D all that came from P was cached.
-
-        Where D is asked after P, vLLM does this itself, by P's kv_transfer_params.
-        """
-        async for chunk in chunks:
-            if _CACHED_TOKENS.search(chunk):
-                await asyncio.wait({prefilling}, timeout=self._settings.patience)
-                if (cached := _cached(prefilling)) is not None:
-                    chunk = _CACHED_TOKENS.sub(rb"\g<1>%d" % cached, chunk)
-            yield chunk
+    def _recounted(self, answer: Answer, prefilling: asyncio.Task[Computed]) -> AsyncIterator[bytes]:
+        return recounted(answer, functools.partial(_cached, prefilling, self._settings.patience))
 
     @contextmanager
     def _owed(self, transfer_id: str, prefill: Endpoint, call: Call) -> Iterator[None]:
@@ -452,8 +438,9 @@ class Dispatcher:
             )
 
 
-def _cached(prefilling: asyncio.Task[Computed]) -> int | None:
-    """How many of the prompt's tokens P found in its prefix cache, if it has said so."""
+async def _cached(prefilling: asyncio.Task[Computed], seconds: float) -> int | None:
+    """How many of the prompt's tokens P found in its prefix cache, if it says so within that time."""
+    await asyncio.wait({prefilling}, timeout=seconds)
     if not prefilling.done() or prefilling.cancelled() or prefilling.exception():
         return None
     return prefilling.result().cached

@@ -15,11 +15,11 @@ from typing import Any
 
 import msgspec
 
+from kv_connector.router.events import END, data_of
 from kv_connector.router.failure import UNREADABLE, told
 
 # An answer has one time of its beginning. Within a generated text the quotes would be escaped.
 _CREATED = re.compile(rb'("created": ?)\d+')
-_END = b"\n\n"
 # As vLLM writes it: of a completion in its choice, of a chat beside that. Within a text the quotes would be
 # escaped.
 _PROMPT_IDS = b'"prompt_token_ids":['
@@ -59,12 +59,12 @@ class PrefillStream:
     def feed(self, events: bytes) -> EarlyToken | None:
         """The token, where it is in these events and can be passed on. Failure if P tells of an error."""
         token = None
-        for event in events.split(_END):
+        for event in events.split(END):
             said = _said(event)
             if said is None:
                 continue
             if isinstance(problem := said.get("error"), dict):
-                raise told(problem, _data(event))
+                raise told(problem, data_of(event))
             self._count(said)
             choice = _choice(said)
             if choice is None or self._over:
@@ -72,7 +72,7 @@ class PrefillStream:
             texts = [(key, text) for key, text in _texts(choice) if text]
             tokens = tuple(choice.get("token_ids") or ())
             if not texts and not tokens and choice.get("finish_reason") is None:
-                self._opening += event + _END
+                self._opening += event + END
                 continue
             self._over = True
             if _plain(choice) and (len(texts) == 1 or (tokens and not texts)):
@@ -109,7 +109,7 @@ class Rest:
     def of(self, events: bytes) -> bytes:
         """Of these whole events of D's, what the client still has to get; raises Mismatch."""
         if self._left or self._tokens:
-            events = b"".join(map(self._behind, events.split(_END)))
+            events = b"".join(map(self._behind, events.split(END)))
         if self._early.created is None:
             return events
         return _CREATED.sub(rb"\g<1>%d" % self._early.created, events)
@@ -118,7 +118,7 @@ class Rest:
         said = _said(event)
         choice = None if said is None else _choice(said)
         if said is None or choice is None or not (self._left or self._tokens):
-            return event + _END if event else b""
+            return event + END if event else b""
         self._cut_tokens(choice)
         key = self._early.key
         texts = dict(_texts(choice))
@@ -154,14 +154,10 @@ class Rest:
             choice["prompt_token_ids"] = None  # they came with P's
 
 
-def _data(event: bytes) -> bytes:
-    return event.removeprefix(b"data:").strip()
-
-
 def _said(event: bytes) -> dict[str, Any] | None:
     """Of the prompt's token ids, the JSON: to make objects of 7,000, and JSON of these, takes half a
     millisecond, which a client would wait for."""
-    data, ids = _data(event), msgspec.Raw(b"[]")
+    data, ids = data_of(event), msgspec.Raw(b"[]")
     begin = data.find(_PROMPT_IDS) + len(_PROMPT_IDS)
     if begin >= len(_PROMPT_IDS) and (end := data.find(b"]", begin)) >= 0:
         ids = msgspec.Raw(b"[%b]" % data[begin:end])
@@ -209,4 +205,4 @@ def _plain(choice: dict[str, Any]) -> bool:
 
 
 def _event(said: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(said) + _END
+    return b"data: " + msgspec.json.encode(said) + END

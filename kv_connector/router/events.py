@@ -7,7 +7,7 @@ import msgspec
 
 from kv_connector.router.failure import UNREADABLE, told
 
-_END = b"\n\n"
+END = b"\n\n"
 # Events that begin a message or a response before vLLM knows whether the request works.
 _BEGINNINGS = ("message_start", "response.created", "response.in_progress")
 
@@ -25,7 +25,7 @@ class EventStream:
         Of an event that breaks off nothing is seen: an error event after half of one would be glued to it.
         """
         while chunk := await anext(self._chunks, b""):
-            whole, end, self._rest = (self._rest + chunk).rpartition(_END)
+            whole, end, self._rest = (self._rest + chunk).rpartition(END)
             if end:
                 return whole + end
         rest, self._rest = self._rest, b""
@@ -40,9 +40,15 @@ class EventStream:
         opening = b""
         while events := await self.read():
             opening += events
-            if any(_tells(event) for event in events.split(_END)):
+            if any(_tells(event) for event in events.split(END)):
                 break
         return opening
+
+
+def data_of(event: bytes) -> bytes:
+    """b"" of an event without data. vLLM's is one line."""
+    line = next((line for line in event.split(b"\n") if line.startswith(b"data:")), b"")
+    return line.removeprefix(b"data:").strip()
 
 
 class _Event(msgspec.Struct):
@@ -53,10 +59,8 @@ class _Event(msgspec.Struct):
 
 def _tells(event: bytes) -> bool:
     """Whether there is anything of an answer in it; Failure if it is an error."""
-    data = next((line for line in event.split(b"\n") if line.startswith(b"data:")), None)
-    if data is None:
+    if not (data := data_of(event)):
         return False
-    data = data.removeprefix(b"data:").strip()
     try:
         said = msgspec.json.decode(data, type=_Event)
     except UNREADABLE:

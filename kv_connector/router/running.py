@@ -3,8 +3,8 @@
 from collections.abc import AsyncIterator
 
 from kv_connector.router.endpoint import Endpoint
+from kv_connector.router.events import END
 
-_END = b"\n\n"
 # As vLLM writes it. Within a string, of a generated text for one, the quotes would be escaped.
 _PROMPT_IDS = b'"prompt_token_ids":['
 _IDS = b'"token_ids":['
@@ -62,7 +62,7 @@ class Running:
             prompt, events = self._cut(events, _PROMPT_IDS)
             self.ids[:] = b",".join(prompt)
             self.prompt = _count(prompt)
-        last = events.rfind(_END, 0, -2)
+        last = events.rfind(END, 0, -2)
         ids = _ids_of_text(events if last < 0 else events[last:]) if self.prompt else b""
         self.whole = ids.isdigit()
         self.several = b"" if self.whole else ids
@@ -74,9 +74,9 @@ class Running:
         if _NO_DELTA not in events or self._shows_ids:
             return events
         # A parser had nothing to say: the event has come for its ids alone.
-        parts = events.split(_END)
+        parts = events.split(END)
         told = (one for one in parts if one and not (_NO_DELTA in one and _GOES_ON in one))
-        return b"".join(event + _END for event in told)
+        return b"".join(event + END for event in told)
 
     def _cut(self, events: bytes, name: bytes) -> tuple[list[bytes], bytes]:
         """The lists of that name that are not empty, and the events as the client is to see them."""

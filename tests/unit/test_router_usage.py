@@ -2,13 +2,14 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 from router_setup import PATIENCE, Handler, Stream, cluster, serve, serve_engine, within
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from kv_connector.router.app import create_app
 from kv_connector.router.endpoint import Endpoint
@@ -87,6 +88,143 @@ async def test_the_last_event_of_a_stream_waits_for_ps_count() -> None:
         counted = json.loads((await within(anext(lines))).removeprefix("data: "))
         assert counted == {"choices": [], "usage": usage(32)}
         assert await within(anext(lines)) == "data: [DONE]"
+
+
+# --- Each API's words: what D says where 99 of 100 tokens came from P, and what one engine says that had 32.
+
+
+def messages_usage(cached: int, **more: int) -> dict[str, Any]:
+    created = {"cache_creation_input_tokens": 1}  # stays as D said
+    counts = {"input_tokens": 99 - cached, "output_tokens": 5, "cache_read_input_tokens": cached}
+    return counts | created | more
+
+
+def responses_usage(cached: int, turns: list[int]) -> dict[str, Any]:
+    details = {"cached_tokens": cached, "cache_write_tokens": 1}
+    details |= {"input_tokens_per_turn": [100], "cached_tokens_per_turn": turns}
+    return {"input_tokens": 100, "input_tokens_details": details, "output_tokens": 5, "total_tokens": 105}
+
+
+# A tool's input, an object of any fields.
+INPUT = {"cached_tokens": 99, "usage": {"cache_read_input_tokens": 99, "input_tokens": 1}, "a": 1.50}
+TOOL = {"type": "tool_use", "id": "t", "name": "f", "input": INPUT}
+MESSAGE = {"type": "message", "content": [{"type": "text", "text": TEXT}, TOOL]}
+RESPONSE = {"object": "response", "output": [{"type": "function_call", "arguments": json.dumps(INPUT)}]}
+CHOICES = {"choices": [{"message": {"content": TEXT}}]}
+
+WHOLE = [
+    ("chat/completions", CHOICES | {"usage": usage(99)}, CHOICES | {"usage": usage(32)}),
+    ("messages", MESSAGE | {"usage": messages_usage(98)}, MESSAGE | {"usage": messages_usage(32)}),
+    ("messages", MESSAGE | {"usage": {"input_tokens": 100}}, MESSAGE | {"usage": {"input_tokens": 100}}),
+    (
+        "responses",
+        RESPONSE | {"usage": responses_usage(99, [99])},
+        RESPONSE | {"usage": responses_usage(32, [32])},
+    ),
+    (
+        "responses",
+        RESPONSE | {"usage": responses_usage(99, [])},
+        RESPONSE | {"usage": responses_usage(32, [])},
+    ),
+    ("responses", RESPONSE | {"usage": None}, RESPONSE | {"usage": None}),
+]
+
+
+def ids_of(cases: list[tuple[str, Any, Any]]) -> list[str]:
+    return [f"{path.partition('/')[0]}-{number}" for number, (path, _, _) in enumerate(cases)]
+
+
+@pytest.mark.parametrize(("path", "said", "told"), WHOLE, ids=ids_of(WHOLE))
+async def test_a_whole_answer_counts_as_one_engines(path: str, said: object, told: object) -> None:
+    """And nothing else in it is changed."""
+
+    async def handler(request: Request, body: dict[str, Any]) -> Response:
+        return JSONResponse(said)
+
+    async with cluster(prefill({"remote_prefill_cached_tokens": 32}), handler) as (_, _, client):
+        reply = await client.post(f"/v1/{path}", json={"model": "m"})
+        assert reply.text == JSONResponse(told).body.decode()
+
+
+STARTED = {"type": "message_start", "message": {"type": "message", "content": []}}
+PARTIAL = {"type": "input_json_delta", "partial_json": json.dumps(INPUT)}
+STREAMED = [
+    (
+        "messages",
+        [
+            STARTED | {"message": STARTED["message"] | {"usage": messages_usage(98)}},
+            {"type": "content_block_delta", "delta": PARTIAL},
+            {"type": "message_delta", "delta": {"stop_reason": None}, "usage": messages_usage(98)},
+        ],
+        [
+            STARTED | {"message": STARTED["message"] | {"usage": messages_usage(32)}},
+            {"type": "content_block_delta", "delta": PARTIAL},
+            {"type": "message_delta", "delta": {"stop_reason": None}, "usage": messages_usage(32)},
+        ],
+    ),
+    (
+        "responses",
+        [
+            {"type": "response.created", "response": {"usage": None}},
+            {"type": "response.output_text.delta", "delta": TEXT},
+            {"type": "response.in_progress", "response": RESPONSE | {"usage": responses_usage(99, [])}},
+            {"type": "response.completed", "response": RESPONSE | {"usage": responses_usage(99, [99])}},
+        ],
+        [
+            {"type": "response.created", "response": {"usage": None}},
+            {"type": "response.output_text.delta", "delta": TEXT},
+            {"type": "response.in_progress", "response": RESPONSE | {"usage": responses_usage(32, [])}},
+            {"type": "response.completed", "response": RESPONSE | {"usage": responses_usage(32, [32])}},
+        ],
+    ),
+]
+
+
+def named(event: dict[str, Any]) -> bytes:
+    """In vLLM's words."""
+    return f"event: {event['type']}\ndata: {json.dumps(event, separators=(',', ':'))}\n\n".encode()
+
+
+@pytest.mark.parametrize(("path", "said", "told"), STREAMED, ids=ids_of(STREAMED))
+@pytest.mark.parametrize("apart", [True, False])
+async def test_a_streams_events_count_as_one_engines(
+    path: str, said: list[dict[str, Any]], told: list[dict[str, Any]], apart: bool
+) -> None:
+    """And nothing else in them is changed."""
+
+    async def handler(request: Request, body: dict[str, Any]) -> Response:
+        async def chunks() -> AsyncIterator[bytes]:
+            for chunk in map(named, said) if apart else [b"".join(map(named, said))]:
+                yield chunk
+
+        return StreamingResponse(chunks(), media_type="text/event-stream")
+
+    async with cluster(prefill({"remote_prefill_cached_tokens": 32}), handler) as (_, _, client):
+        reply = await client.post(f"/v1/{path}", json={"model": "m", "stream": True})
+        assert reply.content == b"".join(map(named, told))
+
+
+async def test_usage_without_cached_tokens_waits_for_nobody() -> None:
+    told = asyncio.Event()
+
+    async def late(request: Request, body: dict[str, Any]) -> Response:
+        await within(told.wait())
+        return await prefill({"remote_prefill_cached_tokens": 32})(request, body)
+
+    stream = Stream()
+    started = named(STARTED | {"message": {"usage": {"input_tokens": 100, "output_tokens": 0}}})
+    text = named({"type": "content_block_delta", "delta": {"text": TEXT}})
+    for chunk in (started, text):
+        stream.queue.put_nowait(chunk)
+    async with (
+        cluster(late, stream, patience=2 * PATIENCE) as (_, _, client),
+        client.stream("POST", "/v1/messages", json={"model": "m", "stream": True}) as response,
+    ):
+        said, chunks = b"", response.aiter_bytes()
+        while said != started + text:
+            said += await within(anext(chunks))
+        told.set()
+        stream.queue.put_nowait(None)
 
 
 async def test_an_engine_that_computes_the_whole_prompt_counts_itself() -> None:
