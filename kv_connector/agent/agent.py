@@ -346,6 +346,8 @@ class Agent:
         """The request left the scheduler, its prompt computed or not, with the token that was sampled behind
         it. Ends in one finished_sending report. A computed one that is still being sent may be given up by a
         second call, with ``ok`` False."""
+        if sampled is not None:
+            self._launched.set()  # D waits for the token, and not for another prompt's launch
         self._submit(lambda now: self._effects.prefill.finished(now, transfer_id, ok, reason, sampled))
 
     def cache_cleared(self) -> None:
@@ -421,9 +423,10 @@ class Agent:
         return self._ledger.stats(self._effects.peers.peers(), self._control.malformed)
 
     @property
-    def turns(self) -> int:
-        """Grows when the thread has acted on something: until then stats() and phases() say the same."""
-        return self._turns
+    def turns(self) -> int | None:
+        """Grows when the thread has acted on something: until then stats() and phases() say the same. None
+        while it does: reports may be out, and numbers not."""
+        return None if self._in_turn else self._turns
 
     def take_timings(self) -> list[Timing]:
         """How long the transfers took that completed since the last call."""

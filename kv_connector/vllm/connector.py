@@ -43,6 +43,7 @@ from kv_connector.vllm.internals import (
     rank_fingerprint,
     replace_idle_pause,
     sleep_for_messages,
+    tell_preemptions_first,
 )
 from kv_connector.vllm.kv_cache import kv_layout
 from kv_connector.vllm.metadata import DescribedRank, News, StepMetadata
@@ -223,6 +224,8 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         )
         if device.type == "cuda":
             replace_idle_pause(self.worker.pause)
+        if self._vllm_config.use_v2_model_runner:
+            tell_preemptions_first(StepMetadata, self.handle_preemptions)
 
     def _spans(self, rank: int) -> TransferSpans | None:
         """Where vLLM sends spans, which then has OpenTelemetry."""

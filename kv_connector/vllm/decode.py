@@ -64,6 +64,8 @@ class DecodeScheduler:
         self._transfers: dict[str, _Target] = {}
         self._siblings: dict[str, _Target] = {}
         """Requests that want what another one loads."""
+        self._waiting: dict[str, Address] = {}
+        """Of the transfers whose requests have no blocks yet, their P."""
         self._told_waiting: tuple[tuple[str, Address], ...] = ()
         self._first_tokens: list[tuple[Request, int]] = []
         self.gives_first_tokens = False
@@ -85,6 +87,7 @@ class DecodeScheduler:
             self._siblings[request.request_id] = first
             return
         wants_sampled = self._early_tokens and params.early_token
+        self._waiting[transfer_id] = peer
         target = _Target(request, request.request_id, transfer_id, peer, tokens, digest, wants_sampled)
         self._transfers[transfer_id] = self._targets[request.request_id] = target
 
@@ -143,9 +146,10 @@ class DecodeScheduler:
             self._release(target)
             return
         target.load = _Load.RESERVED
-        assert self.gate is not None
-        self.gate.enter(target.request_id, self._blocks_of(target))
+        del self._waiting[target.transfer_id]
         try:
+            assert self.gate is not None
+            self.gate.enter(target.request_id, self._blocks_of(target))
             self._commands.append(self._reservation(target, blocks.get_block_ids(), external_tokens))
         except Exception:
             logger.exception(
@@ -261,11 +265,7 @@ class DecodeScheduler:
 
     def waiting(self) -> tuple[tuple[str, Address], ...] | None:
         """The transfers whose requests have no blocks yet; None if the workers know."""
-        waiting = tuple(
-            (target.transfer_id, target.peer)
-            for target in self._targets.values()
-            if target.load is _Load.WAITING
-        )
+        waiting = tuple(self._waiting.items())
         if waiting == self._told_waiting:
             return None
         self._told_waiting = waiting
@@ -273,6 +273,7 @@ class DecodeScheduler:
 
     def _over(self, target: _Target) -> None:
         target.load = _Load.OVER
+        self._waiting.pop(target.transfer_id, None)
         assert self.gate is not None
         self.gate.leave(target.request_id)
 

@@ -7,7 +7,9 @@ in release_0_32.py and release_0_33.py, under the same names.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -424,6 +426,26 @@ def adopt_vllm_logging() -> None:
         ours.handlers = list(theirs.handlers)
         ours.setLevel(theirs.level)
         ours.propagate = theirs.propagate
+
+
+def tell_preemptions_first(kind: type, tell: Callable[[Any], None]) -> None:
+    """Has model runner V2 call ``tell`` with a step's metadata of this kind before it writes into any block,
+    as V1 does. V2 zeroes new blocks, and copies into them, before it tells its connector that a request lost
+    them: what is still to be pushed of that request would be zeros, which nobody notices.
+    """
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    update = inspect.unwrap(GPUModelRunner.update_requests)
+
+    @functools.wraps(update)
+    def told_first(runner: Any, scheduler_output: Any) -> Any:
+        metadata = scheduler_output.kv_connector_metadata
+        for one in getattr(metadata, "metadata", (metadata,)):  # of a MultiConnector's it is a tuple
+            if isinstance(one, kind):
+                tell(one)
+        return update(runner, scheduler_output)
+
+    GPUModelRunner.update_requests = told_first
 
 
 def sleep_for_messages() -> None:

@@ -124,15 +124,17 @@ class PrefillScheduler:
                 prompt.early = False
                 self._leave(prompt)
 
-    def preempted(self, request_ids: Iterable[str]) -> tuple[str, ...]:
-        """vLLM has taken these requests' blocks back; all will be named again at the next admission."""
+    def preempted(self, request_ids: Iterable[str], scheduled: Collection[str]) -> tuple[str, ...]:
+        """vLLM has taken these requests' blocks back; all will be named again at the next admission, which
+        those of ``scheduled`` have had already."""
         transfers = []
         for request_id in request_ids:
             if prompt := self._prompts.get(request_id):
                 prompt.told = [0] * len(self._block_sizes)
                 prompt.complete = False
                 self._give_back(prompt)
-                self._leave(prompt)
+                if request_id not in scheduled:
+                    self._leave(prompt)
                 transfers.append(prompt.transfer_id)
         return tuple(transfers)
 
@@ -140,7 +142,9 @@ class PrefillScheduler:
         """The pages that this step makes valid, cached ones included. ``block_state`` is vLLM's, of this
         step.
         """
-        pages = []
+        pages: list[NewPages] = []
+        if not self._prompts:
+            return ()  # of a D's steps, which may have hundreds of requests
         for request_id, scheduled in num_scheduled_tokens.items():
             prompt = self._prompts.get(request_id)
             if prompt is None or prompt.complete or prompt.unsent:
@@ -182,6 +186,7 @@ class PrefillScheduler:
         prompt = self._prompts.get(request.request_id)
         if prompt is None:
             return False, None
+        assert self.address is not None
         prompt.finished = True
         ok = prompt.complete and request.status in _GOOD_ENDS
         reason = "" if ok else f"prefill ended as {request.status.name} before the prompt's end"
@@ -191,7 +196,6 @@ class PrefillScheduler:
         self._commands.append(FinishPrefill(request.request_id, prompt.transfer_id, ok, reason, sampled))
         if not ok:
             return True, None
-        assert self.address is not None
         return True, {
             "do_remote_prefill": True,
             "do_remote_decode": False,

@@ -11,8 +11,8 @@ def prompt_of(request: Request) -> tuple[int, bytes]:
     """Its tokens, and their hash."""
     if not request.prompt_token_ids:
         raise BadParams("the prompt has no token ids (prompt embeddings cannot be transferred)")
-    tokens = list(request.prompt_token_ids)
     try:
-        return len(tokens), prompt_hash(tokens, beside_tokens(request))
+        digest = prompt_hash(request.prompt_token_ids, beside_tokens(request))
     except (OverflowError, TypeError) as error:
         raise BadParams(f"the prompt's token ids are no unsigned 32-bit integers: {error}") from None
+    return len(request.prompt_token_ids), digest

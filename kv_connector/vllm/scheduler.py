@@ -59,6 +59,7 @@ class SchedulerSide:
         blocks.around_reset(self._before_reset, self._after_reset)
 
     def _before_reset(self) -> Collection[str]:
+        self._emptied = False
         self.prefill.before_reset()
         return self.decode.loading()
 
@@ -104,7 +105,9 @@ class SchedulerSide:
             raise BadParams(f"{key} is for a {role.value} engine, this one's role is {self._role.value}")
 
     def build_metadata(self, scheduler_output: Any) -> StepMetadata:
-        preempted = self.prefill.preempted(scheduler_output.preempted_req_ids or ())
+        preempted = self.prefill.preempted(
+            scheduler_output.preempted_req_ids or (), scheduler_output.num_scheduled_tokens
+        )
         pages = self.prefill.new_pages(
             scheduler_output.num_scheduled_tokens, scheduler_output.kv_connector_block_state
         )

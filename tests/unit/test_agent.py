@@ -258,6 +258,40 @@ def test_nothing_is_looked_at_while_a_step_is_launched_whose_pages_wait_anyway(
         assert prefill.agent.catch_up(PATIENCE), "a step that failed"
 
 
+def test_a_token_that_d_waits_for_is_told_while_another_prompts_step_is_launched(
+    pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kv_connector.agent.agent._HOLD_OFF_S", PATIENCE)
+    monkeypatch.setattr("kv_connector.agent.effects.BURSTS", {"sim": Bursts(8 * PAGE, 8 * PAGE)})
+    prefill, decode = pair
+    prefill.expect()
+    decode.reserve(prefill.address, early_token=True)
+    until(lambda: bool(prefill.agent.take_reserved()))
+    prefill.compute(SOURCE)
+    assert prefill.agent.catch_up(PATIENCE)
+    assert not prefill.agent.begin_launch([GroupPages(0, (7,))])
+    prefill.agent.finished("t", ok=True, sampled=7)
+    assert prefill.agent.catch_up(PATIENCE / 2)
+    decode.wait(received=["d-t"])
+
+
+def test_numbers_are_not_said_to_be_the_same_while_the_thread_acts(pair: tuple[Side, Side]) -> None:
+    """The engine may take a step's last report in the middle, and no further step."""
+    prefill, decode = pair
+    turns: list[int | None] = []
+    ledger = prefill.agent._ledger
+    sent = ledger.sent
+
+    def reported(request_id: str) -> None:
+        sent(request_id)
+        turns.append(prefill.agent.turns)
+
+    ledger.sent = reported  # type: ignore[method-assign]
+    transfer(prefill, decode, "t")
+    assert turns == [None]
+    until(lambda: prefill.agent.turns is not None)
+
+
 def test_single_layers_are_signalled_as_soon_as_a_peer_wants_them(
     sim: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,12 +59,13 @@ class CountingAgent:
         self.phases_counted = 0
         self.timings: list[Timing] = []
         self.rests = False
+        self.acts = False
         self._turns = 0
 
     @property
-    def turns(self) -> int:
+    def turns(self) -> int | None:
         self._turns += not self.rests
-        return self._turns
+        return None if self.acts else self._turns
 
     def stats(self) -> AgentStats:
         return self.counted
@@ -239,9 +240,13 @@ def test_an_agent_that_has_done_nothing_is_not_looked_at(
     looked = agent.phases_counted
     reporter.take()
     assert agent.phases_counted == looked
-    agent.rests = False
+    agent.acts = True
+    for more in (1, 2):
+        reporter.take()
+        assert agent.phases_counted == looked + more
+    agent.acts = agent.rests = False
     reporter.take()
-    assert agent.phases_counted == looked + 1
+    assert agent.phases_counted == looked + 3
 
 
 def test_steps_that_are_waited_for_leave_it_to_a_later_one_but_not_for_good(

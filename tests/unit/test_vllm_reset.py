@@ -216,9 +216,12 @@ def test_a_reset_that_fails_changes_nothing(stage: MakeStage) -> None:
     finish(both)
 
 
-def test_a_reset_that_fails_releases_nobody(stage: MakeStage) -> None:
-    """A request of its own runs. What P has pushed and what D waits for stay as they are."""
+@pytest.mark.parametrize("before", [False, True])
+def test_a_reset_that_fails_releases_nobody(stage: MakeStage, before: bool) -> None:
+    """A request of its own runs. What P has pushed and what D waits for stay as they are. ``before``: another
+    one had emptied the cache, and asked no connector."""
     both = stage("kv_both", blocks=20, budget=100)
+    assert not before or both.scheduler.reset_prefix_cache()
     both.add("own", prompt(100, 7), max_tokens=40)
     both.step()
     both.add("p", prompt(300, 8), dict(PARAMS_OF_P, transfer_id="p"))

@@ -342,6 +342,9 @@ class TestSpeculation:
         assert metadata.computes
         assert sorted(metadata.preempted) == ["t-a", "t-b"]
         assert sorted(output.num_scheduled_tokens) == ["a", "b"]
+        prefill.update(output)
+        output, _ = prefill.schedule()
+        assert output.num_scheduled_tokens == {}, "they fill half of the blocks, and no D has asked"
 
 
 class TestDecode:

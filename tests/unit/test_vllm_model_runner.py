@@ -1,0 +1,50 @@
+"""Model runner V2's order of things in a step, which is not V1's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import numpy as np
+import pytest
+from vllm.v1.worker.gpu import model_runner
+
+from kv_connector.vllm.internals import tell_preemptions_first
+from kv_connector.vllm.metadata import StepMetadata
+
+
+def update(metadata: Any, heard: list[Any]) -> None:
+    """What V2 does of a step before it tells its connector of anything."""
+    runner = MagicMock()
+    runner.req_states.num_computed_tokens_np = np.zeros(4, np.int32)
+    runner.req_states.prefill_len.np = np.zeros(4, np.int32)
+    runner.req_states.num_computed_prefill_tokens = np.zeros(4, np.int32)
+    runner.kv_block_zeroer.zero_block_ids = heard.append
+    none = SimpleNamespace(req_ids=[], num_computed_tokens=[], new_block_ids=[])
+    step = SimpleNamespace(
+        scheduled_cached_reqs=none,
+        new_block_ids_to_zero=[5, 6],
+        kv_cache_block_copies=None,
+        kv_connector_metadata=metadata,
+    )
+    model_runner.GPUModelRunner.update_requests(runner, step)
+
+
+def test_a_preemption_is_told_before_new_blocks_are_zeroed(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = model_runner.GPUModelRunner
+    monkeypatch.setattr(runner, "update_requests", runner.update_requests)  # and back
+    step, heard, before = StepMetadata(preempted=("t",)), [], []  # type: ignore[var-annotated]
+    tell_preemptions_first(StepMetadata, before.append)
+    tell_preemptions_first(StepMetadata, heard.append)  # of an engine that is made anew in this process
+    update(step, heard)
+    assert heard == [step, [5, 6]]
+    heard.clear()
+    other = object()
+    update(SimpleNamespace(metadata=(other, step)), heard)  # a MultiConnector's
+    assert heard == [step, [5, 6]]
+    heard.clear()
+    for metadata in (other, None):
+        update(metadata, heard)
+    assert heard == [[5, 6], [5, 6]]
+    assert before == []
