@@ -174,7 +174,7 @@ class Members:
                 engine.endpoint,
                 engine.sides,
                 engine.state,
-                sum(self._pools[side].outstanding(engine.endpoint) for side in engine.sides),
+                sum(self._pools[side].unfinished(engine.endpoint) for side in engine.sides),
                 None if engine.seen is None else now - engine.seen,
                 engine.activity,
                 engine.pushing,
@@ -211,11 +211,12 @@ class Members:
         return engine is not None and engine.endpoint == endpoint and len(engine.sides) == len(Side)
 
     def outstanding(self, url: str) -> int | None:
-        """Requests that this API server's engines have from here; None if there is no such server."""
+        """Requests from here that this API server's engines have, or still owe pages to; None if there is
+        no such server."""
         served = self._served_at(url)
         if not served:
             return None
-        return sum(self._pools[side].outstanding(e.endpoint) for e in served for side in e.sides)
+        return sum(self._pools[side].unfinished(e.endpoint) for e in served for side in e.sides)
 
     # --- What engines say
 

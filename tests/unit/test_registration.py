@@ -364,6 +364,33 @@ async def test_a_drained_engine_finishes_what_it_has(cluster: Cluster, tmp_path:
     assert old.registrar._registration.draining
 
 
+@pytest.mark.parametrize("dispatch", ["concurrent", "serial"])
+async def test_a_drained_p_is_not_idle_while_d_lacks_its_pages(
+    cluster: Cluster, tmp_path: Any, dispatch: str
+) -> None:
+    loaded = asyncio.Event()
+
+    async def load(request: Request, body: dict[str, Any]) -> Response:
+        await within(loaded.wait())
+        return await answer_ok(request, body)
+
+    client = await cluster.router(dispatch=dispatch, suspect=PATIENCE, dead=PATIENCE)
+    p, d = await cluster.engine(Role.PREFILL), await cluster.engine(Role.DECODE, load)
+    asking = asyncio.create_task(ask(client))
+    await within(p.engine.arrived.wait())
+    await within(d.engine.arrived.wait())
+    key_file = tmp_path / "key"
+    cluster.key.write(key_file)
+    words = ["drain", p.engine.url, "--router", str(cluster.address), "--key-file", str(key_file)]
+    busy = await asyncio.to_thread(CliRunner().invoke, command_line, [*words, "--timeout", "0.6"])
+    assert busy.exit_code == 1, busy.output
+    assert "still has 1 requests" in busy.output
+    loaded.set()
+    assert (await asking).status_code == 200
+    idle = await asyncio.to_thread(CliRunner().invoke, command_line, words)
+    assert idle.exit_code == 0, idle.output
+
+
 async def test_an_engine_that_sleeps_gets_nothing_until_it_wakes(cluster: Cluster) -> None:
     client = await cluster.router()
     await cluster.engine(Role.PREFILL)

@@ -624,6 +624,31 @@ def test_the_pool_gives_the_least_loaded_engine_and_lets_equals_take_turns() -> 
         assert {first.endpoint, second.endpoint, pool.fewest()} == {a, b, c}
 
 
+def test_a_request_is_unfinished_once_whether_it_is_with_the_engine_or_owed_its_pages() -> None:
+    engine = Endpoint.parse("http://h:1")
+    pool = Pool([engine])
+
+    def counts() -> tuple[int, int]:
+        return pool.outstanding(engine), pool.unfinished(engine)
+
+    for released_first in (True, False):
+        lease = pool.acquire(engine)
+        with lease.owing():
+            assert counts() == (1, 1)
+            if released_first:
+                lease.release()
+                with lease.owing():
+                    assert counts() == (0, 1)
+                assert counts() == (0, 1)
+        if not released_first:
+            assert counts() == (1, 1)
+            lease.release()
+        assert counts() == (0, 0)
+        with lease.owing():
+            assert counts() == (0, 1)
+        assert counts() == (0, 0)
+
+
 def test_the_pool_avoids_what_it_is_told_to_unless_there_is_nothing_else() -> None:
     a, b = (Endpoint.parse(f"http://h:{port}") for port in (1, 2))
     pool = Pool([a, b])
