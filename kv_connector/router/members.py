@@ -288,9 +288,26 @@ class Members:
         for engine in self._served_with(endpoint):
             self._update(engine, answers=False, reason=reason)
 
+    def hangs(self, endpoint: Endpoint, reason: str) -> None:
+        """The engine's API server has left looks unanswered for long: as ``failed``, and what waits for its
+        engines is ended, which TCP would not do where the host is well."""
+        self.failed(endpoint, reason)
+        for engine in self._served_with(endpoint):
+            for side in engine.sides:
+                self._pools[side].end_waits(engine.endpoint)
+
     def to_probe(self) -> list[Endpoint]:
         """Whose API servers are to be looked at: those not used because they do not answer."""
         return _one_a_server(e.endpoint for e in self._engines.values() if not e.answers and not e.silent)
+
+    def to_watch(self) -> list[Endpoint]:
+        """Whose API servers are to be looked at while they are used: those that have requests, which a live
+        worker's heartbeats say nothing of, answering or not."""
+        return _one_a_server(
+            e.endpoint
+            for e in self._engines.values()
+            if any(self._pools[side].outstanding(e.endpoint) for side in e.sides)
+        )
 
     def unwatched(self) -> list[Endpoint]:
         """Whose API servers give no sign of life by themselves: those listed that have not registered."""

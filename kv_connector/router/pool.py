@@ -21,7 +21,7 @@ class NoEngine(Exception):
 
 
 class EngineLost(Exception):
-    """The engine was declared dead while a request was with it."""
+    """The engine was given up while a request was with it."""
 
     def __init__(self) -> None:
         super().__init__("it gives no sign of life any more")
@@ -43,6 +43,11 @@ class Member:
     scopes: set[asyncio.Timeout] = field(default_factory=set)
     """What waits for the engine, to be ended when it is lost."""
 
+    def end_waits(self) -> None:
+        for scope in list(self.scopes):
+            if not scope.expired():
+                scope.reschedule(asyncio.get_running_loop().time())
+
 
 class Lease:
     """One request's hold on an engine."""
@@ -62,7 +67,7 @@ class Lease:
 
     @asynccontextmanager
     async def alive(self) -> AsyncIterator[None]:
-        """For the length of a block that waits for the engine: EngineLost as soon as it is declared dead."""
+        """For the length of a block that waits for the engine: EngineLost as soon as it is given up."""
         if self._member.lost:
             raise EngineLost
         try:
@@ -162,9 +167,12 @@ class Pool:
         if member is None or not lost:
             return
         member.lost = True
-        for scope in list(member.scopes):
-            if not scope.expired():
-                scope.reschedule(asyncio.get_running_loop().time())
+        member.end_waits()
+
+    def end_waits(self, endpoint: Endpoint) -> None:
+        """What waits for the engine is ended as if it were lost; it stays."""
+        if endpoint in self._members:
+            self._members[endpoint].end_waits()
 
     def choices(self, avoid: Collection[Endpoint] = (), weights: str | None = None) -> list[Member]:
         """The engines that take requests, those of ``avoid`` only if there is no other, and those in reserve

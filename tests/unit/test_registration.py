@@ -19,6 +19,7 @@ from router_setup import (
     Stream,
     answer_ok,
     metric,
+    no_answer,
     refuse,
     serve,
     serve_engine,
@@ -254,6 +255,68 @@ async def test_a_stream_of_an_engine_that_falls_silent_ends_with_an_error(cluste
         last = b"".join([chunk async for chunk in chunks])
     assert d.engine.url in msgspec.json.decode(last.removeprefix(b"data: "))["error"]["message"]
     await within(stream.aborted.wait())
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """API servers in use are looked at all the time, and hang sooner."""
+    monkeypatch.setattr("kv_connector.router.registry._WATCH_S", 0.02)
+    monkeypatch.setattr("kv_connector.router.registry._MISS_S", 0.4)
+
+
+@pytest.mark.usefixtures("watched")
+async def test_an_api_server_that_hangs_loses_its_requests_and_they_go_elsewhere(cluster: Cluster) -> None:
+    """Its worker lives, and its kernel takes connections: nothing else tells."""
+
+    async def hang(request: Request, body: dict[str, Any]) -> Response:
+        return await stuck.engine.until_gone(request)
+
+    client = await cluster.router(suspect=PATIENCE, dead=PATIENCE)
+    await cluster.engine(Role.PREFILL)
+    stuck = await cluster.engine(Role.DECODE, hang)
+    asking = asyncio.create_task(ask(client))
+    await within(stuck.engine.arrived.wait())
+    other = await cluster.engine(Role.DECODE)
+    await until_health(client, lambda state: list(state["decode"].values()) == ["ready"] * 2)
+    stuck.engine.health = no_answer
+    assert (await within(asking)).status_code == 200
+    await within(stuck.engine.aborted.wait())
+    state = (await client.get("/health")).json()["decode"]
+    assert state == {stuck.engine.url: "unreachable", other.engine.url: "ready"}
+    assert (await ask(client)).status_code == 200
+    assert len(stuck.engine.bodies) == 1
+    stuck.engine.health = stuck.engine.models
+    await until_health(client, lambda state: list(state["decode"].values()) == ["ready"] * 2)
+
+
+@pytest.mark.usefixtures("watched")
+async def test_an_api_server_that_is_late_or_refuses_to_say_how_it_is_keeps_its_requests(
+    cluster: Cluster,
+) -> None:
+    answers = [no_answer, lambda _: refuse(503, "busy")(_, {}), no_answer]
+    looked, release = asyncio.Event(), asyncio.Event()
+
+    async def hold(request: Request, body: dict[str, Any]) -> Response:
+        await within(release.wait())
+        return await answer_ok(request, body)
+
+    async def health(request: Request) -> Response:
+        if answers:
+            return await answers.pop(0)(request)
+        looked.set()
+        return await d.engine.models(request)
+
+    client = await cluster.router(suspect=PATIENCE, dead=PATIENCE)
+    await cluster.engine(Role.PREFILL)
+    d = await cluster.engine(Role.DECODE, hold)
+    asking = asyncio.create_task(ask(client))
+    await within(d.engine.arrived.wait())
+    d.engine.health = health
+    await within(looked.wait())
+    assert (await client.get("/health")).json()["decode"] == {d.engine.url: "ready"}
+    release.set()
+    assert (await asking).status_code == 200
+    assert await metric(client, "kv_connector_router_retries_total") == 0
 
 
 async def test_a_router_that_comes_back_knows_everybody(cluster: Cluster) -> None:

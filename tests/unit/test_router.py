@@ -27,6 +27,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kv_connector.router.app import create_app
+from kv_connector.router.client import LOST_SECONDS, EngineClient
 from kv_connector.router.completion import Completion
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.failure import Failure
@@ -593,6 +594,25 @@ async def test_p_is_not_aborted_because_d_was_faster() -> None:
         assert (await client.get("/health")).status_code == 200
         release.set()
         await within(finished.wait())
+
+
+# --- Hosts that vanish
+
+
+async def test_connections_to_engines_end_with_their_host() -> None:
+    async with (
+        serve_engine(Stream()) as engine,
+        EngineClient() as client,
+        client.stream("POST", f"{engine.url}/v1/completions", b"{}") as response,
+    ):
+        assert response.connection is not None
+        assert response.connection.transport is not None
+        connection = response.connection.transport.get_extra_info("socket")
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        options = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
+        values = [connection.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in options]
+        idle, between, count, unacknowledged = values
+        assert idle + between * count == unacknowledged / 1000 == LOST_SECONDS
 
 
 # --- Forwarded routes
