@@ -302,11 +302,13 @@ class Members:
 
     def to_watch(self) -> list[Endpoint]:
         """Whose API servers are to be looked at while they are used: those that have requests, which a live
-        worker's heartbeats say nothing of, answering or not."""
+        worker's heartbeats say nothing of, answering or not; and those that drain and do not register, of
+        whose restart nothing else tells."""
         return _one_a_server(
             e.endpoint
             for e in self._engines.values()
             if any(self._pools[side].outstanding(e.endpoint) for side in e.sides)
+            or (e.draining and e.answers and e.seen is None)
         )
 
     def unwatched(self) -> list[Endpoint]:
@@ -316,7 +318,10 @@ class Members:
     def answered(self, endpoint: Endpoint) -> None:
         """The API server is healthy."""
         for engine in self._served_with(endpoint):
-            self._update(engine, answers=True)
+            # One that registers says itself that it is another process.
+            restarted = engine.seen is None and not engine.answers
+            engine.emptied = engine.emptied and not restarted
+            self._update(engine, answers=True, draining=engine.draining and not restarted)
 
     def tick(self, now: float) -> None:
         """Acts on silence. To be called several times a second."""

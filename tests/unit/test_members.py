@@ -243,6 +243,30 @@ def test_who_hangs_loses_what_waits_at_all_its_ranks_and_is_back_when_it_answers
     asyncio.run(scenario())
 
 
+def test_an_engine_that_does_not_register_drains_until_it_is_back() -> None:
+    router = Fixture(decode=(URL,))
+    endpoint = router.pools[Side.DECODE].fewest()
+    assert router.members.to_watch() == []
+    router.members.drain(URL, move=True)
+    router.members.answered(endpoint)
+    assert router.state(side=Side.DECODE) is State.DRAINING
+    assert router.members.to_watch() == [endpoint]
+    router.members.failed(endpoint, "connection refused")
+    router.members.answered(endpoint)
+    assert router.usable(Side.DECODE)
+    assert not router.members.emptied(endpoint)
+
+
+def test_an_engine_that_registers_drains_until_it_says_that_it_is_another(router: Fixture) -> None:
+    router.join()
+    endpoint = router.pools[Side.PREFILL].fewest()
+    router.members.drain(URL)
+    assert router.members.to_watch() == []
+    router.members.failed(endpoint, "connection reset")
+    router.members.answered(endpoint)
+    assert router.state() is State.DRAINING
+
+
 def test_listed_engines_are_used_without_a_word_of_theirs() -> None:
     router = Fixture(prefill=(URL,), decode=("http://10.0.0.2:8100",))
     router.members.tick(0.0)

@@ -23,6 +23,7 @@ from router_setup import (
     refuse,
     serve,
     serve_engine,
+    until_metric,
     within,
 )
 from starlette.requests import Request
@@ -452,6 +453,30 @@ async def test_a_drained_p_is_not_idle_while_d_lacks_its_pages(
     assert (await asking).status_code == 200
     idle = await asyncio.to_thread(CliRunner().invoke, command_line, words)
     assert idle.exit_code == 0, idle.output
+
+
+@pytest.mark.usefixtures("watched")
+async def test_a_restart_ends_the_drain_of_an_engine_that_does_not_register(
+    cluster: Cluster, tmp_path: Any
+) -> None:
+    answers = [no_answer, no_answer]
+
+    async def health(request: Request) -> Response:
+        return await (answers.pop(0) if answers else d.models)(request)
+
+    async with serve_engine(answer_ok) as p, serve_engine(answer_ok) as d:
+        lists = {"prefill": (Endpoint.parse(p.url),), "decode": (Endpoint.parse(d.url),)}
+        client = await cluster.router(**lists, patience=0.05)
+        key_file = tmp_path / "key"
+        cluster.key.write(key_file)
+        words = ["drain", d.url, "--router", str(cluster.address), "--key-file", str(key_file)]
+        idle = await asyncio.to_thread(CliRunner().invoke, command_line, words)
+        assert idle.exit_code == 0, idle.output
+        assert (await ask(client)).status_code == 503
+        d.health = health
+        # Of its state the router's metrics tell without a look at it.
+        await until_metric(client, 'kv_connector_router_engines{side="decode",state="ready"}', 1)
+        assert (await ask(client)).status_code == 200
 
 
 async def test_an_engine_that_sleeps_gets_nothing_until_it_wakes(cluster: Cluster) -> None:
