@@ -110,7 +110,8 @@ class Drain(Message, frozen=True, tag="drain"):
 
 
 class Draining(Message, frozen=True, tag="draining"):
-    """The answer. ``outstanding``: requests that the router still has there; None: no such engine."""
+    """The answer. ``outstanding``: requests of the router's that the engine still has, or owes pages
+    to; None: no such engine."""
 
     outstanding: Natural | None
     moved: Natural = 0  # streams, to other engines

@@ -1,5 +1,6 @@
 """EngineClient: HTTP to the engines' API servers."""
 
+import socket
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Self
@@ -9,6 +10,9 @@ from aiohttp.typedefs import LooseHeaders
 
 # A prompt may wait in a queue and take minutes: only reaching the engine has a deadline.
 CONNECT_SECONDS = 5.0
+# An API server that owes an answer, and gives no sign of life for as long, is lost. Long: the one thread of
+# vLLM's takes and says nothing while it makes tokens of a long prompt.
+LOST_SECONDS = 2 * CONNECT_SECONDS
 # vLLM closes a connection that was idle for 5 s. One that we reuse must not be closing at that moment.
 KEEP_ALIVE_SECONDS = 2.0
 
@@ -25,6 +29,17 @@ class Reply:
     body: bytes
 
 
+# Where an answer takes minutes, nothing but TCP tells of a host that has vanished: by default never while the
+# answer is waited for, and after a quarter of an hour while a request is sent. TCP_USER_TIMEOUT counts the
+# time, too, in which a live engine takes none of a long body; without that option probes are counted.
+_TCP_OPTIONS = {
+    "TCP_KEEPIDLE": int(CONNECT_SECONDS),
+    "TCP_KEEPINTVL": 1,
+    "TCP_KEEPCNT": int(LOST_SECONDS - CONNECT_SECONDS),
+    "TCP_USER_TIMEOUT": int(1000 * LOST_SECONDS),
+}
+
+
 class EngineClient:
     """Opened, used and closed in one event loop, as an asynchronous context manager.
 
@@ -34,7 +49,9 @@ class EngineClient:
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS),
+            connector=aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS, socket_factory=_socket
+            ),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
             headers={"accept-encoding": "identity"},
             skip_auto_headers=("content-type", "user-agent"),
@@ -57,6 +74,16 @@ class EngineClient:
     ) -> Reply:
         async with self.stream(method, url, body, headers) as response:
             return Reply(response.status, content_type(response), await response.read())
+
+
+def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _TCP_OPTIONS.items():
+        if (option := getattr(socket, name, None)) is not None:
+            made.setsockopt(socket.IPPROTO_TCP, option, value)
+    return made
 
 
 def content_type(response: aiohttp.ClientResponse) -> str:

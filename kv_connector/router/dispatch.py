@@ -221,7 +221,7 @@ class Dispatcher:
         self.spans.name_transfer(transfer_id)
         assert placement.prefill is not None
         prefilling = self._pools[Side.PREFILL].lease(placement.prefill, placement.work)
-        with prefilling as prefill, self._owed(transfer_id, prefill.endpoint, call):
+        with prefilling as prefill, self._owed(transfer_id, prefill, call):
             body = completion.prefill_body(transfer_id, serial=True)
             computed = await self.calls.prefill(prefill, body, call)
         self._policy.computed(placement, computed)
@@ -234,7 +234,7 @@ class Dispatcher:
                 f"the prefill engine {prefill.endpoint} answered without kv_transfer_params: "
                 "was it started with --kv-transfer-config and a role that produces?",
             )
-        with self._owed(transfer_id, prefill.endpoint, call):
+        with self._owed(transfer_id, prefill, call):
             decode = await self._partner(stack, placement.prefill, avoid)
             ids = self._begin(call, decode)
             body = completion.decode_body(params, ids=ids)
@@ -307,7 +307,7 @@ class Dispatcher:
             prefill.endpoint,
             decode.endpoint,
         )
-        owed = functools.partial(self._owed, transfer_id, prefill.endpoint, call)
+        owed = functools.partial(self._owed, transfer_id, prefill, call)
         with owed():
             if late is None:
                 token = await _early(told, (at_prefill, at_decode), decoding, call)
@@ -403,19 +403,20 @@ class Dispatcher:
         return recounted(answer, functools.partial(_cached, prefilling, self._settings.patience))
 
     @contextmanager
-    def _owed(self, transfer_id: str, prefill: Endpoint, call: Call) -> Iterator[None]:
-        """A block at whose end D has answered with what P computed.
+    def _owed(self, transfer_id: str, prefill: Lease, call: Call) -> Iterator[None]:
+        """A block at whose end D has answered with what P computed. P is not idle until then.
 
         Where it has not, because the client left or D broke off, D may never have heard of the request, and P
         would keep the prompt's blocks for its hold time: a decode engine is made to tell P that nobody wants
         them. A transfer that is under way is left to the engines.
         """
         try:
-            yield
+            with prefill.owing():
+                yield
         except BaseException as error:
             unheard = isinstance(error, EngineFailure) and [*error.blamed] == [Side.DECODE]
             if unheard or isinstance(error, asyncio.CancelledError | GeneratorExit):
-                task = asyncio.create_task(self._disown(transfer_id, prefill, call))
+                task = asyncio.create_task(self._disown(transfer_id, prefill.endpoint, call))
                 self._disowning.add(task)
                 task.add_done_callback(self._disowning.discard)
             raise

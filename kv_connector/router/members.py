@@ -174,7 +174,7 @@ class Members:
                 engine.endpoint,
                 engine.sides,
                 engine.state,
-                sum(self._pools[side].outstanding(engine.endpoint) for side in engine.sides),
+                sum(self._pools[side].unfinished(engine.endpoint) for side in engine.sides),
                 None if engine.seen is None else now - engine.seen,
                 engine.activity,
                 engine.pushing,
@@ -211,11 +211,12 @@ class Members:
         return engine is not None and engine.endpoint == endpoint and len(engine.sides) == len(Side)
 
     def outstanding(self, url: str) -> int | None:
-        """Requests that this API server's engines have from here; None if there is no such server."""
+        """Requests from here that this API server's engines have, or still owe pages to; None if there is
+        no such server."""
         served = self._served_at(url)
         if not served:
             return None
-        return sum(self._pools[side].outstanding(e.endpoint) for e in served for side in e.sides)
+        return sum(self._pools[side].unfinished(e.endpoint) for e in served for side in e.sides)
 
     # --- What engines say
 
@@ -287,9 +288,28 @@ class Members:
         for engine in self._served_with(endpoint):
             self._update(engine, answers=False, reason=reason)
 
+    def hangs(self, endpoint: Endpoint, reason: str) -> None:
+        """The engine's API server has left looks unanswered for long: as ``failed``, and what waits for its
+        engines is ended, which TCP would not do where the host is well."""
+        self.failed(endpoint, reason)
+        for engine in self._served_with(endpoint):
+            for side in engine.sides:
+                self._pools[side].end_waits(engine.endpoint)
+
     def to_probe(self) -> list[Endpoint]:
         """Whose API servers are to be looked at: those not used because they do not answer."""
         return _one_a_server(e.endpoint for e in self._engines.values() if not e.answers and not e.silent)
+
+    def to_watch(self) -> list[Endpoint]:
+        """Whose API servers are to be looked at while they are used: those that have requests, which a live
+        worker's heartbeats say nothing of, answering or not; and those that drain and do not register, of
+        whose restart nothing else tells."""
+        return _one_a_server(
+            e.endpoint
+            for e in self._engines.values()
+            if any(self._pools[side].outstanding(e.endpoint) for side in e.sides)
+            or (e.draining and e.answers and e.seen is None)
+        )
 
     def unwatched(self) -> list[Endpoint]:
         """Whose API servers give no sign of life by themselves: those listed that have not registered."""
@@ -298,7 +318,10 @@ class Members:
     def answered(self, endpoint: Endpoint) -> None:
         """The API server is healthy."""
         for engine in self._served_with(endpoint):
-            self._update(engine, answers=True)
+            # One that registers says itself that it is another process.
+            restarted = engine.seen is None and not engine.answers
+            engine.emptied = engine.emptied and not restarted
+            self._update(engine, answers=True, draining=engine.draining and not restarted)
 
     def tick(self, now: float) -> None:
         """Acts on silence. To be called several times a second."""

@@ -21,7 +21,7 @@ class NoEngine(Exception):
 
 
 class EngineLost(Exception):
-    """The engine was declared dead while a request was with it."""
+    """The engine was given up while a request was with it."""
 
     def __init__(self) -> None:
         super().__init__("it gives no sign of life any more")
@@ -37,9 +37,16 @@ class Member:
     weights: str = ""
     """The version that it serves; empty: what it was started with."""
     outstanding: int = 0
+    owes: int = 0
+    """Requests that it has answered, and whose pages are still to be fetched from it."""
     lost: bool = False
     scopes: set[asyncio.Timeout] = field(default_factory=set)
     """What waits for the engine, to be ended when it is lost."""
+
+    def end_waits(self) -> None:
+        for scope in list(self.scopes):
+            if not scope.expired():
+                scope.reschedule(asyncio.get_running_loop().time())
 
 
 class Lease:
@@ -48,6 +55,8 @@ class Lease:
     def __init__(self, member: Member, work: Work | None) -> None:
         self._member = member
         self._work = work
+        self._released = False
+        self._owing = 0  # blocks
         member.outstanding += 1
         if work is not None:
             member.workload.backlog.add(work)
@@ -58,7 +67,7 @@ class Lease:
 
     @asynccontextmanager
     async def alive(self) -> AsyncIterator[None]:
-        """For the length of a block that waits for the engine: EngineLost as soon as it is declared dead."""
+        """For the length of a block that waits for the engine: EngineLost as soon as it is given up."""
         if self._member.lost:
             raise EngineLost
         try:
@@ -78,10 +87,24 @@ class Lease:
         if self._work is not None:
             self._member.workload.backlog.remove(self._work)
 
+    @contextmanager
+    def owing(self) -> Iterator[None]:
+        """For the length of a block at whose end nothing is to be fetched from the engine any more: it has
+        something to do until then, released or not. Blocks may overlap, and are one."""
+        self._member.owes += self._released and not self._owing
+        self._owing += 1
+        try:
+            yield
+        finally:
+            self._owing -= 1
+            self._member.owes -= self._released and not self._owing
+
     def release(self) -> None:
         """Once."""
         self.computed()
+        self._released = True
         self._member.outstanding -= 1
+        self._member.owes += bool(self._owing)
 
 
 class Pool:
@@ -110,6 +133,11 @@ class Pool:
 
     def outstanding(self, endpoint: Endpoint) -> int:
         return self._members[endpoint].outstanding if endpoint in self._members else 0
+
+    def unfinished(self, endpoint: Endpoint) -> int:
+        """The outstanding, and those that are to fetch their pages there: none of them outlives it."""
+        member = self._members.get(endpoint)
+        return 0 if member is None else member.outstanding + member.owes
 
     def workload(self, endpoint: Endpoint) -> Workload | None:
         """None: there is no such engine."""
@@ -143,9 +171,12 @@ class Pool:
         if member is None or not lost:
             return
         member.lost = True
-        for scope in list(member.scopes):
-            if not scope.expired():
-                scope.reschedule(asyncio.get_running_loop().time())
+        member.end_waits()
+
+    def end_waits(self, endpoint: Endpoint) -> None:
+        """What waits for the engine is ended as if it were lost; it stays."""
+        if endpoint in self._members:
+            self._members[endpoint].end_waits()
 
     def choices(self, avoid: Collection[Endpoint] = (), weights: str | None = None) -> list[Member]:
         """The engines that take requests, those of ``avoid`` only if there is no other, and those in reserve

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import zmq
 
@@ -22,7 +22,7 @@ from kv_connector.control.membership import (
     Register,
 )
 from kv_connector.protocol.actions import Address, Source
-from kv_connector.router.client import EngineClient, HttpError
+from kv_connector.router.client import LOST_SECONDS, EngineClient, HttpError
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.members import MAX_ENGINES, Members
 from kv_connector.router.moves import Moves
@@ -35,6 +35,11 @@ _TICK_S = 0.2
 # Between two looks at an engine that does not answer.
 _PROBE_S = 0.5
 _HEALTH_S = 2.0
+# Between two looks at one that is in use. It hangs where so many in a row, each as long, have no answer: that
+# a connection is lost, or that this router was stopped, costs one.
+_WATCH_S = 3.0
+_MISSES = 2
+_MISS_S = LOST_SECONDS / _MISSES
 
 
 class RegistryError(RuntimeError):
@@ -63,6 +68,7 @@ class Registry:
         self._sockets: MembershipSockets | None = None
         self._engines: dict[tuple[str, int], Source] = {}  # place -> the connection that registered it last
         self._probing: dict[str, asyncio.Task[None]] = {}  # by URL
+        self._watching: dict[str, asyncio.Task[None]] = {}  # by URL
 
     def open(self) -> Address | None:
         """Binds the address and returns it, with the port if it named none; RegistryError if it cannot."""
@@ -88,7 +94,7 @@ class Registry:
                 group.create_task(self._listen())
                 group.create_task(self._probe())
         finally:
-            looks = list(self._probing.values())
+            looks = [*self._probing.values(), *self._watching.values()]
             for look in looks:
                 look.cancel()
             await asyncio.gather(*looks, return_exceptions=True)
@@ -149,14 +155,10 @@ class Registry:
     async def _probe(self) -> None:
         while True:
             for endpoint in self._members.to_probe():
-                if endpoint.url not in self._probing:
-                    task = asyncio.create_task(self._look(endpoint))
-                    self._probing[endpoint.url] = task
-                    task.add_done_callback(functools.partial(self._looked, endpoint.url))
+                _once(self._probing, endpoint, self._look)
+            for endpoint in self._members.to_watch():
+                _once(self._watching, endpoint, self._watch)
             await asyncio.sleep(_PROBE_S)
-
-    def _looked(self, url: str, _: asyncio.Task[None]) -> None:
-        del self._probing[url]
 
     async def _look(self, endpoint: Endpoint) -> None:
         try:
@@ -169,3 +171,28 @@ class Registry:
             self._members.answered(endpoint)
         else:
             self._members.failed(endpoint, f"its /health answers {reply.status}")
+
+    async def _watch(self, endpoint: Endpoint) -> None:
+        for _ in range(_MISSES):
+            try:
+                async with asyncio.timeout(_MISS_S):
+                    await self._client.whole("GET", f"{endpoint.url}/health")
+            except TimeoutError:
+                continue
+            except HttpError as error:
+                # Nobody listens there. A server that ends does not, either, and answers what it has.
+                self._members.failed(endpoint, f"{type(error).__name__}: {error}")
+            await asyncio.sleep(_WATCH_S)  # an error, too, is a sign of life
+            return
+        self._members.hangs(endpoint, f"its /health has not answered for {_MISSES * _MISS_S:g} s")
+
+
+def _once(
+    tasks: dict[str, asyncio.Task[None]],
+    endpoint: Endpoint,
+    look: Callable[[Endpoint], Coroutine[Any, Any, None]],
+) -> None:
+    """One look at an API server at a time."""
+    if endpoint.url not in tasks:
+        task = tasks[endpoint.url] = asyncio.create_task(look(endpoint))
+        task.add_done_callback(lambda _: tasks.pop(endpoint.url))

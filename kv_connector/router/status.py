@@ -19,7 +19,7 @@ class EngineStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     roles: tuple[str, ...]
     state: str
     outstanding: int
-    """Requests that it has from this router."""
+    """Requests of this router's that it has, or still owes pages to."""
     silence: float | None
     """Seconds since its last word; null: it does not register, so the next three are unknown."""
     lanes: dict[str, int] | None

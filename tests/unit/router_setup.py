@@ -34,13 +34,14 @@ class FakeEngine:
         self.arrived = asyncio.Event()
         self.aborted = asyncio.Event()
         self.url = ""
+        self.health: Callable[[Request], Awaitable[Response]] = self.models
         routes = [
             Route(path, self.complete, methods=["POST"])
             for path in ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
         ]
         routes += [
             Route("/v1/models", self.models),
-            Route("/health", self.models),
+            Route("/health", self.look),
             Route("/tokenize", self.echo, methods=["POST"]),
             Route("/v1/messages/count_tokens", self.echo, methods=["POST"]),
             Route("/openapi.json", self.describe),
@@ -57,6 +58,9 @@ class FakeEngine:
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [{"id": "m"}], "engine": self.url})
+
+    async def look(self, request: Request) -> Response:
+        return await self.health(request)
 
     async def describe(self, request: Request) -> Response:
         paths = {path: {"post": {}} for path in ("/v1/responses", "/sleep", "/v1/models")}
@@ -124,6 +128,13 @@ async def answer_ok(request: Request, body: dict[str, Any]) -> Response:
     return JSONResponse(
         {"choices": [{"text": "ok"}], "kv_transfer_params": {"do_remote_prefill": True, "from": "p"}}
     )
+
+
+async def no_answer(request: Request) -> Response:
+    """Ends when the router closes the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    return Response()
 
 
 def refuse(status: int, message: str) -> Handler:

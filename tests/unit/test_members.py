@@ -13,7 +13,7 @@ from kv_connector.protocol.messages import Role
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.incidents import Incidents
 from kv_connector.router.members import MAX_ENGINES, Members, Side, State
-from kv_connector.router.pool import EngineLost, NoEngine, Pool
+from kv_connector.router.pool import EngineLost, Lease, NoEngine, Pool
 
 URL = "http://10.0.0.1:8100"
 
@@ -212,6 +212,59 @@ def test_an_unreachable_engine_is_looked_at_until_it_answers(router: Fixture) ->
     assert router.members.to_probe() == [endpoint]
     router.members.answered(endpoint)
     assert router.usable()
+
+
+def test_who_hangs_loses_what_waits_at_all_its_ranks_and_is_back_when_it_answers(ranks: Fixture) -> None:
+    async def scenario() -> None:
+        pool = ranks.pools[Side.PREFILL]
+        leases = [pool.acquire(pool.fewest()) for _ in range(2)]
+        (endpoint,) = ranks.members.to_watch()
+
+        async def wait(lease: Lease) -> None:
+            async with lease.alive():
+                await asyncio.Event().wait()
+
+        waiting = [asyncio.create_task(wait(lease)) for lease in leases]
+        await asyncio.sleep(0)
+        ranks.members.hangs(endpoint, "no answer")
+        for task in waiting:
+            with pytest.raises(EngineLost):
+                await asyncio.wait_for(task, 10)
+        assert not ranks.usable()
+        assert len(ranks.members.to_watch()) == 1, "something might still be waited for"
+        for lease in leases:
+            lease.release()
+        assert ranks.members.to_watch() == []
+        ranks.members.answered(endpoint)
+        with pool.lease(pool.fewest()) as lease:
+            async with lease.alive():
+                pass
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_does_not_register_drains_until_it_is_back() -> None:
+    router = Fixture(decode=(URL,))
+    endpoint = router.pools[Side.DECODE].fewest()
+    assert router.members.to_watch() == []
+    router.members.drain(URL, move=True)
+    router.members.answered(endpoint)
+    assert router.state(side=Side.DECODE) is State.DRAINING
+    assert router.members.to_watch() == [endpoint]
+    router.members.failed(endpoint, "connection refused")
+    router.members.answered(endpoint)
+    assert router.usable(Side.DECODE)
+    assert not router.members.emptied(endpoint)
+
+
+def test_an_engine_that_registers_drains_until_it_says_that_it_is_another(router: Fixture) -> None:
+    router.join()
+    endpoint = router.pools[Side.PREFILL].fewest()
+    router.members.drain(URL)
+    assert router.members.to_watch() == []
+    router.members.failed(endpoint, "connection reset")
+    router.members.answered(endpoint)
+    assert router.state() is State.DRAINING
 
 
 def test_listed_engines_are_used_without_a_word_of_theirs() -> None:

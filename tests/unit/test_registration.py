@@ -19,9 +19,11 @@ from router_setup import (
     Stream,
     answer_ok,
     metric,
+    no_answer,
     refuse,
     serve,
     serve_engine,
+    until_metric,
     within,
 )
 from starlette.requests import Request
@@ -256,6 +258,68 @@ async def test_a_stream_of_an_engine_that_falls_silent_ends_with_an_error(cluste
     await within(stream.aborted.wait())
 
 
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """API servers in use are looked at all the time, and hang sooner."""
+    monkeypatch.setattr("kv_connector.router.registry._WATCH_S", 0.02)
+    monkeypatch.setattr("kv_connector.router.registry._MISS_S", 0.4)
+
+
+@pytest.mark.usefixtures("watched")
+async def test_an_api_server_that_hangs_loses_its_requests_and_they_go_elsewhere(cluster: Cluster) -> None:
+    """Its worker lives, and its kernel takes connections: nothing else tells."""
+
+    async def hang(request: Request, body: dict[str, Any]) -> Response:
+        return await stuck.engine.until_gone(request)
+
+    client = await cluster.router(suspect=PATIENCE, dead=PATIENCE)
+    await cluster.engine(Role.PREFILL)
+    stuck = await cluster.engine(Role.DECODE, hang)
+    asking = asyncio.create_task(ask(client))
+    await within(stuck.engine.arrived.wait())
+    other = await cluster.engine(Role.DECODE)
+    await until_health(client, lambda state: list(state["decode"].values()) == ["ready"] * 2)
+    stuck.engine.health = no_answer
+    assert (await within(asking)).status_code == 200
+    await within(stuck.engine.aborted.wait())
+    state = (await client.get("/health")).json()["decode"]
+    assert state == {stuck.engine.url: "unreachable", other.engine.url: "ready"}
+    assert (await ask(client)).status_code == 200
+    assert len(stuck.engine.bodies) == 1
+    stuck.engine.health = stuck.engine.models
+    await until_health(client, lambda state: list(state["decode"].values()) == ["ready"] * 2)
+
+
+@pytest.mark.usefixtures("watched")
+async def test_an_api_server_that_is_late_or_refuses_to_say_how_it_is_keeps_its_requests(
+    cluster: Cluster,
+) -> None:
+    answers = [no_answer, lambda _: refuse(503, "busy")(_, {}), no_answer]
+    looked, release = asyncio.Event(), asyncio.Event()
+
+    async def hold(request: Request, body: dict[str, Any]) -> Response:
+        await within(release.wait())
+        return await answer_ok(request, body)
+
+    async def health(request: Request) -> Response:
+        if answers:
+            return await answers.pop(0)(request)
+        looked.set()
+        return await d.engine.models(request)
+
+    client = await cluster.router(suspect=PATIENCE, dead=PATIENCE)
+    await cluster.engine(Role.PREFILL)
+    d = await cluster.engine(Role.DECODE, hold)
+    asking = asyncio.create_task(ask(client))
+    await within(d.engine.arrived.wait())
+    d.engine.health = health
+    await within(looked.wait())
+    assert (await client.get("/health")).json()["decode"] == {d.engine.url: "ready"}
+    release.set()
+    assert (await asking).status_code == 200
+    assert await metric(client, "kv_connector_router_retries_total") == 0
+
+
 async def test_a_router_that_comes_back_knows_everybody(cluster: Cluster) -> None:
     async with cluster.running_router() as client:
         p, d = await cluster.pair()
@@ -362,6 +426,57 @@ async def test_a_drained_engine_finishes_what_it_has(cluster: Cluster, tmp_path:
     assert idle.exit_code == 0, idle.output
     # The engine knows it, too, and tells every router from now on.
     assert old.registrar._registration.draining
+
+
+@pytest.mark.parametrize("dispatch", ["concurrent", "serial"])
+async def test_a_drained_p_is_not_idle_while_d_lacks_its_pages(
+    cluster: Cluster, tmp_path: Any, dispatch: str
+) -> None:
+    loaded = asyncio.Event()
+
+    async def load(request: Request, body: dict[str, Any]) -> Response:
+        await within(loaded.wait())
+        return await answer_ok(request, body)
+
+    client = await cluster.router(dispatch=dispatch, suspect=PATIENCE, dead=PATIENCE)
+    p, d = await cluster.engine(Role.PREFILL), await cluster.engine(Role.DECODE, load)
+    asking = asyncio.create_task(ask(client))
+    await within(p.engine.arrived.wait())
+    await within(d.engine.arrived.wait())
+    key_file = tmp_path / "key"
+    cluster.key.write(key_file)
+    words = ["drain", p.engine.url, "--router", str(cluster.address), "--key-file", str(key_file)]
+    busy = await asyncio.to_thread(CliRunner().invoke, command_line, [*words, "--timeout", "0.6"])
+    assert busy.exit_code == 1, busy.output
+    assert "still has 1 requests" in busy.output
+    loaded.set()
+    assert (await asking).status_code == 200
+    idle = await asyncio.to_thread(CliRunner().invoke, command_line, words)
+    assert idle.exit_code == 0, idle.output
+
+
+@pytest.mark.usefixtures("watched")
+async def test_a_restart_ends_the_drain_of_an_engine_that_does_not_register(
+    cluster: Cluster, tmp_path: Any
+) -> None:
+    answers = [no_answer, no_answer]
+
+    async def health(request: Request) -> Response:
+        return await (answers.pop(0) if answers else d.models)(request)
+
+    async with serve_engine(answer_ok) as p, serve_engine(answer_ok) as d:
+        lists = {"prefill": (Endpoint.parse(p.url),), "decode": (Endpoint.parse(d.url),)}
+        client = await cluster.router(**lists, patience=0.05)
+        key_file = tmp_path / "key"
+        cluster.key.write(key_file)
+        words = ["drain", d.url, "--router", str(cluster.address), "--key-file", str(key_file)]
+        idle = await asyncio.to_thread(CliRunner().invoke, command_line, words)
+        assert idle.exit_code == 0, idle.output
+        assert (await ask(client)).status_code == 503
+        d.health = health
+        # Of its state the router's metrics tell without a look at it.
+        await until_metric(client, 'kv_connector_router_engines{side="decode",state="ready"}', 1)
+        assert (await ask(client)).status_code == 200
 
 
 async def test_an_engine_that_sleeps_gets_nothing_until_it_wakes(cluster: Cluster) -> None:

@@ -27,6 +27,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kv_connector.router.app import create_app
+from kv_connector.router.client import LOST_SECONDS, EngineClient
 from kv_connector.router.completion import Completion
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.failure import Failure
@@ -653,6 +654,25 @@ async def test_p_is_not_aborted_because_d_was_faster() -> None:
         await within(finished.wait())
 
 
+# --- Hosts that vanish
+
+
+async def test_connections_to_engines_end_with_their_host() -> None:
+    async with (
+        serve_engine(Stream()) as engine,
+        EngineClient() as client,
+        client.stream("POST", f"{engine.url}/v1/completions", b"{}") as response,
+    ):
+        assert response.connection is not None
+        assert response.connection.transport is not None
+        connection = response.connection.transport.get_extra_info("socket")
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        options = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
+        values = [connection.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in options]
+        idle, between, count, unacknowledged = values
+        assert idle + between * count == unacknowledged / 1000 == LOST_SECONDS
+
+
 # --- Forwarded routes
 
 
@@ -680,6 +700,31 @@ def test_the_pool_gives_the_least_loaded_engine_and_lets_equals_take_turns() -> 
         lease.release()
     with pool.lease(pool.fewest()) as first, pool.lease(pool.fewest()) as second:
         assert {first.endpoint, second.endpoint, pool.fewest()} == {a, b, c}
+
+
+def test_a_request_is_unfinished_once_whether_it_is_with_the_engine_or_owed_its_pages() -> None:
+    engine = Endpoint.parse("http://h:1")
+    pool = Pool([engine])
+
+    def counts() -> tuple[int, int]:
+        return pool.outstanding(engine), pool.unfinished(engine)
+
+    for released_first in (True, False):
+        lease = pool.acquire(engine)
+        with lease.owing():
+            assert counts() == (1, 1)
+            if released_first:
+                lease.release()
+                with lease.owing():
+                    assert counts() == (0, 1)
+                assert counts() == (0, 1)
+        if not released_first:
+            assert counts() == (1, 1)
+            lease.release()
+        assert counts() == (0, 0)
+        with lease.owing():
+            assert counts() == (0, 1)
+        assert counts() == (0, 0)
 
 
 def test_the_pool_avoids_what_it_is_told_to_unless_there_is_nothing_else() -> None:
