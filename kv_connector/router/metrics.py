@@ -19,8 +19,8 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "kv_connector_router_requests",
-            "Completion requests answered, by route and HTTP status (its error event's, if a stream ends with "
-            "one; 499: the client went away first)",
+            "Completion requests answered, by route and HTTP status (its error event's, if a stream ends "
+            "with one; 499: the client went away first)",
             ["route", "status"],
             registry=self.registry,
         )
