@@ -454,7 +454,8 @@ async def test_a_client_that_leaves_behind_the_token_aborts_d() -> None:
 
         return StreamingResponse(generate(), media_type="text/event-stream")
 
-    async with cluster(streaming(*FROM_P), decode) as (_, _, client):
+    # D answers nothing else, either, and is told that the transfer is not wanted.
+    async with cluster(streaming(*FROM_P), decode, patience=0.1) as (_, _, client):
         async with client.stream("POST", "/v1/completions", json=REQUEST) as answer:
             assert await anext(answer.aiter_bytes()) == completion("a")
         async with asyncio.timeout(PATIENCE):

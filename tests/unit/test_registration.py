@@ -480,7 +480,7 @@ async def test_a_restart_ends_the_drain_of_an_engine_that_does_not_register(
 
 
 async def test_an_engine_that_sleeps_gets_nothing_until_it_wakes(cluster: Cluster) -> None:
-    client = await cluster.router()
+    client = await cluster.router(patience=0.05)
     await cluster.engine(Role.PREFILL)
     decode = await cluster.engine(Role.DECODE)
     url = decode.engine.url
@@ -491,7 +491,7 @@ async def test_an_engine_that_sleeps_gets_nothing_until_it_wakes(cluster: Cluste
 
 
 async def test_an_engine_that_is_torn_gets_nothing_and_its_version_is_told(cluster: Cluster) -> None:
-    client = await cluster.router(status_details=True)
+    client = await cluster.router(status_details=True, patience=0.05)
     await cluster.engine(Role.PREFILL)
     decode = await cluster.engine(Role.DECODE)
     url = decode.engine.url

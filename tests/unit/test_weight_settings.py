@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from kv_connector.agent.settings import SettingsError
 from kv_connector.cli.exit_status import ExitStatus
 from kv_connector.cli.main import app
 from kv_connector.protocol.actions import Address
+from kv_connector.protocol.timers import Timeouts
 from kv_connector.weights.settings import CONTROL_PORT, SETTINGS_VARIABLE, weight_settings
 
 
@@ -60,7 +62,8 @@ def test_a_directory_without_weights_is_said(command: str, tmp_path: Path) -> No
     assert "there are no .safetensors in" in done.output
 
 
-def test_an_engine_that_is_not_there_is_said() -> None:
+def test_an_engine_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kv_connector.weights.links.Timeouts", partial(Timeouts, connect=0.2))
     done = CliRunner().invoke(app, ["weights", "status", "--engine", "127.0.0.1:1"])
     assert done.exit_code == ExitStatus.FAILURE
-    assert "127.0.0.1:1: no answer within 5 s: is it running" in done.output
+    assert "127.0.0.1:1: no answer within 0.2 s: is it running" in done.output
