@@ -23,7 +23,7 @@ from kv_connector.vllm.internals import (
 )
 from kv_connector.vllm.plugin import WEIGHTS
 from kv_connector.weights.block_fp8 import BlockFp8
-from kv_connector.weights.pusher import WeightPusher
+from kv_connector.weights.pusher import PushError, WeightPusher
 from kv_connector.weights.sources import TensorSource, module_source
 
 
@@ -58,7 +58,11 @@ class WriteImmTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
             data_host=info.data_host,
             apply=self._ready,
         )
-        self._pusher.connect()
+        try:
+            self._pusher.connect()
+        except BaseException:  # else what is left of this one would be in the way of the next
+            self.shutdown()
+            raise
 
     @classmethod
     def trainer_init(cls, init_info: WriteImmTrainerInitInfo, *, client: Any, source: Any = None) -> Self:
@@ -80,13 +84,18 @@ class WriteImmTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
         version = str(self._pushed)
         self._driven = None
         update = self._pusher.push(version)
+        problem: PushError | None = None
         try:
             update.wait("applied", self._timeout)
-        finally:
-            if self._driven is not None:
-                self._driven.result(self._timeout)  # what it raises says more
-        if self.is_sender:
-            self.client.finish_weight_update(version)
+        except PushError as error:
+            problem = error
+        if self._driven is not None:
+            self._driven.result(self._timeout)  # what it raises says more
+        if self.is_sender and (problem is None or self._driven is not None):
+            # Else vLLM would refuse to begin the next: this one's update is not over.
+            self.client.finish_weight_update(None if problem else version)
+        if problem is not None:
+            raise problem
 
     def _ready(self, version: str) -> None:
         """While rounds land that the engine has no room for beside its weights, it is in its update."""

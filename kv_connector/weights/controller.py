@@ -127,14 +127,15 @@ class Controller:
                 return Outcome(f"version {version} has not landed at {len(missing)} workers: {said}")
             began = time.monotonic()
             self._taking = version
-            torn = True
+            torn = False
             try:
                 await self._engine.pause()
+                torn = True  # until the workers say otherwise
                 problem, states = await self._update(version)
-                if not problem:
-                    await self._engine.label(version)
-                    self._served = version
                 torn = any(state.torn for state in states) or len({state.served for state in states}) > 1
+                if not problem:
+                    self._served = version
+                    await self._engine.label(version)
             finally:
                 self._taking = ""
                 if not torn:
@@ -235,7 +236,7 @@ class Controller:
             outcome = await self.apply(version)
         except Exception as error:
             logger.exception("weights: version %s", version)
-            outcome = Outcome(f"{type(error).__name__}: {error}", torn=True)
+            outcome = Outcome(f"{type(error).__name__}: {error}", torn=self._torn)
         if outcome.problem:
             logger.error(
                 "weights: version %s is not served%s: %s",

@@ -268,6 +268,8 @@ class Landing:
     def _join(self, now: float, source: Source, message: Join) -> list[Action]:
         if not self._digest or message.tensors != self._digest:
             return [Reply(source, Refused(NOT_DESCRIBED))]
+        if self._recording:  # which ends with another arena
+            return [Reply(source, Refused("the worker is busy with another checkpoint: ask again"))]
         actions: list[Action] = []
         if message.seeds and (refusal := self._not_seeded()):
             return [Reply(source, Refused(refusal))]

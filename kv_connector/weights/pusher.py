@@ -97,6 +97,10 @@ class _Worker:
         return (send for sends in self.rounds for send in sends)
 
 
+_News = tuple[_Worker, Link | None, Begun | None]
+"""Over that link a worker has begun a round, or is lost (None)."""
+
+
 @dataclass(eq=False)
 class _Engine:
     address: Address  # of its controller, or of its first worker
@@ -194,7 +198,7 @@ class WeightPusher:
         self._asked_for: Update | None = None
         self._ready: set[int] = set()
         self._applied: set[int] = set()
-        self._begun: queue.SimpleQueue[tuple[_Worker, Begun | None]] = queue.SimpleQueue()
+        self._begun: queue.SimpleQueue[_News] = queue.SimpleQueue()
         self._plan: Plan | None = None
         chosen = tuple(providers) or (("nvlink",) if source.device.type == "cuda" else ("host", "tcp"))
         self._engine = TransferEngine(
@@ -282,25 +286,31 @@ class WeightPusher:
         """Their workers, and what each of them loads."""
         try:
             return self._ask_geometries()
-        except (LinkError, OSError) as error:
+        except LinkError as error:
             return str(error)
+        except Exception as error:  # the other ranks wait for what this one says
+            logger.exception("%s: asking engines", self._name)
+            return f"{type(error).__name__}: {error}"
 
     def _ask_geometries(self) -> Engines:
         workers: list[list[tuple[str, int]]] = []
         asked: list[tuple[Link, Future[WeightMessage]]] = []
         describe = Describe(tuple(self._source.tensors()))
-        for engine in self._engines:
-            here = self._reach(engine)
-            workers.append([(worker.host, worker.port) for worker in here])
-            for address in workers[-1]:
-                link = self._links.dial(Address(*address))
-                asked.append((link, self._links.ask(link, describe)))
         geometries = []
-        for link, answer in asked:
-            described = self._links.wait(answer, link, RECORD_S)
-            assert isinstance(described, Described)
-            geometries.append(msgspec.msgpack.encode(described.geometry))
-            self._links.end(link, "it was only asked")
+        try:
+            for engine in self._engines:
+                here = self._reach(engine)
+                workers.append([(worker.host, worker.port) for worker in here])
+                for address in workers[-1]:
+                    link = self._links.dial(Address(*address))
+                    asked.append((link, self._links.ask(link, describe)))
+            for link, answer in asked:
+                described = self._links.wait(answer, link, RECORD_S)
+                assert isinstance(described, Described)
+                geometries.append(msgspec.msgpack.encode(described.geometry))
+        finally:
+            for link, _ in asked:
+                self._links.end(link, "it was only asked")
         return Engines(workers, geometries)
 
     def _reach(self, engine: _Engine) -> Sequence[WorkerAddress]:
@@ -397,9 +407,9 @@ class WeightPusher:
         self._writer.start()
         awaited = self._begin(version, update)
         while awaited:
-            for worker, begun in self._wait_for(awaited):
-                if worker not in awaited:
-                    continue  # it is lost
+            for worker, link, begun in self._wait_for(awaited):
+                if worker not in awaited or link is not worker.link:
+                    continue  # it is lost, or has been joined anew since
                 if begun is None:
                     del awaited[worker]
                     continue
@@ -439,14 +449,14 @@ class WeightPusher:
                         self._end(worker, str(error))
         return asked
 
-    def _wait_for(self, awaited: dict[_Worker, int]) -> list[tuple[_Worker, Begun | None]]:
-        """Blocks until somebody has begun a round, or is lost (None); all who have."""
+    def _wait_for(self, awaited: dict[_Worker, int]) -> list[_News]:
+        """Blocks until somebody has begun a round, or is lost; all who have."""
         try:
             heard = [self._begun.get(timeout=self._timeouts.orphan)]
         except queue.Empty:
             for worker in awaited:
                 self._end(worker, f"not begun within {self._timeouts.orphan:g} s")
-            return [(worker, None) for worker in awaited]
+            return [(worker, worker.link, None) for worker in awaited]
         while not self._begun.empty():
             heard.append(self._begun.get())
         # Not all ranks at the same receiver at once.
@@ -502,7 +512,7 @@ class WeightPusher:
         if isinstance(news, Begun):
             for worker in mine:
                 if worker.link is link:
-                    self._begun.put((worker, news))
+                    self._begun.put((worker, link, news))
             return
         reached = self._ready if isinstance(news, Ready) else self._applied
         reached |= {worker.number for worker in mine if worker.link is link}
@@ -537,5 +547,5 @@ class WeightPusher:
         for worker in self._workers():
             if worker.link is link:
                 self._writer.fence(worker.peer)
-                self._begun.put((worker, None))
+                self._begun.put((worker, link, None))
         self._apply_once()

@@ -70,6 +70,8 @@ def _replaced(values: Sequence[int], index: int, value: int) -> tuple[int, ...]:
 
 def laid_out(local: torch.Tensor, piece: Piece, order: Sequence[int]) -> torch.Tensor:
     """The piece of a shard, as a view in which row by row is the receiver's order."""
+    if not local.dim():
+        return local
     part = local
     for dimension, (start, extent) in enumerate(zip(piece.start, piece.extent, strict=True)):
         part = part.narrow(dimension, start, extent)

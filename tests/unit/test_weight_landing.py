@@ -429,6 +429,16 @@ def test_another_checkpoint_is_not_looked_at_while_the_arena_is_lent() -> None:
     assert replies(landing.receive(0, b"same", Describe(TENSORS))) == {b"same": Described(GEOMETRY)}
 
 
+def test_nobody_may_write_while_another_checkpoint_is_looked_at() -> None:
+    landing = described()
+    other = (Tensor("v", "float32", (4,)),)
+    assert landing.receive(0, b"other", Describe(other)) == [Record(other)]
+    refused = Refused("the worker is busy with another checkpoint: ask again")
+    joining = Join("run", 0, "trainer/0", digest(TENSORS), b"offer")
+    assert replies(landing.receive(0, b"late", joining)) == {b"late": refused}
+    assert landing.state().senders == 0
+
+
 def test_who_describe_the_same_checkpoint_are_answered_together() -> None:
     landing = Landing(DEAD)
     assert landing.receive(0, b"one", Describe(TENSORS)) == [Record(TENSORS)]

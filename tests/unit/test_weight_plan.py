@@ -7,12 +7,13 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_connector.weights.geometry import Geometry, Parameter, Tensor, Write
 from kv_connector.weights.plan import Box, Piece, PlanError, Shard, make_plan, runs
-from kv_connector.weights.staging import split
+from kv_connector.weights.staging import laid_out, split
 
 Shape = tuple[int, ...]
 
@@ -166,6 +167,10 @@ def test_rows_of_an_inner_part_are_laid_out_where_they_are_short() -> None:
     assert (long_enough.elements, long_enough.target.tolist()) == (4, [0, 4, 8])
     short = runs(piece, (8, 1), least=5)
     assert (short.packed, short.elements, short.target.tolist()) == (True, 12, [0])
+
+
+def test_a_tensor_without_dimensions_is_laid_out_as_it_is() -> None:
+    assert laid_out(torch.tensor(3.0), Piece(0, 0, (), (), 0, ()), ()).item() == 3
 
 
 def test_a_transposed_part_is_packed() -> None:

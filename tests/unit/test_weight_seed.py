@@ -23,6 +23,7 @@ from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timers import Timeouts
 from kv_connector.weights.links import Links
+from kv_connector.weights.messages import State
 from kv_connector.weights.pusher import PushError, WeightPusher
 from kv_connector.weights.seed import SeedError, seed, seed_at_start
 from kv_connector.weights.sources import TensorSource
@@ -348,6 +349,49 @@ def test_a_worker_ends_while_it_seeds(site: Site, gate: Gate, caplog: pytest.Log
         seeded.result(PATIENCE_S)
     until(lambda: not joiner.workers[0].state().senders)
     assert joiner.served == [""]
+
+
+# --- An engine that cannot pause
+
+
+def test_an_engine_that_does_not_pause_goes_on_as_it_was(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = site.engine(2)
+    pushed("v1", 1, engine)
+
+    async def pause() -> None:
+        engine.model.paused = True
+        raise RuntimeError("the prefix cache is in use")
+
+    monkeypatch.setattr(engine.model, "pause", pause)
+    with trainer(2, engine) as pusher, pytest.raises(PushError, match="the prefix cache is in use"):
+        pusher.push("v2").wait("applied", PATIENCE_S)
+    assert engine.model.serves(1)
+    told = json.loads(run("status", "--json", "--engine", str(engine.address)).output)
+    assert told[str(engine.address)]["torn"] is False
+    monkeypatch.undo()
+    pushed("v3", 3, engine)
+    assert engine.model.serves(3)
+
+
+def test_a_worker_that_does_not_answer_before_the_pause_tears_nothing(
+    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = site.engine(1)
+    pushed("v1", 1, engine)
+
+    async def nobody() -> list[State]:
+        raise TimeoutError
+
+    with trainer(2, engine) as pusher:
+        monkeypatch.setattr(engine._controller, "_states", nobody)
+        with pytest.raises(PushError, match="TimeoutError"):
+            pusher.push("v2").wait("applied", PATIENCE_S)
+        monkeypatch.undo()
+        told = json.loads(run("status", "--json", "--engine", str(engine.address)).output)
+        assert told[str(engine.address)]["torn"] is False
+    assert engine.model.serves(1)
+    (said,) = [one for one in caplog.messages if "version v2 is not served" in one]
+    assert "stays paused" not in said
 
 
 # --- By the command, and at the start

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import zmq
 from agent_setup import until
 from weight_engines import Gate
 from weight_trainer import DEAD_S, SIZES, Trainer, drawn
 
 from kv_connector.control.cluster_key import ClusterKey
+from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timers import Timeouts
 from kv_connector.weights.geometry import Constant, Geometry, Parameter, Tensor, Write
@@ -338,6 +340,46 @@ def test_a_trainer_that_leaves_between_two_rounds_is_told_of() -> None:
     finally:
         rounds.shutdown()
         engine.close()
+
+
+def test_a_worker_that_is_lost_and_joined_anew_before_a_version_begins_gets_it(
+    engines: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the version's sources are made ready."""
+    with WeightPusher(TensorSource(drawn(5)), [engines[0].address], apply=lambda _: None) as pusher:
+        pusher.connect()
+        start = pusher._writer.start
+
+        def blip() -> None:
+            pusher._end(next(pusher._workers()), "a blip")
+            start()
+
+        monkeypatch.setattr(pusher._writer, "start", blip)
+        pusher.push("1")
+        until(lambda: all(worker.state().landed == "1" for worker in engines[0].workers))
+        engines[0].assert_has("1", 5)
+
+
+def test_asking_engines_of_which_one_is_not_there_leaves_no_links(engines: list[Engine]) -> None:
+    names = [engines[0].address, f"127.0.0.1:{free_ports(1)[0]}"]
+    with WeightPusher(TensorSource(drawn(5)), names, timeouts=Timeouts(connect=0.2)) as pusher:
+        for _ in range(3):
+            with pytest.raises(PushError, match="no answer within 0"):
+                pusher.connect()
+        assert len(pusher._links._links) == 1, "to the engine that is there"
+
+
+def test_what_nobody_expects_of_rank_0_is_told_to_the_other_ranks(
+    engines: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which would wait for ever for what it has found out."""
+
+    def exhausted(*_: object) -> None:
+        raise zmq.ZMQError(24)
+
+    with WeightPusher(TensorSource(drawn(5)), [engines[0].address]) as pusher:
+        monkeypatch.setattr(pusher._links, "dial", exhausted)
+        assert "ZMQError: Too many open files" in str(pusher._ask_engines())
 
 
 def test_an_error_of_the_trainer_is_what_engines_are_told(engines: list[Engine]) -> None:

@@ -1,0 +1,74 @@
+"""The trainer in vLLM's own terms, with a client that is as strict as vLLM's worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from agent_setup import until
+from weight_engines import Engine, drawn
+
+from kv_connector.vllm.weights_trainer import WriteImmTrainerEngine, WriteImmTrainerInitInfo
+from kv_connector.weights.pusher import PushError
+from kv_connector.weights.sources import TensorSource
+
+
+class Client:
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._updates = False
+        self.finished: list[str | None] = []
+
+    def start_weight_update(self) -> None:
+        assert not self._updates, "a weight update is already active"
+        self._updates = True
+
+    def update_weights(self, info: dict[str, Any]) -> None:
+        assert self._updates
+        self._engine.model._apply(0, info["version"])
+
+    def finish_weight_update(self, version: str | None = None) -> None:
+        assert self._updates
+        self._updates = False
+        self.finished.append(version)
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    engine = Engine()
+    yield engine
+    engine.close()
+
+
+def info(engine: Engine) -> WriteImmTrainerInitInfo:
+    return WriteImmTrainerInitInfo([str(engine.workers[0]._address)], rank=0, providers=("tcp",), timeout=2)
+
+
+def test_a_version_that_is_not_applied_is_not_in_the_way_of_the_next(engine: Engine) -> None:
+    client = Client(engine)
+    trainer = WriteImmTrainerEngine.trainer_init(info(engine), client=client, source=TensorSource(drawn(1)))
+    engine.model.broken = "no such tensor"
+    with pytest.raises(PushError, match="not applied within 2 s"):  # its log says why
+        trainer.send_weights()
+    engine.model.broken = ""
+    trainer.send_weights()
+    trainer.shutdown()
+    assert client.finished == [None, "2"]
+    assert engine.model.serves(1)
+
+
+def test_one_that_does_not_connect_leaves_nothing_behind(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[object] = []
+    with monkeypatch.context() as patch:
+        shut = WriteImmTrainerEngine.shutdown
+        patch.setattr(WriteImmTrainerEngine, "shutdown", lambda self: closed.append(shut(self)))
+        patch.setattr("kv_connector.weights.pusher.make_plan", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            WriteImmTrainerEngine.trainer_init(
+                info(engine), client=Client(engine), source=TensorSource(drawn(1))
+            )
+    assert closed == [None]
+    until(lambda: not engine.workers[0].state().senders)
