@@ -95,7 +95,6 @@ bool DomainGroup::published(const LocalMemory& memory) const {
 
 bool DomainGroup::withdraw_step(LocalMemory& memory) {
   memory.live.store(false, std::memory_order_relaxed);
-  memory.withdrawn.resize(memory.registrations.size(), false);
   if (memory.batches_in_flight > 0) return false;
   bool all = true;
   for (Lane& lane : shared_.lanes.all()) {

@@ -31,7 +31,7 @@ class DomainThread final : private PollLoop::Work {
   Result<OpenedDomain> open(const DomainFactory& factory, const DomainConfig& config, ControlQueue& control);
 
   // Any thread.
-  void wake() noexcept { loop_.wake(); }
+  void nudge() noexcept { loop_.nudge(); }
 
  private:
   struct Task {

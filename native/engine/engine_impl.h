@@ -43,8 +43,8 @@ class TransferEngine::Impl {
       : config(std::move(engine_config)),
         waker(std::move(shared_waker)),
         control([this] {
-          waker->wake();
-          for (const auto& thread : domain_threads) thread->wake();
+          waker->nudge();
+          for (const auto& thread : domain_threads) thread->nudge();
         }),
         offers(config, lanes),
         group({lanes, peers, transfers, regions, remote_regions, counters, events, messages, stats, control,

@@ -38,6 +38,7 @@ const Lane* Lanes::find(std::string_view provider) const noexcept {
 Result<std::shared_ptr<LocalMemory>> Lanes::register_memory(const MemoryRange& range, bool allow_fallback) {
   auto memory = std::make_shared<LocalMemory>(range);
   memory->registrations.resize(domains());
+  memory->withdrawn.resize(domains(), false);
   std::optional<Error> first;
   bool any = false;
   for (Lane& lane : lanes_) {

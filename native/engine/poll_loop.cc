@@ -55,7 +55,7 @@ void PollLoop::run(Work& work, std::chrono::microseconds spin) {
       continue;
     }
     waker_->announce_sleep();
-    if (!stopping_.load(std::memory_order_seq_cst) && work.prepare_sleep()) {
+    if (!stopping_.load(std::memory_order_seq_cst) && !waker_->take_nudge() && work.prepare_sleep()) {
       const std::optional<std::chrono::milliseconds> longest = work.longest_sleep();
       // One descriptor is enough to know: everything is looked at in the next turn. EINTR is a wake-up like another.
       epoll_event event;

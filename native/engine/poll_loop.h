@@ -46,6 +46,7 @@ class PollLoop {
   // Any thread.
   void stop();
   void wake() noexcept { waker_->wake(); }
+  void nudge() noexcept { waker_->nudge(); }
 
  private:
   const std::shared_ptr<Waker> waker_;

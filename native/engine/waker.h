@@ -26,6 +26,14 @@ class Waker {
     if (sleeping_.load(std::memory_order_seq_cst) && sleeping_.exchange(false, std::memory_order_seq_cst)) signal();
   }
 
+  // Any thread; never blocks. As wake(), of what the worker does not look for before it sleeps: it takes a turn more.
+  void nudge() noexcept {
+    nudged_.store(true, std::memory_order_seq_cst);
+    wake();
+  }
+
+  // The worker only. Not to be slept through, once the sleep is announced, where it is true.
+  bool take_nudge() noexcept { return nudged_.exchange(false, std::memory_order_seq_cst); }
   // The worker only.
   void announce_sleep() noexcept { sleeping_.store(true, std::memory_order_seq_cst); }
   // Back at work: takes the announcement back and empties the descriptor.
@@ -36,6 +44,7 @@ class Waker {
   void signal() noexcept;
 
   alignas(64) std::atomic<bool> sleeping_{false};  // read by every submission: its own cache line
+  std::atomic<bool> nudged_{false};
   const UniqueFd fd_;
 };
 

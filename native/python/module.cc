@@ -92,9 +92,9 @@ PYBIND11_MODULE(_native, module) {
   py::class_<CompletionWord, std::shared_ptr<CompletionWord>>(module, "_CompletionWord");
   py::class_<Word, CompletionWord, std::shared_ptr<Word>>(module, "CompletionWord", py::is_final())
       .def(py::init([](int device, bool on_gpu, bool remote_writes) {
-             const py::gil_scoped_release release;
-             const Word::Place place = on_gpu ? Word::Place::kGpu : Word::Place::kHost;
-             return std::shared_ptr<Word>(unwrap(Word::create(device, place, remote_writes)));
+             auto made = without_gil(
+                 [&] { return Word::create(device, on_gpu ? Word::Place::kGpu : Word::Place::kHost, remote_writes); });
+             return std::shared_ptr<Word>(unwrap(std::move(made)));
            }),
            py::arg("device"), py::arg("on_gpu") = false, py::arg("remote_writes") = true)
       .def(

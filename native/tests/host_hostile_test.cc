@@ -1,6 +1,7 @@
 // The host provider against bytes and words that no peer in its senses writes, strangers, and floods.
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 
 #include <set>
 
@@ -58,6 +59,24 @@ TEST(Host, AWrongSecretCostsOnlyItsSender) {
   run_until(pair.both(), [&] { return pair.b.record().down.size() == 3; }, "the third refusal");
   post(pair.b, kLinkOfB + 1, pair.a.rkey, {.work = 2});
   run_until(pair.both(), [&] { return pair.a.record().counted == 1; }, "the good link");
+}
+
+TEST(Host, WithoutDescriptorsTheListenerRests) {
+  Pair pair;
+  const Bytes answer = pair.b.domain->accept(kLinkOfB, pair.a.domain->offer(kLinkOfA).value()).value();
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+  rlimit none = before;
+  none.rlim_cur = 0;
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &none), 0);
+  pair.a.domain->connector().serve();
+  // poll(2) itself fails beyond the limit, so look after it is lifted again.
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
+  pollfd fd{pair.a.domain->connector().fd(), POLLIN, 0};
+  EXPECT_EQ(::poll(&fd, 1, 0), 0) << "the control thread would spin on a connection that it cannot accept";
+  ASSERT_TRUE(pair.a.domain->complete(kLinkOfA, answer).ok());
+  post(pair.b, kLinkOfB, pair.a.rkey, {.work = 1});
+  run_until(pair.both(), [&] { return pair.a.record().counted == 1; }, "the write");
 }
 
 TEST(Host, AnAnswerWithoutAConnectionCompletesNothing) {

@@ -3,6 +3,12 @@
 #include <gtest/gtest.h>
 #include <poll.h>
 
+#include <atomic>
+#include <chrono>
+#include <thread>
+
+#include "engine/poll_loop.h"
+
 namespace kvc {
 namespace {
 
@@ -31,6 +37,42 @@ TEST(Waker, ALateSignalDoesNotOutliveTheNextSleep) {
   waker->announce_sleep();
   waker->awake();
   EXPECT_FALSE(readable(*waker));
+}
+
+// Its work is done by another thread, which says so between the last look for it and the announcement of the sleep.
+class LateNews : public PollLoop::Work {
+ public:
+  LateNews(PollLoop& loop, Waker& waker) : loop_(loop), waker_(waker) {}
+
+  bool turn() override {
+    if (!done_.exchange(true)) {
+      waker_.nudge();
+      return false;
+    }
+    loop_.stop();
+    seen = true;
+    return true;
+  }
+  bool prepare_sleep() override { return true; }
+  std::optional<std::chrono::milliseconds> longest_sleep() const override { return std::chrono::seconds(5); }
+
+  std::atomic<bool> seen = false;
+
+ private:
+  PollLoop& loop_;
+  Waker& waker_;
+  std::atomic<bool> done_ = false;
+};
+
+TEST(Waker, ANudgeJustBeforeTheSleepIsNotSleptThrough) {
+  const auto waker = Waker::create().value();
+  PollLoop loop(waker);
+  ASSERT_TRUE(loop.open("test", -1));
+  LateNews work(loop, *waker);
+  const auto began = std::chrono::steady_clock::now();
+  loop.run(work, std::chrono::microseconds(0));
+  EXPECT_TRUE(work.seen);
+  EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(4)) << "it slept";
 }
 
 }  // namespace

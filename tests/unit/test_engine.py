@@ -20,7 +20,7 @@ from kv_connector.engine import (
     Pages,
     TransferError,
 )
-from kv_connector.engine.transfer_engine import SharedMemory, TransferEngine, providers
+from kv_connector.engine.transfer_engine import CompletionWord, SharedMemory, TransferEngine, providers
 
 LIMIT = 30.0
 
@@ -37,6 +37,11 @@ def loopback(engine: TransferEngine, memory: SharedMemory) -> tuple[int, int, in
     offer = engine.offer("itself")
     engine.complete(offer.peer, engine.accept("itself", offer.data).data)
     return offer.peer, region, engine.import_region(offer.peer, engine.region_descriptor(region))
+
+
+def test_a_completion_word_on_no_gpu_is_an_error() -> None:
+    with pytest.raises(TransferError):
+        CompletionWord(1_000_000)
 
 
 def test_providers_are_listed_fastest_first_with_a_reason_where_unusable() -> None:

@@ -193,7 +193,10 @@ void Endpoint::close() {
     buffers_memory_.reset();
   }
   if (endpoint_ != nullptr && device_->leaves_half_open()) hang_up();
-  if (endpoint_ != nullptr && !device_->close(endpoint_->fid)) return;
+  if (endpoint_ != nullptr && !device_->close(endpoint_->fid)) {
+    busy_.store(true, std::memory_order_release);
+    return;
+  }
   // NOLINTNEXTLINE(bugprone-unused-return-value): it was closed above
   static_cast<void>(endpoint_.release());
   closed_.store(true, std::memory_order_release);

@@ -65,8 +65,10 @@ class Endpoint final : public LinkEnd {
 
   // Once closed(), nothing lands any more and nothing is read from our memory; what landed before is in the queue, which
   // stays until this object ends. Memory that is bound has to be closed first. May block. Any thread: if another is about
-  // it, waits for that.
+  // it, waits for that. A provider may be busy with it for too long: then it is not closed, and has to be closed again.
   void close();
+  // Whether close() has failed so since the last call.
+  bool take_busy() noexcept { return busy_.exchange(false, std::memory_order_acq_rel); }
 
   // --- Any thread.
 
@@ -120,6 +122,7 @@ class Endpoint final : public LinkEnd {
   // Before what must be closed after the endpoint.
   std::mutex closing_;
   std::atomic<bool> closed_ = false;
+  std::atomic<bool> busy_ = false;
   int fd_ = -1;
 
   std::vector<std::byte> buffers_;

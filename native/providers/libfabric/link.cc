@@ -384,7 +384,11 @@ bool Link::fence() {
       shared_.control.run(memories_.end());
       return false;
     case State::kClosing:
-      if (!endpoint_->closed() || read_completions()) return false;
+      if (!endpoint_->closed()) {
+        if (endpoint_->take_busy()) shared_.control.run([endpoint = endpoint_] { endpoint->close(); });
+        return false;
+      }
+      if (read_completions()) return false;
       end_posted();
   }
   return true;

@@ -81,7 +81,11 @@ void Rendezvous::let_in(int dials) {
   for (; dials > 0; --dials) {
     UniqueFd socket(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!socket && (errno == EINTR || errno == ECONNABORTED)) continue;
-    if (!socket) return;
+    if (!socket) {
+      // Who waits would end every sleep. Until the next admit(), which looks by itself.
+      if (errno == EMFILE || errno == ENFILE) unwatch(listener_.get());
+      return;
+    }
     const Result<PeerProcess> peer = peer_process(socket.get());
     if (!peer || peer.value().uid != geteuid()) continue;
     PeerSocket stranger{std::move(socket), peer.value().pid};
@@ -131,6 +135,7 @@ Result<std::unique_ptr<Connection>> Rendezvous::admit(LinkId link) {
   if (found == invited_.end()) return lane_.error(ErrorCode::kInvalidArgument, "complete", "no such offer");
   if (found->second.connection == nullptr) {
     // It is among those whom the kernel keeps for us, or was let in before it said hello.
+    watch(listener_.get());  // which may have been left alone
     let_in(kMaxDials);
     for (PeerSocket& stranger : std::exchange(strangers_, {})) {
       if (!hear(stranger)) strangers_.push_back(std::move(stranger));
