@@ -12,6 +12,7 @@ import msgspec
 
 from kv_connector.router.completion import Body, Completion
 from kv_connector.router.events import END, data_of
+from kv_connector.router.failure import UNREADABLE
 
 CHAT = "/v1/chat/completions"
 # Where answers are text alone: their first token may come from P, and they may move.
@@ -134,7 +135,7 @@ def only_text(completion: Completion) -> bool:
             if isinstance(message.content, list)
             for part in message.content
         ]
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         return False
     return all(isinstance(part, str) or part.type in ("text", "input_text", "refusal") for part in parts)
 
@@ -190,7 +191,7 @@ class Tail:
             return b""
         try:
             said = msgspec.json.decode(data_of(event), type=dict[str, Any])
-        except msgspec.MsgspecError:
+        except UNREADABLE:
             return event + END  # [DONE]
         if not isinstance(choices := said.get("choices"), list):
             return event + END  # an error

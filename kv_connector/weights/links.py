@@ -114,8 +114,8 @@ class Links:
         with suppress(CancelledError):
             self.loop.call(end_all).result()
 
-    def close(self, reason: str = "it is through") -> None:
-        self.end_all(reason)
+    def close(self) -> None:
+        self.end_all("it is through")
         self.loop.stop()
 
     # --- The loop's

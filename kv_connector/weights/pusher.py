@@ -207,19 +207,18 @@ class WeightPusher:
         self._writer = Writer(self._engine, source, staging_bytes)
         self._links = Links(key, self._timeouts, self._heard, self._lost)
 
-    def close(self, reason: str = "it is through") -> None:
-        """What is under way is dropped by the engines, which tell the other ranks the reason."""
-        self._links.close(reason)
+    def close(self) -> None:
+        """What is under way is dropped by the engines."""
+        self._links.close()
         self._engine.close()
 
     def __enter__(self) -> WeightPusher:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is None:
-            self.close()
-        else:
-            self.close(str(error) or type(error).__name__)
+        if error is not None:
+            self._links.end_all(str(error) or type(error).__name__)  # which engines tell the other ranks
+        self.close()
 
     # --- Connecting
 
