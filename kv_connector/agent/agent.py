@@ -311,20 +311,22 @@ class Agent:
 
         self._submit(command)
 
-    def begin_launch(self, pages: Iterable[GroupPages]) -> bool:
-        """A step that computes these pages is about to be launched by this thread; before its computed().
-        Returns whether some may leave before the step's end, and its single layers are to be signalled.
+    def begin_launch(self) -> None:
+        """A step that computes prompts is about to be prepared and launched by this thread.
 
         A GPU waits for launches where a prompt is short, or has just begun, and Python runs one thread at a
         time: on lanes where pages wait for a prompt's end anyway, what comes meanwhile is looked at behind
         end_launch()."""
-        gathered = self._effects.gathered
-        if not gathered:
-            return True
-        self._hold_until = time.monotonic() + _HOLD_OFF_S
-        self._launched.clear()
+        if self._effects.gathered:
+            self._hold_until = time.monotonic() + _HOLD_OFF_S
+            self._launched.clear()
+
+    def leaves_by_layer(self, pages: Iterable[GroupPages]) -> bool:
+        """Whether some of these, of one step, may leave before its end, and its single layers are to be
+        signalled; before their computed()."""
         blocks = zip(pages, itertools.cycle(self._block_bytes))
-        return sum(len(group.blocks) * nbytes for group, nbytes in blocks) > gathered
+        most = self._effects.gathered
+        return not most or sum(len(group.blocks) * nbytes for group, nbytes in blocks) > most
 
     def end_launch(self) -> None:
         """The step is launched."""
@@ -334,6 +336,7 @@ class Agent:
         """The requests lose their blocks. On return nothing reads these any more; BLOCKS, about
         ``timeouts.drain`` at most while the transfer engine's worker runs. Pages that were not pushed are
         forgotten until computed() names them again."""
+        self._launched.set()  # the engine waits
         future: Future[list[_Draining]] = Future()
         self._ask(lambda now: self._preempt(now, transfer_ids, future), future)
         draining = self._insist(future, "preemption")

@@ -77,16 +77,18 @@ class WorkerSide:
         self._void: set[str] = set()
 
     def handle_preemptions(self, metadata: StepMetadata) -> None:
-        """Before the step's forward may write into the preempted requests' blocks. Blocks until nothing reads
-        them.
-        """
+        """Before the step may write into the preempted requests' blocks. Blocks until nothing reads them.
+
+        It is a step's first hook: the step's inputs are prepared between it and the next."""
         if metadata.preempted:
             self.agent.preempt(metadata.preempted)
+        if metadata.new_pages:
+            self.agent.begin_launch()
 
     def begin_step(self, metadata: StepMetadata) -> None:
         self.agent.note_step()
         new = [group for pages in metadata.new_pages for group in pages.groups]
-        by_layer = bool(new) and self.agent.begin_launch(new)
+        by_layer = bool(new) and self.agent.leaves_by_layer(new)
         if self._spans is not None:
             self._spans.remember(metadata.contexts)
         self._books.execute(map(self._cleared, metadata.commands))

@@ -38,8 +38,10 @@ class RecordingAgent:
     def note_step(self) -> None:
         self.steps += 1
 
-    def begin_launch(self, pages: Iterable[GroupPages]) -> bool:
+    def begin_launch(self) -> None:
         self.held = len(self.calls)
+
+    def leaves_by_layer(self, pages: Iterable[GroupPages]) -> bool:
         return self.by_layer
 
     def end_launch(self) -> None:

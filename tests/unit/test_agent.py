@@ -8,6 +8,7 @@ import logging
 import random
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -241,8 +242,9 @@ def test_nothing_is_looked_at_while_a_step_is_launched_whose_pages_wait_anyway(
     prefill, decode = pair
     transfer(prefill, decode, "met")
     few, many = [(GroupPages(0, tuple(range(pages))),) for pages in (4, 5)]
-    assert prefill.agent.begin_launch(few) is not bursts
-    assert prefill.agent.begin_launch(many), "in two layers more than wait"
+    assert prefill.agent.leaves_by_layer(few) is not bursts
+    assert prefill.agent.leaves_by_layer(many), "in two layers more than wait"
+    prefill.agent.begin_launch()
     if bursts:
         prefill.expect()
         assert not prefill.agent.catch_up(0.1)
@@ -254,8 +256,22 @@ def test_nothing_is_looked_at_while_a_step_is_launched_whose_pages_wait_anyway(
     until(lambda: bool(prefill.agent.take_reserved()))
     if bursts:
         monkeypatch.setattr("kv_connector.agent.agent._HOLD_OFF_S", 0.01)
-        prefill.agent.begin_launch(few)
+        prefill.agent.begin_launch()
         assert prefill.agent.catch_up(PATIENCE), "a step that failed"
+
+
+def test_a_preemption_does_not_wait_for_the_end_of_a_launch(
+    pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's model runner V2 tells of a step's preemptions twice: at its begin, and when it is prepared."""
+    monkeypatch.setattr("kv_connector.agent.agent._HOLD_OFF_S", 2 * PATIENCE)
+    monkeypatch.setattr("kv_connector.agent.effects.BURSTS", {"sim": Bursts(8 * PAGE, 8 * PAGE)})
+    prefill, decode = pair
+    transfer(prefill, decode, "met")
+    prefill.agent.begin_launch()
+    before = time.monotonic()
+    prefill.agent.preempt(["t"])
+    assert time.monotonic() - before < PATIENCE
 
 
 def test_a_token_that_d_waits_for_is_told_while_another_prompts_step_is_launched(
@@ -269,7 +285,7 @@ def test_a_token_that_d_waits_for_is_told_while_another_prompts_step_is_launched
     until(lambda: bool(prefill.agent.take_reserved()))
     prefill.compute(SOURCE)
     assert prefill.agent.catch_up(PATIENCE)
-    assert not prefill.agent.begin_launch([GroupPages(0, (7,))])
+    prefill.agent.begin_launch()
     prefill.agent.finished("t", ok=True, sampled=7)
     assert prefill.agent.catch_up(PATIENCE / 2)
     decode.wait(received=["d-t"])
@@ -299,8 +315,7 @@ def test_single_layers_are_signalled_as_soon_as_a_peer_wants_them(
     for number, bursts in enumerate((Bursts(8 * PAGE, 8 * PAGE), None, Bursts(8 * PAGE, 8 * PAGE))):
         monkeypatch.setattr("kv_connector.agent.effects.BURSTS", {"sim": bursts} if bursts else {})
         transfer(prefill, sim.side(Role.DECODE, f"decode {number}"), f"t{number}")
-        assert prefill.agent.begin_launch([GroupPages(0, (1,))]) == (number > 0)
-        prefill.agent.end_launch()
+        assert prefill.agent.leaves_by_layer([GroupPages(0, (1,))]) == (number > 0)
 
 
 def test_what_a_step_computes_is_counted_in_all_groups(sim: Stage) -> None:
@@ -308,8 +323,8 @@ def test_what_a_step_computes_is_counted_in_all_groups(sim: Stage) -> None:
     agent = sim.side(Role.PREFILL, pages=layout((2, 1))).agent
     agent._effects.gathered = 5 * PAGE
     some, none = GroupPages(0, (1,)), GroupPages(0, ())
-    assert not agent.begin_launch([some, some, some, none])
-    assert agent.begin_launch([some, some, some, some])
+    assert not agent.leaves_by_layer([some, some, some, none])
+    assert agent.leaves_by_layer([some, some, some, some])
 
 
 def test_pages_that_are_computed_already_wait_for_no_signal(every_lane: Stage) -> None:

@@ -124,14 +124,17 @@ def test_single_layers_are_not_signalled_where_their_pages_wait_anyway(
 def test_the_agent_holds_off_while_a_prompts_step_is_launched(
     agent: RecordingAgent, worker: WorkerSide
 ) -> None:
-    worker.begin_step(StepMetadata(commands=(EXPECT,), new_pages=(NewPages("t", PAGES, last=True),)))
-    assert agent.held == 0, "before it hears of anything"
+    prompts = StepMetadata(commands=(EXPECT,), new_pages=(NewPages("t", PAGES, last=True),))
+    worker.handle_preemptions(prompts)
+    assert agent.held == 0, "while its inputs are prepared, and before it hears of anything"
+    worker.begin_step(prompts)
+    assert agent.held == 0
     for name in LAYERS:
         worker.layer_computed(name)
     assert agent.held == 0
     worker.end_step()
     assert agent.held is None
-    worker.begin_step(StepMetadata(commands=(EXPECT,)))
+    worker.handle_preemptions(StepMetadata(commands=(EXPECT,)))
     assert agent.held is None, "nobody's pages are computed"
 
 
