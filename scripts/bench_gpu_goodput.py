@@ -202,7 +202,7 @@ def systems(plan: argparse.Namespace, machine: Machine, model: Path) -> list[Sys
         registrations = {name: f"{HOST}:{next(ports)}" for name in wanted}
         engines = []
         steps = ["--long-prefill-token-threshold", str(plan.decode_tokens)]
-        steps += ["--max-num-batched-tokens", str(2 * plan.decode_tokens)]
+        steps += ["--max-num-batched-tokens", str(4 * plan.decode_tokens)]
         for role, gpu in sides:
             port, control = next(ports), next(ports)
             transfer = ours(role, control, machine.provider, f"http://{HOST}:{port}", 0)
@@ -399,7 +399,7 @@ def main() -> None:
         "--decode-tokens",
         type=int,
         default=256,
-        help="of a prompt in a step of our D, which takes twice as many",
+        help="of a prompt in a step of our D, which takes four times as many",
     )
     parser.add_argument("--plain-tokens", type=int, default=None, help="of a plain engine's; default: vLLM's")
     parser.add_argument("--engine", default="", metavar="ARGUMENTS", help="more arguments for every engine")

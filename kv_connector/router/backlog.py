@@ -54,19 +54,19 @@ class Backlog:
         self._prune()
         return sum(work.tokens + work.cached for work in self._queue)
 
-    def left(self) -> tuple[float, int]:
-        """Seconds until all of it is computed; and its tokens, all that the oldest prompt had
-        at its beginning."""
-        if not self._queue:
-            return 0.0, 0
+    def left(self) -> float:
+        """Seconds until all of it is computed."""
         self._prune()
-        seconds, tokens = 0.0, 0
-        for work in self._queue:
-            if not tokens:
-                seconds -= min(self._clock() - self._began, work.seconds)
-            seconds += work.seconds
-            tokens += work.tokens
-        return seconds, tokens
+        if not self._queue:
+            return 0.0
+        oldest = next(iter(self._queue))
+        done = min(self._clock() - self._began, oldest.seconds)
+        return sum(work.seconds for work in self._queue) - done
+
+    def in_a_step(self, chunk: int) -> int:
+        """Tokens of all prompts together in a step that takes at most so many of each."""
+        self._prune()
+        return sum(min(work.tokens, chunk) for work in self._queue)
 
     def _prune(self) -> None:
         """Takes out what is over by now though nobody says so."""

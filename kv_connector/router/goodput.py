@@ -3,8 +3,9 @@ and the time between tokens (DistServe, arXiv 2401.09670).
 
 A prompt is computed where its first token comes soonest: by one of the prefill engines, or by a decode engine
 in chunks, as long as no step with a chunk keeps the streams there waiting for longer than the objective
-between tokens. Where a prefill engine would be sooner and yet too late, a decode engine computes the prompt:
-what is late anyway does not make those behind it late, too.
+between tokens, and each step has tokens left for streams that come. Where a prefill engine would be sooner
+and yet too late, a decode engine computes the prompt: what is late anyway does not make those behind it late,
+too.
 
 What it goes by: how many tokens the prompt has and how many of them each engine has cached (prompt.py,
 prefix_cache.py), what each engine has still to compute (backlog.py, and for other routers' prompts what the
@@ -119,7 +120,7 @@ class Goodput:
         cost, cached = workload.cost or typical, _cached(workload, prompt, tokens)
         chunk = tokens if workload.load is None else workload.load.prompt_tokens
         computing = cost.seconds(tokens - cached, cached, chunk)
-        return _Forecast(engine, tokens - cached, cached, computing, workload.wait(cost)[0] + computing, 0.0)
+        return _Forecast(engine, tokens - cached, cached, computing, workload.wait(cost) + computing, 0.0)
 
     def _decode(self, engine: Member, typical: Cost, prompt: Prompt, tokens: int) -> _Forecast:
         workload, load = engine.workload, engine.workload.load
@@ -130,17 +131,23 @@ class Goodput:
         streams = max(engine.outstanding, load.running)
         room = max(1, load.step_tokens - streams)
         rest = tokens - cached
-        wait, waiting = workload.wait(cost)
+        seconds = workload.wait(cost)
         # A decode engine's own cost has its streams in it; one that is borrowed has not.
         decoding = (load.decode_ns or 0) * 1e-9
         slower = 0.0 if workload.cost else max(0.0, decoding - cost.step)
         chunk = min(room, load.prompt_tokens)
         steps = -(-rest // chunk)
         computing = max(cost.seconds(rest, cached, chunk) + steps * slower, steps * decoding)
+        seconds += computing
         # What is believed to be cached need not be: the objective is kept if it is not.
-        together = min(room, (chunk if cached else min(rest, chunk)) + waiting)
-        step = max(decoding, slower + cost.step + together * (cost.token + tokens * cost.pair))
-        return _Forecast(engine, rest, cached, computing, wait + computing, step if streams else 0.0)
+        together = (chunk if cached else min(rest, chunk)) + workload.in_a_step(cost, chunk)
+        step = max(decoding, slower + cost.step + min(room, together) * (cost.token + tokens * cost.pair))
+        between = step if streams else 0.0
+        if together >= room:
+            # vLLM gives a step's tokens in the order in which requests came: a stream whose pages come behind
+            # prompts that leave none has its next token when they are computed.
+            between = max(between, seconds)
+        return _Forecast(engine, rest, cached, computing, seconds, between)
 
     def _workload(self, side: Side, endpoint: Endpoint | None) -> Workload | None:
         return None if endpoint is None else self._pools[side].workload(endpoint)

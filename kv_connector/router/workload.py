@@ -50,12 +50,16 @@ class Workload:
         self._others = 0 if load is None else max(0, load.waiting - self.backlog.tokens)
         self._said_at = self._clock()
 
-    def wait(self, cost: Cost) -> tuple[float, int]:
-        """Until it has computed what it has, in seconds, if that costs so much; and its tokens."""
-        seconds, tokens = self.backlog.left()
-        if self._others:
-            # Other routers' prompts, which it goes on with meanwhile.
-            passed = self._clock() - self._said_at
-            seconds += max(0.0, self._others * cost.token - passed)
-            tokens += max(0, self._others - int(passed / max(cost.token, 1e-9)))
-        return seconds, tokens
+    def wait(self, cost: Cost) -> float:
+        """Until it has computed what it has, in seconds, if that costs so much."""
+        return self.backlog.left() + self._others_left(cost)
+
+    def in_a_step(self, cost: Cost, chunk: int) -> int:
+        """Tokens of its prompts in a step that takes at most ``chunk`` of each; of other routers' all, as it
+        is not known how many prompts they are."""
+        others = round(self._others_left(cost) / cost.token) if cost.token else self._others
+        return self.backlog.in_a_step(chunk) + others
+
+    def _others_left(self, cost: Cost) -> float:
+        """Seconds of other routers' prompts, which it goes on with meanwhile."""
+        return max(0.0, self._others * cost.token - (self._clock() - self._said_at))

@@ -30,21 +30,21 @@ def backlog(clock: Clock) -> Backlog:
 
 
 def test_prompts_are_computed_one_after_the_other(backlog: Backlog, clock: Clock) -> None:
-    assert backlog.left()[0] == 0.0
+    assert backlog.left() == 0.0
     first, second = Work(1000, 2.0), Work(500, 1.0)
     backlog.add(first)
     clock.now += 0.5
     backlog.add(second)
-    assert backlog.left()[0] == pytest.approx(2.5)
+    assert backlog.left() == pytest.approx(2.5)
     assert backlog.tokens == 1500
     clock.now += 1.0
     backlog.remove(first)
-    assert backlog.left()[0] == pytest.approx(1.0), "the second is begun when the first has ended"
+    assert backlog.left() == pytest.approx(1.0), "the second is begun when the first has ended"
     clock.now += 0.25
-    assert backlog.left()[0] == pytest.approx(0.75)
+    assert backlog.left() == pytest.approx(0.75)
     backlog.remove(second)
     backlog.remove(second)
-    assert (backlog.left()[0], backlog.tokens) == (0.0, 0)
+    assert (backlog.left(), backlog.tokens) == (0.0, 0)
 
 
 def test_one_that_takes_longer_than_forecast_does_not_shorten_the_others(
@@ -54,7 +54,7 @@ def test_one_that_takes_longer_than_forecast_does_not_shorten_the_others(
     backlog.add(late)
     backlog.add(behind)
     clock.now += 60.0
-    assert backlog.left()[0] == pytest.approx(3.0)
+    assert backlog.left() == pytest.approx(3.0)
     assert backlog.tokens == 30
 
 
@@ -64,7 +64,7 @@ def test_one_that_ends_out_of_turn_leaves_the_oldest_as_it_is(backlog: Backlog, 
     backlog.add(behind)
     clock.now += 1.0
     backlog.remove(behind)
-    assert backlog.left()[0] == pytest.approx(1.0)
+    assert backlog.left() == pytest.approx(1.0)
 
 
 def test_what_nobody_tells_the_end_of_ends_as_forecast(backlog: Backlog, clock: Clock) -> None:
@@ -72,28 +72,40 @@ def test_what_nobody_tells_the_end_of_ends_as_forecast(backlog: Backlog, clock: 
     backlog.add(silent)
     backlog.add(told)
     clock.now += 1.5
-    assert (backlog.left()[0], backlog.tokens) == (pytest.approx(1.5), 110)
+    assert (backlog.left(), backlog.tokens) == (pytest.approx(1.5), 110)
     clock.now += 1.0
-    assert (backlog.left()[0], backlog.tokens) == (pytest.approx(0.5), 10)
+    assert (backlog.left(), backlog.tokens) == (pytest.approx(0.5), 10)
     backlog.remove(silent)  # its answer is whole by now
-    assert backlog.left()[0] == pytest.approx(0.5)
+    assert backlog.left() == pytest.approx(0.5)
+
+
+def test_of_each_prompt_a_step_has_a_chunk(backlog: Backlog, clock: Clock) -> None:
+    backlog.add(Work(1000, 2.0, told=False))
+    backlog.add(Work(50, 1.0))
+    assert (backlog.in_a_step(256), backlog.in_a_step(10)) == (306, 20)
+    clock.now += 2.5
+    assert backlog.in_a_step(256) == 50, "the first is taken to be over"
 
 
 def test_what_other_routers_sent_counts_and_fades(clock: Clock) -> None:
     workload = Workload(clock)
     cost = Cost(step=0.005, token=0.001, pair=0.0)
-    assert workload.wait(cost) == (0.0, 0)
+
+    def left() -> tuple[float, int]:
+        return workload.wait(cost), workload.in_a_step(cost, 200)
+
+    assert left() == (0.0, 0)
     workload.backlog.add(Work(300, 0.3))
     workload.hear(Load(1, 1, 0, waiting=1300))
-    assert workload.wait(cost) == (pytest.approx(1.3), 1300)
+    assert left() == (pytest.approx(1.3), 1200), "of how many prompts theirs are, nobody says"
     clock.now += 0.4
-    assert workload.wait(cost) == (pytest.approx(0.6), 900)
+    assert left() == (pytest.approx(0.6), 800)
     clock.now += 60.0
-    assert workload.wait(cost) == (0.0, 300), "this router's own is told"
+    assert left() == (0.0, 200), "this router's own is told"
     workload.hear(Load(1, 1, 0, waiting=200))
-    assert workload.wait(cost) == (0.0, 300), "a part of it is computed"
+    assert left() == (0.0, 200), "a part of it is computed"
     workload.hear(None)
-    assert workload.wait(cost) == (0.0, 300)
+    assert left() == (0.0, 200)
 
 
 def test_a_cost_is_that_of_steps_tokens_and_pairs() -> None:
