@@ -33,6 +33,7 @@ from kv_connector.router.continuation import (
 )
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.failure import UNREADABLE, Failure, failure
+from kv_connector.router.forever import forever
 from kv_connector.router.members import Members, Side
 from kv_connector.router.metrics import Metrics
 from kv_connector.router.pool import NoEngine, Pool
@@ -125,9 +126,12 @@ class Moves:
 
     async def balance(self, balance: Balance) -> None:
         """Until it is cancelled: one stream at a time between two engines."""
-        while True:
+
+        async def turn() -> None:
             await asyncio.sleep(_REST_S)
             self.balance_once(balance)
+
+        await forever("rebalancing", turn, _REST_S)
 
     def balance_once(self, balance: Balance) -> None:
         busy: set[Endpoint | None] = set()

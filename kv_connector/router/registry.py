@@ -24,6 +24,7 @@ from kv_connector.control.membership import (
 from kv_connector.protocol.actions import Address, Source
 from kv_connector.router.client import LOST_SECONDS, EngineClient, HttpError
 from kv_connector.router.endpoint import Endpoint
+from kv_connector.router.forever import forever
 from kv_connector.router.members import MAX_ENGINES, Members
 from kv_connector.router.moves import Moves
 from kv_connector.router.reasons import Reasons
@@ -92,7 +93,7 @@ class Registry:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._listen())
-                group.create_task(self._probe())
+                group.create_task(forever("the look at engines", self._probe, _PROBE_S))
         finally:
             looks = [*self._probing.values(), *self._watching.values()]
             for look in looks:
@@ -103,15 +104,18 @@ class Registry:
         # wait() blocks, so it does in a thread; the sockets are never used by two threads at a time.
         loop = asyncio.get_running_loop()
         with ThreadPoolExecutor(1, "membership") as thread:
+
+            async def turn() -> None:
+                if self._sockets is None:
+                    await asyncio.sleep(_TICK_S)
+                else:
+                    await loop.run_in_executor(thread, self._sockets.wait, _TICK_S)
+                    self._receive()
+                self._members.tick(time.monotonic())
+                await asyncio.sleep(0)  # where messages never end, requests have their turn
+
             try:
-                while True:
-                    if self._sockets is None:
-                        await asyncio.sleep(_TICK_S)
-                    else:
-                        await loop.run_in_executor(thread, self._sockets.wait, _TICK_S)
-                        self._receive()
-                    self._members.tick(time.monotonic())
-                    await asyncio.sleep(0)  # where messages never end, requests have their turn
+                await forever("the registration of engines", turn, _TICK_S)
             finally:
                 thread.shutdown()
                 if self._sockets is not None:
@@ -153,12 +157,11 @@ class Registry:
         self._sockets.send(asker, Draining(outstanding, moved, staying))
 
     async def _probe(self) -> None:
-        while True:
-            for endpoint in self._members.to_probe():
-                _once(self._probing, endpoint, self._look)
-            for endpoint in self._members.to_watch():
-                _once(self._watching, endpoint, self._watch)
-            await asyncio.sleep(_PROBE_S)
+        for endpoint in self._members.to_probe():
+            _once(self._probing, endpoint, self._look)
+        for endpoint in self._members.to_watch():
+            _once(self._watching, endpoint, self._watch)
+        await asyncio.sleep(_PROBE_S)
 
     async def _look(self, endpoint: Endpoint) -> None:
         try:

@@ -89,7 +89,12 @@ Status Copier::launch() {
   if (engines_ && pages_ <= kEnginePages) {
     engines_ = launch_engines();
     if (engines_) return {};
-    // Copies of it that are under way end before the kernel begins, which makes them again.
+    // Copies of it that are under way end before the kernel begins, which makes them again; and where it does not begin,
+    // before who is told that nothing was launched has its pages back.
+    const uint64_t place = launched_ % kStreams;
+    Status launched = launch_kernel();
+    if (!launched) context_->driver().cuStreamSynchronize(streams_[place].get());
+    return launched;
   }
   return launch_kernel();
 }

@@ -166,7 +166,7 @@ Result<Bytes> TransferEngine::region_descriptor(std::span<const RegionId> ids) {
       for (const Lane& lane : impl_->lanes.all()) {
         std::vector<uint64_t>& rkeys = told.rkeys.emplace_back();
         for (const LaneDomain& domain : lane.domains) {
-          if (const auto& registration = memory.registrations[domain.place]) rkeys.push_back(registration->key);
+          if (const std::optional<uint64_t> key = memory.keys[domain.place]) rkeys.push_back(*key);
         }
       }
     }

@@ -6,6 +6,14 @@
 
 namespace kvc {
 
+namespace {
+
+// Who waits and may be called away (by Ctrl-C in Python, by another thread's close()) is asked this often: a person does
+// not notice it, and it costs nothing.
+constexpr auto kLook = std::chrono::milliseconds(100);
+
+}  // namespace
+
 uint64_t EventQueue::key(const Event& event) {
   switch (event.kind) {
     case EventKind::kCountersReached:
@@ -67,7 +75,8 @@ std::optional<Event> EventQueue::take(uint64_t event_key) {
   return event;
 }
 
-Result<Event> EventQueue::wait(Subject subject, uint64_t id, Timeout timeout, const std::function<bool()>& pending) {
+Result<Event> EventQueue::wait(Subject subject, uint64_t id, Timeout timeout, const std::function<bool()>& pending,
+                               const std::function<bool()>& stays) {
   // A deadline beyond the clock's range would overflow into the past.
   const auto deadline = std::chrono::steady_clock::now() + std::min<Timeout>(timeout, std::chrono::hours(24 * 365));
   const uint64_t event_key = key(subject, id);
@@ -76,12 +85,25 @@ Result<Event> EventQueue::wait(Subject subject, uint64_t id, Timeout timeout, co
   ++waiting_[event_key];
   std::optional<Event> event;
   ErrorCode why = ErrorCode::kInvalidArgument;
+  auto look = stays ? std::chrono::steady_clock::now() + kLook : deadline;
   while (!(event = take(event_key)) && pending()) {
-    if (changed_.wait_until(lock, deadline) == std::cv_status::timeout) {
-      event = take(event_key);
+    const auto now = std::chrono::steady_clock::now();
+    if (now >= deadline) {
       why = ErrorCode::kTimeout;
       break;
     }
+    if (now >= look) {
+      lock.unlock();
+      const bool leaves = !stays();
+      lock.lock();
+      if (leaves) {
+        why = ErrorCode::kCancelled;
+        break;
+      }
+      look = std::chrono::steady_clock::now() + kLook;
+      continue;
+    }
+    changed_.wait_until(lock, std::min(look, deadline));
   }
   if (--waiting_[event_key] == 0) {
     waiting_.erase(event_key);
@@ -91,6 +113,7 @@ Result<Event> EventQueue::wait(Subject subject, uint64_t id, Timeout timeout, co
   }
   if (event) return std::move(*event);
   if (why == ErrorCode::kTimeout) return Error{why, {}, {}, operation, "no event for " + std::to_string(id) + " yet"};
+  if (why == ErrorCode::kCancelled) return Error{why, {}, {}, operation, "who waits was called away"};
   return Error{why, {}, {}, operation, std::to_string(id) + " is not open, and no event of it is left to take"};
 }
 

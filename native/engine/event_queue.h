@@ -30,9 +30,10 @@ class EventQueue {
   void push_if(Event event, const std::function<bool()>& still_wanted);
 
   // Blocks until the event of (`kinds`, `id`) is there, and takes it; kTimeout after `timeout`. `pending` says under
-  // the queue's lock whether the event may still come: kInvalidArgument once it is false.
+  // the queue's lock whether the event may still come: kInvalidArgument once it is false. `stays`: TransferEngine's.
   enum class Subject : uint8_t { kTransfer, kCounters, kPeer };
-  Result<Event> wait(Subject subject, uint64_t id, Timeout timeout, const std::function<bool()>& pending);
+  Result<Event> wait(Subject subject, uint64_t id, Timeout timeout, const std::function<bool()>& pending,
+                     const std::function<bool()>& stays = {});
   // Drops an event that nobody has taken, and makes waiters ask their `pending` again.
   void discard(Subject subject, uint64_t id);
 

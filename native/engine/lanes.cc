@@ -61,7 +61,12 @@ Result<std::shared_ptr<LocalMemory>> Lanes::register_memory(const MemoryRange& r
     memory->refusals.push_back(refused->to_string());
     if (!first) first = std::move(refused);
   }
-  if (any) return memory;
+  if (any) {
+    for (const auto& registration : memory->registrations) {
+      memory->keys.push_back(registration ? std::optional(registration->key) : std::nullopt);
+    }
+    return memory;
+  }
   for (size_t i = 1; i < memory->refusals.size(); ++i) first->message += "; " + memory->refusals[i];
   return *std::move(first);
 }

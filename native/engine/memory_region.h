@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -21,6 +22,7 @@ struct LocalMemory {
 
   const MemoryRange range;
   std::vector<std::unique_ptr<Registration>> registrations;  // by domain; null where its lane does not take this memory
+  std::vector<std::optional<uint64_t>> keys;                 // theirs; as they were once they have ended
   std::vector<std::string> refusals;                         // of those lanes, a line each
   std::vector<uint32_t> regions;                             // that lie in it
   // False from the moment deregistration began: writes from it that were not posted yet fail.

@@ -237,21 +237,21 @@ Status TransferEngine::release_counters(CounterSetId set) {
 
 // --- Waiting
 
-Result<Event> TransferEngine::wait_transfer(TransferId id, Timeout timeout) {
+Result<Event> TransferEngine::wait_transfer(TransferId id, Timeout timeout, const std::function<bool()>& stays) {
   if (impl_->worker.on_thread()) return Worker::blocking_in_callback("wait_transfer");
   const std::shared_ptr<Transfer> transfer = impl_->transfers.find(id);
   const std::optional<Impl::Submission> submission = transfer ? std::nullopt : impl_->find_submission(id);
   if ((transfer != nullptr && transfer->callback) || (submission && submission->scatter->has_callback())) {
     return invalid("wait_transfer", "transfer " + std::to_string(id) + " has a callback, which gets its event");
   }
-  return impl_->events.wait(EventQueue::Subject::kTransfer, id, timeout, [&] {
-    return impl_->transfers.find(id) != nullptr || impl_->find_submission(id).has_value();
-  });
+  const auto pending = [&] { return impl_->transfers.find(id) != nullptr || impl_->find_submission(id).has_value(); };
+  return impl_->events.wait(EventQueue::Subject::kTransfer, id, timeout, pending, stays);
 }
 
-Result<Event> TransferEngine::wait_counters(CounterSetId set, Timeout timeout) {
+Result<Event> TransferEngine::wait_counters(CounterSetId set, Timeout timeout, const std::function<bool()>& stays) {
   if (impl_->worker.on_thread()) return Worker::blocking_in_callback("wait_counters");
-  return impl_->events.wait(EventQueue::Subject::kCounters, set, timeout, [&] { return impl_->counters.exists(set); });
+  const auto pending = [&] { return impl_->counters.exists(set); };
+  return impl_->events.wait(EventQueue::Subject::kCounters, set, timeout, pending, stays);
 }
 
 std::vector<Event> TransferEngine::poll_events(size_t max) { return impl_->events.poll(max); }

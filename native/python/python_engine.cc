@@ -11,7 +11,7 @@ namespace py = pybind11;
 
 namespace {
 
-// A blocking call looks at signals (Ctrl-C) and at close() this often.
+// A blocking call looks at signals (Ctrl-C) and at close() this often, as EventQueue::wait() does.
 constexpr auto kSlice = std::chrono::milliseconds(100);
 
 std::span<const std::byte> view(const py::bytes& bytes) {
@@ -330,14 +330,38 @@ void PythonEngine::release_counters(CounterSetId counters) { unwrap(engine()->re
 
 // --- Waiting
 
+// Not sliced: between two slices the event would be whoever's polls.
+template <typename Call>
+EventTuple PythonEngine::waited(double timeout, Call call) {
+  const Timeout whole = to_timeout(timeout);
+  const std::shared_ptr<TransferEngine> held = engine();
+  bool interrupted = false;
+  bool closed = false;
+  const auto stays = [&] {
+    {
+      const std::lock_guard lock(mutex_);
+      closed = engine_ == nullptr;
+    }
+    const py::gil_scoped_acquire gil;
+    interrupted = PyErr_CheckSignals() != 0;
+    return !closed && !interrupted;
+  };
+  const Result<Event> event = without_gil([&] { return call(*held, whole, stays); });
+  if (interrupted) throw py::error_already_set();
+  if (closed) raise({ErrorCode::kClosed, {}, {}, {}, "the engine was closed"});
+  return to_tuple(unwrap(event));
+}
+
 EventTuple PythonEngine::wait_transfer(TransferId transfer, double timeout) {
-  return to_tuple(
-      sliced(timeout, [=](TransferEngine& engine, Timeout slice) { return engine.wait_transfer(transfer, slice); }));
+  return waited(timeout, [=](TransferEngine& engine, Timeout whole, const auto& stays) {
+    return engine.wait_transfer(transfer, whole, stays);
+  });
 }
 
 EventTuple PythonEngine::wait_counters(CounterSetId counters, double timeout) {
-  return to_tuple(
-      sliced(timeout, [=](TransferEngine& engine, Timeout slice) { return engine.wait_counters(counters, slice); }));
+  return waited(timeout, [=](TransferEngine& engine, Timeout whole, const auto& stays) {
+    return engine.wait_counters(counters, whole, stays);
+  });
 }
 
 std::vector<EventTuple> PythonEngine::poll_events(size_t limit) {

@@ -122,6 +122,8 @@ class PythonEngine {
   EventCallback callback_for(uint64_t token);
   template <typename Call>
   auto sliced(double timeout, Call call);
+  template <typename Call>
+  EventTuple waited(double timeout, Call call);
 
   std::mutex mutex_;
   std::shared_ptr<TransferEngine> engine_;  // null once closed; guarded by mutex_

@@ -51,8 +51,9 @@ class WatchedCopies {
   explicit WatchedCopies(const cuda::Driver& driver) : table_(const_cast<cuda::Driver&>(driver)) {
     real_ = table_;
     kernels = batches = 0;
-    breaks_off = false;
+    breaks_off = refuses = false;
     table_.cuLaunchKernel = launch;
+    table_.cuStreamSynchronize = wait;
     if (real_.cuMemcpyBatchAsync != nullptr) table_.cuMemcpyBatchAsync = copy;
   }
   WatchedCopies(const WatchedCopies&) = delete;
@@ -64,11 +65,14 @@ class WatchedCopies {
   static inline int kernels = 0;
   static inline int batches = 0;
   static inline bool breaks_off = false;  // before a batch's last page
+  static inline bool refuses = false;     // kernels
+  static inline int waits = 0;            // for a stream
 
  private:
   static int launch(cuda::Function function, unsigned x, unsigned y, unsigned z, unsigned block_x, unsigned block_y,
                     unsigned block_z, unsigned shared, cuda::Stream stream, void** arguments, void** extra) {
     ++kernels;
+    if (refuses) return cuda::kInvalidValue;
     return real_.cuLaunchKernel(function, x, y, z, block_x, block_y, block_z, shared, stream, arguments, extra);
   }
   static int copy(cuda::DevicePointer* targets, cuda::DevicePointer* sources, size_t* lengths, size_t count,
@@ -78,6 +82,10 @@ class WatchedCopies {
     const int result = real_.cuMemcpyBatchAsync(targets, sources, lengths, count - (breaks_off ? 1 : 0), attributes,
                                                 first, attribute_count, failed, stream);
     return breaks_off ? cuda::kInvalidValue : result;
+  }
+  static int wait(cuda::Stream stream) {
+    ++waits;
+    return real_.cuStreamSynchronize(stream);
   }
   static inline cuda::Driver real_{};
   cuda::Driver& table_;
@@ -183,6 +191,17 @@ TEST_F(CopierWays, WhatTheDriverRefusesGoesByTheKernelAndSoDoesAllFromThenOn) {
   EXPECT_EQ(copier->finished(), 2U);
   EXPECT_TRUE(all_there());
   must(copier->health());
+}
+
+TEST_F(CopierWays, WhatNothingTakesHasEndedWhenThatIsSaid) {
+  WatchedCopies watched(*driver_);
+  const auto copier = must(cuda::Copier::open(first_, 2));
+  watched.breaks_off = true;
+  watched.refuses = true;
+  const int before = watched.waits;
+  EXPECT_FALSE(launch(*copier, 3).ok());
+  EXPECT_EQ(copier->launched(), 0U);
+  EXPECT_EQ(watched.waits, before + 1) << "two of the three pages are under way";
 }
 
 TEST_F(Cuda, CopiesScatteredPagesOfAnyLengthAndAlignment) {

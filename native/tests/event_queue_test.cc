@@ -66,6 +66,28 @@ TEST(EventQueue, AnEventThatIsWaitedForDoesNotShowUpInPoll) {
   EXPECT_EQ(got.value().id, 7U);
 }
 
+TEST(EventQueue, WhoIsAskedWhetherItStaysWaitsMeanwhile) {
+  Queue queue;
+  const Result<Event> got = queue.wait(Subject::kTransfer, 7, kLong, kPending, [&] {
+    queue.push(done(7));
+    EXPECT_TRUE(queue.poll(9).empty());
+    return true;
+  });
+  ASSERT_TRUE(got.ok());
+  EXPECT_EQ(got.value().id, 7U);
+}
+
+TEST(EventQueue, WhatWasToComeForOneThatLeavesIsPolled) {
+  Queue queue;
+  const Result<Event> got = queue.wait(Subject::kTransfer, 7, kLong, kPending, [&] {
+    queue.push(done(7));
+    return false;
+  });
+  ASSERT_FALSE(got.ok());
+  EXPECT_EQ(got.error().code, ErrorCode::kCancelled);
+  EXPECT_EQ(queue.poll(9).size(), 1U);
+}
+
 TEST(EventQueue, WhatIsLeftByTheLastWaiterIsPolled) {
   Queue queue;
   std::atomic<bool> waiting{false};

@@ -288,6 +288,20 @@ TEST(TransferEngine, QuiesceWaitsForPostedWritesAndReportsTheirFailure) {
   EXPECT_EQ(ended(*pair.sender.engine, transfer).kind, EventKind::kTransferFailed);
 }
 
+TEST(TransferEngine, ARegionMayBeDescribedWhileItIsDeregistered) {
+  Pair pair("sim", 4096);
+  TransferEngine& engine = *pair.receiver.engine;
+  std::vector<std::byte> memory(4096);
+  for (int round = 0; round < 100; ++round) {
+    const RegionId region = must(engine.register_memory(memory.data(), memory.size()));
+    std::jthread describes([&engine, region] {
+      while (engine.region_descriptor(region).ok()) {
+      }
+    });
+    must(engine.deregister_memory(region, kLimit));
+  }
+}
+
 TEST(TransferEngine, AnIdleWorkerSleepsAndASignalWakesIt) {
   Pair pair("sim", 4096);
   const auto sleeps = [&] { return pair.sender.engine->stats().sleeps; };

@@ -47,6 +47,7 @@ from kv_connector.protocol.actions import Address
 from kv_connector.protocol.messages import MalformedMessage, Role
 from kv_connector.router.app import create_app
 from kv_connector.router.endpoint import Endpoint
+from kv_connector.router.members import Members
 from kv_connector.router.settings import Objectives, Settings
 
 pytestmark = pytest.mark.anyio
@@ -172,6 +173,25 @@ async def test_the_first_request_waits_for_the_engines_to_join(cluster: Cluster)
         "decode": {d.engine.url: "ready"},
     }
     assert await metric(client, 'kv_connector_router_engines{side="prefill",state="ready"}') == 1
+
+
+@pytest.mark.parametrize("faulty", ["tick", "to_probe", "to_watch"])
+async def test_a_fault_of_its_own_does_not_end_the_routers_ear_for_engines(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, faulty: str
+) -> None:
+    sound, failed = getattr(Members, faulty), []
+
+    def fail_once(*arguments: Any) -> Any:
+        if failed:
+            return sound(*arguments)
+        failed.append(faulty)
+        raise RuntimeError("not expected")
+
+    monkeypatch.setattr(Members, faulty, fail_once)
+    client = await cluster.router()
+    await cluster.pair()
+    assert (await ask(client)).status_code == 200
+    assert [record.exc_text for record in caplog.records if "goes on after an error" in record.message]
 
 
 async def test_without_engines_a_request_is_told_so(cluster: Cluster) -> None:
