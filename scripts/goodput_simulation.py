@@ -11,6 +11,7 @@ docs/performance.md has its figures beside measured ones.
 from __future__ import annotations
 
 import argparse
+import functools
 import heapq
 import itertools
 import json
@@ -234,10 +235,11 @@ def simulate(rows: Sequence[dict[str, Any]], clock: Clock, system: Plain | Pair)
 
 def lines(plan: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for rate in plan.rates:
-        makers: list[Callable[[Clock], Plain | Pair]] = [Plain]
-        for objectives, (threshold, step) in itertools.product(plan.objectives, plan.steps):
-            makers.append(lambda clock, o=objectives, t=threshold, s=step: Pair(clock, o, t, s))  # type: ignore[misc]
-        for make in makers:
+        pairs = [
+            functools.partial(Pair, objectives=plan.objectives, threshold=threshold, step_tokens=step)
+            for threshold, step in plan.steps
+        ]
+        for make in (Plain, *pairs):
             said: list[Answer] = []
             reasons: Counter[str] = Counter()
             for seed in plan.seeds:
@@ -249,7 +251,7 @@ def lines(plan: argparse.Namespace) -> Iterator[dict[str, Any]]:
             seconds = plan.seconds * len(plan.seeds)
             line = {"workload": "random", "system": system.name, "rate": rate, "at once": False}
             print(rate, system.name, dict(reasons), flush=True)
-            yield {**line, **summary(said, len(said), seconds, plan.objectives)}
+            yield {**line, **summary(said, len(said), seconds, [plan.objectives])}
 
 
 def steps(text: str) -> tuple[int, int]:
@@ -266,9 +268,8 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1], help="1 is bench_gpu_goodput.py's")
     parser.add_argument(
         "--objectives",
-        nargs="+",
         type=Objectives.parse,
-        default=[Objectives(1000, 25)],
+        default=Objectives(1000, 25),
         metavar="TTFT:BETWEEN",
     )
     parser.add_argument(

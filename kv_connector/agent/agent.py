@@ -47,8 +47,8 @@ logger = logging.getLogger("kv_connector")
 # How often preempt() looks whether the forward pass it follows has signalled its last layer. On a CPU
 # engine it always has; on a GPU the stream runs behind by some milliseconds.
 _SIGNAL_POLL_S = 0.0002
-# How long the thread holds off at most while a step is launched. A prompt's step takes 8 to 30 ms to launch
-# (32 layers, H200), and nothing that a peer waits for has a deadline below a second.
+# How long the thread holds off at most while a step is prepared and launched. A prompt's step takes 10 to 35
+# ms for that (32 layers, H200), and nothing that a peer waits for has a deadline below a second.
 _HOLD_OFF_S = 0.05
 
 

@@ -32,6 +32,9 @@ class Backlog:
         self._clock = clock
         self._queue: dict[Work, None] = {}  # in order
         self._began = 0.0  # when the oldest was begun, or the one before it ended
+        self._beside: dict[Work, float] = {}
+        """Over by their own forecasts, though nobody says so, and by when those are that were in the queue
+        with them: a decode engine computes all of these side by side."""
 
     def add(self, work: Work) -> None:
         self._prune()
@@ -42,6 +45,7 @@ class Backlog:
     def remove(self, work: Work) -> None:
         """It is computed, or nobody wants it any more. The second call does nothing."""
         self._prune()
+        self._beside.pop(work, None)
         if work not in self._queue:
             return
         if next(iter(self._queue)) is work:
@@ -66,7 +70,9 @@ class Backlog:
     def in_a_step(self, chunk: int) -> int:
         """Tokens of all prompts together in a step that takes at most so many of each."""
         self._prune()
-        return sum(min(work.tokens, chunk) for work in self._queue)
+        now = self._clock()
+        self._beside = {work: until for work, until in self._beside.items() if now < until}
+        return sum(min(work.tokens, chunk) for work in (*self._beside, *self._queue))
 
     def _prune(self) -> None:
         """Takes out what is over by now though nobody says so."""
@@ -77,3 +83,4 @@ class Backlog:
                 return
             self._began += oldest.seconds
             del self._queue[oldest]
+            self._beside[oldest] = self._began + sum(work.seconds for work in self._queue)

@@ -106,12 +106,15 @@ class Registry:
         with ThreadPoolExecutor(1, "membership") as thread:
 
             async def turn() -> None:
-                if self._sockets is None:
-                    await asyncio.sleep(_TICK_S)
-                else:
-                    await loop.run_in_executor(thread, self._sockets.wait, _TICK_S)
-                    self._receive()
-                self._members.tick(time.monotonic())
+                try:
+                    if self._sockets is None:
+                        await asyncio.sleep(_TICK_S)
+                    else:
+                        await loop.run_in_executor(thread, self._sockets.wait, _TICK_S)
+                        self._receive()
+                finally:
+                    # Behind what was to be heard: an engine is not silent because this router was stopped.
+                    self._members.tick(time.monotonic())
                 await asyncio.sleep(0)  # where messages never end, requests have their turn
 
             try:

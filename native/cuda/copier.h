@@ -3,7 +3,7 @@
 //
 // Launches take turns on several streams, so that one fills the link while another begins or ends. They are reported as
 // finished in the order in which they began. It is opened, and ends, where that may block; in between it is one thread's,
-// and blocks nothing.
+// and blocks nothing but where the driver refuses both ways: until what had begun has ended.
 #pragma once
 
 #include <array>

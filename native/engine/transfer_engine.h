@@ -394,8 +394,8 @@ class TransferEngine {
 
   // Blocks until the transfer's final event or the set's "reached" event, or `timeout` (kTimeout). Consumes the
   // event: it does not appear in poll_events(). For transfers and sets that were given no callback. `stays`, if any, is
-  // asked ten times a second, on this thread: once it says no the wait is over (kCancelled), and the event is whoever's
-  // polls.
+  // asked ten times a second, on this thread, and must not throw: once it says no the wait is over (kCancelled), and the
+  // event is whoever's polls.
   Result<Event> wait_transfer(TransferId transfer, Timeout timeout, const std::function<bool()>& stays = {});
   Result<Event> wait_counters(CounterSetId set, Timeout timeout, const std::function<bool()>& stays = {});
   // Takes up to `max` events that nobody waits for. Never blocks.

@@ -83,8 +83,23 @@ def test_of_each_prompt_a_step_has_a_chunk(backlog: Backlog, clock: Clock) -> No
     backlog.add(Work(1000, 2.0, told=False))
     backlog.add(Work(50, 1.0))
     assert (backlog.in_a_step(256), backlog.in_a_step(10)) == (306, 20)
-    clock.now += 2.5
+    clock.now += 3.5
     assert backlog.in_a_step(256) == 50, "the first is taken to be over"
+
+
+def test_what_nobody_tells_the_end_of_is_computed_beside_those_behind_it(
+    backlog: Backlog, clock: Clock
+) -> None:
+    works = [Work(1000, 1.0, told=False) for _ in range(3)]
+    for work in works:
+        backlog.add(work)
+    clock.now += 2.5
+    assert backlog.tokens == 1000, "one after the other"
+    assert backlog.in_a_step(256) == 3 * 256
+    backlog.remove(works[0])  # its answer is whole
+    assert backlog.in_a_step(256) == 2 * 256
+    clock.now += 0.6
+    assert backlog.in_a_step(256) == 0
 
 
 def test_what_other_routers_sent_counts_and_fades(clock: Clock) -> None:

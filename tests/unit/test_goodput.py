@@ -133,7 +133,8 @@ def test_a_prompt_takes_its_own_share_of_a_step_and_no_more(router: Router) -> N
 def test_prompts_leave_tokens_for_streams_that_come(step_tokens: int, prompts: int) -> None:
     """However patient the streams are that are there."""
     router = Router(tbt=100 * MS)
-    prefill, decode = router.pair(load(step_tokens=step_tokens, prompt_tokens=256))
+    prefill, decode = router.pair(load(step_tokens=step_tokens, prompt_tokens=256, running=1))
+    router.pools[Side.DECODE].acquire(decode)
     router.pools[Side.PREFILL].acquire(prefill, Work(80_000, 2.0))
     for number in range(prompts):
         assert router.serve(4000, first=number).decode == decode
@@ -141,6 +142,24 @@ def test_prompts_leave_tokens_for_streams_that_come(step_tokens: int, prompts: i
     assert (full.prefill, full.reason) == (prefill, "streams_first")
     short = router.place(10, first=10)
     assert (short.prefill, short.reason) == (None, "decode_sooner"), "they fit in beside"
+
+
+def test_requests_that_wait_for_p_take_no_tokens_of_ds_steps() -> None:
+    router = Router(tbt=100 * MS)
+    prefill, decode = router.pair(load(step_tokens=512, prompt_tokens=256, running=1))
+    for _ in range(300):
+        router.pools[Side.DECODE].acquire(decode)
+    router.pools[Side.PREFILL].acquire(prefill, Work(80_000, 2.0))
+    assert router.place(4000).reason == "decode_sooner"
+
+
+def test_what_is_believed_to_be_cached_may_fill_the_steps() -> None:
+    router = Router()
+    prefill, _ = router.pair(load(step_tokens=256, prompt_tokens=256, running=1))
+    router.serve(6000)
+    router.serve(8000, first=1)
+    again = router.place(6000)
+    assert (again.prefill, again.reason) == (prefill, "streams_first"), "24 steps, if it is not"
 
 
 def test_a_prompt_that_a_decode_engine_has_cached_is_computed_there(router: Router) -> None:
@@ -288,8 +307,9 @@ def test_the_streams_do_not_rely_on_what_is_believed_to_be_cached(router: Router
 def test_a_decode_engine_without_streams_keeps_nobody_waiting(router: Router) -> None:
     prefill, decode = router.pair(load())
     router.pools[Side.PREFILL].acquire(prefill, Work(8000, 0.2))
-    placement = router.place(8000)
-    assert (placement.prefill, placement.decode, placement.reason) == (None, decode, "decode_sooner")
+    for tokens in (8000, 9000):  # in one step, and in two
+        placement = router.place(tokens)
+        assert (placement.prefill, placement.decode, placement.reason) == (None, decode, "decode_sooner")
 
 
 @pytest.mark.parametrize(
