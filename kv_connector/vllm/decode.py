@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 class _Load(enum.Enum):
     WAITING = enum.auto()  # no blocks yet
     RESERVED = enum.auto()  # the workers were told to fetch it
+    ASKED = enum.auto()  # it has no blocks, and the workers were told to fetch what P sampled
     OVER = enum.auto()  # received, failed, or not needed
 
 
@@ -98,14 +99,14 @@ class DecodeScheduler:
             return first.load is not _Load.OVER
         target = self._targets.get(request.request_id)
         if target is None or target.load is not _Load.WAITING:
-            return False
+            return target is not None and target.load is _Load.ASKED
         assert self.gate is not None
         return self.gate.must_wait(target.request_id, self._blocks_of(target))
 
     def loads(self, request_id: str) -> bool:
         """Whether the request's prompt is still to come from a P."""
         target = self._siblings.get(request_id) or self._targets.get(request_id)
-        return target is not None and target.load is not _Load.OVER
+        return target is not None and target.load in (_Load.WAITING, _Load.RESERVED)
 
     def _blocks_of(self, target: _Target) -> int:
         assert self.blocks is not None
@@ -163,7 +164,7 @@ class DecodeScheduler:
         assert self.blocks is not None
         loaded = target.end
         first_token = loaded - external_tokens
-        groups = []
+        groups: list[GroupTarget] = []
         for group, (table, size) in enumerate(zip(tables, self._block_sizes, strict=True)):
             if not size:
                 groups.append(GroupTarget(first=0, blocks=state_after(self.blocks, group, table, loaded)))
@@ -174,6 +175,9 @@ class DecodeScheduler:
                 first = min(first, self.blocks.first_loaded(target.request_id, group))
             needed = self.blocks.first_attended_token(group, loaded)
             groups.append(GroupTarget(first, tuple(table[first:end]), needed))
+        return self._request(target, first_token, groups)
+
+    def _request(self, target: _Target, first_token: int, groups: Iterable[GroupTarget]) -> DecodeRequest:
         return DecodeRequest(
             request_id=target.request_id,
             transfer_id=target.transfer_id,
@@ -196,7 +200,7 @@ class DecodeScheduler:
         target.finished = True
         if target.load is _Load.WAITING:
             self._release(target)
-        elif target.load is _Load.RESERVED:
+        elif target.load is not _Load.OVER:
             self._commands.append(Cancel(target.request_id))
         self._forget_if_over(target)
 
@@ -218,10 +222,13 @@ class DecodeScheduler:
             if target := self._targets.get(request_id):
                 target.void = True
 
-    def received(self, request_ids: Iterable[str], failed: Collection[str] = ()) -> None:
-        """These loads are over, well or not."""
+    def received(self, request_ids: Iterable[str], failed: Collection[str] = ()) -> set[str]:
+        """These loads are over, well or not. Returns those of which vLLM knows nothing: it is not to be told."""
+        asked = set()
         for request_id in request_ids:
             if target := self._targets.get(request_id):
+                if target.load is _Load.ASKED:
+                    asked.add(request_id)
                 self._over(target)
                 if target.sampled is not None and not target.finished:
                     if self.gives_first_tokens and not target.void and request_id not in failed:
@@ -232,6 +239,7 @@ class DecodeScheduler:
                     assert self.blocks is not None
                     self.blocks.free(target.request)
                 self._forget_if_over(target)
+        return asked
 
     def loading(self) -> list[str]:
         """The requests that hold blocks for a load. vLLM cannot preempt them."""
@@ -256,12 +264,26 @@ class DecodeScheduler:
                     self._commands.append(Cancel(target.request_id))
 
     def reset(self) -> bool:
-        """All KV is worthless, P's too: who would have asked for it computes its prompt here. False while
-        pages may still land for a finished request."""
+        """All KV is worthless, P's too: who would have asked for it computes its prompt here. Where its
+        client may have P's token already, it asks for that alone, at once: a pause of P's waits for it. False
+        while pages may still land for a finished request.
+        """
         for target in self._targets.values():
-            if target.load is _Load.WAITING:
+            if target.load is not _Load.WAITING:
+                continue
+            if target.wants_sampled:
+                self._ask(target)
+            else:
                 self._release(target)
-        return not any(target.finished for target in self._targets.values())
+        return not any(
+            target.finished and target.load is _Load.RESERVED for target in self._targets.values()
+        )
+
+    def _ask(self, target: _Target) -> None:
+        target.load, target.void = _Load.ASKED, True
+        del self._waiting[target.transfer_id]
+        nothing = [GroupTarget(0, ()) for _ in self._block_sizes]
+        self._commands.append(self._request(target, target.tokens, nothing))
 
     def waiting(self) -> tuple[tuple[str, Address], ...] | None:
         """The transfers whose requests have no blocks yet; None if the workers know."""

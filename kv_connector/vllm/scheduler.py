@@ -133,14 +133,15 @@ class SchedulerSide:
         finished_recving: Iterable[str] | None,
         failed_recving: Collection[str] | None,
         news: News,
-    ) -> None:
-        """What the workers report at the end of a step."""
+    ) -> set[str]:
+        """What the workers report at the end of a step. Returns those of ``finished_recving`` that vLLM is
+        not to be told of."""
         if news.reserved:
             self.prefill.reserved(news.reserved)
         self.decode.sampled(news.sampled)
         self.decode.make_void(news.void)
         self.prefill.sent(finished_sending or ())
-        self.decode.received(finished_recving or (), failed_recving or ())
+        return self.decode.received(finished_recving or (), failed_recving or ())
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         self.decode.finished(request)

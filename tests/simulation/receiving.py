@@ -28,6 +28,11 @@ def _wants_sampled(plan: Plan) -> bool:
     return zlib.crc32(plan.name.encode()) % 2 == 0
 
 
+def _wants_no_page(plan: Plan) -> bool:
+    """Some of these: D computes the prompt itself, with the token that a client may have already."""
+    return zlib.crc32(plan.name.encode()) % 12 == 0
+
+
 @dataclass(eq=False)
 class _Load:
     plan: Plan
@@ -155,7 +160,7 @@ class DecodeSide:
         if plan.name not in self._queue or process.leaving:
             return
         size, pool = process.worker.block, process.pool
-        filled = -(-plan.tokens // size)
+        filled = 0 if _wants_no_page(plan) else -(-plan.tokens // size)
         if pool.room() <= ROWS * filled:
             self._later(_RETRY_S, lambda: self._admit(load))
             return
@@ -166,7 +171,28 @@ class DecodeSide:
             self._release(plan)
             return
         cached = plan.cached // size * size
-        groups = []
+        groups = [GroupTarget(0, ())] * 3
+        if not _wants_no_page(plan):
+            groups = self._take_blocks(load, cached)
+        load.reserved_at = self._world.clock.now
+        self._loads[plan.name] = load
+        request = DecodeRequest(
+            request_id=plan.name,
+            transfer_id=plan.transfer_id,
+            engine=self._engine(plan),
+            prompt_tokens=plan.tokens,
+            first_token=plan.tokens if _wants_no_page(plan) else cached,
+            prompt_hash=prompt_hash(plan, plan.transfer_id),
+            groups=tuple(groups),
+            wants_sampled=_wants_sampled(plan),
+        )
+        self._world.books.note("%s reserves %s", process, plan.name)
+        process.submit(lambda now: process.effects.decode.reserve(now, request))
+
+    def _take_blocks(self, load: _Load, cached: int) -> list[GroupTarget]:
+        process, plan, groups = self._process, load.plan, []
+        size, pool = process.worker.block, process.pool
+        filled = -(-plan.tokens // size)
         for group, needed in enumerate((cached, max(cached, plan.tokens - plan.window), 0)):
             begin, end = (0, 1) if group == ROWS else (needed // size, filled)
             blocks = pool.take(plan.name, end - begin)
@@ -181,17 +207,4 @@ class DecodeSide:
             # What the window has left behind is null.
             first = 0 if group == ROWS else cached // size
             groups.append(GroupTarget(first, (*(0,) * (begin - first), *blocks), needed))
-        load.reserved_at = self._world.clock.now
-        self._loads[plan.name] = load
-        request = DecodeRequest(
-            request_id=plan.name,
-            transfer_id=plan.transfer_id,
-            engine=self._engine(plan),
-            prompt_tokens=plan.tokens,
-            first_token=cached,
-            prompt_hash=prompt_hash(plan, plan.transfer_id),
-            groups=tuple(groups),
-            wants_sampled=_wants_sampled(plan),
-        )
-        self._world.books.note("%s reserves %s", process, plan.name)
-        process.submit(lambda now: process.effects.decode.reserve(now, request))
+        return groups

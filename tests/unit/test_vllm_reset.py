@@ -19,6 +19,7 @@ from vllm_stage import (
 )
 
 from kv_connector.agent.commands import CacheCleared, Cancel, FinishPrefill, Release
+from kv_connector.protocol.layout import GroupTarget
 from kv_connector.protocol.requests import DecodeRequest
 from kv_connector.vllm.forced_token import KEY
 
@@ -115,6 +116,63 @@ def test_a_load_of_before_whose_client_may_have_ps_token_waits_for_it(stage: Mak
     (new,) = output.scheduled_new_reqs
     assert new.sampling_params.extra_args[KEY] == 9
     decode.update(output)
+    finish(decode)
+
+
+def waits_for_room(decode: Stage) -> None:
+    load(decode, "loads", 1)
+    decode.step()
+    decode.add("d-t", prompt(100, 2), PARAMS_OF_D | {"early_token": True}, max_tokens=3)
+    output, metadata = decode.schedule()
+    assert metadata.waiting == (("t", ADDRESS),)
+    decode.update(output)
+
+
+@pytest.mark.parametrize("sampled", [{"d-t": 9}, {}])
+def test_who_waits_for_room_asks_for_ps_token_alone_after_a_reset(
+    stage: MakeStage, sampled: dict[str, int]
+) -> None:
+    """Before the engine goes on: a pause of P's waits for it. P may have sampled with the weights of before,
+    and the client have it."""
+    decode = stage("kv_consumer", blocks=8)
+    waits_for_room(decode)
+    pause(decode)
+    assert decode.side.has_unsent_commands()
+    metadata = decode.step()
+    cancel, asked = metadata.commands
+    assert cancel == Cancel("d-loads")
+    assert isinstance(asked, DecodeRequest)
+    assert (asked.request_id, asked.wants_sampled, asked.groups) == ("d-t", True, (GroupTarget(0, ()),))
+    assert metadata.waiting == ()
+    pause(decode)
+    assert decode.step().commands == (), "it is asked once"
+    resume(decode)
+    decode.step(received=["d-loads"])
+    for _ in range(6):
+        output, _ = decode.schedule()
+        assert "d-t" not in output.num_scheduled_tokens
+        decode.update(output)
+    # As where P is gone: nobody has a token then, and nothing is missing.
+    failed = [] if sampled else ["d-t"]
+    decode.step(received=["d-t"], failed=failed, sampled=sampled)
+    output, _ = decode.schedule()
+    assert output.num_scheduled_tokens == {"d-t": 100}
+    (new,) = output.scheduled_new_reqs
+    assert new.sampling_params.extra_args.get(KEY) == sampled.get("d-t")
+    decode.update(output)
+    finish(decode)
+
+
+def test_who_has_asked_for_ps_token_leaves(stage: MakeStage) -> None:
+    decode = stage("kv_consumer", blocks=8)
+    waits_for_room(decode)
+    pause(decode)
+    decode.step()
+    decode.abort("d-t")
+    assert decode.step().commands == (Cancel("d-t"),)
+    pause(decode)  # there is no page that may land for it
+    resume(decode)
+    decode.step(received=["d-t", "d-loads"])
     finish(decode)
 
 

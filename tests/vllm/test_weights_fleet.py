@@ -192,6 +192,27 @@ async def test_a_fleet_is_updated_under_requests(fleet: Fleet, client: Client, o
     await assert_quiescent(client, *engines.values())
 
 
+async def test_a_stream_that_waits_at_decode_keeps_its_first_token(fleet: Fleet, client: Client) -> None:
+    """The client has it, of the old version, when both are updated."""
+    await fleet.push("a", fleet.prefill, fleet.decode)
+    old = await fleet.alone(client)
+    in_hand = await client.load(fleet.decode)
+    await client.post(f"{fleet.decode.url}/pause?mode=keep&clear_cache=false")
+    begun = asyncio.Event()
+    asking = asyncio.create_task(client.stream(fleet.router, PROMPTS[1], TOKENS, lambda _: begun.set()))
+    await begun.wait()
+
+    async def missing() -> str:
+        return "" if await client.load(fleet.decode) > in_hand else "the request is not at D"
+
+    await wait_until(missing)
+    await fleet.push("b", fleet.prefill, fleet.decode)
+    said = await asking
+    assert said[0] == old[1][0]
+    assert await assert_of_one_version_each(client, fleet, [(1, said)], old) == 1
+    await assert_quiescent(client, fleet.prefill, fleet.decode)
+
+
 async def test_pages_of_other_weights_are_not_used_whoever_asks_for_them(
     fleet: Fleet, client: Client
 ) -> None:
