@@ -223,7 +223,7 @@ class DecodeScheduler:
                 target.void = True
 
     def received(self, request_ids: Iterable[str], failed: Collection[str] = ()) -> set[str]:
-        """These loads are over, well or not. Returns those of which vLLM knows nothing: it is not to be told."""
+        """These loads are over, well or not. Returns those that vLLM must not be told of."""
         asked = set()
         for request_id in request_ids:
             if target := self._targets.get(request_id):
@@ -275,9 +275,7 @@ class DecodeScheduler:
                 self._ask(target)
             else:
                 self._release(target)
-        return not any(
-            target.finished and target.load is _Load.RESERVED for target in self._targets.values()
-        )
+        return not any(target.finished and target.load is _Load.RESERVED for target in self._targets.values())
 
     def _ask(self, target: _Target) -> None:
         target.load, target.void = _Load.ASKED, True
