@@ -102,11 +102,15 @@ class Dispatcher:
             yield stream.answer
 
     async def forward(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> Reply:
-        """Any decode engine's whole answer."""
+        """Any decode engine's whole answer; of a route that changes nothing there."""
         call = Call(path, headers, headers["x-request-id"])
-        with ExitStack() as stack:
-            lease = await self._decoder(stack)
-            return await self.calls.whole(Side.DECODE, lease, method, body, call)
+
+        async def attempt(avoid: Collection[Endpoint], _: int) -> Reply:
+            with ExitStack() as stack:
+                lease = await self._decoder(stack, avoid)
+                return await self.calls.whole(Side.DECODE, lease, method, body, call)
+
+        return await self._retried(attempt, call)
 
     async def close(self) -> None:
         """Waits, `patience` at most, for what engines are still to be told. No request is open any more."""
@@ -116,15 +120,30 @@ class Dispatcher:
     async def _try(
         self, completion: Completion, call: Call, avoided: Collection[Endpoint] = (), first: int = 1
     ) -> tuple[AsyncExitStack, Answer]:
-        """``avoided``: the engines that failed in the attempts before the ``first`` of these."""
+        """``avoided``, ``first``: as _retried() has them."""
+
+        async def attempt(avoid: Collection[Endpoint], number: int) -> tuple[AsyncExitStack, Answer]:
+            async with AsyncExitStack() as stack:
+                answer = await self._attempt(completion, call, stack, avoid, number)
+                return stack.pop_all(), answer
+
+        return await self._retried(attempt, call, avoided, first)
+
+    async def _retried(
+        self,
+        attempt: Callable[[Collection[Endpoint], int], Awaitable[T]],
+        call: Call,
+        avoided: Collection[Endpoint] = (),
+        first: int = 1,
+    ) -> T:
+        """``attempt`` gets what to avoid, and its number. ``avoided``: the engines that failed in those before
+        the ``first`` of these."""
         avoid = {*avoided}
-        for attempt in itertools.count(first):
+        for number in itertools.count(first):
             try:
-                async with AsyncExitStack() as stack:
-                    answer = await self._attempt(completion, call, stack, avoid, attempt)
-                    return stack.pop_all(), answer
+                return await attempt(avoid, number)
             except EngineFailure as error:
-                avoid = self._avoid_next(error, avoid, attempt)
+                avoid = self._avoid_next(error, avoid, number)
                 logger.warning("request %s: tried again with other engines: %s", call.request_id, error)
         raise AssertionError
 

@@ -685,6 +685,24 @@ async def test_other_routes_are_answered_by_a_decode_engine() -> None:
         assert health.json()["decode"] == {d.url: "ready"}
 
 
+async def test_other_routes_are_answered_by_another_engine_where_one_is_gone() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        down = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        async with serve_engine(answer_ok) as engine:
+            settings = Settings(
+                prefill=(Endpoint.parse(engine.url),),
+                decode=(Endpoint.parse(down), Endpoint.parse(engine.url)),
+            )
+            async with (
+                serve(create_app(settings)) as url,
+                httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client,
+            ):
+                for _ in range(2):  # they take turns
+                    assert (await client.get("/v1/models")).json().get("engine") == engine.url
+                assert (await client.get("/health")).json()["decode"][down] == "unreachable"
+
+
 # --- Parts
 
 
