@@ -200,13 +200,18 @@ class Effects:
     def receive(self, now: float) -> None:
         """Handles the messages that the last wait() of the control plane found."""
         for received in self._control.receive():
-            if received.message is None:
-                self.run(now, self.peers.lost(now, received.source, "it sent a malformed message"))
-            elif isinstance(received.message, Recall) and self._timelines is not None:
-                others = self.peers.other_workers()
-                self.run(now, [Reply(received.source, self._timelines.recalled(received.message, others))])
-            else:
-                self.run(now, self.peers.receive(now, received.source, received.message))
+            try:
+                self.run(now, self._received(now, received))
+            except Exception:  # those behind it are others'
+                logger.exception("a message of %s was not acted on", received.source)
+
+    def _received(self, now: float, received: Received) -> Sequence[Action]:
+        if received.message is None:
+            return self.peers.lost(now, received.source, "it sent a malformed message")
+        if isinstance(received.message, Recall) and self._timelines is not None:
+            others = self.peers.other_workers()
+            return [Reply(received.source, self._timelines.recalled(received.message, others))]
+        return self.peers.receive(now, received.source, received.message)
 
     def engine_events(self, now: float) -> None:
         """Handles what the engine reports."""
@@ -483,7 +488,10 @@ class Effects:
         actions: list[Action] = []
         while events := self._engine.poll_events(_EVENTS):
             for event in events:
-                actions += self._event(now, event)
+                try:
+                    actions += self._event(now, event)
+                except Exception:  # the engine tells each once: the others' would be lost with it
+                    logger.exception("an event of the engine was not acted on: %s", event)
         return actions
 
     def _event(self, now: float, event: Event) -> Sequence[Action]:

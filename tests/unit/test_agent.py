@@ -521,6 +521,73 @@ def test_nothing_wanted_is_complete_at_once(pair: tuple[Side, Side]) -> None:
     decode.idle()
 
 
+def hold(side: Side) -> threading.Event:
+    """The agent's thread does nothing until this is set."""
+    go = threading.Event()
+    side.agent._submit(lambda _: () if go.wait(PATIENCE) else ())
+    return go
+
+
+def test_a_fault_at_one_message_costs_no_other(
+    pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill, decode = pair
+    transfer(prefill, decode, "met")
+    for name in ("a", "b"):
+        prefill.expect(name)
+    go = hold(prefill)
+    for name in ("a", "b"):
+        decode.reserve(prefill.address, transfer=name)
+    until(lambda: decode.agent.phases().get("decode reserved") == 2)
+    peers = prefill.agent._effects.peers
+    receive = peers.receive
+
+    def faulty(now: float, source: bytes, message: Any) -> Any:
+        if getattr(message, "transfer_id", "") == "a":
+            raise RuntimeError("a fault")
+        return receive(now, source, message)
+
+    monkeypatch.setattr(peers, "receive", faulty)
+    go.set()
+    prefill.compute(SOURCE, transfer="b")
+    prefill.agent.finished("b", True, "")
+    decode.wait(received=["d-b"])
+    assert "was not acted on" in caplog.text
+    monkeypatch.setattr(peers, "receive", receive)
+    decode.agent.cancel("d-a")
+    decode.wait(received=["d-a"])
+
+
+def test_a_fault_at_one_event_of_the_engine_costs_no_other(
+    pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill, decode = pair
+    for name in ("a", "b"):
+        prefill.expect(name)
+        decode.reserve(prefill.address, transfer=name)
+    until(lambda: decode.agent.phases().get("decode reserved") == 2)
+    go = hold(decode)
+    for name in ("a", "b"):
+        prefill.compute(SOURCE, transfer=name)
+        prefill.agent.finished(name, True, "")
+    prefill.wait(sent=["p-a", "p-b"])
+    machine = decode.agent._effects.decode
+    reached, faults = machine.counter_reached, ["a fault"]
+
+    def faulty(now: float, request_id: str) -> Any:
+        if faults:
+            raise RuntimeError(faults.pop())
+        return reached(now, request_id)
+
+    monkeypatch.setattr(machine, "counter_reached", faulty)
+    go.set()
+    until(lambda: decode.poll() or len(decode.received) == 1)
+    assert "was not acted on" in caplog.text
+    for name in ("a", "b"):
+        decode.agent.cancel(f"d-{name}")
+    decode.wait(received=["d-a", "d-b"])
+
+
 def test_many_transfers_at_once_between_several_engines(sim: Stage) -> None:
     """Both dispatch orders, chunks, aborts on either side, and three engines that come in any order."""
     rng = random.Random(5)
