@@ -8,6 +8,9 @@ PYTHON_ENV := .venv/bin
 STAMPS := .venv/stamps
 JOBS ?= $(shell nproc)
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
+# Packages are compiled by who imports them first (scripts/setup). Not kept, that would be done by each process: 20 seconds
+# of a core for vLLM.
+unexport PYTHONDONTWRITEBYTECODE
 
 NATIVE := $(shell find native -name '*.cc' -o -name '*.h')
 NATIVE_SOURCES := $(filter %.cc,$(NATIVE))
