@@ -1,4 +1,5 @@
-"""scripts/setup on a machine whose package index has no CPU build of torch."""
+"""scripts/setup where the package index has no CPU build of torch, and make where nothing that is compiled of
+Python is to be kept."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 SETUP = Path(__file__).parents[2] / "scripts/setup"
 PYTHON = """#!/bin/bash
@@ -82,3 +85,14 @@ def test_what_uv_does_not_find_pip_does(tmp_path: Path) -> None:
     installed = [call for call in calls if call.startswith("-m pip install")]
     assert installed[-1].endswith(" some-package>=1")
     assert "uv could not" in done.stdout
+
+
+def test_what_is_compiled_of_python_is_kept_whatever_the_environment_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is compiled when it is installed: each engine would compile vLLM anew."""
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    rule = "seen:; @echo $${PYTHONDONTWRITEBYTECODE-nothing}"
+    words = ["make", "--no-print-directory", "--eval", rule, "seen"]
+    said = subprocess.run(words, cwd=SETUP.parents[1], capture_output=True, text=True, check=True)
+    assert said.stdout == "nothing\n"
