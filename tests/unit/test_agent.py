@@ -524,7 +524,12 @@ def test_nothing_wanted_is_complete_at_once(pair: tuple[Side, Side]) -> None:
 def hold(side: Side) -> threading.Event:
     """The agent's thread does nothing until this is set."""
     go = threading.Event()
-    side.agent._submit(lambda _: () if go.wait(PATIENCE) else ())
+
+    def wait(_: float) -> tuple[()]:
+        assert go.wait(PATIENCE)
+        return ()
+
+    side.agent._submit(wait)
     return go
 
 
