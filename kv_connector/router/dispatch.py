@@ -136,8 +136,8 @@ class Dispatcher:
         avoided: Collection[Endpoint] = (),
         first: int = 1,
     ) -> T:
-        """``attempt`` gets what to avoid, and its number. ``avoided``: what failed in those before the ``first``
-        of these."""
+        """``attempt`` gets what to avoid, and its number. ``avoided``: what failed in those before the first
+        one, ``first``."""
         avoid = {*avoided}
         for number in itertools.count(first):
             try:
