@@ -198,8 +198,9 @@ class DecodeMachine:
         transfer.aborted = True
         if transfer.stopping:
             return []
-        if transfer.landed:
+        if transfer.landed and transfer.request.wants_pages:
             return self._end(now, transfer, Outcome.CANCELLED, "")
+        transfer.landed = False  # P may still compute what nobody wants now
         actions = self._stop(now, transfer)
         if not transfer.counting:  # no source was asked
             actions += self.release(now, transfer.request.transfer_id, transfer.request.engine)

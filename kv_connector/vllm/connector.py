@@ -378,15 +378,15 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     @never_raises(_nothing)
     def update_connector_output(self, connector_output: Any) -> None:
-        unknown = self._scheduler.update(
+        received = connector_output.finished_recving
+        if received and (asked := self._scheduler.decode.asked(received)):
+            connector_output.finished_recving = received - asked  # vLLM looks at it after this
+        self._scheduler.update(
             connector_output.finished_sending,
-            connector_output.finished_recving,
+            received,
             connector_output.failed_recving,
             connector_output.kv_connector_worker_meta or News(),
         )
-        # vLLM looks at it after this.
-        if unknown:
-            connector_output.finished_recving -= unknown
 
     @never_raises(lambda: (False, None))
     def request_finished_all_groups(

@@ -68,6 +68,8 @@ class DecodeScheduler:
         self._waiting: dict[str, Address] = {}
         """Of the transfers whose requests have no blocks yet, their P."""
         self._told_waiting: tuple[tuple[str, Address], ...] = ()
+        self.settling: set[str] = set()
+        """Requests that vLLM has forgotten, and of which the workers have still to report."""
         self._first_tokens: list[tuple[Request, int]] = []
         self.gives_first_tokens = False
         """FirstTokenScheduler takes these. This and the next two are set before the first request."""
@@ -79,6 +81,8 @@ class DecodeScheduler:
         return len(self._targets)
 
     def add(self, request: Request, params: DecodeParams) -> None:
+        if request.request_id in self.settling:
+            raise BadParams("one of the same id is not over")
         transfer_id, peer = params.transfer_id, params.peer
         tokens, digest = prompt_of(request)
         if first := self._transfers.get(transfer_id):
@@ -202,6 +206,8 @@ class DecodeScheduler:
             self._release(target)
         elif target.load is not _Load.OVER:
             self._commands.append(Cancel(target.request_id))
+            if target.load is _Load.ASKED:
+                self.settling.add(target.request_id)
         self._forget_if_over(target)
 
     def sampled(self, tokens: Mapping[str, int]) -> None:
@@ -222,24 +228,30 @@ class DecodeScheduler:
             if target := self._targets.get(request_id):
                 target.void = True
 
-    def received(self, request_ids: Iterable[str], failed: Collection[str] = ()) -> set[str]:
-        """These loads are over, well or not. Returns those that vLLM must not be told of."""
-        asked = set()
+    def asked(self, request_ids: Iterable[str]) -> set[str]:
+        """Those of whose loads vLLM knows nothing: it must not hear of their end."""
+        targets = self._targets
+        return {one for one in request_ids if one in targets and targets[one].load is _Load.ASKED}
+
+    def received(self, request_ids: Iterable[str], failed: Collection[str] = ()) -> None:
+        """These loads are over, well or not."""
         for request_id in request_ids:
             if target := self._targets.get(request_id):
-                if target.load is _Load.ASKED:
-                    asked.add(request_id)
+                asked = target.load is _Load.ASKED
+                self.settling.discard(request_id)
                 self._over(target)
+                if asked and target.sampled is None and not target.finished:
+                    words = "transfer %s: %s does not say what it sampled: the client may have another token"
+                    logger.warning(words, target.transfer_id, target.peer)
                 if target.sampled is not None and not target.finished:
                     if self.gives_first_tokens and not target.void and request_id not in failed:
                         self._first_tokens.append((target.request, target.sampled))
                     else:
                         force(target.request.sampling_params, target.sampled)
-                if target.void and not target.finished:
+                if target.void and not asked and not target.finished:
                     assert self.blocks is not None
                     self.blocks.free(target.request)
                 self._forget_if_over(target)
-        return asked
 
     def loading(self) -> list[str]:
         """The requests that hold blocks for a load. vLLM cannot preempt them."""
@@ -278,6 +290,8 @@ class DecodeScheduler:
         return not any(target.finished and target.load is _Load.RESERVED for target in self._targets.values())
 
     def _ask(self, target: _Target) -> None:
+        assert self.gate is not None
+        self.gate.leave(target.request_id)
         target.load, target.void = _Load.ASKED, True
         del self._waiting[target.transfer_id]
         nothing = [GroupTarget(0, ()) for _ in self._block_sizes]

@@ -124,8 +124,9 @@ class SchedulerSide:
         )
 
     def has_unsent_commands(self) -> bool:
-        """Whether the workers have still to be told something: the engine must take another step for it."""
-        return bool(self._commands)
+        """Whether the workers have still to be told something, or to report what vLLM has forgotten already:
+        the engine must take another step for it."""
+        return bool(self._commands or self.decode.settling)
 
     def update(
         self,
@@ -133,15 +134,14 @@ class SchedulerSide:
         finished_recving: Iterable[str] | None,
         failed_recving: Collection[str] | None,
         news: News,
-    ) -> set[str]:
-        """What the workers report at the end of a step. Returns those of ``finished_recving`` that vLLM is
-        not to be told of."""
+    ) -> None:
+        """What the workers report at the end of a step."""
         if news.reserved:
             self.prefill.reserved(news.reserved)
         self.decode.sampled(news.sampled)
         self.decode.make_void(news.void)
         self.prefill.sent(finished_sending or ())
-        return self.decode.received(finished_recving or (), failed_recving or ())
+        self.decode.received(finished_recving or (), failed_recving or ())
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         self.decode.finished(request)

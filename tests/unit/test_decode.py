@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -148,10 +148,10 @@ def test_a_stale_load_that_is_aborted_meanwhile_is_cancelled(machine: DecodeMach
 # --- The token that P sampled
 
 
-def waiting_for_token(machine: DecodeMachine) -> Reserve:
+def waiting_for_token(machine: DecodeMachine, blocks: Sequence[int] = (11, 12, 13)) -> Reserve:
     """All pages of the request have landed."""
     machine.peer_up(0.0, P_ADDRESS, PEER)
-    machine.reserve(0.0, replace(decode_request(), wants_sampled=True))
+    machine.reserve(0.0, replace(decode_request(blocks=blocks), wants_sampled=True))
     message = sent(machine.counter_opened(0.0, "d-t", IMMEDIATE), Reserve)
     assert message.wants_sampled
     assert machine.counter_reached(1.0, "d-t") == []
@@ -179,6 +179,17 @@ def test_a_token_may_come_before_the_last_page(machine: DecodeMachine) -> None:
     attempt = sent(machine.counter_opened(0.0, "d-t", IMMEDIATE), Reserve).attempt
     assert machine.sampled(1.0, PEER, Sampled("t", attempt, 7)) == []
     assert report(machine.counter_reached(2.0, "d-t")) == with_token(7)
+    assert_over(machine)
+
+
+def test_of_who_wants_the_token_alone_p_is_told_that_it_has_left(machine: DecodeMachine) -> None:
+    """It may not have computed the prompt yet; of whose pages have come it has done all."""
+    attempt = waiting_for_token(machine, blocks=(0, 0)).attempt
+    cancel = sent(machine.cancel(2.0, "d-t"), Cancel)
+    assert (cancel.transfer_id, cancel.attempt) == ("t", attempt)
+    assert machine.sampled(2.0, PEER, Sampled("t", attempt, 7)) == []
+    actions = machine.cancel_ack(3.0, PEER, CancelAck("t", attempt, drained=True))
+    assert only(actions, Ended).outcome is Outcome.CANCELLED
     assert_over(machine)
 
 

@@ -119,10 +119,10 @@ def test_a_load_of_before_whose_client_may_have_ps_token_waits_for_it(stage: Mak
     finish(decode)
 
 
-def waits_for_room(decode: Stage) -> None:
+def waits_for_room(decode: Stage, **sampling: int) -> None:
     load(decode, "loads", 1)
     decode.step()
-    decode.add("d-t", prompt(100, 2), PARAMS_OF_D | {"early_token": True}, max_tokens=3)
+    decode.add("d-t", prompt(100, 2), PARAMS_OF_D | {"early_token": True}, max_tokens=4, sampling=sampling)
     output, metadata = decode.schedule()
     assert metadata.waiting == (("t", ADDRESS),)
     decode.update(output)
@@ -164,15 +164,37 @@ def test_who_waits_for_room_asks_for_ps_token_alone_after_a_reset(
 
 
 def test_who_has_asked_for_ps_token_leaves(stage: MakeStage) -> None:
+    """vLLM forgets it at once. The engine takes steps until the workers have, too."""
     decode = stage("kv_consumer", blocks=8)
     waits_for_room(decode)
     pause(decode)
-    decode.step()
+    decode.step(received=["d-loads"])
     decode.abort("d-t")
     assert decode.step().commands == (Cancel("d-t"),)
+    assert decode.side.has_unsent_commands()
     pause(decode)  # there is no page that may land for it
     resume(decode)
-    decode.step(received=["d-t", "d-loads"])
+    load(decode, "t", 2)  # with the same id
+    metadata = decode.step()
+    assert not any(isinstance(command, DecodeRequest) for command in metadata.commands)
+    decode.step(received=["d-t"])
+    assert not decode.side.has_unsent_commands()
+    finish(decode)
+
+
+def test_who_has_asked_for_ps_token_and_does_not_wait_keeps_its_blocks(stage: MakeStage) -> None:
+    """vLLM lets it be neither loaded nor held: it wants the whole prompt computed."""
+    decode = stage("kv_consumer", blocks=8)
+    waits_for_room(decode, prompt_logprobs=0)
+    pause(decode)
+    decode.abort("d-loads")
+    decode.step(received=["d-loads"])
+    resume(decode)
+    output, _ = decode.schedule()
+    assert output.num_scheduled_tokens == {"d-t": 100}
+    used = decode.blocks_in_use
+    decode.update(output, received=["d-t"], sampled={"d-t": 9})
+    assert decode.blocks_in_use == used
     finish(decode)
 
 
