@@ -136,7 +136,7 @@ class PrefillMachine:
                         prompt.transfer_id,
                         "" if request is None else request.request_id,
                         None if reservation is None else reservation.peer,
-                        "orphan" if request is None else transfer.phase.name.lower(),
+                        _phase(transfer),
                         None if reservation is None else reservation.since,
                         transfer.share.number,
                     )
@@ -732,6 +732,14 @@ class PrefillMachine:
             return []
         self._tombstones.bury(now, transfer_id, verdict)
         return [Ended(Role.PREFILL, transfer_id, None, verdict.outcome, verdict.text)]
+
+
+def _phase(transfer: Transfer) -> str:
+    """For an operator."""
+    if transfer.prompt.request is None:
+        return "orphan"
+    lost = transfer.reservation is not None and transfer.reservation.peer_lost
+    return "fencing" if lost and transfer.phase is Phase.DRAINING else transfer.phase.name.lower()
 
 
 def _moving(prompt: Prompt, first_token: int = 0) -> list[PrefillAction]:

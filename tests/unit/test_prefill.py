@@ -1111,6 +1111,8 @@ def test_a_dead_peers_requests_are_reported_once_it_is_fenced(machine: PrefillMa
     machine.reserve(0.0, OTHER, reserve(transfer="other"))
     assert machine.peer_down(1.0, PEER, "silent for 5 s") == []
     assert machine.computed(1.0, computed((5,), first=1, transfer="u")) == []
+    phases = {one.transfer_id: one.phase for one in machine.under_way()}
+    assert phases == {"t": "fencing", "u": "fencing", "other": "active"}
     actions = machine.fenced(2.0, PEER)
     assert only(actions, FinishedSending).request_id == "p-t"
     assert [ended.outcome for ended in every(actions, Ended)] == [Outcome.FAILED] * 2
