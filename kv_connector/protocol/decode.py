@@ -58,7 +58,7 @@ from kv_connector.protocol.messages import (
     Sampled,
     id_problem,
 )
-from kv_connector.protocol.plan import targets_problem
+from kv_connector.protocol.plan import targets_problem, used_blocks
 from kv_connector.protocol.prompt_hash import PROMPT_HASH_BYTES
 from kv_connector.protocol.requests import DecodeRequest
 from kv_connector.protocol.runs import Misfit
@@ -198,7 +198,7 @@ class DecodeMachine:
         transfer.aborted = True
         if transfer.stopping:
             return []
-        if transfer.landed and transfer.request.wants_pages:
+        if transfer.landed and self._wants_pages(transfer.request):
             return self._end(now, transfer, Outcome.CANCELLED, "")
         transfer.landed = False  # P may still compute what nobody wants now
         actions = self._stop(now, transfer)
@@ -422,6 +422,11 @@ class DecodeMachine:
         if length != PROMPT_HASH_BYTES:
             return f"a prompt hash has {PROMPT_HASH_BYTES} bytes, this one {length}"
         return targets_problem(self._layout, request.groups, request.prompt_tokens)
+
+    def _wants_pages(self, request: DecodeRequest) -> bool:
+        """Not the token alone that P sampled."""
+        targets = zip(self._layout.groups, request.groups, strict=True)
+        return any(used_blocks(group, target.first, target.blocks) for group, target in targets)
 
     def _awaiting(self, address: Address) -> list[tuple[_Transfer, _Leg]]:
         """The transfers that wait for a session with this address."""

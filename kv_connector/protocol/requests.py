@@ -61,7 +61,3 @@ class DecodeRequest:
     wants_sampled: bool = False
     """It goes on with the token that P samples behind the prompt: it is not over before that is here, or not
     to be had."""
-
-    @property
-    def wants_pages(self) -> bool:
-        return any(any(target.blocks) for target in self.groups)

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import httpx
@@ -98,6 +98,14 @@ async def serve(app: Any, port: int = 0) -> AsyncIterator[str]:
         finally:
             server.should_exit = True
             await task
+
+
+@contextlib.contextmanager
+def nobody() -> Iterator[str]:
+    """The URL of an engine that refuses connections."""
+    with socket.socket() as bound:  # and not listening
+        bound.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
 
 
 @contextlib.asynccontextmanager

@@ -879,13 +879,7 @@ def test_preemption_waits_for_an_agent_that_is_busy(sim: Stage) -> None:
     """Longer than any time-out: blocks that are still being read must not be written for somebody else."""
     drain = 0.02
     prefill = sim.side(Role.PREFILL, timeouts=replace(TIMES, drain=drain))
-    idle = threading.Event()
-
-    def busy(now: float) -> tuple[()]:
-        idle.wait(20)
-        return ()
-
-    prefill.agent._submit(busy)
+    idle = hold(prefill)
     preempting = threading.Thread(target=prefill.agent.preempt, args=(["t"],))
     preempting.start()
     preempting.join(10 * drain)

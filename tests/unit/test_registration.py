@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -20,6 +19,7 @@ from router_setup import (
     answer_ok,
     metric,
     no_answer,
+    nobody,
     refuse,
     serve,
     serve_engine,
@@ -205,9 +205,7 @@ async def test_an_engine_whose_api_server_is_not_up_is_not_used(cluster: Cluster
     client = await cluster.router(patience=0.05)
     p, _ = await cluster.pair()
     await until_health(client, lambda state: list(state["decode"].values()) == ["ready"])
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        p.engine.url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+    with nobody() as p.engine.url:
         late = Member(cluster, Role.PREFILL, p.engine)
         await until_health(client, lambda state: state["prefill"].get(p.engine.url) == "joining")
         for _ in range(3):
@@ -570,9 +568,7 @@ async def test_another_engine_takes_over_before_anything_was_streamed(
     async with contextlib.AsyncExitStack() as stack:
         broken = await stack.enter_async_context(serve_engine(refuse(500, "broken")))
         if how == "refuses connections":
-            unused = stack.enter_context(socket.socket())
-            unused.bind(("127.0.0.1", 0))
-            broken.url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+            broken.url = stack.enter_context(nobody())
         good, p = [await stack.enter_async_context(serve_engine(answer_ok)) for _ in range(2)]
 
         async def decode(request: Request, body: dict[str, Any]) -> Response:

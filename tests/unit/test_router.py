@@ -17,6 +17,7 @@ from router_setup import (
     answer_ok,
     cluster,
     metric,
+    nobody,
     refuse,
     serve,
     serve_engine,
@@ -434,9 +435,7 @@ async def test_ds_error_is_the_answer_and_p_is_aborted() -> None:
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 @pytest.mark.parametrize("dispatch", ["concurrent", "serial"])
 async def test_an_engine_that_is_down_is_named(side: str, dispatch: str) -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))  # bound, not listening: refuses connections
-        down = f"http://127.0.0.1:{unused.getsockname()[1]}"
+    with nobody() as down:
 
         async def wait(request: Request, body: dict[str, Any]) -> Response:
             # Whether the other engine's request is still under way must not matter.
@@ -605,11 +604,10 @@ async def test_p_is_told_of_a_d_that_could_not_be_asked() -> None:
             told.set()
         return await answer_ok(request, body)
 
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))  # bound, not listening: refuses connections
-        down = Endpoint.parse(f"http://127.0.0.1:{unused.getsockname()[1]}")
+    with nobody() as down:
         async with serve_engine(answer_ok) as p, serve_engine(decode) as d:
-            settings = Settings(prefill=(Endpoint.parse(p.url),), decode=(down, Endpoint.parse(d.url)))
+            decodes = (Endpoint.parse(down), Endpoint.parse(d.url))
+            settings = Settings(prefill=(Endpoint.parse(p.url),), decode=decodes)
             async with (
                 serve(create_app(settings)) as url,
                 httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client,
@@ -686,9 +684,7 @@ async def test_other_routes_are_answered_by_a_decode_engine() -> None:
 
 
 async def test_other_routes_are_answered_by_another_engine_where_one_is_gone() -> None:
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        down = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    with nobody() as down:
         async with serve_engine(answer_ok) as engine:
             settings = Settings(
                 prefill=(Endpoint.parse(engine.url),),
