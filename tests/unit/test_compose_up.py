@@ -1,0 +1,32 @@
+"""examples/compose/up before a stand-in for docker."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+UP = Path(__file__).parents[2] / "examples/compose/up"
+DOCKER = """#!/bin/sh
+echo "$*" >>calls
+cat >/dev/null
+"""
+
+
+def test_up_passes_its_options_to_every_call_of_compose(tmp_path: Path) -> None:
+    """The question, too: without --project-name it would go to containers of another project."""
+    shutil.copy(UP, tmp_path)
+    docker = tmp_path / "bin/docker"
+    docker.parent.mkdir()
+    docker.write_text(DOCKER)
+    docker.chmod(0o755)
+    path = f"{docker.parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        [tmp_path / "up", "gpu", "--project-name", "other"], env={**os.environ, "PATH": path}, check=False
+    )
+    assert done.returncode == 0
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert len(calls) == 2
+    for call, verb in zip(calls, ("up", "exec"), strict=True):
+        assert call.startswith(f"compose --env-file gpu.env --project-name other {verb} ")
