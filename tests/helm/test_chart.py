@@ -305,6 +305,46 @@ def test_rules_and_board_are_those_of_the_project(chart: Any) -> None:
     assert board["metadata"]["labels"]["grafana_dashboard"] == "1"
 
 
+def test_a_router_pod_has_time_for_its_streams(chart: Any) -> None:
+    objects = render(chart, with_values(("router.drainSeconds", 300)))
+    pod = objects["StatefulSet", "router"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    slept = int(container["lifecycle"]["preStop"]["exec"]["command"][-1])
+    assert pod["terminationGracePeriodSeconds"] > slept + 300
+
+
+def test_routers_are_spread_over_nodes(chart: Any) -> None:
+    pod = render(chart, LEAST)["StatefulSet", "router"]["spec"]["template"]
+    (spread,) = pod["spec"]["topologySpreadConstraints"]
+    assert spread["topologyKey"] == "kubernetes.io/hostname"
+    assert spread["labelSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+
+
+def test_an_engine_without_root_reads_the_key_by_its_group(chart: Any) -> None:
+    user = {"runAsNonRoot": True, "runAsUser": 1000, "runAsGroup": 1001}
+    for _, pod in pods(render(chart, with_values(("engine.podSecurityContext", user)))):
+        context = pod["spec"]["securityContext"]
+        assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert context["fsGroup"] == (1001 if context["runAsUser"] == 1000 else 65534)
+    named = with_values(("engine.podSecurityContext", user | {"fsGroup": 7}))
+    for name in ("prefill", "decode"):
+        assert (
+            render(chart, named)["Deployment", name]["spec"]["template"]["spec"]["securityContext"]["fsGroup"]
+            == 7
+        )
+
+
+def test_addresses_of_ipv6_have_brackets_in_urls(chart: Any) -> None:
+    objects = render(chart, with_values(("ipFamily", "IPv6")))
+    for name in ("prefill", "decode"):
+        container = engine(objects, name)
+        assert transfer(container)["kv_connector_extra_config"]["api_url"] == "http://[$(POD_IP)]:8000"
+        assert '"http://[$POD_IP]:8000"' in container["lifecycle"]["preStop"]["exec"]["command"][-1]
+        assert "--host=::" in container["args"]
+    router = objects["StatefulSet", "router"]["spec"]["template"]["spec"]["containers"][0]
+    assert {"--host=::", "--registration=[::]:8500"} <= set(router["args"])
+
+
 # --- Wrong values
 
 
@@ -318,6 +358,8 @@ def test_rules_and_board_are_those_of_the_project(chart: Any) -> None:
         ("prefill.replica", 2, "replica"),
         ("decode.replicas", -1, "/decode/replicas"),
         ("router.replicas", 0, "/router/replicas"),
+        ("router.drainSeconds", -1, "/router/drainSeconds"),
+        ("ipFamily", "IPv5", "/ipFamily"),
         ("engine.resources", {"limits": {"nvidia.com/gpu": "one"}}, "nvidia.com"),
         ("engine.settings", {}, "settings.providers: name the lanes"),
         ("decode.settings", {"control_port": 1}, "decode: settings.control_port is the chart's"),

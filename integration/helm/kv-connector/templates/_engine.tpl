@@ -9,7 +9,7 @@ hosts computes and has no API server. */}}
 {{- $settings := dict "control_port" 5600 }}
 {{- if not $llmd }}
 {{- $_ := set $settings "routers" (include "kv.routers" $root | fromJsonArray) }}
-{{- $_ := set $settings "api_url" (printf "http://$(POD_IP):%d" $port) }}
+{{- $_ := set $settings "api_url" (printf "http://%s:%d" (include "kv.podHost" $root) $port) }}
 {{- end }}
 {{- $transfer := dict "kv_connector" "WriteImmConnector" }}
 {{- $_ := set $transfer "kv_role" (ternary "kv_producer" "kv_consumer" (eq .name "prefill")) }}
@@ -34,7 +34,7 @@ spec:
   hostNetwork: true
   dnsPolicy: ClusterFirstWithHostNet
   {{- end }}
-  securityContext: {seccompProfile: {type: RuntimeDefault}}
+  securityContext: {{- include "kv.podSecurity" $side | nindent 4 }}
   automountServiceAccountToken: false
   {{- with $root.Values.images.pullSecrets }}
   imagePullSecrets: {{- toYaml . | nindent 4 }}
@@ -69,6 +69,9 @@ spec:
       args:
         - {{ $root.Values.model | quote }}
         - --port={{ $port }}
+        {{- if eq $root.Values.ipFamily "IPv6" }}
+        - "--host=::"
+        {{- end }}
         - --shutdown-timeout={{ $side.shutdownSeconds }}
         {{- if gt (int $side.hosts) 1 }}
         - --nnodes=$(LWS_GROUP_SIZE)
@@ -127,7 +130,7 @@ spec:
               - sleep {{ $side.drainSeconds }}
               {{- else }}
               - >-
-                exec kv-connector drain "http://$POD_IP:{{ $port }}" --timeout {{ $side.drainSeconds }}
+                exec kv-connector drain "http://{{ ternary "[$POD_IP]" "$POD_IP" (eq $root.Values.ipFamily "IPv6") }}:{{ $port }}" --timeout {{ $side.drainSeconds }}
                 {{- range include "kv.routers" $root | fromJsonArray }} --router {{ . }}{{ end }}
               {{- end }}
       {{- else }}

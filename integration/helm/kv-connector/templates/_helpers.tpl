@@ -33,6 +33,21 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- $routers | toJson }}
 {{- end }}
 
+{{/* A pod's address as it stands in a URL. */}}
+{{- define "kv.podHost" -}}
+{{ ternary "[$(POD_IP)]" "$(POD_IP)" (eq .Values.ipFamily "IPv6") }}
+{{- end }}
+
+{{/* An engine pod's security context. Takes a side's values. The key's file belongs to root: a container of another user
+reads it through the group fsGroup. OnRootMismatch spares a large volume a walk through all its files. */}}
+{{- define "kv.podSecurity" -}}
+{{- $given := deepCopy .podSecurityContext }}
+{{- if $given }}
+{{- $given = merge $given (dict "fsGroup" (default 65534 $given.runAsGroup) "fsGroupChangePolicy" "OnRootMismatch") }}
+{{- end }}
+{{- merge $given (dict "seccompProfile" (dict "type" "RuntimeDefault")) | toYaml }}
+{{- end }}
+
 {{- define "kv.keyVolume" -}}
 - name: key
   secret:
