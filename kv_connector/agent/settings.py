@@ -127,11 +127,14 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise SettingsError(f"control_key_file: {error}") from None
 
     def host(self, own: str, key: ClusterKey | None) -> str:
-        """The address to bind. ``own``: this host's. SettingsError where strangers could reach it.
+        """The address to bind. ``own``: this host's. Raises SettingsError for a name,
+        and where strangers could reach it.
 
         The refusal is for the peer's sake too: RESERVE and HELLO say how to write into a KV cache.
         """
         host = self.control_host or (LOOPBACK if key is None else own)
+        if problem := _wrong_interface("VLLM_HOST_IP, or SGLANG_HOST_IP,", host):
+            raise SettingsError(f"control_host is not set, and {problem}")
         if key is None and not self.allow_unauthenticated and not is_loopback(host):
             raise SettingsError(
                 f"other machines reach control_host {host!r}, and there is no cluster key. "
@@ -225,7 +228,7 @@ def _problem(key: str, value: object) -> str | None:
         return _unknown_timeouts(setting)
     if key in ("routers", "announce"):
         return _wrong_address(key, setting)
-    return _wildcard(key, setting) if key in ("control_host", "data_host") else None
+    return _wrong_interface(key, setting) if key in ("control_host", "data_host") else None
 
 
 def _unknown_timeouts(timeouts: Mapping[str, float]) -> str | None:
@@ -244,14 +247,16 @@ def _wrong_address(key: str, routers: Sequence[str]) -> str | None:
     return None
 
 
-def _wildcard(key: str, host: str | None) -> str | None:
-    """Peers dial what we bind, and a socket open to every network is nobody's intention."""
+def _wrong_interface(key: str, host: str | None) -> str | None:
+    """Returns the problem with an address to bind: peers dial it, and the lanes' listeners take no names."""
     if host is None:
         return None
     try:
         wildcard = ipaddress.ip_address(host).is_unspecified
     except ValueError:
-        wildcard = not host or "*" in host  # a name, for the resolver to judge
+        if host and "*" not in host:
+            return f"{key} {host!r} is a name. Write the numeric IP address of a network interface, such as 10.0.0.5."
+        wildcard = True
     if not wildcard:
         return None
     return (

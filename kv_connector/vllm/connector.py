@@ -159,10 +159,15 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """No: a full graph replays without the layer hooks, and such a step signals all its layers behind the
-        graph. vLLM uses full graphs for decode steps, which have nothing to push; prefills run piecewise,
-        with hooks between the pieces.
+        """Checks the settings, and returns False. Raises SettingsError.
+
+        A full graph replays without the layer hooks, and such a step signals all its layers behind the graph.
+        vLLM uses full graphs for decode steps, which have nothing to push; prefills run piecewise, with hooks
+        between the pieces. On a GPU vLLM calls no other hook with the settings before it loads the model,
+        which takes minutes.
         """
+        with _extra_config():
+            parse_settings(extra_config)
         return False
 
     @classmethod

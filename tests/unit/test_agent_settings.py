@@ -87,6 +87,8 @@ def test_everything_can_be_set() -> None:
         ({"control_host": "0.0.0.0"}, "control_host '0.0.0.0' is no address that a peer can dial"),
         ({"control_host": ""}, "control_host '' is no address"),
         ({"control_host": "*"}, "is no address"),
+        ({"control_host": "localhost"}, "control_host 'localhost' is a name. Write the numeric IP address"),
+        ({"data_host": "node-7.cluster"}, "data_host 'node-7.cluster' is a name"),
         ({"data_host": "::"}, "data_host '::' is no address"),
         ({"routers": ["10.0.0.1"], "api_url": "http://h:1"}, "routers: '10.0.0.1' must be host:port"),
         ({"routers": ["10.0.0.1:8500"]}, "routers needs api_url"),
@@ -117,6 +119,9 @@ def test_strangers_are_let_in_only_on_demand(tmp_path: Path) -> None:
         reachable.host("10.0.0.5", None)
     assert reachable.host("10.0.0.5", key) == "10.0.0.7"
     assert parse_settings({}).host("10.0.0.5", key) == "10.0.0.5"
+    with pytest.raises(SettingsError, match=r"VLLM_HOST_IP.* 'node-7' is a name"):
+        parse_settings({}).host("node-7", key)
+    assert parse_settings({"control_host": "fe80::1%eth0"}).host("10.0.0.5", key) == "fe80::1%eth0"
     assert parse_settings({"control_host": "127.0.0.2"}).host("10.0.0.5", None) == "127.0.0.2"
     unsafe = parse_settings({"control_host": "10.0.0.7", "allow_unauthenticated": True})
     assert unsafe.host("10.0.0.5", None) == "10.0.0.7"

@@ -48,6 +48,13 @@ def test_a_wrong_setting_is_told_with_where_it_is_written() -> None:
         WriteImmConnector(config, KVConnectorRole.WORKER, None)
 
 
+def test_a_wrong_setting_is_refused_before_the_model_loads() -> None:
+    """vLLM makes its configuration first, and asks about CUDA graphs there."""
+    with pytest.raises(SettingsError, match=r"^kv_connector_extra_config: control_host 'localhost' is a name"):
+        WriteImmConnector.requires_piecewise_for_cudagraph({"control_host": "localhost"})
+    assert WriteImmConnector.requires_piecewise_for_cudagraph({"control_host": "10.0.0.5"}) is False
+
+
 def test_config_check_knows_what_stands_beside_our_settings() -> None:
     assert set(TRANSFER_KEYS) == {field.name for field in dataclasses.fields(KVTransferConfig)}
     assert set(POLICIES) == set(get_args(get_type_hints(KVTransferConfig)["kv_load_failure_policy"]))
