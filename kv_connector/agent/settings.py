@@ -255,7 +255,7 @@ def _wrong_interface(key: str, host: str | None) -> str | None:
         wildcard = ipaddress.ip_address(host).is_unspecified
     except ValueError:
         if host and "*" not in host:
-            return f"{key} {host!r} is a name. Write the numeric IP address of a network interface, such as 10.0.0.5."
+            return f"{key} {host!r} is a name. Write an interface's numeric IP address, such as 10.0.0.5."
         wildcard = True
     if not wildcard:
         return None

@@ -87,7 +87,7 @@ def test_everything_can_be_set() -> None:
         ({"control_host": "0.0.0.0"}, "control_host '0.0.0.0' is no address that a peer can dial"),
         ({"control_host": ""}, "control_host '' is no address"),
         ({"control_host": "*"}, "is no address"),
-        ({"control_host": "localhost"}, "control_host 'localhost' is a name. Write the numeric IP address"),
+        ({"control_host": "localhost"}, "'localhost' is a name. Write an interface's numeric IP address"),
         ({"data_host": "node-7.cluster"}, "data_host 'node-7.cluster' is a name"),
         ({"data_host": "::"}, "data_host '::' is no address"),
         ({"routers": ["10.0.0.1"], "api_url": "http://h:1"}, "routers: '10.0.0.1' must be host:port"),

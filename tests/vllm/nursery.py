@@ -3,10 +3,11 @@
 For tests that start engines all the time. What is forked is vLLM's own API server with its engine core and
 its worker as separate processes, as anybody starts it; only the imports are shared.
 
-    nursery.py serve SOCKET             listens, imports, then forks for everybody who asks
-    nursery.py run SOCKET -m MODULE ... is `python -m MODULE ...`: its output, environment, SIGTERM and status
+    nursery.py serve SOCKET [MODULE ...]  imports (default: vLLM), then forks an engine for each `run`
+    nursery.py run SOCKET -m MODULE ...   is `python -m MODULE ...`: its output, its environment, its end
 
-Whoever runs the second is the engine's other half: it ends when the engine ends, and the engine when it ends.
+The second process ends when its engine ends, and the engine ends when that process ends. No engine outlives
+the nursery or the nursery's parent, even after SIGKILL: a guard in a session of its own kills what is left.
 """
 
 from __future__ import annotations
@@ -64,8 +65,47 @@ class _Engine:
     client: socket.socket
 
 
+class _Guard:
+    """A process that kills the engines' process groups once the nursery has ended, however that was.
+
+    A nursery that is killed cleans nothing up, and an engine's other processes ignore its leader's end.
+    """
+
+    def __init__(self) -> None:
+        reading, self._writing = os.pipe()
+        if os.fork() == 0:
+            os.close(self._writing)
+            os.setsid()
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN)
+            self._watch(reading)
+            os._exit(0)
+        os.close(reading)
+
+    def begun(self, group: int) -> None:
+        os.write(self._writing, f"+{group}\n".encode())
+
+    def ended(self, group: int) -> None:
+        os.write(self._writing, f"-{group}\n".encode())
+
+    def leave(self) -> None:
+        """In an engine: its copy of the pipe would keep the guard waiting."""
+        os.close(self._writing)
+
+    @staticmethod
+    def _watch(reading: int) -> None:
+        groups: set[int] = set()
+        with os.fdopen(reading) as lines:
+            for line in lines:
+                (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
+        for group in groups:
+            with suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+
+
 class Nursery:
     def __init__(self, path: str) -> None:
+        self._guard = _Guard()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(path)
         self._listener.listen()
@@ -86,9 +126,11 @@ class Nursery:
         output, order = _receive(client)
         pid = os.fork()
         if pid == 0:
+            os.setsid()
             client.close()
             self._leave()
             _become(order, output)
+        self._guard.begun(pid)
         os.close(output)
         engine = _Engine(pid, os.pidfd_open(pid), client)
         self._ready.register(engine.process, selectors.EVENT_READ, engine)
@@ -96,6 +138,7 @@ class Nursery:
 
     def _leave(self) -> None:
         """In a child, which is none of the nursery: closes what it got of it."""
+        self._guard.leave()
         for key in tuple(self._ready.get_map().values()):
             if isinstance(key.fileobj, int):
                 os.close(key.fileobj)
@@ -119,6 +162,7 @@ class Nursery:
     def _end(self, engine: _Engine) -> None:
         with suppress(ProcessLookupError):
             os.killpg(engine.pid, signal.SIGKILL)  # what it left behind
+        self._guard.ended(engine.pid)
         status = os.waitstatus_to_exitcode(os.waitpid(engine.pid, 0)[1])
         self._ready.unregister(engine.process)
         os.close(engine.process)
@@ -144,7 +188,6 @@ def _become(order: dict[str, Any], output: int) -> None:
     """The child: the engine that was ordered."""
     status = 1
     try:
-        os.setsid()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.dup2(output, 1)
@@ -166,17 +209,21 @@ def _become(order: dict[str, Any], output: int) -> None:
         os._exit(status)
 
 
-def _serve(path: str) -> None:
+def _serve(path: str, modules: list[str]) -> None:
     import gc
     import importlib
     import multiprocessing
 
+    # The parent's end is a SIGTERM until here (Process), for which a library may have a handler below.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     nursery = Nursery(path)
     gc.disable()
-    for module in PRELOADED:
+    for module in modules or PRELOADED:
         importlib.import_module(module)
-    # Engines with the connector do it by themselves. Those without poll for a second after each message.
-    importlib.import_module("kv_connector.vllm.internals").sleep_for_messages()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if not modules:
+        # Engines with the connector do it by themselves. Those without poll for a second after each message.
+        importlib.import_module("kv_connector.vllm.internals").sleep_for_messages()
     # What all have is nobody's garbage: each looks through its own.
     gc.freeze()
     gc.enable()
@@ -215,6 +262,6 @@ def _run(path: str, arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
-        _serve(sys.argv[2])
+        _serve(sys.argv[2], sys.argv[3:])
     else:
         sys.exit(_run(sys.argv[2], sys.argv[3:]))
