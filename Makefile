@@ -17,7 +17,7 @@ NATIVE_SOURCES := $(filter %.cc,$(NATIVE))
 # The thread sanitizer cannot place its shadow under some kernels' address randomisation.
 NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
-.PHONY: help setup demo test prepared native-asan native-tsan test-native test-simulation test-python test-libfabric test-verbs test-vllm-next test-sglang test-fleet test-browser test-observability board test-upstream test-examples test-compose test-helm bench-verbs campaign test-data-parallel test-weights test-early test-topologies test-faults fuzz hostile lint analyze format bench bench-gpu wheels test-wheels reference docs clean distclean
+.PHONY: help setup demo test prepared native-asan native-tsan test-native test-simulation test-python test-libfabric test-verbs test-vllm-next test-sglang test-fleet test-browser test-observability board test-upstream test-examples test-compose test-helm bench-verbs campaign test-data-parallel test-weights test-early test-topologies test-faults test-all fuzz hostile lint analyze format bench bench-gpu wheels test-wheels reference docs clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -199,6 +199,10 @@ test-data-parallel: setup ## engines of two data-parallel ranks each, dense and 
 CASE ?=
 test-topologies: setup ## every kind of model and topology, real engines: docs/compatibility.md; CASE=mla
 	@KVC_TOPOLOGIES=1 $(PYTHON_ENV)/python -m pytest --durations=0 --durations-min=2 $(if $(CASE),-k "$(CASE)") tests/topologies
+
+SUITES ?=
+test-all: setup ## every suite above that this machine can run, and .ci/run; continues where it was broken off; SUITES="verbs fleet"
+	@$(PYTHON_ENV)/python scripts/test_all.py $(SUITES)
 
 TIDY = $(PYTHON_ENV)/clang-tidy -p build/native --quiet
 TIDIED := $(filter native/engine/% native/providers/%,$(NATIVE_SOURCES))

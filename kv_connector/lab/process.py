@@ -64,6 +64,13 @@ class Process:
         """Whether the leader still runs."""
         return self._child.poll() is None
 
+    def wait(self, seconds: float) -> int | None:
+        """The leader's exit status. None: it still runs after so many seconds. BLOCKS."""
+        try:
+            return self._child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
     def members(self) -> list[int]:
         """Process ids of the group that still run (a zombie does not)."""
         self._child.poll()
