@@ -127,23 +127,40 @@ class Controller:
                 return Outcome(f"version {version} has not landed at {len(missing)} workers: {said}")
             began = time.monotonic()
             self._taking = version
-            torn = False
             try:
+                # An engine that is torn stays so, and paused, until its workers have a whole version.
                 await self._engine.pause()
-                torn = True  # until the workers say otherwise
+                self._torn = True  # until the workers say otherwise
                 problem, states = await self._update(version)
                 torn = any(state.torn for state in states) or len({state.served for state in states}) > 1
                 if not problem:
-                    self._served = version
-                    await self._engine.label(version)
+                    problem = await self._label(version)
+                    torn = bool(problem)
+                self._torn = torn
             finally:
                 self._taking = ""
-                if not torn:
+                if not self._torn:
                     await self._engine.resume()
-                self._torn = torn
             self._problem = problem
             nbytes = sum(state.arena_bytes for state in states)
             return Outcome(problem, torn, time.monotonic() - began, nbytes)
+
+    async def _label(self, version: str) -> str:
+        """Reports the version that all workers have, and returns why that failed, if it did.
+
+        An engine that computes with this version and reports another one must not go on: other engines would
+        take its KV for their own version's.
+        """
+        self._served = version
+        try:
+            await self._engine.label(version)
+        except Exception as error:
+            logger.exception("weights: version %s", version)
+            return (
+                f"all workers have version {version}, and the engine cannot report it "
+                f"({type(error).__name__}: {error}): push a version again"
+            )
+        return ""
 
     async def _update(self, version: str) -> tuple[str, list[State]]:
         """Why it is not served, if it is not, and how the workers are."""

@@ -17,6 +17,8 @@ from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timers import Timeouts
 from kv_connector.weights.controller import Controller
 from kv_connector.weights.geometry import Constant, Geometry, Parameter, Tensor, Write
+from kv_connector.weights.links import questions
+from kv_connector.weights.messages import Ask, State
 from kv_connector.weights.pusher import WeightPusher
 from kv_connector.weights.receiver import NotLanded, ReceiverConfig, WeightReceiver
 from kv_connector.weights.writer import Target
@@ -72,8 +74,11 @@ def expected(seed: int, ranks: int) -> list[dict[str, torch.Tensor]]:
 
 
 class Model:
-    """What an engine's controller pauses and changes. ``broken``: why it takes nothing; ``labels``: what it
-    was called."""
+    """What an engine's controller pauses and changes. ``labels``: what it was called.
+
+    ``broken``: why workers take nothing; ``broken_worker``: the one that has half of a version then, all
+    others have it whole. ``no_pause``, ``no_label``: why these calls fail.
+    """
 
     def __init__(self, workers: Sequence[WeightReceiver], ranks: int) -> None:
         self._workers, self._ranks = workers, ranks
@@ -82,9 +87,13 @@ class Model:
         self.labels: list[str] = []
         self.paused = False
         self.broken = ""
+        self.broken_worker: int | None = None
+        self.no_pause = ""
+        self.no_label = ""
 
     def _apply(self, rank: int, version: str) -> None:
-        worker, problem = self._workers[rank], self.broken
+        worker = self._workers[rank]
+        problem = self.broken if self.broken_worker in (None, rank) else ""
         try:
             for contents in worker.take(version):
                 self.weights[rank] |= {name: content.clone() for name, content in contents.items()}
@@ -93,6 +102,8 @@ class Model:
         worker.finish(problem, torn=bool(problem))
 
     async def pause(self) -> None:
+        if self.no_pause:
+            raise RuntimeError(self.no_pause)
         self.paused = True
 
     async def update(self, version: str) -> None:
@@ -102,6 +113,8 @@ class Model:
         await asyncio.to_thread(all_apply)
 
     async def label(self, version: str) -> None:
+        if self.no_label:
+            raise RuntimeError(self.no_label)
         self.labels.append(version)
 
     async def resume(self) -> None:
@@ -159,6 +172,14 @@ class Engine:
 
     def _call(self, coroutine: object) -> None:
         asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(30)  # type: ignore[arg-type]
+
+    def state(self) -> State:
+        """What its controller answers."""
+        with questions(None) as links:
+            controller = links.dial(self.address)
+            state = links.wait(links.ask(controller, Ask()), controller, links.timeouts.connect)
+        assert isinstance(state, State)
+        return state
 
     @property
     def served(self) -> list[str]:
