@@ -98,4 +98,5 @@ class WeightsEndpoint:
         state.kv_connector_weights = controller
         if given.seed_from:
             # Nothing is asked of this engine before: its tokens are the fleet's from the first on.
-            await asyncio.to_thread(seed_at_start, given.seed_from, address, key)
+            dummy = engine_client.vllm_config.load_config.load_format == "dummy"
+            await asyncio.to_thread(seed_at_start, given.seed_from, address, key, required=dummy)

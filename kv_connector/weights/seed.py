@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future
@@ -27,8 +28,17 @@ logger = logging.getLogger("kv_connector")
 SEED_S = 600.0
 
 
+# Pauses between two rounds of questions: from the duration of a short push to a bound on the questions that a
+# fleet asks which starts at once.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 5.0
+
+
 class SeedError(RuntimeError):
-    """The engine goes on with what it has; the message says why."""
+    """The engine was not seeded; the message says why. ``final``: asking again cannot change it."""
+
+    def __init__(self, reason: str, *, final: bool = False) -> None:
+        super().__init__(reason)
+        self.final = final
 
 
 def seed(seeder: Address, engine: Address, links: Links, timeout: float) -> str:
@@ -42,7 +52,7 @@ def seed(seeder: Address, engine: Address, links: Links, timeout: float) -> str:
 
     try:
         if seeder == engine:
-            raise SeedError(f"{seeder} cannot seed itself")
+            raise SeedError(f"{seeder} cannot seed itself", final=True)
         return _seed(seeder, engine, links, timeout, dial)
     except LinkError as error:
         raise SeedError(str(error)) from None
@@ -60,7 +70,9 @@ def _seed(
     if state.torn:
         raise SeedError(f"{seeder} has weights of more than one version, and stays paused: push it one")
     if not state.served:
-        raise SeedError(f"{seeder} serves what it was started with: push it a version first")
+        if state.landing or state.landed:
+            raise SeedError(f"{seeder} is about to serve its first version, {state.landing or state.landed}")
+        raise SeedError(f"{seeder} serves what it was started with: push it a version first", final=True)
     here = links.wait(links.ask(controller, Workers()), controller, links.timeouts.connect)
     assert isinstance(here, WorkersAre)
     asked: list[Future[WeightMessage]] = []
@@ -78,20 +90,59 @@ def _seed(
     return state.served
 
 
-def seed_at_start(seeders: Sequence[Address], engine: Address, key: ClusterKey | None) -> None:
-    """By the first of them that can; where none can the engine goes on with what it has. Blocks until it
-    is so."""
-    problems: list[str] = []
+def seed_at_start(
+    seeders: Sequence[Address], engine: Address, key: ClusterKey | None, *, required: bool = False
+) -> None:
+    """Has the first of ``seeders`` that can write its version to ``engine``. BLOCKS until that is done.
+
+    A seeder may be unable for a moment only: a push is under way, or it starts itself. All are asked again
+    until one can, for SEED_S at most. Only seeders that never will end this at once.
+
+    Then, ``required`` (the engine has no weights of its own) raises SeedError; an engine that has some goes
+    on with these.
+    """
+    deadline = time.monotonic() + SEED_S
+    pause, problems = _FIRST_PAUSE_S, dict[Address, str]()
     with questions(key) as links:
-        for seeder in seeders:
-            try:
-                version = seed(seeder, engine, links, SEED_S)
-            except SeedError as error:
-                problems.append(str(error))
-                continue
-            logger.info("weights: seeded by %s with version %s", seeder, version)
-            return
+        while True:
+            final = True
+            for seeder in seeders:
+                try:
+                    version = seed(seeder, engine, links, max(deadline - time.monotonic(), 0))
+                except SeedError as error:
+                    if problems.get(seeder) != str(error):
+                        logger.warning("weights: %s does not seed this engine: %s", seeder, error)
+                    problems[seeder] = str(error)
+                    final = final and error.final
+                    continue
+                logger.info("weights: seeded by %s with version %s", seeder, version)
+                return
+            if version := _served(engine, links):
+                logger.info("weights: a trainer has pushed version %s meanwhile", version)
+                return
+            if final or time.monotonic() + pause >= deadline:
+                break
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+    reasons = "; ".join(problems.values())
+    if required:
+        raise SeedError(
+            f"no engine of seed_from could seed this engine, which has no weights of its own "
+            f"(--load-format dummy): {reasons}. Start it again when one of them serves a pushed version, or "
+            "without --load-format dummy"
+        )
     logger.warning(
-        "weights: none of seed_from could seed this engine, which goes on with what it has: %s",
-        "; ".join(problems),
+        "weights: none of seed_from could seed this engine, which goes on with what it has: %s", reasons
     )
+
+
+def _served(engine: Address, links: Links) -> str:
+    """The version that an engine serves by now; empty: what it was started with, or something torn."""
+    link = links.dial(engine)
+    try:
+        state = links.wait(links.ask(link, Ask()), link, links.timeouts.connect)
+    except LinkError:
+        return ""
+    finally:
+        links.end(link, "the answer is here")
+    return state.served if isinstance(state, State) and not state.torn else ""

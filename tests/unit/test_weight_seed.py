@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -426,6 +427,65 @@ def test_status_says_to_whom_an_engine_writes(site: Site, gate: Gate) -> None:
     seeded.result(PATIENCE_S)
 
 
+class Warned(logging.Handler):
+    """Whether this was warned of."""
+
+    def __init__(self, words: str) -> None:
+        super().__init__(logging.WARNING)
+        self._words = words
+        self.seen = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._words in record.getMessage():
+            self.seen.set()
+
+
+def test_an_engine_that_starts_while_a_version_lands_is_seeded_with_that_one(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not open with the weights that it has."""
+    gate, warned = Gate(), Warned("does not seed this engine")
+    fleet, joiner = site.engine(1), site.engine(1)
+    pushed("v1", 1, fleet)
+    logger = logging.getLogger("kv_connector")
+    logger.addHandler(warned)
+    try:
+        with gate.pusher(TensorSource(drawn(2)), [str(fleet.address)], timeouts=QUICK) as pusher:
+            pusher.connect()
+            update = site.threads.submit(pusher.push, "v2")
+            assert gate.begun.wait(PATIENCE_S)
+            started = site.threads.submit(seed_at_start, [fleet.address], joiner.address, None, required=True)
+            assert warned.seen.wait(PATIENCE_S)
+            assert not started.done()
+            assert joiner.served == [""]
+            gate.go.set()
+            update.result(PATIENCE_S).wait("applied", PATIENCE_S)
+            started.result(PATIENCE_S)
+        assert joiner.model.serves(2)
+        assert joiner.served == ["v2"]
+    finally:
+        gate.go.set()
+        logger.removeHandler(warned)
+
+
+def test_an_engine_without_weights_of_its_own_ends_when_no_engine_can_seed_it(site: Site) -> None:
+    empty, joiner = site.engine(1), site.engine(1)
+    with pytest.raises(SeedError, match=r"no weights of its own.*serves what it was started with"):
+        seed_at_start([empty.address], joiner.address, None, required=True)
+
+
+def test_an_engine_that_no_engine_can_seed_in_time_goes_on_with_its_own_weights(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kv_connector.weights.seed.SEED_S", 0.0)
+    fleet, joiner = site.engine(1, streaming=True), site.engine(1)
+    pushed("v1", 1, fleet)
+    seed_at_start([fleet.address], joiner.address, None)
+    assert joiner.served == [""]
+    with pytest.raises(SeedError, match=r"did not write version v1.*within 0 s"):
+        seed_at_start([fleet.address], joiner.address, None, required=True)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -452,7 +512,7 @@ def test_an_engine_asks_those_that_it_is_given_in_turn(
     pushed("v1", 1, fleet)
     with caplog.at_level(logging.INFO, "kv_connector"):
         seed_at_start([empty.address, joiner.address], joiner.address, None)
-        (warned,) = [
+        *_, warned = [
             record.message
             for record in caplog.records
             if record.name == "kv_connector" and record.levelno == logging.WARNING
