@@ -20,6 +20,7 @@ from kv_connector.cli.push_progress import push_progress
 from kv_connector.cli.router import KeyFile, address, cluster_key
 from kv_connector.engine import TransferError
 from kv_connector.protocol.actions import Address
+from kv_connector.protocol.version import shown
 
 if TYPE_CHECKING:
     from kv_connector.weights.pusher import WeightPusher
@@ -188,7 +189,8 @@ def status(engine: Engines, key_file: KeyFile = None, json: Json = False) -> Non
             try:
                 state = links.wait(answer, link, links.timeouts.connect)
                 assert isinstance(state, State)
-                states[str(link.address)] = msgspec.structs.asdict(state)
+                names = {key: shown(getattr(state, key)) for key in ("served", "landing", "landed")}
+                states[str(link.address)] = msgspec.structs.asdict(state) | names
                 failed |= bool(state.problem)
             except LinkError as error:
                 states[str(link.address)] = {"problem": str(error)}

@@ -71,6 +71,7 @@ from kv_connector.protocol.shares import (
 )
 from kv_connector.protocol.timers import Timeouts, Timers
 from kv_connector.protocol.tombstones import Tombstones, Verdict
+from kv_connector.protocol.version import shown_apart
 
 PrefillAction = Send | Fence | Ended | Reached | Log | Push | Seal | CancelWrites | FinishedSending
 
@@ -788,7 +789,8 @@ def _aborted(reason: str) -> Verdict:
 
 
 def _other_weights(ours: str, message: Reserve) -> str:
-    prefill, decode = (version or "what it was started with" for version in (ours, message.weights))
+    names = shown_apart(ours, message.weights)
+    prefill, decode = (name or "what it was started with" for name in names)
     return f"weights: prefill has {prefill}, decode has {decode}"
 
 

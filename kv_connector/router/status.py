@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from kv_connector.protocol.version import shown
 from kv_connector.router.first_bytes import SLICE_SECONDS, Slice
 from kv_connector.router.incidents import Incident, Incidents
 from kv_connector.router.members import EngineInfo, Members
@@ -128,7 +129,7 @@ class Status:
             lanes=None if activity is None else activity.lanes,
             transfers=None if activity is None else activity.transfers,
             pushing=None if activity is None else round(engine.pushing),
-            weights=engine.weights if self._details else "",
+            weights=shown(engine.weights) if self._details else "",
             address=str(engine.endpoint) if self._details else None,
         )
 

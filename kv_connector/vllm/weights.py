@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from kv_connector.protocol.actions import Address
+from kv_connector.protocol.version import shown
 from kv_connector.vllm.connector import WriteImmConnector
 from kv_connector.vllm.internals import (
     WeightTransferEngine,
@@ -102,11 +103,11 @@ class WriteImmWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             for connector in _connectors():
                 connector.set_weights(update_info.version)
             took = (time.monotonic() - began) * 1e3
-            logger.info("%s: applied version %s, in %.0f ms", self._name, update_info.version, took)
+            logger.info("%s: applied version %s, in %.0f ms", self._name, shown(update_info.version), took)
         except NotLanded as error:
             problem = str(error)
         except Exception as error:
-            logger.exception("version %s was not applied", update_info.version)
+            logger.exception("version %s was not applied", shown(update_info.version))
             problem = f"{type(error).__name__}: {error}"
         self._receiver.finish(problem, torn=touched)
 

@@ -21,6 +21,7 @@ from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.sockets import Received
 from kv_connector.protocol.actions import Address, Source
 from kv_connector.protocol.messages import clip
+from kv_connector.protocol.version import shown
 from kv_connector.weights.loop import Loop
 from kv_connector.weights.messages import (
     Applied,
@@ -122,9 +123,9 @@ class Controller:
             if missing := [state for state in states if state.landed != version]:
                 said = (
                     missing[0].problem
-                    or f"version {missing[0].landed or missing[0].landing or 'none'} is there"
+                    or f"version {shown(missing[0].landed or missing[0].landing) or 'none'} is there"
                 )
-                return Outcome(f"version {version} has not landed at {len(missing)} workers: {said}")
+                return Outcome(f"version {shown(version)} has not landed at {len(missing)} workers: {said}")
             began = time.monotonic()
             self._taking = version
             try:
@@ -153,11 +154,11 @@ class Controller:
         """
         self._served = version
         try:
-            await self._engine.label(version)
+            await self._engine.label(shown(version))
         except Exception as error:
-            logger.exception("weights: version %s", version)
+            logger.exception("weights: version %s", shown(version))
             return (
-                f"all workers have version {version}, and the engine cannot report it "
+                f"all workers have version {shown(version)}, and the engine cannot report it "
                 f"({type(error).__name__}: {error}): push a version again"
             )
         return ""
@@ -174,7 +175,7 @@ class Controller:
             )
             if not problem:
                 break
-            logger.error("weights: version %s: %s", version, problem)
+            logger.error("weights: version %s: %s", shown(version), problem)
             if any(state.landed != version for state in states):
                 break
         return problem, states
@@ -252,26 +253,26 @@ class Controller:
         try:
             outcome = await self.apply(version)
         except Exception as error:
-            logger.exception("weights: version %s", version)
+            logger.exception("weights: version %s", shown(version))
             outcome = Outcome(f"{type(error).__name__}: {error}", torn=self._torn)
         if outcome.problem:
             logger.error(
                 "weights: version %s is not served%s: %s",
-                version,
+                shown(version),
                 ", and the engine stays paused" if outcome.torn else "",
                 outcome.problem,
             )
             answer: WeightMessage = NotApplied(version, clip(outcome.problem), outcome.torn)
         else:
             logger.info(
-                "weights: serves version %s, after a pause of %.0f ms", version, outcome.pause_s * 1e3
+                "weights: serves version %s, after a pause of %.0f ms", shown(version), outcome.pause_s * 1e3
             )
             answer = Applied(version, outcome.pause_s)
         if self._metrics is not None:
             if outcome.problem:
                 self._metrics.not_applied(outcome.pause_s, torn=outcome.torn)
             else:
-                self._metrics.applied(version, outcome.nbytes, outcome.pause_s)
+                self._metrics.applied(shown(version), outcome.nbytes, outcome.pause_s)
         if outcome.torn or not outcome.problem:
             self._tell(self._first_sources, Torn(clip(outcome.problem)))
         self._loop.call(lambda: self._send(source, answer))

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 
 from kv_connector.protocol.actions import Source
 from kv_connector.protocol.messages import clip
+from kv_connector.protocol.version import shown
 from kv_connector.weights.geometry import Tensor, digest
 from kv_connector.weights.messages import (
     PROTOCOL,
@@ -297,7 +298,7 @@ class Landing:
         """Why another engine may not write here; empty: it may."""
         for sender in self._senders.values():
             if not sender.seeds and (begin := sender.following or sender.begin) is not None:
-                return f"{sender.name} (run {sender.run}) has begun version {begin.version} here"
+                return f"{sender.name} (run {sender.run}) has begun version {shown(begin.version)} here"
         return f"the worker {self._lends()} itself" if self._lent else ""
 
     def _refuse_seed(self, sender: _Sender, reason: str) -> list[Action]:
@@ -317,7 +318,9 @@ class Landing:
         else:
             for seeder in list(self._senders.values()):
                 if seeder.seeds and seeder.begin is None and seeder.source in self._senders:
-                    actions += self._refuse_seed(seeder, f"{sender.name} begins version {begin.version}")
+                    actions += self._refuse_seed(
+                        seeder, f"{sender.name} begins version {shown(begin.version)}"
+                    )
         return actions + self._begin_or_wait(sender, begin)
 
     def _begin_or_wait(self, sender: _Sender, begin: Begin) -> list[Action]:
@@ -326,7 +329,9 @@ class Landing:
             first = not any(one.following for one in self._senders.values())
             sender.following = begin
             if self._lent and first:
-                return [Log(logging.INFO, f"version {begin.version} waits: the worker {self._lends()}")]
+                return [
+                    Log(logging.INFO, f"version {shown(begin.version)} waits: the worker {self._lends()}")
+                ]
             return self._follow()
         if self.phase is Phase.EMPTY:
             self.phase, self._version, self._run = Phase.BEGINNING, begin.version, sender.run
@@ -335,7 +340,7 @@ class Landing:
         sender.begin = begin
         begun = [other.begin for other in self._senders.values() if other.begin is not None]
         if len({(b.version, b.plan, b.senders) for b in begun}) > 1:
-            said = ", ".join(sorted({f"version {b.version} of {b.senders} senders" for b in begun}))
+            said = ", ".join(sorted({f"version {shown(b.version)} of {b.senders} senders" for b in begun}))
             return self._drop(f"its senders do not agree (or have other plans): {said}")
         if len(begin.pages) != self._rounds:
             return self._drop(f"{len(begin.pages)} rounds were announced of {self._rounds}")
@@ -419,7 +424,7 @@ class Landing:
     def _drop(self, reason: str) -> list[Action]:
         """The version is void, and so is every link of its run: who is left has to join again."""
         actions: list[Action] = [
-            Log(logging.WARNING, f"version {self._version} of the weights is dropped: {reason}")
+            Log(logging.WARNING, f"version {shown(self._version)} of the weights is dropped: {reason}")
         ]
         actions += [CloseCounter(round) for round in sorted(self._opening | self._counting)]
         for sender in [sender for sender in self._senders.values() if sender.run == self._run]:
@@ -453,9 +458,9 @@ class Landing:
             return [
                 action for round in range(min(self.slots, self._rounds)) for action in self._open_round(round)
             ]
-        here = f"version {self._version} is {self.phase.value}" if self._version else "there is none"
+        here = f"version {shown(self._version)} is {self.phase.value}" if self._version else "there is none"
         why = f" ({self._problem})" if self._problem else ""
-        return [GiveUp(f"version {version} has not landed: {here}{why}")]
+        return [GiveUp(f"version {shown(version)} has not landed: {here}{why}")]
 
     def released(self, round: int) -> list[Action]:
         """Where it lay the next may land."""
@@ -472,7 +477,7 @@ class Landing:
         version, actions = self._version, list[Action]()
         if problem:
             self._torn = self._torn or torn
-            what = f"version {version} of the weights was not applied: {problem}"
+            what = f"version {shown(version)} of the weights was not applied: {problem}"
             actions.append(Log(logging.ERROR, what))
         else:
             self.served, self._torn = version, False
@@ -488,18 +493,18 @@ class Landing:
 
     def why_not_lent(self, version: str) -> str:
         """Why this worker cannot write the version to another engine; empty: it can."""
-        beside = f"version {self._version} is {self.phase.value}" if self._version else "nothing is"
+        beside = f"version {shown(self._version)} is {self.phase.value}" if self._version else "nothing is"
         following = [one.following.version for one in self._senders.values() if one.following is not None]
         reasons = {
             "it is in streaming mode, and keeps no copy of what it serves": bool(self.slots),
             "it has weights of more than one version": self._torn,
             "it serves what it was started with": not self.served,
-            f"it serves version {self.served}, and not {version}": self.served != version,
+            f"it serves version {shown(self.served)}, and not {shown(version)}": self.served != version,
             f"beside the model, where it would be sent from, {beside}": self.phase is not Phase.READY
             or self._version != version,
             "it looks at another checkpoint: ask again": bool(self._recording),
             "it is being seeded itself": any(one.seeds for one in self._senders.values()),
-            f"version {''.join(following[:1])} is on its way here: ask again": bool(following),
+            f"version {shown(''.join(following[:1]))} is on its way here: ask again": bool(following),
         }
         return next((reason for reason, holds in reasons.items() if holds), "")
 

@@ -14,6 +14,7 @@ from kv_connector.control.sockets import Received
 from kv_connector.protocol.actions import Address, Source
 from kv_connector.protocol.messages import clip
 from kv_connector.protocol.timers import Timeouts
+from kv_connector.protocol.version import shown
 from kv_connector.weights.loop import Loop
 from kv_connector.weights.messages import (
     Applied,
@@ -135,7 +136,7 @@ class Links:
                 self._lost(link, message.reason or "it has left")
             case Dropped():
                 self.heard(link, message)
-                self._lost(link, f"version {message.version} was dropped: {message.reason}")
+                self._lost(link, f"version {shown(message.version)} was dropped: {message.reason}")
             case Ready() | Begun() | Applied() | NotApplied():
                 self.heard(link, message)
             case Refused() if link.asked is None:

@@ -30,6 +30,7 @@ from kv_connector.engine import DomainConfig, EngineConfig, TransferError
 from kv_connector.engine.transfer_engine import TransferEngine
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timers import Timeouts
+from kv_connector.protocol.version import MAX_NAME, identity, shown
 from kv_connector.weights.geometry import Geometry, digest
 from kv_connector.weights.landing import NOT_DESCRIBED
 from kv_connector.weights.links import Link, LinkError, Links, News
@@ -111,8 +112,10 @@ class _Engine:
 class Update:
     """A version under way. Of each engine it is known by itself how far it has come."""
 
-    def __init__(self, version: str, engines: Sequence[str]) -> None:
+    def __init__(self, version: str, engines: Sequence[str], identity: str = "") -> None:
+        """``identity``: as engines call it; default: the name."""
         self.version = version
+        self.identity = identity or version
         self.pause_seconds: dict[str, float] = {}
         """By engine that has applied it, where its controller did, at rank 0."""
         self._done: dict[Stage, dict[str, Future[None]]] = {
@@ -178,17 +181,17 @@ class WeightPusher:
     ) -> None:
         """``engines``: the controllers' addresses, ``host:port``. ``providers``: lanes in order of
         preference; default: ``host`` and ``tcp``, of weights in a GPU ``nvlink``. ``data_host``: this
-        machine's address for them. ``apply``: called by rank 0, on a thread that must not wait, when all
-        engines that are left may be paused for a version; default: each one's controller is told. ``key``:
-        what is in ``key_file``, where it has been read. ``seeds``: this is an engine, beside which a trainer
-        may come.
+        machine's address for them. ``apply``: called by rank 0 with a version's identity, on a thread that
+        must not wait, when all engines that are left may be paused for it; default: each one's controller is
+        told. ``key``: what is in ``key_file``, where it has been read. ``seeds``: this is an engine, beside
+        which a trainer may come.
 
         KeyFileError; ValueError where an address is none; TransferError where a lane does not open.
         """
         key = key or find_key(key_file)
         self._source = source
         self._timeouts = timeouts or Timeouts()
-        self._run = ""
+        self._run, self._content, self._pushes = "", "", 0
         self._seeds = seeds
         self._cancelled = ""
         self._name = f"{name}/{source.rank}"
@@ -238,7 +241,7 @@ class WeightPusher:
         agreed = self._source.agree(self._ask_engines)
         if isinstance(agreed.engines, str):
             raise PushError(agreed.engines)
-        self._run = agreed.run
+        self._run, self._content, self._pushes = agreed.run, agreed.content, 0
         geometries = [msgspec.msgpack.decode(one, type=Geometry) for one in agreed.engines.geometries]
         for engine, workers in zip(self._engines, agreed.engines.workers, strict=True):
             engine.workers = [_Worker(Address(*worker), -1) for worker in workers]
@@ -397,14 +400,23 @@ class WeightPusher:
         Blocks until then; what follows is the Update's. A version that is not applied when all ranks push the
         next is not applied any more. Raises PushError where connect() was not called. An engine that fails
         fails in its Update alone.
+
+        ``version`` is a name of 119 characters at most. Engines compare more than the name: each push is
+        another version, except pushes of the same unchanged checkpoint under the same name. Give engines that
+        exchange KV to one pusher.
         """
         if self._plan is None:
             raise PushError("connect() comes first")
-        update = Update(version, [str(engine.address) for engine in self._engines])
+        if not 0 < len(shown(version)) <= MAX_NAME:
+            raise PushError(f"the version {version!r} needs a name of 1 to {MAX_NAME} characters")
+        self._pushes += 1
+        content = self._content or f"{self._run}/{self._pushes}"
+        named = version if self._seeds else identity(version, content)
+        update = Update(shown(version), [str(engine.address) for engine in self._engines], named)
         self._ready, self._applied, self._begun = set(), set(), queue.SimpleQueue()
         self._update = update
         self._writer.start()
-        awaited = self._begin(version, update)
+        awaited = self._begin(named, update)
         while awaited:
             for worker, link, begun in self._wait_for(awaited):
                 if worker not in awaited or link is not worker.link:
@@ -491,7 +503,7 @@ class WeightPusher:
 
     def _heard(self, link: Link, news: News) -> None:
         update = self._update
-        if update is None or news.version != update.version:
+        if update is None or news.version != update.identity:
             return
         for engine in self._engines:
             name = str(engine.address)
@@ -527,7 +539,7 @@ class WeightPusher:
         if self._apply is not None:
             self._apply_once()
         elif self._source.rank == 0 and engine.link is not None:
-            self._links.tell(engine.link, Apply(update.version))
+            self._links.tell(engine.link, Apply(update.identity))
 
     def _apply_once(self) -> None:
         left = [worker for worker in self._workers() if worker.link is not None and not worker.link.over]
@@ -535,7 +547,7 @@ class WeightPusher:
             return
         if left and all(worker.number in self._ready for worker in left):
             self._asked_for = self._update
-            self._apply(self._update.version)
+            self._apply(self._update.identity)
 
     def _lost(self, link: Link, reason: str) -> None:
         for engine in self._engines:

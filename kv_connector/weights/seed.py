@@ -11,6 +11,7 @@ from concurrent.futures import wait as wait_for
 
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.protocol.actions import Address
+from kv_connector.protocol.version import shown
 from kv_connector.weights.links import Link, LinkError, Links, questions
 from kv_connector.weights.messages import (
     Ask,
@@ -42,7 +43,7 @@ class SeedError(RuntimeError):
 
 
 def seed(seeder: Address, engine: Address, links: Links, timeout: float) -> str:
-    """Blocks until ``engine`` serves the version that ``seeder`` serves, which it returns. Both are
+    """Blocks until ``engine`` serves the version that ``seeder`` serves, whose name it returns. Both are
     controllers. ``timeout``: seconds, for all of it. Raises SeedError."""
     dialled: list[Link] = []
 
@@ -71,7 +72,9 @@ def _seed(
         raise SeedError(f"{seeder} has weights of more than one version, and stays paused: push it one")
     if not state.served:
         if state.landing or state.landed:
-            raise SeedError(f"{seeder} is about to serve its first version, {state.landing or state.landed}")
+            raise SeedError(
+                f"{seeder} is about to serve its first version, {shown(state.landing or state.landed)}"
+            )
         raise SeedError(f"{seeder} serves what it was started with: push it a version first", final=True)
     here = links.wait(links.ask(controller, Workers()), controller, links.timeouts.connect)
     assert isinstance(here, WorkersAre)
@@ -86,8 +89,10 @@ def _seed(
     for answer in done:
         answer.result()
     if waiting:
-        raise SeedError(f"{seeder} did not write version {state.served} to {engine} within {timeout:g} s")
-    return state.served
+        raise SeedError(
+            f"{seeder} did not write version {shown(state.served)} to {engine} within {timeout:g} s"
+        )
+    return shown(state.served)
 
 
 def seed_at_start(
@@ -145,4 +150,4 @@ def _served(engine: Address, links: Links) -> str:
         return ""
     finally:
         links.end(link, "the answer is here")
-    return state.served if isinstance(state, State) and not state.torn else ""
+    return shown(state.served) if isinstance(state, State) and not state.torn else ""

@@ -15,6 +15,7 @@ import torch
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timers import Timeouts
+from kv_connector.protocol.version import shown
 from kv_connector.weights.arena import Arena
 from kv_connector.weights.geometry import Geometry, Tensor
 from kv_connector.weights.links import LinkError, questions
@@ -78,7 +79,7 @@ class Seeder:
         self._thread.join()
 
     def _run(self) -> None:
-        name, version = self._lender.name, self._seed.version
+        name, version = self._lender.name, shown(self._seed.version)
         began, problem = time.monotonic(), ""
         try:
             nbytes = self._send()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol, cast
@@ -50,6 +50,8 @@ class Agreed:
     run: str
     engines: Engines | str  # or why there are none
     held: list[list[Shard]]  # by rank
+    content: str = ""
+    """Names the values of the weights, where they do not change; empty: each version has other ones."""
 
 
 class Source(Protocol):
@@ -201,7 +203,12 @@ class CheckpointSource:
         return self._held
 
     def agree(self, ask: Callable[[], Engines | str]) -> Agreed:
-        return agree(self, lambda value: [value], ask)
+        return replace(agree(self, lambda value: [value], ask), content=self._content())
+
+    def _content(self) -> str:
+        """Names, sizes and times of the files. A hash of their content would read the whole checkpoint."""
+        files = sorted(self._directory.glob("*.safetensors"))
+        return repr([(path.name, (found := path.stat()).st_size, found.st_mtime_ns) for path in files])
 
     def refresh(self) -> None:
         """It is read as it is sent."""

@@ -10,6 +10,7 @@ import torch
 
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timers import Timeouts
+from kv_connector.protocol.version import shown
 from kv_connector.weights.geometry import Geometry, Write, digest
 from kv_connector.weights.hashes import hashes
 from kv_connector.weights.links import Link, LinkError, Links
@@ -78,4 +79,4 @@ def verify(source: Source, engines: Sequence[Address], links: Links) -> Iterator
             wanted = known[geometry.digest()] = of_checkpoint(geometry, source)
         pairs = zip(geometry.parameters, hashed.hashes, wanted, strict=True)
         differ = tuple(parameter.name for parameter, theirs, ours in pairs if theirs != ours)
-        yield Verified(str(link.address), hashed.version, len(wanted), differ)
+        yield Verified(str(link.address), shown(hashed.version), len(wanted), differ)

@@ -521,6 +521,13 @@ def test_decode_with_other_weights_gets_nothing_and_the_prompt_is_not_kept(
     assert_refused(machine.reserve(0.0, OTHER, reserve_of("v1")), "prefill has v2")
 
 
+def test_decode_with_another_version_of_the_same_name_gets_nothing(machine: PrefillMachine) -> None:
+    """A trainer that is started again uses its names again."""
+    machine.set_weights(0.0, "1#0000000a")
+    actions = machine.reserve(0.0, PEER, reserve_of("1#0000000b"))
+    assert_refused(actions, "prefill has 1#0000000a, decode has 1#0000000b")
+
+
 def test_an_engine_without_a_version_has_other_weights_than_one_with(machine: PrefillMachine) -> None:
     assert_refused(
         machine.reserve(0.0, PEER, reserve_of("v1")), "prefill has what it was started with, decode has v1"

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
+from kv_connector.protocol.version import shown
 from kv_connector.weights.controller import Controller
 from kv_connector.weights.geometry import Geometry, Parameter, Write
 from kv_connector.weights.links import Link, News
@@ -99,7 +100,7 @@ class TornEngine:
         def apply() -> None:
             for _ in self._worker.take(version):
                 pass
-            problem = "no such tensor" if version == "bad" else ""
+            problem = "no such tensor" if shown(version) == "bad" else ""
             self._worker.finish(problem, torn=bool(problem))
 
         await asyncio.to_thread(apply)

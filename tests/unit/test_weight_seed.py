@@ -23,6 +23,7 @@ from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timers import Timeouts
+from kv_connector.protocol.version import shown
 from kv_connector.weights.links import Links
 from kv_connector.weights.messages import State
 from kv_connector.weights.pusher import PushError, WeightPusher
@@ -178,7 +179,7 @@ def test_a_trainer_that_comes_while_a_joiner_is_seeded_is_next(site: Site, gate:
         for worker in (*fleet.workers, *joiner.workers):
             until(lambda w=worker: any(s.following for s in w._landing._senders.values()))  # type: ignore[misc]
         assert [worker.state().landing for worker in fleet.workers] == ["", ""]
-        assert joiner.workers[0].state().landing == "v1"
+        assert shown(joiner.workers[0].state().landing) == "v1"
         gate.go.set()
         push.result(PATIENCE_S).wait("applied", PATIENCE_S)
     assert fleet.model.serves(2)
@@ -283,7 +284,7 @@ def test_a_seeding_engine_that_dies_leaves_the_joiner_as_it_was(site: Site) -> N
             pusher.push("v1").wait("applied", PATIENCE_S)
         seeded = site.threads.submit(site.seed, fleet.address, joiner)
         assert fleet.heard() == "begun"
-        until(lambda: all(worker.state().landing == "v1" for worker in joiner.workers))
+        until(lambda: all(shown(worker.state().landing) == "v1" for worker in joiner.workers))
     finally:
         fleet.kill()
     with pytest.raises(SeedError, match=rf"silent for {DEAD_S:g} s"):

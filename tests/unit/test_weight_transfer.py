@@ -20,6 +20,7 @@ from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timers import Timeouts
+from kv_connector.protocol.version import shown
 from kv_connector.weights.geometry import Constant, Geometry, Parameter, Tensor, Write
 from kv_connector.weights.links import Link
 from kv_connector.weights.pusher import PushError, WeightPusher
@@ -105,7 +106,9 @@ class Engine:
 def taken(worker: WeightReceiver, version: str) -> dict[str, torch.Tensor]:
     """As an engine does: what is not copied is overwritten."""
     found: dict[str, torch.Tensor] = {}
-    for contents in worker.take(version):
+    landed = worker.state().landed
+    assert shown(landed) == shown(version)
+    for contents in worker.take(landed):
         found |= {name: content.clone() for name, content in contents.items()}
     worker.finish("")
     return found
@@ -171,7 +174,7 @@ def nothing_landed(engines: Sequence[Engine], version: str) -> None:
             while worker.state().landing:
                 pass
         states = [worker.state() for worker in engine.workers]
-        (missing, *_) = [n for n, state in enumerate(states) if state.landed != version]
+        (missing, *_) = [n for n, state in enumerate(states) if shown(state.landed) != version]
         assert "rank" in states[missing].problem
         with pytest.raises(NotLanded, match=f"version {version} has not landed: there is none"):
             next(engine.workers[missing].take(version))
@@ -302,7 +305,7 @@ def test_an_engine_without_room_takes_a_version_round_by_round() -> None:
             assert {len(worker.rounds) for worker in pusher._workers()} == {3}
             for version in ("1", "2"):
                 pusher.push(version).wait("applied", 10)
-                assert engine.workers[0].state().served == version
+                assert shown(engine.workers[0].state().served) == version
                 engine.assert_holds(found, 5)
     finally:
         threads_of_all.shutdown()
@@ -325,7 +328,7 @@ def test_a_trainer_that_leaves_between_two_rounds_is_told_of() -> None:
             pusher.connect()
             push = rounds.submit(pusher.push, "1")
             assert ready.wait(10)
-            parts = worker.take("1")
+            parts = worker.take(worker.state().landed)
             assert next(parts)
             # The last round has no room before the first is released.
             assert pusher._update is not None
@@ -356,7 +359,7 @@ def test_a_worker_that_is_lost_and_joined_anew_before_a_version_begins_gets_it(
 
         monkeypatch.setattr(pusher._writer, "start", blip)
         pusher.push("1")
-        until(lambda: all(worker.state().landed == "1" for worker in engines[0].workers))
+        until(lambda: all(shown(worker.state().landed) == "1" for worker in engines[0].workers))
         engines[0].assert_has("1", 5)
 
 

@@ -15,6 +15,7 @@ from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timers import Timeouts
+from kv_connector.protocol.version import shown
 from kv_connector.weights.controller import Controller
 from kv_connector.weights.geometry import Constant, Geometry, Parameter, Tensor, Write
 from kv_connector.weights.links import questions
@@ -183,7 +184,7 @@ class Engine:
 
     @property
     def served(self) -> list[str]:
-        return [worker.state().served for worker in self.workers]
+        return [shown(worker.state().served) for worker in self.workers]
 
     @property
     def seeding(self) -> list[str]:
