@@ -387,8 +387,6 @@ class Landing:
     def _open_round(self, round: int) -> list[Action]:
         begun = self._begun()
         pages = sum(sender.begin.pages[round] for sender in begun if sender.begin is not None)
-        if not pages:
-            return [HandOver(round)]
         self._opening.add(round)
         return [OpenCounter(tuple(s.peer for s in begun if s.peer is not None), pages, round)]
 

@@ -247,6 +247,12 @@ class WeightPusher:
             engine.workers = [_Worker(Address(*worker), -1) for worker in workers]
         for number, worker in enumerate(self._workers()):
             worker.number = number
+        for engine in self._engines:
+            if not any(geometries[worker.number].writes for worker in engine.workers):
+                raise PushError(
+                    f"{engine.address} would load none of the {len(self._source.tensors())} tensors: give "
+                    "them the names of the checkpoint that the engine was started from"
+                )
         self._plan = make_plan(self._source.tensors(), agreed.held, geometries, self._source.rank)
         for worker in self._workers():
             by_sender = [of[worker.number] for of in self._plan.nbytes]

@@ -1,4 +1,4 @@
-"""A rank of a trainer that has nothing for an engine waits for none of its words."""
+"""Ranks that write nothing and workers that load nothing hold nobody up."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
+from weight_engines import Engine, drawn, expected
 
 from kv_connector.protocol.actions import Address
+from kv_connector.protocol.timers import Timeouts
 from kv_connector.weights.geometry import Geometry, Parameter, Write
-from kv_connector.weights.pusher import WeightPusher
+from kv_connector.weights.pusher import PushError, WeightPusher
 from kv_connector.weights.receiver import ReceiverConfig, WeightReceiver
 from kv_connector.weights.sources import Held, TensorSource
 
@@ -62,3 +65,32 @@ def test_a_rank_that_writes_nothing_is_not_held_up() -> None:
                 pushed.result()
     finally:
         worker.close()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_worker_that_loads_nothing_takes_the_version_with_the_others(streaming: bool) -> None:
+    """As with pipeline stages, where some layers are pushed. Nobody waits for ``orphan``."""
+    engine = Engine(2, streaming=streaming, idle=[0])
+    try:
+        long = Timeouts(orphan=10 * PATIENCE_S)
+        with WeightPusher(TensorSource(drawn(1)), [str(engine.address)], timeouts=long) as pusher:
+            pusher.connect()
+            for version in ("v1", "v2"):
+                pusher.push(version).wait("applied", PATIENCE_S)
+                assert engine.served == [version, version]
+        assert engine.model.weights[0] == {}
+        assert torch.equal(engine.model.weights[1]["up"], expected(1, 2)[1]["up"])
+    finally:
+        engine.close()
+
+
+def test_connect_refuses_an_engine_that_would_load_nothing() -> None:
+    engine = Engine(2, idle=[0, 1])
+    try:
+        with (
+            WeightPusher(TensorSource(drawn(1)), [str(engine.address)]) as pusher,
+            pytest.raises(PushError, match=f"{engine.address} would load none of the 3 tensors"),
+        ):
+            pusher.connect()
+    finally:
+        engine.close()

@@ -318,7 +318,7 @@ def test_a_round_to_which_nobody_writes_is_there_at_once() -> None:
     landing = streaming_of_two()[0]
     for source in (b"0", b"1"):
         landing.receive(0, source, begin("2", pages=(1, 0, 1, 1)))
-    assert landing.take("2") == [OpenCounter((0, 1), 2, 0), HandOver(1)]
+    assert landing.take("2") == [OpenCounter((0, 1), 2, 0), OpenCounter((0, 1), 0, 1)]
 
 
 @pytest.mark.parametrize("stage", ["ready", "landing", "between"])

@@ -59,6 +59,11 @@ def loads(rank: int, ranks: int, tensors: Sequence[Tensor]) -> Geometry:
     )
 
 
+def loads_nothing(rank: int, ranks: int, tensors: Sequence[Tensor]) -> Geometry:
+    """As a worker whose layers are not among the tensors."""
+    return Geometry((), (), ())
+
+
 def expected(seed: int, ranks: int) -> list[dict[str, torch.Tensor]]:
     """By rank."""
     values = dict(drawn(seed))
@@ -143,7 +148,9 @@ class Engine:
         ports: Sequence[int] = (),
         key: ClusterKey | None = None,
         timeouts: Timeouts | None = None,
+        idle: Sequence[int] = (),
     ) -> None:
+        """``idle``: workers that load nothing of what is pushed."""
         self.port, *of_workers = ports or [*free_ports(1), *[0] * (ranks * replicas)]
         self.workers = [
             WeightReceiver(
@@ -155,7 +162,9 @@ class Engine:
                     timeouts=timeouts or Timeouts(dead=DEAD_S, heartbeat=0.5),
                     streaming=streaming,
                 ),
-                lambda tensors, rank=rank: loads(rank % ranks, ranks, tensors),  # type: ignore[misc]
+                lambda tensors, rank=rank: (loads_nothing if rank in idle else loads)(  # type: ignore[misc]
+                    rank % ranks, ranks, tensors
+                ),
             )
             for rank in range(ranks * replicas)
         ]
