@@ -13,7 +13,7 @@ import msgspec
 from kv_connector.router.client import EngineClient, HttpError, Reply, content_type
 from kv_connector.router.early_token import EarlyToken, PrefillStream
 from kv_connector.router.endpoint import Endpoint
-from kv_connector.router.events import EventStream
+from kv_connector.router.events import EventStream, split_at_error
 from kv_connector.router.failure import UNREADABLE, Failure, engine_down, failure
 from kv_connector.router.incidents import Incidents
 from kv_connector.router.members import Members, Side
@@ -233,14 +233,16 @@ class Calls:
         self, opening: bytes, events: EventStream, lease: Lease, call: Call
     ) -> AsyncIterator[bytes]:
         """Raises EngineFailure: the status is long out, and what answers the client says so in the stream."""
-        yield opening
+        more = opening
         try:
-            while True:
+            while more:
+                before, problem = split_at_error(more)
+                if before:
+                    yield before
+                if problem is not None:
+                    raise self._failure(Side.DECODE, lease.endpoint, call, problem)
                 async with lease.alive():
                     more = await events.read()
-                if not more:
-                    return
-                yield more
         except (*HttpError, EngineLost) as error:
             raise self._broken(Side.DECODE, lease.endpoint, call, error) from error
 

@@ -425,16 +425,16 @@ class Dispatcher:
     def _owed(self, transfer_id: str, prefill: Lease, call: Call) -> Iterator[None]:
         """A block at whose end D has answered with what P computed. P is not idle until then.
 
-        Where it has not, because the client left or D broke off, D may never have heard of the request, and P
-        would keep the prompt's blocks for its hold time: a decode engine is made to tell P that nobody wants
-        them. A transfer that is under way is left to the engines.
+        Where it has not, nobody will ask for this transfer again, as each attempt has an id of its own: the
+        client left, D broke off, or D refused a body that P took. D may never have known of the request, and
+        P would keep the prompt's blocks for its hold time. A decode engine is made to tell P that nobody
+        wants them. A transfer that is under way is left to the engines, as is one that P alone failed.
         """
         try:
             with prefill.owing():
                 yield
         except BaseException as error:
-            unheard = isinstance(error, EngineFailure) and [*error.blamed] == [Side.DECODE]
-            if unheard or isinstance(error, asyncio.CancelledError | GeneratorExit):
+            if not (isinstance(error, EngineFailure) and [*error.blamed] == [Side.PREFILL]):
                 task = asyncio.create_task(self._disown(transfer_id, prefill.endpoint, call))
                 self._disowning.add(task)
                 task.add_done_callback(self._disowning.discard)
