@@ -52,7 +52,7 @@ class Outcome(enum.Enum):
     CANCELLED = "cancelled"  # D no longer wanted it
     RELEASED = "released"  # D needed nothing
     EXPIRED = "expired"  # nobody came for it
-    STALE = "stale"  # P has other weights than D, or computes anew what a part of is at D
+    STALE = "stale"  # P has other weights or another prompt, or computes anew what a part of is at D
 
 
 @dataclass(frozen=True)

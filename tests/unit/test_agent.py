@@ -760,15 +760,15 @@ def test_an_abort_of_decode_is_not_a_failure(pair: tuple[Side, Side]) -> None:
     prefill.idle()
 
 
-def test_another_prompt_fails_decode_only(pair: tuple[Side, Side]) -> None:
+def test_another_prompt_is_not_loaded_and_prefill_is_free_at_once(pair: tuple[Side, Side]) -> None:
     prefill, decode = pair
     prefill.expect()
     decode.reserve(prefill.address, prompt_hash=bytes(16))
     decode.wait(received=["d-t"])
     assert decode.failed == ["d-t"]
-    decode.agent.release("t", prefill.address)
     prefill.agent.finished("t", True, "")
     prefill.wait(sent=["p-t"])
+    assert prefill.agent.stats().sent == {Outcome.RELEASED: 1}
 
 
 def test_a_prompt_without_a_hash_is_known_by_its_transfer_alone(pair: tuple[Side, Side]) -> None:
