@@ -254,19 +254,21 @@ class DecodeScheduler:
                 self._forget_if_over(target)
 
     def loading(self) -> list[str]:
-        """The requests that hold blocks for a load. vLLM cannot preempt them."""
-        return [target.request_id for target in self._loading()]
+        """The requests that hold blocks of a load and have not run. vLLM cannot preempt them."""
+        return [target.request_id for target in self._holding()]
 
-    def _loading(self) -> list[_Target]:
+    def _holding(self) -> list[_Target]:
+        # vLLM promotes a request whose load is over to WAITING, where it may wait for its next block.
         return [
             target
             for target in self._targets.values()
             if target.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+            or (target.request.status is RequestStatus.WAITING and target.request.num_computed_tokens > 0)
         ]
 
     def after_reset(self) -> None:
         """vLLM has emptied its prefix cache: what is being loaded, and what is loaded, is not used."""
-        for target in self._loading():
+        for target in self._holding():
             if target.load is _Load.OVER:
                 assert self.blocks is not None
                 self.blocks.free(target.request)
