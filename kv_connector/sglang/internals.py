@@ -48,6 +48,7 @@ __all__ = [
     "gather",
     "model_facts",
     "rank_facts",
+    "weight_version",
 ]
 
 SUPPORTED = ("0.5.23",)
@@ -148,6 +149,11 @@ def rank_facts(args: Any) -> RankFacts:
         nics=args.ib_device,
         metrics=bool(get_observability().enable_metrics),
     )
+
+
+def weight_version() -> str:
+    """The name of the weights that this worker computes with: ``--weight-version``, or that of the last update."""
+    return str(get_serving().weight_version)
 
 
 def check_configuration(args: Any) -> None:

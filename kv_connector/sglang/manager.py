@@ -32,6 +32,7 @@ from kv_connector.sglang.internals import (
     gather,
     model_facts,
     rank_facts,
+    weight_version,
 )
 from kv_connector.sglang.metadata_rows import MetadataRows
 from kv_connector.sglang.metrics import show_metrics
@@ -74,6 +75,9 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
         self._running = self._start(args, server_args)
         atexit.register(self._running.close)
         self.agent: Agent = self._running.agent
+        self._weights = ""
+        """The version that the agent was given last."""
+        self.note_weights()
         self._alone = rank_facts(args).alone
         if self._alone:
             self.agent.tell_reached(lambda reached: self._bell.ring())
@@ -162,6 +166,14 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
         """The memory is about to be unmapped. BLOCKS until nothing reads or writes it."""
         assert self._running is not None
         self._running.sleep()
+
+    def note_weights(self) -> None:
+        """SGLang's scheduler computes with its present weight version from its next step on. A prefill engine
+        refuses pages to a decode engine of another version."""
+        # A prefill engine's agent forgets the computed pages of unfinished prompts with each call.
+        if (version := weight_version()) != self._weights:
+            self._weights = version
+            self.agent.set_weights(version)
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
         """Whether nothing can land in the room's pages any more: its P has said so, or is fenced."""

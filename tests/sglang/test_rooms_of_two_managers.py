@@ -15,6 +15,7 @@ from kv_connector.agent.agent import Agent
 from kv_connector.protocol.actions import Reached, State
 from kv_connector.protocol.messages import Role
 from kv_connector.sglang import bell
+from kv_connector.sglang import manager as manager_module
 from kv_connector.sglang.internals import KVPoll, get_parallel, rank_facts
 
 SOURCE, TARGET = (7, 3, 4, 9), (21, 22, 30, 12)
@@ -406,6 +407,41 @@ def test_what_decode_has_asked_for_before_is_known_in_the_first_poll(two: Pair) 
         sender.abort()
     until(lambda: receiver.poll() == KVPoll.Failed)
     receiver.clear(), senders[0].clear(), senders[1].clear()
+
+
+def test_kv_of_other_weights_is_refused(two: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that the prefill engine began before its update, and the decode engine's as yet to come."""
+    versions = iter(("v1", "v1", "v1"))
+    monkeypatch.setattr(manager_module, "weight_version", lambda: next(versions))
+    two.prefill.manager.note_weights()
+    sender, receiver = two.send_room(80), two.receive_room(80)
+    receiver.send_metadata(pages(TARGET), 5, [], decode_prefix_len=0)
+    until(lambda: receiver.poll() == KVPoll.Failed)
+    with pytest.raises(Exception, match="prefill has v1, decode has default"):
+        receiver.failure_exception()
+    until(lambda: sender.poll() == KVPoll.Failed)
+    receiver.clear(), sender.clear()
+    two.decode.manager.note_weights()
+    send_suffix(two, 81)
+    two.prefill.manager.note_weights()
+    assert next(versions, None) is None
+    monkeypatch.undo()
+    for half in (two.decode, two.prefill):
+        half.manager.note_weights()
+    send_suffix(two, 82)
+
+
+def test_the_same_weight_version_again_costs_no_prompt(two: Pair) -> None:
+    """SGLang reports it for each bucket of an update."""
+    sender, receiver = two.bootstrapped(83, TARGET)
+    sender.init(4, 2)
+    sender.send(pages(SOURCE[:2]))
+    two.prefill.manager.note_weights()
+    two.prefill.fill_slot(2, 83)
+    sender.send(pages(SOURCE[2:]))
+    until(lambda: receiver.poll() == KVPoll.Success)
+    until(lambda: sender.poll() == KVPoll.Success)
+    sender.clear(), receiver.clear()
 
 
 def test_memory_is_released_and_resumed(two: Pair) -> None:
