@@ -322,7 +322,7 @@ def _pusher(
             data_host=data_host,
             name=f"weights-push-{uuid.uuid4().hex[:6]}",
         )
-    except TransferError as error:
+    except (TransferError, ValueError) as error:
         raise typer.BadParameter(str(error)) from None
     with pusher:
         try:
