@@ -24,6 +24,7 @@ from kv_connector.weights.geometry import Constant, Geometry, Parameter, Tensor,
 from kv_connector.weights.links import Link
 from kv_connector.weights.pusher import PushError, WeightPusher
 from kv_connector.weights.receiver import NotLanded, ReceiverConfig, WeightReceiver
+from kv_connector.weights import sources
 from kv_connector.weights.sources import CheckpointSource, SourceError, TensorSource
 
 PADDED_ROWS = 32
@@ -245,6 +246,38 @@ def test_a_checkpoint_is_a_source(engines: list[Engine], tmp_path: Path) -> None
     engines[0].assert_has("1", 4)
     with pytest.raises(SourceError, match=r"there are no \.safetensors in"):
         CheckpointSource(tmp_path / "nowhere")
+
+
+def test_checkpoint_source_opens_each_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safetensors.torch import save_file
+
+    opened: list[Path] = []
+    safe_open = sources.safe_open
+
+    def counted(path: Path, framework: str) -> object:
+        opened.append(path)
+        return safe_open(path, framework)
+
+    monkeypatch.setattr(sources, "safe_open", counted)
+    values = dict(drawn(4))
+    save_file(values, tmp_path / "all.safetensors")
+    source = CheckpointSource(tmp_path)
+    for tensor, held in zip(source.tensors(), source.held(), strict=True):
+        assert torch.equal(held.local(), values[tensor.name])
+        assert torch.equal(held.local(), values[tensor.name])
+    assert opened == [tmp_path / "all.safetensors"]
+
+
+@pytest.mark.parametrize("content", [b"", b"no header", (1 << 40).to_bytes(8, "little")])
+def test_checkpoint_source_names_a_broken_file(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "broken.safetensors").write_bytes(content)
+    with pytest.raises(SourceError, match=r"broken\.safetensors is not readable as safetensors"):
+        CheckpointSource(tmp_path)
+
+
+def test_an_engine_address_given_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"127\.0\.0\.1:5600 is given twice"):
+        WeightPusher(TensorSource(drawn(1)), ["127.0.0.1:5600", "127.0.0.1:5601", "127.0.0.1:5600"])
 
 
 def test_tensors_that_have_moved_are_sent_from_where_they_are(engines: list[Engine]) -> None:
