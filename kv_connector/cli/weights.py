@@ -156,7 +156,11 @@ def plan(
     data_host: DataHost = "127.0.0.1",
     json: Json = False,
 ) -> None:
-    """What `push` would write to each worker; writes nothing."""
+    """Bytes that `push` would write to each worker; writes no weights.
+
+    A plan of another checkpoint drops the copy that landed last: until the next push, `seed` and `verify`
+    do not work.
+    """
     with _pusher(checkpoint, engine, key_file, provider, data_host) as pusher:
         parts = pusher.parts()
     if json:
