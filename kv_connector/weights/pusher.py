@@ -183,7 +183,8 @@ class WeightPusher:
         what is in ``key_file``, where it has been read. ``seeds``: this is an engine, beside which a trainer
         may come.
 
-        KeyFileError; ValueError where an address is none, or given twice; TransferError where a lane does not open.
+        KeyFileError; ValueError where an address is none, or given twice; TransferError where a lane does not
+        open.
         """
         key = key or find_key(key_file)
         self._source = source

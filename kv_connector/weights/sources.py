@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -187,7 +187,7 @@ class CheckpointSource:
 
     def _read(self, path: Path) -> None:
         # Open as long as the source: a header of 3,000 tensors takes 5.4 ms to parse, too long for each read.
-        file = safe_open(path, "pt")
+        file: Any = safe_open(path, "pt")
         for name in file.keys():  # noqa: SIM118  (it is no mapping)
             part = file.get_slice(name)
             shape = tuple(part.get_shape())

@@ -20,11 +20,11 @@ from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timers import Timeouts
+from kv_connector.weights import sources
 from kv_connector.weights.geometry import Constant, Geometry, Parameter, Tensor, Write
 from kv_connector.weights.links import Link
 from kv_connector.weights.pusher import PushError, WeightPusher
 from kv_connector.weights.receiver import NotLanded, ReceiverConfig, WeightReceiver
-from kv_connector.weights import sources
 from kv_connector.weights.sources import CheckpointSource, SourceError, TensorSource
 
 PADDED_ROWS = 32
