@@ -78,7 +78,7 @@ def push(
         try:
             with push_progress(pusher.progress, Console()):
                 update = pusher.push(version)
-            update.wait("landed", timeout)
+            update.wait("landed", max(timeout - (time.monotonic() - began), 0))
             landed = time.monotonic() - began
             typer.echo(f"landed in {landed:.2f} s ({nbytes / 1e9 / landed:.2f} GB/s)")
             update.wait("applied", max(timeout - landed, 0))
@@ -141,7 +141,7 @@ def bench(
 def _round(pusher: WeightPusher, version: str, timeout: float) -> Round:
     began = time.monotonic()
     update = pusher.push(version)
-    update.wait("landed", timeout)
+    update.wait("landed", max(timeout - (time.monotonic() - began), 0))
     landed = time.monotonic() - began
     update.wait("applied", max(timeout - landed, 0))
     return Round(landed, time.monotonic() - began, dict(update.pause_seconds))

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from agent_setup import until
 from weight_engines import Gate
 from weight_trainer import DEAD_S, SIZES, Trainer, drawn
 
+from kv_connector.cli import weights as weights_command
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
@@ -445,3 +447,12 @@ def test_it_may_be_cancelled_while_it_is_closed(
         pusher.cancel("nobody waits for it")
         pusher.cancel("and again")
     assert "not over yet" not in caplog.text
+
+
+def test_a_rounds_timeout_covers_its_push_and_both_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter((0.0, 7.0, 8.0, 9.0))  # began, pushed, landed, applied
+    monkeypatch.setattr(weights_command, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    waits: list[tuple[str, float]] = []
+    update = SimpleNamespace(wait=lambda what, limit: waits.append((what, limit)), pause_seconds={})
+    weights_command._round(SimpleNamespace(push=lambda version: update), "v1", 10.0)  # type: ignore[arg-type]
+    assert waits == [("landed", 3.0), ("applied", 2.0)]
