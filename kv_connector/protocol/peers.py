@@ -134,6 +134,7 @@ class _Peer:
     of: Address | None = None
     wants: Wants = ()
     layout: KvLayout | None = None  # that it has to have
+    without: tuple[str, ...] = ()  # lanes that do not lead there
     finding: bool = False
     source: Source | None = None
     state: PeerState = PeerState.CONNECTING
@@ -273,6 +274,28 @@ class PeerTable:
         for address in (peer.address, peer.of):
             self._naks.pop(str(address), None)
         return self._up(now, peer)
+
+    def pass_over(self, now: float, peer_id: PeerId, lane: str, reason: str) -> list[PeersAction]:
+        """P took a lane that does not lead from here to P. Another session is made, without this lane, which
+        was among those offered: so this ends."""
+        peer = self._peers.pop(peer_id)
+        assert peer.address is not None
+        assert peer.source is not None
+        del self._by_source[peer.source]
+        self._timers.clear(peer_id)
+        again = self._add(now, str(peer.address), Role.PREFILL)
+        again.address, again.of, again.wants, again.layout = peer.address, peer.of, peer.wants, peer.layout
+        again.without = (*peer.without, lane)
+        again.give_up = peer.give_up
+        self._by_address[peer.address] = again.peer
+        text = f"prefill peer {peer.name}: lane {lane} is passed over: {reason}"
+        return [
+            Log(logging.INFO, text),
+            Reply(peer.source, Bye(clip(f"lane {lane} is passed over: {reason}"))),
+            HangUp(peer.source),
+            SessionOver(peer_id, reason),
+            Connect(again.peer, peer.address, again.name, again.without),
+        ]
 
     def set_waiting(self, now: float, waiting: Collection[tuple[str, Address]]) -> list[PeersAction]:
         """Transfers whose requests still queue here, and their prefill engines: the next PINGs list them.

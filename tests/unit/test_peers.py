@@ -734,3 +734,31 @@ def test_dropping_a_session_twice_is_once_and_nothing_of_it_is_kept(
         assert table_.drop(1.0, peer, "x") == []
         assert table_.next_deadline() is None
         assert not any((table_._by_source, table_._by_engine, table_._by_address))
+
+
+# --- Lanes that do not lead there
+
+
+def test_pass_over_dials_again_without_the_lane(decode: PeerTable, prefill: PeerTable) -> None:
+    _, ack = accept(prefill, dial(decode))
+    first = only(decode.receive(0.0, DIALLED, ack), Complete)
+    actions = decode.pass_over(0.0, first.peer, "host", "another pid namespace")
+    log = only(actions, Log)
+    assert log.level == logging.INFO
+    assert log.text == f"prefill peer p0/0 at {P_ADDRESS}: lane host is passed over: another pid namespace"
+    assert only(actions, HangUp).source == DIALLED
+    assert only(actions, SessionOver).peer == first.peer
+    assert not every(actions, DialFailed)
+    again = only(actions, Connect)
+    assert (again.address, again.without) == (P_ADDRESS, ("host",))
+    # What P sends over the connection that is over concerns nobody, and whoever dials finds this session.
+    assert not every(decode.receive(0.0, DIALLED, Bye("?")), SessionOver)
+    assert decode.dial(0.0, P_ADDRESS, P_ADDRESS, WANTS, layout()) == []
+    decode.offered(0.0, again.peer, b"dialled 2", b"offer")
+    second = only(decode.receive(0.0, b"dialled 2", ack), Complete)
+    (last,) = every(decode.pass_over(0.0, second.peer, "nvlink", "no way"), Connect)
+    assert last.without == ("host", "nvlink")
+    decode.offered(0.0, last.peer, b"dialled 3", b"offer")
+    third = only(decode.receive(0.0, b"dialled 3", ack), Complete)
+    assert only(decode.completed(0.0, third.peer), SessionUp) == SessionUp(third.peer, P_ADDRESS)
+    assert len(decode) == 1
