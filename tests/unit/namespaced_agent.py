@@ -1,5 +1,5 @@
 """One agent in a process of its own, for test_agent_namespaces: a prefill agent that serves one transfer, or
-a decode agent that receives it from the port in the second argument. Prints one line of JSON for each stage."""
+a decode agent that receives it from the port in the second argument. Prints a line of JSON for each stage."""
 
 from __future__ import annotations
 
