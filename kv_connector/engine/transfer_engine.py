@@ -167,9 +167,12 @@ class TransferEngine:
 
     # --- Peers: offer() here -> accept() there -> complete() here, over an authenticated control plane.
 
-    def offer(self, name: str) -> Handshake:
-        """Blocks for what it takes to make a link (milliseconds on a NIC), as accept() and complete() do."""
-        return _handshake(self._native.offer(name))
+    def offer(self, name: str, without: Sequence[str] = ()) -> Handshake:
+        """Blocks for what it takes to make a link (milliseconds on a NIC), as accept() and complete() do.
+
+        ``without``: providers that complete() of an earlier offer has found not to lead to this peer.
+        """
+        return _handshake(self._native.offer(name, list(without)))
 
     def accept(self, name: str, offer: bytes) -> Handshake:
         return _handshake(self._native.accept(name, offer))

@@ -258,6 +258,8 @@ class Connect:
     peer: PeerId
     address: Address
     name: str
+    without: tuple[str, ...] = ()
+    """Lanes that the offer leaves out: they do not lead to this worker."""
 
 
 @dataclass(frozen=True)
@@ -279,7 +281,7 @@ class Accept:
 
 @dataclass(frozen=True)
 class Complete:
-    """Give P's answer to the engine: ``completed`` or ``dial_error`` answers."""
+    """Give P's answer to the engine: ``completed``, ``pass_over`` or ``dial_error`` answers."""
 
     peer: PeerId
     name: str

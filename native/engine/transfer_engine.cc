@@ -53,10 +53,10 @@ Result<std::unique_ptr<TransferEngine>> TransferEngine::create(EngineConfig conf
 
 // --- Peers
 
-Result<Handshake> TransferEngine::offer(std::string name) {
+Result<Handshake> TransferEngine::offer(std::string name, std::span<const std::string> without) {
   return impl_->on_control("offer", [&]() -> Result<Handshake> {
     const PeerId id = impl_->peer_ids.next();
-    Result<Bytes> bytes = impl_->offers.make(id);
+    Result<Bytes> bytes = impl_->offers.make(id, without);
     if (!bytes) return bytes.error();
     impl_->peers.insert(id, std::make_shared<Peer>(id, std::move(name)));
     return Handshake{id, std::move(bytes.value()), {}};

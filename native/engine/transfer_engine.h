@@ -280,7 +280,8 @@ class TransferEngine {
   // offerer gives itself). Each blocks for what it takes to make a link (milliseconds on a NIC). One link is made here; the
   // others, where a side has several domains in the lane, once there is something to write.
 
-  Result<Handshake> offer(std::string name);
+  // `without`: providers that complete() of an earlier offer has found not to lead to this peer.
+  Result<Handshake> offer(std::string name, std::span<const std::string> without = {});
   Result<Handshake> accept(std::string name, std::span<const std::byte> offer);
   // An answer that is refused uses the offer up: the peer's id is forgotten.
   Status complete(PeerId peer, std::span<const std::byte> answer);

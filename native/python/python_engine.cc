@@ -143,9 +143,9 @@ std::vector<RemoteRegionId> PythonEngine::import_regions(PeerId peer, const py::
 
 // --- Peers
 
-HandshakeTuple PythonEngine::offer(std::string name) {
+HandshakeTuple PythonEngine::offer(std::string name, const std::vector<std::string>& without) {
   const auto held = engine();
-  return to_tuple(unwrap(without_gil([&] { return held->offer(std::move(name)); })));
+  return to_tuple(unwrap(without_gil([&] { return held->offer(std::move(name), without); })));
 }
 
 HandshakeTuple PythonEngine::accept(std::string name, const py::bytes& offer) {

@@ -55,7 +55,7 @@ class PythonEngine {
   pybind11::bytes region_descriptor(const std::vector<RegionId>& regions);
   std::vector<RemoteRegionId> import_regions(PeerId peer, const pybind11::bytes& descriptor);
 
-  HandshakeTuple offer(std::string name);
+  HandshakeTuple offer(std::string name, const std::vector<std::string>& without);
   HandshakeTuple accept(std::string name, const pybind11::bytes& offer);
   void complete(PeerId peer, const pybind11::bytes& answer);
   void fence(PeerId peer, double timeout);
