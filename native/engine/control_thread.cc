@@ -13,12 +13,11 @@ namespace kvc {
 
 ControlThread::~ControlThread() { stop(); }
 
-Status ControlThread::start(const std::string& engine) {
+Status ControlThread::start(const std::string& name) {
   wake_ = UniqueFd(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
   if (!wake_) return system_error({}, "eventfd", errno);
   thread_ = std::thread([this] { loop(); });
-  // 15 characters is what the kernel keeps.
-  pthread_setname_np(thread_.native_handle(), ("kvc-c-" + engine).substr(0, 15).c_str());
+  pthread_setname_np(thread_.native_handle(), name.substr(0, 15).c_str());
   return {};
 }
 

@@ -73,7 +73,7 @@ Result<std::vector<RegionId>> TransferEngine::register_memory(std::span<const Me
   for (const MemoryRange& range : ranges) {
     if (Status status = check_range(range); !status) return status.error();
   }
-  return impl_->on_control("register_memory", [&]() -> Result<std::vector<RegionId>> {
+  return impl_->on_memory_thread("register_memory", [&]() -> Result<std::vector<RegionId>> {
     const std::vector<Piece> pieces = pieces_of(ranges);
     std::vector<std::shared_ptr<LocalMemory>> memories;
     for (const Piece& piece : pieces) {
@@ -136,7 +136,7 @@ Status TransferEngine::deregister_memory(std::span<const RegionId> ids, Timeout 
       timeout, "writes may still be landing, or a peer still maps the memory: fence the peer that is stuck");
   if (!status) return status;
   // The memory is its owner's again when the NIC does not know it any more.
-  return impl_->on_control(kOperation, [&]() -> Status {
+  return impl_->on_memory_thread(kOperation, [&]() -> Status {
     for (const auto& memory : memories) memory->registrations.clear();
     return {};
   });
