@@ -449,6 +449,23 @@ TEST_F(CudaNvlink, DomainsOfOneProcessWriteWithoutAMapping) {
   EXPECT_EQ(a.record().failure(2), ErrorCode::kUnknownRegion);
 }
 
+TEST_F(CudaNvlink, MemoryThatIsRegisteredAgainInOneProcessIsWritten) {
+  End a(first_, 7);
+  End b(second_, 7);
+  test::connect(*a.domain, *b.domain);
+  const std::vector<Driven*> both = {a.domain.get(), b.domain.get()};
+  a.memory.put(random_bytes(kBytes, 1));
+  ASSERT_EQ(test::post(a, kLinkOfA, b, one_page(1)), Posted::kYes);
+  run_until(both, [&] { return a.record().succeeded(1); }, "the page");
+  const uint64_t before = b.rkey;
+  ASSERT_TRUE(b.domain->deregister_region(before));
+  b.rkey = must(b.domain->register_region(b.memory.data(), kBytes));
+  ASSERT_EQ(nvlink::place_of(b.rkey), nvlink::place_of(before));
+  ASSERT_EQ(test::post(a, kLinkOfA, b, one_page(2, 8192)), Posted::kYes);
+  run_until(both, [&] { return a.record().succeeded(2); }, "the page after the registration");
+  EXPECT_EQ(std::memcmp(b.memory.get().data() + 8192, a.memory.get().data() + 8192, kPage), 0);
+}
+
 TEST_F(CudaNvlink, NothingOfItIsAConcernOfAStreamCapture) {
   const GpuBuffer source(first_, kBytes);
   const GpuBuffer target(second_, kBytes);
