@@ -57,6 +57,7 @@ class TransferEngine::Impl {
     control.run([this] {
       control.unwatch_all();
       worker.drop_commands();
+      counters.clear();  // readers may outlive the control thread
       for (const std::shared_ptr<LocalRegion>& region : regions.all()) region->memory->registrations.clear();
     });
     control.run([this] { lanes.close_connectors(); });

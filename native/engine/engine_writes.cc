@@ -197,7 +197,8 @@ Status TransferEngine::arm(TransferId transfer, std::shared_ptr<LayerSignal> sig
       std::make_shared<const PageTable>(PageTable{std::move(pages.source_pages), std::move(pages.target_pages)});
   std::stable_sort(layers.begin(), layers.end(),
                    [](const ArmedLayer& a, const ArmedLayer& b) { return a.signal_value < b.signal_value; });
-  auto plan = std::make_unique<ArmedPlan>(ArmedPlan{std::move(ends.transfer), std::move(signal), {}});
+  auto plan = std::make_unique<ArmedPlan>(
+      ArmedPlan{std::move(ends.transfer), ControlOwned<LayerSignal>(impl_->control, std::move(signal)), {}});
   plan->items.reserve(layers.size());
   for (const ArmedLayer& layer : layers) {
     plan->items.push_back(
@@ -217,7 +218,8 @@ Status TransferEngine::arm_slices(TransferId transfer, std::shared_ptr<LayerSign
   const Result<std::shared_ptr<Transfer>> found = impl_->find_transfer(transfer, kOperation);
   if (!found) return found.error();
   if (slices.empty()) return {};
-  auto plan = std::make_unique<ArmedPlan>(ArmedPlan{found.value(), std::move(signal), {}});
+  auto plan = std::make_unique<ArmedPlan>(
+      ArmedPlan{found.value(), ControlOwned<LayerSignal>(impl_->control, std::move(signal)), {}});
   plan->items.reserve(slices.size());
   Impl::Ends ends{.transfer = plan->transfer.get()};
   for (const ArmedSlice& slice : slices) {

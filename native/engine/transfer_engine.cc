@@ -203,7 +203,7 @@ Result<CounterSet> TransferEngine::alloc_counters(uint32_t n, const std::vector<
 Status TransferEngine::expect(CounterSetId set, const std::vector<uint64_t>& targets, EventCallback callback,
                               std::shared_ptr<CompletionWord> word, uint64_t value) {
   Result<std::optional<CounterSets::Fired>> fired =
-      impl_->counters.expect(set, targets, std::move(callback), std::move(word), value);
+      impl_->counters.expect(set, targets, std::move(callback), std::move(word), value, impl_->control);
   if (!fired) return fired.error();
   if (!fired.value()) return {};
   if (fired.value()->callback || fired.value()->word) {
