@@ -410,6 +410,22 @@ TEST_F(CudaIpc, AGpuThatBreaksDownTakesTheLinksWithIt) {
   part(a, b);
 }
 
+// As close() does where the GPU is busy for longer than its limit: the copies end later, and no completion of theirs is seen.
+TEST_F(CudaIpc, ADomainThatEndsWithCopiesUnderWayIsFencedWhenTheyHaveEnded) {
+  End a(first_, 1);
+  End b(second_, 2);
+  test::connect(*a.domain, *b.domain);
+  const std::vector<Driven*> both = {a.domain.get(), b.domain.get()};
+  {
+    const test::HeldCopies held;
+    ASSERT_EQ(test::post(a, kLinkOfA, b, one_page(1)), Posted::kYes);
+    run_until(both, [&] { return held.count() == 1; }, "the copy");
+  }
+  a.domain.reset();
+  run_until({b.domain.get()}, [&] { return b.domain->fence(kLinkOfB); }, "the fence");
+  run_until({b.domain.get()}, [&] { return b.domain->deregister_region(b.rkey); }, "the region's end");
+}
+
 TEST_F(CudaIpc, MessagesPass) {
   End a(first_, 1);
   End b(second_, 2);

@@ -148,7 +148,8 @@ Result<Connector::Accepted> NvlinkConnector::accept(LinkId, std::span<const std:
   Result<std::unique_ptr<Connection>> connection = rendezvous_.say_hello(std::move(peer.value()), offer.value().secret);
   if (!connection) return connection.error();
   const bool same_process = is_ours(*connection.value(), offer.value().process);
-  auto meeting = std::make_unique<Meeting>(std::move(connection.value()), PeerRegions(peer_memory_.load(), same_process));
+  auto meeting =
+      std::make_unique<Meeting>(std::move(connection.value()), PeerRegions(peer_memory_.load(), same_process));
   send_ahead(*meeting);
   return Accepted{to_bytes(Answer{}), std::move(meeting)};
 }
@@ -180,7 +181,8 @@ Result<std::unique_ptr<LinkEnd>> NvlinkConnector::complete(LinkId link, std::spa
   Result<std::unique_ptr<Connection>> connection = rendezvous_.admit(link);
   if (!connection) return connection.error();
   const bool same_process = is_ours(*connection.value(), connection.value()->board<Board>().process);
-  auto meeting = std::make_unique<Meeting>(std::move(connection.value()), PeerRegions(peer_memory_.load(), same_process));
+  auto meeting =
+      std::make_unique<Meeting>(std::move(connection.value()), PeerRegions(peer_memory_.load(), same_process));
   if (Status mapped = map_known(*meeting); !mapped) return mapped.error();
   return std::unique_ptr<LinkEnd>(std::move(meeting));
 }

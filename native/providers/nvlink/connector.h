@@ -62,7 +62,7 @@ class NvlinkConnector final : public Connector {
   const cuda::Driver* driver_ = nullptr;
   same_host::Rendezvous rendezvous_{kLane};
   same_host::RegionKeys keys_{kLane, kMaxRegions};
-  cuda::DomainGpu gpu_;  // the memory thread's
+  cuda::DomainGpu gpu_;                                   // the memory thread's
   std::atomic<std::shared_ptr<PeerMemory>> peer_memory_;  // null until memory is registered
   Region::Registry pieced_;
 };
