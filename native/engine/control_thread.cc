@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "engine/start_thread.h"
+
 namespace kvc {
 
 ControlThread::~ControlThread() { stop(); }
@@ -16,7 +18,7 @@ ControlThread::~ControlThread() { stop(); }
 Status ControlThread::start(const std::string& name) {
   wake_ = UniqueFd(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
   if (!wake_) return system_error({}, "eventfd", errno);
-  thread_ = std::thread([this] { loop(); });
+  if (Status started = start_thread(thread_, [this] { loop(); }); !started) return started;
   pthread_setname_np(thread_.native_handle(), name.substr(0, 15).c_str());
   return {};
 }

@@ -1,6 +1,8 @@
 // TransferEngine::Impl: the parts of an engine, and what several of its operations need.
 #pragma once
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <functional>
@@ -186,6 +188,7 @@ class TransferEngine::Impl {
                                  std::span<const ScatterUpdate> updates);
 
   const EngineConfig config;
+  const pid_t process = getpid();  // a fork has none of the threads
   WriterFirstMutex peers_mutex;
   WriterFirstMutex writes_mutex;  // of what a write looks up
   Registry<Peer> peers{peers_mutex};
@@ -211,7 +214,7 @@ class TransferEngine::Impl {
   Lanes lanes;
   ControlThread control;
   ControlThread memory{[] {}};  // registers and deregisters; wakes nobody: its callers wait for it
-  Offers offers;  // the control thread's
+  Offers offers;                // the control thread's
   DomainGroup group;
   Worker worker;
 };

@@ -38,7 +38,11 @@ Status check_config(const EngineConfig& config) {
 }  // namespace
 
 TransferEngine::TransferEngine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
-TransferEngine::~TransferEngine() = default;
+TransferEngine::~TransferEngine() {
+  // In a child of fork() the threads, and what they held, are the parent's: nothing here may be ended.
+  if (impl_->process != getpid()) [[maybe_unused]]
+    Impl* const left = impl_.release();
+}
 
 Result<std::unique_ptr<TransferEngine>> TransferEngine::create(EngineConfig config) {
   if (Status status = check_config(config); !status) return status.error();
