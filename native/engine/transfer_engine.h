@@ -1,7 +1,7 @@
 // TransferEngine: counted one-sided writes between registered memory of two processes, and small messages.
 //
-// The engine owns one DomainGroup: the domains that serve one device, driven by a worker thread that posts and polls, and a
-// control thread for what may block: memory registration, making and ending links. Where there are several workers
+// The engine owns one DomainGroup: the domains that serve one device, driven by a worker thread that posts and polls, and
+// two for what may block: one registers memory, the other makes and ends links. Where there are several workers
 // (EngineConfig::workers), "the worker" is the first of them, which schedules and calls back. Every public method may be
 // called from any thread. Unless its comment says that it blocks, a method only hands a command to the worker and returns in
 // well under a microsecond. Errors come back as values; nothing here throws or aborts.
@@ -251,7 +251,7 @@ class TransferEngine {
   static Result<std::unique_ptr<TransferEngine>> create(EngineConfig config);
 
   // Stops the workers: open transfers end with kClosed, links are fenced, registered memory is released. Blocks; for a
-  // peer that cannot be fenced (its process is stopped in the middle of a copy) 5 s at most.
+  // peer that cannot be fenced (its process is stopped in the middle of a copy) 5 s; for copies of our own GPU, until they end.
   ~TransferEngine();
 
   // --- Memory. Regions must stay mapped until deregister_memory() returned. An engine may have memory of several kinds

@@ -73,9 +73,10 @@ void TransferScheduler::cancel(Transfer& transfer) {
 
 void TransferScheduler::fail_peer(Peer& peer, const Error& error) {
   if (!peer.down) peer.down = error;
-  for (const std::shared_ptr<Transfer>& transfer : transfers_.all()) {
+  const auto to_it = [&](const Transfer& transfer) { return transfer.peer.get() == &peer; };
+  for (const std::shared_ptr<Transfer>& transfer : transfers_.all_if(to_it)) {
     // One that may end is through, although it was not told yet: its last completion came just before the peer's end.
-    if (transfer->peer.get() == &peer && !transfer->stream.may_end()) fail(transfer->stream, error);
+    if (!transfer->stream.may_end()) fail(transfer->stream, error);
   }
   for (Recovery* const recovery : rewriter_.of(peer)) fail(*recovery, error);
   // What is left in its queue is no transfer: parts of scatters.

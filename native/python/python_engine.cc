@@ -71,6 +71,8 @@ PythonEngine::PythonEngine(std::string name, const std::vector<DomainTuple>& dom
 PythonEngine::~PythonEngine() { close(); }
 
 void PythonEngine::close() {
+  // A child of fork() has none of the threads that may be in a call, or hold the lock: waiting for them would never end.
+  if (process_ != getpid()) return;
   std::shared_ptr<TransferEngine> engine;
   {
     const std::lock_guard lock(mutex_);

@@ -6,6 +6,7 @@
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
+#include <unistd.h>
 
 #include <cstdint>
 #include <memory>
@@ -125,6 +126,7 @@ class PythonEngine {
   template <typename Call>
   EventTuple waited(double timeout, Call call);
 
+  const pid_t process_ = getpid();
   std::mutex mutex_;
   std::shared_ptr<TransferEngine> engine_;  // null once closed; guarded by mutex_
   const std::shared_ptr<CallbackQueue> callbacks_ = std::make_shared<CallbackQueue>();
