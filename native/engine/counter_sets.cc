@@ -88,10 +88,11 @@ Result<std::vector<uint64_t>> CounterSets::values(CounterSetId id) const {
   return values;
 }
 
-Result<std::vector<uint32_t>> CounterSets::immediates(CounterSetId id) const {
+Result<std::vector<uint32_t>> CounterSets::read(CounterSetId id) {
   const std::lock_guard lock(mutex_);
   const auto found = sets_.find(id);
   if (found == sets_.end()) return no_such_set("counter_reader", id);
+  found->second.acted_on = true;
   return found->second.immediates;
 }
 
@@ -116,6 +117,13 @@ void CounterSets::clear() {
 bool CounterSets::exists(CounterSetId id) const {
   const std::lock_guard lock(mutex_);
   return sets_.contains(id);
+}
+
+bool CounterSets::acted_on(uint32_t immediate) const {
+  const std::optional<uint64_t> owner = table_.owner(immediate);
+  const std::lock_guard lock(mutex_);
+  const auto found = owner ? sets_.find(*owner) : sets_.end();
+  return found != sets_.end() && found->second.acted_on;
 }
 
 std::optional<CounterSets::Fired> CounterSets::reached(CounterSetId id) {

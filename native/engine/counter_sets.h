@@ -35,7 +35,8 @@ class CounterSets {
   Result<std::optional<Fired>> expect(CounterSetId id, const std::vector<uint64_t>& targets, EventCallback callback,
                                       std::shared_ptr<CompletionWord> word, uint64_t value, ControlQueue& control);
   Result<std::vector<uint64_t>> values(CounterSetId id) const;
-  Result<std::vector<uint32_t>> immediates(CounterSetId id) const;
+  // The set's immediates, for a reader of their counts: acted_on() holds for all of them from now on.
+  Result<std::vector<uint32_t>> read(CounterSetId id);
   // Forgets all sets, and with them their words: no set is used any more. Counters stay readable.
   void clear();
   // The answer, if any, has to live until an add() that is under way has ended.
@@ -43,6 +44,9 @@ class CounterSets {
   bool exists(CounterSetId id) const;
   // The immediate's counter is allocated and not released.
   bool live(uint32_t immediate) const { return table_.value(immediate).has_value(); }
+  // Pages that the immediate's counter has counted may have been used, and hold other bytes by now: a target of its set was
+  // reached, or its counts are read. Takes the lock.
+  bool acted_on(uint32_t immediate) const;
   // Of a live counter; 0 for one that was released. Lock-free.
   uint64_t value(uint32_t immediate) const noexcept { return table_.value(immediate).value_or(0); }
 
@@ -62,8 +66,12 @@ class CounterSets {
     EventCallback callback;
     ControlOwned<CompletionWord> word;  // until the next expect(), or the set's end
     uint64_t value = 0;
+    bool acted_on = false;
 
-    Fired fire(CounterSetId id) { return {id, std::move(callback), word, value}; }
+    Fired fire(CounterSetId id) {
+      acted_on = true;
+      return {id, std::move(callback), word, value};
+    }
   };
 
   ImmCounterTable table_;

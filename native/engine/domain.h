@@ -10,7 +10,9 @@
 //
 // Contract (docs/architecture.md, "the contract of the data plane"): reliable, unordered; a batch of n pages with
 // an immediate raises the receiver's counter by exactly n, after those pages are visible there; a completion means
-// that the source bytes may be overwritten AND that the bytes are in the peer's memory or never will be.
+// that the source bytes may be overwritten AND that the bytes are in the peer's memory or never will be. What fails with
+// its link is written again over another one, unless its receiver may have used some of it since (Rewriter): so what a
+// domain has counted up to its fence must be all that landed and was counted.
 #pragma once
 
 #include <cstddef>

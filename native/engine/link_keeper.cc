@@ -311,7 +311,11 @@ bool LinkKeeper::answer(Peer& peer, const Link& link, const LinkMessage& questio
     if (!pages) {
       tallies.numbers.push_back(LinkMessage::kUnknown);
     } else {
-      tallies.numbers.push_back(*pages | (counters_.live(counter) ? 0 : LinkMessage::kReleased));
+      // In this order: one that is released in between was at least released.
+      const bool acted_on = counters_.acted_on(counter);
+      const bool released = !counters_.live(counter);
+      tallies.numbers.push_back(*pages | (released ? LinkMessage::kReleased : 0) |
+                                (acted_on ? LinkMessage::kActedOn : 0));
     }
   }
   return scheduler_.send(peer, encode(tallies));
@@ -330,7 +334,8 @@ bool LinkKeeper::hear_tallies(Link& link, const LinkMessage& message) {
     const uint32_t number = message.numbers[i];
     landed.known = number != LinkMessage::kUnknown;
     landed.released = (number & LinkMessage::kReleased) != 0;
-    landed.pages = number & ~LinkMessage::kReleased;
+    landed.acted_on = (number & LinkMessage::kActedOn) != 0;
+    landed.pages = number & ~(LinkMessage::kReleased | LinkMessage::kActedOn);
     if (landed.known && landed.pages >= LinkTally::kModulus) return false;
   }
   repair.answered[message.part] = true;

@@ -53,6 +53,11 @@ void Rewriter::recover(Peer& peer, Link& link, std::span<const Landed> landed) {
       fail(entries, ErrorCode::kPeerDown, "a link broke, and the peer has counted less than had arrived there");
     } else if (found->released) {
       fail(entries, ErrorCode::kRefused, "a link broke, and the peer has released the counter since");
+    } else if (found->acted_on && missing < pages && any_writes(entries)) {
+      // Some of them were counted, and nobody knows which: these may hold other bytes by now.
+      fail(entries, ErrorCode::kRefused,
+           "a link broke, and the peer may have used some of the pages again since: it has reached a target of their "
+           "counter, or reads it");
     } else if (any_given_up(entries)) {
       fail(entries, ErrorCode::kCancelled, "a transfer with the same counter was given up while its link was broken");
     } else {
@@ -70,6 +75,10 @@ void Rewriter::fail(const Entries& entries, ErrorCode code, const char* why) {
 bool Rewriter::any_given_up(const Entries& entries) const {
   return std::any_of(entries.begin(), entries.end(),
                      [this](uint32_t place) { return given_up(*flights_[place].stream); });
+}
+
+bool Rewriter::any_writes(const Entries& entries) const {
+  return std::any_of(entries.begin(), entries.end(), [this](uint32_t place) { return flights_[place].bytes > 0; });
 }
 
 bool Rewriter::given_up(const Stream& stream) const {

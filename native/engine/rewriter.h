@@ -25,6 +25,7 @@ struct Landed {
   uint32_t counter = 0;
   uint32_t pages = 0;     // modulo LinkTally::kModulus
   bool released = false;  // the peer waits for it no longer
+  bool acted_on = false;  // what it has counted may have a new owner there: CounterSets::acted_on()
   bool known = true;
 };
 
@@ -58,6 +59,7 @@ class Rewriter {
   void rewrite(Peer& peer, Entries entries, std::optional<uint32_t> counter, uint32_t missing);
   void fail(const Entries& entries, ErrorCode code, const char* why);
   bool any_given_up(const Entries& entries) const;
+  bool any_writes(const Entries& entries) const;  // not immediates alone
 
   FlightTable& flights_;
   Stats& stats_;

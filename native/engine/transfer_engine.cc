@@ -223,7 +223,7 @@ Status TransferEngine::expect(CounterSetId set, const std::vector<uint64_t>& tar
 Result<std::vector<uint64_t>> TransferEngine::counter_values(CounterSetId set) { return impl_->counters.values(set); }
 
 Result<CounterReader> TransferEngine::counter_reader(CounterSetId set) {
-  Result<std::vector<uint32_t>> immediates = impl_->counters.immediates(set);
+  Result<std::vector<uint32_t>> immediates = impl_->counters.read(set);
   if (!immediates) return immediates.error();
   return CounterReader(impl_->counted, std::move(immediates.value()));
 }

@@ -380,12 +380,16 @@ class TransferEngine {
   // raised. Empty: any connected peer may raise them, which is for peers that trust each other.
   Result<CounterSet> alloc_counters(uint32_t n, const std::vector<PeerId>& raisers = {});
   // One event when counters[i] >= targets[i] for all i (at once if they are). Counts only grow: once that event has come,
-  // new targets may be set, above the last ones. `word`: `value` is stored into it before the event
+  // new targets may be set, above the last ones. Pages of a later target are to be written only after the one before was
+  // reached: a count says how many have landed, not which. Where a link of several breaks then, pages that may have been used
+  // since are not written again, and their transfer fails with kRefused. `word`: `value` is stored into it before the event
   // is told (one in a GPU's memory: on a stream, and may still be on its way), for a kernel that polls; where it could not
   // be stored, the event carries the error.
   Status expect(CounterSetId set, const std::vector<uint64_t>& targets, EventCallback callback = {},
                 std::shared_ptr<CompletionWord> word = nullptr, uint64_t value = 0);
+  // Who takes a reader may use pages below the target: for a link that breaks it is as if one was reached.
   Result<CounterReader> counter_reader(CounterSetId set);
+  // For a diagnosis: what is used because of a count that was seen here may be written again. Take a reader for that.
   Result<std::vector<uint64_t>> counter_values(CounterSetId set);
   // Frees the set: its slots get a new generation, later immediates count as stale. No event follows (a callback that
   // is already running ends).

@@ -377,6 +377,57 @@ TEST_F(Scheduler, AnImmediateAloneIsNotRewrittenButCounted) {
   expect_clean();
 }
 
+// Its receiver may have used what was counted, and nobody knows which pages that are.
+TEST_F(Scheduler, PagesThatMayHoldOtherBytesByNowAreNotWrittenAgain) {
+  connect(2);
+  for (const uint32_t counted : {0, 1, 63, 64}) {
+    SCOPED_TRACE(counted);
+    link(0).state = Link::State::kUp;
+    link(0).posted.clear();
+    link(0).refused.clear();
+    link(1).state = Link::State::kOut;
+    postings(0).clear();
+    postings(1).clear();
+    const auto transfer = open();
+    write_pages(*transfer, 64, 1024);
+    scheduler.seal(*transfer);
+    post_all();
+    complete(0, &kBroken);
+    link(1).state = Link::State::kUp;
+    const std::vector<Landed> landed = {{.counter = kCounter, .pages = counted, .acted_on = true}};
+    scheduler.recover(*peer, link(0), landed);
+    run();
+    if (counted == 0 || counted == 64) {
+      EXPECT_EQ(raised(1), 64 - counted);
+      expect_done(64);
+      continue;
+    }
+    const std::optional<Event> event = ended();
+    ASSERT_TRUE(event.has_value());
+    EXPECT_EQ(event->kind, EventKind::kTransferFailed);
+    EXPECT_EQ(event->error->code, ErrorCode::kRefused);
+    EXPECT_TRUE(event->quiesced);
+    EXPECT_TRUE(postings(1).empty());
+  }
+  expect_clean();
+}
+
+// They overwrite nothing.
+TEST_F(Scheduler, ImmediatesAloneAreRaisedAgainWhateverTheirReceiverDidMeanwhile) {
+  connect(2);
+  const auto transfer = open();
+  scheduler.add(*transfer, Request::make(nullptr, nullptr, 0, kCounter, ImmediateOnly{5}));
+  scheduler.seal(*transfer);
+  post_all();
+  complete(0, &kBroken);
+  const std::vector<Landed> landed = {{.counter = kCounter, .pages = 2, .acted_on = true}};
+  scheduler.recover(*peer, link(0), landed);
+  run();
+  EXPECT_EQ(raised(1), 3U);
+  expect_done(0);
+  expect_clean();
+}
+
 TEST_F(Scheduler, ALinkMayBreakUnderARecovery) {
   connect(3);
   const auto transfer = open();
