@@ -40,6 +40,11 @@ Place = tuple[float | str, ...]
 was first told to wait."""
 
 
+def no_place(request: object) -> Place:
+    """The place of any request whose engine serves whoever comes first."""
+    return ()
+
+
 class AdmissionGate:
     """One kind's share of the pool. An answer costs the same however many wait."""
 

@@ -496,6 +496,11 @@ class _Clock:
         return getattr(time, name)
 
 
+def by_priority(request: Request) -> tuple[float | str, ...]:
+    """A request's place in vLLM's queue with ``--scheduling-policy priority``."""
+    return request.priority, request.arrival_time, request.request_id
+
+
 def leave_last_token(request: Request) -> None:
     """Has vLLM compute all of a new request's prompt but the last token, and sample one token then.
 

@@ -1,6 +1,7 @@
 """vLLM empties its prefix cache while P/D requests live, as pause_generation(mode="keep") does for new
 weights: under its real scheduler and block pool."""
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -332,6 +333,8 @@ def test_a_reset_that_fails_releases_nobody(stage: MakeStage, before: bool) -> N
     """A request of its own runs. What P has pushed and what D waits for stay as they are. ``before``: another
     one had emptied the cache, and asked no connector."""
     both = stage("kv_both", blocks=20, budget=100)
+    seconds = itertools.count()
+    both.side.decode.clock = lambda: next(seconds)
     assert not before or both.scheduler.reset_prefix_cache()
     both.add("own", prompt(100, 7), max_tokens=40)
     both.step()

@@ -566,6 +566,26 @@ class TestDecode:
         decode.step()
         decode.assert_idle()
 
+    def test_waiting_list_goes_to_workers_a_few_times_a_second(self, stage: MakeStage) -> None:
+        decode, now, entries = stage("kv_consumer", blocks=12), 100.0, 0
+        decode.side.decode.clock = lambda: now
+        for number in range(100):
+            params = dict(PARAMS_OF_D, transfer_id=str(number))
+            decode.add(f"d{number}", prompt(320, number), params)
+            now += 0.01
+            entries += len(decode.step().waiting or ())
+        assert len(decode.side.decode._waiting) == 99
+        # One list in 0.25 s, of the length that the queue has: not 100 lists and 4,950 entries.
+        assert entries <= 25 + 50 + 75 + 100
+        now += 1
+        waiting = decode.step().waiting
+        assert waiting is not None
+        assert len(waiting) == 99
+        assert len({id(address) for _, address in waiting}) == 1
+        for number in range(100):
+            decode.abort(f"d{number}")
+        assert decode.step().waiting == ()
+
     def test_requests_without_blocks_are_listed_as_waiting(self, stage: MakeStage) -> None:
         decode = stage("kv_consumer", blocks=6)
         decode.add("d", prompt(100, seed=1), dict(PARAMS_OF_D, transfer_id="one"))

@@ -71,8 +71,8 @@ struct Segment {
 // A word in private memory that the peer reads (is this the process I mean?) and writes back unchanged (may I?).
 struct Probe {
   uint64_t address = 0;
-  uint64_t value = 0;           // random, never 0
-  uint64_t pid_namespace = 0;   // of the process, 0: unknown
+  uint64_t value = 0;          // random, never 0
+  uint64_t pid_namespace = 0;  // of the process, 0: unknown
   uint64_t user_namespace = 0;
   uint32_t private_regions = 0;  // 1: there are regions that only process_vm_writev can reach
   uint32_t padding = 0;
