@@ -24,7 +24,7 @@ from kv_connector.vllm.prompt import prompt_of
 logger = logging.getLogger(__name__)
 
 # Seconds between two lists of waiting transfers, which go to each worker with a step. One of 5,000 entries
-# takes 17 to 32 ms to pickle and unpickle (two loaded cores). Workers use it once in a heartbeat of 1 s, and P
+# takes 17 to 32 ms to pickle and unpickle (two loaded cores). Workers use it once a heartbeat (1 s), and P
 # holds a prompt for 20 s then.
 _WAITING_INTERVAL_S = 0.25
 
