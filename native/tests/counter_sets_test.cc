@@ -4,10 +4,13 @@
 
 #include <utility>
 
+#include "tests/domain_test_support.h"
+
 namespace kvc {
 namespace {
 
 TEST(CounterSets, AreActedOnOnceAllTargetsAreReachedOrTheirCountsAreRead) {
+  test::ManualControl control;
   CounterSets counters;
   const CounterSet set = counters.allocate(2, {}).value();
   const auto acted_on = [&] {
@@ -16,7 +19,7 @@ TEST(CounterSets, AreActedOnOnceAllTargetsAreReachedOrTheirCountsAreRead) {
     return first;
   };
   EXPECT_FALSE(acted_on());
-  ASSERT_FALSE(counters.expect(set.id, {1, 1}, {}, nullptr, 0).value().has_value());
+  ASSERT_FALSE(counters.expect(set.id, {1, 1}, {}, nullptr, 0, control).value().has_value());
   EXPECT_TRUE(counters.add(set.immediates[0], 1).reached);
   EXPECT_FALSE(counters.reached(set.id).has_value());
   EXPECT_FALSE(acted_on()) << "nobody was told";
@@ -25,14 +28,14 @@ TEST(CounterSets, AreActedOnOnceAllTargetsAreReachedOrTheirCountsAreRead) {
   EXPECT_TRUE(counters.add(set.immediates[1], 1).reached);
   EXPECT_TRUE(counters.reached(set.id).has_value());
   EXPECT_TRUE(acted_on());
-  ASSERT_FALSE(counters.expect(set.id, {2, 2}, {}, nullptr, 0).value().has_value());
+  ASSERT_FALSE(counters.expect(set.id, {2, 2}, {}, nullptr, 0, control).value().has_value());
   EXPECT_TRUE(acted_on());
 
   // One whose count is there already.
   const CounterSet early = counters.allocate(1, {}).value();
   counters.add(early.immediates[0], 1);
   EXPECT_FALSE(counters.acted_on(early.immediates[0]));
-  EXPECT_TRUE(counters.expect(early.id, {1}, {}, nullptr, 0).value().has_value());
+  EXPECT_TRUE(counters.expect(early.id, {1}, {}, nullptr, 0, control).value().has_value());
   EXPECT_TRUE(counters.acted_on(early.immediates[0]));
 
   const CounterSet read = counters.allocate(1, {}).value();
