@@ -185,7 +185,7 @@ void TransferScheduler::resolve(uint32_t place, const Error* error, bool may_lan
     if (request.in_flight == 0 && request.done()) finish_request(stream, request);
   } else {
     if (may_land) stream.quiesced = false;
-    if (flight.counter() && stream.peer->links.size() > 1) flight.link->refused.push_back(*flight.counter());
+    if (flight.counter() && stream.peer->links.size() > 1) flight.link->refused.insert(*flight.counter());
     Endings::record(stream, *error);
   }
   // An open stream does not end here: it is not looked at.
