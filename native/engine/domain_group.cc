@@ -220,7 +220,7 @@ void DomainGroup::count(LinkId id, uint32_t immediate) {
     if (auto fired = shared_.counters.reached(added.owner)) scheduler_.endings().fired(*std::move(fired));
   } else if (added.foreign) {
     Stats::add(shared_.stats.immediates_foreign, pages);
-    if (keeper_.last_broken(id)) return;
+    if (LinkKeeper::noted(*place.link, id)) return;
     keeper_.broke(*place.peer, *place.link, id,
                   Error{ErrorCode::kRefused,
                         {},
@@ -387,7 +387,7 @@ bool DomainGroup::turn() {
   any |= retry_untaken();
   any |= deliver_messages();
   // Where a link broke, the next turn tells of the peer's end first, and then of what failed with it.
-  any |= keeper_.has_broken() || scheduler_.settle();
+  any |= keeper_.broken() > 0 || scheduler_.settle();
   any |= departures_.turn();
   any |= retry_endings();
   return any;

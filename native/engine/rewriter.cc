@@ -1,6 +1,7 @@
 #include "engine/rewriter.h"
 
 #include <algorithm>
+#include <iterator>
 #include <map>
 #include <utility>
 
@@ -38,11 +39,11 @@ void Rewriter::recover(Peer& peer, Link& link, std::span<const Landed> landed) {
   for (auto& [counter, entries] : counted) {
     uint64_t pages = 0;
     for (const uint32_t place : entries) pages += flights_[place].pages;
-    const auto found = std::find_if(landed.begin(), landed.end(),
-                                    [counter = counter](const Landed& one) { return one.counter == counter; });
+    const auto found = std::lower_bound(landed.begin(), landed.end(), counter,
+                                        [](const Landed& one, uint32_t than) { return one.counter < than; });
+    const bool tells = found != landed.end() && found->counter == counter;
     const std::optional<uint32_t> posted = link.posted.pages(counter);
-    const bool refused = std::find(link.refused.begin(), link.refused.end(), counter) != link.refused.end();
-    if (found == landed.end() || !found->known || !posted || refused) {
+    if (!tells || !found->known || !posted || link.refused.contains(counter)) {
       fail(entries, ErrorCode::kPeerDown, "a link broke, and it is not known what of this counter it had carried");
       continue;
     }
@@ -90,6 +91,7 @@ bool Rewriter::given_up(const Stream& stream) const {
 // is not known, so none may be counted before all of them are there.
 void Rewriter::rewrite(Peer& peer, Entries entries, std::optional<uint32_t> counter, uint32_t missing) {
   Recovery& recovery = *recoveries_.emplace_back(std::make_unique<Recovery>(peer));
+  recovery.place = std::prev(recoveries_.end());
   Rewrite again;
   for (const uint32_t place : entries) {
     const Flight& flight = flights_[place];
@@ -113,7 +115,7 @@ void Rewriter::end(Recovery& recovery) {
   for (const uint32_t place : std::exchange(recovery.entries, {})) {
     resolve_(place, error ? &*error : nullptr, !recovery.quiesced);
   }
-  std::erase_if(recoveries_, [&](const auto& other) { return other.get() == &recovery; });
+  recoveries_.erase(recovery.place);
 }
 
 std::vector<Recovery*> Rewriter::of(const Peer& peer) const {

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <list>
 #include <memory>
 #include <optional>
 #include <span>
@@ -33,6 +34,7 @@ struct Landed {
 struct Recovery : Stream {
   explicit Recovery(Peer& to) : Stream(Kind::kRecovery, to, nullptr) { sealed = true; }
   std::vector<uint32_t> entries;
+  std::list<std::unique_ptr<Recovery>>::iterator place{};  // among the Rewriter's
 };
 
 class Rewriter {
@@ -45,7 +47,7 @@ class Rewriter {
 
   // The counters of what is unsettled on it, each once.
   std::vector<uint32_t> unsettled_counters(const Link& link) const;
-  // Settles it: what was counted is done, and the rest goes over the peer's other links. `landed` is by counter.
+  // Settles it: what was counted is done, and the rest goes over the peer's other links. `landed` is by rising counter.
   void recover(Peer& peer, Link& link, std::span<const Landed> landed);
 
   // A transfer behind it was given up: nothing more of it may be posted.
@@ -65,7 +67,8 @@ class Rewriter {
   Stats& stats_;
   const Resolve resolve_;
   const Start start_;
-  std::vector<std::unique_ptr<Recovery>> recoveries_;
+  // One for each counter of a broken link's, so thousands may be under way.
+  std::list<std::unique_ptr<Recovery>> recoveries_;
 };
 
 }  // namespace kvc

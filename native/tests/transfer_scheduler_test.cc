@@ -567,6 +567,48 @@ TEST_F(Scheduler, AWriteThatIsRefusedFailsAtOnceAndTakesNoLinkOut) {
   EXPECT_EQ(ended()->kind, EventKind::kTransferFailed);
 }
 
+// Where a refusal breaks the link, as it does a queue pair: nothing more goes to that region, over no link.
+TEST_F(Scheduler, NothingIsPostedToARegionThatWasRefused) {
+  connect(3);
+  const auto other =
+      std::make_shared<const RemoteRegion>(2, 1, 0, 0, memory.size(), std::vector<uint64_t>{200, 201, 202});
+  const auto add = [&](Transfer& transfer, const std::shared_ptr<const RemoteRegion>& to, uint32_t counter) {
+    scheduler.add(transfer, Request::make(source, to, 100, counter, SingleWrite{0, 0, 0}));
+    scheduler.seal(transfer);
+  };
+  const auto refused = open();
+  const auto beside = open();
+  const auto elsewhere = open();
+  add(*refused, target, kCounter);
+  add(*beside, target, kOther);
+  add(*elsewhere, other, Immediate{11, 3, 1}.encode());
+  post_all();
+  ASSERT_EQ(postings(0).size(), 3U);
+  postings(0)[0].over = true;
+  scheduler.complete(postings(0)[0].work, &kDenied);
+  complete(0, &kBroken);
+  std::vector<Landed> landed;
+  for (const uint32_t counter : scheduler.unsettled_counters(link(0))) landed.push_back({.counter = counter});
+  ASSERT_EQ(landed.size(), 2U);
+  scheduler.recover(*peer, link(0), landed);
+  const auto later = open();
+  add(*later, target, kOther);
+  run();
+  for (const size_t i : {1U, 2U}) {
+    for (const FakeDomain::Posting& posting : postings(i)) {
+      EXPECT_TRUE(posting.page_bytes == 0 || posting.rkey == 200 + i) << posting.rkey;
+    }
+  }
+  std::map<TransferId, Event> events_of;
+  for (Event& event : events.poll(8)) events_of.emplace(event.id, std::move(event));
+  for (const auto& transfer : {refused, beside, later}) {
+    ASSERT_EQ(events_of.at(transfer->id).kind, EventKind::kTransferFailed);
+    EXPECT_EQ(events_of.at(transfer->id).error->code, ErrorCode::kUnknownRegion);
+  }
+  EXPECT_EQ(events_of.at(elsewhere->id).kind, EventKind::kTransferDone);
+  expect_clean();
+}
+
 TEST_F(Scheduler, OverASingleLinkAnErrorFailsTheTransferAtOnce) {
   connect(1);
   const auto transfer = open();

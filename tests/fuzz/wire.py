@@ -81,7 +81,7 @@ def immediate(slot: int, generation: int, pages: int) -> int:
 # --- tcp
 
 _TCP_OFFER_MAGIC, _TCP_ANSWER_MAGIC = 0x314F564B, 0x3141564B
-TCP_VERSION = 3
+TCP_VERSION = 4
 HELLO = struct.Struct("<IHHII16s")
 WELCOME = struct.Struct("<IHH16s")
 _HELLO_MAGIC, _WELCOME_MAGIC = 0x3148564B, 0x3157564B
