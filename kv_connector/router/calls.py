@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from kv_connector.router.client import EngineClient, HttpError, Reply, content_type
+from kv_connector.router.client import EngineClient, HttpError, Reply, content_type, retry_after
 from kv_connector.router.early_token import EarlyToken, PrefillStream
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.events import EventStream, split_at_error
@@ -76,7 +76,7 @@ class EngineFailure(Failure):
     """An engine did not answer a request, or with an error of its own. Others may do better."""
 
     def __init__(self, failure: Failure, blamed: Mapping[Side, Endpoint]) -> None:
-        super().__init__(failure.status, failure.body, failure.content_type)
+        super().__init__(failure.status, failure.body, failure.content_type, failure.retry_after)
         self.blamed = blamed
 
 
@@ -118,7 +118,7 @@ class Calls:
         except (*HttpError, EngineLost) as error:
             raise self._broken(Side.PREFILL, endpoint, call, error) from error
         if reply.status >= 400:
-            refusal = Failure(reply.status, reply.body, reply.content_type)
+            refusal = Failure(reply.status, reply.body, reply.content_type, reply.retry_after)
             raise self._failure(Side.PREFILL, endpoint, call, refusal)
         try:
             return msgspec.json.decode(reply.body, type=_PrefillAnswer).computed()
@@ -144,8 +144,7 @@ class Calls:
                     request = self._client.stream("POST", endpoint.url + call.path, body, headers)
                     async with request as response:
                         if response.status >= 400:
-                            kind = content_type(response)
-                            refusal = Failure(response.status, await response.read(), kind)
+                            refusal = await _refusal(response)
                             raise self._failure(Side.PREFILL, endpoint, call, refusal)
                         accepted.set_result(None)
                         events = EventStream(response.content.iter_any())
@@ -211,7 +210,7 @@ class Calls:
                 response = await stack.enter_async_context(request)
                 kind = content_type(response)
                 if response.status >= 400:
-                    refusal = Failure(response.status, await response.read(), kind)
+                    refusal = await _refusal(response)
                     raise self._failure(Side.DECODE, endpoint, call, refusal)
                 if not kind.startswith("text/event-stream"):
                     return Answer(response.status, kind, _one(await response.read()))
@@ -305,6 +304,11 @@ def _prompt_tokens(usage: Any) -> int | None:
     total = usage.get("prompt_tokens", usage.get("input_tokens"))
     apart = (usage.get(f"cache_{how}_input_tokens") or 0 for how in ("read", "creation"))
     return sum(apart, total) if isinstance(total, int) else None
+
+
+async def _refusal(response: aiohttp.ClientResponse) -> Failure:
+    body = await response.read()
+    return Failure(response.status, body, content_type(response), retry_after(response))
 
 
 async def _one(chunk: bytes) -> AsyncIterator[bytes]:

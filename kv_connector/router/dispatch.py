@@ -32,7 +32,7 @@ from kv_connector.router.completion import DISOWNED_PATH, Completion, decode_par
 from kv_connector.router.continuation import PATHS
 from kv_connector.router.early_token import EarlyToken, Mismatch, Rest
 from kv_connector.router.endpoint import Endpoint
-from kv_connector.router.failure import failure
+from kv_connector.router.failure import Failure, failure
 from kv_connector.router.goodput import Goodput
 from kv_connector.router.incidents import Incidents
 from kv_connector.router.members import Members, Side
@@ -447,7 +447,7 @@ class Dispatcher:
                 with pool.lease(pool.fewest()) as lease:
                     url, body = lease.endpoint.url + DISOWNED_PATH, disowned_body(transfer_id, prefill)
                     await self._client.whole("POST", url, body, lease.endpoint.headers(call.headers))
-        except (*HttpError, NoEngine) as error:
+        except (*HttpError, NoEngine, Failure) as error:
             logger.info(
                 "request %s: %s keeps transfer %s for its hold time, no decode engine could tell it: %s: %s",
                 call.request_id,

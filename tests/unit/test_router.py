@@ -27,7 +27,7 @@ from router_setup import (
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kv_connector.router.app import create_app
+from kv_connector.router.app import DONE, create_app
 from kv_connector.router.client import LOST_SECONDS, EngineClient
 from kv_connector.router.completion import Completion
 from kv_connector.router.endpoint import Endpoint
@@ -272,7 +272,9 @@ async def test_a_fault_of_the_routers_own_is_told_and_counted_as_one(
         assert answer.status_code == (200 if begun else 500)
         assert answer.headers["x-request-id"] == "mine-1"
         last = answer.content.removeprefix(event + b"data: ") if begun else answer.content
-        assert "mine-1" in json.loads(last)["error"]["message"]
+        if begun:
+            assert last.endswith(DONE)
+        assert "mine-1" in json.loads(last.removesuffix(DONE))["error"]["message"]
         line = 'kv_connector_router_requests_total{route="/v1/completions",status="500"}'
         await until_metric(client, line, 1)
     (logged,) = [record for record in caplog.records if record.exc_info]
@@ -400,7 +402,8 @@ async def test_d_breaking_off_ends_the_stream_with_an_error_event() -> None:
             stream.queue.put_nowait(RuntimeError("the engine broke"))
             last = b"".join([chunk async for chunk in chunks])
         assert last.startswith(b"data: {")
-        error = json.loads(last.removeprefix(b"data: "))["error"]
+        assert last.endswith(DONE)
+        error = json.loads(last.removeprefix(b"data: ").removesuffix(DONE))["error"]
         assert d.url in error["message"]
 
 
