@@ -272,7 +272,10 @@ async def test_a_stream_of_an_engine_that_falls_silent_ends_with_an_error(cluste
         assert await within(anext(chunks)) == b"data: 1\n\n"
         d.fall_silent()
         last = b"".join([chunk async for chunk in chunks])
-    assert d.engine.url in msgspec.json.decode(last.removeprefix(b"data: "))["error"]["message"]
+    assert (
+        d.engine.url
+        in msgspec.json.decode(last.removeprefix(b"data: ").removesuffix(DONE))["error"]["message"]
+    )
     await within(stream.aborted.wait())
 
 
