@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from kv_connector.router.balance import EvenStreams
 from kv_connector.router.calls import EVENT_STREAM, Answer, Call
@@ -30,7 +30,7 @@ from kv_connector.router.incidents import Incidents
 from kv_connector.router.members import State
 from kv_connector.router.metrics import Metrics
 from kv_connector.router.page import Page
-from kv_connector.router.registry import Registry
+from kv_connector.router.registry import Registry, RegistryError
 from kv_connector.router.responses import ResponsesRequest
 from kv_connector.router.room import Place, Room
 from kv_connector.router.settings import Settings
@@ -103,7 +103,11 @@ def create_app(settings: Settings) -> Starlette:
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         async with client:
-            registry.open()
+            try:
+                registry.open()
+            except RegistryError as error:
+                application.refusal = str(error)
+                raise
             tasks = [asyncio.create_task(registry.run())]
             if settings.rebalance:
                 tasks.append(asyncio.create_task(dispatcher.moves.balance(EvenStreams())))
@@ -166,7 +170,7 @@ def create_app(settings: Settings) -> Starlette:
         metrics.prune(time.monotonic(), {url for engines in states.values() for url in engines})
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    return Starlette(
+    application = _Application(
         routes=[
             *(
                 Route(path, Completions(path, kind, settings, room, dispatcher, metrics), methods=["POST"])
@@ -185,6 +189,21 @@ def create_app(settings: Settings) -> Starlette:
         exception_handlers={HTTPException: _http_error, Failure: _failure},
         lifespan=lifespan,
     )
+    return application
+
+
+class _Application(Starlette):
+    refusal: str | None = None
+    """An operator's mistake, for which the router does not start."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def say(message: Message) -> None:
+            # A server logs this. Starlette has written a traceback, a page long.
+            if message["type"] == "lifespan.startup.failed" and self.refusal is not None:
+                message = {**message, "message": self.refusal}
+            await send(message)
+
+        await super().__call__(scope, receive, say if scope["type"] == "lifespan" else send)
 
 
 class Completions:
