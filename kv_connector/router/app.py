@@ -233,7 +233,7 @@ class Completions:
             try:
                 with self._room.enter() as place:
                     body = await _read(request, self._settings, place)
-                    status = await self._serve(request, request_id, body)
+                    status = await self._serve(request, request_id, place, body)
             except ClientDisconnect:
                 logger.info("a client left while it sent a request to %s", self._path)
             except Exception as error:
@@ -244,9 +244,9 @@ class Completions:
             finally:
                 self._metrics.requests.labels(self._path, str(status)).inc()
 
-    async def _serve(self, request: Request, request_id: str, body: bytes) -> int:
+    async def _serve(self, request: Request, request_id: str, place: Place, body: bytes) -> int:
         """Answers the request; returns the status, CLIENT_LEFT if the client did not wait for it."""
-        answering = _Answering(request, request_id, self._path, self._dispatcher, self._metrics)
+        answering = _Answering(request, request_id, self._path, place, self._dispatcher, self._metrics)
         work = asyncio.create_task(answering.run(self._kind.decode(body)))
         left = asyncio.create_task(_until_disconnect(request.receive))
         try:
@@ -270,11 +270,18 @@ class _Answering:
     """The answer to one request under way."""
 
     def __init__(
-        self, request: Request, request_id: str, path: str, dispatcher: Dispatcher, metrics: Metrics
+        self,
+        request: Request,
+        request_id: str,
+        path: str,
+        place: Place,
+        dispatcher: Dispatcher,
+        metrics: Metrics,
     ) -> None:
         self.complete = False
         self._request_id = request_id
         self._path = path
+        self._place = place
         self._begun = False
         self._request = request
         self._dispatcher = dispatcher
@@ -314,6 +321,7 @@ class _Answering:
         if self._begun:
             return
         self._begun = True
+        self._place.answered()
         headers = [
             (b"content-type", content_type.encode("latin-1")),
             (b"x-request-id", self._request_id.encode("latin-1")),

@@ -47,7 +47,7 @@ from kv_connector.control.registrar import Registrar
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.messages import MalformedMessage, Role
-from kv_connector.router.app import create_app
+from kv_connector.router.app import DONE, create_app
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.members import Members
 from kv_connector.router.settings import Objectives, Settings
@@ -274,7 +274,9 @@ async def test_a_stream_of_an_engine_that_falls_silent_ends_with_an_error(cluste
         assert await within(anext(chunks)) == b"data: 1\n\n"
         d.fall_silent()
         last = b"".join([chunk async for chunk in chunks])
-    assert d.engine.url in msgspec.json.decode(last.removeprefix(b"data: "))["error"]["message"]
+    assert last.endswith(DONE)
+    error = msgspec.json.decode(last.removeprefix(b"data: ").removesuffix(DONE))["error"]
+    assert d.engine.url in error["message"]
     await within(stream.aborted.wait())
 
 
