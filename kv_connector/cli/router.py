@@ -153,7 +153,7 @@ def router(
             min=1,
             help="Largest sum of the bodies of all requests in flight. Beyond it new ones get 503.",
         ),
-    ] = 256,
+    ] = 128,
     keep_alive: Annotated[
         int,
         typer.Option(

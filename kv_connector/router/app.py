@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from kv_connector.router.balance import EvenStreams
 from kv_connector.router.calls import EVENT_STREAM, Answer, Call
@@ -30,7 +30,7 @@ from kv_connector.router.incidents import Incidents
 from kv_connector.router.members import State
 from kv_connector.router.metrics import Metrics
 from kv_connector.router.page import Page
-from kv_connector.router.registry import Registry
+from kv_connector.router.registry import Registry, RegistryError
 from kv_connector.router.responses import ResponsesRequest
 from kv_connector.router.room import Place, Room
 from kv_connector.router.settings import Settings
@@ -103,7 +103,11 @@ def create_app(settings: Settings) -> Starlette:
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         async with client:
-            registry.open()
+            try:
+                registry.open()
+            except RegistryError as error:
+                application.refusal = str(error)
+                raise
             tasks = [asyncio.create_task(registry.run())]
             if settings.rebalance:
                 tasks.append(asyncio.create_task(dispatcher.moves.balance(EvenStreams())))
@@ -166,7 +170,7 @@ def create_app(settings: Settings) -> Starlette:
         metrics.prune(time.monotonic(), {url for engines in states.values() for url in engines})
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    return Starlette(
+    application = _Application(
         routes=[
             *(
                 Route(path, Completions(path, kind, settings, room, dispatcher, metrics), methods=["POST"])
@@ -185,6 +189,21 @@ def create_app(settings: Settings) -> Starlette:
         exception_handlers={HTTPException: _http_error, Failure: _failure},
         lifespan=lifespan,
     )
+    return application
+
+
+class _Application(Starlette):
+    refusal: str | None = None
+    """An operator's mistake, for which the router does not start."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def say(message: Message) -> None:
+            # A server logs this. Starlette has written a traceback, a page long.
+            if message["type"] == "lifespan.startup.failed" and self.refusal is not None:
+                message = {**message, "message": self.refusal}
+            await send(message)
+
+        await super().__call__(scope, receive, say if scope["type"] == "lifespan" else send)
 
 
 class Completions:
@@ -214,7 +233,7 @@ class Completions:
             try:
                 with self._room.enter() as place:
                     body = await _read(request, self._settings, place)
-                    status = await self._serve(request, request_id, body)
+                    status = await self._serve(request, request_id, place, body)
             except ClientDisconnect:
                 logger.info("a client left while it sent a request to %s", self._path)
             except Exception as error:
@@ -225,9 +244,9 @@ class Completions:
             finally:
                 self._metrics.requests.labels(self._path, str(status)).inc()
 
-    async def _serve(self, request: Request, request_id: str, body: bytes) -> int:
+    async def _serve(self, request: Request, request_id: str, place: Place, body: bytes) -> int:
         """Answers the request; returns the status, CLIENT_LEFT if the client did not wait for it."""
-        answering = _Answering(request, request_id, self._path, self._dispatcher, self._metrics)
+        answering = _Answering(request, request_id, self._path, place, self._dispatcher, self._metrics)
         work = asyncio.create_task(answering.run(self._kind.decode(body)))
         left = asyncio.create_task(_until_disconnect(request.receive))
         try:
@@ -251,11 +270,18 @@ class _Answering:
     """The answer to one request under way."""
 
     def __init__(
-        self, request: Request, request_id: str, path: str, dispatcher: Dispatcher, metrics: Metrics
+        self,
+        request: Request,
+        request_id: str,
+        path: str,
+        place: Place,
+        dispatcher: Dispatcher,
+        metrics: Metrics,
     ) -> None:
         self.complete = False
         self._request_id = request_id
         self._path = path
+        self._place = place
         self._begun = False
         self._request = request
         self._dispatcher = dispatcher
@@ -295,6 +321,7 @@ class _Answering:
         if self._begun:
             return
         self._begun = True
+        self._place.answered()
         headers = [
             (b"content-type", content_type.encode("latin-1")),
             (b"x-request-id", self._request_id.encode("latin-1")),

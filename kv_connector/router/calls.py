@@ -70,6 +70,8 @@ class Computed:
     """Of the prompt, where it says so."""
     cached: int | None = None
     """Of them, in its prefix cache before, where it says so."""
+    written: int | None = None
+    """Tokens of the prompt that went into its prefix cache, where it says so."""
 
 
 class EngineFailure(Failure):
@@ -294,6 +296,7 @@ class _PrefillAnswer(msgspec.Struct):
             self.kv_transfer_params,
             _prompt_tokens(self.usage),
             cached if isinstance(cached, int) else None,
+            _written_tokens(self.usage),
         )
 
 
@@ -304,6 +307,13 @@ def _prompt_tokens(usage: Any) -> int | None:
     total = usage.get("prompt_tokens", usage.get("input_tokens"))
     apart = (usage.get(f"cache_{how}_input_tokens") or 0 for how in ("read", "creation"))
     return sum(apart, total) if isinstance(total, int) else None
+
+
+def _written_tokens(usage: Any) -> int | None:
+    """Of an answer of /v1/responses."""
+    details = usage.get("input_tokens_details") if isinstance(usage, dict) else None
+    written = details.get("cache_write_tokens") if isinstance(details, dict) else None
+    return written if isinstance(written, int) else None
 
 
 async def _refusal(response: aiohttp.ClientResponse) -> Failure:

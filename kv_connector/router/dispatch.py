@@ -419,7 +419,7 @@ class Dispatcher:
         return await self._try(completion.behind_its_token(), call, avoid, first=number + 1)
 
     def _recounted(self, answer: Answer, prefilling: asyncio.Task[Computed]) -> AsyncIterator[bytes]:
-        return recounted(answer, functools.partial(_cached, prefilling, self._settings.patience))
+        return recounted(answer, functools.partial(_computed, prefilling, self._settings.patience))
 
     @contextmanager
     def _owed(self, transfer_id: str, prefill: Lease, call: Call) -> Iterator[None]:
@@ -458,12 +458,12 @@ class Dispatcher:
             )
 
 
-async def _cached(prefilling: asyncio.Task[Computed], seconds: float) -> int | None:
-    """How many of the prompt's tokens P found in its prefix cache, if it says so within that time."""
+async def _computed(prefilling: asyncio.Task[Computed], seconds: float) -> Computed | None:
+    """P's account of the prompt, if it comes within that time."""
     await asyncio.wait({prefilling}, timeout=seconds)
     if not prefilling.done() or prefilling.cancelled() or prefilling.exception():
         return None
-    return prefilling.result().cached
+    return prefilling.result()
 
 
 async def _first_byte(prefilling: asyncio.Task[Any], decoding: asyncio.Task[Answer]) -> Answer:

@@ -30,8 +30,9 @@ class Settings:
     """concurrent: P and D get the request at once. serial: D gets it with what P answered (NIXL's flow)."""
     body_limit: int = 64 << 20
     """Bytes of one request. A million token ids are 7 MB of JSON; the rest is for images in chats."""
-    body_budget: int = 256 << 20
-    """Bytes of the bodies of all requests in flight. Beyond it new ones get 503."""
+    body_budget: int = 128 << 20
+    """Bytes of the bodies of all requests in flight. Beyond it new ones get 503. A body costs five times its
+    size until its answer begins: 640 MiB in all, of a pod's 1 GiB."""
     requests: int = 16_351
     """Most requests in flight. The default is for 65,535 descriptors."""
     stall: float = 60.0

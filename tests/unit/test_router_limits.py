@@ -315,6 +315,20 @@ async def test_bodies_beyond_the_budget_get_503_until_others_end() -> None:
         assert (await client.post("/v1/completions", json=body)).status_code == 200
 
 
+async def test_body_counts_half_once_its_answer_has_begun() -> None:
+    streams = Stream()
+    body = {"prompt": "x" * 700, "stream": True}
+    async with cluster(answer_ok, streams, body_limit=1200, body_budget=1200) as (_, d, client):
+        streams.queue.put_nowait(b"data: {}\n\n")
+        async with client.stream("POST", "/v1/completions", json=body) as answer:
+            chunks = answer.aiter_bytes()
+            await within(anext(chunks))
+            d.handler = answer_ok
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
+            streams.queue.put_nowait(None)
+            assert b"".join([chunk async for chunk in chunks]) == b""
+
+
 async def test_requests_beyond_the_limit_get_503_and_probes_do_not() -> None:
     streams = Stream()
     async with cluster(answer_ok, streams, requests=1) as (_, d, client):
