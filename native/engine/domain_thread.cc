@@ -17,7 +17,7 @@ DomainThread::~DomainThread() {
 Status DomainThread::start(const std::string& name, int cpu, std::chrono::microseconds spin) {
   Latch started;
   Status status;
-  const Status thread = start_thread(thread_, [&, this, spin] {
+  Status thread = start_thread(thread_, [&, this, spin] {
     status = loop_.open(name, cpu);
     const bool ok = status.ok();
     started.set_done();  // `status` and `started` are the starting thread's: not touched after this

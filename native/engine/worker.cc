@@ -25,7 +25,7 @@ Worker::~Worker() { stop(); }
 Status Worker::start(ControlQueue& control, std::span<const std::unique_ptr<DomainThread>> others) {
   Latch opened;
   Status status;
-  const Status thread = start_thread(thread_, [&, this] {
+  Status thread = start_thread(thread_, [&, this] {
     status = open(control, others);
     const bool ok = status.ok();
     opened.set_done();  // `status` and `opened` are the starting thread's: not touched after this

@@ -552,7 +552,7 @@ std::unique_ptr<OutgoingFrame> Connection::take_refusal_frame(uint64_t sequence,
   return frame;
 }
 
-Error Connection::refuse(uint64_t sequence, ErrorCode code, std::string why) {
+Error Connection::refuse(uint64_t sequence, ErrorCode code, const std::string& why) {
   part_with(take_refusal_frame(sequence, code, why));
   return down("receive", "closed the connection because the peer sent " + why);
 }

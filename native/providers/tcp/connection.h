@@ -161,7 +161,7 @@ class Connection final : public Watched {
   // Drops what is there of such pages. True: all of them.
   bool skip_from_inbox();
   // Tells the peer why, as its last words, and returns the error that fails the link.
-  Error refuse(uint64_t sequence, ErrorCode code, std::string why);
+  Error refuse(uint64_t sequence, ErrorCode code, const std::string& why);
   void part_with(std::unique_ptr<OutgoingFrame> last_words);
   size_t inbox_bytes() const noexcept { return inbox_end_ - inbox_begin_; }
 
