@@ -442,7 +442,7 @@ Status Connection::begin_landing(const FrameHeader& header, const std::byte* off
   return {};
 }
 
-Status Connection::skip(const FrameHeader& header, ErrorCode code, std::string why) {
+Status Connection::skip(const FrameHeader& header, ErrorCode code, const std::string& why) {
   skipping_ = header.count * header.page_bytes;
   if (parted_) return {};  // nothing more is told
   // Ahead of what acknowledges this batch, as later refusals are of later ones.
@@ -450,7 +450,7 @@ Status Connection::skip(const FrameHeader& header, ErrorCode code, std::string w
   while (place != unsent_.end() && ((*place)->sent > 0 || (*place)->refused > 0)) ++place;
   // A peer of ours has no more batches that are not acknowledged: this one writes and does not read.
   if (static_cast<size_t>(place - unsent_.begin()) > shared_.tuning.queue_batches) {
-    return refuse(header.sequence, code, std::move(why));
+    return refuse(header.sequence, code, why);
   }
   auto frame = take_refusal_frame(header.sequence, code, why);
   frame->refused = header.sequence;

@@ -157,7 +157,7 @@ class Connection final : public Watched {
   Status take_refusal(const FrameHeader& header, std::string_view text);
   std::unique_ptr<OutgoingFrame> take_refusal_frame(uint64_t sequence, ErrorCode code, std::string_view why);
   // Refuses the batch alone, whose pages are read and dropped: its writer may have raced our deregistration.
-  Status skip(const FrameHeader& header, ErrorCode code, std::string why);
+  Status skip(const FrameHeader& header, ErrorCode code, const std::string& why);
   // Drops what is there of such pages. True: all of them.
   bool skip_from_inbox();
   // Tells the peer why, as its last words, and returns the error that fails the link.
