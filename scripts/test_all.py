@@ -15,12 +15,15 @@ import hashlib
 import json
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from kv_connector.lab.process import Process, stop
 
@@ -192,5 +195,13 @@ def main(arguments: Sequence[str], *, root: Path = ROOT, suites: Sequence[Suite]
     return 1 if wrong else 0
 
 
+def _end(number: int, _: FrameType | None) -> NoReturn:
+    """Ends this process by an exception, so that the suite that runs ends with it."""
+    sys.exit(128 + number)
+
+
 if __name__ == "__main__":
+    # A shell has its background jobs ignore SIGINT.
+    for ending in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(ending, _end)
     sys.exit(main(sys.argv[1:]))

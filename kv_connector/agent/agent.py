@@ -164,6 +164,7 @@ class Agent:
             decode=DecodeMachine(config.layout, config.timeouts),
             ledger=self._ledger,
             timelines=self.timelines,
+            allow_fallback=config.allow_fallback,
         )
         self._commands: deque[Callable[[float], Sequence[Action]]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

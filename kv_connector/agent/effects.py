@@ -142,8 +142,10 @@ class Effects:
         decode: DecodeMachine,
         ledger: Ledger,
         timelines: Timelines | None = None,
+        allow_fallback: bool = False,
     ) -> None:
-        """``regions``: as Writes has them. ``timelines``: None where no operator asks for any."""
+        """``regions``: as Writes has them. ``timelines``: None where no operator asks for any.
+        ``allow_fallback``: as the engine has it."""
         self.peers = peers
         self.prefill = prefill
         self.decode = decode
@@ -151,6 +153,7 @@ class Effects:
         self._engine = engine
         self._control = control
         self._ledger = ledger
+        self._allow_fallback = allow_fallback
         self._timelines = timelines
         self._trace = timelines if timelines is not None and timelines.on else None
         self._actions: deque[Action] = deque()
@@ -301,16 +304,12 @@ class Effects:
                 return self.decode.engine_not_found(now, engine, reason)
             case Dial(engine, address, wants, layout):
                 return self.peers.dial(now, engine, address, wants, layout)
-            case Connect(peer, address, name):
+            case Connect():
                 return self._connect(now, action)
             case Accept():
                 return self._accept(now, action)
-            case Complete(peer, name, lane, answer):
-                link = self._links[peer]
-                link.name, link.lane = name, lane
-                assert link.engine_peer is not None
-                self._engine.complete(link.engine_peer, answer)
-                return self.peers.completed(now, peer)
+            case Complete():
+                return self._complete(now, action)
             case SessionUp(peer, address):
                 return [] if address is None else self.decode.peer_up(now, address, peer)
             case DialFailed(address, reason):
@@ -381,7 +380,7 @@ class Effects:
 
     def _connect(self, now: float, action: Connect) -> Sequence[Action]:
         link = self._links[action.peer] = _Link(action.name)
-        handshake = self._engine.offer(action.name)
+        handshake = self._engine.offer(action.name, action.without)
         link.engine_peer = handshake.peer
         source = self._control.dial(action.address)
         return self.peers.offered(now, action.peer, source, handshake.data)
@@ -404,6 +403,20 @@ class Effects:
         most = 0 if link.target.bursts is None else link.target.bursts.most
         self.gathered = most if self.gathered is None else min(self.gathered, most)
         return self.peers.accepted(now, action.peer, link.lane, handshake.data)
+
+    def _complete(self, now: float, action: Complete) -> Sequence[Action]:
+        link = self._links[action.peer]
+        link.name, link.lane = action.name, action.lane
+        assert link.engine_peer is not None
+        try:
+            self._engine.complete(link.engine_peer, action.answer)
+        except TransferError as error:
+            # By the rules of accept(). Of a peer that is down another lane would say the same.
+            forgiven = self._allow_fallback and error.code not in (ErrorCode.PEER_DOWN, ErrorCode.CLOSED)
+            if error.provider and (error.code is ErrorCode.NOT_REACHABLE or forgiven):
+                return self.peers.pass_over(now, action.peer, error.provider, str(error))
+            raise
+        return self.peers.completed(now, action.peer)
 
     def _session_over(self, now: float, peer: PeerId, reason: str) -> Sequence[Action]:
         actions: list[Action] = [

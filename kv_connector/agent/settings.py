@@ -180,7 +180,7 @@ def settings_in_environment(
     text = environment.get(variable) or "{}"
     try:
         given = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SettingsError(f"{variable}: {error} in {text!r}") from None
     if not isinstance(given, dict):
         raise SettingsError(f"{variable} must be a JSON object, not {text!r}")

@@ -1,5 +1,6 @@
 """kv-connector router: OpenAI's routes in front of prefill and decode engines."""
 
+import contextlib
 import logging
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +11,14 @@ from kv_connector.control.addresses import is_loopback, parse_address
 from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey, KeyFileError, find_key
 from kv_connector.protocol.actions import Address
 from kv_connector.router.endpoint import Endpoint
+from kv_connector.router.room import raise_descriptor_limit, requests_for
 from kv_connector.router.settings import Objectives, Settings
+
+# ALB and nginx keep idle connections 60 s. The side that sends requests must close first: a proxy does not
+# repeat a POST that meets the end of its connection.
+KEEP_ALIVE_S = 75
+
+STARTUP_FAILURE = 3  # uvicorn's
 
 
 def endpoint(text: str) -> Endpoint:
@@ -135,6 +143,35 @@ def router(
             "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL). Default: none.",
         ),
     ] = None,
+    body_limit: Annotated[
+        int, typer.Option(metavar="MIB", min=1, help="Largest body of a request. Longer ones get 413.")
+    ] = 64,
+    body_budget: Annotated[
+        int,
+        typer.Option(
+            metavar="MIB",
+            min=1,
+            help="Largest sum of the bodies of all requests in flight. Beyond it new ones get 503.",
+        ),
+    ] = 128,
+    keep_alive: Annotated[
+        int,
+        typer.Option(
+            metavar="S",
+            min=1,
+            help="Seconds until an idle connection is closed: longer than the proxy in front of the router "
+            "keeps one.",
+        ),
+    ] = KEEP_ALIVE_S,
+    shutdown_timeout: Annotated[
+        int | None,
+        typer.Option(
+            metavar="S",
+            min=0,
+            help="Seconds after SIGTERM in which running requests may end. The rest get an error event. "
+            "Default: no limit.",
+        ),
+    ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Log each request.")] = False,
 ) -> None:
     """Dispatches each completion to a prefill and a decode engine at the same time."""
@@ -144,6 +181,7 @@ def router(
         import uvloop  # noqa: F401
 
         from kv_connector.router.app import create_app
+        from kv_connector.router.server import ServerConfig
         from kv_connector.router.spans import SpansError
     except ImportError as error:
         raise typer.BadParameter(f"{error}; install it: pip install 'kv-connector[router]'") from None
@@ -154,6 +192,7 @@ def router(
     key = cluster_key(key_file)
     if registration is not None and key is None and not allow_unauthenticated:
         refuse_strangers(registration)
+    requests = requests_for(raise_descriptor_limit())
     try:
         settings = Settings(
             tuple(prefill or ()),
@@ -165,9 +204,12 @@ def router(
             rebalance=rebalance,
             status_details=status_details,
             otlp_traces_endpoint=otlp_traces_endpoint,
+            body_limit=body_limit << 20,
+            body_budget=body_budget << 20,
+            requests=requests,
         )
     except ValueError as error:
-        raise typer.BadParameter(f"{error} (--prefill, --decode, --registration)") from None
+        raise typer.BadParameter(f"{error} (--prefill, --decode, --registration, --body-budget)") from None
     logging.getLogger(__name__).info(
         "%s dispatch over prefill %s and decode %s%s; listening on http://%s:%d",
         settings.dispatch,
@@ -181,8 +223,22 @@ def router(
         app = create_app(settings)
     except SpansError as error:
         raise typer.BadParameter(f"--otlp-traces-endpoint: {error}") from None
-    # Named: where one of them is missing uvicorn would take slower ones, and not say so.
-    uvicorn.run(app, host=host, port=port, log_config=None, access_log=False, loop="uvloop", http="httptools")
+    server = uvicorn.Server(
+        ServerConfig(
+            app,
+            connections=2 * requests,
+            stall=settings.stall,
+            host=host,
+            port=port,
+            loop="uvloop",  # named: where it is missing uvicorn would take a slower one, and not say so
+            timeout_keep_alive=keep_alive,
+            timeout_graceful_shutdown=shutdown_timeout,
+        )
+    )
+    with contextlib.suppress(KeyboardInterrupt):
+        server.run()
+    if not server.started:
+        raise typer.Exit(STARTUP_FAILURE)
 
 
 def refuse_strangers(registration: Address) -> None:

@@ -79,7 +79,7 @@ def push(
         try:
             with push_progress(pusher.progress, Console()):
                 update = pusher.push(version)
-            update.wait("landed", timeout)
+            update.wait("landed", max(timeout - (time.monotonic() - began), 0))
             landed = time.monotonic() - began
             typer.echo(f"landed in {landed:.2f} s ({nbytes / 1e9 / landed:.2f} GB/s)")
             update.wait("applied", max(timeout - landed, 0))
@@ -142,7 +142,7 @@ def bench(
 def _round(pusher: WeightPusher, version: str, timeout: float) -> Round:
     began = time.monotonic()
     update = pusher.push(version)
-    update.wait("landed", timeout)
+    update.wait("landed", max(timeout - (time.monotonic() - began), 0))
     landed = time.monotonic() - began
     update.wait("applied", max(timeout - landed, 0))
     return Round(landed, time.monotonic() - began, dict(update.pause_seconds))
@@ -157,7 +157,11 @@ def plan(
     data_host: DataHost = "127.0.0.1",
     json: Json = False,
 ) -> None:
-    """What `push` would write to each worker; writes nothing."""
+    """Bytes that `push` would write to each worker; writes no weights.
+
+    A plan of another checkpoint drops the copy that landed last: until the next push, `seed` and `verify`
+    do not work.
+    """
     with _pusher(checkpoint, engine, key_file, provider, data_host) as pusher:
         parts = pusher.parts()
     if json:
@@ -324,7 +328,7 @@ def _pusher(
             data_host=data_host,
             name=f"weights-push-{uuid.uuid4().hex[:6]}",
         )
-    except TransferError as error:
+    except (TransferError, ValueError) as error:
         raise typer.BadParameter(str(error)) from None
     with pusher:
         try:

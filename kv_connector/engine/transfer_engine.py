@@ -167,9 +167,12 @@ class TransferEngine:
 
     # --- Peers: offer() here -> accept() there -> complete() here, over an authenticated control plane.
 
-    def offer(self, name: str) -> Handshake:
-        """Blocks for what it takes to make a link (milliseconds on a NIC), as accept() and complete() do."""
-        return _handshake(self._native.offer(name))
+    def offer(self, name: str, without: Sequence[str] = ()) -> Handshake:
+        """Blocks for what it takes to make a link (milliseconds on a NIC), as accept() and complete() do.
+
+        ``without``: providers that complete() of an earlier offer has found not to lead to this peer.
+        """
+        return _handshake(self._native.offer(name, list(without)))
 
     def accept(self, name: str, offer: bytes) -> Handshake:
         return _handshake(self._native.accept(name, offer))
@@ -421,7 +424,9 @@ class TransferEngine:
     ) -> None:
         """One event when each counter has reached its target (at once if they have).
 
-        Counts only grow: once that event has come, new targets may be set, above the last ones. `value`
+        Counts only grow: once that event has come, new targets may be set, above the last ones. Pages of a
+        later target are to be written only after the one before was reached. Where a link of several breaks
+        then, pages that may have been used since are not written again: their transfer fails. `value`
         is stored into `word` before the event is told (one in a GPU's memory: on a stream, and may still be
         on its way), for a kernel that polls it; where it could not be stored, the event carries the error.
         """
@@ -430,7 +435,10 @@ class TransferEngine:
         )
 
     def counter_reader(self, counters: int) -> CounterReader:
-        """The set's counters without a lock: for who polls. A released set's are 0."""
+        """The set's counters without a lock: for who polls. A released set's are 0.
+
+        Pages may be used as a count is read, so a link that breaks can fail transfers: see `expect`.
+        """
         return self._native.counter_reader(counters)
 
     def counter_values(self, counters: int) -> list[int]:

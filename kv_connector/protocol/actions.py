@@ -52,7 +52,7 @@ class Outcome(enum.Enum):
     CANCELLED = "cancelled"  # D no longer wanted it
     RELEASED = "released"  # D needed nothing
     EXPIRED = "expired"  # nobody came for it
-    STALE = "stale"  # P has other weights than D, or computes anew what a part of is at D
+    STALE = "stale"  # P has other weights or another prompt, or computes anew what a part of is at D
 
 
 @dataclass(frozen=True)
@@ -258,6 +258,8 @@ class Connect:
     peer: PeerId
     address: Address
     name: str
+    without: tuple[str, ...] = ()
+    """Lanes that the offer leaves out: they do not lead to this worker."""
 
 
 @dataclass(frozen=True)
@@ -279,7 +281,7 @@ class Accept:
 
 @dataclass(frozen=True)
 class Complete:
-    """Give P's answer to the engine: ``completed`` or ``dial_error`` answers."""
+    """Give P's answer to the engine: ``completed``, ``pass_over`` or ``dial_error`` answers."""
 
     peer: PeerId
     name: str

@@ -23,6 +23,8 @@ when nobody of its kind holds anything; two such ones may still wait for each ot
 
 from __future__ import annotations
 
+import heapq
+
 from kv_connector.protocol.messages import Role
 
 
@@ -33,36 +35,73 @@ def gates(role: Role, blocks: int) -> tuple[AdmissionGate, AdmissionGate]:
     return AdmissionGate(blocks // 2), AdmissionGate(None)
 
 
+Place = tuple[float | str, ...]
+"""Where a request stands in its engine's queue: the smaller one comes first, and of equal ones the one that
+was first told to wait."""
+
+
+def no_place(request: object) -> Place:
+    """The place of any request whose engine serves whoever comes first."""
+    return ()
+
+
 class AdmissionGate:
-    """One kind's share of the pool."""
+    """One kind's share of the pool. An answer costs the same however many wait."""
 
     def __init__(self, blocks: int | None) -> None:
         """None: the kind may fill the pool."""
         self._share = blocks
         self._held: dict[str, int] = {}
-        self._first: str | None = None
-        """Who was told first to wait: nobody passes it, or small ones might for ever."""
+        self._total = 0
+        self._waiting: dict[str, tuple[Place, int]] = {}
+        """Who was told to wait, and has not entered or left."""
+        self._order: list[tuple[Place, int, str]] = []
+        """A heap of these, and of some that wait no more."""
+        self._told = 0
 
-    def must_wait(self, request_id: str, blocks: int) -> bool:
-        """Whether the request must not take its blocks yet. It may be asked again and again."""
+    def must_wait(self, request_id: str, blocks: int, place: Place = ()) -> bool:
+        """Whether the request must not take its blocks yet. It may be asked again and again.
+
+        Nobody passes who waits first, or small ones might for ever: but those whose place is before its own.
+        """
         if self._share is None:
             return False
         # Who has been in was preempted, which is told at the step's end only, and comes before all others.
         back = request_id in self._held
-        held = sum(self._held.values()) - self._held.get(request_id, 0)
+        held = self._total - self._held.get(request_id, 0)
         fits = held == 0 or held + blocks <= self._share
-        if fits and (back or self._first in (None, request_id)):
+        if fits and (back or self._passes(request_id, place)):
             return False
-        self._first = self._first or request_id
+        if request_id not in self._waiting:
+            self._told += 1
+            self._waiting[request_id] = place, self._told
+            heapq.heappush(self._order, (place, self._told, request_id))
         return True
+
+    def _passes(self, request_id: str, place: Place) -> bool:
+        first = self.first()
+        return first is None or first == request_id or place < self._waiting[first][0]
+
+    def first(self) -> str | None:
+        """Who waits first."""
+        while self._order:
+            place, told, request_id = self._order[0]
+            if self._waiting.get(request_id) == (place, told):
+                return request_id
+            heapq.heappop(self._order)
+        return None
 
     def enter(self, request_id: str, blocks: int) -> None:
         """The request has its blocks."""
         self.leave(request_id)
         self._held[request_id] = blocks
+        self._total += blocks
 
     def leave(self, request_id: str) -> None:
         """The request has no blocks any more, or does not wait for another engine."""
-        self._held.pop(request_id, None)
-        if self._first == request_id:
-            self._first = None
+        self._total -= self._held.pop(request_id, 0)
+        self._waiting.pop(request_id, None)
+        # Those behind the first that leave without having entered stay in the heap.
+        if len(self._order) > 2 * len(self._waiting) + 64:
+            self._order = [(place, told, one) for one, (place, told) in self._waiting.items()]
+            heapq.heapify(self._order)

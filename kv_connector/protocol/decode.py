@@ -370,14 +370,21 @@ class DecodeMachine:
             return []
         if transfer.landed:
             return self._will_not_say(now, transfer, leg)
-        transfer.stale = transfer.stale or message.code is FailCode.STALE
         reason = f"{message.code.value}: {message.message}"
+        # Of two prompts D's is the true one: its client gets the answer.
+        other_prompt = message.code is FailCode.PROMPT_MISMATCH
+        transfer.stale = transfer.stale or other_prompt or message.code is FailCode.STALE
         if not message.quiesced:
             # What comes of the fence must not give another reason.
             transfer.failure, transfer.failed = transfer.failure or reason, transfer.failed or peer
             return [Fence(peer, f"transfer {message.transfer_id} failed with writes in flight: {reason}")]
         leg.phase = _Phase.STOPPED
-        return self._give_up(now, transfer, reason, peer)
+        actions = self._give_up(now, transfer, reason, peer)
+        if not other_prompt:
+            return actions
+        text = f"transfer {message.transfer_id}: the decode engine computes its prompt itself: {reason}"
+        release = Send(peer, Release(message.transfer_id, leg.draw.share))
+        return [Log(logging.WARNING, text), release, *actions]
 
     def cancel_ack(self, now: float, peer: PeerId, message: CancelAck) -> list[DecodeAction]:
         """CANCEL_ACK: P has stopped."""

@@ -207,7 +207,7 @@ class Sampled(Message, frozen=True, tag="sampled"):
 class FailCode(enum.Enum):
     UNKNOWN_TRANSFER = "unknown_transfer"  # no such request arrived in time
     PREFILL_ABORTED = "prefill_aborted"
-    PROMPT_MISMATCH = "prompt_mismatch"
+    PROMPT_MISMATCH = "prompt_mismatch"  # D computes its own, and says RELEASE
     INCOMPATIBLE = "incompatible"  # the RESERVE does not fit the layouts
     WRITE_ERROR = "write_error"
     DUPLICATE = "duplicate"  # the transfer is already going to another request

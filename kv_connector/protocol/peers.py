@@ -5,7 +5,8 @@ says where each worker listens. A session is one control connection with one HEL
 HELLO, and P answers HELLO_ACK or HELLO_NAK. D pings, P answers; silence makes a peer SUSPECT, then DEAD. A
 session ends once, by BYE, by death, by a message that breaks the protocol, or because the same engine came
 back; what follows it is a new session with a new PeerId. Whoever ends a session fences the peer:
-``SessionOver`` asks for that.
+``SessionOver`` asks for that. A D that knows P by two names has two sessions with it, which do not concern
+each other.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import enum
 import logging
 import math
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -68,6 +70,9 @@ from kv_connector.protocol.timers import Timeouts, Timers
 
 # Refusals that are logged once; names come from outside.
 _REMEMBERED_NAKS = 1024
+
+# Of one engine id and rank, while a session of its last process is up: so many times it was restarted.
+_REMEMBERED_PROCESSES = 64
 
 # Why nobody new comes in.
 _CLOSING = "is shutting down"
@@ -134,6 +139,7 @@ class _Peer:
     of: Address | None = None
     wants: Wants = ()
     layout: KvLayout | None = None  # that it has to have
+    without: tuple[str, ...] = ()  # lanes that do not lead there
     finding: bool = False
     source: Source | None = None
     state: PeerState = PeerState.CONNECTING
@@ -150,6 +156,16 @@ class _Peer:
     next_ping: float = 0.0  # at once
 
 
+@dataclass
+class _Caller:
+    """A worker that has dialled us: its process, and the live sessions of it."""
+
+    incarnation: str
+    sessions: set[PeerId] = field(default_factory=set)
+    replaced: deque[str] = field(default_factory=lambda: deque(maxlen=_REMEMBERED_PROCESSES))
+    """Processes of the same engine id and rank, whose sessions the first one of this process has ended."""
+
+
 class PeerTable:
     """All sessions of one process, on either side of the dial. Every method returns what to do, in order."""
 
@@ -160,7 +176,7 @@ class PeerTable:
         self._by_source: dict[Source, PeerId] = {}
         self._by_address: dict[Address, PeerId] = {}  # workers that we dialled
         self._finding: dict[Address, PeerId] = {}  # engines
-        self._by_engine: dict[tuple[str, int], PeerId] = {}  # peers that dialled us
+        self._callers: dict[tuple[str, int], _Caller] = {}  # by engine id and rank
         self._waiting: dict[Address, tuple[str, ...]] = {}
         # When our engine took its last step, if it says so. One that is paused takes none, and nothing is
         # held for it meanwhile: a P that is to be paused too would wait for it.
@@ -273,6 +289,28 @@ class PeerTable:
         for address in (peer.address, peer.of):
             self._naks.pop(str(address), None)
         return self._up(now, peer)
+
+    def pass_over(self, now: float, peer_id: PeerId, lane: str, reason: str) -> list[PeersAction]:
+        """P took a lane that does not lead from here to P. Another session is made, without this lane, which
+        was among those offered: so this ends."""
+        peer = self._peers.pop(peer_id)
+        assert peer.address is not None
+        assert peer.source is not None
+        del self._by_source[peer.source]
+        self._timers.clear(peer_id)
+        again = self._add(now, str(peer.address), Role.PREFILL)
+        again.address, again.of, again.wants, again.layout = peer.address, peer.of, peer.wants, peer.layout
+        again.without = (*peer.without, lane)
+        again.give_up = peer.give_up
+        self._by_address[peer.address] = again.peer
+        text = f"prefill peer {peer.name}: lane {lane} is passed over: {reason}"
+        return [
+            Log(logging.INFO, text),
+            Reply(peer.source, Bye(clip(f"lane {lane} is passed over: {reason}"))),
+            HangUp(peer.source),
+            SessionOver(peer_id, reason),
+            Connect(again.peer, peer.address, again.name, again.without),
+        ]
 
     def set_waiting(self, now: float, waiting: Collection[tuple[str, Address]]) -> list[PeersAction]:
         """Transfers whose requests still queue here, and their prefill engines: the next PINGs list them.
@@ -430,9 +468,12 @@ class PeerTable:
         actions: list[PeersAction] = []
         if peer.source is not None:
             del self._by_source[peer.source]
-        if peer.engine is not None and self._by_engine.get(peer.engine) == peer.peer:
-            del self._by_engine[peer.engine]
         if peer.address is None:
+            assert peer.engine is not None
+            caller = self._callers[peer.engine]
+            caller.sessions.discard(peer.peer)
+            if not caller.sessions:
+                del self._callers[peer.engine]
             return [SessionOver(peer.peer, reason)]
         del (self._finding if peer.finding else self._by_address)[peer.address]
         for other in self._peers.values():
@@ -592,21 +633,35 @@ class PeerTable:
         speaker = self._peers.get(self._by_source.get(source, -1))
         if speaker is not None and (speaker.address is not None or speaker.engine != engine):
             return self._violation(now, speaker, hello)
-        known = self._peers.get(self._by_engine.get(engine, -1))
-        if known is not None and known.hello == hello and known.source == source:
-            known.last_seen = now
-            return [] if known.ack is None else [Reply(source, known.ack)]
+        if speaker is not None and speaker.hello == hello:
+            speaker.last_seen = now
+            return [] if speaker.ack is None else [Reply(source, speaker.ack)]
+        before = self._callers.get(engine)
         refusal = self._refusal(hello)
+        if refusal is None and before is not None and hello.incarnation in before.replaced:
+            text = (
+                f"two decode engines have engine_id {hello.engine_id}: leave engine_id out of their settings"
+            )
+            refusal = NakReason.INCOMPATIBLE, text
         if refusal is not None:
             return self._nak(source, name, *refusal)
         actions: list[PeersAction] = []
-        if known is not None:
-            back = "restarted" if known.incarnation != hello.incarnation else "dialled again"
-            actions += self.drop(now, known.peer, f"the engine {back}")
+        caller = _Caller(hello.incarnation)
+        if before is not None and before.incarnation != hello.incarnation:
+            caller.replaced.extend([*before.replaced, before.incarnation])
+            for peer_id in sorted(before.sessions):
+                actions += self.drop(now, peer_id, "the engine restarted")
+        elif before is not None:
+            # Another session of the same process concerns this one only if it is what this one replaces.
+            caller = before
+            for known in [self._peers[peer_id] for peer_id in sorted(before.sessions)]:
+                if known is speaker or now - known.last_seen >= self._timeouts.suspect:
+                    actions += self.drop(now, known.peer, "the engine dialled again")
         peer = self._add(now, name, Role.DECODE)
         peer.source, peer.engine, peer.incarnation, peer.hello = source, engine, hello.incarnation, hello
         self._by_source[source] = peer.peer
-        self._by_engine[engine] = peer.peer
+        self._callers[engine] = caller
+        caller.sessions.add(peer.peer)
         return [*actions, Accept(peer.peer, name, hello)]
 
     def _locate(self, source: Source, message: Locate) -> list[PeersAction]:

@@ -86,7 +86,10 @@ def prompt_problem(request: PrefillRequest, reserve: Reserve) -> str | None:
     if reserve.prompt_hash is None:  # else an id alone, with whatever prompt, would get these pages
         return "decode sends no hash of the prompt, prefill has one: run the same release on both sides"
     if request.prompt_hash != reserve.prompt_hash:
-        return "the prompts differ: several prompts or requests may share one transfer id"
+        return (
+            "the prompts differ: compare both engines' chat template, tokenizer, clock, time zone (templates "
+            "may print the date), and with pictures the model's path; or requests share one transfer id"
+        )
     return None
 
 

@@ -10,6 +10,7 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
@@ -17,20 +18,21 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from kv_connector.router.balance import EvenStreams
-from kv_connector.router.calls import EVENT_STREAM, Call
+from kv_connector.router.calls import EVENT_STREAM, Answer, Call
 from kv_connector.router.client import EngineClient, Reply
 from kv_connector.router.completion import Completion
 from kv_connector.router.dispatch import Dispatcher
-from kv_connector.router.failure import Failure, failure
+from kv_connector.router.failure import Failure, failure, overloaded
 from kv_connector.router.incidents import Incidents
 from kv_connector.router.members import State
 from kv_connector.router.metrics import Metrics
 from kv_connector.router.page import Page
-from kv_connector.router.registry import Registry
+from kv_connector.router.registry import Registry, RegistryError
 from kv_connector.router.responses import ResponsesRequest
+from kv_connector.router.room import Place, Room
 from kv_connector.router.settings import Settings
 from kv_connector.router.spans import Spans
 from kv_connector.router.status import Status
@@ -46,6 +48,8 @@ COMPLETIONS = {
 }
 # Whose streams' events have names.
 NAMED_EVENTS = ("/v1/messages", "/v1/responses")
+# The end of a stream whose events have none, also behind an error.
+DONE = b"data: [DONE]\n\n"
 # Answered by any decode engine. A list of what is safe: vLLM has routes that pause, reset or unload an
 # engine.
 FORWARDED = (
@@ -60,8 +64,19 @@ OWN = ("/", "/status.json", "/live", "/health", "/ping", "/load", "/metrics", "/
 SERVED = sorted({*COMPLETIONS, *(path for _, path in FORWARDED), *OWN})
 
 # Of the client's headers the engines get these.
-PASSED_HEADERS = ("authorization", "content-type", "traceparent", "tracestate")
+PASSED_HEADERS = (
+    "authorization",
+    "content-type",
+    "traceparent",
+    "tracestate",
+    "x-session-id",
+    "x-vllm-priority",
+)
 LONGEST_REQUEST_ID = 128
+
+# Beside the pause that a body may make, its bytes have to come at this rate on average: 0.5 Mbit/s, the
+# uplink of a poor mobile connection. A body of 64 MiB that comes slowly holds its memory 18 minutes at most.
+BODY_RATE = 64 << 10
 
 CLIENT_LEFT = 499  # nginx's status for it; only metrics see it
 
@@ -75,6 +90,7 @@ def create_app(settings: Settings) -> Starlette:
     dispatcher = Dispatcher(settings, client, metrics, incidents, spans)
     status = Status(dispatcher.members, metrics, incidents, details=settings.status_details)
     page = Page.load()
+    room = Room(settings.requests, settings.body_budget)
     registry = Registry(
         dispatcher.members,
         dispatcher.calls.reasons,
@@ -87,13 +103,19 @@ def create_app(settings: Settings) -> Starlette:
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         async with client:
-            registry.open()
+            try:
+                registry.open()
+            except RegistryError as error:
+                application.refusal = str(error)
+                raise
             tasks = [asyncio.create_task(registry.run())]
             if settings.rebalance:
                 tasks.append(asyncio.create_task(dispatcher.moves.balance(EvenStreams())))
             try:
                 yield
             finally:
+                # A server whose grace has ended has cancelled them: each still has its client to answer.
+                await room.wait_empty(settings.patience)
                 await dispatcher.close()
                 for task in tasks:
                     task.cancel()
@@ -101,13 +123,14 @@ def create_app(settings: Settings) -> Starlette:
                 await asyncio.to_thread(spans.close)
 
     async def ask(request: Request) -> Reply:
-        body = await _read(request, settings.body_limit)
-        headers = {**_passed(request), "x-request-id": _request_id(request)}
-        return await dispatcher.forward(request.method, request.url.path, body, headers)
+        with room.enter() as place:
+            body = await _read(request, settings, place)
+            headers = {**_passed(request), "x-request-id": _request_id(request)}
+            return await dispatcher.forward(request.method, request.url.path, body, headers)
 
     async def forward(request: Request) -> Response:
         reply = await ask(request)
-        return Response(reply.body, reply.status, media_type=reply.content_type)
+        return Failure(reply.status, reply.body, reply.content_type, reply.retry_after).response()
 
     async def describe(request: Request) -> Response:
         """A decode engine's description of its routes, less those that are not to be had here."""
@@ -116,7 +139,7 @@ def create_app(settings: Settings) -> Starlette:
             described = json.loads(reply.body)
             described["paths"] = {path: text for path, text in described["paths"].items() if path in SERVED}
             return JSONResponse(described)
-        return Response(reply.body, reply.status, media_type=reply.content_type)
+        return Failure(reply.status, reply.body, reply.content_type, reply.retry_after).response()
 
     async def show(_: Request) -> Response:
         return HTMLResponse(page.html, headers=page.headers)
@@ -147,10 +170,10 @@ def create_app(settings: Settings) -> Starlette:
         metrics.prune(time.monotonic(), {url for engines in states.values() for url in engines})
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    return Starlette(
+    application = _Application(
         routes=[
             *(
-                Route(path, Completions(path, kind, settings, dispatcher, metrics), methods=["POST"])
+                Route(path, Completions(path, kind, settings, room, dispatcher, metrics), methods=["POST"])
                 for path, kind in COMPLETIONS.items()
             ),
             *(Route(path, forward, methods=[method]) for method, path in FORWARDED),
@@ -166,6 +189,21 @@ def create_app(settings: Settings) -> Starlette:
         exception_handlers={HTTPException: _http_error, Failure: _failure},
         lifespan=lifespan,
     )
+    return application
+
+
+class _Application(Starlette):
+    refusal: str | None = None
+    """An operator's mistake, for which the router does not start."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def say(message: Message) -> None:
+            # A server logs this. Starlette has written a traceback, a page long.
+            if message["type"] == "lifespan.startup.failed" and self.refusal is not None:
+                message = {**message, "message": self.refusal}
+            await send(message)
+
+        await super().__call__(scope, receive, say if scope["type"] == "lifespan" else send)
 
 
 class Completions:
@@ -176,12 +214,14 @@ class Completions:
         path: str,
         kind: type[Completion],
         settings: Settings,
+        room: Room,
         dispatcher: Dispatcher,
         metrics: Metrics,
     ) -> None:
         self._path = path
         self._kind = kind
         self._settings = settings
+        self._room = room
         self._dispatcher = dispatcher
         self._metrics = metrics
 
@@ -191,8 +231,9 @@ class Completions:
         status = CLIENT_LEFT
         with self._metrics.in_flight.track_inprogress():
             try:
-                body = await _read(request, self._settings.body_limit)
-                status = await self._serve(request, request_id, body)
+                with self._room.enter() as place:
+                    body = await _read(request, self._settings, place)
+                    status = await self._serve(request, request_id, place, body)
             except ClientDisconnect:
                 logger.info("a client left while it sent a request to %s", self._path)
             except Exception as error:
@@ -203,10 +244,10 @@ class Completions:
             finally:
                 self._metrics.requests.labels(self._path, str(status)).inc()
 
-    async def _serve(self, request: Request, request_id: str, body: bytes) -> int:
+    async def _serve(self, request: Request, request_id: str, place: Place, body: bytes) -> int:
         """Answers the request; returns the status, CLIENT_LEFT if the client did not wait for it."""
-        answering = _Answering(request, request_id, self._dispatcher, self._metrics)
-        work = asyncio.create_task(answering.run(self._kind.decode(body), self._path))
+        answering = _Answering(request, request_id, self._path, place, self._dispatcher, self._metrics)
+        work = asyncio.create_task(answering.run(self._kind.decode(body)))
         left = asyncio.create_task(_until_disconnect(request.receive))
         try:
             await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
@@ -215,53 +256,86 @@ class Completions:
                 logger.info("request %s: the client left", request_id)
                 return CLIENT_LEFT
             return await work
+        except asyncio.CancelledError:
+            # The server's grace for running requests has ended. It does not send anything itself.
+            await _end(work)
+            if answering.complete:
+                raise
+            return await answering.fail(overloaded("this router ends, and did not wait for the whole answer"))
         finally:
-            work.cancel()
-            left.cancel()
-            await asyncio.gather(work, left, return_exceptions=True)
+            await _end(work, left)
 
 
 class _Answering:
     """The answer to one request under way."""
 
-    def __init__(self, request: Request, request_id: str, dispatcher: Dispatcher, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        request: Request,
+        request_id: str,
+        path: str,
+        place: Place,
+        dispatcher: Dispatcher,
+        metrics: Metrics,
+    ) -> None:
         self.complete = False
         self._request_id = request_id
+        self._path = path
+        self._place = place
         self._begun = False
         self._request = request
         self._dispatcher = dispatcher
         self._metrics = metrics
 
-    async def run(self, completion: Completion, path: str) -> int:
-        started = time.perf_counter()
+    async def run(self, completion: Completion) -> int:
+        started, path = time.perf_counter(), self._path
         headers = {**_passed(self._request), "x-request-id": self._request_id}
         call = Call(path, headers, self._request_id, begin=self._begin)
         with self._dispatcher.spans.server(path, self._request_id, headers):
             try:
                 async with self._dispatcher.open(completion, call) as answer:
                     self._metrics.answer_began(time.perf_counter() - started)
-                    await self._begin(answer.status, answer.content_type)
-                    await self._send(answer.chunks)
+                    if answer.streaming:
+                        await self._begin(answer.status, answer.content_type)
+                        await self._send(answer.chunks)
+                    else:
+                        await self._send_whole(answer)
             except Exception as error:
-                if not self._begun:
-                    raise
-                told = _told(error, self._request_id)
-                self.complete = True
-                last = told.event(named=path in NAMED_EVENTS)
-                await self._request._send({"type": "http.response.body", "body": last})
-                return told.status
+                return await self.fail(_told(error, self._request_id))
         return answer.status
 
-    async def _begin(self, status: int = 200, content_type: str = EVENT_STREAM) -> None:
+    async def fail(self, told: Failure) -> int:
+        """Ends the answer with an event, and returns its status; raises it if the answer has not begun."""
+        if not self._begun:
+            raise told
+        self.complete = True
+        named = self._path in NAMED_EVENTS
+        last = told.event(named=named) + (b"" if named else DONE)
+        await self._request._send({"type": "http.response.body", "body": last})
+        return told.status
+
+    async def _begin(
+        self, status: int = 200, content_type: str = EVENT_STREAM, length: int | None = None
+    ) -> None:
         """Unless it has begun: that is before there is an answer where engines have begun one."""
         if self._begun:
             return
         self._begun = True
+        self._place.answered()
         headers = [
             (b"content-type", content_type.encode("latin-1")),
             (b"x-request-id", self._request_id.encode("latin-1")),
         ]
+        if length is not None:
+            headers.append((b"content-length", b"%d" % length))
         await self._request._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _send_whole(self, answer: Answer) -> None:
+        """With its length: HTTP/1.0 knows no chunks."""
+        body = b"".join([chunk async for chunk in answer.chunks])
+        await self._begin(answer.status, answer.content_type, len(body))
+        self.complete = True
+        await self._request._send({"type": "http.response.body", "body": body})
 
     async def _send(self, chunks: AsyncIterator[bytes]) -> None:
         send = self._request._send
@@ -280,14 +354,34 @@ def _told(error: Exception, request_id: str) -> Failure:
     return failure(500, "api_error", f"{words}: {request_id}")
 
 
-async def _read(request: Request, limit: int) -> bytes:
-    """The request's body; Failure 413 as soon as it is longer than `limit` bytes."""
+async def _read(request: Request, settings: Settings, place: Place) -> bytes:
+    """The request's body. Failure 413 if it is longer than the limit, 408 if it comes too slowly, 503 if all
+    bodies in flight are too many bytes."""
+    limit, stall = settings.body_limit, settings.stall
+    too_long = failure(413, "invalid_request_error", f"the body is longer than {limit} bytes (--body-limit)")
+    # Its server has looked at the number.
+    if int(request.headers.get("content-length", 0)) > limit:
+        raise too_long
     body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit:
-            raise failure(413, "invalid_request_error", f"the body is longer than {limit} bytes")
+    loop = asyncio.get_running_loop()
+    begun = loop.time()
+    try:
+        async with asyncio.timeout(stall) as due:
+            async for chunk in request.stream():
+                if len(body) + len(chunk) > limit:
+                    raise too_long
+                place.take(len(chunk))
+                body += chunk
+                due.reschedule(min(loop.time(), begun + len(body) / BODY_RATE) + stall)
+    except TimeoutError:
+        raise failure(408, "invalid_request_error", "the body came too slowly") from None
     return bytes(body)
+
+
+async def _end(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _until_disconnect(receive: Receive) -> None:
@@ -310,7 +404,9 @@ def _request_id(request: Request) -> str:
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}. This router serves {', '.join(SERVED)}"
-    return failure(error.status_code, "invalid_request_error", message).response()
+    response = failure(error.status_code, "invalid_request_error", message).response()
+    response.headers.update(error.headers or {})  # Allow, of a 405
+    return response
 
 
 async def _failure(_: Request, error: Exception) -> Response:

@@ -10,10 +10,10 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from kv_connector.router.client import EngineClient, HttpError, Reply, content_type
+from kv_connector.router.client import EngineClient, HttpError, Reply, content_type, retry_after
 from kv_connector.router.early_token import EarlyToken, PrefillStream
 from kv_connector.router.endpoint import Endpoint
-from kv_connector.router.events import EventStream
+from kv_connector.router.events import EventStream, split_at_error
 from kv_connector.router.failure import UNREADABLE, Failure, engine_down, failure
 from kv_connector.router.incidents import Incidents
 from kv_connector.router.members import Members, Side
@@ -70,13 +70,15 @@ class Computed:
     """Of the prompt, where it says so."""
     cached: int | None = None
     """Of them, in its prefix cache before, where it says so."""
+    written: int | None = None
+    """Tokens of the prompt that went into its prefix cache, where it says so."""
 
 
 class EngineFailure(Failure):
     """An engine did not answer a request, or with an error of its own. Others may do better."""
 
     def __init__(self, failure: Failure, blamed: Mapping[Side, Endpoint]) -> None:
-        super().__init__(failure.status, failure.body, failure.content_type)
+        super().__init__(failure.status, failure.body, failure.content_type, failure.retry_after)
         self.blamed = blamed
 
 
@@ -118,7 +120,7 @@ class Calls:
         except (*HttpError, EngineLost) as error:
             raise self._broken(Side.PREFILL, endpoint, call, error) from error
         if reply.status >= 400:
-            refusal = Failure(reply.status, reply.body, reply.content_type)
+            refusal = Failure(reply.status, reply.body, reply.content_type, reply.retry_after)
             raise self._failure(Side.PREFILL, endpoint, call, refusal)
         try:
             return msgspec.json.decode(reply.body, type=_PrefillAnswer).computed()
@@ -144,8 +146,7 @@ class Calls:
                     request = self._client.stream("POST", endpoint.url + call.path, body, headers)
                     async with request as response:
                         if response.status >= 400:
-                            kind = content_type(response)
-                            refusal = Failure(response.status, await response.read(), kind)
+                            refusal = await _refusal(response)
                             raise self._failure(Side.PREFILL, endpoint, call, refusal)
                         accepted.set_result(None)
                         events = EventStream(response.content.iter_any())
@@ -211,7 +212,7 @@ class Calls:
                 response = await stack.enter_async_context(request)
                 kind = content_type(response)
                 if response.status >= 400:
-                    refusal = Failure(response.status, await response.read(), kind)
+                    refusal = await _refusal(response)
                     raise self._failure(Side.DECODE, endpoint, call, refusal)
                 if not kind.startswith("text/event-stream"):
                     return Answer(response.status, kind, _one(await response.read()))
@@ -233,14 +234,16 @@ class Calls:
         self, opening: bytes, events: EventStream, lease: Lease, call: Call
     ) -> AsyncIterator[bytes]:
         """Raises EngineFailure: the status is long out, and what answers the client says so in the stream."""
-        yield opening
+        more = opening
         try:
-            while True:
+            while more:
+                before, problem = split_at_error(more)
+                if before:
+                    yield before
+                if problem is not None:
+                    raise self._failure(Side.DECODE, lease.endpoint, call, problem)
                 async with lease.alive():
                     more = await events.read()
-                if not more:
-                    return
-                yield more
         except (*HttpError, EngineLost) as error:
             raise self._broken(Side.DECODE, lease.endpoint, call, error) from error
 
@@ -293,6 +296,7 @@ class _PrefillAnswer(msgspec.Struct):
             self.kv_transfer_params,
             _prompt_tokens(self.usage),
             cached if isinstance(cached, int) else None,
+            _written_tokens(self.usage),
         )
 
 
@@ -303,6 +307,18 @@ def _prompt_tokens(usage: Any) -> int | None:
     total = usage.get("prompt_tokens", usage.get("input_tokens"))
     apart = (usage.get(f"cache_{how}_input_tokens") or 0 for how in ("read", "creation"))
     return sum(apart, total) if isinstance(total, int) else None
+
+
+def _written_tokens(usage: Any) -> int | None:
+    """Of an answer of /v1/responses."""
+    details = usage.get("input_tokens_details") if isinstance(usage, dict) else None
+    written = details.get("cache_write_tokens") if isinstance(details, dict) else None
+    return written if isinstance(written, int) else None
+
+
+async def _refusal(response: aiohttp.ClientResponse) -> Failure:
+    body = await response.read()
+    return Failure(response.status, body, content_type(response), retry_after(response))
 
 
 async def _one(chunk: bytes) -> AsyncIterator[bytes]:

@@ -1,12 +1,19 @@
 """EngineClient: HTTP to the engines' API servers."""
 
+import errno
+import logging
 import socket
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Self
 
 import aiohttp
 from aiohttp.typedefs import LooseHeaders
+
+from kv_connector.router.failure import overloaded
+
+logger = logging.getLogger(__name__)
 
 # A prompt may wait in a queue and take minutes: only reaching the engine has a deadline.
 CONNECT_SECONDS = 5.0
@@ -19,6 +26,9 @@ KEEP_ALIVE_SECONDS = 2.0
 # What a request to an engine fails with.
 HttpError = (aiohttp.ClientError, TimeoutError)
 
+# This process, or its host, has no descriptor or no local port left.
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)
+
 
 @dataclass(frozen=True)
 class Reply:
@@ -27,6 +37,8 @@ class Reply:
     status: int
     content_type: str
     body: bytes
+    retry_after: str | None = None
+    """The header's value, if the engine sent one."""
 
 
 # Where an answer takes minutes, nothing but TCP tells of a host that has vanished: by default never while the
@@ -44,7 +56,8 @@ class EngineClient:
     """Opened, used and closed in one event loop, as an asynchronous context manager.
 
     A request that is left before the end of its answer (or cancelled) closes its connection, which is how
-    vLLM learns to abort. No POST is sent twice, no redirect is followed. Methods raise one of HttpError.
+    vLLM learns to abort. No POST is sent twice, no redirect is followed. Methods raise one of HttpError, or
+    Failure 503 where this process has no descriptor or port left, which says nothing of the engine.
     """
 
     async def __aenter__(self) -> Self:
@@ -63,17 +76,28 @@ class EngineClient:
     async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
-    def stream(
+    @asynccontextmanager
+    async def stream(
         self, method: str, url: str, body: bytes | None = None, headers: LooseHeaders | None = None
-    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         """An answer from its status line on."""
-        return self._session.request(method, url, data=body, headers=headers, allow_redirects=False)
+        try:
+            request = self._session.request(method, url, data=body, headers=headers, allow_redirects=False)
+            response = await request
+        except aiohttp.ClientOSError as error:
+            if error.errno in _EXHAUSTED:
+                logger.error("no socket for a request to %s: %s", url, error)
+                raise overloaded(f"the router has no socket left: {error.strerror}") from error
+            raise
+        async with response:
+            yield response
 
     async def whole(
         self, method: str, url: str, body: bytes | None = None, headers: LooseHeaders | None = None
     ) -> Reply:
         async with self.stream(method, url, body, headers) as response:
-            return Reply(response.status, content_type(response), await response.read())
+            body = await response.read()
+            return Reply(response.status, content_type(response), body, retry_after(response))
 
 
 def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
@@ -88,3 +112,7 @@ def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
 
 def content_type(response: aiohttp.ClientResponse) -> str:
     return response.headers.get("content-type", "application/json")
+
+
+def retry_after(response: aiohttp.ClientResponse) -> str | None:
+    return response.headers.get("retry-after")

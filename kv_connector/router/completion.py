@@ -1,5 +1,6 @@
 """Completion: one request of a client, and what the prefill and the decode engine are to get of it."""
 
+import codecs
 import re
 from typing import Any, Self
 
@@ -18,6 +19,15 @@ _OF_THE_WHOLE = ("stream_options", "min_tokens", "return_token_ids")
 # to write them twice takes 2 ms, which a client would wait for; to find their end takes 0.2.
 _PASSED_ON = ("prompt", "messages", "input")
 
+# So is the JSON of any longer field. As objects, 63 MiB of `{}` in a list would be 1.8 GiB; 4 KiB of them are
+# 100 KiB. No value that the router decides by is longer.
+_LONGEST_READ = 4096
+# vLLM's own requests have about 100.
+_MOST_FIELDS = 256
+
+# Parameters of a transfer are the router's word alone, never a client's. vLLM also reads them in vllm_xargs.
+_OF_TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
+
 
 class Completion:
     """The decoded body of /v1/completions, /v1/chat/completions or /v1/messages."""
@@ -26,23 +36,25 @@ class Completion:
     """Whether vLLM gives it to the data-parallel rank that RANK_HEADER names."""
 
     def __init__(self, body: Body) -> None:
-        # Where to fetch KV from is the router's word alone, never a client's.
-        self.body = {key: value for key, value in body.items() if key != "kv_transfer_params"}
-        """Of what is passed on, the JSON."""
+        self.body = {key: value for key, value in body.items() if key not in _OF_TRANSFERS}
+        """Of what is passed on, and of any long field, the JSON."""
         self._begun = False
 
     @classmethod
     def decode(cls, raw: bytes) -> Self:
         """Reads a request; Failure 400 if it is no JSON object."""
+        raw = raw.removeprefix(codecs.BOM_UTF8)  # of PowerShell and .NET, and vLLM reads it
         try:
-            raw.decode()  # of what is passed on msgspec reads the syntax alone
-            fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-            return cls(
-                {
-                    key: value if key in _PASSED_ON else msgspec.json.decode(value)
-                    for key, value in fields.items()
-                }
-            )
+            _check_utf8(raw)  # of what is passed on msgspec reads the syntax alone
+            fields: Body = {
+                key: value
+                if key in _PASSED_ON or len(memoryview(value)) > _LONGEST_READ
+                else msgspec.json.decode(value)
+                for key, value in _fields(raw).items()
+            }
+            if xargs := fields.get("vllm_xargs"):
+                fields["vllm_xargs"] = _without_transfers(xargs)
+            return cls(fields)
         except msgspec.ValidationError as error:
             raise bad_request(f"the body must be a JSON object: {error}") from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -75,12 +87,10 @@ class Completion:
         a whole prefill where they are computed.
         """
         prompt, embeds = self.body.get("prompt"), self.body.get("prompt_embeds")
-        if (prompt is not None and _several(prompt)) or (isinstance(embeds, list) and len(embeds) > 1):
+        if (prompt is not None and _several(prompt)) or _several_embeds(embeds):
             return "several_prompts"
         if embeds:
-            return (
-                "several_prompts" if prompt is not None and msgspec.json.decode(prompt) else "prompt_embeds"
-            )
+            return "several_prompts" if prompt is not None and not _is_nothing(prompt) else "prompt_embeds"
         if self.body.get("use_beam_search"):
             return "beam_search"
         if self.body.get("prompt_logprobs") is not None:
@@ -188,6 +198,66 @@ def disowned_body(transfer_id: str, prefill: Endpoint) -> bytes:
 
 def _several(prompt: msgspec.Raw) -> bool:
     """Whether this is a list of prompts; a list of token ids is one prompt."""
-    if not _LIST_OF_OTHERS.match(prompt):
+    return _LIST_OF_OTHERS.match(prompt) is not None and not _is_nothing(prompt) and not _is_one(prompt)
+
+
+def _several_embeds(embeds: object) -> bool:
+    if isinstance(embeds, msgspec.Raw):
+        return bytes(memoryview(embeds)[:1]) == b"[" and not _is_one(embeds)
+    return isinstance(embeds, list) and len(embeds) > 1
+
+
+def _is_one(array: msgspec.Raw) -> bool:
+    """Whether a list has one item. msgspec stops at the second one."""
+    try:
+        msgspec.json.decode(array, type=tuple[msgspec.Raw])
+    except msgspec.ValidationError:
         return False
-    return len(msgspec.json.decode(prompt)) > 1
+    return True
+
+
+def _is_nothing(raw: msgspec.Raw) -> bool:
+    """Whether Python would take its value for False."""
+    view = memoryview(raw)
+    return len(view) <= _LONGEST_READ and not msgspec.json.decode(raw)
+
+
+class _Name(str):
+    """A field's name. msgspec calls a function for each, as for any type that it does not know."""
+
+
+def _fields(raw: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
+    """The fields of a JSON object, each as it came. Of 64 MiB of short fields a dict would be 1.2 GiB."""
+    left = _MOST_FIELDS
+
+    def name(_: type, text: str) -> _Name:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise ValueError(f"more than {_MOST_FIELDS} fields")
+        return _Name(text)
+
+    found = msgspec.json.decode(raw, type=dict[_Name, msgspec.Raw], dec_hook=name)
+    return {str(key): value for key, value in found.items()}
+
+
+def _without_transfers(xargs: object) -> object:
+    """vllm_xargs, short or long."""
+    if isinstance(xargs, msgspec.Raw):
+        if bytes(memoryview(xargs)[:1]) != b"{":
+            return xargs  # which vLLM refuses
+        xargs = _fields(xargs)
+    if isinstance(xargs, dict):
+        return {key: value for key, value in xargs.items() if key not in _OF_TRANSFERS}
+    return xargs
+
+
+_CHECKED_AT_ONCE = 1 << 20
+
+
+def _check_utf8(raw: bytes) -> None:
+    """Raises UnicodeDecodeError. In parts: a text of 64 MiB with one emoji is 256 MiB as a str."""
+    decoder, view = codecs.getincrementaldecoder("utf-8")(), memoryview(raw)
+    for at in range(0, len(view), _CHECKED_AT_ONCE):
+        decoder.decode(view[at : at + _CHECKED_AT_ONCE])
+    decoder.decode(b"", True)

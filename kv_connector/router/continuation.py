@@ -90,6 +90,8 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "response_format": ({"type": "text"},),
 }
+# Bytes of a chat's messages. A million tokens of text are 4 MiB; as objects, 4 MiB of `{}` are 60 MiB.
+_LONGEST_LOOKED_AT = 4 << 20
 # vLLM's, of a completion.
 _MAX_TOKENS = 16
 
@@ -128,6 +130,8 @@ def only_text(completion: Completion) -> bool:
     messages = completion.body.get("messages")
     if messages is None:
         return True
+    if len(memoryview(messages)) > _LONGEST_LOOKED_AT:
+        return False
     try:
         parts = [
             part

@@ -32,7 +32,7 @@ from kv_connector.router.completion import DISOWNED_PATH, Completion, decode_par
 from kv_connector.router.continuation import PATHS
 from kv_connector.router.early_token import EarlyToken, Mismatch, Rest
 from kv_connector.router.endpoint import Endpoint
-from kv_connector.router.failure import failure
+from kv_connector.router.failure import Failure, failure
 from kv_connector.router.goodput import Goodput
 from kv_connector.router.incidents import Incidents
 from kv_connector.router.members import Members, Side
@@ -419,22 +419,22 @@ class Dispatcher:
         return await self._try(completion.behind_its_token(), call, avoid, first=number + 1)
 
     def _recounted(self, answer: Answer, prefilling: asyncio.Task[Computed]) -> AsyncIterator[bytes]:
-        return recounted(answer, functools.partial(_cached, prefilling, self._settings.patience))
+        return recounted(answer, functools.partial(_computed, prefilling, self._settings.patience))
 
     @contextmanager
     def _owed(self, transfer_id: str, prefill: Lease, call: Call) -> Iterator[None]:
         """A block at whose end D has answered with what P computed. P is not idle until then.
 
-        Where it has not, because the client left or D broke off, D may never have heard of the request, and P
-        would keep the prompt's blocks for its hold time: a decode engine is made to tell P that nobody wants
-        them. A transfer that is under way is left to the engines.
+        Where it has not, nobody will ask for this transfer again, as each attempt has an id of its own: the
+        client left, D broke off, or D refused a body that P took. D may never have known of the request, and
+        P would keep the prompt's blocks for its hold time. A decode engine is made to tell P that nobody
+        wants them. A transfer that is under way is left to the engines, as is one that P alone failed.
         """
         try:
             with prefill.owing():
                 yield
         except BaseException as error:
-            unheard = isinstance(error, EngineFailure) and [*error.blamed] == [Side.DECODE]
-            if unheard or isinstance(error, asyncio.CancelledError | GeneratorExit):
+            if not (isinstance(error, EngineFailure) and [*error.blamed] == [Side.PREFILL]):
                 task = asyncio.create_task(self._disown(transfer_id, prefill.endpoint, call))
                 self._disowning.add(task)
                 task.add_done_callback(self._disowning.discard)
@@ -447,7 +447,7 @@ class Dispatcher:
                 with pool.lease(pool.fewest()) as lease:
                     url, body = lease.endpoint.url + DISOWNED_PATH, disowned_body(transfer_id, prefill)
                     await self._client.whole("POST", url, body, lease.endpoint.headers(call.headers))
-        except (*HttpError, NoEngine) as error:
+        except (*HttpError, NoEngine, Failure) as error:
             logger.info(
                 "request %s: %s keeps transfer %s for its hold time, no decode engine could tell it: %s: %s",
                 call.request_id,
@@ -458,12 +458,12 @@ class Dispatcher:
             )
 
 
-async def _cached(prefilling: asyncio.Task[Computed], seconds: float) -> int | None:
-    """How many of the prompt's tokens P found in its prefix cache, if it says so within that time."""
+async def _computed(prefilling: asyncio.Task[Computed], seconds: float) -> Computed | None:
+    """P's account of the prompt, if it comes within that time."""
     await asyncio.wait({prefilling}, timeout=seconds)
     if not prefilling.done() or prefilling.cancelled() or prefilling.exception():
         return None
-    return prefilling.result().cached
+    return prefilling.result()
 
 
 async def _first_byte(prefilling: asyncio.Task[Any], decoding: asyncio.Task[Answer]) -> Answer:

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from kv_connector.router.failure import UNREADABLE, told
+from kv_connector.router.failure import UNREADABLE, Failure, told
 
 END = b"\n\n"
 # Events that begin a message or a response before vLLM knows whether the request works.
@@ -43,6 +43,31 @@ class EventStream:
             if any(_tells(event) for event in events.split(END)):
                 break
         return opening
+
+
+def split_at_error(events: bytes) -> tuple[bytes, Failure | None]:
+    """The whole events before the first that is an engine's error, and that error. Without one, all of them.
+
+    vLLM ends a stream by such an event when its engine core dies, as its status is out by then.
+    """
+    if b'"error"' not in events:
+        return events, None
+    before = b""
+    for event in events.split(END):
+        if (problem := _error_of(event)) is not None:
+            return before, problem
+        before += event + END
+    return events, None
+
+
+def _error_of(event: bytes) -> Failure | None:
+    if b'"error"' not in event or not (data := data_of(event)):
+        return None
+    try:
+        error = msgspec.json.decode(data, type=_Event).error
+    except UNREADABLE:
+        return None  # not of vLLM's making: the client may know it
+    return None if error is None else told(error, data)
 
 
 def data_of(event: bytes) -> bytes:

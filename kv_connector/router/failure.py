@@ -10,17 +10,30 @@ UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError)
 """What msgspec raises of bytes that are no JSON, or not of the shape that was expected."""
 
 
+# With a 503 of the router: an engine that joins, or a request that ends, takes about a second.
+_RETRY_AFTER_S = "1"
+
+
 class Failure(Exception):
     """What the client is to be told. `body` is JSON, or what a proxy, say, answers instead."""
 
-    def __init__(self, status: int, body: bytes, content_type: str = "application/json") -> None:
+    def __init__(
+        self,
+        status: int,
+        body: bytes,
+        content_type: str = "application/json",
+        retry_after: str | None = None,
+    ) -> None:
+        """``retry_after``: the header's value, seconds or a date."""
         super().__init__(f"HTTP {status}: {body[:500].decode(errors='replace')}")
         self.status = status
         self.body = body
         self.content_type = content_type
+        self.retry_after = retry_after
 
     def response(self) -> Response:
-        return Response(self.body, self.status, media_type=self.content_type)
+        headers = {} if self.retry_after is None else {"retry-after": self.retry_after}
+        return Response(self.body, self.status, headers, media_type=self.content_type)
 
     def event(self, *, named: bool = False) -> bytes:
         """For a stream that has begun: how vLLM ends one. ``named``: of events with names, of which clients
@@ -35,7 +48,13 @@ class Failure(Exception):
 def failure(status: int, kind: str, message: str) -> Failure:
     """A failure in the router's own words. `kind` is both APIs': invalid_request_error or api_error."""
     error = {"message": message, "type": kind, "param": None, "code": status}
-    return Failure(status, msgspec.json.encode({"type": "error", "error": error}))
+    body = msgspec.json.encode({"type": "error", "error": error})
+    return Failure(status, body, retry_after=_RETRY_AFTER_S if status == 503 else None)
+
+
+def overloaded(message: str) -> Failure:
+    """The router itself has no room for a request. No engine is to blame."""
+    return failure(503, "api_error", message)
 
 
 def bad_request(message: str) -> Failure:

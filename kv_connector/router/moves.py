@@ -188,7 +188,7 @@ class Moves:
                 body = question % (model, running.several)
                 reply = await self._calls.whole(Side.DECODE, lease, "POST", body, call)
             text = msgspec.json.decode(reply.body, type=_Text).prompt
-        except (EngineFailure, NoEngine, *UNREADABLE) as error:
+        except (Failure, NoEngine, *UNREADABLE) as error:
             self.failed(request, engine, "no_text", error)
             request.failed += 1
             return False

@@ -24,6 +24,7 @@ from kv_connector.control.membership import (
 from kv_connector.protocol.actions import Address, Source
 from kv_connector.router.client import LOST_SECONDS, EngineClient, HttpError
 from kv_connector.router.endpoint import Endpoint
+from kv_connector.router.failure import Failure
 from kv_connector.router.forever import forever
 from kv_connector.router.members import MAX_ENGINES, Members
 from kv_connector.router.moves import Moves
@@ -173,6 +174,8 @@ class Registry:
         except HttpError as error:
             self._members.failed(endpoint, f"{type(error).__name__}: {error}")
             return
+        except Failure:
+            return  # the router's own want of descriptors
         if reply.status == 200:
             self._members.answered(endpoint)
         else:
@@ -188,6 +191,8 @@ class Registry:
             except HttpError as error:
                 # Nobody listens there. A server that ends does not, either, and answers what it has.
                 self._members.failed(endpoint, f"{type(error).__name__}: {error}")
+            except Failure:
+                pass  # the router's own want of descriptors
             await asyncio.sleep(_WATCH_S)  # an error, too, is a sign of life
             return
         self._members.hangs(endpoint, f"its /health has not answered for {_MISSES * _MISS_S:g} s")

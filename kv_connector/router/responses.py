@@ -1,6 +1,13 @@
 """ResponsesRequest: a request to /v1/responses, and what keeps its prompt from being shared."""
 
+import msgspec
+
 from kv_connector.router.completion import Body, Completion
+from kv_connector.router.failure import UNREADABLE
+
+# A hundred tools with long descriptions. As objects, 1 MiB of `{}` in a list is 20 MiB. Longer lists go to a
+# decode engine alone, which is right for all tools.
+_LONGEST_TOOLS = 1 << 20
 
 
 class ResponsesRequest(Completion):
@@ -17,6 +24,8 @@ class ResponsesRequest(Completion):
         if self.body.get("background") or self.body.get("previous_response_id"):
             return "stored_response"
         tools = self.body.get("tools")
+        if isinstance(tools, msgspec.Raw):
+            return None if _called_by_client_alone(tools) else "engine_tools"
         if isinstance(tools, list) and not all(_called_by_client(tool) for tool in tools):
             return "engine_tools"
         return None
@@ -27,3 +36,18 @@ class ResponsesRequest(Completion):
 
 def _called_by_client(tool: object) -> bool:
     return isinstance(tool, dict) and tool.get("type") in ("function", "custom")
+
+
+class _Tool(msgspec.Struct):
+    type: str
+
+
+def _called_by_client_alone(tools: msgspec.Raw) -> bool:
+    """As _called_by_client(), of a long list."""
+    if len(memoryview(tools)) > _LONGEST_TOOLS:
+        return False
+    try:
+        found = msgspec.json.decode(tools, type=list[_Tool])
+    except UNREADABLE:
+        return False
+    return all(tool.type in ("function", "custom") for tool in found)

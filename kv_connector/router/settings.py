@@ -30,6 +30,14 @@ class Settings:
     """concurrent: P and D get the request at once. serial: D gets it with what P answered (NIXL's flow)."""
     body_limit: int = 64 << 20
     """Bytes of one request. A million token ids are 7 MB of JSON; the rest is for images in chats."""
+    body_budget: int = 128 << 20
+    """Bytes of the bodies of all requests in flight. Beyond it new ones get 503. A body costs five times its
+    size until its answer begins: 640 MiB in all, of a pod's 1 GiB."""
+    requests: int = 16_351
+    """Most requests in flight. The default is for 65,535 descriptors."""
+    stall: float = 60.0
+    """Seconds that headers may take, a body may stand still, and a reader may take nothing. nginx's default
+    for each of the three."""
     registration: Address | None = None
     """Where engines register; None: only those listed are used."""
     key: ClusterKey | None = None
@@ -59,6 +67,8 @@ class Settings:
             )
         if self.objectives is not None and self.registration is None:
             raise ValueError("objectives are for engines that register: give an address for that, too")
+        if not 0 < self.body_limit <= self.body_budget:
+            raise ValueError("the body budget must be at least the body limit, and both more than 0")
         if self.registration is None and not (self.prefill and self.decode):
             raise ValueError(
                 "a router needs at least one prefill engine and one decode engine, or an address at which "

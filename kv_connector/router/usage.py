@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from kv_connector.router.calls import Answer
+from kv_connector.router.calls import Answer, Computed
 from kv_connector.router.events import END, data_of
 from kv_connector.router.failure import UNREADABLE
 
@@ -21,14 +21,17 @@ _HOLDERS = ("response", "message")
 _DETAILS = ("prompt_tokens_details", "input_tokens_details")
 
 
-async def recounted(answer: Answer, cached: Callable[[], Awaitable[int | None]]) -> AsyncIterator[bytes]:
+async def recounted(
+    answer: Answer, computed: Callable[[], Awaitable[Computed | None]]
+) -> AsyncIterator[bytes]:
     """D's answer with the cached tokens that P counted, once it has; as it is where P does not say."""
     async for chunk in answer.chunks:
-        if _counts(chunk) and (number := await cached()) is not None:
+        if _counts(chunk) and (told := await computed()) is not None and told.cached is not None:
+            cached, written = told.cached, told.written
             if answer.streaming:
-                chunk = END.join(_event(event, number) for event in chunk.split(END))
+                chunk = END.join(_event(event, cached, written) for event in chunk.split(END))
             else:
-                chunk = _corrected(chunk, number)
+                chunk = _corrected(chunk, cached, written)
         yield chunk
 
 
@@ -37,13 +40,13 @@ def _counts(said: bytes) -> bool:
     return _USAGE in said and any(number in said for number in _NUMBERS)
 
 
-def _event(event: bytes, cached: int) -> bytes:
+def _event(event: bytes, cached: int, written: int | None) -> bytes:
     if not _counts(event) or not (data := data_of(event)):
         return event
-    return event.replace(data, _corrected(data, cached), 1)
+    return event.replace(data, _corrected(data, cached, written), 1)
 
 
-def _corrected(said: bytes, cached: int) -> bytes:
+def _corrected(said: bytes, cached: int, written: int | None) -> bytes:
     """A tool's input may have fields of any name: what is not usage is not looked into."""
     try:
         fields = msgspec.json.decode(said, type=dict[str, msgspec.Raw])
@@ -54,18 +57,20 @@ def _corrected(said: bytes, cached: int) -> bytes:
         usage = msgspec.json.decode(holder["usage"], type=dict[str, Any])
     except UNREADABLE:
         return said  # null, or not of vLLM's making
-    _correct(usage, cached)
+    _correct(usage, cached, written)
     holder["usage"] = msgspec.Raw(msgspec.json.encode(usage))
     if name is not None:
         fields[name] = msgspec.Raw(msgspec.json.encode(holder))
     return msgspec.json.encode(fields)
 
 
-def _correct(usage: dict[str, Any], cached: int) -> None:
+def _correct(usage: dict[str, Any], cached: int, written: int | None) -> None:
     for name in _DETAILS:
         details = usage.get(name)
         if isinstance(details, dict) and isinstance(details.get("cached_tokens"), int):
             details["cached_tokens"] = cached
+            if written is not None and isinstance(details.get("cache_write_tokens"), int):
+                details["cache_write_tokens"] = written
             # A second turn is of tools that the engine calls: such requests go to D alone.
             if details.get("cached_tokens_per_turn"):
                 details["cached_tokens_per_turn"] = [cached]

@@ -23,6 +23,7 @@ from sglang.srt.disaggregation.common.conn import (
 )
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.distributed.utils import get_pp_indices
+from sglang.srt.environ import envs
 from sglang.srt.runtime_context import (
     get_device,
     get_disagg,
@@ -48,6 +49,7 @@ __all__ = [
     "gather",
     "model_facts",
     "rank_facts",
+    "weight_version",
 ]
 
 SUPPORTED = ("0.5.23",)
@@ -150,6 +152,11 @@ def rank_facts(args: Any) -> RankFacts:
     )
 
 
+def weight_version() -> str:
+    """Name of the weights that this worker computes with: of ``--weight-version``, or of the last update."""
+    return str(get_serving().weight_version)
+
+
 def check_configuration(args: Any) -> None:
     """Raises UnsupportedConfiguration."""
     parallel, disagg = get_parallel(), get_disagg()
@@ -162,6 +169,10 @@ def check_configuration(args: Any) -> None:
             disagg.disaggregation_decode_allocation_policy == "prefill_complete"
         ),
         "--enable-pd-role-switch": disagg.enable_pd_role_switch,
+        # Without it SGLang frees an aborted request's pages while the prefill engine may still write there.
+        "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0": (
+            not envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get()
+        ),
         "the pool of DeepSeek V4": args.mla_compression_ratios is not None,
     }
     if wrong := [name for name, given in refused.items() if given]:

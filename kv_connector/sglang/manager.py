@@ -4,7 +4,8 @@ SGLang's own control plane ends at its bootstrap server, which tells D where P's
 our agent. All that follows, who the workers are, what goes where, how it ends, is between the agents. The
 socket that SGLang binds for its other backends is closed, and nothing of theirs is ever sent.
 
-A room is a transfer, and the request on both sides: SGLang's router draws it from 63 bits.
+A room is a transfer, and the request on both sides: SGLang's router draws it from 63 bits. A request that a
+weight update retracts uses its room again, so a transfer's id is the room and how often it was used before.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+from collections import OrderedDict
 from typing import Any
 
 import sglang
@@ -32,6 +34,7 @@ from kv_connector.sglang.internals import (
     gather,
     model_facts,
     rank_facts,
+    weight_version,
 )
 from kv_connector.sglang.metadata_rows import MetadataRows
 from kv_connector.sglang.metrics import show_metrics
@@ -46,6 +49,9 @@ _OVER = (State.DONE, State.FAILED)
 # SGLang's heartbeat tells of a server that is gone before anything was asked of it; what is under way our own
 # heartbeats end. Seconds; SGLang takes no less than 2.
 _HEARTBEAT_S = 2.0
+
+# Rooms whose uses are counted: 44 minutes of 100 requests a second, in about 30 MB. Older rooms count from 0.
+_ROOMS = 1 << 18
 
 # A turn of the agent's takes a millisecond; a batch, for which a request would wait, tens of them and more.
 _CATCH_UP_S = 0.005
@@ -68,12 +74,17 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
         self.rows = MetadataRows(
             args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens, rank_facts(args).device
         )
+        self._uses: OrderedDict[int, int] = OrderedDict()
+        """Transfers of each room so far, by room, the oldest first."""
         self._expected = self._caught_up = 0
         """Rooms of P's that the agent was told of, and has looked at."""
         self._bell = Bell()
         self._running = self._start(args, server_args)
         atexit.register(self._running.close)
         self.agent: Agent = self._running.agent
+        self._weights = ""
+        """The version that the agent was given last."""
+        self.note_weights()
         self._alone = rank_facts(args).alone
         if self._alone:
             self.agent.tell_reached(lambda reached: self._bell.ring())
@@ -85,7 +96,8 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
         else:
             self._engines: dict[tuple[str, int], Address] = {}
             self._waiting: dict[str, Address] = {}
-            self._landing: set[int] = set()
+            self._landing: dict[int, str] = {}
+            """Transfers that the agent may still write pages of, by room."""
             self.heartbeat_interval: float = _HEARTBEAT_S
             self._start_heartbeat_checker_thread()
 
@@ -163,11 +175,20 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
         assert self._running is not None
         self._running.sleep()
 
+    def note_weights(self) -> None:
+        """SGLang's scheduler computes with its present weight version from its next step on. A prefill engine
+        refuses pages to a decode engine of another version."""
+        # A prefill engine's agent forgets the computed pages of unfinished prompts with each call.
+        if (version := weight_version()) != self._weights:
+            self._weights = version
+            self.agent.set_weights(version)
+
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
         """Whether nothing can land in the room's pages any more: its P has said so, or is fenced."""
-        if bootstrap_room not in self._landing:
+        transfer = self._landing.get(bootstrap_room)
+        if transfer is None:
             return True
-        if self.agent.state(str(bootstrap_room)) not in _OVER:
+        if self.agent.state(transfer) not in _OVER:
             return False
         self.landed(bootstrap_room)
         return True
@@ -181,6 +202,13 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
         their agents hear it knows nothing."""
         if self._alone:
             self._bell.wait(requests)
+
+    def transfer_of(self, room: int) -> str:
+        """A new transfer's id. Both sides call it once for each use of the room, so they count alike."""
+        uses = self._uses[room] = self._uses.pop(room, 0) + 1
+        if len(self._uses) > _ROOMS:
+            self._uses.popitem(last=False)
+        return str(room) if uses == 1 else f"{room}.{uses}"
 
     # --- P
 
@@ -201,7 +229,7 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
     def _reached(self, reached: Reached) -> None:
         """On the agent's thread. SGLang asks the first stage alone which rooms are bootstrapped, and that one
         reads it in all stages' tables."""
-        room = int(reached.request_id)
+        room = int(reached.request_id.partition(".")[0])
         if reached.side is not Role.PREFILL or room not in self.request_status:
             return
         if reached.state is State.FAILED:
@@ -232,26 +260,25 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
     def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
         """On SGLang's heartbeat thread. It fails the rooms of that server, but for those that our own
         heartbeats watch over: the HTTP server may be silent and the transfer go on."""
-        self.addr_to_rooms_tracker[failed_bootstrap_addr].difference_update(self._landing)
+        self.addr_to_rooms_tracker[failed_bootstrap_addr].difference_update(self._landing.keys())
         super()._handle_node_failure(failed_bootstrap_addr)
         self.forget_engine(failed_bootstrap_addr)
 
-    def wait_for(self, room: int, engine: Address) -> None:
+    def wait_for(self, transfer: str, engine: Address) -> None:
         """The request has no pages yet. Its P keeps the prompt, and a session is made."""
-        self._waiting[str(room)] = engine
+        self._waiting[transfer] = engine
         self.agent.set_waiting(self._waiting.items())
 
-    def wait_no_more(self, room: int) -> None:
+    def wait_no_more(self, transfer: str) -> None:
         """If it was waited for."""
-        if self._waiting.pop(str(room), None) is not None:
+        if self._waiting.pop(transfer, None) is not None:
             self.agent.set_waiting(self._waiting.items())
 
-    def lands(self, room: int) -> None:
+    def lands(self, room: int, transfer: str) -> None:
         """From now on the agent may write to the room's pages."""
-        self._landing.add(room)
+        self._landing[room] = transfer
 
     def landed(self, room: int) -> None:
         """The agent has said that nothing lands there any more."""
-        if room in self._landing:
-            self._landing.discard(room)
-            self.agent.forget(str(room))
+        if (transfer := self._landing.pop(room, None)) is not None:
+            self.agent.forget(transfer)

@@ -33,7 +33,9 @@ def register() -> None:
     utils, decode = "sglang.srt.disaggregation.utils", "sglang.srt.disaggregation.decode"
     HookRegistry.register(f"{utils}.get_kv_class", _kv_class, HookType.AROUND)
     HookRegistry.register(f"{decode}.DecodeTransferQueue.__init__", _hold_until_drained, HookType.AFTER)
-    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.on_idle", _rest, HookType.AFTER)
+    scheduler = "sglang.srt.managers.scheduler.Scheduler"
+    HookRegistry.register(f"{scheduler}.on_idle", _rest, HookType.AFTER)
+    HookRegistry.register(f"{scheduler}.record_weight_version_change", _note_weights, HookType.AFTER)
 
 
 def _add_member(enumeration: Any, value: str) -> None:
@@ -65,6 +67,18 @@ def _hold_until_drained(result: None, queue: Any, *args: Any, **kwargs: Any) -> 
 def _rest(result: None, scheduler: Any) -> None:
     """After Scheduler.on_idle(), which SGLang calls in each turn that finds nothing to compute, with no batch
     under way. It would take the next one at once."""
+    if (manager := _manager(scheduler)) is not None:
+        manager.rest(scheduler.recv_from_tokenizer)
+
+
+def _note_weights(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """After Scheduler.record_weight_version_change(), which SGLang calls in each rank after each update that
+    brings a version, and for ``/update_weight_version``."""
+    if (manager := _manager(scheduler)) is not None:
+        manager.note_weights()
+
+
+def _manager(scheduler: Any) -> Any:
+    """Our Manager of this scheduler. None: it prefills and decodes by itself, or has another backend."""
     queue = scheduler.disagg_prefill_bootstrap_queue or scheduler.disagg_decode_prealloc_queue
-    if queue is not None and scheduler.transfer_backend.value == BACKEND:
-        queue.kv_manager.rest(scheduler.recv_from_tokenizer)
+    return queue.kv_manager if queue is not None and scheduler.transfer_backend.value == BACKEND else None

@@ -26,7 +26,7 @@ class Receiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not typed f
         """Before that."""
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
         self._agent = mgr.agent
-        self._transfer = str(bootstrap_room)
+        self._transfer = mgr.transfer_of(bootstrap_room)
 
     def _setup_bootstrap_infos(self) -> None:
         """Part of SGLang's init(): finds P's first worker, which knows the others."""
@@ -53,7 +53,7 @@ class Receiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not typed f
             self._fail(f"there is no prefill server at {self.bootstrap_addr}")
             return
         assert aux_index is not None
-        self.kv_mgr.wait_no_more(self.bootstrap_room)
+        self.kv_mgr.wait_no_more(self._transfer)
         size, prefix = self.kv_mgr.kv_args.page_size, decode_prefix_len or 0
         pages = GroupTarget(prefix // size, tuple(kv_indices.tolist()))
         states = [
@@ -70,7 +70,7 @@ class Receiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not typed f
             groups=(pages, GroupTarget(0, (aux_index,)), *(GroupTarget(0, rows) for rows in states)),
         )
         self._slot = aux_index
-        self.kv_mgr.lands(self.bootstrap_room)
+        self.kv_mgr.lands(self.bootstrap_room, self._transfer)
         self._agent.reserve(request)
 
     def poll(self) -> Any:
@@ -98,7 +98,7 @@ class Receiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not typed f
         queues for them."""
         self._polls += 1
         if self._polls == 2:
-            self.kv_mgr.wait_for(self.bootstrap_room, engine)
+            self.kv_mgr.wait_for(self._transfer, engine)
 
     def _fail(self, reason: str) -> None:
         self.kv_mgr.record_failure(self.bootstrap_room, reason)
@@ -125,5 +125,5 @@ class Receiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not typed f
         """A request that has asked for nothing will not."""
         engine, self._engine = self._engine, None
         if engine is not None and self._slot is None:
-            self.kv_mgr.wait_no_more(self.bootstrap_room)
+            self.kv_mgr.wait_no_more(self._transfer)
             self._agent.release(self._transfer, engine)

@@ -26,7 +26,7 @@ class Sender(CommonKVSender):  # type: ignore[misc]  # SGLang is not typed for m
         req_has_disagg_prefill_dp_rank: bool = False,
     ) -> None:
         self._agent = mgr.agent
-        self._transfer = str(bootstrap_room)
+        self._transfer = mgr.transfer_of(bootstrap_room)
         self._first_page = 0
         self._complete = False
         """All pages were handed over."""

@@ -35,6 +35,7 @@ from kv_connector.vllm.internals import (
     UnsupportedConfiguration,
     adopt_vllm_logging,
     block_tokens,
+    by_priority,
     check_configuration,
     default_host,
     forces_tokens,
@@ -133,6 +134,8 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
             self.scheduler = SchedulerSide(
                 self._transfer_role, self._engine_id, block_sizes, early_tokens=self._early_tokens
             )
+            if vllm_config.scheduler_config.policy == "priority":
+                self.scheduler.prefill.place = self.scheduler.decode.place = by_priority
             if self._idle is not None:
                 steps = vllm_config.max_concurrent_batches
                 self._pace = Pace(self._idle, steps, self.scheduler.decode.loads)

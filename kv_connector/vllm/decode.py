@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Collection, Iterable, Mapping
+import math
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kv_connector.agent.commands import Cancel, Command, FailLoad, Release
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.admission import AdmissionGate
+from kv_connector.protocol.admission import AdmissionGate, Place, no_place
 from kv_connector.protocol.layout import GroupTarget
 from kv_connector.protocol.params import BadParams, DecodeParams
 from kv_connector.protocol.requests import DecodeRequest
@@ -20,6 +22,11 @@ from kv_connector.vllm.internals import Request, RequestStatus
 from kv_connector.vllm.prompt import prompt_of
 
 logger = logging.getLogger(__name__)
+
+# Seconds between two lists of waiting transfers, which go to each worker with a step. One of 5,000 entries
+# takes 17 to 32 ms to pickle and unpickle (two loaded cores). Workers use it once a heartbeat (1 s), and P
+# holds a prompt for 20 s then.
+_WAITING_INTERVAL_S = 0.25
 
 
 class _Load(enum.Enum):
@@ -68,6 +75,8 @@ class DecodeScheduler:
         self._waiting: dict[str, Address] = {}
         """Of the transfers whose requests have no blocks yet, their P."""
         self._told_waiting: tuple[tuple[str, Address], ...] = ()
+        self._told_at = -math.inf
+        self.clock: Callable[[], float] = time.monotonic
         self.settling: set[str] = set()
         """Requests that vLLM has forgotten, and of which the workers have still to report."""
         self._first_tokens: list[tuple[Request, int]] = []
@@ -76,6 +85,8 @@ class DecodeScheduler:
         self.blocks: Blocks | None = None
         self.gate: AdmissionGate | None = None
         """Of loads."""
+        self.place: Callable[[Request], Place] = no_place
+        """A request's place in the order of the scheduling policy."""
 
     def __len__(self) -> int:
         return len(self._targets)
@@ -105,7 +116,7 @@ class DecodeScheduler:
         if target is None or target.load is not _Load.WAITING:
             return target is not None and target.load is _Load.ASKED
         assert self.gate is not None
-        return self.gate.must_wait(target.request_id, self._blocks_of(target))
+        return self.gate.must_wait(target.request_id, self._blocks_of(target), self.place(request))
 
     def loads(self, request_id: str) -> bool:
         """Whether the request's prompt is still to come from a P."""
@@ -254,19 +265,21 @@ class DecodeScheduler:
                 self._forget_if_over(target)
 
     def loading(self) -> list[str]:
-        """The requests that hold blocks for a load. vLLM cannot preempt them."""
-        return [target.request_id for target in self._loading()]
+        """The requests that hold blocks of a load and have not run. vLLM cannot preempt them."""
+        return [target.request_id for target in self._holding()]
 
-    def _loading(self) -> list[_Target]:
+    def _holding(self) -> list[_Target]:
+        # vLLM promotes a request whose load is over to WAITING, where it may wait for its next block.
         return [
             target
             for target in self._targets.values()
             if target.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+            or (target.request.status is RequestStatus.WAITING and target.request.num_computed_tokens > 0)
         ]
 
     def after_reset(self) -> None:
         """vLLM has emptied its prefix cache: what is being loaded, and what is loaded, is not used."""
-        for target in self._loading():
+        for target in self._holding():
             if target.load is _Load.OVER:
                 assert self.blocks is not None
                 self.blocks.free(target.request)
@@ -298,11 +311,19 @@ class DecodeScheduler:
         self._commands.append(self._request(target, target.tokens, nothing))
 
     def waiting(self) -> tuple[tuple[str, Address], ...] | None:
-        """The transfers whose requests have no blocks yet; None if the workers know."""
-        waiting = tuple(self._waiting.items())
+        """The transfers whose requests have no blocks yet. None: the workers have this list, or one that is
+        younger than _WAITING_INTERVAL_S.
+
+        An engine whose last waiting request has gone may take no further step: an empty list goes at once.
+        """
+        now = self.clock()
+        if self._waiting and now - self._told_at < _WAITING_INTERVAL_S:
+            return None
+        addresses: dict[Address, Address] = {}  # one object for each: pickle writes it once
+        waiting = tuple((one, addresses.setdefault(peer, peer)) for one, peer in self._waiting.items())
         if waiting == self._told_waiting:
             return None
-        self._told_waiting = waiting
+        self._told_waiting, self._told_at = waiting, now
         return waiting
 
     def _over(self, target: _Target) -> None:

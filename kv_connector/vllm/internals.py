@@ -253,14 +253,22 @@ def rank_fingerprint(vllm_config: Any) -> Fingerprint:
 
 
 def beside_tokens(request: Any) -> list[str]:
-    """What else a prompt's pages depend on, in words that both engines have alike: the adapter, and where
-    pictures and the like stand. Not what these are: vLLM's hashes of them depend on where an engine has
-    loaded the model from.
+    """Everything beside the tokens that vLLM's block hashes cover, in a fixed order: adapter, salt, media.
+
+    D's cache keeps what P computed under D's own block hashes. If one of these differed unnoticed, another
+    client would get KV of the wrong picture or adapter. vLLM hashes a picture together with the model's name
+    or path, and an adapter's path is its own: engines that load them from other paths therefore have other
+    words here, and D computes such prompts.
     """
-    adapter = request.lora_request
-    places = [(feature.modality, feature.mm_position) for feature in request.mm_features or ()]
-    found = [f"{kind} {place.offset} {place.length}" for kind, place in places]
-    return found if adapter is None else [f"adapter {adapter.lora_name}", *found]
+    found = []
+    if (adapter := request.lora_request) is not None:
+        found.append(f"adapter {adapter.lora_name} {adapter.lora_path}")
+    if request.cache_salt:
+        found.append(f"salt {request.cache_salt}")
+    for feature in request.mm_features or ():
+        place = feature.mm_position
+        found.append(f"{feature.modality} {place.offset} {place.length} {feature.identifier}")
+    return found
 
 
 def block_tokens(kv_cache_spec: Any) -> int:
@@ -486,6 +494,11 @@ class _Clock:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(time, name)
+
+
+def by_priority(request: Request) -> tuple[float | str, ...]:
+    """A request's place in vLLM's queue with ``--scheduling-policy priority``."""
+    return request.priority, request.arrival_time, request.request_id
 
 
 def leave_last_token(request: Request) -> None:

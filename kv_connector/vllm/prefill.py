@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from kv_connector.agent.commands import CacheCleared, Command, FinishPrefill, NewPages
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.admission import AdmissionGate
+from kv_connector.protocol.admission import AdmissionGate, Place, no_place
 from kv_connector.protocol.messages import Role
 from kv_connector.protocol.params import BadParams, PrefillParams
 from kv_connector.protocol.requests import GroupPages, PrefillRequest
@@ -67,6 +67,8 @@ class PrefillScheduler:
         self.blocks: Blocks | None = None
         self.gate: AdmissionGate | None = None
         """Of early prompts. Both are set before the first request."""
+        self.place: Callable[[Request], Place] = no_place
+        """A request's place in the order of the scheduling policy."""
         self.address: Address | None = None
         """Of rank 0, for routers that dispatch D after P. Set before the first request."""
 
@@ -107,7 +109,7 @@ class PrefillScheduler:
         assert self.blocks is not None
         assert self.gate is not None
         blocks = blocks_of(self.blocks, self._block_sizes, prompt.tokens)
-        return self.gate.must_wait(request.request_id, blocks)
+        return self.gate.must_wait(request.request_id, blocks, self.place(request))
 
     def allocated(self, request: Request) -> None:
         """vLLM has given the request its first blocks."""

@@ -8,9 +8,10 @@ from kv_connector.vllm.internals import Request, beside_tokens
 
 
 def prompt_of(request: Request) -> tuple[int, bytes]:
-    """Its tokens, and their hash."""
-    if not request.prompt_token_ids:
-        raise BadParams("the prompt has no token ids (prompt embeddings cannot be transferred)")
+    """The number of its tokens, and a hash of all that its pages depend on. Raises BadParams for a prompt
+    that has embeddings, alone or between tokens: no hash covers them."""
+    if not request.prompt_token_ids or request.prompt_embeds is not None:
+        raise BadParams("the prompt has embeddings, which cannot be transferred")
     try:
         digest = prompt_hash(request.prompt_token_ids, beside_tokens(request))
     except (OverflowError, TypeError) as error:

@@ -186,7 +186,8 @@ class WeightPusher:
         told. ``key``: what is in ``key_file``, where it has been read. ``seeds``: this is an engine, beside
         which a trainer may come.
 
-        KeyFileError; ValueError where an address is none; TransferError where a lane does not open.
+        KeyFileError; ValueError where an address is none, or given twice; TransferError where a lane does not
+        open.
         """
         key = key or find_key(key_file)
         self._source = source
@@ -196,7 +197,11 @@ class WeightPusher:
         self._cancelled = ""
         self._name = f"{name}/{source.rank}"
         self._apply = apply
-        self._engines = [_Engine(parse_address(engine)) for engine in engines]
+        addresses = [parse_address(engine) for engine in engines]
+        for number, address in enumerate(addresses):
+            if address in addresses[:number]:
+                raise ValueError(f"the engine {address} is given twice. Give each address once.")
+        self._engines = [_Engine(address) for address in addresses]
         self._update: Update | None = None
         self._asked_for: Update | None = None
         self._ready: set[int] = set()

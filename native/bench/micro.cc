@@ -134,10 +134,13 @@ std::vector<double> post_pages(uint32_t iterations, uint32_t pages, uint64_t pag
 
 double count_immediates(uint64_t immediates, uint32_t counters) {
   constexpr PeerId kPeer = 1;
+  struct AtOnce final : ControlQueue {
+    void run(std::function<void()> task) override { task(); }
+  } control;
   CounterSets sets;
   const CounterSet set = checked(sets.allocate(counters, {kPeer}));
   // Never reached: what follows from a reached target happens once a layer, counting once a page.
-  checked(sets.expect(set.id, std::vector<uint64_t>(counters, immediates + 1), {}, nullptr, 0));
+  checked(sets.expect(set.id, std::vector<uint64_t>(counters, immediates + 1), {}, nullptr, 0, control));
   const int64_t start = PostClock::now();
   uint64_t stale = 0;
   for (uint64_t i = 0, counter = 0; i < immediates; ++i) {

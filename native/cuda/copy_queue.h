@@ -16,7 +16,7 @@
 
 namespace kvc::cuda {
 
-// The GPU that one domain serves: that of the first GPU memory registered with it. Control thread.
+// The GPU that one domain serves: that of the first GPU memory registered with it. Memory thread.
 class DomainGpu {
  public:
   // `copy_blocks`: how many of the GPU's SMs a copy may occupy.

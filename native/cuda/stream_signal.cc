@@ -57,7 +57,7 @@ StreamSignal::StreamSignal(std::function<void()> wake, const Driver& driver, Pin
       context_(context) {}
 
 StreamSignal::~StreamSignal() {
-  // Whoever lets go last, the worker perhaps, has another context or none. Freeing waits for the streams that use it.
+  // Any thread but the worker (ControlOwned): it has another context or none, and freeing waits for the streams that use it.
   const Context::Scope scope(driver_, context_);
   module_ = {};
   memory_ = {};

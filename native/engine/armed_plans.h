@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "engine/control_queue.h"
 #include "engine/layer_signal.h"
 #include "engine/request.h"
 #include "engine/transfer.h"
@@ -24,7 +25,7 @@ struct ArmedPlan {
     RequestRef request;
   };
   std::shared_ptr<Transfer> transfer;
-  std::shared_ptr<LayerSignal> signal;
+  ControlOwned<LayerSignal> signal;
   std::vector<Item> items;  // by rising value
   size_t next = 0;          // the first one whose value has not come
 };
@@ -84,7 +85,7 @@ class ArmedPlans {
   static constexpr uint64_t kNever = std::numeric_limits<uint64_t>::max();
 
   struct Watched {
-    std::shared_ptr<LayerSignal> signal;
+    ControlOwned<LayerSignal> signal;
     uint64_t next_value;  // the least that a plan waits for, or less
     std::vector<ArmedPlan> plans;
   };

@@ -23,4 +23,29 @@ class ControlQueue {
   }
 };
 
+// A share in something whose destructor may block, as one that frees a GPU's memory does. Wherever the last copy of a
+// ControlOwned ends, also on the worker or under a lock, the engine's share in the object ends on the control thread.
+template <typename T>
+class ControlOwned {
+ public:
+  ControlOwned() = default;
+  // `control` outlives every copy.
+  ControlOwned(ControlQueue& control, std::shared_ptr<T> object) {
+    if (object == nullptr) return;
+    T* const address = object.get();
+    object_ = std::shared_ptr<T>(address, [&control, kept = std::move(object)](T*) mutable {
+      control.run([ended = std::move(kept)]() mutable { ended.reset(); });
+    });
+  }
+
+  T* get() const noexcept { return object_.get(); }
+  T* operator->() const noexcept { return object_.get(); }
+  explicit operator bool() const noexcept { return object_ != nullptr; }
+  // The same object, whoever holds it.
+  bool operator==(const ControlOwned& other) const noexcept { return object_ == other.object_; }
+
+ private:
+  std::shared_ptr<T> object_;
+};
+
 }  // namespace kvc

@@ -9,16 +9,17 @@
 #include <cstdint>
 #include <vector>
 
+#include "engine/start_thread.h"
+
 namespace kvc {
 
 ControlThread::~ControlThread() { stop(); }
 
-Status ControlThread::start(const std::string& engine) {
+Status ControlThread::start(const std::string& name) {
   wake_ = UniqueFd(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
   if (!wake_) return system_error({}, "eventfd", errno);
-  thread_ = std::thread([this] { loop(); });
-  // 15 characters is what the kernel keeps.
-  pthread_setname_np(thread_.native_handle(), ("kvc-c-" + engine).substr(0, 15).c_str());
+  if (Status started = start_thread(thread_, [this] { loop(); }); !started) return started;
+  pthread_setname_np(thread_.native_handle(), name.substr(0, 15).c_str());
   return {};
 }
 

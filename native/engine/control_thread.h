@@ -1,7 +1,9 @@
-// ControlThread: the engine's thread for whatever may block: memory registration, making and ending links.
+// ControlThread: a thread of the engine for what may block.
 //
-// It carries out tasks in the order in which they came, and lets connectors serve what comes to them by itself. It may wait
-// for the worker; the worker never waits for it.
+// An engine has two. One makes and ends links. The other registers and deregisters memory, which takes 30 ms a GiB and
+// more: on the first thread it would hold up every fence, and the settlement of broken links, for as long.
+// A ControlThread carries out tasks in the order in which they came, and lets connectors serve what comes to them by
+// itself. It may wait for the worker; the worker never waits for it.
 #pragma once
 
 #include <atomic>
@@ -28,7 +30,8 @@ class ControlThread final : public ControlQueue {
   // Stops if it runs.
   ~ControlThread() override;
 
-  Status start(const std::string& engine);
+  // `name`: the kernel keeps its first 15 characters.
+  Status start(const std::string& name);
   // Carries out what is left and ends the thread. Blocks.
   void stop();
 

@@ -41,7 +41,8 @@ Result<CounterSet> CounterSets::allocate(uint32_t n, std::vector<PeerId> raisers
 
 Result<std::optional<CounterSets::Fired>> CounterSets::expect(CounterSetId id, const std::vector<uint64_t>& targets,
                                                               EventCallback callback,
-                                                              std::shared_ptr<CompletionWord> word, uint64_t value) {
+                                                              std::shared_ptr<CompletionWord> word, uint64_t value,
+                                                              ControlQueue& control) {
   const std::lock_guard lock(mutex_);
   const auto found = sets_.find(id);
   if (found == sets_.end()) return no_such_set("expect", id);
@@ -66,8 +67,8 @@ Result<std::optional<CounterSets::Fired>> CounterSets::expect(CounterSetId id, c
       return Error{ErrorCode::kInvalidArgument, {}, {}, "expect", "target " + std::to_string(target) + " is too large"};
     }
   }
-  set.callback = std::move(callback);
-  set.word = std::move(word);
+  std::swap(set.callback, callback);
+  if (set.word.get() != word.get()) set.word = ControlOwned(control, std::move(word));
   set.value = value;
   set.remaining = targets.size();
   for (size_t i = 0; i < targets.size(); ++i) {
@@ -87,27 +88,42 @@ Result<std::vector<uint64_t>> CounterSets::values(CounterSetId id) const {
   return values;
 }
 
-Result<std::vector<uint32_t>> CounterSets::immediates(CounterSetId id) const {
+Result<std::vector<uint32_t>> CounterSets::read(CounterSetId id) {
   const std::lock_guard lock(mutex_);
   const auto found = sets_.find(id);
   if (found == sets_.end()) return no_such_set("counter_reader", id);
+  found->second.acted_on = true;
   return found->second.immediates;
 }
 
 Result<std::shared_ptr<const void>> CounterSets::release(CounterSetId id) {
+  decltype(sets_)::node_type ended;  // after the lock, which the worker takes: the callback is its maker's
   const std::lock_guard lock(mutex_);
   const auto found = sets_.find(id);
   if (found == sets_.end()) return no_such_set("release_counters", id);
   for (const uint32_t immediate : found->second.immediates) table_.release(immediate);
   std::shared_ptr<const void> raisers;
   if (found->second.raisers->size() > 1) raisers = std::move(found->second.raisers);  // fewer are in the counters
-  sets_.erase(found);
+  ended = sets_.extract(found);
   return raisers;
+}
+
+void CounterSets::clear() {
+  std::unordered_map<CounterSetId, Set> ended;  // after the lock: callbacks are their makers'
+  const std::lock_guard lock(mutex_);
+  ended.swap(sets_);
 }
 
 bool CounterSets::exists(CounterSetId id) const {
   const std::lock_guard lock(mutex_);
   return sets_.contains(id);
+}
+
+bool CounterSets::acted_on(uint32_t immediate) const {
+  const std::optional<uint64_t> owner = table_.owner(immediate);
+  const std::lock_guard lock(mutex_);
+  const auto found = owner ? sets_.find(*owner) : sets_.end();
+  return found != sets_.end() && found->second.acted_on;
 }
 
 std::optional<CounterSets::Fired> CounterSets::reached(CounterSetId id) {

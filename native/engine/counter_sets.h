@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "engine/completion_word.h"
+#include "engine/control_queue.h"
 #include "engine/imm_counter.h"
 #include "engine/transfer_engine.h"
 
@@ -24,22 +25,28 @@ class CounterSets {
   struct Fired {
     CounterSetId id = 0;
     EventCallback callback;
-    std::shared_ptr<CompletionWord> word;  // null: none
-    uint64_t value = 0;                    // what it becomes
+    ControlOwned<CompletionWord> word;  // null: none
+    uint64_t value = 0;                 // what it becomes
   };
 
   // `raisers`: whose immediates count; empty: anybody's who is connected.
   Result<CounterSet> allocate(uint32_t n, std::vector<PeerId> raisers);
-  // The set, if its counters are there already.
+  // The set, if its counters are there already. `control`: where the share in `word` ends; it outlives the sets, or clear().
   Result<std::optional<Fired>> expect(CounterSetId id, const std::vector<uint64_t>& targets, EventCallback callback,
-                                      std::shared_ptr<CompletionWord> word, uint64_t value);
+                                      std::shared_ptr<CompletionWord> word, uint64_t value, ControlQueue& control);
   Result<std::vector<uint64_t>> values(CounterSetId id) const;
-  Result<std::vector<uint32_t>> immediates(CounterSetId id) const;
+  // The set's immediates, for a reader of their counts: acted_on() holds for all of them from now on.
+  Result<std::vector<uint32_t>> read(CounterSetId id);
+  // Forgets all sets, and with them their words: no set is used any more. Counters stay readable.
+  void clear();
   // The answer, if any, has to live until an add() that is under way has ended.
   Result<std::shared_ptr<const void>> release(CounterSetId id);
   bool exists(CounterSetId id) const;
   // The immediate's counter is allocated and not released.
   bool live(uint32_t immediate) const { return table_.value(immediate).has_value(); }
+  // Pages that the immediate's counter has counted may have been used, and hold other bytes by now: a target of its set was
+  // reached, or its counts are read. Takes the lock.
+  bool acted_on(uint32_t immediate) const;
   // Of a live counter; 0 for one that was released. Lock-free.
   uint64_t value(uint32_t immediate) const noexcept { return table_.value(immediate).value_or(0); }
 
@@ -57,10 +64,14 @@ class CounterSets {
     std::shared_ptr<const std::vector<PeerId>> raisers;  // sorted
     size_t remaining = 0;                                // counters below their target
     EventCallback callback;
-    std::shared_ptr<CompletionWord> word;
+    ControlOwned<CompletionWord> word;  // until the next expect(), or the set's end
     uint64_t value = 0;
+    bool acted_on = false;
 
-    Fired fire(CounterSetId id) { return {id, std::move(callback), std::move(word), value}; }
+    Fired fire(CounterSetId id) {
+      acted_on = true;
+      return {id, std::move(callback), word, value};
+    }
   };
 
   ImmCounterTable table_;

@@ -1,16 +1,18 @@
 // What every provider implements: one NIC, or one stand-in for a NIC, in two halves.
 //
-//   Connector   registers memory and makes links. It may block, and every method runs on the engine's control thread, but
-//               for those that describe it: the engine asks them where it opens the domain, before anything else.
-//   Domain      posts and polls. Nothing in it blocks, and every method runs on the one thread that drives it: so neither
-//               half needs a lock of its own. What happened it puts into its completions(), never calling anybody.
+//   Connector   may block. register_memory(), and a Registration's end, run on the engine's memory thread; all else runs
+//               on its control thread, at the same time. No lock of the two is held where memory is registered.
+//   Domain      posts and polls. Nothing in it blocks, and every method runs on the one thread that drives it: it needs
+//               no lock of its own. What happened it puts into its completions(), never calling anybody.
 //
-// What the connector makes (a Registration, a LinkEnd) is finished when it is handed over to the domain, and comes back
-// through the ControlQueue when the domain is done with it, to be ended where ending it may block.
+// What the connector makes (a Registration, a LinkEnd) is finished when it is handed over to the domain. A LinkEnd comes
+// back through the ControlQueue when the domain is done with it, to be ended where ending it may block.
 //
 // Contract (docs/architecture.md, "the contract of the data plane"): reliable, unordered; a batch of n pages with
 // an immediate raises the receiver's counter by exactly n, after those pages are visible there; a completion means
-// that the source bytes may be overwritten AND that the bytes are in the peer's memory or never will be.
+// that the source bytes may be overwritten AND that the bytes are in the peer's memory or never will be. What fails with
+// its link is written again over another one, unless its receiver may have used some of it since (Rewriter): so what a
+// domain has counted up to its fence must be all that landed and was counted.
 #pragma once
 
 #include <cstddef>
@@ -72,7 +74,7 @@ struct MemoryRange {
   uint64_t memfd_offset = 0;
 };
 
-// Memory that one domain has registered. Made and destroyed on the control thread; in between it is the domain's from
+// Memory that one domain has registered. Made and destroyed on the memory thread; in between it is the domain's from
 // publish() until withdraw() says true. Each provider has its own kind.
 class Registration {
  public:
@@ -117,8 +119,8 @@ class Connector {
 
   // --- Memory
 
-  // Registers the memory, which stays the caller's and must live as long as the registration. kNotReachable: this lane
-  // does not reach memory of this kind, which is no failure where another one does.
+  // Registers the memory, which must outlive the registration. kNotReachable: this lane does not reach memory of this kind,
+  // which is no failure where another one does. A lane over another one has its slots registered on the control thread.
   virtual Result<std::unique_ptr<Registration>> register_memory(const MemoryRange& range) = 0;
 
   // --- Links. Both ends of a link can write. Three steps, whose bytes travel over the authenticated control plane:
@@ -135,7 +137,8 @@ class Connector {
   virtual Result<Bytes> offer(LinkId link) = 0;
   // kNotReachable: this provider cannot lead to that peer (other machine, other process): not a failure.
   virtual Result<Accepted> accept(LinkId link, std::span<const std::byte> offer) = 0;
-  // Uses the offer up, whatever comes of it.
+  // Uses the offer up, whatever comes of it. kNotReachable: as in accept(), where only this side finds it out: the caller
+  // may offer again without this provider.
   virtual Result<std::unique_ptr<LinkEnd>> complete(LinkId link, std::span<const std::byte> answer) = 0;
   // The offer is void: who comes with it is turned away. Idempotent.
   virtual void withdraw(LinkId link) = 0;

@@ -4,6 +4,8 @@
 #include <optional>
 #include <utility>
 
+#include "engine/start_thread.h"
+
 namespace kvc {
 
 DomainThread::~DomainThread() {
@@ -15,12 +17,13 @@ DomainThread::~DomainThread() {
 Status DomainThread::start(const std::string& name, int cpu, std::chrono::microseconds spin) {
   Latch started;
   Status status;
-  thread_ = std::thread([&, this, spin] {
+  Status thread = start_thread(thread_, [&, this, spin] {
     status = loop_.open(name, cpu);
     const bool ok = status.ok();
     started.set_done();  // `status` and `started` are the starting thread's: not touched after this
     if (ok) loop_.run(*this, spin);
   });
+  if (!thread) return thread;
   started.wait();
   if (!status) thread_.join();
   return status;

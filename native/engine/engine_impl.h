@@ -1,6 +1,8 @@
 // TransferEngine::Impl: the parts of an engine, and what several of its operations need.
 #pragma once
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <functional>
@@ -53,9 +55,11 @@ class TransferEngine::Impl {
   // The worker ends first, and needs the control thread for that; the connectors end last, on the control thread.
   ~Impl() {
     worker.stop();
+    memory.stop();
     control.run([this] {
       control.unwatch_all();
       worker.drop_commands();
+      counters.clear();  // readers may outlive the control thread
       for (const std::shared_ptr<LocalRegion>& region : regions.all()) region->memory->registrations.clear();
     });
     control.run([this] { lanes.close_connectors(); });
@@ -77,7 +81,8 @@ class TransferEngine::Impl {
         return started;
       }
     }
-    if (Status started = control.start(config.name); !started) return started;
+    if (Status started = control.start("kvc-c-" + config.name); !started) return started;
+    if (Status started = memory.start("kvc-m-" + config.name); !started) return started;
     if (Status started = worker.start(control, domain_threads); !started) return started;
     control.run([this] {
       for (Lane& lane : lanes.all()) {
@@ -92,6 +97,12 @@ class TransferEngine::Impl {
   std::invoke_result_t<F> on_control(const char* operation, F f) {
     if (worker.on_thread()) return std::invoke_result_t<F>(Worker::blocking_in_callback(operation));
     return control.call(std::move(f));
+  }
+  // The same on the thread that registers memory.
+  template <typename F>
+  std::invoke_result_t<F> on_memory_thread(const char* operation, F f) {
+    if (worker.on_thread()) return std::invoke_result_t<F>(Worker::blocking_in_callback(operation));
+    return memory.call(std::move(f));
   }
 
   // --- Looking up.
@@ -177,6 +188,7 @@ class TransferEngine::Impl {
                                  std::span<const ScatterUpdate> updates);
 
   const EngineConfig config;
+  const pid_t process = getpid();  // a fork has none of the threads
   WriterFirstMutex peers_mutex;
   WriterFirstMutex writes_mutex;  // of what a write looks up
   Registry<Peer> peers{peers_mutex};
@@ -201,7 +213,8 @@ class TransferEngine::Impl {
   std::vector<std::unique_ptr<DomainThread>> domain_threads;  // EngineConfig::workers less the first
   Lanes lanes;
   ControlThread control;
-  Offers offers;  // the control thread's
+  ControlThread memory{[] {}};  // registers and deregisters; wakes nobody: its callers wait for it
+  Offers offers;                // the control thread's
   DomainGroup group;
   Worker worker;
 };

@@ -197,7 +197,8 @@ Status TransferEngine::arm(TransferId transfer, std::shared_ptr<LayerSignal> sig
       std::make_shared<const PageTable>(PageTable{std::move(pages.source_pages), std::move(pages.target_pages)});
   std::stable_sort(layers.begin(), layers.end(),
                    [](const ArmedLayer& a, const ArmedLayer& b) { return a.signal_value < b.signal_value; });
-  auto plan = std::make_unique<ArmedPlan>(ArmedPlan{std::move(ends.transfer), std::move(signal), {}});
+  auto plan = std::make_unique<ArmedPlan>(
+      ArmedPlan{std::move(ends.transfer), ControlOwned<LayerSignal>(impl_->control, std::move(signal)), {}});
   plan->items.reserve(layers.size());
   for (const ArmedLayer& layer : layers) {
     plan->items.push_back(
@@ -212,12 +213,29 @@ Status TransferEngine::arm_slices(TransferId transfer, std::shared_ptr<LayerSign
                                   std::vector<ArmedSlice> slices) {
   constexpr const char* kOperation = "arm_slices";
   if (signal == nullptr) return invalid(kOperation, "no signal");
-  std::stable_sort(slices.begin(), slices.end(),
-                   [](const ArmedSlice& a, const ArmedSlice& b) { return a.signal_value < b.signal_value; });
   const Result<std::shared_ptr<Transfer>> found = impl_->find_transfer(transfer, kOperation);
   if (!found) return found.error();
   if (slices.empty()) return {};
-  auto plan = std::make_unique<ArmedPlan>(ArmedPlan{found.value(), std::move(signal), {}});
+  // Before anything is made of them. What is not armed in the end is given back.
+  const auto count = static_cast<uint32_t>(std::min<size_t>(slices.size(), kMaxArmedSlices + 1));
+  std::atomic<uint32_t>& armed = found.value()->armed_slices;
+  struct Reserved {
+    std::atomic<uint32_t>& armed;
+    uint32_t count;
+    ~Reserved() { armed.fetch_sub(count, std::memory_order_relaxed); }
+  } reserved{armed, count};
+  if (armed.fetch_add(count, std::memory_order_relaxed) + count > kMaxArmedSlices) {
+    return Error{
+        ErrorCode::kResources,
+        {},
+        {},
+        kOperation,
+        std::to_string(kMaxArmedSlices) + " slices of a transfer may wait or be in flight: wait_drained() first"};
+  }
+  std::stable_sort(slices.begin(), slices.end(),
+                   [](const ArmedSlice& a, const ArmedSlice& b) { return a.signal_value < b.signal_value; });
+  auto plan = std::make_unique<ArmedPlan>(
+      ArmedPlan{found.value(), ControlOwned<LayerSignal>(impl_->control, std::move(signal)), {}});
   plan->items.reserve(slices.size());
   Impl::Ends ends{.transfer = plan->transfer.get()};
   for (const ArmedSlice& slice : slices) {
@@ -237,17 +255,7 @@ Status TransferEngine::arm_slices(TransferId transfer, std::shared_ptr<LayerSign
     request->released_by = slice.signal_value + 1;
     plan->items.push_back({slice.signal_value, std::move(request)});
   }
-  const auto count = static_cast<uint32_t>(std::min<size_t>(slices.size(), kMaxArmedSlices + 1));
-  std::atomic<uint32_t>& armed = plan->transfer->armed_slices;
-  if (armed.fetch_add(count, std::memory_order_relaxed) + count > kMaxArmedSlices) {
-    armed.fetch_sub(count, std::memory_order_relaxed);
-    return Error{
-        ErrorCode::kResources,
-        {},
-        {},
-        kOperation,
-        std::to_string(kMaxArmedSlices) + " slices of a transfer may wait or be in flight: wait_drained() first"};
-  }
+  reserved.count = 0;
   impl_->worker.submit<Arm>(std::move(plan));
   return {};
 }

@@ -123,4 +123,14 @@ std::optional<uint64_t> ImmCounterTable::value(uint32_t immediate) const noexcep
   return word & kMaxCount;
 }
 
+std::optional<uint64_t> ImmCounterTable::owner(uint32_t immediate) const noexcept {
+  const Immediate imm = Immediate::decode(immediate);
+  const Slot* slot = find(imm.slot);
+  if (slot == nullptr) return std::nullopt;
+  const uint64_t owner = slot->owner.load(std::memory_order_seq_cst);
+  // Looked at last: while it is of our generation, the slot has not changed hands.
+  if (!same_tag(slot->word.load(std::memory_order_seq_cst), tag(imm.generation))) return std::nullopt;
+  return owner;
+}
+
 }  // namespace kvc

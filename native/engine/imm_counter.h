@@ -51,6 +51,9 @@ class ImmCounterTable {
   // The count, or nothing where the immediate is stale. Any thread; lock-free.
   std::optional<uint64_t> value(uint32_t immediate) const noexcept;
 
+  // What allocate() was given, or nothing where the immediate is stale. Any thread; lock-free.
+  std::optional<uint64_t> owner(uint32_t immediate) const noexcept;
+
   // Live counters now.
   uint32_t allocated() const noexcept { return allocated_.load(std::memory_order_relaxed); }
 

@@ -52,7 +52,7 @@ class Lanes {
   const std::vector<Error>& unusable() const noexcept { return unusable_; }
 
   // Has each domain register the memory; a lane that does not reach memory of this kind is passed over, with its reason, as
-  // long as one takes it. On the control thread; blocks.
+  // long as one takes it. On the memory thread; blocks.
   Result<std::shared_ptr<LocalMemory>> register_memory(const MemoryRange& range, bool allow_fallback);
 
   // The two halves end, in this order: on the driving thread, and on the control thread.

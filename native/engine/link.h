@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <set>
 #include <vector>
 
 #include "engine/domain.h"
@@ -48,7 +49,8 @@ struct Link {
   LinkTally posted;    // what we posted over it, counted,
   LinkTally counted;   // and what landed here
   std::vector<uint32_t> unsettled;     // places in the flight table of what ended when it broke
-  std::vector<uint32_t> refused;       // counters whose batches the peer refused: their counts are not known
+  std::set<uint32_t> refused;          // counters whose batches the peer refused: their counts are not known
+  LinkId noted = 0;                    // the keeper has a note that it broke under this id
   std::unique_ptr<LinkRepair> repair;  // once it has broken
 };
 

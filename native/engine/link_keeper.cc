@@ -28,6 +28,10 @@ constexpr auto kStableTime = kLongestPause;
 // An offer is answered, and a new link says hello, within this: a round trip, plus tcp's first retry of a lost SYN.
 constexpr auto kProveTime = std::chrono::milliseconds(2000);
 
+// A step that comes this late says that this process was stopped (SIGSTOP, a paused machine). The worker's turns take
+// milliseconds at most, and it wakes in time for what is due; the least of the times above is twice as long.
+constexpr auto kStopped = std::chrono::milliseconds(1000);
+
 // Messages about links that wait for step(): a step handles them all, so only a flood meets this bound, and what is
 // dropped here is asked again.
 constexpr size_t kMaxReceived = 1024;
@@ -48,8 +52,10 @@ bool ending(const Peer& peer) {
 
 }  // namespace
 
-void LinkKeeper::broke(Peer& peer, Link& link, LinkId id, Error error) {
-  broken_.push_back({&peer, &link, id, std::move(error)});
+void LinkKeeper::broke(Peer& peer, Link& link, LinkId id, const Error& error) {
+  if (noted(link, id)) return;
+  link.noted = id;
+  broken_.push_back({&peer, &link, id, error});
 }
 
 void LinkKeeper::receive(Peer& peer, LinkId id, std::span<const std::byte> message) {
@@ -73,6 +79,7 @@ void LinkKeeper::make_links(Peer& peer) {
     if (link.state != Link::State::kOut || link.repair != nullptr) continue;
     link.repair = std::make_unique<LinkRepair>();
     link.repair->pause = kFirstPause / 2;  // doubled when a try fails
+    link.repair->due = Clock::now();
     watch(peer, link);
   }
 }
@@ -80,20 +87,20 @@ void LinkKeeper::make_links(Peer& peer) {
 bool LinkKeeper::step() {
   if (broken_.empty() && received_.empty() && repairs_.empty() && wanting_.empty()) return false;
   now_ = Clock::now();
+  forgive_own_silence();
   bool any = !broken_.empty() || !received_.empty();
   const std::array want{static_cast<std::byte>(MessageTag::kLinksWanted)};
   std::erase_if(wanting_, [&](Peer* peer) { return scheduler_.send(*peer, want); });
-  // Each of these may end a peer, and with it whatever else waits here of it: so one by one.
+  // Each of these may end a peer, whose others then mean nothing, and may have more come in.
   while (!broken_.empty()) {
-    const Broken broken = std::move(broken_.front());
-    broken_.erase(broken_.begin());
-    take_out(broken);
+    for (const Broken& broken : std::exchange(broken_, {})) take_out(broken);
   }
   while (!received_.empty()) {
-    const Received received = std::move(received_.front());
-    received_.erase(received_.begin());
-    if (ending(*received.peer) || handle(received)) continue;
-    owner_.lose_peer(*received.peer, Error{ErrorCode::kPeerDown, {}, {}, "links", "the peer sent a malformed message"});
+    for (const Received& received : std::exchange(received_, {})) {
+      if (ending(*received.peer) || handle(received)) continue;
+      owner_.lose_peer(*received.peer,
+                       Error{ErrorCode::kPeerDown, {}, {}, "links", "the peer sent a malformed message"});
+    }
   }
   for (size_t i = 0; i < repairs_.size();) {
     const Repair repair = repairs_[i];
@@ -109,6 +116,19 @@ bool LinkKeeper::step() {
     repairs_.pop_back();
   }
   return any;
+}
+
+// What peers have said while this process did not run is read after this step: their time begins anew.
+void LinkKeeper::forgive_own_silence() {
+  if (repairs_.empty()) return;
+  const auto due = [](const Repair& repair) { return repair.link->repair->due; };
+  const Clock::duration late = now_ - due(*std::min_element(repairs_.begin(), repairs_.end(),
+                                                            [&](auto& a, auto& b) { return due(a) < due(b); }));
+  if (late < kStopped) return;
+  for (const Repair& repair : repairs_) {
+    repair.link->repair->began = now_;
+    if (repair.link->state == Link::State::kOffered) repair.link->repair->due = now_ + kProveTime;
+  }
 }
 
 std::optional<LinkKeeper::Clock::time_point> LinkKeeper::next_step() const {
@@ -311,7 +331,11 @@ bool LinkKeeper::answer(Peer& peer, const Link& link, const LinkMessage& questio
     if (!pages) {
       tallies.numbers.push_back(LinkMessage::kUnknown);
     } else {
-      tallies.numbers.push_back(*pages | (counters_.live(counter) ? 0 : LinkMessage::kReleased));
+      // In this order: one that is released in between was at least released.
+      const bool acted_on = counters_.acted_on(counter);
+      const bool released = !counters_.live(counter);
+      tallies.numbers.push_back(*pages | (released ? LinkMessage::kReleased : 0) |
+                                (acted_on ? LinkMessage::kActedOn : 0));
     }
   }
   return scheduler_.send(peer, encode(tallies));
@@ -330,7 +354,8 @@ bool LinkKeeper::hear_tallies(Link& link, const LinkMessage& message) {
     const uint32_t number = message.numbers[i];
     landed.known = number != LinkMessage::kUnknown;
     landed.released = (number & LinkMessage::kReleased) != 0;
-    landed.pages = number & ~LinkMessage::kReleased;
+    landed.acted_on = (number & LinkMessage::kActedOn) != 0;
+    landed.pages = number & ~(LinkMessage::kReleased | LinkMessage::kActedOn);
     if (landed.known && landed.pages >= LinkTally::kModulus) return false;
   }
   repair.answered[message.part] = true;

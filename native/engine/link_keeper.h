@@ -86,13 +86,13 @@ class LinkKeeper {
 
   // --- Only noted, step() acts.
 
-  // The link `id` (link.id, or what it is offered as) broke, or its batches end with errors that speak of the link.
-  void broke(Peer& peer, Link& link, LinkId id, Error error);
-  // Whether such a note waits for step().
-  bool has_broken() const noexcept { return !broken_.empty(); }
-  // That of this link was the last note, and is still one: a peer out of its senses gives the same reason thousands of
-  // times in a turn.
-  bool last_broken(LinkId id) const noexcept { return !broken_.empty() && broken_.back().id == id; }
+  // The link `id` (link.id, or what it is offered as) broke, or its batches end with errors that speak of the link. The first
+  // such word is noted: as many as there were batches in flight may follow, and each makes a full error.
+  void broke(Peer& peer, Link& link, LinkId id, const Error& error);
+  // It was noted before.
+  static bool noted(const Link& link, LinkId id) noexcept { return link.noted == id; }
+  // Notes that wait for step().
+  size_t broken() const noexcept { return broken_.size(); }
   // A message of the peer's with one of the tags of link_message.h, over the link `id`.
   void receive(Peer& peer, LinkId id, std::span<const std::byte> message);
 
@@ -130,6 +130,7 @@ class LinkKeeper {
     Link* link;
   };
 
+  void forgive_own_silence();
   void take_out(const Broken& broken);
   void watch(Peer& peer, Link& link);
   bool handle(const Received& received);

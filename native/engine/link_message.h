@@ -24,6 +24,8 @@ struct LinkMessage {
   static constexpr size_t kMaxBytes = kMaxMessageBytes - kHeaderBytes;
   // In an answer's number: the counter was released (its pages may have a new owner), or its slot has a new owner.
   static constexpr uint32_t kReleased = 1U << 31;
+  // Its receiver has acted on a count of it, or may have: CounterSets::acted_on().
+  static constexpr uint32_t kActedOn = 1U << 30;
   static constexpr uint32_t kUnknown = UINT32_MAX;
 
   MessageTag tag{};

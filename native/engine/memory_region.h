@@ -58,6 +58,9 @@ struct alignas(64) RemoteRegion : std::enable_shared_from_this<RemoteRegion> {
   const uint64_t offset;              // of the region in that memory
   const uint64_t bytes;               // of the region
   const std::vector<uint64_t> rkeys;  // one per domain of the peer's lane, in the peer's order
+  // The worker's: the peer has refused its key, so that nothing more is written there. Where a refusal breaks a link, as it
+  // does a queue pair, each further one would cost the next link.
+  mutable bool refused = false;
 };
 
 }  // namespace kvc

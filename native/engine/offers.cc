@@ -39,10 +39,11 @@ Result<Offers::OfferedLink> Offers::offer_link(Lane& lane, Bytes& bytes) {
   return *std::move(why);
 }
 
-Result<Bytes> Offers::make(PeerId peer) {
+Result<Bytes> Offers::make(PeerId peer, std::span<const std::string> without) {
   Offer offer{config_.name, {}};
   std::optional<Error> why;
   for (Lane& lane : lanes_.all()) {
+    if (std::find(without.begin(), without.end(), lane.provider) != without.end()) continue;
     Bytes bytes;
     Result<OfferedLink> link = offer_link(lane, bytes);
     if (!link) {
@@ -54,6 +55,9 @@ Result<Bytes> Offers::make(PeerId peer) {
     offers_[peer].push_back(link.value());
     offer.lanes.push_back(
         {lane.provider, static_cast<uint32_t>(lane.domains.size()), link.value().local_domain, std::move(bytes)});
+  }
+  if (offer.lanes.empty() && !why) {
+    why = Error{ErrorCode::kNotReachable, {}, {}, "offer", "no other lane is configured here"};
   }
   if (offer.lanes.empty()) return *std::move(why);
   return encode(offer);

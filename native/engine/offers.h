@@ -34,8 +34,9 @@ class Offers {
  public:
   Offers(const EngineConfig& config, Lanes& lanes) : config_(config), lanes_(lanes) {}
 
-  // The bytes for the peer. The offer stays open until complete() or withdraw().
-  Result<Bytes> make(PeerId peer);
+  // The bytes for the peer. The offer stays open until complete() or withdraw(). `without`: providers to leave out, where
+  // kNotReachable says that no other is configured.
+  Result<Bytes> make(PeerId peer, std::span<const std::string> without);
 
   struct Accepted {
     FirstLink link;

@@ -49,6 +49,10 @@ struct Peer {
   std::atomic<uint32_t> transfers{0};
   std::atomic<uint32_t> messages{0};
 
+  // Imported from it; guarded by the mutex of the engine's remote regions. Those of a fence that has begun are taken out by
+  // and by, and ids may stay here whose region is gone.
+  std::vector<RemoteRegionId> regions;
+
   // The worker's:
   std::vector<Link> links;                        // in the same order on both sides; none before it is connected
   DomainLimits limits;                            // of the lane

@@ -163,6 +163,11 @@ Poster::Outcome Poster::post_batch(Stream& stream) {
     owner_.fail(stream, {ErrorCode::kUnknownRegion, {}, {}, "post", "the source region was deregistered"});
     return Outcome::kNothing;
   }
+  if (batch.target != nullptr && batch.target->refused) {
+    owner_.fail(stream, {ErrorCode::kUnknownRegion, peer.provider, peer.name, "post",
+                         "the peer has refused a write to this region: it has deregistered it"});
+    return Outcome::kNothing;
+  }
   if (batch.page_bytes > peer.limits.page_bytes) {
     owner_.fail(stream, {ErrorCode::kOutOfRange, peer.provider, peer.name, "post",
                          "pages of " + std::to_string(batch.page_bytes) + " bytes are longer than the " +

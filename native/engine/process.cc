@@ -1,6 +1,7 @@
 #include "engine/process.h"
 
 #include <poll.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -27,6 +28,11 @@ std::string boot_id() {
   std::string id;
   file >> id;
   return id;
+}
+
+uint64_t own_namespace(std::string_view kind) {
+  struct stat status{};
+  return stat(("/proc/self/ns/" + std::string(kind)).c_str(), &status) == 0 ? status.st_ino : 0;
 }
 
 }  // namespace kvc

@@ -3,7 +3,9 @@
 
 #include <sys/types.h>
 
+#include <cstdint>
 #include <string>
+#include <string_view>
 
 #include "engine/unique_fd.h"
 
@@ -19,5 +21,8 @@ bool is_gone(const UniqueFd& pidfd);
 
 // The running kernel, since it was booted (/proc/sys/kernel/random/boot_id); empty if unknown.
 std::string boot_id();
+
+// The number of this process's namespace of that kind ("pid", "user"), unique under one running kernel; 0: unknown.
+uint64_t own_namespace(std::string_view kind);
 
 }  // namespace kvc

@@ -58,22 +58,27 @@ class Registry {
     auto node = objects_.extract(id);
     return node.empty() ? nullptr : std::move(node.mapped());
   }
-  template <typename Predicate>
-  std::vector<std::shared_ptr<T>> erase_if(Predicate gone) {
+  // Takes up to `limit` ids from the end of `ids`, which the mutex guards as well, and appends their objects to `erased`. True
+  // if none is left. Bounded: whoever writes waits for the mutex.
+  template <typename Id>
+  bool erase_some(std::vector<Id>& ids, size_t limit, std::vector<std::shared_ptr<T>>& erased) {
     const std::unique_lock lock(mutex_);
-    std::vector<std::shared_ptr<T>> erased;
-    std::erase_if(objects_, [&](auto& entry) {
-      if (!gone(*entry.second)) return false;
-      erased.push_back(std::move(entry.second));
-      return true;
-    });
-    return erased;
+    for (; limit > 0 && !ids.empty(); --limit, ids.pop_back()) {
+      if (std::shared_ptr<T> object = erase_locked(ids.back())) erased.push_back(std::move(object));
+    }
+    return ids.empty();
   }
   std::vector<std::shared_ptr<T>> all() const {
+    return all_if([](const T&) { return true; });
+  }
+  // Those of which `wanted`, called with the mutex held, says so.
+  template <typename Predicate>
+  std::vector<std::shared_ptr<T>> all_if(Predicate wanted) const {
     const std::shared_lock lock(mutex_);
     std::vector<std::shared_ptr<T>> objects;
-    objects.reserve(objects_.size());
-    for (const auto& [id, object] : objects_) objects.push_back(object);
+    for (const auto& [id, object] : objects_) {
+      if (wanted(*object)) objects.push_back(object);
+    }
     return objects;
   }
   size_t size() const {

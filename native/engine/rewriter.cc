@@ -1,6 +1,7 @@
 #include "engine/rewriter.h"
 
 #include <algorithm>
+#include <iterator>
 #include <map>
 #include <utility>
 
@@ -38,11 +39,11 @@ void Rewriter::recover(Peer& peer, Link& link, std::span<const Landed> landed) {
   for (auto& [counter, entries] : counted) {
     uint64_t pages = 0;
     for (const uint32_t place : entries) pages += flights_[place].pages;
-    const auto found = std::find_if(landed.begin(), landed.end(),
-                                    [counter = counter](const Landed& one) { return one.counter == counter; });
+    const auto found = std::lower_bound(landed.begin(), landed.end(), counter,
+                                        [](const Landed& one, uint32_t than) { return one.counter < than; });
+    const bool tells = found != landed.end() && found->counter == counter;
     const std::optional<uint32_t> posted = link.posted.pages(counter);
-    const bool refused = std::find(link.refused.begin(), link.refused.end(), counter) != link.refused.end();
-    if (found == landed.end() || !found->known || !posted || refused) {
+    if (!tells || !found->known || !posted || link.refused.contains(counter)) {
       fail(entries, ErrorCode::kPeerDown, "a link broke, and it is not known what of this counter it had carried");
       continue;
     }
@@ -53,6 +54,11 @@ void Rewriter::recover(Peer& peer, Link& link, std::span<const Landed> landed) {
       fail(entries, ErrorCode::kPeerDown, "a link broke, and the peer has counted less than had arrived there");
     } else if (found->released) {
       fail(entries, ErrorCode::kRefused, "a link broke, and the peer has released the counter since");
+    } else if (found->acted_on && missing < pages && any_writes(entries)) {
+      // Some of them were counted, and nobody knows which: these may hold other bytes by now.
+      fail(entries, ErrorCode::kRefused,
+           "a link broke, and the peer may have used some of the pages again since: it has reached a target of their "
+           "counter, or reads it");
     } else if (any_given_up(entries)) {
       fail(entries, ErrorCode::kCancelled, "a transfer with the same counter was given up while its link was broken");
     } else {
@@ -72,6 +78,10 @@ bool Rewriter::any_given_up(const Entries& entries) const {
                      [this](uint32_t place) { return given_up(*flights_[place].stream); });
 }
 
+bool Rewriter::any_writes(const Entries& entries) const {
+  return std::any_of(entries.begin(), entries.end(), [this](uint32_t place) { return flights_[place].bytes > 0; });
+}
+
 bool Rewriter::given_up(const Stream& stream) const {
   if (stream.stopping()) return true;
   return stream.kind == Stream::Kind::kRecovery && any_given_up(static_cast<const Recovery&>(stream).entries);
@@ -81,6 +91,7 @@ bool Rewriter::given_up(const Stream& stream) const {
 // is not known, so none may be counted before all of them are there.
 void Rewriter::rewrite(Peer& peer, Entries entries, std::optional<uint32_t> counter, uint32_t missing) {
   Recovery& recovery = *recoveries_.emplace_back(std::make_unique<Recovery>(peer));
+  recovery.place = std::prev(recoveries_.end());
   Rewrite again;
   for (const uint32_t place : entries) {
     const Flight& flight = flights_[place];
@@ -104,7 +115,7 @@ void Rewriter::end(Recovery& recovery) {
   for (const uint32_t place : std::exchange(recovery.entries, {})) {
     resolve_(place, error ? &*error : nullptr, !recovery.quiesced);
   }
-  std::erase_if(recoveries_, [&](const auto& other) { return other.get() == &recovery; });
+  recoveries_.erase(recovery.place);
 }
 
 std::vector<Recovery*> Rewriter::of(const Peer& peer) const {

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <list>
 #include <memory>
 #include <optional>
 #include <span>
@@ -25,6 +26,7 @@ struct Landed {
   uint32_t counter = 0;
   uint32_t pages = 0;     // modulo LinkTally::kModulus
   bool released = false;  // the peer waits for it no longer
+  bool acted_on = false;  // what it has counted may have a new owner there: CounterSets::acted_on()
   bool known = true;
 };
 
@@ -32,6 +34,7 @@ struct Landed {
 struct Recovery : Stream {
   explicit Recovery(Peer& to) : Stream(Kind::kRecovery, to, nullptr) { sealed = true; }
   std::vector<uint32_t> entries;
+  std::list<std::unique_ptr<Recovery>>::iterator place{};  // among the Rewriter's
 };
 
 class Rewriter {
@@ -44,7 +47,7 @@ class Rewriter {
 
   // The counters of what is unsettled on it, each once.
   std::vector<uint32_t> unsettled_counters(const Link& link) const;
-  // Settles it: what was counted is done, and the rest goes over the peer's other links. `landed` is by counter.
+  // Settles it: what was counted is done, and the rest goes over the peer's other links. `landed` is by rising counter.
   void recover(Peer& peer, Link& link, std::span<const Landed> landed);
 
   // A transfer behind it was given up: nothing more of it may be posted.
@@ -58,12 +61,14 @@ class Rewriter {
   void rewrite(Peer& peer, Entries entries, std::optional<uint32_t> counter, uint32_t missing);
   void fail(const Entries& entries, ErrorCode code, const char* why);
   bool any_given_up(const Entries& entries) const;
+  bool any_writes(const Entries& entries) const;  // not immediates alone
 
   FlightTable& flights_;
   Stats& stats_;
   const Resolve resolve_;
   const Start start_;
-  std::vector<std::unique_ptr<Recovery>> recoveries_;
+  // One for each counter of a broken link's, so thousands may be under way.
+  std::list<std::unique_ptr<Recovery>> recoveries_;
 };
 
 }  // namespace kvc

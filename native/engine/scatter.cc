@@ -24,6 +24,12 @@ void ScatterRun::fill(std::span<const ScatterUpdate> updates) {
   std::copy(updates.begin(), updates.end(), updates_.begin());
 }
 
+void ScatterRun::abandon() {
+  const std::shared_ptr<Scatter> scatter = std::move(keep_);  // this run may end with it
+  id_.store(0, std::memory_order_release);
+  scatter->leave();
+}
+
 std::optional<Error> Scatter::check(std::span<const ScatterUpdate> updates) const {
   constexpr const char* kOperation = "submit_scatter";
   if (updates.size() != slices_.size()) {
@@ -64,6 +70,7 @@ ScatterRun* Scatter::take(TransferId id) {
 }
 
 ScatterRun* Scatter::find(TransferId id) const {
+  if (id == 0) return nullptr;  // what free runs say
   const std::lock_guard lock(mutex_);
   const auto found = std::find_if(runs_.begin(), runs_.end(), [id](const ScatterRun& run) { return run.id() == id; });
   return found == runs_.end() ? nullptr : const_cast<ScatterRun*>(&*found);

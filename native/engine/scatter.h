@@ -41,6 +41,8 @@ class ScatterRun {
   // Slice i goes as updates[i] says, or is an immediate alone, or nothing (no bytes, no immediate). Then it is handed over,
   // and keeps its scatter.
   void fill(std::span<const ScatterUpdate> updates);
+  // It was handed over, and is never started: it tells nothing, and lets go of its scatter. Once the worker has ended.
+  void abandon();
 
   // --- The worker.
 
@@ -103,7 +105,7 @@ class Scatter : public std::enable_shared_from_this<Scatter> {
   std::optional<Error> check(std::span<const ScatterUpdate> updates) const;
   // A free run, known as `id` from now on. Null: it was released, or kMaxRuns are in flight.
   ScatterRun* take(TransferId id);
-  // The run of this id; null: it has ended.
+  // The run of this id; null: it has ended, or there never was one.
   ScatterRun* find(TransferId id) const;
   // Its user takes no more runs. False: it was released before.
   bool release();

@@ -38,7 +38,11 @@ Status check_config(const EngineConfig& config) {
 }  // namespace
 
 TransferEngine::TransferEngine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
-TransferEngine::~TransferEngine() = default;
+TransferEngine::~TransferEngine() {
+  // In a child of fork() the threads, and what they held, are the parent's: nothing here may be ended.
+  if (impl_->process != getpid()) [[maybe_unused]]
+    Impl* const left = impl_.release();
+}
 
 Result<std::unique_ptr<TransferEngine>> TransferEngine::create(EngineConfig config) {
   if (Status status = check_config(config); !status) return status.error();
@@ -53,10 +57,10 @@ Result<std::unique_ptr<TransferEngine>> TransferEngine::create(EngineConfig conf
 
 // --- Peers
 
-Result<Handshake> TransferEngine::offer(std::string name) {
+Result<Handshake> TransferEngine::offer(std::string name, std::span<const std::string> without) {
   return impl_->on_control("offer", [&]() -> Result<Handshake> {
     const PeerId id = impl_->peer_ids.next();
-    Result<Bytes> bytes = impl_->offers.make(id);
+    Result<Bytes> bytes = impl_->offers.make(id, without);
     if (!bytes) return bytes.error();
     impl_->peers.insert(id, std::make_shared<Peer>(id, std::move(name)));
     return Handshake{id, std::move(bytes.value()), {}};
@@ -203,7 +207,7 @@ Result<CounterSet> TransferEngine::alloc_counters(uint32_t n, const std::vector<
 Status TransferEngine::expect(CounterSetId set, const std::vector<uint64_t>& targets, EventCallback callback,
                               std::shared_ptr<CompletionWord> word, uint64_t value) {
   Result<std::optional<CounterSets::Fired>> fired =
-      impl_->counters.expect(set, targets, std::move(callback), std::move(word), value);
+      impl_->counters.expect(set, targets, std::move(callback), std::move(word), value, impl_->control);
   if (!fired) return fired.error();
   if (!fired.value()) return {};
   if (fired.value()->callback || fired.value()->word) {
@@ -219,7 +223,7 @@ Status TransferEngine::expect(CounterSetId set, const std::vector<uint64_t>& tar
 Result<std::vector<uint64_t>> TransferEngine::counter_values(CounterSetId set) { return impl_->counters.values(set); }
 
 Result<CounterReader> TransferEngine::counter_reader(CounterSetId set) {
-  Result<std::vector<uint32_t>> immediates = impl_->counters.immediates(set);
+  Result<std::vector<uint32_t>> immediates = impl_->counters.read(set);
   if (!immediates) return immediates.error();
   return CounterReader(impl_->counted, std::move(immediates.value()));
 }

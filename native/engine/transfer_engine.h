@@ -1,7 +1,7 @@
 // TransferEngine: counted one-sided writes between registered memory of two processes, and small messages.
 //
-// The engine owns one DomainGroup: the domains that serve one device, driven by a worker thread that posts and polls, and a
-// control thread for what may block: memory registration, making and ending links. Where there are several workers
+// The engine owns one DomainGroup: the domains that serve one device, driven by a worker thread that posts and polls, and
+// two for what may block: one registers memory, the other makes and ends links. Where there are several workers
 // (EngineConfig::workers), "the worker" is the first of them, which schedules and calls back. Every public method may be
 // called from any thread. Unless its comment says that it blocks, a method only hands a command to the worker and returns in
 // well under a microsecond. Errors come back as values; nothing here throws or aborts.
@@ -251,7 +251,7 @@ class TransferEngine {
   static Result<std::unique_ptr<TransferEngine>> create(EngineConfig config);
 
   // Stops the workers: open transfers end with kClosed, links are fenced, registered memory is released. Blocks; for a
-  // peer that cannot be fenced (its process is stopped in the middle of a copy) 5 s at most.
+  // peer that cannot be fenced (its process is stopped in the middle of a copy) 5 s; for copies of our own GPU, until they end.
   ~TransferEngine();
 
   // --- Memory. Regions must stay mapped until deregister_memory() returned. An engine may have memory of several kinds
@@ -280,7 +280,8 @@ class TransferEngine {
   // offerer gives itself). Each blocks for what it takes to make a link (milliseconds on a NIC). One link is made here; the
   // others, where a side has several domains in the lane, once there is something to write.
 
-  Result<Handshake> offer(std::string name);
+  // `without`: providers that complete() of an earlier offer has found not to lead to this peer.
+  Result<Handshake> offer(std::string name, std::span<const std::string> without = {});
   Result<Handshake> accept(std::string name, std::span<const std::byte> offer);
   // An answer that is refused uses the offer up: the peer's id is forgotten.
   Status complete(PeerId peer, std::span<const std::byte> answer);
@@ -379,12 +380,16 @@ class TransferEngine {
   // raised. Empty: any connected peer may raise them, which is for peers that trust each other.
   Result<CounterSet> alloc_counters(uint32_t n, const std::vector<PeerId>& raisers = {});
   // One event when counters[i] >= targets[i] for all i (at once if they are). Counts only grow: once that event has come,
-  // new targets may be set, above the last ones. `word`: `value` is stored into it before the event
+  // new targets may be set, above the last ones. Pages of a later target are to be written only after the one before was
+  // reached: a count says how many have landed, not which. Where a link of several breaks then, pages that may have been used
+  // since are not written again, and their transfer fails with kRefused. `word`: `value` is stored into it before the event
   // is told (one in a GPU's memory: on a stream, and may still be on its way), for a kernel that polls; where it could not
   // be stored, the event carries the error.
   Status expect(CounterSetId set, const std::vector<uint64_t>& targets, EventCallback callback = {},
                 std::shared_ptr<CompletionWord> word = nullptr, uint64_t value = 0);
+  // Who takes a reader may use pages below the target: for a link that breaks it is as if one was reached.
   Result<CounterReader> counter_reader(CounterSetId set);
+  // For a diagnosis: what is used because of a count that was seen here may be written again. Take a reader for that.
   Result<std::vector<uint64_t>> counter_values(CounterSetId set);
   // Frees the set: its slots get a new generation, later immediates count as stale. No event follows (a callback that
   // is already running ends).

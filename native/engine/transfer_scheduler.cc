@@ -1,6 +1,7 @@
 #include "engine/transfer_scheduler.h"
 
 #include <algorithm>
+#include <array>
 #include <cassert>
 #include <utility>
 
@@ -73,9 +74,10 @@ void TransferScheduler::cancel(Transfer& transfer) {
 
 void TransferScheduler::fail_peer(Peer& peer, const Error& error) {
   if (!peer.down) peer.down = error;
-  for (const std::shared_ptr<Transfer>& transfer : transfers_.all()) {
+  const auto to_it = [&](const Transfer& transfer) { return transfer.peer.get() == &peer; };
+  for (const std::shared_ptr<Transfer>& transfer : transfers_.all_if(to_it)) {
     // One that may end is through, although it was not told yet: its last completion came just before the peer's end.
-    if (transfer->peer.get() == &peer && !transfer->stream.may_end()) fail(transfer->stream, error);
+    if (!transfer->stream.may_end()) fail(transfer->stream, error);
   }
   for (Recovery* const recovery : rewriter_.of(peer)) fail(*recovery, error);
   // What is left in its queue is no transfer: parts of scatters.
@@ -151,6 +153,11 @@ TransferScheduler::Ended TransferScheduler::complete(WorkId work, const Error* e
     return {.goodbye_to = flights_.end(*place).goodbye_to};
   }
   Peer& peer = *flight.stream->peer;
+  if (error != nullptr && error->code == ErrorCode::kUnknownRegion) {
+    std::array<PageWrite, Immediate::kMaxMultiplicity> pages;
+    const Request::Batch batch = flight.request->batch(flight.position, pages, peer.limits.batch_bytes);
+    if (batch.target != nullptr) batch.target->refused = true;
+  }
   if (error != nullptr && peer.links.size() > 1 && !peer.down && !leaves_nothing_behind(error->code)) {
     flight.link->unsettled.push_back(*place);
     if (flight.message) ++peer.unsettled_messages;
@@ -185,7 +192,7 @@ void TransferScheduler::resolve(uint32_t place, const Error* error, bool may_lan
     if (request.in_flight == 0 && request.done()) finish_request(stream, request);
   } else {
     if (may_land) stream.quiesced = false;
-    if (flight.counter() && stream.peer->links.size() > 1) flight.link->refused.push_back(*flight.counter());
+    if (flight.counter() && stream.peer->links.size() > 1) flight.link->refused.insert(*flight.counter());
     Endings::record(stream, *error);
   }
   // An open stream does not end here: it is not looked at.

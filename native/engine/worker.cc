@@ -4,6 +4,7 @@
 #include <string>
 
 #include "engine/overloaded.h"
+#include "engine/start_thread.h"
 
 namespace kvc {
 
@@ -24,7 +25,7 @@ Worker::~Worker() { stop(); }
 Status Worker::start(ControlQueue& control, std::span<const std::unique_ptr<DomainThread>> others) {
   Latch opened;
   Status status;
-  thread_ = std::thread([&, this] {
+  Status thread = start_thread(thread_, [&, this] {
     status = open(control, others);
     const bool ok = status.ok();
     opened.set_done();  // `status` and `opened` are the starting thread's: not touched after this
@@ -34,6 +35,7 @@ Status Worker::start(ControlQueue& control, std::span<const std::unique_ptr<Doma
     }
     group_.close();
   });
+  if (!thread) return thread;
   opened.wait();
   if (!status) thread_.join();
   return status;

@@ -38,7 +38,9 @@ class Worker final : private PollLoop::Work {
   void stop();
   // After stop(): lets go of commands that came later, and of what they hold.
   void drop_commands() {
-    queue_.drain([](std::unique_ptr<Command>) {});
+    queue_.drain([](std::unique_ptr<Command> command) {
+      if (auto* const start = std::get_if<StartScatter>(&command->body)) start->run->abandon();
+    });
   }
 
   // Any thread; never blocks. The command Kind, made of `args`.

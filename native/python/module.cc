@@ -110,7 +110,7 @@ PYBIND11_MODULE(_native, module) {
       .def("deregister_memory", &E::deregister_memory, py::arg("regions"), py::arg("timeout"))
       .def("region_descriptor", &E::region_descriptor, py::arg("regions"))
       .def("import_regions", &E::import_regions, py::arg("peer"), py::arg("descriptor"))
-      .def("offer", &E::offer, py::arg("name"))
+      .def("offer", &E::offer, py::arg("name"), py::arg("without"))
       .def("accept", &E::accept, py::arg("name"), py::arg("offer"))
       .def("complete", &E::complete, py::arg("peer"), py::arg("answer"))
       .def("fence", &E::fence, py::arg("peer"), py::arg("timeout"))

@@ -71,6 +71,8 @@ PythonEngine::PythonEngine(std::string name, const std::vector<DomainTuple>& dom
 PythonEngine::~PythonEngine() { close(); }
 
 void PythonEngine::close() {
+  // A child of fork() has none of the threads that may be in a call, or hold the lock: waiting for them would never end.
+  if (process_ != getpid()) return;
   std::shared_ptr<TransferEngine> engine;
   {
     const std::lock_guard lock(mutex_);
@@ -143,9 +145,9 @@ std::vector<RemoteRegionId> PythonEngine::import_regions(PeerId peer, const py::
 
 // --- Peers
 
-HandshakeTuple PythonEngine::offer(std::string name) {
+HandshakeTuple PythonEngine::offer(std::string name, const std::vector<std::string>& without) {
   const auto held = engine();
-  return to_tuple(unwrap(without_gil([&] { return held->offer(std::move(name)); })));
+  return to_tuple(unwrap(without_gil([&] { return held->offer(std::move(name), without); })));
 }
 
 HandshakeTuple PythonEngine::accept(std::string name, const py::bytes& offer) {

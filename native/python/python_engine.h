@@ -6,6 +6,7 @@
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
+#include <unistd.h>
 
 #include <cstdint>
 #include <memory>
@@ -55,7 +56,7 @@ class PythonEngine {
   pybind11::bytes region_descriptor(const std::vector<RegionId>& regions);
   std::vector<RemoteRegionId> import_regions(PeerId peer, const pybind11::bytes& descriptor);
 
-  HandshakeTuple offer(std::string name);
+  HandshakeTuple offer(std::string name, const std::vector<std::string>& without);
   HandshakeTuple accept(std::string name, const pybind11::bytes& offer);
   void complete(PeerId peer, const pybind11::bytes& answer);
   void fence(PeerId peer, double timeout);
@@ -125,6 +126,7 @@ class PythonEngine {
   template <typename Call>
   EventTuple waited(double timeout, Call call);
 
+  const pid_t process_ = getpid();
   std::mutex mutex_;
   std::shared_ptr<TransferEngine> engine_;  // null once closed; guarded by mutex_
   const std::shared_ptr<CallbackQueue> callbacks_ = std::make_shared<CallbackQueue>();

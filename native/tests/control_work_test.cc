@@ -109,6 +109,31 @@ TEST_P(ControlWork, ARegistrationHoldsNothingElseUp) {
   must(receiver.deregister_memory(region, kLimit));
 }
 
+// Pinning may take minutes: fences, and the settlement of a broken link, must not wait for it.
+TEST_P(ControlWork, ARegistrationDelaysNeitherAFenceNorTheEndOfALink) {
+  Nics sending;
+  Nics receiving;
+  Hold hold(receiving[0]);
+  Pair pair(sending.with(config("sender", provider(), 2)), receiving.with(config("receiver", provider(), 2)), kBytes);
+  Side third(config("third", provider()), kBytes);
+  TransferEngine& receiver = *pair.receiver.engine;
+  const PeerId to_third = connect(receiver, *third.engine).first_to_second;
+  pair.make_links();
+  const SharedMemory more = must(SharedMemory::create("kvc-test", kBytes));
+  hold.arm("register_memory");
+  auto registered =
+      std::async(std::launch::async, [&] { return receiver.register_memory(more.data(), more.size(), more.fd(), 0); });
+  const Hold::Releases releases{hold};
+  hold.wait_until_held();
+  must(receiver.fence(to_third, kLimit));
+  sending[0].die();
+  await([&] { return pair.sender.engine->stats().links_lost > 0 && receiver.stats().links_lost > 0; }, "lost links");
+  expect_alive(pair);
+  expect_held(registered);
+  hold.release();
+  must(receiver.deregister_memory(must(registered.get()), kLimit));
+}
+
 TEST_P(ControlWork, AConnectionThatIsMadeHoldsNoOtherPeerUp) {
   for (const std::string_view call : {"offer", "accept", "complete"}) {
     Nics nics;

@@ -410,6 +410,22 @@ TEST_F(CudaIpc, AGpuThatBreaksDownTakesTheLinksWithIt) {
   part(a, b);
 }
 
+// As close() does where the GPU is busy for longer than its limit: the copies end later, and no completion of theirs is seen.
+TEST_F(CudaIpc, ADomainThatEndsWithCopiesUnderWayIsFencedWhenTheyHaveEnded) {
+  End a(first_, 1);
+  End b(second_, 2);
+  test::connect(*a.domain, *b.domain);
+  const std::vector<Driven*> both = {a.domain.get(), b.domain.get()};
+  {
+    const test::HeldCopies held;
+    ASSERT_EQ(test::post(a, kLinkOfA, b, one_page(1)), Posted::kYes);
+    run_until(both, [&] { return held.count() == 1; }, "the copy");
+  }
+  a.domain.reset();
+  run_until({b.domain.get()}, [&] { return b.domain->fence(kLinkOfB); }, "the fence");
+  run_until({b.domain.get()}, [&] { return b.domain->deregister_region(b.rkey); }, "the region's end");
+}
+
 TEST_F(CudaIpc, MessagesPass) {
   End a(first_, 1);
   End b(second_, 2);
@@ -447,6 +463,23 @@ TEST_F(CudaNvlink, DomainsOfOneProcessWriteWithoutAMapping) {
   ASSERT_EQ(test::post(a, kLinkOfA, b, one_page(2)), Posted::kYes);
   run_until(both, [&] { return a.record().completed.contains(2); }, "the refusal");
   EXPECT_EQ(a.record().failure(2), ErrorCode::kUnknownRegion);
+}
+
+TEST_F(CudaNvlink, MemoryThatIsRegisteredAgainInOneProcessIsWritten) {
+  End a(first_, 7);
+  End b(second_, 7);
+  test::connect(*a.domain, *b.domain);
+  const std::vector<Driven*> both = {a.domain.get(), b.domain.get()};
+  a.memory.put(random_bytes(kBytes, 1));
+  ASSERT_EQ(test::post(a, kLinkOfA, b, one_page(1)), Posted::kYes);
+  run_until(both, [&] { return a.record().succeeded(1); }, "the page");
+  const uint64_t before = b.rkey;
+  ASSERT_TRUE(b.domain->deregister_region(before));
+  b.rkey = must(b.domain->register_region(b.memory.data(), kBytes));
+  ASSERT_EQ(nvlink::place_of(b.rkey), nvlink::place_of(before));
+  ASSERT_EQ(test::post(a, kLinkOfA, b, one_page(2, 8192)), Posted::kYes);
+  run_until(both, [&] { return a.record().succeeded(2); }, "the page after the registration");
+  EXPECT_EQ(std::memcmp(b.memory.get().data() + 8192, a.memory.get().data() + 8192, kPage), 0);
 }
 
 TEST_F(CudaNvlink, NothingOfItIsAConcernOfAStreamCapture) {

@@ -216,6 +216,43 @@ TEST_P(OverEveryLane, AWrongKeyCostsTheOtherTransfersNothing) {
   EXPECT_TRUE(sender.poll_events(8).empty());
 }
 
+// A writer that races a deregistration fails, and that is all: no lane loses the peer over it, however many links it has.
+TEST_P(OverEveryLane, AWriteToARegionThatIsGoneCostsNoPeer) {
+  for (const size_t nics : {1, 2, 4}) {
+    constexpr size_t kBytes = 1 << 20;
+    constexpr size_t kHalf = kBytes / 2;
+    Pair pair(GetParam(), kBytes, nics, nics);
+    TransferEngine& sender = *pair.sender.engine;
+    TransferEngine& receiver = *pair.receiver.engine;
+    pair.make_links();
+    // Memory of its own, so that nothing of it is registered with the other one.
+    const SharedMemory goes = must(SharedMemory::create("kvc-test-goes", kBytes));
+    const RegionId local = must(receiver.register_memory(goes.data(), kBytes, goes.fd(), 0));
+    const RemoteRegionId region = must(sender.import_region(pair.to_receiver, must(receiver.region_descriptor(local))));
+    const auto write = [&](RemoteRegionId to, size_t at) {
+      return must(sender.write_one(pair.to_receiver, pair.sender.region, at, to, at, 4096, std::nullopt));
+    };
+    EXPECT_EQ(ended(sender, write(region, 0)).kind, EventKind::kTransferDone);
+    must(receiver.deregister_memory(local, kLimit));
+    const TransferId transfer = must(sender.open_transfer(pair.to_receiver));
+    for (size_t i = 0; i < 8; ++i) {
+      must(sender.write(transfer, pair.sender.region, i * 4096, region, i * 4096, 4096, std::nullopt));
+    }
+    must(sender.seal(transfer));
+    const TransferId beside = write(region, kHalf);
+    for (const TransferId refused : {transfer, beside}) {
+      const Event event = ended(sender, refused);
+      EXPECT_EQ(event.kind, EventKind::kTransferFailed);
+      EXPECT_EQ(event.error->code, ErrorCode::kUnknownRegion) << event.error->to_string();
+    }
+    const Event event = ended(sender, write(pair.receiver_region, 0));
+    EXPECT_EQ(event.kind, EventKind::kTransferDone) << nics << (event.error ? event.error->to_string() : "");
+    EXPECT_TRUE(sender.poll_events(8).empty());
+    EXPECT_TRUE(receiver.poll_events(8).empty());
+    EXPECT_EQ(sender.stats().links_lost, 0U);
+  }
+}
+
 // --- One thing at a time
 
 TEST(Failover, ALinkThatIsRestoredComesBackAndCarriesTraffic) {

@@ -200,6 +200,20 @@ TEST_P(Groups, MistakesAreRefusedBeforeAnythingIsSent) {
   EXPECT_EQ(engine.stats().transfers_open, 0U);
 }
 
+// 0 is no transfer, also where a prepared scatter has runs that are free.
+TEST_P(Groups, NoTransferIsZero) {
+  Stage stage(provider(), 1, 4096);
+  TransferEngine& engine = *stage.sender.engine;
+  const ScatterId scatter = must(engine.prepare_scatter(
+      stage.group, {{.member = 0, .source = stage.sender.region, .target = stage.members[0].region, .bytes = 64}}));
+  const TransferId submitted = must(engine.submit_scatter(scatter, std::vector<ScatterUpdate>{{.bytes = 64}}));
+  EXPECT_EQ(ended(engine, submitted).kind, EventKind::kTransferDone);
+  EXPECT_FALSE(engine.cancel(0).ok());
+  const Result<Event> waited = engine.wait_transfer(0, kLimit);
+  ASSERT_FALSE(waited.ok());
+  EXPECT_NE(waited.error().code, ErrorCode::kTimeout);
+}
+
 TEST_P(Groups, OneCallbackForAll) {
   Stage stage(provider(), 3, 4096);
   std::promise<Event> promise;

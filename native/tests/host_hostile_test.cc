@@ -2,6 +2,7 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 
 #include <set>
 
@@ -59,6 +60,23 @@ TEST(Host, AWrongSecretCostsOnlyItsSender) {
   run_until(pair.both(), [&] { return pair.b.record().down.size() == 3; }, "the third refusal");
   post(pair.b, kLinkOfB + 1, pair.a.rkey, {.work = 2});
   run_until(pair.both(), [&] { return pair.a.record().counted == 1; }, "the good link");
+}
+
+// A peer in another PID namespace has no pidfd here. Killed inside its gate it leaves messages that nobody reads any more.
+TEST(Host, APeerWithoutAPidfdIsFoundGoneBehindUnreadMessages) {
+  int ends[2];
+  ASSERT_EQ(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends), 0);
+  UniqueFd theirs(ends[1]);
+  const same_host::Connection connection(host::kLane, {UniqueFd(ends[0]), 0}, {},
+                                         same_host::Connection::Role::kOfferer);
+  constexpr int kUnread = 40;
+  const same_host::Message wake{.kind = same_host::MessageKind::kWake};
+  for (int i = 0; i < kUnread; ++i) ASSERT_EQ(send(theirs.get(), &wake, sizeof(wake), 0), ssize_t{sizeof(wake)});
+  EXPECT_FALSE(connection.peer_is_gone()) << "it lives";
+  theirs = UniqueFd();
+  bool gone = false;
+  for (int look = 0; look < kUnread && !gone; ++look) gone = connection.peer_is_gone();
+  EXPECT_TRUE(gone);
 }
 
 TEST(Host, WithoutDescriptorsTheListenerRests) {

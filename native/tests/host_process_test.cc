@@ -1,4 +1,5 @@
 // The host provider between processes: both ways to write, wake-ups, and peers that die, stop or are off limits.
+#include <sched.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 
@@ -323,6 +324,58 @@ TEST(HostProcess, ARefusalFromTheOffererIsItsOwn) {
   acceptor.pipe->send(offerer.pipe->receive());
   offerer.pipe->send(acceptor.pipe->receive());
   EXPECT_EQ(offerer.wait(), 0);
+}
+
+// An end in a new PID namespace: its offer, over `pipe`.
+void offer_from_an_inner_pid_namespace(const Pipe& pipe, Backing backing) {
+  if (unshare(CLONE_NEWPID) != 0) {
+    pipe.send(Bytes(1));
+    return;
+  }
+  const Child inner([backing](const Pipe& outer) {
+    End end(backing);
+    outer.send(end.domain->offer(kLinkOfA).value());
+    outer.receive();
+  });
+  pipe.send(inner.pipe->receive());
+  pipe.receive();
+}
+
+TEST_P(HostProcesses, TheAcceptorPassesOverAPeerThatCannotNameIt) {
+  Child offerer([](const Pipe& pipe) { offer_from_an_inner_pid_namespace(pipe, GetParam()); });
+  End end(GetParam());
+  const Bytes offer = offerer.pipe->receive();
+  if (offer.size() == 1) GTEST_SKIP() << "no PID namespaces here";
+  const Result<Bytes> answer = end.domain->accept(kLinkOfB, offer);
+  EXPECT_EQ(answer.ok(), GetParam() == Backing::kMemfd) << "only who writes private memory needs a pid";
+  if (!answer) {
+    EXPECT_EQ(answer.error().code, ErrorCode::kNotReachable);
+    EXPECT_NE(answer.error().message.find("pid namespace"), std::string::npos) << answer.error().to_string();
+  }
+}
+
+TEST_P(HostProcesses, APeerInAnInnerUserNamespaceIsPassedOverEitherWay) {
+  Child inner([](const Pipe& pipe) {
+    pipe.send_number(unshare(CLONE_NEWUSER) == 0 ? 1 : 0);
+    End end(GetParam());
+    pipe.send(end.domain->offer(kLinkOfA).value());
+    const Bytes offer = pipe.receive();
+    if (offer.empty()) return;
+    const Result<Bytes> answer = end.domain->accept(kLinkOfB, offer);
+    EXPECT_EQ(answer.ok(), GetParam() == Backing::kMemfd);
+    if (!answer) {
+      EXPECT_EQ(answer.error().code, ErrorCode::kNotReachable) << answer.error().to_string();
+    }
+  });
+  if (inner.pipe->receive_number() != 1) GTEST_SKIP() << "no user namespaces here";
+  End end(GetParam());
+  const Result<Bytes> answer = end.domain->accept(kLinkOfB, inner.pipe->receive());
+  EXPECT_EQ(answer.ok(), GetParam() == Backing::kMemfd);
+  if (!answer) {
+    EXPECT_EQ(answer.error().code, ErrorCode::kNotReachable) << answer.error().to_string();
+  }
+  inner.pipe->send(end.domain->offer(kLinkOfA).value());
+  EXPECT_EQ(inner.wait(), 0);
 }
 
 TEST(HostProcess, AnotherUserIsRefused) {

@@ -1,4 +1,4 @@
-// Nics: domains of any provider that a test can break, hold up, and make refuse memory.
+// Nics: domains of any provider that a test can break, silence, hold up, and make refuse memory.
 #pragma once
 
 #include <atomic>
@@ -35,6 +35,13 @@ class Nic {
     // So that a thread which sleeps over it looks.
     control_.load()->run([] {});
   }
+  // Acknowledgements no longer come back over it: what it posts lands and is counted, and ends with its link.
+  void withhold_acknowledgements() { withholds_ = true; }
+  // Takes what it is given, sends nothing of it, and says nothing: until it is dead.
+  void go_silent() {
+    withholds_ = true;
+    silent_ = true;
+  }
   // Called in each fence() and withdraw(), on the thread that drives the domain: false lets it not be through.
   void set_ends(std::function<bool()> ends) { ends_ = std::make_shared<const std::function<bool()>>(std::move(ends)); }
 
@@ -47,6 +54,8 @@ class Nic {
     return Error{ErrorCode::kSystem, "nic", {}, std::string(call), kDead};
   }
   bool dead() const { return dead_; }
+  bool withholds() const { return withholds_; }
+  bool silent() const { return silent_; }
   bool ends() const {
     const auto ends = ends_.load();
     return ends == nullptr || (*ends)();
@@ -56,6 +65,8 @@ class Nic {
 
  private:
   std::atomic<bool> dead_{false};
+  std::atomic<bool> withholds_{false};
+  std::atomic<bool> silent_{false};
   std::atomic<ControlQueue*> control_{nullptr};
   std::atomic<std::shared_ptr<const std::function<bool()>>> ends_;
 };
@@ -114,11 +125,18 @@ class NicDomain final : public Domain {
     const bool fenced = nic_.ends() && inner_->fence(link);
     if (fenced) std::erase(links_, link);
     pass_on();
+    if (fenced) {
+      for (const WorkId work : std::exchange(withheld_, {})) {
+        completions_.failed(work, Error{ErrorCode::kPeerDown, "nic", {}, "fence", "it was never acknowledged"});
+      }
+    }
     return fenced;
   }
-  Posted post(LinkId link, const WriteBatch& batch) override { return inner_->post(link, batch); }
+  Posted post(LinkId link, const WriteBatch& batch) override {
+    return nic_.silent() ? swallow(batch.work) : inner_->post(link, batch);
+  }
   Posted send(LinkId link, WorkId work, std::span<const std::byte> message) override {
-    return inner_->send(link, work, message);
+    return nic_.silent() ? swallow(work) : inner_->send(link, work, message);
   }
   void take(LinkId link, uint32_t slot) override { inner_->take(link, slot); }
   bool poll() override {
@@ -139,13 +157,25 @@ class NicDomain final : public Domain {
 
  private:
   bool pass_on() {
-    return inner_->completions().drain([this](Completion& completion) { completions_.put(std::move(completion)); });
+    return inner_->completions().drain([this](Completion& completion) {
+      const bool acknowledges = completion.kind == Completion::Kind::kWork && completion.error() == nullptr;
+      if (acknowledges && nic_.withholds()) {
+        withheld_.push_back(completion.work());
+      } else {
+        completions_.put(std::move(completion));
+      }
+    });
+  }
+  Posted swallow(WorkId work) {
+    withheld_.push_back(work);
+    return Posted::kYes;
   }
 
   const std::unique_ptr<Domain> inner_;
   Nic& nic_;
   std::vector<LinkId> links_;
-  bool told_ = false;  // of its death, to all links there are
+  std::vector<WorkId> withheld_;  // of its one link, where a test withholds: it has one peer
+  bool told_ = false;             // of its death, to all links there are
 };
 
 // Those of one engine, in the order of EngineConfig::domains. They outlive the engine.

@@ -60,5 +60,39 @@ TEST_F(Scheduler, ASliceIsPostedAsItsSubmissionIsTakenUnlessItsPeerHasOtherWorkO
   expect_clean();
 }
 
+// As it is where an engine closes between a submission and its start.
+TEST_F(Scheduler, ASubmissionThatIsNeverStartedKeepsNothing) {
+  connect(1);
+  int ends = 0;
+  auto scatter = std::make_shared<Scatter>(1, std::vector{peer},
+                                           std::vector<Scatter::Slice>{{source, target, 0, 0, 0, 8, kCounter}},
+                                           EventCallback{}, [&] { ++ends; });
+  ScatterRun* const run = scatter->take(1);
+  run->fill(std::vector<ScatterUpdate>{{.bytes = 8}});
+  EXPECT_TRUE(scatter->release());
+  EXPECT_EQ(ends, 0);
+  const std::weak_ptr<Scatter> kept = std::exchange(scatter, nullptr);
+  ASSERT_FALSE(kept.expired());
+  run->abandon();
+  EXPECT_TRUE(kept.expired());
+  EXPECT_EQ(ends, 1);
+  EXPECT_FALSE(ended().has_value());
+}
+
+TEST_F(Scheduler, NoFreeRunIsFound) {
+  connect(1);
+  const auto scatter = std::make_shared<Scatter>(1, std::vector{peer},
+                                                 std::vector<Scatter::Slice>{{source, target, 0, 0, 0, 8, kCounter}},
+                                                 EventCallback{}, [] {});
+  ScatterRun* const submission = scatter->take(7);
+  submission->fill(std::vector<ScatterUpdate>{{.bytes = 8}});
+  EXPECT_EQ(scatter->find(7), submission);
+  scheduler.start(*submission);
+  run();
+  EXPECT_TRUE(ended().has_value());
+  EXPECT_EQ(scatter->find(7), nullptr);
+  EXPECT_EQ(scatter->find(0), nullptr);
+}
+
 }  // namespace
 }  // namespace kvc::test

@@ -23,5 +23,24 @@ TEST(Slices, OfACancelledTransferAreNotTakenForDrained) {
   EXPECT_FALSE(engine.wait_drained(transfer, 1, kLimit).ok());
 }
 
+TEST(Slices, TooManyAreRefusedBeforeAnythingIsMadeOfThem) {
+  Pair pair("sim", 4096);
+  TransferEngine& engine = *pair.sender.engine;
+  const TransferId transfer = must(engine.open_transfer(pair.to_receiver));
+  const auto signal = engine.create_signal();
+  const ArmedSlice good{1, pair.sender.region, 0, pair.receiver_region, 0, 64, std::nullopt};
+  ArmedSlice bad = good;
+  bad.source = 12345;  // whoever looks at one finds this
+  const auto code = [&](size_t count, const ArmedSlice& slice) {
+    return engine.arm_slices(transfer, signal, std::vector<ArmedSlice>(count, slice)).error().code;
+  };
+  EXPECT_EQ(code(TransferEngine::kMaxArmedSlices + 1, bad), ErrorCode::kResources);
+  // What was refused takes no room.
+  EXPECT_EQ(code(TransferEngine::kMaxArmedSlices, bad), ErrorCode::kUnknownRegion);
+  must(engine.arm_slices(transfer, signal, std::vector<ArmedSlice>(TransferEngine::kMaxArmedSlices, good)));
+  EXPECT_EQ(code(1, good), ErrorCode::kResources);
+  must(engine.cancel(transfer));
+}
+
 }  // namespace
 }  // namespace kvc::test

@@ -104,6 +104,9 @@ TEST(TcpClosing, AFrameThatDoesNotFitIsLeftAlone) {
   EXPECT_EQ(pair.a.record().counted, 0U);
 }
 
+// Beyond any region of these tests: a write there ends its link.
+constexpr uint64_t kOutside = uint64_t{1} << 40;
+
 TEST(TcpClosing, ALinkThatFailsAcknowledgesWhatHasLandedOnTheOthers) {
   Pair pair;
   pair.connect();
@@ -113,12 +116,12 @@ TEST(TcpClosing, ALinkThatFailsAcknowledgesWhatHasLandedOnTheOthers) {
   run_idle(pair.both());
   // Each on a connection of its own, and both there before B looks.
   ASSERT_EQ(post(pair.a, kLinkOfA, pair.b, {.work = 1, .from = {0}, .to = {0}}), Posted::kYes);
-  ASSERT_EQ(post(pair.a, kLinkOfA, pair.b, {.work = 2, .from = {0}, .to = {0}, .rkey = 1}), Posted::kYes);
+  ASSERT_EQ(post(pair.a, kLinkOfA, pair.b, {.work = 2, .from = {0}, .to = {kOutside}}), Posted::kYes);
   EXPECT_TRUE(pair.a.domain->domain().poll());
   pair.run_until([&] { return !pair.a.record().down.empty() && !pair.b.record().down.empty(); });
   EXPECT_TRUE(pair.a.domain->fence(kLinkOfA));
   EXPECT_TRUE(pair.a.record().succeeded(1));
-  EXPECT_EQ(pair.a.record().failure(2), ErrorCode::kUnknownRegion);
+  EXPECT_EQ(pair.a.record().failure(2), ErrorCode::kOutOfRange);
 }
 
 TEST(TcpClosing, ARefusalAfterMessagesKeepsItsReason) {
@@ -126,10 +129,10 @@ TEST(TcpClosing, ARefusalAfterMessagesKeepsItsReason) {
   pair.connect();
   ASSERT_EQ(pair.a.domain->send(kLinkOfA, 1, Bytes(10)), Posted::kYes);
   pair.run_until([&] { return pair.a.record().succeeded(1); });
-  ASSERT_EQ(post(pair.a, kLinkOfA, pair.b, {.work = 2, .from = {0}, .to = {0}, .rkey = 1}), Posted::kYes);
+  ASSERT_EQ(post(pair.a, kLinkOfA, pair.b, {.work = 2, .from = {0}, .to = {kOutside}}), Posted::kYes);
   pair.run_until([&] { return !pair.a.record().down.empty(); });
   EXPECT_TRUE(pair.a.domain->fence(kLinkOfA));
-  EXPECT_EQ(pair.a.record().failure(2), ErrorCode::kUnknownRegion);
+  EXPECT_EQ(pair.a.record().failure(2), ErrorCode::kOutOfRange);
 }
 
 // --- A peer by hand with two connections, both up.

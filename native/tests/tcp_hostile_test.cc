@@ -144,7 +144,6 @@ INSTANTIATE_TEST_SUITE_P(
         Malformed{"sequence", [](FrameHeader& h) { h.sequence = 2; }, ErrorCode::kInvalidArgument},
         Malformed{"acknowledged", [](FrameHeader& h) { h.acknowledged = 2; }, ErrorCode::kInvalidArgument},
         Malformed{"ack_with_body", [](FrameHeader& h) { h.type = FrameType::kAck; }, ErrorCode::kInvalidArgument},
-        Malformed{"key", [](FrameHeader& h) { h.rkey ^= 1; }, ErrorCode::kUnknownRegion},
         Malformed{"largest_pages", [](FrameHeader& h) { h.page_bytes = 1ULL << 40; }, ErrorCode::kOutOfRange}),
     [](const auto& info) { return std::string(info.param.name); });
 
@@ -259,6 +258,50 @@ TEST_F(TcpHostile, ARefusalLeavesOnlyItsOwnBatchWithThatReason) {
   EXPECT_EQ(end->record().completed.at(3)->code, ErrorCode::kPeerDown);
 }
 
+// One that writes with keys which were never ours, and reads nothing of what it is told.
+TEST_F(TcpHostile, RefusalsThatNobodyReadsEndTheLink) {
+  open();
+  FrameHeader header = write_header(1, 1);
+  header.rkey ^= 1;
+  while (end->record().down.empty() && header.sequence < 1'000'000) {
+    for (int i = 0; i < 64; ++i, ++header.sequence) {
+      std::array<std::byte, sizeof(header) + sizeof(uint64_t) + 1> frame{};
+      std::memcpy(frame.data(), &header, sizeof(header));
+      peer->try_send(frame);
+    }
+    end->domain->poll();
+  }
+  ASSERT_EQ(end->record().down.size(), 1U);
+  EXPECT_TRUE(end->memory == before);
+  EXPECT_EQ(end->record().counted, 0U);
+}
+
+TEST_F(TcpHostile, ARefusalIsOfWhatWasPostedAndOnce) {
+  struct Case {
+    uint64_t acknowledged;
+    uint64_t sequence;
+  };
+  // Never posted; acknowledged before; the second one of a batch.
+  for (const std::vector<Case>& refusals :
+       {std::vector<Case>{{0, 4}}, {{0, 0}}, {{2, 3}, {2, 2}}, {{0, 2}, {0, 2}}, {{0, 3}, {0, 1}}}) {
+    open();
+    for (WorkId work = 1; work <= 3; ++work) {
+      ASSERT_EQ(post(*end, kLinkOfA, *end, {.work = work, .from = {0}, .to = {0}}), Posted::kYes);
+    }
+    wait_readable();
+    run_idle({end->domain.get()});
+    for (const Case& one : refusals) {
+      FrameHeader refusal;
+      refusal.type = FrameType::kRefusal;
+      refusal.acknowledged = one.acknowledged;
+      refusal.sequence = one.sequence;
+      refusal.value = static_cast<uint32_t>(ErrorCode::kUnknownRegion);
+      peer->send(refusal);
+    }
+    wait_down();
+  }
+}
+
 TEST_F(TcpHostile, FenceInsideAFrame) {
   open();
   peer->send(write_header());
@@ -303,10 +346,19 @@ TEST_F(TcpHostile, DeregisterWaitsForTheFrameThatIsLanding) {
   EXPECT_EQ(end->record().counted, 1U);
   FrameHeader next = write_header();
   next.sequence = 2;
+  wait_readable();
+  EXPECT_EQ(peer->receive<FrameHeader>().acknowledged, 1U);
   peer->send(next);
   peer->send(uint64_t{0});
-  wait_down();
+  peer->send(std::span<const std::byte>(half));
+  peer->send(std::span<const std::byte>(half));
+  wait_readable();
+  const auto refusal = peer->receive<FrameHeader>();
+  EXPECT_EQ(refusal.type, FrameType::kRefusal);
+  EXPECT_EQ(refusal.sequence, 2U);
+  EXPECT_EQ(refusal.value, static_cast<uint32_t>(ErrorCode::kUnknownRegion));
   EXPECT_EQ(end->record().counted, 1U);
+  EXPECT_TRUE(end->record().down.empty());
 }
 
 TEST_F(TcpHostile, RandomBytesNeverDoHarm) {

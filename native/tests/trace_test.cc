@@ -1,4 +1,6 @@
 // Trace: the steps of an armed write as the two workers make them.
+#include "engine/trace.h"
+
 #include <algorithm>
 #include <map>
 #include <vector>
@@ -47,6 +49,19 @@ class Armed {
  private:
   Pair pair_{"sim", 200 * kPageBytes};
 };
+
+// The worker waits for the lock under which they are taken.
+TEST(Trace, StepsAreHandedOverAndNotCopied) {
+  constexpr size_t kCapacity = 1000;
+  Trace trace;
+  trace.start(kCapacity);
+  for (int round = 0; round < 2; ++round) {
+    trace.note({.kind = Kind::kLanded});
+    const TakenTrace taken = trace.take();
+    EXPECT_EQ(taken.steps.size(), 1U);
+    EXPECT_GE(taken.steps.capacity(), kCapacity) << "a copy has room for its steps alone";
+  }
+}
 
 TEST(Trace, TellsWhenEachLayerWasReleasedPostedAndLanded) {
   Armed armed(1000);

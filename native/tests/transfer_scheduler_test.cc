@@ -377,6 +377,57 @@ TEST_F(Scheduler, AnImmediateAloneIsNotRewrittenButCounted) {
   expect_clean();
 }
 
+// Its receiver may have used what was counted, and nobody knows which pages that are.
+TEST_F(Scheduler, PagesThatMayHoldOtherBytesByNowAreNotWrittenAgain) {
+  connect(2);
+  for (const uint32_t counted : {0, 1, 63, 64}) {
+    SCOPED_TRACE(counted);
+    link(0).state = Link::State::kUp;
+    link(0).posted.clear();
+    link(0).refused.clear();
+    link(1).state = Link::State::kOut;
+    postings(0).clear();
+    postings(1).clear();
+    const auto transfer = open();
+    write_pages(*transfer, 64, 1024);
+    scheduler.seal(*transfer);
+    post_all();
+    complete(0, &kBroken);
+    link(1).state = Link::State::kUp;
+    const std::vector<Landed> landed = {{.counter = kCounter, .pages = counted, .acted_on = true}};
+    scheduler.recover(*peer, link(0), landed);
+    run();
+    if (counted == 0 || counted == 64) {
+      EXPECT_EQ(raised(1), 64 - counted);
+      expect_done(64);
+      continue;
+    }
+    const std::optional<Event> event = ended();
+    ASSERT_TRUE(event.has_value());
+    EXPECT_EQ(event->kind, EventKind::kTransferFailed);
+    EXPECT_EQ(event->error->code, ErrorCode::kRefused);
+    EXPECT_TRUE(event->quiesced);
+    EXPECT_TRUE(postings(1).empty());
+  }
+  expect_clean();
+}
+
+// They overwrite nothing.
+TEST_F(Scheduler, ImmediatesAloneAreRaisedAgainWhateverTheirReceiverDidMeanwhile) {
+  connect(2);
+  const auto transfer = open();
+  scheduler.add(*transfer, Request::make(nullptr, nullptr, 0, kCounter, ImmediateOnly{5}));
+  scheduler.seal(*transfer);
+  post_all();
+  complete(0, &kBroken);
+  const std::vector<Landed> landed = {{.counter = kCounter, .pages = 2, .acted_on = true}};
+  scheduler.recover(*peer, link(0), landed);
+  run();
+  EXPECT_EQ(raised(1), 3U);
+  expect_done(0);
+  expect_clean();
+}
+
 TEST_F(Scheduler, ALinkMayBreakUnderARecovery) {
   connect(3);
   const auto transfer = open();
@@ -514,6 +565,48 @@ TEST_F(Scheduler, AWriteThatIsRefusedFailsAtOnceAndTakesNoLinkOut) {
   EXPECT_EQ(lost.link, nullptr);
   scheduler.settle();
   EXPECT_EQ(ended()->kind, EventKind::kTransferFailed);
+}
+
+// Where a refusal breaks the link, as it does a queue pair: nothing more goes to that region, over no link.
+TEST_F(Scheduler, NothingIsPostedToARegionThatWasRefused) {
+  connect(3);
+  const auto other =
+      std::make_shared<const RemoteRegion>(2, 1, 0, 0, memory.size(), std::vector<uint64_t>{200, 201, 202});
+  const auto add = [&](Transfer& transfer, const std::shared_ptr<const RemoteRegion>& to, uint32_t counter) {
+    scheduler.add(transfer, Request::make(source, to, 100, counter, SingleWrite{0, 0, 0}));
+    scheduler.seal(transfer);
+  };
+  const auto refused = open();
+  const auto beside = open();
+  const auto elsewhere = open();
+  add(*refused, target, kCounter);
+  add(*beside, target, kOther);
+  add(*elsewhere, other, Immediate{11, 3, 1}.encode());
+  post_all();
+  ASSERT_EQ(postings(0).size(), 3U);
+  postings(0)[0].over = true;
+  scheduler.complete(postings(0)[0].work, &kDenied);
+  complete(0, &kBroken);
+  std::vector<Landed> landed;
+  for (const uint32_t counter : scheduler.unsettled_counters(link(0))) landed.push_back({.counter = counter});
+  ASSERT_EQ(landed.size(), 2U);
+  scheduler.recover(*peer, link(0), landed);
+  const auto later = open();
+  add(*later, target, kOther);
+  run();
+  for (const size_t i : {1U, 2U}) {
+    for (const FakeDomain::Posting& posting : postings(i)) {
+      EXPECT_TRUE(posting.page_bytes == 0 || posting.rkey == 200 + i) << posting.rkey;
+    }
+  }
+  std::map<TransferId, Event> events_of;
+  for (Event& event : events.poll(8)) events_of.emplace(event.id, std::move(event));
+  for (const auto& transfer : {refused, beside, later}) {
+    ASSERT_EQ(events_of.at(transfer->id).kind, EventKind::kTransferFailed);
+    EXPECT_EQ(events_of.at(transfer->id).error->code, ErrorCode::kUnknownRegion);
+  }
+  EXPECT_EQ(events_of.at(elsewhere->id).kind, EventKind::kTransferDone);
+  expect_clean();
 }
 
 TEST_F(Scheduler, OverASingleLinkAnErrorFailsTheTransferAtOnce) {

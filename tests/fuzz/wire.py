@@ -81,7 +81,7 @@ def immediate(slot: int, generation: int, pages: int) -> int:
 # --- tcp
 
 _TCP_OFFER_MAGIC, _TCP_ANSWER_MAGIC = 0x314F564B, 0x3141564B
-TCP_VERSION = 3
+TCP_VERSION = 4
 HELLO = struct.Struct("<IHHII16s")
 WELCOME = struct.Struct("<IHH16s")
 _HELLO_MAGIC, _WELCOME_MAGIC = 0x3148564B, 0x3157564B
@@ -150,7 +150,7 @@ class SameHostLane:
         return engine_answer(self.provider, head + (self.answer_tail if tail is None else tail))
 
 
-HOST = SameHostLane("host", 0x6B766368, 3, bytes(24), bytes(24), 64 + 16384 * 64)
+HOST = SameHostLane("host", 0x6B766368, 4, bytes(40), bytes(40), 64 + 16384 * 64)
 NVLINK = SameHostLane("nvlink", 0x6B76636E, 3, bytes(8), b"", 128 + 16384 * 128)
 
 # One direction of a link: what the receiver writes, the gate or the account, and what the sender writes; then

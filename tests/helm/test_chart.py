@@ -311,6 +311,7 @@ def test_a_router_pod_has_time_for_its_streams(chart: Any) -> None:
     (container,) = pod["containers"]
     slept = int(container["lifecycle"]["preStop"]["exec"]["command"][-1])
     assert pod["terminationGracePeriodSeconds"] > slept + 300
+    assert "--shutdown-timeout=300" in container["args"]
 
 
 def test_routers_are_spread_over_nodes(chart: Any) -> None:

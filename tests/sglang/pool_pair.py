@@ -164,7 +164,7 @@ class Pair:
             reports = agent.take_reports()
             assert not reports.finished_sending | reports.finished_recving
             assert not half.manager.request_status
-        assert not self.decode.manager._landing | self.decode.manager._waiting.keys()
+        assert not self.decode.manager._landing.keys() | self.decode.manager._waiting.keys()
 
 
 def pages(numbers: Sequence[int]) -> npt.NDArray[np.int32]:

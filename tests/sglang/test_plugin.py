@@ -79,13 +79,15 @@ def test_sglangs_queue_and_scheduler_are_hooked() -> None:
         "from sglang.srt.plugins.hook_registry import HookRegistry\n"
         "assert hasattr(queue.__init__, '__wrapped__')\n"
         "assert 'sglang.srt.disaggregation.decode.DecodeTransferQueue.__init__' in HookRegistry._patched\n"
-        "assert 'sglang.srt.managers.scheduler.Scheduler.on_idle' in HookRegistry._patched\n"
+        "for name in ('on_idle', 'record_weight_version_change'):\n"
+        "    assert f'sglang.srt.managers.scheduler.Scheduler.{name}' in HookRegistry._patched\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def scheduler_of(backend: str, rested: list[object], **queues: object) -> SimpleNamespace:
-    queue = SimpleNamespace(kv_manager=SimpleNamespace(rest=rested.append))
+    manager = SimpleNamespace(rest=rested.append, note_weights=lambda: rested.append("weights"))
+    queue = SimpleNamespace(kv_manager=manager)
     found = dict.fromkeys(("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue"))
     found |= dict.fromkeys(queues, queue)
     return SimpleNamespace(
@@ -105,3 +107,11 @@ def test_schedulers_of_others_do_not_rest() -> None:
     plugin._rest(None, scheduler_of("mooncake", rested, disagg_decode_prealloc_queue=True))
     plugin._rest(None, scheduler_of("write_imm", rested))  # one that prefills and decodes by itself
     assert not rested
+
+
+def test_a_new_weight_version_of_our_schedulers_is_noted() -> None:
+    noted: list[object] = []
+    plugin._note_weights(None, scheduler_of("write_imm", noted, disagg_decode_prealloc_queue=True), "v1")
+    plugin._note_weights(None, scheduler_of("mooncake", noted, disagg_decode_prealloc_queue=True), "v1")
+    plugin._note_weights(None, scheduler_of("write_imm", noted), "v1")
+    assert noted == ["weights"]

@@ -15,7 +15,14 @@ from kv_connector.agent.agent import Agent
 from kv_connector.protocol.actions import Reached, State
 from kv_connector.protocol.messages import Role
 from kv_connector.sglang import bell
-from kv_connector.sglang.internals import KVPoll, get_parallel, rank_facts
+from kv_connector.sglang import manager as manager_module
+from kv_connector.sglang.internals import (
+    KVPoll,
+    UnsupportedConfiguration,
+    check_configuration,
+    get_parallel,
+    rank_facts,
+)
 
 SOURCE, TARGET = (7, 3, 4, 9), (21, 22, 30, 12)
 
@@ -406,6 +413,74 @@ def test_what_decode_has_asked_for_before_is_known_in_the_first_poll(two: Pair) 
         sender.abort()
     until(lambda: receiver.poll() == KVPoll.Failed)
     receiver.clear(), senders[0].clear(), senders[1].clear()
+
+
+def test_kv_of_other_weights_is_refused(two: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that the prefill engine began before its update, and the decode engine's as yet to come."""
+    versions = iter(("v1", "v1", "v1"))
+    monkeypatch.setattr(manager_module, "weight_version", lambda: next(versions))
+    two.prefill.manager.note_weights()
+    sender, receiver = two.send_room(80), two.receive_room(80)
+    receiver.send_metadata(pages(TARGET), 5, [], decode_prefix_len=0)
+    until(lambda: receiver.poll() == KVPoll.Failed)
+    with pytest.raises(Exception, match="prefill has v1, decode has default"):
+        receiver.failure_exception()
+    until(lambda: sender.poll() == KVPoll.Failed)
+    receiver.clear(), sender.clear()
+    two.decode.manager.note_weights()
+    send_suffix(two, 81)
+    two.prefill.manager.note_weights()
+    assert next(versions, None) is None
+    monkeypatch.undo()
+    for half in (two.decode, two.prefill):
+        half.manager.note_weights()
+    send_suffix(two, 82)
+
+
+def test_the_same_weight_version_again_costs_no_prompt(two: Pair) -> None:
+    """SGLang reports it for each bucket of an update."""
+    sender, receiver = two.bootstrapped(83, TARGET)
+    sender.init(4, 2)
+    sender.send(pages(SOURCE[:2]))
+    two.prefill.manager.note_weights()
+    two.prefill.fill_slot(2, 83)
+    sender.send(pages(SOURCE[2:]))
+    until(lambda: receiver.poll() == KVPoll.Success)
+    until(lambda: sender.poll() == KVPoll.Success)
+    sender.clear(), receiver.clear()
+
+
+def test_a_decode_engine_that_frees_pages_before_they_are_drained_is_refused(
+    two: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = two.decode.manager.kv_args
+    check_configuration(args)
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE", "0")
+    with pytest.raises(UnsupportedConfiguration, match="SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0"):
+        check_configuration(args)
+
+
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+def test_a_room_is_used_again_after_a_retraction(two: Pair, first: str) -> None:
+    """SGLang retracts running requests for a weight update, and computes them again in the same room."""
+    room = {"prefill": 90, "decode": 91}[first]
+    send_suffix(two, room)
+    two.decode.pages[:] = 0
+    if first == "prefill":
+        send_suffix(two, room)
+        return
+    receiver = two.receive_room(room)
+    receiver.send_metadata(pages(TARGET), 5, [], decode_prefix_len=0)
+    sender = two.send_room(room)
+    until(lambda: sender.poll() == KVPoll.WaitingForInput)
+    assert sender.pop_decode_prefix_len() == 0
+    sender.init(4, 2)
+    two.prefill.fill_slot(2, room)
+    sender.send(pages(SOURCE))
+    until(lambda: receiver.poll() == KVPoll.Success)
+    assert two.holds(SOURCE, TARGET)
+    until(lambda: sender.poll() == KVPoll.Success)
+    sender.clear(), receiver.clear()
 
 
 def test_memory_is_released_and_resumed(two: Pair) -> None:

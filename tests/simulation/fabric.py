@@ -160,7 +160,7 @@ class SimEngine:
 
     # --- What effects.py calls
 
-    def offer(self, name: str) -> Handshake:
+    def offer(self, name: str, without: Sequence[str] = ()) -> Handshake:
         self._refuse("offer", "no_handshakes")
         self._peers[number := self._number()] = None
         return Handshake(number, self.process.world.fabric.offer(self, number))

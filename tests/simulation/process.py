@@ -129,6 +129,7 @@ class Process(Actor):
         effects, sessions = self.effects, len(self.effects.peers)
         engine = self.engine.leftovers()
         peers, prefill, decode = effects.peers, effects.prefill, effects.decode
+        callers = sum(len(caller.sessions) for caller in peers._callers.values())
         counts = self.busy() | {
             "blocks": len(self.pool.owner),
             "blocks that await pages": len(self.pool.awaited),
@@ -138,7 +139,7 @@ class Process(Actor):
             "sent": len(effects._sent),
             "sources": len(peers._by_source) - sessions,
             "dialled peers": len(peers._by_address) - len(self.port.dialled),
-            "connections": len(self.port.dialled) + len(peers._by_engine) - sessions,
+            "connections": len(self.port.dialled) + callers - sessions,
             "states": self.ledger.states,
             "timers of peers": len(peers._timers) - sessions,
             "timers of prefill": len(prefill._timers),
@@ -146,7 +147,7 @@ class Process(Actor):
             "attempts": len(decode._attempts),
             "releases": len(decode._releases),
             "engines looked for": len(peers._finding),
-            "prefill's peers": len(prefill._peers) - len(peers._by_engine),
+            "prefill's peers": len(prefill._peers) - callers,
             **engine,
             "peers": engine["peers"] - sessions,
         }

@@ -138,6 +138,12 @@ def content(transfer: str, ordinal: int, block: int) -> npt.NDArray[np.uint8]:
     return np.random.default_rng(seed).integers(0, 256, 64, dtype=np.uint8)
 
 
+def two_lanes(name: str, allow_fallback: bool = False) -> TransferEngine:
+    """An engine with the default lanes, on this machine's loopback."""
+    domains = (DomainConfig("host"), DomainConfig("tcp", address="127.0.0.1"))
+    return TransferEngine(EngineConfig(name, domains, allow_fallback=allow_fallback))
+
+
 class Stage:
     """Makes agents, and closes them."""
 
@@ -166,6 +172,7 @@ class Stage:
         stage: int = 0,
         key: ClusterKey | None = None,
         timelines: int = 0,
+        allow_fallback: bool = False,
     ) -> Side:
         shape = pages if pages is not None else layout(num_blocks=64 if role is Role.PREFILL else 32)
         dimensions = len(shape.layers), shape.groups[0].num_blocks, shape.layers[0].parts[0].block_stride
@@ -185,6 +192,7 @@ class Stage:
             timeouts=timeouts,
             key=key,
             timelines=timelines,
+            allow_fallback=allow_fallback,
         )
         ranges = [MemoryRange(memory.ctypes.data, memory.nbytes)]
         agent = Agent(config, ranges, engine if engine is not None else self.engine(name))

@@ -165,13 +165,19 @@ class Rendezvous:
 
 
 class Stream:
-    """A streaming handler that sends each chunk only when the test puts it in; None ends the stream."""
+    """A streaming handler that sends each chunk only when the test puts it in; None ends the stream.
+
+    As an engine does, it answers 404 to the request by which a router disowns a transfer.
+    """
 
     def __init__(self) -> None:
         self.queue: asyncio.Queue[bytes | Exception | None] = asyncio.Queue()
         self.aborted = asyncio.Event()
 
     async def __call__(self, request: Request, body: dict[str, Any]) -> Response:
+        if body.get("model", "").startswith("nobody-wants/"):
+            return await refuse(404, "no such model")(request, body)
+
         async def chunks() -> AsyncIterator[bytes]:
             try:
                 while (chunk := await self.queue.get()) is not None:

@@ -151,3 +151,31 @@ def test_any_order_of_arrival_comes_to_its_end(role: Role, random: Random, trans
         random.choice(engines).step()
     assert run(*engines)
     assert [engine.free for engine in engines] == [POOL, POOL]
+
+
+def test_gate_lets_an_earlier_place_pass_who_waits_first() -> None:
+    gate = AdmissionGate(10)
+    gate.enter("a", 5)
+    assert gate.must_wait("large", 7, (5, 1.0))
+    assert gate.must_wait("later", 1, (5, 2.0))
+    assert not gate.must_wait("urgent", 1, (0, 3.0))
+    gate.enter("urgent", 1)
+    # One that finds no room is the first from then on.
+    assert gate.must_wait("large and urgent", 8, (0, 4.0))
+    assert gate.first() == "large and urgent"
+    gate.leave("a")
+    assert gate.must_wait("large", 7, (5, 1.0))
+    assert not gate.must_wait("large and urgent", 8, (0, 4.0))
+
+
+def test_gate_forgets_who_has_left() -> None:
+    gate = AdmissionGate(10)
+    gate.enter("a", 10)
+    assert gate.must_wait("first", 1)
+    for number in range(10_000):
+        assert gate.must_wait(str(number), 1)
+        gate.leave(str(number))
+    assert gate.first() == "first"
+    assert len(gate._order) < 100
+    gate.leave("a")
+    assert not gate.must_wait("first", 1)

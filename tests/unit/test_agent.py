@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
-from agent_setup import IMPATIENT, LIVELY, PATIENCE, TIMES, Side, Stage, acquaint, stage, until
+from agent_setup import IMPATIENT, LIVELY, PATIENCE, TIMES, Side, Stage, acquaint, stage, two_lanes, until
 from protocol_setup import BLOCK, HASH, PAGE, layout, pairs, with_rows
 
 from kv_connector.agent.agent import Agent, AgentConfig, AgentError, MemoryRange
@@ -760,15 +760,15 @@ def test_an_abort_of_decode_is_not_a_failure(pair: tuple[Side, Side]) -> None:
     prefill.idle()
 
 
-def test_another_prompt_fails_decode_only(pair: tuple[Side, Side]) -> None:
+def test_another_prompt_is_not_loaded_and_prefill_is_free_at_once(pair: tuple[Side, Side]) -> None:
     prefill, decode = pair
     prefill.expect()
     decode.reserve(prefill.address, prompt_hash=bytes(16))
     decode.wait(received=["d-t"])
     assert decode.failed == ["d-t"]
-    decode.agent.release("t", prefill.address)
     prefill.agent.finished("t", True, "")
     prefill.wait(sent=["p-t"])
+    assert prefill.agent.stats().sent == {Outcome.RELEASED: 1}
 
 
 def test_a_prompt_without_a_hash_is_known_by_its_transfer_alone(pair: tuple[Side, Side]) -> None:
@@ -1355,3 +1355,66 @@ def test_an_idle_agent_sleeps(sim: Stage) -> None:
     prefill.agent.finished("nobody", True, "")
     until(lambda: prefill.agent.live().commands == 0)
     assert prefill.agent._timeout() is None
+
+
+# --- Lanes that only the completing side finds closed
+
+
+def one_refusal(side: Side, code: ErrorCode) -> None:
+    """The side's engine refuses the first answer."""
+    complete = side.agent._engine.complete
+
+    def refusing(peer: int, answer: bytes) -> None:
+        side.agent._engine.complete = complete  # type: ignore[method-assign]
+        raise TransferError(code, "host", "prefill", "complete", "as the test wants it")
+
+    side.agent._engine.complete = refusing  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("code", "allow_fallback", "lane"),
+    [
+        (ErrorCode.NOT_REACHABLE, False, "tcp"),
+        (ErrorCode.REFUSED, True, "tcp"),
+        (ErrorCode.REFUSED, False, ""),
+        (ErrorCode.PEER_DOWN, True, ""),
+    ],
+)
+def test_agent_offers_again_without_a_lane_that_does_not_lead_to_prefill(
+    code: ErrorCode, allow_fallback: bool, lane: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kv_connector")
+    with stage("") as made:
+        prefill = made.side(Role.PREFILL, engine=two_lanes("prefill"))
+        decode = made.side(
+            Role.DECODE, engine=two_lanes("decode", allow_fallback), allow_fallback=allow_fallback
+        )
+        one_refusal(decode, code)
+        decode.reserve(prefill.address)
+        prefill.expect()
+        prefill.compute(SOURCE)
+        prefill.agent.finished("t", True, "")
+        decode.wait(received=["d-t"])
+        passed = [record.message for record in caplog.records if "lane host is passed over" in record.message]
+        if not lane:
+            assert decode.failed == ["d-t"]
+            assert not [text for text in passed if text.startswith("prefill peer")]
+            return
+        assert decode.failed == []
+        assert decode.holds("t", SOURCE, TARGET)
+        prefill.wait(sent=["p-t"])
+        decode.idle()
+        assert [peer.lane for peer in decode.agent.stats().peers] == [lane]
+        assert [text for text in passed if text.startswith("prefill peer prefill/0 at")] == [
+            f"prefill peer prefill/0 at {prefill.address}: lane host is passed over: "
+            f"{code.value} in complete over host to prefill: as the test wants it"
+        ]
+
+
+def test_agent_names_the_last_lane_that_does_not_lead_to_prefill(sim: Stage) -> None:
+    prefill, decode = sim.pair()
+    refuse_complete = refuse(ErrorCode.NOT_REACHABLE)
+    decode.agent._engine.complete = refuse_complete  # type: ignore[method-assign]
+    decode.reserve(prefill.address)
+    decode.wait(received=["d-t"])
+    assert decode.failed == ["d-t"]

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import typer
+import uvicorn
 from command_line import invoke
 
 from kv_connector import __version__
@@ -20,6 +21,7 @@ from kv_connector.cli.exit_status import ExitStatus
 from kv_connector.cli.main import app
 from kv_connector.engine import ProviderStatus, transfer_engine
 from kv_connector.lab import demonstration
+from kv_connector.router.server import BoundedProtocol, ServerConfig
 
 run = partial(invoke, app)
 
@@ -70,10 +72,19 @@ def test_the_router_runs_on_a_fast_loop_or_says_what_to_install(
     missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ("router", "--prefill", "http://127.0.0.1:8100", "--decode", "http://127.0.0.1:8200")
-    ran: dict[str, object] = {}
-    monkeypatch.setattr("uvicorn.run", lambda _, **how: ran.update(how))
+    ran: list[ServerConfig] = []
+
+    def started(server: uvicorn.Server) -> None:
+        assert isinstance(server.config, ServerConfig)
+        ran.append(server.config)
+        server.started = True
+
+    monkeypatch.setattr(uvicorn.Server, "run", started)
     assert run(*words)[0] == ExitStatus.SUCCESS
-    assert (ran.pop("loop"), ran.pop("http")) == ("uvloop", "httptools")
+    (config,) = ran
+    assert (config.loop, config.http) == ("uvloop", BoundedProtocol)
+    # Longer than nginx and AWS's load balancer keep an idle connection: 60 s.
+    assert config.timeout_keep_alive == 75
     monkeypatch.setitem(sys.modules, missing, None)
     status, output = run(*words)
     assert status == ExitStatus.USAGE

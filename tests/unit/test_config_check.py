@@ -162,12 +162,24 @@ def test_standard_input_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "unknown field `spin`" in result.output
 
 
+# Of 9 to the power of 11 nodes, and of as many merged keys.
+ALIASES = "a0: &a0 [1]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
+MERGES = "a0: &a0 {x: 1}\n" + "".join(
+    f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 12)
+)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
         ("x.txt", "hello", "has nothing of ours"),
         ("x.json", "{", "is no JSON"),
         ("x.yaml", "a: [", "is no YAML"),
+        ("x.yaml", ALIASES, "its aliases stand for more than"),
+        ("x.yaml", MERGES, "its aliases stand for more than"),
+        ("x.yaml", "a: &a [*a]", "its aliases stand for more than"),
+        ("x.yaml", "[" * 100_000, "nested too deeply"),
+        ("x.json", "[" * 100_000, "nested too deeply"),
         ("x.sh", "echo 'open", "is no shell script"),
         ("x.json", "[1]", "has nothing of ours"),
         ("x.yaml", "services: {p: {command: vllm 'serve}}", "is no command: No closing quotation"),

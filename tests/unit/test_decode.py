@@ -137,6 +137,28 @@ def test_a_load_that_is_stale_fails_as_nobodys_fault(machine: DecodeMachine, qui
     assert report(actions) == FinishedReceiving("d-t", failed=True, stale=True)
 
 
+def test_another_prompt_at_prefill_is_nobodys_fault_and_prefill_need_not_keep_it(
+    machine: DecodeMachine,
+) -> None:
+    """A clock in a chat template: decode computes its own rendering, whatever the policy."""
+    attempt = reserved(machine).attempt
+    words = "the prompts differ: chat template"
+    actions = machine.fail(1.0, PEER, Fail("t", attempt, FailCode.PROMPT_MISMATCH, words, True))
+    assert sent(actions, Release) == Release("t")
+    assert only(actions, Log).level == logging.WARNING
+    assert words in only(actions, Log).text
+    assert only(actions, Ended).outcome is Outcome.STALE
+    assert report(actions) == FinishedReceiving("d-t", failed=True, stale=True)
+
+
+def test_another_prompt_with_writes_in_flight_is_fenced_first(machine: DecodeMachine) -> None:
+    attempt = reserved(machine).attempt
+    actions = machine.fail(1.0, PEER, Fail("t", attempt, FailCode.PROMPT_MISMATCH, "differ", False))
+    assert only(actions, Fence).peer == PEER
+    machine.peer_down(1.0, PEER, "fenced")
+    assert only(machine.fenced(1.0, PEER), Ended).outcome is Outcome.STALE
+
+
 def test_a_stale_load_that_is_aborted_meanwhile_is_cancelled(machine: DecodeMachine) -> None:
     attempt = reserved(machine).attempt
     machine.cancel(0.5, "d-t")

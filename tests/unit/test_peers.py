@@ -701,12 +701,52 @@ def test_a_new_incarnation_replaces_the_old_session(decode: PeerTable, prefill: 
     assert isinstance(only(prefill.receive(1.0, CALLER, reserve()), Reply).message, Bye)
 
 
-def test_the_same_engine_dialling_again_replaces_its_session(decode: PeerTable, prefill: PeerTable) -> None:
+@pytest.mark.parametrize("source", [CALLER, b"router 2"])
+def test_the_same_engine_dialling_again_replaces_its_silent_session(
+    decode: PeerTable, prefill: PeerTable, source: bytes
+) -> None:
     _, d = up(decode, prefill)
     decode.drop(1.0, decode.peers()[0].peer, "fenced")
-    actions = prefill.receive(1.0, b"router 2", dial(decode, 1.0, source=b"dialled 2"))
+    now = 1.0 if source == CALLER else TIMES.suspect  # over its own connection it is replaced at once
+    hello = msgspec.structs.replace(dial(decode, now, source=b"dialled 2"), offer=b"another")
+    actions = prefill.receive(now, source, hello)
     assert only(actions, SessionOver) == SessionOver(d, "the engine dialled again")
     assert only(actions, Accept).peer != d
+
+
+def test_hello_of_the_same_process_by_another_name_leaves_its_first_session_up(
+    decode: PeerTable, prefill: PeerTable
+) -> None:
+    _, first = up(decode, prefill)
+    actions = prefill.receive(1.0, b"router 2", dial(table("d0", Role.DECODE)))
+    assert not every(actions, SessionOver)
+    second = only(actions, Accept).peer
+    prefill.accepted(1.0, second, "tcp", b"answer")
+    assert states(prefill) == [PeerState.UP, PeerState.UP]
+    assert only(prefill.receive(2.0, CALLER, reserve()), Deliver).peer == first
+    assert only(prefill.receive(2.0, b"router 2", reserve()), Deliver).peer == second
+    # The end of either leaves the other, and the last one's end leaves nothing.
+    assert only(prefill.receive(3.0, CALLER, Bye("over")), SessionOver).peer == first
+    assert only(prefill.receive(3.0, b"router 2", reserve()), Deliver).peer == second
+    assert only(prefill.receive(3.0, b"router 2", Bye("over")), SessionOver).peer == second
+    assert not prefill._callers
+
+
+def test_hello_of_a_replaced_process_is_refused_while_its_successor_lives(prefill: PeerTable) -> None:
+    first, second = (table("d0", Role.DECODE, incarnation=f"boot{number}") for number in (1, 2))
+    a, _ = accept(prefill, dial(first), source=b"1")
+    actions = prefill.receive(0.0, b"2", dial(second))
+    assert only(actions, SessionOver) == SessionOver(a, "the engine restarted")
+    b = only(actions, Accept).peer
+    prefill.accepted(0.0, b, "tcp", b"answer")
+    # It lives, so it is no restart: two engines have one name.
+    refused = nak(prefill.receive(1.0, b"3", dial(table("d0", Role.DECODE, incarnation="boot1"))))
+    assert refused.reason is NakReason.INCOMPATIBLE
+    assert refused.message.startswith("two decode engines have engine_id d0: leave engine_id out")
+    assert [info.peer for info in prefill.peers()] == [b]
+    # Once the successor is gone, it is the engine of this name again.
+    prefill.receive(2.0, b"2", Bye("over"))
+    accept(prefill, dial(table("d0", Role.DECODE, incarnation="boot1")), 2.0, b"4")
 
 
 def test_a_refused_hello_replaces_nobody(decode: PeerTable, prefill: PeerTable) -> None:
@@ -733,4 +773,32 @@ def test_dropping_a_session_twice_is_once_and_nothing_of_it_is_kept(
         assert only(table_.drop(1.0, peer, "x"), SessionOver)
         assert table_.drop(1.0, peer, "x") == []
         assert table_.next_deadline() is None
-        assert not any((table_._by_source, table_._by_engine, table_._by_address))
+        assert not any((table_._by_source, table_._callers, table_._by_address))
+
+
+# --- Lanes that do not lead there
+
+
+def test_pass_over_dials_again_without_the_lane(decode: PeerTable, prefill: PeerTable) -> None:
+    _, ack = accept(prefill, dial(decode))
+    first = only(decode.receive(0.0, DIALLED, ack), Complete)
+    actions = decode.pass_over(0.0, first.peer, "host", "another pid namespace")
+    log = only(actions, Log)
+    assert log.level == logging.INFO
+    assert log.text == f"prefill peer p0/0 at {P_ADDRESS}: lane host is passed over: another pid namespace"
+    assert only(actions, HangUp).source == DIALLED
+    assert only(actions, SessionOver).peer == first.peer
+    assert not every(actions, DialFailed)
+    again = only(actions, Connect)
+    assert (again.address, again.without) == (P_ADDRESS, ("host",))
+    # What P sends over the connection that is over concerns nobody, and whoever dials finds this session.
+    assert not every(decode.receive(0.0, DIALLED, Bye("?")), SessionOver)
+    assert decode.dial(0.0, P_ADDRESS, P_ADDRESS, WANTS, layout()) == []
+    decode.offered(0.0, again.peer, b"dialled 2", b"offer")
+    second = only(decode.receive(0.0, b"dialled 2", ack), Complete)
+    (last,) = every(decode.pass_over(0.0, second.peer, "nvlink", "no way"), Connect)
+    assert last.without == ("host", "nvlink")
+    decode.offered(0.0, last.peer, b"dialled 3", b"offer")
+    third = only(decode.receive(0.0, b"dialled 3", ack), Complete)
+    assert only(decode.completed(0.0, third.peer), SessionUp) == SessionUp(third.peer, P_ADDRESS)
+    assert len(decode) == 1

@@ -665,6 +665,8 @@ def test_another_prompt_is_refused_and_the_right_one_still_served(
     assert (fail.code, fail.attempt, fail.quiesced) == (FailCode.PROMPT_MISMATCH, 9, True)
     assert words in fail.message
     assert machine.next_deadline() is None
+    if "prompt_hash" in changes and changes["prompt_hash"] is not None:
+        assert all(cause in fail.message for cause in ("chat template", "tokenizer", "clock", "time zone"))
     machine.computed(0.0, computed((1, 2, 3)))
     assert pushed(machine.reserve(1.0, PEER, reserve(attempt=10))) == {1: 11, 2: 12, 3: 13}
 

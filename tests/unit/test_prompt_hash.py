@@ -19,6 +19,11 @@ def test_another_prompt_has_another(other: list[int]) -> None:
 
 
 def test_what_stands_beside_the_tokens_counts_too() -> None:
-    hashes = [prompt_hash([1, 2], beside) for beside in ((), ("a",), ("b",), ("a", "b"), ("b", "a"), ("ab",))]
+    beside = ((), ("a",), ("b",), ("a", "b"), ("b", "a"), ("ab",), ("a\0b",), ("a", "1 b"), ("a1 b",))
+    hashes = [prompt_hash([1, 2], words) for words in beside]
     assert len(set(hashes)) == len(hashes)
     assert {len(found) for found in hashes} == {PROMPT_HASH_BYTES}
+
+
+def test_words_of_a_client_that_are_no_text_have_a_hash() -> None:
+    assert prompt_hash([1], ("salt \ud800",)) != prompt_hash([1], ("salt ?",))

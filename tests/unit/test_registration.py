@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+import uvicorn
 import zmq
 from router_setup import (
     PATIENCE,
@@ -45,7 +47,7 @@ from kv_connector.control.registrar import Registrar
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.messages import MalformedMessage, Role
-from kv_connector.router.app import create_app
+from kv_connector.router.app import DONE, create_app
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.members import Members
 from kv_connector.router.settings import Objectives, Settings
@@ -272,7 +274,9 @@ async def test_a_stream_of_an_engine_that_falls_silent_ends_with_an_error(cluste
         assert await within(anext(chunks)) == b"data: 1\n\n"
         d.fall_silent()
         last = b"".join([chunk async for chunk in chunks])
-    assert d.engine.url in msgspec.json.decode(last.removeprefix(b"data: "))["error"]["message"]
+    assert last.endswith(DONE)
+    error = msgspec.json.decode(last.removeprefix(b"data: ").removesuffix(DONE))["error"]
+    assert d.engine.url in error["message"]
     await within(stream.aborted.wait())
 
 
@@ -855,3 +859,18 @@ def test_a_router_that_is_away_is_not_waited_for() -> None:
             started = time.monotonic()
             registrar.close()
             assert time.monotonic() - started < 5
+
+
+async def test_a_registration_port_in_use_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        app = create_app(Settings((), (), registration=Address("127.0.0.1", port)))
+        server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, lifespan="on"))
+        with pytest.raises(SystemExit):
+            await server.serve()
+    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    (reason,) = [error for error in errors if "cannot listen for engines" in error]
+    assert "\n" not in reason
+    assert not [record for record in caplog.records if record.exc_info]

@@ -27,7 +27,7 @@ from router_setup import (
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kv_connector.router.app import create_app
+from kv_connector.router.app import DONE, create_app
 from kv_connector.router.client import LOST_SECONDS, EngineClient
 from kv_connector.router.completion import Completion
 from kv_connector.router.endpoint import Endpoint
@@ -272,7 +272,9 @@ async def test_a_fault_of_the_routers_own_is_told_and_counted_as_one(
         assert answer.status_code == (200 if begun else 500)
         assert answer.headers["x-request-id"] == "mine-1"
         last = answer.content.removeprefix(event + b"data: ") if begun else answer.content
-        assert "mine-1" in json.loads(last)["error"]["message"]
+        if begun:
+            assert last.endswith(DONE)
+        assert "mine-1" in json.loads(last.removesuffix(DONE))["error"]["message"]
         line = 'kv_connector_router_requests_total{route="/v1/completions",status="500"}'
         await until_metric(client, line, 1)
     (logged,) = [record for record in caplog.records if record.exc_info]
@@ -400,7 +402,8 @@ async def test_d_breaking_off_ends_the_stream_with_an_error_event() -> None:
             stream.queue.put_nowait(RuntimeError("the engine broke"))
             last = b"".join([chunk async for chunk in chunks])
         assert last.startswith(b"data: {")
-        error = json.loads(last.removeprefix(b"data: "))["error"]
+        assert last.endswith(DONE)
+        error = json.loads(last.removeprefix(b"data: ").removesuffix(DONE))["error"]
         assert d.url in error["message"]
 
 
@@ -547,6 +550,58 @@ async def test_p_is_told_of_a_client_that_left_before_d_answered(dispatch: str) 
             "remote_port": 5601,
             "remote_engine_id": None,
         }
+
+
+@pytest.mark.parametrize("dispatch", ["concurrent", "serial"])
+async def test_p_is_told_when_d_refuses_a_body_that_p_took(dispatch: str) -> None:
+    """D's validation of a body ends before its connector knows of the request."""
+    told = asyncio.Event()
+
+    async def decode(request: Request, body: dict[str, Any]) -> Response:
+        if body.get("model", "").startswith("nobody-wants/"):
+            told.set()
+        return await refuse(400, "Stream options can only be defined when `stream=True`.")(request, body)
+
+    async with cluster(answer_ok, decode, dispatch=dispatch) as (p, d, client):
+        answer = await client.post("/v1/completions", json={"prompt": "x", "stream_options": {}})
+        assert answer.status_code == 400
+        await within(told.wait())
+        transfers = {body["kv_transfer_params"]["transfer_id"] for body in p.bodies}
+        assert d.bodies[-1]["kv_transfer_params"]["transfer_id"] in transfers
+
+
+async def test_an_engine_that_ends_a_stream_with_an_error_event_has_failed() -> None:
+    """So vLLM reports the death of its engine core, behind a status of 200."""
+    good = b'data: {"choices": [{"text": "a"}]}\n\n'
+    error = {
+        "error": {"message": "EngineCore encountered an issue", "type": "InternalServerError", "code": 500}
+    }
+    end = b"data: " + json.dumps(error).encode() + b"\n\n"
+    stream = Stream()
+    async with cluster(answer_ok, stream) as (_, d, client):
+        asking = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x", "stream": True}))
+        for chunk in (good, good + end + b"data: [DONE]\n\n", None):
+            stream.queue.put_nowait(chunk)
+        body = (await within(asking)).content
+        assert body.startswith(good + good)
+        assert b"EngineCore encountered an issue" in body
+        line = 'kv_connector_router_requests_total{route="/v1/completions",status="500"}'
+        await until_metric(client, line, 1)
+        failures = f'kv_connector_router_failures_total{{engine="{d.url}",side="decode"}}'
+        await until_metric(client, failures, 1)
+
+
+async def test_words_of_an_error_within_an_answer_are_an_answer() -> None:
+    text = json.dumps({"choices": [{"text": 'say "error" {"error": 1}', "finish_reason": "stop"}]}).encode()
+    stream = Stream()
+    async with cluster(answer_ok, stream) as (_, _, client):
+        asking = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x", "stream": True}))
+        for chunk in (b"data: " + text + b"\n\n", b"data: [DONE]\n\n", None):
+            stream.queue.put_nowait(chunk)
+        assert (await within(asking)).content == b"data: " + text + b"\n\ndata: [DONE]\n\n"
+        await until_metric(
+            client, 'kv_connector_router_requests_total{route="/v1/completions",status="200"}', 1
+        )
 
 
 async def test_p_is_told_of_a_client_that_left_between_p_and_d() -> None:

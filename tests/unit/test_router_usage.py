@@ -237,3 +237,21 @@ async def test_an_engine_that_computes_the_whole_prompt_counts_itself() -> None:
         ):
             assert (await client.post("/v1/completions", json=REQUEST)).json() == answer(99)
             assert len(both.bodies) == 1
+
+
+async def test_written_tokens_are_ps_where_p_names_them() -> None:
+    """D writes nothing to its prefix cache of what it gets from P."""
+
+    async def p(request: Request, body: dict[str, Any]) -> Response:
+        details = {"cached_tokens": 32, "cache_write_tokens": 64}
+        params = {"remote_prefill_cached_tokens": 32}
+        return JSONResponse({"usage": {"input_tokens_details": details}, "kv_transfer_params": params})
+
+    async def d(request: Request, body: dict[str, Any]) -> Response:
+        return JSONResponse(
+            {"usage": {"input_tokens_details": {"cached_tokens": 99, "cache_write_tokens": 0}}}
+        )
+
+    async with cluster(p, d) as (_, _, client):
+        answer = (await client.post("/v1/responses", json={"input": "x"})).json()
+    assert answer["usage"]["input_tokens_details"] == {"cached_tokens": 32, "cache_write_tokens": 64}

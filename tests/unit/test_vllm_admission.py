@@ -139,3 +139,27 @@ def test_any_order_of_arrival_comes_to_its_end(pair: Pair, seed: int) -> None:
     for add, name, p, tokens in halves:
         add(name, p, tokens)
     pair.run()
+
+
+def test_an_urgent_prompt_passes_an_ordinary_one_at_the_gate(model: Path) -> None:
+    """With --scheduling-policy priority, as in vLLM's own queue. The share of P's pool is 20 blocks."""
+    config = vllm_config(model, "kv_producer", budget=4000)
+    config.scheduler_config.policy = "priority"
+    engine = Stage(config, (FULL,), 41)
+
+    def add(name: str, blocks: int, priority: int) -> None:
+        params = dict(PARAMS_OF_P, transfer_id=name)
+        engine.add(name, prompt(name, blocks * BLOCK - 1), params, priority=priority)
+
+    def scheduled() -> list[str]:
+        output, _ = engine.schedule()
+        engine.update(output)
+        return list(output.num_scheduled_tokens)
+
+    add("held", 15, 5)
+    assert scheduled() == ["held"]
+    add("large", 10, 5)
+    add("small", 2, 5)
+    assert scheduled() == [], "nobody passes the first of its own priority"
+    add("urgent", 2, 0)
+    assert scheduled() == ["urgent"]

@@ -1,12 +1,15 @@
 """vLLM empties its prefix cache while P/D requests live, as pause_generation(mode="keep") does for new
 weights: under its real scheduler and block pool."""
 
+import itertools
 from collections import Counter
 
 import pytest
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.request import RequestStatus
 from vllm_stage import (
     ADDRESS,
+    BLOCK,
     FULL,
     PARAMS_OF_D,
     PARAMS_OF_P,
@@ -78,6 +81,35 @@ def test_loads_of_before_are_given_up_and_computed_here(stage: MakeStage, policy
     # Each computes its prompt, and all tokens but its last.
     assert computed == {"d-runs": 119, "d-is over": 102, "d-loads": 102, "d-waits": 102}
     decode.assert_idle()
+
+
+def test_a_load_that_is_over_and_waits_for_its_next_block_does_not_keep_a_reset_from_succeeding(
+    stage: MakeStage,
+) -> None:
+    """vLLM has promoted the request: it waits with the blocks of its load, and vLLM cannot preempt it."""
+    decode = stage("kv_consumer", blocks=14)
+    decode.add("loads", prompt(3 * BLOCK + 1, 1), PARAMS_OF_D, max_tokens=3)
+    decode.step()
+    decode.add("runs", prompt(10 * BLOCK - 70, 2), max_tokens=90)
+    while decode.blocks_in_use < 13:
+        decode.step()
+    decode.step(received=["loads"])
+    output, _ = decode.schedule()
+    assert list(output.num_scheduled_tokens) == ["runs"], "no block is free for the load's last token"
+    decode.update(output)
+    loaded = decode.scheduler.requests["loads"]
+    assert (loaded.status, loaded.num_computed_tokens) == (RequestStatus.WAITING, 3 * BLOCK)
+
+    pause(decode)
+    assert (decode.blocks_in_use, loaded.num_computed_tokens) == (0, 0)
+    resume(decode)
+    computed: Counter[str] = Counter()
+    while decode.scheduler.has_requests():
+        output, _ = decode.schedule()
+        computed.update(output.num_scheduled_tokens)
+        decode.update(output)
+    assert computed["loads"] == 3 * BLOCK + 3, "it computes its prompt here"
+    finish(decode)
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
@@ -301,6 +333,8 @@ def test_a_reset_that_fails_releases_nobody(stage: MakeStage, before: bool) -> N
     """A request of its own runs. What P has pushed and what D waits for stay as they are. ``before``: another
     one had emptied the cache, and asked no connector."""
     both = stage("kv_both", blocks=20, budget=100)
+    seconds = itertools.count()
+    both.side.decode.clock = lambda: next(seconds)
     assert not before or both.scheduler.reset_prefix_cache()
     both.add("own", prompt(100, 7), max_tokens=40)
     both.step()

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from protocol_setup import layout, worker
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
@@ -215,33 +216,47 @@ class TestPrefill:
         request = reservation(decode.step())
         assert (request.transfer_id, request.engine) == ("t", ADDRESS)
 
-    def test_an_adapter_and_pictures_places_are_part_of_the_prompt(self, decode: Stage) -> None:
-        """Wherever either engine has loaded them from."""
+    def test_the_prompt_hash_covers_whatever_a_block_hash_covers(self, decode: Stage) -> None:
+        """Else D would keep KV of one picture under the block hashes of another one."""
 
-        def picture(offset: int, file: str) -> MultiModalFeatureSpec:
-            return MultiModalFeatureSpec(None, "image", file, PlaceholderRange(offset, 8))
+        def medium(kind: str, offset: int, content: str) -> MultiModalFeatureSpec:
+            return MultiModalFeatureSpec(None, kind, content, PlaceholderRange(offset, 8))
 
-        beside: list[dict[str, Any]] = [
+        variants: list[dict[str, Any]] = [
             {},
             {"lora_request": LoRARequest("one", 1, "/here")},
             {"lora_request": LoRARequest("two", 1, "/here")},
-            {"mm_features": [picture(8, "x")]},
-            {"mm_features": [picture(16, "x")]},
+            {"lora_request": LoRARequest("one", 1, "/there")},
+            {"cache_salt": "tenant"},
+            {"cache_salt": "another"},
+            {"mm_features": [medium("image", 8, "x")]},
+            {"mm_features": [medium("image", 16, "x")]},
+            {"mm_features": [medium("image", 8, "y")]},
+            {"mm_features": [medium("audio", 8, "x")]},
+            {"mm_features": [medium("video", 8, "x")]},
+            {"mm_features": [medium("image", 8, "x"), medium("image", 24, "x")]},
+            {"mm_features": [medium("image", 8, "x"), medium("image", 24, "y")]},
         ]
-        same: list[dict[str, Any]] = [
-            {},
-            {"lora_request": LoRARequest("one", 2, "/there")},
-            {"lora_request": LoRARequest("two", 1, "/there")},
-            {"mm_features": [picture(8, "y")]},
-            {"mm_features": [picture(16, "y")]},
-        ]
-        found = []
-        for number, more in enumerate([*beside, *same]):
+        hashes = []
+        for number, more in enumerate([*variants, *variants]):
             decode.add(f"d{number}", prompt(40), PARAMS_OF_D | {"transfer_id": f"t{number}"}, **more)
-            found.append(reservation(decode.step()).prompt_hash)
+            hashes.append(reservation(decode.step()).prompt_hash)
             decode.abort(f"d{number}")
-        assert found[:5] == found[5:]
-        assert len(set(found)) == 5
+        first, again = hashes[: len(variants)], hashes[len(variants) :]
+        assert first == again
+        assert len(set(first)) == len(variants)
+
+    def test_a_prompt_with_embeddings_between_its_tokens_is_not_transferred(
+        self, prefill: Stage, decode: Stage, log: pytest.LogCaptureFixture
+    ) -> None:
+        """No hash covers them: the token ids in their places say nothing."""
+        embeds = torch.zeros(40, 4)
+        for engine, params in ((prefill, PARAMS_OF_P), (decode, PARAMS_OF_D)):
+            places = [number % 2 == 0 for number in range(40)]
+            engine.add("r", prompt(40), dict(params), prompt_embeds=embeds, prompt_is_token_ids=places)
+            assert "the prompt has embeddings" in log.text
+            log.clear()
+            assert engine.step().commands == ()
 
     @pytest.mark.parametrize("token", [-1, 1 << 32])
     def test_token_ids_that_have_no_hash_leave_nothing_behind(
@@ -550,6 +565,26 @@ class TestDecode:
         decode.update(output)
         decode.step()
         decode.assert_idle()
+
+    def test_waiting_list_goes_to_workers_a_few_times_a_second(self, stage: MakeStage) -> None:
+        decode, now, entries = stage("kv_consumer", blocks=12), 100.0, 0
+        decode.side.decode.clock = lambda: now
+        for number in range(100):
+            params = dict(PARAMS_OF_D, transfer_id=str(number))
+            decode.add(f"d{number}", prompt(320, number), params)
+            now += 0.01
+            entries += len(decode.step().waiting or ())
+        assert len(decode.side.decode._waiting) == 99
+        # One list in 0.25 s, of the length that the queue has: not 100 lists and 4,950 entries.
+        assert entries <= 25 + 50 + 75 + 100
+        now += 1
+        waiting = decode.step().waiting
+        assert waiting is not None
+        assert len(waiting) == 99
+        assert len({id(address) for _, address in waiting}) == 1
+        for number in range(100):
+            decode.abort(f"d{number}")
+        assert decode.step().waiting == ()
 
     def test_requests_without_blocks_are_listed_as_waiting(self, stage: MakeStage) -> None:
         decode = stage("kv_consumer", blocks=6)

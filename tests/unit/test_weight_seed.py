@@ -483,7 +483,7 @@ def test_an_engine_that_no_engine_can_seed_in_time_goes_on_with_its_own_weights(
     pushed("v1", 1, fleet)
     seed_at_start([fleet.address], joiner.address, None)
     assert joiner.served == [""]
-    with pytest.raises(SeedError, match=r"did not write version v1.*within 0 s"):
+    with pytest.raises(SeedError, match="no weights of its own"):
         seed_at_start([fleet.address], joiner.address, None, required=True)
 
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,11 +17,13 @@ from agent_setup import until
 from weight_engines import Gate
 from weight_trainer import DEAD_S, SIZES, Trainer, drawn
 
+from kv_connector.cli import weights as weights_command
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timers import Timeouts
 from kv_connector.protocol.version import shown
+from kv_connector.weights import sources
 from kv_connector.weights.geometry import Constant, Geometry, Parameter, Tensor, Write
 from kv_connector.weights.links import Link
 from kv_connector.weights.pusher import PushError, WeightPusher
@@ -250,6 +253,38 @@ def test_a_checkpoint_is_a_source(engines: list[Engine], tmp_path: Path) -> None
         CheckpointSource(tmp_path / "nowhere")
 
 
+def test_checkpoint_source_opens_each_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safetensors.torch import save_file
+
+    opened: list[Path] = []
+    safe_open = sources.safe_open
+
+    def counted(path: Path, framework: str) -> object:
+        opened.append(path)
+        return safe_open(path, framework)
+
+    monkeypatch.setattr(sources, "safe_open", counted)
+    values = dict(drawn(4))
+    save_file(values, tmp_path / "all.safetensors")
+    source = CheckpointSource(tmp_path)
+    for tensor, held in zip(source.tensors(), source.held(), strict=True):
+        assert torch.equal(held.local(), values[tensor.name])
+        assert torch.equal(held.local(), values[tensor.name])
+    assert opened == [tmp_path / "all.safetensors"]
+
+
+@pytest.mark.parametrize("content", [b"", b"no header", (1 << 40).to_bytes(8, "little")])
+def test_checkpoint_source_names_a_broken_file(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "broken.safetensors").write_bytes(content)
+    with pytest.raises(SourceError, match=r"broken\.safetensors is not readable as safetensors"):
+        CheckpointSource(tmp_path)
+
+
+def test_an_engine_address_given_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"127\.0\.0\.1:5600 is given twice"):
+        WeightPusher(TensorSource(drawn(1)), ["127.0.0.1:5600", "127.0.0.1:5601", "127.0.0.1:5600"])
+
+
 def test_tensors_that_have_moved_are_sent_from_where_they_are(engines: list[Engine]) -> None:
     parameters = {name: torch.nn.Parameter(value) for name, value in drawn(1)}
     source = TensorSource(parameters.items())
@@ -415,3 +450,12 @@ def test_it_may_be_cancelled_while_it_is_closed(
         pusher.cancel("nobody waits for it")
         pusher.cancel("and again")
     assert "not over yet" not in caplog.text
+
+
+def test_a_rounds_timeout_covers_its_push_and_both_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter((0.0, 7.0, 8.0, 9.0))  # began, pushed, landed, applied
+    monkeypatch.setattr(weights_command, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    waits: list[tuple[str, float]] = []
+    update = SimpleNamespace(wait=lambda what, limit: waits.append((what, limit)), pause_seconds={})
+    weights_command._round(SimpleNamespace(push=lambda version: update), "v1", 10.0)  # type: ignore[arg-type]
+    assert waits == [("landed", 3.0), ("applied", 2.0)]

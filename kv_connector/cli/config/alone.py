@@ -105,6 +105,8 @@ def _parsed(written: Router) -> CheckedRouter:
             decode,
             registration=registration,
             objectives=objectives(given["ttft_ms"], given["tbt_ms"]),
+            body_limit=given["body_limit"] << 20,
+            body_budget=given["body_budget"] << 20,
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None

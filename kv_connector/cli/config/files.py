@@ -87,14 +87,18 @@ def read(where: str, text: str, known: Mapping[str, str]) -> list[Part]:
     """
     if where.endswith((".yaml", ".yml")):
         try:
-            found = list(_structured(where, list(yaml.safe_load_all(text)), known))
+            found = list(_structured(where, _documents(text), known))
         except yaml.YAMLError as error:
             raise Unreadable(f"{where} is no YAML: {' '.join(str(error).split())}") from None
+        except RecursionError:
+            raise Unreadable(f"{where} is nested too deeply") from None
     elif text.lstrip().startswith("{") or where.endswith(".json"):
         try:
             found = list(_structured(where, [json.loads(text)], known))
         except ValueError as error:
             raise Unreadable(f"{where} is no JSON: {error}") from None
+        except RecursionError:
+            raise Unreadable(f"{where} is nested too deeply") from None
     elif (command := variables(where, text)) is not None:
         return list(_started([command]))
     else:
@@ -106,6 +110,43 @@ def read(where: str, text: str, known: Mapping[str, str]) -> list[Part]:
             "or a file of environment variables"
         )
     return found
+
+
+# A manifest of a whole cluster has some 10,000.
+_MOST_NODES = 1_000_000
+
+
+def _documents(text: str) -> list[Any]:
+    """The documents of a YAML text. YAMLError if aliases make more nodes of it than anything could walk."""
+    loader = yaml.SafeLoader(text)
+    documents = []
+    try:
+        while loader.check_node():
+            node = loader.get_node()
+            # Before objects are made of it: that copies what is merged by `<<`.
+            if _nodes(node, {}) > _MOST_NODES:
+                raise yaml.YAMLError(f"its aliases stand for more than {_MOST_NODES} nodes")
+            documents.append(loader.construct_document(node))
+    finally:
+        loader.dispose()
+    return documents
+
+
+def _nodes(node: yaml.Node, counts: dict[yaml.Node, int]) -> int:
+    """The number of nodes that a node stands for. ``counts``: those of the nodes that were counted before. An
+    alias is the node that it names."""
+    if node in counts:
+        return counts[node]
+    counts[node] = _MOST_NODES + 1  # for a node within itself, which has no end
+    match node:
+        case yaml.SequenceNode():
+            inside = list(node.value)
+        case yaml.MappingNode():
+            inside = [one for pair in node.value for one in pair]
+        case _:
+            inside = []
+    counts[node] = 1 + sum(_nodes(one, counts) for one in inside)
+    return counts[node]
 
 
 def _structured(where: str, documents: Iterable[Any], known: Mapping[str, str]) -> Iterator[Part]:
@@ -165,7 +206,7 @@ def _with_stand_ins(where: str, name: str, text: str) -> Generator[Unknown, None
     words = f"{' '.join(variables)} in {name} is known elsewhere"
     try:
         json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         yield Unknown(where, f"not looked at: {words}")
         return None
     yield Unknown(where, words)
@@ -211,8 +252,8 @@ def _vllm(where: str, machine: Machine, options: Mapping[str, str], environment:
         transfer = json.loads(options["kv-transfer-config"])
         if not isinstance(transfer, dict):
             raise ValueError("it must be a JSON object")
-    except ValueError as error:
-        problem = f"--kv-transfer-config: {error} in {options['kv-transfer-config']!r}"
+    except (ValueError, RecursionError) as error:
+        problem = f"--kv-transfer-config: {error} in {options['kv-transfer-config'][:500]!r}"
         return Engine(where, machine, "vLLM", None, {}, options, environment, (problem,))
     return _transfer(where, machine, transfer, options, environment)
 

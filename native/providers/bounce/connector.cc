@@ -72,12 +72,17 @@ std::string BounceConnector::description() const {
 
 // Makes `device` the domain's GPU, if it has none yet.
 Result<std::shared_ptr<cuda::Copier>> BounceConnector::adopt(int device) {
+  std::vector<std::weak_ptr<SlotMemory>> all;
+  std::unique_lock lock(gpu_mutex_);
   Result<std::shared_ptr<cuda::Copier>> copier = renamed(gpu_.adopt(device));
   if (!copier) return copier;
-  for (const std::weak_ptr<SlotMemory>& known : slots_) {
+  const std::shared_ptr<cuda::Context> context = gpu_.context();
+  all = slots_;  // those that come later find the GPU, and are pinned where they are made
+  lock.unlock();
+  for (const std::weak_ptr<SlotMemory>& known : all) {
     const std::shared_ptr<SlotMemory> slots = known.lock();
     if (slots == nullptr) continue;
-    if (Status pinned = renamed(slots->pin(gpu_.context())); !pinned) return pinned.error();
+    if (Status pinned = renamed(slots->pin(context)); !pinned) return pinned.error();
   }
   return copier;
 }
@@ -101,11 +106,14 @@ Result<std::unique_ptr<Registration>> BounceConnector::register_memory(const Mem
 Result<std::unique_ptr<LinkSlots>> BounceConnector::make_slots() {
   Result<std::unique_ptr<SlotMemory>> memory = renamed(SlotMemory::create(kSlots, *below_));
   if (!memory) return memory.error();
-  if (gpu_.context() != nullptr) {
-    if (Status pinned = renamed(memory.value()->pin(gpu_.context())); !pinned) return pinned.error();
-  }
   auto link = std::make_unique<LinkSlots>();
   link->memory = std::move(memory.value());
+  std::unique_lock lock(gpu_mutex_);
+  if (const std::shared_ptr<cuda::Context> context = gpu_.context()) {
+    lock.unlock();
+    if (Status pinned = renamed(link->memory->pin(context)); !pinned) return pinned.error();
+    lock.lock();
+  }
   std::erase_if(slots_, [](const auto& known) { return known.expired(); });
   slots_.push_back(link->memory);
   return link;

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
 #include <unordered_map>
@@ -64,6 +65,7 @@ class BounceConnector final : public Connector {
 
   const std::unique_ptr<Connector> below_;
   std::shared_ptr<SlotMemory> pool_;
+  std::mutex gpu_mutex_;                          // of gpu_ and slots_; held while nothing blocks but the GPU's opening
   std::vector<std::weak_ptr<SlotMemory>> slots_;  // of links and offers, for the page lock
   std::unordered_map<LinkId, std::unique_ptr<LinkSlots>> offers_;
   cuda::DomainGpu gpu_;  // its end waits for copies from and into the slots

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "cuda/gpu_memory.h"
+#include "engine/process.h"
 #include "engine/random.h"
 #include "providers/host/remote_write.h"
 
@@ -58,7 +59,11 @@ Result<std::shared_ptr<Memory>> HostConnector::share(const MemoryRange& range) {
 
 Probe HostConnector::probe() const noexcept {
   const bool private_regions = private_memory_.use_count() > 1;
-  return {reinterpret_cast<uint64_t>(&probe_word_), probe_word_, private_regions ? 1U : 0U};
+  return {.address = reinterpret_cast<uint64_t>(&probe_word_),
+          .value = probe_word_,
+          .pid_namespace = own_namespace("pid"),
+          .user_namespace = own_namespace("user"),
+          .private_regions = private_regions ? 1U : 0U};
 }
 
 Result<Bytes> HostConnector::offer(LinkId link) {
@@ -73,6 +78,7 @@ Result<Connector::Accepted> HostConnector::accept(LinkId, std::span<const std::b
   Result<same_host::PeerSocket> peer = rendezvous_.dial(offer.value());
   if (!peer) return peer.error();
   if (Status allowed = try_probe("accept", peer.value().pid, offer.value().probe); !allowed) return allowed.error();
+  if (Status back = check_way_back(peer.value().pid, offer.value().probe, probe()); !back) return back.error();
   Result<std::unique_ptr<Connection>> connection = rendezvous_.say_hello(std::move(peer.value()), offer.value().secret);
   if (!connection) return connection.error();
   Answer answer;

@@ -385,7 +385,8 @@ bool Link::left_gate(uint64_t seen) const {
     same_host::taking_over();
     return true;
   }
-  return connection_->peer_is_gone();
+  // Of an open link service() finds the end.
+  return (closed_ || connection_->process()) && connection_->peer_is_gone();
 }
 
 // What the peer has told us before its end is true: its pages are in place.

@@ -13,7 +13,7 @@
 
 namespace kvc::host {
 
-// A memfd, or without a descriptor the private memory of this process. Made and ended on the control thread.
+// A memfd, or without a descriptor the private memory of this process. Made and ended on the memory thread.
 struct Memory {
   UniqueFd fd;
   uint64_t bytes = 0;

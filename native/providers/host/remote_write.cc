@@ -8,6 +8,7 @@
 #include <fstream>
 #include <string>
 
+#include "engine/process.h"
 #include "providers/same_host/system.h"
 
 namespace kvc::host {
@@ -42,18 +43,33 @@ Error remote_write_error(std::string_view operation, pid_t pid, int error_number
   }
 }
 
+namespace {
+
+Error other_pid_namespace(std::string_view operation) {
+  return kLane.error(ErrorCode::kNotReachable, operation,
+                     "the peer runs in another pid namespace and memory of one of the two is not shared: use one pid "
+                     "namespace, or put the KV cache into shared memory");
+}
+
+Error other_user_namespace(std::string_view operation) {
+  return kLane.error(ErrorCode::kNotReachable, operation,
+                     "the peer runs in another user namespace and memory of one of the two is not shared: use one user "
+                     "namespace, or put the KV cache into shared memory");
+}
+
+}  // namespace
+
 Status try_probe(std::string_view operation, pid_t pid, const Probe& probe) {
   if (probe.private_regions == 0 || pid == getpid()) return {};
   if (pid == 0) {
-    return kLane.error(ErrorCode::kNotReachable, operation,
-                       "the peer runs in another pid namespace and its memory is not shared: use one pid namespace, "
-                       "or put the KV cache into shared memory");
+    return other_pid_namespace(operation);
   }
   uint64_t word = 0;
   iovec local{&word, sizeof(word)};
   iovec remote{reinterpret_cast<void*>(probe.address), sizeof(word)};
   const ssize_t length = process_vm_readv(pid, &local, 1, &remote, 1, 0);
   const int error_number = length < 0 ? errno : 0;
+  if (error_number == EPERM && probe.user_namespace != own_namespace("user")) return other_user_namespace(operation);
   if (error_number == EPERM || error_number == ENOSYS) return remote_write_error(operation, pid, error_number);
   if (length != sizeof(word) || word != probe.value) {
     return kLane.error(ErrorCode::kNotReachable, operation,
@@ -62,6 +78,15 @@ Status try_probe(std::string_view operation, pid_t pid, const Probe& probe) {
   if (process_vm_writev(pid, &local, 1, &remote, 1, 0) != sizeof(word)) {
     return remote_write_error(operation, pid, errno);
   }
+  return {};
+}
+
+// Namespaces are nested, and only the outer one of two sees into the other: whom we reach across a border cannot reach us.
+Status check_way_back(pid_t pid, const Probe& theirs, const Probe& ours) {
+  if (ours.private_regions == 0 || pid == getpid()) return {};
+  if (pid != 0 && theirs.pid_namespace != ours.pid_namespace) return other_pid_namespace("accept");
+  const bool reached = theirs.private_regions != 0;
+  if (reached && theirs.user_namespace != ours.user_namespace) return other_user_namespace("accept");
   return {};
 }
 

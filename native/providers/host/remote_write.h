@@ -15,8 +15,12 @@ namespace kvc::host {
 void allow_peers_to_write();
 
 // May this process write `pid`'s private memory, if there is any to write? Reads the probe, which must have its value,
-// and writes it back. kNotReachable: it is not the process that the probe speaks of. kRefused: the kernel forbids it.
+// and writes it back. kNotReachable: it is not the process that the probe speaks of, or a namespace lies between the two.
+// kRefused: the kernel forbids it.
 Status try_probe(std::string_view operation, pid_t pid, const Probe& probe);
+// The acceptor's part once it has tried the offerer's probe: will the offerer's try_probe() of ours succeed, as far as
+// namespaces decide? kNotReachable: it will not. A lane that fails only there costs the two a second handshake.
+Status check_way_back(pid_t pid, const Probe& theirs, const Probe& ours);
 // process_vm_writev() failed: kPeerDown, kRefused with what to do, or the kernel's words.
 Error remote_write_error(std::string_view operation, pid_t pid, int error_number);
 

@@ -27,7 +27,7 @@ namespace kvc::host {
 
 using same_host::SharedWord;
 
-constexpr uint32_t kVersion = 3;
+constexpr uint32_t kVersion = 4;
 constexpr uint32_t kMagic = 0x6B766368;  // "kvch": whose bytes these are
 
 // Regions of one domain. A model of 200 layers with K and V apart and a few auxiliary tensors registers 500; its weights,
@@ -71,7 +71,9 @@ struct Segment {
 // A word in private memory that the peer reads (is this the process I mean?) and writes back unchanged (may I?).
 struct Probe {
   uint64_t address = 0;
-  uint64_t value = 0;            // random, never 0
+  uint64_t value = 0;          // random, never 0
+  uint64_t pid_namespace = 0;  // of the process, 0: unknown
+  uint64_t user_namespace = 0;
   uint32_t private_regions = 0;  // 1: there are regions that only process_vm_writev can reach
   uint32_t padding = 0;
 };
@@ -79,14 +81,14 @@ struct Probe {
 struct Offer : same_host::Invitation {
   Probe probe;
 };
-static_assert(std::is_trivially_copyable_v<Offer> && sizeof(Offer) == 112);
+static_assert(std::is_trivially_copyable_v<Offer> && sizeof(Offer) == 128);
 
 struct Answer {
   uint32_t magic = kMagic;
   uint32_t version = kVersion;
   Probe probe;
 };
-static_assert(std::is_trivially_copyable_v<Answer> && sizeof(Answer) == 32);
+static_assert(std::is_trivially_copyable_v<Answer> && sizeof(Answer) == 48);
 
 inline constexpr same_host::Lane kLane{
     .name = "host",

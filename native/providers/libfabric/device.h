@@ -60,8 +60,8 @@ struct PeerMemory {
   bool contains(uint64_t offset, uint64_t length) const noexcept { return fits(offset, length, bytes); }
 };
 
-// Immutable once it is open. Its providers are asked to be thread-safe (FI_THREAD_SAFE): the control thread registers
-// memory, makes and closes endpoints while the driving thread works on others of the same libfabric domain.
+// Immutable once it is open. Its providers are asked to be thread-safe (FI_THREAD_SAFE): the memory thread registers
+// memory, and the control thread makes and closes endpoints, while the driving thread works on others of the same libfabric domain.
 class Device {
  public:
   // Control thread; blocks. kRefused where the library, the provider or what it lacks makes it unusable.
@@ -99,7 +99,7 @@ class Device {
 
   // Registers memory for local use (`access` of FI_SEND and FI_RECV) or for peers' writes as well (FI_WRITE and
   // FI_REMOTE_WRITE). A GPU's memory is taken where takes_gpu_memory(), and else kNotReachable. Where the device wants
-  // regions bound to an endpoint (FI_MR_ENDPOINT), to `endpoint`. Control thread; blocks: seconds for many GiB.
+  // regions bound to an endpoint (FI_MR_ENDPOINT), to `endpoint`. Any thread; blocks: seconds for many GiB.
   Result<Memory> register_memory(std::byte* base, uint64_t bytes, uint64_t access, fid_ep* endpoint) const;
   // What a peer has to be told in order to write there. Any thread; does not block.
   Result<RemoteMemory> describe(fid_mr& memory, const std::byte* base, uint64_t bytes) const;

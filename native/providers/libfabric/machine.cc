@@ -9,8 +9,8 @@ namespace kvc::libfabric {
 Machine Machine::current() {
   Machine machine;
   machine.boot_id = kvc::boot_id();
+  machine.processes = own_namespace("pid");
   struct stat status{};
-  if (::stat("/proc/self/ns/pid", &status) == 0) machine.processes = status.st_ino;
   if (::stat("/dev/shm", &status) == 0) machine.shared_memory = status.st_dev;
   return machine;
 }

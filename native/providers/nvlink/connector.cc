@@ -74,7 +74,7 @@ Result<std::unique_ptr<Registration>> NvlinkConnector::register_memory(const Mem
   if (!shared) return shared.error();
   Result<std::shared_ptr<cuda::Copier>> copier = gpu_.adopt(place.device);
   if (!copier) return kLane.named(copier.error());
-  if (peer_memory_ == nullptr) peer_memory_ = std::make_shared<PeerMemory>(gpu_.context());
+  if (peer_memory_.load() == nullptr) peer_memory_.store(std::make_shared<PeerMemory>(gpu_.context()));
   if (place.ipc_capable) {
     const cuda::Context::Scope scope(*gpu_.context());
     if (int result = driver_->cuIpcGetMemHandle(&shared.value().handle, place.allocation); result != cuda::kSuccess) {
@@ -129,7 +129,7 @@ Result<Shared> NvlinkConnector::share_pieces(const MemoryRange& range) const {
 // --- Links
 
 Status NvlinkConnector::check_gpu(std::string_view operation) const {
-  if (peer_memory_ != nullptr) return {};
+  if (peer_memory_.load() != nullptr) return {};
   return kLane.error(ErrorCode::kInvalidArgument, operation, "register GPU memory before connecting to peers");
 }
 
@@ -148,7 +148,8 @@ Result<Connector::Accepted> NvlinkConnector::accept(LinkId, std::span<const std:
   Result<std::unique_ptr<Connection>> connection = rendezvous_.say_hello(std::move(peer.value()), offer.value().secret);
   if (!connection) return connection.error();
   const bool same_process = is_ours(*connection.value(), offer.value().process);
-  auto meeting = std::make_unique<Meeting>(std::move(connection.value()), PeerRegions(peer_memory_, same_process));
+  auto meeting =
+      std::make_unique<Meeting>(std::move(connection.value()), PeerRegions(peer_memory_.load(), same_process));
   send_ahead(*meeting);
   return Accepted{to_bytes(Answer{}), std::move(meeting)};
 }
@@ -161,14 +162,13 @@ bool NvlinkConnector::is_ours(const Connection& peer, uint64_t mark) const {
 // The first pieces of a region, so that the peer finds out now whether it can map our memory, and not after complete().
 void NvlinkConnector::send_ahead(Meeting& meeting) const {
   if (meeting.regions.same_process()) return;
-  for (const Region* region : pieced_) {
-    if (board().find(region->key) == nullptr) continue;  // not published yet, or not any more
-    meeting.pieces.tell(region->key, region->shared.pieces);
-    meeting.told = region->key;
-    AtOnce control;
-    meeting.pieces.advance(*driver_, *meeting.connection, 0, control);
-    return;
-  }
+  // Null: it is not published yet, or not any more.
+  const auto [key, pieces] = pieced_.find([this](uint64_t of) { return board().find(of) != nullptr; });
+  if (pieces == nullptr) return;
+  meeting.pieces.tell(key, pieces);
+  meeting.told = key;
+  AtOnce control;
+  meeting.pieces.advance(*driver_, *meeting.connection, 0, control);
 }
 
 Result<std::unique_ptr<LinkEnd>> NvlinkConnector::complete(LinkId link, std::span<const std::byte> bytes) {
@@ -181,7 +181,8 @@ Result<std::unique_ptr<LinkEnd>> NvlinkConnector::complete(LinkId link, std::spa
   Result<std::unique_ptr<Connection>> connection = rendezvous_.admit(link);
   if (!connection) return connection.error();
   const bool same_process = is_ours(*connection.value(), connection.value()->board<Board>().process);
-  auto meeting = std::make_unique<Meeting>(std::move(connection.value()), PeerRegions(peer_memory_, same_process));
+  auto meeting =
+      std::make_unique<Meeting>(std::move(connection.value()), PeerRegions(peer_memory_.load(), same_process));
   if (Status mapped = map_known(*meeting); !mapped) return mapped.error();
   return std::unique_ptr<LinkEnd>(std::move(meeting));
 }

@@ -2,6 +2,7 @@
 // over which the domain (domain.h) writes, and maps what the peers have registered by then.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -61,8 +62,8 @@ class NvlinkConnector final : public Connector {
   const cuda::Driver* driver_ = nullptr;
   same_host::Rendezvous rendezvous_{kLane};
   same_host::RegionKeys keys_{kLane, kMaxRegions};
-  cuda::DomainGpu gpu_;
-  std::shared_ptr<PeerMemory> peer_memory_;  // null until memory is registered
+  cuda::DomainGpu gpu_;                                   // the memory thread's
+  std::atomic<std::shared_ptr<PeerMemory>> peer_memory_;  // null until memory is registered
   Region::Registry pieced_;
 };
 

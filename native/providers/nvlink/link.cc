@@ -39,7 +39,11 @@ Meeting::~Meeting() {
   if (connection != nullptr) let_go(regions.take_all(), *connection);
 }
 
-Link::~Link() { let_go(regions_.take_all(), *connection_); }
+Link::~Link() {
+  // Copies that a closed domain did not wait for have ended by now: what has entered has left, and the peer may fence.
+  out_.left.store(entered_, std::memory_order_release);
+  let_go(regions_.take_all(), *connection_);
+}
 
 Link::Link(LinkId id, Meeting& meeting, const Shared& shared)
     : id_(id),
@@ -297,8 +301,7 @@ bool Link::end() {
   if (ring_.receive() == Taken::kSome && ring_.starves_peer()) connection_->send({.kind = MessageKind::kWake});
   if (entered_ != left_) return false;
   // Not by the socket alone where there is a pidfd: of a process that dies it may end before its work on the GPU does.
-  const UniqueFd& process = connection_->process();
-  if (!peer_left(entered_at_close_) && !(process ? is_gone(process) : hung_up())) return false;
+  if (!peer_left(entered_at_close_) && !connection_->peer_is_gone()) return false;
   ring_.drain();
   ended_ = true;
   shared_.control.run(
@@ -310,7 +313,7 @@ bool Link::over() {
   if (!closed_) return false;
   const UniqueFd& process = connection_->process();
   // A peer whose domain never had the link has hung up without a word.
-  gone_ = gone_ || is_gone(process) || ((!process || out_.admitted() == Admission::kPending) && hung_up());
+  gone_ = gone_ || is_gone(process) || ((!process || out_.admitted() == Admission::kPending) && connection_->hung_up());
   const bool let_go = in_.let_go.load(std::memory_order_acquire) == kAllLetGo;
   return ended_ && (gone_ || let_go || regions_.same_process());
 }
@@ -320,16 +323,6 @@ bool Link::peer_left(uint64_t entered) const noexcept {
   if (static_cast<int64_t>(in_.left.load(std::memory_order_acquire) - entered) < 0) return false;
   same_host::taking_over();
   return true;
-}
-
-// The peer has closed the socket. After close(): what else it says there is of no interest any more.
-bool Link::hung_up() const {
-  Message unread;
-  ssize_t length = 0;
-  do {
-    length = recv(connection_->socket().get(), &unread, sizeof(unread), MSG_DONTWAIT);
-  } while (length > 0);
-  return length == 0;
 }
 
 }  // namespace kvc::nvlink

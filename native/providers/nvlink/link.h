@@ -150,7 +150,6 @@ class Link {
   std::optional<Error> refuse(const BatchQueue::Item& batch, const PeerRegion* region) const;
   bool settle_landed();
   bool peer_left(uint64_t entered) const noexcept;
-  bool hung_up() const;
 
   const LinkId id_;
   const Shared shared_;

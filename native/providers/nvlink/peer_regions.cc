@@ -73,8 +73,13 @@ void PeerRegion::fail(Error error) {
 
 PeerRegion* PeerRegions::find(uint64_t rkey, const RegionEntry& entry, ControlQueue& control) {
   const uint32_t place = place_of(rkey);
-  const auto found = regions_.find(place);
-  if (found != regions_.end()) return found->second->rkey == rkey ? found->second.get() : nullptr;
+  if (const auto found = regions_.find(place); found != regions_.end()) {
+    if (found->second->rkey == rkey) return found->second.get();
+    if (!same_process_) return nullptr;
+    // Within one process no kForget comes, and nothing is mapped: the region on the board follows the old one at once.
+    std::erase(coming_, found->second);
+    regions_.erase(found);
+  }
   const auto region = std::make_shared<PeerRegion>(rkey, entry, same_process_);
   if (region->pieces_bytes != 0) return nullptr;
   regions_.emplace(place, region);

@@ -78,7 +78,7 @@ class PeerRegions {
   bool same_process() const noexcept { return same_process_; }
 
   // The region of this key, whose entry on the peer's board is `entry`; has it mapped if nobody has. Null: nothing of its
-  // pieces has come, or the kForget of the region that had its place.
+  // pieces has come, or the kForget of the region that had its place (another process's: one's own sends none).
   PeerRegion* find(uint64_t rkey, const RegionEntry& entry, ControlQueue& control);
   // Whether a batch for it has to wait: its pieces, or the control thread, are still on the way.
   bool awaits(uint64_t rkey) const noexcept {

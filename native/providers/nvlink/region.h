@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <set>
 #include <utility>
 #include <vector>
@@ -27,7 +28,31 @@ struct Shared {
 
 class Region final : public same_host::BoardRegion {
  public:
-  using Registry = std::set<const Region*>;
+  // The regions in pieces: the memory thread's, and the control thread looks.
+  class Registry {
+   public:
+    void insert(const Region* region) {
+      const std::lock_guard lock(mutex_);
+      regions_.insert(region);
+    }
+    void erase(const Region* region) {
+      const std::lock_guard lock(mutex_);
+      regions_.erase(region);
+    }
+    // The key and pieces of one that `wanted(key)` says true to; no pieces: there is none.
+    template <typename Wanted>
+    std::pair<uint64_t, Pieces> find(Wanted&& wanted) const {
+      const std::lock_guard lock(mutex_);
+      for (const Region* region : regions_) {
+        if (wanted(region->key)) return {region->key, region->shared.pieces};
+      }
+      return {};
+    }
+
+   private:
+    mutable std::mutex mutex_;
+    std::set<const Region*> regions_;
+  };
   // `registry` has it, if it is in pieces, until its end; both outlive it.
   Region(const MemoryRange& range, same_host::RegionKeys& keys, Registry& registry, Shared how,
          std::shared_ptr<cuda::Copier> gpu)

@@ -68,10 +68,18 @@ bool Connection::begin_wake() noexcept {
 void Connection::hang_up() const { shutdown(socket_.get(), SHUT_RDWR); }
 
 bool Connection::peer_is_gone() const {
-  if (pidfd_) return is_gone(pidfd_);
   // Without a pidfd the socket has to say it: the kernel closes it after the peer's last thread has ended.
-  std::byte unused{};
-  return recv(socket_.get(), &unused, sizeof(unused), MSG_PEEK | MSG_DONTWAIT) == 0;
+  return pidfd_ ? is_gone(pidfd_) : hung_up();
+}
+
+bool Connection::hung_up() const {
+  // A message that nobody has read would hide the end for ever. The kernel closes the descriptors of those that are dropped.
+  for (uint32_t i = 0; i < kMessagesPerTurn; ++i) {
+    Message unread;
+    const ssize_t length = recv(socket_.get(), &unread, sizeof(unread), MSG_DONTWAIT);
+    if (length <= 0) return length == 0;
+  }
+  return false;
 }
 
 }  // namespace kvc::same_host

@@ -74,8 +74,12 @@ class Connection : public LinkEnd {
 
   // Tells the peer that nothing of ours is under way any more: without a pidfd it takes the end of the socket for that.
   void hang_up() const;
-  // The peer's process has ended, or if the kernel does not tell, its end of the socket.
+  // The peer's process has ended, or if the kernel does not tell, its end of the socket. Without process(), only for a link
+  // that is closed.
   bool peer_is_gone() const;
+  // The peer has closed the socket. Reads away what is before that, a bounded number of messages a call: only for a link that
+  // is closed, as nobody else reads then. An open link's end shows in receive().
+  bool hung_up() const;
 
  private:
   const Lane& lane_;

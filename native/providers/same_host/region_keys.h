@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -11,7 +12,7 @@
 
 namespace kvc::same_host {
 
-// The control thread; nothing here blocks.
+// Any thread; nothing here blocks. One thread at a time takes keys: check() holds until its take().
 class RegionKeys {
  public:
   // `places`, a power of two, is how many regions the board has room for.
@@ -21,6 +22,7 @@ class RegionKeys {
 
   // Whether there is a place for one more.
   Status check() const {
+    const std::lock_guard lock(mutex_);
     if (free_.empty() && used_ == places_) {
       return lane_.error(ErrorCode::kResources, "register_memory",
                          "all " + std::to_string(places_) + " regions are taken: register larger ones");
@@ -29,6 +31,7 @@ class RegionKeys {
   }
   // A new key, after check(): random above the bits of its place, and never 0.
   uint64_t take() {
+    const std::lock_guard lock(mutex_);
     uint32_t place = used_;
     if (free_.empty()) {
       ++used_;
@@ -39,13 +42,17 @@ class RegionKeys {
     return ((random_key() | places_) & ~uint64_t{places_ - 1}) + place;
   }
   // Its place may go to another region.
-  void give_back(uint64_t key) { free_.push_back(place(key)); }
+  void give_back(uint64_t key) {
+    const std::lock_guard lock(mutex_);
+    free_.push_back(place(key));
+  }
 
   uint32_t place(uint64_t key) const noexcept { return static_cast<uint32_t>(key % places_); }
 
  private:
   const Lane& lane_;
   const uint32_t places_;
+  mutable std::mutex mutex_;
   uint32_t used_ = 0;           // the places from here on were never taken: the board has no memory for them yet
   std::vector<uint32_t> free_;  // below it
 };

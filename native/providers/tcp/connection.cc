@@ -98,7 +98,9 @@ Status Connection::adopt(UniqueFd socket) {
 void Connection::part_with(std::unique_ptr<OutgoingFrame> last_words) {
   if (state_ != State::kUp || std::exchange(parted_, true)) return;
   // What has not begun to leave never will.
-  for (; !unsent_.empty() && unsent_.back()->sent == 0; unsent_.pop_back()) drop_frame(std::move(unsent_.back()));
+  // But refusals: whoever is told of later batches must have heard that one of them was refused.
+  const auto waits = [&] { return !unsent_.empty() && unsent_.back()->sent == 0 && unsent_.back()->refused == 0; };
+  for (; waits(); unsent_.pop_back()) drop_frame(std::move(unsent_.back()));
   if (last_words == nullptr && owes_acknowledgement()) last_words = take_frame(FrameHeader{});
   if (last_words != nullptr) {
     // Behind the rest of a frame that has begun to leave, whose pages are still ours to read. As much of it as one poll()
@@ -139,8 +141,10 @@ void Connection::complete_all(const Error& error) {
   queued_bytes_ = 0;
   uint64_t sequence = acknowledged_;
   for (const Unacknowledged& batch : posted) {
-    const bool refused = refusal_ && refusal_->sequence == ++sequence;
-    shared_.completions.failed(batch.work, refused ? refusal_->error : error);
+    ++sequence;
+    const bool refused = !refused_.empty() && refused_.front().sequence == sequence;
+    shared_.completions.failed(batch.work, refused ? refused_.front().error : error);
+    if (refused) refused_.pop_front();
   }
 }
 
@@ -187,6 +191,7 @@ std::unique_ptr<OutgoingFrame> Connection::take_frame(const FrameHeader& header)
   frame->head_bytes = sizeof(header);
   frame->pages = 0;
   frame->page_bytes = 0;
+  frame->refused = 0;
   frame->sent = 0;
   return frame;
 }
@@ -236,9 +241,12 @@ void Connection::send(uint32_t slot, std::span<const std::byte> message) {
   frame->sources[0] = frame->message.data();
   frame->pages = 1;
   frame->page_bytes = message.size();
-  // Ahead of the writes, which may be megabytes, but not into one that has begun to leave.
+  // Ahead of the writes, which may be megabytes, but not into one that has begun to leave, nor ahead of refusals.
   auto place = unsent_.begin();
-  while (place != unsent_.end() && ((*place)->sent > 0 || (*place)->type == FrameType::kMessage)) ++place;
+  while (place != unsent_.end() &&
+         ((*place)->sent > 0 || (*place)->refused > 0 || (*place)->type == FrameType::kMessage)) {
+    ++place;
+  }
   unsent_.insert(place, std::move(frame));
   want_turn();
 }
@@ -263,10 +271,13 @@ Status Connection::send_turn() {
 
 Result<bool> Connection::transmit() {
   IoList list(shared_.tuning.turn_bytes);
-  for (const auto& frame : unsent_) {
-    if (list.full()) break;
+  for (size_t i = 0; i < unsent_.size() && !list.full(); ++i) {
+    const std::unique_ptr<OutgoingFrame>& frame = unsent_[i];
     if (frame->sent == 0) {
-      std::memcpy(frame->head.data() + offsetof(FrameHeader, acknowledged), &received_, sizeof(received_));
+      // Nothing acknowledges a batch whose refusal comes behind it: refusals stand first, by their sequence.
+      const uint64_t next_refused = i + 1 < unsent_.size() ? unsent_[i + 1]->refused : 0;
+      const uint64_t acknowledged = next_refused > 0 ? next_refused - 1 : received_;
+      std::memcpy(frame->head.data() + offsetof(FrameHeader, acknowledged), &acknowledged, sizeof(acknowledged));
       std::memcpy(frame->head.data() + offsetof(FrameHeader, messages_taken), &messages_taken_,
                   sizeof(messages_taken_));
     }
@@ -355,19 +366,22 @@ Status Connection::parse_inbox(uint64_t& budget) {
     bool taken = false;
     if (Status welcome = take_welcome(taken); !welcome || !taken) return welcome;
   }
-  while (landing_.region == nullptr && inbox_bytes() >= sizeof(FrameHeader)) {
+  while (landing_.region == nullptr && skip_from_inbox() && inbox_bytes() >= sizeof(FrameHeader)) {
     budget -= std::min(budget, kFrameCost);
     FrameHeader header;
     const std::byte* const head = inbox_.data() + inbox_begin_;
     std::memcpy(&header, head, sizeof(header));
     if (auto why = malformed(header)) return refuse(header.sequence, ErrorCode::kInvalidArgument, *std::move(why));
-    if (Status taken = take_acknowledgement(header); !taken) return taken;
     const size_t size = head_bytes(header);
-    if (inbox_bytes() < size) return {};
     const std::byte* const body = head + sizeof(header);
-    if (header.type == FrameType::kRefusal) {
-      return take_refusal(header, {reinterpret_cast<const char*>(body), header.count});
+    Status refusal;
+    if (header.type == FrameType::kRefusal) {  // before the acknowledgement, which may be of the same batch
+      if (inbox_bytes() < size) return {};
+      refusal = take_refusal(header, {reinterpret_cast<const char*>(body), header.count});
     }
+    if (Status taken = take_acknowledgement(header); !taken) return taken;
+    if (!refusal) return refusal;
+    if (inbox_bytes() < size) return {};
     inbox_begin_ += size;
     if (header.type == FrameType::kMessage) {
       if (Status taken = take_message(header.value, {body, header.count}); !taken) return taken;
@@ -405,7 +419,7 @@ Status Connection::begin_landing(const FrameHeader& header, const std::byte* off
   }
   Registration* const region = shared_.regions.find(header.rkey);
   if (region == nullptr) {
-    return refuse(header.sequence, ErrorCode::kUnknownRegion, "no memory region has this key, or it was revoked");
+    return skip(header, ErrorCode::kUnknownRegion, "no memory region has this key, or it was revoked");
   }
   for (uint32_t page = 0; page < header.count; ++page) {
     uint64_t offset = 0;
@@ -426,6 +440,32 @@ Status Connection::begin_landing(const FrameHeader& header, const std::byte* off
   landing_.immediate = header.value;
   ++region->landing;
   return {};
+}
+
+Status Connection::skip(const FrameHeader& header, ErrorCode code, const std::string& why) {
+  skipping_ = header.count * header.page_bytes;
+  if (parted_) return {};  // nothing more is told
+  // Ahead of what acknowledges this batch, as later refusals are of later ones.
+  auto place = unsent_.begin();
+  while (place != unsent_.end() && ((*place)->sent > 0 || (*place)->refused > 0)) ++place;
+  // A peer of ours has no more batches that are not acknowledged: this one writes and does not read.
+  if (static_cast<size_t>(place - unsent_.begin()) > shared_.tuning.queue_batches) {
+    return refuse(header.sequence, code, why);
+  }
+  auto frame = take_refusal_frame(header.sequence, code, why);
+  frame->refused = header.sequence;
+  unsent_.insert(place, std::move(frame));
+  want_turn();
+  return {};
+}
+
+bool Connection::skip_from_inbox() {
+  if (skipping_ == 0) return true;
+  const uint64_t dropped = std::min<uint64_t>(skipping_, inbox_bytes());
+  inbox_begin_ += dropped;
+  skipping_ -= dropped;
+  if (skipping_ == 0) ++received_;
+  return skipping_ == 0;
 }
 
 void Connection::land_from_inbox() {
@@ -478,18 +518,29 @@ Status Connection::take_acknowledgement(const FrameHeader& header) {
     unacknowledged_.pop_front();
     ++acknowledged_;
     queued_bytes_ -= done.bytes;
-    shared_.completions.done(done.work);
+    if (!refused_.empty() && refused_.front().sequence == acknowledged_) {
+      shared_.completions.failed(done.work, std::move(refused_.front().error));
+      refused_.pop_front();
+    } else {
+      shared_.completions.done(done.work);
+    }
   }
   return {};
 }
 
-Error Connection::take_refusal(const FrameHeader& header, std::string_view text) {
+Status Connection::take_refusal(const FrameHeader& header, std::string_view text) {
   std::string words = "the peer refused a write: " + printable(text);
-  refusal_ = Refusal{header.sequence, tcp_error(refusal_code(header.value), "write", words)};
-  return down("write", std::move(words));
+  const ErrorCode code = refusal_code(header.value);
+  // It may come while the kernel has not taken all of the batch.
+  const uint64_t first = 1 + (refused_.empty() ? acknowledged_ : refused_.back().sequence);
+  const bool posted = header.sequence >= first && header.sequence <= std::min(posted_, sent_ + 1);
+  if (posted) refused_.push_back({header.sequence, tcp_error(code, "write", words)});
+  if (code != ErrorCode::kUnknownRegion) return down("write", std::move(words));
+  if (!posted) return refuse(0, ErrorCode::kInvalidArgument, "a refusal of what was never sent");
+  return {};
 }
 
-Error Connection::refuse(uint64_t sequence, ErrorCode code, std::string why) {
+std::unique_ptr<OutgoingFrame> Connection::take_refusal_frame(uint64_t sequence, ErrorCode code, std::string_view why) {
   FrameHeader header;
   header.type = FrameType::kRefusal;
   header.count = static_cast<uint16_t>(std::min(why.size(), kMaxRefusalText));
@@ -498,7 +549,11 @@ Error Connection::refuse(uint64_t sequence, ErrorCode code, std::string why) {
   auto frame = take_frame(header);
   std::memcpy(frame->head.data() + sizeof(header), why.data(), header.count);
   frame->head_bytes = static_cast<uint32_t>(head_bytes(header));
-  part_with(std::move(frame));
+  return frame;
+}
+
+Error Connection::refuse(uint64_t sequence, ErrorCode code, const std::string& why) {
+  part_with(take_refusal_frame(sequence, code, why));
   return down("receive", "closed the connection because the peer sent " + why);
 }
 

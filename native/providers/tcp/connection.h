@@ -39,7 +39,8 @@ struct OutgoingFrame {
   uint32_t head_bytes = 0;
   uint32_t pages = 0;
   uint64_t page_bytes = 0;
-  uint64_t sent = 0;  // bytes of head and pages that the kernel has taken
+  uint64_t refused = 0;  // a refusal of one batch alone: its sequence
+  uint64_t sent = 0;     // bytes of head and pages that the kernel has taken
 
   uint64_t total_bytes() const noexcept { return head_bytes + pages * page_bytes; }
 };
@@ -152,9 +153,15 @@ class Connection final : public Watched {
   Status take_acknowledgement(const FrameHeader& header);
   Status take_message(uint32_t slot, std::span<const std::byte> message);
   bool owes_acknowledgement() const noexcept { return received_ > told_ || messages_taken_ != messages_told_; }
-  Error take_refusal(const FrameHeader& header, std::string_view text);
+  // Notes which batch it is of. An error: of more than that batch, and the connection ends with it.
+  Status take_refusal(const FrameHeader& header, std::string_view text);
+  std::unique_ptr<OutgoingFrame> take_refusal_frame(uint64_t sequence, ErrorCode code, std::string_view why);
+  // Refuses the batch alone, whose pages are read and dropped: its writer may have raced our deregistration.
+  Status skip(const FrameHeader& header, ErrorCode code, const std::string& why);
+  // Drops what is there of such pages. True: all of them.
+  bool skip_from_inbox();
   // Tells the peer why, as its last words, and returns the error that fails the link.
-  Error refuse(uint64_t sequence, ErrorCode code, std::string why);
+  Error refuse(uint64_t sequence, ErrorCode code, const std::string& why);
   void part_with(std::unique_ptr<OutgoingFrame> last_words);
   size_t inbox_bytes() const noexcept { return inbox_end_ - inbox_begin_; }
 
@@ -172,10 +179,10 @@ class Connection final : public Watched {
   std::deque<std::unique_ptr<OutgoingFrame>> unsent_;  // the first one may be partly sent
   std::deque<Unacknowledged> unacknowledged_;          // every posted batch, oldest first
   uint64_t queued_bytes_ = 0;
-  uint64_t posted_ = 0;        // sequence of the newest posted write
-  uint64_t acknowledged_ = 0;  // sequence of the newest write that the peer has in memory
-  uint64_t sent_ = 0;          // sequence of the newest write that the kernel has taken entirely
-  std::optional<Refusal> refusal_;
+  uint64_t posted_ = 0;          // sequence of the newest posted write
+  uint64_t acknowledged_ = 0;    // sequence of the newest write that the peer has in memory, or has refused
+  uint64_t sent_ = 0;            // sequence of the newest write that the kernel has taken entirely
+  std::deque<Refusal> refused_;  // of posted writes that are not acknowledged, oldest first
 
   // Messages, as bits of their slots.
   uint32_t messages_sent_ = 0;   // the kernel has taken them entirely, the peer's engine has not
@@ -183,10 +190,11 @@ class Connection final : public Watched {
   uint32_t messages_taken_ = 0;  // as FrameHeader has it
   uint32_t messages_told_ = 0;   // what the peer has been told of it
 
-  uint64_t received_ = 0;  // writes of the peer that are in memory here
+  uint64_t received_ = 0;  // writes of the peer that are in memory here, or were refused alone
   uint64_t told_ = 0;      // how many of them the peer has been told of
   uint64_t untold_bytes_ = 0;
   Landing landing_;
+  uint64_t skipping_ = 0;  // bytes to come of a write that was refused alone
   // Headers and offsets, and what follows them in the same read: large enough for a whole write of one 4 KiB page,
   // so that it takes one system call. Payload that ends up here is copied on into its page; of a full batch of 64
   // pages of 4 KiB that is less than a thirtieth, of larger pages less.

@@ -6,7 +6,8 @@
 //                                 (an immediate alone has pages of 0 bytes, and no offsets);
 //                        message: FrameHeader, `count` bytes;
 //                        ack:     FrameHeader alone (every header acknowledges, so an ack is only sent for want of one);
-//                        refusal: FrameHeader, `count` bytes of text; the connection ends after it.
+//                        refusal: FrameHeader, `count` bytes of text. Of a key that is unknown, or was revoked: of that
+//                                 write alone, which is acknowledged after it. Any other: the connection ends after it.
 // Everything is little-endian and has one fixed layout. Whatever is decoded here came from a stranger or from a
 // peer that may be broken: decoding checks every length and never reads beyond what it was given.
 #pragma once
@@ -31,7 +32,7 @@ static_assert(std::endian::native == std::endian::little,
               "the wire format is the memory layout of a little-endian host");
 
 // Raised with every change of a layout below, or of what a field means; two ends must agree.
-inline constexpr uint16_t kVersion = 3;
+inline constexpr uint16_t kVersion = 4;
 
 // --- Control plane.
 
@@ -93,7 +94,7 @@ struct FrameHeader {
   FrameType type = FrameType::kAck;
   uint8_t counted = 0;        // write: 1 if `value` is an immediate
   uint16_t count = 0;         // write: pages; refusal: bytes of text; message: its bytes
-  uint64_t acknowledged = 0;  // writes of the other direction that are in memory here, since the connection began
+  uint64_t acknowledged = 0;  // writes of the other direction that are in memory here, or refused, since it began
   uint64_t sequence = 0;      // write: its number on this connection, from 1; refusal: the number of the refused write
   uint64_t rkey = 0;
   uint64_t page_bytes = 0;

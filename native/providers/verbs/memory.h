@@ -1,4 +1,4 @@
-// Memory registered with a NIC. Control thread: pinning takes 30 ms a GiB and more.
+// Memory registered with a NIC. Memory thread: pinning takes 30 ms a GiB and more.
 #pragma once
 
 #include <cstdint>

@@ -1,0 +1,94 @@
+"""Room: how much of this process the requests in flight may hold together."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kv_connector.router.failure import overloaded
+
+# vLLM's own target. Some libraries walk all descriptors below the limit.
+_DESCRIPTORS = 65_535
+# Of sockets that are no request's: listening, registrations, looks at engines, log, name resolution.
+_SPARE_DESCRIPTORS = 128
+# A request holds its client's connection, one to the prefill engine and one to the decode engine. The fourth
+# is for an idle connection of a client.
+_DESCRIPTORS_OF_REQUEST = 4
+
+
+def raise_descriptor_limit() -> int:
+    """Raises this process's soft limit on descriptors as far as it may, to 65,535 at most, and returns it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    target = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < target:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+        return target
+    return _DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
+
+
+def requests_for(descriptors: int) -> int:
+    """The most requests in flight for which so many descriptors are enough, beside as many idle clients."""
+    return max(1, (descriptors - _SPARE_DESCRIPTORS) // _DESCRIPTORS_OF_REQUEST)
+
+
+class Room:
+    """Counts requests in flight and the bytes of their bodies. Used from the event loop's thread only."""
+
+    def __init__(self, requests: int, nbytes: int) -> None:
+        self._most_requests = requests
+        self._most_bytes = nbytes
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._bytes = 0
+
+    @contextmanager
+    def enter(self) -> Iterator[Place]:
+        """A request in flight, which is the current task. Failure 503 if there are too many."""
+        if len(self._tasks) >= self._most_requests:
+            raise overloaded(
+                f"the router has {len(self._tasks)} requests in flight, which is all that its limit on open "
+                "files allows"
+            )
+        task = asyncio.current_task()
+        assert task is not None
+        place = Place(self)
+        self._tasks.add(task)
+        try:
+            yield place
+        finally:
+            self._tasks.discard(task)
+            self._bytes -= place.nbytes
+
+    async def wait_empty(self, seconds: float) -> None:
+        """Waits until no request is in flight, so many seconds at most."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=seconds)
+
+    def take(self, nbytes: int) -> None:
+        if self._bytes + nbytes > self._most_bytes:
+            raise overloaded(
+                f"the bodies of requests in flight have {self._most_bytes} bytes (--body-budget) already"
+            )
+        self._bytes += nbytes
+
+
+class Place:
+    """One request's part of the room."""
+
+    def __init__(self, room: Room) -> None:
+        self._room = room
+        self.nbytes = 0
+        """Bytes of its body so far."""
+
+    def take(self, nbytes: int) -> None:
+        """So many bytes of its body have arrived. Failure 503 if the bodies are too many bytes together."""
+        self._room.take(nbytes)
+        self.nbytes += nbytes
+
+    def answered(self) -> None:
+        """The answer has begun, and the body counts half: copies for the engines are gone. Bodies of 30 to
+        63 MiB cost 5 times their size until then, and twice from then on (2026-11-28)."""
+        left = self.nbytes // 2
+        self._room.take(left - self.nbytes)
+        self.nbytes = left

@@ -1,0 +1,199 @@
+"""The router's HTTP server: uvicorn on httptools, with bounds on what clients may hold of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from kv_connector.router.failure import Failure, failure
+
+# Request line and headers together. Envoy allows 60 KiB, too. httptools copies what it has of a header for
+# each part that arrives: 16 MiB take 0.6 s of the event loop, 128 MiB 15 s.
+HEADER_LIMIT = 64 << 10
+# A client that is refused may still be sending. It reads the answer only if no reset arrives before.
+_LINGER_S = 5.0
+
+
+class ServerConfig(uvicorn.Config):
+    """uvicorn's configuration for one server, and the server's idle connections. Used from the event loop's
+    thread only."""
+
+    def __init__(self, app: ASGIApp, *, connections: int, stall: float, **options: Any) -> None:
+        """``connections``: at most so many are open while one of them is idle. ``stall``: seconds that
+        headers may take, and that a reader may take nothing. ``options``: uvicorn's."""
+        # A WebSocket would leave this protocol, and its bounds; the router has no route for one.
+        super().__init__(app, http=BoundedProtocol, ws="none", log_config=None, access_log=False, **options)
+        self.most_connections = connections
+        self.stall = stall
+        self.idle: dict[BoundedProtocol, None] = {}
+        """Connections without a request in progress. The first one has been idle for the longest time."""
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection of a client. Long headers get 431, slow ones 408. It is closed if its reader takes
+    nothing, or if it is idle where there are too many."""
+
+    config: ServerConfig
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._produced = False  # the parser, of the data that it has at the moment
+        self._unproductive = 0  # bytes of which the parser has made nothing yet
+        self._in_headers = False
+        self._refusal: Failure | None = None  # of headers that the parser is reading
+        self._refused = False  # what arrives is not read
+        self._headers_due: asyncio.TimerHandle | None = None
+        self._reader_due: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.config.most_connections:
+            for longest in self.config.idle:
+                longest._close()
+                break
+        self.config.idle[self] = None
+        self.timeout_keep_alive_task = self._later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.config.idle.pop(self, None)
+        self._unset_keepalive_if_required()
+        self._unset_headers_due()
+        self._unset_reader_due()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        self._produced = False
+        super().data_received(data)
+        if self._refused or self.transport.is_closing():
+            return
+        # Trailers behind a body count as headers do.
+        self._unproductive = 0 if self._produced else self._unproductive + len(data)
+        if self._unproductive > HEADER_LIMIT:
+            self._refuse(_headers_too_long())
+        elif self in self.config.idle and self._headers_due is None and self.timeout_keep_alive_task is None:
+            self._headers_due = self._later(self.config.stall, self._headers_are_late)
+
+    def send_400_response(self, msg: str) -> None:
+        """Called for whatever the parser, or a method that it calls, does not accept."""
+        if self._refusal is not None:
+            self._refuse(self._refusal)
+        else:
+            super().send_400_response(msg)
+
+    def on_message_begin(self) -> None:
+        self._in_headers = True
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        # The application has the request already where this is a trailer: it must not change.
+        if self._in_headers:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._produced = True
+        self._in_headers = False
+        self._unset_headers_due()
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > HEADER_LIMIT:
+            self._refusal = _headers_too_long()
+            raise ValueError("the headers are too long")  # which ends the parser
+        self.config.idle.pop(self, None)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._produced = True
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._produced = True
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            # It closes when the client has taken the rest.
+            self._set_reader_due()
+        elif self.cycle.response_complete:  # else the next one of a pipeline has begun
+            self.config.idle[self] = None
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._set_reader_due()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self.transport.is_closing():
+            self._unset_reader_due()
+
+    def timeout_keep_alive_handler(self) -> None:
+        self._close()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """The request is answered as one without an upgrade. That is not an event for the log."""
+
+    def _headers_are_late(self) -> None:
+        self._headers_due = None
+        if self._in_headers:
+            self._refuse(failure(408, "invalid_request_error", _LATE % ("headers", self.config.stall)))
+        else:
+            self._close()
+
+    def _refuse(self, refusal: Failure) -> None:
+        """Answers without the application, and reads nothing more."""
+        self._refused = True
+        self._unset_keepalive_if_required()
+        self._unset_headers_due()
+        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
+            self._close()  # in the middle of another answer
+            return
+        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(
+            refusal.body
+        )
+        self.transport.write(STATUS_LINE[refusal.status] + head + refusal.body)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.timeout_keep_alive_task = self._later(_LINGER_S, self._close)
+
+    def _close(self) -> None:
+        """Closes the connection now, also where its client does not take what was sent."""
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            self.transport.close()
+
+    def _later(self, seconds: float, act: Callable[[], None]) -> asyncio.TimerHandle:
+        return self.loop.call_later(seconds, act)
+
+    def _set_reader_due(self) -> None:
+        if self._reader_due is None:
+            self._reader_due = self._later(self.config.stall, self.transport.abort)
+
+    def _unset_reader_due(self) -> None:
+        if self._reader_due is not None:
+            self._reader_due.cancel()
+            self._reader_due = None
+
+    def _unset_headers_due(self) -> None:
+        if self._headers_due is not None:
+            self._headers_due.cancel()
+            self._headers_due = None
+
+
+_LATE = "the request's %s did not arrive within %g s"
+
+
+def _headers_too_long() -> Failure:
+    return failure(431, "invalid_request_error", f"the headers are longer than {HEADER_LIMIT} bytes")

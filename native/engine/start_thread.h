@@ -1,0 +1,30 @@
+// start_thread(): a thread, or an error where the system gives none.
+#pragma once
+
+#include <string>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include "engine/error.h"
+
+namespace kvc {
+
+// Runs `f` on `thread`, which is none so far. kResources where no thread can be made: std::thread's constructor throws then,
+// and nothing of the engine may. After a failure `f` never runs.
+template <typename F>
+Status start_thread(std::thread& thread, F&& f) {
+  try {
+    thread = std::thread(std::forward<F>(f));
+  } catch (const std::system_error& error) {
+    return Error{ErrorCode::kResources,
+                 {},
+                 {},
+                 "create",
+                 std::string("no thread can be started (") + error.what() +
+                     "): raise the limit of processes (ulimit -u, pids.max of the container)"};
+  }
+  return {};
+}
+
+}  // namespace kvc

@@ -1,0 +1,117 @@
+// The keeper alone, over domains that do exactly what the test says.
+#include "engine/link_keeper.h"
+
+#include <array>
+#include <chrono>
+#include <vector>
+
+#include "tests/scheduler_test_support.h"
+
+namespace kvc::test {
+namespace {
+
+struct Owner final : LinkKeeper::Owner {
+  std::vector<Error> lost;
+
+  LinkId new_link(Peer&, Link&) override { return 100; }
+  void forget_link(LinkId) override {}
+  bool fence(Domain&, LinkId) override { return true; }
+  void abandon_link(const Link&, LinkId) override {}
+  void lose_peer(Peer& peer, Error error) override {
+    peer.state = Peer::State::kDown;
+    lost.push_back(std::move(error));
+  }
+  void offer_link(Peer&, const Link&, LinkId) override {}
+  void accept_link(Peer&, const Link&, LinkId, uint32_t, Bytes) override {}
+  void complete_link(Peer&, const Link&, LinkId, Bytes) override {}
+};
+
+class Keeper : public Scheduler {
+ protected:
+  // As if so much time had passed since the last step, in which `ran` says whether others were made.
+  void pass(Link& link, std::chrono::seconds time, bool ran) {
+    link.repair->began -= time;
+    link.repair->ask_due -= time;
+    link.repair->due = ran ? LinkKeeper::Clock::now() : link.repair->due - time;
+  }
+  // The peer has closed its end, on which nothing has landed.
+  void answer(const Link& link) {
+    keeper.receive(*peer, 2, encode({.tag = MessageTag::kTallies, .link = 0, .epoch = link.epoch, .part = 0}));
+  }
+
+  Owner owner;
+  LinkKeeper keeper{scheduler, counters, stats, owner};
+};
+
+TEST_F(Keeper, NotesALinkOnceHoweverMuchWasInFlight) {
+  connect(3);
+  peer->offerer = true;
+  // As many as a NIC of verbs may have in flight, over two links that break at once.
+  for (int batch = 0; batch < 28'000; ++batch) {
+    Link& broken = link(batch % 2 == 0 ? 0 : 1);
+    keeper.broke(*peer, broken, broken.id, kBroken);
+  }
+  EXPECT_EQ(keeper.broken(), 2U);
+  keeper.step();
+  EXPECT_EQ(keeper.broken(), 0U);
+  EXPECT_EQ(link(0).state, Link::State::kBroken);
+  EXPECT_EQ(link(1).state, Link::State::kBroken);
+  EXPECT_TRUE(owner.lost.empty());
+  // One that is made anew may break anew.
+  answer(link(0));
+  keeper.step();
+  EXPECT_EQ(link(0).state, Link::State::kOut);
+  link(0).id = 50;
+  link(0).state = Link::State::kUp;
+  keeper.broke(*peer, link(0), 50, kBroken);
+  EXPECT_EQ(keeper.broken(), 1U);
+}
+
+TEST_F(Keeper, LosesAPeerThatDoesNotSettleInTime) {
+  connect(2);
+  keeper.broke(*peer, link(0), link(0).id, kBroken);
+  keeper.step();
+  ASSERT_EQ(link(0).state, Link::State::kBroken);
+  pass(link(0), std::chrono::seconds(6), true);
+  keeper.step();
+  EXPECT_EQ(owner.lost.size(), 1U);
+}
+
+// The answer may lie in the socket, unread.
+TEST_F(Keeper, BlamesNoPeerForTheTimeInWhichItDidNotRunItself) {
+  connect(2);
+  peer->offerer = true;
+  keeper.broke(*peer, link(0), link(0).id, kBroken);
+  keeper.step();
+  pass(link(0), std::chrono::seconds(6), false);
+  keeper.step();
+  EXPECT_TRUE(owner.lost.empty());
+  answer(link(0));
+  keeper.step();
+  EXPECT_EQ(link(0).state, Link::State::kOut);
+  EXPECT_TRUE(owner.lost.empty());
+
+  // The same for a link that is offered.
+  link(0).repair->due = LinkKeeper::Clock::now();
+  keeper.step();
+  ASSERT_EQ(link(0).state, Link::State::kOffered);
+  pass(link(0), std::chrono::seconds(6), false);
+  keeper.step();
+  EXPECT_EQ(link(0).state, Link::State::kOffered);
+}
+
+// Its time begins anew: a silent peer is found out after all.
+TEST_F(Keeper, LosesAPeerThatIsSilentAfterAStopToo) {
+  connect(2);
+  keeper.broke(*peer, link(0), link(0).id, kBroken);
+  keeper.step();
+  pass(link(0), std::chrono::seconds(6), false);
+  keeper.step();
+  ASSERT_TRUE(owner.lost.empty());
+  pass(link(0), std::chrono::seconds(6), true);
+  keeper.step();
+  EXPECT_EQ(owner.lost.size(), 1U);
+}
+
+}  // namespace
+}  // namespace kvc::test

@@ -1,0 +1,64 @@
+// What a process does to its engines: it forks, or has no thread left.
+#include <pthread.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <optional>
+
+#include "tests/rig.h"
+
+namespace kvc::test::processes {
+namespace {
+
+TEST(EngineProcess, AForkThatEndsItsCopyOfTheEnginesEndsWell) {
+  std::optional<Pair> pair(std::in_place, "sim", 4096);
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(30);  // joining a thread that is not there may also wait for ever
+    pair->sender.engine.reset();
+    pair->receiver.engine.reset();
+    _exit(0);
+  }
+  int status = -1;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << "status " << status;
+  const TransferId write = must(pair->sender.engine->write_one(pair->to_receiver, pair->sender.region, 0,
+                                                               pair->receiver_region, 0, 64, std::nullopt));
+  EXPECT_EQ(ended(*pair->sender.engine, write).kind, EventKind::kTransferDone) << "the parent's go on";
+}
+
+// A stack that no address space has room for stands for a limit of threads, which does not bind root.
+class NoThreads {
+ public:
+  NoThreads() {
+    pthread_getattr_default_np(&before_);
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    pthread_attr_setstacksize(&attributes, size_t{1} << 46);
+    EXPECT_EQ(pthread_setattr_default_np(&attributes), 0);
+    pthread_attr_destroy(&attributes);
+  }
+  NoThreads(const NoThreads&) = delete;
+  NoThreads& operator=(const NoThreads&) = delete;
+  ~NoThreads() {
+    pthread_setattr_default_np(&before_);
+    pthread_attr_destroy(&before_);
+  }
+
+ private:
+  pthread_attr_t before_{};
+};
+
+TEST(EngineProcess, WithoutAThreadAnEngineIsRefusedWithAnError) {
+  EngineConfig several = config("several", "sim", 2);
+  several.workers = 3;
+  const NoThreads none;
+  for (EngineConfig engine_config : {config("one", "sim"), several}) {
+    const auto engine = TransferEngine::create(engine_config);
+    ASSERT_FALSE(engine.ok());
+    EXPECT_EQ(engine.error().code, ErrorCode::kResources) << engine.error().to_string();
+  }
+}
+
+}  // namespace
+}  // namespace kvc::test::processes
