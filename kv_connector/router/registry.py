@@ -185,7 +185,9 @@ class Registry:
         for _ in range(_MISSES):
             try:
                 async with asyncio.timeout(_MISS_S):
-                    await self._client.whole("GET", f"{endpoint.url}/health")
+                    reply = await self._client.whole("GET", f"{endpoint.url}/health")
+                if reply.status == 503:  # vLLM's word for an engine core that is dead
+                    self._members.failed(endpoint, "its /health answers 503")
             except TimeoutError:
                 continue
             except HttpError as error:
@@ -193,7 +195,7 @@ class Registry:
                 self._members.failed(endpoint, f"{type(error).__name__}: {error}")
             except Failure:
                 pass  # the router's own want of descriptors
-            await asyncio.sleep(_WATCH_S)  # an error, too, is a sign of life
+            await asyncio.sleep(_WATCH_S)  # any other error is a sign of life
             return
         self._members.hangs(endpoint, f"its /health has not answered for {_MISSES * _MISS_S:g} s")
 

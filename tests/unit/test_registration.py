@@ -316,7 +316,7 @@ async def test_an_api_server_that_hangs_loses_its_requests_and_they_go_elsewhere
 async def test_an_api_server_that_is_late_or_refuses_to_say_how_it_is_keeps_its_requests(
     cluster: Cluster,
 ) -> None:
-    answers = [no_answer, lambda _: refuse(503, "busy")(_, {}), no_answer]
+    answers = [no_answer, lambda _: refuse(500, "busy")(_, {}), no_answer]
     looked, release = asyncio.Event(), asyncio.Event()
 
     async def hold(request: Request, body: dict[str, Any]) -> Response:
