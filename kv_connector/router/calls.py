@@ -15,7 +15,7 @@ import msgspec
 from kv_connector.router.client import EngineClient, HttpError, Reply, content_type, retry_after
 from kv_connector.router.early_token import EarlyToken, PrefillStream
 from kv_connector.router.endpoint import Endpoint
-from kv_connector.router.events import EventStream, split_at_error
+from kv_connector.router.events import CutOffError, EventStream, has_end, split_at_error
 from kv_connector.router.failure import UNREADABLE, Failure, engine_down, failure
 from kv_connector.router.incidents import Incidents
 from kv_connector.router.members import Members, Side
@@ -256,9 +256,10 @@ class Calls:
         self, opening: bytes, events: EventStream, lease: Lease, call: Call
     ) -> AsyncIterator[bytes]:
         """Raises EngineFailure: the status is long out, and what answers the client says so in the stream."""
-        more = opening
+        before_last, last, more = b"", b"", opening
         try:
             while more:
+                before_last, last = last, more
                 before, problem = split_at_error(more)
                 if before:
                     yield before
@@ -269,7 +270,9 @@ class Calls:
                     raise told
                 async with lease.alive():
                     more = await events.read()
-        except (*HttpError, EngineLost) as error:
+            if not has_end(before_last + last):
+                raise CutOffError
+        except (*HttpError, EngineLost, CutOffError) as error:
             raise self._broken(Side.DECODE, lease.endpoint, call, error, begun=True) from error
 
     def _failed_prefill(self, endpoint: Endpoint, call: Call, answer: Failure) -> Failure:

@@ -168,7 +168,7 @@ class Pool:
         weights: str = "",
     ) -> None:
         """Whether the engine takes new requests; those it has go on. It is added if need be, with its
-        workload and its breaker. ``reserve``: only if no regular engine does. ``weights``: the version it serves."""
+        workload and its breaker. ``reserve``: only if no regular engine does. ``weights``: its version."""
         member = self._members.get(endpoint)
         if member is None:
             member = Member(endpoint, workload or Workload(), usable, breaker=breaker or Breaker())
