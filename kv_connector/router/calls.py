@@ -1,7 +1,9 @@
 """Calls: what the router asks of engines, and what becomes of their answers."""
 
 import asyncio
+import errno
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -13,7 +15,7 @@ import msgspec
 from kv_connector.router.client import EngineClient, HttpError, Reply, content_type, retry_after
 from kv_connector.router.early_token import EarlyToken, PrefillStream
 from kv_connector.router.endpoint import Endpoint
-from kv_connector.router.events import EventStream, split_at_error
+from kv_connector.router.events import CutOffError, EventStream, has_end, split_at_error
 from kv_connector.router.failure import UNREADABLE, Failure, engine_down, failure
 from kv_connector.router.incidents import Incidents
 from kv_connector.router.members import Members, Side
@@ -24,6 +26,9 @@ from kv_connector.router.running import Running
 from kv_connector.router.spans import Spans
 
 logger = logging.getLogger(__name__)
+
+# Nothing comes from the engine's host any more.
+_VANISHED = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 # Of vLLM's streams.
 EVENT_STREAM = "text/event-stream; charset=utf-8"
@@ -87,8 +92,8 @@ class EngineError(EngineFailure):
 
 
 class Calls:
-    """Used from the event loop's thread only. An engine that does not answer, or breaks off, is not used from
-    then on until it answers again."""
+    """Used from the event loop's thread only. Members gets each request's outcome. An engine that takes no
+    connection is not used until it answers again. An engine whose requests fail is used less (breaker.py)."""
 
     def __init__(
         self, client: EngineClient, members: Members, metrics: Metrics, incidents: Incidents, spans: Spans
@@ -121,7 +126,7 @@ class Calls:
             raise self._broken(Side.PREFILL, endpoint, call, error) from error
         if reply.status >= 400:
             refusal = Failure(reply.status, reply.body, reply.content_type, reply.retry_after)
-            raise self._failure(Side.PREFILL, endpoint, call, refusal)
+            raise self._failed_prefill(endpoint, call, refusal)
         try:
             return msgspec.json.decode(reply.body, type=_PrefillAnswer).computed()
         except UNREADABLE as error:
@@ -147,14 +152,14 @@ class Calls:
                     async with request as response:
                         if response.status >= 400:
                             refusal = await _refusal(response)
-                            raise self._failure(Side.PREFILL, endpoint, call, refusal)
+                            raise self._failed_prefill(endpoint, call, refusal)
                         accepted.set_result(None)
                         events = EventStream(response.content.iter_any())
                         while said := await events.read():
                             try:
                                 token = stream.feed(said)
                             except Failure as problem:
-                                raise self._failure(Side.PREFILL, endpoint, call, problem) from None
+                                raise self._failed_prefill(endpoint, call, problem) from None
                             if token is not None and not told.done():
                                 told.set_result(token)
         except (*HttpError, EngineLost) as error:
@@ -180,20 +185,37 @@ class Calls:
         """
         with self.reasons.expected(transfer_id) as reason:
             try:
-                return await self.decode(lease, body, call, stack, accepted)
+                answer = await self._ask(lease, body, call, stack, accepted)
             except EngineError as error:
                 if self._members.registered(lease.endpoint):
                     await asyncio.wait({reason}, timeout=PATIENCE_S)
                 told: Failure = error
-                if reason.done():
+                unsure = reason.done()
+                self._erred(lease.endpoint, error, unsure=unsure)
+                if unsure:
+                    self._erred(prefill, error, unsure=True)
                     words = f"{lease.endpoint} did not get the prompt's KV from {prefill}: {reason.result()}"
                     logger.warning("request %s: %s", call.request_id, words)
                     what = f"did not get a prompt's KV from {self._members.label(prefill)}"
                     self._incidents.note(self._members.label(lease.endpoint), what, reason.result())
                     told = failure(error.status, "api_error", words)
                 raise EngineError(told, {**error.blamed, Side.PREFILL: prefill}) from None
+        for endpoint in (prefill, lease.endpoint):
+            self._members.served(time.monotonic(), endpoint)
+        return answer
 
-    async def decode(
+    async def decode(self, lease: Lease, body: bytes, call: Call, stack: AsyncExitStack) -> Answer:
+        """Sends D a request whose prompt D computes, and waits until the answer begins. ``stack`` closes the
+        connection."""
+        try:
+            answer = await self._ask(lease, body, call, stack)
+        except EngineError as error:
+            self._erred(lease.endpoint, error)
+            raise
+        self._members.served(time.monotonic(), lease.endpoint)
+        return answer
+
+    async def _ask(
         self,
         lease: Lease,
         body: bytes,
@@ -201,8 +223,8 @@ class Calls:
         stack: AsyncExitStack,
         accepted: asyncio.Future[None] | None = None,
     ) -> Answer:
-        """Sends D its part and waits until its answer begins. ``stack`` closes the connection. ``accepted``:
-        done as soon as D has begun a stream."""
+        """As decode(). ``accepted``: done as soon as D has begun a stream. Members learns of an error of D's
+        from the caller."""
         endpoint = lease.endpoint
         try:
             async with lease.alive():
@@ -234,18 +256,33 @@ class Calls:
         self, opening: bytes, events: EventStream, lease: Lease, call: Call
     ) -> AsyncIterator[bytes]:
         """Raises EngineFailure: the status is long out, and what answers the client says so in the stream."""
-        more = opening
+        before_last, last, more = b"", b"", opening
         try:
             while more:
+                before_last, last = last, more
                 before, problem = split_at_error(more)
                 if before:
                     yield before
                 if problem is not None:
-                    raise self._failure(Side.DECODE, lease.endpoint, call, problem)
+                    told = self._failure(Side.DECODE, lease.endpoint, call, problem)
+                    if isinstance(told, EngineError):
+                        self._erred(lease.endpoint, told, begun=True)
+                    raise told
                 async with lease.alive():
                     more = await events.read()
-        except (*HttpError, EngineLost) as error:
-            raise self._broken(Side.DECODE, lease.endpoint, call, error) from error
+            if not has_end(before_last + last):
+                raise CutOffError
+        except (*HttpError, EngineLost, CutOffError) as error:
+            raise self._broken(Side.DECODE, lease.endpoint, call, error, begun=True) from error
+
+    def _failed_prefill(self, endpoint: Endpoint, call: Call, answer: Failure) -> Failure:
+        told = self._failure(Side.PREFILL, endpoint, call, answer)
+        if isinstance(told, EngineError):
+            self._erred(endpoint, told)
+        return told
+
+    def _erred(self, endpoint: Endpoint, error: object, *, begun: bool = False, unsure: bool = False) -> None:
+        self._members.erred(time.monotonic(), endpoint, str(error), begun=begun, unsure=unsure)
 
     def _failure(self, side: Side, endpoint: Endpoint, call: Call, answer: Failure) -> Failure:
         """An engine's own error: the request's fault, or from 500 on the engine's."""
@@ -256,8 +293,10 @@ class Calls:
         self._incidents.note(self._members.label(endpoint), f"answers {answer.status}", str(answer))
         return EngineError(answer, {side: endpoint})
 
-    def _broken(self, side: Side, endpoint: Endpoint, call: Call, error: Exception) -> EngineFailure:
-        """An engine that does not answer, or broke off: it is left alone until it answers again."""
+    def _broken(
+        self, side: Side, endpoint: Endpoint, call: Call, error: Exception, *, begun: bool = False
+    ) -> EngineFailure:
+        """An engine that takes no connection, is lost, or broke off. ``begun``: its answer had."""
         self._metrics.failures.labels(side.value, str(endpoint)).inc()
         logger.warning(
             "request %s: %s engine %s failed: %s: %s",
@@ -269,8 +308,18 @@ class Calls:
         )
         words = f"{type(error).__name__}: {error}"
         self._incidents.note(self._members.label(endpoint), _what_broke(error), words)
-        self._members.failed(endpoint, words)
+        if _takes_no_connection(error):
+            self._members.failed(endpoint, words)
+        elif not isinstance(error, EngineLost):  # which Members knew before
+            # It may be the request's fault. An engine that is gone refuses the next connection.
+            self._erred(endpoint, words, begun=begun)
         return EngineFailure(engine_down(side.value, str(endpoint), error), {side: endpoint})
+
+
+def _takes_no_connection(error: Exception) -> bool:
+    if isinstance(error, (aiohttp.ClientConnectorError, TimeoutError)):
+        return True
+    return isinstance(error, OSError) and error.errno in _VANISHED
 
 
 def _what_broke(error: Exception) -> str:

@@ -1,5 +1,6 @@
 """EventStream: an engine's streamed answer (server-sent events), in whole events."""
 
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,6 +11,22 @@ from kv_connector.router.failure import UNREADABLE, Failure, told
 END = b"\n\n"
 # Events that begin a message or a response before vLLM knows whether the request works.
 _BEGINNINGS = ("message_start", "response.created", "response.in_progress")
+
+
+# Within a generated text the quotes would be escaped.
+_ENDS = re.compile(
+    rb"^data: ?\[DONE\]"
+    rb'|"finish_reason": ?"'
+    rb'|"type": ?"(?:error|message_stop|response\.(?:completed|incomplete|failed))"',
+    re.MULTILINE,
+)
+
+
+class CutOffError(Exception):
+    """A stream ended without an end of its answer."""
+
+    def __init__(self) -> None:
+        super().__init__("the stream ended without finish_reason and [DONE]")
 
 
 class EventStream:
@@ -58,6 +75,11 @@ def split_at_error(events: bytes) -> tuple[bytes, Failure | None]:
             return before, problem
         before += event + END
     return events, None
+
+
+def has_end(events: bytes) -> bool:
+    """Whether these events, the last two or more of a stream, say that the answer is whole."""
+    return _ENDS.search(events) is not None
 
 
 def _error_of(event: bytes) -> Failure | None:

@@ -13,12 +13,13 @@ from __future__ import annotations
 import enum
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kv_connector.control.membership import Activity, Leave, Register
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.messages import Role
+from kv_connector.router.breaker import Breaker
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.incidents import Incidents
 from kv_connector.router.pool import Pool
@@ -48,15 +49,20 @@ class State(enum.Enum):
     READY = "ready"
     JOINING = "joining"  # its API server has not answered yet
     UNREACHABLE = "unreachable"  # it did not answer a request, and has not answered a look since
+    FAILING = "failing"  # its requests fail: it gets one now and then, or where no other engine takes any
     SILENT = "silent"  # no REGISTER for a while
     DRAINING = "draining"
     ASLEEP = "asleep"  # it says so: its KV cache is not mapped
     TORN = "torn"  # it says so: new weights were not applied, and it stays paused
 
 
+# FAILING is better than a refusal where no other engine is there.
+TAKES_REQUESTS = (State.READY, State.FAILING)
+
 _TROUBLES = {
     State.SILENT: "is silent",
     State.UNREACHABLE: "does not answer",
+    State.FAILING: "fails one request after another",
     State.TORN: "stays paused: its new weights were not applied",
 }
 
@@ -84,6 +90,7 @@ class _Engine:
     silent: bool = False
     early_tokens: bool = False  # Register's
     workload: Workload = field(default_factory=Workload)
+    breaker: Breaker = field(default_factory=Breaker)
 
     @property
     def state(self) -> State:
@@ -97,7 +104,7 @@ class _Engine:
             return State.ASLEEP
         if not self.answers:
             return State.UNREACHABLE if self.joined else State.JOINING
-        return State.READY
+        return State.FAILING if self.breaker.open else State.READY
 
 
 @dataclass(frozen=True)
@@ -283,8 +290,26 @@ class Members:
 
     # --- What the router finds out itself
 
+    def served(self, now: float, endpoint: Endpoint) -> None:
+        """The engine has done its part of a request, whose answer has begun."""
+        if (engine := self._known(endpoint)) is not None:
+            self._update(engine, outcome=lambda breaker: breaker.succeeded(now))
+
+    def erred(
+        self, now: float, endpoint: Endpoint, reason: str, *, begun: bool = False, unsure: bool = False
+    ) -> None:
+        """The engine answered a request with an error of its own, or broke it off. ``begun``: after the
+        beginning of its answer, which ``served`` has reported. ``unsure``: another engine may be to blame."""
+        if (engine := self._known(endpoint)) is not None:
+            self._update(
+                engine,
+                outcome=lambda breaker: breaker.failed(now, begun=begun, unsure=unsure),
+                reason=reason,
+            )
+
     def failed(self, endpoint: Endpoint, reason: str) -> None:
-        """The engine's API server broke a connection, or took none: it is not used until it answers again."""
+        """The engine's API server took no connection, or says that it serves nothing: it is not used until it
+        answers again."""
         for engine in self._served_with(endpoint):
             self._update(engine, answers=False, reason=reason)
 
@@ -318,6 +343,8 @@ class Members:
     def answered(self, endpoint: Endpoint) -> None:
         """The API server is healthy."""
         for engine in self._served_with(endpoint):
+            if not engine.answers:
+                engine.breaker.close()
             # One that registers says itself that it is another process.
             restarted = engine.seen is None and not engine.answers
             engine.emptied = engine.emptied and not restarted
@@ -331,6 +358,7 @@ class Members:
             for engine in self._engines.values():
                 engine.seen = None if engine.seen is None else now
         for engine in list(self._engines.values()):
+            engine.breaker.tick(now)
             if engine.seen is None:
                 continue
             silence = now - engine.seen
@@ -341,13 +369,17 @@ class Members:
 
     # --- Steps
 
+    def _known(self, endpoint: Endpoint) -> _Engine | None:
+        """None if another process is in its place by now."""
+        engine = self._engines.get(endpoint.place)
+        return engine if engine is not None and engine.endpoint == endpoint else None
+
     def _served_at(self, url: str) -> list[_Engine]:
         return [engine for engine in self._engines.values() if engine.endpoint.url == url]
 
     def _served_with(self, endpoint: Endpoint) -> list[_Engine]:
         """The engines of this one's API server; none if another process is in its place by now."""
-        engine = self._engines.get(endpoint.place)
-        return self._served_at(endpoint.url) if engine is not None and engine.endpoint == endpoint else []
+        return [] if self._known(endpoint) is None else self._served_at(endpoint.url)
 
     def _update(
         self,
@@ -358,9 +390,12 @@ class Members:
         draining: bool | None = None,
         asleep: bool | None = None,
         torn: bool | None = None,
+        outcome: Callable[[Breaker], None] | None = None,
         reason: str = "",
     ) -> None:
         before = engine.state
+        if outcome is not None:
+            outcome(engine.breaker)
         engine.answers = engine.answers if answers is None else answers
         engine.silent = engine.silent if silent is None else silent
         engine.draining = engine.draining if draining is None else draining
@@ -381,9 +416,13 @@ class Members:
         # asks it for pages.
         for side in engine.sides:
             reserve = side is Side.PREFILL and len(engine.sides) == len(Side)
-            usable = engine.state is State.READY
             self._pools[side].set_usable(
-                engine.endpoint, usable, engine.workload, reserve=reserve, weights=engine.weights
+                engine.endpoint,
+                engine.state in TAKES_REQUESTS,
+                engine.workload,
+                engine.breaker,
+                reserve=reserve,
+                weights=engine.weights,
             )
 
     def _withdraw(self, engine: _Engine, *, lost: bool) -> None:

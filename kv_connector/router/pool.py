@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from kv_connector.router.backlog import Work
+from kv_connector.router.breaker import Breaker
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.workload import Workload
 
@@ -36,12 +37,18 @@ class Member:
     """Takes requests only where no other does."""
     weights: str = ""
     """The version that it serves; empty: what it was started with."""
+    breaker: Breaker = field(default_factory=Breaker)
     outstanding: int = 0
     owes: int = 0
     """Requests that it has answered, and whose pages are still to be fetched from it."""
     lost: bool = False
     scopes: set[asyncio.Timeout] = field(default_factory=set)
     """What waits for the engine, to be ended when it is lost."""
+
+    @property
+    def failing(self) -> bool:
+        """Its requests fail: it takes requests only where no other does, but for a trial now and then."""
+        return self.breaker.open and not self.breaker.trial
 
     def end_waits(self) -> None:
         for scope in list(self.scopes):
@@ -58,6 +65,7 @@ class Lease:
         self._released = False
         self._owing = 0  # blocks
         member.outstanding += 1
+        member.breaker.taken()
         if work is not None:
             member.workload.backlog.add(work)
 
@@ -128,8 +136,9 @@ class Pool:
         return endpoint in self._members
 
     def takes(self, endpoint: Endpoint) -> bool:
-        """Whether there is such an engine, and it takes requests."""
-        return endpoint in self._members and self._members[endpoint].usable
+        """Whether there is such an engine, it takes requests, and they do not fail there."""
+        member = self._members.get(endpoint)
+        return member is not None and member.usable and not member.breaker.open
 
     def outstanding(self, endpoint: Endpoint) -> int:
         return self._members[endpoint].outstanding if endpoint in self._members else 0
@@ -153,15 +162,17 @@ class Pool:
         endpoint: Endpoint,
         usable: bool,
         workload: Workload | None = None,
+        breaker: Breaker | None = None,
         *,
         reserve: bool = False,
         weights: str = "",
     ) -> None:
-        """Whether the engine, which is added if need be, with its workload, takes new requests; those it has
-        go on. ``reserve``: only where no engine that is none does. ``weights``: the version it serves."""
+        """Whether the engine takes new requests; those it has go on. It is added if need be, with its
+        workload and its breaker. ``reserve``: only if no regular engine does. ``weights``: its version."""
         member = self._members.get(endpoint)
         if member is None:
-            member = self._members[endpoint] = Member(endpoint, workload or Workload(), usable)
+            member = Member(endpoint, workload or Workload(), usable, breaker=breaker or Breaker())
+            self._members[endpoint] = member
         member.usable, member.reserve, member.weights = usable, reserve, weights
         self._changed.set()
 
@@ -179,8 +190,8 @@ class Pool:
             self._members[endpoint].end_waits()
 
     def choices(self, avoid: Collection[Endpoint] = (), weights: str | None = None) -> list[Member]:
-        """The engines that take requests, those of ``avoid`` only if there is no other, and those in reserve
-        only if there is none that is not; NoEngine if there is none. ``weights``: only those that serve
+        """The engines that take requests; NoEngine if there is none. Those of ``avoid`` are left out if there
+        are others, then those whose requests fail, then those in reserve. ``weights``: only those that serve
         this version."""
         usable = [
             member for member in self._members.values() if member.usable and weights in (None, member.weights)
@@ -189,6 +200,7 @@ class Pool:
             raise NoEngine(self)
         if avoid:
             usable = [member for member in usable if member.endpoint not in avoid] or usable
+        usable = [member for member in usable if not member.failing] or usable
         return [member for member in usable if not member.reserve] or usable
 
     def fewest(self, avoid: Collection[Endpoint] = (), weights: str | None = None) -> Endpoint:

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
 
@@ -32,16 +32,22 @@ from kv_connector.router.reasons import Reasons
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 # Silence is noticed this much late at most; a heartbeat is 1 s.
 _TICK_S = 0.2
 # Between two looks at an engine that does not answer.
 _PROBE_S = 0.5
 _HEALTH_S = 2.0
 # Between two looks at one that is in use. It hangs where so many in a row, each as long, have no answer: that
-# a connection is lost, or that this router was stopped, costs one.
+# a connection is lost costs one.
 _WATCH_S = 3.0
 _MISSES = 2
 _MISS_S = LOST_SECONDS / _MISSES
+# A look's patience is counted in parts. A part that took longer by _STALL_S does not count: this router was
+# stopped or busy, and the answer may be in its socket.
+_PARTS = 10
+_STALL_S = 1.0
 
 
 class RegistryError(RuntimeError):
@@ -184,8 +190,9 @@ class Registry:
     async def _watch(self, endpoint: Endpoint) -> None:
         for _ in range(_MISSES):
             try:
-                async with asyncio.timeout(_MISS_S):
-                    await self._client.whole("GET", f"{endpoint.url}/health")
+                reply = await _patiently(lambda: self._client.whole("GET", f"{endpoint.url}/health"), _MISS_S)
+                if reply.status == 503:  # vLLM's word for an engine core that is dead
+                    self._members.failed(endpoint, "its /health answers 503")
             except TimeoutError:
                 continue
             except HttpError as error:
@@ -193,9 +200,28 @@ class Registry:
                 self._members.failed(endpoint, f"{type(error).__name__}: {error}")
             except Failure:
                 pass  # the router's own want of descriptors
-            await asyncio.sleep(_WATCH_S)  # an error, too, is a sign of life
+            await asyncio.sleep(_WATCH_S)  # any other error is a sign of life
             return
         self._members.hangs(endpoint, f"its /health has not answered for {_MISSES * _MISS_S:g} s")
+
+
+async def _patiently(look: Callable[[], Coroutine[Any, Any, T]], seconds: float) -> T:
+    """Returns the look's result; TimeoutError if so many seconds in which this loop ran bring none."""
+    task, part, left = asyncio.create_task(look()), seconds / _PARTS, _PARTS
+    try:
+        while left:
+            begun = time.monotonic()
+            await asyncio.wait({task}, timeout=part)
+            ran = time.monotonic() - begun < part + _STALL_S
+            if task.done():
+                if ran or not isinstance(task.exception(), TimeoutError):
+                    return task.result()
+                task = asyncio.create_task(look())  # the client's own deadline ended meanwhile
+            left -= ran
+        raise TimeoutError
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 def _once(

@@ -316,7 +316,7 @@ async def test_an_api_server_that_hangs_loses_its_requests_and_they_go_elsewhere
 async def test_an_api_server_that_is_late_or_refuses_to_say_how_it_is_keeps_its_requests(
     cluster: Cluster,
 ) -> None:
-    answers = [no_answer, lambda _: refuse(503, "busy")(_, {}), no_answer]
+    answers = [no_answer, lambda _: refuse(500, "busy")(_, {}), no_answer]
     looked, release = asyncio.Event(), asyncio.Event()
 
     async def hold(request: Request, body: dict[str, Any]) -> Response:
@@ -396,9 +396,9 @@ async def test_heartbeats_of_one_rank_leave_the_requests_of_the_other_alone(clus
         assert await within(anext(chunks)) == b"data: 1\n\n"
         await until_health(client, lambda state: list(state["decode"].values()) == ["ready"] * 2)
         await asyncio.sleep(0.3)  # many heartbeats of both
-        stream.queue.put_nowait(b"data: 2\n\n")
+        stream.queue.put_nowait(DONE)
         stream.queue.put_nowait(None)
-        assert b"".join([chunk async for chunk in chunks]) == b"data: 2\n\n"
+        assert b"".join([chunk async for chunk in chunks]) == DONE
 
 
 async def test_a_drain_reaches_every_rank(cluster: Cluster, tmp_path: Any) -> None:
@@ -613,14 +613,14 @@ async def test_an_error_event_at_the_beginning_of_a_stream_is_an_error(cluster: 
             assert answer.json()["error"]["message"] == "KV load failed"
         broken.queue.put_nowait(b'data: {"error": {"message": "KV load failed", "code": 500}}\n\n')
         broken.queue.put_nowait(None)
-        good.queue.put_nowait(b"data: 1\n\n")
+        good.queue.put_nowait(b"data: 1\n\n" + DONE)
         good.queue.put_nowait(None)
         async with (
             listed([p], [first, second]) as url,
             httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client,
         ):
             answer = await ask(client, stream=True)
-            assert (answer.status_code, answer.content) == (200, b"data: 1\n\n")
+            assert (answer.status_code, answer.content) == (200, b"data: 1\n\n" + DONE)
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -666,7 +666,7 @@ async def test_a_chat_whose_load_fails_after_its_roles_is_tried_elsewhere(cluste
     broken, good = Stream(), Stream()
     for chunk in (role, b'data: {"error": {"message": "KV load failed", "code": 500}}\n\n', None):
         broken.queue.put_nowait(chunk)
-    for chunk in (role[:20], role[20:], b"data: 1\n\n", None):
+    for chunk in (role[:20], role[20:], b"data: 1\n\n" + DONE, None):
         good.queue.put_nowait(chunk)
     async with (
         serve_engine(answer_ok) as p,
@@ -677,7 +677,7 @@ async def test_a_chat_whose_load_fails_after_its_roles_is_tried_elsewhere(cluste
     ):
         body = {"messages": [{"role": "user", "content": "x"}], "stream": True}
         answer = await within(client.post("/v1/chat/completions", json=body))
-        assert (answer.status_code, answer.content) == (200, role + b"data: 1\n\n")
+        assert (answer.status_code, answer.content) == (200, role + b"data: 1\n\n" + DONE)
         assert await metric(client, "kv_connector_router_retries_total") == 1
 
 

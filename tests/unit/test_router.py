@@ -333,8 +333,8 @@ async def test_chunks_pass_through_one_by_one() -> None:
             chunks = answer.aiter_raw()
             assert await within(anext(chunks)) == b"data: 1\n\n"
             # The engine sends the next only now: a router that waits for more would have hung above.
-            stream.queue.put_nowait(b"data: 2\n\n")
-            assert await within(anext(chunks)) == b"data: 2\n\n"
+            stream.queue.put_nowait(DONE)
+            assert await within(anext(chunks)) == DONE
             stream.queue.put_nowait(None)
             assert [chunk async for chunk in chunks] == []
         assert await metric(client, "kv_connector_router_first_byte_seconds_count") == 1
@@ -589,6 +589,40 @@ async def test_an_engine_that_ends_a_stream_with_an_error_event_has_failed() -> 
         await until_metric(client, line, 1)
         failures = f'kv_connector_router_failures_total{{engine="{d.url}",side="decode"}}'
         await until_metric(client, failures, 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "end", "status"),
+    [
+        ("/v1/completions", b"", 502),
+        ("/v1/messages", b"", 502),
+        ("/v1/completions", b'data: {"choices":[{"text":"","finish_reason":"stop"}]}\n\n', 200),
+        ("/v1/completions", b"data: [DONE]\n\n", 200),
+        ("/v1/messages", b'event: message_stop\ndata: {"type":"message_stop"}\n\n', 200),
+        ("/v1/responses", b'event: response.completed\ndata: {"type":"response.completed"}\n\n', 200),
+    ],
+)
+async def test_a_stream_that_ends_without_an_end_of_its_answer_has_failed(
+    path: str, end: bytes, status: int
+) -> None:
+    """The connection is closed cleanly, as by a proxy whose engine has gone."""
+    good = b'data: {"choices":[{"text":"[DONE] \\"finish_reason\\":\\"stop\\"","finish_reason":null}]}\n\n'
+    stream = Stream()
+    async with cluster(answer_ok, stream) as (_, d, client):
+        body = {"prompt": "x", "messages": [], "input": "x", "stream": True}
+        asking = asyncio.create_task(client.post(path, json=body))
+        for chunk in (good, good + end, None):
+            stream.queue.put_nowait(chunk)
+        content = (await within(asking)).content
+        assert content.startswith(good + good + end)
+        assert (b"ended without finish_reason" in content) is (status != 200)
+        await until_metric(
+            client, f'kv_connector_router_requests_total{{route="{path}",status="{status}"}}', 1
+        )
+        failures = await metric(
+            client, f'kv_connector_router_failures_total{{engine="{d.url}",side="decode"}}'
+        )
+        assert failures == (status != 200)
 
 
 async def test_words_of_an_error_within_an_answer_are_an_answer() -> None:

@@ -155,11 +155,13 @@ STREAMED = [
             STARTED | {"message": STARTED["message"] | {"usage": messages_usage(98)}},
             {"type": "content_block_delta", "delta": PARTIAL},
             {"type": "message_delta", "delta": {"stop_reason": None}, "usage": messages_usage(98)},
+            {"type": "message_stop"},
         ],
         [
             STARTED | {"message": STARTED["message"] | {"usage": messages_usage(32)}},
             {"type": "content_block_delta", "delta": PARTIAL},
             {"type": "message_delta", "delta": {"stop_reason": None}, "usage": messages_usage(32)},
+            {"type": "message_stop"},
         ],
     ),
     (

@@ -1,0 +1,140 @@
+"""How a router looks at engines: what counts as no answer, and what as a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from kv_connector.router.calls import Calls
+from kv_connector.router.client import EngineClient
+from kv_connector.router.endpoint import Endpoint
+from kv_connector.router.incidents import Incidents
+from kv_connector.router.members import Members, Side, State
+from kv_connector.router.metrics import Metrics
+from kv_connector.router.moves import Moves
+from kv_connector.router.pool import Pool
+from kv_connector.router.registry import Registry
+from kv_connector.router.spans import Spans
+
+pytestmark = pytest.mark.anyio
+
+PATIENCE = 10.0
+
+
+class Engine(ThreadingHTTPServer):
+    """An API server on threads of its own: it answers while the test's event loop stands still."""
+
+    daemon_threads = True
+
+    def __init__(self, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.looked = threading.Semaphore(0)
+        """Looks that were answered."""
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Engine
+
+    def do_GET(self) -> None:
+        self.server.may_answer.wait(PATIENCE)
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+        self.server.looked.release()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def engine(port: int = 0) -> Iterator[Engine]:
+    server = Engine(port)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.may_answer.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@contextlib.asynccontextmanager
+async def watching(url: str) -> AsyncIterator[Members]:
+    """A router's members, which are this one decode engine, and its eye on them."""
+    pools = {side: Pool() for side in Side}
+    members = Members(
+        pools, {Side.PREFILL: (), Side.DECODE: [Endpoint.parse(url)]}, Incidents(), suspect=3.0, dead=5.0
+    )
+    async with EngineClient() as client:
+        metrics, spans = Metrics(), Spans.to(None)
+        calls = Calls(client, members, metrics, Incidents(), spans)
+
+        async def pair(*_: object) -> None:
+            raise AssertionError
+
+        moves = Moves(pools, members, calls, metrics, pair)  # type: ignore[arg-type]
+        registry = Registry(members, calls.reasons, moves, client, None, None)
+        task = asyncio.create_task(registry.run())
+        pool = pools[Side.DECODE]
+        try:
+            with pool.lease(pool.fewest()):
+                yield members
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+def state(members: Members) -> State:
+    (found,) = members.states()[Side.DECODE].values()
+    return found
+
+
+async def until_looked(server: Engine, looks: int = 1) -> None:
+    for _ in range(looks):
+        assert await asyncio.to_thread(server.looked.acquire, timeout=PATIENCE)
+
+
+async def until(members: Members, wanted: State) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while state(members) is not wanted:
+            await asyncio.sleep(0.01)  # nothing reports a change but the log
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("_PROBE_S", 0.02), ("_WATCH_S", 0.0), ("_MISS_S", 0.5), ("_STALL_S", 0.1)):
+        monkeypatch.setattr(f"kv_connector.router.registry.{name}", seconds)
+
+
+async def test_a_loop_that_stands_still_marks_no_engine(caplog: pytest.LogCaptureFixture) -> None:
+    with engine() as server:
+        async with watching(server.url) as members:
+            await until_looked(server)
+            for _ in range(6):
+                # A look is under way at almost any moment, and its answer comes meanwhile.
+                await asyncio.sleep(0.001)
+                time.sleep(0.6)  # noqa: ASYNC251 - this is the fault
+            await until_looked(server, 2)
+            assert state(members) is State.READY
+    assert "UNREACHABLE" not in caplog.text
+
+
+async def test_an_engine_that_answers_no_look_is_marked() -> None:
+    with engine() as server:
+        async with watching(server.url) as members:
+            await until_looked(server)
+            server.may_answer.clear()
+            await until(members, State.UNREACHABLE)
+            server.may_answer.set()
+            await until(members, State.READY)
