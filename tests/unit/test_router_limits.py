@@ -29,7 +29,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kv_connector.router import client as client_module
-from kv_connector.router.app import create_app
+from kv_connector.router.app import DONE, create_app
 from kv_connector.router.completion import Completion
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.failure import Failure
@@ -308,7 +308,8 @@ async def test_bodies_beyond_the_budget_get_503_until_others_end() -> None:
         refused = await client.post("/v1/completions", json=body)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         assert "--body-budget" in refused.json()["error"]["message"]
-        streams.queue.put_nowait(None)
+        for chunk in (DONE, None):
+            streams.queue.put_nowait(chunk)
         assert (await within(first)).status_code == 200
         await until_metric(client, SERVED, 1)
         d.handler = answer_ok
@@ -325,8 +326,9 @@ async def test_body_counts_half_once_its_answer_has_begun() -> None:
             await within(anext(chunks))
             d.handler = answer_ok
             assert (await client.post("/v1/completions", json=body)).status_code == 200
-            streams.queue.put_nowait(None)
-            assert b"".join([chunk async for chunk in chunks]) == b""
+            for chunk in (DONE, None):
+                streams.queue.put_nowait(chunk)
+            assert b"".join([chunk async for chunk in chunks]) == DONE
 
 
 async def test_requests_beyond_the_limit_get_503_and_probes_do_not() -> None:
@@ -339,7 +341,8 @@ async def test_requests_beyond_the_limit_get_503_and_probes_do_not() -> None:
         assert (await client.get("/v1/models")).status_code == 503
         assert (await client.get("/live")).status_code == 200
         assert (await client.get("/health")).status_code == 200
-        streams.queue.put_nowait(None)
+        for chunk in (DONE, None):
+            streams.queue.put_nowait(chunk)
         assert (await within(first)).status_code == 200
         await until_metric(client, SERVED, 1)
         assert (await client.get("/v1/models")).status_code == 200
