@@ -435,6 +435,7 @@ async def test_ds_error_is_the_answer_and_p_is_aborted() -> None:
         )
 
 
+@pytest.mark.usefixtures("unwatched")
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 @pytest.mark.parametrize("dispatch", ["concurrent", "serial"])
 async def test_an_engine_that_is_down_is_named(side: str, dispatch: str) -> None:
@@ -684,6 +685,7 @@ async def test_a_router_that_ends_waits_until_p_is_told() -> None:
         await within(ending)
 
 
+@pytest.mark.usefixtures("unwatched")
 async def test_p_is_told_of_a_d_that_could_not_be_asked() -> None:
     """The request goes on with another D, under a new transfer."""
     told = asyncio.Event()
