@@ -152,7 +152,6 @@ def create_app(settings: Settings) -> Starlette:
         return JSONResponse({"live": True})
 
     async def health(_: Request) -> Response:
-        await registry.look_at(dispatcher.members.unwatched())
         states = dispatcher.members.states()
         usable = all(State.READY in engines.values() for engines in states.values())
         found = {side.value: {url: s.value for url, s in engines.items()} for side, engines in states.items()}

@@ -12,7 +12,14 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from kv_connector.router.client import EngineClient, HttpError, Reply, content_type, retry_after
+from kv_connector.router.client import (
+    EngineClient,
+    HttpError,
+    Reply,
+    content_type,
+    refused,
+    retry_after,
+)
 from kv_connector.router.early_token import EarlyToken, PrefillStream
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.events import CutOffError, EventStream, has_end, split_at_error
@@ -309,7 +316,7 @@ class Calls:
         words = f"{type(error).__name__}: {error}"
         self._incidents.note(self._members.label(endpoint), _what_broke(error), words)
         if _takes_no_connection(error):
-            self._members.failed(endpoint, words)
+            self._members.failed(endpoint, words, gone=refused(error))
         elif not isinstance(error, EngineLost):  # which Members knew before
             # It may be the request's fault. An engine that is gone refuses the next connection.
             self._erred(endpoint, words, begun=begun)

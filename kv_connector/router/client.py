@@ -26,6 +26,12 @@ KEEP_ALIVE_SECONDS = 2.0
 # What a request to an engine fails with.
 HttpError = (aiohttp.ClientError, TimeoutError)
 
+
+def refused(error: Exception) -> bool:
+    """Whether nothing listens at the engine's address."""
+    return isinstance(error, aiohttp.ClientConnectorError) and error.errno == errno.ECONNREFUSED
+
+
 # This process, or its host, has no descriptor or no local port left.
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)
 

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 # Engines that one router keeps: far more than it can serve. Whoever has the key could else fill its memory.
 MAX_ENGINES = 4096
+# Looks in a row without an answer after which an engine is taken for gone.
+_MISSES = 2
 # Over which the bytes that an engine pushes are told: they are counted a transfer at a time.
 _PUSHING_S = 5.0
 
@@ -82,6 +84,8 @@ class _Engine:
     activity: Activity | None = None  # what that said
     pushing: float = 0.0  # bytes a second lately, of its first worker
     joined: bool = False  # it was usable once
+    misses: int = 0  # looks in a row without an answer, since it last answered
+    gone: bool = False  # nothing listened there, or it missed looks: another process answers next
     draining: bool = False
     emptied: bool = False  # its drain moves what it has to other engines
     asleep: bool = False
@@ -307,16 +311,18 @@ class Members:
                 reason=reason,
             )
 
-    def failed(self, endpoint: Endpoint, reason: str) -> None:
+    def failed(self, endpoint: Endpoint, reason: str, *, gone: bool = False, missed: bool = False) -> None:
         """The engine's API server took no connection, or says that it serves nothing: it is not used until it
-        answers again."""
+        answers again. ``gone``: nothing listens there. ``missed``: a look had no answer."""
         for engine in self._served_with(endpoint):
+            engine.misses += missed
+            engine.gone = engine.gone or gone or engine.misses >= _MISSES
             self._update(engine, answers=False, reason=reason)
 
     def hangs(self, endpoint: Endpoint, reason: str) -> None:
         """The engine's API server has left looks unanswered for long: as ``failed``, and what waits for its
         engines is ended, which TCP would not do where the host is well."""
-        self.failed(endpoint, reason)
+        self.failed(endpoint, reason, gone=True)
         for engine in self._served_with(endpoint):
             for side in engine.sides:
                 self._pools[side].end_waits(engine.endpoint)
@@ -327,26 +333,23 @@ class Members:
 
     def to_watch(self) -> list[Endpoint]:
         """Whose API servers are to be looked at while they are used: those that have requests, which a live
-        worker's heartbeats say nothing of, answering or not; and those that drain and do not register, of
-        whose restart nothing else tells."""
+        worker's heartbeats say nothing of, answering or not; and those that answer and do not register, as
+        nothing else reports their end."""
         return _one_a_server(
             e.endpoint
             for e in self._engines.values()
             if any(self._pools[side].outstanding(e.endpoint) for side in e.sides)
-            or (e.draining and e.answers and e.seen is None)
+            or (e.answers and e.seen is None)
         )
-
-    def unwatched(self) -> list[Endpoint]:
-        """Whose API servers give no sign of life by themselves: those listed that have not registered."""
-        return _one_a_server(e.endpoint for e in self._engines.values() if e.seen is None)
 
     def answered(self, endpoint: Endpoint) -> None:
         """The API server is healthy."""
         for engine in self._served_with(endpoint):
             if not engine.answers:
                 engine.breaker.close()
-            # One that registers says itself that it is another process.
-            restarted = engine.seen is None and not engine.answers
+            # An engine that registers reports by itself that it is another process.
+            restarted = engine.seen is None and engine.gone
+            engine.misses, engine.gone = 0, False
             engine.emptied = engine.emptied and not restarted
             self._update(engine, answers=True, draining=engine.draining and not restarted)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from kv_connector.control.membership import (
     Register,
 )
 from kv_connector.protocol.actions import Address, Source
-from kv_connector.router.client import LOST_SECONDS, EngineClient, HttpError
+from kv_connector.router.client import LOST_SECONDS, EngineClient, HttpError, refused
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.failure import Failure
 from kv_connector.router.forever import forever
@@ -39,8 +39,8 @@ _TICK_S = 0.2
 # Between two looks at an engine that does not answer.
 _PROBE_S = 0.5
 _HEALTH_S = 2.0
-# Between two looks at one that is in use. It hangs where so many in a row, each as long, have no answer: that
-# a connection is lost costs one.
+# Between two looks at an engine that is in use, or that does not register. It hangs if so many in a row, each
+# as long, have no answer. A lost connection costs one.
 _WATCH_S = 3.0
 _MISSES = 2
 _MISS_S = LOST_SECONDS / _MISSES
@@ -90,10 +90,6 @@ class Registry:
             raise RegistryError(f"cannot listen for engines on {self._address}: {error}") from error
         self._sockets = sockets
         return bound
-
-    async def look_at(self, endpoints: Collection[Endpoint]) -> None:
-        """Asks these engines' API servers how they are."""
-        await asyncio.gather(*(self._look(endpoint) for endpoint in endpoints))
 
     async def run(self) -> None:
         """Until it is cancelled."""
@@ -175,10 +171,10 @@ class Registry:
 
     async def _look(self, endpoint: Endpoint) -> None:
         try:
-            async with asyncio.timeout(_HEALTH_S):
-                reply = await self._client.whole("GET", f"{endpoint.url}/health")
+            reply = await _patiently(lambda: self._client.whole("GET", f"{endpoint.url}/health"), _HEALTH_S)
         except HttpError as error:
-            self._members.failed(endpoint, f"{type(error).__name__}: {error}")
+            words, missed = f"{type(error).__name__}: {error}", isinstance(error, TimeoutError)
+            self._members.failed(endpoint, words, gone=refused(error), missed=missed)
             return
         except Failure:
             return  # the router's own want of descriptors
@@ -197,7 +193,7 @@ class Registry:
                 continue
             except HttpError as error:
                 # Nobody listens there. A server that ends does not, either, and answers what it has.
-                self._members.failed(endpoint, f"{type(error).__name__}: {error}")
+                self._members.failed(endpoint, f"{type(error).__name__}: {error}", gone=refused(error))
             except Failure:
                 pass  # the router's own want of descriptors
             await asyncio.sleep(_WATCH_S)  # any other error is a sign of life

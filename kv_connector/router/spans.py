@@ -88,8 +88,12 @@ class _OtlpSpans(Spans):
         self._contexts.inject(passed, self._trace.set_span_in_context(span))
         try:
             yield passed
-        except BaseException as error:
+        except Exception as error:
             span.set_status(self._trace.StatusCode.ERROR, f"{type(error).__name__}: {error}")
+            raise
+        except BaseException:
+            # The client left, or the other engine failed.
+            span.set_attribute("kv.cancelled", True)
             raise
         finally:
             span.end()

@@ -246,15 +246,29 @@ def test_who_hangs_loses_what_waits_at_all_its_ranks_and_is_back_when_it_answers
 def test_an_engine_that_does_not_register_drains_until_it_is_back() -> None:
     router = Fixture(decode=(URL,))
     endpoint = router.pools[Side.DECODE].fewest()
-    assert router.members.to_watch() == []
     router.members.drain(URL, move=True)
     router.members.answered(endpoint)
     assert router.state(side=Side.DECODE) is State.DRAINING
     assert router.members.to_watch() == [endpoint]
-    router.members.failed(endpoint, "connection refused")
+    router.members.failed(endpoint, "connection refused", gone=True)
     router.members.answered(endpoint)
     assert router.usable(Side.DECODE)
     assert not router.members.emptied(endpoint)
+
+
+def test_one_look_without_an_answer_ends_no_drain() -> None:
+    router = Fixture(decode=(URL,))
+    endpoint = router.pools[Side.DECODE].fewest()
+    router.members.drain(URL)
+    for _ in range(3):
+        router.members.failed(endpoint, "its /health answers 503")
+        router.members.failed(endpoint, "no answer", missed=True)
+        router.members.answered(endpoint)
+        assert router.state(side=Side.DECODE) is State.DRAINING
+    for _ in range(2):
+        router.members.failed(endpoint, "no answer", missed=True)
+    router.members.answered(endpoint)
+    assert router.state(side=Side.DECODE) is State.READY
 
 
 def test_an_engine_that_registers_drains_until_it_says_that_it_is_another(router: Fixture) -> None:
@@ -273,7 +287,7 @@ def test_listed_engines_are_used_without_a_word_of_theirs() -> None:
     router.members.tick(1000.0)
     assert router.usable(Side.PREFILL)
     assert router.usable(Side.DECODE)
-    (prefill, _) = router.members.unwatched()
+    (prefill, _) = router.members.to_watch()
     router.members.failed(prefill, "refused")
     assert router.members.to_probe() == [prefill]
 
@@ -282,7 +296,7 @@ def test_a_listed_engine_that_registers_is_watched_and_stays_listed() -> None:
     router = Fixture(prefill=(f"{URL}@10.0.0.1:5600",))
     router.members.register(0.0, register())
     assert router.usable(), "it was in use all the time"
-    assert router.members.unwatched() == []
+    assert router.members.to_watch() == []
     for now in (1.0, 2.0, 3.0, 4.0, 5.0):
         router.members.tick(now)
     assert router.state() is State.UNREACHABLE
@@ -418,7 +432,7 @@ def test_a_url_that_is_listed_twice_has_two_ranks() -> None:
         router.pools[Side.DECODE].acquire(router.pools[Side.DECODE].fewest()).endpoint for _ in range(2)
     ]
     assert decode == prefill, "on both sides it is one engine, and its control address is the named one"
-    assert len(router.members.unwatched()) == 1
+    assert len(router.members.to_watch()) == 1
 
 
 def test_a_listed_rank_is_joined_by_one_that_registers() -> None:

@@ -342,6 +342,27 @@ async def test_an_api_server_that_is_late_or_refuses_to_say_how_it_is_keeps_its_
     assert await metric(client, "kv_connector_router_retries_total") == 0
 
 
+async def test_the_routers_health_is_read_without_a_look_at_engines() -> None:
+    """A decode engine that is busy with a long prompt stays in use, however often a load balancer asks."""
+    looks = 0
+
+    async def busy(request: Request) -> Response:
+        nonlocal looks
+        looks += 1
+        return await no_answer(request)
+
+    async with (
+        serve_engine(answer_ok) as p,
+        serve_engine(answer_ok) as d,
+        listed([p], [d]) as url,
+        httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client,
+    ):
+        d.health = busy
+        for _ in range(20):
+            assert (await client.get("/health")).json()["decode"] == {d.url: "ready"}
+        assert looks <= 1, "the router's own look, one at a time"
+
+
 async def test_a_router_that_comes_back_knows_everybody(cluster: Cluster) -> None:
     async with cluster.running_router() as client:
         p, d = await cluster.pair()
@@ -496,7 +517,6 @@ async def test_a_restart_ends_the_drain_of_an_engine_that_does_not_register(
         assert idle.exit_code == 0, idle.output
         assert (await ask(client)).status_code == 503
         d.health = health
-        # Of its state the router's metrics tell without a look at it.
         await until_metric(client, 'kv_connector_router_engines{side="decode",state="ready"}', 1)
         assert (await ask(client)).status_code == 200
 
@@ -563,6 +583,7 @@ def listed(
     )
 
 
+@pytest.mark.usefixtures("unwatched")
 @pytest.mark.parametrize("dispatch", ["concurrent", "serial"])
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 @pytest.mark.parametrize("how", ["refuses connections", "answers 500"])

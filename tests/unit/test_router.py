@@ -32,6 +32,7 @@ from kv_connector.router.client import LOST_SECONDS, EngineClient
 from kv_connector.router.completion import Completion
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.failure import Failure
+from kv_connector.router.members import Members
 from kv_connector.router.pool import NoEngine, Pool
 from kv_connector.router.settings import Settings
 
@@ -435,6 +436,7 @@ async def test_ds_error_is_the_answer_and_p_is_aborted() -> None:
         )
 
 
+@pytest.mark.usefixtures("unwatched")
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 @pytest.mark.parametrize("dispatch", ["concurrent", "serial"])
 async def test_an_engine_that_is_down_is_named(side: str, dispatch: str) -> None:
@@ -522,6 +524,8 @@ async def test_a_client_that_leaves_before_the_answer_aborts_the_engines(dispatc
         line = 'kv_connector_router_requests_total{route="/v1/completions",status="499"}'
         await until_metric(client, line, 1)
         assert await metric(client, "kv_connector_router_in_flight") == 0
+        assert await metric(client, "kv_connector_router_failures_total") == 0
+        assert (await client.get("/status.json")).json()["failures"] == []
 
 
 @pytest.mark.parametrize("dispatch", ["concurrent", "serial"])
@@ -552,22 +556,45 @@ async def test_p_is_told_of_a_client_that_left_before_d_answered(dispatch: str) 
         }
 
 
-@pytest.mark.parametrize("dispatch", ["concurrent", "serial"])
-async def test_p_is_told_when_d_refuses_a_body_that_p_took(dispatch: str) -> None:
+@pytest.mark.parametrize("dispatch", ["concurrent", "serial", "early"])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x", "max_tokens": "lots"}),
+        ("/v1/completions", {"prompt": "x", "return_token_ids": "x", "stream": True}),
+        ("/v1/chat/completions", {"messages": [], "stream_options": {}}),
+        ("/v1/chat/completions", {"messages": [], "stream": "maybe"}),
+        ("/v1/chat/completions", {"messages": [], "max_tokens": "lots", "stream": True}),
+        ("/v1/messages", {"messages": []}),
+    ],
+)
+async def test_p_is_told_when_d_refuses_a_body_that_p_took(
+    path: str, body: dict[str, Any], dispatch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """D's validation of a body ends before its connector knows of the request."""
     told = asyncio.Event()
+
+    async def prefill(request: Request, body: dict[str, Any]) -> Response:
+        if not body["stream"]:
+            return await answer_ok(request, body)
+        token = b'data: {"choices":[{"index":0,"text":"a","finish_reason":"length"}]}\n\n'
+        return Response(token + DONE, media_type="text/event-stream")
 
     async def decode(request: Request, body: dict[str, Any]) -> Response:
         if body.get("model", "").startswith("nobody-wants/"):
             told.set()
-        return await refuse(400, "Stream options can only be defined when `stream=True`.")(request, body)
+        return await refuse(400, "D refuses it")(request, body)
 
-    async with cluster(answer_ok, decode, dispatch=dispatch) as (p, d, client):
-        answer = await client.post("/v1/completions", json={"prompt": "x", "stream_options": {}})
-        assert answer.status_code == 400
+    if dispatch == "early":
+        monkeypatch.setattr(Members, "early_tokens", lambda self, endpoint: True)
+    how = "concurrent" if dispatch == "early" else dispatch
+    async with cluster(prefill, decode, dispatch=how) as (p, d, client):
+        answer = await client.post(path, json=body)
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, "D refuses it")
         await within(told.wait())
         transfers = {body["kv_transfer_params"]["transfer_id"] for body in p.bodies}
         assert d.bodies[-1]["kv_transfer_params"]["transfer_id"] in transfers
+        assert await metric(client, "kv_connector_router_retries_total") == 0
 
 
 async def test_an_engine_that_ends_a_stream_with_an_error_event_has_failed() -> None:
@@ -684,6 +711,7 @@ async def test_a_router_that_ends_waits_until_p_is_told() -> None:
         await within(ending)
 
 
+@pytest.mark.usefixtures("unwatched")
 async def test_p_is_told_of_a_d_that_could_not_be_asked() -> None:
     """The request goes on with another D, under a new transfer."""
     told = asyncio.Event()
@@ -721,6 +749,10 @@ async def test_a_client_that_leaves_a_stream_aborts_both() -> None:
             assert await within(anext(answer.aiter_raw())) == b"data: 1\n\n"
         await within(stream.aborted.wait())
         await within(p.aborted.wait())
+        line = 'kv_connector_router_requests_total{route="/v1/completions",status="499"}'
+        await until_metric(client, line, 1)
+        assert await metric(client, "kv_connector_router_failures_total") == 0
+        assert (await client.get("/status.json")).json()["failures"] == []
 
 
 async def test_p_is_not_aborted_because_d_was_faster() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import builtins
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 from command_line import invoke
 from otlp import ENVIRONMENT, Receiver
-from router_setup import answer_ok, cluster
+from router_setup import answer_ok, cluster, until_metric, within
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
@@ -85,6 +86,24 @@ async def test_an_engine_that_refuses_is_a_failed_span(receiver: Receiver) -> No
     assert spans["POST /v1/completions"].failed
     assert spans["decode"].failed
     assert not spans["prefill"].failed
+
+
+async def test_a_client_that_leaves_cancels_spans_and_fails_none(receiver: Receiver) -> None:
+    async def hold(request: Request, body: dict[str, Any]) -> Response:
+        return await d.until_gone(request)
+
+    async with cluster(hold, hold, otlp_traces_endpoint=receiver.endpoint) as (p, d, client):
+        asking = asyncio.create_task(client.post("/v1/completions", json=BODY, headers=HEADERS))
+        await within(p.arrived.wait())
+        await within(d.arrived.wait())
+        asking.cancel()
+        await until_metric(
+            client, 'kv_connector_router_requests_total{route="/v1/completions",status="499"}', 1
+        )
+    spans = receiver.of(TRACE)
+    assert set(spans) == {"POST /v1/completions", "prefill", "decode"}
+    assert not any(span.failed for span in spans.values())
+    assert all(spans[side].attributes["kv.cancelled"] for side in ("prefill", "decode"))
 
 
 async def test_without_an_endpoint_engines_get_the_clients_context() -> None:

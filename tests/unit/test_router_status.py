@@ -108,6 +108,7 @@ async def failing(**settings: Any) -> tuple[str, dict[str, Any], list[str]]:
             return answer.text, answer.json(), [gone, d.url, "127.0.0.1", "alice", "secret", "Cannot connect"]
 
 
+@pytest.mark.usefixtures("unwatched")
 async def test_a_stranger_sees_what_fails_and_neither_addresses_nor_prompts_nor_ids() -> None:
     text, status, secrets = await failing()
     assert [secret for secret in secrets if secret in text] == []
@@ -117,6 +118,7 @@ async def test_a_stranger_sees_what_fails_and_neither_addresses_nor_prompts_nor_
     assert ("decode 1", "answers 500") in told
 
 
+@pytest.mark.usefixtures("unwatched")
 async def test_an_operator_sees_addresses_and_the_engines_own_words() -> None:
     text, status, (gone, d, *_) = await failing(status_details=True)
     assert [one["address"] for one in status["engines"]] == [gone, d]
