@@ -117,8 +117,9 @@ async def test_health_503_takes_an_engine_out_that_is_in_use(monkeypatch: pytest
         return Response(status_code=503)
 
     async with routed([answer_ok], [hold]) as (_, d, client):
-        d[0].health = dead
         asking = asyncio.create_task(ask(client))
+        await within(d[0].arrived.wait())
+        d[0].health = dead
         async with asyncio.timeout(PATIENCE):
             while (await states(client))["decode"][d[0].url] != "unreachable":
                 await asyncio.sleep(0.01)  # each look is a request of its own
