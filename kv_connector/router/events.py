@@ -85,11 +85,8 @@ def has_end(events: bytes) -> bool:
 def _error_of(event: bytes) -> Failure | None:
     if b'"error"' not in event or not (data := data_of(event)):
         return None
-    try:
-        error = msgspec.json.decode(data, type=_Event).error
-    except UNREADABLE:
-        return None  # not of vLLM's making: the client may know it
-    return None if error is None else told(error, data)
+    said = _read(data)
+    return None if said is None or said.error is None else told(said.error, data)
 
 
 def data_of(event: bytes) -> bytes:
@@ -104,14 +101,20 @@ class _Event(msgspec.Struct):
     choices: list[dict[str, Any]] | None = None
 
 
+def _read(data: bytes) -> _Event | None:
+    """An event's data. None: it is not of vLLM's making, and the client may know it."""
+    try:
+        return msgspec.json.decode(data, type=_Event)
+    except UNREADABLE:
+        return None
+
+
 def _tells(event: bytes) -> bool:
     """Whether there is anything of an answer in it; Failure if it is an error."""
     if not (data := data_of(event)):
         return False
-    try:
-        said = msgspec.json.decode(data, type=_Event)
-    except UNREADABLE:
-        return True  # not of vLLM's making: the client may know it
+    if (said := _read(data)) is None:
+        return True
     if said.error is not None:
         raise told(said.error, data)
     if said.type in _BEGINNINGS:

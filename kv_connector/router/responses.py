@@ -34,8 +34,12 @@ class ResponsesRequest(Completion):
         return {"max_output_tokens": 1, "store": False}
 
 
+_OF_CLIENTS = ("function", "custom")
+"""Types of the tools that a client calls itself."""
+
+
 def _called_by_client(tool: object) -> bool:
-    return isinstance(tool, dict) and tool.get("type") in ("function", "custom")
+    return isinstance(tool, dict) and tool.get("type") in _OF_CLIENTS
 
 
 class _Tool(msgspec.Struct):
@@ -43,11 +47,11 @@ class _Tool(msgspec.Struct):
 
 
 def _called_by_client_alone(tools: msgspec.Raw) -> bool:
-    """As _called_by_client(), of a long list."""
+    """Whether clients call every tool of a long list, which is read without making objects of its fields."""
     if len(memoryview(tools)) > _LONGEST_TOOLS:
         return False
     try:
         found = msgspec.json.decode(tools, type=list[_Tool])
     except UNREADABLE:
         return False
-    return all(tool.type in ("function", "custom") for tool in found)
+    return all(tool.type in _OF_CLIENTS for tool in found)
