@@ -36,8 +36,8 @@ def gates(role: Role, blocks: int) -> tuple[AdmissionGate, AdmissionGate]:
 
 
 Place = tuple[float | str, ...]
-"""Where a request stands in its engine's queue: the smaller one comes first, and of equal ones the one that
-was first told to wait."""
+"""A request's place in its engine's queue. The smaller place comes first. Of equal places, the request that
+the gate held first comes first."""
 
 
 def no_place(request: object) -> Place:
@@ -54,9 +54,9 @@ class AdmissionGate:
         self._held: dict[str, int] = {}
         self._total = 0
         self._waiting: dict[str, tuple[Place, int]] = {}
-        """Who was told to wait, and has not entered or left."""
+        """Requests that the gate holds, by request id: place, and number of the refusal."""
         self._order: list[tuple[Place, int, str]] = []
-        """A heap of these, and of some that wait no more."""
+        """A heap of the held requests, and of some that have entered or left since."""
         self._told = 0
 
     def must_wait(self, request_id: str, blocks: int, place: Place = ()) -> bool:
@@ -83,7 +83,7 @@ class AdmissionGate:
         return first is None or first == request_id or place < self._waiting[first][0]
 
     def first(self) -> str | None:
-        """Who waits first."""
+        """The id of the held request that may enter next. None: the gate holds no request."""
         while self._order:
             place, told, request_id = self._order[0]
             if self._waiting.get(request_id) == (place, told):

@@ -88,7 +88,7 @@ def prompt_problem(request: PrefillRequest, reserve: Reserve) -> str | None:
     if request.prompt_hash != reserve.prompt_hash:
         return (
             "the prompts differ: compare both engines' chat template, tokenizer, clock, time zone (templates "
-            "may print the date), and with pictures the model's path; or requests share one transfer id"
+            "may print the date), paths of model (for pictures) and adapter; or requests share a transfer id"
         )
     return None
 

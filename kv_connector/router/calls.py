@@ -230,8 +230,8 @@ class Calls:
         stack: AsyncExitStack,
         accepted: asyncio.Future[None] | None = None,
     ) -> Answer:
-        """As decode(). ``accepted``: done as soon as D has begun a stream. Members learns of an error of D's
-        from the caller."""
+        """Sends the request and waits until its answer begins; ``stack`` closes the connection. ``accepted``:
+        done as soon as D has begun a stream. The caller reports an error of D's to Members."""
         endpoint = lease.endpoint
         try:
             async with lease.alive():
@@ -366,7 +366,7 @@ def _prompt_tokens(usage: Any) -> int | None:
 
 
 def _written_tokens(usage: Any) -> int | None:
-    """Of an answer of /v1/responses."""
+    """Tokens that were written into the prefix cache, by the usage of an answer of /v1/responses."""
     details = usage.get("input_tokens_details") if isinstance(usage, dict) else None
     written = details.get("cache_write_tokens") if isinstance(details, dict) else None
     return written if isinstance(written, int) else None

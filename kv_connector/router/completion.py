@@ -37,7 +37,7 @@ class Completion:
 
     def __init__(self, body: Body) -> None:
         self.body = {key: value for key, value in body.items() if key not in _OF_TRANSFERS}
-        """Of what is passed on, and of any long field, the JSON."""
+        """The fields. Those that are passed on, and any long one, stay JSON."""
         self._begun = False
 
     @classmethod

@@ -29,8 +29,8 @@ logger = logging.getLogger("kv_connector")
 SEED_S = 600.0
 
 
-# Pauses between two rounds of questions: from the duration of a short push to a bound on the questions that a
-# fleet asks which starts at once.
+# Seconds between two rounds of questions. The first is the duration of a short push. The longest bounds the
+# questions of a fleet whose engines all start at once.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 5.0
 
 

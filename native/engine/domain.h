@@ -137,7 +137,7 @@ class Connector {
   virtual Result<Bytes> offer(LinkId link) = 0;
   // kNotReachable: this provider cannot lead to that peer (other machine, other process): not a failure.
   virtual Result<Accepted> accept(LinkId link, std::span<const std::byte> offer) = 0;
-  // Uses the offer up, whatever comes of it. kNotReachable: as in accept(), where only this side finds it out: the caller
+  // Uses the offer up, also where it fails. kNotReachable: as in accept(), where only this side finds it out: the caller
   // may offer again without this provider.
   virtual Result<std::unique_ptr<LinkEnd>> complete(LinkId link, std::span<const std::byte> answer) = 0;
   // The offer is void: who comes with it is turned away. Idempotent.

@@ -41,7 +41,8 @@ class ScatterRun {
   // Slice i goes as updates[i] says, or is an immediate alone, or nothing (no bytes, no immediate). Then it is handed over,
   // and keeps its scatter.
   void fill(std::span<const ScatterUpdate> updates);
-  // It was handed over, and is never started: it tells nothing, and lets go of its scatter. Once the worker has ended.
+  // Ends a run that was handed over and is never started: no event follows, and the scatter is released. Called once the
+  // worker has ended.
   void abandon();
 
   // --- The worker.

@@ -387,7 +387,7 @@ class TransferEngine {
   // be stored, the event carries the error.
   Status expect(CounterSetId set, const std::vector<uint64_t>& targets, EventCallback callback = {},
                 std::shared_ptr<CompletionWord> word = nullptr, uint64_t value = 0);
-  // Who takes a reader may use pages below the target: for a link that breaks it is as if one was reached.
+  // The holder of a reader may use pages below the target. Where a link breaks, the set counts as one that reached a target.
   Result<CounterReader> counter_reader(CounterSetId set);
   // For a diagnosis: what is used because of a count that was seen here may be written again. Take a reader for that.
   Result<std::vector<uint64_t>> counter_values(CounterSetId set);

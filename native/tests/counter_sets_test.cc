@@ -22,7 +22,7 @@ TEST(CounterSets, AreActedOnOnceAllTargetsAreReachedOrTheirCountsAreRead) {
   ASSERT_FALSE(counters.expect(set.id, {1, 1}, {}, nullptr, 0, control).value().has_value());
   EXPECT_TRUE(counters.add(set.immediates[0], 1).reached);
   EXPECT_FALSE(counters.reached(set.id).has_value());
-  EXPECT_FALSE(acted_on()) << "nobody was told";
+  EXPECT_FALSE(acted_on()) << "no event was taken";
   EXPECT_EQ(counters.values(set.id).value()[0], 1U);
   EXPECT_FALSE(acted_on()) << "a diagnosis";
   EXPECT_TRUE(counters.add(set.immediates[1], 1).reached);

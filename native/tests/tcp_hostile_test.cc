@@ -258,7 +258,7 @@ TEST_F(TcpHostile, ARefusalLeavesOnlyItsOwnBatchWithThatReason) {
   EXPECT_EQ(end->record().completed.at(3)->code, ErrorCode::kPeerDown);
 }
 
-// One that writes with keys which were never ours, and reads nothing of what it is told.
+// The peer writes with keys that were never ours, and reads none of our answers.
 TEST_F(TcpHostile, RefusalsThatNobodyReadsEndTheLink) {
   open();
   FrameHeader header = write_header(1, 1);

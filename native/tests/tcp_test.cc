@@ -299,7 +299,7 @@ TEST(Tcp, ARevokedKeyIsRefused) {
   EXPECT_TRUE(pair.b.record().down.empty());
 }
 
-// Whoever hears of a later batch has heard that an earlier one was refused, also in the last words.
+// A peer that knows of a later batch knows that an earlier one was refused, also by the last frame of a connection.
 TEST(Tcp, NoLastWordsMakeARefusedBatchDone) {
   Tuning tuning;
   tuning.socket_buffer = 16 << 10;

@@ -69,7 +69,7 @@ def test_a_rank_that_writes_nothing_is_not_held_up() -> None:
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_worker_that_loads_nothing_takes_the_version_with_the_others(streaming: bool) -> None:
-    """As with pipeline stages, where some layers are pushed. Nobody waits for ``orphan``."""
+    """Pipeline stages are such workers if some layers alone are pushed. No rank waits for ``orphan``."""
     engine = Engine(2, streaming=streaming, idle=[0])
     try:
         long = Timeouts(orphan=10 * PATIENCE_S)

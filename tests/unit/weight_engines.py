@@ -60,7 +60,7 @@ def loads(rank: int, ranks: int, tensors: Sequence[Tensor]) -> Geometry:
 
 
 def loads_nothing(rank: int, ranks: int, tensors: Sequence[Tensor]) -> Geometry:
-    """As a worker whose layers are not among the tensors."""
+    """The geometry of a worker that loads none of the tensors."""
     return Geometry((), (), ())
 
 
@@ -80,7 +80,7 @@ def expected(seed: int, ranks: int) -> list[dict[str, torch.Tensor]]:
 
 
 class Model:
-    """What an engine's controller pauses and changes. ``labels``: what it was called.
+    """A stand-in for the model that a controller pauses and changes. ``labels``: the reported versions.
 
     ``broken``: why workers take nothing; ``broken_worker``: the one that has half of a version then, all
     others have it whole. ``no_pause``, ``no_label``: why these calls fail.
@@ -184,7 +184,7 @@ class Engine:
         asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(30)  # type: ignore[arg-type]
 
     def state(self) -> State:
-        """What its controller answers."""
+        """Returns the state that the controller reports."""
         with questions(None) as links:
             controller = links.dial(self.address)
             state = links.wait(links.ask(controller, Ask()), controller, links.timeouts.connect)

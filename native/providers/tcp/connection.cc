@@ -98,7 +98,7 @@ Status Connection::adopt(UniqueFd socket) {
 void Connection::part_with(std::unique_ptr<OutgoingFrame> last_words) {
   if (state_ != State::kUp || std::exchange(parted_, true)) return;
   // What has not begun to leave never will.
-  // But refusals: whoever is told of later batches must have heard that one of them was refused.
+  // Refusals stay: a peer that receives the acknowledgement of later batches must know that an earlier one was refused.
   const auto waits = [&] { return !unsent_.empty() && unsent_.back()->sent == 0 && unsent_.back()->refused == 0; };
   for (; waits(); unsent_.pop_back()) drop_frame(std::move(unsent_.back()));
   if (last_words == nullptr && owes_acknowledgement()) last_words = take_frame(FrameHeader{});
@@ -444,7 +444,7 @@ Status Connection::begin_landing(const FrameHeader& header, const std::byte* off
 
 Status Connection::skip(const FrameHeader& header, ErrorCode code, const std::string& why) {
   skipping_ = header.count * header.page_bytes;
-  if (parted_) return {};  // nothing more is told
+  if (parted_) return {};  // nothing more is sent
   // Ahead of what acknowledges this batch, as later refusals are of later ones.
   auto place = unsent_.begin();
   while (place != unsent_.end() && ((*place)->sent > 0 || (*place)->refused > 0)) ++place;
