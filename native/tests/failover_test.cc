@@ -235,10 +235,14 @@ TEST_P(OverEveryLane, AWriteToARegionThatIsGoneCostsNoPeer) {
     EXPECT_EQ(ended(sender, write(region, 0)).kind, EventKind::kTransferDone);
     must(receiver.deregister_memory(local, kLimit));
     const TransferId transfer = must(sender.open_transfer(pair.to_receiver));
+    // The failure of the first write may end the transfer before the last one is submitted, which is refused then.
+    const auto submitted_or_ended = [&](const Status& status) {
+      EXPECT_TRUE(status.ok() || status.error().code == ErrorCode::kInvalidArgument) << status.error().to_string();
+    };
     for (size_t i = 0; i < 8; ++i) {
-      must(sender.write(transfer, pair.sender.region, i * 4096, region, i * 4096, 4096, std::nullopt));
+      submitted_or_ended(sender.write(transfer, pair.sender.region, i * 4096, region, i * 4096, 4096, std::nullopt));
     }
-    must(sender.seal(transfer));
+    submitted_or_ended(sender.seal(transfer));
     const TransferId beside = write(region, kHalf);
     for (const TransferId refused : {transfer, beside}) {
       const Event event = ended(sender, refused);
