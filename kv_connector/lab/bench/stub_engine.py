@@ -1,9 +1,13 @@
-"""An engine that computes nothing and answers completions at once: what is left is the router's share."""
+"""An engine that computes nothing and answers completions at once: what is left is the router's share.
+
+`--status 500` refuses each of them with that status.
+"""
 
 import argparse
 import logging
 from collections.abc import AsyncIterator
 
+import msgspec
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -15,7 +19,9 @@ _EVENT = b'data: {"choices": [{"index": 0, "text": "a", "token_ids": [97]}]}\n\n
 
 
 async def complete(request: Request) -> Response:
-    body = await request.json()
+    body = msgspec.json.decode(await request.body())
+    if (status := request.app.state.status) != 200:
+        return JSONResponse({"error": {"message": "refused by a stub", "code": status}}, status)
     if body.get("stream"):
         return StreamingResponse(_tokens(), media_type="text/event-stream")
     return JSONResponse({"choices": [{"index": 0, "text": "a"}], "kv_transfer_params": {}})
@@ -35,9 +41,11 @@ def main() -> None:
     arguments = argparse.ArgumentParser()
     arguments.add_argument("--port", type=int, required=True)
     logging.basicConfig(level=logging.WARNING)
+    arguments.add_argument("--status", type=int, default=200)
+    given = arguments.parse_args()
     app = Starlette(routes=[Route("/v1/completions", complete, methods=["POST"]), Route("/health", health)])
-    port = arguments.parse_args().port
-    uvicorn.run(app, host="127.0.0.1", port=port, log_config=None, access_log=False)
+    app.state.status = given.status
+    uvicorn.run(app, host="127.0.0.1", port=given.port, log_config=None, access_log=False)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,180 @@
+"""A router under attack, and one whose decode engine fails at once.
+
+Other clients are served, no engine is blamed, and the router's memory stays bounded. Engines are stubs that
+answer at once. The figures go to build/router-attack.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kv_connector.lab.free_ports import free_ports
+from kv_connector.lab.process import Process, ProcessGroup
+
+ROOT = Path(__file__).parents[2]
+REPORT = ROOT / "build" / "router-attack.md"
+STUB = "kv_connector.lab.bench.stub_engine"
+MIB = 1 << 20
+CLIENTS = 4
+SECONDS = 10.0
+# docs/operations.md: 100 MiB, and five times the budget of bodies, 128 MiB.
+MEMORY_MIB = 100 + 5 * 128
+# At this, 224 requests are in flight at most, and 224 connections are idle.
+DESCRIPTORS = 1024
+
+
+class Site(ProcessGroup):
+    """A prefill engine, four decode engines and a router over them."""
+
+    def __init__(self, directory: Path, *, failing: bool = False, descriptors: int | None = None) -> None:
+        super().__init__()
+        self._directory = directory
+        prefill, *decode, self.port = free_ports(6)
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.decode = [f"http://127.0.0.1:{port}" for port in decode]
+        self._start("prefill", [STUB, "--port", f"{prefill}"], prefill)
+        for number, port in enumerate(decode):
+            status = ["--status", "500"] if failing and not number else []
+            self._start(f"decode{number}", [STUB, "--port", f"{port}", *status], port)
+        engines = ["--prefill", f"http://127.0.0.1:{prefill}"]
+        for url in self.decode:
+            engines += ["--decode", url]
+        command = ["kv_connector.cli.main", "router", "--port", f"{self.port}", *engines]
+        self.router = self._start("router", command, self.port, descriptors)
+
+    def _start(self, name: str, module: list[str], port: int, descriptors: int | None = None) -> Process:
+        command = [sys.executable, "-m", *module]
+        if descriptors is not None:
+            command = ["prlimit", f"--nofile={descriptors}", *command]
+        process = Process(name, command, environment={}, log=self._directory / f"{name}.log")
+        self._adopt(process, f"http://127.0.0.1:{port}/health")
+        return process
+
+    def states(self) -> dict[str, str]:
+        """Of the engines, by URL."""
+        sides = httpx.get(f"{self.url}/health", timeout=60).json()
+        return sides["prefill"] | sides["decode"]
+
+    def failures(self, engine: str) -> float:
+        """Requests that failed at this engine."""
+        for family in text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=60).text):
+            for sample in family.samples:
+                if sample.name == "kv_connector_router_failures_total" and sample.labels["engine"] == engine:
+                    return sample.value
+        return 0
+
+    def resident_mib(self) -> float:
+        for line in Path(f"/proc/{self.router.pid}/status").read_text().splitlines():
+            if line.startswith("VmRSS"):
+                return int(line.split()[1]) / 1024
+        raise AssertionError("the router is gone")
+
+
+@dataclass
+class Load:
+    """What small requests of other clients met."""
+
+    milliseconds: list[float] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+    @property
+    def p99(self) -> float:
+        return statistics.quantiles(self.milliseconds, n=100)[98]
+
+
+async def load(site: Site, seconds: float) -> tuple[Load, float, set[str]]:
+    """Small requests for so long; the router's largest memory meanwhile, and the states of its engines."""
+    found, end = Load(), time.monotonic() + seconds
+    most, states = 0.0, set()
+
+    async def ask(client: aiohttp.ClientSession) -> None:
+        body = {"model": "m", "prompt": [97] * 512, "max_tokens": 8, "stream": True}
+        while time.monotonic() < end:
+            start = time.perf_counter()
+            try:
+                async with client.post(f"{site.url}/v1/completions", json=body) as answer:
+                    text = await answer.text()
+                    if answer.status != 200 or "[DONE]" not in text or "error" in text:
+                        found.failed.append(f"{answer.status} {text[:200]}")
+            except (aiohttp.ClientError, TimeoutError) as error:
+                found.failed.append(repr(error))
+            found.milliseconds.append((time.perf_counter() - start) * 1e3)
+
+    async def look() -> None:
+        nonlocal most
+        while time.monotonic() < end:
+            most = max(most, site.resident_mib())
+            states.update((await asyncio.to_thread(site.states)).values())
+            await asyncio.sleep(0.2)
+
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60)) as client:
+        await asyncio.gather(look(), *(ask(client) for _ in range(CLIENTS)))
+    return found, most, states
+
+
+@contextmanager
+def attack(kind: str, site: Site) -> Iterator[None]:
+    command = [sys.executable, str(Path(__file__).parent / "attackers.py"), kind, str(site.port)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "begun\n"
+            yield
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def report() -> Iterator[list[str]]:
+    lines = [
+        "| attack | requests of others | failed | p99 without, ms | p99 with, ms | router's memory, MiB |",
+        "|---|---|---|---|---|---|",
+    ]
+    yield lines
+    REPORT.parent.mkdir(exist_ok=True)
+    REPORT.write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+@pytest.mark.parametrize("kind", ["headers", "bodies", "idle"])
+def test_an_attack_costs_no_other_client_and_no_engine(kind: str, tmp_path: Path, report: list[str]) -> None:
+    with Site(tmp_path, descriptors=DESCRIPTORS if kind == "idle" else None) as site:
+        site.wait_ready()
+        before, _, _ = asyncio.run(load(site, SECONDS))
+        with attack(kind, site):
+            during, memory, states = asyncio.run(load(site, SECONDS))
+        after, _, _ = asyncio.run(load(site, 1))
+    report.append(
+        f"| {kind} | {len(during.milliseconds)} | {len(during.failed)} | {before.p99:.1f} | {during.p99:.1f} "
+        f"| {memory:.0f} |"
+    )
+    assert states == {"ready"}
+    assert memory < MEMORY_MIB
+    assert during.failed == []
+    assert before.failed == after.failed == []
+
+
+def test_an_engine_that_fails_at_once_gets_few_requests(tmp_path: Path, report: list[str]) -> None:
+    with Site(tmp_path, failing=True) as site:
+        site.wait_ready()
+        found, memory, _ = asyncio.run(load(site, SECONDS))
+        share = site.failures(site.decode[0]) / len(found.milliseconds)
+    report.append(
+        f"| one of four decode engines answers 500: {share:.2%} of the requests | {len(found.milliseconds)} "
+        f"| {len(found.failed)} | | {found.p99:.1f} | {memory:.0f} |"
+    )
+    assert found.failed == []
+    assert 0 < share < 0.02
