@@ -2,6 +2,7 @@
 do, and the engines that were fine serve on."""
 
 import asyncio
+import os
 import random
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -16,11 +17,13 @@ import zmq
 import zmq.asyncio
 from deployment import (
     DATA_HOST,
+    MODEL_NAME,
     Client,
     Deployment,
     PageCount,
     Refused,
     assert_quiescent,
+    completion_body,
     decode_params,
     engine_settings,
     prefill_params,
@@ -229,6 +232,39 @@ async def test_another_prompt_under_the_same_transfer(deployment: Deployment, cl
     assert answer == expected
     await prefilling
     await wait_logged(deployment.decode, r"transfer mismatch.*the prompts differ")
+
+
+# --- Bodies that the prefill engine takes and the decode engine refuses
+
+# Of each body through each router. The long run of CONTRIBUTING.md sends 40.
+REFUSED_OF_EACH = int(os.environ.get("KVC_REFUSED_BODIES", "3"))
+# A prefill engine holds a prompt that nobody asked for this long (the suite's setting is the default).
+HOLD_SECONDS = 20.0
+TOLD = [{"role": "user", "content": "tell me"}]
+
+
+@pytest.mark.parametrize("deployment", ["llama"], indirect=True)
+@pytest.mark.parametrize("dispatch", ["concurrent", "serial", "early"])
+async def test_prefill_lets_go_of_what_decode_refuses(
+    deployment: Deployment, client: Client, dispatch: str
+) -> None:
+    """The router shortens the prefill engine's body, so that engine computes what the other one refuses."""
+    one = completion_body(prompt("refused", 170), 4)
+    chat = {"model": MODEL_NAME, "messages": TOLD, "max_tokens": 4}
+    refused = [
+        ("/v1/completions", one | {"stream_options": {"include_usage": True}}),
+        ("/v1/completions", one | {"max_tokens": "lots"}),
+        ("/v1/completions", one | {"return_token_ids": "x"}),
+        ("/v1/completions", one | {"stream": "maybe"}),
+        ("/v1/chat/completions", chat | {"stream_options": {"include_usage": True}}),
+        ("/v1/messages", {"model": MODEL_NAME, "messages": TOLD}),
+    ]
+    router = getattr(deployment, dispatch)
+    async with traffic(client, deployment):
+        for path, body in refused:
+            asked = [client.status(f"{router}{path}", body) for _ in range(REFUSED_OF_EACH)]
+            assert {*await asyncio.gather(*asked)} <= {400, 422}, (path, body)
+    await assert_quiescent(client, deployment.prefill, deployment.decode, seconds=HOLD_SECONDS / 4)
 
 
 # --- Garbage on the wire
