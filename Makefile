@@ -151,8 +151,8 @@ board: setup ## writes integration/observability/board.json anew
 test-examples: setup ## each example's command as a reader would run it; SGLang's where .venv-sglang is
 	@KVC_EXAMPLES=1 $(PYTHON_ENV)/python -m pytest --durations=0 --durations-min=1 tests/examples
 
-test-compose: setup ## examples/compose: images, containers, an engine killed; BASE= names a base image of this machine
-	@KVC_COMPOSE=1 $(PYTHON_ENV)/python -m pytest -rs tests/examples/test_compose.py
+test-compose: setup ## examples/compose: images, containers, an engine killed; agents in containers; BASE= names a base image of this machine
+	@KVC_COMPOSE=1 $(PYTHON_ENV)/python -m pytest -rs tests/examples/test_compose.py tests/unit/test_agent_namespaces.py
 
 $(STAMPS)/helm: $(STAMPS)/project
 	@scripts/setup helm

@@ -138,9 +138,9 @@ def content(transfer: str, ordinal: int, block: int) -> npt.NDArray[np.uint8]:
     return np.random.default_rng(seed).integers(0, 256, 64, dtype=np.uint8)
 
 
-def two_lanes(name: str, allow_fallback: bool = False) -> TransferEngine:
-    """An engine with the default lanes, on this machine's loopback."""
-    domains = (DomainConfig("host"), DomainConfig("tcp", address="127.0.0.1"))
+def two_lanes(name: str, allow_fallback: bool = False, address: str = "127.0.0.1") -> TransferEngine:
+    """An engine with the default lanes, at this address."""
+    domains = (DomainConfig("host"), DomainConfig("tcp", address=address))
     return TransferEngine(EngineConfig(name, domains, allow_fallback=allow_fallback))
 
 

@@ -1,10 +1,16 @@
-"""One agent in a process of its own, for test_agent_namespaces: a prefill agent that serves one transfer, or
-a decode agent that receives it from the port in the second argument. Prints a line of JSON for each stage."""
+"""One agent in a process of its own, for test_agent_namespaces.
+
+    python namespaced_agent.py prefill|decode HERE [HOST PORT]
+
+A prefill agent serves one transfer. A decode agent receives it from that host and port. HERE is the agent's
+own address, or `own`: that of this machine's (or container's) name. Prints a line of JSON for each stage.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import socket
 import sys
 from typing import Any
 
@@ -20,18 +26,20 @@ def say(**words: Any) -> None:
     print(json.dumps(words), flush=True)
 
 
-def main(role: str, port: str = "") -> None:
+def main(role: str, here: str, host: str = "", port: str = "") -> None:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
+    if here == "own":
+        here = socket.gethostbyname(socket.gethostname())
     with stage("") as made:
-        side = made.side(Role(role), engine=two_lanes(role))
-        say(port=side.address.port)
+        side = made.side(Role(role), host=here, engine=two_lanes(role, address=here))
+        say(address=[side.address.host, str(side.address.port)])
         if role == "prefill":
             side.expect()
             side.compute(SOURCE)
             side.agent.finished("t", True, "")
             side.wait(sent=["p-t"])
         else:
-            side.reserve(Address("127.0.0.1", int(port)), TARGET)
+            side.reserve(Address(host, int(port)), TARGET)
             side.wait(received=["d-t"])
         right = role == "prefill" or side.holds("t", SOURCE, TARGET)
         say(lanes=[peer.lane for peer in side.agent.stats().peers], right=right, failed=side.failed)

@@ -1,11 +1,16 @@
-"""Agents in namespaces of their own: each pair finds a lane that leads both ways, whoever is inside."""
+"""Agents in namespaces and containers of their own: each pair finds a lane that leads both ways.
+
+Containers are Docker's, for `make test-compose` alone. BASE names their image.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +24,8 @@ NAMESPACES = {
     "pid": ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"],
     "user": ["unshare", "--user", "--map-root-user"],
     "ipc": ["unshare", "--ipc"],
+    # As a container that shares the others: none of its processes may write memory of one with more rights.
+    "container": ["unshare", "--mount", "setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace"],
 }
 
 
@@ -37,8 +44,8 @@ class Process:
 
 
 @contextmanager
-def started(inside: str, log: Path, *arguments: str) -> Iterator[Process]:
-    command = [*NAMESPACES[inside], sys.executable, str(PROGRAM), *arguments]
+def started(inside: Sequence[str], log: Path, *arguments: str) -> Iterator[Process]:
+    command = [*inside, sys.executable, str(PROGRAM), *arguments]
     with log.open("w") as errors:
         popen = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
@@ -71,6 +78,8 @@ def need(kind: str) -> None:
         ("pid", "user", "tcp"),
         ("ipc", "host", "host"),
         ("host", "ipc", "host"),
+        ("container", "host", "tcp"),
+        ("host", "container", "tcp"),
     ],
 )
 def test_agents_take_a_lane_that_leads_both_ways(
@@ -78,10 +87,21 @@ def test_agents_take_a_lane_that_leads_both_ways(
 ) -> None:
     need(prefill)
     need(decode)
+    assert_lane(tmp_path, NAMESPACES[prefill], NAMESPACES[decode], lane)
+
+
+def assert_lane(
+    tmp_path: Path,
+    prefill: Sequence[str],
+    decode: Sequence[str],
+    lane: str,
+    *,
+    address: str = "127.0.0.1",
+) -> None:
+    """A transfer takes the lane, and one line says which other lane was passed over."""
     with ExitStack() as stack:
-        p = stack.enter_context(started(prefill, tmp_path / "p.log", "prefill"))
-        port = str(p.heard()["port"])
-        d = stack.enter_context(started(decode, tmp_path / "d.log", "decode", port))
+        p = stack.enter_context(started(prefill, tmp_path / "p.log", "prefill", address))
+        d = stack.enter_context(started(decode, tmp_path / "d.log", "decode", address, *p.heard()["address"]))
         d.heard()
         for side in (d, p):
             assert side.heard() == {"lanes": [lane], "right": True, "failed": []}, side.log.read_text()
@@ -92,3 +112,40 @@ def test_agents_take_a_lane_that_leads_both_ways(
     assert len(passed) == (lane == "tcp"), logs
     assert all("namespace" in line for line in passed)
     assert "DEAD" not in logs["d"]
+
+
+# Namespaces of two containers, by Docker's options. A container has its own PID, IPC and network namespaces.
+# A Kubernetes pod shares the network, and where `shareProcessNamespace` is set, PIDs.
+CONTAINERS = {
+    "host network": (["--network=host"], ["--network=host"], "tcp"),
+    "host network and PIDs": (["--network=host", "--pid=host"],) * 2 + ("tcp",),
+    "host network and IPC": (["--network=host", "--ipc=host"],) * 2 + ("tcp",),
+    "host network, PIDs of decode": (["--network=host"], ["--network=host", "--pid=host"], "tcp"),
+    "host network, PIDs of prefill": (["--network=host", "--pid=host"], ["--network=host"], "tcp"),
+    "a pod": ([], ["--network=container:P"], "tcp"),
+    "a pod that shares PIDs": ([], ["--network=container:P", "--pid=container:P"], "tcp"),
+    "a network each": ([], [], "tcp"),
+}
+
+
+@pytest.mark.skipif("KVC_COMPOSE" not in os.environ, reason="starts containers: make test-compose")
+@pytest.mark.parametrize("pair", CONTAINERS)
+def test_agents_in_containers_take_a_lane_that_leads_both_ways(tmp_path: Path, pair: str) -> None:
+    prefill, decode, lane = CONTAINERS[pair]
+    name = f"kv-connector-test-{uuid.uuid4().hex[:8]}"
+
+    def container(options: Sequence[str], *more: str) -> list[str]:
+        mounts = {"/usr", sys.base_prefix, str(PROGRAM.parents[2])}
+        words = [f"--volume={path}:{path}:ro" for path in sorted(mounts)]
+        words += [option.replace("container:P", f"container:{name}") for option in options]
+        image = os.environ.get("BASE", "python:3.11-slim-bookworm")
+        return ["docker", "run", "--rm", "--interactive", *more, *words, image]
+
+    own_network = "--network=host" not in prefill
+    assert_lane(
+        tmp_path,
+        container(prefill, f"--name={name}"),
+        container(decode),
+        lane,
+        address="own" if own_network else "127.0.0.1",
+    )

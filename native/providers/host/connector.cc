@@ -63,6 +63,7 @@ Probe HostConnector::probe() const noexcept {
           .value = probe_word_,
           .pid_namespace = own_namespace("pid"),
           .user_namespace = own_namespace("user"),
+          .mount_namespace = own_namespace("mnt"),
           .private_regions = private_regions ? 1U : 0U};
 }
 

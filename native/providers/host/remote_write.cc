@@ -57,6 +57,15 @@ Error other_user_namespace(std::string_view operation) {
                      "namespace, or put the KV cache into shared memory");
 }
 
+// Containers that share a PID namespace: the kernel lets no one without CAP_SYS_PTRACE across, and Docker and Kubernetes
+// give it to nobody.
+Error other_container(std::string_view operation) {
+  return kLane.error(ErrorCode::kNotReachable, operation,
+                     "the peer runs in another container (mount namespace), whose memory the kernel forbids to this "
+                     "process, and memory of one of the two is not shared: give both CAP_SYS_PTRACE, or put the KV "
+                     "cache into shared memory");
+}
+
 }  // namespace
 
 Status try_probe(std::string_view operation, pid_t pid, const Probe& probe) {
@@ -70,6 +79,7 @@ Status try_probe(std::string_view operation, pid_t pid, const Probe& probe) {
   const ssize_t length = process_vm_readv(pid, &local, 1, &remote, 1, 0);
   const int error_number = length < 0 ? errno : 0;
   if (error_number == EPERM && probe.user_namespace != own_namespace("user")) return other_user_namespace(operation);
+  if (error_number == EPERM && probe.mount_namespace != own_namespace("mnt")) return other_container(operation);
   if (error_number == EPERM || error_number == ENOSYS) return remote_write_error(operation, pid, error_number);
   if (length != sizeof(word) || word != probe.value) {
     return kLane.error(ErrorCode::kNotReachable, operation,

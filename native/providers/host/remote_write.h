@@ -15,8 +15,8 @@ namespace kvc::host {
 void allow_peers_to_write();
 
 // May this process write `pid`'s private memory, if there is any to write? Reads the probe, which must have its value,
-// and writes it back. kNotReachable: it is not the process that the probe speaks of, or a namespace lies between the two.
-// kRefused: the kernel forbids it.
+// and writes it back. kNotReachable: it is not the process that the probe speaks of, or the border of a namespace or of a
+// container lies between the two. kRefused: the kernel forbids it within one container.
 Status try_probe(std::string_view operation, pid_t pid, const Probe& probe);
 // The acceptor's part once it has tried the offerer's probe: will the offerer's try_probe() of ours succeed, as far as
 // namespaces decide? kNotReachable: it will not. A lane that fails only there costs the two a second handshake.

@@ -74,6 +74,7 @@ struct Probe {
   uint64_t value = 0;          // random, never 0
   uint64_t pid_namespace = 0;  // of the process, 0: unknown
   uint64_t user_namespace = 0;
+  uint64_t mount_namespace = 0;  // each container has its own, whatever else containers share
   uint32_t private_regions = 0;  // 1: there are regions that only process_vm_writev can reach
   uint32_t padding = 0;
 };
@@ -81,14 +82,14 @@ struct Probe {
 struct Offer : same_host::Invitation {
   Probe probe;
 };
-static_assert(std::is_trivially_copyable_v<Offer> && sizeof(Offer) == 128);
+static_assert(std::is_trivially_copyable_v<Offer> && sizeof(Offer) == 136);
 
 struct Answer {
   uint32_t magic = kMagic;
   uint32_t version = kVersion;
   Probe probe;
 };
-static_assert(std::is_trivially_copyable_v<Answer> && sizeof(Answer) == 48);
+static_assert(std::is_trivially_copyable_v<Answer> && sizeof(Answer) == 56);
 
 inline constexpr same_host::Lane kLane{
     .name = "host",
