@@ -250,8 +250,9 @@ class SameHostAttacker:
                         stack.callback(seat.leave)
                 if self._pick.getrandbits(1):
                     # Where the lane has a probe in its answer: of an address that is none of ours.
-                    tail = self._pick.choice((None, self._pick.randbytes(16) + b"\1\0\0\0\0\0\0\0"))
-                    answers.append((offer.peer, self._lane.answer(tail if self._lane.answer_tail else None)))
+                    probed = self._pick.randbytes(max(len(self._lane.answer_tail) - 8, 0)) + b"\1" + bytes(7)
+                    tail = self._pick.choice((None, probed if self._lane.answer_tail else None))
+                    answers.append((offer.peer, self._lane.answer(tail)))
             self._victim.complete(answers)
         self._victim.fence([offer.peer for offer in offers])
         done.frames += BATCH

@@ -150,7 +150,7 @@ class SameHostLane:
         return engine_answer(self.provider, head + (self.answer_tail if tail is None else tail))
 
 
-HOST = SameHostLane("host", 0x6B766368, 4, bytes(40), bytes(40), 64 + 16384 * 64)
+HOST = SameHostLane("host", 0x6B766368, 4, bytes(48), bytes(48), 64 + 16384 * 64)
 NVLINK = SameHostLane("nvlink", 0x6B76636E, 3, bytes(8), b"", 128 + 16384 * 128)
 
 # One direction of a link: what the receiver writes, the gate or the account, and what the sender writes; then
