@@ -35,6 +35,10 @@ _MISSES = 2
 _PUSHING_S = 5.0
 
 
+class RefusedError(Exception):
+    """A well-formed registration is refused for now. The same engine may be accepted later."""
+
+
 class Side(enum.Enum):
     PREFILL = "prefill"
     DECODE = "decode"
@@ -232,18 +236,22 @@ class Members:
     # --- What engines say
 
     def register(self, now: float, message: Register) -> Endpoint:
-        """REGISTER. Returns the engine as it is known here; ValueError where there can be none."""
+        """REGISTER. Returns the engine as it is known here; ValueError if the message is malformed,
+        RefusedError if the engine cannot be accepted now."""
         control = Address(message.control_host, message.control_port)
         endpoint = replace(Endpoint.parse(f"{message.url}@{control}"), rank=message.rank)
         engine = self._engines.get(endpoint.place)
-        if engine is not None and engine.replaced == message.incarnation != engine.incarnation:
-            # Each beat of either would cost the other its requests.
-            raise ValueError(
-                f"two live engines call themselves rank {message.rank} of {endpoint.url}, "
-                f"{message.engine_id} and {engine.name}: give each its API server's own api_url"
-            )
+        if engine is not None and message.incarnation != engine.incarnation:
+            # Two live processes cannot have one control address: with the same address the engine has
+            # restarted. With another address, each REGISTER of either would fail the other's requests.
+            heard = engine.seen is not None and now - engine.seen < self._dead
+            if engine.replaced == message.incarnation or (heard and engine.endpoint != endpoint):
+                raise RefusedError(
+                    f"two live engines call themselves rank {message.rank} of {endpoint.url}, "
+                    f"{message.engine_id} and {engine.name}: give each its API server's own api_url"
+                )
         if engine is None and len(self._engines) >= MAX_ENGINES:
-            raise ValueError(f"there are {MAX_ENGINES} engines already")
+            raise RefusedError(f"there are {MAX_ENGINES} engines already")
         if engine is None or engine.endpoint != endpoint or engine.incarnation != message.incarnation:
             sides, name = _SIDES[message.role], f"{message.engine_id} at {endpoint} (control {control})"
             replacement = _Engine(endpoint, sides, listed=False, answers=False, name=name)

@@ -26,7 +26,7 @@ from kv_connector.router.client import LOST_SECONDS, EngineClient, HttpError, re
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.failure import Failure
 from kv_connector.router.forever import forever
-from kv_connector.router.members import MAX_ENGINES, Members
+from kv_connector.router.members import MAX_ENGINES, Members, RefusedError
 from kv_connector.router.moves import Moves
 from kv_connector.router.reasons import Reasons
 
@@ -44,6 +44,8 @@ _HEALTH_S = 2.0
 _WATCH_S = 3.0
 _MISSES = 2
 _MISS_S = LOST_SECONDS / _MISSES
+# Between two log lines about one engine: it repeats a refused registration each second.
+_REFUSED_LOG_S = 60.0
 # A look's patience is counted in parts. A part that took longer by _STALL_S does not count: this router was
 # stopped or busy, and the answer may be in its socket.
 _PARTS = 10
@@ -75,6 +77,7 @@ class Registry:
         self._key = key
         self._sockets: MembershipSockets | None = None
         self._engines: dict[tuple[str, int], Source] = {}  # place -> the connection that registered it last
+        self._refused: dict[Source, float] = {}  # when each refused engine was last logged
         self._probing: dict[str, asyncio.Task[None]] = {}  # by URL
         self._watching: dict[str, asyncio.Task[None]] = {}  # by URL
 
@@ -144,11 +147,23 @@ class Registry:
                         self._reasons.told(transfer_id, reason)
                     case Drain(url, move):
                         self._drain(received.source, Endpoint.parse(url).url, move)
+            except RefusedError as error:
+                self._refuse(received.source, str(error))
             except ValueError as error:
                 logger.warning("a registration is ignored: %s", error)
                 self._sockets.distrust(received.source)
             except Exception:
                 logger.exception("a %s failed", type(message).__name__)
+
+    def _refuse(self, source: Source, reason: str) -> None:
+        """Logs a refused registration. Its sender is not distrusted: another engine may be at fault."""
+        now = time.monotonic()
+        if now - self._refused.get(source, -_REFUSED_LOG_S) < _REFUSED_LOG_S:
+            return
+        if len(self._refused) > MAX_ENGINES:
+            self._refused.clear()
+        self._refused[source] = now
+        logger.warning("a registration is ignored: %s", reason)
 
     def _drain(self, asker: Source, url: str, move: bool) -> None:
         assert self._sockets is not None

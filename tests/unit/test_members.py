@@ -12,7 +12,7 @@ from kv_connector.control.membership import Leave, Register
 from kv_connector.protocol.messages import Role
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.incidents import Incidents
-from kv_connector.router.members import MAX_ENGINES, Members, Side, State
+from kv_connector.router.members import MAX_ENGINES, Members, RefusedError, Side, State
 from kv_connector.router.pool import EngineLost, Lease, NoEngine, Pool
 
 URL = "http://10.0.0.1:8100"
@@ -188,7 +188,7 @@ def test_a_restarted_engine_is_a_new_one(router: Fixture) -> None:
             else None
         )
         assert lease is None
-        router.members.register(1.0, register(incarnation="2", control_port=5700))
+        router.members.register(6.0, register(incarnation="2", control_port=5700))
         assert router.state() is State.JOINING
         (endpoint,) = router.members.to_probe()
         router.members.answered(endpoint)
@@ -308,7 +308,7 @@ def test_a_listed_engine_that_registers_is_watched_and_stays_listed() -> None:
 def test_no_more_engines_than_a_router_can_have(router: Fixture) -> None:
     for port in range(1, MAX_ENGINES + 1):
         router.members.register(0.0, register(url=f"http://h:{port}"))
-    with pytest.raises(ValueError, match="engines already"):
+    with pytest.raises(RefusedError, match="engines already"):
         router.members.register(0.0, register(url="http://other:1"))
     router.members.register(1.0, register(url="http://h:1"))
 
@@ -377,7 +377,7 @@ def test_an_api_server_that_does_not_answer_costs_all_its_ranks(ranks: Fixture) 
 
 def test_what_a_replaced_rank_broke_is_not_held_against_its_api_server(ranks: Fixture) -> None:
     gone = Endpoint(URL, "10.0.0.1", 5601, rank=1)
-    ranks.join(1.0, **rank(1, incarnation="again", control_port=5701))
+    ranks.join(6.0, **rank(1, incarnation="again", control_port=5701))
     ranks.members.failed(gone, "connection reset")
     assert set(ranks.members.states()[Side.PREFILL].values()) == {State.READY}
 
@@ -407,19 +407,41 @@ def test_a_drain_is_for_all_ranks_of_an_api_server(ranks: Fixture) -> None:
     assert ranks.members.outstanding(URL) == 0
 
 
-def test_two_that_call_themselves_one_rank_do_not_fight_over_it(router: Fixture) -> None:
-    """API servers that were given one api_url: the later one is used, and the other's beats are refused."""
+RIVAL = {"engine_id": "q", "incarnation": "2", "control_port": 5700}
 
+
+def test_a_copied_api_url_costs_the_engine_that_has_it_nothing(router: Fixture) -> None:
     async def scenario() -> None:
         router.join(0.0)
-        router.join(1.0, engine_id="q", incarnation="2", control_port=5700)
         lease = router.pools[Side.PREFILL].acquire(router.pools[Side.PREFILL].fewest())
-        with pytest.raises(ValueError, match=r"two live engines .* rank 0 of .* api_url"):
-            router.members.register(2.0, register())
+        for now in (1.0, 2.0, 3.0):
+            with pytest.raises(RefusedError, match=r"two live engines .* rank 0 of .* api_url"):
+                router.members.register(now, register(**RIVAL))
+            router.members.register(now, register())
+        router.members.leave(Leave("q", "2"))
         async with lease.alive():
-            assert lease.endpoint.control_port == 5700
+            assert router.state() is State.READY
 
     asyncio.run(scenario())
+
+
+def test_an_engine_whose_place_was_taken_in_its_silence_has_it_back_behind_its_rival(router: Fixture) -> None:
+    router.join(0.0)
+    router.join(6.0, **RIVAL)
+    assert router.pools[Side.PREFILL].fewest().control_port == 5700
+    for now in (7.0, 8.0):
+        with pytest.raises(RefusedError, match="two live engines"):
+            router.members.register(now, register())
+        router.members.register(now, register(**RIVAL))
+    router.members.leave(Leave("q", "2"))
+    router.join(9.0)
+    assert router.pools[Side.PREFILL].fewest().control_port == 5600
+
+
+def test_a_process_that_starts_again_at_its_address_is_used_at_once(router: Fixture) -> None:
+    router.join(0.0)
+    router.join(0.5, incarnation="2")
+    assert router.state() is State.READY
 
 
 def test_a_url_that_is_listed_twice_has_two_ranks() -> None:

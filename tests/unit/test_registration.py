@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import logging
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
@@ -813,6 +814,35 @@ async def test_a_registration_that_makes_no_sense_costs_its_sender_the_connectio
         assert (await ask(client)).status_code == 200
     finally:
         sockets.close()
+
+
+async def test_an_engine_that_was_refused_is_used_once_its_rival_has_left(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The refused engine keeps its connection."""
+    caplog.set_level(logging.INFO, "kv_connector.router")
+    client = await cluster.router()
+    await cluster.engine(Role.PREFILL)
+    engine = await cluster._stack.enter_async_context(serve_engine(answer_ok))
+
+    def member(name: str, port: int) -> Registrar:
+        registration = Register(name, name, Role.DECODE, engine.url, "127.0.0.1", port)
+        registrar = Registrar(registration, [cluster.address], cluster.key)
+        cluster._stack.callback(registrar.close)
+        return registrar
+
+    rival = member("rival", 5700)
+    await until_health(client, lambda state: state["decode"] == {engine.url: "ready"})
+    member("right", 5600)
+    async with asyncio.timeout(PATIENCE):
+        while "two live engines" not in caplog.text:
+            await asyncio.sleep(0.01)
+    rival.close()
+    async with asyncio.timeout(PATIENCE):
+        while "right at" not in caplog.text.partition("LEFT")[2]:
+            await asyncio.sleep(0.01)
+    assert (await ask(client)).status_code == 200
+    assert caplog.text.count("two live engines") == 1
 
 
 @pytest.mark.parametrize(
