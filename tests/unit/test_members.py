@@ -243,6 +243,58 @@ def test_who_hangs_loses_what_waits_at_all_its_ranks_and_is_back_when_it_answers
     asyncio.run(scenario())
 
 
+def test_undrain_waits_for_the_word_of_an_engine_that_registers(router: Fixture) -> None:
+    router.join()
+    assert router.members.undrain("http://other:1") is None
+    router.members.drain(URL, move=True)
+    router.members.register(1.0, register())
+    assert router.state() is State.DRAINING, "the engine does not know yet"
+    router.members.register(2.0, register(draining=True))
+    assert router.members.undrain(URL) is True
+    assert router.state() is State.DRAINING, "its next REGISTER would say so again"
+    router.members.register(3.0, register())
+    assert router.state() is State.READY
+    (endpoint,) = router.pools[Side.PREFILL].endpoints
+    assert not router.members.emptied(endpoint)
+    assert router.members.undrain(URL) is False
+
+
+def test_undrain_reaches_routers_that_nobody_has_asked(router: Fixture) -> None:
+    router.join(draining=True)
+    router.members.register(1.0, register())
+    assert router.state() is State.READY
+
+
+def test_undrain_takes_back_a_drain_that_an_engine_has_not_reported(router: Fixture) -> None:
+    router.join()
+    router.members.drain(URL)
+    assert router.members.undrain(URL) is False
+    assert router.state() is State.READY
+
+
+def test_undrain_is_the_routers_own_matter_for_a_listed_engine() -> None:
+    router = Fixture(decode=(URL,))
+    router.members.drain(URL, move=True)
+    assert router.members.undrain(URL) is False
+    assert router.state(side=Side.DECODE) is State.READY
+    assert not router.members.emptied(Endpoint.parse(URL))
+
+
+def test_the_last_decode_engine_is_known_until_another_one_takes_requests(router: Fixture) -> None:
+    other = {"engine_id": "d2", "url": "http://10.0.0.2:8200", "role": Role.DECODE}
+    router.join(role=Role.DECODE)
+    router.join(engine_id="p", url="http://10.0.0.3:8100")
+    router.members.register(0.0, register(**other))
+    assert router.members.last(URL) is Side.DECODE, "the other one is joining"
+    assert router.members.last("http://10.0.0.3:8100") is None
+    router.join(**other)
+    assert router.members.last(URL) is None
+    router.members.drain(other["url"])
+    assert router.members.last(URL) is Side.DECODE
+    router.members.drain(URL)
+    assert router.members.last(URL) is None, "it drains already"
+
+
 def test_an_engine_that_does_not_register_drains_until_it_is_back() -> None:
     router = Fixture(decode=(URL,))
     endpoint = router.pools[Side.DECODE].fewest()
