@@ -1,4 +1,4 @@
-"""kv-connector drain: takes an engine out of service without failing a request."""
+"""kv-connector drain and undrain: take an engine out of service without failing a request, and back."""
 
 import time
 from collections import Counter
@@ -11,8 +11,9 @@ import typer
 
 from kv_connector.cli.exit_status import ExitStatus
 from kv_connector.cli.router import KeyFile, address, cluster_key, endpoint
-from kv_connector.control.membership import Drain, Draining, MembershipSockets
+from kv_connector.control.membership import Drain, Draining, MembershipSockets, Undrain, Undrained
 from kv_connector.protocol.actions import Address, Source
+from kv_connector.protocol.messages import Role
 from kv_connector.router.endpoint import Endpoint
 
 REPEAT_SECONDS = 0.5
@@ -22,19 +23,21 @@ SOON_SECONDS = 0.05
 # back, the engine tells it of the drain.
 SILENCE_SECONDS = 5.0
 
+Engine = Annotated[Endpoint, typer.Argument(parser=endpoint, metavar="URL", help="The engine's API server.")]
+Routers = Annotated[
+    list[Address],
+    typer.Option(
+        "--router",
+        parser=address,
+        metavar="HOST:PORT",
+        help="Where a router takes registrations. Repeat for each that sends the engine requests.",
+    ),
+]
+
 
 def drain(
-    engine: Annotated[
-        Endpoint, typer.Argument(parser=endpoint, metavar="URL", help="The engine's API server.")
-    ],
-    router: Annotated[
-        list[Address],
-        typer.Option(
-            parser=address,
-            metavar="HOST:PORT",
-            help="Where a router takes registrations. Repeat for each that sends the engine requests.",
-        ),
-    ],
+    engine: Engine,
+    router: Routers,
     key_file: KeyFile = None,
     move: Annotated[
         bool,
@@ -42,6 +45,13 @@ def drain(
             "--move",
             help="Running streams go on at other decode engines, without an end for their clients. For an "
             "engine of role kv_both.",
+        ),
+    ] = False,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force",
+            help="Drain the engine also if no other decode engine takes requests: clients then get 503.",
         ),
     ] = False,
     timeout: Annotated[
@@ -56,22 +66,26 @@ def drain(
     With --move that is a matter of seconds, but for requests that have to end where they began: how many, and
     why, is said as soon as it is known. The engine may then be stopped. It tells routers that are not named
     here to send it nothing, too. Where some of the routers do not answer, the others' word decides.
+    `kv-connector undrain` ends the drain. The last decode engine is drained with --force only.
     """
     sockets = MembershipSockets(cluster_key(key_file))
     try:
         asked = [_Asked(one, sockets.dial(one, patient=False)) for one in router]
-        idle = _until_idle(sockets, asked, Drain(engine.url, move), time.monotonic() + timeout)
+        question = Drain(engine.url, move, unless_last=not force)
+        idle = _until_idle(sockets, asked, question, time.monotonic() + timeout)
     finally:
         sockets.close()
-    answers = [one for one in asked if one.answered]
-    for one in asked:
-        if one not in answers:
-            typer.echo(f"no router answers at {one.address}. Has it the same cluster key?", err=True)
-    if not answers:
+    answers = _answered(asked)
+    for one in answers:
+        if one.last is not None:
+            typer.echo(
+                f"the router at {one.address} refuses the drain: {engine.url} is its last {one.last.value} "
+                "engine that takes requests. Start another one first, or add --force.",
+                err=True,
+            )
+    if any(one.last is not None for one in answers):
         raise typer.Exit(ExitStatus.USAGE)
-    if all(one.outstanding is None for one in answers):
-        where = ", ".join(str(one.address) for one in answers)
-        raise typer.BadParameter(f"the router at {where} knows no engine {engine.url}")
+    _refuse_unknown(engine, [one for one in answers if one.outstanding is None], answers)
     outstanding = sum(one.outstanding or 0 for one in answers)
     if json:
         said = {str(one.address): one.outstanding if one.answered else None for one in asked}
@@ -88,6 +102,36 @@ def drain(
         raise typer.Exit(ExitStatus.FAILURE)
 
 
+def undrain(
+    engine: Engine,
+    router: Routers,
+    key_file: KeyFile = None,
+    timeout: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="How long to wait until the engine agrees.")
+    ] = 10.0,
+) -> None:
+    """Ends a drain: the engine gets new requests again.
+
+    One router is enough for an engine that registers: the engine reports the end to all its routers. For a
+    listed engine, name each router that was asked to drain it.
+    """
+    sockets = MembershipSockets(cluster_key(key_file))
+    try:
+        asked = [_Asked(one, sockets.dial(one, patient=False)) for one in router]
+        _until_undrained(sockets, asked, Undrain(engine.url), time.monotonic() + timeout)
+    finally:
+        sockets.close()
+    answers = _answered(asked)
+    _refuse_unknown(engine, [one for one in answers if one.draining is None], answers)
+    if any(one.draining for one in answers):
+        typer.echo(
+            f"{engine.url} still reports its drain after {timeout:g} s. Does it run, and this release?",
+            err=True,
+        )
+        raise typer.Exit(ExitStatus.FAILURE)
+    typer.echo(f"the drain of {engine.url} has ended")
+
+
 @dataclass
 class _Asked:
     """A router, and what it said last."""
@@ -100,6 +144,49 @@ class _Asked:
     moved: int = 0
     staying: Mapping[str, int] = field(default_factory=dict)
     """Draining's, as long as there were any."""
+    last: Role | None = None
+    """Draining's."""
+    draining: bool | None = None
+    """Undrained's."""
+
+
+def _answered(asked: Sequence[_Asked]) -> list[_Asked]:
+    """The routers that have answered. Reports the others, and exits if there is none."""
+    answers = [one for one in asked if one.answered]
+    for one in asked:
+        if one not in answers:
+            typer.echo(f"no router answers at {one.address}. Has it the same cluster key?", err=True)
+    if not answers:
+        raise typer.Exit(ExitStatus.USAGE)
+    return answers
+
+
+def _refuse_unknown(engine: Endpoint, unknown: Sequence[_Asked], answers: Sequence[_Asked]) -> None:
+    """Exits if no router that has answered knows the engine."""
+    if len(unknown) == len(answers):
+        where = ", ".join(str(one.address) for one in answers)
+        raise typer.BadParameter(f"the router at {where} knows no engine {engine.url}")
+
+
+def _until_undrained(
+    sockets: MembershipSockets, asked: Sequence[_Asked], question: Undrain, deadline: float
+) -> None:
+    """Asks until no router that answers reports a drain, or until the deadline."""
+    routers = {one.link: one for one in asked}
+    silent = time.monotonic() + SILENCE_SECONDS
+    while (now := time.monotonic()) < deadline:
+        connected = [sockets.send(one.link, question) for one in asked]
+        until = min(now + (REPEAT_SECONDS if all(connected) else SOON_SECONDS), deadline)
+        while (left := until - time.monotonic()) > 0:
+            sockets.wait(left)
+            for received in sockets.receive():
+                if isinstance(received.message, Undrained):
+                    one = routers[received.source]
+                    one.answered, one.draining = time.monotonic(), received.message.draining
+            if all(one.answered and not one.draining for one in asked):
+                return
+        if now > silent and not any(one.draining for one in asked):
+            return
 
 
 def _until_idle(
@@ -131,6 +218,9 @@ def _until_idle(
                     one, answer = routers[received.source], received.message
                     one.answered, one.outstanding = time.monotonic(), answer.outstanding
                     one.moved, one.staying = answer.moved, answer.staying or one.staying
+                    one.last = answer.last
+            if any(one.last is not None for one in asked):
+                return False
             if all(one.answered and not one.outstanding for one in asked):
                 tell()
                 return True

@@ -9,7 +9,7 @@ from kv_connector.cli import bench, weights
 from kv_connector.cli.config import command as config
 from kv_connector.cli.demo import demo
 from kv_connector.cli.doctor import doctor
-from kv_connector.cli.drain import drain
+from kv_connector.cli.drain import drain, undrain
 from kv_connector.cli.keygen import keygen
 from kv_connector.cli.router import router
 from kv_connector.cli.topology import topology
@@ -22,6 +22,7 @@ app.command()(topology)
 app.command()(router)
 app.command()(keygen)
 app.command()(drain)
+app.command()(undrain)
 app.command()(trace)
 app.add_typer(config.app, name="config")
 app.add_typer(bench.app, name="bench")

@@ -2,7 +2,7 @@
 
 Engines dial routers. An engine says REGISTER again and again, and LEAVE when it stops; so a router that comes
 back, or comes new, knows everybody within one heartbeat, and keeps nothing on disk. A drain is asked of any
-router, and kept by the engine, which says so in each REGISTER from then on.
+router, and kept by the engine, which says so in each REGISTER until a router passes on its end.
 """
 
 from __future__ import annotations
@@ -107,6 +107,7 @@ class Drain(Message, frozen=True, tag="drain"):
 
     url: Url
     move: bool = False  # what it has goes to other engines, where it can
+    unless_last: bool = False  # refused if no other engine of its side takes requests
 
 
 class Draining(Message, frozen=True, tag="draining"):
@@ -117,13 +118,33 @@ class Draining(Message, frozen=True, tag="draining"):
     moved: Natural = 0  # streams, to other engines
     staying: Annotated[dict[Why, Natural], msgspec.Meta(max_length=64)] = msgspec.field(default_factory=dict)
     """Of the outstanding, those that end there, by why they are not moved."""
+    last: Role | None = None
+    """The drain is refused: no other engine of this role takes requests."""
 
 
 class BeginDrain(Message, frozen=True, tag="begin_drain"):
     """A router passes DRAIN on to the engine."""
 
 
-MembershipMessage = Register | Leave | LoadFailed | Drain | Draining | BeginDrain
+class Undrain(Message, frozen=True, tag="undrain"):
+    """To a router: this API server takes requests again. Repeated until UNDRAINED says that it does."""
+
+    url: Url
+
+
+class Undrained(Message, frozen=True, tag="undrained"):
+    """The answer. ``draining``: an engine there still reports its drain; None: no such engine."""
+
+    draining: bool | None
+
+
+class EndDrain(Message, frozen=True, tag="end_drain"):
+    """A router passes UNDRAIN on to the engine."""
+
+
+MembershipMessage = (
+    Register | Leave | LoadFailed | Drain | Draining | BeginDrain | Undrain | Undrained | EndDrain
+)
 
 _CODEC: Codec[MembershipMessage] = codec_of(MembershipMessage, _MAX_BYTES)
 encode, decode = _CODEC.encode, _CODEC.decode

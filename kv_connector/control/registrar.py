@@ -18,6 +18,7 @@ from kv_connector.control.membership import (
     HEARTBEAT_S,
     Activity,
     BeginDrain,
+    EndDrain,
     Leave,
     Load,
     LoadFailed,
@@ -165,11 +166,15 @@ class Registrar:
             if self._wake in self._sockets.wait(left) and not self._closing:
                 os.eventfd_read(self._wake)
                 return  # something has changed: say so at once
-            messages = [received.message for received in self._sockets.receive()]
-            if (
-                any(isinstance(message, BeginDrain) for message in messages)
-                and not self._registration.draining
-            ):
-                logger.info("DRAINING: asked by a router; no new requests come from now on")
-                self._registration = msgspec.structs.replace(self._registration, draining=True)
+            draining = self._registration.draining
+            for received in self._sockets.receive():
+                if isinstance(received.message, (BeginDrain, EndDrain)):
+                    draining = isinstance(received.message, BeginDrain)
+            if draining is not self._registration.draining:
+                logger.info(
+                    "DRAINING: a router requests it; no new requests come from now on"
+                    if draining
+                    else "DRAINING ends: a router requests it; new requests may come from now on"
+                )
+                self._registration = msgspec.structs.replace(self._registration, draining=draining)
                 return  # say so at once

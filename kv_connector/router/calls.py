@@ -292,7 +292,14 @@ class Calls:
         self._members.erred(time.monotonic(), endpoint, str(error), begun=begun, unsure=unsure)
 
     def _failure(self, side: Side, endpoint: Endpoint, call: Call, answer: Failure) -> Failure:
-        """An engine's own error: the request's fault, or from 500 on the engine's."""
+        """An engine's own error: the request's fault, or from 500 on the engine's. A rank that the API server
+        does not have is the operator's fault: the router has named it."""
+        if no_such_rank(answer, endpoint):
+            words = (
+                f"{endpoint.url} has no data-parallel rank {endpoint.rank}: list the URL once for each rank "
+                f"that it serves (--{side.value})"
+            )
+            answer = failure(502, "api_error", words)
         self._metrics.failures.labels(side.value, str(endpoint)).inc()
         logger.warning("request %s: %s engine %s answered %s", call.request_id, side.value, endpoint, answer)
         if answer.status < 500:
@@ -340,6 +347,26 @@ def _what_broke(error: Exception) -> str:
             return "gives an answer that cannot be read"
         case _:
             return "breaks off a request"
+
+
+class _Error(msgspec.Struct):
+    message: str
+
+
+class _Refusal(msgspec.Struct):
+    error: _Error
+
+
+def no_such_rank(answer: Failure, endpoint: Endpoint) -> bool:
+    """Whether vLLM refuses the rank that ``Endpoint.headers`` names. A client's text can follow in an error's
+    message, but cannot begin it."""
+    if answer.status != 400 or not endpoint.rank:
+        return False
+    try:
+        told = msgspec.json.decode(answer.body, type=_Refusal).error.message
+    except UNREADABLE:
+        return False
+    return told.startswith(f"data_parallel_rank {endpoint.rank} is out of range")
 
 
 class _PrefillAnswer(msgspec.Struct):

@@ -35,6 +35,10 @@ _MISSES = 2
 _PUSHING_S = 5.0
 
 
+class RefusedError(Exception):
+    """A well-formed registration is refused for now. The same engine may be accepted later."""
+
+
 class Side(enum.Enum):
     PREFILL = "prefill"
     DECODE = "decode"
@@ -60,6 +64,9 @@ class State(enum.Enum):
 
 # FAILING is better than a refusal where no other engine is there.
 TAKES_REQUESTS = (State.READY, State.FAILING)
+
+# Sides without which no request is served.
+_NEEDED = (Side.DECODE,)
 
 _TROUBLES = {
     State.SILENT: "is silent",
@@ -87,6 +94,7 @@ class _Engine:
     misses: int = 0  # looks in a row without an answer, since it last answered
     gone: bool = False  # nothing listened there, or it missed looks: another process answers next
     draining: bool = False
+    reports_drain: bool = False  # its last REGISTER
     emptied: bool = False  # its drain moves what it has to other engines
     asleep: bool = False
     torn: bool = False
@@ -232,18 +240,22 @@ class Members:
     # --- What engines say
 
     def register(self, now: float, message: Register) -> Endpoint:
-        """REGISTER. Returns the engine as it is known here; ValueError where there can be none."""
+        """REGISTER. Returns the engine as it is known here; ValueError if the message is malformed,
+        RefusedError if the engine cannot be accepted now."""
         control = Address(message.control_host, message.control_port)
         endpoint = replace(Endpoint.parse(f"{message.url}@{control}"), rank=message.rank)
         engine = self._engines.get(endpoint.place)
-        if engine is not None and engine.replaced == message.incarnation != engine.incarnation:
-            # Each beat of either would cost the other its requests.
-            raise ValueError(
-                f"two live engines call themselves rank {message.rank} of {endpoint.url}, "
-                f"{message.engine_id} and {engine.name}: give each its API server's own api_url"
-            )
+        if engine is not None and message.incarnation != engine.incarnation:
+            # Two live processes cannot have one control address: with the same address the engine has
+            # restarted. With another address, each REGISTER of either would fail the other's requests.
+            heard = engine.seen is not None and now - engine.seen < self._dead
+            if engine.replaced == message.incarnation or (heard and engine.endpoint != endpoint):
+                raise RefusedError(
+                    f"two live engines call themselves rank {message.rank} of {endpoint.url}, "
+                    f"{message.engine_id} and {engine.name}: give each its API server's own api_url"
+                )
         if engine is None and len(self._engines) >= MAX_ENGINES:
-            raise ValueError(f"there are {MAX_ENGINES} engines already")
+            raise RefusedError(f"there are {MAX_ENGINES} engines already")
         if engine is None or engine.endpoint != endpoint or engine.incarnation != message.incarnation:
             sides, name = _SIDES[message.role], f"{message.engine_id} at {endpoint} (control {control})"
             replacement = _Engine(endpoint, sides, listed=False, answers=False, name=name)
@@ -265,10 +277,13 @@ class Members:
         engine.seen, engine.activity = now, message.activity
         engine.early_tokens, engine.weights = message.early_tokens, message.weights
         engine.workload.hear(message.load)
+        # A REGISTER that was sent before the engine knew of its drain does not end it.
+        draining = message.draining or (engine.draining and not engine.reports_drain)
+        engine.reports_drain, engine.emptied = message.draining, engine.emptied and draining
         self._update(
             engine,
             silent=False,
-            draining=engine.draining or message.draining,
+            draining=draining,
             asleep=message.asleep,
             torn=bool(message.torn),
             reason=message.torn,
@@ -291,6 +306,26 @@ class Members:
             engine.emptied = engine.emptied or move
             self._update(engine, draining=True)
         return new
+
+    def undrain(self, url: str) -> bool | None:
+        """New requests again for this API server's engines. An engine that reports its drain has to end that
+        first: returns whether there is one; None if there is no such server."""
+        served = self._served_at(url)
+        for engine in served:
+            if not engine.reports_drain:
+                engine.emptied = False
+                self._update(engine, draining=False)
+        return any(engine.draining for engine in served) if served else None
+
+    def last(self, url: str) -> Side | None:
+        """The side that has no engine for requests without this API server's; None if other engines take
+        them, or its engines drain already."""
+        served = self._served_at(url)
+        if all(engine.draining for engine in served):
+            return None
+        endpoints = {engine.endpoint for engine in served}
+        sides = {side for engine in served for side in engine.sides}
+        return next((one for one in _NEEDED if one in sides and not self._pools[one].usable(endpoints)), None)
 
     # --- What the router finds out itself
 

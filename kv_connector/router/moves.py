@@ -124,6 +124,10 @@ class Moves:
             self._metrics.moves.labels(reason).inc(count)
         self._tell_end(url)
 
+    def keep(self, url: str) -> None:
+        """What this API server's engines have stays there: the drain has ended."""
+        self._emptying.pop(url, None)
+
     async def balance(self, balance: Balance) -> None:
         """Until it is cancelled: one stream at a time between two engines."""
 

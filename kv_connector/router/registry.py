@@ -16,17 +16,21 @@ from kv_connector.control.membership import (
     BeginDrain,
     Drain,
     Draining,
+    EndDrain,
     Leave,
     LoadFailed,
     MembershipSockets,
     Register,
+    Undrain,
+    Undrained,
 )
 from kv_connector.protocol.actions import Address, Source
+from kv_connector.protocol.messages import Role
 from kv_connector.router.client import LOST_SECONDS, EngineClient, HttpError, refused
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.failure import Failure
 from kv_connector.router.forever import forever
-from kv_connector.router.members import MAX_ENGINES, Members
+from kv_connector.router.members import MAX_ENGINES, Members, RefusedError
 from kv_connector.router.moves import Moves
 from kv_connector.router.reasons import Reasons
 
@@ -44,6 +48,8 @@ _HEALTH_S = 2.0
 _WATCH_S = 3.0
 _MISSES = 2
 _MISS_S = LOST_SECONDS / _MISSES
+# Between two log lines about one engine: it repeats a refused registration each second.
+_REFUSED_LOG_S = 60.0
 # A look's patience is counted in parts. A part that took longer by _STALL_S does not count: this router was
 # stopped or busy, and the answer may be in its socket.
 _PARTS = 10
@@ -75,6 +81,7 @@ class Registry:
         self._key = key
         self._sockets: MembershipSockets | None = None
         self._engines: dict[tuple[str, int], Source] = {}  # place -> the connection that registered it last
+        self._refused: dict[Source, float] = {}  # when each refused engine was last logged
         self._probing: dict[str, asyncio.Task[None]] = {}  # by URL
         self._watching: dict[str, asyncio.Task[None]] = {}  # by URL
 
@@ -142,25 +149,54 @@ class Registry:
                         self._members.leave(message)
                     case LoadFailed(transfer_id, reason):
                         self._reasons.told(transfer_id, reason)
-                    case Drain(url, move):
-                        self._drain(received.source, Endpoint.parse(url).url, move)
+                    case Drain():
+                        self._drain(received.source, message)
+                    case Undrain(url):
+                        self._undrain(received.source, Endpoint.parse(url).url)
+            except RefusedError as error:
+                self._refuse(received.source, str(error))
             except ValueError as error:
                 logger.warning("a registration is ignored: %s", error)
                 self._sockets.distrust(received.source)
             except Exception:
                 logger.exception("a %s failed", type(message).__name__)
 
-    def _drain(self, asker: Source, url: str, move: bool) -> None:
+    def _refuse(self, source: Source, reason: str) -> None:
+        """Logs a refused registration. Its sender is not distrusted: another engine may be at fault."""
+        now = time.monotonic()
+        if now - self._refused.get(source, -_REFUSED_LOG_S) < _REFUSED_LOG_S:
+            return
+        if len(self._refused) > MAX_ENGINES:
+            self._refused.clear()
+        self._refused[source] = now
+        logger.warning("a registration is ignored: %s", reason)
+
+    def _drain(self, asker: Source, question: Drain) -> None:
         assert self._sockets is not None
-        if self._members.drain(url, move=move):
-            self._moves.empty(url)
+        url = Endpoint.parse(question.url).url
         outstanding = self._members.outstanding(url)
+        if question.unless_last and (side := self._members.last(url)) is not None:
+            self._sockets.send(asker, Draining(outstanding, last=Role(side.value)))
+            return
+        if self._members.drain(url, move=question.move):
+            self._moves.empty(url)
+        # The engine keeps it, and tells the other routers, and this one when it comes back.
+        self._pass_on(url, BeginDrain())
+        moved, staying = self._moves.told(url) if question.move else (0, {})
+        self._sockets.send(asker, Draining(outstanding, moved, staying))
+
+    def _undrain(self, asker: Source, url: str) -> None:
+        assert self._sockets is not None
+        self._moves.keep(url)
+        self._pass_on(url, EndDrain())
+        self._sockets.send(asker, Undrained(self._members.undrain(url)))
+
+    def _pass_on(self, url: str, message: BeginDrain | EndDrain) -> None:
+        """To this API server's engines that have registered."""
+        assert self._sockets is not None
         for (served_at, _), source in self._engines.items():
             if served_at == url:
-                # The engine keeps it, and tells the other routers, and this one when it comes back.
-                self._sockets.send(source, BeginDrain())
-        moved, staying = self._moves.told(url) if move else (0, {})
-        self._sockets.send(asker, Draining(outstanding, moved, staying))
+                self._sockets.send(source, message)
 
     async def _probe(self) -> None:
         for endpoint in self._members.to_probe():

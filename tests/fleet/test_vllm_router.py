@@ -37,8 +37,8 @@ async def test_streams_beside_each_other(fleet: Fleet, client: Client, mode: str
 
 
 async def test_a_drained_engine_is_announced_no_more(fleet: Fleet, client: Client) -> None:
-    """The last test: the drain is for good."""
-    command = [sys.executable, "-m", "kv_connector.cli.main", "drain", fleet.decode.url]
+    """The last test: the engine stays drained."""
+    command = [sys.executable, "-m", "kv_connector.cli.main", "drain", "--force", fleet.decode.url]
     drained = await asyncio.to_thread(
         subprocess.run, [*command, "--router", fleet.registration], capture_output=True, text=True, timeout=60
     )

@@ -18,9 +18,12 @@ from kv_connector.control.membership import (
     BeginDrain,
     Drain,
     Draining,
+    EndDrain,
     Leave,
     MembershipMessage,
     Register,
+    Undrain,
+    Undrained,
 )
 from kv_connector.control.membership import decode as decode_membership
 from kv_connector.control.membership import encode as encode_membership
@@ -124,8 +127,14 @@ def membership_messages() -> list[MembershipMessage]:
         Register("p", "1", Role.PREFILL, "http://h:1", "h", 1, activity=Activity({"tcp": 2}, 3, 1 << 40)),
         Leave("p", "1"),
         Drain("http://10.0.0.1:8100"),
+        Drain("http://10.0.0.1:8100", unless_last=True),
         Draining(3),
+        Draining(3, last=Role.DECODE),
         BeginDrain(),
+        Undrain("http://10.0.0.1:8100"),
+        Undrained(None),
+        Undrained(True),
+        EndDrain(),
     ]
 
 

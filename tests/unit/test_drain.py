@@ -13,9 +13,10 @@ from command_line import invoke
 
 from kv_connector.cli import drain
 from kv_connector.cli.main import app
-from kv_connector.control.membership import Drain, Draining, MembershipSockets, encode
+from kv_connector.control.membership import Drain, Draining, MembershipSockets, Undrain, Undrained, encode
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
+from kv_connector.protocol.messages import Role
 
 ENGINE = "http://10.0.0.1:8000"
 run = partial(invoke, app)
@@ -26,10 +27,18 @@ PATIENCE = 30.0
 class Router:
     """Answers each question with the next of its answers, the last one again and again; None ends it."""
 
-    def __init__(self, *answers: int | Draining | None, silent_after: int | None = None) -> None:
+    def __init__(
+        self,
+        *answers: int | Draining | None,
+        silent_after: int | None = None,
+        draining: bool | None = False,
+    ) -> None:
+        """``draining``: the answer to each UNDRAIN."""
         self.address = Address("127.0.0.1", free_ports(1)[0])
         self.asked: list[str] = []
         self.moves = False
+        self.ended = False
+        self._draining = draining
         self._answers, self._silent_after = answers, silent_after
         self.idle = threading.Event()
         """It has given its last answer."""
@@ -44,6 +53,10 @@ class Router:
         while not self._ending.is_set():
             sockets.wait(0.02)
             for received in sockets.receive():
+                if isinstance(received.message, Undrain):
+                    self.ended = True
+                    sockets.send(received.source, Undrained(draining=self._draining))
+                    continue
                 assert isinstance(received.message, Drain)
                 self.may_answer.wait(PATIENCE)
                 count = len(self.asked)
@@ -176,6 +189,50 @@ def test_what_ends_there_is_told_once_all_routers_have_said_it(
     assert status == 0
     assert f"{ENGINE}: 3 requests end there: 3 seed" in output
     assert "2 requests end there" not in output
+
+
+def test_a_router_that_refuses_the_drain_is_named(routers: list[Router]) -> None:
+    begin(routers, Router(3), Router(Draining(0, last=Role.DECODE)))
+    status, output = run(*words(routers, "--timeout", "60"))
+    assert status == 2
+    assert f"the router at {routers[1].address} refuses the drain" in output
+    assert "last decode engine" in output
+    assert "--force" in output
+
+
+def test_undrain_asks_all_routers_and_says_when_it_is_done(routers: list[Router]) -> None:
+    begin(routers, Router(), Router(draining=None))
+    status, output = run("undrain", *words(routers)[1:])
+    assert (status, output.strip()) == (0, f"the drain of {ENGINE} has ended")
+    assert all(router.ended for router in routers)
+
+
+def test_undrain_of_an_engine_that_does_not_agree_fails(routers: list[Router]) -> None:
+    begin(routers, Router(), Router(draining=True))
+    status, output = run("undrain", *words(routers)[1:], "--timeout", "0.5")
+    assert status == 1
+    assert f"{ENGINE} still reports its drain after 0.5 s" in output
+
+
+def test_undrain_says_which_router_does_not_answer(routers: list[Router]) -> None:
+    begin(routers, Router())
+    away = Router()
+    status, output = run("undrain", *words([*routers, away])[1:], "--timeout", "60")
+    assert status == 0
+    assert f"no router answers at {away.address}" in output
+    assert run("undrain", *words([away])[1:], "--timeout", "60")[0] == 2
+
+
+def test_undrain_of_an_engine_that_no_router_knows_is_a_wrong_name(routers: list[Router]) -> None:
+    begin(routers, Router(draining=None), Router(draining=None))
+    status, output = run("undrain", *words(routers)[1:])
+    assert status == 2
+    assert "knows no engine" in output
+
+
+def test_a_drain_with_force_is_one_that_routers_of_before_know(routers: list[Router]) -> None:
+    assert b"unless_last" not in encode(Drain(ENGINE))
+    assert b"last" not in encode(Draining(0))
 
 
 def test_a_drain_that_moves_nothing_asks_routers_of_before(routers: list[Router]) -> None:

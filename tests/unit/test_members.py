@@ -12,7 +12,7 @@ from kv_connector.control.membership import Leave, Register
 from kv_connector.protocol.messages import Role
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.incidents import Incidents
-from kv_connector.router.members import MAX_ENGINES, Members, Side, State
+from kv_connector.router.members import MAX_ENGINES, Members, RefusedError, Side, State
 from kv_connector.router.pool import EngineLost, Lease, NoEngine, Pool
 
 URL = "http://10.0.0.1:8100"
@@ -188,7 +188,7 @@ def test_a_restarted_engine_is_a_new_one(router: Fixture) -> None:
             else None
         )
         assert lease is None
-        router.members.register(1.0, register(incarnation="2", control_port=5700))
+        router.members.register(6.0, register(incarnation="2", control_port=5700))
         assert router.state() is State.JOINING
         (endpoint,) = router.members.to_probe()
         router.members.answered(endpoint)
@@ -241,6 +241,58 @@ def test_who_hangs_loses_what_waits_at_all_its_ranks_and_is_back_when_it_answers
                 pass
 
     asyncio.run(scenario())
+
+
+def test_undrain_waits_for_the_word_of_an_engine_that_registers(router: Fixture) -> None:
+    router.join()
+    assert router.members.undrain("http://other:1") is None
+    router.members.drain(URL, move=True)
+    router.members.register(1.0, register())
+    assert router.state() is State.DRAINING, "the engine does not know yet"
+    router.members.register(2.0, register(draining=True))
+    assert router.members.undrain(URL) is True
+    assert router.state() is State.DRAINING, "its next REGISTER would say so again"
+    router.members.register(3.0, register())
+    assert router.state() is State.READY
+    (endpoint,) = router.pools[Side.PREFILL].endpoints
+    assert not router.members.emptied(endpoint)
+    assert router.members.undrain(URL) is False
+
+
+def test_undrain_reaches_routers_that_nobody_has_asked(router: Fixture) -> None:
+    router.join(draining=True)
+    router.members.register(1.0, register())
+    assert router.state() is State.READY
+
+
+def test_undrain_takes_back_a_drain_that_an_engine_has_not_reported(router: Fixture) -> None:
+    router.join()
+    router.members.drain(URL)
+    assert router.members.undrain(URL) is False
+    assert router.state() is State.READY
+
+
+def test_undrain_is_the_routers_own_matter_for_a_listed_engine() -> None:
+    router = Fixture(decode=(URL,))
+    router.members.drain(URL, move=True)
+    assert router.members.undrain(URL) is False
+    assert router.state(side=Side.DECODE) is State.READY
+    assert not router.members.emptied(Endpoint.parse(URL))
+
+
+def test_the_last_decode_engine_is_known_until_another_one_takes_requests(router: Fixture) -> None:
+    other = {"engine_id": "d2", "url": "http://10.0.0.2:8200", "role": Role.DECODE}
+    router.join(role=Role.DECODE)
+    router.join(engine_id="p", url="http://10.0.0.3:8100")
+    router.members.register(0.0, register(**other))
+    assert router.members.last(URL) is Side.DECODE, "the other one is joining"
+    assert router.members.last("http://10.0.0.3:8100") is None
+    router.join(**other)
+    assert router.members.last(URL) is None
+    router.members.drain(other["url"])
+    assert router.members.last(URL) is Side.DECODE
+    router.members.drain(URL)
+    assert router.members.last(URL) is None, "it drains already"
 
 
 def test_an_engine_that_does_not_register_drains_until_it_is_back() -> None:
@@ -308,7 +360,7 @@ def test_a_listed_engine_that_registers_is_watched_and_stays_listed() -> None:
 def test_no_more_engines_than_a_router_can_have(router: Fixture) -> None:
     for port in range(1, MAX_ENGINES + 1):
         router.members.register(0.0, register(url=f"http://h:{port}"))
-    with pytest.raises(ValueError, match="engines already"):
+    with pytest.raises(RefusedError, match="engines already"):
         router.members.register(0.0, register(url="http://other:1"))
     router.members.register(1.0, register(url="http://h:1"))
 
@@ -377,7 +429,7 @@ def test_an_api_server_that_does_not_answer_costs_all_its_ranks(ranks: Fixture) 
 
 def test_what_a_replaced_rank_broke_is_not_held_against_its_api_server(ranks: Fixture) -> None:
     gone = Endpoint(URL, "10.0.0.1", 5601, rank=1)
-    ranks.join(1.0, **rank(1, incarnation="again", control_port=5701))
+    ranks.join(6.0, **rank(1, incarnation="again", control_port=5701))
     ranks.members.failed(gone, "connection reset")
     assert set(ranks.members.states()[Side.PREFILL].values()) == {State.READY}
 
@@ -407,19 +459,41 @@ def test_a_drain_is_for_all_ranks_of_an_api_server(ranks: Fixture) -> None:
     assert ranks.members.outstanding(URL) == 0
 
 
-def test_two_that_call_themselves_one_rank_do_not_fight_over_it(router: Fixture) -> None:
-    """API servers that were given one api_url: the later one is used, and the other's beats are refused."""
+RIVAL = {"engine_id": "q", "incarnation": "2", "control_port": 5700}
 
+
+def test_a_copied_api_url_costs_the_engine_that_has_it_nothing(router: Fixture) -> None:
     async def scenario() -> None:
         router.join(0.0)
-        router.join(1.0, engine_id="q", incarnation="2", control_port=5700)
         lease = router.pools[Side.PREFILL].acquire(router.pools[Side.PREFILL].fewest())
-        with pytest.raises(ValueError, match=r"two live engines .* rank 0 of .* api_url"):
-            router.members.register(2.0, register())
+        for now in (1.0, 2.0, 3.0):
+            with pytest.raises(RefusedError, match=r"two live engines .* rank 0 of .* api_url"):
+                router.members.register(now, register(**RIVAL))
+            router.members.register(now, register())
+        router.members.leave(Leave("q", "2"))
         async with lease.alive():
-            assert lease.endpoint.control_port == 5700
+            assert router.state() is State.READY
 
     asyncio.run(scenario())
+
+
+def test_an_engine_whose_place_was_taken_in_its_silence_has_it_back_behind_its_rival(router: Fixture) -> None:
+    router.join(0.0)
+    router.join(6.0, **RIVAL)
+    assert router.pools[Side.PREFILL].fewest().control_port == 5700
+    for now in (7.0, 8.0):
+        with pytest.raises(RefusedError, match="two live engines"):
+            router.members.register(now, register())
+        router.members.register(now, register(**RIVAL))
+    router.members.leave(Leave("q", "2"))
+    router.join(9.0)
+    assert router.pools[Side.PREFILL].fewest().control_port == 5600
+
+
+def test_a_process_that_starts_again_at_its_address_is_used_at_once(router: Fixture) -> None:
+    router.join(0.0)
+    router.join(0.5, incarnation="2")
+    assert router.state() is State.READY
 
 
 def test_a_url_that_is_listed_twice_has_two_ranks() -> None:

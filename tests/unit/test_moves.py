@@ -56,7 +56,7 @@ class Site:
 
     async def begin_drain(self, engine: FakeVllm, *words: str) -> asyncio.Task[Result]:
         """Once the router knows of it, the engine goes on."""
-        words = ("drain", engine.url, "--router", str(self.registration), "--move", *words)
+        words = ("drain", engine.url, "--router", str(self.registration), "--move", "--force", *words)
         draining = asyncio.create_task(asyncio.to_thread(CliRunner().invoke, command_line, words))
         async with asyncio.timeout(PATIENCE):
             while (await self.client.get("/health")).json()["decode"][engine.url] != "draining":

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import logging
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
@@ -428,7 +429,8 @@ async def test_a_drain_reaches_every_rank(cluster: Cluster, tmp_path: Any) -> No
     await until_health(client, lambda state: list(state["decode"].values()) == ["ready"] * 2)
     key_file = tmp_path / "key"
     cluster.key.write(key_file)
-    words = ["drain", ranks[0].engine.url, "--router", str(cluster.address), "--key-file", str(key_file)]
+    words = ["drain", "--force", ranks[0].engine.url, "--router", str(cluster.address)]
+    words += ["--key-file", str(key_file)]
     idle = await asyncio.to_thread(CliRunner().invoke, command_line, words)
     assert idle.exit_code == 0, idle.output
     async with asyncio.timeout(PATIENCE):
@@ -469,6 +471,43 @@ async def test_a_drained_engine_finishes_what_it_has(cluster: Cluster, tmp_path:
     assert idle.exit_code == 0, idle.output
     # The engine knows it, too, and tells every router from now on.
     assert old.registrar._registration.draining
+
+
+async def test_undrain_puts_an_engine_back_at_all_its_routers(cluster: Cluster, tmp_path: Any) -> None:
+    client = await cluster.router()
+    _, d = await cluster.pair()
+    await until_health(client, lambda state: state["decode"] == {d.engine.url: "ready"})
+    key_file = tmp_path / "key"
+    cluster.key.write(key_file)
+    words = [d.engine.url, "--router", str(cluster.address), "--key-file", str(key_file)]
+    for command in (["drain", "--force"], ["undrain"]):
+        done = await asyncio.to_thread(CliRunner().invoke, command_line, [*command, *words])
+        assert done.exit_code == 0, done.output
+        drained = command[0] == "drain"
+        async with asyncio.timeout(PATIENCE):
+            while d.registrar._registration.draining is not drained:
+                await asyncio.sleep(0.01)
+        state = "draining" if drained else "ready"
+        await until_health(client, lambda found, state=state: found["decode"] == {d.engine.url: state})
+    assert (await ask(client)).status_code == 200
+    words[0] = "http://127.0.0.1:1"
+    unknown = await asyncio.to_thread(CliRunner().invoke, command_line, ["undrain", *words])
+    assert unknown.exit_code == 2
+    assert "knows no engine" in unknown.output
+
+
+async def test_the_drain_of_the_last_decode_engine_is_refused(cluster: Cluster, tmp_path: Any) -> None:
+    client = await cluster.router()
+    _, d = await cluster.pair()
+    await until_health(client, lambda state: state["decode"] == {d.engine.url: "ready"})
+    key_file = tmp_path / "key"
+    cluster.key.write(key_file)
+    words = ["drain", d.engine.url, "--router", str(cluster.address), "--key-file", str(key_file)]
+    refused = await asyncio.to_thread(CliRunner().invoke, command_line, words)
+    assert refused.exit_code == 2
+    assert f"{d.engine.url} is its last decode engine" in refused.output
+    assert (await client.get("/health")).json()["decode"] == {d.engine.url: "ready"}
+    assert not d.registrar._registration.draining
 
 
 @pytest.mark.parametrize("dispatch", ["concurrent", "serial"])
@@ -512,7 +551,7 @@ async def test_a_restart_ends_the_drain_of_an_engine_that_does_not_register(
         client = await cluster.router(**lists, patience=0.05)
         key_file = tmp_path / "key"
         cluster.key.write(key_file)
-        words = ["drain", d.url, "--router", str(cluster.address), "--key-file", str(key_file)]
+        words = ["drain", "--force", d.url, "--router", str(cluster.address), "--key-file", str(key_file)]
         idle = await asyncio.to_thread(CliRunner().invoke, command_line, words)
         assert idle.exit_code == 0, idle.output
         assert (await ask(client)).status_code == 503
@@ -813,6 +852,35 @@ async def test_a_registration_that_makes_no_sense_costs_its_sender_the_connectio
         assert (await ask(client)).status_code == 200
     finally:
         sockets.close()
+
+
+async def test_an_engine_that_was_refused_is_used_once_its_rival_has_left(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The refused engine keeps its connection."""
+    caplog.set_level(logging.INFO, "kv_connector.router")
+    client = await cluster.router()
+    await cluster.engine(Role.PREFILL)
+    engine = await cluster._stack.enter_async_context(serve_engine(answer_ok))
+
+    def member(name: str, port: int) -> Registrar:
+        registration = Register(name, name, Role.DECODE, engine.url, "127.0.0.1", port)
+        registrar = Registrar(registration, [cluster.address], cluster.key)
+        cluster._stack.callback(registrar.close)
+        return registrar
+
+    rival = member("rival", 5700)
+    await until_health(client, lambda state: state["decode"] == {engine.url: "ready"})
+    member("right", 5600)
+    async with asyncio.timeout(PATIENCE):
+        while "two live engines" not in caplog.text:
+            await asyncio.sleep(0.01)
+    rival.close()
+    async with asyncio.timeout(PATIENCE):
+        while "right at" not in caplog.text.partition("LEFT")[2]:
+            await asyncio.sleep(0.01)
+    assert (await ask(client)).status_code == 200
+    assert caplog.text.count("two live engines") == 1
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,52 @@ async def test_listed_ranks_are_asked_in_turn_each_for_its_own_pages() -> None:
     assert [body["kv_transfer_params"]["remote_port"] for body in d.bodies] == [5600, 5602] * 2
 
 
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_rank_that_an_engine_lacks_is_no_fault_of_the_request(side: str, stream: bool) -> None:
+    """The words are those of vLLM's input_processor.py."""
+
+    async def one_rank(request: Request, body: dict[str, Any]) -> Response:
+        if (rank := request.headers["x-data-parallel-rank"]) != "0":
+            message = f"data_parallel_rank {rank} is out of range [0, 1)."
+            return JSONResponse({"error": {"message": message, "type": "BadRequestError"}}, 400)
+        return await answer_ok(request, body)
+
+    handlers = {"prefill": answer_ok, "decode": answer_ok} | {side: one_rank}
+    async with serve_engine(handlers["prefill"]) as p, serve_engine(handlers["decode"]) as d:
+        endpoints = {"prefill": (Endpoint.parse(p.url),), "decode": (Endpoint.parse(d.url),)}
+        url = endpoints[side][0].url
+        endpoints[side] = tuple(Endpoint.parse(f"{url}@10.0.0.1:{port}") for port in (5600, 5602))
+        async with (
+            # Serial: this decode engine does not wait for pages, as a real one does.
+            serve(create_app(Settings(**endpoints, dispatch="serial"))) as address,
+            httpx.AsyncClient(base_url=address, timeout=PATIENCE) as client,
+        ):
+            for _ in range(8):
+                answer = await client.post("/v1/completions", json={"prompt": "x", "stream": stream})
+                assert answer.status_code == 200
+            states = (await client.get("/health")).json()[side]
+            assert states == {url: "ready", f"{url} rank 1": "failing"}
+            shown = (await client.get("/status.json")).json()["failures"]
+            assert [one["what"] for one in shown if one["engine"] == f"{side} 2"][-1] == "answers 502"
+
+
+async def test_a_400_of_another_cause_is_the_requests_fault() -> None:
+    async def refuse(request: Request, body: dict[str, Any]) -> Response:
+        message = "1 validation error: 'data_parallel_rank 1 is out of range'"
+        return JSONResponse({"error": {"message": message, "type": "BadRequestError"}}, 400)
+
+    async with serve_engine(answer_ok) as p, serve_engine(refuse) as d:
+        settings = Settings((Endpoint.parse(p.url),), (Endpoint.parse(d.url),) * 2)
+        async with (
+            serve(create_app(settings)) as url,
+            httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client,
+        ):
+            for _ in range(2):
+                assert (await client.post("/v1/completions", json={"prompt": ["x", "y"]})).status_code == 400
+    assert len(d.bodies) == 2
+
+
 async def test_a_request_that_d_prefills_itself_goes_to_the_rank_that_was_chosen() -> None:
     async with cluster(answer_ok, answer_ok) as (_, d, client):
         await client.post("/v1/completions", json={"prompt": ["x", "y"]})

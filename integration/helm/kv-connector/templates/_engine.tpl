@@ -130,7 +130,7 @@ spec:
               - sleep {{ $side.drainSeconds }}
               {{- else }}
               - >-
-                exec kv-connector drain "http://{{ ternary "[$POD_IP]" "$POD_IP" (eq $root.Values.ipFamily "IPv6") }}:{{ $port }}" --timeout {{ $side.drainSeconds }}
+                exec kv-connector drain "http://{{ ternary "[$POD_IP]" "$POD_IP" (eq $root.Values.ipFamily "IPv6") }}:{{ $port }}" --force --timeout {{ $side.drainSeconds }}
                 {{- range include "kv.routers" $root | fromJsonArray }} --router {{ . }}{{ end }}
               {{- end }}
       {{- else }}
