@@ -289,7 +289,7 @@ def _line(name: str, said: dict[str, Any]) -> str:
     ]
     words += [f"is written to {said['seeding']}"] if said["seeding"] else []
     words += [f"{said['senders']} senders"] if said["senders"] else []
-    words += ["stays paused, as it has weights of more than one version"] if said["torn"] else []
+    words += ["stays paused until a whole version is pushed or seeded to it"] if said["torn"] else []
     words += [f"problem: {said['problem']}"] if said["problem"] else []
     return f"{name}: {', '.join(words)}"
 

@@ -151,6 +151,7 @@ class Engine:
         idle: Sequence[int] = (),
     ) -> None:
         """``idle``: workers that load nothing of what is pushed."""
+        timeouts = timeouts or Timeouts(dead=DEAD_S, heartbeat=0.5)
         self.port, *of_workers = ports or [*free_ports(1), *[0] * (ranks * replicas)]
         self.workers = [
             WeightReceiver(
@@ -159,7 +160,7 @@ class Engine:
                     Address("127.0.0.1", of_workers[rank]),
                     ("tcp",),
                     key=key,
-                    timeouts=timeouts or Timeouts(dead=DEAD_S, heartbeat=0.5),
+                    timeouts=timeouts,
                     streaming=streaming,
                 ),
                 lambda tensors, rank=rank: (loads_nothing if rank in idle else loads)(  # type: ignore[misc]
@@ -177,7 +178,7 @@ class Engine:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self._controller = Controller(self.model, addresses[::ranks], key)
+        self._controller = Controller(self.model, addresses[::ranks], key, timeouts=timeouts)
         self._call(self._controller.start(self.address))
 
     def _call(self, coroutine: object) -> None:
