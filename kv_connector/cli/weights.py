@@ -51,6 +51,15 @@ Providers = Annotated[
     typer.Option("--provider", help="Lanes in order of preference. Default: host and tcp."),
 ]
 DataHost = Annotated[str, typer.Option(help="This machine's address, as the engines reach it.")]
+Partial = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--partial",
+        metavar="NAME",
+        help="A tensor that engines may leave out, or a parameter that they may keep: its name, or a pattern "
+        "with * and ?. Repeat for each.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="The result as JSON.")]
 
 
@@ -62,6 +71,7 @@ def push(
     key_file: KeyFile = None,
     provider: Providers = None,
     data_host: DataHost = "127.0.0.1",
+    partial: Partial = None,
     timeout: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="For all of it.")] = 600.0,
 ) -> None:
     """Writes a checkpoint beside what the engines serve, and has them take it in one short pause.
@@ -70,7 +80,7 @@ def push(
     engine goes on with what it had. Status 1: some engine does not serve it; the others do.
     """
     version = version or checkpoint.resolve().name
-    with _pusher(checkpoint, engine, key_file, provider, data_host) as pusher:
+    with _pusher(checkpoint, engine, key_file, provider, data_host, partial) as pusher:
         from kv_connector.weights.pusher import PushError
 
         nbytes = sum(part.nbytes for part in pusher.parts())
@@ -106,6 +116,7 @@ def bench(
     key_file: KeyFile = None,
     provider: Providers = None,
     data_host: DataHost = "127.0.0.1",
+    partial: Partial = None,
     timeout: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="For each push.")] = 600.0,
     json: Json = False,
 ) -> None:
@@ -113,7 +124,7 @@ def bench(
     serve it in the end, and are paused once a push.
     """
     version = version or checkpoint.resolve().name
-    with _pusher(checkpoint, engine, key_file, provider, data_host) as pusher:
+    with _pusher(checkpoint, engine, key_file, provider, data_host, partial) as pusher:
         from kv_connector.weights.pusher import PushError
 
         nbytes = sum(part.nbytes for part in pusher.parts())
@@ -155,6 +166,7 @@ def plan(
     key_file: KeyFile = None,
     provider: Providers = None,
     data_host: DataHost = "127.0.0.1",
+    partial: Partial = None,
     json: Json = False,
 ) -> None:
     """Bytes that `push` would write to each worker; writes no weights.
@@ -162,7 +174,7 @@ def plan(
     A plan of another checkpoint drops the copy that landed last: until the next push, `seed` and `verify`
     do not work.
     """
-    with _pusher(checkpoint, engine, key_file, provider, data_host) as pusher:
+    with _pusher(checkpoint, engine, key_file, provider, data_host, partial) as pusher:
         parts = pusher.parts()
     if json:
         typer.echo(msgspec.json.encode(parts).decode())
@@ -247,19 +259,25 @@ def seed(
 
 
 @app.command()
-def verify(checkpoint: Checkpoint, engine: Engines, key_file: KeyFile = None, json: Json = False) -> None:
+def verify(
+    checkpoint: Checkpoint,
+    engine: Engines,
+    key_file: KeyFile = None,
+    partial: Partial = None,
+    json: Json = False,
+) -> None:
     """Whether what the engines have taken last is this checkpoint: hashes of each parameter, as it landed.
 
     Of an engine that has no copy beside its model (streaming), or has taken none since it was started, it
     cannot be told. Reads the checkpoint, and takes a core of each worker about a second a GB. Status 1: some
-    parameter differs, or could not be compared.
+    parameter differs, is not in the checkpoint, or could not be compared.
     """
     source = _source(checkpoint)
     from kv_connector.weights.links import questions
     from kv_connector.weights.verify import verify as compare
 
     with questions(cluster_key(key_file)) as links:
-        found = list(compare(source, engine, links))
+        found = list(compare(source, engine, links, partial or ()))
     if json:
         typer.echo(msgspec.json.encode(found).decode())
     else:
@@ -289,7 +307,7 @@ def _line(name: str, said: dict[str, Any]) -> str:
     ]
     words += [f"is written to {said['seeding']}"] if said["seeding"] else []
     words += [f"{said['senders']} senders"] if said["senders"] else []
-    words += ["stays paused, as it has weights of more than one version"] if said["torn"] else []
+    words += ["stays paused until a whole version is pushed or seeded to it"] if said["torn"] else []
     words += [f"problem: {said['problem']}"] if said["problem"] else []
     return f"{name}: {', '.join(words)}"
 
@@ -313,6 +331,7 @@ def _pusher(
     key_file: Path | None,
     providers: list[str] | None,
     data_host: str,
+    partial: list[str] | None,
 ) -> Iterator[WeightPusher]:
     """Connected. What it cannot do is said, with status 2."""
     source = _source(checkpoint)
@@ -327,6 +346,7 @@ def _pusher(
             providers=providers or (),
             data_host=data_host,
             name=f"weights-push-{uuid.uuid4().hex[:6]}",
+            partial=partial or (),
         )
     except (TransferError, ValueError) as error:
         raise typer.BadParameter(str(error)) from None

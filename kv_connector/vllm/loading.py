@@ -51,6 +51,10 @@ class LoadedModel:
         self._vllm_config = vllm_config
         self._device = device
         self._shadow, self._layers = _shadow(model)
+        self._unset = frozenset[str]()
+        """Parameters with random values, which no version has filled."""
+        if vllm_config.load_config.load_format == "dummy":
+            self._unset = frozenset(_loadable(self._shadow))
         self._as_loaded: dict[torch.nn.Module, bool] = {}
         """Whether the kernels of a layer take what its loaders leave, of those of which it is known."""
 
@@ -101,7 +105,8 @@ class LoadedModel:
                 lost, there = (scales, name) if name in coming else (name, scales)
                 raise RecordError(f"{_ABSENT}: {lost}, beside {there}")
         self._written(coming)
-        if kept := [name for name, _ in self._shadow.named_parameters() if name not in coming]:
+        kept = tuple(name for name, _ in self._shadow.named_parameters() if name not in coming)
+        if kept:
             more = f" and {len(kept) - _NAMED} more" if len(kept) > _NAMED else ""
             logger.warning("%s, and left as they are: %s%s", _ABSENT, ", ".join(kept[:_NAMED]), more)
         rounds = self._rounds()
@@ -111,6 +116,8 @@ class LoadedModel:
                 msgspec.structs.replace(parameter, round=rounds[parameter.name])
                 for parameter in geometry.parameters
             ),
+            kept=kept,
+            unset=tuple(name for name in kept if name in self._unset),
         )
 
     @contextmanager
@@ -134,6 +141,7 @@ class LoadedModel:
         for layer in layers:
             if self._as_loaded.get(layer.module):
                 _copy(layer, contents)
+        self._unset -= contents.keys()
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)  # from here on contents may be written again
 

@@ -86,7 +86,8 @@ class WeightsEndpoint:
             Address(host, settings.port(data_parallel_index=index, ranks=parallel.world_size, rank=1))
             for index in range(parallel.data_parallel_size)
         ]
-        controller = Controller(_Client(engine_client), firsts, key, WeightMetrics())
+        timeouts = settings.agent_timeouts()
+        controller = Controller(_Client(engine_client), firsts, key, WeightMetrics(), timeouts)
         address = Address(host, settings.control_port)
         try:
             await controller.start(address)

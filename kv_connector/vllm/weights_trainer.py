@@ -39,6 +39,7 @@ class WriteImmTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
     providers: Sequence[str] = ()
     data_host: str = "127.0.0.1"
     timeout: float = 300.0
+    partial: Sequence[str] = ()
 
 
 class WriteImmTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
@@ -56,6 +57,7 @@ class WriteImmTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
             key_file=info.key_file,
             providers=info.providers,
             data_host=info.data_host,
+            partial=info.partial,
             apply=self._ready,
         )
         try:

@@ -61,6 +61,7 @@ class BlockFp8:
         return agree(self, self._source.exchange, ask)
 
     def refresh(self) -> None:
+        self._source.refresh()
         if self._quantised is not None:
             self._quantised.refresh()
 

@@ -1,9 +1,10 @@
 """An engine's controller: has all its workers take a version that has landed, in one pause.
 
 It lives where the engine can be paused, beside the API server, and speaks with trainers over control sockets
-of its own. A version is applied by all workers or the engine goes on with none: what one could not apply is
-applied once more where it still lies in the arenas. If some workers have it then and others have not, or one
-has half of it, the engine stays paused, and says so.
+of its own. All workers hold a version before the engine is paused for it, so that none leaves it for the
+next one meanwhile. A version is applied by all workers or the engine goes on with none: what one could not
+apply is applied once more where it still lies in the arenas. If some workers have it then and others have
+not, or one has half of it, the engine stays paused, and says so.
 """
 
 from __future__ import annotations
@@ -21,16 +22,19 @@ from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.sockets import Received
 from kv_connector.protocol.actions import Address, Source
 from kv_connector.protocol.messages import clip
+from kv_connector.protocol.timers import Timeouts
 from kv_connector.protocol.version import shown
 from kv_connector.weights.loop import Loop
 from kv_connector.weights.messages import (
     Applied,
     Apply,
     Ask,
+    Hold,
     NotApplied,
     Ping,
     Pong,
     Refused,
+    Release,
     State,
     Torn,
     WeightMessage,
@@ -45,6 +49,8 @@ logger = logging.getLogger("kv_connector")
 # A worker answers within a turn of its loop.
 _WORKER_S = 10.0
 _TRIES = 2
+
+_STAYS_PAUSED = "the engine stays paused until a whole version is pushed or seeded to it"
 
 
 class Engine(Protocol):
@@ -79,11 +85,14 @@ class Controller:
         first_workers: Sequence[Address],
         key: ClusterKey | None,
         metrics: WeightMetrics | None = None,
+        timeouts: Timeouts | None = None,
     ) -> None:
-        """``first_workers``: of each data-parallel rank."""
+        """``first_workers``: of each data-parallel rank. ``timeouts``: the workers' own."""
         self._engine = engine
         self._metrics = metrics
         self._firsts = first_workers
+        self._heartbeat = (timeouts or Timeouts()).heartbeat
+        self._next_ping: float | None = None  # None: nothing is held
         self._loop = Loop("kvc-weights-controller", key)
         self._workers: dict[Source, deque[Future[WeightMessage]]] = {}
         """By worker, what it was asked and has not answered, in order."""
@@ -119,32 +128,35 @@ class Controller:
     async def apply(self, version: str) -> Outcome:
         """Pauses, has all workers apply the version, and goes on."""
         async with self._applying:
-            states = await self._states()
-            if missing := [state for state in states if state.landed != version]:
-                said = (
-                    missing[0].problem
-                    or f"version {shown(missing[0].landed or missing[0].landing) or 'none'} is there"
-                )
-                return Outcome(f"version {shown(version)} has not landed at {len(missing)} workers: {said}")
-            began = time.monotonic()
-            self._taking = version
             try:
-                # An engine that is torn stays so, and paused, until its workers have a whole version.
-                await self._engine.pause()
-                self._torn = True  # until the workers say otherwise
-                problem, states = await self._update(version)
-                torn = any(state.torn for state in states) or len({state.served for state in states}) > 1
-                if not problem:
-                    problem = await self._label(version)
-                    torn = bool(problem)
-                self._torn = torn
+                if missing := await self._hold(version):
+                    return Outcome(
+                        f"version {shown(version)} has not landed at {len(missing)} workers: {missing[0]}"
+                    )
+                return await self._apply_held(version)
             finally:
-                self._taking = ""
-                if not self._torn:
-                    await self._engine.resume()
-            self._problem = problem
-            nbytes = sum(state.arena_bytes for state in states)
-            return Outcome(problem, torn, time.monotonic() - began, nbytes)
+                self._release()
+
+    async def _apply_held(self, version: str) -> Outcome:
+        began = time.monotonic()
+        self._taking = version
+        try:
+            # An engine that is torn stays so, and paused, until its workers have a whole version.
+            await self._engine.pause()
+            self._torn = True  # until the workers say otherwise
+            problem, states = await self._update(version)
+            torn = any(state.torn for state in states) or len({state.served for state in states}) > 1
+            if not problem:
+                problem = await self._label(version)
+                torn = bool(problem)
+            self._torn = torn
+        finally:
+            self._taking = ""
+            if not self._torn:
+                await self._engine.resume()
+        self._problem = problem
+        nbytes = sum(state.arena_bytes for state in states)
+        return Outcome(problem, torn, time.monotonic() - began, nbytes)
 
     async def _label(self, version: str) -> str:
         """Reports the version that all workers have, and returns why that failed, if it did.
@@ -186,6 +198,25 @@ class Controller:
 
     # --- Workers
 
+    async def _hold(self, version: str) -> list[str]:
+        """Has all workers keep the version until _release(); of those that have it not, what they have."""
+        self._loop.call(self._ping)
+        answers = await asyncio.gather(*(self._ask(worker, Hold(version)) for worker in self._workers))
+        return [answer.reason for answer in answers if isinstance(answer, Refused)]
+
+    def _release(self) -> None:
+        def release() -> None:
+            self._next_ping = None
+            for worker in self._workers:
+                self._send(worker, Release())
+
+        self._loop.call(release)
+
+    def _ping(self) -> None:
+        self._next_ping = time.monotonic() + self._heartbeat
+        for worker in self._workers:
+            self._send(worker, Ping())
+
     def _dial(self, addresses: Sequence[Address]) -> list[Source]:
         def dial() -> list[Source]:
             sources = [self._loop.sockets.dial(address) for address in addresses]
@@ -210,6 +241,8 @@ class Controller:
         del now
         source, message = received.source, received.message
         if source in self._workers:
+            if isinstance(message, Pong):
+                return
             asked = self._workers[source]
             # Who does not wait any more has cancelled it.
             if asked and message is not None and (answer := asked.popleft()).set_running_or_notify_cancel():
@@ -233,8 +266,11 @@ class Controller:
         del now
 
     def tick(self, now: float) -> float | None:
-        del now
-        return None
+        if self._next_ping is None:
+            return None
+        if now >= self._next_ping:
+            self._ping()
+        return self._next_ping - now
 
     def _later(self, work: Coroutine[None, None, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._asyncio)
@@ -254,15 +290,12 @@ class Controller:
             outcome = await self.apply(version)
         except Exception as error:
             logger.exception("weights: version %s", shown(version))
-            outcome = Outcome(f"{type(error).__name__}: {error}", torn=self._torn)
+            self._problem = f"{type(error).__name__}: {error}"
+            outcome = Outcome(self._problem, torn=self._torn)
         if outcome.problem:
-            logger.error(
-                "weights: version %s is not served%s: %s",
-                shown(version),
-                ", and the engine stays paused" if outcome.torn else "",
-                outcome.problem,
-            )
-            answer: WeightMessage = NotApplied(version, clip(outcome.problem), outcome.torn)
+            said = f"{_STAYS_PAUSED}: {outcome.problem}" if outcome.torn else outcome.problem
+            logger.error("weights: version %s is not served: %s", shown(version), said)
+            answer: WeightMessage = NotApplied(version, clip(said), outcome.torn)
         else:
             logger.info(
                 "weights: serves version %s, after a pause of %.0f ms", shown(version), outcome.pause_s * 1e3

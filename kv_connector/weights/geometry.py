@@ -98,6 +98,10 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     parameters: tuple[Parameter, ...]
     writes: tuple[Write, ...]
     constants: tuple[Constant, ...]
+    kept: tuple[Name, ...] = ()
+    """The model's other parameters, which keep their values: none of the tensors goes there."""
+    unset: tuple[Name, ...] = ()
+    """Those of ``kept`` that never had a value other than a random one."""
 
     @property
     def rounds(self) -> int:

@@ -13,6 +13,9 @@ Beside a trainer's run there may be one of an engine that seeds this one. Who se
 before it: what a trainer begins meanwhile comes next, and where one has begun before, the seed is refused.
 What has landed here is lent to those whom this engine seeds itself: nothing is written there until it is
 returned.
+
+The engine's controller holds a landed version at all workers before it has one of them take it. The workers
+have other senders each, and would else leave it for the next version at other times.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from kv_connector.weights.messages import (
     Describe,
     Described,
     Dropped,
+    Hold,
     Join,
     Joined,
     Leave,
@@ -41,6 +45,7 @@ from kv_connector.weights.messages import (
     Pong,
     Ready,
     Refused,
+    Release,
     Seed,
     State,
     WeightMessage,
@@ -140,6 +145,14 @@ class _Sender:
 
 
 @dataclass
+class _Holder:
+    """The engine's controller, while it has the landed version taken."""
+
+    source: Source
+    last_seen: float
+
+
+@dataclass
 class Landing:
     """Every method but state() returns what to do, in order. ``dead``: seconds of silence after which a
     sender is lost."""
@@ -156,6 +169,7 @@ class Landing:
     _version: str = ""
     _run: str = ""  # of those who send the version
     _problem: str = ""
+    _holder: _Holder | None = None
     _lent: dict[str, str] = field(default_factory=dict)  # by run, the engine that it goes to
     _digest: bytes = b""  # of the tensors that are recorded
     _recording: list[Source] = field(default_factory=list)
@@ -183,7 +197,9 @@ class Landing:
         return bool(digest) and digest == self._digest
 
     def next_deadline(self) -> float | None:
-        return min((sender.last_seen + self.dead for sender in self._senders.values()), default=None)
+        seen = [sender.last_seen for sender in self._senders.values()]
+        seen += [] if self._holder is None else [self._holder.last_seen]
+        return min(seen) + self.dead if seen else None
 
     # --- Messages
 
@@ -191,12 +207,18 @@ class Landing:
         sender = self._senders.get(source)
         if sender is not None:
             sender.last_seen = now
+        if self._holder is not None and source == self._holder.source:
+            self._holder.last_seen = now
         match message:
             case Ping():
                 gone = message.sender and sender is None
                 return [Reply(source, Leave("there is no such sender here") if gone else Pong())]
             case Ask():
                 return [Reply(source, self.state())]
+            case Hold():
+                return self._hold(now, source, message)
+            case Release():
+                return self._release(source)
             case Describe():
                 return self._describe(source, message)
             case Join():
@@ -212,7 +234,8 @@ class Landing:
     def lost(self, source: Source, reason: str) -> list[Action]:
         """The connection is of no use any more."""
         sender = self._senders.get(source)
-        return [] if sender is None else self._lose(sender, reason)
+        lost = [] if sender is None else self._lose(sender, reason)
+        return [*lost, *self._lose_holder(source, reason)]
 
     def peer_lost(self, peer: Peer, reason: str) -> list[Action]:
         """The engine's link to it broke."""
@@ -223,9 +246,12 @@ class Landing:
 
     def tick(self, now: float) -> list[Action]:
         actions: list[Action] = []
+        silent = f"it was silent for {self.dead:g} s"
+        if self._holder is not None and now - self._holder.last_seen >= self.dead:
+            actions += self._lose_holder(self._holder.source, silent)
         for sender in list(self._senders.values()):
             if self._senders.get(sender.source) is sender and now - sender.last_seen >= self.dead:
-                actions += self._lose(sender, f"it was silent for {self.dead:g} s")
+                actions += self._lose(sender, silent)
         return actions
 
     # --- What would be loaded
@@ -244,7 +270,7 @@ class Landing:
             return [Reply(source, Refused(_taken(sender)))]
         if self._lent:
             return [Reply(source, Refused(f"the worker {self._lends()}: ask again"))]
-        if self._recording or self.phase is Phase.APPLYING:
+        if self._recording or self._is_held() or self.phase is Phase.APPLYING:
             return [Reply(source, Refused("the worker is busy with another checkpoint: ask again"))]
         self._recording, self._looked_at = [source], wanted
         return [Record(message.tensors)]
@@ -352,10 +378,12 @@ class Landing:
 
     def _follow(self) -> list[Action]:
         """To the next version, where this one is done with: applied, or all of its senders go on to the next.
-        One that lands, or is being applied, is not left for it; nor is a seed that has landed, as long as who
-        sent it is there."""
+        One that lands, is held or is being applied is not left for it; nor is a seed that has landed, as long
+        as who sent it is there."""
         following = [(s, s.following) for s in self._senders.values() if s.following is not None]
-        if self.phase not in (Phase.EMPTY, Phase.READY) or not following or self._lent:
+        if self.phase not in (Phase.EMPTY, Phase.READY) or not following:
+            return []
+        if self._lent or self._is_held():
             return []
         wanted = self.phase is Phase.READY and self.served != self._version
         others = [s for s in self._senders.values() if s.run == self._run != following[0][0].run]
@@ -456,9 +484,11 @@ class Landing:
             return [
                 action for round in range(min(self.slots, self._rounds)) for action in self._open_round(round)
             ]
+        return [GiveUp(f"version {shown(version)} has not landed: {self._here()}")]
+
+    def _here(self) -> str:
         here = f"version {shown(self._version)} is {self.phase.value}" if self._version else "there is none"
-        why = f" ({self._problem})" if self._problem else ""
-        return [GiveUp(f"version {shown(version)} has not landed: {here}{why}")]
+        return f"{here} ({self._problem})" if self._problem else here
 
     def released(self, round: int) -> list[Action]:
         """Where it lay the next may land."""
@@ -486,6 +516,32 @@ class Landing:
         elif self.slots:
             self.phase, self._version = Phase.EMPTY, ""
         return [*actions, *self._follow()]
+
+    # --- Holding
+
+    def _hold(self, now: float, source: Source, hold: Hold) -> list[Action]:
+        if self.phase is not Phase.READY or self._version != hold.version:
+            return [Reply(source, Refused(clip(self._here())))]
+        if self._recording:
+            return [Reply(source, Refused("the worker is busy with another checkpoint"))]
+        self._holder = _Holder(source, now)
+        return [Reply(source, self.state())]
+
+    def _release(self, source: Source) -> list[Action]:
+        if self._holder is None or self._holder.source != source:
+            return []
+        self._holder = None
+        return self._follow()
+
+    def _lose_holder(self, source: Source, reason: str) -> list[Action]:
+        if self._holder is None or self._holder.source != source:
+            return []
+        what = f"the controller no longer holds version {shown(self._version)} of the weights: {reason}"
+        return [Log(logging.WARNING, what), *self._release(source)]
+
+    def _is_held(self) -> bool:
+        """Rounds that have been applied are not there any more: nothing of them is held."""
+        return self._holder is not None and self.phase is Phase.READY
 
     # --- Lending
 

@@ -143,6 +143,19 @@ class Apply(Message, frozen=True, tag="apply"):
     version: Version
 
 
+class Hold(Message, frozen=True, tag="hold"):
+    """Controller to worker: keep this version, which has landed, until RELEASE. Answered by STATE; REFUSED
+    where it is not there.
+
+    PING keeps it held: a controller that is silent holds nothing any more."""
+
+    version: Version
+
+
+class Release(Message, frozen=True, tag="release"):
+    """Controller to worker: what was held may be left for the next version. It has no answer."""
+
+
 class Torn(Message, frozen=True, tag="torn"):
     """Controller to its first worker, from which routers hear of the engine: it stays paused, for this
     reason; empty: it goes on."""
@@ -213,6 +226,8 @@ WeightMessage = (
     | Workers
     | WorkersAre
     | Apply
+    | Hold
+    | Release
     | Torn
     | Verify
     | Hashed

@@ -31,6 +31,7 @@ from kv_connector.engine.transfer_engine import TransferEngine
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timers import Timeouts
 from kv_connector.protocol.version import MAX_NAME, identity, shown
+from kv_connector.weights.coverage import left_out
 from kv_connector.weights.geometry import Geometry, digest
 from kv_connector.weights.landing import NOT_DESCRIBED
 from kv_connector.weights.links import Link, LinkError, Links, News
@@ -51,7 +52,7 @@ from kv_connector.weights.messages import (
     Workers,
     WorkersAre,
 )
-from kv_connector.weights.plan import Plan, make_plan
+from kv_connector.weights.plan import Plan, PlanError, make_plan
 from kv_connector.weights.sources import Engines, Source
 from kv_connector.weights.writer import STAGING_BYTES, Send, Target, Writer
 
@@ -177,14 +178,17 @@ class WeightPusher:
         name: str = "trainer",
         apply: Callable[[str], None] | None = None,
         key: ClusterKey | None = None,
+        partial: Sequence[str] = (),
         seeds: bool = False,
     ) -> None:
         """``engines``: the controllers' addresses, ``host:port``. ``providers``: lanes in order of
         preference; default: ``host`` and ``tcp``, of weights in a GPU ``nvlink``. ``data_host``: this
         machine's address for them. ``apply``: called by rank 0 with a version's identity, on a thread that
         must not wait, when all engines that are left may be paused for it; default: each one's controller is
-        told. ``key``: what is in ``key_file``, where it has been read. ``seeds``: this is an engine, beside
-        which a trainer may come.
+        told. ``key``: what is in ``key_file``, where it has been read. ``partial``: names, or patterns as of
+        a shell, of tensors that engines may load in part or not at all, and of engines' parameters that may
+        keep what they have. ``seeds``: this is an engine, beside which a trainer may come; the joiner keeps
+        what it was not sent, as this engine did.
 
         KeyFileError; ValueError where an address is none, or given twice; TransferError where a lane does not
         open.
@@ -193,6 +197,7 @@ class WeightPusher:
         self._source = source
         self._timeouts = timeouts or Timeouts()
         self._run, self._content, self._pushes = "", "", 0
+        self._partial = partial
         self._seeds = seeds
         self._cancelled = ""
         self._name = f"{name}/{source.rank}"
@@ -234,7 +239,8 @@ class WeightPusher:
         """Learns what the engines load, plans who writes what, and joins the workers. A collective; where it
         was called before, anew.
 
-        Raises PushError, on every rank where rank 0 could not; PlanError.
+        Raises PushError, on every rank where rank 0 could not; PlanError, also where an engine would not load
+        all of a tensor, or would keep parameters, that ``partial`` does not name.
         """
         self._plan = None
         for engine in self._engines:
@@ -259,6 +265,7 @@ class WeightPusher:
                     "them the names of the checkpoint that the engine was started from"
                 )
         self._plan = make_plan(self._source.tensors(), agreed.held, geometries, self._source.rank)
+        self._check_coverage(geometries)
         for worker in self._workers():
             by_sender = [of[worker.number] for of in self._plan.nbytes]
             worker.senders = sum(rank == 0 or nbytes > 0 for rank, nbytes in enumerate(by_sender))
@@ -270,6 +277,22 @@ class WeightPusher:
             ]
             if self._writes_to(worker):
                 self._join(worker)
+
+    def _check_coverage(self, geometries: Sequence[Geometry]) -> None:
+        """Raises PlanError."""
+        tensors = self._source.tensors()
+        groups = [
+            (str(engine.address), [geometries[worker.number] for worker in engine.workers])
+            for engine in self._engines
+        ]
+        if self._apply is not None:
+            # Addresses are those of first workers, of which an engine of several data-parallel ranks has
+            # several, each with its own experts.
+            groups = [(", ".join(name for name, _ in groups), list(geometries))]
+        for name, workers in groups:
+            if problem := left_out(name, tensors, workers, self._partial, keeps=self._seeds):
+                self._plan = None
+                raise PlanError(problem)
 
     def parts(self) -> list[Part]:
         """By worker, once connected."""
@@ -409,8 +432,8 @@ class WeightPusher:
         """Writes this rank's part of all engines' weights, and returns once the sources may change again.
 
         Blocks until then; what follows is the Update's. A version that is not applied when all ranks push the
-        next is not applied any more. Raises PushError where connect() was not called. An engine that fails
-        fails in its Update alone.
+        next is not applied any more. Raises PushError where connect() was not called, SourceError where the
+        source has other tensors than then. An engine that fails fails in its Update alone.
 
         ``version`` is a name of 119 characters at most. Engines compare more than the name: each push is
         another version, except pushes of the same unchanged checkpoint under the same name. Give engines that

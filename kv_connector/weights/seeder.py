@@ -17,6 +17,7 @@ from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timers import Timeouts
 from kv_connector.protocol.version import shown
 from kv_connector.weights.arena import Arena
+from kv_connector.weights.coverage import not_loaded
 from kv_connector.weights.geometry import Geometry, Tensor
 from kv_connector.weights.links import LinkError, questions
 from kv_connector.weights.messages import Describe, Described, Seed
@@ -106,7 +107,8 @@ class Seeder:
         lender = self._lender
         if lender.arena.device.type == "cuda":
             torch.cuda.set_device(lender.arena.device)
-        source = ArenaSource(lender.arena, lender.tensors, lender.rank, self._seed.run, self._geometries())
+        geometries = self._geometries()
+        source = ArenaSource(lender.arena, lender.tensors, lender.rank, self._seed.run, geometries)
         with WeightPusher(
             source,
             [str(self._to)],
@@ -115,6 +117,7 @@ class Seeder:
             data_host=lender.data_host,
             timeouts=lender.timeouts,
             name=f"seeder-{lender.workers[0]}",
+            partial=[tensor.name for tensor, _ in not_loaded(lender.tensors, geometries)],
             seeds=True,
         ) as self._pusher:
             if self._cancelled:

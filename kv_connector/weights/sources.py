@@ -7,9 +7,10 @@ worker of an engine that sends what it was sent.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -145,9 +146,38 @@ def module_source(
     group: torch.distributed.ProcessGroup | None = None,
     rename: Callable[[str], str] = str,
 ) -> TensorSource:
-    """A module's parameters, by their names or what ``rename`` makes of them: those of the checkpoint that
-    the engine was started from."""
-    return TensorSource(((rename(name), value) for name, value in module.named_parameters()), group)
+    """A module's parameters and persistent buffers, as its checkpoints have them, by their names or what
+    ``rename`` makes of them: those of the checkpoint that the engine was started from.
+
+    Change buffers in place: refresh() raises SourceError where another tensor is in the place of one."""
+    return _ModuleSource(module, group, rename)
+
+
+class _ModuleSource(TensorSource):
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        group: torch.distributed.ProcessGroup | None,
+        rename: Callable[[str], str],
+    ) -> None:
+        self._module, self._buffers = module, dict(_persistent_buffers(module))
+        named = chain(module.named_parameters(), self._buffers.items())
+        super().__init__(((rename(name), value) for name, value in named), group)
+
+    def refresh(self) -> None:
+        for name, buffer in self._buffers.items():
+            if self._module.get_buffer(name) is not buffer:
+                raise SourceError(
+                    f"the buffer {name} is another tensor than when this source was made, which would send "
+                    "the old one: change it in place (copy_, add_)"
+                )
+
+
+def _persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, part in module.named_modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if name not in part._non_persistent_buffers_set:
+                yield f"{prefix}.{name}".lstrip("."), buffer
 
 
 def _held(number: int, name: str, value: torch.Tensor) -> Held:

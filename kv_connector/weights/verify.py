@@ -11,6 +11,7 @@ import torch
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timers import Timeouts
 from kv_connector.protocol.version import shown
+from kv_connector.weights.coverage import left_out
 from kv_connector.weights.geometry import Geometry, Write, digest
 from kv_connector.weights.hashes import hashes
 from kv_connector.weights.links import Link, LinkError, Links
@@ -39,7 +40,8 @@ def of_checkpoint(geometry: Geometry, source: Source) -> tuple[bytes, ...]:
 
 @dataclass(frozen=True)
 class Verified:
-    """A worker. ``problem``: why it cannot be verified."""
+    """A worker; or an engine, with what its workers leave out of the checkpoint together. ``problem``: why it
+    cannot be verified, or is not the checkpoint."""
 
     worker: str
     version: str = ""
@@ -52,9 +54,13 @@ class Verified:
         return not self.differ and not self.problem
 
 
-def verify(source: Source, engines: Sequence[Address], links: Links) -> Iterator[Verified]:
-    """Asks all workers of the engines, which hash side by side. An engine that is not there is one line."""
-    asked: list[tuple[Link, Future[WeightMessage]]] = []
+def verify(
+    source: Source, engines: Sequence[Address], links: Links, partial: Sequence[str] = ()
+) -> Iterator[Verified]:
+    """Asks all workers of the engines, which hash side by side. An engine that is not there is one line, and
+    so is what an engine leaves out, unless ``partial`` names it."""
+    tensors = tuple(source.tensors())
+    asked: list[tuple[Address, Link, Future[WeightMessage]]] = []
     for engine in engines:
         link = links.dial(engine)
         try:
@@ -65,18 +71,25 @@ def verify(source: Source, engines: Sequence[Address], links: Links) -> Iterator
         assert isinstance(workers, WorkersAre)
         for one in workers.workers:
             worker = links.dial(Address(one.host, one.port))
-            asked.append((worker, links.ask(worker, Verify(digest(tuple(source.tensors()))))))
+            asked.append((engine, worker, links.ask(worker, Verify(digest(tensors)))))
     known: dict[bytes, tuple[bytes, ...]] = {}  # by geometry: replicas have the same
-    for link, answer in asked:
+    loaded: dict[Address, list[Geometry]] = {}
+    failed: set[Address] = set()
+    for engine, link, answer in asked:
         try:
             hashed = links.wait(answer, link, _HASH_S)
         except LinkError as error:
             yield Verified(str(link.address), problem=str(error))
+            failed.add(engine)
             continue
         assert isinstance(hashed, Hashed)
         geometry = hashed.geometry
+        loaded.setdefault(engine, []).append(geometry)
         if (wanted := known.get(geometry.digest())) is None:
             wanted = known[geometry.digest()] = of_checkpoint(geometry, source)
         pairs = zip(geometry.parameters, hashed.hashes, wanted, strict=True)
         differ = tuple(parameter.name for parameter, theirs, ours in pairs if theirs != ours)
         yield Verified(str(link.address), shown(hashed.version), len(wanted), differ)
+    for engine, geometries in loaded.items():
+        if engine not in failed and (problem := left_out(str(engine), tensors, geometries, partial)):
+            yield Verified(str(engine), problem=problem)

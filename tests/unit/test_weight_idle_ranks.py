@@ -73,7 +73,8 @@ def test_a_worker_that_loads_nothing_takes_the_version_with_the_others(streaming
     engine = Engine(2, streaming=streaming, idle=[0])
     try:
         long = Timeouts(orphan=10 * PATIENCE_S)
-        with WeightPusher(TensorSource(drawn(1)), [str(engine.address)], timeouts=long) as pusher:
+        engines, lost = [str(engine.address)], ["up", "down"]  # their other half is the idle worker's
+        with WeightPusher(TensorSource(drawn(1)), engines, timeouts=long, partial=lost) as pusher:
             pusher.connect()
             for version in ("v1", "v2"):
                 pusher.push(version).wait("applied", PATIENCE_S)

@@ -30,6 +30,7 @@ from kv_connector.weights.messages import (
     Describe,
     Described,
     Dropped,
+    Hold,
     Join,
     Joined,
     Leave,
@@ -37,6 +38,7 @@ from kv_connector.weights.messages import (
     Pong,
     Ready,
     Refused,
+    Release,
     Seed,
     State,
     WeightMessage,
@@ -366,6 +368,96 @@ def test_a_round_that_cannot_be_applied_voids_what_follows() -> None:
     assert {fence.peer for fence in only(actions, Fence)} == {0, 1}
     assert {type(message) for message in replies(actions).values()} == {Dropped}
     assert landing.state() == State("", arena_bytes=NBYTES, problem="a kernel failed", torn=True)
+
+
+# --- Held by the engine's controller
+
+
+def test_a_version_that_is_held_is_not_left_for_the_next() -> None:
+    """The senders of each worker are other ones: a worker whose senders all go on must still have the version
+    that another worker, one of whose senders is late, is about to take."""
+    quick, slow = described(), described()
+    (alone,) = [join(quick, 0)]
+    a, b = join(slow, 0), join(slow, 1)
+    quick.receive(0, alone, begin(senders=1, nbytes=NBYTES))
+    slow.receive(0, a, begin())
+    slow.receive(0, b, begin())
+    for landing in (quick, slow):
+        landing.opened(77)
+        landing.reached()
+        assert replies(landing.receive(0, b"controller", Hold("1"))) == {b"controller": landing.state()}
+    assert quick.receive(0, alone, begin("2", senders=1, nbytes=NBYTES)) == []
+    assert slow.receive(0, a, begin("2")) == []
+    for landing in (quick, slow):
+        assert landing.take("1") == [HandOver()]
+        assert replies(landing.applied("a kernel failed", torn=True)) == {}
+        assert landing.take("1") == [HandOver()], "what failed can be tried again"
+        assert alone in replies(landing.applied(""))
+        assert landing.state().landed == "1"
+    assert quick.receive(0, b"controller", Release()) == [OpenCounter((0,), 3)]
+    assert slow.receive(0, b"controller", Release()) == []
+    assert slow.state().landing == "2"
+
+
+def test_a_version_that_is_not_there_is_not_held() -> None:
+    landing, a, b = landing_of_two()
+    held = replies(landing.receive(0, b"controller", Hold("1")))
+    assert held == {b"controller": Refused("version 1 is landing")}
+    landing.reached()
+    held = replies(landing.receive(0, b"controller", Hold("2")))
+    assert held == {b"controller": Refused("version 1 is ready")}
+    for source in (a, b):
+        landing.receive(0, source, Leave())
+    landing.receive(0, b"other", Describe((Tensor("v", "float32", (4,)),)))
+    held = replies(landing.receive(0, b"controller", Hold("1")))
+    assert held == {b"controller": Refused("the worker is busy with another checkpoint")}
+
+
+def test_another_checkpoint_waits_for_a_version_that_is_held() -> None:
+    landing, a, b = landing_of_two()
+    landing.reached()
+    landing.receive(0, b"controller", Hold("1"))
+    for source in (a, b):
+        landing.receive(0, source, Leave())
+    other = (Tensor("v", "float32", (4,)),)
+    (refused,) = replies(landing.receive(0, b"other", Describe(other))).values()
+    assert isinstance(refused, Refused)
+    landing.receive(0, b"stranger", Release())
+    assert landing.take("1") == [HandOver()]
+    landing.applied("")
+    landing.receive(0, b"controller", Release())
+    assert landing.receive(0, b"other", Describe(other)) == [Record(other)]
+
+
+@pytest.mark.parametrize("how", ["silent", "malformed"])
+def test_a_version_is_held_as_long_as_its_controller_is_there(how: str) -> None:
+    landing, a, b = landing_of_two()
+    landing.reached()
+    landing.receive(0, b"controller", Hold("1"))
+    for now, source in ((1, b"controller"), (3, a), (3, b)):
+        landing.receive(now, source, Ping(sender=source != b"controller"))
+    for source in (a, b):
+        landing.receive(3, source, begin("2"))
+    assert landing.next_deadline() == 1 + DEAD
+    assert landing.tick(DEAD) == []
+    actions = landing.tick(1 + DEAD) if how == "silent" else landing.lost(b"controller", "malformed")
+    assert only(actions, OpenCounter) == [OpenCounter((0, 1), 6)]
+    (log,) = only(actions, Log)
+    assert "version 1" in log.text
+
+
+def test_rounds_that_are_held_are_followed_by_the_next_version() -> None:
+    """The last round has no room of its own that could be held."""
+    landing, a, b = streaming_of_two()
+    landing.receive(0, b"controller", Hold("1"))
+    landing.take("1")
+    for round in range(4):
+        landing.opened(70, round)
+    assert landing.receive(0, a, begin("2", pages=(1, 1, 1, 1))) == []
+    landing.applied("")
+    landing.receive(0, b, begin("2", pages=(1, 1, 1, 1)))
+    landing.receive(0, b"controller", Release())
+    assert landing.take("2") == [OpenCounter((0, 1), 2, 0), OpenCounter((0, 1), 2, 1)]
 
 
 # --- Lent to another engine, and seeded by one

@@ -25,7 +25,6 @@ from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timers import Timeouts
 from kv_connector.protocol.version import shown
 from kv_connector.weights.links import Links
-from kv_connector.weights.messages import State
 from kv_connector.weights.pusher import PushError, WeightPusher
 from kv_connector.weights.seed import SeedError, seed, seed_at_start
 from kv_connector.weights.sources import TensorSource
@@ -381,11 +380,11 @@ def test_a_worker_that_does_not_answer_before_the_pause_tears_nothing(
     engine = site.engine(1)
     pushed("v1", 1, engine)
 
-    async def nobody() -> list[State]:
+    async def nobody(version: str) -> list[str]:
         raise TimeoutError
 
     with trainer(2, engine) as pusher:
-        monkeypatch.setattr(engine._controller, "_states", nobody)
+        monkeypatch.setattr(engine._controller, "_hold", nobody)
         with pytest.raises(PushError, match="TimeoutError"):
             pusher.push("v2").wait("applied", PATIENCE_S)
         monkeypatch.undo()

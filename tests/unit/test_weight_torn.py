@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Iterator
 
 import pytest
 from weight_engines import Engine, drawn
 
+from kv_connector.weights.messages import Begin, Ping
 from kv_connector.weights.pusher import PushError, WeightPusher
 from kv_connector.weights.sources import TensorSource
 
@@ -72,3 +75,72 @@ def test_an_engine_that_cannot_report_its_version_stays_paused(engine: Engine) -
     push(engine, "v2", 2)
     assert engine.model.serves(2)
     assert engine.model.labels == ["v0", "v2"]
+
+
+def test_a_version_is_held_for_an_engine_whose_pause_takes_long(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer that does not wait begins the next version meanwhile, for longer than a silent controller
+    holds one, and dies. The engine goes on with a whole version."""
+    pausing, go_on = threading.Event(), threading.Event()
+    begun = [threading.Event() for _ in engine.workers]
+    pings: list[list[bytes]] = [[] for _ in engine.workers]
+    pause = engine.model.pause
+
+    async def slowly() -> None:
+        pausing.set()
+        await asyncio.to_thread(go_on.wait, PATIENCE_S)
+        await pause()
+
+    monkeypatch.setattr(engine.model, "pause", slowly)
+    for number, worker in enumerate(engine.workers):
+        receive = worker._landing.receive
+
+        def heard(now, source, message, number=number, receive=receive):  # type: ignore[no-untyped-def]
+            actions = receive(now, source, message)
+            if isinstance(message, Begin) and message.version.startswith("v2"):
+                begun[number].set()
+            if isinstance(message, Ping) and not message.sender:
+                pings[number].append(source)
+            return actions
+
+        monkeypatch.setattr(worker._landing, "receive", heard)
+    with WeightPusher(TensorSource(drawn(1)), [str(engine.address)]) as pusher:
+        pusher.connect()
+        first = pusher.push("v1")
+        assert pausing.wait(PATIENCE_S)
+        ends = threading.Thread(target=pusher.push, args=["v2"])
+        ends.start()
+        assert all(one.wait(PATIENCE_S) for one in begun)
+        assert [worker._landing.state().landed for worker in engine.workers] == [first.identity] * 2
+        pusher.cancel("the trainer dies")
+        ends.join(PATIENCE_S)
+        go_on.set()
+        while engine.state().served != first.identity or engine.model.paused:
+            pass
+    assert engine.model.serves(1)
+    assert all(pings), "it is held by who is there"
+
+
+def test_a_torn_engine_reports_what_ends_its_pause(engine: Engine) -> None:
+    """The trainer is gone, so that nothing else does."""
+    engine.model.broken, engine.model.broken_worker = "no room", 1
+    with pytest.raises(PushError, match="stays paused until a whole version is pushed or seeded to it"):
+        push(engine, "v1", 1)
+    assert "no room" in engine.state().problem
+
+
+def test_an_engine_whose_update_fails_altogether_reports_why(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(version: str) -> None:
+        raise RuntimeError(f"no worker answers for {version}")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.model, "update", fails)
+        with pytest.raises(PushError, match="stays paused until"):
+            push(engine, "v1", 1)
+    assert engine.state().torn
+    assert "no worker answers" in engine.state().problem
+    push(engine, "v2", 2)
+    assert engine.model.serves(2)

@@ -54,11 +54,17 @@ def worker() -> Iterator[WeightReceiver]:
 
 
 def verify(directory: Path, address: Address, *more: str) -> Result:
-    return CliRunner().invoke(app, ["weights", "verify", str(directory), "--engine", str(address), *more])
+    asked = ["weights", "verify", str(directory), "--engine", str(address), "--partial", "k", *more]
+    return CliRunner().invoke(app, asked)
+
+
+def pusher_of(directory: Path, address: Address) -> WeightPusher:
+    source = CheckpointSource(directory)
+    return WeightPusher(source, [str(address)], apply=lambda _: None, partial=["k"])
 
 
 def pushed(directory: Path, address: Address) -> None:
-    with WeightPusher(CheckpointSource(directory), [str(address)], apply=lambda _: None) as pusher:
+    with pusher_of(directory, address) as pusher:
         pusher.connect()
         pusher.push("v1").wait("landed", PATIENCE_S)
 
@@ -90,7 +96,11 @@ def test_rows_that_the_engine_does_not_load_are_not_compared(worker: WeightRecei
     pushed(directory, address)
     k = CheckpointSource(directory).held()[0].local().clone()
     k[:2] = 0
-    assert verify(checkpoint(tmp_path / "other", k=k), address).exit_code == 0
+    other = checkpoint(tmp_path / "other", k=k)
+    assert verify(other, address).exit_code == 0
+    done = CliRunner().invoke(app, ["weights", "verify", str(other), "--engine", str(address)])
+    assert done.exit_code == 1
+    assert f"{address} would not load all of k [4, 8] (16 of 32 elements)" in done.output
 
 
 def test_what_is_broken_in_the_arena_is_found(worker: WeightReceiver, tmp_path: Path) -> None:
@@ -108,7 +118,7 @@ def test_where_nothing_can_be_compared_it_is_said(worker: WeightReceiver, tmp_pa
     done = verify(same, address)
     assert done.exit_code == 1
     assert "has not looked at such a checkpoint" in done.output
-    with WeightPusher(CheckpointSource(same), [str(address)], apply=lambda _: None) as pusher:
+    with pusher_of(same, address) as pusher:
         pusher.connect()
     assert "there is no whole version beside the model" in verify(same, address).output
     pushed(same, address)

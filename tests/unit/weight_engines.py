@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 
@@ -35,6 +35,10 @@ def drawn(seed: int) -> Iterator[tuple[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     for name, (rows, columns) in SIZES.items():
         yield name, torch.randn(rows, columns, generator=generator)
+
+
+Load = Callable[[int, int, Sequence[Tensor]], Geometry]
+"""The geometry of a worker, by its rank and the number of ranks."""
 
 
 def loads(rank: int, ranks: int, tensors: Sequence[Tensor]) -> Geometry:
@@ -149,8 +153,10 @@ class Engine:
         key: ClusterKey | None = None,
         timeouts: Timeouts | None = None,
         idle: Sequence[int] = (),
+        load: Load | None = None,
     ) -> None:
-        """``idle``: workers that load nothing of what is pushed."""
+        """``idle``: workers that load nothing of what is pushed. ``load``: default: ``loads``."""
+        timeouts = timeouts or Timeouts(dead=DEAD_S, heartbeat=0.5)
         self.port, *of_workers = ports or [*free_ports(1), *[0] * (ranks * replicas)]
         self.workers = [
             WeightReceiver(
@@ -159,10 +165,10 @@ class Engine:
                     Address("127.0.0.1", of_workers[rank]),
                     ("tcp",),
                     key=key,
-                    timeouts=timeouts or Timeouts(dead=DEAD_S, heartbeat=0.5),
+                    timeouts=timeouts,
                     streaming=streaming,
                 ),
-                lambda tensors, rank=rank: (loads_nothing if rank in idle else loads)(  # type: ignore[misc]
+                lambda tensors, rank=rank: (loads_nothing if rank in idle else load or loads)(  # type: ignore[misc]
                     rank % ranks, ranks, tensors
                 ),
             )
@@ -177,7 +183,7 @@ class Engine:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self._controller = Controller(self.model, addresses[::ranks], key)
+        self._controller = Controller(self.model, addresses[::ranks], key, timeouts=timeouts)
         self._call(self._controller.start(self.address))
 
     def _call(self, coroutine: object) -> None:

@@ -24,7 +24,7 @@ from kv_connector.weights.pusher import PushError, Stage, WeightPusher
 from kv_connector.weights.sources import CheckpointSource, TensorSource, module_source
 
 # Rows that no number of ranks divides, and rows that are fewer than the ranks.
-SIZES = {"up": (31, 20), "down": (20, 31), "norm": (3, 1)}
+SIZES = {"up": (31, 20), "down": (20, 32), "norm": (3, 1)}
 DEAD_S = 2.0
 PATIENCE_S = 180
 

@@ -361,6 +361,7 @@ def toy() -> dict[str, Any]:
         geometry = mine.record([Tensor("layers.loaded.scale", "float32", (4,))])
     found["warning"] = warning.call_args.args[0] % warning.call_args.args[1:]
     found["recorded"] = [parameter.name for parameter in geometry.parameters]
+    found["kept"] = geometry.kept, geometry.unset
     found["loads"] = loaded.loads
 
     def take(contents: dict[str, torch.Tensor]) -> None:
@@ -392,6 +393,13 @@ def toy() -> dict[str, Any]:
         take({"layers.loaded.scale": torch.ones(4)})
     found["copied"] = processed.call_count, loaded.scale.tolist()
     found["buffer"] = model.layers["left"].seen.tolist(), model.layers["left"].scale.tolist()
+    with mock.patch.object(config.load_config, "load_format", "dummy"):
+        dummy = loading.LoadedModel(model, config, torch.device("cpu"))
+    for _ in range(2):
+        unset = dummy.record([Tensor("layers.left.scale", "float32", (4,))]).unset
+        found.setdefault("unset", []).append("layers.loaded.scale" in unset)
+        with dummy.new_contents() as taken:
+            taken({"layers.loaded.scale": torch.ones(4)})
     return found
 
 
@@ -514,6 +522,8 @@ def test_what_is_not_in_a_checkpoint_stays(model: Model) -> None:
     )
     assert found["warning"] == f"not in the checkpoint, and left as they are: {names} and 8 more"
     assert found["recorded"] == ["layers.loaded.scale"]
+    kept, unset = found["kept"]
+    assert (len(kept), unset, kept[0]) == (13, (), "layers.loaded.shift")
     assert found["loads"] == 0, "recording is not seen by the model"
     absent = "not in the checkpoint: layers.packed.shift, beside layers.packed.scale"
     assert found["packed"] == absent
@@ -533,6 +543,7 @@ def test_what_is_not_in_a_checkpoint_stays(model: Model) -> None:
     }
     assert found["seen"] == [7.0, 7.0]
     assert found["buffer"] == ([1.0, 1.0], [17.0] * 4)
+    assert found["unset"] == [True, False], "of a dummy engine, until a version fills it"
     assert found["processed"], "attention may have made something of other layers' weights"
     assert found["copied"] == (0, [1.0] * 4)
     every = ["nothing", "twice", "aside"]

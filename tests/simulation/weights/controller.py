@@ -12,10 +12,12 @@ from kv_connector.weights.messages import (
     Applied,
     Apply,
     Ask,
+    Hold,
     NotApplied,
     Ping,
     Pong,
     Refused,
+    Release,
     State,
     WeightMessage,
     WorkerAddress,
@@ -52,6 +54,7 @@ class Controller(Actor):
         }
         self._work: deque[Work] = deque()
         self._trying = 0  # workers
+        self._next_ping: float | None = None  # None: nothing is held
 
     def turn(self) -> None:
         for received in self.port.receive():
@@ -64,10 +67,17 @@ class Controller(Actor):
                 continue
             if deadline is not None:
                 self.wake_at(self.clock.true_time(deadline))
-            return
+            break
+        if self._next_ping is not None:
+            if self.clock.now() >= self._next_ping:
+                self._next_ping = self.clock.now() + self.world.times.heartbeat
+                self._tell(Ping())
+            self.wake_at(self.clock.true_time(self._next_ping))
 
     def _received(self, source: Source, message: WeightMessage | None) -> None:
         if source in self._asked:
+            if isinstance(message, Pong):
+                return
             if self._asked[source] and message is not None:
                 self._asked[source].popleft().append(message)
             return
@@ -89,14 +99,21 @@ class Controller(Actor):
             yield from self._apply(version, answers)
         except TimeoutError:
             answers.append(NotApplied(version, "a worker does not answer", torn=True))
+        self._next_ping = None
+        self._tell(Release())
         self.port.send(source, answers[0])
 
     def _apply(self, version: str, answers: list[WeightMessage]) -> Work:
-        states: list[State] = []
-        yield from self._states(states)
-        if missing := [state for state in states if state.landed != version]:
+        self._next_ping = self.clock.now()
+        held: list[WeightMessage] = []
+        yield from self._ask(Hold(version), held)
+        if missing := [answer for answer in held if isinstance(answer, Refused)]:
             answers.append(NotApplied(version, f"it has not landed at {len(missing)} workers"))
             return
+        pausing = self.clock.now() + self.world.scenario.pausing * self.rng.random()
+        while self.clock.now() < pausing:
+            yield pausing
+        states: list[State] = []
         self.paused, self.taking = True, version
         for last in (False, True):
             self._trying = len(self.workers)
@@ -129,17 +146,26 @@ class Controller(Actor):
         self.paused = False
 
     def _states(self, found: list[State]) -> Work:
+        answers: list[WeightMessage] = []
+        yield from self._ask(Ask(), answers)
+        found += [answer for answer in answers if isinstance(answer, State)]
+
+    def _ask(self, question: WeightMessage, found: list[WeightMessage]) -> Work:
         answers: list[list[WeightMessage]] = []
         for worker, asked in self._asked.items():
             answers.append([])
             asked.append(answers[-1])
-            self.port.send(worker, Ask())
+            self.port.send(worker, question)
         deadline = self.clock.now() + _WORKER_S
         while not all(answers):
             if self.clock.now() >= deadline:
                 raise TimeoutError
             yield deadline
-        found += [answer[0] for answer in answers if isinstance(answer[0], State)]
+        found += [answer[0] for answer in answers]
+
+    def _tell(self, message: WeightMessage) -> None:
+        for worker in self._asked:
+            self.port.send(worker, message)
 
     def die(self, silently: bool = False) -> None:
         """An engine's processes die together."""

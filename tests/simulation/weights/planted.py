@@ -81,8 +81,8 @@ BUGS = (
     Bug(
         "what is lent is written",
         _LANDING,
-        "        if self.phase not in (Phase.EMPTY, Phase.READY) or not following or self._lent:\n",
-        "        if self.phase not in (Phase.EMPTY, Phase.READY) or not following:\n",
+        "        if self._lent or self._is_held():\n",
+        "        if self._is_held():\n",
         first=30,
     ),
     Bug(
@@ -102,5 +102,11 @@ BUGS = (
         "        return actions + self._follow()\n",
         "        return actions\n",
         first=330,
+    ),
+    Bug(
+        "a version that is held is left for the next",
+        _LANDING,
+        "        if self._lent or self._is_held():\n",
+        "        if self._lent:\n",
     ),
 )

@@ -40,6 +40,7 @@ class Scenario:
     chaos: bool = False  # the control network reorders and duplicates, which TCP does not
     jitter: float = 0.01  # seconds, typical for one message
     wire: float = 0.02  # seconds, typical for one write
+    pausing: float = 0.0  # seconds, at most, until an engine is paused
     apply: float = 0.2  # seconds, at most, for a worker's update
     streaming: bool = False  # engines have room for two rounds of a version alone
     lease: bool = False  # no lane can be revoked by the receiver alone: its fence waits for the writer's own
@@ -104,6 +105,7 @@ def draw(seed: int) -> Scenario:
     )
     seeders = (seeder,) if seeding.random() < 0.4 else ()
     scenario = replace(scenario, trainers=trainers + seeders, lends=seeding.random() < 0.4)
+    scenario = replace(scenario, pausing=random.Random(f"pauses {seed}").choice((0.0, 0.0, 0.1, 3.0)))
     faults, ambushes = (
         tuple(_fault(rng, scenario) for _ in range(rng.choice(counts) if trouble else 0))
         for counts in ((0, 1, 1, 2, 5), (0, 1, 2, 5))

@@ -214,7 +214,11 @@ class Worker(Actor):
 
     def _take(self, version: str, tried: Callable[[], None]) -> None:
         self._handed.clear()
+        # Rounds, unlike a whole version, end with those that send them.
+        held = self.landing._holder is not None and not self.landing.slots
         self._run(self.landing.take(version))
+        there = not any(isinstance(what, GiveUp) for what in self._handed)
+        self.world.books.check(there or not held, "%s has not %s, which is held", self, version)
         self._next(version, self.arena.rounds, False, tried)
 
     def _next(self, version: str, left: int, touched: bool, tried: Callable[[], None]) -> None:

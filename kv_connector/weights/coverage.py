@@ -1,0 +1,103 @@
+"""Whether an engine loads all of what is sent, and is sent all of what it loads.
+
+A part of a tensor that no worker loads, or a parameter that no tensor fills, leaves a model that is neither
+the trainer's nor the checkpoint's. A trainer names those that are meant to be left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+
+import numpy as np
+
+from kv_connector.weights.geometry import Geometry, Index, Tensor
+
+_NAMED = 3  # of what is left out: an error is for reading
+
+_Boxes = frozenset[tuple[Index, Index]]
+"""Starts and extents."""
+
+
+def is_named(name: str, partial: Sequence[str]) -> bool:
+    """``partial``: names, or patterns as of a shell."""
+    return any(name == pattern or fnmatchcase(name, pattern) for pattern in partial)
+
+
+def not_loaded(tensors: Sequence[Tensor], workers: Sequence[Geometry]) -> Iterator[tuple[Tensor, int]]:
+    """The tensors that these workers together do not load whole, and how many elements of each they load.
+
+    Writes must lie within their tensors.
+    """
+    boxes: list[set[tuple[Index, Index]]] = [set() for _ in tensors]
+    for geometry in workers:
+        for write in geometry.writes:
+            boxes[write.tensor].add((write.start, write.extent))
+    known: dict[tuple[Index, _Boxes], int] = {}  # equal layers have equal boxes
+    for tensor, parts in zip(tensors, boxes, strict=True):
+        key = tensor.shape, frozenset(parts)
+        if (loaded := known.get(key)) is None:
+            loaded = known[key] = _elements(*key)
+        if loaded < math.prod(tensor.shape):
+            yield tensor, loaded
+
+
+def _elements(shape: Index, boxes: _Boxes) -> int:
+    """How many are in any of the boxes."""
+    if any(extent == shape for _, extent in boxes):
+        return math.prod(shape)
+    edges = [
+        {0, size, *(edge for start, extent in boxes for edge in (start[d], start[d] + extent[d]))}
+        for d, size in enumerate(shape)
+    ]
+    cuts = [sorted(of_dimension) for of_dimension in edges]
+    places = [{edge: number for number, edge in enumerate(cut)} for cut in cuts]
+    cells = np.zeros([len(cut) - 1 for cut in cuts], dtype=bool)
+    for start, extent in boxes:
+        cells[
+            tuple(slice(place[a], place[a + n]) for place, a, n in zip(places, start, extent, strict=True))
+        ] = True
+    found = cells.astype(np.int64)
+    for cut in reversed(cuts):
+        found = found @ np.diff(np.array(cut, dtype=np.int64))
+    return int(found)
+
+
+def left_out(
+    engine: str,
+    tensors: Sequence[Tensor],
+    workers: Sequence[Geometry],
+    partial: Sequence[str],
+    *,
+    keeps: bool = False,
+) -> str:
+    """Why the engine of these workers must not take a version of these tensors; empty: it may.
+
+    ``keeps``: any parameter that has a value may keep it.
+    """
+    lost = [
+        f"{tensor.name} {list(tensor.shape)} ({loaded:,} of {math.prod(tensor.shape):,} elements)"
+        for tensor, loaded in not_loaded(tensors, workers)
+        if not is_named(tensor.name, partial)
+    ]
+    if lost:
+        return f"{engine} would not load all of {_some(lost)}: send it its own model's tensors. {_NAME_THEM}"
+    unset = sorted({name for worker in workers for name in worker.unset})
+    if unset:
+        return (
+            f"{engine} was started with dummy weights, and no tensor fills its {_some(unset)}: send them, "
+            "too, or start the engine from its checkpoint"
+        )
+    kept = {name for worker in workers for name in worker.kept if not is_named(name, partial)}
+    if kept and not keeps:
+        return f"{engine} would keep the old {_some(sorted(kept))}: send them, too. {_NAME_THEM}"
+    return ""
+
+
+_NAME_THEM = "If that is intended, name them in partial (--partial)"
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
+    return f"{', '.join(names[:_NAMED])}{more}"
