@@ -234,7 +234,8 @@ class WeightPusher:
         """Learns what the engines load, plans who writes what, and joins the workers. A collective; where it
         was called before, anew.
 
-        Raises PushError, on every rank where rank 0 could not; PlanError.
+        Raises PushError, on every rank where rank 0 could not; PlanError; SourceError where weights have no
+        memory.
         """
         self._plan = None
         for engine in self._engines:

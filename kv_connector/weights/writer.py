@@ -15,7 +15,7 @@ from kv_connector.engine.transfer_engine import TransferEngine
 from kv_connector.weights.buffer import settle
 from kv_connector.weights.geometry import Geometry, item_bytes
 from kv_connector.weights.plan import Piece, Runs, runs
-from kv_connector.weights.sources import Held, Source
+from kv_connector.weights.sources import Held, Source, SourceError
 from kv_connector.weights.staging import Staging, laid_out, split
 
 logger = logging.getLogger("kv_connector")
@@ -145,7 +145,7 @@ class Writer:
         """Blocks until nothing has to be laid out any more."""
         try:
             self._direct.append((target.peer, self._write(target)))
-        except TransferError as error:
+        except (TransferError, SourceError) as error:
             self.failures.setdefault(target.peer, str(error))
 
     def finish(self) -> None:
