@@ -240,7 +240,8 @@ class WeightPusher:
         was called before, anew.
 
         Raises PushError, on every rank where rank 0 could not; PlanError, also where an engine would not load
-        all of a tensor, or would keep parameters, that ``partial`` does not name.
+        all of a tensor, or would keep parameters, that ``partial`` does not name; SourceError where weights
+        have no memory.
         """
         self._plan = None
         for engine in self._engines:
@@ -467,6 +468,16 @@ class WeightPusher:
         self._writer.finish()
         self._end_failed()
         return update
+
+    def release(self) -> None:
+        """Deregisters the weights' memory, so that it can be freed. Blocks. Call it between two pushes,
+        before weights are offloaded or their storages are resized. The next push registers what it sends.
+
+        A push deregisters the memory of tensors that were freed by itself. It does not see a storage that was
+        resized, or memory that an allocator replaced under the same address: after these a NIC would send the
+        memory of before. Raises TransferError where some memory is still registered.
+        """
+        self._writer.release()
 
     def _begin(self, version: str, update: Update) -> dict[_Worker, int]:
         """Those that will say BEGUN, and how many times each."""

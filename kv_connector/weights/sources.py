@@ -113,7 +113,8 @@ class TensorSource:
             for name, value in self._named
         )
         self._held = [_held(number, name, value) for number, (name, value) in enumerate(self._named)]
-        self.device = self._held[0].local().device if self._held else torch.device("cpu")
+        here = [held.local() for held in self._held]
+        self.device = here[0].device if here else torch.device("cpu")
 
     def tensors(self) -> Sequence[Tensor]:
         return self._tensors
@@ -149,7 +150,16 @@ def module_source(
     """A module's parameters and persistent buffers, as its checkpoints have them, by their names or what
     ``rename`` makes of them: those of the checkpoint that the engine was started from.
 
-    Change buffers in place: refresh() raises SourceError where another tensor is in the place of one."""
+    Change buffers in place: refresh() raises SourceError where another tensor is in the place of one.
+
+    It reshards a module under FSDP2. A forward pass without a backward pass leaves whole copies of parameters
+    in their place, which FSDP2 frees later.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
     return _ModuleSource(module, group, rename)
 
 
@@ -186,7 +196,7 @@ def _held(number: int, name: str, value: torch.Tensor) -> Held:
 
     if not isinstance(value, DTensor):
         box = Box((0,) * value.dim(), tuple(value.shape))
-        return Held(Shard(number, box), value.detach)
+        return Held(Shard(number, box), lambda: _with_memory(name, value.detach()))
     if any(isinstance(placement, Partial) for placement in value.placements):
         raise SourceError(
             f"{name} is a sum that has not been taken yet ({value.placements}): reduce it first"
@@ -194,7 +204,17 @@ def _held(number: int, name: str, value: torch.Tensor) -> Held:
     shape, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
     box = Box(tuple(map(int, offset)), tuple(map(int, shape)))
     # Asked for each tensor of each version: to_local() makes a view of it, in 4 us, or for autograd in 20.
-    return Held(Shard(number, box), lambda: cast("torch.Tensor", value._local_tensor).detach())
+    return Held(Shard(number, box), lambda: _with_memory(name, value._local_tensor.detach()))
+
+
+def _with_memory(name: str, local: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor. Raises SourceError where its storage was freed: a read would end the process."""
+    if not local.data_ptr() and local.numel():
+        raise SourceError(
+            f"{name} has no memory: its storage was freed or offloaded. Load the weights before you push "
+            "them, and make the source of an FSDP2 module by module_source()"
+        )
+    return local
 
 
 class CheckpointSource:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from kv_connector.engine import ErrorCode, EventKind, MemoryRange, PagedWrite, Pages, TransferError
 from kv_connector.engine.transfer_engine import TransferEngine
 from kv_connector.weights.buffer import settle
 from kv_connector.weights.geometry import Geometry, item_bytes
 from kv_connector.weights.plan import Piece, Runs, runs
-from kv_connector.weights.sources import Held, Source
+from kv_connector.weights.sources import Held, Source, SourceError
 from kv_connector.weights.staging import Staging, laid_out, split
 
 logger = logging.getLogger("kv_connector")
@@ -28,6 +29,17 @@ _LEAST_RUN_BYTES = 32 << 10
 # A peer that takes nothing for so long is lost: the links' heartbeat has found out long before.
 _STUCK_S = 300.0
 _FENCE_S = 1.0
+# Nothing reads the sources between two versions, but what a lost peer left in flight. A fence needs _FENCE_S.
+_DEREGISTER_S = 5.0
+
+
+@dataclass(frozen=True)
+class _Registered:
+    """A registered storage of the source."""
+
+    begin: int
+    nbytes: int
+    region: int
 
 
 @dataclass(frozen=True)
@@ -78,7 +90,10 @@ class Writer:
 
     def __init__(self, engine: TransferEngine, source: Source, staging_bytes: int) -> None:
         self._engine = engine
-        self._regions: dict[int, tuple[int, int]] = {}  # of a storage: its end, and the region
+        # By storage, not by address: a registration names the memory that was there, and later memory may
+        # have the same address. A weak reference keeps no memory, and no later storage equals it.
+        self._registered: dict[StorageWeakRef, _Registered] = {}
+        self._outdated: list[int] = []  # regions whose memory is gone
         # Of a shard that is sent as it lies: its address, its region, and the bytes before it there.
         self._places: dict[int, tuple[int, int, int]] = {}
         self._source = source
@@ -119,19 +134,30 @@ class Writer:
         self.failures = {}
         self.posted = {}
         self._source.refresh()
+        self._forget([storage for storage in self._registered if storage.expired()])
+        try:
+            self._deregister()
+        except TransferError as error:
+            logger.warning("weights: memory of freed tensors stays registered until the next push: %s", error)
         settle(self._device)  # the optimiser's last step
 
     def write(self, target: Target) -> None:
         """Blocks until nothing has to be laid out any more."""
         try:
             self._direct.append((target.peer, self._write(target)))
-        except TransferError as error:
+        except (TransferError, SourceError) as error:
             self.failures.setdefault(target.peer, str(error))
 
     def finish(self) -> None:
         """Blocks until nothing is in flight."""
         for transfers in (*self._halves, self._direct):
             self._drain(transfers)
+
+    def release(self) -> None:
+        """Deregisters the memory of the source, between two versions. Blocks. The next version registers what
+        it sends. TransferError: some memory is still registered."""
+        self._forget(list(self._registered))
+        self._deregister()
 
     def fence(self, peer: int) -> None:
         """Ends the peer, and what is open to it. Any thread; blocks, for a moment as a rule."""
@@ -227,11 +253,26 @@ class Writer:
         return place[1], place[2]
 
     def _region(self, local: torch.Tensor) -> tuple[int, int]:
-        """A storage at a time."""
+        """(region, bytes before the tensor's first element). Registers a storage as a whole."""
         storage = local.untyped_storage()
+        reference = StorageWeakRef(storage)
         begin, nbytes = storage.data_ptr(), storage.nbytes()
-        known = self._regions.get(begin)
-        if known is None or known[0] < begin + nbytes:
+        known = self._registered.get(reference)
+        if known is not None and (known.begin, known.nbytes) != (begin, nbytes):
+            self._forget([reference])
+            known = None
+        if known is None:
             (region,) = self._engine.register_ranges([MemoryRange(begin, nbytes)])
-            known = self._regions[begin] = (begin + nbytes, region)
-        return known[1], local.storage_offset() * local.element_size()
+            known = self._registered[reference] = _Registered(begin, nbytes, region)
+        return known.region, local.storage_offset() * local.element_size()
+
+    def _forget(self, storages: Iterable[StorageWeakRef]) -> None:
+        regions = {self._registered.pop(storage).region for storage in storages}
+        if regions:
+            self._outdated += regions
+            self._places = {shard: place for shard, place in self._places.items() if place[1] not in regions}
+
+    def _deregister(self) -> None:
+        if self._outdated:
+            self._engine.deregister_memory(self._outdated, _DEREGISTER_S)
+            self._outdated.clear()
