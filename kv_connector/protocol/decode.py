@@ -101,7 +101,7 @@ class _Transfer:
     landed: bool = False  # all pages are here, and what P sampled is waited for
     heard: bool = False  # what P sampled, or that it will not say
     sampled: int | None = None
-    stale: bool = False  # for one leg at least
+    outcome: Outcome = Outcome.FAILED  # what it will be if it is stopped, unless it was aborted
     failure: str = ""  # why it is being stopped, unless it was aborted
     failed: PeerId | None = None  # the source that is to blame for it
 
@@ -373,7 +373,10 @@ class DecodeMachine:
         reason = f"{message.code.value}: {message.message}"
         # Of two prompts D's is the true one: its client gets the answer.
         other_prompt = message.code is FailCode.PROMPT_MISMATCH
-        transfer.stale = transfer.stale or other_prompt or message.code is FailCode.STALE
+        if other_prompt or message.code is FailCode.STALE:
+            transfer.outcome = Outcome.STALE
+        elif message.code is FailCode.PREFILL_ABORTED and not transfer.failure:
+            transfer.outcome = Outcome.CANCELLED  # its client left P first
         if not message.quiesced:
             # What comes of the fence must not give another reason.
             transfer.failure, transfer.failed = transfer.failure or reason, transfer.failed or peer
@@ -562,10 +565,8 @@ class DecodeMachine:
                 actions.append(Send(leg.peer, cancel))
         phases = {leg.phase for leg in transfer.legs}
         if phases <= {_Phase.STOPPED}:
-            outcome = Outcome.STALE if transfer.stale else Outcome.FAILED
-            return self._end(
-                now, transfer, Outcome.CANCELLED if transfer.aborted else outcome, transfer.failure
-            )
+            outcome = Outcome.CANCELLED if transfer.aborted else transfer.outcome
+            return self._end(now, transfer, outcome, transfer.failure)
         if actions:
             self._timers.set(transfer.request.request_id, now + self._timeouts.cancel)
         elif _Phase.CANCELLING not in phases:  # a fence has its own bound
@@ -589,9 +590,9 @@ class DecodeMachine:
             Role.DECODE, request.transfer_id, peer, outcome, reason, seconds, request_id=request.request_id
         )
         state = State.DONE if outcome is Outcome.COMPLETED else State.FAILED
-        other = outcome is Outcome.STALE
-        failed = other or outcome is Outcome.FAILED
-        report = FinishedReceiving(request.request_id, failed, transfer.sampled, other)
+        failed = not transfer.aborted and outcome is not Outcome.COMPLETED
+        stale = outcome is Outcome.STALE
+        report = FinishedReceiving(request.request_id, failed, transfer.sampled, stale)
         last: list[DecodeAction] = [ended, _reached(request, state, reason), report]
         return [CloseCounter(request.request_id), *last] if transfer.counting else last
 

@@ -346,7 +346,35 @@ def test_a_quiesced_fail_is_reported_at_once(machine: DecodeMachine) -> None:
     actions = machine.fail(1.0, PEER, fail)
     assert report(actions) == failed()
     assert only(actions, Ended).reason == "prefill_aborted: client left"
+    assert only(actions, Ended).outcome is Outcome.CANCELLED
     assert_over(machine)
+
+
+@pytest.mark.parametrize("quiesced", [True, False])
+def test_an_abort_at_prefill_cancels_the_load_that_its_request_cannot_use(
+    machine: DecodeMachine, quiesced: bool
+) -> None:
+    """The client left P before D: the transfer is no failure, and the blocks lack their pages."""
+    attempt = reserved(machine).attempt
+    actions = machine.fail(1.0, PEER, Fail("t", attempt, FailCode.PREFILL_ABORTED, "client left", quiesced))
+    if not quiesced:
+        assert every(actions, Ended) == []
+        machine.peer_down(1.0, PEER, "fenced")
+        actions = machine.fenced(1.0, PEER)
+    assert only(actions, Ended).outcome is Outcome.CANCELLED
+    assert report(actions) == failed()
+    assert_over(machine)
+
+
+def test_an_abort_at_prefill_excuses_no_earlier_failure(machine: DecodeMachine) -> None:
+    attempt = reserved(machine).attempt
+    (cancel,) = machine.tick(TIMES.transfer)
+    assert cancel == Send(PEER, Cancel("t", attempt))
+    fail = Fail("t", attempt, FailCode.PREFILL_ABORTED, "client left", quiesced=True)
+    actions = machine.fail(TIMES.transfer + 1, PEER, fail)
+    assert only(actions, Ended).outcome is Outcome.FAILED
+    assert only(actions, Ended).reason == f"not complete within {TIMES.transfer:g} s"
+    assert report(actions) == failed()
 
 
 def test_a_fail_with_writes_in_flight_waits_for_the_fence(machine: DecodeMachine) -> None:
