@@ -346,13 +346,24 @@ class Agent:
         if stuck:
             self._fence_preempted(stuck)
 
-    def finished(self, transfer_id: str, ok: bool, reason: str = "", sampled: int | None = None) -> None:
+    def finished(
+        self,
+        transfer_id: str,
+        ok: bool,
+        reason: str = "",
+        sampled: int | None = None,
+        aborted: bool = False,
+    ) -> None:
         """The request left the scheduler, its prompt computed or not, with the token that was sampled behind
         it. Ends in one finished_sending report. A computed one that is still being sent may be given up by a
-        second call, with ``ok`` False."""
+        second call, with ``ok`` False.
+
+        ``aborted``: it is not ``ok`` because its client left. The transfer counts as cancelled then, on both
+        sides; without it, as failed."""
         if sampled is not None:
             self._launched.set()  # D waits for the token, and not for another prompt's launch
-        self._submit(lambda now: self._effects.prefill.finished(now, transfer_id, ok, reason, sampled))
+        prefill = self._effects.prefill
+        self._submit(lambda now: prefill.finished(now, transfer_id, ok, reason, sampled, aborted=aborted))
 
     def cache_cleared(self) -> None:
         """What was computed before is worthless: transfers of which a part has been pushed fail."""

@@ -22,6 +22,8 @@ class FinishPrefill:
     reason: str
     sampled: int | None = None
     """The token behind the prompt."""
+    aborted: bool = False
+    """Not ok because its client left, or its router gave the request up."""
 
 
 @dataclass(frozen=True)

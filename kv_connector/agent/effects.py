@@ -573,16 +573,18 @@ class Effects:
         if self._trace is not None:
             self._trace.ended(now, ended, "" if link is None else link.name, timing)
         self.transfer_over(ended, timing)
-        if ended.outcome not in (Outcome.FAILED, Outcome.EXPIRED, Outcome.STALE):
+        if ended.outcome in (Outcome.COMPLETED, Outcome.RELEASED):
             return
         where = "which no peer asked for" if ended.side is Role.PREFILL else "without a session with its peer"
         if link is not None:
             where = f"{'to' if ended.side is Role.PREFILL else 'from'} {link.name} over {link.lane}"
-        share, outcome, reason = Share(ended.transfer_id, ended.share), ended.outcome.value, ended.reason
-        # There are many while a fleet is updated, and nobody's request fails for it.
-        level = logging.INFO if ended.outcome is Outcome.STALE else logging.WARNING
+        share, outcome = Share(ended.transfer_id, ended.share), ended.outcome.value
+        reason = ended.reason or "the decode engine aborted its request"
+        # There are many where clients leave or a fleet is updated, and nothing is wrong with the transfer.
+        usual = ended.outcome in (Outcome.STALE, Outcome.CANCELLED)
+        level = logging.INFO if usual else logging.WARNING
         logger.log(level, "transfer %s %s: %s: %s", share, where, outcome, reason)
-        if ended.side is Role.DECODE and ended.outcome is not Outcome.STALE:
+        if ended.side is Role.DECODE and ended.reason and ended.outcome is not Outcome.STALE:
             self.load_failed(ended.transfer_id, reason)
 
     def _timing(self, ended: Ended, lane: str) -> Timing:

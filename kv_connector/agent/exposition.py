@@ -50,7 +50,8 @@ class Exposition:
         )
         self._transfers = types[Counter](
             "kv_connector_transfers",
-            "Transfers that ended, by this engine's role",
+            "Transfers that ended, by this engine's role and outcome (cancelled: an engine aborted its "
+            "request, as its client left)",
             [*labels, "role", "outcome"],
         )
         self._histograms = {

@@ -87,7 +87,9 @@ class Worker:
                 self._agent.expect(command)
             case FinishPrefill():
                 self._finished.add(command.request_id)
-                self._agent.finished(command.transfer_id, command.ok, command.reason, command.sampled)
+                self._agent.finished(
+                    command.transfer_id, command.ok, command.reason, command.sampled, command.aborted
+                )
             case DecodeRequest():
                 self._agent.reserve(command)
             case Cancel():

@@ -49,7 +49,7 @@ class Outcome(enum.Enum):
 
     COMPLETED = "completed"
     FAILED = "failed"
-    CANCELLED = "cancelled"  # D no longer wanted it
+    CANCELLED = "cancelled"  # its client left: D or P aborted its request
     RELEASED = "released"  # D needed nothing
     EXPIRED = "expired"  # nobody came for it
     STALE = "stale"  # P has other weights or another prompt, or computes anew what a part of is at D
@@ -74,13 +74,13 @@ class Fence:
 
 @dataclass(frozen=True)
 class Ended:
-    """A transfer came to its end; for counters, and a log line where ``outcome`` is FAILED."""
+    """A transfer came to its end; for counters, and a log line unless all went as decode wanted."""
 
     side: Role  # PREFILL: it was to be sent; DECODE: to be received
     transfer_id: str
     peer: PeerId | None  # None: no peer was ever involved
     outcome: Outcome
-    reason: str = ""
+    reason: str = ""  # empty where D's own request was aborted
     seconds: float = 0.0  # D: from RESERVE to the last page; P: from RESERVE to the end
     share: int = 0  # P: which of D's workers it was for
     request_id: str = ""  # empty where the request has not come

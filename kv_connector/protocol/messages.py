@@ -206,13 +206,14 @@ class Sampled(Message, frozen=True, tag="sampled"):
 
 class FailCode(enum.Enum):
     UNKNOWN_TRANSFER = "unknown_transfer"  # no such request arrived in time
+    # The prompt's client left, or decode gave the transfer up before: D's transfer is cancelled, too.
     PREFILL_ABORTED = "prefill_aborted"
     PROMPT_MISMATCH = "prompt_mismatch"  # D computes its own, and says RELEASE
     INCOMPATIBLE = "incompatible"  # the RESERVE does not fit the layouts
-    WRITE_ERROR = "write_error"
+    WRITE_ERROR = "write_error"  # pages that were asked for are not computed, or not written
     DUPLICATE = "duplicate"  # the transfer is already going to another request
     DRAINING = "draining"
-    EXPIRED = "expired"  # the hold time or the deadline passed
+    EXPIRED = "expired"  # the hold time or the deadline passed, or P slept meanwhile
     STALE = "stale"  # P has other weights than D, or computes anew what a part of is at D
 
 

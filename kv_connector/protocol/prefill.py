@@ -230,7 +230,7 @@ class PrefillMachine:
         actions: list[PrefillAction] = []
         for transfer in self._all():
             if transfer.prompt.finished and transfer.phase is Phase.WAITING:
-                actions += self._end(now, transfer, FailCode.PREFILL_ABORTED, "the prefill engine was asleep")
+                actions += self._end(now, transfer, FailCode.EXPIRED, "the prefill engine was asleep")
         return actions
 
     def quiesce_failed(self, now: float, share: Share) -> list[PrefillAction]:
@@ -268,21 +268,29 @@ class PrefillMachine:
         return actions
 
     def finished(
-        self, now: float, transfer_id: str, ok: bool, reason: str, sampled: int | None = None
+        self,
+        now: float,
+        transfer_id: str,
+        ok: bool,
+        reason: str,
+        sampled: int | None = None,
+        aborted: bool = False,
     ) -> list[PrefillAction]:
         """The request left P's scheduler, with its prompt computed (ok) or not. It may be given up (not ok)
-        after it was computed, too. ``sampled``: the token behind the prompt."""
+        after it was computed, too. ``sampled``: the token behind the prompt. ``aborted``: it is not ok
+        because its client left, which is no failure of the transfer."""
+        code = FailCode.PREFILL_ABORTED if aborted else FailCode.WRITE_ERROR
         prompt = self._prompts.get(transfer_id)
         if prompt is None:
-            # It was aborted before it was ever scheduled, and D's RESERVE is still to come.
-            return [] if ok else self._forbid(now, transfer_id, _aborted(reason))
+            # It ended before it was ever scheduled, and D's RESERVE is still to come.
+            return [] if ok else self._forbid(now, transfer_id, Verdict(_outcome(code), code, reason, ()))
         if prompt.finished and ok:
             return []
         prompt.finished, prompt.sampled = True, sampled
         if prompt.over:
             return self._conclude(now, prompt)
         if not ok:
-            return self._end_all(now, prompt, FailCode.PREFILL_ABORTED, reason)
+            return self._end_all(now, prompt, code, reason)
         actions: list[PrefillAction] = []
         for transfer in prompt.shares:
             if transfer.phase is Phase.WAITING:
@@ -375,7 +383,8 @@ class PrefillMachine:
         key = (peer, message.attempt)
         prompt = self._prompts.get(message.transfer_id)
         acknowledged = Send(peer, CancelAck(message.transfer_id, message.attempt, drained=True))
-        cancelled = Verdict(Outcome.CANCELLED, FailCode.EXPIRED, "decode cancelled the transfer", (key,))
+        text = "the decode engine cancelled the transfer"
+        cancelled = Verdict(Outcome.CANCELLED, FailCode.PREFILL_ABORTED, text, (key,))
         if prompt is None:
             tombstone = self._tombstones.get(message.transfer_id)
             if tombstone is None:  # overtook its RESERVE, which must not start anything when it comes
@@ -389,6 +398,7 @@ class PrefillMachine:
                 return [acknowledged]
             if transfer.phase is Phase.DRAINING:
                 return []  # the answer follows once it has drained
+            transfer.reservation.cancelled = True
             return self._drain(now, transfer, cancelled)
         if transfer.verdict is not None:
             return [_acknowledge(peer, message, transfer.verdict)]
@@ -397,7 +407,9 @@ class PrefillMachine:
     def release(self, now: float, peer: PeerId, message: Release) -> list[PrefillAction]:
         """RELEASE: D needs nothing of this transfer. A RESERVE outranks it."""
         prompt = self._prompts.get(message.transfer_id)
-        released = Verdict(Outcome.RELEASED, FailCode.EXPIRED, "decode released the transfer", ())
+        # A RESERVE that follows is of a request whose client has left: a router has disowned the transfer.
+        text = "a decode engine released the transfer"
+        released = Verdict(Outcome.RELEASED, FailCode.PREFILL_ABORTED, text, ())
         if prompt is None:
             return self._forbid(now, message.transfer_id, released)
         transfer = self._share_of(prompt, message.share)
@@ -628,8 +640,8 @@ class PrefillMachine:
         return self._finish_reservation(now, transfer, ())
 
     def _end(self, now: float, transfer: Transfer, code: FailCode, text: str) -> list[PrefillAction]:
-        """Ends the share with a failure, unless it has ended or is about to."""
-        outcome = Outcome.STALE if code is FailCode.STALE else Outcome.FAILED
+        """Ends the share without its pages, unless it has ended or is about to."""
+        outcome = _outcome(code)
         if transfer.phase is Phase.WAITING:
             return self._close(now, transfer, Verdict(outcome, code, text, ()))
         if transfer.phase is Phase.ACTIVE:
@@ -663,7 +675,7 @@ class PrefillMachine:
         if reservation.peer_lost:
             return self._finish_reservation(now, transfer, ())
         message = reservation.message
-        if verdict.outcome is Outcome.CANCELLED:
+        if reservation.cancelled:
             answer: CancelAck | Fail = CancelAck(message.transfer_id, message.attempt, drained=quiesced)
         else:
             answer = Fail(message.transfer_id, message.attempt, verdict.code, clip(verdict.text), quiesced)
@@ -784,8 +796,14 @@ def _begin(step: tuple[int | None, object]) -> int:
     return -1 if signal_base is None else signal_base
 
 
-def _aborted(reason: str) -> Verdict:
-    return Verdict(Outcome.FAILED, FailCode.PREFILL_ABORTED, reason, ())
+def _outcome(code: FailCode) -> Outcome:
+    """How a transfer counts that P ends with this code."""
+    match code:
+        case FailCode.STALE:
+            return Outcome.STALE
+        case FailCode.PREFILL_ABORTED:
+            return Outcome.CANCELLED
+    return Outcome.FAILED
 
 
 def _other_weights(ours: str, message: Reserve) -> str:

@@ -32,6 +32,7 @@ class Reservation:
     left: int  # of them
     writing: bool = False  # some were pushed: the engine has an open transfer
     peer_lost: bool = False
+    cancelled: bool = False  # by D, which waits for CANCEL_ACK
     stale: str = ""  # why its pages are of no use to D, which is told so with the token that it waits for
 
     @property

@@ -120,20 +120,20 @@ class Sender(CommonKVSender):  # type: ignore[misc]  # SGLang is not typed for m
     def abort(self) -> None:
         """BLOCKS until nothing reads the request's pages."""
         super().abort()
-        self._end("the prefill server aborted the request")
+        self._end("the prefill server aborted the request", aborted=True)
 
     def clear(self) -> None:
         """BLOCKS as abort() does, where the transfer has not ended."""
         super().clear()
         self._end("the prefill server gave the request up")
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: str, *, aborted: bool = False) -> None:
         if self._over:
             return
         self._over = True
         state = self._agent.state(self._transfer)
         if state is not State.DONE:
-            self._agent.finished(self._transfer, False, reason)
+            self._agent.finished(self._transfer, False, reason, aborted=aborted)
             if state is not State.FAILED:
                 self._agent.preempt((self._transfer,))  # SGLang gives its pages to others at once
         self._agent.forget(self._transfer)

@@ -191,11 +191,15 @@ class PrefillScheduler:
         assert self.address is not None
         prompt.finished = True
         ok = prompt.complete and request.status in _GOOD_ENDS
+        aborted = request.status is RequestStatus.FINISHED_ABORTED
         reason = "" if ok else f"prefill ended as {request.status.name} before the prompt's end"
-        reason = prompt.unsent or reason
+        if not aborted:
+            reason = prompt.unsent or reason
         whole = ok and prompt.computed == prompt.tokens
         sampled = int(request.output_token_ids[0]) if whole and request.output_token_ids else None
-        self._commands.append(FinishPrefill(request.request_id, prompt.transfer_id, ok, reason, sampled))
+        self._commands.append(
+            FinishPrefill(request.request_id, prompt.transfer_id, ok, reason, sampled, aborted)
+        )
         if not ok:
             return True, None
         return True, {

@@ -62,6 +62,6 @@ class TransferSpans:
             if pushes:
                 span.add_event("first push", timestamp=begin + round(timing.first_push_seconds * 1e9))
             span.add_event("last landing", timestamp=end)
-        else:
+        elif ended.outcome not in (Outcome.CANCELLED, Outcome.RELEASED):
             span.set_status(Status(StatusCode.ERROR, ended.reason))
         span.end(end)

@@ -6,6 +6,7 @@
 - a request is reported once, after it finished, and within its bound;
 - its state never goes back, is DONE with the report of a success, and FAILED once nothing of it moves;
 - whoever no fault concerns is served, or refused for a good reason, and soon;
+- a request that its client leaves, and that no fault concerns, counts as failed on neither side;
 - at rest nothing is left anywhere;
 - no machine raises, and no action has an unforeseen failure.
 """

@@ -88,6 +88,16 @@ BUGS = (
         transfer.verdict = Verdict(""",
         first=710,
     ),
+    # A tenth of the clients leaves, and an alert says that transfers fail.
+    Bug(
+        "a prompt that its client leaves has failed",
+        "protocol/prefill.py",
+        """\
+        case FailCode.PREFILL_ABORTED:
+            return Outcome.CANCELLED
+""",
+        "",
+    ),
     # EngineCore dies of an id that it has not finished.
     Bug(
         "a prompt is reported as sent while its engine still works on it",

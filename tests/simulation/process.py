@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kv_connector.agent.effects import Action, Effects
-from kv_connector.agent.ledger import Ledger
-from kv_connector.protocol.actions import State
+from kv_connector.agent.ledger import Ledger, Timing
+from kv_connector.protocol.actions import Ended, Outcome, State
 from kv_connector.protocol.decode import DecodeMachine
 from kv_connector.protocol.messages import Role, fingerprint
 from kv_connector.protocol.peers import Identity, PeerTable
@@ -62,6 +62,7 @@ class Process(Actor):
             decode=DecodeMachine(worker.layout, world.times),
             ledger=self.ledger,
         )
+        self.effects.transfer_over = self._transfer_over
         ranks = world.ranks(engine)
         self.effects.peers.set_ranks(ranks)
         self.effects.decode.set_ranks(rank, ranks)
@@ -152,6 +153,14 @@ class Process(Actor):
             "peers": engine["peers"] - sessions,
         }
         return {what: count for what, count in counts.items() if count}
+
+    def _transfer_over(self, ended: Ended, _: Timing) -> None:
+        scenario, books = self.world.scenario, self.world.books
+        for plan in scenario.plans:
+            if plan.transfer_id == ended.transfer_id and plan.left and scenario.undisturbed(plan):
+                bad = ended.outcome in (Outcome.FAILED, Outcome.EXPIRED)
+                books.check(not bad, "%s: %s was left, and counts as failed: %s", self, plan.name, ended)
+                books.ended[f"left, {ended.outcome.value}"] += 1
 
     def _take_reports(self) -> None:
         ledger, check = self.ledger, self.world.books.check

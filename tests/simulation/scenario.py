@@ -65,6 +65,12 @@ class Plan:
             and not self.truncated
         )
 
+    @property
+    def left(self) -> bool:
+        """Its client leaves one engine or both, and nothing else keeps it from being served."""
+        staying = replace(self, prefill_abort=None, decode_abort=None)
+        return staying.plain and staying != self
+
 
 @dataclass(frozen=True)
 class Fault:

@@ -216,7 +216,8 @@ class PrefillSide:
         self._world.books.note("%s has finished %s, ok=%s", process, plan.name, ok)
         reason = "" if ok else "aborted"
         token = sampled(plan) if ok else None
-        process.submit(lambda now: process.effects.prefill.finished(now, plan.transfer_id, ok, reason, token))
+        finish, transfer = process.effects.prefill.finished, plan.transfer_id
+        process.submit(lambda now: finish(now, transfer, ok, reason, token, aborted=not ok))
 
     def _abort(self, prompt: _Prompt) -> None:
         prompt.aborted = True

@@ -692,7 +692,7 @@ def test_a_failure_says_why_on_both_sides(pair: tuple[Side, Side]) -> None:
     decode.agent.cancel("d-t")
     # Before P's engine has finished with it: it need not compute the rest.
     until(lambda: prefill.agent.state("p-t") is State.FAILED)
-    assert prefill.agent.failure("p-t") == "decode cancelled the transfer"
+    assert prefill.agent.failure("p-t") == "the decode engine cancelled the transfer"
     until(lambda: decode.agent.state("d-t") is State.FAILED)
     assert decode.agent.failure("d-t") == ""  # who aborts knows
     prefill.agent.finished("t", False, "nobody wants it")
@@ -723,7 +723,22 @@ def test_a_request_that_the_agent_cannot_take_has_failed(
 # --- Ends that are not good
 
 
-def test_an_abort_of_prefill_fails_decode(pair: tuple[Side, Side], caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("aborted", "outcome", "code", "level"),
+    [
+        (True, Outcome.CANCELLED, "prefill_aborted", logging.INFO),
+        (False, Outcome.FAILED, "write_error", logging.WARNING),
+    ],
+)
+def test_a_prompt_that_ends_early_fails_decode_and_counts_as_what_it_is(
+    pair: tuple[Side, Side],
+    caplog: pytest.LogCaptureFixture,
+    aborted: bool,
+    outcome: Outcome,
+    code: str,
+    level: int,
+) -> None:
+    caplog.set_level(logging.INFO)
     prefill, decode = pair
     told: list[tuple[str, str]] = []
     decode.agent.tell_failures(lambda *failure: told.append(failure))
@@ -731,20 +746,30 @@ def test_an_abort_of_prefill_fails_decode(pair: tuple[Side, Side], caplog: pytes
     decode.reserve(prefill.address)
     prefill.compute(SOURCE[:1])
     until(lambda: prefill.agent.live().engine_transfers == 1)
-    prefill.agent.finished("t", False, "client left")
+    prefill.agent.finished("t", False, "its end", aborted=aborted)
     decode.wait(received=["d-t"])
     assert decode.failed == ["d-t"]
     prefill.wait(sent=["p-t"])
     prefill.idle()
     decode.idle()
     peer = f"prefill/0 at {prefill.address}"
-    until(lambda: f"transfer t from {peer} over sim: failed: prefill_aborted: client left" in caplog.text)
-    until(lambda: "transfer t to decode/0 over sim: failed: client left" in caplog.text)
-    until(lambda: told == [("t", "prefill_aborted: client left")])
+    lines = {
+        f"transfer t from {peer} over sim: {outcome.value}: {code}: its end",
+        f"transfer t to decode/0 over sim: {outcome.value}: its end",
+    }
+    until(lambda: lines <= {record.getMessage() for record in caplog.records if record.levelno == level})
+    # A client that is still there has to learn whose fault its error is.
+    until(lambda: told == [("t", f"{code}: its end")])
+    assert prefill.agent.stats().sent == {outcome: 1}
+    assert decode.agent.stats().received == {outcome: 1}
 
 
-def test_an_abort_of_decode_is_not_a_failure(pair: tuple[Side, Side]) -> None:
+def test_an_abort_of_decode_is_not_a_failure(
+    pair: tuple[Side, Side], caplog: pytest.LogCaptureFixture
+) -> None:
     prefill, decode = pair
+    told: list[tuple[str, str]] = []
+    decode.agent.tell_failures(lambda *failure: told.append(failure))
     prefill.expect()
     decode.reserve(prefill.address)
     prefill.compute(SOURCE[:2])
@@ -760,6 +785,10 @@ def test_an_abort_of_decode_is_not_a_failure(pair: tuple[Side, Side]) -> None:
     prefill.wait(sent=["p-t"])
     assert not decode.pages.any()
     prefill.idle()
+    assert prefill.agent.stats().sent == {Outcome.CANCELLED: 1}
+    assert decode.agent.stats().received == {Outcome.CANCELLED: 1}
+    assert told == []
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_another_prompt_is_not_loaded_and_prefill_is_free_at_once(pair: tuple[Side, Side]) -> None:

@@ -40,7 +40,7 @@ def test_commands_reach_the_agent_in_order(agent: RecordingAgent, worker: Worker
             RESERVE,
             Cancel("d"),
             Release("r", PEER),
-            FinishPrefill("p", "t", False, "aborted"),
+            FinishPrefill("p", "t", False, "client left", aborted=True),
             CacheCleared(),
         )
     )
@@ -50,7 +50,7 @@ def test_commands_reach_the_agent_in_order(agent: RecordingAgent, worker: Worker
         ("reserve", RESERVE),
         ("cancel", "d"),
         ("release", "r", PEER),
-        ("finished", "t", False, "aborted", None),
+        ("finished", "t", False, "client left", None, True),
         ("cache_cleared",),
     ]
 

@@ -119,7 +119,7 @@ def test_decode_that_asks_for_a_finished_prompt_is_told_the_token_at_once(machin
 def test_the_token_is_not_told_of_a_prompt_that_was_given_up(machine: PrefillMachine) -> None:
     machine.expect(0.0, prefill_request())
     machine.reserve(0.0, PEER, wanting())
-    actions = machine.finished(0.0, "t", False, "aborted", 7)
+    actions = machine.finished(0.0, "t", False, "aborted", 7, aborted=True)
     assert [type(send.message) for send in every(actions, Send)] == [Fail]
 
 
@@ -251,18 +251,18 @@ def test_pages_of_an_unknown_request_are_ignored_with_a_word(machine: PrefillMac
 
 def test_an_abort_stops_the_writes_and_tells_decode_once_they_have_drained(machine: PrefillMachine) -> None:
     active(machine)
-    assert machine.finished(0.0, "t", False, "client left") == [CancelWrites(Share("t"))]
+    assert machine.finished(0.0, "t", False, "client left", aborted=True) == [CancelWrites(Share("t"))]
     assert machine.computed(0.0, computed((3,), first=2)) == []
     actions = machine.writes_ended(1.0, Share("t"), WritesEnd.CANCELLED, True, "")
     assert message(actions) == Fail("t", 1, FailCode.PREFILL_ABORTED, "client left", quiesced=True)
     assert only(actions, FinishedSending).request_id == "p-t"
-    assert only(actions, Ended).outcome is Outcome.FAILED
+    assert only(actions, Ended).outcome is Outcome.CANCELLED
     assert_over(machine)
 
 
 def test_an_abort_whose_bytes_may_still_land_says_so(machine: PrefillMachine) -> None:
     active(machine)
-    machine.finished(0.0, "t", False, "")
+    machine.finished(0.0, "t", False, "", aborted=True)
     fail = message(machine.writes_ended(1.0, Share("t"), WritesEnd.CANCELLED, False, ""))
     assert isinstance(fail, Fail)
     assert not fail.quiesced
@@ -271,15 +271,18 @@ def test_an_abort_whose_bytes_may_still_land_says_so(machine: PrefillMachine) ->
 def test_an_abort_before_anything_was_written_ends_at_once(machine: PrefillMachine) -> None:
     machine.expect(0.0, prefill_request())
     machine.reserve(0.0, PEER, reserve())
-    actions = machine.finished(0.0, "t", False, "client left")
+    actions = machine.finished(0.0, "t", False, "client left", aborted=True)
     assert message(actions) == Fail("t", 1, FailCode.PREFILL_ABORTED, "client left", quiesced=True)
     assert only(actions, FinishedSending)
+    assert only(actions, Ended).outcome is Outcome.CANCELLED
     assert_over(machine)
 
 
 def test_an_abort_before_reserve_answers_the_late_reserve(machine: PrefillMachine) -> None:
     machine.expect(0.0, prefill_request())
-    assert only(machine.finished(0.0, "t", False, "client left"), FinishedSending)
+    actions = machine.finished(0.0, "t", False, "client left", aborted=True)
+    assert only(actions, FinishedSending)
+    assert only(actions, Ended).outcome is Outcome.CANCELLED
     assert_over(machine)
     fail = message(machine.reserve(1.0, PEER, reserve()))
     assert fail == Fail("t", 1, FailCode.PREFILL_ABORTED, "client left", quiesced=True)
@@ -287,12 +290,40 @@ def test_an_abort_before_reserve_answers_the_late_reserve(machine: PrefillMachin
 
 
 def test_an_abort_of_a_request_that_was_never_scheduled_reaches_decode(machine: PrefillMachine) -> None:
-    actions = machine.finished(0.0, "t", False, "rejected")
+    actions = machine.finished(0.0, "t", False, "rejected", aborted=True)
     assert every(actions, FinishedSending) == []
+    assert only(actions, Ended).outcome is Outcome.CANCELLED
     assert message(machine.reserve(1.0, PEER, reserve())).code is FailCode.PREFILL_ABORTED  # type: ignore[attr-defined]
     machine.reserve(1.0, PEER, reserve(transfer="u"))
-    actions = machine.finished(2.0, "u", False, "rejected")
+    actions = machine.finished(2.0, "u", False, "rejected", aborted=True)
     assert message(actions).code is FailCode.PREFILL_ABORTED  # type: ignore[attr-defined]
+    assert only(actions, Ended).outcome is Outcome.CANCELLED
+    assert_over(machine)
+
+
+@pytest.mark.parametrize("reserved", [False, True])
+def test_a_prompt_that_ends_in_an_error_fails_its_transfer(machine: PrefillMachine, reserved: bool) -> None:
+    """Nothing was aborted: decode has to count it, too."""
+    machine.expect(0.0, prefill_request())
+    if reserved:
+        machine.reserve(0.0, PEER, reserve())
+    actions = machine.finished(0.0, "t", False, "FINISHED_ERROR")
+    assert only(actions, Ended).outcome is Outcome.FAILED
+    if not reserved:
+        actions = machine.reserve(1.0, PEER, reserve())
+    assert message(actions) == Fail("t", 1, FailCode.WRITE_ERROR, "FINISHED_ERROR", quiesced=True)
+    assert_over(machine)
+
+
+@pytest.mark.parametrize("later", [True, False])
+def test_an_abort_that_decode_sends_first_is_counted_once(machine: PrefillMachine, later: bool) -> None:
+    """The client leaves both engines, and P's abort follows decode's, or is lost with its request."""
+    machine.expect(0.0, prefill_request())
+    machine.reserve(0.0, PEER, reserve())
+    assert only(machine.cancel(0.0, PEER, Cancel("t", 1)), Ended).outcome is Outcome.CANCELLED
+    actions = machine.finished(0.0, "t", not later, "client left", aborted=later)
+    assert every(actions, Ended) == []
+    assert only(actions, FinishedSending)
     assert_over(machine)
 
 
@@ -396,9 +427,11 @@ def test_who_names_no_tokens_takes_decodes_word_and_hears_what_decode_has(machin
 def test_a_computed_prompt_is_given_up_while_it_is_sent(machine: PrefillMachine) -> None:
     sealed(machine)
     assert machine.finished(1.0, "t", True, "") == []
-    assert machine.finished(1.0, "t", False, "its request was aborted") == [CancelWrites(Share("t"))]
+    aborted = machine.finished(1.0, "t", False, "its request was aborted", aborted=True)
+    assert aborted == [CancelWrites(Share("t"))]
     actions = machine.writes_ended(2.0, Share("t"), WritesEnd.CANCELLED, True, "")
     assert message(actions).code is FailCode.PREFILL_ABORTED
+    assert only(actions, Ended).outcome is Outcome.CANCELLED
     assert states(actions) == [("p-t", State.FAILED)]
     assert actions[-1] == FinishedSending("p-t")
     assert_over(machine)
@@ -415,7 +448,7 @@ def test_what_drains_still_moves(machine: PrefillMachine) -> None:
 def test_a_request_that_decode_gave_up_before_it_came_has_failed(machine: PrefillMachine) -> None:
     assert states(machine.cancel(0.0, PEER, Cancel("t", 1))) == []
     reached = only(machine.expect(1.0, prefill_request()), Reached)
-    assert (reached.state, reached.reason) == (State.FAILED, "decode cancelled the transfer")
+    assert (reached.state, reached.reason) == (State.FAILED, "the decode engine cancelled the transfer")
 
 
 def test_a_second_request_of_a_transfer_that_is_complete_has_failed(machine: PrefillMachine) -> None:
@@ -626,7 +659,7 @@ def test_who_waits_for_the_token_of_a_prompt_that_is_given_up_hears_that(machine
     machine.expect(0.0, prefill_request())
     machine.reserve(0.0, PEER, wanting())
     machine.set_weights(0.0, "v2")
-    fail = message(machine.finished(0.0, "t", False, "aborted"))
+    fail = message(machine.finished(0.0, "t", False, "aborted", aborted=True))
     assert isinstance(fail, Fail)
     assert fail.code is FailCode.PREFILL_ABORTED
     assert_over(machine)
@@ -883,7 +916,8 @@ def test_a_prompt_that_fails_fails_for_everybody(machine: PrefillMachine) -> Non
     machine.expect(0.0, prefill_request())
     machine.reserve(0.0, PEER, half(0))
     machine.reserve(0.0, OTHER, half(1))
-    actions = machine.finished(1.0, "t", False, "its client left")
+    actions = machine.finished(1.0, "t", False, "its client left", aborted=True)
+    assert {ended.outcome for ended in every(actions, Ended)} == {Outcome.CANCELLED}
     assert [send.peer for send in every(actions, Send)] == [PEER, OTHER]
     assert only(actions, FinishedSending).request_id == "p-t"
     assert_over(machine)
@@ -1007,7 +1041,8 @@ def test_release_may_come_before_the_request(machine: PrefillMachine) -> None:
     assert machine.expect(0.0, prefill_request()) == MOVING
     fail = message(machine.reserve(0.0, PEER, reserve()))
     assert isinstance(fail, Fail)
-    assert fail.code is FailCode.EXPIRED
+    # A router has disowned the transfer for a client that left: that is no failure at decode.
+    assert fail.code is FailCode.PREFILL_ABORTED
     assert only(machine.finished(0.0, "t", True, ""), FinishedSending)
     assert_over(machine)
 

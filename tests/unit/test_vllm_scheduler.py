@@ -160,6 +160,7 @@ class TestPrefill:
         finish = metadata.commands[1]
         assert isinstance(finish, FinishPrefill)
         assert not finish.ok
+        assert finish.aborted
         assert "FINISHED_ABORTED" in finish.reason
         assert prefill.scheduler.has_requests(), "the engine steps until the workers have forgotten it too"
         prefill.step(sent=["p"])
@@ -175,6 +176,7 @@ class TestPrefill:
         (finish,) = prefill.step().commands
         assert isinstance(finish, FinishPrefill)
         assert not finish.ok
+        assert finish.aborted
         assert prefill.blocks_in_use > 0
         prefill.step(sent=["p"])
         prefill.assert_idle()

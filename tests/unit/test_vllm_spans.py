@@ -73,6 +73,18 @@ def test_what_fails_is_an_error_with_its_reason(exported: InMemorySpanExporter) 
     assert not span.events
 
 
+@pytest.mark.parametrize("outcome", [Outcome.CANCELLED, Outcome.RELEASED])
+def test_what_its_client_or_decode_gave_up_is_no_error(
+    exported: InMemorySpanExporter, outcome: Outcome
+) -> None:
+    ended = Ended(Role.PREFILL, "t", 1, outcome, "its client left", 1.0, request_id="r")
+    span = of(exported, ended, Timing(Role.PREFILL, "tcp", 1.0))
+    assert span.attributes is not None
+    assert span.attributes["kv.outcome"] == outcome.value
+    assert span.status.status_code is StatusCode.UNSET
+    assert not span.events
+
+
 def test_a_request_that_nobody_traces_has_no_span(exported: InMemorySpanExporter) -> None:
     ended = Ended(Role.DECODE, "t", 1, Outcome.COMPLETED, seconds=1.0, request_id="another")
     TransferSpans(rank=0).over(ended, Timing(Role.DECODE, "tcp", 1.0))
