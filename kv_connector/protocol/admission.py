@@ -24,6 +24,7 @@ when nobody of its kind holds anything; two such ones may still wait for each ot
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 
 from kv_connector.protocol.messages import Role
 
@@ -58,6 +59,8 @@ class AdmissionGate:
         self._order: list[tuple[Place, int, str]] = []
         """A heap of the held requests, and of some that have entered or left since."""
         self._told = 0
+        self.on_leave: Callable[[str], None] = lambda request_id: None
+        """Receives the id of each request that leaves, also of one that the gate does not know."""
 
     def must_wait(self, request_id: str, blocks: int, place: Place = ()) -> bool:
         """Whether the request must not take its blocks yet. It may be asked again and again.
@@ -105,3 +108,4 @@ class AdmissionGate:
         if len(self._order) > 2 * len(self._waiting) + 64:
             self._order = [(place, told, one) for one, (place, told) in self._waiting.items()]
             heapq.heapify(self._order)
+        self.on_leave(request_id)

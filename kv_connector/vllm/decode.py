@@ -113,8 +113,13 @@ class DecodeScheduler:
         if first := self._siblings.get(request.request_id):
             return first.load is not _Load.OVER
         target = self._targets.get(request.request_id)
+        return (target is not None and target.load is _Load.ASKED) or self.held(request)
+
+    def held(self, request: Request) -> bool:
+        """Whether the gate has no room for this load yet."""
+        target = self._targets.get(request.request_id)
         if target is None or target.load is not _Load.WAITING:
-            return target is not None and target.load is _Load.ASKED
+            return False
         assert self.gate is not None
         return self.gate.must_wait(target.request_id, self._blocks_of(target), self.place(request))
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from kv_connector.vllm.decode import DecodeScheduler
 from kv_connector.vllm.forced_token import force
+from kv_connector.vllm.gated_queue import GatedAsyncScheduler, GatedScheduler
 from kv_connector.vllm.internals import (
     AsyncScheduler,
     EngineCoreEventType,
@@ -22,30 +23,28 @@ from kv_connector.vllm.internals import (
     EngineCoreOutputs,
     Request,
     RequestStatus,
-    Scheduler,
-    connectors_within,
     forces_tokens,
 )
-from kv_connector.vllm.scheduler import SchedulerSide
 
 logger = logging.getLogger(__name__)
 
 
 def choose_scheduler(vllm_config: Any) -> None:
-    """Has vLLM take such a scheduler for a D, if nobody has chosen another one. In the scheduler's process,
-    before vLLM makes the scheduler."""
-    config = vllm_config.scheduler_config
-    if (
-        config.scheduler_cls is None
-        and vllm_config.kv_transfer_config.is_kv_consumer
-        and vllm_config.use_v2_model_runner
-        and forces_tokens(vllm_config)
-    ):
+    """Has vLLM take a FirstTokenScheduler for a D and a GatedScheduler for a P, unless the configuration
+    names another scheduler. In the scheduler's process, before vLLM makes the scheduler."""
+    config, transfer = vllm_config.scheduler_config, vllm_config.kv_transfer_config
+    if config.scheduler_cls is not None:
+        return
+    if transfer.is_kv_consumer and vllm_config.use_v2_model_runner and forces_tokens(vllm_config):
         chosen = FirstTokenAsyncScheduler if config.async_scheduling else FirstTokenScheduler
-        config.scheduler_cls = f"{__name__}.{chosen.__name__}"
+    elif transfer.is_kv_producer:
+        chosen = GatedAsyncScheduler if config.async_scheduling else GatedScheduler
+    else:
+        return
+    config.scheduler_cls = f"{chosen.__module__}.{chosen.__name__}"
 
 
-class FirstTokenScheduler(Scheduler):  # type: ignore[misc]  # vLLM is not typed for mypy
+class FirstTokenScheduler(GatedScheduler):
     """Where vLLM does not schedule a step before it has seen the one before."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -54,8 +53,7 @@ class FirstTokenScheduler(Scheduler):  # type: ignore[misc]  # vLLM is not typed
         self._decodes: list[DecodeScheduler] = []
         # What every output token of a request has then, there is not of a token that was not computed here.
         if self.aux_output_connector is None and not self.return_sampling_mask:
-            sides = [getattr(connector, "scheduler", None) for connector in connectors_within(self.connector)]
-            self._decodes = [side.decode for side in sides if isinstance(side, SchedulerSide)]
+            self._decodes = [side.decode for side in self.sides]
         for decode in self._decodes:
             decode.gives_first_tokens = True
 
@@ -106,5 +104,5 @@ class FirstTokenScheduler(Scheduler):  # type: ignore[misc]  # vLLM is not typed
         )
 
 
-class FirstTokenAsyncScheduler(FirstTokenScheduler, AsyncScheduler):  # type: ignore[misc]
+class FirstTokenAsyncScheduler(FirstTokenScheduler, AsyncScheduler):  # type: ignore[misc]  # vLLM is not typed
     """Where it does."""

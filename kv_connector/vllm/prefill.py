@@ -63,7 +63,7 @@ class PrefillScheduler:
         self._block_sizes = block_sizes
         self._commands = commands
         self._prompts: dict[str, _Prompt] = {}
-        self._transfers: set[str] = set()
+        self._transfers: dict[str, _Prompt] = {}
         self.blocks: Blocks | None = None
         self.gate: AdmissionGate | None = None
         """Of early prompts. Both are set before the first request."""
@@ -87,8 +87,7 @@ class PrefillScheduler:
             else:
                 leave_last_token(request)
                 computed -= 1
-        self._transfers.add(transfer_id)
-        self._prompts[request.request_id] = _Prompt(
+        prompt = _Prompt(
             request,
             transfer_id,
             tokens,
@@ -99,6 +98,7 @@ class PrefillScheduler:
             early=self._role is Role.BOTH or (params.transfer_id is not None and not params.serial),
             told=[0] * len(self._block_sizes),
         )
+        self._prompts[request.request_id] = self._transfers[transfer_id] = prompt
         self._commands.append(PrefillRequest(request.request_id, transfer_id, tokens, digest))
 
     def must_wait(self, request: Request) -> bool:
@@ -121,8 +121,8 @@ class PrefillScheduler:
 
     def reserved(self, transfer_ids: Collection[str]) -> None:
         """D has room for these prompts."""
-        for prompt in self._prompts.values():
-            if prompt.transfer_id in transfer_ids:
+        for transfer_id in transfer_ids:
+            if prompt := self._transfers.get(transfer_id):
                 prompt.early = False
                 self._leave(prompt)
 
@@ -214,7 +214,7 @@ class PrefillScheduler:
     def sent(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             if prompt := self._prompts.pop(request_id, None):
-                self._transfers.discard(prompt.transfer_id)
+                self._transfers.pop(prompt.transfer_id, None)
                 self._give_back(prompt)
                 self._leave(prompt)
 

@@ -104,6 +104,10 @@ class SchedulerSide:
         if self._role not in (role, Role.BOTH):
             raise BadParams(f"{key} is for a {role.value} engine, this one's role is {self._role.value}")
 
+    def held(self, request: Request) -> bool:
+        """Whether a gate holds the request: it must not take blocks yet."""
+        return self.prefill.must_wait(request) or self.decode.held(request)
+
     def build_metadata(self, scheduler_output: Any) -> StepMetadata:
         preempted = self.prefill.preempted(
             scheduler_output.preempted_req_ids or (), scheduler_output.num_scheduled_tokens

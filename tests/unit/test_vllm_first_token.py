@@ -15,6 +15,7 @@ from vllm_stage import BLOCK, FULL, PARAMS_OF_D, SLIDING, WINDOW, Stage, model, 
 from kv_connector.vllm.connector import WriteImmConnector
 from kv_connector.vllm.first_token import FirstTokenAsyncScheduler, FirstTokenScheduler
 from kv_connector.vllm.forced_token import KEY
+from kv_connector.vllm.gated_queue import GatedAsyncScheduler, GatedScheduler
 
 __all__ = ["model"]
 
@@ -236,10 +237,19 @@ def test_vllm_takes_it_for_a_d(v2: None, model: Path, role: str, ahead: bool) ->
     assert chosen is (FirstTokenAsyncScheduler if ahead else FirstTokenScheduler)
 
 
-def test_vllm_takes_its_own_for_a_p(v2: None, model: Path) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_vllm_takes_a_gated_scheduler_for_prefill(v2: None, model: Path, ahead: bool) -> None:
     config = vllm_config(model, "kv_producer")
+    config.scheduler_config.async_scheduling = ahead
     WriteImmConnector.get_required_kvcache_layout(config)
-    assert config.scheduler_config.scheduler_cls is None
+    chosen = config.scheduler_config.get_scheduler_cls()
+    assert chosen is (GatedAsyncScheduler if ahead else GatedScheduler)
+
+
+def test_vllm_takes_a_gated_scheduler_for_both_roles_with_runner_v1(model: Path) -> None:
+    config = vllm_config(model, "kv_both")
+    WriteImmConnector.get_required_kvcache_layout(config)
+    assert issubclass(config.scheduler_config.get_scheduler_cls(), GatedScheduler)
 
 
 def test_vllm_takes_its_own_with_runner_v1(model: Path) -> None:

@@ -1,0 +1,131 @@
+"""GatedScheduler: vLLM's scheduler for a P, whose steps do not look at the prompts that a gate holds.
+
+vLLM looks at each waiting request in each step: it searches the prefix cache for the prompt, and then asks
+the connector, which answers "not yet". With thousands of held prompts that takes longer than the step.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+from kv_connector.protocol.admission import AdmissionGate
+from kv_connector.vllm.internals import (
+    AsyncScheduler,
+    Request,
+    RequestQueue,
+    Scheduler,
+    connectors_within,
+)
+from kv_connector.vllm.scheduler import SchedulerSide
+
+
+def _arrival(request: Request) -> float:
+    return float(request.arrival_time)
+
+
+class GatedQueue(RequestQueue):  # type: ignore[misc]  # vLLM is not typed for mypy
+    """vLLM's queue of waiting requests, with the requests that a gate holds kept aside.
+
+    Requests aside are counted, listed and removed like others. A look at the queue sees only requests that
+    no gate holds. A request is put aside when its turn comes, before vLLM looks at it. It returns to its
+    place in vLLM's queue when it is the first that its gate holds and fits, or when it leaves the gate.
+    """
+
+    def __init__(self, queue: Any, deferred: set[Request], sides: Sequence[SchedulerSide]) -> None:
+        """``queue``: vLLM's, of either policy. ``deferred``: vLLM's set of requests that its steps skipped.
+        Requests aside belong to it, for vLLM's statistics."""
+        self._queue = queue
+        self._deferred = deferred
+        self._sides = sides
+        self._gates: list[AdmissionGate] = []
+        self._aside: dict[str, Request] = {}
+        """Requests that a gate holds, by request id."""
+        for side in sides:
+            assert side.prefill.gate is not None
+            assert side.decode.gate is not None
+            self._gates += side.prefill.gate, side.decode.gate
+        for gate in self._gates:
+            gate.on_leave = self._return
+
+    def _held(self, request: Request) -> bool:
+        return any(side.held(request) for side in self._sides)
+
+    def _return(self, request_id: str) -> None:
+        """Puts a request that was aside into vLLM's queue."""
+        request = self._aside.pop(request_id, None)
+        if request is None:
+            return
+        if isinstance(self._queue, deque):
+            bisect.insort(self._queue, request, key=_arrival)
+        else:
+            self._queue.add_request(request)
+
+    def _advance(self) -> None:
+        """Brings a request that no gate holds to the front of vLLM's queue, if there is one."""
+        while self._queue and self._held(self._queue.peek_request()):
+            request = self._queue.pop_request()
+            self._aside[request.request_id] = request
+            self._deferred.add(request)
+        for gate in self._gates:
+            first = self._aside.get(gate.first() or "")
+            # Of each gate one request at most: whether the next may go is known once this one has its blocks.
+            if first is not None and not self._held(first):
+                self._return(first.request_id)
+
+    def __bool__(self) -> bool:
+        """Whether there is a request that no gate holds."""
+        self._advance()
+        return bool(self._queue)
+
+    def peek_request(self) -> Request:
+        self._advance()
+        return self._queue.peek_request()
+
+    def pop_request(self) -> Request:
+        """Takes the request that peek_request() returned. It may be behind its gate by now."""
+        return self._queue.pop_request()
+
+    def add_request(self, request: Request) -> None:
+        self._queue.add_request(request)
+
+    def prepend_request(self, request: Request) -> None:
+        self._queue.prepend_request(request)
+
+    def prepend_requests(self, requests: Iterable[Request]) -> None:
+        self._queue.prepend_requests(requests)
+
+    def remove_request(self, request: Request) -> None:
+        if self._aside.pop(request.request_id, None) is None:
+            self._queue.remove_request(request)
+
+    def remove_requests(self, requests: Iterable[Request]) -> None:
+        self._queue.remove_requests(
+            [request for request in requests if self._aside.pop(request.request_id, None) is None]
+        )
+
+    def __len__(self) -> int:
+        return len(self._queue) + len(self._aside)
+
+    def __iter__(self) -> Iterator[Request]:
+        return chain(self._queue, self._aside.values())
+
+
+class GatedScheduler(Scheduler):  # type: ignore[misc]
+    """vLLM's scheduler with a GatedQueue, where gates hold requests (not on an engine that is D only)."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        connectors = connectors_within(self.connector)
+        found = (getattr(connector, "scheduler", None) for connector in connectors)
+        self.sides = [side for side in found if isinstance(side, SchedulerSide)]
+        """This engine's own connectors, of those that vLLM has been given."""
+        if self.vllm_config.kv_transfer_config.is_kv_producer:
+            self.waiting: Any = GatedQueue(self.waiting, self.deferred_waiting, self.sides)
+
+
+class GatedAsyncScheduler(GatedScheduler, AsyncScheduler):  # type: ignore[misc]
+    """GatedScheduler for async scheduling: a step is scheduled before the output of the last is known."""
