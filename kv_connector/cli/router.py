@@ -119,6 +119,14 @@ def router(
             "chunk would keep its streams waiting for longer.",
         ),
     ] = None,
+    require_prefill: Annotated[
+        bool,
+        typer.Option(
+            "--require-prefill",
+            help="Answer 503 while no prefill engine takes requests. Default: decode engines then compute "
+            "the prompts.",
+        ),
+    ] = False,
     rebalance: Annotated[
         bool,
         typer.Option(
@@ -200,6 +208,7 @@ def router(
             dispatch="serial" if serial else "concurrent",
             registration=registration,
             key=key,
+            require_prefill=require_prefill,
             objectives=objectives(ttft_ms, tbt_ms),
             rebalance=rebalance,
             status_details=status_details,

@@ -258,7 +258,7 @@ def engine_states(router: str) -> dict[str, str]:
             sides = json.load(response)
     except urllib.error.HTTPError as error:  # 503: a side has none that is ready
         sides = json.load(error)
-    return {url: state for side in sides.values() for url, state in side.items()}
+    return {url: state for side in ("prefill", "decode") for url, state in sides[side].items()}
 
 
 def _environment(settings: EngineSettings) -> dict[str, str]:

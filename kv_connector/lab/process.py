@@ -135,10 +135,10 @@ def wait_healthy(urls: Mapping[Process, str], *, deadline: float) -> None:
 
 
 def answers(url: str) -> bool:
-    """Whether `url` answers 200 in time."""
+    """Whether `url` answers 200 in time. A router without prefill engines is `degraded`: it is not ready."""
     try:
         with urllib.request.urlopen(url, timeout=ANSWER_SECONDS) as response:
-            return bool(response.status == 200)
+            return response.status == 200 and b'"status":"degraded"' not in response.read()
     except (urllib.error.URLError, OSError):
         return False
 

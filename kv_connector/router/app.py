@@ -152,10 +152,13 @@ def create_app(settings: Settings) -> Starlette:
         return JSONResponse({"live": True})
 
     async def health(_: Request) -> Response:
-        states = dispatcher.members.states()
-        usable = all(State.READY in engines.values() for engines in states.values())
+        members = dispatcher.members
+        states = members.states()
+        lacking = {side for side, engines in states.items() if State.READY not in engines.values()}
+        unready = not lacking.isdisjoint(members.needed)
         found = {side.value: {url: s.value for url, s in engines.items()} for side, engines in states.items()}
-        return JSONResponse(found, status_code=200 if usable else 503)
+        status = "unready" if unready else "degraded" if lacking else "ready"
+        return JSONResponse({"status": status, **found}, status_code=503 if unready else 200)
 
     async def load(_: Request) -> Response:
         return JSONResponse({"server_load": metrics.requests_in_flight()})

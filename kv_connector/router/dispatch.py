@@ -78,11 +78,13 @@ class Dispatcher:
             incidents,
             suspect=settings.suspect,
             dead=settings.dead,
+            needed=tuple(Side) if settings.require_prefill else (Side.DECODE,),
         )
         self.calls = Calls(client, self.members, metrics, incidents, spans)
         self._policy: Policy = FewestOutstanding(self._pools)
         if settings.objectives is not None:
             self._policy = Goodput(settings.objectives, self._pools)
+        self._joined_by = time.monotonic() + settings.patience
         self._disowning: set[asyncio.Task[None]] = set()
         self.moves = Moves(self._pools, self.members, self.calls, metrics, self._pair)
 
@@ -151,7 +153,9 @@ class Dispatcher:
         """What the attempt after that one, which failed, is to avoid; raises its error where it was the last,
         or there is nobody else."""
         avoid = {*avoided, *error.blamed.values()}
-        if attempt >= ATTEMPTS or not any(self._pools[side].usable(avoid) for side in error.blamed):
+        others = any(self._pools[side].usable(avoid) for side in error.blamed)
+        alone = [*error.blamed] == [Side.PREFILL] and self._no_prefill()
+        if attempt >= ATTEMPTS or not (others or alone):
             raise error
         self._metrics.retries.inc()
         return avoid
@@ -169,7 +173,7 @@ class Dispatcher:
         if reason is not None:
             decode = await self._decoder(stack, avoid)
             return await self._local(completion, call, reason, decode, stack)
-        placement = await self._where(lambda: self._policy.place(completion, call.path, avoid))
+        placement = await self._place(completion, call, avoid)
         self._metrics.placed(local=placement.prefill is None, reason=placement.reason, late=placement.late)
         if placement.prompt is not None:
             asyncio.get_running_loop().call_later(_SENT_S, self._policy.sent, placement)
@@ -182,6 +186,32 @@ class Dispatcher:
         if self._settings.dispatch == "serial" or unknown_rank:
             return await self._serial(completion, call, placement, stack, avoid)
         return await self._concurrent(completion, call, placement, stack, avoid, number)
+
+    async def _place(self, completion: Completion, call: Call, avoid: Collection[Endpoint]) -> Placement:
+        if not self._settings.require_prefill:
+            # After its start, a router does not know yet which prefill engines exist.
+            await self._pools[Side.PREFILL].wait_usable(max(0.0, self._joined_by - time.monotonic()))
+
+        def place() -> Placement:
+            if self._no_prefill():
+                return Placement(None, self._pools[Side.DECODE].fewest(avoid), "no_prefill")
+            return self._policy.place(completion, call.path, avoid)
+
+        placement = await self._where(place)
+        if placement.reason == "no_prefill":
+            self._note_lack(Side.PREFILL)
+        return placement
+
+    def _no_prefill(self) -> bool:
+        """Whether decode engines compute the prompts because no prefill engine can."""
+        return not self._settings.require_prefill and self._pools[Side.PREFILL].failing()
+
+    def _note_lack(self, side: Side) -> str:
+        """Notes for the status page that no engine of this side takes requests. Returns their states."""
+        states = self.members.states()[side]
+        known = ", ".join(f"{name} is {state.value}" for name, state in states.items()) or "none is known"
+        self._incidents.note("", f"no {side.value} engine takes requests", known)
+        return known
 
     async def _decoder(self, stack: AsyncExitStack | ExitStack, avoid: Collection[Endpoint] = ()) -> Lease:
         """Any decode engine."""
@@ -208,9 +238,7 @@ class Dispatcher:
                     await none.pool.wait_usable(left)
                     continue
                 side = next(side for side, pool in self._pools.items() if pool is none.pool)
-            states = self.members.states()[side]
-            known = ", ".join(f"{name} is {state.value}" for name, state in states.items()) or "none is known"
-            self._incidents.note("", f"no {side.value} engine takes requests", known)
+            known = self._note_lack(side)
             raise failure(503, "api_error", f"no {side.value} engine takes requests: {known}")
 
     async def _local(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kv_connector.control.membership import Activity, Leave, Register
@@ -64,9 +64,6 @@ class State(enum.Enum):
 
 # FAILING is better than a refusal where no other engine is there.
 TAKES_REQUESTS = (State.READY, State.FAILING)
-
-# Sides without which no request is served.
-_NEEDED = (Side.DECODE,)
 
 _TROUBLES = {
     State.SILENT: "is silent",
@@ -149,10 +146,13 @@ class Members:
         *,
         suspect: float,
         dead: float,
+        needed: Collection[Side] = (Side.DECODE,),
     ) -> None:
         """``listed``: a URL that one side has several times is that of as many ranks, in their order.
+        ``needed``: the sides without which no request is served.
         ``suspect``, ``dead``: seconds of silence after which a registered engine is not used, is lost.
         """
+        self.needed = needed
         self._pools = pools
         self._incidents = incidents
         self._suspect = suspect
@@ -325,7 +325,8 @@ class Members:
             return None
         endpoints = {engine.endpoint for engine in served}
         sides = {side for engine in served for side in engine.sides}
-        return next((one for one in _NEEDED if one in sides and not self._pools[one].usable(endpoints)), None)
+        lacking = (one for one in self.needed if one in sides and not self._pools[one].usable(endpoints))
+        return next(lacking, None)
 
     # --- What the router finds out itself
 

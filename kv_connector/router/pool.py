@@ -131,6 +131,10 @@ class Pool:
         """Whether an engine other than those takes requests."""
         return any(member.usable and member.endpoint not in avoid for member in self._members.values())
 
+    def failing(self) -> bool:
+        """Whether no engine takes requests, or only engines whose requests fail."""
+        return not any(member.usable and not member.failing for member in self._members.values())
+
     def has(self, endpoint: Endpoint) -> bool:
         """Whether there is such an engine, which may take no requests."""
         return endpoint in self._members

@@ -50,6 +50,8 @@ class Settings:
     """Seconds that a request waits for an engine to join (a router that comes back knows all after one), and
     that P may take for its own answer once D has given the whole one."""
 
+    require_prefill: bool = False
+    """Requests get 503 while no prefill engine takes any. Else decode engines then compute the prompts."""
     objectives: Objectives | None = None
     """By which requests are placed; None: every prompt is computed by a prefill engine."""
     rebalance: bool = False

@@ -305,6 +305,26 @@ def test_rules_and_board_are_those_of_the_project(chart: Any) -> None:
     assert board["metadata"]["labels"]["grafana_dashboard"] == "1"
 
 
+@pytest.mark.parametrize(("surge", "expected"), [(None, (0, 1)), (0, (0, 1)), (1, (1, 0))])
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_an_upgrade_ends_a_prefill_engine_first_unless_it_may_surge(
+    chart: Any, surge: int | None, expected: tuple[int, int], hosts: int
+) -> None:
+    changes = [("engine.hosts", hosts)] + ([] if surge is None else [("prefill.surge", surge)])
+    objects = render(chart, with_values(*changes))
+    rollouts = {}
+    for (kind, name), found in objects.items():
+        if kind in ("Deployment", "LeaderWorkerSet"):
+            spec = found["spec"]
+            update = (
+                spec["strategy"]["rollingUpdate"]
+                if hosts == 1
+                else spec["rolloutStrategy"]["rollingUpdateConfiguration"]
+            )
+            rollouts[name.rpartition("-")[2]] = update["maxSurge"], update["maxUnavailable"]
+    assert rollouts == {"prefill": expected, "decode": (1, 0)}
+
+
 def test_a_router_pod_has_time_for_its_streams(chart: Any) -> None:
     objects = render(chart, with_values(("router.drainSeconds", 300)))
     pod = objects["StatefulSet", "router"]["spec"]["template"]["spec"]

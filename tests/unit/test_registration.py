@@ -172,6 +172,7 @@ async def test_the_first_request_waits_for_the_engines_to_join(cluster: Cluster)
     params = d.engine.bodies[0]["kv_transfer_params"]
     assert (params["remote_host"], params["remote_port"]) == ("127.0.0.1", 5600)
     assert (await client.get("/health")).json() == {
+        "status": "ready",
         "prefill": {p.engine.url: "ready"},
         "decode": {d.engine.url: "ready"},
     }
@@ -197,11 +198,60 @@ async def test_a_fault_of_its_own_does_not_end_the_routers_ear_for_engines(
     assert [record.exc_text for record in caplog.records if "goes on after an error" in record.message]
 
 
-async def test_without_engines_a_request_is_told_so(cluster: Cluster) -> None:
-    client = await cluster.router(patience=0.05)
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_without_engines_a_request_is_told_so(cluster: Cluster, side: str) -> None:
+    client = await cluster.router(patience=0.05, require_prefill=side == "prefill")
     answer = await ask(client)
-    assert answer.status_code == 503
-    assert "no prefill engine takes requests: none is known" in answer.json()["error"]["message"]
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert f"no {side} engine takes requests: none is known" in answer.json()["error"]["message"]
+    health = await client.get("/health")
+    assert (health.status_code, health.json()["status"]) == (503, "unready")
+
+
+# --- Without a prefill engine
+
+
+@pytest.mark.parametrize("policy", [{}, {"objectives": Objectives(1.0, 1.0)}])
+async def test_without_a_prefill_engine_decode_engines_compute_the_prompts(
+    cluster: Cluster, policy: dict[str, Any]
+) -> None:
+    client = await cluster.router(patience=0.05, **policy)
+    d = await cluster.engine(Role.DECODE)
+    await until_health(client, lambda state: state["decode"] == {d.engine.url: "ready"})
+    assert (await ask(client)).status_code == 200
+    assert "kv_transfer_params" not in d.engine.bodies[0]
+    health = await client.get("/health")
+    assert (health.status_code, health.json()["status"]) == (200, "degraded")
+    assert (
+        await metric(client, 'kv_connector_router_placements_total{prompt="decode",reason="no_prefill"}') == 1
+    )
+    assert await metric(client, 'kv_connector_router_local_prefills_total{reason="no_prefill"}') == 1
+    (failure,) = (await client.get("/status.json")).json()["failures"]
+    assert failure["what"] == "no prefill engine takes requests"
+    p = await cluster.engine(Role.PREFILL)
+    await until_health(client, lambda state: state["status"] == "ready")
+    assert (await ask(client)).status_code == 200
+    assert len(p.engine.bodies) == 1
+
+
+async def test_a_router_that_has_just_started_waits_for_prefill_engines(cluster: Cluster) -> None:
+    client = await cluster.router(patience=PATIENCE)
+    d = await cluster.engine(Role.DECODE)
+    await until_health(client, lambda state: state["decode"] == {d.engine.url: "ready"})
+    asking = asyncio.create_task(ask(client))
+    await until_metric(client, "kv_connector_router_in_flight", 1)
+    p = await cluster.engine(Role.PREFILL)
+    assert (await asking).status_code == 200
+    assert len(p.engine.bodies) == 1
+
+
+async def test_where_prefill_is_required_a_router_without_is_unready(cluster: Cluster) -> None:
+    client = await cluster.router(patience=0.05, require_prefill=True)
+    d = await cluster.engine(Role.DECODE)
+    await until_health(client, lambda state: state["decode"] == {d.engine.url: "ready"})
+    assert (await ask(client)).status_code == 503
+    health = await client.get("/health")
+    assert (health.status_code, health.json()["status"]) == (503, "unready")
 
 
 async def test_an_engine_whose_api_server_is_not_up_is_not_used(cluster: Cluster) -> None:

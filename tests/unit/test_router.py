@@ -502,6 +502,7 @@ async def test_an_engine_that_is_down_is_named(side: str, dispatch: str) -> None
                 prefill=(Endpoint.parse(urls["prefill"]),),
                 decode=(Endpoint.parse(urls["decode"]),),
                 dispatch=dispatch,  # type: ignore[arg-type]
+                require_prefill=True,
             )
             async with (
                 serve(create_app(settings)) as url,
@@ -513,6 +514,44 @@ async def test_an_engine_that_is_down_is_named(side: str, dispatch: str) -> None
                 health = await client.get("/health")
                 assert health.status_code == 503
                 assert health.json()[side] == {down: "unreachable"}
+
+
+@pytest.mark.usefixtures("unwatched")
+@pytest.mark.parametrize("dispatch", ["concurrent", "serial"])
+async def test_a_request_whose_only_prefill_engine_is_down_is_served_by_d_alone(dispatch: str) -> None:
+    async def load(request: Request, body: dict[str, Any]) -> Response:
+        if "kv_transfer_params" in body:
+            return await d.until_gone(request)
+        return await answer_ok(request, body)
+
+    with nobody() as down:
+        async with serve_engine(load) as d:
+            settings = Settings(
+                (Endpoint.parse(down),),
+                (Endpoint.parse(d.url),),
+                dispatch=dispatch,  # type: ignore[arg-type]
+            )
+            async with (
+                serve(create_app(settings)) as url,
+                httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client,
+            ):
+                for _ in range(2):
+                    answer = await client.post("/v1/completions", json={"prompt": "x"})
+                    assert answer.status_code == 200
+                assert (await client.get("/health")).json()["status"] == "degraded"
+                assert await metric(client, "kv_connector_router_retries_total") == 1
+                name = 'kv_connector_router_local_prefills_total{reason="no_prefill"}'
+                assert await metric(client, name) == 2
+
+
+async def test_a_prefill_engine_whose_requests_fail_gets_trials_and_d_serves_alone() -> None:
+    async with cluster(refuse(500, "broken"), answer_ok, dispatch="serial") as (p, d, client):
+        statuses = [
+            (await client.post("/v1/completions", json={"prompt": "x"})).status_code for _ in range(6)
+        ]
+    assert statuses == [500] * 2 + [200] * 4, "the third failure opens the breaker, and is tried again"
+    assert len(p.bodies) == 3
+    assert len(d.bodies) == 4
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,8 @@ async def test_a_ping_is_answered_as_health_is(method: str) -> None:
     async with cluster(answer_ok, answer_ok) as (p, d, client):
         answer = await client.request(method, "/ping")
         assert answer.status_code == 200
-        assert answer.json() == {"prefill": {p.url: "ready"}, "decode": {d.url: "ready"}}
+        found = {"status": "ready", "prefill": {p.url: "ready"}, "decode": {d.url: "ready"}}
+        assert answer.json() == found
 
 
 async def test_the_load_is_the_requests_under_way_here() -> None:

@@ -90,7 +90,8 @@ async def all_ranks_ready(client: Client, router: str) -> str:
         health = json.loads(await client.get(f"{router}/health"))
     except Refused as error:
         return str(error)
-    ready = [state for side in health.values() for state in side.values() if state == "ready"]
+    states = [*health["prefill"].values(), *health["decode"].values()]
+    ready = [state for state in states if state == "ready"]
     return "" if len(ready) == 2 * RANKS else f"all ranks are ready: {health}"
 
 
