@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from pathlib import Path
 
 import pytest
-from weight_engines import Engine, drawn
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+from weight_engines import Engine, Gate, drawn
 
+from kv_connector.cli.main import app
 from kv_connector.protocol.timers import Timeouts
 from kv_connector.weights.pusher import PushError, WeightPusher
 from kv_connector.weights.sources import TensorSource
@@ -90,4 +94,37 @@ def test_push_waits_for_an_engine_as_long_as_it_is_to(monkeypatch: pytest.Monkey
         assert engine.served == ["v2", "v2"]
     finally:
         pause.go_on.set()
+        engine.close()
+
+
+@pytest.mark.parametrize("command", ["push", "bench"])
+def test_timeout_bounds_writes_too(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gate opens when the command gives up, or never."""
+    gate, engine = Gate(), Engine(2)
+    save_file(dict(drawn(1)), tmp_path / "model.safetensors")
+    monkeypatch.setattr("kv_connector.weights.pusher.WeightPusher", gate.pusher)
+    try:
+        asked = ["weights", command, str(tmp_path), "--engine", str(engine.address), "--timeout", "2"]
+        done = CliRunner().invoke(app, asked)
+        assert done.exit_code == 1, done.output
+        assert "not done within 2 s (--timeout)" in done.output
+        assert gate.begun.is_set()
+        assert engine.served == ["", ""]
+    finally:
+        gate.go.set()
+        engine.close()
+
+
+def test_timeout_bounds_connecting_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An engine that looks at the checkpoint for a long time."""
+    go_on = threading.Event()
+    engine = Engine(1, load=lambda *given: go_on.wait(NEVER_S))  # type: ignore[arg-type, return-value]
+    save_file(dict(drawn(1)), tmp_path / "model.safetensors")
+    try:
+        asked = ["weights", "push", str(tmp_path), "--engine", str(engine.address), "--timeout", "1"]
+        done = CliRunner().invoke(app, asked)
+        assert done.exit_code == 2, done.output
+        assert "not done within 1 s (--timeout)" in done.output
+    finally:
+        go_on.set()
         engine.close()
