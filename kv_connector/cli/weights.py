@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -72,7 +73,9 @@ def push(
     provider: Providers = None,
     data_host: DataHost = "127.0.0.1",
     partial: Partial = None,
-    timeout: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="For all of it.")] = 600.0,
+    timeout: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="Total time limit, in seconds.")
+    ] = 600.0,
 ) -> None:
     """Writes a checkpoint beside what the engines serve, and has them take it in one short pause.
 
@@ -80,7 +83,7 @@ def push(
     engine goes on with what it had. Status 1: some engine does not serve it; the others do.
     """
     version = version or checkpoint.resolve().name
-    with _pusher(checkpoint, engine, key_file, provider, data_host, partial) as pusher:
+    with _pusher(checkpoint, engine, key_file, provider, data_host, partial, timeout) as pusher:
         from kv_connector.weights.pusher import PushError
 
         nbytes = sum(part.nbytes for part in pusher.parts())
@@ -152,10 +155,11 @@ def bench(
 
 def _round(pusher: WeightPusher, version: str, timeout: float) -> Round:
     began = time.monotonic()
-    update = pusher.push(version)
-    update.wait("landed", max(timeout - (time.monotonic() - began), 0))
-    landed = time.monotonic() - began
-    update.wait("applied", max(timeout - landed, 0))
+    with _within(timeout, pusher):
+        update = pusher.push(version)
+        update.wait("landed", max(timeout - (time.monotonic() - began), 0))
+        landed = time.monotonic() - began
+        update.wait("applied", max(timeout - landed, 0))
     return Round(landed, time.monotonic() - began, dict(update.pause_seconds))
 
 
@@ -325,6 +329,17 @@ def _source(checkpoint: Path) -> CheckpointSource:
 
 
 @contextmanager
+def _within(timeout: float, pusher: WeightPusher) -> Iterator[None]:
+    """Cancels the pusher when the time is over: to write has no limit, nor has to connect to many engines."""
+    timer = threading.Timer(timeout, pusher.cancel, [f"not done within {timeout:g} s (--timeout)"])
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextmanager
 def _pusher(
     checkpoint: Path,
     engines: Sequence[Address],
@@ -332,8 +347,9 @@ def _pusher(
     providers: list[str] | None,
     data_host: str,
     partial: list[str] | None,
+    timeout: float | None = None,
 ) -> Iterator[WeightPusher]:
-    """Connected. What it cannot do is said, with status 2."""
+    """Connected. What it cannot do is said, with status 2. ``timeout``: until it is cancelled."""
     source = _source(checkpoint)
     from kv_connector.weights.pusher import PushError, WeightPusher
 
@@ -347,10 +363,11 @@ def _pusher(
             data_host=data_host,
             name=f"weights-push-{uuid.uuid4().hex[:6]}",
             partial=partial or (),
+            begin_timeout=timeout,
         )
     except (TransferError, ValueError) as error:
         raise typer.BadParameter(str(error)) from None
-    with pusher:
+    with pusher, nullcontext() if timeout is None else _within(timeout, pusher):
         try:
             pusher.connect()
         except (PushError, ValueError) as error:

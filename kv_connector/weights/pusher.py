@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
@@ -99,6 +100,15 @@ class _Worker:
         return (send for sends in self.rounds for send in sends)
 
 
+@dataclass
+class _Awaited:
+    """Of a worker that is being written to."""
+
+    rounds: int  # that it has not begun
+    due: float
+    late: str  # said of it when that time has come
+
+
 _News = tuple[_Worker, Link | None, Begun | None]
 """Over that link a worker has begun a round, or is lost (None)."""
 
@@ -179,6 +189,7 @@ class WeightPusher:
         apply: Callable[[str], None] | None = None,
         key: ClusterKey | None = None,
         partial: Sequence[str] = (),
+        begin_timeout: float | None = None,
         seeds: bool = False,
     ) -> None:
         """``engines``: the controllers' addresses, ``host:port``. ``providers``: lanes in order of
@@ -187,8 +198,10 @@ class WeightPusher:
         must not wait, when all engines that are left may be paused for it; default: each one's controller is
         told. ``key``: what is in ``key_file``, where it has been read. ``partial``: names, or patterns as of
         a shell, of tensors that engines may load in part or not at all, and of engines' parameters that may
-        keep what they have. ``seeds``: this is an engine, beside which a trainer may come; the joiner keeps
-        what it was not sent, as this engine did.
+        keep what they have. ``begin_timeout``: seconds that push() waits until an engine begins a version,
+        which takes it as long as its pause for the one before and the latest rank; a slower engine takes the
+        next version; default: ``timeouts.orphan``. ``seeds``: this is an engine, beside which a trainer may
+        come; the joiner keeps what it was not sent, as this engine did.
 
         KeyFileError; ValueError where an address is none, or given twice; TransferError where a lane does not
         open.
@@ -196,6 +209,7 @@ class WeightPusher:
         key = key or find_key(key_file)
         self._source = source
         self._timeouts = timeouts or Timeouts()
+        self._begin_timeout = self._timeouts.orphan if begin_timeout is None else begin_timeout
         self._run, self._content, self._pushes = "", "", 0
         self._partial = partial
         self._seeds = seeds
@@ -432,7 +446,8 @@ class WeightPusher:
     def push(self, version: str) -> Update:
         """Writes this rank's part of all engines' weights, and returns once the sources may change again.
 
-        Blocks until then; what follows is the Update's. A version that is not applied when all ranks push the
+        Blocks until then, for an engine that does not begin the version for ``begin_timeout`` at most; what
+        follows is the Update's. A version that is not applied when all ranks push the
         next is not applied any more. Raises PushError where connect() was not called, SourceError where the
         source has other tensors than then. An engine that fails fails in its Update alone.
 
@@ -461,8 +476,12 @@ class WeightPusher:
                     continue
                 sends = worker.rounds[begun.round]
                 self._writer.write(Target(worker.peer, worker.region, worker.offsets, begun.immediate, sends))
-                awaited[worker] -= 1
-                if not awaited[worker]:
+                left = awaited[worker].rounds - 1
+                if left:
+                    limit = self._timeouts.orphan
+                    late = f"no further round begun within {limit:g} s"
+                    awaited[worker] = _Awaited(left, time.monotonic() + limit, late)
+                else:
                     del awaited[worker]
             self._end_failed()
         self._writer.finish()
@@ -479,9 +498,11 @@ class WeightPusher:
         """
         self._writer.release()
 
-    def _begin(self, version: str, update: Update) -> dict[_Worker, int]:
-        """Those that will say BEGUN, and how many times each."""
-        asked: dict[_Worker, int] = {}
+    def _begin(self, version: str, update: Update) -> dict[_Worker, _Awaited]:
+        """Those that will say BEGUN, once a round."""
+        limit = self._begin_timeout
+        late = f"not begun within {limit:g} s (begin_timeout): it takes the next version"
+        asked: dict[_Worker, _Awaited] = {}
         for engine in self._engines:
             if not any(map(self._writes_to, engine.workers)):
                 # There is no link over which this rank would hear of it.
@@ -496,7 +517,7 @@ class WeightPusher:
                         if worker.link is None or worker.link.over:
                             self._join(worker)
                         assert worker.link is not None
-                        asked[worker] = len(worker.rounds)
+                        asked[worker] = _Awaited(len(worker.rounds), time.monotonic() + limit, late)
                         self._links.tell(worker.link, self._begins(worker, version))
             except (LinkError, PushError) as error:
                 update.failed(str(engine.address), str(error))
@@ -505,19 +526,32 @@ class WeightPusher:
                         self._end(worker, str(error))
         return asked
 
-    def _wait_for(self, awaited: dict[_Worker, int]) -> list[_News]:
-        """Blocks until somebody has begun a round, or is lost; all who have."""
+    def _wait_for(self, awaited: Mapping[_Worker, _Awaited]) -> list[_News]:
+        """Blocks until somebody has begun a round, or is lost; all who have. An engine with a late worker is
+        lost, and no other one."""
+        left = min(one.due for one in awaited.values()) - time.monotonic()
         try:
-            heard = [self._begun.get(timeout=self._timeouts.orphan)]
+            heard = [self._begun.get(timeout=min(max(left, 0), threading.TIMEOUT_MAX))]
         except queue.Empty:
-            for worker in awaited:
-                self._end(worker, f"not begun within {self._timeouts.orphan:g} s")
-            return [(worker, worker.link, None) for worker in awaited]
+            return self._end_late(awaited)
         while not self._begun.empty():
             heard.append(self._begun.get())
         # Not all ranks at the same receiver at once.
         first = self._source.rank % len(heard)
         return [*heard[first:], *heard[:first]]
+
+    def _end_late(self, awaited: Mapping[_Worker, _Awaited]) -> list[_News]:
+        now = time.monotonic()
+        lost: list[_News] = []
+        for engine in self._engines:
+            waits = [worker for worker in engine.workers if worker in awaited]
+            late = next((awaited[worker].late for worker in waits if awaited[worker].due <= now), None)
+            if late is not None:
+                for worker in engine.workers:
+                    self._end(worker, late)
+                # Also of links that were over before, of which there is no news.
+                lost += [(worker, worker.link, None) for worker in waits]
+        return lost
 
     def _end_failed(self) -> None:
         for worker in self._workers():

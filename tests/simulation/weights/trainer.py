@@ -345,12 +345,17 @@ class Rank(Actor):
         self._begun.clear()
         awaited = yield from self._begin(version, update)
         transfers: dict[int, _Worker] = {}
+        orphan = self.world.times.orphan
+        due = dict.fromkeys(awaited, self.clock.now() + orphan)
         while awaited:
-            yield from self._until(lambda: bool(self._begun), self.world.times.orphan)
+            first = min(due[worker] for worker in awaited)
+            yield from self._until(lambda: bool(self._begun), max(first - self.clock.now(), 0))
             if not self._begun:
-                for worker in awaited:
-                    self._over(worker, "not begun in time")
-                awaited = {}
+                late = {worker for worker in awaited if due[worker] <= self.clock.now()}
+                for engine in self._engines:
+                    for worker in engine.workers if late & set(engine.workers) else ():
+                        self._over(worker, "not begun in time")
+                        awaited.pop(worker, None)
             while self._begun:
                 worker, begun = self._begun.popleft()
                 if begun is None:
@@ -365,6 +370,7 @@ class Rank(Actor):
                     self.world.books.ended["given up"] += 1
                     raise _Ended
                 awaited[worker] -= 1
+                due[worker] = self.clock.now() + orphan
                 if not awaited[worker]:
                     del awaited[worker]
         if gives_up:

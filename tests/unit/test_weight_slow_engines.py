@@ -1,0 +1,130 @@
+"""A slow engine costs itself a version, and neither the trainer nor other engines any time."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+from weight_engines import Engine, Gate, drawn
+
+from kv_connector.cli.main import app
+from kv_connector.protocol.timers import Timeouts
+from kv_connector.weights.pusher import PushError, WeightPusher
+from kv_connector.weights.sources import TensorSource
+
+PATIENCE_S = 30
+NEVER_S = 10 * PATIENCE_S
+
+
+class SlowPause:
+    """Of an engine, as a prefill engine's, which waits for its prompts to be fetched: until ``go_on``."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pausing, self.go_on = threading.Event(), threading.Event()
+        pause = engine.model.pause
+
+        async def slowly() -> None:
+            self.pausing.set()
+            await asyncio.to_thread(self.go_on.wait, NEVER_S)
+            await pause()
+
+        monkeypatch.setattr(engine.model, "pause", slowly)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_push_leaves_an_engine_out_that_does_not_begin(
+    streaming: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick, slow = engines = [Engine(2, streaming=streaming) for _ in range(2)]
+    pause = SlowPause(slow, monkeypatch)
+    addresses = [str(engine.address) for engine in engines]
+    try:
+        with WeightPusher(
+            TensorSource(drawn(1)), addresses, timeouts=Timeouts(orphan=NEVER_S), begin_timeout=0.5
+        ) as pusher:
+            pusher.connect()
+            for version in ("v1", "v2", "v3"):
+                update = pusher.push(version)
+                update._done["applied"][addresses[0]].result(PATIENCE_S)
+                assert quick.served == [version, version]
+                if version == "v1" and not streaming:
+                    continue  # it has landed at both; the slow one's pause for it waits
+                with pytest.raises(PushError, match=r"not begun within 0\.5 s") as failed:
+                    update.wait("applied", PATIENCE_S)
+                assert addresses[0] not in str(failed.value)
+            assert pause.pausing.wait(PATIENCE_S)
+            pause.go_on.set()
+            pusher._begin_timeout = PATIENCE_S
+            pusher.push("v4").wait("applied", PATIENCE_S)
+            assert quick.model.serves(1)
+            assert slow.model.serves(1)
+            assert slow.served == ["v4", "v4"]
+    finally:
+        pause.go_on.set()
+        for engine in engines:
+            engine.close()
+
+
+def test_push_waits_for_an_engine_as_long_as_it_is_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a trainer one rank of which writes a checkpoint: longer than KV may be reserved."""
+    engine = Engine(2)
+    pause = SlowPause(engine, monkeypatch)
+    orphan = 0.05
+    try:
+        with WeightPusher(
+            TensorSource(drawn(1)),
+            [str(engine.address)],
+            timeouts=Timeouts(orphan=orphan),
+            begin_timeout=NEVER_S,
+        ) as pusher:
+            pusher.connect()
+            pusher.push("v1")
+            wait_for = pusher._wait_for
+
+            def late(awaited):  # type: ignore[no-untyped-def]
+                threading.Timer(4 * orphan, pause.go_on.set).start()
+                return wait_for(awaited)
+
+            monkeypatch.setattr(pusher, "_wait_for", late)
+            pusher.push("v2").wait("applied", PATIENCE_S)
+        assert engine.served == ["v2", "v2"]
+    finally:
+        pause.go_on.set()
+        engine.close()
+
+
+@pytest.mark.parametrize("command", ["push", "bench"])
+def test_timeout_bounds_writes_too(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gate opens when the command gives up, or never."""
+    gate, engine = Gate(), Engine(2)
+    save_file(dict(drawn(1)), tmp_path / "model.safetensors")
+    monkeypatch.setattr("kv_connector.weights.pusher.WeightPusher", gate.pusher)
+    try:
+        asked = ["weights", command, str(tmp_path), "--engine", str(engine.address), "--timeout", "2"]
+        done = CliRunner().invoke(app, asked)
+        assert done.exit_code == 1, done.output
+        assert "not done within 2 s (--timeout)" in done.output
+        assert gate.begun.is_set()
+        assert engine.served == ["", ""]
+    finally:
+        gate.go.set()
+        engine.close()
+
+
+def test_timeout_bounds_connecting_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An engine that looks at the checkpoint for a long time."""
+    go_on = threading.Event()
+    engine = Engine(1, load=lambda *given: go_on.wait(NEVER_S))  # type: ignore[arg-type, return-value]
+    save_file(dict(drawn(1)), tmp_path / "model.safetensors")
+    try:
+        asked = ["weights", "push", str(tmp_path), "--engine", str(engine.address), "--timeout", "1"]
+        done = CliRunner().invoke(app, asked)
+        assert done.exit_code == 2, done.output
+        assert "not done within 1 s (--timeout)" in done.output
+    finally:
+        go_on.set()
+        engine.close()
