@@ -437,6 +437,21 @@ def test_kv_of_other_weights_is_refused(two: Pair, monkeypatch: pytest.MonkeyPat
     send_suffix(two, 82)
 
 
+def test_a_weight_version_whose_name_returns_is_warned_of(
+    two: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A trainer that starts again counts from 1 again. SGLang has no more of a version than its name."""
+    manager = two.decode.manager
+    for version in ("run-1", "run-2", "run-2", "run-1", "run-3"):
+        monkeypatch.setattr(manager_module, "weight_version", lambda version=version: version)
+        with caplog.at_level("WARNING"):
+            manager.note_weights()
+    warned = [record.getMessage() for record in caplog.records if "used before" in record.getMessage()]
+    assert [message.split(" was used before")[0] for message in warned] == ["write_imm: weight version run-1"]
+    monkeypatch.undo()
+    manager.note_weights()
+
+
 def test_the_same_weight_version_again_costs_no_prompt(two: Pair) -> None:
     """SGLang reports it for each bucket of an update."""
     sender, receiver = two.bootstrapped(83, TARGET)
