@@ -14,7 +14,7 @@ from pool_pair import LAYERS, PAGE_SIZE, PATIENCE, Pair, pages, pair, until
 from kv_connector.agent.agent import Agent
 from kv_connector.protocol.actions import Reached, State
 from kv_connector.protocol.messages import Role
-from kv_connector.sglang import bell
+from kv_connector.sglang import bell, internals
 from kv_connector.sglang import manager as manager_module
 from kv_connector.sglang.internals import (
     KVPoll,
@@ -450,6 +450,21 @@ def test_a_weight_version_whose_name_returns_is_warned_of(
     assert [message.split(" was used before")[0] for message in warned] == ["write_imm: weight version run-1"]
     monkeypatch.undo()
     manager.note_weights()
+
+
+def test_weight_versions_of_long_names_are_told_apart(two: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A control message has room for 128 characters."""
+    serving = SimpleNamespace(weight_version="v" * 200 + "1")
+    monkeypatch.setattr(internals, "get_serving", lambda: serving)
+    one = internals.weight_version()
+    for half in (two.decode, two.prefill):
+        half.manager.note_weights()
+    send_suffix(two, 84)
+    serving.weight_version = "v" * 200 + "2"
+    assert internals.weight_version() != one
+    monkeypatch.undo()
+    for half in (two.decode, two.prefill):
+        half.manager.note_weights()
 
 
 def test_the_same_weight_version_again_costs_no_prompt(two: Pair) -> None:
