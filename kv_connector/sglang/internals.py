@@ -34,6 +34,7 @@ from sglang.srt.runtime_context import (
 from sglang.srt.utils.network import get_local_ip_auto
 
 from kv_connector.protocol.identity import model_identity
+from kv_connector.protocol.version import MAX_NAME, identity
 
 __all__ = [
     "CommonKVBootstrapServer",
@@ -153,8 +154,10 @@ def rank_facts(args: Any) -> RankFacts:
 
 
 def weight_version() -> str:
-    """Name of the weights that this worker computes with: of ``--weight-version``, or of the last update."""
-    return str(get_serving().weight_version)
+    """Name of the weights that this worker computes with: of ``--weight-version``, or of the last update. A
+    name that no control message has room for is cut, and has a tag of the whole name."""
+    version = str(get_serving().weight_version)
+    return version if len(version) <= MAX_NAME else identity(version[:MAX_NAME], version)
 
 
 def check_configuration(args: Any) -> None:

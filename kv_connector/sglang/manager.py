@@ -53,6 +53,9 @@ _HEARTBEAT_S = 2.0
 # Rooms whose uses are counted: 44 minutes of 100 requests a second, in about 30 MB. Older rooms count from 0.
 _ROOMS = 1 << 18
 
+# Names of weight versions that are remembered: of 128 characters at most, about 10 MB.
+_NAMES = 1 << 16
+
 # A turn of the agent's takes a millisecond; a batch, for which a request would wait, tens of them and more.
 _CATCH_UP_S = 0.005
 
@@ -84,6 +87,8 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
         self.agent: Agent = self._running.agent
         self._weights = ""
         """The version that the agent was given last."""
+        self._names: OrderedDict[str, None] = OrderedDict()
+        """Versions that the agent was given, the oldest first."""
         self.note_weights()
         self._alone = rank_facts(args).alone
         if self._alone:
@@ -179,9 +184,19 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
         """SGLang's scheduler computes with its present weight version from its next step on. A prefill engine
         refuses pages to a decode engine of another version."""
         # A prefill engine's agent forgets the computed pages of unfinished prompts with each call.
-        if (version := weight_version()) != self._weights:
-            self._weights = version
-            self.agent.set_weights(version)
+        if (version := weight_version()) == self._weights:
+            return
+        if version in self._names:
+            logger.warning(
+                "write_imm: weight version %s was used before. Engines take KV of its two updates for equal. "
+                "Give each update a new name, such as RUN-STEP.",
+                version,
+            )
+        self._names[version] = None
+        if len(self._names) > _NAMES:
+            self._names.popitem(last=False)
+        self._weights = version
+        self.agent.set_weights(version)
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
         """Whether nothing can land in the room's pages any more: its P has said so, or is fenced."""

@@ -74,7 +74,31 @@ class LoadedModel:
             ),
         }
         found = [reason for reason, holds in reasons.items() if holds]
-        return f"{'; '.join(found)}: start it without" if found else None
+        if found:
+            return f"{'; '.join(found)}: start it without"
+        if (derives := self._derives()) is not None:
+            return f"{derives} computes values from weights, which an update would leave stale"
+        return None
+
+    def _derives(self) -> str | None:
+        """Names the part of the model that keeps values computed from weights outside of vLLM's layers."""
+        # vLLM calls this hook once, behind the last layer's. Its own reload leaves it out, too.
+        if hasattr(self._model, "process_weights_after_loading"):
+            return f"{type(self._model).__name__}.process_weights_after_loading()"
+        for name, module in self._model.named_modules():
+            # The first forward pass keeps both gates of these experts as one matrix (AITER's, on ROCm).
+            if getattr(module, "_fse_fuse_gate", False):
+                return f"{name} ({type(module).__name__}, fused gates)"
+        return None
+
+    def drafter(self) -> str | None:
+        """The speculative method whose draft model keeps its weights at an update; None: no such model."""
+        config = self._vllm_config.speculative_config
+        drafts = getattr(config, "draft_model_config", None)
+        # Without weights of its own a method has the target's configuration, or this one's a copy of it.
+        if drafts is None or drafts is config.target_model_config or config.method == "extract_hidden_states":
+            return None
+        return str(config.method)
 
     def record(self, tensors: Sequence[Tensor]) -> Geometry:
         """What the model's loaders do with a checkpoint of ``tensors``; for one thread at a time, whichever,

@@ -84,6 +84,13 @@ class WriteImmWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         workers = gather_from_workers((address.host, address.port))
         self._receiver.set_workers([Address(*worker) for worker in workers])
         logger.info("%s: listens on %s (%s)", self._name, address, SETTINGS_VARIABLE)
+        if (method := self._model.drafter()) is not None:
+            logger.warning(
+                "%s: updates do not change the draft model (%s), which keeps the weights that it has. Fewer "
+                "of its tokens are accepted with each update",
+                self._name,
+                method,
+            )
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Nothing is left to do."""

@@ -467,6 +467,7 @@ class WeightPusher:
         self._update = update
         self._writer.start()
         awaited = self._begin(named, update)
+        self._writer.deregister_freed()  # meanwhile the workers begin
         while awaited:
             for worker, link, begun in self._wait_for(awaited):
                 if worker not in awaited or link is not worker.link:

@@ -14,7 +14,7 @@ from pool_pair import LAYERS, PAGE_SIZE, PATIENCE, Pair, pages, pair, until
 from kv_connector.agent.agent import Agent
 from kv_connector.protocol.actions import Reached, State
 from kv_connector.protocol.messages import Role
-from kv_connector.sglang import bell
+from kv_connector.sglang import bell, internals
 from kv_connector.sglang import manager as manager_module
 from kv_connector.sglang.internals import (
     KVPoll,
@@ -435,6 +435,36 @@ def test_kv_of_other_weights_is_refused(two: Pair, monkeypatch: pytest.MonkeyPat
     for half in (two.decode, two.prefill):
         half.manager.note_weights()
     send_suffix(two, 82)
+
+
+def test_a_weight_version_whose_name_returns_is_warned_of(
+    two: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A trainer that starts again counts from 1 again. SGLang has no more of a version than its name."""
+    manager = two.decode.manager
+    for version in ("run-1", "run-2", "run-2", "run-1", "run-3"):
+        monkeypatch.setattr(manager_module, "weight_version", lambda version=version: version)
+        with caplog.at_level("WARNING"):
+            manager.note_weights()
+    warned = [record.getMessage() for record in caplog.records if "used before" in record.getMessage()]
+    assert [message.split(" was used before")[0] for message in warned] == ["write_imm: weight version run-1"]
+    monkeypatch.undo()
+    manager.note_weights()
+
+
+def test_weight_versions_of_long_names_are_told_apart(two: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A control message has room for 128 characters."""
+    serving = SimpleNamespace(weight_version="v" * 200 + "1")
+    monkeypatch.setattr(internals, "get_serving", lambda: serving)
+    one = internals.weight_version()
+    for half in (two.decode, two.prefill):
+        half.manager.note_weights()
+    send_suffix(two, 84)
+    serving.weight_version = "v" * 200 + "2"
+    assert internals.weight_version() != one
+    monkeypatch.undo()
+    for half in (two.decode, two.prefill):
+        half.manager.note_weights()
 
 
 def test_the_same_weight_version_again_costs_no_prompt(two: Pair) -> None:
