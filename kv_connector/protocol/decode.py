@@ -15,7 +15,7 @@ that, too, and does without it where it is not to be had any more. Where one leg
 aborted, all are stopped.
 Blocks and the counter are handed back only when nothing can land in them any more: all pages have come, or
 every peer said that nothing is in flight, or is fenced. A failed transfer is reported as failed, an aborted
-one is not.
+one is not. Where P's request was aborted first, the report waits a moment for the abort of D's.
 """
 
 from __future__ import annotations
@@ -69,6 +69,11 @@ DecodeAction = (
     Send | Fence | Ended | Reached | Log | FindEngine | Dial | OpenCounter | CloseCounter | FinishedReceiving
 )
 
+# Seconds that a load waits for the abort of its own request once P's was aborted. A client leaves both: their
+# API servers notice it within milliseconds, and D's workers with D's next step, of 10 to 500 ms. A failure
+# that is reported before may be answered, and logged by vLLM as an internal error.
+ABORT_LAG_S = 1.0
+
 
 class _Phase(enum.Enum):
     STAGED = enum.auto()
@@ -105,6 +110,11 @@ class _Transfer:
     failure: str = ""  # why it is being stopped, unless it was aborted
     failed: PeerId | None = None  # the source that is to blame for it
 
+    @property
+    def stopped(self) -> bool:
+        """Nothing can land any more, of any source."""
+        return self.stopping and all(leg.phase is _Phase.STOPPED for leg in self.legs)
+
     def leg(self, peer: PeerId) -> _Leg | None:
         return next((leg for leg in self.legs if leg.peer == peer), None)
 
@@ -112,7 +122,7 @@ class _Transfer:
     def first(self) -> tuple[PeerId | None, _Phase]:
         """The leg to tell of, of several: what is still under way."""
         legs = [(leg.peer, leg.phase) for leg in self.legs]
-        return next((leg for leg in legs if leg[1] is not _Phase.STOPPED), (None, _Phase.STAGED))
+        return next((leg for leg in legs if leg[1] is not _Phase.STOPPED), (*legs, (None, _Phase.STAGED))[0])
 
 
 @dataclass
@@ -196,6 +206,8 @@ class DecodeMachine:
         if transfer is None or transfer.aborted:
             return []
         transfer.aborted = True
+        if transfer.stopped:  # P's request was aborted before
+            return self._end_stopped(now, transfer)
         if transfer.stopping:
             return []
         if transfer.landed and self._wants_pages(transfer.request):
@@ -406,6 +418,9 @@ class DecodeMachine:
         actions: list[DecodeAction] = []
         while (request_id := self._timers.pop_due(now)) is not None:
             transfer = self._transfers[request_id]
+            if transfer.stopped:
+                actions += self._end_stopped(now, transfer)
+                continue
             if not transfer.stopping:
                 actions += self._give_up(now, transfer, f"not complete within {self._timeouts.transfer:g} s")
                 continue
@@ -421,7 +436,9 @@ class DecodeMachine:
         """D shuts down: every transfer is cancelled, and fails, since its pages have not all come."""
         actions: list[DecodeAction] = []
         for transfer in list(self._transfers.values()):
-            if not transfer.stopping:
+            if transfer.stopped:
+                actions += self._end_stopped(now, transfer)
+            elif not transfer.stopping:
                 actions += self._give_up(now, transfer, "the decode engine is shutting down")
         return actions
 
@@ -563,10 +580,12 @@ class DecodeMachine:
                 leg.phase = _Phase.CANCELLING
                 cancel = Cancel(transfer.request.transfer_id, transfer.attempt, leg.draw.share)
                 actions.append(Send(leg.peer, cancel))
+        if transfer.stopped:
+            if transfer.aborted or transfer.outcome is not Outcome.CANCELLED:
+                return self._end_stopped(now, transfer)
+            self._timers.set(transfer.request.request_id, now + ABORT_LAG_S)
+            return []
         phases = {leg.phase for leg in transfer.legs}
-        if phases <= {_Phase.STOPPED}:
-            outcome = Outcome.CANCELLED if transfer.aborted else transfer.outcome
-            return self._end(now, transfer, outcome, transfer.failure)
         if actions:
             self._timers.set(transfer.request.request_id, now + self._timeouts.cancel)
         elif _Phase.CANCELLING not in phases:  # a fence has its own bound
@@ -577,6 +596,10 @@ class DecodeMachine:
         """Nothing of this source can land any more, and not everything has."""
         leg.phase = _Phase.STOPPED
         return self._stop(now, transfer)
+
+    def _end_stopped(self, now: float, transfer: _Transfer) -> list[DecodeAction]:
+        outcome = Outcome.CANCELLED if transfer.aborted else transfer.outcome
+        return self._end(now, transfer, outcome, transfer.failure)
 
     def _end(self, now: float, transfer: _Transfer, outcome: Outcome, reason: str) -> list[DecodeAction]:
         """The one place in which a transfer is forgotten and reported."""

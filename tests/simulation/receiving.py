@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from kv_connector.agent.effects import Action
 from kv_connector.protocol.actions import Address, State
+from kv_connector.protocol.decode import ABORT_LAG_S
 from kv_connector.protocol.layout import GroupTarget
 from kv_connector.protocol.requests import DecodeRequest
 
@@ -103,6 +104,7 @@ class DecodeSide:
             begun = max(load.reserved_at, load.aborted_at, plan.prefill_at, computed)
             waited = world.clock.now - begun
             limit = world.prompt_s + (world.times.orphan if plan.unknown_to_prefill else 0.0)
+            limit += ABORT_LAG_S if plan.prefill_abort is not None else 0.0
             books.check(waited < limit, "%s had to wait %.1f s for no reason", plan.name, waited)
         books.ended["failed" if failed else "aborted" if load.told else "received"] += 1
         busy = process.engine.awaiting(set(load.blocks))

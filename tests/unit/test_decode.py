@@ -36,7 +36,7 @@ from kv_connector.protocol.actions import (
     Send,
     State,
 )
-from kv_connector.protocol.decode import DecodeAction, DecodeMachine
+from kv_connector.protocol.decode import ABORT_LAG_S, DecodeAction, DecodeMachine
 from kv_connector.protocol.geometry import Place, Units, head_major, token_major
 from kv_connector.protocol.layout import GroupLayout, KvLayout, LayerLayout, Part
 from kv_connector.protocol.messages import Cancel, CancelAck, Fail, FailCode, Release, Reserve, Role, Sampled
@@ -342,11 +342,11 @@ def test_without_counters_the_request_fails_and_nothing_was_sent(machine: Decode
 
 def test_a_quiesced_fail_is_reported_at_once(machine: DecodeMachine) -> None:
     attempt = reserved(machine).attempt
-    fail = Fail("t", attempt, FailCode.PREFILL_ABORTED, "client left", quiesced=True)
+    fail = Fail("t", attempt, FailCode.WRITE_ERROR, "no memory", quiesced=True)
     actions = machine.fail(1.0, PEER, fail)
     assert report(actions) == failed()
-    assert only(actions, Ended).reason == "prefill_aborted: client left"
-    assert only(actions, Ended).outcome is Outcome.CANCELLED
+    assert only(actions, Ended).reason == "write_error: no memory"
+    assert only(actions, Ended).outcome is Outcome.FAILED
     assert_over(machine)
 
 
@@ -354,15 +354,38 @@ def test_a_quiesced_fail_is_reported_at_once(machine: DecodeMachine) -> None:
 def test_an_abort_at_prefill_cancels_the_load_that_its_request_cannot_use(
     machine: DecodeMachine, quiesced: bool
 ) -> None:
-    """The client left P before D: the transfer is no failure, and the blocks lack their pages."""
+    """The client left P alone: the transfer is no failure, and the blocks lack their pages."""
     attempt = reserved(machine).attempt
     actions = machine.fail(1.0, PEER, Fail("t", attempt, FailCode.PREFILL_ABORTED, "client left", quiesced))
     if not quiesced:
         assert every(actions, Ended) == []
         machine.peer_down(1.0, PEER, "fenced")
         actions = machine.fenced(1.0, PEER)
+    assert every(actions, Ended) == []
+    assert [one.phase for one in machine.under_way()] == ["stopped"]
+    assert machine.next_deadline() == 1.0 + ABORT_LAG_S
+    actions = machine.tick(1.0 + ABORT_LAG_S)
     assert only(actions, Ended).outcome is Outcome.CANCELLED
+    assert only(actions, Ended).reason == "prefill_aborted: client left"
     assert report(actions) == failed()
+    assert_over(machine)
+
+
+def test_a_client_that_leaves_prefill_first_is_answered_by_neither(machine: DecodeMachine) -> None:
+    """D's abort follows within a step: nothing has failed by then."""
+    attempt = reserved(machine).attempt
+    fail = Fail("t", attempt, FailCode.PREFILL_ABORTED, "client left", quiesced=True)
+    assert machine.fail(1.0, PEER, fail) == []
+    actions = machine.cancel(1.5, "d-t")
+    assert only(actions, Ended).outcome is Outcome.CANCELLED
+    assert report(actions) == done()
+    assert_over(machine)
+
+
+def test_a_decode_engine_that_shuts_down_waits_for_no_abort(machine: DecodeMachine) -> None:
+    attempt = reserved(machine).attempt
+    machine.fail(1.0, PEER, Fail("t", attempt, FailCode.PREFILL_ABORTED, "client left", quiesced=True))
+    assert report(machine.close(1.1)) == failed()
     assert_over(machine)
 
 
