@@ -38,7 +38,7 @@ pytestmark = pytest.mark.anyio
 LONG = 1900
 
 # Requests of each kind of dispatch and for each model. Every second is left. `make test-leaving` sends
-# 1,000, of which every tenth is left.
+# 1,000, of which every tenth is left. KVC_LEAVING_EVERY: another share.
 FEW = 16
 REQUESTS = int(os.environ.get("KVC_LEAVING_REQUESTS", FEW))
 EVERY = int(os.environ.get("KVC_LEAVING_EVERY", 2 if REQUESTS == FEW else 10))
