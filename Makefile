@@ -17,7 +17,7 @@ NATIVE_SOURCES := $(filter %.cc,$(NATIVE))
 # The thread sanitizer cannot place its shadow under some kernels' address randomisation.
 NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
-.PHONY: help setup demo test prepared native-asan native-tsan test-native test-simulation test-python test-libfabric test-verbs test-vllm-next test-sglang test-fleet test-browser test-observability board test-upstream test-examples test-compose test-helm bench-verbs campaign test-data-parallel test-weights test-early test-topologies test-faults test-all fuzz hostile lint analyze format bench bench-gpu wheels test-wheels reference docs clean distclean
+.PHONY: help setup demo test prepared native-asan native-tsan test-native test-simulation test-python test-libfabric test-verbs test-vllm-next test-sglang test-fleet test-browser test-observability board test-upstream test-examples test-compose test-helm bench-verbs campaign test-data-parallel test-weights test-early test-leaving test-topologies test-faults test-all fuzz hostile lint analyze format bench bench-gpu wheels test-wheels reference docs clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -189,6 +189,9 @@ test-faults: setup ## kill -9, SIGSTOP, restarts, partitions, rolling replacemen
 test-early: setup ## 2,000 random requests per model with and without the first token from P: the same answers
 	@KVC_EARLY_REQUESTS=1000 $(PYTHON_ENV)/python -m pytest -o faulthandler_timeout=3600 tests/vllm/test_early_tokens.py
 	@KVC_EARLY_REQUESTS=200 $(PYTHON_ENV)/python -m pytest -o faulthandler_timeout=3600 tests/vllm/test_first_tokens.py  # interpreted
+
+test-leaving: setup ## 1,000 requests for each model and dispatch, of which one client in ten leaves: nothing counts as failed
+	@KVC_LEAVING_REQUESTS=1000 $(PYTHON_ENV)/python -m pytest -o faulthandler_timeout=3600 tests/vllm/test_aborts.py -k leave_are_no_failures
 
 test-weights: setup ## weights for real engines, dense and experts: FSDP2 of 2 and 4, HSDP, a trainer killed at 20 points in each mode
 	@KVC_WEIGHT_FAULTS=20 $(PYTHON_ENV)/python -m pytest --durations=0 --durations-min=1 tests/vllm/test_weights.py tests/vllm/test_weights_experts.py

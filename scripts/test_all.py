@@ -63,6 +63,7 @@ SUITES = (
     Suite("campaign", "make campaign SEEDS=20000", 20),
     Suite("fuzz", "make fuzz INPUTS=1000000", 10),
     Suite("hostile", "make hostile FRAMES=1000000", 5),
+    Suite("leaving", "make test-leaving", 30),
     Suite("early", "make test-early", 45),
     Suite("ci", "bash .ci/run", 35),
 )

@@ -133,7 +133,8 @@ class DecodeScheduler:
         return blocks_of(self.blocks, self._block_sizes, target.tokens)
 
     def tokens_to_load(self, request: Request, local_tokens: int) -> int:
-        """How many tokens to load behind the first ``local_tokens``. Pure: vLLM may ask every step.
+        """How many tokens to load behind the first ``local_tokens``. vLLM may ask every step, with another
+        prefix hit each time. The last answer counts: ``allocated`` reserves up to the end that it notes.
 
         All but the prompt's last token, which vLLM recomputes to sample from it; that one too where P has
         sampled, and the next step computes the token behind it alone. But to claim it may cost a sliding

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -442,20 +441,40 @@ def tell_preemptions_first(kind: type, tell: Callable[[Any], None]) -> None:
     """Has model runner V2 call ``tell`` with a step's metadata of this kind before it writes into any block,
     as V1 does. V2 zeroes new blocks, and copies into them, before it tells its connector that a request lost
     them: what is still to be pushed of that request would be zeros, which nobody notices.
+
+    An engine that is made anew in this process replaces the ``tell`` of the one before. Other wrappers of the
+    method, a profiler's for example, stay in place.
     """
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-    update = inspect.unwrap(GPUModelRunner.update_requests)
+    wrapped = GPUModelRunner.update_requests
+    while wrapped is not None and not isinstance(wrapped, _ToldFirst):
+        wrapped = getattr(wrapped, "__wrapped__", None)
+    if wrapped is None:
+        wrapped = _ToldFirst(GPUModelRunner.update_requests)
+        GPUModelRunner.update_requests = wrapped
+    wrapped.kind, wrapped.tell = kind, tell
 
-    @functools.wraps(update)
-    def told_first(runner: Any, scheduler_output: Any) -> Any:
+
+class _ToldFirst:
+    """Model runner V2's update_requests, behind a call of ``tell``."""
+
+    kind: type
+    tell: Callable[[Any], None]
+
+    def __init__(self, update: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, update)
+        self._update = update
+
+    def __get__(self, runner: Any, _: type | None = None) -> Callable[..., Any]:
+        return self if runner is None else functools.partial(self, runner)
+
+    def __call__(self, runner: Any, scheduler_output: Any) -> Any:
         metadata = scheduler_output.kv_connector_metadata
         for one in getattr(metadata, "metadata", (metadata,)):  # of a MultiConnector's it is a tuple
-            if isinstance(one, kind):
-                tell(one)
-        return update(runner, scheduler_output)
-
-    GPUModelRunner.update_requests = told_first
+            if isinstance(one, self.kind):
+                self.tell(one)
+        return self._update(runner, scheduler_output)
 
 
 def sleep_for_messages() -> None:

@@ -73,13 +73,19 @@ class WorkerSide:
         """Whether pages of this step go to a D: its token is waited for, and a later step ends their
         request."""
         self._steps_to_news = 0
+        self._begun: StepMetadata | None = None
+        """The step whose preemptions were handled last."""
         self._sampled: dict[str, int] = {}
         self._void: set[str] = set()
 
     def handle_preemptions(self, metadata: StepMetadata) -> None:
         """Before the step may write into the preempted requests' blocks. Blocks until nothing reads them.
 
-        It is a step's first hook: the step's inputs are prepared between it and the next."""
+        It is a step's first hook: the step's inputs are prepared between it and the next. Model runner V2
+        calls it twice, as it has a hook of ours before its own."""
+        if metadata is self._begun:
+            return
+        self._begun = metadata
         if metadata.preempted:
             self.agent.preempt(metadata.preempted)
         if metadata.new_pages:

@@ -198,8 +198,11 @@ BUGS = (
     Bug(
         "a transfer is over with its first source",
         "protocol/decode.py",
-        "        if phases <= {_Phase.STOPPED}:\n",
-        "        if _Phase.STOPPED in phases:\n",
+        "        return self.stopping and all(leg.phase is _Phase.STOPPED for leg in self.legs)\n",
+        """\
+        stopped = [leg.phase is _Phase.STOPPED for leg in self.legs]
+        return self.stopping and (not stopped or any(stopped))
+""",
     ),
     # sgl-project/sglang #23746: which of P's heads D has comes out as the first of them.
     Bug(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -47,4 +48,30 @@ def test_a_preemption_is_told_before_new_blocks_are_zeroed(monkeypatch: pytest.M
     for metadata in (other, None):
         update(metadata, heard)
     assert heard == [[5, 6], [5, 6]]
+    assert before == []
+
+
+def test_another_wrapper_of_the_method_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A profiler's, below ours or above."""
+    runner = model_runner.GPUModelRunner
+    monkeypatch.setattr(runner, "update_requests", runner.update_requests)  # and back
+    heard: list[Any] = []
+
+    def profile(name: str) -> None:
+        wrapped = runner.update_requests
+
+        @functools.wraps(wrapped)
+        def profiled(self: Any, scheduler_output: Any) -> Any:
+            heard.append(name)
+            return wrapped(self, scheduler_output)
+
+        monkeypatch.setattr(runner, "update_requests", profiled)
+
+    step, before = StepMetadata(), []  # type: ignore[var-annotated]
+    profile("below")
+    tell_preemptions_first(StepMetadata, before.append)
+    profile("above")
+    tell_preemptions_first(StepMetadata, heard.append)  # of an engine that is made anew in this process
+    update(step, heard)
+    assert heard == ["above", step, "below", [5, 6]]
     assert before == []

@@ -138,6 +138,17 @@ def test_the_agent_holds_off_while_a_prompts_step_is_launched(
     assert agent.held is None, "nobody's pages are computed"
 
 
+def test_a_steps_preemptions_are_drained_once_if_vllm_names_them_twice(
+    agent: RecordingAgent, worker: WorkerSide
+) -> None:
+    """Model runner V2: our hook in update_requests, and its own before the forward pass."""
+    preempts = [StepMetadata(preempted=("t",)), StepMetadata(preempted=("t",))]
+    for metadata in preempts:
+        worker.handle_preemptions(metadata)
+        worker.handle_preemptions(metadata)
+    assert agent.take_calls() == [("preempt", ("t",))] * 2
+
+
 def test_every_step_is_noted(agent: RecordingAgent, worker: WorkerSide) -> None:
     step(worker)
     step(worker, computes=False)

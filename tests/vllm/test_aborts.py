@@ -2,6 +2,11 @@
 
 import asyncio
 import json
+import os
+import random
+import re
+import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +28,7 @@ from deployment import (
     wait_logged,
 )
 
+from kv_connector.protocol.actions import Outcome
 from kv_connector.router.completion import DISOWNED_PATH, disowned_body
 from kv_connector.router.endpoint import Endpoint
 
@@ -30,6 +36,15 @@ pytestmark = pytest.mark.anyio
 
 # 19 chunks on P.
 LONG = 1900
+
+# Requests of each kind of dispatch and for each model. Every second is left. `make test-leaving` sends
+# 1,000, of which every tenth is left. KVC_LEAVING_EVERY: another share.
+FEW = 16
+REQUESTS = int(os.environ.get("KVC_LEAVING_REQUESTS", FEW))
+EVERY = int(os.environ.get("KVC_LEAVING_EVERY", 2 if REQUESTS == FEW else 10))
+AT_ONCE = 8
+# Printable characters of the tests' tokenizer: text that a router passes on with P's token.
+READABLE = list(range(94))
 
 
 @pytest.fixture
@@ -215,3 +230,76 @@ async def test_many_leave_at_random_moments(deployment: Deployment, client: Clie
         with suppress(asyncio.CancelledError, httpx.HTTPError):
             await abandoned
     assert [await result for result in results] == expected
+
+
+async def ends(client: Client, deployment: Deployment) -> Counter[str]:
+    """How many transfers have ended in which way so far, on both sides."""
+    prefill, decode = await client.stats(deployment.prefill), await client.stats(deployment.decode)
+    return Counter(
+        {
+            name: int(stats.get(name, 0))
+            for side, stats in (("sent", prefill), ("received", decode))
+            for name in (f"{side}_{outcome.value}" for outcome in Outcome)
+        }
+    )
+
+
+@pytest.mark.parametrize("dispatch", ["concurrent", "serial", "early"])
+async def test_clients_that_leave_are_no_failures(
+    deployment: Deployment, client: Client, dispatch: str
+) -> None:
+    """They leave at any moment of a request. No transfer counts as failed, and no log has a warning."""
+    url = {"concurrent": deployment.concurrent, "serial": deployment.serial, "early": deployment.early}[
+        dispatch
+    ]
+    engines = (deployment.prefill, deployment.decode)
+    logs = [*(engine.log for engine in engines), deployment.cluster.routers[url].log]
+    logged = [len(log.read_bytes()) for log in logs]
+    before = await ends(client, deployment)
+    alone = time.monotonic()
+    await client.stream(url, prompt(f"alone {dispatch}", 700), 16)
+    alone = time.monotonic() - alone
+    room, left = asyncio.Semaphore(AT_ONCE), Counter[str]()
+
+    async def request(number: int) -> None:
+        rng = random.Random(f"leaves {dispatch} {number}")
+        one = prompt(f"leaves {dispatch} {number}", rng.randint(20, 1500))
+        # Half of them leave as a token comes, P's or D's, the others whatever is under way.
+        token, moment = rng.choice((1, 2, 9, 99, 99, 99)), rng.uniform(0, AT_ONCE * alone)
+        came: list[int] = []
+        leaves = asyncio.Event()
+
+        def count(tokens: list[int]) -> None:
+            came.extend(tokens)
+            if len(came) >= token:
+                leaves.set()
+
+        async with room:
+            if number % EVERY:
+                assert len(await client.stream(url, one, 16, allowed_token_ids=READABLE)) == 16
+                return
+            task = asyncio.create_task(client.stream(url, one, 16, count, allowed_token_ids=READABLE))
+            waits = [task, asyncio.create_task(leaves.wait())]
+            await asyncio.wait(waits, timeout=moment, return_when=asyncio.FIRST_COMPLETED)
+            left["in time" if not task.done() else "late"] += 1
+            for one_of in waits:
+                one_of.cancel()
+                with suppress(asyncio.CancelledError):
+                    await one_of
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(REQUESTS):
+            group.create_task(request(number))
+    await assert_quiescent(client, *engines)
+    since = await ends(client, deployment) - before
+    print(f"{dispatch}: clients that left: {dict(left)}; transfers: {dict(since)}")
+    assert left["in time"], left
+    bad = {name: count for name, count in since.items() if re.search("failed|expired|stale", name)}
+    assert not bad, f"{since}; see {logs}"
+    lines = [
+        line
+        for log, offset in zip(logs, logged, strict=True)
+        for line in log.read_bytes()[offset:].decode(errors="replace").splitlines()
+        if re.search(r"\b(WARNING|ERROR)\b", line)
+    ]
+    assert not lines, "\n".join(lines)

@@ -25,8 +25,14 @@ class WorkerProbe:
 
     def probe_stats(self) -> dict[str, Any]:
         """The agent's counters so far, without the delay that metrics have."""
-        stats = dataclasses.asdict(_agent().stats())
-        return {name: value for name, value in stats.items() if isinstance(value, int | float)}
+        found = _agent().stats()
+        stats = dataclasses.asdict(found)
+        ended = {
+            f"{side}_{outcome.value}": count
+            for side, outcomes in (("sent", found.sent), ("received", found.received))
+            for outcome, count in outcomes.items()
+        }
+        return {name: value for name, value in stats.items() if isinstance(value, int | float)} | ended
 
     def probe_encoded(self) -> dict[str, int]:
         """Pictures and the like that the engine has made embeddings of, as long as few are cached."""
