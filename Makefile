@@ -17,7 +17,7 @@ NATIVE_SOURCES := $(filter %.cc,$(NATIVE))
 # The thread sanitizer cannot place its shadow under some kernels' address randomisation.
 NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
-.PHONY: help setup demo test prepared native-asan native-tsan test-native test-simulation test-python test-libfabric test-verbs test-vllm-next test-sglang test-fleet test-browser test-observability board test-upstream test-examples test-compose test-helm bench-verbs campaign test-data-parallel test-weights test-early test-leaving test-topologies test-faults test-all fuzz hostile lint analyze format bench bench-gpu wheels test-wheels reference docs clean distclean
+.PHONY: help setup demo test prepared native-asan native-tsan test-native test-simulation test-python test-libfabric test-verbs test-vllm-next test-sglang test-fleet test-browser test-observability board test-upstream test-examples test-compose test-helm bench-verbs campaign test-data-parallel test-weights test-early test-leaving test-topologies test-faults test-all fuzz fuzz-scheduler fuzz-splice hostile lint analyze format bench bench-gpu wheels test-wheels reference docs clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -175,6 +175,14 @@ campaign: setup ## the protocol under every fault, in virtual time: SEEDS=200000
 INPUTS ?= 10000000
 fuzz: setup ## mutated inputs for every decoder, then raw connections to a live agent; INPUTS=10000000
 	@PYTHONPATH=tests $(PYTHON_ENV)/python -m fuzz.campaign --inputs $(INPUTS)
+
+SCENARIOS ?= 10000
+fuzz-scheduler: setup ## the contents of every block under vLLM's scheduler, P and D in one process; SCENARIOS=10000, FIRST=seed
+	@PYTHONPATH=tests $(PYTHON_ENV)/python -m fuzz.scheduler --seeds $(SCENARIOS) $(if $(FIRST),--first $(FIRST))
+
+ANSWERS ?= 1000000
+fuzz-splice: setup ## the first token of P before the stream of D; ANSWERS=1000000, FIRST=seed
+	@PYTHONPATH=tests $(PYTHON_ENV)/python -m fuzz.splice --seeds $(ANSWERS) $(if $(FIRST),--first $(FIRST))
 
 FRAMES ?= 10000000
 hostile: setup ## strangers and peers out of their senses against a live engine, over tcp, host and nvlink; FRAMES=10000000

@@ -1,0 +1,598 @@
+"""A fuzzer of the connector's scheduler half: the contents of every block, under vLLM's real Scheduler.
+
+A world is two engines, and a model of what lies in each slot of their KV caches: a mark of the weights, the
+KV cache group, and all tokens up to the slot's own. Pretended workers copy P's pages into D's blocks at
+any moment that the protocol allows. A world fails if a step reads a slot with other contents than its
+request's, if a page lands in a free block, or if requests or blocks are left at the end.
+
+A scenario is a list of operations, so a failing one is cut down to the few that it needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+from unittest.mock import patch
+
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
+
+sys.path.append(str(Path(__file__).parent.parent / "unit"))
+
+from vllm_stage import BLOCK, FULL, PARAMS_OF_D, PARAMS_OF_P, SLIDING, WINDOW, Stage, vllm_config
+
+from kv_connector.agent.commands import CacheCleared, Cancel, FailLoad, FinishPrefill, Release
+from kv_connector.lab.model import make_llama
+from kv_connector.protocol.requests import DecodeRequest, PrefillRequest
+from kv_connector.vllm.first_token import FirstTokenScheduler, choose_scheduler
+from kv_connector.vllm.metadata import StepMetadata
+
+Mark = tuple[int, int, int]  # weight version, KV cache group, hash of the tokens up to the slot's
+SAMPLED = 7  # by Stage's model, always
+BUDGET = 256  # tokens a step
+QUIET_ROUNDS = 120  # without any request that ends; a longest prompt and its answer take some 60 steps
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One sort of world."""
+
+    both: bool = False
+    """Both engines are P and D. Else the first is P, the second D."""
+    sliding: bool = False
+    """A second KV cache group, with a sliding window."""
+    v2: bool = False
+    """Model runner V2, whose D begins with P's first token."""
+    policy: str = "fcfs"
+    recompute: bool = False
+    """The policy for failed loads."""
+    blocks: int = 60
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation. ``salt`` seeds what it chooses."""
+
+    name: str
+    salt: int
+
+
+NAMES = {
+    "transfer": 14,  # a prompt for P and its load for D, some steps apart
+    "burst": 1,  # twelve of them at once
+    "local": 3,  # a request that no transfer belongs to
+    "step": 60,
+    "push": 25,
+    "abort": 4,
+    "leave": 1,  # many clients at once
+    "break": 2,  # a lane
+    "pause": 2,  # for new weights
+}
+
+
+def scenario(seed: int, length: int = 120) -> tuple[Kind, list[Op]]:
+    rng = Random(seed)
+    kind = Kind(
+        both=rng.random() < 0.4,
+        sliding=rng.random() < 0.5,
+        v2=rng.random() < 0.5,
+        policy=rng.choice(["fcfs", "priority"]),
+        recompute=rng.random() < 0.5,
+        blocks=rng.choice([44, 60, 100]),
+    )
+    names = rng.choices(list(NAMES), list(NAMES.values()), k=length)
+    return kind, [Op(name, rng.randrange(1 << 30)) for name in names]
+
+
+class Wrong(AssertionError):
+    """The connector or vLLM has broken a rule."""
+
+
+class Tokens:
+    """Marks of a token sequence, each computed once."""
+
+    def __init__(self) -> None:
+        self._hashes: dict[str, list[int]] = {}
+
+    def mark(self, request: Any, position: int) -> int:
+        hashes = self._hashes.setdefault(request.request_id, [])
+        tokens = request.all_token_ids
+        while len(hashes) <= position:
+            hashes.append(hash((hashes[-1] if hashes else 0, tokens[len(hashes)])))
+        return hashes[position]
+
+    def forget(self, request_id: str) -> None:
+        self._hashes.pop(request_id, None)
+
+
+@dataclass
+class Transfer:
+    """One transfer, as the workers of both engines know it."""
+
+    p: Engine
+    d: Engine
+    request: PrefillRequest | None = None
+    pages: dict[tuple[int, int], int] = field(default_factory=dict)
+    """P's valid pages: (group, logical block) to block."""
+    version: int = 0
+    """Of the weights that P has computed them with."""
+    last: bool = False
+    finish: FinishPrefill | None = None
+    sent: bool = False
+    """P's scheduler has been, or is about to be, notified."""
+    load: DecodeRequest | None = None
+    wanted: dict[tuple[int, int], int] = field(default_factory=dict)
+    load_version: int = 0
+    writing: bool = False
+    released: bool = False
+    failed: bool = False
+    stale: bool = False
+    over: bool = False
+    """D's scheduler has been, or is about to be, notified."""
+
+
+class Engine:
+    """A scheduler, its KV cache, and what its workers have to report."""
+
+    def __init__(self, world: World, number: int, role: str) -> None:
+        config = world.config(role)
+        self.name = f"engine {number}"
+        self.world = world
+        self.role = role
+        self.groups = world.groups
+        choose_scheduler(config)
+        self.stage = Stage(
+            config, world.groups, world.kind.blocks, config.scheduler_config.get_scheduler_cls()
+        )
+        config.scheduler_config.scheduler_cls = None
+        self.pool = self.stage.scheduler.kv_cache_manager.block_pool
+        self.contents: dict[int, list[Mark | None]] = {}
+        self.version = 1
+        self.tokens = Tokens()
+        self.sent: set[str] = set()
+        self.reserved: set[str] = set()
+        self.received: set[str] = set()
+        self.failed: set[str] = set()
+        self.void: set[str] = set()
+        self.sampled: dict[str, int] = {}
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.stage.scheduler
+
+    def slot(self, block: int) -> list[Mark | None]:
+        return self.contents.setdefault(block, [None] * BLOCK)
+
+    def in_use(self, block: int) -> bool:
+        return bool(self.pool.blocks[block].ref_cnt > 0)
+
+    def step(self) -> None:
+        before = self.scheduler.requests.keys()
+        output, metadata = self.stage.schedule()
+        self.world.commands(self, metadata)
+        for request_id, count in output.num_scheduled_tokens.items():
+            self._compute(self.scheduler.requests[request_id], count)
+        self.world.computed(self, metadata)
+        reports, self.sent, self.reserved = (self.sent, self.reserved), set(), set()
+        loads = self.received, self.failed, self.void, self.sampled
+        self.received, self.failed, self.void, self.sampled = set(), set(), set(), {}
+        self.stage.update(
+            output,
+            sent=reports[0],
+            reserved=reports[1],
+            received=loads[0],
+            failed=loads[1],
+            void=loads[2],
+            sampled=loads[3],
+        )
+        self.stage.outputs.clear()
+        for gone in before - self.scheduler.requests.keys():
+            self.tokens.forget(gone)
+
+    def _compute(self, request: Any, count: int) -> None:
+        """The forward pass for one request: reads all slots that it attends to, writes the new ones."""
+        end: int = request.num_computed_tokens
+        start = end - count
+        tables = self.stage.tables(request.request_id)
+        for group, (spec, table) in enumerate(zip(self.groups, tables, strict=True)):
+            first = max(0, start - WINDOW + 1) if spec is SLIDING else 0
+            for position in range(first, start):
+                expected = (self.version, group, self.tokens.mark(request, position))
+                block = table[position // BLOCK]
+                found = self.slot(block)[position % BLOCK] if block else None
+                if found != expected:
+                    raise Wrong(
+                        f"{self.name}: {request.request_id} reads position {position} of group {group} in "
+                        f"block {block}: {found} instead of {expected} (computes {start} to {end})"
+                    )
+            for position in range(start, min(end, request.num_tokens)):
+                block = table[position // BLOCK]
+                if not block:
+                    raise Wrong(f"{self.name}: {request.request_id} computes {position} into no block")
+                mark = self.version, group, self.tokens.mark(request, position)
+                self.slot(block)[position % BLOCK] = mark
+
+    def report_load(self, transfer: Transfer, *, failed: bool) -> None:
+        load, finish = transfer.load, transfer.finish
+        assert load is not None
+        transfer.over = True
+        self.received.add(load.request_id)
+        if transfer.stale:
+            self.void.add(load.request_id)
+        elif failed:
+            self.failed.add(load.request_id)
+        if load.wants_sampled and finish is not None and finish.sampled is not None:
+            self.sampled[load.request_id] = finish.sampled
+
+
+class World:
+    """Two engines and the transfers between them."""
+
+    def __init__(self, kind: Kind, model: Path) -> None:
+        self.kind = kind
+        self._model = model
+        self.groups = (FULL, SLIDING) if kind.sliding else (FULL,)
+        self.transfers: dict[str, Transfer] = {}
+        self.of_load: dict[str, Transfer] = {}
+        self.later: list[tuple[int, Engine, dict[str, Any]]] = []
+        # A prompt that is larger than a gate's share may wait for another one, as admission.py says. While it
+        # is computed, a chunk and a window of its last group lie beside its pages.
+        chunk = (BUDGET + WINDOW) // BLOCK + 1 if kind.sliding else 0
+        self._largest = min(15, kind.blocks // (3 if kind.both else 2) - 1 - chunk)
+        """Blocks of the longest prompt, in a group that does not slide."""
+        self.clock = 0
+        self.names = 0
+        roles = ("kv_both", "kv_both") if kind.both else ("kv_producer", "kv_consumer")
+        self.engines = tuple(Engine(self, number, role) for number, role in enumerate(roles))
+
+    def config(self, role: str) -> Any:
+        policy = "recompute" if self.kind.recompute else "fail"
+        config = vllm_config(self._model, role, budget=BUDGET, policy=policy)
+        config.scheduler_config.policy = self.kind.policy  # type: ignore[assignment]
+        return config
+
+    # --- The pretended workers
+
+    def commands(self, engine: Engine, metadata: StepMetadata) -> None:
+        for name in metadata.preempted:
+            self.transfers[name].pages.clear()
+            self.transfers[name].last = False
+        for command in metadata.commands:
+            match command:
+                case PrefillRequest():
+                    transfer = self.transfers[command.transfer_id]
+                    transfer.request, transfer.version = command, engine.version
+                    if transfer.load is not None or transfer.released:
+                        engine.reserved.add(command.transfer_id)
+                    self._compare_weights(transfer)
+                case FinishPrefill():
+                    self.transfers[command.transfer_id].finish = command
+                    self.transfers[command.transfer_id].last &= command.ok
+                case DecodeRequest():
+                    self._reserve(engine, command)
+                case Release():
+                    self._release(command.transfer_id)
+                case Cancel():
+                    self._fail(self.of_load[command.request_id])
+                case FailLoad():
+                    raise Wrong(f"{engine.name}: no reservation for {command.request_id}")
+                case CacheCleared():
+                    self._cache_cleared(engine)
+
+    def _reserve(self, engine: Engine, command: DecodeRequest) -> None:
+        transfer = self.transfers[command.transfer_id]
+        transfer.load, transfer.load_version = command, engine.version
+        self.of_load[command.request_id] = transfer
+        for group, target in enumerate(command.groups):
+            for number, block in enumerate(target.blocks):
+                logical = target.first + number
+                if block and (logical + 1) * BLOCK > target.needed:
+                    transfer.wanted[group, logical] = block
+        if transfer.request is not None and not transfer.finish:
+            transfer.p.reserved.add(command.transfer_id)
+        if transfer.sent:
+            transfer.failed = True  # P holds the prompt no more
+        self._compare_weights(transfer)
+
+    def _compare_weights(self, transfer: Transfer) -> None:
+        both = transfer.request is not None and transfer.load is not None
+        if both and not transfer.over and transfer.version != transfer.load_version:
+            self._go_stale(transfer)
+
+    def _release(self, name: str) -> None:
+        transfer = self.transfers[name]
+        transfer.released = True
+        if transfer.request is not None and not transfer.finish:
+            transfer.p.reserved.add(name)
+
+    def _go_stale(self, transfer: Transfer) -> None:
+        transfer.stale = transfer.failed = True
+        transfer.pages.clear()
+
+    def _fail(self, transfer: Transfer) -> None:
+        transfer.failed = True
+
+    def _cache_cleared(self, engine: Engine) -> None:
+        for transfer in self.transfers.values():
+            if transfer.p is engine and transfer.wanted and transfer.writing and not transfer.over:
+                self._go_stale(transfer)
+
+    def new_weights(self, engine: Engine) -> None:
+        engine.version += 1
+        for transfer in self.transfers.values():
+            if transfer.p is engine and transfer.request is not None and transfer.finish is None:
+                transfer.version = engine.version
+                transfer.pages.clear()
+                self._compare_weights(transfer)
+
+    def computed(self, engine: Engine, metadata: StepMetadata) -> None:
+        for pages in metadata.new_pages:
+            transfer = self.transfers[pages.transfer_id]
+            transfer.last |= pages.last
+            if transfer.stale:
+                continue
+            for group, run in enumerate(pages.groups):
+                for number, block in enumerate(run.blocks):
+                    if block:
+                        transfer.pages[group, run.first + number] = block
+
+    def push(self, rng: Random, share: float) -> None:
+        """Pages go, and transfers end."""
+        for transfer in list(self.transfers.values()):
+            if transfer.load is not None and not transfer.over and not transfer.failed:
+                for place in sorted(transfer.wanted.keys() & transfer.pages.keys()):
+                    if rng.random() < share:
+                        self._copy(transfer, place)
+            if rng.random() < share:
+                self._end(transfer)
+
+    def _copy(self, transfer: Transfer, place: tuple[int, int]) -> None:
+        assert transfer.load is not None
+        source, target = transfer.pages[place], transfer.wanted.pop(place)
+        transfer.writing = True
+        if not transfer.d.in_use(target):
+            raise Wrong(f"{transfer.load.transfer_id}: page {place} lands in free block {target} of D")
+        transfer.d.contents[target] = list(transfer.p.slot(source))
+
+    def _end(self, transfer: Transfer) -> None:
+        finish = transfer.finish
+        load = transfer.load
+        if load is not None and not transfer.over:
+            complete = not transfer.wanted and (finish is not None or not load.wants_sampled)
+            gone = transfer.sent or (finish is not None and (not finish.ok or not transfer.last))
+            waits = load.wants_sampled and transfer.request is not None and finish is None
+            if finish is not None and finish.ok and transfer.wanted and not transfer.failed:
+                missing = transfer.wanted.keys() - transfer.pages.keys()
+                if missing and transfer.last:
+                    raise Wrong(f"{load.transfer_id}: P has not named pages {sorted(missing)}")
+            if transfer.failed or gone:
+                if not (transfer.stale and waits):
+                    transfer.d.report_load(transfer, failed=True)
+            elif complete:
+                transfer.d.report_load(transfer, failed=False)
+        unread = transfer.over or transfer.released or transfer.failed
+        if finish is not None and not transfer.sent and (unread or not finish.ok):
+            transfer.sent = True
+            transfer.p.sent.add(finish.request_id)
+
+    # --- Operations
+
+    def run(self, op: Op) -> None:
+        rng = Random(op.salt)
+        self.clock += 1
+        due = [one for one in self.later if one[0] <= self.clock]
+        self.later = [one for one in self.later if one[0] > self.clock]
+        for _, engine, arguments in due:
+            engine.stage.add(**arguments)
+        getattr(self, f"_{op.name}")(rng)
+
+    def _transfer(self, rng: Random) -> None:
+        self.names += 1
+        name = f"t{self.names}"
+        p, d = self.engines if rng.random() < 0.5 or not self.kind.both else self.engines[::-1]
+        self.transfers[name] = Transfer(p, d)
+        tokens = self._prompt(rng)
+        early = self.kind.v2 and rng.random() < 0.7
+        for_p = dict(PARAMS_OF_P, transfer_id=name)
+        if rng.random() < 0.2:
+            for_p["serial"] = True
+        for_d = dict(PARAMS_OF_D, transfer_id=name) | ({"early_token": True} if early else {})
+        priority = rng.choice([0, 0, 0, 1, -1]) if self.kind.policy == "priority" else 0
+        max_tokens = rng.choice([1, 2, 5, 40])
+        halves: list[tuple[Engine, dict[str, Any]]] = [
+            (p, {"request_id": f"p-{name}", "prompt": tokens, "params": for_p, "priority": priority}),
+            (
+                d,
+                {
+                    "request_id": f"d-{name}",
+                    "prompt": tokens,
+                    "params": for_d,
+                    "max_tokens": max_tokens,
+                    "priority": priority,
+                },
+            ),
+        ]
+        rng.shuffle(halves)
+        halves[0][0].stage.add(**halves[0][1])
+        if rng.random() < 0.95:
+            self.later.append((self.clock + rng.choice([0, 0, 3, 30]), *halves[1]))
+        else:
+            self.later.append((self.clock + 200, *halves[1]))
+
+    def _prompt(self, rng: Random) -> list[int]:
+        """One of three families, so that prompts share beginnings; edges of blocks and of the window."""
+        blocks = self._largest
+        edge = rng.randrange(1, blocks + 1) * BLOCK
+        length = rng.choice([rng.randrange(1, blocks * BLOCK), edge - 1, edge, min(edge + 1, blocks * BLOCK)])
+        family = rng.randrange(3)
+        shared = rng.choice([length, rng.randrange(length + 1), 0])
+        own = rng.randrange(1 << 20)
+        return [
+            (position * 31 + family) % 300 if position < shared else (position * 17 + own) % 300
+            for position in range(length)
+        ]
+
+    def _burst(self, rng: Random) -> None:
+        for _ in range(12):
+            self._transfer(Random(rng.randrange(1 << 30)))
+
+    def _local(self, rng: Random) -> None:
+        self.names += 1
+        engine = rng.choice(self.engines)
+        engine.stage.add(f"l-t{self.names}", self._prompt(rng), max_tokens=rng.choice([1, 5, 60]))
+
+    def _step(self, rng: Random) -> None:
+        rng.choice(self.engines).step()
+
+    def _push(self, rng: Random) -> None:
+        self.push(rng, rng.choice([0.2, 0.5, 1.0]))
+
+    def _abort(self, rng: Random) -> None:
+        engine = rng.choice(self.engines)
+        if live := sorted(engine.scheduler.requests):
+            engine.stage.abort(rng.choice(live))
+
+    def _leave(self, rng: Random) -> None:
+        for engine in self.engines:
+            for request_id in sorted(engine.scheduler.requests):
+                if rng.random() < 0.7:
+                    engine.stage.abort(request_id)
+
+    def _break(self, rng: Random) -> None:
+        loads = [one for one in self.transfers.values() if one.load is not None and not one.over]
+        if loads:
+            self._fail(rng.choice(loads))
+
+    def _pause(self, rng: Random) -> None:
+        """New weights for one engine, as pause_generation(mode="keep", clear_cache=True) has it."""
+        engine = rng.choice(self.engines)
+        engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        for _ in range(rng.randrange(3)):
+            engine.step()
+        held = any(request.is_finished() for request in engine.scheduler.requests.values())
+        try:
+            emptied = engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        except RuntimeError:
+            emptied = False
+        if emptied:
+            self.new_weights(engine)
+        elif not held:
+            raise Wrong(f"{engine.name}: a reset fails, and no finished request is left")
+        if emptied:
+            engine.step()
+        engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+    def finish(self) -> None:
+        """All requests end, and nothing is left of them."""
+        rng = Random(0)
+        for _, engine, arguments in self.later:
+            engine.stage.add(**arguments)
+        self.later.clear()
+        rounds = quiet = left = 0
+        while any(engine.scheduler.has_requests() for engine in self.engines):
+            for engine in self.engines:
+                engine.step()
+            self.push(rng, 1.0)
+            rounds += 1
+            if rounds % 50 == 0:
+                self._expire()
+            before, left = left, sum(len(engine.scheduler.requests) for engine in self.engines)
+            quiet = quiet + 1 if left == before else 0
+            if quiet > QUIET_ROUNDS:
+                names = [sorted(engine.scheduler.requests) for engine in self.engines]
+                raise Wrong(f"requests wait for ever: {names}")
+        for engine in self.engines:
+            engine.stage.assert_idle()
+
+    def _expire(self) -> None:
+        """Deadlines, for halves whose other half was aborted or refused before the workers knew of it."""
+        for transfer in self.transfers.values():
+            if transfer.finish is not None and transfer.load is None:
+                transfer.failed = True
+            if transfer.load is not None and transfer.request is None:
+                transfer.failed = True
+
+
+@contextmanager
+def runner(*, v2: bool) -> Iterator[None]:
+    """Engines are configured as on a GPU, where V2 is; there is no runner here."""
+    with ExitStack() as stack:
+        if v2:
+            stack.enter_context(patch("vllm.config.vllm.HAS_TRITON", True))
+            stack.enter_context(patch.dict(os.environ, {"VLLM_USE_V2_MODEL_RUNNER": "1"}))
+        yield
+
+
+def play(kind: Kind, ops: Sequence[Op], model: Path) -> None:
+    """Raises where a rule is broken."""
+    with runner(v2=kind.v2):
+        world = World(kind, model)
+        assert isinstance(world.engines[1].scheduler, FirstTokenScheduler) == kind.v2
+        for op in ops:
+            world.run(op)
+        world.finish()
+
+
+def failure(kind: Kind, ops: Sequence[Op], model: Path) -> BaseException | None:
+    try:
+        play(kind, ops, model)
+    except Exception as error:
+        return error
+    return None
+
+
+def smallest(kind: Kind, ops: Sequence[Op], model: Path) -> list[Op]:
+    """The failing scenario, without what it fails without too: ever smaller pieces are left out."""
+    left = list(ops)
+    size = len(left) // 2
+    while size:
+        start = 0
+        while start < len(left):
+            shorter = left[:start] + left[start + size :]
+            if failure(kind, shorter, model):
+                left = shorter
+            else:
+                start += size
+        size //= 2
+    return left
+
+
+def report(seed: int, model: Path) -> str | None:
+    """None, or a description of the fault that this seed finds: with its smallest scenario."""
+    kind, ops = scenario(seed)
+    if failure(kind, ops, model) is None:
+        return None
+    ops = smallest(kind, ops, model)
+    return f"seed {seed}: {failure(kind, ops, model)!r}\n  the smallest scenario: {kind}, {ops}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=1000, help="Number of scenarios.")
+    parser.add_argument("--first", type=int, default=0, help="Seed of the first scenario.")
+    arguments = parser.parse_args()
+    logging.disable(logging.CRITICAL)
+    started = time.monotonic()
+    found = 0
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_llama(Path(folder), layers=1, hidden=64, intermediate=64)
+        for seed in range(arguments.first, arguments.first + arguments.seeds):
+            if text := report(seed, model):
+                print(f"FOUND with {text}", flush=True)
+                found += 1
+    print(f"{arguments.seeds} scenarios in {time.monotonic() - started:.0f} s: {found} faults found")
+    sys.exit(min(found, 1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""A sample of `make fuzz-scheduler`, the smallest scenarios of faults that it found, and planted faults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from fuzz.scheduler import failure, report, scenario
+from kv_connector.lab.model import make_llama
+from kv_connector.protocol.admission import AdmissionGate
+from kv_connector.vllm.decode import DecodeScheduler
+from kv_connector.vllm.gated_queue import GatedQueue
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("llama"), layers=1, hidden=64, intermediate=64)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_scenario_reads_no_wrong_contents_and_leaves_nothing(model: Path, seed: int) -> None:
+    if text := report(seed, model):
+        pytest.fail(text)
+
+
+PLANTED: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "a reset keeps what is loaded": (DecodeScheduler, "after_reset", lambda self: None),
+    "stale pages are used": (DecodeScheduler, "make_void", lambda self, request_ids: None),
+    "the gate keeps the place of finished requests": (AdmissionGate, "leave", lambda self, one: None),
+    "requests stay aside": (GatedQueue, "_return", lambda self, request_id: None),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_planted_fault_is_found(model: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    monkeypatch.setattr(*PLANTED[fault])
+    assert any(failure(*scenario(seed), model) for seed in range(20))
