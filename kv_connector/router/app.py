@@ -292,7 +292,7 @@ class _Answering:
     async def run(self, completion: Completion) -> int:
         started, path = time.perf_counter(), self._path
         headers = {**_passed(self._request), "x-request-id": self._request_id}
-        call = Call(path, headers, self._request_id, begin=self._begin)
+        call = Call(path, headers, self._request_id, completion.model, begin=self._begin)
         with self._dispatcher.spans.server(path, self._request_id, headers):
             try:
                 async with self._dispatcher.open(completion, call) as answer:

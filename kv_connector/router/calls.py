@@ -52,6 +52,8 @@ class Call:
     path: str
     headers: Mapping[str, str]
     request_id: str
+    model: str | None = None
+    """That the client names."""
     running: Running = field(default_factory=Running)
     """What becomes of it."""
     begin: Callable[[], Awaitable[None]] = _nobody_waits
@@ -302,6 +304,12 @@ class Calls:
             answer = failure(502, "api_error", words)
         self._metrics.failures.labels(side.value, str(endpoint)).inc()
         logger.warning("request %s: %s engine %s answered %s", call.request_id, side.value, endpoint, answer)
+        if call.model is not None and no_such_model(answer, call.model):
+            return (
+                EngineFailure(answer, {side: endpoint})
+                if self._members.lacks(side, endpoint, call.model)
+                else answer
+            )
         if answer.status < 500:
             return answer
         self._incidents.note(self._members.label(endpoint), f"answers {answer.status}", str(answer))
@@ -360,13 +368,20 @@ class _Refusal(msgspec.Struct):
 def no_such_rank(answer: Failure, endpoint: Endpoint) -> bool:
     """Whether vLLM refuses the rank that ``Endpoint.headers`` names. A client's text can follow in an error's
     message, but cannot begin it."""
-    if answer.status != 400 or not endpoint.rank:
-        return False
+    words = f"data_parallel_rank {endpoint.rank} is out of range"
+    return answer.status == 400 and endpoint.rank > 0 and _message(answer).startswith(words)
+
+
+def no_such_model(answer: Failure, model: str) -> bool:
+    """Whether vLLM does not serve the model. Other causes have the status 404, too."""
+    return answer.status == 404 and _message(answer).startswith(f"The model `{model}` does not exist")
+
+
+def _message(answer: Failure) -> str:
     try:
-        told = msgspec.json.decode(answer.body, type=_Refusal).error.message
+        return msgspec.json.decode(answer.body, type=_Refusal).error.message
     except UNREADABLE:
-        return False
-    return told.startswith(f"data_parallel_rank {endpoint.rank} is out of range")
+        return ""
 
 
 class _PrefillAnswer(msgspec.Struct):

@@ -65,6 +65,11 @@ class Completion:
         return Prompt.of(path, self.body)
 
     @property
+    def model(self) -> str | None:
+        name = self.body.get("model")
+        return name if isinstance(name, str) else None
+
+    @property
     def streamed(self) -> bool:
         return self.body.get("stream") is True
 

@@ -37,6 +37,7 @@ from kv_connector.router.goodput import Goodput
 from kv_connector.router.incidents import Incidents
 from kv_connector.router.members import Members, Side
 from kv_connector.router.metrics import Metrics
+from kv_connector.router.models import merged, named, names
 from kv_connector.router.moves import Moves, Stream
 from kv_connector.router.policy import FewestOutstanding, Placement, Policy
 from kv_connector.router.pool import Lease, NoEngine, Pool
@@ -50,6 +51,8 @@ T = TypeVar("T")
 
 # A request that breaks every engine it meets must not meet all of them.
 ATTEMPTS = 3
+
+MODELS_PATH = "/v1/models"
 
 # By then an attempt has sent its requests.
 _SENT_S = 0.001
@@ -105,14 +108,33 @@ class Dispatcher:
 
     async def forward(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> Reply:
         """Any decode engine's whole answer; of a route that changes nothing there."""
-        call = Call(path, headers, headers["x-request-id"])
+        if path == MODELS_PATH:
+            return await self._models(headers)
+        return await self._forward(method, Call(path, headers, headers["x-request-id"], named(body)), body)
 
+    async def _forward(self, method: str, call: Call, body: bytes) -> Reply:
         async def attempt(avoid: Collection[Endpoint], _: int) -> Reply:
             with ExitStack() as stack:
-                lease = await self._decoder(stack, avoid)
+                lease = await self._decoder(stack, call, avoid)
                 return await self.calls.whole(Side.DECODE, lease, method, body, call)
 
         return await self._retried(attempt, call)
+
+    async def _models(self, headers: Mapping[str, str]) -> Reply:
+        """The models of all decode engines: the answers of as many engines as it takes to have each model."""
+        call = Call(MODELS_PATH, headers, headers["x-request-id"])
+        first = await self._forward("GET", call, b"")
+        listed = names(call.path, first)
+        if listed is None:
+            return first
+        replies, missing = [first], self._pools[Side.DECODE].models() - listed
+        while missing:
+            model = missing.pop()
+            reply = await self._forward("GET", replace(call, model=model), b"")
+            if found := names(call.path, reply):
+                replies.append(reply)
+                missing -= found
+        return merged(replies) if len(replies) > 1 else first
 
     async def close(self) -> None:
         """Waits, `patience` at most, for what engines are still to be told. No request is open any more."""
@@ -145,16 +167,19 @@ class Dispatcher:
             try:
                 return await attempt(avoid, number)
             except EngineFailure as error:
-                avoid = self._avoid_next(error, avoid, number)
+                avoid = self._avoid_next(error, avoid, number, call)
                 logger.warning("request %s: tried again with other engines: %s", call.request_id, error)
         raise AssertionError
 
-    def _avoid_next(self, error: EngineFailure, avoided: Collection[Endpoint], attempt: int) -> set[Endpoint]:
+    def _avoid_next(
+        self, error: EngineFailure, avoided: Collection[Endpoint], attempt: int, call: Call
+    ) -> set[Endpoint]:
         """What the attempt after that one, which failed, is to avoid; raises its error where it was the last,
         or there is nobody else."""
         avoid = {*avoided, *error.blamed.values()}
-        others = any(self._pools[side].usable(avoid) for side in error.blamed)
-        alone = [*error.blamed] == [Side.PREFILL] and self._no_prefill()
+        model = self._known(call)
+        others = any(self._pools[side].usable(avoid, model) for side in error.blamed)
+        alone = [*error.blamed] == [Side.PREFILL] and self._no_prefill(model)
         if attempt >= ATTEMPTS or not (others or alone):
             raise error
         self._metrics.retries.inc()
@@ -171,7 +196,7 @@ class Dispatcher:
         """What is left on ``stack`` ends with the answer."""
         reason = completion.local_reason()
         if reason is not None:
-            decode = await self._decoder(stack, avoid)
+            decode = await self._decoder(stack, call, avoid)
             return await self._local(completion, call, reason, decode, stack)
         placement = await self._place(completion, call, avoid)
         self._metrics.placed(local=placement.prefill is None, reason=placement.reason, late=placement.late)
@@ -190,21 +215,27 @@ class Dispatcher:
     async def _place(self, completion: Completion, call: Call, avoid: Collection[Endpoint]) -> Placement:
         if not self._settings.require_prefill:
             # After its start, a router does not know yet which prefill engines exist.
-            await self._pools[Side.PREFILL].wait_usable(max(0.0, self._joined_by - time.monotonic()))
+            left = max(0.0, self._joined_by - time.monotonic())
+            await self._pools[Side.PREFILL].wait_usable(left, self._known(call))
 
         def place() -> Placement:
-            if self._no_prefill():
-                return Placement(None, self._pools[Side.DECODE].fewest(avoid), "no_prefill")
-            return self._policy.place(completion, call.path, avoid)
+            model = self._known(call)
+            if self._no_prefill(model):
+                return Placement(None, self._pools[Side.DECODE].fewest(avoid, model=model), "no_prefill")
+            return self._policy.place(completion, call.path, avoid, model)
 
         placement = await self._where(place)
         if placement.reason == "no_prefill":
             self._note_lack(Side.PREFILL)
         return placement
 
-    def _no_prefill(self) -> bool:
+    def _known(self, call: Call) -> str | None:
+        """The model by which engines are chosen: a model that no decode engine lists is theirs to refuse."""
+        return self._pools[Side.DECODE].known(call.model)
+
+    def _no_prefill(self, model: str | None) -> bool:
         """Whether decode engines compute the prompts because no prefill engine can."""
-        return not self._settings.require_prefill and self._pools[Side.PREFILL].failing()
+        return not self._settings.require_prefill and self._pools[Side.PREFILL].failing(model)
 
     def _note_lack(self, side: Side) -> str:
         """Notes for the status page that no engine of this side takes requests. Returns their states."""
@@ -213,15 +244,20 @@ class Dispatcher:
         self._incidents.note("", f"no {side.value} engine takes requests", known)
         return known
 
-    async def _decoder(self, stack: AsyncExitStack | ExitStack, avoid: Collection[Endpoint] = ()) -> Lease:
-        """Any decode engine."""
+    async def _decoder(
+        self, stack: AsyncExitStack | ExitStack, call: Call, avoid: Collection[Endpoint] = ()
+    ) -> Lease:
+        """Any decode engine of the model."""
         pool = self._pools[Side.DECODE]
-        return stack.enter_context(pool.lease(await self._where(lambda: pool.fewest(avoid))))
+        decode = await self._where(lambda: pool.fewest(avoid, model=self._known(call)))
+        return stack.enter_context(pool.lease(decode))
 
-    async def _partner(self, stack: AsyncExitStack, prefill: Endpoint, avoid: Collection[Endpoint]) -> Lease:
+    async def _partner(
+        self, stack: AsyncExitStack, prefill: Endpoint, call: Call, avoid: Collection[Endpoint]
+    ) -> Lease:
         """A decode engine for what that one has computed."""
         pool, prefills = self._pools[Side.DECODE], self._pools[Side.PREFILL]
-        decode = await self._where(lambda: pool.partner(prefills, prefill, avoid))
+        decode = await self._where(lambda: pool.partner(prefills, prefill, avoid, self._known(call)))
         return stack.enter_context(pool.lease(decode))
 
     async def _where(self, choose: Callable[[], T]) -> T:
@@ -235,11 +271,12 @@ class Dispatcher:
                 now = time.monotonic()
                 left = deadlines.setdefault(none.pool, now + self._settings.patience) - now
                 if left > 0:
-                    await none.pool.wait_usable(left)
+                    await none.pool.wait_usable(left, none.model)
                     continue
                 side = next(side for side, pool in self._pools.items() if pool is none.pool)
+                of = f" of the model {none.model[:100]}" if none.model and none.pool.usable() else ""
             known = self._note_lack(side)
-            raise failure(503, "api_error", f"no {side.value} engine takes requests: {known}")
+            raise failure(503, "api_error", f"no {side.value} engine{of} takes requests: {known}")
 
     async def _local(
         self,
@@ -282,7 +319,7 @@ class Dispatcher:
                 "was it started with --kv-transfer-config and a role that produces?",
             )
         with self._owed(transfer_id, prefill, call):
-            decode = await self._partner(stack, placement.prefill, avoid)
+            decode = await self._partner(stack, placement.prefill, call, avoid)
             ids = self._begin(call, decode)
             body = completion.decode_body(params, ids=ids)
             answer = await self.calls.load(transfer_id, prefill.endpoint, decode, body, call, stack)
@@ -440,7 +477,7 @@ class Dispatcher:
         await end_decode(type(error), error, error.__traceback__)
         if not completion.repeats_itself():
             raise error
-        avoid = self._avoid_next(error, avoid, number)
+        avoid = self._avoid_next(error, avoid, number, call)
         logger.warning(
             "request %s: tried again with other engines behind its first token: %s", call.request_id, error
         )
@@ -472,7 +509,7 @@ class Dispatcher:
         try:
             async with asyncio.timeout(self._settings.patience):
                 pool = self._pools[Side.DECODE]
-                with pool.lease(pool.fewest()) as lease:
+                with pool.lease(pool.fewest(model=pool.known(call.model))) as lease:
                     url, body = lease.endpoint.url + DISOWNED_PATH, disowned_body(transfer_id, prefill)
                     await self._client.whole("POST", url, body, lease.endpoint.headers(call.headers))
         except (*HttpError, NoEngine, Failure) as error:

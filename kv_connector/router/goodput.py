@@ -57,18 +57,22 @@ class Goodput:
         self._pools = pools
         self._sizes = TokenSizes()
 
-    def place(self, completion: Completion, path: str, avoid: Collection[Endpoint]) -> Placement:
+    def place(
+        self, completion: Completion, path: str, avoid: Collection[Endpoint], model: str | None = None
+    ) -> Placement:
         prompt = completion.prompt(path)
         if prompt.pictures:
-            return replace(split(self._pools, avoid, "pictures"), prompt=prompt)
-        prefills, decodes = (self._pools[side].choices(avoid) for side in (Side.PREFILL, Side.DECODE))
-        shared = shared_weights(self._pools, avoid)
+            return replace(split(self._pools, avoid, "pictures", model), prompt=prompt)
+        prefills, decodes = (
+            self._pools[side].choices(avoid, model=model) for side in (Side.PREFILL, Side.DECODE)
+        )
+        shared = shared_weights(self._pools, avoid, model)
         if not shared:
-            return replace(split(self._pools, avoid, ""), prompt=prompt)
+            return replace(split(self._pools, avoid, "", model), prompt=prompt)
         prefills = [one for one in prefills if one.weights in shared]
         typical = next((one.workload.cost for one in prefills if one.workload.cost), None)
         if typical is None:
-            return replace(split(self._pools, avoid, "unmeasured"), prompt=prompt)
+            return replace(split(self._pools, avoid, "unmeasured", model), prompt=prompt)
         tokens = self._sizes.tokens(prompt)
         prefill = min((self._prefill(one, typical, prompt, tokens) for one in prefills), key=_seconds)
         computing = [self._decode(one, typical, prompt, tokens) for one in decodes]
@@ -78,7 +82,7 @@ class Goodput:
         receiver = decode.engine.endpoint
         if not local:
             engine = prefill.engine
-            receiver = self._pools[Side.DECODE].fewest({*avoid, engine.endpoint}, engine.weights)
+            receiver = self._pools[Side.DECODE].fewest({*avoid, engine.endpoint}, engine.weights, model)
             if receiver == engine.endpoint:
                 local, reason, receiver = True, "one_engine", decode.engine.endpoint
         chosen = decode if local else prefill

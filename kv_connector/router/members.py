@@ -31,6 +31,10 @@ logger = logging.getLogger(__name__)
 MAX_ENGINES = 4096
 # Looks in a row without an answer after which an engine is taken for gone.
 _MISSES = 2
+# Between two looks at an engine's list of models: adapters come and go while it serves.
+_LEARN_S = 10.0
+# Characters of that list in the log.
+_LOGGED = 200
 # Over which the bytes that an engine pushes are told: they are counted a transfer at a time.
 _PUSHING_S = 5.0
 
@@ -96,6 +100,8 @@ class _Engine:
     asleep: bool = False
     torn: bool = False
     weights: str = ""
+    models: frozenset[str] | None = None  # None: unknown
+    learn_at: float = 0.0  # when to ask for them next
     silent: bool = False
     early_tokens: bool = False  # Register's
     workload: Workload = field(default_factory=Workload)
@@ -133,6 +139,8 @@ class EngineInfo:
     """Bytes a second that its first worker has pushed in the last seconds."""
     weights: str
     """The version that it serves; empty: what it was started with."""
+    models: frozenset[str] | None
+    """The models that its API server lists; None: unknown."""
 
 
 class Members:
@@ -198,6 +206,7 @@ class Members:
                 engine.activity,
                 engine.pushing,
                 engine.weights,
+                engine.models,
             )
 
     def label(self, endpoint: Endpoint) -> str:
@@ -318,15 +327,18 @@ class Members:
         return any(engine.draining for engine in served) if served else None
 
     def last(self, url: str) -> Side | None:
-        """The side that has no engine for requests without this API server's; None if other engines take
-        them, or its engines drain already."""
+        """The side that has no engine for some requests without this API server's; None if other engines
+        take them, of all its models, or its engines drain already."""
         served = self._served_at(url)
         if all(engine.draining for engine in served):
             return None
         endpoints = {engine.endpoint for engine in served}
         sides = {side for engine in served for side in engine.sides}
-        lacking = (one for one in self.needed if one in sides and not self._pools[one].usable(endpoints))
-        return next(lacking, None)
+        models = {None, *(model for engine in served for model in engine.models or ())}
+        for side in self.needed:
+            if side in sides and not all(self._pools[side].usable(endpoints, model) for model in models):
+                return side
+        return None
 
     # --- What the router finds out itself
 
@@ -388,6 +400,32 @@ class Members:
             engine.misses, engine.gone = 0, False
             engine.emptied = engine.emptied and not restarted
             self._update(engine, answers=True, draining=engine.draining and not restarted)
+
+    def to_learn(self, now: float) -> list[Endpoint]:
+        """Whose API servers are to be asked for their models: those that answer, every few seconds."""
+        due = [
+            one for one in self._engines.values() if one.answers and not one.silent and one.learn_at <= now
+        ]
+        for engine in due:
+            engine.learn_at = now + _LEARN_S
+        return _one_a_server(engine.endpoint for engine in due)
+
+    def learnt(self, endpoint: Endpoint, models: frozenset[str] | None) -> None:
+        """The API server lists these models; None: it is unknown which."""
+        for engine in self._served_with(endpoint):
+            if models != engine.models:
+                words = "unknown" if models is None else ", ".join(sorted(models))[:_LOGGED]
+                logger.info("MODELS of %s: %s", engine.name, words)
+                engine.models = models
+                self._publish(engine)
+
+    def lacks(self, side: Side, endpoint: Endpoint, model: str) -> bool:
+        """The API server has answered that it does not serve this model. Returns whether another engine of
+        the side may."""
+        known = self._known(endpoint)
+        if known is not None and known.models is not None:
+            self.learnt(endpoint, known.models - {model})
+        return self._pools[side].known(model) is not None
 
     def tick(self, now: float) -> None:
         """Acts on silence. To be called several times a second."""
@@ -462,6 +500,7 @@ class Members:
                 engine.breaker,
                 reserve=reserve,
                 weights=engine.weights,
+                models=engine.models,
             )
 
     def _withdraw(self, engine: _Engine, *, lost: bool) -> None:

@@ -148,11 +148,12 @@ class Moves:
             else:
                 request.to = None  # it has said nothing since the last look
         with contextlib.suppress(NoEngine):
-            by_weights: dict[str, dict[Endpoint, int]] = {}
+            alike: dict[tuple[str, frozenset[str] | None], dict[Endpoint, int]] = {}
             for member in self._pools[Side.DECODE].choices():
                 if (engine := member.endpoint) not in busy:
-                    by_weights.setdefault(member.weights, {})[engine] = len(at.get(engine, ()))
-            for streams in by_weights.values():
+                    group = alike.setdefault((member.weights, member.models), {})
+                    group[engine] = len(at.get(engine, ()))
+            for streams in alike.values():
                 for most, fewest in balance.pairs(streams):
                     # The youngest has the fewest pages, as a rule.
                     may = (one for one in reversed(at[most]) if self._stay_reason(one) is None)
@@ -176,7 +177,7 @@ class Moves:
             return request.to if self._pools[Side.DECODE].takes(request.to) else None
         if not self._members.emptied(engine) or self._leaving[engine.url] >= _AT_ONCE:
             return None  # its next event asks again
-        return None if self._stay_reason(request) else self._other(engine)
+        return None if self._stay_reason(request) else self._other(engine, request.call.model)
 
     async def complete(self, request: Request) -> bool:
         """Whether the client has had the text of all that its engine has said: ``where`` says that it may."""
@@ -221,7 +222,7 @@ class Moves:
         assert engine is not None
         # Its engine has one of that name.
         name = f"{call.request_id}-moved"
-        call = Call(PATHS[0], {**call.headers, "x-request-id": name}, name, running)
+        call = Call(PATHS[0], {**call.headers, "x-request-id": name}, name, call.model, running)
         left = tokens_left(request.call.path, request.completion, said)
         if left is None:
             left = await self._model_length(call, to)
@@ -257,12 +258,13 @@ class Moves:
             return "engine"
         if request.failed >= _TRIES:
             return "failed"
-        return None if self._other(engine) else "no_other_engine"
+        return None if self._other(engine, request.call.model) else "no_other_engine"
 
-    def _other(self, engine: Endpoint) -> Endpoint | None:
+    def _other(self, engine: Endpoint, model: str | None) -> Endpoint | None:
+        pool = self._pools[Side.DECODE]
         with contextlib.suppress(NoEngine):
             # Where only one of other weights is left, that computes anew what was said.
-            other = self._pools[Side.DECODE].partner(self._pools[Side.DECODE], engine, ())
+            other = pool.partner(pool, engine, (), pool.known(model))
             return None if other == engine else other
         return None
 

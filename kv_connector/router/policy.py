@@ -32,9 +32,11 @@ class Policy(Protocol):
     """Asked in the event loop for each attempt of a request that P and D can share: it answers in 200 us, and
     keeps nothing that only it could free."""
 
-    def place(self, completion: Completion, path: str, avoid: Collection[Endpoint]) -> Placement:
+    def place(
+        self, completion: Completion, path: str, avoid: Collection[Endpoint], model: str | None = None
+    ) -> Placement:
         """Of engines that take requests, those of ``avoid`` only where there are no others; NoEngine where
-        there are none."""
+        there are none. ``model``: only engines that serve it."""
         ...
 
     def sent(self, placement: Placement) -> None:
@@ -53,8 +55,10 @@ class FewestOutstanding:
     def __init__(self, pools: Mapping[Side, Pool]) -> None:
         self._pools = pools
 
-    def place(self, completion: Completion, path: str, avoid: Collection[Endpoint]) -> Placement:
-        return split(self._pools, avoid, "fewest_outstanding")
+    def place(
+        self, completion: Completion, path: str, avoid: Collection[Endpoint], model: str | None = None
+    ) -> Placement:
+        return split(self._pools, avoid, "fewest_outstanding", model)
 
     def sent(self, placement: Placement) -> None:
         pass
@@ -63,23 +67,27 @@ class FewestOutstanding:
         pass
 
 
-def split(pools: Mapping[Side, Pool], avoid: Collection[Endpoint], reason: str) -> Placement:
+def split(
+    pools: Mapping[Side, Pool], avoid: Collection[Endpoint], reason: str, model: str | None
+) -> Placement:
     """A prefill and a decode engine of the same weights by the fewest requests; one that is both, and alone,
     computes the prompt where it decodes, and so does one where no two have the same."""
-    shared = shared_weights(pools, avoid)
+    shared = shared_weights(pools, avoid, model)
     if not shared:
-        return Placement(None, pools[Side.DECODE].fewest(avoid), "other_weights")
+        return Placement(None, pools[Side.DECODE].fewest(avoid, model=model), "other_weights")
     # Which of several versions: streams last longer than prompts.
-    weights = least([one for one in pools[Side.DECODE].choices(avoid) if one.weights in shared]).weights
-    prefill = pools[Side.PREFILL].fewest(avoid, weights)
-    decode = pools[Side.DECODE].fewest({*avoid, prefill}, weights)
+    weights = least(
+        [one for one in pools[Side.DECODE].choices(avoid, model=model) if one.weights in shared]
+    ).weights
+    prefill = pools[Side.PREFILL].fewest(avoid, weights, model)
+    decode = pools[Side.DECODE].fewest({*avoid, prefill}, weights, model)
     if decode == prefill:
         return Placement(None, decode, "one_engine")
     return Placement(prefill, decode, reason)
 
 
-def shared_weights(pools: Mapping[Side, Pool], avoid: Collection[Endpoint]) -> set[str]:
+def shared_weights(pools: Mapping[Side, Pool], avoid: Collection[Endpoint], model: str | None) -> set[str]:
     """The versions that both a prefill and a decode engine serve: what one of another has computed is of no
     use. NoEngine where a side has none."""
-    prefill, decode = ({one.weights for one in pools[side].choices(avoid)} for side in Side)
+    prefill, decode = ({one.weights for one in pools[side].choices(avoid, model=model)} for side in Side)
     return prefill & decode

@@ -14,11 +14,12 @@ from kv_connector.router.workload import Workload
 
 
 class NoEngine(Exception):
-    """No engine of this side takes requests."""
+    """No engine of this side takes requests, or none that serves the model."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, model: str | None = None) -> None:
         super().__init__("no engine takes requests")
         self.pool = pool
+        self.model = model
 
 
 class EngineLost(Exception):
@@ -37,6 +38,8 @@ class Member:
     """Takes requests only where no other does."""
     weights: str = ""
     """The version that it serves; empty: what it was started with."""
+    models: frozenset[str] | None = None
+    """The models that it lists; None: unknown."""
     breaker: Breaker = field(default_factory=Breaker)
     outstanding: int = 0
     owes: int = 0
@@ -49,6 +52,10 @@ class Member:
     def failing(self) -> bool:
         """Its requests fail: it takes requests only where no other does, but for a trial now and then."""
         return self.breaker.open and not self.breaker.trial
+
+    def serves(self, model: str | None) -> bool:
+        """Whether it may have the model. None: any will do."""
+        return model is None or self.models is None or model in self.models
 
     def end_waits(self) -> None:
         for scope in list(self.scopes):
@@ -127,13 +134,22 @@ class Pool:
     def endpoints(self) -> list[Endpoint]:
         return list(self._members)
 
-    def usable(self, avoid: Collection[Endpoint] = ()) -> bool:
-        """Whether an engine other than those takes requests."""
-        return any(member.usable and member.endpoint not in avoid for member in self._members.values())
+    def usable(self, avoid: Collection[Endpoint] = (), model: str | None = None) -> bool:
+        """Whether an engine other than those takes requests for the model."""
+        return any(member.endpoint not in avoid for member in self._usable(model))
 
-    def failing(self) -> bool:
-        """Whether no engine takes requests, or only engines whose requests fail."""
-        return not any(member.usable and not member.failing for member in self._members.values())
+    def failing(self, model: str | None = None) -> bool:
+        """Whether no engine takes requests for the model, or only engines whose requests fail."""
+        return all(member.failing for member in self._usable(model))
+
+    def known(self, model: str | None) -> str | None:
+        """The model, if an engine may serve it. None: engines are chosen without regard to it, and answer
+        for themselves."""
+        return model if any(member.serves(model) for member in self._members.values()) else None
+
+    def models(self) -> set[str]:
+        """All models that engines which take requests list."""
+        return {name for member in self._usable(None) for name in member.models or ()}
 
     def has(self, endpoint: Endpoint) -> bool:
         """Whether there is such an engine, which may take no requests."""
@@ -170,14 +186,17 @@ class Pool:
         *,
         reserve: bool = False,
         weights: str = "",
+        models: frozenset[str] | None = None,
     ) -> None:
         """Whether the engine takes new requests; those it has go on. It is added if need be, with its
-        workload and its breaker. ``reserve``: only if no regular engine does. ``weights``: its version."""
+        workload and its breaker. ``reserve``: only if no regular engine does. ``weights``: its version.
+        ``models``: those that it lists."""
         member = self._members.get(endpoint)
         if member is None:
             member = Member(endpoint, workload or Workload(), usable, breaker=breaker or Breaker())
             self._members[endpoint] = member
         member.usable, member.reserve, member.weights = usable, reserve, weights
+        member.models = models
         self._changed.set()
 
     def remove(self, endpoint: Endpoint, *, lost: bool) -> None:
@@ -193,28 +212,32 @@ class Pool:
         if endpoint in self._members:
             self._members[endpoint].end_waits()
 
-    def choices(self, avoid: Collection[Endpoint] = (), weights: str | None = None) -> list[Member]:
+    def choices(
+        self, avoid: Collection[Endpoint] = (), weights: str | None = None, model: str | None = None
+    ) -> list[Member]:
         """The engines that take requests; NoEngine if there is none. Those of ``avoid`` are left out if there
-        are others, then those whose requests fail, then those in reserve. ``weights``: only those that serve
-        this version."""
-        usable = [
-            member for member in self._members.values() if member.usable and weights in (None, member.weights)
-        ]
+        are others, then those whose requests fail, then those in reserve. ``weights``, ``model``: only
+        those that serve this version, this model."""
+        usable = [member for member in self._usable(model) if weights in (None, member.weights)]
         if not usable:
-            raise NoEngine(self)
+            raise NoEngine(self, model)
         if avoid:
             usable = [member for member in usable if member.endpoint not in avoid] or usable
         usable = [member for member in usable if not member.failing] or usable
         return [member for member in usable if not member.reserve] or usable
 
-    def fewest(self, avoid: Collection[Endpoint] = (), weights: str | None = None) -> Endpoint:
+    def fewest(
+        self, avoid: Collection[Endpoint] = (), weights: str | None = None, model: str | None = None
+    ) -> Endpoint:
         """Of the ``choices``, the one with the fewest outstanding requests; equals take turns."""
-        return least(self.choices(avoid, weights)).endpoint
+        return least(self.choices(avoid, weights, model)).endpoint
 
-    def partner(self, other: Pool, engine: Endpoint, avoid: Collection[Endpoint]) -> Endpoint:
+    def partner(
+        self, other: Pool, engine: Endpoint, avoid: Collection[Endpoint], model: str | None = None
+    ) -> Endpoint:
         """For an engine of the other side, or of this one: by the fewest requests, one that serves what it
         serves, and any if there is none."""
-        choices, weights = self.choices({*avoid, engine}), other.weights(engine)
+        choices, weights = self.choices({*avoid, engine}, model=model), other.weights(engine)
         return least([one for one in choices if one.weights == weights] or choices).endpoint
 
     def acquire(self, endpoint: Endpoint, work: Work | None = None) -> Lease:
@@ -233,15 +256,18 @@ class Pool:
         finally:
             lease.release()
 
-    async def wait_usable(self, seconds: float) -> None:
-        """Returns as soon as an engine takes requests, or when the time is up."""
+    async def wait_usable(self, seconds: float, model: str | None = None) -> None:
+        """Returns as soon as an engine takes requests for the model, or when the time is up."""
         try:
             async with asyncio.timeout(seconds):
-                while not self.usable():
+                while not self.usable(model=model):
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
             pass
+
+    def _usable(self, model: str | None) -> list[Member]:
+        return [member for member in self._members.values() if member.usable and member.serves(model)]
 
 
 def least(members: Sequence[Member]) -> Member:

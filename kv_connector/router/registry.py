@@ -31,6 +31,7 @@ from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.failure import Failure
 from kv_connector.router.forever import forever
 from kv_connector.router.members import MAX_ENGINES, Members, RefusedError
+from kv_connector.router.models import names
 from kv_connector.router.moves import Moves
 from kv_connector.router.reasons import Reasons
 
@@ -84,6 +85,7 @@ class Registry:
         self._refused: dict[Source, float] = {}  # when each refused engine was last logged
         self._probing: dict[str, asyncio.Task[None]] = {}  # by URL
         self._watching: dict[str, asyncio.Task[None]] = {}  # by URL
+        self._learning: dict[str, asyncio.Task[None]] = {}  # by URL
 
     def open(self) -> Address | None:
         """Binds the address and returns it, with the port if it named none; RegistryError if it cannot."""
@@ -105,7 +107,7 @@ class Registry:
                 group.create_task(self._listen())
                 group.create_task(forever("the look at engines", self._probe, _PROBE_S))
         finally:
-            looks = [*self._probing.values(), *self._watching.values()]
+            looks = [*self._probing.values(), *self._watching.values(), *self._learning.values()]
             for look in looks:
                 look.cancel()
             await asyncio.gather(*looks, return_exceptions=True)
@@ -203,6 +205,8 @@ class Registry:
             _once(self._probing, endpoint, self._look)
         for endpoint in self._members.to_watch():
             _once(self._watching, endpoint, self._watch)
+        for endpoint in self._members.to_learn(time.monotonic()):
+            _once(self._learning, endpoint, self._learn)
         await asyncio.sleep(_PROBE_S)
 
     async def _look(self, endpoint: Endpoint) -> None:
@@ -215,9 +219,19 @@ class Registry:
         except Failure:
             return  # the router's own want of descriptors
         if reply.status == 200:
+            await self._learn(endpoint)
             self._members.answered(endpoint)
         else:
             self._members.failed(endpoint, f"its /health answers {reply.status}")
+
+    async def _learn(self, endpoint: Endpoint) -> None:
+        """Asks for its models. An engine that does not answer keeps those that were known."""
+        url = f"{endpoint.url}/v1/models"
+        try:
+            reply = await _patiently(lambda: self._client.whole("GET", url), _HEALTH_S)
+        except (*HttpError, Failure):
+            return
+        self._members.learnt(endpoint, names(endpoint.url, reply))
 
     async def _watch(self, endpoint: Endpoint) -> None:
         for _ in range(_MISSES):

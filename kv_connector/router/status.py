@@ -31,6 +31,8 @@ class EngineStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     """Bytes of KV a second, of its first worker."""
     weights: str = ""
     """The version that it serves; only with --status-details."""
+    models: tuple[str, ...] | None = None
+    """The models that it lists; only with --status-details, and if they are known."""
     address: str | None = None
     """Only with --status-details."""
 
@@ -130,6 +132,7 @@ class Status:
             transfers=None if activity is None else activity.transfers,
             pushing=None if activity is None else round(engine.pushing),
             weights=shown(engine.weights) if self._details else "",
+            models=tuple(sorted(engine.models)) if self._details and engine.models is not None else None,
             address=str(engine.endpoint) if self._details else None,
         )
 

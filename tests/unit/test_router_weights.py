@@ -171,8 +171,10 @@ def test_streams_are_evened_out_among_engines_of_the_same_weights() -> None:
     moves = Moves(router.pools, router.members, *cast("Any", [None] * 3))
 
     def stream(engine: Endpoint) -> Any:
-        running = SimpleNamespace(engine=engine)
-        return SimpleNamespace(running=running, moving=False, to=None, stays=None, looked_at=True, failed=0)
+        running, call = SimpleNamespace(engine=engine), SimpleNamespace(model="m")
+        return SimpleNamespace(
+            running=running, call=call, moving=False, to=None, stays=None, looked_at=True, failed=0
+        )
 
     def evened(*engines: Endpoint) -> list[Endpoint | None]:
         streams = [stream(engine) for engine in engines]
@@ -181,6 +183,9 @@ def test_streams_are_evened_out_among_engines_of_the_same_weights() -> None:
         return [one.to for one in streams]
 
     assert evened(*[busy] * 5) == [None] * 4 + [like]
+    router.members.learnt(like, frozenset({"other"}))
+    assert evened(*[busy] * 5) == [None] * 5, "the other one serves another model"
+    router.members.learnt(like, None)
     router.says("b3", "v2")
     assert evened(*[busy] * 5) == [None] * 5
     assert evened(*[other] * 5) == [None] * 4 + [like]
