@@ -635,8 +635,14 @@ class WeightPusher:
                 logger.warning("%s: lost %s: %s", self._name, link.address, reason)
                 if self._update is not None:
                     self._update.failed(str(engine.address), f"{link.address}: {reason}")
-        for worker in self._workers():
-            if worker.link is link:
+        for engine in self._engines:
+            parted = [worker for worker in engine.workers if worker.link is link]
+            for worker in parted:
                 self._writer.fence(worker.peer)
                 self._begun.put((worker, link, None))
+            if parted and self._update is not None:
+                # The engine does not get the version any more. Its other workers must not wait for it, as
+                # another sender's version may wait for them.
+                for worker in engine.workers:
+                    self._end(worker, f"{link.address} of its engine is lost: {reason}")
         self._apply_once()

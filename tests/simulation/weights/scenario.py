@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 from ..scenario import Fault
 from .arena import ROUNDS
 
+# A trainer's begin_timeout. An engine may have two versions to take before, with the longest pause (3 s),
+# update (5 s) and writes for each. Production's minute would make runs with faults too long.
+BEGIN_S = 20.0
 PATIENCE_S = 30.0  # longer than any update takes
 
 

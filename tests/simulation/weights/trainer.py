@@ -34,7 +34,7 @@ from ..actor import Actor
 from ..books import Violation
 from ..network import Port
 from .arena import CELL_BYTES, TENSORS, Tag, WeightsEngine, cells_of, round_of
-from .scenario import PATIENCE_S, Trainer
+from .scenario import BEGIN_S, PATIENCE_S, Trainer
 
 if TYPE_CHECKING:
     from .world import World
@@ -244,7 +244,7 @@ class Rank(Actor):
             update.failed[name] = "not applied in time"
         for name in (mine & update.applied) - set(update.failed):
             self.world.served(self, name, version)
-        return update.failed
+        return dict(update.failed)  # what is lost from now on is no failure of this push
 
     # --- WeightPusher
 
@@ -345,8 +345,7 @@ class Rank(Actor):
         self._begun.clear()
         awaited = yield from self._begin(version, update)
         transfers: dict[int, _Worker] = {}
-        orphan = self.world.times.orphan
-        due = dict.fromkeys(awaited, self.clock.now() + orphan)
+        due = dict.fromkeys(awaited, self.clock.now() + BEGIN_S)
         while awaited:
             first = min(due[worker] for worker in awaited)
             yield from self._until(lambda: bool(self._begun), max(first - self.clock.now(), 0))
@@ -370,7 +369,7 @@ class Rank(Actor):
                     self.world.books.ended["given up"] += 1
                     raise _Ended
                 awaited[worker] -= 1
-                due[worker] = self.clock.now() + orphan
+                due[worker] = self.clock.now() + BEGIN_S
                 if not awaited[worker]:
                     del awaited[worker]
         if gives_up:
@@ -464,10 +463,13 @@ class Rank(Actor):
                 self.world.books.note("%s: lost %s: %s", self, link.address, reason)
                 if self._update is not None:
                     self._update.failed.setdefault(engine.name, f"{link.address}: {reason}")
-            for worker in engine.workers:
-                if worker.link is link:
-                    self._fence(worker.peer)
-                    self._begun.append((worker, None))
+            parted = [worker for worker in engine.workers if worker.link is link]
+            for worker in parted:
+                self._fence(worker.peer)
+                self._begun.append((worker, None))
+            if parted and self._update is not None:
+                for worker in engine.workers:
+                    self._over(worker, f"{link.address} of its engine is lost: {reason}")
 
     # --- Steps
 

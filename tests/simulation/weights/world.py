@@ -19,9 +19,9 @@ TIMES = Timeouts(orphan=8.0)
 
 # What a fence may take in this fabric (fabric.SimEngine._fence), and a little more.
 _FENCE_S = 5.0
-# A connect and four pushes of two tries, each of which waits for what never comes: of three workers that do
-# not answer one after the other.
-_LONGEST_S = 400.0
+# A connect and twelve pushes, of which some tries wait for what never comes: of three workers that do not
+# answer one after the other.
+_LONGEST_S = 800.0
 # A whole push where nothing is wrong: a few messages of the slowest, writes, and an update.
 _PUSH_S = 20.0
 
