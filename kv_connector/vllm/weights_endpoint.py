@@ -57,7 +57,10 @@ class WeightsEndpoint:
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Starts the controller where the engine takes weights by write_imm, and has it seeded where another
-        engine can. Raises as the controller does."""
+        engine can. Raises as the controller does.
+
+        Of several API servers of one engine the first has the controller: its client reaches all engine
+        cores, where requests of all servers are paused and labelled."""
         config = None if engine_client is None else engine_client.vllm_config.weight_transfer_config
         if config is None or config.backend != WEIGHTS:
             return
@@ -75,6 +78,15 @@ class WeightsEndpoint:
         key = settings.key()
         host = settings.host(default_host(), key)
         parallel = engine_client.vllm_config.parallel_config
+        server, servers = parallel._api_process_rank, parallel._api_process_count
+        if given.seed_from and servers > 1:
+            raise ValueError(
+                f"{SETTINGS_VARIABLE}: seed_from needs one API server, and this engine has {servers}, which "
+                "would answer requests before the engine is seeded. Add --api-server-count 1"
+            )
+        if server > 0:
+            logger.info("weights: API server 0 of %d has the controller of this engine", servers)
+            return
         if parallel.data_parallel_size_local != parallel.data_parallel_size:
             raise ValueError(
                 f"weights come to all data-parallel ranks of an engine through one API server, which has "
@@ -94,7 +106,7 @@ class WeightsEndpoint:
         except zmq.ZMQError as error:
             raise ValueError(
                 f"the weights' controller cannot listen on {address}: {error}. Set control_port in "
-                f"{SETTINGS_VARIABLE} to a free one; of several API servers (--api-server-count) only one can"
+                f"{SETTINGS_VARIABLE} to a free one"
             ) from error
         state.kv_connector_weights = controller
         if given.seed_from:

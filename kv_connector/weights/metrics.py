@@ -24,11 +24,13 @@ class WeightMetrics:
             "1: the version of the weights that this engine serves; there is none until the first update",
             ["version"],
             registry=registry,
+            multiprocess_mode="mostrecent",  # of several API servers: without a series for each process
         )
         self._torn = Gauge(
             NAMES[1],
             "1: a version was not applied by all workers, and the engine stays paused until one is",
             registry=registry,
+            multiprocess_mode="mostrecent",
         )
         self._updates = Counter(
             NAMES[2],
@@ -46,12 +48,16 @@ class WeightMetrics:
             buckets=_PAUSE_SECONDS,
             registry=registry,
         )
+        self._served: str | None = None
         for outcome in OUTCOMES:
             self._updates.labels(outcome)
 
     def applied(self, version: str, nbytes: int, pause_s: float) -> None:
+        if self._served is not None:
+            self._version.labels(self._served).set(0)  # of several API servers no series can be removed
         self._version.clear()
         self._version.labels(version).set(1)
+        self._served = version
         self._bytes.inc(nbytes)
         self._ended("applied", pause_s)
         self._torn.set(0)

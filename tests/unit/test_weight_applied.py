@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -163,3 +167,30 @@ def test_the_first_worker_is_told_why_the_engine_stays_paused_and_when_it_goes_o
         if family.name == "kv_connector_weights_version"
     ]
     assert versions == ["better"], "the one before is no series any more"
+
+
+def test_of_several_api_servers_one_version_is_reported(tmp_path: Path) -> None:
+    """prometheus_client removes no series there. It looks at its setting when it is imported."""
+    code = """
+from prometheus_client import CollectorRegistry, generate_latest, multiprocess
+from kv_connector.weights.metrics import WeightMetrics
+metrics = WeightMetrics(CollectorRegistry())
+metrics.applied("v1", 1, 0.1)
+metrics.applied("v2", 1, 0.1)
+found = CollectorRegistry()
+multiprocess.MultiProcessCollector(found)
+print(generate_latest(found).decode())
+"""
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    series = [line for line in done.stdout.splitlines() if line.startswith("kv_connector_weights_version{")]
+    assert sorted(series) == [
+        'kv_connector_weights_version{version="v1"} 0.0',
+        'kv_connector_weights_version{version="v2"} 1.0',
+    ]
