@@ -493,7 +493,7 @@ class WeightPusher:
         """Deregisters the weights' memory, so that it can be freed. Blocks. Call it between two pushes,
         before weights are offloaded or their storages are resized. The next push registers what it sends.
 
-        A push deregisters the memory of tensors that were freed by itself. It does not see a storage that was
+        Each push itself deregisters the memory of freed tensors. It does not see a storage that was
         resized, or memory that an allocator replaced under the same address: after these a NIC would send the
         memory of before. Raises TransferError where some memory is still registered.
         """
