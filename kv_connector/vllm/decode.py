@@ -1,4 +1,19 @@
-"""D's requests in vLLM's scheduler: ``do_remote_prefill`` and the address of their P. Nothing waits."""
+"""D's requests in vLLM's scheduler: ``do_remote_prefill`` and the address of their P. Nothing waits.
+
+A request's load goes through these states:
+
+    state      blocks   meaning                                             next
+    WAITING    none     vLLM has no blocks for it, or its gate no room      RESERVED, ASKED, OVER
+    RESERVED   its own  the workers fetch its pages                         VOID, LEFT, OVER
+    VOID       its own  pages may land, and will not be used                LEFT, OVER
+    ASKED      none     the workers fetch the token alone that P sampled    SETTLING, OVER
+    LEFT       vLLM's   the request is finished, and pages may still land   OVER
+    SETTLING   none     the request is finished, and was ASKED              OVER
+    OVER       its own  received, failed, or not needed                     -
+
+A request that finishes in OVER, or reaches OVER when it is finished, is forgotten. After VOID it computes its
+prompt from the beginning.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +45,27 @@ _WAITING_INTERVAL_S = 0.25
 
 
 class _Load(enum.Enum):
-    WAITING = enum.auto()  # no blocks yet
-    RESERVED = enum.auto()  # the workers were told to fetch it
-    ASKED = enum.auto()  # it has no blocks, and the workers were told to fetch what P sampled
-    OVER = enum.auto()  # received, failed, or not needed
+    """The states of a load; the module's table says what they mean."""
+
+    WAITING = enum.auto()
+    RESERVED = enum.auto()
+    VOID = enum.auto()
+    ASKED = enum.auto()
+    LEFT = enum.auto()
+    SETTLING = enum.auto()
+    OVER = enum.auto()
+
+
+_NEXT = {
+    _Load.WAITING: {_Load.RESERVED, _Load.ASKED, _Load.OVER},
+    _Load.RESERVED: {_Load.VOID, _Load.LEFT, _Load.OVER},
+    _Load.VOID: {_Load.LEFT, _Load.OVER},
+    _Load.ASKED: {_Load.SETTLING, _Load.OVER},
+    _Load.LEFT: {_Load.OVER},
+    _Load.SETTLING: {_Load.OVER},
+    _Load.OVER: set(),
+}
+"""The legal transitions."""
 
 
 @dataclass
@@ -53,9 +85,6 @@ class _Target:
     end: int = 0
     """It loads the tokens before this one."""
     load: _Load = _Load.WAITING
-    finished: bool = False
-    void: bool = False
-    """What comes is of no use: the request computes its prompt itself once nothing comes any more."""
 
 
 class DecodeScheduler:
@@ -73,12 +102,12 @@ class DecodeScheduler:
         self._siblings: dict[str, _Target] = {}
         """Requests that want what another one loads."""
         self._waiting: dict[str, Address] = {}
-        """Of the transfers whose requests have no blocks yet, their P."""
+        """The prefill engine of each transfer whose load is WAITING."""
+        self._settling = 0
+        """Loads that are SETTLING."""
         self._told_waiting: tuple[tuple[str, Address], ...] = ()
         self._told_at = -math.inf
         self.clock: Callable[[], float] = time.monotonic
-        self.settling: set[str] = set()
-        """Requests that vLLM has forgotten, and of which the workers have still to report."""
         self._first_tokens: list[tuple[Request, int]] = []
         self.gives_first_tokens = False
         """FirstTokenScheduler takes these. This and the next two are set before the first request."""
@@ -92,7 +121,8 @@ class DecodeScheduler:
         return len(self._targets)
 
     def add(self, request: Request, params: DecodeParams) -> None:
-        if request.request_id in self.settling:
+        known = self._targets.get(request.request_id)
+        if known is not None and known.load is _Load.SETTLING:
             raise BadParams("one of the same id is not over")
         transfer_id, peer = params.transfer_id, params.peer
         tokens, digest = prompt_of(request)
@@ -126,7 +156,12 @@ class DecodeScheduler:
     def loads(self, request_id: str) -> bool:
         """Whether the request's prompt is still to come from a P."""
         target = self._siblings.get(request_id) or self._targets.get(request_id)
-        return target is not None and target.load in (_Load.WAITING, _Load.RESERVED)
+        return target is not None and target.load not in (_Load.ASKED, _Load.SETTLING, _Load.OVER)
+
+    @property
+    def settling(self) -> bool:
+        """Whether the workers have still to report on a request that vLLM has forgotten."""
+        return self._settling > 0
 
     def _blocks_of(self, target: _Target) -> int:
         assert self.blocks is not None
@@ -167,8 +202,7 @@ class DecodeScheduler:
         if external_tokens == 0:
             self._release(target)
             return
-        target.load = _Load.RESERVED
-        del self._waiting[target.transfer_id]
+        self._enter(target, _Load.RESERVED)
         try:
             assert self.gate is not None
             self.gate.enter(target.request_id, self._blocks_of(target))
@@ -218,14 +252,17 @@ class DecodeScheduler:
         target = self._targets.get(request.request_id)
         if target is None:
             return
-        target.finished = True
-        if target.load is _Load.WAITING:
-            self._release(target)
-        elif target.load is not _Load.OVER:
-            self._commands.append(Cancel(target.request_id))
-            if target.load is _Load.ASKED:
-                self.settling.add(target.request_id)
-        self._forget_if_over(target)
+        match target.load:
+            case _Load.WAITING:
+                self._release(target)
+            case _Load.RESERVED | _Load.VOID:
+                self._enter(target, _Load.LEFT)
+                self._commands.append(Cancel(target.request_id))
+            case _Load.ASKED:
+                self._enter(target, _Load.SETTLING)
+                self._commands.append(Cancel(target.request_id))
+        if target.load is _Load.OVER:
+            self._forget(target)
 
     def sampled(self, tokens: Mapping[str, int]) -> None:
         """By request, what P sampled. It comes no later than the end of the load, so before vLLM schedules
@@ -242,33 +279,37 @@ class DecodeScheduler:
     def make_void(self, request_ids: Iterable[str]) -> None:
         """What comes for these is of no use. It is told no later than the end of the load."""
         for request_id in request_ids:
-            if target := self._targets.get(request_id):
-                target.void = True
+            target = self._targets.get(request_id)
+            if target is not None and target.load is _Load.RESERVED:
+                self._enter(target, _Load.VOID)
 
     def asked(self, request_ids: Iterable[str]) -> set[str]:
         """Those of whose loads vLLM knows nothing: it must not hear of their end."""
-        targets = self._targets
-        return {one for one in request_ids if one in targets and targets[one].load is _Load.ASKED}
+        targets, asked = self._targets, (_Load.ASKED, _Load.SETTLING)
+        return {one for one in request_ids if one in targets and targets[one].load in asked}
 
     def received(self, request_ids: Iterable[str], failed: Collection[str] = ()) -> None:
         """These loads are over, well or not."""
         for request_id in request_ids:
-            if target := self._targets.get(request_id):
-                asked = target.load is _Load.ASKED
-                self.settling.discard(request_id)
-                self._over(target)
-                if asked and target.sampled is None and not target.finished:
-                    words = "transfer %s: %s does not say what it sampled: the client may have another token"
-                    logger.warning(words, target.transfer_id, target.peer)
-                if target.sampled is not None and not target.finished:
-                    if self.gives_first_tokens and not target.void and request_id not in failed:
-                        self._first_tokens.append((target.request, target.sampled))
-                    else:
-                        force(target.request.sampling_params, target.sampled)
-                if target.void and not asked and not target.finished:
-                    assert self.blocks is not None
-                    self.blocks.free(target.request)
-                self._forget_if_over(target)
+            target = self._targets.get(request_id)
+            if target is None or target.load is _Load.OVER:
+                continue
+            before = target.load
+            self._enter(target, _Load.OVER)
+            if before in (_Load.LEFT, _Load.SETTLING):
+                self._forget(target)
+                continue
+            if target.sampled is not None:
+                if self.gives_first_tokens and before is _Load.RESERVED and request_id not in failed:
+                    self._first_tokens.append((target.request, target.sampled))
+                else:
+                    force(target.request.sampling_params, target.sampled)
+            elif before is _Load.ASKED:
+                words = "transfer %s: %s does not say what it sampled: the client may have another token"
+                logger.warning(words, target.transfer_id, target.peer)
+            if before is _Load.VOID:
+                assert self.blocks is not None
+                self.blocks.free(target.request)
 
     def loading(self) -> list[str]:
         """The requests that hold blocks of a load and have not run. vLLM cannot preempt them."""
@@ -289,8 +330,8 @@ class DecodeScheduler:
             if target.load is _Load.OVER:
                 assert self.blocks is not None
                 self.blocks.free(target.request)
-            elif not target.void:
-                target.void = True
+            elif target.load is _Load.RESERVED:
+                self._enter(target, _Load.VOID)
                 if not target.wants_sampled:  # else it waits for that: the client may have it already
                     self._commands.append(Cancel(target.request_id))
 
@@ -306,13 +347,10 @@ class DecodeScheduler:
                 self._ask(target)
             else:
                 self._release(target)
-        return not any(target.finished and target.load is _Load.RESERVED for target in self._targets.values())
+        return not any(target.load is _Load.LEFT for target in self._targets.values())
 
     def _ask(self, target: _Target) -> None:
-        assert self.gate is not None
-        self.gate.leave(target.request_id)
-        target.load, target.void = _Load.ASKED, True
-        del self._waiting[target.transfer_id]
+        self._enter(target, _Load.ASKED)
         nothing = [GroupTarget(0, ()) for _ in self._block_sizes]
         self._commands.append(self._request(target, target.tokens, nothing))
 
@@ -332,16 +370,20 @@ class DecodeScheduler:
         self._told_waiting, self._told_at = waiting, now
         return waiting
 
-    def _over(self, target: _Target) -> None:
-        target.load = _Load.OVER
-        self._waiting.pop(target.transfer_id, None)
-        assert self.gate is not None
-        self.gate.leave(target.request_id)
+    def _enter(self, target: _Target, load: _Load) -> None:
+        """The one place in which a load changes its state, and what follows from it."""
+        assert load in _NEXT[target.load], f"transfer {target.transfer_id}: {target.load} -> {load}"
+        if target.load is _Load.WAITING:
+            del self._waiting[target.transfer_id]
+        self._settling += (load is _Load.SETTLING) - (target.load is _Load.SETTLING)
+        target.load = load
+        if load in (_Load.ASKED, _Load.OVER):
+            assert self.gate is not None
+            self.gate.leave(target.request_id)
 
     def _release(self, target: _Target) -> None:
-        self._over(target)
+        self._enter(target, _Load.OVER)
         self._commands.append(Release(target.transfer_id, target.peer))
 
-    def _forget_if_over(self, target: _Target) -> None:
-        if target.finished and target.load is _Load.OVER:
-            del self._targets[target.request_id], self._transfers[target.transfer_id]
+    def _forget(self, target: _Target) -> None:
+        del self._targets[target.request_id], self._transfers[target.transfer_id]
