@@ -106,7 +106,7 @@ test-libfabric: setup ## the contract over libfabric's tcp, net, shm and sockets
 	@for library in '' $(CURDIR)/.venv/lib/mpich/libfabric.so.1; do \
 		echo "== libfabric: $${library:-where the dynamic linker finds it}"; \
 		export KV_CONNECTOR_LIBFABRIC=$$library; \
-		KVC_TEST_PROVIDERS="$(LIBFABRIC_LANES)" \
+		KVC_TEST_PROVIDERS="$(LIBFABRIC_LANES)" KVC_TEST_REGISTERED_GIB=16 \
 			build/native/kvc_tests --gtest_brief=1 --gtest_filter='Lanes/*:*Libfabric*'; \
 		KVC_TEST_PROVIDERS="$(LIBFABRIC_LANES),libfabric:shm,shuffle:libfabric:shm" \
 			$(PYTHON_ENV)/python -m pytest -rs tests/conformance; \

@@ -1,9 +1,13 @@
 // Work that may block (registering memory, making links) is the control thread's: while it is held up, whatever the worker
 // does goes on. Over each lane.
 
+#include <sys/mman.h>
+
 #include <atomic>
+#include <cstdlib>
 #include <future>
 #include <string_view>
+#include <thread>
 #include <utility>
 
 #include "tests/nics.h"
@@ -132,6 +136,59 @@ TEST_P(ControlWork, ARegistrationDelaysNeitherAFenceNorTheEndOfALink) {
   expect_held(registered);
   hold.release();
   must(receiver.deregister_memory(must(registered.get()), kLimit));
+}
+
+// The same with real registrations, one after the other, of KVC_TEST_REGISTERED_GIB. Their memory is 64 MiB, which is
+// mapped again and again: pages are populated and pinned for each address.
+TEST_P(ControlWork, FencesAndFailoverGoOnWhileGigabytesRegister) {
+  constexpr size_t kPart = 64 << 20;
+  // A link's two ends agree on what came within this time, or the peer is given up (docs/architecture.md).
+  constexpr Timeout kSettles = std::chrono::seconds(5);
+  const char* gib = std::getenv("KVC_TEST_REGISTERED_GIB");
+  const size_t bytes = gib == nullptr ? 4 * kPart : std::strtoull(gib, nullptr, 10) << 30;
+  ASSERT_GE(bytes, kPart) << "KVC_TEST_REGISTERED_GIB is not a number of GiB";
+  const SharedMemory memory = must(SharedMemory::create("kvc-test", kPart));
+  void* const reserved = ::mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  ASSERT_NE(reserved, MAP_FAILED);
+  auto* const base = static_cast<std::byte*>(reserved);
+  for (size_t at = 0; at < bytes; at += kPart) {
+    ASSERT_NE(::mmap(base + at, kPart, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, memory.fd(), 0), MAP_FAILED);
+  }
+
+  Nics sending;
+  Pair pair(sending.with(config("sender", provider(), 2)), config("receiver", provider(), 2), kBytes);
+  TransferEngine& receiver = *pair.receiver.engine;
+  pair.make_links();
+  // A same-machine lane shares the file: what it registers is as long as that.
+  const bool by_file = provider().find("host") != std::string::npos;
+  const size_t registered = by_file ? kPart : bytes;
+  std::atomic<size_t> rounds{0};
+  std::jthread registrations([&](const std::stop_token& stop) {
+    while (!stop.stop_requested()) {
+      must(receiver.deregister_memory(must(receiver.register_memory(base, registered, by_file ? memory.fd() : -1, 0)),
+                                      kLimit));
+      ++rounds;
+    }
+  });
+  const auto another_round = [&] {
+    const size_t seen = rounds;
+    await([&] { return rounds > seen; }, "a registration");
+  };
+  for (int round = 0; round < 4; ++round) {
+    another_round();
+    Side third(config("third", provider()), kBytes);
+    const PeerId to_third = connect(receiver, *third.engine).first_to_second;
+    must(receiver.fence(to_third, kSettles));
+  }
+  another_round();
+  sending[0].die();
+  await([&] { return pair.sender.engine->stats().links_lost > 0 && receiver.stats().links_lost > 0; }, "lost links");
+  expect_alive(pair);
+  another_round();
+  registrations.request_stop();
+  registrations.join();
+  EXPECT_EQ(receiver.stats().regions, 1U);
+  ASSERT_EQ(::munmap(reserved, bytes), 0);
 }
 
 TEST_P(ControlWork, AConnectionThatIsMadeHoldsNoOtherPeerUp) {

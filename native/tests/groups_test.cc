@@ -205,7 +205,8 @@ TEST_P(Groups, NoTransferIsZero) {
   Stage stage(provider(), 1, 4096);
   TransferEngine& engine = *stage.sender.engine;
   const ScatterId scatter = must(engine.prepare_scatter(
-      stage.group, {{.member = 0, .source = stage.sender.region, .target = stage.members[0].region, .bytes = 64}}));
+      stage.group,
+      {{.member = 0, .source = stage.sender.region, .target = stage.members[0].region, .bytes = 64, .immediate = {}}}));
   const TransferId submitted = must(engine.submit_scatter(scatter, std::vector<ScatterUpdate>{{.bytes = 64}}));
   EXPECT_EQ(ended(engine, submitted).kind, EventKind::kTransferDone);
   EXPECT_FALSE(engine.cancel(0).ok());

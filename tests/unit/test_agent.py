@@ -522,14 +522,16 @@ def test_nothing_wanted_is_complete_at_once(pair: tuple[Side, Side]) -> None:
 
 
 def hold(side: Side) -> threading.Event:
-    """The agent's thread does nothing until this is set."""
-    go = threading.Event()
+    """Stops the agent's thread, which reads messages before commands, until the event is set."""
+    stopped, go = threading.Event(), threading.Event()
 
     def wait(_: float) -> tuple[()]:
+        stopped.set()
         assert go.wait(PATIENCE)
         return ()
 
     side.agent._submit(wait)
+    assert stopped.wait(PATIENCE)
     return go
 
 
