@@ -30,17 +30,15 @@ logger = logging.getLogger(__name__)
 
 
 def choose_scheduler(vllm_config: Any) -> None:
-    """Has vLLM take a FirstTokenScheduler for a D and a GatedScheduler for a P, unless the configuration
-    names another scheduler. In the scheduler's process, before vLLM makes the scheduler."""
+    """Has vLLM take a FirstTokenScheduler for a D that can begin with P's token, and else a GatedScheduler.
+    A scheduler that the configuration names stays. In the scheduler's process, before vLLM makes it."""
     config, transfer = vllm_config.scheduler_config, vllm_config.kv_transfer_config
     if config.scheduler_cls is not None:
         return
     if transfer.is_kv_consumer and vllm_config.use_v2_model_runner and forces_tokens(vllm_config):
         chosen = FirstTokenAsyncScheduler if config.async_scheduling else FirstTokenScheduler
-    elif transfer.is_kv_producer:
-        chosen = GatedAsyncScheduler if config.async_scheduling else GatedScheduler
     else:
-        return
+        chosen = GatedAsyncScheduler if config.async_scheduling else GatedScheduler
     config.scheduler_cls = f"{chosen.__module__}.{chosen.__name__}"
 
 

@@ -17,6 +17,7 @@ from kv_connector.vllm.internals import (
     AsyncScheduler,
     Request,
     RequestQueue,
+    RequestStatus,
     Scheduler,
     connectors_within,
 )
@@ -115,7 +116,8 @@ class GatedQueue(RequestQueue):  # type: ignore[misc]  # vLLM is not typed for m
 
 
 class GatedScheduler(Scheduler):  # type: ignore[misc]
-    """vLLM's scheduler with a GatedQueue, where gates hold requests (not on an engine that is D only)."""
+    """vLLM's scheduler with a GatedQueue, where gates hold requests (not on an engine that is D only). Loads
+    that fail do not hold up other loads."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -125,6 +127,18 @@ class GatedScheduler(Scheduler):  # type: ignore[misc]
         """This engine's own connectors, of those that vLLM has been given."""
         if self.vllm_config.kv_transfer_config.is_kv_producer:
             self.waiting: Any = GatedQueue(self.waiting, self.deferred_waiting, self.sides)
+
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        """Whether vLLM may schedule the request in this step.
+
+        A load that has failed or is discarded has lost its blocks. At the front of vLLM's queue of block
+        holders it would wait for blocks that the loads behind it hold, which cannot start before it does. If
+        it is skipped once, vLLM puts it into the queue of requests without blocks.
+        """
+        loaded = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+        ready: bool = super()._handle_blocked_waiting_request(request)
+        in_front_of_loads = loaded and not self._holds_kv_blocks(request) and len(self.kv_holding_waiting) > 1
+        return ready and not in_front_of_loads
 
 
 class GatedAsyncScheduler(GatedScheduler, AsyncScheduler):  # type: ignore[misc]

@@ -252,17 +252,20 @@ def test_vllm_takes_a_gated_scheduler_for_both_roles_with_runner_v1(model: Path)
     assert issubclass(config.scheduler_config.get_scheduler_cls(), GatedScheduler)
 
 
-def test_vllm_takes_its_own_with_runner_v1(model: Path) -> None:
-    config = vllm_config(model, "kv_consumer")
+def gives_first_tokens(config: Any) -> bool:
     WriteImmConnector.get_required_kvcache_layout(config)
-    assert config.scheduler_config.scheduler_cls is None
+    chosen = config.scheduler_config.get_scheduler_cls()
+    assert issubclass(chosen, GatedScheduler)
+    return issubclass(chosen, FirstTokenScheduler)
 
 
-def test_vllm_takes_its_own_where_something_is_drafted(v2: None, model: Path) -> None:
+def test_d_does_not_begin_with_ps_token_with_runner_v1(model: Path) -> None:
+    assert not gives_first_tokens(vllm_config(model, "kv_consumer"))
+
+
+def test_d_does_not_begin_with_ps_token_where_something_is_drafted(v2: None, model: Path) -> None:
     """Such a D does not ask for P's token."""
-    config = vllm_config(model, "kv_consumer", drafter="eagle")
-    WriteImmConnector.get_required_kvcache_layout(config)
-    assert config.scheduler_config.scheduler_cls is None
+    assert not gives_first_tokens(vllm_config(model, "kv_consumer", drafter="eagle"))
 
 
 def test_what_somebody_has_chosen_is_taken(v2: None, model: Path) -> None:

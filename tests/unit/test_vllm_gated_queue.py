@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
-from vllm_stage import BLOCK, FULL, PARAMS_OF_D, PARAMS_OF_P, Stage, model, prompt, vllm_config
+from vllm_stage import BLOCK, FULL, PARAMS_OF_D, PARAMS_OF_P, SLIDING, Stage, model, prompt, vllm_config
 
 from kv_connector.vllm.gated_queue import GatedQueue, GatedScheduler
 
@@ -246,6 +246,26 @@ def test_held_load_computes_alone_after_a_pause(model: Path) -> None:
     assert waiting(stage) == ["held"]
     assert stage.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
     assert scheduled(stage) == ["held"]
+
+
+@pytest.mark.parametrize("report", ["failed", "void"])
+def test_load_that_fails_does_not_hold_up_loads_behind_it(model: Path, report: str) -> None:
+    """Found by the fuzzer. To compute the prompt takes more blocks of the sliding window than to load it: it
+    waits for the other loads, and these waited behind it."""
+    config = vllm_config(model, "kv_consumer", policy="recompute" if report == "failed" else "fail")
+    stage = Stage(config, (FULL, SLIDING), 60, GatedScheduler)
+    tokens = {"fails": 480, "a": 462, "b": 301, "c": 245}
+    for name, length in tokens.items():
+        params = PARAMS_OF_D | {"transfer_id": name}
+        stage.add(name, prompt(length, sum(name.encode())), params)
+    stage.step()
+    assert [request.request_id for request in stage.scheduler.kv_holding_waiting] == list(tokens)
+    assert stage.blocks_in_use > 50
+    reports: dict[str, Any] = {report: ["fails"]}
+    stage.step(received=list(tokens), **reports)
+    for _ in range(8):
+        stage.step()
+    stage.assert_idle()
 
 
 def test_decode_engine_keeps_vllms_queue(model: Path) -> None:
