@@ -470,11 +470,14 @@ class WeightPusher:
         self._writer.deregister_freed()  # meanwhile the workers begin
         while awaited:
             for worker, link, begun in self._wait_for(awaited):
-                if worker not in awaited or link is not worker.link:
-                    continue  # it is lost, or has been joined anew since
+                if link is not worker.link:
+                    continue  # it has been joined anew since
                 if begun is None:
-                    del awaited[worker]
+                    awaited.pop(worker, None)
+                    self._end_engine_of(worker)
                     continue
+                if worker not in awaited:
+                    continue  # it is lost
                 sends = worker.rounds[begun.round]
                 self._writer.write(Target(worker.peer, worker.region, worker.offsets, begun.immediate, sends))
                 left = awaited[worker].rounds - 1
@@ -553,6 +556,14 @@ class WeightPusher:
                 # Also of links that were over before, of which there is no news.
                 lost += [(worker, worker.link, None) for worker in waits]
         return lost
+
+    def _end_engine_of(self, lost: _Worker) -> None:
+        """The engine of a worker that is lost does not get the version any more. Its other workers do not
+        wait for it, as another sender's version may wait for them."""
+        assert lost.link is not None
+        for engine in self._engines:
+            for worker in engine.workers if lost in engine.workers else ():
+                self._end(worker, f"{lost.link.address} of its engine is lost")
 
     def _end_failed(self) -> None:
         for worker in self._workers():
@@ -635,14 +646,8 @@ class WeightPusher:
                 logger.warning("%s: lost %s: %s", self._name, link.address, reason)
                 if self._update is not None:
                     self._update.failed(str(engine.address), f"{link.address}: {reason}")
-        for engine in self._engines:
-            parted = [worker for worker in engine.workers if worker.link is link]
-            for worker in parted:
+        for worker in self._workers():
+            if worker.link is link:
                 self._writer.fence(worker.peer)
                 self._begun.put((worker, link, None))
-            if parted and self._update is not None:
-                # The engine does not get the version any more. Its other workers must not wait for it, as
-                # another sender's version may wait for them.
-                for worker in engine.workers:
-                    self._end(worker, f"{link.address} of its engine is lost: {reason}")
         self._apply_once()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,32 @@ def test_push_leaves_an_engine_out_that_does_not_begin(
         pause.go_on.set()
         for engine in engines:
             engine.close()
+
+
+def test_push_does_not_wait_for_the_rest_of_an_engine_that_lost_a_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One worker has dropped the version for another sender's. The other one waits for it to be applied."""
+    engine = Engine(2, streaming=True)
+    pause = SlowPause(engine, monkeypatch)
+    threads = ThreadPoolExecutor(1)
+    try:
+        with WeightPusher(TensorSource(drawn(1)), [str(engine.address)], begin_timeout=NEVER_S) as pusher:
+            pusher.connect()
+            push = threads.submit(pusher.push, "v1")
+            assert pause.pausing.wait(PATIENCE_S)
+            lost, other = pusher._workers()
+            pusher._end(lost, "it has begun another version")
+            with pytest.raises(PushError, match="it has begun another version"):
+                push.result(PATIENCE_S).wait("applied", PATIENCE_S)
+            assert other.link is not None
+            assert other.link.over
+            pause.go_on.set()
+            pusher.push("v2").wait("applied", PATIENCE_S)
+    finally:
+        pause.go_on.set()
+        threads.shutdown()
+        engine.close()
 
 
 def test_push_waits_for_an_engine_as_long_as_it_is_to(monkeypatch: pytest.MonkeyPatch) -> None:

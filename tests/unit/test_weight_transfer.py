@@ -457,5 +457,7 @@ def test_a_rounds_timeout_covers_its_push_and_both_waits(monkeypatch: pytest.Mon
     monkeypatch.setattr(weights_command, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     waits: list[tuple[str, float]] = []
     update = SimpleNamespace(wait=lambda what, limit: waits.append((what, limit)), pause_seconds={})
-    weights_command._round(SimpleNamespace(push=lambda version: update), "v1", 10.0)  # type: ignore[arg-type]
+    weights_command._round(
+        SimpleNamespace(push=lambda version: update, cancel=lambda reason: None), "v1", 10.0
+    )  # type: ignore[arg-type]
     assert waits == [("landed", 3.0), ("applied", 2.0)]

@@ -359,6 +359,9 @@ class Rank(Actor):
                 worker, begun = self._begun.popleft()
                 if begun is None:
                     awaited.pop(worker, None)
+                    for engine in self._engines:
+                        for other in engine.workers if worker in engine.workers else ():
+                            self._over(other, f"{worker.name} of its engine is lost")
                 if begun is None or worker not in awaited:
                     continue
                 try:
@@ -463,13 +466,10 @@ class Rank(Actor):
                 self.world.books.note("%s: lost %s: %s", self, link.address, reason)
                 if self._update is not None:
                     self._update.failed.setdefault(engine.name, f"{link.address}: {reason}")
-            parted = [worker for worker in engine.workers if worker.link is link]
-            for worker in parted:
-                self._fence(worker.peer)
-                self._begun.append((worker, None))
-            if parted and self._update is not None:
-                for worker in engine.workers:
-                    self._over(worker, f"{link.address} of its engine is lost: {reason}")
+            for worker in engine.workers:
+                if worker.link is link:
+                    self._fence(worker.peer)
+                    self._begun.append((worker, None))
 
     # --- Steps
 
