@@ -15,11 +15,14 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 TOKENS = 8
+_LARGE = 1 << 20
 _EVENT = b'data: {"choices": [{"index": 0, "text": "a", "token_ids": [97]}]}\n\n'
 
 
 async def complete(request: Request) -> Response:
-    body = msgspec.json.decode(await request.body())
+    raw = await request.body()
+    # Of a large one it reads no word: an engine's API server would share no processor with the router.
+    body = msgspec.json.decode(raw) if len(raw) < _LARGE else {}
     if (status := request.app.state.status) != 200:
         return JSONResponse({"error": {"message": "refused by a stub", "code": status}}, status)
     if body.get("stream"):
