@@ -208,7 +208,7 @@ class FailCode(enum.Enum):
     UNKNOWN_TRANSFER = "unknown_transfer"  # no such request arrived in time
     # The prompt's client left, or decode gave the transfer up before: D's transfer is cancelled, too.
     PREFILL_ABORTED = "prefill_aborted"
-    PROMPT_MISMATCH = "prompt_mismatch"  # D computes its own, and says RELEASE
+    PROMPT_MISMATCH = "prompt_mismatch"  # D computes its own, and each of its workers says RELEASE
     INCOMPATIBLE = "incompatible"  # the RESERVE does not fit the layouts
     WRITE_ERROR = "write_error"  # pages that were asked for are not computed, or not written
     DUPLICATE = "duplicate"  # the transfer is already going to another request

@@ -345,9 +345,10 @@ class PrefillMachine:
         if stale and not (message.wants_sampled and (prompt is None or not prompt.finished)):
             return self._refuse_stale(now, peer, message, stale)
         request = None if prompt is None else prompt.request
-        if request is not None:
+        if prompt is not None and request is not None:
             problem = prompt_problem(request, message)
             if problem is not None:
+                prompt.mismatch = problem
                 return [self._refuse(peer, message, FailCode.PROMPT_MISMATCH, problem)]
         prompt = prompt or self._new_prompt(message.transfer_id)
         if not prompt.told:
@@ -703,6 +704,9 @@ class PrefillMachine:
 
     def _close(self, now: float, transfer: Transfer, verdict: Verdict) -> list[PrefillAction]:
         """Ends a transfer that no RESERVE is being served for."""
+        if transfer.prompt.mismatch and verdict.code is FailCode.PREFILL_ABORTED:
+            # D computes its own prompt, so its other workers must not take this for an abort.
+            verdict = replace(verdict, code=FailCode.PROMPT_MISMATCH, text=transfer.prompt.mismatch)
         transfer.verdict = verdict
         transfer_id, number = transfer.share
         request_id = _request_id(transfer.prompt)

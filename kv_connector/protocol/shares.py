@@ -51,6 +51,7 @@ class Prompt:
     sampled: int | None = None  # the token behind it, once finished
     moving: bool = False  # it was said that pages go
     told: bool = False  # how many workers of D want a share; until then there is one, for whoever comes
+    mismatch: str = ""  # why the RESERVE of a worker of D was refused as one for another prompt
     shares: list[Transfer] = field(default_factory=list)
 
     @property

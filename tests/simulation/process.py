@@ -186,8 +186,8 @@ class Process(Actor):
         for request in sorted(reports.finished_sending):
             self.prefill.sent(request, states.get(request))
         for request in sorted(reports.finished_recving):
-            failed = request in reports.failed_recving
-            self.decode.received(request, failed, states.get(request), reports.sampled.get(request))
+            failed, stale = request in reports.failed_recving, request in reports.stale
+            self.decode.received(request, failed, stale, states.get(request), reports.sampled.get(request))
 
     # --- Its end
 

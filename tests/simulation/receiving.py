@@ -69,7 +69,9 @@ class DecodeSide:
         if plan.decode_abort is not None:
             self._later(plan.decode_abort, lambda: self._abort(load))
 
-    def received(self, request_id: str, failed: bool, state: State | None, token: int | None) -> None:
+    def received(
+        self, request_id: str, failed: bool, stale: bool, state: State | None, token: int | None
+    ) -> None:
         """The agent's report, the state that it said before, and what P sampled."""
         world, process = self._world, self._process
         books = world.books
@@ -97,6 +99,9 @@ class DecodeSide:
             books.check(not failed, "%s failed for no reason", plan.name)
             books.check(token == right or load.told, "%s has no token for no reason", plan.name)
         if world.scenario.undisturbed(plan):
+            differs = plan.other_prompt and not plan.unknown_to_prefill and plan.prefill_abort is None
+            fails = failed and differs and not stale
+            books.check(not fails, "%s fails, and D ought to compute its own prompt", plan.name)
             # What D wants may be there before P has computed all.
             computed = world.computed_at(plan)
             if computed is None:

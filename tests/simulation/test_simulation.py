@@ -102,6 +102,17 @@ def test_prompts_of_a_dead_decode_engine_are_free_soon() -> None:
     assert float(sent.split()[0]) < 4.0 + 2 * times.dead + times.connect + times.heartbeat
 
 
+def test_every_worker_of_decode_computes_a_prompt_that_differs() -> None:
+    """P has freed it for the first worker before the other one asks."""
+    plan = Plan("r0", "p0", "d0", decode_at=0.5, other_prompt=True)
+    for seed in range(12):
+        for ranks, stage in ((2, 0), (1, CUTS[0])):
+            sides = (Side(), Side(ranks=ranks, first_stage=stage))
+            world, violation = run(Scenario(seed, heads=2, jitter=0.1, sides=sides, plans=(plan,)))
+            assert violation is None
+            assert world.books.ended["failed"] == 2
+
+
 def test_an_engine_that_comes_back_in_another_shape_is_found_again() -> None:
     first, second = Plan("r0", "p0", "d0"), Plan("r1", "p0", "d0", prefill_at=30.0, decode_at=30.0)
     for coin in range(10):  # by it the shape is drawn

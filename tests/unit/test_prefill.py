@@ -704,6 +704,30 @@ def test_another_prompt_is_refused_and_the_right_one_still_served(
     assert pushed(machine.reserve(1.0, PEER, reserve(attempt=10))) == {1: 11, 2: 12, 3: 13}
 
 
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize("end", ["release", "cancel"])
+def test_another_prompt_is_one_for_each_worker_of_decode(
+    machine: PrefillMachine, finished: bool, end: str
+) -> None:
+    """The first may have given the prompt up before the others ask for it."""
+    machine.expect(0.0, prefill_request())
+    if finished:
+        machine.finished(0.0, "t", True, "")
+    wrong = [msgspec.structs.replace(half(share), prompt_hash=bytes(16)) for share in range(2)]
+    first = message(machine.reserve(0.0, OTHER, wrong[1]))
+    if end == "release":
+        machine.release(0.0, OTHER, Release("t", 1))
+    else:
+        machine.cancel(0.0, OTHER, Cancel("t", 1, 1))
+    second = message(machine.reserve(1.0, PEER, wrong[0]))
+    assert isinstance(first, Fail)
+    assert first.code is FailCode.PROMPT_MISMATCH
+    assert second == first
+    machine.release(1.0, PEER, Release("t"))
+    machine.finished(1.0, "t", True, "")
+    assert_over(machine)
+
+
 @pytest.mark.parametrize("theirs", [None, HASH], ids=["neither", "decode has one"])
 @pytest.mark.parametrize("order", ["request first", "RESERVE first"])
 def test_a_prompt_without_a_hash_is_compared_with_none(

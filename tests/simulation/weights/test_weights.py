@@ -9,6 +9,7 @@ import pytest
 from ..campaign import campaign, run
 from ..minimize import report
 from ..planted import Bug, find
+from ..scenario import Fault
 from .planted import BUGS
 from .scenario import ANYBODY, MUTUAL, WORKER, Scenario, Trainer, draw
 from .world import World
@@ -40,6 +41,15 @@ def test_ranks_that_write_nothing_somewhere_are_simulated() -> None:
     assert world.books.ended["applied"] == 2 * (
         2 + 1 + 1
     )  # engines; pushes, the last one, and the next trainer's
+
+
+def test_a_link_that_was_replaced_costs_the_new_one_nothing() -> None:
+    """It breaks while the push looks for another engine, which is dead. The worker is joined anew then."""
+    faults = Fault("vanish", 1.0, ("e0",), lasting=60.0), Fault("cut", 8.0, ("t0/0", "e1/0"))
+    trainer = Trainer("t0", ranks=1, pushes=1)
+    world = World(Scenario(1, engines=2, trainers=(trainer,), faults=faults), tracing=True)
+    world.run()
+    assert any("e1.1 says Applied(version='t0.1 step 1 try 1'" in line for line in world.books.trace)
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name.replace(" ", "-"))

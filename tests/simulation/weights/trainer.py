@@ -147,7 +147,7 @@ class Rank(Actor):
         self._links.loop = _Immediately(self.port)  # type: ignore[assignment]
         self._engines: list[_Engine] = []
         self._update: _Update | None = None
-        self._begun: deque[tuple[_Worker, Begun | None]] = deque()
+        self._begun: deque[tuple[_Worker, Link, Begun | None]] = deque()
         self._run = ""
         self._failures: dict[int, str] = {}  # by transfer
         self._fencing: list[int] = []
@@ -356,7 +356,9 @@ class Rank(Actor):
                         self._over(worker, "not begun in time")
                         awaited.pop(worker, None)
             while self._begun:
-                worker, begun = self._begun.popleft()
+                worker, link, begun = self._begun.popleft()
+                if link is not worker.link:
+                    continue  # it has been joined anew since
                 if begun is None:
                     awaited.pop(worker, None)
                     for engine in self._engines:
@@ -447,7 +449,7 @@ class Rank(Actor):
         if isinstance(news, Dropped):
             return
         if isinstance(news, Begun):
-            self._begun += [(worker, news) for worker in engine.workers if worker.link is link]
+            self._begun += [(worker, link, news) for worker in engine.workers if worker.link is link]
             return
         reached = update.ready if isinstance(news, Ready) else update.taken
         mine = {worker.name for worker in engine.workers if worker.link is not None}
@@ -469,7 +471,7 @@ class Rank(Actor):
             for worker in engine.workers:
                 if worker.link is link:
                     self._fence(worker.peer)
-                    self._begun.append((worker, None))
+                    self._begun.append((worker, link, None))
 
     # --- Steps
 
