@@ -362,11 +362,16 @@ async def test_so_many_streams_move_at_a_time(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("kv_connector.router.moves._AT_ONCE", 1)
     async with site() as s:
         s.first.limits, s.first.pace = (8, LENGTH), 0.01
-        readings = []
+        s.second.limits = (8, LENGTH)
+        readings, others = [], []
         for number in range(2):
-            readings.append(Reading(s.client, COMPLETION, BODY, f"{number}"))
-            await readings[-1].until(7)
-            await Reading(s.client, COMPLETION, BODY, f"{number} at the other engine").end()
+            for streams, name in ((readings, f"{number}"), (others, f"{number} at the other engine")):
+                streams.append(Reading(s.client, COMPLETION, BODY, name))
+                await streams[-1].until(7)
+        s.second.go.set()
+        for other in others:
+            await other.end()
+        s.second.go.clear()
         s.second.limits = (0, LENGTH)
         draining = await s.begin_drain(s.first)
         untils = [asyncio.create_task(reading.until(30)) for reading in readings]

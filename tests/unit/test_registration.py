@@ -505,6 +505,7 @@ async def test_a_drained_engine_finishes_what_it_has(cluster: Cluster, tmp_path:
     asking = asyncio.create_task(ask(client))
     await within(old.engine.arrived.wait())
     new = await cluster.engine(Role.DECODE)
+    await until_health(client, lambda state: state["decode"].get(new.engine.url) == "ready")
     key_file = tmp_path / "key"
     cluster.key.write(key_file)
     words = ["drain", old.engine.url, "--router", str(cluster.address), "--key-file", str(key_file)]
