@@ -103,7 +103,7 @@ class DecodeSide:
             fails = failed and differs and not stale
             books.check(not fails, "%s fails, and D ought to compute its own prompt", plan.name)
             # What D wants may be there before P has computed all.
-            computed = world.computed_at(plan)
+            computed = world.computed_at(plan, failed)
             if computed is None:
                 computed = 0.0 if failed or load.told else world.clock.now
             begun = max(load.reserved_at, load.aborted_at, plan.prefill_at, computed)

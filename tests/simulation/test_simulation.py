@@ -102,6 +102,12 @@ def test_prompts_of_a_dead_decode_engine_are_free_soon() -> None:
     assert float(sent.split()[0]) < 4.0 + 2 * times.dead + times.connect + times.heartbeat
 
 
+@pytest.mark.parametrize("seed", [7680, 10728])
+def test_a_prompt_without_its_last_page_fails_when_a_worker_of_prefill_has_finished(seed: int) -> None:
+    """Which takes seconds where it is preempted, and another worker is slower still."""
+    assert run(draw(seed))[1] is None
+
+
 def test_every_worker_of_decode_computes_a_prompt_that_differs() -> None:
     """P has freed it for the first worker before the other one asks."""
     plan = Plan("r0", "p0", "d0", decode_at=0.5, other_prompt=True)

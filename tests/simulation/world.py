@@ -105,9 +105,11 @@ class World(Surroundings):
         """By one of P's workers."""
         self._computed.setdefault(plan.name, []).append(self.clock.now)
 
-    def computed_at(self, plan: Plan) -> float | None:
-        """By all of them."""
+    def computed_at(self, plan: Plan, failed: bool) -> float | None:
+        """By all of them. A truncated prompt may fail with the first that finishes."""
         times = self._computed.get(plan.name, [])
+        if failed and plan.truncated:
+            return max(times, default=None)
         return max(times) if len(times) >= len(self.workers(plan.prefill)) else None
 
     def decode_bound(self) -> float:
