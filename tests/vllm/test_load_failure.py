@@ -87,6 +87,6 @@ async def test_a_failed_load_is_recomputed(
                 await decoding
             assert refused.value.status >= 500
         # Loud: who, over what, and why. And nobody else noticed.
-        await wait_logged(decode, f"transfer {transfer} from .* over host: failed: prefill_aborted")
+        await wait_logged(decode, f"transfer {transfer} from .* over host: cancelled: prefill_aborted")
         assert await client.complete(decode.url, other, 8) == beside
         await assert_quiescent(client, deployment.prefill, decode)

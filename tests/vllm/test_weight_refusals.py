@@ -34,6 +34,7 @@ class Derives(Model):
 
 def config(speculative: Any = None) -> SimpleNamespace:
     return SimpleNamespace(
+        load_config=SimpleNamespace(load_format="auto"),
         offload_config=SimpleNamespace(
             uva=SimpleNamespace(cpu_offload_gb=0), prefetch=SimpleNamespace(offload_group_size=0)
         ),

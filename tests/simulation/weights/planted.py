@@ -99,9 +99,9 @@ BUGS = (
     Bug(
         "a trainer that waits for a seed waits for ever",
         _LANDING,
-        "        return actions + self._follow()\n",
-        "        return actions\n",
-        first=330,
+        "        del self._lent[seed.run]\n        return self._follow()\n",
+        "        del self._lent[seed.run]\n        return []\n",
+        first=100,
     ),
     Bug(
         "a version that is held is left for the next",
