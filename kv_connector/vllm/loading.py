@@ -129,7 +129,11 @@ class LoadedModel:
                 lost, there = (scales, name) if name in coming else (name, scales)
                 raise RecordError(f"{_ABSENT}: {lost}, beside {there}")
         self._written(coming)
-        kept = tuple(name for name, _ in self._shadow.named_parameters() if name not in coming)
+        kept = tuple(
+            name
+            for name, _ in self._shadow.named_parameters()
+            if name not in coming and not name.endswith(_OPTIONAL)
+        )
         if kept:
             more = f" and {len(kept) - _NAMED} more" if len(kept) > _NAMED else ""
             logger.warning("%s, and left as they are: %s%s", _ABSENT, ", ".join(kept[:_NAMED]), more)
@@ -216,6 +220,8 @@ class LoadedModel:
 
 _ABSENT = "not in the checkpoint"
 _SCALES = "_scale_inv"  # of a parameter's blocks, behind its name
+# Scales of an attention layer's KV cache and query. Few checkpoints have them, and vLLM takes 1.0 otherwise.
+_OPTIONAL = (".attn.q_scale", ".attn.k_scale", ".attn.v_scale", ".attn.prob_scale")
 
 
 def _is_block_fp8(quantization: Any) -> bool:
