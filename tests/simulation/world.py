@@ -31,8 +31,9 @@ class World(Surroundings):
         self.sides = {engine: scenario.side(engine) for engine in scenario.engines}
         # Within this a request is served that nothing stands in the way of: no fault of a third party may
         # cost it more. A handshake and a RESERVE of the slowest messages; writes, a few of which may wait for
-        # each other.
-        self.prompt_s = 1.5 + 20 * scenario.jitter + 10 * scenario.wire
+        # each other. In chaos each of the six messages may be 0.5 s late, and two attempts to connect fail.
+        late = 3.4 if scenario.chaos else 1.5
+        self.prompt_s = late + 20 * scenario.jitter + 10 * scenario.wire
         self._words: dict[str, float] = {}
         self._computed: dict[str, list[float]] = {}
         self._pauses = sum(fault.lasting for fault in scenario.faults)
