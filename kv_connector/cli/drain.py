@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -11,7 +11,14 @@ import typer
 
 from kv_connector.cli.exit_status import ExitStatus
 from kv_connector.cli.router import KeyFile, address, cluster_key, endpoint
-from kv_connector.control.membership import Drain, Draining, MembershipSockets, Undrain, Undrained
+from kv_connector.control.membership import (
+    Drain,
+    Draining,
+    MembershipMessage,
+    MembershipSockets,
+    Undrain,
+    Undrained,
+)
 from kv_connector.protocol.actions import Address, Source
 from kv_connector.protocol.messages import Role
 from kv_connector.router.endpoint import Endpoint
@@ -168,21 +175,29 @@ def _refuse_unknown(engine: Endpoint, unknown: Sequence[_Asked], answers: Sequen
         raise typer.BadParameter(f"the router at {where} knows no engine {engine.url}")
 
 
+def _heard_in_a_round(
+    sockets: MembershipSockets, asked: Sequence[_Asked], question: Drain | Undrain, deadline: float
+) -> Iterator[list[tuple[_Asked, MembershipMessage | None]]]:
+    """Asks all routers once. Yields what each wait brings until it is time to ask again, or the deadline."""
+    routers = {one.link: one for one in asked}
+    now = time.monotonic()
+    connected = [sockets.send(one.link, question) for one in asked]
+    until = min(now + (REPEAT_SECONDS if all(connected) else SOON_SECONDS), deadline)
+    while (left := until - time.monotonic()) > 0:
+        sockets.wait(left)
+        yield [(routers[received.source], received.message) for received in sockets.receive()]
+
+
 def _until_undrained(
     sockets: MembershipSockets, asked: Sequence[_Asked], question: Undrain, deadline: float
 ) -> None:
     """Asks until no router that answers reports a drain, or until the deadline."""
-    routers = {one.link: one for one in asked}
     silent = time.monotonic() + SILENCE_SECONDS
     while (now := time.monotonic()) < deadline:
-        connected = [sockets.send(one.link, question) for one in asked]
-        until = min(now + (REPEAT_SECONDS if all(connected) else SOON_SECONDS), deadline)
-        while (left := until - time.monotonic()) > 0:
-            sockets.wait(left)
-            for received in sockets.receive():
-                if isinstance(received.message, Undrained):
-                    one = routers[received.source]
-                    one.answered, one.draining = time.monotonic(), received.message.draining
+        for heard in _heard_in_a_round(sockets, asked, question, deadline):
+            for one, answer in heard:
+                if isinstance(answer, Undrained):
+                    one.answered, one.draining = time.monotonic(), answer.draining
             if all(one.answered and not one.draining for one in asked):
                 return
         if now > silent and not any(one.draining for one in asked):
@@ -196,7 +211,6 @@ def _until_idle(
 
     False: one says otherwise at the deadline.
     """
-    routers = {one.link: one for one in asked}
     began = time.monotonic()
     told: set[str] = set()
 
@@ -208,14 +222,10 @@ def _until_idle(
             why = ", ".join(f"{count} {reason}" for reason, count in staying.items())
             typer.echo(f"{question.url}: {sum(staying.values())} requests end there: {why}", err=True)
 
-    while (now := time.monotonic()) < deadline:
-        connected = [sockets.send(one.link, question) for one in asked]
-        until = min(now + (REPEAT_SECONDS if all(connected) else SOON_SECONDS), deadline)
-        while (left := until - time.monotonic()) > 0:
-            sockets.wait(left)
-            for received in sockets.receive():
-                if isinstance(received.message, Draining):
-                    one, answer = routers[received.source], received.message
+    while time.monotonic() < deadline:
+        for heard in _heard_in_a_round(sockets, asked, question, deadline):
+            for one, answer in heard:
+                if isinstance(answer, Draining):
                     one.answered, one.outstanding = time.monotonic(), answer.outstanding
                     one.moved, one.staying = answer.moved, answer.staying or one.staying
                     one.last = answer.last
