@@ -10,12 +10,10 @@ A scenario is a list of operations, so a failing one is cut down to the few that
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -31,6 +29,7 @@ sys.path.append(str(Path(__file__).parent.parent / "unit"))
 
 from vllm_stage import BLOCK, FULL, PARAMS_OF_D, PARAMS_OF_P, SLIDING, WINDOW, Stage, vllm_config
 
+from fuzz.seeds import chosen_seeds, search
 from kv_connector.agent.commands import CacheCleared, Cancel, FailLoad, FinishPrefill, Release
 from kv_connector.lab.model import make_llama
 from kv_connector.protocol.requests import DecodeRequest, PrefillRequest
@@ -125,7 +124,7 @@ class Transfer:
     pages: dict[tuple[int, int], int] = field(default_factory=dict)
     """P's valid pages: (group, logical block) to block."""
     version: int = 0
-    """Of the weights that P has computed them with."""
+    """The version of the weights that P computed the pages with."""
     last: bool = False
     finish: FinishPrefill | None = None
     sent: bool = False
@@ -577,21 +576,11 @@ def report(seed: int, model: Path) -> str | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=1000, help="Number of scenarios.")
-    parser.add_argument("--first", type=int, default=0, help="Seed of the first scenario.")
-    arguments = parser.parse_args()
+    seeds = chosen_seeds(__doc__, 1000, "scenarios")
     logging.disable(logging.CRITICAL)
-    started = time.monotonic()
-    found = 0
     with tempfile.TemporaryDirectory() as folder:
         model = make_llama(Path(folder), layers=1, hidden=64, intermediate=64)
-        for seed in range(arguments.first, arguments.first + arguments.seeds):
-            if text := report(seed, model):
-                print(f"FOUND with {text}", flush=True)
-                found += 1
-    print(f"{arguments.seeds} scenarios in {time.monotonic() - started:.0f} s: {found} faults found")
-    sys.exit(min(found, 1))
+        search(seeds, "scenarios", lambda seed: report(seed, model))
 
 
 if __name__ == "__main__":

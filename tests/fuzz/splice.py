@@ -8,16 +8,14 @@ break off.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
-import sys
-import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
+from fuzz.seeds import chosen_seeds, search
 from kv_connector.router.completion import Completion
 from kv_connector.router.early_token import EarlyToken, Mismatch, PrefillStream, Rest
 from kv_connector.router.events import END, EventStream
@@ -46,7 +44,7 @@ class Token:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a client asked for, and the answer."""
+    """A client's request and the answer to it."""
 
     chat: bool
     reasoning: int
@@ -60,7 +58,7 @@ class Answer:
     p_created: int
     d_created: int
     salt: int
-    """Of the cuts."""
+    """Seed of the places where the bytes are cut."""
 
 
 def scenario(seed: int) -> Answer:
@@ -170,7 +168,7 @@ def _events(
 
 @dataclass
 class Got:
-    """What a client makes of a stream."""
+    """A stream as a client reads it."""
 
     texts: dict[str, str]
     ids: list[int]
@@ -337,18 +335,7 @@ def report(seed: int) -> str | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=100_000, help="Number of answers.")
-    parser.add_argument("--first", type=int, default=0, help="Seed of the first answer.")
-    arguments = parser.parse_args()
-    started = time.monotonic()
-    found = 0
-    for seed in range(arguments.first, arguments.first + arguments.seeds):
-        if text := report(seed):
-            print(f"FOUND with {text}", flush=True)
-            found += 1
-    print(f"{arguments.seeds} answers in {time.monotonic() - started:.0f} s: {found} faults found")
-    sys.exit(min(found, 1))
+    search(chosen_seeds(__doc__, 100_000, "answers"), "answers", report)
 
 
 if __name__ == "__main__":
