@@ -7,7 +7,6 @@ answer at once. The figures go to build/router-attack.md.
 from __future__ import annotations
 
 import asyncio
-import statistics
 import subprocess
 import sys
 import time
@@ -17,12 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
-import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
+from kv_connector.lab.bench.records import percentile
+from kv_connector.lab.cluster import engine_states
 from kv_connector.lab.free_ports import free_ports
-from kv_connector.lab.process import Process, ProcessGroup
+from kv_connector.lab.process import ProcessGroup
+from kv_connector.lab.served import Served
 
 ROOT = Path(__file__).parents[2]
 REPORT = ROOT / "build" / "router-attack.md"
@@ -36,6 +36,18 @@ MEMORY_MIB = 100 + 5 * 128
 DESCRIPTORS = 1024
 
 
+class Server(Served):
+    """A stub engine or the router."""
+
+    def __init__(self, name: str, command: list[str], log: Path, port: int) -> None:
+        super().__init__(name, command, environment={}, log=log)
+        self._port = port
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+
 class Site(ProcessGroup):
     """A prefill engine, four decode engines and a router over them."""
 
@@ -43,38 +55,28 @@ class Site(ProcessGroup):
         super().__init__()
         self._directory = directory
         prefill, *decode, self.port = free_ports(6)
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.decode = [f"http://127.0.0.1:{port}" for port in decode]
-        self._start("prefill", [STUB, "--port", f"{prefill}"], prefill)
+        engines = ["--prefill", self._start("prefill", [STUB], prefill).url]
+        self.decode = []
         for number, port in enumerate(decode):
             status = ["--status", "500"] if failing and not number else []
-            self._start(f"decode{number}", [STUB, "--port", f"{port}", *status], port)
-        engines = ["--prefill", f"http://127.0.0.1:{prefill}"]
-        for url in self.decode:
-            engines += ["--decode", url]
-        command = ["kv_connector.cli.main", "router", "--port", f"{self.port}", *engines]
+            self.decode.append(self._start(f"decode{number}", [STUB, *status], port).url)
+            engines += ["--decode", self.decode[-1]]
+        command = ["kv_connector.cli.main", "router", *engines]
         self.router = self._start("router", command, self.port, descriptors)
+        self.url = self.router.url
 
-    def _start(self, name: str, module: list[str], port: int, descriptors: int | None = None) -> Process:
-        command = [sys.executable, "-m", *module]
+    def _start(self, name: str, module: list[str], port: int, descriptors: int | None = None) -> Server:
+        command = [sys.executable, "-m", *module, "--port", f"{port}"]
         if descriptors is not None:
             command = ["prlimit", f"--nofile={descriptors}", *command]
-        process = Process(name, command, environment={}, log=self._directory / f"{name}.log")
-        self._adopt(process, f"http://127.0.0.1:{port}/health")
-        return process
-
-    def states(self) -> dict[str, str]:
-        """Of the engines, by URL."""
-        sides = httpx.get(f"{self.url}/health", timeout=60).json()
-        return sides["prefill"] | sides["decode"]
+        server = Server(name, command, self._directory / f"{name}.log", port)
+        self._adopt(server, f"{server.url}/health")
+        return server
 
     def failures(self, engine: str) -> float:
-        """Requests that failed at this engine."""
-        for family in text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=60).text):
-            for sample in family.samples:
-                if sample.name == "kv_connector_router_failures_total" and sample.labels["engine"] == engine:
-                    return sample.value
-        return 0
+        """Returns the number of requests that failed at this engine."""
+        samples = self.router.samples("kv_connector_router_failures_total")
+        return sum(value for labels, value in samples if labels["engine"] == engine)
 
     def resident_mib(self) -> float:
         for line in Path(f"/proc/{self.router.pid}/status").read_text().splitlines():
@@ -85,14 +87,14 @@ class Site(ProcessGroup):
 
 @dataclass
 class Load:
-    """What small requests of other clients met."""
+    """Small requests of other clients: their durations, and how some of them failed."""
 
     milliseconds: list[float] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
 
     @property
     def p99(self) -> float:
-        return statistics.quantiles(self.milliseconds, n=100)[98]
+        return percentile(self.milliseconds, 99)
 
 
 async def load(site: Site, seconds: float) -> tuple[Load, float, set[str]]:
@@ -117,7 +119,7 @@ async def load(site: Site, seconds: float) -> tuple[Load, float, set[str]]:
         nonlocal most
         while time.monotonic() < end:
             most = max(most, site.resident_mib())
-            states.update((await asyncio.to_thread(site.states)).values())
+            states.update((await asyncio.to_thread(engine_states, site.url)).values())
             await asyncio.sleep(0.2)
 
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60)) as client:
