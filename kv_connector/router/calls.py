@@ -53,7 +53,7 @@ class Call:
     headers: Mapping[str, str]
     request_id: str
     model: str | None = None
-    """That the client names."""
+    """The model that the client names; None: it names none."""
     running: Running = field(default_factory=Running)
     """What becomes of it."""
     begin: Callable[[], Awaitable[None]] = _nobody_waits

@@ -376,7 +376,7 @@ class Members:
                 self._pools[side].end_waits(engine.endpoint)
 
     def to_probe(self) -> list[Endpoint]:
-        """Whose API servers are to be looked at: those not used because they do not answer."""
+        """Returns one engine of each API server that is not used because it does not answer."""
         return _one_a_server(e.endpoint for e in self._engines.values() if not e.answers and not e.silent)
 
     def to_watch(self) -> list[Endpoint]:
@@ -402,7 +402,7 @@ class Members:
             self._update(engine, answers=True, draining=engine.draining and not restarted)
 
     def to_learn(self, now: float) -> list[Endpoint]:
-        """Whose API servers are to be asked for their models: those that answer, every few seconds."""
+        """Returns one engine of each API server that answers and whose models are due to be read again."""
         due = [
             one for one in self._engines.values() if one.answers and not one.silent and one.learn_at <= now
         ]

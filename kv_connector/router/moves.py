@@ -118,14 +118,14 @@ class Moves:
                 self._tell_end(engine.url)
 
     def empty(self, url: str) -> None:
-        """What this API server's engines have is to go to others."""
+        """Moves the streams of this API server's engines to other engines, until keep()."""
         self._emptying[url] = _Emptying(time.monotonic())
         for reason, count in self.told(url)[1].items():
             self._metrics.moves.labels(reason).inc(count)
         self._tell_end(url)
 
     def keep(self, url: str) -> None:
-        """What this API server's engines have stays there: the drain has ended."""
+        """Leaves the streams of this API server's engines there: the drain has ended."""
         self._emptying.pop(url, None)
 
     async def balance(self, balance: Balance) -> None:

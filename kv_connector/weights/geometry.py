@@ -101,7 +101,7 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     kept: tuple[Name, ...] = ()
     """The model's other parameters, which keep their values: none of the tensors goes there."""
     unset: tuple[Name, ...] = ()
-    """Those of ``kept`` that never had a value other than a random one."""
+    """The parameters of ``kept`` that still have the random values of their start."""
 
     @property
     def rounds(self) -> int:

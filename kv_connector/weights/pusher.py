@@ -102,7 +102,7 @@ class _Worker:
 
 @dataclass
 class _Awaited:
-    """Of a worker that is being written to."""
+    """The rounds that push() still awaits of one worker."""
 
     rounds: int  # that it has not begun
     due: float
@@ -503,7 +503,7 @@ class WeightPusher:
         self._writer.release()
 
     def _begin(self, version: str, update: Update) -> dict[_Worker, _Awaited]:
-        """Those that will say BEGUN, once a round."""
+        """Asks all workers to begin. Returns the workers that will say BEGUN, once a round."""
         limit = self._begin_timeout
         late = f"not begun within {limit:g} s (begin_timeout): it takes the next version"
         asked: dict[_Worker, _Awaited] = {}

@@ -137,8 +137,8 @@ class Writer:
         settle(self._device)  # the optimiser's last step
 
     def deregister_freed(self) -> None:
-        """Of a version, before its first write(). Deregisters the memory of tensors that were freed since the
-        last version. Blocks where there are any."""
+        """Deregisters the memory of tensors that were freed since the last version. To be called before a
+        version's first write(). Blocks if there are any."""
         # 0.2 us a storage, of which large models have 37,000. StorageWeakRef.expired() takes 0.7.
         expired = torch.UntypedStorage._expired
         self._forget([storage for storage in self._registered if expired(storage.cdata)])

@@ -22,7 +22,7 @@ NEVER_S = 10 * PATIENCE_S
 
 
 class SlowPause:
-    """Of an engine, as a prefill engine's, which waits for its prompts to be fetched: until ``go_on``."""
+    """Holds an engine's pause up until ``go_on``, as a prefill engine waits for its prompts to be fetched."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pausing, self.go_on = threading.Event(), threading.Event()
