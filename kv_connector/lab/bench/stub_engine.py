@@ -21,7 +21,7 @@ _EVENT = b'data: {"choices": [{"index": 0, "text": "a", "token_ids": [97]}]}\n\n
 
 async def complete(request: Request) -> Response:
     raw = await request.body()
-    # Of a large one it reads no word: an engine's API server would share no processor with the router.
+    # It does not parse large bodies: an engine's API server shares no processor with the router.
     body = msgspec.json.decode(raw) if len(raw) < _LARGE else {}
     if (status := request.app.state.status) != 200:
         return JSONResponse({"error": {"message": "refused by a stub", "code": status}}, status)
