@@ -213,9 +213,9 @@ class Dispatcher:
         return await self._concurrent(completion, call, placement, stack, avoid, number)
 
     async def _place(self, completion: Completion, call: Call, avoid: Collection[Endpoint]) -> Placement:
-        if not self._settings.require_prefill:
+        left = self._joined_by - time.monotonic()
+        if left > 0 and not self._settings.require_prefill:
             # After its start, a router does not know yet which prefill engines exist.
-            left = max(0.0, self._joined_by - time.monotonic())
             await self._pools[Side.PREFILL].wait_usable(left, self._known(call))
 
         def place() -> Placement:
