@@ -220,8 +220,9 @@ class LoadedModel:
 
 _ABSENT = "not in the checkpoint"
 _SCALES = "_scale_inv"  # of a parameter's blocks, behind its name
-# Scales of an attention layer's KV cache and query. Few checkpoints have them, and vLLM takes 1.0 otherwise.
-_OPTIONAL = (".attn.q_scale", ".attn.k_scale", ".attn.v_scale", ".attn.prob_scale")
+# Scales of an attention layer's KV cache and query (BaseKVCacheMethod), whatever the model calls the layer.
+# Few checkpoints have them, and vLLM takes 1.0 otherwise.
+_OPTIONAL = (".q_scale", ".k_scale", ".v_scale", ".prob_scale")
 
 
 def _is_block_fp8(quantization: Any) -> bool:
