@@ -34,11 +34,12 @@ def attack(seed: str, connections: int) -> Iterator[str]:
     """Attacks an agent without and one with a cluster key; AssertionError where one took harm."""
     for key in (None, ClusterKey.generate()):
         name = "without a key" if key is None else "with a key"
+        others = set(listening_ports())  # of the process: an earlier test's torch, for example
         with stage("tcp") as agents:
             prefill = agents.side(Role.PREFILL, key=key)
             decode = agents.side(Role.DECODE, key=key)
             transfer(prefill, decode, "before")
-            ports = listening_ports()
+            ports = [port for port in listening_ports() if port not in others]
             attack_ports(f"{seed} warm", ports, connections // 10)
             transfer(prefill, decode, "between")
             until(lambda ports=ports: strangers_closed(ports), "strangers' connections are closed")
@@ -141,7 +142,7 @@ def listening_ports() -> list[int]:
 def strangers_closed(ports: list[int]) -> bool:
     """Whether the listeners at these ports have closed each connection that the other end has closed.
 
-    The process may hold others: of clients that earlier tests have left, for example.
+    The process may hold others, of clients that earlier tests have left.
     """
     return not set(ports) & set(_tcp("08"))
 

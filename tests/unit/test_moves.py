@@ -196,8 +196,9 @@ async def test_noting_the_ids_leaves_no_trace(path: str, body: dict[str, Any]) -
         reading = Reading(s.client, path, body)
         await reading.end()
         assert s.first.bodies[0]["return_token_ids"] is True
-        asked = Reading(httpx.AsyncClient(base_url=s.first.url, timeout=PATIENCE), path, body)
-        await asked.end()
+        async with httpx.AsyncClient(base_url=s.first.url, timeout=PATIENCE) as client:
+            asked = Reading(client, path, body)
+            await asked.end()
         assert reading.raw == asked.raw
 
 
