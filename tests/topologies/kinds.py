@@ -442,15 +442,15 @@ def make_eagle3(directory: Path) -> Path:
     )
 
 
-def make_adapter(directory: Path) -> Path:
-    """A LoRA adapter for `make_llama`."""
-    base = make_llama(directory / "base")
-    generator = torch.Generator().manual_seed(0)
+def make_adapter(directory: Path, *, of: Callable[[Path], Path] = make_llama, seed: int = 0) -> Path:
+    """A LoRA adapter for the text layers of what `of` makes."""
+    base = of(directory / "base")
+    generator = torch.Generator().manual_seed(seed)
     rank = LORA["rank"]
     weights = {}
     for name, weight in load_file(base / "model.safetensors").items():
         module, _, projection = name.removesuffix(".weight").rpartition(".")
-        if projection in ("q_proj", "v_proj"):
+        if projection in ("q_proj", "v_proj") and "vision_tower" not in module:
             outputs, inputs = weight.shape
             key = f"base_model.model.{module}.{projection}.lora"
             weights[f"{key}_A.weight"] = torch.randn(rank, inputs, generator=generator) * inputs**-0.5
@@ -511,4 +511,6 @@ KINDS: dict[str, Callable[[Path], Path]] = {
     "gpt-oss": make_gpt_oss,
     "gemma4": make_gemma4,
     "llava": make_llava,
+    "llava-adapter": partial(make_adapter, of=make_llava),
+    "llava-other-adapter": partial(make_adapter, of=make_llava, seed=1),
 }

@@ -196,6 +196,7 @@ def _become(order: dict[str, Any], output: int) -> None:
         os.chdir(order["directory"])
         os.environ.clear()
         os.environ.update(order["environment"])
+        time.tzset()  # a process that begins anew reads TZ; this one has read another
         sys.path[:0] = order["environment"].get("PYTHONPATH", "").split(os.pathsep)
         sys.argv = ["", *order["arguments"]]
         runpy.run_module(order["module"], run_name="__main__", alter_sys=True)

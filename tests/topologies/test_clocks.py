@@ -1,0 +1,203 @@
+"""A chat template prints the hour, and P lives in another time zone than D: two prompts for each request.
+
+D's rendering is the true one. D computes it whatever its load failure policy, and P keeps nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import string
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import pytest
+from cases import Side
+from deployment import TIMEOUTS, Client, Refused, assert_quiescent, completion_body, prompt, wait_logged
+from site_of_case import Models, engine_settings_of
+
+from kv_connector.lab.cluster import HOST, MODEL_NAME, Engine, LocalCluster
+from kv_connector.lab.free_ports import free_ports
+from kv_connector.protocol.actions import Outcome
+
+pytestmark = pytest.mark.anyio
+
+TEMPLATE = "T{{ strftime_now('%H') }} {% for m in messages %}{{ m.content }}{% endfor %}\n"
+# POSIX's own form of a time zone, nine hours ahead as Tokyo's: no database of zones is needed.
+TOKYO, UTC = "JST-9", "UTC0"
+POLICIES = ("fail", "recompute")
+DISPATCHES = ("concurrent", "serial", "early")
+# Longer than a test waits for anything: a prompt that nobody frees fails the test.
+KEPT = TIMEOUTS | {"hold": 600.0, "orphan": 600.0}
+
+CHATS = 4
+OUTPUT = 8
+# Each of these tokens is a printable character: the first one may come from P.
+READABLE = list(range(94))
+WORDS = (
+    r"transfer \S+: the decode engine computes its prompt itself: prompt_mismatch: the prompts differ: "
+    r"compare both engines' chat template, tokenizer, clock, time zone"
+)
+BROKEN_OFF = r"the answer is broken off: decode began with .* where prefill had sampled '(.)'"
+MISMATCHES = 'kv_connector_router_early_tokens_total{outcome="mismatch"}'
+
+
+@dataclass(frozen=True)
+class Decode:
+    """A decode engine of one policy, and its routers by their dispatch."""
+
+    engine: Engine
+    routers: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Clocks:
+    prefill: Engine
+    decodes: dict[str, Decode]
+    known: dict[tuple[int, ...], str] = field(default_factory=dict)
+    """What an engine alone says of a prompt."""
+
+
+@pytest.fixture(scope="module")
+def clocks(
+    models: Models, interpreter: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Clocks]:
+    with LocalCluster(tmp_path_factory.mktemp("clocks"), models["llama"]) as cluster:
+        cluster.interpreter = interpreter
+        ports = dict(zip(POLICIES, free_ports(len(POLICIES)), strict=True))
+        words = ("--chat-template", TEMPLATE)
+        extra = {"timeouts": KEPT}
+        cluster.environment = {"TZ": TOKYO}
+        prefill = cluster.start_engine(
+            "prefill",
+            role="kv_producer",
+            extra=extra,
+            # P is done in one step, D in six: so the token of P is known first.
+            settings=engine_settings_of(Side(chunk=1024), words),
+            routers=[f"{HOST}:{port}" for port in ports.values()],
+        )
+        cluster.environment = {"TZ": UTC}
+        decodes = {}
+        for policy, port in ports.items():
+            engine = cluster.start_engine(
+                f"decode-{policy}",
+                role="kv_consumer",
+                extra=extra,
+                settings=engine_settings_of(Side(chunk=64), words),
+                routers=[f"{HOST}:{port}"],
+                on_load_failure=policy,  # type: ignore[arg-type]
+            )
+            start = partial(cluster.start_router, prefill=[prefill], decode=[engine])
+            routers = {
+                "concurrent": start(f"concurrent-{policy}"),
+                "serial": start(f"serial-{policy}", dispatch="serial"),
+                "early": cluster.start_router(f"early-{policy}", registration=port),
+            }
+            decodes[policy] = Decode(engine, routers)
+        cluster.wait_ready()
+        for decode in decodes.values():
+            cluster.wait_joined(decode.routers["early"], prefill, decode.engine)
+        yield Clocks(prefill, decodes)
+
+
+def chat(number: int) -> dict[str, object]:
+    letters = "".join(string.ascii_letters[token % 52] for token in prompt(f"chat {number}", 350))
+    body: dict[str, object] = completion_body(None, OUTPUT, allowed_token_ids=READABLE)
+    del body["prompt"], body["return_token_ids"]
+    return {**body, "messages": [{"role": "user", "content": letters}]}
+
+
+async def rendered(client: Client, engine: Engine, body: dict[str, object]) -> list[int]:
+    """The prompt that the engine makes of the chat now."""
+    asked = {"model": MODEL_NAME, "messages": body["messages"]}
+    tokens: list[int] = (await client.post(f"{engine.url}/tokenize", asked))["tokens"]
+    return tokens
+
+
+async def truth(client: Client, clocks: Clocks, decode: Engine) -> tuple[list[str], list[str]]:
+    """What D alone says now of its own prompts, and of those of P."""
+    both = []
+    for engine in (decode, clocks.prefill):
+        prompts = [tuple(await rendered(client, engine, chat(number))) for number in range(CHATS)]
+        for tokens in prompts:
+            if tokens not in clocks.known:
+                body = completion_body(tokens, OUTPUT, allowed_token_ids=READABLE)
+                answer = await client.post(f"{decode.url}/v1/completions", body)
+                clocks.known[tokens] = answer["choices"][0]["text"]
+        both.append([clocks.known[tokens] for tokens in prompts])
+    return both[0], both[1]
+
+
+async def answered(client: Client, router: str, body: dict[str, object], *, stream: bool) -> str:
+    url = f"{router}/v1/chat/completions"
+    if not stream:
+        text: str = (await client.post(url, body))["choices"][0]["message"]["content"]
+        return text
+    events = await client.events(url, body | {"stream": True})
+    return "".join(event["choices"][0]["delta"].get("content") or "" for event in events)
+
+
+async def ended(client: Client, *engines: Engine) -> Counter[str]:
+    """How the engines' transfers have ended: counts by side and outcome."""
+    found: Counter[str] = Counter()
+    for engine in engines:
+        stats = await client.stats(engine)
+        names = (f"{side}_{outcome.value}" for side in ("sent", "received") for outcome in Outcome)
+        found.update({name: int(stats.get(name, 0)) for name in names})
+    return found
+
+
+async def counter(client: Client, router: str, name: str) -> float:
+    found = re.findall(rf"^{re.escape(name)} (\S+)$", await client.get(f"{router}/metrics"), re.MULTILINE)
+    return sum(map(float, found))
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("dispatch", DISPATCHES)
+@pytest.mark.parametrize("policy", POLICIES)
+async def test_the_decode_engines_clock_counts(
+    clocks: Clocks, client: Client, policy: str, dispatch: str, stream: bool
+) -> None:
+    """Each answer is what D alone says of its own prompt, or a stream that has begun with the token of P ends
+    with an error where D has another. A request that both engines have alike is loaded meanwhile."""
+    prefill, decode = clocks.prefill, clocks.decodes[policy].engine
+    router = clocks.decodes[policy].routers[dispatch]
+    chats = [chat(number) for number in range(CHATS)]
+    bystander = prompt("bystander", 300)
+
+    right, others = await truth(client, clocks, decode)
+    assert right != others, "else either prompt would do"
+    expected = await client.complete(decode.url, bystander, OUTPUT)
+    await assert_quiescent(client, prefill, decode)  # with empty prefix caches
+    before = await ended(client, prefill, decode)
+    mismatches, since = await counter(client, router, MISMATCHES), decode.log.stat().st_size
+
+    asked = [answered(client, router, body, stream=stream) for body in chats]
+    *answers, beside = await asyncio.gather(
+        *asked, client.stream(router, bystander, OUTPUT), return_exceptions=True
+    )
+
+    await assert_quiescent(client, prefill, decode)
+    counted = await ended(client, prefill, decode) - before
+    right_later, others_later = await truth(client, clocks, decode)  # an hour may have begun
+    for number, answer in enumerate(answers):
+        if dispatch == "early" and stream and isinstance(answer, Refused):
+            broken_off = re.search(BROKEN_OFF, answer.text)
+            assert broken_off, answer
+            theirs = {others[number][0], others_later[number][0]}
+            assert broken_off[1] in theirs - {right[number][0], right_later[number][0]}
+        else:
+            assert answer in (right[number], right_later[number])
+    assert beside == expected
+    broken = sum(isinstance(answer, Refused) for answer in answers)
+    assert await counter(client, router, MISMATCHES) - mismatches == broken
+    assert counted == {
+        "received_stale": CHATS,
+        "received_completed": 1,
+        "sent_released": CHATS,
+        "sent_completed": 1,
+    }
+    assert await counter(client, router, "kv_connector_router_retries_total") == 0
+    await wait_logged(decode, WORDS, since)
