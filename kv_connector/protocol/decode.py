@@ -504,7 +504,10 @@ class DecodeMachine:
         if not transfer.stopping:
             transfer.enter(Phase.FAILING)
         actions = self._stop(now, transfer)
-        if transfer.since is None:  # no source was asked, and those that hear it need not wait to be
+        # No source was asked, and one that gets RELEASE need not wait to be. It refuses D's other workers as
+        # it does where a client left: they end as cancelled, after ABORT_LAG_S, and this worker reports the
+        # cause. To save that second, P would have to tell this RELEASE from an abort's, which is the same.
+        if transfer.since is None:
             for leg in transfer.legs:
                 if (known := self._sessions.get(leg.address)) is not None:
                     actions.append(Send(known, Release(transfer.request.transfer_id, leg.draw.share)))
