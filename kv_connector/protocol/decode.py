@@ -2,13 +2,7 @@
 
 The pages come from one worker of a prefill engine or from several, each of which has some of the layers, or
 some heads of them. Who they are follows from the engine's directory (sources.py), once it is known. With each
-of them a transfer has a leg:
-
-    STAGED      the request waits for the directory, and for sessions with all its sources
-    RESERVED    RESERVE is sent: pages may land from now on
-    CANCELLING  CANCEL is sent: waits for CANCEL_ACK (or for the last page, whichever comes first)
-    FENCING     the peer is being fenced: waits until none of its writes can land
-    STOPPED     nothing of this peer can land any more, and not everything has
+of them a transfer has a leg. The phases of transfers and legs, with their tables, are in legs.py.
 
 One counter tells when all pages have come. A request that goes on with the token that P samples waits for
 that, too, and does without it where it is not to be had any more. Where one leg fails, or the request is
@@ -20,7 +14,6 @@ one is not. Where P's request was aborted first, the report waits a moment for t
 
 from __future__ import annotations
 
-import enum
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,6 +38,7 @@ from kv_connector.protocol.actions import (
     UnderWay,
 )
 from kv_connector.protocol.layout import KvLayout, layout_problem
+from kv_connector.protocol.legs import Leg, LegPhase, Phase, Transfer
 from kv_connector.protocol.messages import (
     MAX_REGIONS,
     Cancel,
@@ -75,56 +69,6 @@ DecodeAction = (
 ABORT_LAG_S = 1.0
 
 
-class _Phase(enum.Enum):
-    STAGED = enum.auto()
-    RESERVED = enum.auto()
-    CANCELLING = enum.auto()
-    FENCING = enum.auto()
-    STOPPED = enum.auto()
-
-
-@dataclass
-class _Leg:
-    """One source's part of a transfer."""
-
-    address: Address
-    draw: Draw
-    peer: PeerId | None = None  # STAGED: there is no session yet
-    phase: _Phase = _Phase.STAGED
-
-
-@dataclass
-class _Transfer:
-    request: DecodeRequest
-    attempt: int
-    deadline: float
-    legs: tuple[_Leg, ...] = ()  # none until the engine is known
-    counting: bool = False  # its counter is allocated
-    since: float = 0.0  # when RESERVE was sent
-    stopping: bool = False  # not every page will come
-    aborted: bool = False
-    landed: bool = False  # all pages are here, and what P sampled is waited for
-    heard: bool = False  # what P sampled, or that it will not say
-    sampled: int | None = None
-    outcome: Outcome = Outcome.FAILED  # what it will be if it is stopped, unless it was aborted
-    failure: str = ""  # why it is being stopped, unless it was aborted
-    failed: PeerId | None = None  # the source that is to blame for it
-
-    @property
-    def stopped(self) -> bool:
-        """Nothing can land any more, of any source."""
-        return self.stopping and all(leg.phase is _Phase.STOPPED for leg in self.legs)
-
-    def leg(self, peer: PeerId) -> _Leg | None:
-        return next((leg for leg in self.legs if leg.peer == peer), None)
-
-    @property
-    def first(self) -> tuple[PeerId | None, _Phase]:
-        """The leg to tell of, of several: what is still under way."""
-        legs = [(leg.peer, leg.phase) for leg in self.legs]
-        return next((leg for leg in legs if leg[1] is not _Phase.STOPPED), (*legs, (None, _Phase.STAGED))[0])
-
-
 @dataclass
 class _Engine:
     """A prefill engine that was found, or is being looked for."""
@@ -141,7 +85,7 @@ class DecodeMachine:
         self._timeouts = timeouts
         self._rank = 0
         self._ranks: Sequence[Rank] = (Rank("localhost", 1, 0, layout),)  # of this engine
-        self._transfers: dict[str, _Transfer] = {}  # by request id
+        self._transfers: dict[str, Transfer] = {}  # by request id
         self._attempts: dict[int, str] = {}  # attempt -> request id
         self._engines: dict[Address, _Engine] = {}
         self._sessions: dict[Address, PeerId] = {}
@@ -165,7 +109,7 @@ class DecodeMachine:
         """The transfers that are not over. Any thread may call it."""
         found = []
         for transfer in list(self._transfers.values()):  # in one step
-            peer, phase = transfer.first
+            peer, phase = transfer.shown
             request, since = transfer.request, transfer.deadline - self._timeouts.transfer
             ids = request.transfer_id, request.request_id
             found.append(UnderWay(Role.DECODE, *ids, peer, phase.name.lower(), since))
@@ -186,7 +130,7 @@ class DecodeMachine:
         """The request has its blocks and wants its pages."""
         if request.request_id in self._transfers:
             return [Log(logging.ERROR, f"request {request.request_id} is already being received")]
-        transfer = _Transfer(request, self._next_attempt, now + self._timeouts.transfer)
+        transfer = Transfer(request, self._next_attempt, now + self._timeouts.transfer)
         # 32 bits on the wire; an attempt that old was fenced long before.
         self._next_attempt = self._next_attempt % 0xFFFFFFFF + 1
         self._transfers[request.request_id] = transfer
@@ -203,18 +147,19 @@ class DecodeMachine:
     def cancel(self, now: float, request_id: str) -> list[DecodeAction]:
         """The request was aborted: its blocks come back as soon as nothing can land in them."""
         transfer = self._transfers.get(request_id)
-        if transfer is None or transfer.aborted:
+        if transfer is None or transfer.phase is Phase.ABORTED:
             return []
-        transfer.aborted = True
-        if transfer.stopped:  # P's request was aborted before
+        before = transfer.phase
+        transfer.enter(Phase.ABORTED)
+        if before is Phase.LINGERING:
             return self._end_stopped(now, transfer)
-        if transfer.stopping:
+        if before is Phase.FAILING:
             return []
-        if transfer.landed and self._wants_pages(transfer.request):
+        if before is Phase.LANDED and self._wants_pages(transfer.request):
             return self._end(now, transfer, Outcome.CANCELLED, "")
-        transfer.landed = False  # P may still compute what nobody wants now
+        # In LANDED, P may still compute the prompt whose token alone was wanted: it stops, too.
         actions = self._stop(now, transfer)
-        if not transfer.counting:  # no source was asked
+        if transfer.since is None:  # no source was asked
             actions += self.release(now, transfer.request.transfer_id, transfer.request.engine)
         return actions
 
@@ -297,13 +242,13 @@ class DecodeMachine:
         actions: list[DecodeAction] = []
         for transfer in list(self._transfers.values()):
             leg = transfer.leg(peer)
-            if leg is None or leg.phase is _Phase.STOPPED:
+            if leg is None or leg.phase in (LegPhase.FENCING, LegPhase.STOPPED):
                 continue
-            if transfer.landed:
+            if transfer.phase is Phase.LANDED:
                 actions += self._will_not_say(now, transfer, leg)
                 continue
-            if leg.phase is not _Phase.STAGED:  # else it was not asked for anything
-                leg.phase = _Phase.FENCING
+            if leg.phase is not LegPhase.STAGED:  # else it was not asked for anything
+                leg.enter(LegPhase.FENCING)
             actions += self._give_up(now, transfer, reason, peer)
         return actions
 
@@ -312,7 +257,7 @@ class DecodeMachine:
         actions: list[DecodeAction] = []
         for transfer in list(self._transfers.values()):
             leg = transfer.leg(peer)
-            if leg is not None and leg.phase is _Phase.FENCING:
+            if leg is not None and leg.phase is LegPhase.FENCING:
                 actions += self._stopped(now, transfer, leg)
         return actions
 
@@ -323,7 +268,7 @@ class DecodeMachine:
         transfer = self._transfers.get(request_id)
         if transfer is None:  # a source was lost in the meantime
             return [CloseCounter(request_id)]
-        transfer.counting = True
+        transfer.enter(Phase.RESERVED)
         transfer.since = now
         request = transfer.request
         reserve = Reserve(
@@ -341,7 +286,7 @@ class DecodeMachine:
         actions: list[DecodeAction] = [_reached(request, State.MOVING)]
         for leg in transfer.legs:
             assert leg.peer is not None
-            leg.phase = _Phase.RESERVED
+            leg.enter(LegPhase.RESERVED)
             own = msgspec.structs.replace(reserve, share=leg.draw.share, shares=leg.draw.shares)
             actions.append(Send(leg.peer, own))
         return actions
@@ -356,8 +301,8 @@ class DecodeMachine:
         transfer = self._transfers.get(request_id)
         if transfer is None:
             return []
-        if transfer.request.wants_sampled and not transfer.heard and not transfer.stopping:
-            transfer.landed = True
+        if transfer.phase is Phase.RESERVED and transfer.request.wants_sampled and transfer.said is None:
+            transfer.enter(Phase.LANDED)
             return []
         return self._end(now, transfer, Outcome.COMPLETED, "")
 
@@ -366,11 +311,11 @@ class DecodeMachine:
     def sampled(self, now: float, peer: PeerId, message: Sampled) -> list[DecodeAction]:
         """SAMPLED: each source says it, and the first counts."""
         found = self._attempt(peer, message)
-        if found is None or found[0].heard:
+        if found is None or found[0].said is not None:
             return []
         transfer = found[0]
-        transfer.heard, transfer.sampled = True, message.token
-        return self._end(now, transfer, Outcome.COMPLETED, "") if transfer.landed else []
+        transfer.said = message
+        return self._end(now, transfer, Outcome.COMPLETED, "") if transfer.phase is Phase.LANDED else []
 
     def fail(self, now: float, peer: PeerId, message: Fail) -> list[DecodeAction]:
         """FAIL: P will not complete the transfer."""
@@ -378,9 +323,9 @@ class DecodeMachine:
         if found is None:
             return []
         transfer, leg = found
-        if leg.phase not in (_Phase.RESERVED, _Phase.CANCELLING):
+        if leg.phase not in (LegPhase.RESERVED, LegPhase.CANCELLING):
             return []
-        if transfer.landed:
+        if transfer.phase is Phase.LANDED:
             return self._will_not_say(now, transfer, leg)
         reason = f"{message.code.value}: {message.message}"
         # Of two prompts D's is the true one: its client gets the answer.
@@ -393,7 +338,7 @@ class DecodeMachine:
             # What comes of the fence must not give another reason.
             transfer.failure, transfer.failed = transfer.failure or reason, transfer.failed or peer
             return [Fence(peer, f"transfer {message.transfer_id} failed with writes in flight: {reason}")]
-        leg.phase = _Phase.STOPPED
+        leg.enter(LegPhase.STOPPED)
         actions = self._give_up(now, transfer, reason, peer)
         if not other_prompt:
             return actions
@@ -404,7 +349,7 @@ class DecodeMachine:
     def cancel_ack(self, now: float, peer: PeerId, message: CancelAck) -> list[DecodeAction]:
         """CANCEL_ACK: P has stopped."""
         found = self._attempt(peer, message)
-        if found is None or found[1].phase is not _Phase.CANCELLING:
+        if found is None or found[1].phase is not LegPhase.CANCELLING:
             return []
         transfer, leg = found
         if message.drained:
@@ -418,7 +363,7 @@ class DecodeMachine:
         actions: list[DecodeAction] = []
         while (request_id := self._timers.pop_due(now)) is not None:
             transfer = self._transfers[request_id]
-            if transfer.stopped:
+            if transfer.phase is Phase.LINGERING:
                 actions += self._end_stopped(now, transfer)
                 continue
             if not transfer.stopping:
@@ -427,7 +372,7 @@ class DecodeMachine:
             transfer_id = transfer.request.transfer_id
             text = f"no CANCEL_ACK for transfer {transfer_id} within {self._timeouts.cancel:g} s"
             for leg in transfer.legs:
-                if leg.phase is _Phase.CANCELLING:
+                if leg.phase is LegPhase.CANCELLING:
                     assert leg.peer is not None
                     actions.append(Fence(leg.peer, text))
         return actions
@@ -436,7 +381,7 @@ class DecodeMachine:
         """D shuts down: every transfer is cancelled, and fails, since its pages have not all come."""
         actions: list[DecodeAction] = []
         for transfer in list(self._transfers.values()):
-            if transfer.stopped:
+            if transfer.phase is Phase.LINGERING:
                 actions += self._end_stopped(now, transfer)
             elif not transfer.stopping:
                 actions += self._give_up(now, transfer, "the decode engine is shutting down")
@@ -455,7 +400,7 @@ class DecodeMachine:
         targets = zip(self._layout.groups, request.groups, strict=True)
         return any(used_blocks(group, target.first, target.blocks) for group, target in targets)
 
-    def _awaiting(self, address: Address) -> list[tuple[_Transfer, _Leg]]:
+    def _awaiting(self, address: Address) -> list[tuple[Transfer, Leg]]:
         """The transfers that wait for a session with this address."""
         return [
             (transfer, leg)
@@ -464,9 +409,10 @@ class DecodeMachine:
             if leg.address == address and leg.peer is None
         ]
 
-    def _unstaged(self, address: Address) -> list[_Transfer]:
+    def _unstaged(self, address: Address) -> list[Transfer]:
         """The transfers that wait for the engine at this address to be found."""
-        return [t for t in self._transfers.values() if t.request.engine == address and not t.legs]
+        looking = [one for one in self._transfers.values() if one.phase is Phase.LOOKING]
+        return [transfer for transfer in looking if transfer.request.engine == address]
 
     def _missing(self, address: Address, ranks: Sequence[Rank]) -> list[DecodeAction]:
         has = {layer.name for rank in ranks for layer in rank.layout.layers}
@@ -514,7 +460,7 @@ class DecodeMachine:
                 actions.append(Send(peer, message))
         return actions
 
-    def _attempt(self, peer: PeerId, message: Sampled | Fail | CancelAck) -> tuple[_Transfer, _Leg] | None:
+    def _attempt(self, peer: PeerId, message: Sampled | Fail | CancelAck) -> tuple[Transfer, Leg] | None:
         """The part of a transfer that a message of ``peer`` is about, if it is under way with that peer."""
         transfer = self._transfers.get(self._attempts.get(message.attempt, ""))
         if transfer is None or transfer.request.transfer_id != message.transfer_id:
@@ -522,18 +468,19 @@ class DecodeMachine:
         leg = transfer.leg(peer)
         return None if leg is None else (transfer, leg)
 
-    def _stage(self, now: float, transfer: _Transfer, workers: Mapping[Address, Draw]) -> list[DecodeAction]:
+    def _stage(self, now: float, transfer: Transfer, workers: Mapping[Address, Draw]) -> list[DecodeAction]:
         """It is known of whom the transfer wants what."""
         request = transfer.request
+        transfer.enter(Phase.STAGED)
         transfer.legs = tuple(
-            _Leg(address, draw, self._sessions.get(address))
+            Leg(address, draw, self._sessions.get(address))
             for address, draw in workers.items()
             if draw.plan is not None
         )
         idle = {address: draw for address, draw in workers.items() if draw.plan is None}
         return [*self._release(request.transfer_id, request.engine, idle), *self._open(transfer)]
 
-    def _open(self, transfer: _Transfer) -> list[DecodeAction]:
+    def _open(self, transfer: Transfer) -> list[DecodeAction]:
         """Once there is a session with each source."""
         request, writes, peers = transfer.request, 0, []
         for leg in transfer.legs:
@@ -545,79 +492,86 @@ class DecodeMachine:
         return [OpenCounter(tuple(peers), request.request_id, writes)]
 
     def _give_up(
-        self, now: float, transfer: _Transfer, reason: str, peer: PeerId | None = None
+        self, now: float, transfer: Transfer, reason: str, peer: PeerId | None = None
     ) -> list[DecodeAction]:
         """Not all pages will come, through that peer's fault if there is one. The first reason counts.
 
         Where all are here, it goes on without knowing what P sampled.
         """
-        if transfer.landed:
+        if transfer.phase is Phase.LANDED:
             return self._end(now, transfer, Outcome.COMPLETED, "")
         transfer.failure, transfer.failed = transfer.failure or reason, transfer.failed or peer
+        if not transfer.stopping:
+            transfer.enter(Phase.FAILING)
         actions = self._stop(now, transfer)
-        if not transfer.counting:  # no source was asked, and those that hear it need not wait to be
+        # No source was asked, and one that gets RELEASE need not wait to be. It refuses D's other workers as
+        # it does where a client left: they end as cancelled, after ABORT_LAG_S, and this worker reports the
+        # cause. To save that second, P would have to tell this RELEASE from an abort's, which is the same.
+        if transfer.since is None:
             for leg in transfer.legs:
                 if (known := self._sessions.get(leg.address)) is not None:
                     actions.append(Send(known, Release(transfer.request.transfer_id, leg.draw.share)))
         return actions
 
-    def _will_not_say(self, now: float, transfer: _Transfer, leg: _Leg) -> list[DecodeAction]:
+    def _will_not_say(self, now: float, transfer: Transfer, leg: Leg) -> list[DecodeAction]:
         """All pages are here, and of this source nothing will be heard of what was sampled."""
-        leg.phase = _Phase.STOPPED
-        if any(other.phase is _Phase.RESERVED for other in transfer.legs):
+        leg.enter(LegPhase.STOPPED)
+        if any(other.phase is LegPhase.RESERVED for other in transfer.legs):
             return []
         return self._end(now, transfer, Outcome.COMPLETED, "")
 
-    def _stop(self, now: float, transfer: _Transfer) -> list[DecodeAction]:
+    def _stop(self, now: float, transfer: Transfer) -> list[DecodeAction]:
         """Has every source stop that has not, and ends the transfer once all have."""
-        transfer.stopping = True
         actions: list[DecodeAction] = []
         for leg in transfer.legs:
-            if leg.phase is _Phase.STAGED:
-                leg.phase = _Phase.STOPPED
-            elif leg.phase is _Phase.RESERVED:
+            if leg.phase is LegPhase.STAGED:
+                leg.enter(LegPhase.STOPPED)
+            elif leg.phase is LegPhase.RESERVED:
                 assert leg.peer is not None
-                leg.phase = _Phase.CANCELLING
+                leg.enter(LegPhase.CANCELLING)
                 cancel = Cancel(transfer.request.transfer_id, transfer.attempt, leg.draw.share)
                 actions.append(Send(leg.peer, cancel))
         if transfer.stopped:
-            if transfer.aborted or transfer.outcome is not Outcome.CANCELLED:
+            if transfer.phase is Phase.ABORTED or transfer.outcome is not Outcome.CANCELLED:
                 return self._end_stopped(now, transfer)
+            transfer.enter(Phase.LINGERING)
             self._timers.set(transfer.request.request_id, now + ABORT_LAG_S)
             return []
         phases = {leg.phase for leg in transfer.legs}
         if actions:
             self._timers.set(transfer.request.request_id, now + self._timeouts.cancel)
-        elif _Phase.CANCELLING not in phases:  # a fence has its own bound
+        elif LegPhase.CANCELLING not in phases:  # a fence has its own bound
             self._timers.clear(transfer.request.request_id)
         return actions
 
-    def _stopped(self, now: float, transfer: _Transfer, leg: _Leg) -> list[DecodeAction]:
+    def _stopped(self, now: float, transfer: Transfer, leg: Leg) -> list[DecodeAction]:
         """Nothing of this source can land any more, and not everything has."""
-        leg.phase = _Phase.STOPPED
+        leg.enter(LegPhase.STOPPED)
         return self._stop(now, transfer)
 
-    def _end_stopped(self, now: float, transfer: _Transfer) -> list[DecodeAction]:
-        outcome = Outcome.CANCELLED if transfer.aborted else transfer.outcome
+    def _end_stopped(self, now: float, transfer: Transfer) -> list[DecodeAction]:
+        outcome = Outcome.CANCELLED if transfer.phase is Phase.ABORTED else transfer.outcome
         return self._end(now, transfer, outcome, transfer.failure)
 
-    def _end(self, now: float, transfer: _Transfer, outcome: Outcome, reason: str) -> list[DecodeAction]:
+    def _end(self, now: float, transfer: Transfer, outcome: Outcome, reason: str) -> list[DecodeAction]:
         """The one place in which a transfer is forgotten and reported."""
-        request = transfer.request
+        request, aborted = transfer.request, transfer.phase is Phase.ABORTED
+        transfer.enter(Phase.OVER)
         del self._transfers[request.request_id]
         del self._attempts[transfer.attempt]
         self._timers.clear(request.request_id)
-        seconds = now - transfer.since if transfer.counting else 0.0
+        seconds = 0.0 if transfer.since is None else now - transfer.since
         peer = transfer.failed if transfer.failed is not None or not transfer.legs else transfer.legs[0].peer
         ended = Ended(
             Role.DECODE, request.transfer_id, peer, outcome, reason, seconds, request_id=request.request_id
         )
         state = State.DONE if outcome is Outcome.COMPLETED else State.FAILED
-        failed = not transfer.aborted and outcome is not Outcome.COMPLETED
+        failed = not aborted and outcome is not Outcome.COMPLETED
         stale = outcome is Outcome.STALE
-        report = FinishedReceiving(request.request_id, failed, transfer.sampled, stale)
+        token = None if transfer.said is None else transfer.said.token
+        report = FinishedReceiving(request.request_id, failed, token, stale)
         last: list[DecodeAction] = [ended, _reached(request, state, reason), report]
-        return [CloseCounter(request.request_id), *last] if transfer.counting else last
+        return last if transfer.since is None else [CloseCounter(request.request_id), *last]
 
 
 def _reached(request: DecodeRequest, state: State, reason: str = "") -> Reached:

@@ -222,6 +222,8 @@ class WeightPusher:
                 raise ValueError(f"the engine {address} is given twice. Give each address once.")
         self._engines = [_Engine(address) for address in addresses]
         self._update: Update | None = None
+        self._carriers: set[Link] = set()
+        """Links over which the last version was begun. The loss of an earlier link does not concern it."""
         self._asked_for: Update | None = None
         self._ready: set[int] = set()
         self._applied: set[int] = set()
@@ -464,6 +466,7 @@ class WeightPusher:
         named = version if self._seeds else identity(version, content)
         update = Update(shown(version), [str(engine.address) for engine in self._engines], named)
         self._ready, self._applied, self._begun = set(), set(), queue.SimpleQueue()
+        self._carriers = set()
         self._update = update
         self._writer.start()
         awaited = self._begin(named, update)
@@ -516,11 +519,14 @@ class WeightPusher:
             try:
                 if engine.link is not None and engine.link.over:
                     self._reach(engine)
+                if engine.link is not None:
+                    self._carry(engine.link)
                 for worker in engine.workers:
                     if self._writes_to(worker):
                         if worker.link is None or worker.link.over:
                             self._join(worker)
                         assert worker.link is not None
+                        self._carry(worker.link)
                         asked[worker] = _Awaited(len(worker.rounds), time.monotonic() + limit, late)
                         self._links.tell(worker.link, self._begins(worker, version))
             except (LinkError, PushError) as error:
@@ -529,6 +535,12 @@ class WeightPusher:
                     if asked.pop(worker, None) is not None:
                         self._end(worker, str(error))
         return asked
+
+    def _carry(self, link: Link) -> None:
+        """From now on the link's loss fails its engine's part of the version. Raises LinkError."""
+        self._carriers.add(link)
+        if link.over:  # _lost() may have come before
+            raise LinkError(f"{link.address}: {link.over}")
 
     def _wait_for(self, awaited: Mapping[_Worker, _Awaited]) -> list[_News]:
         """Blocks until somebody has begun a round, or is lost; all who have. An engine with a late worker is
@@ -644,7 +656,7 @@ class WeightPusher:
         for engine in self._engines:
             if link is engine.link or any(worker.link is link for worker in engine.workers):
                 logger.warning("%s: lost %s: %s", self._name, link.address, reason)
-                if self._update is not None:
+                if self._update is not None and link in self._carriers:
                     self._update.failed(str(engine.address), f"{link.address}: {reason}")
         for worker in self._workers():
             if worker.link is link:

@@ -197,11 +197,11 @@ BUGS = (
     # Pages come from several engines, one of which still writes.
     Bug(
         "a transfer is over with its first source",
-        "protocol/decode.py",
-        "        return self.stopping and all(leg.phase is _Phase.STOPPED for leg in self.legs)\n",
+        "protocol/legs.py",
+        "        return all(leg.phase is LegPhase.STOPPED for leg in self.legs)\n",
         """\
-        stopped = [leg.phase is _Phase.STOPPED for leg in self.legs]
-        return self.stopping and (not stopped or any(stopped))
+        stopped = [leg.phase is LegPhase.STOPPED for leg in self.legs]
+        return not stopped or any(stopped)
 """,
     ),
     # sgl-project/sglang #23746: which of P's heads D has comes out as the first of them.

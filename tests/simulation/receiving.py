@@ -98,7 +98,8 @@ class DecodeSide:
         if world.scenario.innocent(plan):
             books.check(not failed, "%s failed for no reason", plan.name)
             books.check(token == right or load.told, "%s has no token for no reason", plan.name)
-        # In chaos one worker may fail before another one hears that the prompts differ.
+        # In chaos the CANCEL of one worker may overtake its RESERVE. P then takes it for the end of all
+        # shares, and refuses the other workers as aborted. A connection (TCP) keeps their order.
         if world.scenario.undisturbed(plan) and not world.scenario.chaos:
             differs = plan.other_prompt and not plan.unknown_to_prefill and plan.prefill_abort is None
             fails = failed and differs and not stale

@@ -393,7 +393,7 @@ def test_a_worker_that_is_lost_and_joined_anew_before_a_version_begins_gets_it(
             start()
 
         monkeypatch.setattr(pusher._writer, "start", blip)
-        pusher.push("1")
+        pusher.push("1").wait("landed")
         until(lambda: all(shown(worker.state().landed) == "1" for worker in engines[0].workers))
         engines[0].assert_has("1", 5)
 

@@ -147,6 +147,7 @@ class Rank(Actor):
         self._links.loop = _Immediately(self.port)  # type: ignore[assignment]
         self._engines: list[_Engine] = []
         self._update: _Update | None = None
+        self._carriers: set[Link] = set()
         self._begun: deque[tuple[_Worker, Link, Begun | None]] = deque()
         self._run = ""
         self._failures: dict[int, str] = {}  # by transfer
@@ -343,6 +344,7 @@ class Rank(Actor):
     def _push(self, version: str, gives_up: bool) -> Script:
         update = self._update = _Update(version)
         self._begun.clear()
+        self._carriers = set()
         awaited = yield from self._begin(version, update)
         transfers: dict[int, _Worker] = {}
         due = dict.fromkeys(awaited, self.clock.now() + BEGIN_S)
@@ -411,11 +413,14 @@ class Rank(Actor):
             try:
                 if engine.link is not None and engine.link.over:
                     yield from self._reach(engine)
+                if engine.link is not None:
+                    self._carry(engine.link)
                 for worker in engine.workers:
                     if self.rank == 0 or worker.cells:
                         if worker.link is None or worker.link.over:
                             yield from self._join(worker)
                         assert worker.link is not None
+                        self._carry(worker.link)
                         pages = tuple(len(self._cells(worker, round)) for round in range(rounds))
                         asked[worker] = rounds
                         begin = Begin(version, b"plan", worker.senders, pages, sum(pages) * CELL_BYTES)
@@ -426,6 +431,11 @@ class Rank(Actor):
                     if asked.pop(worker, None) is not None:
                         self._over(worker, str(error))
         return asked
+
+    def _carry(self, link: Link) -> None:
+        self._carriers.add(link)
+        if link.over:
+            raise LinkError(f"{link.address}: {link.over}")
 
     def _workers(self) -> list[_Worker]:
         return [worker for engine in self._engines for worker in engine.workers]
@@ -466,7 +476,7 @@ class Rank(Actor):
         for engine in self._engines:
             if link is engine.link or any(worker.link is link for worker in engine.workers):
                 self.world.books.note("%s: lost %s: %s", self, link.address, reason)
-                if self._update is not None:
+                if self._update is not None and link in self._carriers:
                     self._update.failed.setdefault(engine.name, f"{link.address}: {reason}")
             for worker in engine.workers:
                 if worker.link is link:

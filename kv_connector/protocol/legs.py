@@ -1,0 +1,146 @@
+"""A transfer as D knows it: its phase, and a leg with each worker of P that sends some of its pages.
+
+A transfer goes through these phases:
+
+    phase      waits for                                         next
+    LOOKING    the directory of the prefill engine               STAGED, FAILING, ABORTED, OVER
+    STAGED     a session with each source, and the counter       RESERVED, FAILING, ABORTED
+    RESERVED   pages, and for the token if its request wants it  LANDED, FAILING, ABORTED, OVER
+    LANDED     the token alone: every page is here               ABORTED, OVER
+    FAILING    every leg to stop: pages may still land           LINGERING, ABORTED, OVER
+    LINGERING  its own request's abort: P's was aborted          ABORTED, OVER
+    ABORTED    every leg to stop: its request is aborted         OVER
+    OVER       nothing: it is reported and forgotten             -
+
+All pages end a transfer in FAILING, LINGERING and ABORTED, too: nothing can land then. Where no RESERVE was
+sent, the legs stop at once, and FAILING and ABORTED take no time.
+
+A leg goes through these:
+
+    phase       meaning                                              next
+    STAGED      no RESERVE is sent                                   RESERVED, STOPPED
+    RESERVED    RESERVE is sent: pages may land from now on          CANCELLING, FENCING, STOPPED
+    CANCELLING  CANCEL is sent: CANCEL_ACK or the last page is next  FENCING, STOPPED
+    FENCING     the peer is being fenced: its writes may still land  STOPPED
+    STOPPED     nothing of this peer can land any more               -
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from kv_connector.protocol.actions import Address, Outcome, PeerId
+from kv_connector.protocol.messages import Sampled
+from kv_connector.protocol.requests import DecodeRequest
+from kv_connector.protocol.sources import Draw
+
+
+class LegPhase(enum.Enum):
+    """The phases of a leg; the module's second table says what they mean."""
+
+    STAGED = enum.auto()
+    RESERVED = enum.auto()
+    CANCELLING = enum.auto()
+    FENCING = enum.auto()
+    STOPPED = enum.auto()
+
+
+LEG_NEXT = {
+    LegPhase.STAGED: {LegPhase.RESERVED, LegPhase.STOPPED},
+    LegPhase.RESERVED: {LegPhase.CANCELLING, LegPhase.FENCING, LegPhase.STOPPED},
+    LegPhase.CANCELLING: {LegPhase.FENCING, LegPhase.STOPPED},
+    LegPhase.FENCING: {LegPhase.STOPPED},
+    LegPhase.STOPPED: set(),
+}
+"""The legal transitions of a leg."""
+
+
+class Phase(enum.Enum):
+    """The phases of a transfer; the module's first table says what they mean."""
+
+    LOOKING = enum.auto()
+    STAGED = enum.auto()
+    RESERVED = enum.auto()
+    LANDED = enum.auto()
+    FAILING = enum.auto()
+    LINGERING = enum.auto()
+    ABORTED = enum.auto()
+    OVER = enum.auto()
+
+
+NEXT = {
+    Phase.LOOKING: {Phase.STAGED, Phase.FAILING, Phase.ABORTED, Phase.OVER},
+    Phase.STAGED: {Phase.RESERVED, Phase.FAILING, Phase.ABORTED},
+    Phase.RESERVED: {Phase.LANDED, Phase.FAILING, Phase.ABORTED, Phase.OVER},
+    Phase.LANDED: {Phase.ABORTED, Phase.OVER},
+    Phase.FAILING: {Phase.LINGERING, Phase.ABORTED, Phase.OVER},
+    Phase.LINGERING: {Phase.ABORTED, Phase.OVER},
+    Phase.ABORTED: {Phase.OVER},
+    Phase.OVER: set(),
+}
+"""The legal transitions of a transfer."""
+
+
+@dataclass
+class Leg:
+    """One source's part of a transfer."""
+
+    address: Address
+    draw: Draw
+    peer: PeerId | None = None
+    """The session with the source. None: STAGED, and there is no session yet."""
+    phase: LegPhase = LegPhase.STAGED
+
+    def enter(self, phase: LegPhase) -> None:
+        """The one place in which a leg changes its phase."""
+        assert phase in LEG_NEXT[self.phase], f"leg with {self.address}: {self.phase} -> {phase}"
+        self.phase = phase
+
+
+@dataclass
+class Transfer:
+    """A request's transfer, from its reservation until it is reported."""
+
+    request: DecodeRequest
+    attempt: int
+    deadline: float
+    phase: Phase = Phase.LOOKING
+    legs: tuple[Leg, ...] = ()
+    since: float | None = None
+    """When RESERVE was sent. None: it was not, and there is no counter."""
+    said: Sampled | None = None
+    """The first answer of a source to what P sampled."""
+    outcome: Outcome = Outcome.FAILED
+    """How it ends if it is stopped, unless its request is aborted."""
+    failure: str = ""
+    """Why it is being stopped, unless its request is aborted."""
+    failed: PeerId | None = None
+    """The source that caused the failure."""
+
+    def enter(self, phase: Phase) -> None:
+        """The one place in which a transfer changes its phase."""
+        text = f"transfer {self.request.transfer_id}: {self.phase} -> {phase}"
+        assert phase in NEXT[self.phase], text
+        self.phase = phase
+
+    @property
+    def stopping(self) -> bool:
+        """Whether its pages will not be used, unless all have come."""
+        return self.phase in (Phase.FAILING, Phase.LINGERING, Phase.ABORTED)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether nothing of any source can land any more."""
+        return all(leg.phase is LegPhase.STOPPED for leg in self.legs)
+
+    def leg(self, peer: PeerId) -> Leg | None:
+        """The leg with this source, if it has one."""
+        return next((leg for leg in self.legs if leg.peer == peer), None)
+
+    @property
+    def shown(self) -> tuple[PeerId | None, LegPhase]:
+        """The leg that operators see: of several, one that is still under way."""
+        legs = [(leg.peer, leg.phase) for leg in self.legs]
+        under_way = (leg for leg in legs if leg[1] is not LegPhase.STOPPED)
+        return next(under_way, (*legs, (None, LegPhase.STAGED))[0])
