@@ -18,12 +18,13 @@ namespace {
 struct Provider {
   std::string_view name;
   Result<OpenedDomain> (*create)(const DomainConfig&, ControlQueue&);
+  void (*load)() = nullptr;  // see load_libraries()
 };
 
 // Fastest first.
 constexpr std::array kProviders = {
     Provider{"nvlink", nvlink::create}, Provider{"host", host::create},
-    Provider{"verbs", verbs::create},   Provider{"libfabric", libfabric::create},
+    Provider{"verbs", verbs::create},   Provider{"libfabric", libfabric::create, libfabric::load},
     Provider{"tcp", tcp::create},       Provider{"bounce", bounce::create},
     Provider{"sim", sim::create},       Provider{"shuffle", shuffle::create},
 };
@@ -44,6 +45,15 @@ DomainConfig carrier_of(const DomainConfig& config) {
   carrier.provider = config.device.empty() ? "tcp" : config.device.substr(0, colon);
   carrier.device = colon == std::string::npos ? "" : config.device.substr(colon + 1);
   return carrier;
+}
+
+void load_libraries(std::span<const DomainConfig> configs) {
+  for (DomainConfig config : configs) {
+    while (config.provider == "bounce" || config.provider == "shuffle") config = carrier_of(config);
+    for (const Provider& provider : kProviders) {
+      if (provider.name == config.provider && provider.load != nullptr) provider.load();
+    }
+  }
 }
 
 Result<OpenedDomain> open_domain(const DomainConfig& config, ControlQueue& control) {

@@ -254,6 +254,13 @@ struct OpenedDomain {
 Result<OpenedDomain> open_domain(const DomainConfig& config, ControlQueue& control);
 using DomainFactory = std::function<Result<OpenedDomain>(const DomainConfig& config, ControlQueue& control)>;
 
+// Loads the libraries that these domains' providers load once in a process, where loading writes the environment
+// (libfabric's plug-ins are found by a variable alone). getenv() of another thread must not run meanwhile. So this is called
+// on the thread that creates an engine, before the engine has a thread, and the Python binding holds the GIL: os.environ is
+// written and copied with it, too. Later calls do nothing. Blocks for milliseconds. A library that is missing is no failure
+// here: open_domain() gives the reason.
+void load_libraries(std::span<const DomainConfig> configs);
+
 // The providers compiled into this library, fastest first.
 std::span<const std::string_view> provider_names() noexcept;
 

@@ -46,6 +46,7 @@ TransferEngine::~TransferEngine() {
 
 Result<std::unique_ptr<TransferEngine>> TransferEngine::create(EngineConfig config) {
   if (Status status = check_config(config); !status) return status.error();
+  load_libraries(config.domains);
   Result<std::shared_ptr<Waker>> waker = Waker::create();
   if (!waker) return waker.error();
   auto impl = std::make_unique<Impl>(std::move(config), std::move(waker.value()));

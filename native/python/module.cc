@@ -27,14 +27,15 @@ std::vector<std::tuple<std::string, bool, std::string>> probe_providers() {
   class Idle final : public ControlQueue {
     void run(std::function<void()> task) override { task(); }
   };
-  return without_gil([] {
+  std::vector<DomainConfig> configs;
+  for (const std::string_view provider : provider_names()) configs.emplace_back().provider = provider;
+  load_libraries(configs);  // with the GIL
+  return without_gil([&] {
     std::vector<std::tuple<std::string, bool, std::string>> found;
     Idle control;
-    for (const std::string_view provider : provider_names()) {
-      DomainConfig config;
-      config.provider = provider;
+    for (const DomainConfig& config : configs) {
       const Result<OpenedDomain> domain = open_domain(config, control);
-      found.emplace_back(provider, domain.ok(), domain.ok() ? "" : domain.error().to_string());
+      found.emplace_back(config.provider, domain.ok(), domain.ok() ? "" : domain.error().to_string());
     }
     return found;
   });

@@ -65,6 +65,7 @@ PythonEngine::PythonEngine(std::string name, const std::vector<DomainTuple>& dom
   config.spin_us = spin_us;
   config.workers = workers;
   config.worker_cpu = worker_cpu;
+  load_libraries(config.domains);  // with the GIL
   engine_ = unwrap(without_gil([&] { return TransferEngine::create(std::move(config)); }));
 }
 

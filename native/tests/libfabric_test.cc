@@ -1,11 +1,14 @@
 // The libfabric provider by itself: two domains in one process, driven by one thread. What it does under an engine is
 // in engine_test.cc, which runs over it too; shm, which leads to other processes only, is in tests/conformance.
+#include <dlfcn.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <memory>
 #include <string>
 #include <vector>
@@ -495,6 +498,49 @@ TEST(LibfabricLibraryDeathTest, AWrongPathIsSaid) {
       },
       testing::ExitedWithCode(0), "KV_CONNECTOR_LIBFABRIC names no usable library.*/nowhere/libfabric.so.1");
   setenv("KV_CONNECTOR_LIBFABRIC", kept.c_str(), 1);
+}
+
+// The path of the libfabric that the dynamic linker finds; empty: there is none. It is not library()'s, which would load it.
+std::string path_of_libfabric() {
+  void* const handle = dlopen("libfabric.so.1", RTLD_NOW | RTLD_LOCAL);
+  Dl_info info{};
+  if (handle == nullptr || dladdr(dlsym(handle, "fi_version"), &info) == 0) return {};
+  return info.dli_fname;
+}
+
+// Ends this process, which has loaded nothing so far: 0 if an engine of this lane finds the library's variable written before
+// its worker opens the domain.
+[[noreturn]] void open_with_plugins(const std::string& installed, const std::string& lane) {
+  std::string directory = std::filesystem::temp_directory_path() / "kvc-libfabric-XXXXXX";
+  if (mkdtemp(directory.data()) == nullptr) std::exit(2);
+  const std::string chosen = directory + "/libfabric.so.1";
+  std::filesystem::create_symlink(installed, chosen);
+  std::filesystem::create_directory(directory + "/libfabric");  // where its plug-ins would be
+  setenv("KV_CONNECTOR_LIBFABRIC", chosen.c_str(), 1);
+  unsetenv("FI_PROVIDER_PATH");
+  bool written = false;
+  EngineConfig config = test::config("engine", lane);
+  config.open = [&](const DomainConfig& domain, ControlQueue& control) {
+    written = std::getenv("FI_PROVIDER_PATH") != nullptr;
+    return open_domain(domain, control);
+  };
+  must(TransferEngine::create(std::move(config)), "create");
+  std::filesystem::remove_all(directory);
+  std::exit(written ? 0 : 1);
+}
+
+TEST(LibfabricLibraryDeathTest, TheEnvironmentIsWrittenBeforeTheEngineHasAThread) {
+  // Such a process runs from the test's beginning.
+  testing::FLAGS_gtest_death_test_style = "threadsafe";
+  const std::string installed = path_of_libfabric();
+  if (installed.empty()) GTEST_SKIP() << "no libfabric.so.1 here";
+  const char* const lanes = std::getenv("KVC_TEST_PROVIDERS");
+  const std::string kept = lanes == nullptr ? "" : lanes;
+  setenv("KVC_TEST_PROVIDERS", "sim", 1);  // else providers() opens the library when the process begins
+  for (const char* lane : {"libfabric:tcp", "shuffle:libfabric:tcp", "bounce:libfabric:tcp"}) {
+    EXPECT_EXIT(open_with_plugins(installed, lane), testing::ExitedWithCode(0), "") << lane;
+  }
+  lanes == nullptr ? unsetenv("KVC_TEST_PROVIDERS") : setenv("KVC_TEST_PROVIDERS", kept.c_str(), 1);
 }
 
 TEST(LibfabricWire, ACardComesBackAsItWent) {

@@ -35,7 +35,7 @@ std::vector<std::string> wheel_candidates() {
   return candidates;
 }
 
-// The wheel's library looks for its efa and verbs plug-ins where it was built, unless told where they are.
+// The wheel's library looks for its efa and verbs plug-ins where it was built, unless this variable names another place.
 void name_plugins(const std::string& path) {
   const std::string plugins = directory(path) + "/libfabric";
   if (access(plugins.c_str(), R_OK) == 0) setenv("FI_PROVIDER_PATH", plugins.c_str(), /*overwrite=*/0);

@@ -43,6 +43,9 @@ struct Library {
 //      installer);
 //   3. in the Python environment that kv-connector is installed in (or that is active): lib/mpich/libfabric.so.1, which
 //      `pip install mpich` puts there.
+// The first call sets FI_PROVIDER_PATH for the libraries of 1 and 3: libfabric finds its plug-ins by that variable alone, and
+// has no function for it. setenv() is undefined while another thread reads the environment, so the engine makes the first
+// call by load_libraries(), before it has threads; from then on any thread may call.
 // kRefused with what was tried and what to install.
 Result<const Library*> library();
 

@@ -2,9 +2,16 @@
 
 #if KVC_HAVE_LIBFABRIC
 #include "providers/libfabric/domain.h"
+#include "providers/libfabric/library.h"
 #endif
 
 namespace kvc::libfabric {
+
+void load() {
+#if KVC_HAVE_LIBFABRIC
+  (void)library();  // a failure is create()'s to report
+#endif
+}
 
 Result<OpenedDomain> create([[maybe_unused]] const DomainConfig& config, [[maybe_unused]] ControlQueue& control) {
 #if KVC_HAVE_LIBFABRIC

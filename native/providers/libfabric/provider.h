@@ -1,9 +1,12 @@
-// The libfabric provider: create() is all that it exports.
+// The libfabric provider: load() and create() are all that it exports.
 #pragma once
 
 #include "engine/domain.h"
 
 namespace kvc::libfabric {
+
+// Loads the library, once in a process; the rules are those of load_libraries(). Blocks.
+void load();
 
 // Opens one libfabric domain, both halves of it. Blocks. `control` outlives them.
 //
