@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,6 +44,13 @@ def test_text_has_no_known_number_of_tokens(text: Any) -> None:
     seen = prompt(prompt=text)
     assert seen.tokens is None
     assert seen.size == len(json.dumps(text))
+
+
+def test_spaces_before_a_text_are_read_once() -> None:
+    """Backtracking over 1 MiB of spaces would take hours of the event loop."""
+    spaces = b" " * (1 << 20)
+    assert Prompt.of("/v1/completions", {"prompt": msgspec.Raw(b'[%s"a"]' % spaces)}).tokens is None
+    assert Prompt.of("/v1/completions", {"prompt": msgspec.Raw(b"[%s[%s7]]" % (spaces, spaces))}).tokens == 1
 
 
 def test_the_size_has_what_the_template_puts_before_the_prompt() -> None:
