@@ -370,7 +370,8 @@ async def _read(request: Request, settings: Settings, place: Place) -> bytes | m
     limit, stall = settings.body_limit, settings.stall
     too_long = failure(413, "invalid_request_error", f"the body is longer than {limit} bytes (--body-limit)")
     # Its server has looked at the number.
-    if int(request.headers.get("content-length", 0)) > limit:
+    expected = int(request.headers.get("content-length", 0))
+    if expected > limit:
         raise too_long
     body = bytearray()
     loop = asyncio.get_running_loop()
@@ -380,7 +381,7 @@ async def _read(request: Request, settings: Settings, place: Place) -> bytes | m
             async for chunk in request.stream():
                 if len(body) + len(chunk) > limit:
                     raise too_long
-                place.take(len(chunk))
+                place.take(len(chunk), expected=expected)
                 body += chunk
                 due.reschedule(min(loop.time(), begun + len(body) / BODY_RATE) + stall)
     except TimeoutError:

@@ -34,7 +34,7 @@ from kv_connector.router.completion import Completion
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.failure import Failure
 from kv_connector.router.responses import ResponsesRequest
-from kv_connector.router.room import requests_for
+from kv_connector.router.room import Room, requests_for
 from kv_connector.router.server import HEADER_LIMIT, BoundedProtocol, ServerConfig, Turns, _Flow
 from kv_connector.router.settings import Settings
 
@@ -389,6 +389,33 @@ async def test_bodies_beyond_the_budget_get_503_until_others_end() -> None:
         await until_metric(client, SERVED, 1)
         d.handler = answer_ok
         assert (await client.post("/v1/completions", json=body)).status_code == 200
+
+
+async def test_long_bodies_leave_some_of_the_budget_to_short_ones() -> None:
+    room = Room(100, 16 << 20)
+
+    async def hold(nbytes: int, expected: int) -> None:
+        with room.enter() as place:
+            place.take(nbytes, expected=expected)
+            await asyncio.Event().wait()
+
+    async def refused(nbytes: int, expected: int = 0) -> bool:
+        task = asyncio.create_task(hold(nbytes, expected))
+        await asyncio.sleep(0)
+        held.append(task)
+        return task.done() and isinstance(task.exception(), Failure)
+
+    held: list[asyncio.Task[None]] = []
+    assert not await refused(8 << 20)
+    assert not await refused(7 << 20)
+    assert await refused((64 << 10) + 1)
+    assert await refused(1, expected=(64 << 10) + 1)
+    assert [await refused(64 << 10) for _ in range(17)] == [False] * 16 + [True]
+    for task in held:
+        task.cancel()
+    await asyncio.gather(*held, return_exceptions=True)
+    assert not await refused(16 << 20)  # alone
+    held[-1].cancel()
 
 
 async def test_body_counts_half_once_its_answer_has_begun() -> None:
