@@ -98,8 +98,8 @@ class Place:
         self.nbytes += nbytes
 
     def answered(self) -> None:
-        """The answer has begun, and the body counts half: copies for the engines are gone. Bodies of 30 to
-        63 MiB cost 5 times their size until then, and twice from then on (2026-11-28)."""
+        """The answer has begun, and the body counts half: it may stay for minutes, and new requests need
+        room. Bodies of 60 MiB cost 1.5 times their size (2026-11-28), so three times what they count."""
         left = self.nbytes // 2
         self._room.take(left - self.nbytes, had=self.nbytes, expected=0)
         self.nbytes = left
