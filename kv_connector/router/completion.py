@@ -24,6 +24,20 @@ Body = dict[str, Any]
 # What P need not know whose answer nobody reads.
 _OF_THE_WHOLE = ("stream_options", "min_tokens", "return_token_ids")
 
+# Bytes of all fields that become objects: 64 KiB of `{}` take 6 ms of the event loop, 256 fields of 4 KiB
+# 100.
+# Of a request with more, these alone are read. The router decides by no other field.
+_READ_IN_ALL = 64 << 10
+_DECIDING = frozenset(
+    (
+        *("model", "stream", "stream_options", "temperature", "seed", "n", "best_of", "use_beam_search"),
+        *("echo", "logprobs", "top_logprobs", "prompt_logprobs", "prompt_embeds", "return_token_ids"),
+        *("return_tokens_as_token_ids", "max_tokens", "max_completion_tokens", "min_tokens", "stop"),
+        *("presence_penalty", "frequency_penalty", "response_format", "structured_outputs", "bad_words"),
+        *("tools", "tool_choice", "functions", "vllm_xargs", "background", "previous_response_id"),
+    )
+)
+
 # Parameters of a transfer are the router's word alone, never a client's. vLLM also reads them in vllm_xargs.
 _OF_TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
 
@@ -51,11 +65,13 @@ class Completion:
     @classmethod
     def of_fields(cls, fields: Fields) -> Self:
         """Reads a request's short fields; Failure 400 if one of them has too many brackets."""
+        body: Body = dict(fields.values)
+        short = [key for key, value in body.items() if not (key in PASSED_ON or is_long(value))]
+        if sum(len(memoryview(body[key])) for key in short) > _READ_IN_ALL:
+            short = [key for key in short if key in _DECIDING]
         try:
-            body: Body = {
-                key: value if key in PASSED_ON or is_long(value) else msgspec.json.decode(value)
-                for key, value in fields.values.items()
-            }
+            for key in short:
+                body[key] = msgspec.json.decode(body[key])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise bad_request(f"the body is not JSON: {error}") from None
         xargs = body.get("vllm_xargs") if fields.xargs is None else fields.xargs

@@ -194,17 +194,17 @@ Content = bytes | Pieces
 
 
 def encode(body: Mapping[str, Any]) -> Content:
-    """The JSON of an object. Of long values there are views in it."""
-    if not _has_view(body):
+    """The JSON of an object. If long values are more than a slice together, there are views of them in it."""
+    if _long_bytes(body) <= SLICE:
         return msgspec.json.encode(body)
     parts: list[bytes | memoryview] = []
     text = bytearray()
 
-    def add(value: object) -> None:
-        if _is_view(value):
-            parts.extend((bytes(text), memoryview(value)))  # type: ignore[arg-type]
+    def add(value: Any) -> None:
+        if is_long(value):
+            parts.extend((bytes(text), memoryview(value)))
             text.clear()
-        elif isinstance(value, dict) and _has_view(value):
+        elif isinstance(value, dict) and value:
             text.extend(b"{")
             for key, member in value.items():
                 text.extend(msgspec.json.encode(key) + b":")
@@ -214,7 +214,7 @@ def encode(body: Mapping[str, Any]) -> Content:
         else:
             text.extend(msgspec.json.encode(value))
 
-    add(dict(body))
+    add(body)
     return Pieces([*parts, bytes(text)])
 
 
@@ -223,10 +223,8 @@ def content(body: bytes | memoryview) -> Content:
     return bytes(body) if len(body) <= SLICE else Pieces([memoryview(body)])
 
 
-def _is_view(value: object) -> bool:
-    return isinstance(value, msgspec.Raw) and len(memoryview(value)) > SLICE
-
-
-def _has_view(body: Mapping[str, Any]) -> bool:
-    """vllm_xargs may be an object of Raw values."""
-    return any(_is_view(value) or (isinstance(value, dict) and _has_view(value)) for value in body.values())
+def _long_bytes(body: Mapping[str, Any]) -> int:
+    """Bytes of its long values. vllm_xargs may have some, too."""
+    values = [*body.values()]
+    values += (body.get("vllm_xargs") or {}).values() if isinstance(body.get("vllm_xargs"), dict) else ()
+    return sum(len(memoryview(value)) for value in values if is_long(value))

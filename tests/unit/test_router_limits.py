@@ -30,7 +30,8 @@ from starlette.responses import JSONResponse, Response
 
 from kv_connector.router import client as client_module
 from kv_connector.router.app import DONE, create_app
-from kv_connector.router.completion import Completion
+from kv_connector.router.completion import _DECIDING, Completion
+from kv_connector.router.continuation import stay_reason, tokens_left
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.failure import Failure
 from kv_connector.router.responses import ResponsesRequest
@@ -334,6 +335,61 @@ def test_no_objects_are_made_of_what_may_be_long(
     completion.local_reason(), completion.late_reason(), completion.prompt("/v1/completions")
     completion.prefill_body("t", serial=False)
     assert of_objects < 100
+
+
+class Noting(dict[str, Any]):
+    """A dict that notes which values somebody reads."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.read: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.read.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+
+@pytest.mark.parametrize("kind", [Completion, ResponsesRequest])
+def test_few_of_many_fields_become_objects(kind: type[Completion], monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = msgspec.json.decode
+    objects = b"[%s{}]" % (b"{}," * 1300)
+    many = b",".join(b'"f%d":%s' % (i, objects) for i in range(200))
+    asked = b'"stream":true,"min_tokens":3,"vllm_xargs":{"kv_transfer_params":{},"a":1},"model":"m"'
+    read = 0
+
+    def count(data: Any, **how: Any) -> Any:
+        nonlocal read
+        read += 0 if how else len(memoryview(data))
+        return decode(data, **how)
+
+    monkeypatch.setattr(msgspec.json, "decode", count)
+    completion = kind.decode(b'{%s,"prompt":"x",%s}' % (many, asked))
+    assert read < 100
+    assert completion.streamed
+    assert completion.body["vllm_xargs"] == {"a": 1}
+    sent = completion.local_body()
+    assert isinstance(sent, bytes)
+    body = decode(sent)
+    assert (body["f7"], body["min_tokens"], body["model"]) == (decode(objects), 3, "m")
+
+
+def test_fields_that_the_router_decides_by_are_read() -> None:
+    """Of a request with many fields all others stay JSON."""
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        completion = Completion.decode(b'{"prompt":"x","messages":[],"stream":true,"n":1}')
+        completion.body = noting = Noting(completion.body)
+        completion.local_reason(), completion.late_reason(), completion.repeats_itself(), completion.model
+        completion.prefill_body("t", serial=False)
+        stay_reason(path, completion)
+        tokens_left(path, completion, 0)
+        assert noting.read - {"prompt", "messages"} <= _DECIDING
+        completion.body = noting = Noting()
+        ResponsesRequest.local_reason(completion)  # type: ignore[arg-type]
+        assert noting.read <= _DECIDING
 
 
 def test_a_request_with_too_many_fields_is_refused() -> None:

@@ -169,10 +169,24 @@ def test_legs_share_the_bytes_of_a_long_body() -> None:
         assert b"".join(leg.slices()) == joined(leg)
 
 
+def test_many_long_fields_are_not_copied_either() -> None:
+    value = b'"%s"' % (b"a" * LONGEST_READ)
+    raw = b'{%s,"prompt":"x"}' % b",".join(b'"f%d":%s' % (i, value) for i in range(200))
+    leg = Completion.decode(raw).local_body()
+    assert isinstance(leg, Pieces)
+    assert sum(isinstance(part, memoryview) for part in leg.parts) == 200
+    assert json.loads(joined(leg)) == json.loads(raw)
+
+
 @pytest.mark.parametrize("nested", [False, True])
 def test_pieces_are_what_msgspec_writes(nested: bool) -> None:
     raw = msgspec.Raw(b'"%s"' % (b"a" * 2 * SLICE))
-    body: dict[str, Any] = {'q"\u00e9': 1, "a": raw, "b": {}, "c": {"d": raw, "e": None} if nested else [raw]}
+    body: dict[str, Any] = {
+        'q"\u00e9': 1,
+        "a": raw,
+        "b": {},
+        "vllm_xargs": {"d": raw, "e": None} if nested else [raw],
+    }
     for members in (body, {"a": raw}, {"a": raw, "b": raw}):
         parts = encode(members)
         assert isinstance(parts, Pieces)
