@@ -17,7 +17,7 @@ NATIVE_SOURCES := $(filter %.cc,$(NATIVE))
 # The thread sanitizer cannot place its shadow under some kernels' address randomisation.
 NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
-.PHONY: help setup demo test prepared native-asan native-tsan test-native test-simulation test-python test-libfabric test-verbs test-vllm-next test-sglang test-fleet test-browser test-observability board test-upstream test-examples test-compose test-helm bench-verbs campaign test-data-parallel test-weights test-early test-leaving test-topologies test-faults test-all fuzz fuzz-scheduler fuzz-splice hostile lint analyze format bench bench-gpu wheels test-wheels reference docs clean distclean
+.PHONY: help setup demo test prepared native-asan native-tsan test-native test-simulation test-python test-libfabric test-verbs test-vllm-next test-sglang test-fleet test-browser test-observability board test-upstream test-examples test-compose test-helm bench-verbs campaign test-data-parallel test-weights test-early test-leaving test-topologies test-faults test-all fuzz fuzz-router fuzz-scheduler fuzz-splice hostile lint analyze format bench bench-gpu wheels test-wheels reference docs clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -179,6 +179,10 @@ fuzz: setup ## mutated inputs for every decoder, then raw connections to a live 
 SCENARIOS ?= 10000
 fuzz-scheduler: setup ## the contents of every block under vLLM's scheduler, P and D in one process; SCENARIOS=10000, FIRST=seed
 	@PYTHONPATH=tests $(PYTHON_ENV)/python -m fuzz.scheduler --seeds $(SCENARIOS) $(if $(FIRST),--first $(FIRST))
+
+WORLDS ?= 10000
+fuzz-router: setup ## the router's limits under clients and engines of all sorts, in virtual time; WORLDS=10000, FIRST=seed
+	@PYTHONPATH=tests $(PYTHON_ENV)/python -m fuzz.router --seeds $(WORLDS) $(if $(FIRST),--first $(FIRST))
 
 ANSWERS ?= 1000000
 fuzz-splice: setup ## the first token of P before the stream of D; ANSWERS=1000000, FIRST=seed

@@ -62,6 +62,7 @@ SUITES = (
     Suite("faults", "make test-faults MINUTES=10", 25),
     Suite("campaign", "make campaign SEEDS=20000", 20),
     Suite("fuzz", "make fuzz INPUTS=1000000", 10),
+    Suite("fuzz-router", "make fuzz-router WORLDS=1000", 8),
     Suite("fuzz-scheduler", "make fuzz-scheduler SCENARIOS=1000", 20),
     Suite("fuzz-splice", "make fuzz-splice ANSWERS=100000", 6),
     Suite("hostile", "make hostile FRAMES=1000000", 5),

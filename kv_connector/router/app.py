@@ -21,11 +21,13 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from kv_connector.router.balance import EvenStreams
+from kv_connector.router.body_parser import LONG, BodyParser
 from kv_connector.router.calls import EVENT_STREAM, Answer, Call
 from kv_connector.router.client import EngineClient, Reply
 from kv_connector.router.completion import Completion
 from kv_connector.router.dispatch import Dispatcher
 from kv_connector.router.failure import Failure, failure, overloaded
+from kv_connector.router.fields import content
 from kv_connector.router.incidents import Incidents
 from kv_connector.router.members import State
 from kv_connector.router.metrics import Metrics
@@ -91,6 +93,7 @@ def create_app(settings: Settings) -> Starlette:
     status = Status(dispatcher.members, metrics, incidents, details=settings.status_details)
     page = Page.load()
     room = Room(settings.requests, settings.body_budget)
+    parser = BodyParser()
     registry = Registry(
         dispatcher.members,
         dispatcher.calls.reasons,
@@ -117,6 +120,7 @@ def create_app(settings: Settings) -> Starlette:
                 # A server whose grace has ended has cancelled them: each still has its client to answer.
                 await room.wait_empty(settings.patience)
                 await dispatcher.close()
+                await parser.close()
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
@@ -126,7 +130,8 @@ def create_app(settings: Settings) -> Starlette:
         with room.enter() as place:
             body = await _read(request, settings, place)
             headers = {**_passed(request), "x-request-id": _request_id(request)}
-            return await dispatcher.forward(request.method, request.url.path, body, headers)
+            model = await parser.model(body)
+            return await dispatcher.forward(request.method, request.url.path, content(body), model, headers)
 
     async def forward(request: Request) -> Response:
         reply = await ask(request)
@@ -172,12 +177,12 @@ def create_app(settings: Settings) -> Starlette:
         metrics.prune(time.monotonic(), {url for engines in states.values() for url in engines})
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
+    def complete(path: str, kind: type[Completion]) -> Completions:
+        return Completions(path, kind, settings, room, parser, dispatcher, metrics)
+
     application = _Application(
         routes=[
-            *(
-                Route(path, Completions(path, kind, settings, room, dispatcher, metrics), methods=["POST"])
-                for path, kind in COMPLETIONS.items()
-            ),
+            *(Route(path, complete(path, kind), methods=["POST"]) for path, kind in COMPLETIONS.items()),
             *(Route(path, forward, methods=[method]) for method, path in FORWARDED),
             Route("/", show),
             Route("/status.json", tell),
@@ -217,6 +222,7 @@ class Completions:
         kind: type[Completion],
         settings: Settings,
         room: Room,
+        parser: BodyParser,
         dispatcher: Dispatcher,
         metrics: Metrics,
     ) -> None:
@@ -224,6 +230,7 @@ class Completions:
         self._kind = kind
         self._settings = settings
         self._room = room
+        self._parser = parser
         self._dispatcher = dispatcher
         self._metrics = metrics
 
@@ -235,7 +242,8 @@ class Completions:
             try:
                 with self._room.enter() as place:
                     body = await _read(request, self._settings, place)
-                    status = await self._serve(request, request_id, place, body)
+                    completion = self._kind.of_fields(await self._parser.fields(body))
+                    status = await self._serve(request, request_id, place, completion)
             except ClientDisconnect:
                 logger.info("a client left while it sent a request to %s", self._path)
             except Exception as error:
@@ -246,10 +254,10 @@ class Completions:
             finally:
                 self._metrics.requests.labels(self._path, str(status)).inc()
 
-    async def _serve(self, request: Request, request_id: str, place: Place, body: bytes) -> int:
+    async def _serve(self, request: Request, request_id: str, place: Place, completion: Completion) -> int:
         """Answers the request; returns the status, CLIENT_LEFT if the client did not wait for it."""
         answering = _Answering(request, request_id, self._path, place, self._dispatcher, self._metrics)
-        work = asyncio.create_task(answering.run(self._kind.decode(body)))
+        work = asyncio.create_task(answering.run(completion))
         left = asyncio.create_task(_until_disconnect(request.receive))
         try:
             await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
@@ -356,13 +364,14 @@ def _told(error: Exception, request_id: str) -> Failure:
     return failure(500, "api_error", f"{words}: {request_id}")
 
 
-async def _read(request: Request, settings: Settings, place: Place) -> bytes:
+async def _read(request: Request, settings: Settings, place: Place) -> bytes | memoryview:
     """The request's body. Failure 413 if it is longer than the limit, 408 if it comes too slowly, 503 if all
     bodies in flight are too many bytes."""
     limit, stall = settings.body_limit, settings.stall
     too_long = failure(413, "invalid_request_error", f"the body is longer than {limit} bytes (--body-limit)")
     # Its server has looked at the number.
-    if int(request.headers.get("content-length", 0)) > limit:
+    expected = int(request.headers.get("content-length", 0))
+    if expected > limit:
         raise too_long
     body = bytearray()
     loop = asyncio.get_running_loop()
@@ -372,12 +381,12 @@ async def _read(request: Request, settings: Settings, place: Place) -> bytes:
             async for chunk in request.stream():
                 if len(body) + len(chunk) > limit:
                     raise too_long
-                place.take(len(chunk))
+                place.take(len(chunk), expected=expected)
                 body += chunk
                 due.reschedule(min(loop.time(), begun + len(body) / BODY_RATE) + stall)
     except TimeoutError:
         raise failure(408, "invalid_request_error", "the body came too slowly") from None
-    return bytes(body)
+    return bytes(body) if len(body) <= LONG else memoryview(body).toreadonly()
 
 
 async def _end(*tasks: asyncio.Task[Any]) -> None:

@@ -24,6 +24,7 @@ from kv_connector.router.early_token import EarlyToken, PrefillStream
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.events import CutOffError, EventStream, has_end, split_at_error
 from kv_connector.router.failure import UNREADABLE, Failure, engine_down, failure
+from kv_connector.router.fields import Content
 from kv_connector.router.incidents import Incidents
 from kv_connector.router.members import Members, Side
 from kv_connector.router.metrics import Metrics
@@ -114,7 +115,7 @@ class Calls:
         self._spans = spans
         self.reasons = Reasons()
 
-    async def whole(self, side: Side, lease: Lease, method: str, body: bytes, call: Call) -> Reply:
+    async def whole(self, side: Side, lease: Lease, method: str, body: Content, call: Call) -> Reply:
         """Any request that is no completion."""
         endpoint = lease.endpoint
         try:
@@ -124,7 +125,7 @@ class Calls:
         except (*HttpError, EngineLost) as error:
             raise self._broken(side, endpoint, call, error) from error
 
-    async def prefill(self, lease: Lease, body: bytes, call: Call) -> Computed:
+    async def prefill(self, lease: Lease, body: Content, call: Call) -> Computed:
         """Sends P its part."""
         endpoint = lease.endpoint
         try:
@@ -144,7 +145,7 @@ class Calls:
     async def prefill_early(
         self,
         lease: Lease,
-        body: bytes,
+        body: Content,
         call: Call,
         accepted: asyncio.Future[None],
         told: asyncio.Future[EarlyToken | None],
@@ -183,7 +184,7 @@ class Calls:
         transfer_id: str,
         prefill: Endpoint,
         lease: Lease,
-        body: bytes,
+        body: Content,
         call: Call,
         stack: AsyncExitStack,
         accepted: asyncio.Future[None] | None = None,
@@ -213,7 +214,7 @@ class Calls:
             self._members.served(time.monotonic(), endpoint)
         return answer
 
-    async def decode(self, lease: Lease, body: bytes, call: Call, stack: AsyncExitStack) -> Answer:
+    async def decode(self, lease: Lease, body: Content, call: Call, stack: AsyncExitStack) -> Answer:
         """Sends D a request whose prompt D computes, and waits until the answer begins. ``stack`` closes the
         connection."""
         try:
@@ -227,7 +228,7 @@ class Calls:
     async def _ask(
         self,
         lease: Lease,
-        body: bytes,
+        body: Content,
         call: Call,
         stack: AsyncExitStack,
         accepted: asyncio.Future[None] | None = None,

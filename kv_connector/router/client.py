@@ -1,5 +1,6 @@
 """EngineClient: HTTP to the engines' API servers."""
 
+import asyncio
 import errno
 import logging
 import socket
@@ -9,9 +10,11 @@ from dataclasses import dataclass
 from typing import Self
 
 import aiohttp
+from aiohttp.abc import AbstractStreamWriter
 from aiohttp.typedefs import LooseHeaders
 
 from kv_connector.router.failure import overloaded
+from kv_connector.router.fields import Content, Pieces
 
 logger = logging.getLogger(__name__)
 
@@ -84,11 +87,12 @@ class EngineClient:
 
     @asynccontextmanager
     async def stream(
-        self, method: str, url: str, body: bytes | None = None, headers: LooseHeaders | None = None
+        self, method: str, url: str, body: Content | None = None, headers: LooseHeaders | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """An answer from its status line on."""
         try:
-            request = self._session.request(method, url, data=body, headers=headers, allow_redirects=False)
+            data = _Payload(body) if isinstance(body, Pieces) else body
+            request = self._session.request(method, url, data=data, headers=headers, allow_redirects=False)
             response = await request
         except aiohttp.ClientOSError as error:
             if error.errno in _EXHAUSTED:
@@ -99,11 +103,34 @@ class EngineClient:
             yield response
 
     async def whole(
-        self, method: str, url: str, body: bytes | None = None, headers: LooseHeaders | None = None
+        self, method: str, url: str, body: Content | None = None, headers: LooseHeaders | None = None
     ) -> Reply:
         async with self.stream(method, url, body, headers) as response:
-            body = await response.read()
-            return Reply(response.status, content_type(response), body, retry_after(response))
+            answer = await response.read()
+            return Reply(response.status, content_type(response), answer, retry_after(response))
+
+
+class _Payload(aiohttp.Payload):
+    """Pieces as a request's body. The event loop turns between two slices of it."""
+
+    _value: Pieces
+    _autoclose = True  # nothing has to be closed
+
+    def __init__(self, pieces: Pieces) -> None:
+        super().__init__(pieces)
+        self._size = len(pieces)
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        return b"".join(self._value.parts).decode(encoding, errors)
+
+    async def write(self, writer: AbstractStreamWriter) -> None:
+        for part in self._value.slices():
+            await writer.write(part)
+            await asyncio.sleep(0)
+
+    async def write_with_length(self, writer: AbstractStreamWriter, content_length: int | None) -> None:
+        """``content_length``: that of all."""
+        await self.write(writer)
 
 
 def _socket(address: aiohttp.AddrInfoType) -> socket.socket:

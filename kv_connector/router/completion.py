@@ -1,13 +1,22 @@
 """Completion: one request of a client, and what the prefill and the decode engine are to get of it."""
 
-import codecs
-import re
 from typing import Any, Self
 
 import msgspec
 
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.failure import bad_request
+from kv_connector.router.fields import (
+    PASSED_ON,
+    BodyError,
+    Content,
+    Fields,
+    Shapes,
+    encode,
+    is_long,
+    is_nothing,
+    parse,
+)
 from kv_connector.router.prompt import Prompt
 
 Body = dict[str, Any]
@@ -15,15 +24,19 @@ Body = dict[str, Any]
 # What P need not know whose answer nobody reads.
 _OF_THE_WHOLE = ("stream_options", "min_tokens", "return_token_ids")
 
-# What may be long, and is of no interest here: passed on as it came. To make objects of 32,000 token ids and
-# to write them twice takes 2 ms, which a client would wait for; to find their end takes 0.2.
-_PASSED_ON = ("prompt", "messages", "input")
-
-# So is the JSON of any longer field. As objects, 63 MiB of `{}` in a list would be 1.8 GiB; 4 KiB of them are
-# 100 KiB. No value that the router decides by is longer.
-_LONGEST_READ = 4096
-# vLLM's own requests have about 100.
-_MOST_FIELDS = 256
+# Bytes of all fields that become objects: 64 KiB of `{}` take 6 ms of the event loop, 256 fields of 4 KiB
+# 100.
+# Of a request with more, these alone are read. The router decides by no other field.
+_READ_IN_ALL = 64 << 10
+_DECIDING = frozenset(
+    (
+        *("model", "stream", "stream_options", "temperature", "seed", "n", "best_of", "use_beam_search"),
+        *("echo", "logprobs", "top_logprobs", "prompt_logprobs", "prompt_embeds", "return_token_ids"),
+        *("return_tokens_as_token_ids", "max_tokens", "max_completion_tokens", "min_tokens", "stop"),
+        *("presence_penalty", "frequency_penalty", "response_format", "structured_outputs", "bad_words"),
+        *("tools", "tool_choice", "functions", "vllm_xargs", "background", "previous_response_id"),
+    )
+)
 
 # Parameters of a transfer are the router's word alone, never a client's. vLLM also reads them in vllm_xargs.
 _OF_TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
@@ -35,34 +48,40 @@ class Completion:
     goes_to_named_rank = True
     """Whether vLLM gives it to the data-parallel rank that RANK_HEADER names."""
 
-    def __init__(self, body: Body) -> None:
+    def __init__(self, body: Body, shapes: Shapes | None = None) -> None:
         self.body = {key: value for key, value in body.items() if key not in _OF_TRANSFERS}
         """The fields. Those that are passed on, and any long one, stay JSON."""
+        self._shapes = shapes or Shapes()
         self._begun = False
 
     @classmethod
     def decode(cls, raw: bytes) -> Self:
         """Reads a request; Failure 400 if it is no JSON object."""
-        raw = raw.removeprefix(codecs.BOM_UTF8)  # of PowerShell and .NET, and vLLM reads it
         try:
-            _check_utf8(raw)  # of what is passed on msgspec reads the syntax alone
-            fields: Body = {
-                key: value
-                if key in _PASSED_ON or len(memoryview(value)) > _LONGEST_READ
-                else msgspec.json.decode(value)
-                for key, value in _fields(raw).items()
-            }
-            if xargs := fields.get("vllm_xargs"):
-                fields["vllm_xargs"] = _without_transfers(xargs)
-            return cls(fields)
-        except msgspec.ValidationError as error:
-            raise bad_request(f"the body must be a JSON object: {error}") from None
+            return cls.of_fields(parse(raw))
+        except BodyError as error:
+            raise bad_request(str(error)) from None
+
+    @classmethod
+    def of_fields(cls, fields: Fields) -> Self:
+        """Reads a request's short fields; Failure 400 if one of them has too many brackets."""
+        body: Body = dict(fields.values)
+        short = [key for key, value in body.items() if not (key in PASSED_ON or is_long(value))]
+        if sum(len(memoryview(body[key])) for key in short) > _READ_IN_ALL:
+            short = [key for key in short if key in _DECIDING]
+        try:
+            for key in short:
+                body[key] = msgspec.json.decode(body[key])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise bad_request(f"the body is not JSON: {error}") from None
+        xargs = body.get("vllm_xargs") if fields.xargs is None else fields.xargs
+        if isinstance(xargs, dict):
+            body["vllm_xargs"] = {key: value for key, value in xargs.items() if key not in _OF_TRANSFERS}
+        return cls(body, fields.shapes)
 
     def prompt(self, path: str) -> Prompt:
         """Its prompt, as a policy sees it."""
-        return Prompt.of(path, self.body)
+        return Prompt.of(path, self.body, self._shapes)
 
     @property
     def model(self) -> str | None:
@@ -75,7 +94,7 @@ class Completion:
 
     def behind_its_token(self) -> Self:
         """The same, of a client who has its first token already."""
-        again = type(self)(self.body)
+        again = type(self)(self.body, self._shapes)
         again._begun = True
         return again
 
@@ -92,10 +111,10 @@ class Completion:
         a whole prefill where they are computed.
         """
         prompt, embeds = self.body.get("prompt"), self.body.get("prompt_embeds")
-        if (prompt is not None and _several(prompt)) or _several_embeds(embeds):
+        if self._several("prompt") or self._several("prompt_embeds"):
             return "several_prompts"
         if embeds:
-            return "several_prompts" if prompt is not None and not _is_nothing(prompt) else "prompt_embeds"
+            return "several_prompts" if prompt is not None and not is_nothing(prompt) else "prompt_embeds"
         if self.body.get("use_beam_search"):
             return "beam_search"
         if self.body.get("prompt_logprobs") is not None:
@@ -104,10 +123,17 @@ class Completion:
             return "prompt_logprobs"
         return None
 
-    def local_body(self, *, ids: bool = False) -> bytes:
+    def _several(self, key: str) -> bool:
+        """Whether this field has a list of several prompts."""
+        value = self.body.get(key)
+        if isinstance(value, msgspec.Raw):
+            return self._shapes.of(key, value).several
+        return isinstance(value, list) and len(value) > 1
+
+    def local_body(self, *, ids: bool = False) -> Content:
         """For D, when it prefills itself. ``ids``: it says the token ids, whether the client wants them or
         not."""
-        return msgspec.json.encode({**self.body, **({"return_token_ids": True} if ids else {})})
+        return encode({**self.body, **({"return_token_ids": True} if ids else {})})
 
     def late_reason(self) -> str | None:
         """Why the client gets the first token of D, and not of P, which has it earlier; None if of P.
@@ -137,7 +163,7 @@ class Completion:
             return "tools"
         return None
 
-    def prefill_body(self, transfer_id: str, *, serial: bool, early: bool = False) -> bytes:
+    def prefill_body(self, transfer_id: str, *, serial: bool, early: bool = False) -> Content:
         """For P: the same prompt, one token, answered at once. ``serial``: D is asked after that.
         ``early``: the client gets that token, as a stream.
 
@@ -159,7 +185,7 @@ class Completion:
             "transfer_id": transfer_id,
             "serial": serial,
         }
-        return msgspec.json.encode(body)
+        return encode(body)
 
     def _one_token(self) -> Body:
         """What P's answer is limited by, in this request's words."""
@@ -168,11 +194,11 @@ class Completion:
             limits["max_completion_tokens"] = 1
         return limits
 
-    def decode_body(self, kv_transfer_params: dict[str, Any], *, ids: bool = False) -> bytes:
+    def decode_body(self, kv_transfer_params: dict[str, Any], *, ids: bool = False) -> Content:
         """For D: `decode_params` where it is dispatched together with P, else what P answered. ``ids``: as
         local_body's."""
         body = {**self.body, "kv_transfer_params": kv_transfer_params}
-        return msgspec.json.encode({**body, **({"return_token_ids": True} if ids else {})})
+        return encode({**body, **({"return_token_ids": True} if ids else {})})
 
 
 def decode_params(transfer_id: str, prefill: Endpoint, *, early: bool = False) -> dict[str, Any]:
@@ -188,8 +214,6 @@ def decode_params(transfer_id: str, prefill: Endpoint, *, early: bool = False) -
     }
 
 
-_LIST_OF_OTHERS = re.compile(rb"\s*\[\s*[^\s\d-]")  # than numbers
-
 DISOWNED_PATH = "/v1/completions"
 
 
@@ -199,70 +223,3 @@ def disowned_body(transfer_id: str, prefill: Endpoint) -> bytes:
     """
     body = {"model": f"nobody-wants/{transfer_id}", "prompt": [0], "max_tokens": 1}
     return msgspec.json.encode({**body, "kv_transfer_params": decode_params(transfer_id, prefill)})
-
-
-def _several(prompt: msgspec.Raw) -> bool:
-    """Whether this is a list of prompts; a list of token ids is one prompt."""
-    return _LIST_OF_OTHERS.match(prompt) is not None and not _is_nothing(prompt) and not _is_one(prompt)
-
-
-def _several_embeds(embeds: object) -> bool:
-    if isinstance(embeds, msgspec.Raw):
-        return bytes(memoryview(embeds)[:1]) == b"[" and not _is_one(embeds)
-    return isinstance(embeds, list) and len(embeds) > 1
-
-
-def _is_one(array: msgspec.Raw) -> bool:
-    """Whether a list has one item. msgspec stops at the second one."""
-    try:
-        msgspec.json.decode(array, type=tuple[msgspec.Raw])
-    except msgspec.ValidationError:
-        return False
-    return True
-
-
-def _is_nothing(raw: msgspec.Raw) -> bool:
-    """Whether Python would take its value for False."""
-    view = memoryview(raw)
-    return len(view) <= _LONGEST_READ and not msgspec.json.decode(raw)
-
-
-class _Name(str):
-    """A field's name. msgspec calls a function for each, as for any type that it does not know."""
-
-
-def _fields(raw: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
-    """The fields of a JSON object, each as it came. Of 64 MiB of short fields a dict would be 1.2 GiB."""
-    left = _MOST_FIELDS
-
-    def name(_: type, text: str) -> _Name:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise ValueError(f"more than {_MOST_FIELDS} fields")
-        return _Name(text)
-
-    found = msgspec.json.decode(raw, type=dict[_Name, msgspec.Raw], dec_hook=name)
-    return {str(key): value for key, value in found.items()}
-
-
-def _without_transfers(xargs: object) -> object:
-    """vllm_xargs, short or long."""
-    if isinstance(xargs, msgspec.Raw):
-        if bytes(memoryview(xargs)[:1]) != b"{":
-            return xargs  # which vLLM refuses
-        xargs = _fields(xargs)
-    if isinstance(xargs, dict):
-        return {key: value for key, value in xargs.items() if key not in _OF_TRANSFERS}
-    return xargs
-
-
-_CHECKED_AT_ONCE = 1 << 20
-
-
-def _check_utf8(raw: bytes) -> None:
-    """Raises UnicodeDecodeError. In parts: a text of 64 MiB with one emoji is 256 MiB as a str."""
-    decoder, view = codecs.getincrementaldecoder("utf-8")(), memoryview(raw)
-    for at in range(0, len(view), _CHECKED_AT_ONCE):
-        decoder.decode(view[at : at + _CHECKED_AT_ONCE])
-    decoder.decode(b"", True)

@@ -33,11 +33,12 @@ from kv_connector.router.continuation import PATHS
 from kv_connector.router.early_token import EarlyToken, Mismatch, Rest
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.failure import Failure, failure
+from kv_connector.router.fields import Content
 from kv_connector.router.goodput import Goodput
 from kv_connector.router.incidents import Incidents
 from kv_connector.router.members import Members, Side
 from kv_connector.router.metrics import Metrics
-from kv_connector.router.models import merged, named, names
+from kv_connector.router.models import merged, names
 from kv_connector.router.moves import Moves, Stream
 from kv_connector.router.policy import FewestOutstanding, Placement, Policy
 from kv_connector.router.pool import Lease, NoEngine, Pool
@@ -106,13 +107,15 @@ class Dispatcher:
             ours.push_async_exit(stream.end)
             yield stream.answer
 
-    async def forward(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> Reply:
-        """Any decode engine's whole answer; of a route that changes nothing there."""
+    async def forward(
+        self, method: str, path: str, body: Content, model: str | None, headers: Mapping[str, str]
+    ) -> Reply:
+        """Any decode engine's whole answer; of a route that changes nothing there. ``model``: the body's."""
         if path == MODELS_PATH:
             return await self._models(headers)
-        return await self._forward(method, Call(path, headers, headers["x-request-id"], named(body)), body)
+        return await self._forward(method, Call(path, headers, headers["x-request-id"], model), body)
 
-    async def _forward(self, method: str, call: Call, body: bytes) -> Reply:
+    async def _forward(self, method: str, call: Call, body: Content) -> Reply:
         async def attempt(avoid: Collection[Endpoint], _: int) -> Reply:
             with ExitStack() as stack:
                 lease = await self._decoder(stack, call, avoid)

@@ -28,10 +28,6 @@ class _Entries(msgspec.Struct):
     data: list[msgspec.Raw]
 
 
-class _Named(msgspec.Struct):
-    model: object = None
-
-
 def names(url: str, reply: Reply) -> frozenset[str] | None:
     """The models of an engine's answer; None if it does not list them, or lists too many."""
     try:
@@ -42,15 +38,6 @@ def names(url: str, reply: Reply) -> frozenset[str] | None:
         logger.warning("%s lists more than %d models, or a longer name: not placed by", url, _MOST_NAMES)
         return None
     return frozenset(model.id for model in listed) or None
-
-
-def named(body: bytes) -> str | None:
-    """The model that a request's body names."""
-    try:
-        model = msgspec.json.decode(body, type=_Named).model
-    except UNREADABLE:
-        return None
-    return model if isinstance(model, str) else None
 
 
 def merged(replies: Sequence[Reply]) -> Reply:

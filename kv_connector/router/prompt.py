@@ -1,6 +1,5 @@
 """Prompt: what can be seen of a request's prompt without a tokenizer."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -8,6 +7,8 @@ from typing import Any, Self
 
 import msgspec
 import numpy as np
+
+from kv_connector.router.fields import Shapes
 
 # About 256 tokens of text, which a GPU computes in milliseconds: shorter hits are of no interest.
 PREFIX_BYTES = 1024
@@ -51,7 +52,6 @@ _ELSE = (
 )
 
 _PICTURE = b";base64,"
-_TOKEN_IDS = re.compile(rb"\s*\[\s*\[?\s*-?\d")
 
 # A piece's hash is the sum of its 32-bit words, each times a random 64-bit number of its own: twice as fast
 # as hash(), and two different pieces have the same one with a probability of 2**-33 at most.
@@ -74,20 +74,32 @@ class Prompt:
     """Its bytes say nothing of its tokens."""
 
     @classmethod
-    def of(cls, path: str, body: Mapping[str, Any]) -> Self:
-        """``body``: with the prompt as a msgspec.Raw."""
-        raw = body.get(_FIELD.get(path, "prompt"), b"")
+    def of(cls, path: str, body: Mapping[str, Any], shapes: Shapes) -> Self:
+        """``body``: with the prompt as a msgspec.Raw. ``shapes``: its values'."""
+        field = _FIELD.get(path, "prompt")
+        raw = body.get(field, msgspec.Raw())
         before = [body[key] for key in _BEFORE if body.get(key)]
-        head = msgspec.json.encode(before) if before else b""
-        looked_at = memoryview(raw)[:_LOOKED_AT]
+        head = msgspec.json.encode([_beginning(value) for value in before]) if before else b""
+        unseen = sum(
+            len(memoryview(value)[_LOOKED_AT:]) for value in before if isinstance(value, msgspec.Raw)
+        )
+        whole = memoryview(raw)
+        looked_at = whole[:_LOOKED_AT]
         text = b"".join((head, looked_at)) if before else raw
-        tokens = _count(raw) if _TOKEN_IDS.match(raw) else None
+
+        def known(key: str) -> Any:
+            value = body.get(key)
+            if isinstance(value, msgspec.Raw):
+                return shapes.of(key, value).digest
+            return value
+
+        tokens = shapes.of(field, raw).tokens
         model = body.get("model")
         return cls(
             model if isinstance(model, str) else "",
-            len(head) + len(memoryview(raw)),
+            len(head) + unseen + len(whole),
             tokens,
-            _prefixes(hash(msgspec.json.encode([path, *map(body.get, _ELSE)])), text),
+            _prefixes(hash(msgspec.json.encode([path, *map(known, _ELSE)])), text),
             tokens is None and _PICTURE in bytes(looked_at),
         )
 
@@ -124,8 +136,9 @@ def bytes_per_token(prompt: Prompt, tokens: int) -> float:
     return min(max(prompt.size / tokens, least), most)
 
 
-def _count(ids: bytes) -> int:
-    return int(np.count_nonzero(np.frombuffer(ids, np.uint8) == ord(","))) + 1
+def _beginning(value: Any) -> Any:
+    """As much of a long value as is looked at."""
+    return msgspec.Raw(memoryview(value)[:_LOOKED_AT]) if isinstance(value, msgspec.Raw) else value
 
 
 def _prefixes(seed: int, text: bytes) -> tuple[int, ...]:

@@ -33,6 +33,12 @@ def requests_for(descriptors: int) -> int:
     return max(1, (descriptors - _SPARE_DESCRIPTORS) // _DESCRIPTORS_OF_REQUEST)
 
 
+# A longer body is long. Many of them together fill all that they may, to the last byte, and a prompt of 2 KB
+# would be refused with them. A sixteenth is for short ones: by default 8 MiB, the longest prompts of 128.
+_SHORT = 64 << 10
+_FOR_SHORT = 16
+
+
 class Room:
     """Counts requests in flight and the bytes of their bodies. Used from the event loop's thread only."""
 
@@ -65,11 +71,15 @@ class Room:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=seconds)
 
-    def take(self, nbytes: int) -> None:
-        if self._bytes + nbytes > self._most_bytes:
-            raise overloaded(
-                f"the bodies of requests in flight have {self._most_bytes} bytes (--body-budget) already"
-            )
+    def take(self, nbytes: int, *, had: int, expected: int) -> None:
+        """More bytes of a body, of which ``had`` are counted and so many are expected. Failure 503 if there
+        are too many."""
+        most = self._most_bytes
+        alone = self._bytes == had
+        if max(had + nbytes, expected) > _SHORT and not alone:
+            most -= most // _FOR_SHORT
+        if nbytes > 0 and self._bytes + nbytes > most:
+            raise overloaded(f"the bodies of requests in flight have {most} bytes (--body-budget) already")
         self._bytes += nbytes
 
 
@@ -81,14 +91,15 @@ class Place:
         self.nbytes = 0
         """Bytes of its body so far."""
 
-    def take(self, nbytes: int) -> None:
-        """So many bytes of its body have arrived. Failure 503 if the bodies are too many bytes together."""
-        self._room.take(nbytes)
+    def take(self, nbytes: int, *, expected: int = 0) -> None:
+        """So many bytes of its body have arrived, and so many are expected in all. Failure 503 if the bodies
+        are too many bytes together."""
+        self._room.take(nbytes, had=self.nbytes, expected=expected)
         self.nbytes += nbytes
 
     def answered(self) -> None:
-        """The answer has begun, and the body counts half: copies for the engines are gone. Bodies of 30 to
-        63 MiB cost 5 times their size until then, and twice from then on (2026-11-28)."""
+        """The answer has begun, and the body counts half: it may stay for minutes, and new requests need
+        room. Bodies of 60 MiB cost 1.5 times their size (2026-11-28), so three times what they count."""
         left = self.nbytes // 2
-        self._room.take(left - self.nbytes)
+        self._room.take(left - self.nbytes, had=self.nbytes, expected=0)
         self.nbytes = left

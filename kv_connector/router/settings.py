@@ -31,8 +31,8 @@ class Settings:
     body_limit: int = 64 << 20
     """Bytes of one request. A million token ids are 7 MB of JSON; the rest is for images in chats."""
     body_budget: int = 128 << 20
-    """Bytes of the bodies of all requests in flight. Beyond it new ones get 503. A body costs five times its
-    size until its answer begins: 640 MiB in all, of a pod's 1 GiB."""
+    """Bytes of the bodies of all requests in flight. Beyond it new ones get 503. A body costs 1.5 times its
+    size, and counts half once its answer has begun: 384 MiB in all, of a pod's 1 GiB."""
     requests: int = 16_351
     """Most requests in flight. The default is for 65,535 descriptors."""
     stall: float = 60.0

@@ -30,12 +30,13 @@ from starlette.responses import JSONResponse, Response
 
 from kv_connector.router import client as client_module
 from kv_connector.router.app import DONE, create_app
-from kv_connector.router.completion import Completion
+from kv_connector.router.completion import _DECIDING, Completion
+from kv_connector.router.continuation import stay_reason, tokens_left
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.failure import Failure
 from kv_connector.router.responses import ResponsesRequest
-from kv_connector.router.room import requests_for
-from kv_connector.router.server import HEADER_LIMIT, BoundedProtocol, ServerConfig
+from kv_connector.router.room import Room, requests_for
+from kv_connector.router.server import HEADER_LIMIT, BoundedProtocol, ServerConfig, Turns, _Flow
 from kv_connector.router.settings import Settings
 
 pytestmark = pytest.mark.anyio
@@ -177,6 +178,79 @@ async def test_headers_that_do_not_end_get_408() -> None:
         writer.close()
 
 
+# --- Turns
+
+
+class Reading:
+    """A transport that notes when it may read."""
+
+    def __init__(self, order: list[object]) -> None:
+        self._order = order
+        self.closing = False
+
+    def pause_reading(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        self._order.append(self)
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+
+async def test_one_connection_with_much_to_read_reads_in_each_turn_of_the_loop() -> None:
+    order: list[object] = []
+    turns = Turns()
+    transports = [Reading(order) for _ in range(4)]
+    flows = [_Flow(transport, turns) for transport in transports]  # type: ignore[arg-type]
+    for flow in flows:
+        flow.resume_reading()  # none is paused
+        flow.pause_reading()
+        flow.resume_reading()
+        flow.resume_reading()
+    transports[1].closing = True
+    flows[2].pause_reading()
+    await asyncio.sleep(0)
+    assert order == [transports[0]]
+    flows[0].pause_reading()
+    flows[0].resume_reading()  # behind the others
+    await asyncio.sleep(0)
+    assert order == [transports[0]]
+    await asyncio.sleep(0)
+    assert order == [transports[0], transports[3]]
+    await asyncio.sleep(0)
+    assert order == [transports[0], transports[3], transports[0]]
+
+
+async def test_long_input_waits_for_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it is a body that is read, one that nobody reads any more, or a header."""
+    turns = 0
+    enter = Turns.enter
+
+    def count(self: Turns, flow: _Flow) -> None:
+        nonlocal turns
+        turns += 1
+        enter(self, flow)
+
+    monkeypatch.setattr(Turns, "enter", count)
+    long = b"a" * (4 << 20)
+    post = b"POST /v1/completions HTTP/1.1\r\nconnection: close\r\n"
+    async with shipped() as router:
+        whole = post + b"content-length: %d\r\n\r\n" % len(long)
+        assert status(await router.ask(whole + long)) == 400
+        # Of 4 MiB, a read takes 256 KB at most. Senders may be slower than that.
+        assert turns > 0
+        turns = 0
+        refused = b"GET /live HTTP/1.1\r\nconnection: close\r\nx: "
+        assert status(await router.ask(refused + long)) == 431
+        assert turns > 0
+        turns = 0
+        live = b"POST /live HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % len(long)
+        last = b"GET /live HTTP/1.1\r\nconnection: close\r\n\r\n"
+        assert (await router.ask(live + long + last)).count(b"HTTP/1.1 ") == 2
+        assert turns > 0
+
+
 # --- Connections
 
 
@@ -263,6 +337,61 @@ def test_no_objects_are_made_of_what_may_be_long(
     assert of_objects < 100
 
 
+class Noting(dict[str, Any]):
+    """A dict that notes which values somebody reads."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.read: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.read.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+
+@pytest.mark.parametrize("kind", [Completion, ResponsesRequest])
+def test_few_of_many_fields_become_objects(kind: type[Completion], monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = msgspec.json.decode
+    objects = b"[%s{}]" % (b"{}," * 1300)
+    many = b",".join(b'"f%d":%s' % (i, objects) for i in range(200))
+    asked = b'"stream":true,"min_tokens":3,"vllm_xargs":{"kv_transfer_params":{},"a":1},"model":"m"'
+    read = 0
+
+    def count(data: Any, **how: Any) -> Any:
+        nonlocal read
+        read += 0 if how else len(memoryview(data))
+        return decode(data, **how)
+
+    monkeypatch.setattr(msgspec.json, "decode", count)
+    completion = kind.decode(b'{%s,"prompt":"x",%s}' % (many, asked))
+    assert read < 100
+    assert completion.streamed
+    assert completion.body["vllm_xargs"] == {"a": 1}
+    sent = completion.local_body()
+    assert isinstance(sent, bytes)
+    body = decode(sent)
+    assert (body["f7"], body["min_tokens"], body["model"]) == (decode(objects), 3, "m")
+
+
+def test_fields_that_the_router_decides_by_are_read() -> None:
+    """Of a request with many fields all others stay JSON."""
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        completion = Completion.decode(b'{"prompt":"x","messages":[],"stream":true,"n":1}')
+        completion.body = noting = Noting(completion.body)
+        completion.local_reason(), completion.late_reason(), completion.repeats_itself(), completion.model
+        completion.prefill_body("t", serial=False)
+        stay_reason(path, completion)
+        tokens_left(path, completion, 0)
+        assert noting.read - {"prompt", "messages"} <= _DECIDING
+        completion.body = noting = Noting()
+        ResponsesRequest.local_reason(completion)  # type: ignore[arg-type]
+        assert noting.read <= _DECIDING
+
+
 def test_a_request_with_too_many_fields_is_refused() -> None:
     raw = b"{" + b",".join(b'"%d":0' % i for i in range(1000)) + b"}"
     with pytest.raises(Failure, match="more than 256 fields"):
@@ -275,7 +404,9 @@ def test_long_fields_go_on_as_they_came() -> None:
     tools = b'[ {"type": "function", "name": "%s"} ]' % (b"f" * 5000)
     completion = Completion.decode(b'{"model":"m","stream":true,"messages":[],"tools":%s}' % tools)
     assert completion.late_reason() == "tools"
-    assert tools in completion.local_body()
+    sent = completion.local_body()
+    assert isinstance(sent, bytes)
+    assert tools in sent
     assert ResponsesRequest.decode(b'{"input":"x","tools":%s}' % tools).local_reason() is None
     hosted = tools.replace(b"function", b"mcp")
     assert ResponsesRequest.decode(b'{"input":"x","tools":%s}' % hosted).local_reason() == "engine_tools"
@@ -314,6 +445,33 @@ async def test_bodies_beyond_the_budget_get_503_until_others_end() -> None:
         await until_metric(client, SERVED, 1)
         d.handler = answer_ok
         assert (await client.post("/v1/completions", json=body)).status_code == 200
+
+
+async def test_long_bodies_leave_some_of_the_budget_to_short_ones() -> None:
+    room = Room(100, 16 << 20)
+
+    async def hold(nbytes: int, expected: int) -> None:
+        with room.enter() as place:
+            place.take(nbytes, expected=expected)
+            await asyncio.Event().wait()
+
+    async def refused(nbytes: int, expected: int = 0) -> bool:
+        task = asyncio.create_task(hold(nbytes, expected))
+        await asyncio.sleep(0)
+        held.append(task)
+        return task.done() and isinstance(task.exception(), Failure)
+
+    held: list[asyncio.Task[None]] = []
+    assert not await refused(8 << 20)
+    assert not await refused(7 << 20)
+    assert await refused((64 << 10) + 1)
+    assert await refused(1, expected=(64 << 10) + 1)
+    assert [await refused(64 << 10) for _ in range(17)] == [False] * 16 + [True]
+    for task in held:
+        task.cancel()
+    await asyncio.gather(*held, return_exceptions=True)
+    assert not await refused(16 << 20)  # alone
+    held[-1].cancel()
 
 
 async def test_body_counts_half_once_its_answer_has_begun() -> None:

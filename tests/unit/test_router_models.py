@@ -17,9 +17,10 @@ from kv_connector.protocol.messages import Role
 from kv_connector.router.app import create_app
 from kv_connector.router.client import Reply
 from kv_connector.router.endpoint import Endpoint
+from kv_connector.router.fields import named
 from kv_connector.router.incidents import Incidents
 from kv_connector.router.members import Members, Side
-from kv_connector.router.models import merged, named, names
+from kv_connector.router.models import merged, names
 from kv_connector.router.pool import Pool
 from kv_connector.router.settings import Settings
 

@@ -45,6 +45,13 @@ def test_text_has_no_known_number_of_tokens(text: Any) -> None:
     assert seen.size == len(json.dumps(text))
 
 
+def test_spaces_before_a_text_are_read_once() -> None:
+    """Backtracking over 1 MiB of spaces would take hours of the event loop."""
+    spaces = b" " * (1 << 20)
+    for text, tokens in ((b'[%s"a"]' % spaces, None), (b"[%s[%s7]]" % (spaces, spaces), 1)):
+        assert Completion.decode(b'{"prompt":%s}' % text).prompt(COMPLETIONS).tokens == tokens
+
+
 def test_the_size_has_what_the_template_puts_before_the_prompt() -> None:
     tools = [{"type": "function", "function": {"name": "f", "description": LONG}}]
     alone, behind_tools = (prompt(CHAT, messages=turns("Hello"), tools=of) for of in (None, tools))

@@ -20,8 +20,11 @@ _EVENT = b'data: {"choices": [{"index": 0, "text": "a", "token_ids": [97]}]}\n\n
 
 
 async def complete(request: Request) -> Response:
-    raw = await request.body()
-    # It does not parse large bodies: an engine's API server shares no processor with the router.
+    # It neither keeps nor parses large bodies: an engine's API server shares no processor with the router.
+    raw = bytearray()
+    async for chunk in request.stream():
+        if len(raw) < _LARGE:
+            raw += chunk
     body = msgspec.json.decode(raw) if len(raw) < _LARGE else {}
     if (status := request.app.state.status) != 200:
         return JSONResponse({"error": {"message": "refused by a stub", "code": status}}, status)

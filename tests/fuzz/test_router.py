@@ -1,0 +1,100 @@
+"""A sample of `make fuzz-router`, and planted faults."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from fuzz.router import problem, report, scenario
+from kv_connector.router import failure
+from kv_connector.router.fields import Pieces
+from kv_connector.router.pool import Lease
+from kv_connector.router.room import Place, Room
+from kv_connector.router.server import BoundedProtocol, Turns, _Flow
+
+
+def test_each_client_gets_an_answer_within_the_limits_and_nothing_is_left() -> None:
+    for seed in range(40):
+        if text := report(seed):
+            pytest.fail(text)
+
+
+def test_scenarios_are_of_all_sorts_and_run_alike_twice() -> None:
+    counts: Counter[int | None] = Counter()
+    for seed in range(20):
+        first: list[tuple[float, int | None]] = []
+        again: list[tuple[float, int | None]] = []
+        assert problem(scenario(seed), first) is None
+        assert problem(scenario(seed), again) is None
+        assert first == again
+        counts.update(status for _, status in first)
+    assert counts.keys() >= {None, 200, 400, 408, 413, 431, 502, 503}, counts
+    assert counts[200] > 20
+
+
+@contextmanager
+def _keeps_its_place(self: Room) -> Iterator[Place]:
+    task = asyncio.current_task()
+    assert task is not None
+    self._tasks.add(task)
+    yield Place(self)
+
+
+@contextmanager
+def _without_limit(self: Room) -> Iterator[Place]:
+    task = asyncio.current_task()
+    assert task is not None
+    place = Place(self)
+    self._tasks.add(task)
+    try:
+        yield place
+    finally:
+        self._tasks.discard(task)
+        self._bytes -= place.nbytes
+
+
+def _without_budget(self: Room, nbytes: int, *, had: int, expected: int) -> None:
+    self._bytes += nbytes
+
+
+def _gives_back_more(self: Place) -> None:
+    self._room.take(-self.nbytes, had=self.nbytes, expected=0)
+
+
+def _one_turn(self: Turns) -> None:
+    for first in self._waiting:
+        del self._waiting[first]
+        first.read()
+        break
+
+
+def _without_the_last(self: Pieces) -> Iterator[bytes | memoryview]:
+    return itertools.chain(*(([part] if len(part) < 100 else [part[:-1], b"?"]) for part in self.parts))
+
+
+PLANTED: dict[str, tuple[Any, str, Any]] = {
+    "bodies are not counted": (Room, "take", lambda self, nbytes, had, expected: None),
+    "bodies have no limit": (Room, "take", _without_budget),
+    "a body whose answer has begun is given back twice": (Place, "answered", _gives_back_more),
+    "requests keep their place": (Room, "enter", _keeps_its_place),
+    "requests have no limit": (Room, "enter", _without_limit),
+    "one connection alone gets its turn": (Turns, "_turn", _one_turn),
+    "what nobody took is read on": (_Flow, "pause_reading", lambda self: None),
+    "late headers are waited for": (BoundedProtocol, "_headers_are_late", lambda self: None),
+    "an idle connection is kept": (BoundedProtocol, "timeout_keep_alive_handler", lambda self: None),
+    "leases are kept": (Lease, "release", lambda self: None),
+    "a refusal does not say when to come again": (failure, "_RETRY_AFTER_S", None),
+    "a long body's bytes are changed": (Pieces, "slices", _without_the_last),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    monkeypatch.setattr(*PLANTED[fault])
+    assert any(problem(scenario(seed)) for seed in range(100))
