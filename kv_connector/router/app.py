@@ -8,7 +8,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -131,7 +131,9 @@ def create_app(settings: Settings) -> Starlette:
             body = await _read(request, settings, place)
             headers = {**_passed(request), "x-request-id": _request_id(request)}
             model = await parser.model(body)
-            return await dispatcher.forward(request.method, request.url.path, content(body), model, headers)
+            path = request.url.path
+            reply = dispatcher.forward(request.method, path, content(body), model, headers)
+            return await _unless_left(reply, request.receive)
 
     async def forward(request: Request) -> Response:
         reply = await ask(request)
@@ -193,7 +195,7 @@ def create_app(settings: Settings) -> Starlette:
             Route("/metrics", expose),
             Route("/openapi.json", describe),
         ],
-        exception_handlers={HTTPException: _http_error, Failure: _failure},
+        exception_handlers={HTTPException: _http_error, Failure: _failure, ClientDisconnect: _left},
         lifespan=lifespan,
     )
     return application
@@ -395,6 +397,18 @@ async def _end(*tasks: asyncio.Task[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def _unless_left(reply: Coroutine[Any, Any, Reply], receive: Receive) -> Reply:
+    """Waits for it; ClientDisconnect, and it is cancelled, if the client leaves before."""
+    work, left = asyncio.create_task(reply), asyncio.create_task(_until_disconnect(receive))
+    try:
+        await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise ClientDisconnect
+        return await work
+    finally:
+        await _end(work, left)
+
+
 async def _until_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -418,6 +432,10 @@ async def _http_error(request: Request, error: Exception) -> Response:
     response = failure(error.status_code, "invalid_request_error", message).response()
     response.headers.update(error.headers or {})  # Allow, of a 405
     return response
+
+
+async def _left(_: Request, __: Exception) -> Response:
+    return Response(status_code=CLIENT_LEFT)
 
 
 async def _failure(_: Request, error: Exception) -> Response:

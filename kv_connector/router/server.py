@@ -9,7 +9,11 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 from uvicorn.server import ServerState
 
 from kv_connector.router.failure import Failure, failure
@@ -107,6 +111,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_headers = False
         self._refusal: Failure | None = None  # of headers that the parser is reading
         self._refused = False  # what arrives is not read
+        # More than one where requests are pipelined, of which uvicorn remembers the last.
+        self._unfinished: list[RequestResponseCycle] = []
         self._headers_due: asyncio.TimerHandle | None = None
         self._reader_due: asyncio.TimerHandle | None = None
 
@@ -127,6 +133,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unset_reader_due()
         self.config.turns.leave(self.flow)
         super().connection_lost(exc)
+        for cycle in self._unfinished:
+            cycle.disconnected = True
+            cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         if not self._refused:
@@ -173,6 +182,7 @@ class BoundedProtocol(HttpToolsProtocol):
             raise ValueError("the headers are too long")  # which ends the parser
         self.config.idle.pop(self, None)
         super().on_headers_complete()
+        self._unfinished.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         self._produced = True
@@ -183,6 +193,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        self._unfinished = [cycle for cycle in self._unfinished if not cycle.response_complete]
         super().on_response_complete()
         if self.transport.is_closing():
             # It closes when the client has taken the rest.
@@ -217,7 +228,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refused = True
         self._unset_keepalive_if_required()
         self._unset_headers_due()
-        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
+        if any(cycle.response_started for cycle in self._unfinished):
             self._close()  # in the middle of another answer
             return
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(

@@ -17,6 +17,7 @@ import pytest
 import uvicorn
 from router_setup import (
     PATIENCE,
+    FakeEngine,
     Stream,
     answer_ok,
     cluster,
@@ -543,6 +544,41 @@ def test_the_soft_limit_on_descriptors_is_raised() -> None:
     # Three descriptors of each of 640 requests, and as many idle clients.
     assert requests_for(4096) >= 640
     assert 3 * requests_for(4096) + requests_for(4096) < 4096
+
+
+# --- Clients that leave
+
+
+async def test_client_that_leaves_pipelined_requests_ends_the_one_under_way() -> None:
+    begun, left = asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            return
+        begun.set()
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        left.set()
+
+    async with shipped(app) as router:
+        _, writer = await router.connect()
+        writer.write(2 * b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
+        await within(begun.wait())
+        writer.close()
+        await within(left.wait())
+
+
+async def test_client_that_leaves_a_forwarded_request_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def echo(engine: FakeEngine, request: Request) -> Response:
+        engine.arrived.set()
+        return await engine.until_gone(request)
+
+    monkeypatch.setattr(FakeEngine, "echo", echo)
+    async with cluster(answer_ok, answer_ok) as (_, d, client):
+        ask = asyncio.create_task(client.post("/tokenize", json={"prompt": "x"}))
+        await within(d.arrived.wait())
+        ask.cancel()
+        await within(d.aborted.wait())
 
 
 # --- The end
