@@ -634,6 +634,49 @@ TEST_F(CudaProcess, WhoCompletesAndTakesNothingOverHasNothingMapped) {
   EXPECT_EQ(other.status(), 0);
 }
 
+// Ends its domain while a copy is in flight, as close() does where the GPU is busy for longer than its limit. The process stays.
+TEST_F(CudaProcess, DISABLED_EndsItsDomainBeforeItsCopy) {
+  const OtherProcess receiver;
+  ASSERT_TRUE(receiver.is_there()) << "another test runs this one";
+  const GpuBuffer memory(first_, kBytes);
+  auto domain =
+      std::make_unique<Driven>([](ControlQueue& control) { return test::open_nvlink(random_key(), control); });
+  must(domain->register_region(memory.data(), kBytes));
+  receiver.say(must(domain->accept(kLinkOfA, receiver.hear())));
+  const uint64_t rkey = receiver.hear_number();
+  const PageWrite page{memory.data(), 0};
+  {
+    const test::HeldCopies held;
+    ASSERT_EQ(domain->post(kLinkOfA, {.work = 1, .rkey = rkey, .page_bytes = kPage, .pages = {&page, 1}}),
+              Posted::kYes);
+    run_until({domain.get()}, [&] { return held.count() == 1; }, "the copy");
+  }
+  domain.reset();
+  receiver.say(1);
+  EXPECT_EQ(receiver.hear_number(), 2U);  // it is fenced
+}
+
+// Of a peer in this process there is no pidfd, and its socket's end is enough: so it takes two.
+TEST_F(CudaProcess, ADomainThatEndedBeforeItsCopyIsFencedWhileItsProcessLives) {
+  if (!test::HeldCopies::possible()) GTEST_SKIP() << "only the stand-in for the driver holds copies";
+  OtherProcess sender("CudaProcess.DISABLED_EndsItsDomainBeforeItsCopy");
+  const GpuBuffer memory(second_, kBytes);
+  Driven domain([](ControlQueue& control) { return test::open_nvlink(random_key(), control); });
+  const uint64_t rkey = must(domain.register_region(memory.data(), kBytes));
+  sender.say(must(domain.offer(kLinkOfB)));
+  must(domain.complete(kLinkOfB, sender.hear()));
+  sender.say(rkey);
+  run_until({&domain}, [&] { return sender.has_spoken(); }, "the sender's word");
+  ASSERT_EQ(sender.hear_number(), 1U);
+  test::fence(domain, kLinkOfB);
+  run_until({&domain}, [&] { return domain.deregister_region(rkey); }, "the region's end");
+  run_idle({&domain});  // the sender frees its memory next: it must not be mapped here any more
+  EXPECT_FALSE(sender.has_ended());
+  sender.say(2);
+  run_until({&domain}, [&] { return sender.has_ended(); }, "the sender's end");
+  EXPECT_EQ(sender.status(), 0);
+}
+
 class CudaProcesses : public test::Cuda, public testing::WithParamInterface<bool> {};
 
 INSTANTIATE_TEST_SUITE_P(Sender, CudaProcesses, testing::Bool(),
