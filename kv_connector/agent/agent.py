@@ -30,7 +30,7 @@ from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.sockets import ControlPlane
 from kv_connector.control.timelines import boot_id
 from kv_connector.engine import DomainConfig, EngineConfig, ErrorCode, TransferError
-from kv_connector.engine.transfer_engine import LayerSignal, TransferEngine
+from kv_connector.engine.transfer_engine import LayerSignal, TransferEngine, close_or_log
 from kv_connector.protocol.actions import Address, Ended, Reached, Share, State
 from kv_connector.protocol.decode import DecodeMachine
 from kv_connector.protocol.layout import KvLayout, memory_problem
@@ -126,7 +126,7 @@ class Agent:
                 self._engine.create_stream_signal() if config.on_gpu else self._engine.create_signal()
             )
         except TransferError as error:
-            self._engine.close()
+            close_or_log(self._engine, config.engine_id)
             raise AgentError(f"{config.engine_id}: cannot register the KV cache: {error}") from error
         self._ledger = Ledger()
         self.timelines = Timelines(
@@ -510,7 +510,7 @@ class Agent:
                 self._closed = True
                 os.close(self._wake)
             self._control.close()
-            self._engine.close()
+            close_or_log(self._engine, self._config.engine_id)
 
     # --- Sleep
 

@@ -72,6 +72,14 @@ def providers() -> list[ProviderStatus]:
     return [ProviderStatus(*status) for status in _native.probe_providers()]
 
 
+def close_or_log(engine: TransferEngine, name: str) -> None:
+    """Closes the transfer engine of a worker that ends, and logs its error: the worker ends all the same."""
+    try:
+        engine.close()
+    except TransferError as error:
+        logger.error("%s: the transfer engine is closed, but not cleanly: %s", name, error)
+
+
 class TransferEngine:
     """Domains and their workers, registered memory and peers. As a context manager it closes at the end."""
 
@@ -109,10 +117,14 @@ class TransferEngine:
         """Ends open transfers with CLOSED, fences every peer, and stops the worker. Blocks; idempotent.
 
         Afterwards nothing reads or writes registered memory any more, and every method raises CLOSED.
+        TIMEOUT: the engine is closed, but this process's GPU hangs. Its copies may still read registered
+        memory: do not free or reuse that memory before the process ends.
         """
         self.on_message(None)
-        self._native.close()
-        self._callbacks.join()
+        try:
+            self._native.close()
+        finally:
+            self._callbacks.join()
 
     def __enter__(self) -> Self:
         return self

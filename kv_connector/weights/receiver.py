@@ -19,7 +19,7 @@ import zmq
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.sockets import Received
 from kv_connector.engine import DomainConfig, EngineConfig, ErrorCode, EventKind, TransferError
-from kv_connector.engine.transfer_engine import TransferEngine
+from kv_connector.engine.transfer_engine import TransferEngine, close_or_log
 from kv_connector.protocol.actions import Address, Source
 from kv_connector.protocol.messages import clip
 from kv_connector.protocol.timers import Timeouts
@@ -171,7 +171,7 @@ class WeightReceiver:
             seeder.join()
         self._recorder.shutdown(cancel_futures=True)
         self._loop.stop()
-        self._engine.close()
+        close_or_log(self._engine, self._engine.config.name)
 
     # --- The loop's
 

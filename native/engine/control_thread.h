@@ -9,6 +9,7 @@
 #include <atomic>
 #include <deque>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -35,7 +36,19 @@ class ControlThread final : public ControlQueue {
   // Carries out what is left and ends the thread. Blocks.
   void stop();
 
+  bool runs() const noexcept { return thread_.joinable(); }
+
   void run(std::function<void()> task) override;
+  // Runs `task` on the thread and waits until it is done: false if that takes longer than `timeout`. The task still runs then,
+  // after those before it. Blocks. Not on the thread itself.
+  bool run_for(std::function<void()> task, Timeout timeout) {
+    const auto latch = std::make_shared<Latch>();
+    run([task = std::move(task), latch] {
+      task();
+      latch->set_done();
+    });
+    return latch->wait_for(timeout);
+  }
 
   // Runs `f` (which returns a Result) on the thread and returns what it returns. Blocks. Not on the thread itself.
   template <typename F>

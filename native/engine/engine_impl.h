@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -52,17 +53,11 @@ class TransferEngine::Impl {
         group({lanes, peers, transfers, regions, remote_regions, counters, events, messages, stats, control,
                [this](std::function<void()> task) { worker.submit<Call>(std::move(task)); }}),
         worker(config, lanes, group, waker, stats) {}
-  // The worker ends first, and needs the control thread for that; the connectors end last, on the control thread.
+  // Blocks until all has ended, however long a GPU takes: end() comes before it, where that is too long.
   ~Impl() {
-    worker.stop();
-    memory.stop();
-    control.run([this] {
-      control.unwatch_all();
-      worker.drop_commands();
-      counters.clear();  // readers may outlive the control thread
-      for (const std::shared_ptr<LocalRegion>& region : regions.all()) region->memory->registrations.clear();
-    });
-    control.run([this] { lanes.close_connectors(); });
+    stop();
+    control.run([this] { end_memory(); });
+    control.run([this] { end_lanes(); });
     control.stop();
   }
   Impl(const Impl&) = delete;
@@ -90,6 +85,41 @@ class TransferEngine::Impl {
       }
     });
     return {};
+  }
+
+  // Unmapping a peer's memory takes 50 to 250 us (H100), so a domain's 16,384 regions some 4 s. Copies of our own GPU have had
+  // DomainGroup's 5 s to end before this begins.
+  static constexpr Timeout kEndTimeout = std::chrono::seconds(5);
+
+  // Ends all but the object, once. kTimeout: the control thread is still in a call of a driver, as where a GPU hangs, and
+  // uses this object.
+  Status end() {
+    stop();
+    if (!control.runs()) return {};
+    std::string domains;
+    for (const Lane& lane : lanes.all()) {
+      for (const LaneDomain& domain : lane.domains) {
+        // Not LaneDomain's, of before the memory was registered: now it names the GPU.
+        domains += (domains.empty() ? "" : ", ") + domain.connector->description();
+      }
+    }
+    // What the domains have left to the thread: links, which wait for our copies.
+    bool ended = control.run_for([] {}, kEndTimeout);
+    if (ended) {
+      control.run_for([this] { end_memory(); }, Timeout::max());  // 30 ms a GiB, and no GPU is waited for
+      ended = control.run_for([this] { end_lanes(); }, kEndTimeout) &&
+              control.run_for([] {}, kEndTimeout);  // and what that left to the thread: words in a GPU's memory
+    }
+    if (ended) return {};
+    return Error{
+        ErrorCode::kTimeout,
+        {},
+        {},
+        "close",
+        "the work of " + domains + " has not ended within " +
+            std::to_string(std::chrono::duration_cast<std::chrono::seconds>(kEndTimeout).count()) +
+            " s: its GPU or driver hangs. Copies may still read the registered memory and write peers' memory. Do not "
+            "free or reuse the registered memory before this process ends, and restart the process"};
   }
 
   // Runs `f` (which returns a Result) on the control thread and returns what it returns. Blocks.
@@ -186,6 +216,22 @@ class TransferEngine::Impl {
   // One that was made for this submission alone.
   Result<TransferId> submit_once(const Result<std::shared_ptr<Scatter>>& scatter,
                                  std::span<const ScatterUpdate> updates);
+
+  // The worker ends first, and needs the control thread for that; the connectors end last, on the control thread.
+  void stop() {
+    worker.stop();
+    memory.stop();
+  }
+  // On the control thread, in this order. Each does nothing the second time.
+  void end_memory() {
+    control.unwatch_all();
+    for (const std::shared_ptr<LocalRegion>& region : regions.all()) region->memory->registrations.clear();
+  }
+  void end_lanes() {
+    worker.drop_commands();
+    counters.clear();  // readers may outlive the control thread
+    lanes.close_connectors();
+  }
 
   const EngineConfig config;
   const pid_t process = getpid();  // a fork has none of the threads

@@ -3,12 +3,14 @@
 #include <algorithm>
 #include <set>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "cuda/stream_signal.h"
 #include "engine/engine_impl.h"
 #include "engine/handshake.h"
 #include "engine/message.h"
+#include "engine/start_thread.h"
 
 namespace kvc {
 
@@ -38,10 +40,26 @@ Status check_config(const EngineConfig& config) {
 }  // namespace
 
 TransferEngine::TransferEngine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
-TransferEngine::~TransferEngine() {
+TransferEngine::~TransferEngine() { (void)close(); }
+
+Status TransferEngine::close() {
+  if (impl_ == nullptr) return {};
   // In a child of fork() the threads, and what they held, are the parent's: nothing here may be ended.
-  if (impl_->process != getpid()) [[maybe_unused]]
-    Impl* const left = impl_.release();
+  if (impl_->process != getpid()) {
+    [[maybe_unused]] Impl* const parents = impl_.release();
+    return {};
+  }
+  Status ended = impl_->end();
+  if (ended) {
+    impl_.reset();
+    return ended;
+  }
+  // Its control thread goes on, lets peers fence when the driver returns, and uses it meanwhile. Then another thread frees it;
+  // where there is none to be had, it is lost.
+  Impl* const left = impl_.release();
+  std::thread last;
+  if (start_thread(last, [left] { std::unique_ptr<Impl>(left).reset(); })) last.detach();
+  return ended;
 }
 
 Result<std::unique_ptr<TransferEngine>> TransferEngine::create(EngineConfig config) {

@@ -250,9 +250,16 @@ class TransferEngine {
   // usable on this machine and allow_fallback is false (or none is usable), with the provider's reason.
   static Result<std::unique_ptr<TransferEngine>> create(EngineConfig config);
 
-  // Stops the workers: open transfers end with kClosed, links are fenced, registered memory is released. Blocks; for a
-  // peer that cannot be fenced (its process is stopped in the middle of a copy) 5 s; for copies of our own GPU, until they end.
+  // As close(), whose error it drops.
   ~TransferEngine();
+
+  // Stops the workers: open transfers end with kClosed, links are fenced, registered memory is released. Blocks; for a peer
+  // that cannot be fenced (its process is stopped in the middle of a copy) 5 s. Not during another call of this object, and
+  // nothing but close() may be called afterwards; the second call does nothing.
+  // kTimeout: our own GPU hangs. It had 5 s for its copies, and as long again. Copies may still read registered memory and
+  // write peers' memory: registered memory must not be freed or used again before the process ends. What they use stays
+  // mapped, is lost until they end, and is then freed. Until then peers cannot fence this engine.
+  Status close();
 
   // --- Memory. Regions must stay mapped until deregister_memory() returned. An engine may have memory of several kinds
   //     (host, GPU): each lane takes what it reaches, and a write over one that does not take its source or its target fails

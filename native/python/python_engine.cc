@@ -69,23 +69,27 @@ PythonEngine::PythonEngine(std::string name, const std::vector<DomainTuple>& dom
   engine_ = unwrap(without_gil([&] { return TransferEngine::create(std::move(config)); }));
 }
 
-PythonEngine::~PythonEngine() { close(); }
+PythonEngine::~PythonEngine() { (void)end(); }
 
-void PythonEngine::close() {
+void PythonEngine::close() { unwrap(end()); }
+
+Status PythonEngine::end() {
   // A child of fork() has none of the threads that may be in a call, or hold the lock: waiting for them would never end.
-  if (process_ != getpid()) return;
+  if (process_ != getpid()) return {};
   std::shared_ptr<TransferEngine> engine;
   {
     const std::lock_guard lock(mutex_);
     engine = std::exchange(engine_, nullptr);
   }
-  if (engine == nullptr) return;
-  without_gil([&] {
+  if (engine == nullptr) return {};
+  return without_gil([&] {
     // Threads in a blocking call leave at the end of their slice, all others in microseconds: then the engine is
     // ours to end, and after this function nothing touches registered memory.
     while (engine.use_count() > 1) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    Status ended = engine->close();
     engine.reset();
     callbacks_->close();
+    return ended;
   });
 }
 

@@ -119,6 +119,7 @@ class PythonEngine {
   std::vector<std::string> unusable();
 
  private:
+  Status end();                              // close(), which raises what this returns
   std::shared_ptr<TransferEngine> engine();  // raises CLOSED after close()
   EventCallback callback_for(uint64_t token);
   template <typename Call>

@@ -503,6 +503,33 @@ TEST_F(Cuda, LayersAreWrittenWhenTheStreamHasComeToThem) {
   EXPECT_EQ(test::ended(*sender.engine, transfer).kind, EventKind::kTransferDone);
 }
 
+TEST_F(Cuda, AnEngineWhoseGpuHangsClosesAndItsPeersFenceItWhenTheCopiesEnd) {
+  if (!test::HeldCopies::possible()) GTEST_SKIP() << "only the stand-in for the driver hangs when it is told to";
+  constexpr size_t kPage = 4096;
+  std::optional<GpuSide> sender(std::in_place, first_, "sender", kPage);
+  GpuSide receiver(second_, "receiver", kPage);
+  const test::Connection connection = test::connect(*sender->engine, *receiver.engine);
+  const RemoteRegionId target = must(sender->engine->import_region(
+      connection.first_to_second, must(receiver.engine->region_descriptor(receiver.region))));
+  {
+    const test::HeldCopies held;
+    must(sender->engine->write_one(connection.first_to_second, sender->region, 0, target, 0, kPage, std::nullopt));
+    test::await([&] { return held.count() == 1; }, "the copy");
+    const Status closed = sender->engine->close();
+    EXPECT_EQ(held.count(), 1) << "it has not waited for the copy";
+    ASSERT_FALSE(closed.ok());
+    EXPECT_EQ(closed.error().code, ErrorCode::kTimeout);
+    EXPECT_NE(closed.error().message.find("GPU " + std::to_string(first_->device())), std::string::npos)
+        << closed.error().message;
+    must(sender->engine->close());  // says it once
+    const Status fenced = receiver.engine->fence(connection.second_to_first, std::chrono::milliseconds(50));
+    EXPECT_FALSE(fenced.ok()) << "the copy may still land";
+  }
+  must(receiver.engine->fence(connection.second_to_first, test::kLimit));
+  must(receiver.engine->deregister_memory(receiver.region, test::kLimit));
+  sender.reset();
+}
+
 TEST_F(Cuda, MemoryOutsideAGpuIsRefused) {
   const auto engine = must(TransferEngine::create(test::config("engine", "nvlink")), "create");
   std::vector<std::byte> memory(4096);

@@ -565,6 +565,28 @@ def test_a_fault_at_one_message_costs_no_other(
     decode.wait(received=["d-a"])
 
 
+def test_agent_close_logs_a_transfer_engine_whose_gpu_hangs(
+    sim: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = sim.engine("hangs")
+    side = sim.side(Role.PREFILL, "hangs", engine=engine)
+    native = engine._native
+
+    class Hanging:
+        def close(self) -> None:
+            native.close()
+            raise TransferError(ErrorCode.TIMEOUT, "", "", "close", "GPU 3 hangs")
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(native, name)
+
+    monkeypatch.setattr(engine, "_native", Hanging())
+    side.agent.close()
+    assert "GPU 3 hangs" in caplog.text
+    with pytest.raises(TransferError, match="GPU 3 hangs"):
+        engine.close()
+
+
 def test_a_fault_at_one_event_of_the_engine_costs_no_other(
     pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
