@@ -670,6 +670,7 @@ TEST_F(CudaProcess, ADomainThatEndedBeforeItsCopyIsFencedWhileItsProcessLives) {
   ASSERT_EQ(sender.hear_number(), 1U);
   test::fence(domain, kLinkOfB);
   run_until({&domain}, [&] { return domain.deregister_region(rkey); }, "the region's end");
+  run_idle({&domain});  // the sender frees its memory next: it must not be mapped here any more
   EXPECT_FALSE(sender.has_ended());
   sender.say(2);
   run_until({&domain}, [&] { return sender.has_ended(); }, "the sender's end");
