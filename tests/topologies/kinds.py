@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deriving_llama import ARCHITECTURE
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -375,6 +376,12 @@ def make_fp8_scales(directory: Path, *, scale: float) -> Path:
     return _configure(directory, quantization_config=quantization)
 
 
+def make_deriving(directory: Path) -> Path:
+    """The Llama of the plugin deriving_llama."""
+    make_llama(directory)
+    return _configure(directory, architectures=[ARCHITECTURE])
+
+
 def make_one_layer(directory: Path) -> Path:
     """The target of `make_eagle`'s drafter: a Llama whose embeddings have unit length, so that they are what
     its first norm makes of them."""
@@ -497,6 +504,7 @@ KINDS: dict[str, Callable[[Path], Path]] = {
     "eagle3": make_eagle3,
     "mtp": make_mtp,
     "adapter": make_adapter,
+    "deriving": make_deriving,
     "gemma3": partial(make_gemma3, sliding_window=128),
     "mixtral": make_mixtral,
     "deepseek-v2": make_deepseek_v2,

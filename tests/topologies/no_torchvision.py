@@ -15,10 +15,10 @@ def register() -> None:
     sys.modules[module.__name__] = module
 
 
-def install(directory: Path) -> str:
-    """Writes what vLLM finds the plugin by; returns what its PYTHONPATH needs."""
-    info = directory / "no_torchvision-0.dist-info"
+def install(directory: Path, plugin: str = __name__) -> str:
+    """Writes what vLLM finds a plugin of this folder by; returns what its PYTHONPATH needs."""
+    info = directory / f"{plugin}-0.dist-info"
     info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: no-torchvision\nVersion: 0\n")
-    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nx = no_torchvision:register\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {plugin}\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{plugin} = {plugin}:register\n")
     return f"{directory}:{Path(__file__).parent}"
