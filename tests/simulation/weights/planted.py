@@ -41,7 +41,7 @@ BUGS = (
         _LANDING,
         "                gone = message.sender and sender is None\n",
         "                gone = False\n",
-        first=90,
+        first=180,
     ),
     Bug(
         "pages of one sender are a version",
@@ -76,7 +76,7 @@ BUGS = (
         _LANDING,
         "            actions.append(GiveUp(reason))  # who took it reads what there is, until applied()\n",
         "            pass\n",
-        first=70,
+        first=100,
     ),
     Bug(
         "what is lent is written",
@@ -108,5 +108,6 @@ BUGS = (
         _LANDING,
         "        if self._lent or self._is_held():\n",
         "        if self._lent:\n",
+        first=40,
     ),
 )
