@@ -107,8 +107,10 @@ class Nursery:
     def __init__(self, path: str) -> None:
         self._guard = _Guard()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(path)
+        # Whoever connects waits for the path: it appears when it is listened at.
+        self._listener.bind(f"{path}.new")
         self._listener.listen()
+        Path(f"{path}.new").rename(path)
         self._ready = selectors.DefaultSelector()
         self._ready.register(self._listener, selectors.EVENT_READ)
 
