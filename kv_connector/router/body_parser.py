@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import subprocess
 import sys
 
@@ -86,8 +87,12 @@ class BodyParser:
             self._end(child)
             child = None
         if child is None:
-            command = [sys.executable, "-m", parser_process.__name__]
-            child = self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            # Its modules are this process's. Without -P, files of the working directory would be first.
+            command = [sys.executable, "-P", "-m", parser_process.__name__]
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+            child = self._child = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+            )
         assert child.stdin is not None
         assert child.stdout is not None
         try:

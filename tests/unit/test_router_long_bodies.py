@@ -6,6 +6,7 @@ import io
 import json
 import signal
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from router_setup import answer_ok, cluster, within
 
-from kv_connector.router import body_parser, fields
+from kv_connector.router import body_parser, fields, parser_process
 from kv_connector.router.body_parser import LONG, BodyParser
 from kv_connector.router.client import _Payload
 from kv_connector.router.completion import Completion
@@ -281,6 +282,36 @@ async def test_cancelled_parse_leaves_the_body_to_nobody(child: BodyParser) -> N
         await within(asking)
     assert child._child is None
     assert (await within(child.fields(BODIES["text"]))).values
+
+
+async def test_child_imports_nothing_of_the_working_directory(
+    child: BodyParser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for module in ("numpy", "msgspec", "kv_connector"):
+        (tmp_path / f"{module}.py").write_text("raise SystemExit(1)")
+    monkeypatch.chdir(tmp_path)
+    assert (await child.fields(BODIES["text"])).values
+
+
+async def test_child_finds_modules_where_the_router_does(
+    child: BodyParser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "body_parser_of_a_checkout.py").write_text(
+        "from kv_connector.router.parser_process import main\nmain()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(parser_process, "__name__", "body_parser_of_a_checkout")
+    assert (await child.fields(BODIES["text"])).values
+
+
+async def test_signal_to_all_processes_of_a_service_leaves_the_child(child: BodyParser) -> None:
+    await child.fields(b"{}")
+    first = child._child
+    assert first is not None
+    for number in (signal.SIGTERM, signal.SIGINT):
+        first.send_signal(number)
+    assert (await within(child.fields(BODIES["text"]))).values
+    assert child._child is first
 
 
 def test_child_ends_when_its_parent_does() -> None:
