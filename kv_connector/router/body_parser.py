@@ -75,10 +75,13 @@ class BodyParser:
                     f"the router's process for long bodies did not answer: {type(error).__name__}"
                 ) from error
             finally:
-                if not asking.done():  # the thread has the body, which must count as long
+                # The thread has the body, which must count as long, and the child, which is no other's.
+                while not asking.done():
                     if self._child is not None:
                         self._child.kill()
-                    await asyncio.gather(asking, return_exceptions=True)
+                    with contextlib.suppress(asyncio.CancelledError):  # another one, on the way out
+                        await asyncio.wait({asking})
+                asking.exception()  # it is known here, or of no interest
 
     def _exchange(self, raw: bytes | memoryview, only_model: bool) -> Parsed:
         """In a thread, which waits for the child without the interpreter's lock."""

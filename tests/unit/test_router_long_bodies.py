@@ -5,6 +5,8 @@ import contextlib
 import io
 import json
 import signal
+import subprocess
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -282,6 +284,32 @@ async def test_cancelled_parse_leaves_the_body_to_nobody(child: BodyParser) -> N
         await within(asking)
     assert child._child is None
     assert (await within(child.fields(BODIES["text"]))).values
+
+
+async def test_parse_that_is_cancelled_twice_keeps_its_turn(
+    child: BodyParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, begun, go_on = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+    start = subprocess.Popen
+
+    def late(*args: Any, **options: Any) -> Any:
+        loop.call_soon_threadsafe(begun.set)
+        go_on.wait()
+        return start(*args, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", late)
+    asking = asyncio.create_task(child.fields(BODIES["text"]))
+    try:
+        await within(begun.wait())
+        for _ in range(2):
+            asking.cancel()
+            for _ in range(5):  # turns of the loop, in which it would end
+                await asyncio.sleep(0)
+        assert child._turn.locked()
+    finally:
+        go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await within(asking)
 
 
 async def test_child_imports_nothing_of_the_working_directory(
