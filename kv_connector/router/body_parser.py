@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import subprocess
 import sys
 
@@ -74,10 +75,13 @@ class BodyParser:
                     f"the router's process for long bodies did not answer: {type(error).__name__}"
                 ) from error
             finally:
-                if not asking.done():  # the thread has the body, which must count as long
+                # The thread has the body, which must count as long, and the child, which is no other's.
+                while not asking.done():
                     if self._child is not None:
                         self._child.kill()
-                    await asyncio.gather(asking, return_exceptions=True)
+                    with contextlib.suppress(asyncio.CancelledError):  # another one, on the way out
+                        await asyncio.wait({asking})
+                asking.exception()  # it is known here, or of no interest
 
     def _exchange(self, raw: bytes | memoryview, only_model: bool) -> Parsed:
         """In a thread, which waits for the child without the interpreter's lock."""
@@ -86,8 +90,12 @@ class BodyParser:
             self._end(child)
             child = None
         if child is None:
-            command = [sys.executable, "-m", parser_process.__name__]
-            child = self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            # Its modules are this process's. Without -P, files of the working directory would be first.
+            command = [sys.executable, "-P", "-m", parser_process.__name__]
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+            child = self._child = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+            )
         assert child.stdin is not None
         assert child.stdout is not None
         try:

@@ -88,7 +88,9 @@ def serve(source: BinaryIO, sink: BinaryIO) -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the parent says when it ends
+    # A terminal, or systemd, sends these to all processes. The parent says when this one ends.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     os.nice(_NICE)
     serve(sys.stdin.buffer, sys.stdout.buffer)
 

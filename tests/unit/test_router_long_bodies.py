@@ -5,7 +5,10 @@ import contextlib
 import io
 import json
 import signal
+import subprocess
+import threading
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,7 +16,7 @@ import numpy as np
 import pytest
 from router_setup import answer_ok, cluster, within
 
-from kv_connector.router import body_parser, fields
+from kv_connector.router import body_parser, fields, parser_process
 from kv_connector.router.body_parser import LONG, BodyParser
 from kv_connector.router.client import _Payload
 from kv_connector.router.completion import Completion
@@ -281,6 +284,62 @@ async def test_cancelled_parse_leaves_the_body_to_nobody(child: BodyParser) -> N
         await within(asking)
     assert child._child is None
     assert (await within(child.fields(BODIES["text"]))).values
+
+
+async def test_parse_that_is_cancelled_twice_keeps_its_turn(
+    child: BodyParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, begun, go_on = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+    start = subprocess.Popen
+
+    def late(*args: Any, **options: Any) -> Any:
+        loop.call_soon_threadsafe(begun.set)
+        go_on.wait()
+        return start(*args, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", late)
+    asking = asyncio.create_task(child.fields(BODIES["text"]))
+    try:
+        await within(begun.wait())
+        for _ in range(2):
+            asking.cancel()
+            for _ in range(5):  # turns of the loop, in which it would end
+                await asyncio.sleep(0)
+        assert child._turn.locked()
+    finally:
+        go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await within(asking)
+
+
+async def test_child_imports_nothing_of_the_working_directory(
+    child: BodyParser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for module in ("numpy", "msgspec", "kv_connector"):
+        (tmp_path / f"{module}.py").write_text("raise SystemExit(1)")
+    monkeypatch.chdir(tmp_path)
+    assert (await child.fields(BODIES["text"])).values
+
+
+async def test_child_finds_modules_where_the_router_does(
+    child: BodyParser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "body_parser_of_a_checkout.py").write_text(
+        "from kv_connector.router.parser_process import main\nmain()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(parser_process, "__name__", "body_parser_of_a_checkout")
+    assert (await child.fields(BODIES["text"])).values
+
+
+async def test_signal_to_all_processes_of_a_service_leaves_the_child(child: BodyParser) -> None:
+    await child.fields(b"{}")
+    first = child._child
+    assert first is not None
+    for number in (signal.SIGTERM, signal.SIGINT):
+        first.send_signal(number)
+    assert (await within(child.fields(BODIES["text"]))).values
+    assert child._child is first
 
 
 def test_child_ends_when_its_parent_does() -> None:

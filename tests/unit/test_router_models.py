@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import tracemalloc
 from collections.abc import AsyncIterator, Collection
 from typing import Any
 
@@ -251,3 +252,18 @@ def test_the_last_engine_of_a_model_is_known_and_another_one_is_waited_for() -> 
         return pool.usable(model="b")
 
     assert asyncio.run(waits())
+
+
+def test_body_names_its_model_as_vllm_reads_it() -> None:
+    assert named(b'\xef\xbb\xbf{"model": "a"}') == "a"
+    assert named(b'{"model": "a", "mod\\u0065l": "b"}') == "b"
+
+
+def test_model_that_is_a_long_list_becomes_no_objects() -> None:
+    body = b'{"model":[' + b"{}," * (1 << 18) + b"{}]}"
+    tracemalloc.start()
+    try:
+        assert named(body) is None
+        assert tracemalloc.get_traced_memory()[1] < len(body)
+    finally:
+        tracemalloc.stop()
