@@ -132,7 +132,10 @@ class TransferEngine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+        else:  # an error of close() would take the place of the one that ended the block
+            close_or_log(self, self.config.name)
 
     # --- Memory
 

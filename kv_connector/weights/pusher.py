@@ -28,7 +28,7 @@ import msgspec
 from kv_connector.control.addresses import parse_address
 from kv_connector.control.cluster_key import ClusterKey, find_key
 from kv_connector.engine import DomainConfig, EngineConfig, TransferError
-from kv_connector.engine.transfer_engine import TransferEngine
+from kv_connector.engine.transfer_engine import TransferEngine, close_or_log
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timers import Timeouts
 from kv_connector.protocol.version import MAX_NAME, identity, shown
@@ -247,7 +247,10 @@ class WeightPusher:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
             self._links.end_all(str(error) or type(error).__name__)  # which engines tell the other ranks
-        self.close()
+            self._links.close()
+            close_or_log(self._engine, self._name)  # its error would take the place of this one
+        else:
+            self.close()
 
     # --- Connecting
 

@@ -207,3 +207,22 @@ def test_messages_are_anything_like_bytes(engine: TransferEngine) -> None:
     for data in (b"abc", bytearray(b"abc"), memoryview(b"xabcx")[1:4]):
         engine.send(peer, data)
         assert engine.wait_message(LIMIT).data == b"abc"
+
+
+class Hanging(TransferEngine):
+    """As where its GPU hangs: it closes with an error."""
+
+    def close(self) -> None:
+        super().close()
+        raise TransferError(ErrorCode.TIMEOUT, "nvlink", "", "close", "its GPU hangs")
+
+
+def test_the_error_that_ended_a_block_is_not_replaced_by_that_of_close(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = EngineConfig("engine", [DomainConfig("sim")])
+    with pytest.raises(KeyError, match="first"), Hanging(config):
+        raise KeyError("first")
+    assert "engine: the transfer engine is closed, but not cleanly" in caplog.text
+    with pytest.raises(TransferError, match="its GPU hangs"), Hanging(config):
+        pass

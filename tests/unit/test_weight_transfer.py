@@ -19,6 +19,7 @@ from weight_trainer import DEAD_S, SIZES, Trainer, drawn
 
 from kv_connector.cli import weights as weights_command
 from kv_connector.control.cluster_key import ClusterKey
+from kv_connector.engine import ErrorCode, TransferError
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timers import Timeouts
@@ -461,3 +462,19 @@ def test_a_rounds_timeout_covers_its_push_and_both_waits(monkeypatch: pytest.Mon
         SimpleNamespace(push=lambda version: update, cancel=lambda reason: None), "v1", 10.0
     )  # type: ignore[arg-type]
     assert waits == [("landed", 3.0), ("applied", 2.0)]
+
+
+def test_the_error_that_ended_a_push_is_not_replaced_by_that_of_close(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pusher = WeightPusher(TensorSource([("w", torch.ones(4))]), ["127.0.0.1:1"], providers=("tcp",))
+    close = pusher._engine.close
+
+    def hangs() -> None:
+        close()
+        raise TransferError(ErrorCode.TIMEOUT, "nvlink", "", "close", "its GPU hangs")
+
+    monkeypatch.setattr(pusher._engine, "close", hangs)
+    with pytest.raises(KeyError, match="first"), pusher:
+        raise KeyError("first")
+    assert "the transfer engine is closed, but not cleanly" in caplog.text
