@@ -367,10 +367,16 @@ def _pusher(
         )
     except (TransferError, ValueError) as error:
         raise typer.BadParameter(str(error)) from None
-    with pusher, nullcontext() if timeout is None else _within(timeout, pusher):
+    try:
+        with nullcontext() if timeout is None else _within(timeout, pusher):
+            try:
+                pusher.connect()
+            except (PushError, ValueError) as error:
+                typer.echo(str(error), err=True)
+                raise typer.Exit(ExitStatus.USAGE) from None
+            yield pusher
+    finally:
         try:
-            pusher.connect()
-        except (PushError, ValueError) as error:
+            pusher.close()
+        except TransferError as error:  # what was pushed is there, and this process ends
             typer.echo(str(error), err=True)
-            raise typer.Exit(ExitStatus.USAGE) from None
-        yield pusher

@@ -109,8 +109,10 @@ class WriteImmTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
         self._driven = self._driver.submit(drive)
 
     def shutdown(self) -> None:
-        self._pusher.close()
-        self._driver.shutdown()
+        try:
+            self._pusher.close()
+        finally:
+            self._driver.shutdown()
 
 
 if WEIGHTS not in WeightTransferTrainerFactory._registry:

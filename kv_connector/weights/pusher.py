@@ -225,6 +225,7 @@ class WeightPusher:
         self._carriers: set[Link] = set()
         """Links over which the last version was begun. The loss of an earlier link does not concern it."""
         self._asked_for: Update | None = None
+        self._asking = threading.Lock()
         self._ready: set[int] = set()
         self._applied: set[int] = set()
         self._begun: queue.SimpleQueue[_News] = queue.SimpleQueue()
@@ -648,12 +649,18 @@ class WeightPusher:
             self._links.tell(engine.link, Apply(update.identity))
 
     def _apply_once(self) -> None:
-        left = [worker for worker in self._workers() if worker.link is not None and not worker.link.over]
-        if self._apply is None or self._source.rank != 0 or self._update in (None, self._asked_for):
+        """Any thread may call it: the links' own, and those of push() and cancel()."""
+        update = self._update
+        if self._apply is None or self._source.rank != 0 or update is None:
             return
-        if left and all(worker.number in self._ready for worker in left):
-            self._asked_for = self._update
-            self._apply(self._update.identity)
+        left = [worker for worker in self._workers() if worker.link is not None and not worker.link.over]
+        if not left or any(worker.number not in self._ready for worker in left):
+            return
+        with self._asking:
+            if update is self._asked_for:
+                return
+            self._asked_for = update
+        self._apply(update.identity)
 
     def _lost(self, link: Link, reason: str) -> None:
         for engine in self._engines:

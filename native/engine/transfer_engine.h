@@ -258,7 +258,8 @@ class TransferEngine {
   // nothing but close() may be called afterwards; the second call does nothing.
   // kTimeout: our own GPU hangs. It had 5 s for its copies, and as long again. Copies may still read registered memory and
   // write peers' memory: registered memory must not be freed or used again before the process ends. What they use stays
-  // mapped, is lost until they end, and is then freed. Until then peers cannot fence this engine.
+  // mapped, is lost until they end, and is then freed. Until then peers cannot fence this engine. A driver's call that hangs
+  // on a worker, or while it registers memory, is waited for without limit.
   Status close();
 
   // --- Memory. Regions must stay mapped until deregister_memory() returned. An engine may have memory of several kinds

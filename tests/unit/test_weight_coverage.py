@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 from weight_engines import Engine, Load, drawn, loads
 
 from kv_connector.cli.main import app
+from kv_connector.engine import ErrorCode, TransferError
 from kv_connector.weights.coverage import not_loaded
 from kv_connector.weights.geometry import Geometry, Parameter, Tensor, Write
 from kv_connector.weights.plan import PlanError
@@ -129,6 +130,24 @@ def test_a_seed_may_lack_what_the_trainer_named(engines: list[Engine]) -> None:
     done = CliRunner().invoke(app, asked)
     assert done.exit_code == 0, done.output
     assert joiner.served == ["v1"]
+
+
+def test_a_push_that_is_served_succeeds_although_its_own_engine_ends_with_an_error(
+    engines: list[Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines.append(engine := Engine(1))
+    save_file(dict(drawn(1)), tmp_path / "model.safetensors")
+    close = WeightPusher.close
+
+    def hangs(pusher: WeightPusher) -> None:
+        close(pusher)
+        raise TransferError(ErrorCode.TIMEOUT, "nvlink", "", "close", "its GPU hangs")
+
+    monkeypatch.setattr(WeightPusher, "close", hangs)
+    done = CliRunner().invoke(app, ["weights", "push", str(tmp_path), "--engine", str(engine.address)])
+    assert done.exit_code == 0, done.output
+    assert "its GPU hangs" in done.output
+    assert len(engine.served) == 1
 
 
 def test_the_commands_name_what_is_left_out(engines: list[Engine], tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import zmq
-from agent_setup import until
+from agent_setup import PATIENCE, until
 from weight_engines import Gate
 from weight_trainer import DEAD_S, SIZES, Trainer, drawn
 
@@ -27,7 +27,7 @@ from kv_connector.protocol.version import shown
 from kv_connector.weights import sources
 from kv_connector.weights.geometry import Constant, Geometry, Parameter, Tensor, Write
 from kv_connector.weights.links import Link
-from kv_connector.weights.pusher import PushError, WeightPusher
+from kv_connector.weights.pusher import PushError, Update, WeightPusher
 from kv_connector.weights.receiver import NotLanded, ReceiverConfig, WeightReceiver
 from kv_connector.weights.sources import CheckpointSource, SourceError, TensorSource
 
@@ -478,3 +478,34 @@ def test_the_error_that_ended_a_push_is_not_replaced_by_that_of_close(
     with pytest.raises(KeyError, match="first"), pusher:
         raise KeyError("first")
     assert "the transfer engine is closed, but not cleanly" in caplog.text
+
+
+def test_two_threads_that_find_all_workers_ready_apply_a_version_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    applied: list[str] = []
+    source = TensorSource([("w", torch.ones(4))])
+    with WeightPusher(source, ["127.0.0.1:1"], providers=("tcp",), apply=applied.append) as pusher:
+        both = threading.Barrier(2, timeout=PATIENCE)
+
+        class Meeting:
+            """A lock that both threads have reached before one has it."""
+
+            lock = threading.Lock()
+
+            def __enter__(self) -> None:
+                both.wait()
+                self.lock.acquire()
+
+            def __exit__(self, *_: object) -> None:
+                self.lock.release()
+
+        ready = SimpleNamespace(number=0, link=SimpleNamespace(over=""))
+        monkeypatch.setattr(pusher, "_workers", lambda: [ready])
+        monkeypatch.setattr(pusher, "_asking", Meeting())
+        pusher._ready, pusher._update = {0}, Update("1", [])
+        with ThreadPoolExecutor(2) as threads:
+            for done in [threads.submit(pusher._apply_once) for _ in range(2)]:
+                done.result()
+        monkeypatch.undo()
+    assert applied == ["1"]
