@@ -38,7 +38,7 @@ ENGINES = {
 WORKERS = {P_ADDRESS, OTHER_ADDRESS, Address("127.0.0.3", 5600)}
 TIMES = Timeouts()
 # 500 walks find each of 7 planted faults, as a timer left behind, an answer believed in any phase, or a
-# report while pages may land. They take 2 s of one core.
+# report while pages may land. They take 3 s of one core.
 WALKS = 50
 SEEDS = 10
 EVENTS = 60
