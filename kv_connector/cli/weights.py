@@ -367,16 +367,18 @@ def _pusher(
         )
     except (TransferError, ValueError) as error:
         raise typer.BadParameter(str(error)) from None
+    done = False
     try:
-        with nullcontext() if timeout is None else _within(timeout, pusher):
+        with pusher, nullcontext() if timeout is None else _within(timeout, pusher):
             try:
                 pusher.connect()
             except (PushError, ValueError) as error:
                 typer.echo(str(error), err=True)
                 raise typer.Exit(ExitStatus.USAGE) from None
             yield pusher
-    finally:
-        try:
-            pusher.close()
-        except TransferError as error:  # what was pushed is there, and this process ends
-            typer.echo(str(error), err=True)
+            done = True
+    except TransferError as error:
+        if not done:
+            raise
+        # It is the close's. The engines have what was pushed, and this process ends.
+        typer.echo(str(error), err=True)

@@ -260,11 +260,9 @@ class Completions:
         """Answers the request; returns the status, CLIENT_LEFT if the client did not wait for it."""
         answering = _Answering(request, request_id, self._path, place, self._dispatcher, self._metrics)
         work = asyncio.create_task(answering.run(completion))
-        left = asyncio.create_task(_until_disconnect(request.receive))
         try:
-            await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
             # A server also reports a client as gone once it has the whole answer.
-            if not work.done() and not answering.complete:
+            if not await _done_first(work, request.receive) and not answering.complete:
                 logger.info("request %s: the client left", request_id)
                 return CLIENT_LEFT
             return await work
@@ -275,7 +273,7 @@ class Completions:
                 raise
             return await answering.fail(overloaded("this router ends, and did not wait for the whole answer"))
         finally:
-            await _end(work, left)
+            await _end(work)
 
 
 class _Answering:
@@ -398,15 +396,24 @@ async def _end(*tasks: asyncio.Task[Any]) -> None:
 
 
 async def _unless_left(reply: Coroutine[Any, Any, Reply], receive: Receive) -> Reply:
-    """Waits for it; ClientDisconnect, and it is cancelled, if the client leaves before."""
-    work, left = asyncio.create_task(reply), asyncio.create_task(_until_disconnect(receive))
+    """Waits for the reply. Raises ClientDisconnect and cancels the reply if the client leaves before."""
+    work = asyncio.create_task(reply)
     try:
-        await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
+        if not await _done_first(work, receive):
             raise ClientDisconnect
         return await work
     finally:
-        await _end(work, left)
+        await _end(work)
+
+
+async def _done_first(work: asyncio.Task[Any], receive: Receive) -> bool:
+    """Waits until the work is done or its client has left. Returns whether the work is done."""
+    left = asyncio.create_task(_until_disconnect(receive))
+    try:
+        await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
+        return work.done()
+    finally:
+        await _end(left)
 
 
 async def _until_disconnect(receive: Receive) -> None:

@@ -37,7 +37,7 @@ class BodyError(Exception):
 
 
 class Shape(msgspec.Struct, frozen=True, array_like=True):
-    """All that the router wants to know of a long value. To find it takes a look at each byte."""
+    """The facts that the router uses of a long value. They take a look at each byte."""
 
     several: bool
     """A field of prompts has a list of several."""
@@ -233,6 +233,6 @@ def content(body: bytes | memoryview) -> Content:
 
 def _long_bytes(body: Mapping[str, Any]) -> int:
     """Bytes of its long values. vllm_xargs may have some, too."""
-    values = [*body.values()]
-    values += (body.get("vllm_xargs") or {}).values() if isinstance(body.get("vllm_xargs"), dict) else ()
+    xargs = body.get("vllm_xargs")
+    values = [*body.values(), *(xargs.values() if isinstance(xargs, dict) else ())]
     return sum(len(memoryview(value)) for value in values if is_long(value))

@@ -32,16 +32,16 @@ class Field(msgspec.Struct, array_like=True):
     end: int
     """Offsets of its value in the body."""
     shape: Shape | None
-    """Of a long value."""
+    """The shape of a long value; None for a short one."""
 
 
 class Parsed(msgspec.Struct):
-    """All that the router wants to know of a body."""
+    """The positions of a body's fields, its model, or the reason of its refusal."""
 
     fields: list[Field] = []
     xargs: list[Field] | None = None
     refusal: str | None = None
-    """Of a body that is no JSON object."""
+    """The reason if the body is no JSON object."""
     model: str | None = None
 
 

@@ -137,7 +137,7 @@ def bytes_per_token(prompt: Prompt, tokens: int) -> float:
 
 
 def _beginning(value: Any) -> Any:
-    """As much of a long value as is looked at."""
+    """Cuts a long value to the bytes that prefixes are made of."""
     return msgspec.Raw(memoryview(value)[:_LOOKED_AT]) if isinstance(value, msgspec.Raw) else value
 
 

@@ -445,7 +445,7 @@ class Landing:
         unfinished = self.slots and self.phase in (Phase.READY, Phase.APPLYING)
         if sender.run == self._run and (unfinished or self.phase in (Phase.BEGINNING, Phase.LANDING)):
             return actions + self._drop(said)
-        # A trainer's version waits for a seed that has landed: whoever seeds is gone now.
+        # A trainer's version waits for a seed that has landed, and the seeder is gone now.
         return actions + self._follow()
 
     def _drop(self, reason: str) -> list[Action]:

@@ -238,7 +238,7 @@ class WeightPusher:
         self._links = Links(key, self._timeouts, self._heard, self._lost)
 
     def close(self) -> None:
-        """What is under way is dropped by the engines. TransferError: as TransferEngine.close()."""
+        """Ends all links; engines drop a version under way. TransferError: that of TransferEngine.close()."""
         self._links.close()
         self._engine.close()
 

@@ -55,7 +55,7 @@ Status TransferEngine::close() {
     return ended;
   }
   // Its control thread goes on, lets peers fence when the driver returns, and uses it meanwhile. Then another thread frees it;
-  // where there is none to be had, it is lost.
+  // if no thread can start, its memory is lost.
   Impl* const left = impl_.release();
   std::thread last;
   if (start_thread(last, [left] { std::unique_ptr<Impl>(left).reset(); })) last.detach();

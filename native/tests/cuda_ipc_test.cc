@@ -658,7 +658,7 @@ TEST_F(CudaProcess, DISABLED_EndsItsDomainBeforeItsCopy) {
 
 // Of a peer in this process there is no pidfd, and its socket's end is enough: so it takes two.
 TEST_F(CudaProcess, ADomainThatEndedBeforeItsCopyIsFencedWhileItsProcessLives) {
-  if (!test::HeldCopies::possible()) GTEST_SKIP() << "only the stand-in for the driver holds copies";
+  if (!test::HeldCopies::possible()) GTEST_SKIP() << "a real driver is loaded: only its stand-in holds copies";
   OtherProcess sender("CudaProcess.DISABLED_EndsItsDomainBeforeItsCopy");
   const GpuBuffer memory(second_, kBytes);
   Driven domain([](ControlQueue& control) { return test::open_nvlink(random_key(), control); });

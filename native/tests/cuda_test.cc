@@ -504,7 +504,7 @@ TEST_F(Cuda, LayersAreWrittenWhenTheStreamHasComeToThem) {
 }
 
 TEST_F(Cuda, AnEngineWhoseGpuHangsClosesAndItsPeersFenceItWhenTheCopiesEnd) {
-  if (!test::HeldCopies::possible()) GTEST_SKIP() << "only the stand-in for the driver hangs when it is told to";
+  if (!test::HeldCopies::possible()) GTEST_SKIP() << "a real driver is loaded: only its stand-in holds copies";
   constexpr size_t kPage = 4096;
   std::optional<GpuSide> sender(std::in_place, first_, "sender", kPage);
   GpuSide receiver(second_, "receiver", kPage);

@@ -59,10 +59,10 @@ class Plan:
     size: int
     chunked: bool = False
     pause: float = 1e-3
-    """Between two parts of the body."""
+    """Seconds between two parts of the body."""
     part: int = READ
     leaves: float | None = None
-    """Seconds behind its start."""
+    """Seconds from its start until it leaves."""
     stops: float = 0.0
     """Seconds in which it takes nothing of its answer."""
     stream: bool = False
@@ -344,7 +344,7 @@ class Transport(asyncio.Transport):
 
 
 def expected_prompt(name: str, length: int) -> str:
-    """Of the client with this request id."""
+    """Returns the prompt of the client with this request id."""
     return (name * (length // max(1, len(name)) + 1))[:length]
 
 
@@ -423,7 +423,7 @@ class Client:
             raise Wrong(f"{self.name} has waited {waited:.0f} s for its answer")
 
     def _parts(self) -> Iterator[bytes]:
-        """What it sends, as the router may read it."""
+        """Yields the bytes of the request in the parts in which the router may read them."""
         kind, plan = self.plan.kind, self.plan
         if kind == "no request":
             return
@@ -523,12 +523,12 @@ class World:
         return self.dispatchers[-1]
 
     async def to_thread(self, call: Callable[..., Any], *args: Any) -> Any:
-        """As asyncio's, without a thread."""
+        """Replaces asyncio.to_thread() and needs no thread."""
         await asyncio.sleep(self.rng.choice([0.0, 0.01, 0.3]))
         return call(*args)
 
     def exchange(self, raw: bytes | memoryview, only_model: bool) -> Parsed:
-        """As the child answers."""
+        """Replaces BodyParser._exchange() and parses in this process."""
         if self.given.trouble and self.rng.random() < 0.05:
             raise EOFError
         return parsed(bytes(raw), only_model=only_model)

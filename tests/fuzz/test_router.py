@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,17 +47,14 @@ def _keeps_its_place(self: Room) -> Iterator[Place]:
     yield Place(self)
 
 
+_enter = Room.enter
+
+
 @contextmanager
 def _without_limit(self: Room) -> Iterator[Place]:
-    task = asyncio.current_task()
-    assert task is not None
-    place = Place(self)
-    self._tasks.add(task)
-    try:
+    self._most_requests = sys.maxsize
+    with _enter(self) as place:
         yield place
-    finally:
-        self._tasks.discard(task)
-        self._bytes -= place.nbytes
 
 
 def _without_budget(self: Room, nbytes: int, *, had: int, expected: int) -> None:

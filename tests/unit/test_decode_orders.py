@@ -180,7 +180,7 @@ class Walk:
             self.run(self.machine.counter_reached(self.now, request))
 
     def message(self) -> None:
-        """Of a session that lives, about any attempt there was, or another transfer's."""
+        """A live session sends a message about any past attempt, or about another transfer."""
         if not self.sessions or not self.attempts:
             return
         peer = self.random.choice(list(self.sessions))

@@ -19,6 +19,7 @@ from kv_connector.cli.main import app
 from kv_connector.engine import ErrorCode, TransferError
 from kv_connector.weights.coverage import not_loaded
 from kv_connector.weights.geometry import Geometry, Parameter, Tensor, Write
+from kv_connector.weights.links import Links
 from kv_connector.weights.plan import PlanError
 from kv_connector.weights.pusher import WeightPusher
 from kv_connector.weights.sources import SourceError, TensorSource, module_source
@@ -148,6 +149,23 @@ def test_a_push_that_is_served_succeeds_although_its_own_engine_ends_with_an_err
     assert done.exit_code == 0, done.output
     assert "its GPU hangs" in done.output
     assert len(engine.served) == 1
+
+
+def test_a_push_that_fails_gives_its_reason_to_the_engines(
+    engines: list[Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines.append(engine := Engine(1))
+    save_file(dict(drawn(1)), tmp_path / "model.safetensors")
+    reasons: list[str] = []
+    monkeypatch.setattr(Links, "end_all", lambda _, reason: reasons.append(reason))
+
+    def fails(*_: object) -> None:
+        raise TransferError(ErrorCode.TIMEOUT, "tcp", "", "push", "no word")
+
+    monkeypatch.setattr(WeightPusher, "push", fails)
+    done = CliRunner().invoke(app, ["weights", "push", str(tmp_path), "--engine", str(engine.address)])
+    assert done.exit_code != 0
+    assert "no word" in reasons[0]
 
 
 def test_the_commands_name_what_is_left_out(engines: list[Engine], tmp_path: Path) -> None:
