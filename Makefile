@@ -213,7 +213,7 @@ test-data-parallel: setup ## engines of two data-parallel ranks each, dense and 
 
 CASE ?=
 test-topologies: setup ## every kind of model and topology, real engines: docs/compatibility.md; CASE=mla
-	@KVC_TOPOLOGIES=1 $(PYTHON_ENV)/python -m pytest --durations=0 --durations-min=2 $(if $(CASE),-k "$(CASE)") tests/topologies
+	@KVC_TOPOLOGIES=1 $(PYTHON_ENV)/python -m pytest -rs --durations=0 --durations-min=2 $(if $(CASE),-k "$(CASE)") tests/topologies
 
 SUITES ?=
 test-all: setup ## every suite above that this machine can run, and .ci/run; continues where it was broken off; SUITES="verbs fleet"

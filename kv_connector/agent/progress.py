@@ -28,6 +28,7 @@ class LayerProgress:
         self._hooked: dict[int, None] = {}  # the ordinals of this step's hooks, in their order
         self._before_last: Callable[[], None] = lambda: None
         self._by_layer = True
+        self._abandoned = False
         self.base = 0
         self.order = tuple(range(len(layer_names)))
         """The layers' ordinals, as this step's signal counts them."""
@@ -49,7 +50,7 @@ class LayerProgress:
 
     def layer_computed(self, name: str) -> None:
         ordinal = self._ordinals.get(name)
-        if ordinal is None or self._done == len(self.order):
+        if ordinal is None or self.ended:
             return
         self._hooked[ordinal] = None
         done = self._done
@@ -58,15 +59,31 @@ class LayerProgress:
         if done > self._done:
             self._advance(done)
 
+    @property
+    def ended(self) -> bool:
+        """Whether all layers of the last step that began are signalled, or abandoned."""
+        return self._done == len(self.order)
+
     def end_step(self) -> None:
-        if self._done < len(self.order):
+        if not self.ended:
             self._advance(len(self.order))
 
+    def abandon(self) -> None:
+        """Signals nothing from now on, because a forward pass raised.
+
+        Its remaining layers are not computed, and any later value would release their pages. The framework
+        ends such an engine.
+        """
+        self._abandoned = True
+        self._done = len(self.order)
+
     def _advance(self, done: int) -> None:
+        self._done = done
+        if self._abandoned:
+            return
         last = done == len(self.order)
         if last:
             self._before_last()
-        self._done = done
         if last or self._by_layer:
             self._store(self.base + done)
 

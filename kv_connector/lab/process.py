@@ -1,5 +1,6 @@
 """One child process with everything it starts: its log, its health, and an end that leaves nothing behind."""
 
+import http.client
 import os
 import shutil
 import signal
@@ -139,7 +140,8 @@ def answers(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=ANSWER_SECONDS) as response:
             return response.status == 200 and b'"status":"degraded"' not in response.read()
-    except (urllib.error.URLError, OSError):
+    except (urllib.error.URLError, OSError, http.client.HTTPException):
+        # An answer that is no HTTP is another program's, which has taken the port.
         return False
 
 

@@ -152,7 +152,8 @@ class SglangCluster(ProcessGroup):
             command += ["--decode", server.url]
         url = f"http://{HOST}:{port}"
         router = Process(name, command, environment={}, log=self.directory / f"{name}.log")
-        self._adopt(router, f"{url}/health")
+        # The larger router is healthy before it has reached a server. Requests get a 503 until then.
+        self._adopt(router, f"{url}/{'health' if mini else 'readiness'}")
         return url
 
     def _start(

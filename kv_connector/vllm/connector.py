@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -229,6 +230,10 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
             ),
             Tails(self._kv_cache_config, kv_caches),
             self._spans(info.rank),
+            # With a drafter, model runner V1 ends a step on the last pipeline stage alone.
+            ends_every_step=self._vllm_config.use_v2_model_runner
+            or self._vllm_config.speculative_config is None
+            or parallel.pipeline_parallel_size == 1,
         )
         if device.type == "cuda":
             replace_idle_pause(self.worker.pause)
@@ -298,7 +303,8 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     @never_raises(_nothing)
     def wait_for_save(self) -> None:
-        self._worker.end_step()
+        # Model runner V1 calls this in a `finally`, also when the forward pass has raised.
+        self._worker.end_step(raised=sys.exc_info()[0] is not None)
 
     @never_raises(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:

@@ -57,12 +57,16 @@ class WorkerSide:
         signal: Callable[[int], None],
         tails: Tails,
         spans: TransferSpans | None = None,
+        *,
+        ends_every_step: bool = True,
     ) -> None:
         """``agent`` is started; ``signal`` writes agent.signal, in the order of the forward pass. ``spans``:
-        where vLLM sends some."""
+        where vLLM sends some. ``ends_every_step``: vLLM calls end_step() before it begins another, unless the
+        step raised."""
         self.agent = agent
         self._tails = tails
         self._spans = spans
+        self._ends_every_step = ends_every_step
         if spans is not None:
             agent.tell_ends(spans.over)
         self._progress = LayerProgress(layer_names, signal)
@@ -92,6 +96,8 @@ class WorkerSide:
             self.agent.begin_launch()
 
     def begin_step(self, metadata: StepMetadata) -> None:
+        if self._ends_every_step and not self._progress.ended:
+            self._abandon()  # this one was queued behind the step that raised
         self.agent.note_step()
         new = [group for pages in metadata.new_pages for group in pages.groups]
         by_layer = bool(new) and self.agent.leaves_by_layer(new)
@@ -129,9 +135,17 @@ class WorkerSide:
     def layer_computed(self, name: str) -> None:
         self._progress.layer_computed(name)
 
-    def end_step(self) -> None:
-        self._progress.end_step()
+    def end_step(self, *, raised: bool = False) -> None:
+        """``raised``: the step's forward pass did. No page of it, or of a later step, is posted any more."""
+        if raised:
+            self._abandon()
+        else:
+            self._progress.end_step()
         self.agent.end_launch()
+
+    def _abandon(self) -> None:
+        logger.error("a forward pass raised: no further pages of this engine's prompts are sent")
+        self._progress.abandon()
 
     def transfer_results(self) -> Any:
         """What has ended since the last call, each request id exactly once."""

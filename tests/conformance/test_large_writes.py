@@ -66,6 +66,7 @@ def test_a_small_write_ends_before_a_large_one_that_began_earlier(new_pair: NewP
             transfer, signal, [ArmedSlice(1, pair.sender.region, 0, pair.receiver_region, 0, nbytes)]
         )
         pair.engine.seal(transfer)
+    pair.engine.quiesce(transfer, LIMIT)  # the worker has taken both: else it may begin the large one alone
     signal.store(1)
     ended: list[Event] = []
     deadline = time.monotonic() + LIMIT

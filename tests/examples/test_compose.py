@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,9 +105,7 @@ def test_a_killed_engine_is_missed_and_comes_back(router: str) -> None:
     expected = ask(router)
     compose("kill", "prefill")
     until_prefill(router, None)  # dead, and forgotten
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        ask(router)
-    assert refused.value.code >= 500
+    assert ask(router) == expected  # the decode engine computes the prompt
     compose("up", "--detach", "--wait", "prefill")
     until_prefill(router, "ready")
     assert ask(router) == expected

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from kv_connector.lab.cluster import Role
 
 
@@ -78,6 +80,15 @@ DP2 = "--data-parallel-size 2"
 # A stage that is not the first needs the run before the first request that --enforce-eager leaves out.
 PP2 = '--pipeline-parallel-size 2 --no-enforce-eager --compilation-config {"mode":1,"backend":"eager"}'
 FP8 = "--kv-cache-dtype fp8"
+
+
+def left_out(*flags: str) -> str:
+    """Why this machine cannot run an engine with these flags; empty if it can."""
+    if any(FP8 in one for one in flags) and not torch.cpu._is_avx512_supported():
+        return "vLLM's fp8 KV cache on CPUs needs AVX-512"
+    return ""
+
+
 NGRAM = '--speculative-config {"method":"ngram","num_speculative_tokens":3,"prompt_lookup_max":3}'
 EAGLE = '--speculative-config {"method":"eagle","model":"@eagle","num_speculative_tokens":3}'
 EAGLE3 = '--speculative-config {"method":"eagle3","model":"@eagle3","num_speculative_tokens":3}'

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from cases import CASES, Case
+from cases import CASES, Case, left_out
 from deployment import (
     PATIENCE_SECONDS,
     Client,
@@ -60,6 +60,8 @@ def known() -> Known:
 async def test_tokens_are_one_engines(
     case: Case, models: Models, known: Known, interpreter: tuple[str, ...], client: Client, tmp_path: Path
 ) -> None:
+    if reason := left_out(case.prefill.flags, case.decode.flags):
+        pytest.skip(f"{case.name}: {reason}")
     asks = lengths(case) + more(case) + crowd(case)
     unknown = [ask for ask in asks if ask.key() not in known.of(case)]
     began = time.monotonic()

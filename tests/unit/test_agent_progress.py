@@ -42,6 +42,18 @@ def test_what_the_hooks_leave_out_is_signalled_at_the_end_of_the_step(
     assert stored == stores
 
 
+def test_abandoned_progress_signals_no_layer_of_this_step_or_a_later_one() -> None:
+    stored: list[int] = []
+    ended = Mock()
+    progress = LayerProgress(LAYERS, stored.append)
+    progress.begin_step(ended, by_layer=True)
+    progress.layer_computed(LAYERS[0])
+    progress.abandon()
+    step(progress, LAYERS)
+    assert stored == [1]
+    ended.assert_not_called()
+
+
 def test_where_nobody_waits_for_single_layers_only_the_last_is_signalled() -> None:
     stored: list[int] = []
     progress = LayerProgress(TANGLED, stored.append)

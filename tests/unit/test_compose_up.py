@@ -1,4 +1,4 @@
-"""examples/compose/up before a stand-in for docker."""
+"""examples/compose as files, and `up` before a stand-in for docker."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import shutil
 import subprocess
 from pathlib import Path
 
-UP = Path(__file__).parents[2] / "examples/compose/up"
+import yaml
+
+COMPOSE = Path(__file__).parents[2] / "examples/compose"
+UP = COMPOSE / "up"
 DOCKER = """#!/bin/sh
 echo "$*" >>calls
 cat >/dev/null
@@ -30,3 +33,12 @@ def test_up_passes_its_options_to_every_call_of_compose(tmp_path: Path) -> None:
     assert len(calls) == 2
     for call, verb in zip(calls, ("up", "exec"), strict=True):
         assert call.startswith(f"compose --env-file gpu.env --project-name other {verb} ")
+
+
+def test_only_the_router_is_published_beyond_the_loopback_address() -> None:
+    """Grafana has its default password, and Prometheus none."""
+    services = yaml.safe_load((COMPOSE / "compose.yaml").read_text())["services"]
+    published = {name: service["ports"] for name, service in services.items() if "ports" in service}
+    assert len(published.pop("router")) == 1
+    assert {"prometheus", "grafana"} == set(published)
+    assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)

@@ -1,5 +1,6 @@
 """Readiness of a process by what it answers."""
 
+import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -23,3 +24,20 @@ def test_a_server_that_takes_more_than_a_second_to_answer_is_ready() -> None:
         finally:
             server.shutdown()
             serving.join()
+
+
+def test_a_port_that_another_program_has_taken_is_not_ready() -> None:
+    """A ZMQ socket greets first, with bytes that are no HTTP."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def greet() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(b"\xff\0\0\0\0\0\0\0\1\x7f\n")
+
+        greeting = threading.Thread(target=greet)
+        greeting.start()
+        try:
+            assert not answers(f"http://127.0.0.1:{server.getsockname()[1]}/health")
+        finally:
+            greeting.join()

@@ -8,6 +8,7 @@ from recording_agent import EXPECT, PAGES, PEER, RESERVE, RecordingAgent, agent
 from kv_connector.agent.commands import CacheCleared, Command, FailLoad, FinishPrefill, NewPages
 from kv_connector.agent.ledger import Reports
 from kv_connector.protocol.requests import ComputedPages, DecodeRequest
+from kv_connector.vllm.connector import WriteImmConnector
 from kv_connector.vllm.metadata import News, StepMetadata
 from kv_connector.vllm.worker import IDLE_STEP_SECONDS, WorkerSide
 
@@ -136,6 +137,54 @@ def test_the_agent_holds_off_while_a_prompts_step_is_launched(
     assert agent.held is None
     worker.handle_preemptions(StepMetadata(commands=(EXPECT,)))
     assert agent.held is None, "nobody's pages are computed"
+
+
+def test_a_forward_pass_that_raised_computes_nothing_more(agent: RecordingAgent, worker: WorkerSide) -> None:
+    """Model runner V1 ends the step in a `finally`. The pages of the layers behind are old bytes."""
+    connector = object.__new__(WriteImmConnector)
+    connector.worker = worker
+    prompts = StepMetadata(commands=(EXPECT,), new_pages=(NewPages("t", PAGES, last=True),))
+    worker.handle_preemptions(prompts)
+    worker.begin_step(prompts)
+    worker.layer_computed(LAYERS[0])
+
+    def forward() -> None:
+        try:
+            raise ZeroDivisionError
+        finally:
+            connector.wait_for_save()
+
+    with pytest.raises(ZeroDivisionError):
+        forward()
+    assert agent.held is None, "the agent goes on"
+    step(worker, new_pages=(NewPages("u", PAGES, last=True),))
+    assert [call for call in agent.take_calls() if call[0] == "store"] == [("store", 1)]
+
+
+@pytest.mark.parametrize("hooks", [(), LAYERS[:1]], ids=["full graph", "layer by layer"])
+def test_a_step_queued_behind_one_that_raised_computes_nothing(
+    agent: RecordingAgent, worker: WorkerSide, hooks: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Model runner V2, and V1 with a drafter, do not end the step that raised; the queued one runs."""
+    worker.begin_step(StepMetadata(commands=(EXPECT,), new_pages=(NewPages("t", PAGES, last=True),)))
+    for name in hooks:
+        worker.layer_computed(name)
+    for transfer in ("u", "v"):
+        step(worker, new_pages=(NewPages(transfer, PAGES, last=True),))
+    stores = [call for call in agent.take_calls() if call[0] == "store"]
+    assert stores == [("store", 1)] * len(hooks)
+    assert [record.message for record in caplog.records] == [
+        "a forward pass raised: no further pages of this engine's prompts are sent"
+    ]
+
+
+def test_steps_that_vllm_never_ends_are_late_and_not_abandoned(agent: RecordingAgent) -> None:
+    """Model runner V1 with a drafter, on a pipeline stage that is not the last."""
+    worker = WorkerSide(agent, LAYERS, agent.signal.store, NoTails(), ends_every_step=False)  # type: ignore[arg-type]
+    for transfer in ("t", "u"):
+        worker.begin_step(StepMetadata(new_pages=(NewPages(transfer, PAGES, last=True),)))
+    worker.layer_computed(LAYERS[0])
+    assert agent.take_calls()[-1] == ("store", 4)
 
 
 def test_a_steps_preemptions_are_drained_once_if_vllm_names_them_twice(
