@@ -14,15 +14,18 @@ namespace {
 
 constexpr std::string_view kOperation = "moe_segment";
 
+Result<UniqueFd> duplicate(int descriptor) {
+  if (descriptor < 0) return invalid(std::string(kOperation), "it is a peer's segment");
+  UniqueFd fd(fcntl(descriptor, F_DUPFD_CLOEXEC, 0));
+  if (!fd) return system_error({}, kOperation, errno);
+  return fd;
+}
+
 class HostSegment final : public Segment {
  public:
   explicit HostSegment(SharedMemory memory)
       : Segment(reinterpret_cast<unsigned char*>(memory.data()), memory.size()), memory_(std::move(memory)) {}
-  Result<UniqueFd> descriptor() const override {
-    UniqueFd fd(fcntl(memory_.fd(), F_DUPFD_CLOEXEC, 0));
-    if (!fd) return system_error({}, kOperation, errno);
-    return fd;
-  }
+  Result<UniqueFd> descriptor() const override { return duplicate(memory_.fd()); }
 
  private:
   SharedMemory memory_;
@@ -47,26 +50,29 @@ class MappedHostSegment final : public Segment {
   MappedHostSegment(const MappedHostSegment&) = delete;
   MappedHostSegment& operator=(const MappedHostSegment&) = delete;
   ~MappedHostSegment() override { munmap(base_, bytes_); }
-  Result<UniqueFd> descriptor() const override { return invalid(std::string(kOperation), "it is a peer's segment"); }
+  Result<UniqueFd> descriptor() const override { return duplicate(-1); }
 };
 
 class GpuSegment final : public Segment {
  public:
-  GpuSegment(std::shared_ptr<cuda::Context> context, cuda::PieceMapping mapping)
+  // `piece`: the descriptor of an own one.
+  GpuSegment(std::shared_ptr<cuda::Context> context, cuda::PieceMapping mapping, UniqueFd piece)
       : Segment(reinterpret_cast<unsigned char*>(mapping.base()), mapping.bytes()),
         context_(std::move(context)),
-        mapping_(std::move(mapping)) {}
+        mapping_(std::move(mapping)),
+        piece_(std::move(piece)) {}
   GpuSegment(const GpuSegment&) = delete;
   GpuSegment& operator=(const GpuSegment&) = delete;
   ~GpuSegment() override {
     const cuda::Context::Scope scope(*context_);
     mapping_ = {};
   }
-  Result<UniqueFd> descriptor() const override { return cuda::export_piece(context_->driver(), mapping_.base()); }
+  Result<UniqueFd> descriptor() const override { return duplicate(piece_.get()); }
 
  private:
   std::shared_ptr<cuda::Context> context_;
   cuda::PieceMapping mapping_;
+  UniqueFd piece_;
 };
 
 Result<cuda::PieceMapping> map_piece(const std::shared_ptr<cuda::Context>& context, int descriptor, uint64_t bytes) {
@@ -99,8 +105,8 @@ Result<std::unique_ptr<Segment>> Segment::create(std::shared_ptr<cuda::Context> 
   if (const int result = context->driver().cuCtxSynchronize(); result != 0) {
     return cuda::cuda_error(kOperation, "cuCtxSynchronize", result);
   }
-  auto segment = std::make_unique<GpuSegment>(std::move(context), std::move(mapping.value()));
-  return std::unique_ptr<Segment>(std::move(segment));
+  return std::unique_ptr<Segment>(
+      new GpuSegment(std::move(context), std::move(mapping.value()), std::move(made.value())));
 }
 
 Result<std::unique_ptr<Segment>> Segment::map(std::shared_ptr<cuda::Context> context, int descriptor, uint64_t bytes) {
@@ -116,8 +122,7 @@ Result<std::unique_ptr<Segment>> Segment::map(std::shared_ptr<cuda::Context> con
     error.message += " (the GPUs need peer access to each other: `nvidia-smi topo -p2p r` shows it)";
     return error;
   }
-  auto segment = std::make_unique<GpuSegment>(std::move(context), std::move(mapping.value()));
-  return std::unique_ptr<Segment>(std::move(segment));
+  return std::unique_ptr<Segment>(new GpuSegment(std::move(context), std::move(mapping.value()), {}));
 }
 
 }  // namespace kvc::moe

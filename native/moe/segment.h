@@ -28,7 +28,7 @@ class Segment {
 
   unsigned char* base() const noexcept { return base_; }
   uint64_t bytes() const noexcept { return bytes_; }
-  // A descriptor for peers; only of a segment that was created here. 160 us on a GPU.
+  // A descriptor for peers; only of a segment that was created here.
   virtual Result<UniqueFd> descriptor() const = 0;
 
  protected:
