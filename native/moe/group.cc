@@ -505,6 +505,7 @@ Status Group::close(uint64_t timeout_ns) {
   if (!unused_.wait_until(lock, deadline, [&] { return uses_ == 0; })) {
     return Error{ErrorCode::kTimeout, {}, {}, "moe_close", "a call is still running: the memory is kept"};
   }
+  if (!memory_) return {};  // another close() was faster
   if (const std::shared_ptr<cuda::Context> context = memory_->context) {
     lock.unlock();
     const auto left = deadline - std::chrono::steady_clock::now();

@@ -274,6 +274,7 @@ struct RankProcess {
 using RankProcesses = std::vector<RankProcess>;
 
 inline constexpr const char* kRankVariable = "KVC_TEST_MOE_RANK";
+inline constexpr int kWorked = 42;  // the exit status of a rank whose work ran, and well
 
 // Runs `work` in `ranks` processes, which begin anew with this test, as a driver does not survive a fork. `control` runs
 // here meanwhile. Processes that it has killed, or stopped, are in `lost`.
@@ -281,7 +282,10 @@ inline void run_ranks(
     uint32_t ranks, bool gpu, const std::function<void(Rank&)>& work,
     const std::function<void(RankProcesses&)>& control = [](RankProcesses&) {},
     const std::vector<uint32_t>& lost = {}) {
-  static int calls = 0;
+  static const testing::TestInfo* test = nullptr;
+  static int calls = 0;  // in this test
+  const testing::TestInfo* const info = testing::UnitTest::GetInstance()->current_test_info();
+  if (std::exchange(test, info) != info) calls = 0;
   const int call = ++calls;
   if (const char* text = std::getenv(kRankVariable)) {
     if (std::atoi(text) != call) return;
@@ -293,10 +297,9 @@ inline void run_ranks(
       ADD_FAILURE() << error.what();
     }
     std::fflush(nullptr);
-    _exit(testing::Test::HasFailure() ? 1 : 0);
+    _exit(testing::Test::HasFailure() ? 1 : kWorked);
   }
   if (gpu && cuda::kernel_image().empty()) GTEST_SKIP() << "this build has no GPU kernels (no nvcc)";
-  const testing::TestInfo* const info = testing::UnitTest::GetInstance()->current_test_info();
   const std::string name = std::string(info->test_suite_name()) + "." + info->name();
   std::vector<std::vector<UniqueFd>> mesh(ranks);
   for (std::vector<UniqueFd>& row : mesh) row.resize(ranks + 1);
@@ -340,7 +343,7 @@ inline void run_ranks(
     if (is_lost) processes[rank].kill();
     int status = 0;
     EXPECT_EQ(waitpid(processes[rank].pid, &status, 0), processes[rank].pid);
-    if (!is_lost) EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << "rank " << rank << ": " << status;
+    if (!is_lost) EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == kWorked) << "rank " << rank << ": " << status;
   }
 }
 
