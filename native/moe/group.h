@@ -67,7 +67,8 @@ class Group {
   // `descriptor` stays the caller's. Before the first dispatch.
   Status attach(uint32_t rank, int descriptor);
   // The rank of each expert; empty: every row goes to every rank. No launch may be in flight. A refused table changes
-  // nothing.
+  // nothing. A captured launch takes part only where both placements need a table: equal blocks in rank order, and no
+  // placement, are in the launch itself.
   Status place(std::span<const uint32_t> owners);
 
   // `ids`: [tokens][top_k] of ids_bytes each (4 or 8). The memory of the columns and ids is read until the launch is over.
@@ -85,7 +86,8 @@ class Group {
 
   // Ends all waiting, also that of calls on host memory, waits until the GPU is at rest, and frees everything. kTimeout: it
   // does not come to rest; nothing is freed then, as the GPU may still use it. All later calls are refused with kClosed; a
-  // second close() frees what the first could not. No stream of the process may be captured meanwhile.
+  // second close() frees what the first could not. No stream of the process may be captured meanwhile, and no graph
+  // that holds a launch may be replayed any more.
   Status close(uint64_t timeout_ns);
 
  private:

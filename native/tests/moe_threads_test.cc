@@ -181,8 +181,18 @@ TEST_P(MoeThreads, AFaultEndsTheWaitsOfBothSlots) {
   must(combine(0, 1, rows));
   finish(0, 1);
   EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::nanoseconds(kTimeout));
+}
+
+TEST_P(MoeThreads, TheFirstFaultIsTold) {
+  form(50'000'000);
+  const Place rows(context_, 16);
+  must(dispatch(0, 0, rows));
+  finish(0, 0);
   groups_[0]->lose(1);
-  EXPECT_EQ(groups_[0]->fault()->first, Fault::kDispatchTimeout) << "the first is told";
+  must(dispatch(0, 1, rows));
+  finish(0, 1);
+  ASSERT_TRUE(groups_[0]->fault().has_value());
+  EXPECT_EQ(groups_[0]->fault()->first, Fault::kDispatchTimeout);
 }
 
 TEST_P(MoeThreads, AnythingMayBeCalledWhileItIsClosed) {
