@@ -72,10 +72,10 @@ TEST_P(MoeFaults, AKilledRankIsLost) {
       kRanks, gpu(),
       [](Rank& rank) {
         Stepper stepper(rank);
-        rank.watch();
         stepper.run(step_of(1));
         const Step step = step_of(2);
         until(stepper, step, moment());
+        rank.finish();
         if (rank.rank == kVictim) {
           rank.report(0);
           return;
@@ -157,7 +157,6 @@ TEST_P(MoeRandomDeaths, TheOthersEnd) {
         kRanks, GetParam(),
         [](Rank& rank) {
           Stepper stepper(rank);
-          rank.watch();
           rank.report(0);
           for (uint64_t seed = 1; !rank.group->fault(); ++seed) {
             Step step = step_of(seed);

@@ -60,7 +60,7 @@ Step any_step(uint64_t seed, uint32_t ranks) {
 TEST_P(MoeProcesses, AnyStepIsWhatItsDefinitionSays) {
   run_ranks(ranks(), gpu(), [](Rank& rank) {
     Stepper stepper(rank);
-    for (uint64_t seed = 1; seed <= 80 && !testing::Test::HasFailure(); ++seed) stepper.run(any_step(seed, ranks()));
+    for (uint64_t seed = 1; seed <= 160 && !testing::Test::HasFailure(); ++seed) stepper.run(any_step(seed, ranks()));
     rank.barrier();
     must(rank.group->close(10'000'000'000));
   });

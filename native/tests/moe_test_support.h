@@ -190,6 +190,7 @@ class Rank {
       if (!peers_[peer].receive(&segment) || !segment) throw std::runtime_error("no segment");
       must(group->attach(peer, segment.get()));
     }
+    watch();
     return *group;
   }
   void barrier() {
@@ -205,24 +206,6 @@ class Rank {
   void report(uint64_t number) {
     parent_.send(number);
     parent_.receive();
-  }
-  // As the product does: a thread that sees a peer's process end says so to the group.
-  void watch() {
-    end_ = UniqueFd(eventfd(0, EFD_CLOEXEC));
-    watcher_ = std::thread([this] {
-      std::vector<pollfd> entries;
-      for (const Wire& peer : peers_) entries.push_back({peer.fd(), POLLRDHUP, 0});
-      entries.push_back({end_.get(), POLLIN, 0});
-      for (;;) {
-        ::poll(entries.data(), entries.size(), -1);
-        if (entries.back().revents != 0) return;
-        for (uint32_t peer = 0; peer < ranks; ++peer) {
-          if (entries[peer].revents == 0) continue;
-          entries[peer].fd = -1;
-          group->lose(peer);
-        }
-      }
-    });
   }
   void stop_watching() {
     if (!watcher_.joinable()) return;
@@ -245,6 +228,26 @@ class Rank {
   std::unique_ptr<Group> group;
 
  private:
+  // As the product does: a thread that sees a peer's process end says so to the group. A rank that fails its test thus
+  // fails the others'.
+  void watch() {
+    end_ = UniqueFd(eventfd(0, EFD_CLOEXEC));
+    watcher_ = std::thread([this] {
+      std::vector<pollfd> entries;
+      for (const Wire& peer : peers_) entries.push_back({peer.fd(), POLLRDHUP, 0});
+      entries.push_back({end_.get(), POLLIN, 0});
+      for (;;) {
+        ::poll(entries.data(), entries.size(), -1);
+        if (entries.back().revents != 0) return;
+        for (uint32_t peer = 0; peer < ranks; ++peer) {
+          if (entries[peer].revents == 0) continue;
+          entries[peer].fd = -1;
+          group->lose(peer);
+        }
+      }
+    });
+  }
+
   Wire parent_;
   std::vector<Wire> peers_;  // the own one is nothing
   cuda::OwnedStream stream_;
