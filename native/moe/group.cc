@@ -367,7 +367,7 @@ Status Group::dispatch(cuda::Stream stream, uint32_t slot, std::span<const uint3
     if (spec.row_bytes > kMaxRowBytes || spec.offset > config_.dispatch_bytes ||
         (tokens > 0 && spec.source == nullptr)) {
       return refuse("column " + std::to_string(i) +
-                    " has rows of more than 16 MiB, begins behind the dispatch area, or " + "has no source");
+                    " has rows of more than 16 MiB, begins behind the dispatch area, or has no source");
     }
     end = spec.offset + all * spec.row_bytes;
     if (end > config_.dispatch_bytes) {

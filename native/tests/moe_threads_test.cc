@@ -78,11 +78,13 @@ TEST_P(MoeThreads, SlotsAreUsedByThreadsOfTheirOwn) {
       std::this_thread::yield();
     }
   });
+  // Not of the threads: to free GPU memory waits for everybody's launches.
+  std::vector<std::unique_ptr<Place>> places;
+  for (int i = 0; i < 4; ++i) places.push_back(std::make_unique<Place>(context_, 16));
   std::vector<std::thread> threads;
   for (uint32_t rank : {0U, 1U}) {
     for (uint32_t slot : {0U, 1U}) {
-      threads.emplace_back([this, rank, slot] {
-        const Place rows(context_, 16);
+      threads.emplace_back([this, rank, slot, &rows = *places[rank * 2 + slot]] {
         Group& group = *groups_[rank];
         for (uint32_t step = 1; step <= 50; ++step) {
           std::array<uint16_t, 8> values{};
@@ -198,11 +200,12 @@ TEST_P(MoeThreads, TheFirstFaultIsTold) {
 TEST_P(MoeThreads, AnythingMayBeCalledWhileItIsClosed) {
   for (int turn = 0; turn < 10; ++turn) {
     form();
+    const std::array<std::unique_ptr<Place>, 2> places = {std::make_unique<Place>(context_, 16),
+                                                          std::make_unique<Place>(context_, 16)};
     std::vector<std::thread> threads;
     std::atomic<int> ready{0};
     for (uint32_t rank : {0U, 1U}) {
-      threads.emplace_back([this, rank, &ready] {
-        const Place rows(context_, 16);
+      threads.emplace_back([this, rank, &ready, &rows = *places[rank]] {
         ++ready;
         for (;;) {
           Status status = dispatch(rank, 0, rows);
