@@ -188,6 +188,8 @@ def _exchange(
             ready, _, _ = select.select([done], [], [], min(timeout, _GRACE_SECONDS))
     finally:
         os.close(done)
+    if done in ready:
+        thread.join()
     if results:
         return results[0]
     # Its connection fails the exchange before the kernel reports the end of the process.

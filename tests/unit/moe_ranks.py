@@ -114,6 +114,7 @@ class Side:
     def stop(self) -> None:
         """Stops this process. It does not go on: the test kills it."""
         os.kill(os.getpid(), signal.SIGSTOP)
+        threading.Event().wait()  # this thread may be the last to stop
 
     def _end(self, kind: str, result: Any) -> None:
         self._pipe.send((kind, result))
