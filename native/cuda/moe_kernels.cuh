@@ -116,8 +116,8 @@ __device__ __forceinline__ void copy_row(const DispatchLaunch& launch, const Col
   copy_row<unsigned char>(launch, column, token, mask, first, step);
 }
 
-__device__ __forceinline__ void send_token(const DispatchLaunch& launch, uint32_t token) {
-  const uint32_t all = (1U << launch.ranks) - 1;
+// `all`: every rank; 0 after a fault, so that nothing is stored any more. It is needed last, as its load takes its time.
+__device__ __forceinline__ void send_token(const DispatchLaunch& launch, uint32_t token, uint32_t all) {
   // The widest column comes first. Up to two vectors a thread are under way before the ids are known.
   const Column& wide = launch.columns[0];
   const uint64_t row = static_cast<uint64_t>(token) * wide.row_bytes;
@@ -128,7 +128,7 @@ __device__ __forceinline__ void send_token(const DispatchLaunch& launch, uint32_
   uint4 b{};
   if (threadIdx.x < vectors) a = source[threadIdx.x];
   if (second < vectors) b = source[second];
-  const uint32_t mask = ranks_of(launch, token);
+  const uint32_t mask = ranks_of(launch, token) & all;
   if (threadIdx.x == 0) launch.masks[token] = mask;
   const uint32_t wanted = wide.to_all != 0 ? all : mask;
   if (threadIdx.x < vectors) store_unit(launch, wanted, wide.target + row + threadIdx.x * 16U, a);
@@ -180,19 +180,20 @@ __device__ __forceinline__ uint4 rounded(const Sums& sums) {
   return {words[0], words[1], words[2], words[3]};
 }
 
-// kVectors vectors of a row by each thread: those of every rank are under way before the first is added.
-template <int kVectors>
-__device__ __forceinline__ void combine_part(const CombineLaunch& launch, uint32_t token, uint32_t first) {
-  const uint32_t mask = launch.masks[token];
+// kVectors vectors of a row by each thread: those of every rank are under way before the first is added. `mask`: the ranks
+// that had the token's row.
+template <int kVectors, uint32_t kRanks>
+__device__ __forceinline__ void combine_part(const CombineLaunch& launch, uint32_t token, uint32_t first,
+                                             uint32_t mask) {
   const uint64_t row = static_cast<uint64_t>(token) * launch.vectors;
-  uint4 loaded[kVectors][kMaxRanks];
+  uint4 loaded[kVectors][kRanks];
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     const uint32_t index = first + v * blockDim.x;
 #pragma unroll
-    for (uint32_t rank = 0; rank < kMaxRanks; ++rank) {
+    for (uint32_t rank = 0; rank < kRanks; ++rank) {
       loaded[v][rank] = {};
-      if (rank < launch.ranks && (mask >> rank & 1U) != 0 && index < launch.vectors) {
+      if ((mask >> rank & 1U) != 0 && index < launch.vectors) {
         loaded[v][rank] = reinterpret_cast<const uint4*>(launch.segments[rank] + launch.rows)[row + index];
       }
     }
@@ -203,41 +204,46 @@ __device__ __forceinline__ void combine_part(const CombineLaunch& launch, uint32
     if (index >= launch.vectors) continue;
     Sums sums{};
 #pragma unroll
-    for (uint32_t rank = 0; rank < kMaxRanks; ++rank) {
-      if (rank < launch.ranks) add(sums, loaded[v][rank]);
-    }
+    for (uint32_t rank = 0; rank < kRanks; ++rank) add(sums, loaded[v][rank]);
     uint4* out = reinterpret_cast<uint4*>(launch.out) + row + index;
     if (launch.accumulate != 0) add(sums, *out);
     *out = rounded(sums);
   }
 }
 
-template <int kVectors>
+// For up to kRanks ranks.
+template <int kVectors, uint32_t kRanks>
 __device__ __forceinline__ void combine(const CombineLaunch& launch) {
   wait_for_predecessor();
   __shared__ bool faulted;
+  const uint32_t units = launch.tokens * launch.parts;
+  // Before the wait: it is local, and takes as long as a flag's flight.
+  uint32_t mask = blockIdx.x < units ? launch.masks[blockIdx.x / launch.parts] : 0;
   const uint32_t epoch = launch.control->epoch;
-  if (threadIdx.x == 0) faulted = launch.control->faulted != 0;
-  __syncthreads();
-  if (faulted) return;
+  bool waits = launch.control->faulted == 0;
+  if (threadIdx.x == 0) faulted = !waits;
   if (blockIdx.x == 0 && (launch.phases & kSend) != 0 && threadIdx.x < launch.ranks) {
     __threadfence_system();
-    store_relaxed(flag_of(launch.segments[threadIdx.x], launch.ready, launch.rank), epoch);
+    if (waits) store_relaxed(flag_of(launch.segments[threadIdx.x], launch.ready, launch.rank), epoch);
   }
   if ((launch.phases & kReceive) == 0) return;
+  __syncthreads();
   if (threadIdx.x < launch.ranks) {
-    if (!wait_for_flag(flag_of(launch.segments[launch.rank], launch.ready, threadIdx.x), epoch, threadIdx.x,
-                       Fault::kCombineTimeout, launch.timeout_ns, launch.control, launch.host)) {
-      faulted = true;
-    }
+    waits = waits && wait_for_flag(flag_of(launch.segments[launch.rank], launch.ready, threadIdx.x), epoch, threadIdx.x,
+                                   Fault::kCombineTimeout, launch.timeout_ns, launch.control, launch.host);
+    if (!waits) faulted = true;
     __threadfence_system();
   }
   __syncthreads();
   if (faulted) return;
   let_successor_begin();
-  const uint32_t units = launch.tokens * launch.parts;
-  for (uint32_t unit = blockIdx.x; unit < units; unit += gridDim.x) {
-    combine_part<kVectors>(launch, unit / launch.parts, unit % launch.parts * kVectors * blockDim.x + threadIdx.x);
+  for (uint32_t unit = blockIdx.x; unit < units;) {
+    const uint32_t token = unit / launch.parts;
+    const uint32_t first = unit % launch.parts * kVectors * blockDim.x + threadIdx.x;
+    unit += gridDim.x;
+    const uint32_t next = unit < units ? launch.masks[unit / launch.parts] : 0;
+    combine_part<kVectors, kRanks>(launch, token, first, mask);
+    mask = next;
   }
 }
 
@@ -250,25 +256,25 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads)
   __shared__ bool last;
   Control* control = launch.control;
   const bool faulted = control->faulted != 0;
+  const uint32_t before = control->epoch;
   if ((launch.phases & kSend) == 0) {
-    if (!faulted && blockIdx.x == 0) receive_rows(launch, control->epoch);
+    if (!faulted && blockIdx.x == 0) receive_rows(launch, before);
     return;
   }
-  if (!faulted) {
-    for (uint32_t token = blockIdx.x; token < launch.tokens; token += gridDim.x) send_token(launch, token);
-  }
+  const uint32_t all = faulted ? 0 : (1U << launch.ranks) - 1;
+  for (uint32_t token = blockIdx.x; token < launch.tokens; token += gridDim.x) send_token(launch, token, all);
   let_successor_begin();
   __syncthreads();
-  __shared__ uint32_t epoch;
   if (threadIdx.x == 0) {
     last = add_acquire_release(&control->blocks_done, 1U) + 1 == gridDim.x;
     if (last) {
       control->blocks_done = 0;
-      epoch = control->epoch = control->epoch + 1;
+      control->epoch = before + 1;
     }
   }
   __syncthreads();
   if (!last || faulted) return;
+  const uint32_t epoch = before + 1;
   if (threadIdx.x < launch.ranks) {
     __threadfence_system();
     store_relaxed(flag_of(launch.segments[threadIdx.x], launch.arrived, launch.rank), epoch);
@@ -276,14 +282,18 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads)
   if ((launch.phases & kReceive) != 0) receive_rows(launch, epoch);
 }
 
-extern "C" __global__ void __launch_bounds__(kMaxThreads)
-    kvc_moe_combine(const __grid_constant__ CombineLaunch launch) {
-  combine<1>(launch);
-}
-// The same with two vectors a thread: where there are more rows than blocks can be resident.
-extern "C" __global__ void __launch_bounds__(kMaxThreads)
-    kvc_moe_combine_two(const __grid_constant__ CombineLaunch launch) {
-  combine<2>(launch);
-}
+// Combine for up to R ranks, with V vectors of a row a thread.
+#define KVC_MOE_COMBINE(V, R)                                                     \
+  extern "C" __global__ void __launch_bounds__(kMaxThreads)                       \
+      kvc_moe_combine_v##V##_r##R(const __grid_constant__ CombineLaunch launch) { \
+    combine<V, R>(launch);                                                        \
+  }
+KVC_MOE_COMBINE(1, 2)
+KVC_MOE_COMBINE(1, 4)
+KVC_MOE_COMBINE(1, 8)
+KVC_MOE_COMBINE(2, 2)
+KVC_MOE_COMBINE(2, 4)
+KVC_MOE_COMBINE(2, 8)
+#undef KVC_MOE_COMBINE
 
 }  // namespace kvc::moe

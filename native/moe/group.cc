@@ -16,6 +16,7 @@ namespace {
 constexpr int kHopper = 9;         // compute capability with programmatic dependent launch
 constexpr int kSerialization = 6;  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 constexpr uint64_t kLastClose = 2'000'000'000;
+constexpr uint32_t kThreadsPerProcessor = 1024;
 
 uint32_t round_to_warps(uint32_t threads) { return std::clamp((threads + 31) / 32 * 32, 32U, kMaxThreads); }
 
@@ -54,8 +55,7 @@ struct Group::Memory {
   struct Kernels {
     cuda::Module module;
     cuda::Function dispatch = nullptr;
-    cuda::Function combine = nullptr;
-    cuda::Function combine_two = nullptr;
+    std::array<cuda::Function, 2> combine{};  // with one and with two vectors a thread
   };
 
   ~Memory() {
@@ -148,10 +148,11 @@ Result<std::unique_ptr<Group>> Group::create(const GroupConfig& config) {
   if (!module) return module.error();
   Memory::Kernels& kernels = memory->kernels;
   kernels.module = std::move(module.value());
-  for (const auto& [kernel, name] : {std::pair{&kernels.dispatch, "kvc_moe_dispatch"},
-                                     {&kernels.combine, "kvc_moe_combine"},
-                                     {&kernels.combine_two, "kvc_moe_combine_two"}}) {
-    Result<cuda::Function> found = kernels.module.function(name);
+  const std::string ranks = config.ranks <= 2 ? "2" : config.ranks <= 4 ? "4" : "8";
+  for (const auto& [kernel, name] : {std::pair{&kernels.dispatch, std::string("kvc_moe_dispatch")},
+                                     {&kernels.combine[0], "kvc_moe_combine_v1_r" + ranks},
+                                     {&kernels.combine[1], "kvc_moe_combine_v2_r" + ranks}}) {
+    Result<cuda::Function> found = kernels.module.function(name.c_str());
     if (!found) return found.error();
     *kernel = found.value();
   }
@@ -208,8 +209,8 @@ Status Group::place(std::span<const uint32_t> owners) {
   memory_->has_owners = false;
   if (owners.empty()) return {};
   if (owners.size() != config_.experts) {
-    return invalid("moe_place", std::to_string(owners.size()) + " owners for " + std::to_string(config_.experts) +
-                                    " experts");
+    return invalid("moe_place",
+                   std::to_string(owners.size()) + " owners for " + std::to_string(config_.experts) + " experts");
   }
   std::vector<uint8_t> table;
   table.reserve(owners.size());
@@ -328,7 +329,7 @@ Status Group::dispatch(cuda::Stream stream, uint32_t slot, std::span<const uint3
   const uint32_t vectors = (columns[0].row_bytes + 15) / 16;
   const uint32_t threads = round_to_warps(
       std::max(vectors <= kMaxThreads ? vectors : (vectors + 1) / 2, 32 * static_cast<uint32_t>(columns.size() - 1)));
-  const uint32_t blocks = std::clamp(launch.tokens, 1U, memory.processors);
+  const uint32_t blocks = std::clamp(launch.tokens, 1U, resident(threads));
   return this->launch(memory.kernels.dispatch, stream, blocks, threads, &launch);
 }
 
@@ -339,7 +340,8 @@ Status Group::combine(cuda::Stream stream, uint32_t slot, std::span<const uint32
   if (!found) return found.error();
   const auto [before, all] = found.value();
   const auto refuse = [&](std::string message) { return invalid(std::string(kOperation), std::move(message)); };
-  if (hidden == 0 || hidden % 8 != 0) return refuse("a hidden size of " + std::to_string(hidden) + ", not of 8, 16, ...");
+  if (hidden == 0 || hidden % 8 != 0)
+    return refuse("a hidden size of " + std::to_string(hidden) + ", not of 8, 16, ...");
   const uint64_t row_bytes = uint64_t{hidden} * 2;
   if (all * row_bytes > config_.combine_bytes) return refuse("the results do not fit into the combine area");
   if (reinterpret_cast<uintptr_t>(out) % 16 != 0) return refuse("`out` does not begin at a multiple of 16 bytes");
@@ -373,8 +375,13 @@ Status Group::combine(cuda::Stream stream, uint32_t slot, std::span<const uint32
   const uint32_t threads = round_to_warps((share + per_thread - 1) / per_thread);
   launch.parts = (launch.vectors + per_thread * threads - 1) / (per_thread * threads);
   const uint32_t blocks =
-      (phases & kReceive) == 0 ? 1 : std::clamp(launch.tokens * launch.parts, 1U, memory.processors * 2);
-  return this->launch(few ? memory.kernels.combine : memory.kernels.combine_two, stream, blocks, threads, &launch);
+      (phases & kReceive) == 0 ? 1 : std::clamp(launch.tokens * launch.parts, 1U, resident(threads));
+  return this->launch(memory.kernels.combine[few ? 0 : 1], stream, blocks, threads, &launch);
+}
+
+// As many blocks as run at once: 1,024 threads of a processor leave its registers to a kernel that begins early.
+uint32_t Group::resident(uint32_t threads) const noexcept {
+  return memory_->processors * std::max(1U, kThreadsPerProcessor / threads);
 }
 
 Status Group::launch(cuda::Function kernel, cuda::Stream stream, uint32_t blocks, uint32_t threads, void* arguments) {

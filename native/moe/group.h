@@ -87,6 +87,7 @@ class Group {
   Group(const GroupConfig& config, std::unique_ptr<Memory> memory);
   Result<std::pair<uint64_t, uint64_t>> rows(std::string_view operation, uint32_t slot,
                                              std::span<const uint32_t> sizes) const;
+  uint32_t resident(uint32_t threads) const noexcept;
   Status launch(cuda::Function kernel, cuda::Stream stream, uint32_t blocks, uint32_t threads, void* arguments);
 
   GroupConfig config_;
