@@ -5,7 +5,7 @@
 
 Without a name it runs all four. Needs torch for CUDA and an extension that was built with nvcc. Exits with 1
 where a byte differs. `times` prints microseconds of dispatch + combine in CUDA graphs, beside NCCL's
-all-gather and reduce-scatter: 20 pairs a graph with four routings in turn, 100 replays, the slowest rank of each.
+all-gather and reduce-scatter: 20 pairs a graph, four routings in turn, 100 replays, the slowest rank of each.
 """
 
 from __future__ import annotations
