@@ -3,7 +3,7 @@
 // Order, in the terms of the PTX memory model. Dispatch: a block's stores, __syncthreads, and an atomic with acquire and
 // release at GPU scope by its first thread. The last block's atomic reads what all released; each thread of it that
 // raises a flag fences at system scope first, all in one instruction. Combine: the launch before it wrote the results;
-// the same fence stands before its flags. Whoever waits polls with relaxed loads and fences once.
+// the same fence stands before its flags. Whoever waits polls with loads that acquire.
 #pragma once
 
 #include "cuda/moe.h"
@@ -30,6 +30,13 @@ __device__ __forceinline__ uint32_t load_relaxed(const uint32_t* word) {
   asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
   return value;
 }
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* word) {
+  uint32_t value = 0;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+// __threadfence_system() is sequentially consistent, which costs more and is not needed.
+__device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 __device__ __forceinline__ void store_relaxed(uint32_t* word, uint32_t value) {
   asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
@@ -52,7 +59,6 @@ __device__ __forceinline__ uint32_t* flag_of(unsigned char* segment, uint64_t fl
 __device__ __noinline__ void give_up(Control* control, HostWords* host, Fault fault, uint32_t rank) {
   if (atomicCAS(&control->faulted, 0U, 1U) != 0) return;
   store_relaxed(&host->fault, static_cast<uint32_t>(fault) << 16 | rank);
-  __threadfence_system();
 }
 
 // Whether the flag has come to the epoch. The host's word lies across PCIe and the timer takes its time: they are looked
@@ -61,7 +67,7 @@ __device__ __forceinline__ bool wait_for_flag(const uint32_t* flag, uint32_t epo
                                               uint64_t timeout_ns, Control* control, HostWords* host) {
   uint32_t polls = 0;
   uint64_t begin = 0;
-  while (static_cast<int32_t>(load_relaxed(flag) - epoch) < 0) {
+  while (static_cast<int32_t>(load_acquire(flag) - epoch) < 0) {
     if ((++polls & 1023U) != 0) continue;
     const uint64_t now = now_ns();
     if (begin == 0) begin = now;
@@ -150,7 +156,6 @@ __device__ __forceinline__ void receive_rows(const DispatchLaunch& launch, uint3
   if (threadIdx.x < launch.ranks) {
     wait_for_flag(flag_of(launch.segments[launch.rank], launch.arrived, threadIdx.x), epoch, threadIdx.x,
                   Fault::kDispatchTimeout, launch.timeout_ns, launch.control, launch.host);
-    __threadfence_system();
   }
 }
 
@@ -215,24 +220,26 @@ __device__ __forceinline__ void combine_part(const CombineLaunch& launch, uint32
 template <int kVectors, uint32_t kRanks>
 __device__ __forceinline__ void combine(const CombineLaunch& launch) {
   wait_for_predecessor();
+  __shared__ uint32_t epoch;
   __shared__ bool faulted;
   const uint32_t units = launch.tokens * launch.parts;
   // Before the wait: it is local, and takes as long as a flag's flight.
   uint32_t mask = blockIdx.x < units ? launch.masks[blockIdx.x / launch.parts] : 0;
-  const uint32_t epoch = launch.control->epoch;
-  bool waits = launch.control->faulted == 0;
-  if (threadIdx.x == 0) faulted = !waits;
-  if (blockIdx.x == 0 && (launch.phases & kSend) != 0 && threadIdx.x < launch.ranks) {
-    __threadfence_system();
-    if (waits) store_relaxed(flag_of(launch.segments[threadIdx.x], launch.ready, launch.rank), epoch);
+  // A second warp loads what the flags need while the first fences.
+  const bool raises = blockIdx.x == 0 && (launch.phases & kSend) != 0 && threadIdx.x < launch.ranks;
+  if (raises) fence_system();
+  if (threadIdx.x == 32) {
+    epoch = launch.control->epoch;
+    faulted = launch.control->faulted != 0;
   }
-  if ((launch.phases & kReceive) == 0) return;
   __syncthreads();
-  if (threadIdx.x < launch.ranks) {
-    waits = waits && wait_for_flag(flag_of(launch.segments[launch.rank], launch.ready, threadIdx.x), epoch, threadIdx.x,
-                                   Fault::kCombineTimeout, launch.timeout_ns, launch.control, launch.host);
-    if (!waits) faulted = true;
-    __threadfence_system();
+  if (faulted) return;
+  if (raises) store_relaxed(flag_of(launch.segments[threadIdx.x], launch.ready, launch.rank), epoch);
+  if ((launch.phases & kReceive) == 0) return;
+  if (threadIdx.x < launch.ranks &&
+      !wait_for_flag(flag_of(launch.segments[launch.rank], launch.ready, threadIdx.x), epoch, threadIdx.x,
+                     Fault::kCombineTimeout, launch.timeout_ns, launch.control, launch.host)) {
+    faulted = true;
   }
   __syncthreads();
   if (faulted) return;
@@ -276,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads)
   if (!last || faulted) return;
   const uint32_t epoch = before + 1;
   if (threadIdx.x < launch.ranks) {
-    __threadfence_system();
+    fence_system();
     store_relaxed(flag_of(launch.segments[threadIdx.x], launch.arrived, launch.rank), epoch);
   }
   if ((launch.phases & kReceive) != 0) receive_rows(launch, epoch);

@@ -17,6 +17,7 @@ constexpr int kHopper = 9;         // compute capability with programmatic depen
 constexpr int kSerialization = 6;  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 constexpr uint64_t kLastClose = 2'000'000'000;
 constexpr uint32_t kThreadsPerProcessor = 1024;
+constexpr uint32_t kCombineThreads = 64;  // two warps: one fences while the other loads
 
 uint32_t round_to_warps(uint32_t threads) { return std::clamp((threads + 31) / 32 * 32, 32U, kMaxThreads); }
 
@@ -372,7 +373,7 @@ Status Group::combine(cuda::Stream stream, uint32_t slot, std::span<const uint32
   const uint32_t per_thread = few ? 1 : 2;
   launch.parts = (launch.vectors + per_thread * kMaxThreads - 1) / (per_thread * kMaxThreads);
   const uint32_t share = (launch.vectors + launch.parts - 1) / launch.parts;
-  const uint32_t threads = round_to_warps((share + per_thread - 1) / per_thread);
+  const uint32_t threads = std::max(kCombineThreads, round_to_warps((share + per_thread - 1) / per_thread));
   launch.parts = (launch.vectors + per_thread * threads - 1) / (per_thread * threads);
   const uint32_t blocks =
       (phases & kReceive) == 0 ? 1 : std::clamp(launch.tokens * launch.parts, 1U, resident(threads));
