@@ -34,6 +34,7 @@ from kv_connector.moe.group import Group, GroupError, GroupSettings
 EXPERTS, TOP_K, ROUTINGS = 256, 8, 4
 SHAPES = [(hidden, tokens) for hidden in (7168, 4096, 2048) for tokens in (128, 32, 8, 4096)]
 REPLAYS = 10_000
+STEPS = int(os.environ.get("KVC_MOE_STEPS", "60"))  # of each shape; fewer under compute-sanitizer
 
 
 class Rank:
@@ -119,7 +120,7 @@ def check_bytes(of: Rank) -> None:
     cases = 0
     for hidden, most in ((7168, 128), (4096, 300), (2048, 1024), (1152, 64)):
         group = of.form(hidden, most, slots=2)
-        for case in range(60):
+        for case in range(STEPS):
             sizes = [rng.choice((0, 1, most, rng.randrange(most))) for _ in range(of.ranks)]
             slot, fp8, seed = case % 2, case % 3 > 0, rng.randrange(1 << 20)
             steps = [Step(of, hidden, size, rank, seed, fp8=fp8) for rank, size in enumerate(sizes)]
