@@ -139,7 +139,7 @@ class Exploration:
     def _candidate_moves(self, rank: int, state: int) -> list[_Move]:
         stopped = bool(state & self._stopped[rank])
         moves = []
-        waiting = False
+        awaited = set()
         first = self._first[rank]
         for number in range(first, first + self._local[rank].bit_count()):
             step, move = self._steps[number], self._moves[number]
@@ -153,10 +153,12 @@ class Exploration:
                     moves.append(move)
             elif ready:
                 moves.append(move)
-                waiting = waiting or step.kind is Kind.WAIT
-        return moves + self._events(rank, state, waiting and not stopped)
+                if step.kind is Kind.WAIT:
+                    awaited.add(step.cell[2])
+        return moves + self._events(rank, state, awaited)
 
-    def _events(self, rank: int, state: int, waiting: bool) -> list[_Move]:
+    def _events(self, rank: int, state: int, awaited: set[int]) -> list[_Move]:
+        """`awaited` are the ranks that the rank waits for, if it has not stopped."""
         if rank == self._victim:
             return [] if state & self._died else [_event(self._died, rank, "dies")]
         lost = bool(state & self._lost[rank])
@@ -164,7 +166,9 @@ class Exploration:
         if state & self._died and not lost:
             events.append(_event(self._lost[rank], rank, "gets the mask word from its host"))
         ends = self._deadlines or (lost and self._rules.lost_ends_waits)
-        if waiting and ends and self._rules.ended_is_a_fault:
+        if lost and not self._rules.lost_ends_all_waits:
+            ends = awaited == {self._victim}
+        if awaited and ends and self._rules.ended_is_a_fault:
             events.append(_event(self._stopped[rank], rank, "ends its wait with a fault"))
         return events
 

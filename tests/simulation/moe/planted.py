@@ -61,6 +61,12 @@ MISTAKES = (
         options={"epoch": (1 << 31) - 2},
     ),
     Mistake("mask word ends no wait", Rules(lost_ends_waits=False), DEADLOCK, options={"victim": 0}),
+    Mistake(
+        "mask word ends the wait for the dead rank alone",
+        Rules(lost_ends_all_waits=False),
+        DEADLOCK,
+        options={"victim": 0},
+    ),
     Mistake("mask word counts as a flag", Rules(ended_is_a_fault=False), STALE, options={"victim": 0}),
     Mistake("deadline counts as a flag", Rules(ended_is_a_fault=False), STALE, options={"deadlines": True}),
     # The rows of its `out` are not of this round, and another rank would add them.
