@@ -86,7 +86,9 @@ class FakeGroup:
             self._buffer = torch.empty(sum(sizes), self.settings.hidden, dtype=torch.bfloat16)
         return self._buffer
 
-    def combine(self, out: torch.Tensor, sizes: Sequence[int], slot: int = 0, accumulate: bool = False) -> None:
+    def combine(
+        self, out: torch.Tensor, sizes: Sequence[int], slot: int = 0, accumulate: bool = False
+    ) -> None:
         own = self.settings.rank
         total = torch.zeros(sizes[own], self.settings.hidden)
         for rank, (results,) in enumerate(self._all_tensors([self._buffer])):
@@ -108,7 +110,7 @@ class FakeGroup:
 
 
 class Ranks:
-    """Threads that run one function each and exchange messages. A rank that exchanges alone fails the test."""
+    """Threads that exchange messages. A rank that exchanges alone fails the test."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -145,5 +147,3 @@ class Ranks:
         if errors:
             raise errors[0]
         return results
-
-

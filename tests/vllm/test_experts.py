@@ -1,4 +1,4 @@
-"""Data-parallel engines whose experts lie on both ranks: kv-connector's exchange beside vLLM's own over gloo."""
+"""Data-parallel engines with experts on both ranks: kv-connector's exchange beside vLLM's own over gloo."""
 
 from __future__ import annotations
 
@@ -84,7 +84,11 @@ async def test_idle_and_uneven_ranks_return_the_tokens_of_vllms_exchange(
         assert await tokens_of(client, site.ours, rank, alone) == await tokens_of(
             client, site.theirs, rank, alone
         )
-    uneven = [(rank, prompt(f"uneven {rank} {n}", 10 + 150 * n + 31 * rank)) for rank in range(RANKS) for n in range(3)]
+    uneven = [
+        (rank, prompt(f"uneven {rank} {n}", 10 + 150 * n + 31 * rank))
+        for rank in range(RANKS)
+        for n in range(3)
+    ]
     found = {}
     for engine in (site.ours, site.theirs):
         found[engine.name] = await asyncio.gather(
