@@ -83,6 +83,82 @@ class CompletionWord(_CompletionWord):
     def device_pointer(self) -> int:
         """Where kernels find it; they load it with acquire, of system scope."""
 
+MOE_MAX_RANKS: int
+MOE_MAX_COLUMNS: int
+MOE_MAX_TOP_K: int
+MOE_COLUMN_ALIGNMENT: int
+
+@final
+class MoeGroup:
+    """A rank's part in the expert exchange (native/moe/group.h); kv_connector.moe.Group is its typed face.
+
+    One thread at a time, but for lose() and fault(). On a GPU dispatch() and combine() enqueue and return; on
+    host memory they return when all ranks' rows, or results, are there.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        device: int,
+        dispatch_bytes: int,
+        combine_bytes: int,
+        max_tokens: int,
+        experts: int,
+        slots: int,
+        timeout: float,
+    ) -> None:
+        """`device`: the GPU's ordinal, -1 for host memory. Bytes are of one slot. `timeout`: seconds that a
+        launch waits for another rank."""
+
+    @property
+    def segment_bytes(self) -> int: ...
+    @property
+    def base(self) -> int:
+        """The address of this rank's segment."""
+
+    def dispatch_offset(self, slot: int) -> int: ...
+    def combine_offset(self, slot: int) -> int: ...
+    def descriptor(self) -> int:
+        """A new file descriptor of the segment, which the caller closes."""
+
+    def attach(self, rank: int, descriptor: int) -> None:
+        """Maps another rank's segment; the descriptor stays the caller's."""
+
+    def place(self, owners: Sequence[int]) -> None:
+        """The rank of each expert; empty: every row to every rank. Not while a launch is in flight."""
+
+    def dispatch(
+        self,
+        stream: int,
+        slot: int,
+        sizes: Sequence[int],
+        ids: int,
+        ids_bytes: int,
+        top_k: int,
+        columns: Sequence[tuple[int, int, int, bool]],
+        phases: int = 3,
+    ) -> None:
+        """`columns`: address, bytes of a row, offset in the dispatch area, whether every rank gets it.
+        `phases`: 1 sends, 2 receives."""
+
+    def combine(
+        self,
+        stream: int,
+        slot: int,
+        sizes: Sequence[int],
+        out: int,
+        hidden: int,
+        accumulate: bool = False,
+        phases: int = 3,
+    ) -> None: ...
+    def lose(self, rank: int) -> None: ...
+    def fault(self) -> tuple[int, int] | None:
+        """1 a timeout in dispatch, 2 in combine, 3 a lost rank; and the rank that was awaited."""
+
+    def close(self, timeout: float) -> None:
+        """TransferError TIMEOUT where the GPU does not come to rest; nothing is freed then."""
+
 @final
 class TransferEngine:
     def __init__(

@@ -53,6 +53,7 @@ bool fill_table(int mode) {
   KVC_FIND(cuCtxPushCurrent_v2);
   KVC_FIND(cuCtxPopCurrent_v2);
   KVC_FIND(cuCtxGetFlags);
+  KVC_FIND(cuCtxSynchronize);
   KVC_FIND(cuCtxGetStreamPriorityRange);
   KVC_FIND(cuCtxEnablePeerAccess);
   KVC_FIND(cuMemAlloc_v2);
@@ -79,6 +80,8 @@ bool fill_table(int mode) {
   KVC_FIND(cuMemMap);
   KVC_FIND(cuMemUnmap);
   KVC_FIND(cuMemSetAccess);
+  KVC_FIND(cuMemCreate);
+  KVC_FIND(cuMemGetAllocationGranularity);
   KVC_FIND(cuMemRelease);
   KVC_FIND(cuMemRetainAllocationHandle);
   KVC_FIND(cuMemExportToShareableHandle);
@@ -94,6 +97,7 @@ bool fill_table(int mode) {
   KVC_FIND(cuModuleGetFunction);
   KVC_FIND(cuFuncSetAttribute);
   KVC_FIND(cuLaunchKernel);
+  KVC_FIND(cuLaunchKernelEx);
 #undef KVC_FIND
   find(table.cuCtxSetFlags, "cuCtxSetFlags");
   find(table.cuMemcpyBatchAsync, "cuMemcpyBatchAsync");

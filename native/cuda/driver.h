@@ -40,6 +40,37 @@ struct MemoryAccess {
 };
 static_assert(sizeof(MemoryAccess) == 12);
 
+// CUmemAllocationProp: what cuMemCreate makes.
+struct AllocationProperties {
+  int type;           // CUmemAllocationType
+  int handle_types;   // CUmemAllocationHandleType
+  int location_type;  // CUmemLocationType
+  int location;       // the device's ordinal
+  void* windows;      // null
+  unsigned char flags[8];
+};
+static_assert(sizeof(AllocationProperties) == 32);
+
+// CUlaunchAttribute and CUlaunchConfig: a launch with more to it than a grid and a stream.
+struct LaunchAttribute {
+  int id;  // CUlaunchAttributeID
+  int padding;
+  union {
+    int value;
+    unsigned char bytes[64];
+  };
+};
+static_assert(sizeof(LaunchAttribute) == 72);
+struct LaunchConfig {
+  unsigned grid[3];
+  unsigned block[3];
+  unsigned shared_bytes;
+  Stream stream;
+  LaunchAttribute* attributes;
+  unsigned attribute_count;
+};
+static_assert(sizeof(LaunchConfig) == 56);
+
 // CUmemcpyAttributes: how the copies of a batch are made.
 struct CopyAttributes {
   int source_order;    // CUmemcpySrcAccessOrder
@@ -67,6 +98,7 @@ struct Driver {
   int (*cuCtxPopCurrent_v2)(ContextHandle*);
   int (*cuCtxGetFlags)(unsigned*);
   int (*cuCtxSetFlags)(unsigned);  // null before CUDA 12.1
+  int (*cuCtxSynchronize)();
   int (*cuCtxGetStreamPriorityRange)(int*, int*);
   int (*cuCtxEnablePeerAccess)(ContextHandle, unsigned);
   int (*cuMemAlloc_v2)(DevicePointer*, size_t);
@@ -95,6 +127,8 @@ struct Driver {
   int (*cuMemMap)(DevicePointer, size_t, size_t, AllocationHandle, unsigned long long);
   int (*cuMemUnmap)(DevicePointer, size_t);
   int (*cuMemSetAccess)(DevicePointer, size_t, const MemoryAccess*, size_t);
+  int (*cuMemCreate)(AllocationHandle*, size_t, const AllocationProperties*, unsigned long long);
+  int (*cuMemGetAllocationGranularity)(size_t*, const AllocationProperties*, int);
   int (*cuMemRelease)(AllocationHandle);
   int (*cuMemRetainAllocationHandle)(AllocationHandle*, void*);
   int (*cuMemExportToShareableHandle)(void*, AllocationHandle, int, unsigned long long);
@@ -111,6 +145,7 @@ struct Driver {
   int (*cuFuncSetAttribute)(Function, int, int);
   int (*cuLaunchKernel)(Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, void**,
                         void**);
+  int (*cuLaunchKernelEx)(const LaunchConfig*, Function, void**, void**);
 };
 
 // The loaded and initialised driver, or why there is none (no libcuda.so.1, no GPU, a driver that is too old). The first

@@ -4,6 +4,7 @@
 // pinned host memory, so that completion needs neither an event nor a second operation on the stream.
 
 #include "cuda/kernels.h"
+#include "cuda/moe_kernels.cuh"
 
 namespace kvc::cuda {
 namespace {

@@ -10,6 +10,11 @@ namespace {
 constexpr int kDescriptor = 1;      // CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 constexpr int kLocationDevice = 1;  // CU_MEM_LOCATION_TYPE_DEVICE
 constexpr int kReadWrite = 3;       // CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+constexpr int kPinned = 1;          // CU_MEM_ALLOCATION_TYPE_PINNED
+
+AllocationProperties exportable(const Context& context) {
+  return {kPinned, kDescriptor, kLocationDevice, context.device(), nullptr, {}};
+}
 
 Error plain_error(ErrorCode code, std::string message) {
   return Error{code, "cuda", {}, "register_memory", std::move(message)};
@@ -68,6 +73,31 @@ Result<UniqueFd> export_piece(const Driver& driver, DevicePointer address) {
   const int result = driver.cuMemExportToShareableHandle(&descriptor, handle, kDescriptor, 0);
   driver.cuMemRelease(handle);
   if (result != kSuccess) return cuda_error("register_memory", "cuMemExportToShareableHandle", result);
+  return UniqueFd(descriptor);
+}
+
+Result<uint64_t> piece_granularity(const Context& context) {
+  const RelaxedCapture relaxed(context.driver());
+  const AllocationProperties properties = exportable(context);
+  size_t bytes = 0;
+  if (int result = context.driver().cuMemGetAllocationGranularity(&bytes, &properties, 0); result != kSuccess) {
+    return cuda_error("create_piece", "cuMemGetAllocationGranularity", result);
+  }
+  return bytes;
+}
+
+Result<UniqueFd> create_piece(const Context& context, uint64_t bytes) {
+  const Driver& driver = context.driver();
+  const RelaxedCapture relaxed(driver);
+  const AllocationProperties properties = exportable(context);
+  AllocationHandle handle = 0;
+  if (int result = driver.cuMemCreate(&handle, bytes, &properties, 0); result != kSuccess) {
+    return cuda_error("create_piece", "cuMemCreate of " + std::to_string(bytes) + " bytes", result);
+  }
+  int descriptor = -1;
+  const int result = driver.cuMemExportToShareableHandle(&descriptor, handle, kDescriptor, 0);
+  driver.cuMemRelease(handle);  // the descriptor keeps the memory
+  if (result != kSuccess) return cuda_error("create_piece", "cuMemExportToShareableHandle", result);
   return UniqueFd(descriptor);
 }
 

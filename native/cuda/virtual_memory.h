@@ -28,6 +28,13 @@ Result<std::vector<Piece>> pieces_of(const Driver& driver, DevicePointer base, u
 // The descriptor of the piece at `address`. It keeps the memory alive as long as it is open. 160 us.
 Result<UniqueFd> export_piece(const Driver& driver, DevicePointer address);
 
+// What the lengths of pieces are multiples of, on the context's GPU.
+Result<uint64_t> piece_granularity(const Context& context);
+
+// A piece of `bytes` on the context's GPU, as a descriptor that it lives by until it is mapped. `bytes`: a multiple of
+// piece_granularity().
+Result<UniqueFd> create_piece(const Context& context, uint64_t bytes);
+
 // Lets the context's GPU read and write another GPU's pieces in this process. 40 us a piece.
 Status allow_access(const Context& context, const std::vector<Piece>& pieces);
 

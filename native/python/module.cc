@@ -13,6 +13,7 @@
 #include "cuda/stream_signal.h"
 #include "engine/message.h"
 #include "engine/shared_memory.h"
+#include "python/moe_group.h"
 #include "python/python_engine.h"
 
 namespace py = pybind11;
@@ -101,6 +102,8 @@ PYBIND11_MODULE(_native, module) {
       .def(
           "store", [](Word& self, uint64_t value) { unwrap(self.store(value)); }, py::arg("value"))
       .def_property_readonly("device_pointer", [](const Word& self) { return self.device(); });
+
+  bind_moe_group(module);
 
   using E = PythonEngine;
   py::class_<E>(module, "TransferEngine", py::is_final())

@@ -28,6 +28,7 @@
 #include <vector>
 
 #include "cuda/kernels.h"
+#include "moe/reference.h"
 
 #define KVC_API extern "C" __attribute__((visibility("default")))
 
@@ -225,6 +226,8 @@ FakeStream& stream_of(void* stream) {
   static auto* legacy = new FakeStream;
   return stream != nullptr ? *static_cast<FakeStream*>(stream) : *legacy;
 }
+std::mutex streams_mutex;
+std::set<FakeStream*> streams;  // but the legacy one
 
 // --- Stream capture
 
@@ -310,7 +313,8 @@ void copy_pages(const CopyLaunch& launch, int breaks_before) {
   reinterpret_cast<std::atomic<uint64_t>*>(launch.finished)->store(launch.sequence);
 }
 
-const char* const kKernels[] = {"kvc_copy_bulk", "kvc_copy_vector", "kvc_signal_store", "kvc_signal_advance"};
+const char* const kKernels[] = {"kvc_copy_bulk", "kvc_copy_vector", "kvc_signal_store", "kvc_signal_advance",
+                                "kvc_moe_dispatch", "kvc_moe_combine", "kvc_moe_combine_two"};
 
 struct CopyAttributes {
   int source_order;
@@ -423,9 +427,15 @@ KVC_API int cuCtxSetFlags(unsigned flags) {
 }
 // Never allowed while a stream is captured, whatever the mode.
 KVC_API int cuCtxSynchronize() {
-  const std::lock_guard lock(mutex);
-  for (auto& [stream, capture] : captures) capture.invalid = true;
-  return captures.empty() ? kSuccess : kCaptureUnsupported;
+  {
+    const std::lock_guard lock(mutex);
+    for (auto& [stream, capture] : captures) capture.invalid = true;
+    if (!captures.empty()) return kCaptureUnsupported;
+  }
+  stream_of(nullptr).wait();
+  const std::lock_guard lock(streams_mutex);
+  for (FakeStream* stream : streams) stream->wait();
+  return kSuccess;
 }
 KVC_API int cuThreadExchangeStreamCaptureMode(int* mode) {
   std::swap(*mode, thread_mode);
@@ -850,11 +860,14 @@ KVC_API int fakeMappedPieces() {
   return static_cast<int>(pieces.size());
 }
 KVC_API int cuStreamCreateWithPriority(void** stream, unsigned, int) {
-  *stream = new FakeStream;
+  const std::lock_guard lock(streams_mutex);
+  *stream = *streams.insert(new FakeStream).first;
   return kSuccess;
 }
 KVC_API int cuStreamDestroy_v2(void* stream) {
   stream_of(stream).wait();
+  const std::lock_guard lock(streams_mutex);
+  streams.erase(static_cast<FakeStream*>(stream));
   delete static_cast<FakeStream*>(stream);
   return kSuccess;
 }
@@ -906,4 +919,20 @@ KVC_API int cuLaunchKernel(const void* function, unsigned, unsigned, unsigned, u
   auto* word = *static_cast<std::atomic<uint64_t>**>(arguments[0]);
   const uint64_t value = kernel == 2 ? *static_cast<const uint64_t*>(arguments[1]) : 0;
   return enqueue(stream, [=] { word->store(kernel == 2 ? value : word->load() + 1); });
+}
+// Only the expert kernels are launched so. Their attribute, that a launch may begin early, changes nothing here.
+struct LaunchConfig {
+  unsigned sizes[7];
+  void* stream;
+};
+KVC_API int cuLaunchKernelEx(const LaunchConfig* config, const void* function, void** arguments, void**) {
+  if (broken) return kLaunchFailed;
+  const auto kernel = static_cast<const char* const*>(function) - kKernels;
+  if (kernel == 4) {
+    const auto launch = *static_cast<const kvc::moe::DispatchLaunch*>(arguments[0]);
+    return enqueue(config->stream, [launch] { kvc::moe::reference::dispatch(launch); });
+  }
+  if (kernel < 5) return kInvalidValue;
+  const auto launch = *static_cast<const kvc::moe::CombineLaunch*>(arguments[0]);
+  return enqueue(config->stream, [launch] { kvc::moe::reference::combine(launch); });
 }

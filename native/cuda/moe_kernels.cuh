@@ -1,0 +1,289 @@
+// Dispatch and combine of a mixture-of-experts layer over GPUs that map each other's memory. Part of kernels.cu.
+//
+// Order, in the terms of the PTX memory model. Dispatch: a block's stores, __syncthreads, and an atomic with acquire and
+// release at GPU scope by its first thread. The last block's atomic reads what all released; each thread of it that
+// raises a flag fences at system scope first, all in one instruction. Combine: the launch before it wrote the results;
+// the same fence stands before its flags. Whoever waits polls with relaxed loads and fences once.
+#pragma once
+
+#include "cuda/moe.h"
+
+namespace kvc::moe {
+namespace {
+
+// Programmatic dependent launch: this grid may have begun while the one before it still runs. Nothing that a kernel
+// before it reads or writes may be touched earlier.
+__device__ __forceinline__ void wait_for_predecessor() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// The next grid may begin; it still waits for this one's end before it touches memory.
+__device__ __forceinline__ void let_successor_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ uint32_t load_relaxed(const uint32_t* word) {
+  uint32_t value = 0;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+__device__ __forceinline__ void store_relaxed(uint32_t* word, uint32_t value) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+__device__ __forceinline__ uint32_t add_acquire_release(uint32_t* word, uint32_t value) {
+  uint32_t before = 0;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(value) : "memory");
+  return before;
+}
+__device__ __forceinline__ uint64_t now_ns() {
+  uint64_t now = 0;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+}
+
+__device__ __forceinline__ uint32_t* flag_of(unsigned char* segment, uint64_t flags, uint32_t rank) {
+  return reinterpret_cast<uint32_t*>(segment + flags + rank * kFlagBytes);
+}
+
+// The first fault is told; whoever comes later finds `faulted`.
+__device__ __noinline__ void give_up(Control* control, HostWords* host, Fault fault, uint32_t rank) {
+  if (atomicCAS(&control->faulted, 0U, 1U) != 0) return;
+  store_relaxed(&host->fault, static_cast<uint32_t>(fault) << 16 | rank);
+  __threadfence_system();
+}
+
+// Whether the flag has come to the epoch. The host's word lies across PCIe and the timer takes its time: they are looked
+// at every 1,024th poll, which is about every millisecond.
+__device__ __forceinline__ bool wait_for_flag(const uint32_t* flag, uint32_t epoch, uint32_t rank, Fault timeout,
+                                              uint64_t timeout_ns, Control* control, HostWords* host) {
+  uint32_t polls = 0;
+  uint64_t begin = 0;
+  while (static_cast<int32_t>(load_relaxed(flag) - epoch) < 0) {
+    if ((++polls & 1023U) != 0) continue;
+    const uint64_t now = now_ns();
+    if (begin == 0) begin = now;
+    const bool lost = (load_relaxed(&host->lost) >> rank & 1U) != 0;
+    if (!lost && now - begin <= timeout_ns) continue;
+    give_up(control, host, lost ? Fault::kLost : timeout, rank);
+    return false;
+  }
+  return true;
+}
+
+// The ranks that own an expert of the token, the same in every lane. Called by whole warps.
+__device__ __forceinline__ uint32_t ranks_of(const DispatchLaunch& launch, uint32_t token) {
+  if (launch.experts_per_rank == 0 && launch.owners == nullptr) return (1U << launch.ranks) - 1;
+  const uint32_t lane = threadIdx.x % 32;
+  uint32_t mask = 0;
+  if (lane < launch.top_k) {
+    const uint64_t index = static_cast<uint64_t>(token) * launch.top_k + lane;
+    const int64_t id = launch.ids_bytes == 8 ? static_cast<const int64_t*>(launch.ids)[index]
+                                             : static_cast<const int32_t*>(launch.ids)[index];
+    if (id >= 0 && id < launch.experts) {
+      const uint32_t expert = static_cast<uint32_t>(id);
+      mask = 1U << (launch.owners != nullptr ? launch.owners[expert] : expert / launch.experts_per_rank);
+    }
+  }
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) mask |= __shfl_xor_sync(0xffffffffU, mask, distance);
+  return mask;
+}
+
+template <typename Unit>
+__device__ __forceinline__ void store_unit(const DispatchLaunch& launch, uint32_t mask, uint64_t offset, Unit value) {
+  for (uint32_t rank = 0; rank < launch.ranks; ++rank) {
+    if ((mask >> rank & 1U) != 0) *reinterpret_cast<Unit*>(launch.segments[rank] + offset) = value;
+  }
+}
+
+// A row of a column, by all or by one warp's threads.
+template <typename Unit>
+__device__ __forceinline__ void copy_row(const DispatchLaunch& launch, const Column& column, uint32_t token,
+                                         uint32_t mask, uint32_t first, uint32_t step) {
+  const uint64_t row = static_cast<uint64_t>(token) * column.row_bytes;
+  const auto* source = reinterpret_cast<const Unit*>(column.source + row);
+  for (uint32_t i = first; i < column.row_bytes / sizeof(Unit); i += step) {
+    store_unit(launch, mask, column.target + row + i * sizeof(Unit), source[i]);
+  }
+}
+__device__ __forceinline__ void copy_row(const DispatchLaunch& launch, const Column& column, uint32_t token,
+                                         uint32_t mask, uint32_t first, uint32_t step) {
+  if (column.unit == 16) return copy_row<uint4>(launch, column, token, mask, first, step);
+  if (column.unit == 4) return copy_row<uint32_t>(launch, column, token, mask, first, step);
+  copy_row<unsigned char>(launch, column, token, mask, first, step);
+}
+
+__device__ __forceinline__ void send_token(const DispatchLaunch& launch, uint32_t token) {
+  const uint32_t all = (1U << launch.ranks) - 1;
+  // The widest column comes first. Up to two vectors a thread are under way before the ids are known.
+  const Column& wide = launch.columns[0];
+  const uint64_t row = static_cast<uint64_t>(token) * wide.row_bytes;
+  const uint32_t vectors = wide.unit == 16 ? wide.row_bytes / 16 : 0;
+  const auto* source = reinterpret_cast<const uint4*>(wide.source + row);
+  const uint32_t second = threadIdx.x + blockDim.x;
+  uint4 a{};
+  uint4 b{};
+  if (threadIdx.x < vectors) a = source[threadIdx.x];
+  if (second < vectors) b = source[second];
+  const uint32_t mask = ranks_of(launch, token);
+  if (threadIdx.x == 0) launch.masks[token] = mask;
+  const uint32_t wanted = wide.to_all != 0 ? all : mask;
+  if (threadIdx.x < vectors) store_unit(launch, wanted, wide.target + row + threadIdx.x * 16U, a);
+  if (second < vectors) store_unit(launch, wanted, wide.target + row + second * 16U, b);
+  for (uint32_t i = second + blockDim.x; i < vectors; i += blockDim.x) {
+    store_unit(launch, wanted, wide.target + row + i * 16U, source[i]);
+  }
+  if (vectors == 0) copy_row(launch, wide, token, wanted, threadIdx.x, blockDim.x);
+  // The others are short: a warp each.
+  const uint32_t warps = blockDim.x / 32;
+  for (uint32_t i = 1 + threadIdx.x / 32; i < launch.column_count; i += warps) {
+    const Column& column = launch.columns[i];
+    copy_row(launch, column, token, column.to_all != 0 ? all : mask, threadIdx.x % 32, 32);
+  }
+}
+
+// The flags of all sources, by as many threads.
+__device__ __forceinline__ void receive_rows(const DispatchLaunch& launch, uint32_t epoch) {
+  if (threadIdx.x < launch.ranks) {
+    wait_for_flag(flag_of(launch.segments[launch.rank], launch.arrived, threadIdx.x), epoch, threadIdx.x,
+                  Fault::kDispatchTimeout, launch.timeout_ns, launch.control, launch.host);
+    __threadfence_system();
+  }
+}
+
+struct Sums {
+  float values[8];
+};
+
+__device__ __forceinline__ void add(Sums& sums, const uint4& vector) {
+  const uint32_t words[4] = {vector.x, vector.y, vector.z, vector.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    sums.values[2 * i] += __uint_as_float(words[i] << 16);
+    sums.values[2 * i + 1] += __uint_as_float(words[i] & 0xffff0000U);
+  }
+}
+
+// To the nearest, ties to even; a NaN stays one.
+__device__ __forceinline__ uint32_t to_bf16(float value) {
+  const uint32_t bits = __float_as_uint(value);
+  if ((bits & 0x7fffffffU) > 0x7f800000U) return 0x7fffU;
+  return (bits + 0x7fffU + (bits >> 16 & 1U)) >> 16;
+}
+__device__ __forceinline__ uint4 rounded(const Sums& sums) {
+  uint32_t words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) words[i] = to_bf16(sums.values[2 * i]) | to_bf16(sums.values[2 * i + 1]) << 16;
+  return {words[0], words[1], words[2], words[3]};
+}
+
+// kVectors vectors of a row by each thread: those of every rank are under way before the first is added.
+template <int kVectors>
+__device__ __forceinline__ void combine_part(const CombineLaunch& launch, uint32_t token, uint32_t first) {
+  const uint32_t mask = launch.masks[token];
+  const uint64_t row = static_cast<uint64_t>(token) * launch.vectors;
+  uint4 loaded[kVectors][kMaxRanks];
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    const uint32_t index = first + v * blockDim.x;
+#pragma unroll
+    for (uint32_t rank = 0; rank < kMaxRanks; ++rank) {
+      loaded[v][rank] = {};
+      if (rank < launch.ranks && (mask >> rank & 1U) != 0 && index < launch.vectors) {
+        loaded[v][rank] = reinterpret_cast<const uint4*>(launch.segments[rank] + launch.rows)[row + index];
+      }
+    }
+  }
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    const uint32_t index = first + v * blockDim.x;
+    if (index >= launch.vectors) continue;
+    Sums sums{};
+#pragma unroll
+    for (uint32_t rank = 0; rank < kMaxRanks; ++rank) {
+      if (rank < launch.ranks) add(sums, loaded[v][rank]);
+    }
+    uint4* out = reinterpret_cast<uint4*>(launch.out) + row + index;
+    if (launch.accumulate != 0) add(sums, *out);
+    *out = rounded(sums);
+  }
+}
+
+template <int kVectors>
+__device__ __forceinline__ void combine(const CombineLaunch& launch) {
+  wait_for_predecessor();
+  __shared__ bool faulted;
+  const uint32_t epoch = launch.control->epoch;
+  if (threadIdx.x == 0) faulted = launch.control->faulted != 0;
+  __syncthreads();
+  if (faulted) return;
+  if (blockIdx.x == 0 && (launch.phases & kSend) != 0 && threadIdx.x < launch.ranks) {
+    __threadfence_system();
+    store_relaxed(flag_of(launch.segments[threadIdx.x], launch.ready, launch.rank), epoch);
+  }
+  if ((launch.phases & kReceive) == 0) return;
+  if (threadIdx.x < launch.ranks) {
+    if (!wait_for_flag(flag_of(launch.segments[launch.rank], launch.ready, threadIdx.x), epoch, threadIdx.x,
+                       Fault::kCombineTimeout, launch.timeout_ns, launch.control, launch.host)) {
+      faulted = true;
+    }
+    __threadfence_system();
+  }
+  __syncthreads();
+  if (faulted) return;
+  let_successor_begin();
+  const uint32_t units = launch.tokens * launch.parts;
+  for (uint32_t unit = blockIdx.x; unit < units; unit += gridDim.x) {
+    combine_part<kVectors>(launch, unit / launch.parts, unit % launch.parts * kVectors * blockDim.x + threadIdx.x);
+  }
+}
+
+}  // namespace
+
+// A block a token, or several tokens one after the other. At least one block: the flags are raised for 0 tokens, too.
+extern "C" __global__ void __launch_bounds__(kMaxThreads)
+    kvc_moe_dispatch(const __grid_constant__ DispatchLaunch launch) {
+  wait_for_predecessor();
+  __shared__ bool last;
+  Control* control = launch.control;
+  const bool faulted = control->faulted != 0;
+  if ((launch.phases & kSend) == 0) {
+    if (!faulted && blockIdx.x == 0) receive_rows(launch, control->epoch);
+    return;
+  }
+  if (!faulted) {
+    for (uint32_t token = blockIdx.x; token < launch.tokens; token += gridDim.x) send_token(launch, token);
+  }
+  let_successor_begin();
+  __syncthreads();
+  __shared__ uint32_t epoch;
+  if (threadIdx.x == 0) {
+    last = add_acquire_release(&control->blocks_done, 1U) + 1 == gridDim.x;
+    if (last) {
+      control->blocks_done = 0;
+      epoch = control->epoch = control->epoch + 1;
+    }
+  }
+  __syncthreads();
+  if (!last || faulted) return;
+  if (threadIdx.x < launch.ranks) {
+    __threadfence_system();
+    store_relaxed(flag_of(launch.segments[threadIdx.x], launch.arrived, launch.rank), epoch);
+  }
+  if ((launch.phases & kReceive) != 0) receive_rows(launch, epoch);
+}
+
+extern "C" __global__ void __launch_bounds__(kMaxThreads)
+    kvc_moe_combine(const __grid_constant__ CombineLaunch launch) {
+  combine<1>(launch);
+}
+// The same with two vectors a thread: where there are more rows than blocks can be resident.
+extern "C" __global__ void __launch_bounds__(kMaxThreads)
+    kvc_moe_combine_two(const __grid_constant__ CombineLaunch launch) {
+  combine<2>(launch);
+}
+
+}  // namespace kvc::moe

@@ -1,0 +1,417 @@
+#include "moe/group.h"
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <string_view>
+#include <thread>
+
+#include "moe/reference.h"
+
+namespace kvc::moe {
+
+namespace {
+
+constexpr int kHopper = 9;         // compute capability with programmatic dependent launch
+constexpr int kSerialization = 6;  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+constexpr uint64_t kLastClose = 2'000'000'000;
+
+uint32_t round_to_warps(uint32_t threads) { return std::clamp((threads + 31) / 32 * 32, 32U, kMaxThreads); }
+
+// A thread asks, as the call has no timeout. If that runs out, the thread ends with the GPU, or never.
+Status synchronize(const std::shared_ptr<cuda::Context>& context, uint64_t timeout_ns) {
+  struct State {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool done = false;
+    int result = 0;
+  };
+  const auto state = std::make_shared<State>();
+  try {
+    std::thread([state, context] {
+      const cuda::Context::Scope scope(*context);
+      const int result = context->driver().cuCtxSynchronize();
+      const std::lock_guard lock(state->mutex);
+      state->done = true;
+      state->result = result;
+      state->changed.notify_all();
+    }).detach();
+  } catch (const std::system_error& error) {
+    return Error{ErrorCode::kResources, "cuda", {}, "moe_close", error.what()};
+  }
+  std::unique_lock lock(state->mutex);
+  if (!state->changed.wait_for(lock, std::chrono::nanoseconds(timeout_ns), [&] { return state->done; })) {
+    return Error{ErrorCode::kTimeout, "cuda", {}, "moe_close", "the GPU does not come to rest: its memory is kept"};
+  }
+  if (state->result != cuda::kSuccess) return cuda::cuda_error("moe_close", "cuCtxSynchronize", state->result);
+  return {};
+}
+
+}  // namespace
+
+struct Group::Memory {
+  struct Kernels {
+    cuda::Module module;
+    cuda::Function dispatch = nullptr;
+    cuda::Function combine = nullptr;
+    cuda::Function combine_two = nullptr;
+  };
+
+  ~Memory() {
+    if (!context) return;
+    const cuda::Context::Scope scope(*context);
+    if (local != 0) context->driver().cuMemFree_v2(local);
+    kernels = {};
+    pinned = {};
+  }
+  // On a GPU launches begin before the one before them has ended.
+  bool overlaps() const { return major >= kHopper; }
+
+  std::shared_ptr<cuda::Context> context;  // null: host memory
+  int major = 0;
+  uint32_t processors = 1;
+  Kernels kernels;
+  std::array<std::unique_ptr<Segment>, kMaxRanks> segments;
+  cuda::PinnedMemory pinned;      // HostWords
+  cuda::DevicePointer local = 0;  // Control and masks of each slot, then the owners
+  std::vector<uint64_t> local_on_host;
+  HostWords words_on_host{};
+  uint32_t experts_per_rank = 0;
+  bool has_owners = false;
+
+  HostWords* words() noexcept { return context ? static_cast<HostWords*>(pinned.data()) : &words_on_host; }
+  HostWords* words_for_kernels() noexcept {
+    return context ? reinterpret_cast<HostWords*>(pinned.device()) : &words_on_host;
+  }
+};
+
+namespace {
+
+// Local memory: a Control and the masks of each slot, then the owners.
+struct Local {
+  uint64_t slot_bytes;
+  uint64_t bytes;
+};
+Local local_of(const GroupConfig& config) {
+  const uint64_t slot = (sizeof(Control) + uint64_t{config.max_tokens} * sizeof(uint32_t) + 127) / 128 * 128;
+  return {slot, slot * config.slots + config.experts};
+}
+
+Status check(const GroupConfig& config) {
+  const auto refuse = [](std::string message) { return invalid("moe_group", std::move(message)); };
+  if (config.ranks == 0 || config.ranks > kMaxRanks) {
+    return refuse(std::to_string(config.ranks) + " ranks: 1 to " + std::to_string(kMaxRanks) + " are supported");
+  }
+  if (config.rank >= config.ranks) {
+    return refuse("rank " + std::to_string(config.rank) + " of " + std::to_string(config.ranks));
+  }
+  if (config.slots == 0 || config.slots > kMaxSlots) return refuse("1 or 2 slots are supported");
+  if (config.max_tokens == 0 || config.dispatch_bytes == 0 || config.combine_bytes == 0) {
+    return refuse("max_tokens, dispatch_bytes and combine_bytes must not be 0");
+  }
+  constexpr uint64_t kMost = 1ULL << 40;
+  if (config.dispatch_bytes > kMost || config.combine_bytes > kMost) return refuse("an area of more than 1 TiB");
+  // Rows are numbered in 32 bits, and an expert's rank fits into a byte.
+  if (config.max_tokens > 1U << 24 || config.experts > 1U << 16) {
+    return refuse("more than 2^24 tokens or 2^16 experts");
+  }
+  if (config.timeout_ns == 0) return refuse("a timeout of 0");
+  return {};
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Group>> Group::create(const GroupConfig& config) {
+  if (Status status = check(config); !status) return status.error();
+  auto memory = std::make_unique<Memory>();
+  if (config.device >= 0) {
+    Result<std::shared_ptr<cuda::Context>> context = cuda::Context::retain(config.device);
+    if (!context) return context.error();
+    memory->context = context.value();
+  }
+  const Layout layout{config.dispatch_bytes, config.combine_bytes};
+  Result<std::unique_ptr<Segment>> segment = Segment::create(memory->context, layout.bytes(config.slots));
+  if (!segment) return segment.error();
+  memory->segments[config.rank] = std::move(segment.value());
+  const Local local = local_of(config);
+  if (!memory->context) {
+    memory->local_on_host.resize(local.bytes / sizeof(uint64_t) + 1);
+    memory->local = reinterpret_cast<cuda::DevicePointer>(memory->local_on_host.data());
+    return std::unique_ptr<Group>(new Group(config, std::move(memory)));
+  }
+  const cuda::Driver& driver = memory->context->driver();
+  const cuda::Context::Scope scope(*memory->context);
+  memory->major = memory->context->attribute(cuda::kAttributeMajor);
+  memory->processors = static_cast<uint32_t>(std::max(1, memory->context->attribute(cuda::kAttributeMultiprocessors)));
+  Result<cuda::Module> module = cuda::Module::load(driver);
+  if (!module) return module.error();
+  Memory::Kernels& kernels = memory->kernels;
+  kernels.module = std::move(module.value());
+  for (const auto& [kernel, name] : {std::pair{&kernels.dispatch, "kvc_moe_dispatch"},
+                                     {&kernels.combine, "kvc_moe_combine"},
+                                     {&kernels.combine_two, "kvc_moe_combine_two"}}) {
+    Result<cuda::Function> found = kernels.module.function(name);
+    if (!found) return found.error();
+    *kernel = found.value();
+  }
+  Result<cuda::PinnedMemory> pinned = cuda::PinnedMemory::allocate(driver, sizeof(HostWords));
+  if (!pinned) return pinned.error();
+  memory->pinned = std::move(pinned.value());
+  if (const int result = driver.cuMemAlloc_v2(&memory->local, local.bytes); result != cuda::kSuccess) {
+    memory->local = 0;
+    return cuda::cuda_error("moe_group", "cuMemAlloc", result);
+  }
+  if (const int result = driver.cuMemsetD8_v2(memory->local, 0, local.bytes); result != cuda::kSuccess) {
+    return cuda::cuda_error("moe_group", "cuMemsetD8", result);
+  }
+  if (const int result = driver.cuCtxSynchronize(); result != cuda::kSuccess) {
+    return cuda::cuda_error("moe_group", "cuCtxSynchronize", result);
+  }
+  return std::unique_ptr<Group>(new Group(config, std::move(memory)));
+}
+
+Group::Group(const GroupConfig& config, std::unique_ptr<Memory> memory)
+    : config_(config), layout_{config.dispatch_bytes, config.combine_bytes}, memory_(std::move(memory)) {}
+
+Group::~Group() {
+  if (!close(kLastClose)) memory_.release();  // NOLINT: the GPU may still use it
+}
+
+unsigned char* Group::base() const noexcept { return memory_ ? memory_->segments[config_.rank]->base() : nullptr; }
+
+namespace {
+Error closed(std::string_view operation) {
+  return Error{ErrorCode::kClosed, {}, {}, std::string(operation), "the group is closed"};
+}
+}  // namespace
+
+Result<UniqueFd> Group::descriptor() const {
+  if (!memory_) return closed("moe_descriptor");
+  return memory_->segments[config_.rank]->descriptor();
+}
+
+Status Group::attach(uint32_t rank, int descriptor) {
+  if (!memory_) return closed("moe_attach");
+  if (rank >= config_.ranks || memory_->segments[rank]) {
+    return invalid("moe_attach", "rank " + std::to_string(rank) + " is not in the group, or is attached already");
+  }
+  Result<std::unique_ptr<Segment>> segment = Segment::map(memory_->context, descriptor, segment_bytes());
+  if (!segment) return segment.error();
+  memory_->segments[rank] = std::move(segment.value());
+  return {};
+}
+
+Status Group::place(std::span<const uint32_t> owners) {
+  if (!memory_) return closed("moe_place");
+  memory_->experts_per_rank = 0;
+  memory_->has_owners = false;
+  if (owners.empty()) return {};
+  if (owners.size() != config_.experts) {
+    return invalid("moe_place", std::to_string(owners.size()) + " owners for " + std::to_string(config_.experts) +
+                                    " experts");
+  }
+  std::vector<uint8_t> table;
+  table.reserve(owners.size());
+  for (const uint32_t owner : owners) {
+    if (owner >= config_.ranks) return invalid("moe_place", "rank " + std::to_string(owner) + " is not in the group");
+    table.push_back(static_cast<uint8_t>(owner));
+  }
+  // Equal blocks in rank order need no table, which saves a load on the way to the first store.
+  const uint32_t block = config_.experts / config_.ranks;
+  bool linear = block * config_.ranks == config_.experts;
+  for (uint32_t i = 0; linear && i < config_.experts; ++i) linear = owners[i] == i / block;
+  if (linear) {
+    memory_->experts_per_rank = block;
+    return {};
+  }
+  const cuda::DevicePointer target = memory_->local + local_of(config_).slot_bytes * config_.slots;
+  if (!memory_->context) {
+    std::memcpy(reinterpret_cast<void*>(target), table.data(), table.size());
+  } else {
+    const cuda::Context::Scope scope(*memory_->context);
+    if (const int result = memory_->context->driver().cuMemcpyHtoD_v2(target, table.data(), table.size());
+        result != cuda::kSuccess) {
+      return cuda::cuda_error("moe_place", "cuMemcpyHtoD", result);
+    }
+  }
+  memory_->has_owners = true;
+  return {};
+}
+
+// The rows before this rank's, and all of them.
+Result<std::pair<uint64_t, uint64_t>> Group::rows(std::string_view operation, uint32_t slot,
+                                                  std::span<const uint32_t> sizes) const {
+  const std::string name(operation);
+  if (!memory_) return closed(name);
+  if (slot >= config_.slots) return invalid(name, "slot " + std::to_string(slot) + " is not one of the group's");
+  if (sizes.size() != config_.ranks) {
+    return invalid(name, std::to_string(sizes.size()) + " sizes for " + std::to_string(config_.ranks) + " ranks");
+  }
+  uint64_t before = 0;
+  uint64_t all = 0;
+  for (uint32_t rank = 0; rank < config_.ranks; ++rank) {
+    if (sizes[rank] > config_.max_tokens) {
+      return invalid(name, std::to_string(sizes[rank]) + " tokens of rank " + std::to_string(rank) +
+                               ": the group was made for " + std::to_string(config_.max_tokens));
+    }
+    if (!memory_->segments[rank]) return invalid(name, "rank " + std::to_string(rank) + " is not attached");
+    if (rank < config_.rank) before += sizes[rank];
+    all += sizes[rank];
+  }
+  return std::pair{before, all};
+}
+
+Status Group::dispatch(cuda::Stream stream, uint32_t slot, std::span<const uint32_t> sizes, const void* ids,
+                       uint32_t ids_bytes, uint32_t top_k, std::span<const ColumnSpec> columns, uint32_t phases) {
+  constexpr std::string_view kOperation = "moe_dispatch";
+  const auto found = rows(kOperation, slot, sizes);
+  if (!found) return found.error();
+  const auto [before, all] = found.value();
+  const auto refuse = [&](std::string message) { return invalid(std::string(kOperation), std::move(message)); };
+  if (columns.empty() || columns.size() > kMaxColumns) {
+    return refuse(std::to_string(columns.size()) + " columns: 1 to " + std::to_string(kMaxColumns) + " are supported");
+  }
+  if (ids_bytes != 4 && ids_bytes != 8) return refuse("ids of " + std::to_string(ids_bytes) + " bytes");
+  if (top_k == 0 || top_k > kMaxTopK) {
+    return refuse(std::to_string(top_k) + " experts a token: 1 to " + std::to_string(kMaxTopK) + " are supported");
+  }
+  if (phases == 0 || (phases & ~(kSend | kReceive)) != 0) return refuse("no such phase");
+  Memory& memory = *memory_;
+  DispatchLaunch launch{};
+  for (uint32_t rank = 0; rank < config_.ranks; ++rank) launch.segments[rank] = memory.segments[rank]->base();
+  uint64_t end = 0;  // of the columns so far
+  for (size_t i = 0; i < columns.size(); ++i) {
+    const ColumnSpec& spec = columns[i];
+    if (spec.row_bytes == 0 || spec.offset % kColumnAlignment != 0 || spec.offset < end) {
+      return refuse("column " + std::to_string(i) + " is empty, not aligned, or overlaps the one before it");
+    }
+    end = spec.offset + all * spec.row_bytes;
+    if (end > config_.dispatch_bytes) {
+      return refuse("column " + std::to_string(i) + " ends " + std::to_string(end - config_.dispatch_bytes) +
+                    " bytes behind the dispatch area");
+    }
+    const uint64_t places = reinterpret_cast<uintptr_t>(spec.source) | spec.row_bytes;
+    Column& column = launch.columns[i];
+    column.source = static_cast<const unsigned char*>(spec.source);
+    column.target = layout_.dispatch(slot) + spec.offset + before * spec.row_bytes;
+    column.row_bytes = spec.row_bytes;
+    column.unit = places % 16 == 0 ? 16 : places % 4 == 0 ? 4 : 1;
+    column.to_all = spec.to_all ? 1 : 0;
+  }
+  const Local local = local_of(config_);
+  const cuda::DevicePointer control = memory.local + slot * local.slot_bytes;
+  launch.ids = ids;
+  if (memory.has_owners) {
+    launch.owners = reinterpret_cast<const uint8_t*>(memory.local + local.slot_bytes * config_.slots);
+  }
+  launch.masks = reinterpret_cast<uint32_t*>(control + sizeof(Control));
+  launch.control = reinterpret_cast<Control*>(control);
+  launch.host = memory.words_for_kernels();
+  launch.arrived = Layout::arrived(slot);
+  launch.timeout_ns = config_.timeout_ns;
+  launch.ranks = config_.ranks;
+  launch.rank = config_.rank;
+  launch.tokens = sizes[config_.rank];
+  launch.column_count = static_cast<uint32_t>(columns.size());
+  launch.top_k = top_k;
+  launch.ids_bytes = ids_bytes;
+  launch.experts = config_.experts;
+  launch.experts_per_rank = memory.experts_per_rank;
+  launch.phases = phases;
+  if (!memory.context) {
+    reference::dispatch(launch);
+    return {};
+  }
+  if ((phases & kSend) == 0) return this->launch(memory.kernels.dispatch, stream, 1, 32, &launch);
+  // Two vectors of the widest column a thread, and a warp for each of the others.
+  const uint32_t vectors = (columns[0].row_bytes + 15) / 16;
+  const uint32_t threads = round_to_warps(
+      std::max(vectors <= kMaxThreads ? vectors : (vectors + 1) / 2, 32 * static_cast<uint32_t>(columns.size() - 1)));
+  const uint32_t blocks = std::clamp(launch.tokens, 1U, memory.processors);
+  return this->launch(memory.kernels.dispatch, stream, blocks, threads, &launch);
+}
+
+Status Group::combine(cuda::Stream stream, uint32_t slot, std::span<const uint32_t> sizes, void* out, uint32_t hidden,
+                      bool accumulate, uint32_t phases) {
+  constexpr std::string_view kOperation = "moe_combine";
+  const auto found = rows(kOperation, slot, sizes);
+  if (!found) return found.error();
+  const auto [before, all] = found.value();
+  const auto refuse = [&](std::string message) { return invalid(std::string(kOperation), std::move(message)); };
+  if (hidden == 0 || hidden % 8 != 0) return refuse("a hidden size of " + std::to_string(hidden) + ", not of 8, 16, ...");
+  const uint64_t row_bytes = uint64_t{hidden} * 2;
+  if (all * row_bytes > config_.combine_bytes) return refuse("the results do not fit into the combine area");
+  if (reinterpret_cast<uintptr_t>(out) % 16 != 0) return refuse("`out` does not begin at a multiple of 16 bytes");
+  if (phases == 0 || (phases & ~(kSend | kReceive)) != 0) return refuse("no such phase");
+  Memory& memory = *memory_;
+  CombineLaunch launch{};
+  for (uint32_t rank = 0; rank < config_.ranks; ++rank) launch.segments[rank] = memory.segments[rank]->base();
+  const cuda::DevicePointer control = memory.local + slot * local_of(config_).slot_bytes;
+  launch.out = static_cast<unsigned char*>(out);
+  launch.masks = reinterpret_cast<const uint32_t*>(control + sizeof(Control));
+  launch.control = reinterpret_cast<Control*>(control);
+  launch.host = memory.words_for_kernels();
+  launch.ready = Layout::ready(slot);
+  launch.rows = layout_.combine(slot) + before * row_bytes;
+  launch.timeout_ns = config_.timeout_ns;
+  launch.ranks = config_.ranks;
+  launch.rank = config_.rank;
+  launch.tokens = sizes[config_.rank];
+  launch.vectors = hidden / 8;
+  launch.accumulate = accumulate ? 1 : 0;
+  launch.phases = phases;
+  if (!memory.context) {
+    reference::combine(launch);
+    return {};
+  }
+  // A vector a thread as long as all blocks are resident at once, two of every rank's otherwise.
+  const bool few = launch.tokens <= memory.processors / 2;
+  const uint32_t per_thread = few ? 1 : 2;
+  launch.parts = (launch.vectors + per_thread * kMaxThreads - 1) / (per_thread * kMaxThreads);
+  const uint32_t share = (launch.vectors + launch.parts - 1) / launch.parts;
+  const uint32_t threads = round_to_warps((share + per_thread - 1) / per_thread);
+  launch.parts = (launch.vectors + per_thread * threads - 1) / (per_thread * threads);
+  const uint32_t blocks =
+      (phases & kReceive) == 0 ? 1 : std::clamp(launch.tokens * launch.parts, 1U, memory.processors * 2);
+  return this->launch(few ? memory.kernels.combine : memory.kernels.combine_two, stream, blocks, threads, &launch);
+}
+
+Status Group::launch(cuda::Function kernel, cuda::Stream stream, uint32_t blocks, uint32_t threads, void* arguments) {
+  cuda::LaunchAttribute attribute{};
+  attribute.id = kSerialization;
+  attribute.value = 1;
+  cuda::LaunchConfig config{{blocks, 1, 1}, {threads, 1, 1}, 0, stream, &attribute, memory_->overlaps() ? 1U : 0U};
+  // No RelaxedCapture: a launch is what a capture is for.
+  const cuda::Driver& driver = memory_->context->driver();
+  driver.cuCtxPushCurrent_v2(memory_->context->handle());
+  const int result = driver.cuLaunchKernelEx(&config, kernel, &arguments, nullptr);
+  cuda::ContextHandle popped = nullptr;
+  driver.cuCtxPopCurrent_v2(&popped);
+  return result == cuda::kSuccess ? Status{} : cuda::cuda_error("moe_launch", "cuLaunchKernelEx", result);
+}
+
+void Group::lose(uint32_t rank) {
+  const std::lock_guard lock(mutex_);
+  if (memory_ && rank < config_.ranks) std::atomic_ref(memory_->words()->lost).fetch_or(1U << rank);
+}
+
+std::optional<std::pair<Fault, uint32_t>> Group::fault() const {
+  const std::lock_guard lock(mutex_);
+  const uint32_t word = memory_ ? std::atomic_ref(memory_->words()->fault).load() : 0;
+  if (word == 0) return std::nullopt;
+  return std::pair{static_cast<Fault>(word >> 16), word & 0xffffU};
+}
+
+Status Group::close(uint64_t timeout_ns) {
+  if (!memory_) return {};
+  for (uint32_t rank = 0; rank < config_.ranks; ++rank) lose(rank);
+  if (memory_->context) {
+    if (Status status = synchronize(memory_->context, timeout_ns); !status) return status;
+  }
+  const std::lock_guard lock(mutex_);
+  memory_.reset();
+  return {};
+}
+
+}  // namespace kvc::moe

@@ -1,0 +1,36 @@
+// Where everything lies in a rank's segment: flags, then for each slot a dispatch area and a combine area. All ranks
+// have the same layout, so an offset is valid in everyone's segment.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/moe.h"
+
+namespace kvc::moe {
+
+inline constexpr uint32_t kMaxSlots = 2;  // two micro-batches in flight
+// Areas begin where any vector, and any page that a framework may ask for, may begin.
+inline constexpr uint64_t kAreaAlignment = 4096;
+// Columns begin at cache lines.
+inline constexpr uint64_t kColumnAlignment = 256;
+
+struct Layout {
+  uint64_t dispatch_bytes = 0;  // of a slot
+  uint64_t combine_bytes = 0;   // of a slot
+
+  static constexpr uint64_t align(uint64_t bytes) noexcept {
+    return (bytes + kAreaAlignment - 1) / kAreaAlignment * kAreaAlignment;
+  }
+  // The flags that ranks raise when their rows, or their results, are there.
+  static constexpr uint64_t arrived(uint32_t slot) noexcept { return (2ULL * slot) * kMaxRanks * kFlagBytes; }
+  static constexpr uint64_t ready(uint32_t slot) noexcept { return (2ULL * slot + 1) * kMaxRanks * kFlagBytes; }
+  static constexpr uint64_t flag_bytes() noexcept { return align(2ULL * kMaxSlots * kMaxRanks * kFlagBytes); }
+
+  constexpr uint64_t dispatch(uint32_t slot) const noexcept {
+    return flag_bytes() + slot * (align(dispatch_bytes) + align(combine_bytes));
+  }
+  constexpr uint64_t combine(uint32_t slot) const noexcept { return dispatch(slot) + align(dispatch_bytes); }
+  constexpr uint64_t bytes(uint32_t slots) const noexcept { return dispatch(slots); }
+};
+
+}  // namespace kvc::moe
