@@ -24,6 +24,7 @@ import torch
 
 from kv_connector.moe import metrics
 from kv_connector.moe.group import Exchange, Group, GroupError, GroupSettings
+from kv_connector.moe.settings import MAX_COLUMNS, MAX_RANKS
 from kv_connector.vllm.internals import (
     EXCHANGE_CLASS,
     ExpertLayer,
@@ -39,7 +40,6 @@ from kv_connector.vllm.internals import (
 
 logger = logging.getLogger(__name__)
 
-MOST_RANKS = 8
 MOST_TOKENS = 1024
 """Tokens of one rank in a step. The segment grows with the number. Larger steps are prefill."""
 _TO_ALL_BYTES = 64
@@ -118,8 +118,8 @@ def _configured_problem(vllm_config: Any, manager: Any, ranks: int) -> str:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     if manager.internode:
         return "the ranks are on several nodes"
-    if not 2 <= ranks <= MOST_RANKS:
-        return f"{ranks} ranks exchange rows instead of 2 to {MOST_RANKS}"
+    if not 2 <= ranks <= MAX_RANKS:
+        return f"{ranks} ranks exchange rows instead of 2 to {MAX_RANKS}"
     if not (current_platform.is_cuda() or current_platform.is_cpu()):
         return "the platform is neither CUDA nor a CPU"
     if manager.tcp_store_group is not None or parallel.enable_elastic_ep:
@@ -278,15 +278,14 @@ class ExpertExchange:
         large = [index for index in range(len(columns)) if index not in small]
         formed = self._groups[rows.shape[1]]
         got = formed.group.dispatch(
-            rows.contiguous(),
-            ids.contiguous(),
-            weights.contiguous(),
-            scales=[columns[index].contiguous() for index in large],
-            extras=[columns[index].contiguous() for index in small],
+            rows,
+            ids,
+            weights,
+            scales=[columns[index] for index in large],
+            extras=[columns[index] for index in small],
             sizes=sizes,
         )
         metrics.taken()
-        self._check_host(formed)
         self._open = formed, tuple(sizes)
         if more is None:
             return got.x, got.weights, got.ids
@@ -311,6 +310,8 @@ class ExpertExchange:
             return "dtype"
         if any(tensor.dim() != 2 for tensor in (rows, weights, ids)):
             return "shape"
+        if 3 + len(columns) > MAX_COLUMNS:
+            return "columns"
         hidden, top_k = rows.shape[1], ids.shape[1]
         if hidden not in self._settled:
             if _captures(rows):
@@ -369,16 +370,10 @@ class ExpertExchange:
         if out is None or not out.is_contiguous() or out.dtype != torch.bfloat16:
             sums = torch.empty((own, buffer.shape[1]), dtype=buffer.dtype, device=results.device)
         formed.group.combine(sums, sizes)
-        self._check_host(formed)
         if out is not None and sums is not out:
             return out.copy_(sums)
         assert sums is not None
         return sums
-
-    def _check_host(self, formed: _Formed) -> None:
-        """On host memory a call is done when it returns, and its fault can be raised at once."""
-        if self._settings.device is None:
-            formed.group.raise_fault()
 
     def check(self) -> None:
         """Raises GroupError with the name of the rank, if a step was void. One native call a group."""

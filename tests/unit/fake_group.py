@@ -58,6 +58,7 @@ class FakeGroup:
         sizes: Sequence[int],
         slot: int = 0,
     ) -> Dispatched:
+        self.raise_fault()
         columns = [x, *scales, ids, weights, *extras]
         ranks = self._all_tensors(columns)
         assert [len(one[0]) for one in ranks] == [*sizes]

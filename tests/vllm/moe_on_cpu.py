@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed
+from prometheus_client import REGISTRY
 from vllm.distributed import get_ep_group
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
@@ -25,11 +26,15 @@ class Worker:
 
     def write_exchange_counts(self, directory: str) -> None:
         """Writes what this rank has counted, and its process id, into a file of its own."""
-        from kv_connector.moe import metrics
-
         rank = get_ep_group().rank_in_group
         manager = get_ep_group().device_communicator.all2all_manager
-        counted = {"pid": os.getpid(), "manager": type(manager).__name__, "counts": metrics.counts()}
+        counts = {
+            sample.labels.get("reason", "taken"): int(sample.value)
+            for metric in REGISTRY.collect()
+            for sample in metric.samples
+            if sample.name in ("kv_connector_moe_taken_total", "kv_connector_moe_passed_total")
+        }
+        counted = {"pid": os.getpid(), "manager": type(manager).__name__, "counts": counts}
         path = Path(directory) / f"rank-{rank}.json"
         path.with_suffix(".new").write_text(json.dumps(counted))
         path.with_suffix(".new").rename(path)
