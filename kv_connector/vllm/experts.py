@@ -54,7 +54,6 @@ _ROW_TYPES = {torch.bfloat16, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.
 
 def replace_exchange() -> None:
     """Puts the subclass in the place of vLLM's class. Idempotent; communicators that exist keep theirs."""
-    adopt_vllm_logging()
     module = exchange_module()
     kind = getattr(module, EXCHANGE_CLASS)
     if getattr(kind, "of_kv_connector", False):
@@ -216,7 +215,7 @@ class ExpertExchange:
     def _settle(self, hidden: int, top_k: int) -> str:
         """Compares the layers of a hidden size on all ranks, and places their experts. Collective."""
         layers = [layer for layer in self._layers() if layer.hidden == hidden]
-        facts = {
+        facts: dict[str, Any] = {
             "experts": sorted({layer.experts for layer in layers}),
             "top_k": top_k,
             "problem": self._layers_problem(layers, hidden, top_k),
@@ -418,11 +417,12 @@ def _linear_owners(experts: int, ranks: int) -> list[int]:
 
 
 def _row_bytes(tensor: torch.Tensor) -> int:
-    return int(math.prod(tensor.shape[1:])) * tensor.element_size()
+    nbytes: int = math.prod(tensor.shape[1:]) * tensor.element_size()
+    return nbytes
 
 
 def _captures(tensor: torch.Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    return bool(tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _first(problems: Sequence[str]) -> str:
@@ -452,6 +452,7 @@ def manager_class(base: Any) -> type:
 
         def __init__(self, cpu_group: Any, tcp_store_group: Any = None) -> None:
             super().__init__(cpu_group, tcp_store_group)
+            adopt_vllm_logging()  # vLLM configures its loggers after it has loaded its plugins
             config = get_current_vllm_config()
             settings = settings_of(config, self)
             process_group = cpu_group if settings.sequence_parallel else self.dp_group.cpu_group

@@ -744,7 +744,7 @@ def expert_layers() -> list[ExpertLayer]:
         layers.append(
             ExpertLayer(
                 hidden=int(config.hidden_dim),
-                experts=int(config.num_experts),
+                experts=int(config.num_experts) if places is None else len(places),
                 top_k=int(config.experts_per_token),
                 dtype=config.in_dtype,
                 local=None if places is None else _in_order(places.tolist()),

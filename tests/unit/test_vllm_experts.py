@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -12,7 +14,15 @@ from typing import Any
 import pytest
 import torch
 from fake_group import FakeGroup, Ranks
+from vllm.config import ModelConfig, ParallelConfig
 from vllm.distributed.device_communicators import all2all
+from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase
+from vllm.model_executor.layers.fused_moe.config import (
+    FusedMoEConfig,
+    FusedMoEParallelConfig,
+    FusedMoEQuantConfig,
+)
+from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from kv_connector.moe.group import GroupError
@@ -272,6 +282,94 @@ def test_a_decode_engine_is_served(transfer: Any) -> None:
     assert settings_of(configuration(kv_transfer_config=transfer), manager()).problem == ""
 
 
+# --- vLLM's own objects
+
+
+def parallel_facts(ranks: int, rank: int) -> FusedMoEParallelConfig:
+    facts = dict.fromkeys(("tp_size", "pcp_size", "sp_size"), 1) | dict.fromkeys(("tp_rank", "pcp_rank"), 0)
+    return FusedMoEParallelConfig(
+        **facts,
+        dp_size=ranks,
+        dp_rank=rank,
+        ep_size=ranks,
+        ep_rank=rank,
+        use_ep=ranks > 1,
+        all2all_backend="allgather_reducescatter",
+        enable_eplb=False,
+    )
+
+
+def routed_experts(
+    quant: FusedMoEQuantConfig | None, ranks: int = 2, rank: int = 1, experts: int = 5
+) -> SimpleNamespace:
+    """A layer, with vLLM's own placement and quantization."""
+    assert {"hidden_dim", "num_experts", "experts_per_token", "in_dtype"} <= {
+        field.name for field in dataclasses.fields(FusedMoEConfig)
+    }
+    config = SimpleNamespace(
+        hidden_dim=HIDDEN, num_experts=experts, experts_per_token=TOP_K, in_dtype=torch.bfloat16
+    )
+    places = ExpertMapManager(
+        max_num_batched_tokens=8,
+        top_k=TOP_K,
+        global_num_experts=experts,
+        num_redundant_experts=0,
+        num_expert_group=None,
+        moe_parallel_config=parallel_facts(ranks, rank),
+        placement_strategy="linear",
+        enable_eplb=False,
+    )
+    method = SimpleNamespace(moe_quant_config=None, get_fused_moe_quant_config=lambda _: quant)
+    return SimpleNamespace(
+        routed_experts=SimpleNamespace(moe_config=config, expert_map_manager=places, quant_method=method)
+    )
+
+
+def layers_of(monkeypatch: pytest.MonkeyPatch, *layers: Any) -> list[ExpertLayer]:
+    context = SimpleNamespace(no_compile_layers=dict(enumerate(layers)))
+    monkeypatch.setattr(internals, "get_forward_context", lambda: context)
+    return internals.expert_layers()
+
+
+def test_layers_are_read_from_vllms_placement(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = SimpleNamespace()
+    found = layers_of(monkeypatch, attention, routed_experts(None), routed_experts(None, ranks=1, rank=0))
+    expected = layer_of(1, count=5)
+    assert expected.local == (3, 4)
+    assert found == [expected, replace(expected, local=None, rank=0, ranks=1)]
+
+
+@pytest.mark.parametrize(
+    ("facts", "refused"),
+    [
+        ({"quant_dtype": None}, False),
+        ({"quant_dtype": torch.float8_e4m3fn}, True),
+        ({"quant_dtype": torch.float8_e4m3fn, "a1_scale": torch.ones(1)}, False),
+        ({"quant_dtype": torch.float8_e4m3fn, "per_act_token_quant": True}, False),
+        ({"quant_dtype": torch.float8_e4m3fn, "block_shape": [128, 128]}, False),
+    ],
+)
+def test_one_scale_for_all_rows_is_found_in_vllms_quantization(
+    facts: dict[str, Any], refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (found,) = layers_of(monkeypatch, routed_experts(FusedMoEQuantConfig.make(**facts)))
+    assert found.scales_whole_tensor is refused
+
+
+def test_vllms_configuration_has_the_facts_that_are_read() -> None:
+    fake = configuration()
+    for kind, facts in ((ModelConfig, fake.model_config), (ParallelConfig, fake.parallel_config)):
+        known = {*dir(kind), *(field.name for field in dataclasses.fields(kind))}
+        assert {*vars(facts)} <= known
+    assert hasattr(ParallelConfig().eplb_config, "num_redundant_experts")
+
+
+def test_vllms_manager_has_the_facts_that_are_read() -> None:
+    source = inspect.getsource(All2AllManagerBase.__init__)
+    for name in (*vars(manager()), "dp_group"):
+        assert f"self.{name} = " in source
+
+
 # --- Dispatch and combine
 
 
@@ -374,6 +472,7 @@ def half(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         ("size", lambda given: given, (1, 17), None, False),
         ("size", lambda given: given, (2, 1), 4096, False),
         ("top_k", lambda given: (given[0], given[1][:, :1], given[2]), (2, 1), None, False),
+        ("shape", lambda given: (given[0][:, None], *given[1:]), (2, 1), None, False),
         ("ranks", lambda given: given, (2, 1), None, True),
     ],
 )
