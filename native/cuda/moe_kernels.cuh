@@ -3,7 +3,7 @@
 // Order, in the terms of the PTX memory model. Dispatch: a block's stores, __syncthreads, and an atomic with acquire and
 // release at GPU scope by its first thread. The last block's atomic reads what all released; each thread of it that
 // raises a flag fences at system scope first, all in one instruction. Combine: the launch before it wrote the results;
-// the same fence stands before its flags. Whoever waits polls with relaxed loads and fences once.
+// the same fence stands before its flags. Whoever waits polls with loads that acquire.
 #pragma once
 
 #include "cuda/moe.h"
@@ -30,6 +30,13 @@ __device__ __forceinline__ uint32_t load_relaxed(const uint32_t* word) {
   asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
   return value;
 }
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* word) {
+  uint32_t value = 0;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+// __threadfence_system() is sequentially consistent, which costs more and is not needed.
+__device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 __device__ __forceinline__ void store_relaxed(uint32_t* word, uint32_t value) {
   asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
@@ -48,11 +55,10 @@ __device__ __forceinline__ uint32_t* flag_of(unsigned char* segment, uint64_t fl
   return reinterpret_cast<uint32_t*>(segment + flags + rank * kFlagBytes);
 }
 
-// The first fault is told; whoever comes later finds `faulted`.
+// The first fault is told; whoever comes later finds `faulted`, or the other slot's in the host's word.
 __device__ __noinline__ void give_up(Control* control, HostWords* host, Fault fault, uint32_t rank) {
-  if (atomicCAS(&control->faulted, 0U, 1U) != 0) return;
+  if (atomicCAS(&control->faulted, 0U, 1U) != 0 || load_relaxed(&host->fault) != 0) return;
   store_relaxed(&host->fault, static_cast<uint32_t>(fault) << 16 | rank);
-  __threadfence_system();
 }
 
 // Whether the flag has come to the epoch. The host's word lies across PCIe and the timer takes its time: they are looked
@@ -61,12 +67,13 @@ __device__ __forceinline__ bool wait_for_flag(const uint32_t* flag, uint32_t epo
                                               uint64_t timeout_ns, Control* control, HostWords* host) {
   uint32_t polls = 0;
   uint64_t begin = 0;
-  while (static_cast<int32_t>(load_relaxed(flag) - epoch) < 0) {
+  while (static_cast<int32_t>(load_acquire(flag) - epoch) < 0) {
     if ((++polls & 1023U) != 0) continue;
     const uint64_t now = now_ns();
     if (begin == 0) begin = now;
     const bool lost = (load_relaxed(&host->lost) >> rank & 1U) != 0;
-    if (!lost && now - begin <= timeout_ns) continue;
+    const bool other = load_relaxed(&host->fault) != 0;
+    if (!lost && !other && now - begin <= timeout_ns) continue;
     give_up(control, host, lost ? Fault::kLost : timeout, rank);
     return false;
   }
@@ -116,8 +123,8 @@ __device__ __forceinline__ void copy_row(const DispatchLaunch& launch, const Col
   copy_row<unsigned char>(launch, column, token, mask, first, step);
 }
 
-__device__ __forceinline__ void send_token(const DispatchLaunch& launch, uint32_t token) {
-  const uint32_t all = (1U << launch.ranks) - 1;
+// `all`: every rank; 0 after a fault, so that nothing is stored any more. It is needed last, as its load takes its time.
+__device__ __forceinline__ void send_token(const DispatchLaunch& launch, uint32_t token, uint32_t all) {
   // The widest column comes first. Up to two vectors a thread are under way before the ids are known.
   const Column& wide = launch.columns[0];
   const uint64_t row = static_cast<uint64_t>(token) * wide.row_bytes;
@@ -128,7 +135,7 @@ __device__ __forceinline__ void send_token(const DispatchLaunch& launch, uint32_
   uint4 b{};
   if (threadIdx.x < vectors) a = source[threadIdx.x];
   if (second < vectors) b = source[second];
-  const uint32_t mask = ranks_of(launch, token);
+  const uint32_t mask = ranks_of(launch, token) & all;
   if (threadIdx.x == 0) launch.masks[token] = mask;
   const uint32_t wanted = wide.to_all != 0 ? all : mask;
   if (threadIdx.x < vectors) store_unit(launch, wanted, wide.target + row + threadIdx.x * 16U, a);
@@ -150,7 +157,6 @@ __device__ __forceinline__ void receive_rows(const DispatchLaunch& launch, uint3
   if (threadIdx.x < launch.ranks) {
     wait_for_flag(flag_of(launch.segments[launch.rank], launch.arrived, threadIdx.x), epoch, threadIdx.x,
                   Fault::kDispatchTimeout, launch.timeout_ns, launch.control, launch.host);
-    __threadfence_system();
   }
 }
 
@@ -180,19 +186,20 @@ __device__ __forceinline__ uint4 rounded(const Sums& sums) {
   return {words[0], words[1], words[2], words[3]};
 }
 
-// kVectors vectors of a row by each thread: those of every rank are under way before the first is added.
-template <int kVectors>
-__device__ __forceinline__ void combine_part(const CombineLaunch& launch, uint32_t token, uint32_t first) {
-  const uint32_t mask = launch.masks[token];
+// kVectors vectors of a row by each thread: those of every rank are under way before the first is added. `mask`: the ranks
+// that had the token's row.
+template <int kVectors, uint32_t kRanks>
+__device__ __forceinline__ void combine_part(const CombineLaunch& launch, uint32_t token, uint32_t first,
+                                             uint32_t mask) {
   const uint64_t row = static_cast<uint64_t>(token) * launch.vectors;
-  uint4 loaded[kVectors][kMaxRanks];
+  uint4 loaded[kVectors][kRanks];
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     const uint32_t index = first + v * blockDim.x;
 #pragma unroll
-    for (uint32_t rank = 0; rank < kMaxRanks; ++rank) {
+    for (uint32_t rank = 0; rank < kRanks; ++rank) {
       loaded[v][rank] = {};
-      if (rank < launch.ranks && (mask >> rank & 1U) != 0 && index < launch.vectors) {
+      if ((mask >> rank & 1U) != 0 && index < launch.vectors) {
         loaded[v][rank] = reinterpret_cast<const uint4*>(launch.segments[rank] + launch.rows)[row + index];
       }
     }
@@ -203,41 +210,48 @@ __device__ __forceinline__ void combine_part(const CombineLaunch& launch, uint32
     if (index >= launch.vectors) continue;
     Sums sums{};
 #pragma unroll
-    for (uint32_t rank = 0; rank < kMaxRanks; ++rank) {
-      if (rank < launch.ranks) add(sums, loaded[v][rank]);
-    }
+    for (uint32_t rank = 0; rank < kRanks; ++rank) add(sums, loaded[v][rank]);
     uint4* out = reinterpret_cast<uint4*>(launch.out) + row + index;
     if (launch.accumulate != 0) add(sums, *out);
     *out = rounded(sums);
   }
 }
 
-template <int kVectors>
+// For up to kRanks ranks.
+template <int kVectors, uint32_t kRanks>
 __device__ __forceinline__ void combine(const CombineLaunch& launch) {
   wait_for_predecessor();
+  __shared__ uint32_t epoch;
   __shared__ bool faulted;
-  const uint32_t epoch = launch.control->epoch;
-  if (threadIdx.x == 0) faulted = launch.control->faulted != 0;
+  const uint32_t units = launch.tokens * launch.parts;
+  // Before the wait: it is local, and takes as long as a flag's flight.
+  uint32_t mask = blockIdx.x < units ? launch.masks[blockIdx.x / launch.parts] : 0;
+  // A second warp loads what the flags need while the first fences.
+  const bool raises = blockIdx.x == 0 && (launch.phases & kSend) != 0 && threadIdx.x < launch.ranks;
+  if (raises) fence_system();
+  if (threadIdx.x == 32) {
+    epoch = launch.control->epoch;
+    faulted = launch.control->faulted != 0;
+  }
   __syncthreads();
   if (faulted) return;
-  if (blockIdx.x == 0 && (launch.phases & kSend) != 0 && threadIdx.x < launch.ranks) {
-    __threadfence_system();
-    store_relaxed(flag_of(launch.segments[threadIdx.x], launch.ready, launch.rank), epoch);
-  }
+  if (raises) store_relaxed(flag_of(launch.segments[threadIdx.x], launch.ready, launch.rank), epoch);
   if ((launch.phases & kReceive) == 0) return;
-  if (threadIdx.x < launch.ranks) {
-    if (!wait_for_flag(flag_of(launch.segments[launch.rank], launch.ready, threadIdx.x), epoch, threadIdx.x,
-                       Fault::kCombineTimeout, launch.timeout_ns, launch.control, launch.host)) {
-      faulted = true;
-    }
-    __threadfence_system();
+  if (threadIdx.x < launch.ranks &&
+      !wait_for_flag(flag_of(launch.segments[launch.rank], launch.ready, threadIdx.x), epoch, threadIdx.x,
+                     Fault::kCombineTimeout, launch.timeout_ns, launch.control, launch.host)) {
+    faulted = true;
   }
   __syncthreads();
   if (faulted) return;
   let_successor_begin();
-  const uint32_t units = launch.tokens * launch.parts;
-  for (uint32_t unit = blockIdx.x; unit < units; unit += gridDim.x) {
-    combine_part<kVectors>(launch, unit / launch.parts, unit % launch.parts * kVectors * blockDim.x + threadIdx.x);
+  for (uint32_t unit = blockIdx.x; unit < units;) {
+    const uint32_t token = unit / launch.parts;
+    const uint32_t first = unit % launch.parts * kVectors * blockDim.x + threadIdx.x;
+    unit += gridDim.x;
+    const uint32_t next = unit < units ? launch.masks[unit / launch.parts] : 0;
+    combine_part<kVectors, kRanks>(launch, token, first, mask);
+    mask = next;
   }
 }
 
@@ -250,40 +264,44 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads)
   __shared__ bool last;
   Control* control = launch.control;
   const bool faulted = control->faulted != 0;
+  const uint32_t before = control->epoch;
   if ((launch.phases & kSend) == 0) {
-    if (!faulted && blockIdx.x == 0) receive_rows(launch, control->epoch);
+    if (!faulted && blockIdx.x == 0) receive_rows(launch, before);
     return;
   }
-  if (!faulted) {
-    for (uint32_t token = blockIdx.x; token < launch.tokens; token += gridDim.x) send_token(launch, token);
-  }
+  const uint32_t all = faulted ? 0 : (1U << launch.ranks) - 1;
+  for (uint32_t token = blockIdx.x; token < launch.tokens; token += gridDim.x) send_token(launch, token, all);
   let_successor_begin();
   __syncthreads();
-  __shared__ uint32_t epoch;
   if (threadIdx.x == 0) {
     last = add_acquire_release(&control->blocks_done, 1U) + 1 == gridDim.x;
     if (last) {
       control->blocks_done = 0;
-      epoch = control->epoch = control->epoch + 1;
+      control->epoch = before + 1;
     }
   }
   __syncthreads();
   if (!last || faulted) return;
+  const uint32_t epoch = before + 1;
   if (threadIdx.x < launch.ranks) {
-    __threadfence_system();
+    fence_system();
     store_relaxed(flag_of(launch.segments[threadIdx.x], launch.arrived, launch.rank), epoch);
   }
   if ((launch.phases & kReceive) != 0) receive_rows(launch, epoch);
 }
 
-extern "C" __global__ void __launch_bounds__(kMaxThreads)
-    kvc_moe_combine(const __grid_constant__ CombineLaunch launch) {
-  combine<1>(launch);
-}
-// The same with two vectors a thread: where there are more rows than blocks can be resident.
-extern "C" __global__ void __launch_bounds__(kMaxThreads)
-    kvc_moe_combine_two(const __grid_constant__ CombineLaunch launch) {
-  combine<2>(launch);
-}
+// Combine for up to R ranks, with V vectors of a row a thread.
+#define KVC_MOE_COMBINE(V, R)                                                     \
+  extern "C" __global__ void __launch_bounds__(kMaxThreads)                       \
+      kvc_moe_combine_v##V##_r##R(const __grid_constant__ CombineLaunch launch) { \
+    combine<V, R>(launch);                                                        \
+  }
+KVC_MOE_COMBINE(1, 2)
+KVC_MOE_COMBINE(1, 4)
+KVC_MOE_COMBINE(1, 8)
+KVC_MOE_COMBINE(2, 2)
+KVC_MOE_COMBINE(2, 4)
+KVC_MOE_COMBINE(2, 8)
+#undef KVC_MOE_COMBINE
 
 }  // namespace kvc::moe

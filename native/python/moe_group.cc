@@ -1,7 +1,10 @@
 #include "python/moe_group.h"
 
+#include <fcntl.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <cerrno>
 #include <cmath>
 #include <cstdint>
 #include <memory>
@@ -46,7 +49,7 @@ class PythonMoeGroup {
 
   int descriptor() {
     UniqueFd made = unwrap(group_->descriptor());
-    const int fd = dup(made.get());
+    const int fd = fcntl(made.get(), F_DUPFD_CLOEXEC, 0);
     if (fd < 0) raise(system_error({}, "moe_descriptor", errno));
     return fd;
   }

@@ -314,7 +314,9 @@ void copy_pages(const CopyLaunch& launch, int breaks_before) {
 }
 
 const char* const kKernels[] = {"kvc_copy_bulk", "kvc_copy_vector", "kvc_signal_store", "kvc_signal_advance",
-                                "kvc_moe_dispatch", "kvc_moe_combine", "kvc_moe_combine_two"};
+                                "kvc_moe_dispatch", "kvc_moe_combine_v1_r2", "kvc_moe_combine_v1_r4",
+                                "kvc_moe_combine_v1_r8", "kvc_moe_combine_v2_r2", "kvc_moe_combine_v2_r4",
+                                "kvc_moe_combine_v2_r8"};
 
 struct CopyAttributes {
   int source_order;
