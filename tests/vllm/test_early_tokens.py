@@ -119,6 +119,9 @@ async def test_an_answer_is_the_same_with_its_first_token_from_p(
     rounds = [greedy[first : first + AT_ONCE] for first in range(0, REQUESTS, AT_ONCE)]
     # One by one: vLLM on CPUs dies of a seeded prompt that is computed in chunks.
     rounds += [[some_request(rng, seeded=True)] for _ in range(REQUESTS)]
+    # On a machine's first day vLLM compiles what binds answers on CPUs, for longer than P and D wait for each
+    # other. They find it in the cache of the engine that waits for nobody.
+    await asyncio.gather(*(answered(client, deployment.plain.url + path, body) for path, body in rounds[0]))
     for requests in rounds:
         early, late = [
             await asyncio.gather(*(answered(client, router + path, body) for path, body in requests))
@@ -140,20 +143,24 @@ async def test_d_goes_on_with_whatever_p_has_sampled(
 ) -> None:
     """Without a seed, D alone would have another first token nine times in ten. Also where D has all of the
     prompt that it can have: of one token, or up to a block's end and in its prefix cache."""
-    before = await outcomes(client, deployment.early)
     body = {"model": MODEL_NAME, "stream": True, "max_tokens": 5, "temperature": 2.0, "ignore_eos": True}
     body |= {"allowed_token_ids": READABLE, "prompt": random.Random(tokens).choices(READABLE, k=tokens)}
-    answers = await asyncio.gather(
-        *(client.events(f"{deployment.early}/v1/completions", body) for _ in range(24))
-    )
-    texts = [said(events)[0] for events in answers]
-    assert [len(text) for text in texts] == [5] * 24
-    assert len({text[0] for text in texts}) > 4
-    found = await outcomes(client, deployment.early) - before
-    assert found["mismatch"] == 0
-    assert found["sent"] + found["decode_first"] == 24, found
-    # D may be as fast where nothing has to be loaded.
-    assert found["sent"] > 3 or tokens == 1, found
+    # D may be as fast where nothing has to be loaded. Else P is first with nearly all; beside other work it
+    # was with 3 of 24. Every answer of every round has to be right. Rounds end once P was first often enough.
+    enough, sent, rounds = 4 if tokens > 1 else 0, 0, 0
+    while rounds == 0 or (sent < enough and rounds < 5):
+        before = await outcomes(client, deployment.early)
+        answers = await asyncio.gather(
+            *(client.events(f"{deployment.early}/v1/completions", body) for _ in range(24))
+        )
+        texts = [said(events)[0] for events in answers]
+        assert [len(text) for text in texts] == [5] * 24
+        assert len({text[0] for text in texts}) > 4
+        found = await outcomes(client, deployment.early) - before
+        assert found["mismatch"] == 0
+        assert found["sent"] + found["decode_first"] == 24, found
+        sent, rounds = sent + found["sent"], rounds + 1
+    assert sent >= enough, f"{sent} of P's tokens in {rounds} rounds of 24 answers"
     await assert_quiescent(client, deployment.prefill, deployment.decode)
 
 

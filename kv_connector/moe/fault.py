@@ -1,0 +1,31 @@
+"""The end of a group: why a step is void, and the error that names the rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# The native codes, by number.
+CODES = {1: "TIMEOUT_DISPATCH", 2: "TIMEOUT_COMBINE", 3: "LOST"}
+_REASONS = {
+    "TIMEOUT_DISPATCH": "did not send its rows within {timeout:g} s",
+    "TIMEOUT_COMBINE": "did not send its results within {timeout:g} s",
+    "LOST": "has ended",
+}
+
+
+class GroupError(RuntimeError):
+    """A group cannot be formed, used or closed. The message names the rank and the reason."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why a launch gave up waiting. The results of that step, and of all later ones, are void."""
+
+    code: str
+    """TIMEOUT_DISPATCH, TIMEOUT_COMBINE or LOST."""
+    rank: int
+    """The rank for which the launch had waited."""
+
+    def describe(self, timeout: float) -> str:
+        reason = _REASONS.get(self.code, self.code).format(timeout=timeout)
+        return f"rank {self.rank} {reason} ({self.code}). The results of this step are void."

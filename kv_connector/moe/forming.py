@@ -1,0 +1,210 @@
+"""The forming of a group: collective, and with the same end on all ranks.
+
+1. Each rank makes its segment and its socket, and sends HELLO with what all must have alike.
+2. Each rank passes the descriptor of its segment to every other rank, and maps theirs.
+3. Each rank sends OUTCOME. A problem of one rank is the error of all.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from kv_connector import __version__, _native
+from kv_connector.moe import columns
+from kv_connector.moe.descriptors import Connection, Meeting, Passed, ended
+from kv_connector.moe.fault import GroupError
+from kv_connector.moe.settings import MAX_TIMEOUT, GroupSettings
+from kv_connector.moe.wire import (
+    NAME_BYTES,
+    SECRET_BYTES,
+    Facts,
+    Hello,
+    Outcome,
+    bounded,
+    encode,
+    read_hellos,
+    read_outcomes,
+)
+
+logger = logging.getLogger("kv_connector")
+
+Exchange = Callable[[bytes], Sequence[bytes]]
+"""All-gather of one message a rank, in rank order."""
+
+# A process may have ended after its part of an exchange, which then still completes. The other ranks need
+# milliseconds for theirs.
+_GRACE_SECONDS = 2.0
+CLOSE_SECONDS = 10.0
+
+
+def form(settings: GroupSettings, exchange: Exchange) -> tuple[_native.MoeGroup, dict[int, Connection]]:
+    """The native group with all ranks attached, and the connections to them. Blocks for at most twice the
+    timeout of the settings. Raises GroupError, on all ranks alike as far as they live.
+    """
+    own = _Part(settings)
+    try:
+        own.prepare()
+        deadline = time.monotonic() + settings.timeout
+        messages = _exchange(exchange, encode(own.hello()), settings.timeout, "settings", {})
+        hellos = read_hellos(messages, settings.ranks)
+        own.attach(hellos, deadline)
+        read_outcomes(own.outcomes(exchange), settings.ranks)
+        return own.take()
+    except GroupError as error:
+        raise GroupError(f"moe: rank {settings.rank} cannot form a group: {error}") from error.__cause__
+    finally:
+        own.close()
+
+
+class _Part:
+    """This rank's part of a forming. close() frees all that take() did not hand over."""
+
+    def __init__(self, settings: GroupSettings) -> None:
+        self._settings = settings
+        self._native: _native.MoeGroup | None = None
+        self._meeting: Meeting | None = None
+        self._descriptor: int | None = None
+        self.passed = Passed()
+        self.problem = ""
+        """Why this rank has no group, or ""."""
+
+    def prepare(self) -> None:
+        """Makes the segment and the socket. Raises nothing: the other ranks wait for this rank's HELLO."""
+        settings = self._settings
+        rows = settings.ranks * settings.max_tokens
+        try:
+            self._native = _native.MoeGroup(
+                settings.rank,
+                settings.ranks,
+                -1 if settings.device is None else settings.device,
+                columns.dispatch_bytes(rows, settings.row_bytes),
+                rows * settings.hidden * 2,
+                settings.max_tokens,
+                settings.experts,
+                settings.slots,
+                settings.timeout,
+            )
+            self._descriptor = self._native.descriptor()
+            self._meeting = Meeting()
+        except Exception as error:
+            self.problem = f"it cannot make its segment: {error}"
+
+    def hello(self) -> Hello:
+        meeting = self._meeting
+        return Hello(
+            release=__version__,
+            rank=self._settings.rank,
+            facts=Facts.of(self._settings),
+            machine=_machine(),
+            pid=os.getpid(),
+            uid=os.geteuid(),
+            name=meeting.name if meeting else bytes(NAME_BYTES),
+            secret=meeting.secret if meeting else bytes(SECRET_BYTES),
+            problem=bounded(self.problem),
+        )
+
+    def attach(self, hellos: Sequence[Hello], deadline: float) -> None:
+        """Maps the segments of the other ranks. A failure is in ``problem``: it is exchanged first."""
+        assert self._native is not None
+        assert self._meeting is not None
+        assert self._descriptor is not None
+        try:
+            self.passed = self._meeting.pass_around(self._settings.rank, hellos, self._descriptor, deadline)
+            problems = list(self.passed.problems.values())
+            for rank, descriptor in sorted(self.passed.descriptors.items()):
+                try:
+                    self._native.attach(rank, descriptor)
+                except Exception as error:
+                    problems.append(f"it cannot map the segment of rank {rank}: {error}")
+            self.problem = "; ".join(problems)
+        except Exception as error:
+            self.problem = f"it cannot pass descriptors: {error}"
+        finally:
+            self.passed.close_descriptors()
+
+    def outcomes(self, exchange: Exchange) -> Sequence[bytes]:
+        """The OUTCOME of every rank."""
+        message = encode(Outcome(bounded(self.problem)))
+        # A rank that passed no descriptor has ended or stands still. It may never send its OUTCOME.
+        patience = min(_GRACE_SECONDS if self.passed.problems else MAX_TIMEOUT, self._settings.timeout)
+        try:
+            return _exchange(exchange, message, patience, "outcomes", self.passed.connections)
+        except GroupError as error:
+            if not self.problem:
+                raise
+            raise GroupError(f"{self.problem}; {error}") from error.__cause__
+
+    def take(self) -> tuple[_native.MoeGroup, dict[int, Connection]]:
+        assert self._native is not None
+        native, self._native = self._native, None
+        connections, self.passed = self.passed.connections, Passed()
+        return native, connections
+
+    def close(self) -> None:
+        if self._meeting is not None:
+            self._meeting.close()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+        self.passed.close()
+        if self._native is not None:
+            try:
+                self._native.close(CLOSE_SECONDS)
+            except Exception as error:
+                logger.warning("moe: rank %d keeps its segment: %s", self._settings.rank, error)
+
+
+def _exchange(
+    exchange: Exchange, message: bytes, timeout: float, subject: str, peers: Mapping[int, Connection]
+) -> Sequence[bytes]:
+    """Calls the exchange on a thread, because it may wait for a dead rank without a bound of its own.
+
+    Raises GroupError where it fails, where it does not end in time, and where a process of ``peers`` ends.
+    """
+    results: list[Sequence[bytes]] = []
+    errors: list[Exception] = []
+    done, mark_done = os.pipe2(os.O_CLOEXEC)
+
+    def call() -> None:
+        try:
+            results.append(exchange(message))
+        except Exception as error:
+            errors.append(error)
+        finally:
+            os.close(mark_done)  # the other end becomes readable
+
+    thread = threading.Thread(target=call, name="kvc-moe-forming", daemon=True)
+    thread.start()
+    begin = time.monotonic()
+    waiting = [done, *(one.pidfd for one in peers.values() if one.pidfd is not None)]
+    try:
+        ready, _, _ = select.select(waiting, [], [], timeout)
+        if ready and done not in ready:
+            ready, _, _ = select.select([done], [], [], min(timeout, _GRACE_SECONDS))
+    finally:
+        os.close(done)
+    if done in ready:
+        thread.join()
+    if results:
+        return results[0]
+    # Its connection fails the exchange before the kernel reports the end of the process.
+    dead = ended(peers)
+    if dead:
+        names = ", ".join(f"rank {one.rank} (process {one.pid})" for one in dead)
+        raise GroupError(f"{names} has ended during the exchange of {subject}")
+    if errors:
+        raise GroupError(f"the exchange of {subject} failed: {errors[0]}") from errors[0]
+    seconds = time.monotonic() - begin
+    raise GroupError(f"the exchange of {subject} did not end within {seconds:.0f} s. A rank is missing.")
+
+
+def _machine() -> str:
+    """Equal for processes that can connect by abstract sockets and that see each other's pids."""
+    parts = [Path("/proc/sys/kernel/random/boot_id").read_text().strip()]
+    parts += [str(Path("/proc/self/ns", name).stat().st_ino) for name in ("net", "pid")]
+    return "/".join(parts)

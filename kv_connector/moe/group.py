@@ -1,0 +1,293 @@
+"""Group: a rank's part in the expert exchange, in tensors."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from kv_connector import _native
+from kv_connector.moe import columns, forming, memory, metrics
+from kv_connector.moe.descriptors import Connection
+from kv_connector.moe.fault import CODES, Fault, GroupError
+from kv_connector.moe.forming import Exchange
+from kv_connector.moe.settings import MAX_COLUMNS, GroupSettings
+from kv_connector.moe.watcher import Watcher
+
+__all__ = ["Dispatched", "Exchange", "Fault", "Group", "GroupError", "GroupSettings"]
+
+logger = logging.getLogger("kv_connector")
+
+_ID_TYPES = (torch.int32, torch.int64)
+# Native groups whose GPU did not come to rest. Their memory may still be written, so they are never freed.
+_kept: list[_native.MoeGroup] = []
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """The rows of all ranks, in rank order. Views of the segment: valid until the slot's next dispatch.
+
+    ``x`` and ``scales`` have old bytes in the rows of tokens without an expert on this rank.
+    """
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    scales: tuple[torch.Tensor, ...]
+    extras: tuple[torch.Tensor, ...]
+
+
+class Group:
+    """A rank of a formed group. form() makes it.
+
+    Calls come from one thread, in the same order on all ranks. fault(), lost and raise_fault() may be called
+    from any thread. On a GPU dispatch() and combine() enqueue on the current stream and may be captured into
+    CUDA graphs. On host memory they return when the rows or sums of all ranks have arrived.
+    """
+
+    def __init__(
+        self, settings: GroupSettings, native: _native.MoeGroup, connections: dict[int, Connection]
+    ) -> None:
+        self.settings = settings
+        self._native = native
+        self._closed = False
+        self._lock = threading.Lock()
+        self._lost: frozenset[int] = frozenset()
+        self._counted = False
+        rows = settings.ranks * settings.max_tokens
+        self._dispatch_bytes = columns.dispatch_bytes(rows, settings.row_bytes)
+        combine_bytes = rows * settings.hidden * 2
+        segment = memory.bytes_at(native.base, native.segment_bytes, settings.device)
+        self._dispatch_areas = [
+            segment[native.dispatch_offset(slot) :][: self._dispatch_bytes] for slot in range(settings.slots)
+        ]
+        self._combine_areas = [
+            segment[native.combine_offset(slot) :][:combine_bytes] for slot in range(settings.slots)
+        ]
+        self._watcher = Watcher(connections.values(), self._lose)
+
+    @classmethod
+    def form(cls, settings: GroupSettings, exchange: Exchange) -> Self:
+        """Forms the group of all ranks. Collective: every rank calls it, and all fail if one does.
+
+        ``exchange`` is called twice. Blocks for at most twice ``settings.timeout``. Raises GroupError.
+        """
+        native, connections = forming.form(settings, exchange)
+        try:
+            return cls(settings, native, connections)
+        except BaseException:
+            for connection in connections.values():
+                connection.close()
+            native.close(forming.CLOSE_SECONDS)
+            raise
+
+    def place(self, owners: Sequence[int] | None) -> None:
+        """Sets the rank of each expert, alike on all ranks. None: every row goes to every rank, as at first.
+
+        No dispatch may be in flight. Raises TransferError where an owner is not in the group.
+        """
+        self._check_open()
+        self._native.place([] if owners is None else list(owners))
+
+    def fits(self, sizes: Sequence[int], row_bytes: int) -> bool:
+        """Whether a step of these sizes fits, whose columns have ``row_bytes`` bytes a row together.
+
+        The answer depends on the arguments and the common settings alone, so all ranks get the same.
+        """
+        settings = self.settings
+        return (
+            len(sizes) == settings.ranks
+            and all(0 <= size <= settings.max_tokens for size in sizes)
+            and columns.dispatch_bytes(sum(sizes), row_bytes) <= self._dispatch_bytes
+        )
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        *,
+        scales: Sequence[torch.Tensor] = (),
+        extras: Sequence[torch.Tensor] = (),
+        sizes: Sequence[int],
+        slot: int = 0,
+    ) -> Dispatched:
+        """Sends this rank's rows and receives those of all ranks.
+
+        Every tensor has one row a token of this rank. ``sizes`` are the tokens of each rank. ``x`` and
+        ``scales`` go to the ranks of the token's experts, the others to every rank. Raises GroupError where
+        an earlier step was void, and on host memory where this one is.
+        """
+        self._check_usable()
+        tensors = (x, *scales, ids, weights, *extras)
+        masked = 1 + len(scales)
+        offsets = self._check_columns(tensors, ids, sizes, slot)
+        sent = [tensor.contiguous() for tensor in tensors]
+        ids_sent = sent[masked]
+        self._native.dispatch(
+            self._stream(),
+            slot,
+            sizes,
+            ids_sent.data_ptr(),
+            ids_sent.element_size(),
+            self.settings.top_k,
+            [
+                (tensor.data_ptr(), _row_bytes(tensor), offset, index >= masked)
+                for index, (tensor, offset) in enumerate(zip(sent, offsets, strict=False))
+            ],
+        )
+        self._check_host()
+        area, rows = self._dispatch_areas[slot], sum(sizes)
+        got = [
+            memory.view(area, offset, (rows, *tensor.shape[1:]), tensor.dtype)
+            for tensor, offset in zip(tensors, offsets, strict=False)
+        ]
+        return Dispatched(
+            got[0], got[masked], got[masked + 1], tuple(got[1:masked]), tuple(got[masked + 2 :])
+        )
+
+    def combine_buffer(self, sizes: Sequence[int], slot: int = 0) -> torch.Tensor:
+        """The memory for the results of all rows, [rows, hidden] of bf16. Each rank writes the rows of its
+        experts' tokens before combine(); the other rows are not read.
+        """
+        self._check_open()
+        self._check_sizes(sizes, slot)
+        return memory.view(self._combine_areas[slot], 0, (sum(sizes), self.settings.hidden), torch.bfloat16)
+
+    def combine(
+        self, out: torch.Tensor, sizes: Sequence[int], slot: int = 0, accumulate: bool = False
+    ) -> None:
+        """Sums the results for this rank's tokens into ``out``, [tokens, hidden] of bf16.
+
+        Adds in rank order in fp32 and rounds once. ``accumulate``: adds what ``out`` has, last. Raises
+        GroupError where an earlier step was void, and on host memory where this one is.
+        """
+        self._check_usable()
+        self._check_sizes(sizes, slot)
+        shape = (sizes[self.settings.rank], self.settings.hidden)
+        if tuple(out.shape) != shape or out.dtype != torch.bfloat16 or not out.is_contiguous():
+            raise ValueError(f"out is {tuple(out.shape)} of {out.dtype}. It must be contiguous bf16 {shape}.")
+        self._check_device(out)
+        self._native.combine(self._stream(), slot, sizes, out.data_ptr(), self.settings.hidden, accumulate)
+        self._check_host()
+
+    def fault(self) -> Fault | None:
+        """Why a step was void, or None. On a GPU a step that is still in flight has no fault yet."""
+        found = self._native.fault()
+        return None if found is None else Fault(CODES.get(found[0], str(found[0])), found[1])
+
+    def raise_fault(self) -> None:
+        """Raises GroupError with the rank's name, if a step was void."""
+        if (fault := self.fault()) is None:
+            return
+        if not self._counted:
+            self._counted = True
+            metrics.fault(fault.code)
+        settings = self.settings
+        raise GroupError(f"moe: rank {settings.rank} of {settings.ranks}: {fault.describe(settings.timeout)}")
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """The ranks that have ended or left."""
+        return self._lost
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Leaves the group, and frees its memory once the GPU is at rest. Idempotent.
+
+        Steps in flight become void: synchronize before. Views of the segment must not be used any more.
+        Raises GroupError where the GPU does not come to rest within ``timeout`` seconds. The memory is kept
+        then, because the GPU may still write to it.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._dispatch_areas, self._combine_areas = [], []
+        # First of all: ranks that wait for this one need not wait for its GPU.
+        self._watcher.leave()
+        try:
+            self._native.close(timeout)
+        except Exception as error:
+            _kept.append(self._native)
+            raise GroupError(f"moe: rank {self.settings.rank} keeps its memory: {error}") from error
+        finally:
+            self._watcher.close()
+
+    def _lose(self, rank: int) -> None:
+        """On the watcher's thread."""
+        self._native.lose(rank)
+        self._lost |= {rank}
+
+    def _stream(self) -> int:
+        if self.settings.device is None:
+            return 0
+        stream: int = torch.cuda.current_stream(self.settings.device).cuda_stream
+        return stream
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise GroupError(f"moe: the group of rank {self.settings.rank} is closed")
+
+    def _check_usable(self) -> None:
+        self._check_open()
+        self.raise_fault()
+
+    def _check_host(self) -> None:
+        """On host memory a call is over when it returns, and its fault can be raised at once."""
+        if self.settings.device is None:
+            self.raise_fault()
+
+    def _check_sizes(self, sizes: Sequence[int], slot: int) -> None:
+        if not self.fits(sizes, 0):
+            raise ValueError(
+                f"sizes are {list(sizes)}. The group has {self.settings.ranks} ranks of up to "
+                f"{self.settings.max_tokens} tokens."
+            )
+        if not 0 <= slot < self.settings.slots:
+            raise ValueError(f"slot is {slot}. The group has {self.settings.slots} slots.")
+
+    def _check_columns(
+        self, tensors: Sequence[torch.Tensor], ids: torch.Tensor, sizes: Sequence[int], slot: int
+    ) -> tuple[int, ...]:
+        """The offsets of the columns in the dispatch area."""
+        self._check_sizes(sizes, slot)
+        settings = self.settings
+        tokens = sizes[settings.rank]
+        if len(tensors) > MAX_COLUMNS:
+            raise ValueError(f"{len(tensors)} columns. At most {MAX_COLUMNS} fit.")
+        for index, tensor in enumerate(tensors):
+            if tensor.dim() == 0 or tensor.shape[0] != tokens or not _row_bytes(tensor):
+                raise ValueError(
+                    f"column {index} is {tuple(tensor.shape)}. It must have {tokens} rows of 1 byte or more."
+                )
+            self._check_device(tensor)
+        if ids.dtype not in _ID_TYPES or tuple(ids.shape) != (tokens, settings.top_k):
+            raise ValueError(
+                f"ids are {tuple(ids.shape)} of {ids.dtype}. They must be int32 or int64 of "
+                f"{(tokens, settings.top_k)}."
+            )
+        row_bytes = [_row_bytes(tensor) for tensor in tensors]
+        if not self.fits(sizes, sum(row_bytes)):
+            raise ValueError(
+                f"a row has {sum(row_bytes)} bytes: {sum(sizes)} of them do not fit. "
+                f"Form the group with a larger row_bytes (now {settings.row_bytes})."
+            )
+        return columns.column_offsets(sum(sizes), row_bytes)
+
+    def _check_device(self, tensor: torch.Tensor) -> None:
+        expected = "cpu" if self.settings.device is None else "cuda"
+        device = tensor.device
+        if device.type != expected or device.index not in (None, self.settings.device):
+            index = "" if self.settings.device is None else f":{self.settings.device}"
+            raise ValueError(f"a tensor is on {device}. The group is on {expected}{index}.")
+
+
+def _row_bytes(tensor: torch.Tensor) -> int:
+    nbytes: int = tensor.element_size()
+    for length in tensor.shape[1:]:
+        nbytes *= length
+    return nbytes

@@ -1,0 +1,170 @@
+"""Messages by which ranks form a group: MessagePack, decoded with types and bounds.
+
+The caller's exchange carries HELLO and OUTCOME from every rank to every rank. INTRODUCTION travels with a
+descriptor over a socket between two ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Annotated, TypeVar
+
+import msgspec
+
+from kv_connector.moe import settings as limits
+from kv_connector.moe.fault import GroupError
+from kv_connector.moe.settings import GroupSettings
+
+# A HELLO has less than 2 KiB: a text of 1,024 characters, and numbers.
+MAX_BYTES = 8 << 10
+MAX_TEXT = 1024
+NAME_BYTES = 16
+SECRET_BYTES = 32
+
+_Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+_Rank = Annotated[int, msgspec.Meta(ge=0, lt=limits.MAX_RANKS)]
+_Process = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
+_User = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+_Name = Annotated[bytes, msgspec.Meta(min_length=NAME_BYTES, max_length=NAME_BYTES)]
+_Secret = Annotated[bytes, msgspec.Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
+
+
+class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Settings that all ranks have alike."""
+
+    ranks: Annotated[int, msgspec.Meta(ge=1, le=limits.MAX_RANKS)]
+    hidden: Annotated[int, msgspec.Meta(ge=1, le=limits.MAX_HIDDEN)]
+    top_k: Annotated[int, msgspec.Meta(ge=1, le=limits.MAX_TOP_K)]
+    experts: Annotated[int, msgspec.Meta(ge=1, le=limits.MAX_EXPERTS)]
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=limits.MAX_TOKENS)]
+    row_bytes: Annotated[int, msgspec.Meta(ge=1, le=limits.MAX_ROW_BYTES)]
+    slots: Annotated[int, msgspec.Meta(ge=1, le=limits.MAX_SLOTS)]
+    timeout: Annotated[float, msgspec.Meta(gt=0, le=limits.MAX_TIMEOUT)]
+    memory: Annotated[str, msgspec.Meta(max_length=16)]
+    """"gpu" or "host"."""
+
+    @classmethod
+    def of(cls, settings: GroupSettings) -> Facts:
+        fields = dataclasses.asdict(settings)
+        device = fields.pop("device")
+        del fields["rank"]
+        return cls(**fields, memory="host" if device is None else "gpu")
+
+
+class Release(msgspec.Struct, frozen=True):
+    """The part of a HELLO that every release understands."""
+
+    release: Annotated[str, msgspec.Meta(max_length=64)]
+
+
+class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="hello"):
+    """The first message of a rank."""
+
+    release: Annotated[str, msgspec.Meta(max_length=64)]
+    rank: _Rank
+    facts: Facts
+    machine: Annotated[str, msgspec.Meta(max_length=256)]
+    """Boot id and namespaces: processes with equal ones can pass descriptors to each other."""
+    pid: _Process
+    uid: _User
+    name: _Name
+    """Of the socket on which this rank listens."""
+    secret: _Secret
+    """A process that connects to this rank proves with it that it received this message."""
+    problem: _Text = ""
+    """Why this rank cannot take part, or ""."""
+
+
+class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="outcome"):
+    """The last message of a rank."""
+
+    problem: _Text = ""
+    """Why this rank has no group, or ""."""
+
+
+class Introduction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="introduction"):
+    """Sent to another rank, together with the descriptor of the sender's segment."""
+
+    rank: _Rank
+    secret: _Secret
+    """From the receiver's HELLO."""
+
+
+_M = TypeVar("_M", bound=msgspec.Struct)
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+def decode(data: bytes, kind: type[_M]) -> _M:
+    """Raises ValueError, whatever the bytes are."""
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"a message of {len(data)} bytes, at most {MAX_BYTES} are valid")
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"a malformed message: {error}") from None
+
+
+def bounded(text: str) -> str:
+    """As much of an error as a message holds."""
+    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 3] + "..."
+
+
+def read_hellos(messages: Sequence[bytes], ranks: int) -> list[Hello]:
+    """The HELLO of every rank. Raises GroupError where the ranks cannot form a group.
+
+    The error depends on the messages alone, so all ranks raise the same.
+    """
+    if len(messages) != ranks:
+        raise GroupError(f"{len(messages)} ranks exchange messages, the setting ranks is {ranks}")
+    releases = [_decode(message, Release, rank).release for rank, message in enumerate(messages)]
+    for rank, release in enumerate(releases):
+        if release != releases[0]:
+            raise GroupError(
+                f"rank {rank} has kv-connector {release}, rank 0 has {releases[0]}. "
+                "Install the same release for all ranks."
+            )
+    hellos = [_decode(message, Hello, rank) for rank, message in enumerate(messages)]
+    problems = [(rank, hello.problem) for rank, hello in enumerate(hellos)]
+    first = hellos[0]
+    for rank, hello in enumerate(hellos):
+        if hello.rank != rank:
+            raise GroupError(f"place {rank} of the exchange has the message of rank {hello.rank}")
+        for field in Facts.__struct_fields__:
+            value, expected = getattr(hello.facts, field), getattr(first.facts, field)
+            if value != expected:
+                raise GroupError(
+                    f"rank {rank} has {field}={value}, rank 0 has {field}={expected}. "
+                    "Set the same value on all ranks."
+                )
+    raise_problems(problems)
+    for rank, hello in enumerate(hellos):
+        if hello.machine != first.machine:
+            raise GroupError(
+                f"rank {rank} is on another machine than rank 0, or in other network or process namespaces"
+            )
+        if hello.uid != first.uid:
+            raise GroupError(f"rank {rank} runs as user {hello.uid}, rank 0 as user {first.uid}")
+    return hellos
+
+
+def read_outcomes(messages: Sequence[bytes], ranks: int) -> None:
+    """Raises GroupError with the problems of all ranks, if a rank has one."""
+    if len(messages) != ranks:
+        raise GroupError(f"{len(messages)} ranks exchange messages, the setting ranks is {ranks}")
+    raise_problems([(rank, _decode(one, Outcome, rank).problem) for rank, one in enumerate(messages)])
+
+
+def raise_problems(problems: Sequence[tuple[int, str]]) -> None:
+    if found := [f"rank {rank}: {problem}" for rank, problem in problems if problem]:
+        raise GroupError("; ".join(found))
+
+
+def _decode(message: bytes, kind: type[_M], rank: int) -> _M:
+    try:
+        return decode(message, kind)
+    except ValueError as error:
+        raise GroupError(f"rank {rank} sent {error}") from None
