@@ -83,6 +83,7 @@ TEST_P(MoeFaults, AKilledRankIsLost) {
         // Only the victim is missing from here on.
         if (moment() == Moment::kBeforeDispatch) stepper.dispatch(step, kSend);
         if (moment() == Moment::kBeforeCombine) stepper.combine(step, kSend);
+        rank.finish();
         rank.report(0);
         moment() == Moment::kBeforeCombine ? stepper.combine(step, kReceive) : stepper.dispatch(step, kReceive);
         if (moment() == Moment::kBetweenHalves) {  // what the victim sent before its end arrives

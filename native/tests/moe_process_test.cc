@@ -126,8 +126,8 @@ TEST_P(MoeProcesses, TwoSlotsAreUnderWayTogether) {
 }
 
 TEST_P(MoeProcesses, EpochsWrap) {
-  for (const uint32_t first : {0xfffffff8U, 0x7ffffff8U}) {
-    run_ranks(ranks(), gpu(), [first](Rank& rank) {
+  run_ranks(ranks(), gpu(), [](Rank& rank) {
+    for (const uint32_t first : {0xfffffff8U, 0x7ffffff8U}) {
       GroupConfig config = Stepper::config();
       config.first_epoch = first;
       Stepper stepper(rank, config);
@@ -137,8 +137,8 @@ TEST_P(MoeProcesses, EpochsWrap) {
         stepper.run(step);
       }
       rank.barrier();
-    });
-  }
+    }
+  });
 }
 
 // What a graph has recorded: dispatch, a copy of what came, the experts (a copy of results that lie ready), combine.

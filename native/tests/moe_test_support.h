@@ -180,6 +180,7 @@ class Rank {
     config.rank = rank;
     config.ranks = ranks;
     config.device = device;
+    stop_watching();
     group = must(Group::create(config));
     for (uint32_t peer = 0; peer < ranks; ++peer) {
       if (peer != rank) peers_[peer].send(0, must(group->descriptor()).get());
@@ -279,8 +280,21 @@ using RankProcesses = std::vector<RankProcess>;
 inline constexpr const char* kRankVariable = "KVC_TEST_MOE_RANK";
 inline constexpr int kWorked = 42;  // the exit status of a rank whose work ran, and well
 
-// Runs `work` in `ranks` processes, which begin anew with this test, as a driver does not survive a fork. `control` runs
-// here meanwhile. Processes that it has killed, or stopped, are in `lost`.
+// Runs the work in this process, which is a rank's, and ends it.
+[[noreturn]] inline void be_rank(const std::string& text, const std::function<void(Rank&)>& work) {
+  try {
+    Rank rank(text);
+    work(rank);
+    rank.stop_watching();
+  } catch (const std::exception& error) {
+    ADD_FAILURE() << error.what();
+  }
+  std::fflush(nullptr);
+  _exit(testing::Test::HasFailure() ? 1 : kWorked);
+}
+
+// Runs `work` in `ranks` processes. Where a real driver is loaded they begin anew, with this test, as it does not survive a
+// fork. `control` runs here meanwhile. Processes that it has killed, or stopped, are in `lost`.
 inline void run_ranks(
     uint32_t ranks, bool gpu, const std::function<void(Rank&)>& work,
     const std::function<void(RankProcesses&)>& control = [](RankProcesses&) {},
@@ -291,16 +305,8 @@ inline void run_ranks(
   if (std::exchange(test, info) != info) calls = 0;
   const int call = ++calls;
   if (const char* text = std::getenv(kRankVariable)) {
-    if (std::atoi(text) != call) return;
-    try {
-      Rank rank(text);
-      work(rank);
-      rank.stop_watching();
-    } catch (const std::exception& error) {
-      ADD_FAILURE() << error.what();
-    }
-    std::fflush(nullptr);
-    _exit(testing::Test::HasFailure() ? 1 : kWorked);
+    if (std::atoi(text) == call) be_rank(text, work);
+    return;
   }
   if (gpu && cuda::kernel_image().empty()) GTEST_SKIP() << "this build has no GPU kernels (no nvcc)";
   const std::string name = std::string(info->test_suite_name()) + "." + info->name();
@@ -312,6 +318,7 @@ inline void run_ranks(
     a = UniqueFd(ends[0]);
     b = UniqueFd(ends[1]);
   };
+  const bool begin_anew = cuda::loaded_driver() != nullptr && !test::HeldCopies::possible();
   RankProcesses processes(ranks);
   std::vector<UniqueFd> own(ranks);
   for (uint32_t a = 0; a < ranks; ++a) {
@@ -329,6 +336,7 @@ inline void run_ranks(
       own[other].reset();
       if (other != rank) mesh[other].clear();
     }
+    if (!begin_anew) be_rank(text, work);
     setenv(kRankVariable, text.c_str(), 1);
     setenv("GTEST_BRIEF", "1", 1);
     test::become_test(name.c_str());
