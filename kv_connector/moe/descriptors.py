@@ -222,9 +222,7 @@ class _Passing:
     def _introduce(self, connection: socket.socket, other: int) -> None:
         message = encode(Introduction(self._rank, self._hellos[other].secret))
         passed = array.array("i", [self._descriptor])
-        connection.sendmsg(
-            [message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, passed)], socket.MSG_NOSIGNAL
-        )
+        connection.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, passed)], socket.MSG_NOSIGNAL)
 
     def _receive(self, connection: socket.socket) -> None:
         expected = self._open[connection]
@@ -255,8 +253,9 @@ class _Passing:
 
     def _read(self, connection: socket.socket, descriptors: list[int]) -> tuple[int, int]:
         """The rank that introduces itself, and its descriptor. All that come are in ``descriptors``."""
-        flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
-        data, control, flags, _ = connection.recvmsg(MAX_BYTES, _CONTROL_BYTES, flags)
+        data, control, flags, _ = connection.recvmsg(
+            MAX_BYTES, _CONTROL_BYTES, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+        )
         for level, kind, content in control:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 received = array.array("i")
@@ -266,7 +265,7 @@ class _Passing:
             raise ValueError("it closed the connection")
         if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
             raise ValueError(
-                "its message was cut off. Raise the limit of open files (ulimit -n) if descriptors are missing."
+                "its message was cut off. If this process has too many open files, raise `ulimit -n`."
             )
         introduction = decode(data, Introduction)
         if not hmac.compare_digest(introduction.secret, self._secret):

@@ -117,9 +117,7 @@ class _Part:
         assert self._meeting is not None
         assert self._descriptor is not None
         try:
-            self.passed = self._meeting.pass_around(
-                self._settings.rank, hellos, self._descriptor, deadline
-            )
+            self.passed = self._meeting.pass_around(self._settings.rank, hellos, self._descriptor, deadline)
             problems = list(self.passed.problems.values())
             for rank, descriptor in sorted(self.passed.descriptors.items()):
                 try:

@@ -146,7 +146,9 @@ class Group:
             memory.view(area, offset, (rows, *tensor.shape[1:]), tensor.dtype)
             for tensor, offset in zip(tensors, offsets, strict=False)
         ]
-        return Dispatched(got[0], got[masked], got[masked + 1], tuple(got[1:masked]), tuple(got[masked + 2 :]))
+        return Dispatched(
+            got[0], got[masked], got[masked + 1], tuple(got[1:masked]), tuple(got[masked + 2 :])
+        )
 
     def combine_buffer(self, sizes: Sequence[int], slot: int = 0) -> torch.Tensor:
         """The memory for the results of all rows, [rows, hidden] of bf16. Each rank writes the rows of its
@@ -154,9 +156,7 @@ class Group:
         """
         self._check_open()
         self._check_sizes(sizes, slot)
-        return memory.view(
-            self._combine_areas[slot], 0, (sum(sizes), self.settings.hidden), torch.bfloat16
-        )
+        return memory.view(self._combine_areas[slot], 0, (sum(sizes), self.settings.hidden), torch.bfloat16)
 
     def combine(
         self, out: torch.Tensor, sizes: Sequence[int], slot: int = 0, accumulate: bool = False
@@ -172,9 +172,7 @@ class Group:
         if tuple(out.shape) != shape or out.dtype != torch.bfloat16 or not out.is_contiguous():
             raise ValueError(f"out is {tuple(out.shape)} of {out.dtype}. It must be contiguous bf16 {shape}.")
         self._check_device(out)
-        self._native.combine(
-            self._stream(), slot, sizes, out.data_ptr(), self.settings.hidden, accumulate
-        )
+        self._native.combine(self._stream(), slot, sizes, out.data_ptr(), self.settings.hidden, accumulate)
         self._check_host()
 
     def fault(self) -> Fault | None:
@@ -190,9 +188,7 @@ class Group:
             self._counted = True
             metrics.fault(fault.code)
         settings = self.settings
-        raise GroupError(
-            f"moe: rank {settings.rank} of {settings.ranks}: {fault.describe(settings.timeout)}"
-        )
+        raise GroupError(f"moe: rank {settings.rank} of {settings.ranks}: {fault.describe(settings.timeout)}")
 
     @property
     def lost(self) -> frozenset[int]:
@@ -229,7 +225,8 @@ class Group:
     def _stream(self) -> int:
         if self.settings.device is None:
             return 0
-        return int(torch.cuda.current_stream(self.settings.device).cuda_stream)
+        stream: int = torch.cuda.current_stream(self.settings.device).cuda_stream
+        return stream
 
     def _check_open(self) -> None:
         if self._closed:
@@ -264,7 +261,9 @@ class Group:
             raise ValueError(f"{len(tensors)} columns. At most {MAX_COLUMNS} fit.")
         for index, tensor in enumerate(tensors):
             if tensor.dim() == 0 or tensor.shape[0] != tokens or not _row_bytes(tensor):
-                raise ValueError(f"column {index} is {tuple(tensor.shape)}. It must have {tokens} rows of bytes.")
+                raise ValueError(
+                    f"column {index} is {tuple(tensor.shape)}. It must have {tokens} rows of 1 byte or more."
+                )
             self._check_device(tensor)
         if ids.dtype not in _ID_TYPES or tuple(ids.shape) != (tokens, settings.top_k):
             raise ValueError(
@@ -288,7 +287,7 @@ class Group:
 
 
 def _row_bytes(tensor: torch.Tensor) -> int:
-    nbytes = tensor.element_size()
+    nbytes: int = tensor.element_size()
     for length in tensor.shape[1:]:
         nbytes *= length
     return nbytes

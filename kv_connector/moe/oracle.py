@@ -32,9 +32,7 @@ def wanted(ids: torch.Tensor, owners: Sequence[int] | None, rank: int) -> torch.
     return (table.index_select(0, places.flatten()).view(ids.shape) == rank).any(dim=1)
 
 
-def dispatch(
-    ranks: Sequence[Tokens], owners: Sequence[int] | None, rank: int
-) -> tuple[Tokens, torch.Tensor]:
+def dispatch(ranks: Sequence[Tokens], owners: Sequence[int] | None, rank: int) -> tuple[Tokens, torch.Tensor]:
     """All rows in rank order, and which of them the rank gets. In other rows x and scales are not defined."""
     ids = torch.cat([one.ids for one in ranks])
     gathered = Tokens(

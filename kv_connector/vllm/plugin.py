@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 CONNECTOR = "WriteImmConnector"
@@ -24,7 +25,16 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(
             WEIGHTS, "kv_connector.vllm.weights", "WriteImmWeightTransferEngine"
         )
+    _replace_expert_exchange()
     _tell_dynamo()
+
+
+def _replace_expert_exchange() -> None:
+    """Imports nothing where the variable is not set: an API server would pay for the import."""
+    if os.environ.get("KV_CONNECTOR_MOE") == "1":
+        from kv_connector.vllm.experts import replace_exchange
+
+        replace_exchange()
 
 
 def _tell_dynamo() -> None:

@@ -24,17 +24,18 @@ ROOMS: dict[str, set[str]] = {
     "control": {"protocol"},
     "agent": {"protocol", "engine", "control"},
     "weights": {"protocol", "engine", "control", "agent"},
-    "vllm": {"protocol", "engine", "control", "agent", "weights"},
+    "moe": {"_native"},
+    "vllm": {"protocol", "engine", "control", "agent", "weights", "moe"},
     "sglang": {"protocol", "engine", "control", "agent"},
     "ray": {"vllm"},
     "router": {"protocol", "control"},
-    "lab": {"protocol", "engine", "control", "agent", "_bench"},
-    "cli": {"protocol", "engine", "control", "agent", "weights", "router", "lab"},
+    "lab": {"protocol", "engine", "control", "agent", "moe", "_bench"},
+    "cli": {"protocol", "engine", "control", "agent", "weights", "moe", "router", "lab"},
 }
 NATIVE = {"_native", "_bench"}
 FRAMEWORKS = {"vllm", "sglang", "ray", "torch"}
 ADAPTERS = {"vllm", "sglang", "ray"}
-OF_TENSORS = {"weights": {"torch"}}
+OF_TENSORS = {"weights": {"torch"}, "moe": {"torch"}}
 INSIDE_VLLM = "lab/bench/pd/mooncake_cpu.py"  # another connector, which vLLM loads
 
 
