@@ -17,7 +17,7 @@ NATIVE_SOURCES := $(filter %.cc,$(NATIVE))
 # The thread sanitizer cannot place its shadow under some kernels' address randomisation.
 NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
-.PHONY: help setup demo test prepared native-asan native-tsan test-native test-simulation test-python test-libfabric test-verbs test-vllm-next test-sglang test-fleet test-browser test-observability board test-upstream test-examples test-compose test-helm bench-verbs campaign test-data-parallel test-weights test-early test-leaving test-topologies test-faults test-all fuzz fuzz-router fuzz-scheduler fuzz-splice hostile lint analyze format bench bench-gpu wheels test-wheels reference docs clean distclean
+.PHONY: help setup demo test prepared native-asan native-tsan test-native test-simulation test-python test-libfabric test-verbs test-vllm-next test-sglang test-fleet test-browser test-observability board test-upstream test-examples test-compose test-helm bench-verbs campaign interleavings test-data-parallel test-weights test-early test-leaving test-topologies test-faults test-all fuzz fuzz-router fuzz-scheduler fuzz-splice hostile lint analyze format bench bench-gpu wheels test-wheels reference docs clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -172,6 +172,9 @@ SEEDS ?= 200000
 campaign: setup ## the protocol under every fault, in virtual time: SEEDS=200000, or SEED=N for one that failed
 	@$(PYTHON_ENV)/python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
 
+interleavings: setup ## MoE dispatch and combine: all interleavings of more ranks, rounds and deaths than `make test` explores
+	@$(PYTHON_ENV)/python -m tests.simulation.moe
+
 INPUTS ?= 10000000
 fuzz: setup ## mutated inputs for every decoder, then raw connections to a live agent; INPUTS=10000000
 	@PYTHONPATH=tests $(PYTHON_ENV)/python -m fuzz.campaign --inputs $(INPUTS)
@@ -220,7 +223,7 @@ test-all: setup ## every suite above that this machine can run, and .ci/run; con
 	@$(PYTHON_ENV)/python scripts/test_all.py $(SUITES)
 
 TIDY = $(PYTHON_ENV)/clang-tidy -p build/native --quiet
-TIDIED := $(filter native/engine/% native/providers/%,$(NATIVE_SOURCES))
+TIDIED := $(filter native/engine/% native/moe/% native/providers/%,$(NATIVE_SOURCES))
 lint: setup ## ruff, mypy --strict, clang-format, clang-tidy
 	@echo '== ruff'; $(PYTHON_ENV)/ruff check . && $(PYTHON_ENV)/ruff format --check .
 	@echo '== mypy'; $(PYTHON_ENV)/mypy

@@ -22,6 +22,7 @@ from kv_connector.cli.fit.model import ConfigError
 from kv_connector.cli.fit.side import HELP, Side, SideError, parse_side
 from kv_connector.engine.placement import NIC_PROVIDERS, choose_core, cores_in_use
 from kv_connector.engine.topology import Machine, Nic, Port, read_machine
+from kv_connector.moe.machine import Gpus, visible_gpus
 
 SUPPORTED_VLLM = ("0.32.", "0.33.")
 SUPPORTED_SGLANG = ("0.5.23",)
@@ -34,6 +35,9 @@ _CAP_IPC_LOCK, _CAP_SYS_PTRACE = 14, 19
 # What registering a KV cache with a NIC pins, if it is worth the name. A shell starts with 8 MiB, a container
 # with 64 KiB.
 _ENOUGH_MEMLOCK = 16 << 30
+
+# Of pairs of GPUs without peer access: 8 GPUs have 56.
+_NAMED_PAIRS = 4
 
 # PCI vendors and devices of NICs, and the module that makes an RDMA device of each.
 _RDMA_MODULES = {
@@ -131,6 +135,7 @@ def examine(roots: Roots, control_port: int, required: Sequence[str]) -> list[Fi
         *lanes(required),
         ptrace(roots),
         *gpus(roots, machine),
+        experts(visible_gpus()),
         *nics(roots, machine),
         memlock(roots, machine),
         _port(control_port),
@@ -243,6 +248,29 @@ def gpus(roots: Roots, machine: Machine) -> Iterator[Finding]:
             "NICs cannot reach GPU memory: modprobe nvidia-peermem, or install the driver's open kernel "
             f"modules on Linux {'.'.join(map(str, _MINIMUM_DMABUF_KERNEL))} or later (DMA-BUF)",
         )
+
+
+def experts(gpus: Gpus | None) -> Finding:
+    """Whether ranks on the GPUs of this machine can exchange rows of experts (KV_CONNECTOR_MOE=1)."""
+    if gpus is None or gpus.count < 2:
+        count = "no GPU" if gpus is None or not gpus.count else "1 GPU"
+        return Finding("experts", Verdict.OK, f"{count} is usable: ranks on 2 or more GPUs exchange rows")
+    problems = []
+    if gpus.apart:
+        pairs = ", ".join(f"{one} to {two}" for one, two in gpus.apart[:_NAMED_PAIRS])
+        more = f" and {rest} more" if (rest := len(gpus.apart) - _NAMED_PAIRS) > 0 else ""
+        problems.append(f"no peer access from GPU {pairs}{more} (nvidia-smi topo -p2p r)")
+    if gpus.sealed:
+        names = ", ".join(map(str, gpus.sealed))
+        problems.append(f"the driver exports no memory of GPU {names} as a descriptor")
+    if problems:
+        words = f"{'; '.join(problems)}: KV_CONNECTOR_MOE=1 has no effect on engines with these GPUs"
+        return Finding("experts", Verdict.NOTE, words)
+    return Finding(
+        "experts",
+        Verdict.OK,
+        f"{gpus.count} GPUs reach each other's memory and export pieces of it: KV_CONNECTOR_MOE=1 is usable",
+    )
 
 
 def nics(roots: Roots, machine: Machine) -> Iterator[Finding]:

@@ -19,7 +19,7 @@ from kv_connector import __version__, _native
 from kv_connector.moe import columns
 from kv_connector.moe.descriptors import Connection, Meeting, Passed, ended
 from kv_connector.moe.fault import GroupError
-from kv_connector.moe.settings import GroupSettings
+from kv_connector.moe.settings import MAX_TIMEOUT, GroupSettings
 from kv_connector.moe.wire import (
     NAME_BYTES,
     SECRET_BYTES,
@@ -37,8 +37,9 @@ logger = logging.getLogger("kv_connector")
 Exchange = Callable[[bytes], Sequence[bytes]]
 """All-gather of one message a rank, in rank order."""
 
-# A process may have ended after its part of an exchange, which then still completes.
-_GRACE_SECONDS = 1.0
+# A process may have ended after its part of an exchange, which then still completes. The other ranks need
+# milliseconds for theirs.
+_GRACE_SECONDS = 2.0
 CLOSE_SECONDS = 10.0
 
 
@@ -53,10 +54,7 @@ def form(settings: GroupSettings, exchange: Exchange) -> tuple[_native.MoeGroup,
         messages = _exchange(exchange, encode(own.hello()), settings.timeout, "settings", {})
         hellos = read_hellos(messages, settings.ranks)
         own.attach(hellos, deadline)
-        outcome = encode(Outcome(bounded(own.problem)))
-        watched = own.passed.connections
-        messages = _exchange(exchange, outcome, settings.timeout, "outcomes", watched)
-        read_outcomes(messages, settings.ranks)
+        read_outcomes(own.outcomes(exchange), settings.ranks)
         return own.take()
     except GroupError as error:
         raise GroupError(f"moe: rank {settings.rank} cannot form a group: {error}") from error.__cause__
@@ -130,6 +128,18 @@ class _Part:
         finally:
             self.passed.close_descriptors()
 
+    def outcomes(self, exchange: Exchange) -> Sequence[bytes]:
+        """The OUTCOME of every rank."""
+        message = encode(Outcome(bounded(self.problem)))
+        # A rank that passed no descriptor has ended or stands still. It may never send its OUTCOME.
+        patience = min(_GRACE_SECONDS if self.passed.problems else MAX_TIMEOUT, self._settings.timeout)
+        try:
+            return _exchange(exchange, message, patience, "outcomes", self.passed.connections)
+        except GroupError as error:
+            if not self.problem:
+                raise
+            raise GroupError(f"{self.problem}; {error}") from error.__cause__
+
     def take(self) -> tuple[_native.MoeGroup, dict[int, Connection]]:
         assert self._native is not None
         native, self._native = self._native, None
@@ -178,6 +188,8 @@ def _exchange(
             ready, _, _ = select.select([done], [], [], min(timeout, _GRACE_SECONDS))
     finally:
         os.close(done)
+    if done in ready:
+        thread.join()
     if results:
         return results[0]
     # Its connection fails the exchange before the kernel reports the end of the process.

@@ -55,9 +55,9 @@ __device__ __forceinline__ uint32_t* flag_of(unsigned char* segment, uint64_t fl
   return reinterpret_cast<uint32_t*>(segment + flags + rank * kFlagBytes);
 }
 
-// The first fault is told; whoever comes later finds `faulted`.
+// The first fault is told; whoever comes later finds `faulted`, or the other slot's in the host's word.
 __device__ __noinline__ void give_up(Control* control, HostWords* host, Fault fault, uint32_t rank) {
-  if (atomicCAS(&control->faulted, 0U, 1U) != 0) return;
+  if (atomicCAS(&control->faulted, 0U, 1U) != 0 || load_relaxed(&host->fault) != 0) return;
   store_relaxed(&host->fault, static_cast<uint32_t>(fault) << 16 | rank);
 }
 
@@ -72,7 +72,8 @@ __device__ __forceinline__ bool wait_for_flag(const uint32_t* flag, uint32_t epo
     const uint64_t now = now_ns();
     if (begin == 0) begin = now;
     const bool lost = (load_relaxed(&host->lost) >> rank & 1U) != 0;
-    if (!lost && now - begin <= timeout_ns) continue;
+    const bool other = load_relaxed(&host->fault) != 0;
+    if (!lost && !other && now - begin <= timeout_ns) continue;
     give_up(control, host, lost ? Fault::kLost : timeout, rank);
     return false;
   }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
+#include <cstddef>
 #include <cstring>
 #include <string_view>
 #include <thread>
@@ -13,9 +14,12 @@ namespace kvc::moe {
 
 namespace {
 
-constexpr int kHopper = 9;         // compute capability with programmatic dependent launch
-constexpr int kSerialization = 6;  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+constexpr int kHopper = 9;               // compute capability with programmatic dependent launch
+constexpr int kSerialization = 6;        // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+constexpr int kDependentGraphs = 12030;  // the first driver that captures such launches into graphs
 constexpr uint64_t kLastClose = 2'000'000'000;
+constexpr uint64_t kLongest = 1'000'000'000'000'000;  // ns: what fits into any clock's sum
+constexpr uint32_t kMaxRowBytes = 1U << 24;           // a kernel's threads count a row's bytes in 32 bits
 constexpr uint32_t kThreadsPerProcessor = 1024;
 constexpr uint32_t kCombineThreads = 64;  // two warps: one fences while the other loads
 
@@ -43,7 +47,8 @@ Status synchronize(const std::shared_ptr<cuda::Context>& context, uint64_t timeo
     return Error{ErrorCode::kResources, "cuda", {}, "moe_close", error.what()};
   }
   std::unique_lock lock(state->mutex);
-  if (!state->changed.wait_for(lock, std::chrono::nanoseconds(timeout_ns), [&] { return state->done; })) {
+  const std::chrono::nanoseconds timeout(std::min(timeout_ns, kLongest));
+  if (!state->changed.wait_for(lock, timeout, [&] { return state->done; })) {
     return Error{ErrorCode::kTimeout, "cuda", {}, "moe_close", "the GPU does not come to rest: its memory is kept"};
   }
   if (state->result != cuda::kSuccess) return cuda::cuda_error("moe_close", "cuCtxSynchronize", state->result);
@@ -67,10 +72,11 @@ struct Group::Memory {
     pinned = {};
   }
   // On a GPU launches begin before the one before them has ended.
-  bool overlaps() const { return major >= kHopper; }
+  bool overlaps() const { return major >= kHopper && driver_version >= kDependentGraphs; }
 
   std::shared_ptr<cuda::Context> context;  // null: host memory
   int major = 0;
+  int driver_version = 0;
   uint32_t processors = 1;
   Kernels kernels;
   std::array<std::unique_ptr<Segment>, kMaxRanks> segments;
@@ -117,11 +123,36 @@ Status check(const GroupConfig& config) {
   if (config.max_tokens > 1U << 24 || config.experts > 1U << 16) {
     return refuse("more than 2^24 tokens or 2^16 experts");
   }
-  if (config.timeout_ns == 0) return refuse("a timeout of 0");
+  if (config.timeout_ns == 0 || config.timeout_ns > kLongest) return refuse("a timeout of 0, or of more than 11 days");
+  if (config.device < -1) return refuse("device " + std::to_string(config.device) + ": -1 is host memory");
   return {};
 }
 
 }  // namespace
+
+// Everybody's flags and the own counter are at the first epoch, as if everything before it were over.
+Status Group::begin_epochs(Memory& memory, const GroupConfig& config) {
+  if (config.first_epoch == 0) return {};
+  unsigned char* const base = memory.segments[config.rank]->base();
+  for (uint32_t slot = 0; slot < config.slots; ++slot) {
+    std::vector<unsigned char*> words = {reinterpret_cast<unsigned char*>(memory.local) +
+                                         slot * local_of(config).slot_bytes + offsetof(Control, epoch)};
+    for (uint32_t rank = 0; rank < config.ranks; ++rank) {
+      words.push_back(base + Layout::arrived(slot) + uint64_t{rank} * kFlagBytes);
+      words.push_back(base + Layout::ready(slot) + uint64_t{rank} * kFlagBytes);
+    }
+    for (unsigned char* word : words) {
+      if (!memory.context) {
+        std::memcpy(word, &config.first_epoch, sizeof(config.first_epoch));
+      } else if (const int result = memory.context->driver().cuMemcpyHtoD_v2(
+                     reinterpret_cast<cuda::DevicePointer>(word), &config.first_epoch, sizeof(config.first_epoch));
+                 result != cuda::kSuccess) {
+        return cuda::cuda_error("moe_group", "cuMemcpyHtoD", result);
+      }
+    }
+  }
+  return {};
+}
 
 Result<std::unique_ptr<Group>> Group::create(const GroupConfig& config) {
   if (Status status = check(config); !status) return status.error();
@@ -139,11 +170,13 @@ Result<std::unique_ptr<Group>> Group::create(const GroupConfig& config) {
   if (!memory->context) {
     memory->local_on_host.resize(local.bytes / sizeof(uint64_t) + 1);
     memory->local = reinterpret_cast<cuda::DevicePointer>(memory->local_on_host.data());
+    if (Status status = begin_epochs(*memory, config); !status) return status.error();
     return std::unique_ptr<Group>(new Group(config, std::move(memory)));
   }
   const cuda::Driver& driver = memory->context->driver();
   const cuda::Context::Scope scope(*memory->context);
   memory->major = memory->context->attribute(cuda::kAttributeMajor);
+  driver.cuDriverGetVersion(&memory->driver_version);
   memory->processors = static_cast<uint32_t>(std::max(1, memory->context->attribute(cuda::kAttributeMultiprocessors)));
   Result<cuda::Module> module = cuda::Module::load(driver);
   if (!module) return module.error();
@@ -167,6 +200,7 @@ Result<std::unique_ptr<Group>> Group::create(const GroupConfig& config) {
   if (const int result = driver.cuMemsetD8_v2(memory->local, 0, local.bytes); result != cuda::kSuccess) {
     return cuda::cuda_error("moe_group", "cuMemsetD8", result);
   }
+  if (Status status = begin_epochs(*memory, config); !status) return status.error();
   if (const int result = driver.cuCtxSynchronize(); result != cuda::kSuccess) {
     return cuda::cuda_error("moe_group", "cuCtxSynchronize", result);
   }
@@ -180,7 +214,36 @@ Group::~Group() {
   if (!close(kLastClose)) memory_.release();  // NOLINT: the GPU may still use it
 }
 
-unsigned char* Group::base() const noexcept { return memory_ ? memory_->segments[config_.rank]->base() : nullptr; }
+// A call that is in the memory: close() waits for its end.
+class Group::Use {
+ public:
+  explicit Use(const Group& group) : group_(const_cast<Group&>(group)) {
+    const std::lock_guard lock(group_.mutex_);
+    if (!group_.memory_ || group_.closing_) return;
+    memory_ = group_.memory_.get();
+    alone_ = ++group_.uses_ == 1;
+  }
+  Use(const Use&) = delete;
+  Use& operator=(const Use&) = delete;
+  ~Use() {
+    if (memory_ == nullptr) return;
+    const std::lock_guard lock(group_.mutex_);
+    if (--group_.uses_ == 0) group_.unused_.notify_all();
+  }
+  // Null: the group is closed.
+  Memory* memory() const noexcept { return memory_; }
+  bool alone() const noexcept { return alone_; }
+
+ private:
+  Group& group_;
+  Memory* memory_ = nullptr;
+  bool alone_ = false;
+};
+
+unsigned char* Group::base() const noexcept {
+  const std::lock_guard lock(mutex_);
+  return memory_ ? memory_->segments[config_.rank]->base() : nullptr;
+}
 
 namespace {
 Error closed(std::string_view operation) {
@@ -189,63 +252,70 @@ Error closed(std::string_view operation) {
 }  // namespace
 
 Result<UniqueFd> Group::descriptor() const {
-  if (!memory_) return closed("moe_descriptor");
-  return memory_->segments[config_.rank]->descriptor();
+  const Use use(*this);
+  if (use.memory() == nullptr) return closed("moe_descriptor");
+  return use.memory()->segments[config_.rank]->descriptor();
 }
 
 Status Group::attach(uint32_t rank, int descriptor) {
-  if (!memory_) return closed("moe_attach");
-  if (rank >= config_.ranks || memory_->segments[rank]) {
+  const Use use(*this);
+  if (use.memory() == nullptr) return closed("moe_attach");
+  Memory& memory = *use.memory();
+  if (!use.alone()) return invalid("moe_attach", "another call is running");
+  if (rank >= config_.ranks || memory.segments[rank]) {
     return invalid("moe_attach", "rank " + std::to_string(rank) + " is not in the group, or is attached already");
   }
-  Result<std::unique_ptr<Segment>> segment = Segment::map(memory_->context, descriptor, segment_bytes());
+  Result<std::unique_ptr<Segment>> segment = Segment::map(memory.context, descriptor, segment_bytes());
   if (!segment) return segment.error();
-  memory_->segments[rank] = std::move(segment.value());
+  memory.segments[rank] = std::move(segment.value());
   return {};
 }
 
 Status Group::place(std::span<const uint32_t> owners) {
-  if (!memory_) return closed("moe_place");
-  memory_->experts_per_rank = 0;
-  memory_->has_owners = false;
-  if (owners.empty()) return {};
+  const auto refuse = [](std::string message) { return invalid("moe_place", std::move(message)); };
+  const Use use(*this);
+  if (use.memory() == nullptr) return closed("moe_place");
+  if (!use.alone()) return refuse("another call is running");
+  Memory& memory = *use.memory();
+  if (owners.empty()) {
+    memory.experts_per_rank = 0;
+    memory.has_owners = false;
+    return {};
+  }
   if (owners.size() != config_.experts) {
-    return invalid("moe_place",
-                   std::to_string(owners.size()) + " owners for " + std::to_string(config_.experts) + " experts");
+    return refuse(std::to_string(owners.size()) + " owners for " + std::to_string(config_.experts) + " experts");
   }
   std::vector<uint8_t> table;
   table.reserve(owners.size());
   for (const uint32_t owner : owners) {
-    if (owner >= config_.ranks) return invalid("moe_place", "rank " + std::to_string(owner) + " is not in the group");
+    if (owner >= config_.ranks) return refuse("rank " + std::to_string(owner) + " is not in the group");
     table.push_back(static_cast<uint8_t>(owner));
   }
   // Equal blocks in rank order need no table, which saves a load on the way to the first store.
   const uint32_t block = config_.experts / config_.ranks;
   bool linear = block * config_.ranks == config_.experts;
   for (uint32_t i = 0; linear && i < config_.experts; ++i) linear = owners[i] == i / block;
-  if (linear) {
-    memory_->experts_per_rank = block;
-    return {};
-  }
-  const cuda::DevicePointer target = memory_->local + local_of(config_).slot_bytes * config_.slots;
-  if (!memory_->context) {
-    std::memcpy(reinterpret_cast<void*>(target), table.data(), table.size());
-  } else {
-    const cuda::Context::Scope scope(*memory_->context);
-    if (const int result = memory_->context->driver().cuMemcpyHtoD_v2(target, table.data(), table.size());
-        result != cuda::kSuccess) {
-      return cuda::cuda_error("moe_place", "cuMemcpyHtoD", result);
+  if (!linear) {
+    const cuda::DevicePointer target = memory.local + local_of(config_).slot_bytes * config_.slots;
+    if (!memory.context) {
+      std::memcpy(reinterpret_cast<void*>(target), table.data(), table.size());
+    } else {
+      const cuda::Context::Scope scope(*memory.context);
+      if (const int result = memory.context->driver().cuMemcpyHtoD_v2(target, table.data(), table.size());
+          result != cuda::kSuccess) {
+        return cuda::cuda_error("moe_place", "cuMemcpyHtoD", result);
+      }
     }
   }
-  memory_->has_owners = true;
+  memory.experts_per_rank = linear ? block : 0;
+  memory.has_owners = !linear;
   return {};
 }
 
 // The rows before this rank's, and all of them.
-Result<std::pair<uint64_t, uint64_t>> Group::rows(std::string_view operation, uint32_t slot,
+Result<std::pair<uint64_t, uint64_t>> Group::rows(const Memory& memory, std::string_view operation, uint32_t slot,
                                                   std::span<const uint32_t> sizes) const {
   const std::string name(operation);
-  if (!memory_) return closed(name);
   if (slot >= config_.slots) return invalid(name, "slot " + std::to_string(slot) + " is not one of the group's");
   if (sizes.size() != config_.ranks) {
     return invalid(name, std::to_string(sizes.size()) + " sizes for " + std::to_string(config_.ranks) + " ranks");
@@ -257,7 +327,7 @@ Result<std::pair<uint64_t, uint64_t>> Group::rows(std::string_view operation, ui
       return invalid(name, std::to_string(sizes[rank]) + " tokens of rank " + std::to_string(rank) +
                                ": the group was made for " + std::to_string(config_.max_tokens));
     }
-    if (!memory_->segments[rank]) return invalid(name, "rank " + std::to_string(rank) + " is not attached");
+    if (!memory.segments[rank]) return invalid(name, "rank " + std::to_string(rank) + " is not attached");
     if (rank < config_.rank) before += sizes[rank];
     all += sizes[rank];
   }
@@ -267,7 +337,10 @@ Result<std::pair<uint64_t, uint64_t>> Group::rows(std::string_view operation, ui
 Status Group::dispatch(cuda::Stream stream, uint32_t slot, std::span<const uint32_t> sizes, const void* ids,
                        uint32_t ids_bytes, uint32_t top_k, std::span<const ColumnSpec> columns, uint32_t phases) {
   constexpr std::string_view kOperation = "moe_dispatch";
-  const auto found = rows(kOperation, slot, sizes);
+  const Use use(*this);
+  if (use.memory() == nullptr) return closed(kOperation);
+  Memory& memory = *use.memory();
+  const auto found = rows(memory, kOperation, slot, sizes);
   if (!found) return found.error();
   const auto [before, all] = found.value();
   const auto refuse = [&](std::string message) { return invalid(std::string(kOperation), std::move(message)); };
@@ -279,7 +352,10 @@ Status Group::dispatch(cuda::Stream stream, uint32_t slot, std::span<const uint3
     return refuse(std::to_string(top_k) + " experts a token: 1 to " + std::to_string(kMaxTopK) + " are supported");
   }
   if (phases == 0 || (phases & ~(kSend | kReceive)) != 0) return refuse("no such phase");
-  Memory& memory = *memory_;
+  const uint32_t tokens = sizes[config_.rank];
+  // A kernel that reads at null, or at a bad place, ends the process's use of the GPU.
+  if (tokens > 0 && ids == nullptr && (memory.has_owners || memory.experts_per_rank > 0)) return refuse("no ids");
+  if (reinterpret_cast<uintptr_t>(ids) % ids_bytes != 0) return refuse("ids that are not aligned");
   DispatchLaunch launch{};
   for (uint32_t rank = 0; rank < config_.ranks; ++rank) launch.segments[rank] = memory.segments[rank]->base();
   uint64_t end = 0;  // of the columns so far
@@ -287,6 +363,11 @@ Status Group::dispatch(cuda::Stream stream, uint32_t slot, std::span<const uint3
     const ColumnSpec& spec = columns[i];
     if (spec.row_bytes == 0 || spec.offset % kColumnAlignment != 0 || spec.offset < end) {
       return refuse("column " + std::to_string(i) + " is empty, not aligned, or overlaps the one before it");
+    }
+    if (spec.row_bytes > kMaxRowBytes || spec.offset > config_.dispatch_bytes ||
+        (tokens > 0 && spec.source == nullptr)) {
+      return refuse("column " + std::to_string(i) +
+                    " has rows of more than 16 MiB, begins behind the dispatch area, or has no source");
     }
     end = spec.offset + all * spec.row_bytes;
     if (end > config_.dispatch_bytes) {
@@ -314,7 +395,7 @@ Status Group::dispatch(cuda::Stream stream, uint32_t slot, std::span<const uint3
   launch.timeout_ns = config_.timeout_ns;
   launch.ranks = config_.ranks;
   launch.rank = config_.rank;
-  launch.tokens = sizes[config_.rank];
+  launch.tokens = tokens;
   launch.column_count = static_cast<uint32_t>(columns.size());
   launch.top_k = top_k;
   launch.ids_bytes = ids_bytes;
@@ -325,19 +406,22 @@ Status Group::dispatch(cuda::Stream stream, uint32_t slot, std::span<const uint3
     reference::dispatch(launch);
     return {};
   }
-  if ((phases & kSend) == 0) return this->launch(memory.kernels.dispatch, stream, 1, 32, &launch);
+  if ((phases & kSend) == 0) return this->launch(memory, memory.kernels.dispatch, stream, 1, 32, &launch);
   // Two vectors of the widest column a thread, and a warp for each of the others.
   const uint32_t vectors = (columns[0].row_bytes + 15) / 16;
   const uint32_t threads = round_to_warps(
       std::max(vectors <= kMaxThreads ? vectors : (vectors + 1) / 2, 32 * static_cast<uint32_t>(columns.size() - 1)));
-  const uint32_t blocks = std::clamp(launch.tokens, 1U, resident(threads));
-  return this->launch(memory.kernels.dispatch, stream, blocks, threads, &launch);
+  const uint32_t blocks = std::clamp(launch.tokens, 1U, resident(memory, threads));
+  return this->launch(memory, memory.kernels.dispatch, stream, blocks, threads, &launch);
 }
 
 Status Group::combine(cuda::Stream stream, uint32_t slot, std::span<const uint32_t> sizes, void* out, uint32_t hidden,
                       bool accumulate, uint32_t phases) {
   constexpr std::string_view kOperation = "moe_combine";
-  const auto found = rows(kOperation, slot, sizes);
+  const Use use(*this);
+  if (use.memory() == nullptr) return closed(kOperation);
+  Memory& memory = *use.memory();
+  const auto found = rows(memory, kOperation, slot, sizes);
   if (!found) return found.error();
   const auto [before, all] = found.value();
   const auto refuse = [&](std::string message) { return invalid(std::string(kOperation), std::move(message)); };
@@ -347,7 +431,7 @@ Status Group::combine(cuda::Stream stream, uint32_t slot, std::span<const uint32
   if (all * row_bytes > config_.combine_bytes) return refuse("the results do not fit into the combine area");
   if (reinterpret_cast<uintptr_t>(out) % 16 != 0) return refuse("`out` does not begin at a multiple of 16 bytes");
   if (phases == 0 || (phases & ~(kSend | kReceive)) != 0) return refuse("no such phase");
-  Memory& memory = *memory_;
+  if (sizes[config_.rank] > 0 && out == nullptr) return refuse("no `out`");
   CombineLaunch launch{};
   for (uint32_t rank = 0; rank < config_.ranks; ++rank) launch.segments[rank] = memory.segments[rank]->base();
   const cuda::DevicePointer control = memory.local + slot * local_of(config_).slot_bytes;
@@ -376,23 +460,24 @@ Status Group::combine(cuda::Stream stream, uint32_t slot, std::span<const uint32
   const uint32_t threads = std::max(kCombineThreads, round_to_warps((share + per_thread - 1) / per_thread));
   launch.parts = (launch.vectors + per_thread * threads - 1) / (per_thread * threads);
   const uint32_t blocks =
-      (phases & kReceive) == 0 ? 1 : std::clamp(launch.tokens * launch.parts, 1U, resident(threads));
-  return this->launch(memory.kernels.combine[few ? 0 : 1], stream, blocks, threads, &launch);
+      (phases & kReceive) == 0 ? 1 : std::clamp(launch.tokens * launch.parts, 1U, resident(memory, threads));
+  return this->launch(memory, memory.kernels.combine[few ? 0 : 1], stream, blocks, threads, &launch);
 }
 
 // As many blocks as run at once: 1,024 threads of a processor leave its registers to a kernel that begins early.
-uint32_t Group::resident(uint32_t threads) const noexcept {
-  return memory_->processors * std::max(1U, kThreadsPerProcessor / threads);
+uint32_t Group::resident(const Memory& memory, uint32_t threads) noexcept {
+  return memory.processors * std::max(1U, kThreadsPerProcessor / threads);
 }
 
-Status Group::launch(cuda::Function kernel, cuda::Stream stream, uint32_t blocks, uint32_t threads, void* arguments) {
+Status Group::launch(const Memory& memory, cuda::Function kernel, cuda::Stream stream, uint32_t blocks,
+                     uint32_t threads, void* arguments) {
   cuda::LaunchAttribute attribute{};
   attribute.id = kSerialization;
   attribute.value = 1;
-  cuda::LaunchConfig config{{blocks, 1, 1}, {threads, 1, 1}, 0, stream, &attribute, memory_->overlaps() ? 1U : 0U};
+  cuda::LaunchConfig config{{blocks, 1, 1}, {threads, 1, 1}, 0, stream, &attribute, memory.overlaps() ? 1U : 0U};
   // No RelaxedCapture: a launch is what a capture is for.
-  const cuda::Driver& driver = memory_->context->driver();
-  driver.cuCtxPushCurrent_v2(memory_->context->handle());
+  const cuda::Driver& driver = memory.context->driver();
+  driver.cuCtxPushCurrent_v2(memory.context->handle());
   const int result = driver.cuLaunchKernelEx(&config, kernel, &arguments, nullptr);
   cuda::ContextHandle popped = nullptr;
   driver.cuCtxPopCurrent_v2(&popped);
@@ -412,12 +497,23 @@ std::optional<std::pair<Fault, uint32_t>> Group::fault() const {
 }
 
 Status Group::close(uint64_t timeout_ns) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::nanoseconds(std::min(timeout_ns, kLongest));
+  std::unique_lock lock(mutex_);
   if (!memory_) return {};
-  for (uint32_t rank = 0; rank < config_.ranks; ++rank) lose(rank);
-  if (memory_->context) {
-    if (Status status = synchronize(memory_->context, timeout_ns); !status) return status;
+  closing_ = true;
+  std::atomic_ref(memory_->words()->lost).store((1U << config_.ranks) - 1);
+  if (!unused_.wait_until(lock, deadline, [&] { return uses_ == 0; })) {
+    return Error{ErrorCode::kTimeout, {}, {}, "moe_close", "a call is still running: the memory is kept"};
   }
-  const std::lock_guard lock(mutex_);
+  if (!memory_) return {};  // another close() was faster
+  if (const std::shared_ptr<cuda::Context> context = memory_->context) {
+    lock.unlock();
+    const auto left = deadline - std::chrono::steady_clock::now();
+    if (Status status = synchronize(context, static_cast<uint64_t>(std::max<int64_t>(0, left.count()))); !status) {
+      return status;
+    }
+    lock.lock();
+  }
   memory_.reset();
   return {};
 }

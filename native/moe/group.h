@@ -6,6 +6,7 @@
 #pragma once
 
 #include <array>
+#include <condition_variable>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -34,6 +35,8 @@ struct GroupConfig {
   uint32_t experts = 0;
   uint32_t slots = 1;
   uint64_t timeout_ns = 0;  // the longest wait of a launch for another rank
+  // The epoch before the first dispatch, the same at all ranks. Only tests set it: they begin shortly before the wrap.
+  uint32_t first_epoch = 0;
 };
 
 // What a caller says of a column; the rest follows from the sizes.
@@ -44,9 +47,9 @@ struct ColumnSpec {
   bool to_all = false;
 };
 
-// One thread at a time, but for lose() and fault(), which any thread may call. On a GPU dispatch() and combine() enqueue
-// and return; they allocate nothing, so they can be captured into CUDA graphs. On host memory they return when all ranks'
-// rows or results are there.
+// Any thread may call lose(), fault() and close() at any time. Launches of different slots may come from different threads;
+// a slot's come from one thread at a time. On a GPU dispatch() and combine() enqueue and return; they allocate nothing, so
+// they can be captured into CUDA graphs. On host memory they return when all ranks' rows or results are there.
 class Group {
  public:
   static Result<std::unique_ptr<Group>> create(const GroupConfig& config);
@@ -63,7 +66,9 @@ class Group {
   Result<UniqueFd> descriptor() const;
   // `descriptor` stays the caller's. Before the first dispatch.
   Status attach(uint32_t rank, int descriptor);
-  // The rank of each expert; empty: every row goes to every rank. No launch may be in flight.
+  // The rank of each expert; empty: every row goes to every rank. No launch may be in flight. A refused table changes
+  // nothing. A captured launch takes part only where both placements need a table: equal blocks in rank order, and no
+  // placement, are in the launch itself.
   Status place(std::span<const uint32_t> owners);
 
   // `ids`: [tokens][top_k] of ids_bytes each (4 or 8). The memory of the columns and ids is read until the launch is over.
@@ -75,24 +80,33 @@ class Group {
 
   // The host found `rank` gone: launches that wait for it end.
   void lose(uint32_t rank);
-  // Why a launch gave up, and the rank that it had waited for. From then on no launch does anything.
+  // Why the first launch gave up, and the rank that it had waited for. From then on no launch of its slot does anything, and
+  // none of the other slot waits any more.
   std::optional<std::pair<Fault, uint32_t>> fault() const;
 
-  // Ends all waiting, waits until the GPU is at rest, and frees everything. kTimeout: it does not come to rest; nothing is
-  // freed then, as the GPU may still use it. A second call does nothing.
+  // Ends all waiting, also that of calls on host memory, waits until the GPU is at rest, and frees everything. kTimeout: it
+  // does not come to rest; nothing is freed then, as the GPU may still use it. All later calls are refused with kClosed; a
+  // second close() frees what the first could not. No stream of the process may be captured meanwhile, and no graph
+  // that holds a launch may be replayed any more.
   Status close(uint64_t timeout_ns);
 
  private:
   struct Memory;  // everything that a launch may touch
+  class Use;      // keeps close() from freeing it
   Group(const GroupConfig& config, std::unique_ptr<Memory> memory);
-  Result<std::pair<uint64_t, uint64_t>> rows(std::string_view operation, uint32_t slot,
+  static Status begin_epochs(Memory& memory, const GroupConfig& config);
+  Result<std::pair<uint64_t, uint64_t>> rows(const Memory& memory, std::string_view operation, uint32_t slot,
                                              std::span<const uint32_t> sizes) const;
-  uint32_t resident(uint32_t threads) const noexcept;
-  Status launch(cuda::Function kernel, cuda::Stream stream, uint32_t blocks, uint32_t threads, void* arguments);
+  static uint32_t resident(const Memory& memory, uint32_t threads) noexcept;
+  Status launch(const Memory& memory, cuda::Function kernel, cuda::Stream stream, uint32_t blocks, uint32_t threads,
+                void* arguments);
 
   GroupConfig config_;
   Layout layout_;
-  mutable std::mutex mutex_;  // what close() takes away from lose() and fault()
+  mutable std::mutex mutex_;  // guards what follows; the memory itself is its users'
+  std::condition_variable unused_;
+  uint32_t uses_ = 0;  // calls that are in the memory
+  bool closing_ = false;
   std::unique_ptr<Memory> memory_;
 };
 

@@ -21,25 +21,30 @@ inline std::atomic_ref<uint32_t> flag_of(unsigned char* segment, uint64_t flags,
   return word(*reinterpret_cast<uint32_t*>(segment + flags + uint64_t{rank} * kFlagBytes));
 }
 
-// False where the wait was given up; the fault is told then.
+// False where the wait was given up; the fault is told then. The rank that it names is one that has not raised its flag.
 template <typename Launch>
 bool wait_for_flags(const Launch& launch, uint64_t flags, uint32_t epoch, Fault timeout) {
   const auto begin = std::chrono::steady_clock::now();
-  for (uint32_t rank = 0; rank < launch.ranks; ++rank) {
-    const auto flag = flag_of(launch.segments[launch.rank], flags, rank);
-    while (static_cast<int32_t>(flag.load(std::memory_order_acquire) - epoch) < 0) {
-      const bool lost = (word(launch.host->lost).load() >> rank & 1U) != 0;
-      const auto waited = std::chrono::steady_clock::now() - begin;
-      if (lost || std::chrono::duration_cast<std::chrono::nanoseconds>(waited).count() >
-                      static_cast<int64_t>(launch.timeout_ns)) {
-        word(launch.host->fault).store(static_cast<uint32_t>(lost ? Fault::kLost : timeout) << 16 | rank);
-        word(launch.control->faulted).store(1);
-        return false;
-      }
-      std::this_thread::yield();
+  for (;;) {
+    uint32_t missing = 0;
+    for (uint32_t rank = 0; rank < launch.ranks; ++rank) {
+      const uint32_t flag = flag_of(launch.segments[launch.rank], flags, rank).load(std::memory_order_acquire);
+      if (static_cast<int32_t>(flag - epoch) < 0) missing |= 1U << rank;
     }
+    if (missing == 0) return true;
+    const uint32_t lost = word(launch.host->lost).load() & missing;
+    const bool other = word(launch.host->fault).load() != 0;  // the other slot's
+    const std::chrono::nanoseconds waited = std::chrono::steady_clock::now() - begin;
+    if (lost != 0 || other || static_cast<uint64_t>(waited.count()) > launch.timeout_ns) {
+      const auto rank = static_cast<uint32_t>(std::countr_zero(lost != 0 ? lost : missing));
+      uint32_t none = 0;  // the first fault is told
+      word(launch.host->fault)
+          .compare_exchange_strong(none, static_cast<uint32_t>(lost != 0 ? Fault::kLost : timeout) << 16 | rank);
+      word(launch.control->faulted).store(1);
+      return false;
+    }
+    std::this_thread::yield();
   }
-  return true;
 }
 
 template <typename Launch>

@@ -35,14 +35,14 @@ class MappedHostSegment final : public Segment {
  public:
   using Segment::Segment;
   static Result<std::unique_ptr<Segment>> map(int descriptor, uint64_t bytes) {
+    // A file that shrinks under a mapping ends whoever reads it. Sealed first: what is measured then stays.
+    if (fcntl(descriptor, F_ADD_SEALS, F_SEAL_SHRINK) != 0) return system_error({}, kOperation, errno);
     struct stat status{};
     if (fstat(descriptor, &status) != 0) return system_error({}, kOperation, errno);
     if (static_cast<uint64_t>(status.st_size) < bytes) {
       return invalid(std::string(kOperation), "the peer's segment has " + std::to_string(status.st_size) +
                                                   " bytes, not " + std::to_string(bytes));
     }
-    // A file that shrinks under a mapping ends whoever reads it.
-    if (fcntl(descriptor, F_ADD_SEALS, F_SEAL_SHRINK) != 0) return system_error({}, kOperation, errno);
     void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
     if (data == MAP_FAILED) return system_error({}, kOperation, errno);
     return std::unique_ptr<Segment>(new MappedHostSegment(static_cast<unsigned char*>(data), bytes));

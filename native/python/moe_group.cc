@@ -1,11 +1,15 @@
 #include "python/moe_group.h"
 
+#include <fcntl.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <cerrno>
 #include <cmath>
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -31,7 +35,8 @@ uint64_t nanoseconds(double seconds) {
 class PythonMoeGroup {
  public:
   PythonMoeGroup(uint32_t rank, uint32_t ranks, int device, uint64_t dispatch_bytes, uint64_t combine_bytes,
-                 uint32_t max_tokens, uint32_t experts, uint32_t slots, double timeout) {
+                 uint32_t max_tokens, uint32_t experts, uint32_t slots, double timeout)
+      : slots_(slots) {
     const moe::GroupConfig config{rank,       ranks,   device, dispatch_bytes,      combine_bytes,
                                   max_tokens, experts, slots,  nanoseconds(timeout)};
     group_ = unwrap(without_gil([&] { return moe::Group::create(config); }));
@@ -43,10 +48,14 @@ class PythonMoeGroup {
   }
 
   moe::Group& group() { return *group_; }
+  const moe::Layout& layout(uint32_t slot) const {
+    if (slot >= slots_) raise(invalid("moe_group", "slot " + std::to_string(slot) + " is not one of the group's"));
+    return group_->layout();
+  }
 
   int descriptor() {
     UniqueFd made = unwrap(group_->descriptor());
-    const int fd = dup(made.get());
+    const int fd = fcntl(made.get(), F_DUPFD_CLOEXEC, 0);
     if (fd < 0) raise(system_error({}, "moe_descriptor", errno));
     return fd;
   }
@@ -80,6 +89,7 @@ class PythonMoeGroup {
   }
 
  private:
+  uint32_t slots_;
   std::unique_ptr<moe::Group> group_;
 };
 
@@ -98,10 +108,9 @@ void bind_moe_group(py::module_& module) {
       .def_property_readonly("segment_bytes", [](G& self) { return self.group().segment_bytes(); })
       .def_property_readonly("base", [](G& self) { return reinterpret_cast<uintptr_t>(self.group().base()); })
       .def(
-          "dispatch_offset", [](G& self, uint32_t slot) { return self.group().layout().dispatch(slot); },
-          py::arg("slot"))
+          "dispatch_offset", [](G& self, uint32_t slot) { return self.layout(slot).dispatch(slot); }, py::arg("slot"))
       .def(
-          "combine_offset", [](G& self, uint32_t slot) { return self.group().layout().combine(slot); }, py::arg("slot"))
+          "combine_offset", [](G& self, uint32_t slot) { return self.layout(slot).combine(slot); }, py::arg("slot"))
       .def("descriptor", &G::descriptor)
       .def(
           "attach",

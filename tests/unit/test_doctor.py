@@ -8,6 +8,7 @@ import resource
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import machines
 import pytest
@@ -19,6 +20,7 @@ from kv_connector.cli.doctor import Roots
 from kv_connector.cli.findings import Verdict
 from kv_connector.cli.main import app
 from kv_connector.engine.placement import CoresInUse
+from kv_connector.moe.machine import Gpus, visible_gpus
 
 NO_LIBRARY = "libibverbs.so.1 is not there: apt-get install libibverbs1 ibverbs-providers"
 UNPRIVILEGED = "CapEff:\t0000000000000000\n"
@@ -56,7 +58,7 @@ def nic_words(roots: Roots, machine: machines.FakeSys) -> dict[str, tuple[Verdic
 def test_on_this_machine_it_lists_the_lanes_and_is_content() -> None:
     status, output = run("doctor", "--control-port", "5699")
     assert status == 0, output
-    for subject in ("lane host", "lane tcp", "port 5699", "memlock", "NICs", "worker"):
+    for subject in ("lane host", "lane tcp", "experts", "port 5699", "memlock", "NICs", "worker"):
         assert subject in output
 
 
@@ -117,6 +119,64 @@ def test_a_required_lane_that_is_unknown_fails_with_the_known_ones(monkeypatch: 
     status, output = run("doctor", "--require", "pigeon")
     assert status == 1
     assert "no such lane; it has tcp" in output
+
+
+# --- Experts
+
+
+class FakeDriver:
+    """A CUDA driver with these GPUs."""
+
+    def __init__(self, gpus: Gpus, init: int = 0) -> None:
+        self._gpus, self._init = gpus, init
+
+    def cuInit(self, _: int) -> int:
+        return self._init
+
+    def cuDeviceGetCount(self, count: Any) -> int:
+        count._obj.value = self._gpus.count
+        return 0
+
+    def cuDeviceGet(self, device: Any, ordinal: int) -> int:
+        device._obj.value = 100 + ordinal
+        return 0
+
+    def cuDeviceCanAccessPeer(self, can: Any, one: int, two: int) -> int:
+        can._obj.value = int((one - 100, two - 100) not in self._gpus.apart)
+        return 0
+
+    def cuDeviceGetAttribute(self, value: Any, attribute: int, device: int) -> int:
+        assert attribute == 103
+        value._obj.value = int(device - 100 not in self._gpus.sealed)
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("gpus", "verdict", "words"),
+    [
+        (None, Verdict.OK, "no GPU is usable"),
+        (Gpus(0, (), ()), Verdict.OK, "no GPU is usable"),
+        (Gpus(1, (), ()), Verdict.OK, "1 GPU is usable: ranks on 2 or more GPUs exchange rows"),
+        (Gpus(4, (), ()), Verdict.OK, "4 GPUs reach each other's memory"),
+        (Gpus(2, ((0, 1),), ()), Verdict.NOTE, "no peer access from GPU 0 to 1 (nvidia-smi topo -p2p r):"),
+        (
+            Gpus(3, tuple((a, b) for a in range(3) for b in range(3) if a != b), (2,)),
+            Verdict.NOTE,
+            "GPU 0 to 1, 0 to 2, 1 to 0, 1 to 2 and 2 more (nvidia-smi topo -p2p r); "
+            "the driver exports no memory of GPU 2 as a descriptor: KV_CONNECTOR_MOE=1 has no effect",
+        ),
+    ],
+)
+def test_experts_name_the_gpus_that_cannot_exchange_rows(
+    gpus: Gpus | None, verdict: Verdict, words: str
+) -> None:
+    found = doctor.experts(None if gpus is None else visible_gpus(FakeDriver(gpus)))
+    assert (found.subject, found.verdict) == ("experts", verdict)
+    assert words in found.words
+
+
+def test_a_driver_that_does_not_start_is_no_gpu() -> None:
+    assert visible_gpus(FakeDriver(Gpus(2, (), ()), init=100)) is None
 
 
 # --- Its parts

@@ -339,6 +339,15 @@ def test_layers_are_read_from_vllms_placement(monkeypatch: pytest.MonkeyPatch) -
     assert found == [expected, replace(expected, local=None, rank=0, ranks=1)]
 
 
+def test_experts_are_listed_in_the_order_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = routed_experts(None)
+    layer.routed_experts.expert_map_manager = SimpleNamespace(
+        expert_map=torch.tensor([1, -1, 0, -1]), ep_rank=0, ep_size=2
+    )
+    (found,) = layers_of(monkeypatch, layer)
+    assert (found.local, found.experts) == ((2, 0), 4)
+
+
 @pytest.mark.parametrize(
     ("facts", "refused"),
     [
@@ -416,9 +425,9 @@ def test_further_tensors_keep_their_order(counted: Counter[str]) -> None:
     def step(rank: int) -> None:
         exchange = exchange_of(ranks, rank)
         rows, weights, ids = given[rank]
-        got = exchange.dispatch(rows, weights, ids, [large[rank], small[rank]], sizes, False)
+        got = exchange.dispatch(rows, weights, ids, [small[rank], large[rank]], sizes, False)
         assert got is not None
-        got_large, got_small = got[3]
+        got_small, got_large = got[3]
         assert got_small.equal(torch.cat(small))
         owned = torch.isin(got[2], torch.tensor(layer_of(rank).local)).any(dim=1)
         assert got_large[owned].equal(torch.cat(large)[owned])
@@ -426,6 +435,20 @@ def test_further_tensors_keep_their_order(counted: Counter[str]) -> None:
 
     ranks.run(step)
     assert counted == {"taken": 2}
+
+
+def test_sums_reach_an_output_with_gaps() -> None:
+    ranks = Ranks(2)
+
+    def step(rank: int) -> None:
+        exchange = exchange_of(ranks, rank)
+        got = exchange.dispatch(*batches((2, 2))[rank], None, (2, 2), False)
+        assert got is not None
+        out = torch.zeros(2, 2 * HIDDEN, dtype=torch.bfloat16)[:, ::2]
+        assert exchange.combine(torch.ones(4, HIDDEN, dtype=torch.bfloat16), out) is out
+        assert (out > 0).all()
+
+    ranks.run(step)
 
 
 def test_without_expert_parallelism_rows_go_to_all_ranks() -> None:
@@ -528,7 +551,21 @@ def test_one_ranks_layer_makes_all_ranks_pass_calls_on(
 
     ranks.run(step)
     assert counted == {"layer": 4}
-    assert f"rank 0: {problem}" in caplog.text or problem in caplog.text
+    lines = [one for one in caplog.messages if "rank 0: " in one and problem in one]
+    assert len(lines) == 2  # one a rank
+
+
+def test_a_call_that_is_passed_on_ends_an_open_dispatch() -> None:
+    """A step that raised between the two leaves one open."""
+    ranks = Ranks(2)
+
+    def step(rank: int) -> None:
+        exchange = exchange_of(ranks, rank)
+        assert exchange.dispatch(*batches((2, 2))[rank], None, (2, 2), False) is not None
+        assert exchange.dispatch(*half(batches((2, 2))[rank]), None, (2, 2), False) is None
+        assert not exchange.takes_combine()
+
+    ranks.run(step)
 
 
 def test_ranks_with_different_numbers_of_experts_pass_calls_on(counted: Counter[str]) -> None:
@@ -693,19 +730,14 @@ def test_vllms_methods_get_the_calls_that_are_passed_on(refused: Any, counted: C
     assert counted == {"configuration": 1, "router logits": 1}
 
 
-def test_router_logits_end_an_open_dispatch(counted: Counter[str]) -> None:
+def test_router_logits_end_an_open_dispatch(refused: Any, counted: Counter[str]) -> None:
     """Their combine is vLLM's, too."""
-    ranks = Ranks(2)
-
-    def step(rank: int) -> None:
-        exchange = exchange_of(ranks, rank)
-        exchange.dispatch(*batches((2, 2))[rank], None, (2, 2), False)
-        assert exchange.takes_combine()
-        exchange.forget()
-        assert not exchange.takes_combine()
-
-    ranks.run(step)
-    assert counted == {"taken": 2}
+    rows, weights, _ = batch(2, 0)
+    refused.experts._open = object(), (2, 1)
+    assert refused.experts.takes_combine()
+    refused.dispatch_router_logits(rows, weights)
+    assert refused.combine(rows) == "vLLM's"
+    assert counted == {"router logits": 1}
 
 
 # --- A lost rank
@@ -768,6 +800,14 @@ def test_a_step_with_a_lost_rank_raises_its_name(watched: Any, call: str) -> Non
         getattr(worker, call)(None)
     with pytest.raises(GroupError, match="rank 1"):
         worker.execute_dummy_batch()
+
+
+def test_a_step_is_checked_once(watched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, _, group = watched
+    checks: list[None] = []
+    monkeypatch.setattr(group, "raise_fault", lambda: checks.append(None))
+    worker.execute_model(None)
+    assert len(checks) == 1
 
 
 def test_a_step_on_the_gpu_is_checked_when_its_output_is_complete(watched: Any) -> None:

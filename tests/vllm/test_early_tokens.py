@@ -145,8 +145,8 @@ async def test_d_goes_on_with_whatever_p_has_sampled(
     prompt that it can have: of one token, or up to a block's end and in its prefix cache."""
     body = {"model": MODEL_NAME, "stream": True, "max_tokens": 5, "temperature": 2.0, "ignore_eos": True}
     body |= {"allowed_token_ids": READABLE, "prompt": random.Random(tokens).choices(READABLE, k=tokens)}
-    # D may be as fast where nothing has to be loaded. Else P is first with nearly all; beside other work it was
-    # with three of 24. Every answer of every round has to be right; rounds end once P was first often enough.
+    # D may be as fast where nothing has to be loaded. Else P is first with nearly all; beside other work it
+    # was with 3 of 24. Every answer of every round has to be right. Rounds end once P was first often enough.
     enough, sent, rounds = 4 if tokens > 1 else 0, 0, 0
     while rounds == 0 or (sent < enough and rounds < 5):
         before = await outcomes(client, deployment.early)

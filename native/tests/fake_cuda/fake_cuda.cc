@@ -313,10 +313,10 @@ void copy_pages(const CopyLaunch& launch, int breaks_before) {
   reinterpret_cast<std::atomic<uint64_t>*>(launch.finished)->store(launch.sequence);
 }
 
-const char* const kKernels[] = {"kvc_copy_bulk", "kvc_copy_vector", "kvc_signal_store", "kvc_signal_advance",
-                                "kvc_moe_dispatch", "kvc_moe_combine_v1_r2", "kvc_moe_combine_v1_r4",
-                                "kvc_moe_combine_v1_r8", "kvc_moe_combine_v2_r2", "kvc_moe_combine_v2_r4",
-                                "kvc_moe_combine_v2_r8"};
+const char* const kKernels[] = {"kvc_copy_bulk",         "kvc_copy_vector",       "kvc_signal_store",
+                                "kvc_signal_advance",    "kvc_moe_dispatch",      "kvc_moe_combine_v1_r2",
+                                "kvc_moe_combine_v1_r4", "kvc_moe_combine_v1_r8", "kvc_moe_combine_v2_r2",
+                                "kvc_moe_combine_v2_r4", "kvc_moe_combine_v2_r8"};
 
 struct CopyAttributes {
   int source_order;
@@ -924,17 +924,39 @@ KVC_API int cuLaunchKernel(const void* function, unsigned, unsigned, unsigned, u
 }
 // Only the expert kernels are launched so. Their attribute, that a launch may begin early, changes nothing here.
 struct LaunchConfig {
-  unsigned sizes[7];
+  unsigned grid[3];
+  unsigned block[3];
+  unsigned shared_bytes;
   void* stream;
 };
+// Whether the kernel could do with the launch: it trusts these numbers, and this file's C++ does not need them.
+static bool fits(const LaunchConfig& config, const kvc::moe::DispatchLaunch& launch) {
+  const unsigned threads = config.block[0];
+  bool good = config.grid[0] > 0 && threads % 32 == 0 && threads >= launch.ranks && threads <= kvc::moe::kMaxThreads;
+  for (uint32_t i = 0; i < launch.column_count; ++i) {
+    const kvc::moe::Column& column = launch.columns[i];
+    const uint64_t places = reinterpret_cast<uintptr_t>(column.source) | column.target | column.row_bytes;
+    good = good && (column.unit == 1 || column.unit == 4 || column.unit == 16) && places % column.unit == 0;
+  }
+  return good;
+}
+// `vectors` a thread, for up to `ranks`.
+static bool fits(const LaunchConfig& config, const kvc::moe::CombineLaunch& launch, uint32_t vectors, uint32_t ranks) {
+  const uint32_t threads = config.block[0];
+  return config.grid[0] > 0 && threads % 32 == 0 && threads > 32 && threads <= kvc::moe::kMaxThreads &&
+         launch.ranks <= ranks && launch.parts > 0 && uint64_t{launch.parts} * vectors * threads >= launch.vectors;
+}
 KVC_API int cuLaunchKernelEx(const LaunchConfig* config, const void* function, void** arguments, void**) {
   if (broken) return kLaunchFailed;
   const auto kernel = static_cast<const char* const*>(function) - kKernels;
+  if (kernel < 4) return kInvalidValue;
   if (kernel == 4) {
     const auto launch = *static_cast<const kvc::moe::DispatchLaunch*>(arguments[0]);
+    if (!fits(*config, launch)) return kInvalidValue;
     return enqueue(config->stream, [launch] { kvc::moe::reference::dispatch(launch); });
   }
-  if (kernel < 5) return kInvalidValue;
   const auto launch = *static_cast<const kvc::moe::CombineLaunch*>(arguments[0]);
+  const auto variant = static_cast<uint32_t>(kernel - 5);
+  if (!fits(*config, launch, 1 + variant / 3, 2U << variant % 3)) return kInvalidValue;
   return enqueue(config->stream, [launch] { kvc::moe::reference::combine(launch); });
 }

@@ -1,0 +1,190 @@
+// Expert groups whose ranks die, or stop: the others go on within the group's timeout, and name the rank.
+#include "tests/moe_test_support.h"
+
+namespace kvc::moe {
+namespace {
+
+constexpr uint32_t kRanks = 3;
+constexpr uint32_t kVictim = 1;
+
+enum class Moment : uint8_t { kBeforeDispatch, kBetweenHalves, kBeforeCombine };
+
+class MoeFaults : public testing::TestWithParam<std::tuple<bool, Moment>> {
+ protected:
+  static bool gpu() { return std::get<0>(GetParam()); }
+  static Moment moment() { return std::get<1>(GetParam()); }
+};
+std::string name_of(const testing::TestParamInfo<std::tuple<bool, Moment>>& parameter) {
+  const auto [gpu, moment] = parameter.param;
+  return std::string(gpu ? "Gpu" : "Host") + (moment == Moment::kBeforeDispatch  ? "BeforeDispatch"
+                                              : moment == Moment::kBetweenHalves ? "BetweenHalves"
+                                                                                 : "BeforeCombine");
+}
+INSTANTIATE_TEST_SUITE_P(Moe, MoeFaults,
+                         testing::Combine(testing::Bool(),
+                                          testing::Values(Moment::kBeforeDispatch, Moment::kBetweenHalves,
+                                                          Moment::kBeforeCombine)),
+                         name_of);
+
+Step step_of(uint64_t seed) {
+  Step step;
+  step.seed = seed;
+  step.sizes.assign(kRanks, 6);
+  step.owners = equal_blocks(kRanks);
+  step.shapes = {{256, false}, {16, true}};
+  step.hidden = 64;
+  return step;
+}
+
+// Up to the moment; false: it has come for the victim.
+void until(Stepper& stepper, const Step& step, Moment moment) {
+  stepper.prepare(step);
+  if (moment == Moment::kBetweenHalves) stepper.dispatch(step, kSend);
+  if (moment != Moment::kBeforeCombine) return;
+  stepper.dispatch(step, kSend | kReceive);
+  stepper.experts(step);
+}
+
+void expect_fault(const Rank& rank, Fault fault) {
+  const auto found = rank.group->fault();
+  ASSERT_TRUE(found.has_value());
+  EXPECT_EQ(found->first, fault);
+  EXPECT_EQ(found->second, kVictim);
+}
+
+// Nothing is waited for any more, nothing is written, and the group can be closed.
+void expect_over(Rank& rank, Stepper& stepper, const Step& step) {
+  const std::vector<unsigned char> before(4096, 0x77);
+  put(rank.context, stepper.out(0), before.data(), before.size());
+  const auto area = get(rank.context, stepper.dispatch_area(0), Stepper::kDispatchBytes);
+  for (int turn = 0; turn < 3; ++turn) {
+    stepper.dispatch(step, kSend | kReceive);
+    stepper.combine(step, kSend | kReceive);
+  }
+  rank.finish();
+  EXPECT_EQ(get(rank.context, stepper.out(0), before.size()), before);
+  EXPECT_EQ(get(rank.context, stepper.dispatch_area(0), Stepper::kDispatchBytes), area);
+  must(rank.group->close(10'000'000'000));
+}
+
+TEST_P(MoeFaults, AKilledRankIsLost) {
+  run_ranks(
+      kRanks, gpu(),
+      [](Rank& rank) {
+        Stepper stepper(rank);
+        stepper.run(step_of(1));
+        const Step step = step_of(2);
+        until(stepper, step, moment());
+        rank.finish();
+        if (rank.rank == kVictim) {
+          rank.report(0);
+          return;
+        }
+        // Only the victim is missing from here on.
+        if (moment() == Moment::kBeforeDispatch) stepper.dispatch(step, kSend);
+        if (moment() == Moment::kBeforeCombine) stepper.combine(step, kSend);
+        rank.report(0);
+        moment() == Moment::kBeforeCombine ? stepper.combine(step, kReceive) : stepper.dispatch(step, kReceive);
+        if (moment() == Moment::kBetweenHalves) {  // what the victim sent before its end arrives
+          stepper.experts(step);
+          stepper.combine(step, kSend | kReceive);
+        }
+        rank.finish();
+        expect_fault(rank, Fault::kLost);
+        expect_over(rank, stepper, step_of(3));
+        rank.report(0);
+      },
+      [](RankProcesses& ranks) {
+        for (RankProcess& rank : ranks) rank.told();
+        for (uint32_t rank : {0U, 2U}) ranks[rank].go();
+        ranks[kVictim].kill();
+        for (uint32_t rank : {0U, 2U}) ranks[rank].told();
+        for (uint32_t rank : {0U, 2U}) ranks[rank].go();
+      },
+      {kVictim});
+}
+
+TEST_P(MoeFaults, AStoppedRankIsATimeout) {
+  run_ranks(
+      kRanks, gpu(),
+      [](Rank& rank) {
+        GroupConfig config = Stepper::config();
+        config.timeout_ns = 150'000'000;
+        Stepper stepper(rank, config);
+        const Step step = step_of(2);
+        const bool sends = moment() != Moment::kBeforeDispatch;  // the victim, before it stops
+        stepper.prepare(step);
+        if (sends) {
+          // Apart, as a loaded machine lets a rank come later than the timeout.
+          stepper.dispatch(step, kSend);
+          rank.finish();
+          rank.barrier();
+          if (rank.rank != kVictim || moment() == Moment::kBeforeCombine) {
+            stepper.dispatch(step, kReceive);
+            stepper.experts(step);
+          }
+        }
+        if (rank.rank != kVictim) {
+          sends ? stepper.combine(step, kSend) : stepper.dispatch(step, kSend);
+          rank.finish();
+        }
+        rank.report(0);
+        if (rank.rank == kVictim) return;
+        sends ? stepper.combine(step, kReceive) : stepper.dispatch(step, kReceive);
+        rank.finish();
+        expect_fault(rank, sends ? Fault::kCombineTimeout : Fault::kDispatchTimeout);
+        expect_over(rank, stepper, step_of(3));
+        rank.report(0);
+      },
+      [](RankProcesses& ranks) {
+        for (RankProcess& rank : ranks) rank.told();
+        ranks[kVictim].stop();
+        for (uint32_t rank : {0U, 2U}) ranks[rank].go();
+        for (uint32_t rank : {0U, 2U}) ranks[rank].told();
+        for (uint32_t rank : {0U, 2U}) ranks[rank].go();
+      },
+      {kVictim});
+}
+
+class MoeRandomDeaths : public testing::TestWithParam<bool> {};
+INSTANTIATE_TEST_SUITE_P(Moe, MoeRandomDeaths, testing::Bool(),
+                         [](const auto& parameter) { return parameter.param ? "Gpu" : "Host"; });
+
+// Wherever it happens, all others end, and what they were told was there before is right.
+TEST_P(MoeRandomDeaths, TheOthersEnd) {
+  for (uint64_t turn = 0; turn < 4; ++turn) {
+    run_ranks(
+        kRanks, GetParam(),
+        [](Rank& rank) {
+          Stepper stepper(rank);
+          rank.report(0);
+          for (uint64_t seed = 1; !rank.group->fault(); ++seed) {
+            Step step = step_of(seed);
+            step.shapes = {{4096, false}, {64, true}};
+            stepper.prepare(step);
+            stepper.dispatch(step, kSend | kReceive);
+            rank.finish();
+            if (rank.group->fault()) break;
+            stepper.experts(step);
+            stepper.combine(step, kSend | kReceive);
+            rank.finish();
+            if (rank.group->fault()) break;
+            stepper.check(step);
+          }
+          expect_fault(rank, Fault::kLost);
+          rank.report(0);
+        },
+        [turn](RankProcesses& ranks) {
+          for (RankProcess& rank : ranks) rank.told();
+          for (RankProcess& rank : ranks) rank.go();
+          std::this_thread::sleep_for(std::chrono::microseconds(500 + 3700 * turn));
+          ranks[kVictim].kill();
+          for (uint32_t rank : {0U, 2U}) ranks[rank].told();
+          for (uint32_t rank : {0U, 2U}) ranks[rank].go();
+        },
+        {kVictim});
+  }
+}
+
+}  // namespace
+}  // namespace kvc::moe

@@ -1,0 +1,268 @@
+"""Exhaustive exploration: every order in which the steps of all ranks can take effect.
+
+A state is one integer: the set of steps that took effect. The contents of memory follow from it, because each
+store is checked to follow the stores of earlier rounds to its cell.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from .program import Kind, Rules, Sizes, Step, program
+
+_Test = tuple[int, int]
+"""Mask and value: holds in a state where `state & mask == value`."""
+
+
+class _Move(NamedTuple):
+    """A change of state: one step, or an event in the life of a rank."""
+
+    bit: int
+    name: str
+    rank: int
+    enabled: tuple[_Test, ...]
+    """One of these must hold. This is the part that steps of other ranks and events decide."""
+    check: _Test
+    complaint: str
+    urgent: bool
+    """The move stays enabled, and neither disables nor endangers another. It is taken at once."""
+
+
+def _event(bit: int, rank: int, what: str) -> _Move:
+    return _Move(bit, f"rank {rank} {what}", rank, ((0, 0),), (0, 0), "", False)
+
+
+@dataclass
+class Found:
+    """The outcome of an exploration."""
+
+    states: int = 0
+    violation: str = ""
+    trace: tuple[str, ...] = ()
+    """Moves from the start to the violation."""
+    ends: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    """Final states by the number of rounds that each rank completed without a fault."""
+
+
+class Exploration:
+    """All interleavings of one group.
+
+    `victim` is a rank that may die at any moment. The hosts of the other ranks then set their mask words,
+    each at any later moment. With `deadlines` any wait may run out, because no rank can distinguish a stuck
+    peer from a slow peer. `reduced` takes urgent moves alone: the same violations in fewer states.
+    """
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        rules: Rules | None = None,
+        *,
+        epoch: int = 0,
+        victim: int | None = None,
+        deadlines: bool = False,
+        reduced: bool = False,
+    ) -> None:
+        self._rules = rules or Rules()
+        self._sizes = sizes
+        self._ranks = len(sizes[0])
+        self._epoch = epoch
+        self._victim = victim
+        self._deadlines = deadlines
+        # A wait that may end with a fault is a choice, and no choice may be skipped.
+        self._reduced = reduced and victim is None and not deadlines
+        programs = [program(rank, sizes, self._rules, epoch) for rank in range(self._ranks)]
+        self._steps = [step for steps in programs for step in steps]
+        self._first = [sum(map(len, programs[:rank])) for rank in range(self._ranks)]
+        self._local = [
+            ((1 << len(steps)) - 1) << first for first, steps in zip(self._first, programs, strict=True)
+        ]
+        count = len(self._steps)
+        self._died = 1 << count
+        self._lost = [2 << count + rank for rank in range(self._ranks)]
+        self._stopped = [2 << count + self._ranks + rank for rank in range(self._ranks)]
+        if victim is not None:
+            self._stopped[victim] = self._died
+        self._moves = [self._move(number) for number in range(count)]
+        self._before = [
+            sum(1 << self._first[step.rank] + place for place in step.before) for step in self._steps
+        ]
+        self._candidates: list[dict[int, tuple[_Move, ...]]] = [{} for _ in range(self._ranks)]
+
+    def run(self) -> Found:
+        """Explores until all states are known or one is a violation."""
+        found = Found()
+        came: dict[int, _Move | None] = {0: None}
+        stack = [0]
+        while stack:
+            state = stack.pop()
+            moves = self._enabled(state)
+            if self._blocked(state, moves):
+                return self._report(found, came, state, f"deadlock: {self._unfinished(state)}")
+            if not moves:
+                found.ends[self._completed(state)] += 1
+            for move in moves:
+                following = state | move.bit
+                if following in came:
+                    continue
+                came[following] = move
+                mask, value = move.check
+                if state & mask != value:
+                    return self._report(found, came, following, move.complaint)
+                stack.append(following)
+        found.states = len(came)
+        return found
+
+    # --- Moves
+
+    def _enabled(self, state: int) -> list[_Move]:
+        moves = []
+        for rank in range(self._ranks):
+            for move in self._candidates_of(rank, state):
+                for mask, value in move.enabled:
+                    if state & mask == value:
+                        if move.urgent:
+                            return [move]
+                        moves.append(move)
+                        break
+        return moves
+
+    def _candidates_of(self, rank: int, state: int) -> tuple[_Move, ...]:
+        """Moves of the rank whose order in its own program allows them."""
+        key = state & (self._local[rank] | self._died | self._lost[rank] | self._stopped[rank])
+        known = self._candidates[rank].get(key)
+        if known is None:
+            known = self._candidates[rank][key] = tuple(self._candidate_moves(rank, key))
+        return known
+
+    def _candidate_moves(self, rank: int, state: int) -> list[_Move]:
+        stopped = bool(state & self._stopped[rank])
+        moves = []
+        awaited = set()
+        first = self._first[rank]
+        for number in range(first, first + self._local[rank].bit_count()):
+            step, move = self._steps[number], self._moves[number]
+            if state & move.bit:
+                continue
+            ready = state & self._before[number] == self._before[number]
+            if stopped:
+                # What is in flight may land late. A later step does not begin.
+                loud = step.cell[0] == "ready" and not self._rules.fault_is_silent and rank != self._victim
+                if step.kind is Kind.STORE and (ready or loud):
+                    moves.append(move)
+            elif ready:
+                moves.append(move)
+                if step.kind is Kind.WAIT:
+                    awaited.add(step.cell[2])
+        return moves + self._events(rank, state, awaited)
+
+    def _events(self, rank: int, state: int, awaited: set[int]) -> list[_Move]:
+        """`awaited` are the ranks that the rank waits for, if it has not stopped."""
+        if rank == self._victim:
+            return [] if state & self._died else [_event(self._died, rank, "dies")]
+        lost = bool(state & self._lost[rank])
+        events = []
+        if state & self._died and not lost:
+            events.append(_event(self._lost[rank], rank, "gets the mask word from its host"))
+        ends = self._deadlines or (lost and self._rules.lost_ends_waits)
+        if lost and not self._rules.lost_ends_all_waits:
+            ends = awaited == {self._victim}
+        if awaited and ends and self._rules.ended_is_a_fault:
+            events.append(_event(self._stopped[rank], rank, "ends its wait with a fault"))
+        return events
+
+    def _move(self, number: int) -> _Move:
+        step = self._steps[number]
+        stores = self._stores(step)
+        enabled: tuple[_Test, ...] = ((0, 0),)
+        check, complaint, urgent = (0, 0), "", False
+        if step.kind is Kind.WAIT:
+            enabled, lasting = self._wait(step, stores)
+            urgent = lasting
+        elif step.cell[0] in ("row", "out"):
+            newer = sum(1 << other for other in stores if self._steps[other].round > step.round)
+            if step.kind is Kind.READ:
+                wanted = sum(1 << other for other in stores if self._steps[other].round == step.round)
+                check, complaint = (wanted | newer, wanted), f"{step}: the row is not of this round"
+                if not wanted:
+                    raise ValueError(f"no store for {step}")
+            else:
+                readers = sum(
+                    1 << other
+                    for other, reader in enumerate(self._steps)
+                    if reader.cell == step.cell and reader.kind is Kind.READ and reader.round < step.round
+                )
+                older = sum(1 << other for other in stores if self._steps[other].round < step.round)
+                check = (newer | readers | older, readers | older)
+                complaint = f"{step}: before the last reader of an earlier round, or over a newer row"
+        else:
+            urgent = all(
+                self._wait(wait, stores)[1]
+                for wait in self._steps
+                if wait.cell == step.cell and wait.kind is Kind.WAIT
+            )
+        return _Move(1 << number, str(step), step.rank, enabled, check, complaint, urgent and self._reduced)
+
+    def _stores(self, step: Step) -> list[int]:
+        """Stores to the cell of a step, in the order of the rounds."""
+        return [
+            number
+            for number, other in enumerate(self._steps)
+            if other.cell == step.cell and other.kind is Kind.STORE
+        ]
+
+    def _wait(self, step: Step, stores: list[int]) -> tuple[tuple[_Test, ...], bool]:
+        """When a wait ends, and whether it can end at any time after the first chance."""
+        values = [self._epoch, *(self._steps[number].value for number in stores)]
+        ends = [self._rules.reached(value, step.value) for value in values]
+        tests: list[_Test] = []
+        lasting = False
+        for landed, end in enumerate(ends):
+            if not end:
+                continue
+            value = 1 << stores[landed - 1] if landed else 0
+            if all(ends[landed:]):
+                tests.append((value, value))
+                lasting = True
+                break
+            tests.append((value | 1 << stores[landed], value))
+        if not self._rules.ended_is_a_fault:
+            lost = 0 if self._deadlines else self._lost[step.rank]
+            tests.append((lost, lost))
+        return tuple(tests), lasting and len(tests) == 1
+
+    # --- Ends
+
+    def _blocked(self, state: int, moves: list[_Move]) -> bool:
+        """Whether a rank waits for ever. A late store of a rank that ended must not be what it waits for."""
+        if any(not state & self._stopped[move.rank] for move in moves):
+            return False
+        return bool(self._unfinished(state))
+
+    def _unfinished(self, state: int) -> list[str]:
+        return [
+            str(step)
+            for number, step in enumerate(self._steps)
+            if step.kind is Kind.WAIT and not state & (1 << number | self._stopped[step.rank])
+        ]
+
+    def _completed(self, state: int) -> tuple[int, ...]:
+        completed = []
+        for rank in range(self._ranks):
+            missing = [
+                step.round
+                for number, step in enumerate(self._steps)
+                if step.rank == rank and step.kind is not Kind.STORE and not state & 1 << number
+            ]
+            completed.append(min(missing, default=len(self._sizes)))
+        return tuple(completed)
+
+    def _report(self, found: Found, came: dict[int, _Move | None], state: int, violation: str) -> Found:
+        trace: list[str] = []
+        at = state
+        while (move := came[at]) is not None:
+            trace.append(move.name)
+            at ^= move.bit
+        found.states, found.violation, found.trace = len(came), violation, tuple(reversed(trace))
+        return found

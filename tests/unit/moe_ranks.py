@@ -1,0 +1,210 @@
+"""Ranks of an expert exchange for tests: as threads of this process, and as processes that may be killed."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from kv_connector.moe.forming import Exchange
+from kv_connector.moe.group import Group, GroupError
+from kv_connector.moe.settings import GroupSettings
+
+# Longer than anything here takes on a busy machine: a test that needs it fails.
+PATIENCE = 60.0
+
+
+def open_files() -> int:
+    """Descriptors of this process."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def settings_of(rank: int, ranks: int, **more: Any) -> GroupSettings:
+    given = {"hidden": 64, "top_k": 4, "experts": 8, "max_tokens": 16, "row_bytes": 1024, "timeout": 30.0}
+    return GroupSettings(rank=rank, ranks=ranks, **(given | more))
+
+
+class ThreadExchange:
+    """All-gather between threads. ``change(round, rank, message)`` may replace a message."""
+
+    def __init__(
+        self, ranks: int, change: Callable[[int, int, bytes], bytes] = lambda _round, _rank, message: message
+    ) -> None:
+        self._barrier = threading.Barrier(ranks, timeout=PATIENCE)
+        self._messages: list[bytes] = [b""] * ranks
+        self._change = change
+
+    def of(self, rank: int) -> Exchange:
+        rounds = iter(range(1, 100))
+
+        def exchange(message: bytes) -> list[bytes]:
+            self._messages[rank] = self._change(next(rounds), rank, message)
+            self._barrier.wait()
+            messages = list(self._messages)
+            self._barrier.wait()
+            return messages
+
+        return exchange
+
+
+def form_in_threads(
+    settings: Sequence[GroupSettings], exchanges: Sequence[Exchange] | None = None
+) -> list[Group | GroupError]:
+    """One thread a rank; the group of each, or its error."""
+    if exchanges is None:
+        common = ThreadExchange(len(settings))
+        exchanges = [common.of(rank) for rank in range(len(settings))]
+    ends: list[Any] = [None] * len(settings)
+
+    def form(rank: int) -> None:
+        try:
+            ends[rank] = Group.form(settings[rank], exchanges[rank])
+        except BaseException as error:
+            ends[rank] = error
+
+    threads = [threading.Thread(target=form, args=(rank,)) for rank in range(len(settings))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert all(isinstance(end, Group | GroupError) for end in ends), ends
+    return ends
+
+
+def errors(ends: Sequence[Group | GroupError]) -> list[str]:
+    """The errors of ranks that all failed."""
+    assert not any(isinstance(end, Group) for end in ends), ends
+    return [str(end) for end in ends]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """In place of a rank's result: its process ended before."""
+
+    exit_code: int | None
+
+
+class Side:
+    """A rank's end of the pipe to the test."""
+
+    def __init__(self, rank: int, pipe: Connection) -> None:
+        self.rank = rank
+        self._pipe = pipe
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """All-gather by way of the test. Waits for ever for a dead rank."""
+        self._pipe.send(("gather", message))
+        messages: list[bytes] = self._pipe.recv()
+        return messages
+
+    def note(self, text: str) -> None:
+        """Reports to the test how far this rank is."""
+        self._pipe.send(("note", text))
+
+    def stop(self) -> None:
+        """Stops this process. It does not go on: the test kills it."""
+        os.kill(os.getpid(), signal.SIGSTOP)
+        threading.Event().wait()  # this thread may be the last to stop
+
+    def _end(self, kind: str, result: Any) -> None:
+        self._pipe.send((kind, result))
+        self._pipe.recv()  # a process ends only after all others have ended their work
+
+
+def _run(rank: int, pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    side = Side(rank, pipe)
+    try:
+        side._end("result", function(side, *arguments))
+    except (EOFError, BrokenPipeError):
+        pass  # the test gave up
+    except BaseException:
+        side._end("error", traceback.format_exc())
+
+
+def run_ranks(
+    ranks: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    noted: Callable[[list[tuple[int, str]], Callable[[int], None]], None] = lambda _notes, _kill: None,
+) -> list[Any]:
+    """Runs ``function(side, *arguments)`` in a process a rank; the result of each, or Ended.
+
+    ``noted(notes, kill)`` is called after each note with all notes so far; ``kill(rank)`` sends SIGKILL.
+    """
+    context = multiprocessing.get_context("forkserver")
+    # The processes are forks of one that has imported torch, which takes seconds.
+    context.set_forkserver_preload(["kv_connector.moe.group", "kv_connector.moe.oracle"])
+    pipes, processes = [], []
+    for rank in range(ranks):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_run, args=(rank, theirs, function, arguments), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        return _serve(pipes, processes, noted)
+    finally:
+        for pipe in pipes:
+            pipe.close()
+        for process in processes:
+            process.join(5)
+            process.kill()
+            process.join()
+
+
+def _serve(
+    pipes: list[Connection],
+    processes: list[BaseProcess],
+    noted: Callable[[list[tuple[int, str]], Callable[[int], None]], None],
+) -> list[Any]:
+    results: dict[int, Any] = {}
+    notes: list[tuple[int, str]] = []
+    gathered: dict[int, bytes] = {}
+    deadline = time.monotonic() + PATIENCE
+
+    def kill(rank: int) -> None:
+        pid = processes[rank].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+
+    while len(results) < len(pipes):
+        open_pipes = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
+        ready = wait(open_pipes, max(0.0, deadline - time.monotonic()))
+        assert ready, f"ranks do not end: {notes}, results {results}"
+        for pipe in ready:
+            rank = pipes.index(pipe)  # type: ignore[arg-type]
+            try:
+                kind, content = pipes[rank].recv()
+            except (EOFError, ConnectionResetError):
+                processes[rank].join(PATIENCE)
+                results[rank] = Ended(processes[rank].exitcode)
+                continue
+            if kind == "gather":
+                gathered[rank] = content
+                if len(gathered) == len(pipes):
+                    for other in pipes:
+                        other.send([gathered[index] for index in range(len(pipes))])
+                    gathered.clear()
+            elif kind == "note":
+                notes.append((rank, content))
+                noted(notes, kill)
+            elif kind == "result":
+                results[rank] = content
+            else:
+                raise AssertionError(f"rank {rank}:\n{content}")
+    for rank, result in results.items():
+        if not isinstance(result, Ended):
+            with contextlib.suppress(BrokenPipeError):  # its exchange may have taken the word before
+                pipes[rank].send(None)
+    return [results[rank] for rank in range(len(pipes))]

@@ -1,0 +1,133 @@
+"""Forming a group is collective: all ranks have it, or all raise an error that names rank and reason."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from moe_ranks import ThreadExchange, errors, form_in_threads, open_files, settings_of
+
+from kv_connector import _native
+from kv_connector.moe import wire
+from kv_connector.moe.group import Group, GroupError
+
+RANKS = 3
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind() -> Iterator[None]:
+    before = open_files()
+    yield
+    assert open_files() == before
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvc-moe")]
+
+
+def test_all_ranks_have_a_group_and_close_it_twice() -> None:
+    groups = form_in_threads([settings_of(rank, RANKS) for rank in range(RANKS)])
+    for group in groups:
+        assert isinstance(group, Group)
+        assert group.fault() is None
+        group.close()
+        group.close()
+        with pytest.raises(GroupError, match="is closed"):
+            group.combine_buffer([1] * RANKS)
+
+
+def test_group_of_one_rank_needs_no_other() -> None:
+    (group,) = form_in_threads([settings_of(0, 1)])
+    assert isinstance(group, Group)
+    group.close()
+
+
+def test_settings_that_differ_are_an_error_of_all_ranks() -> None:
+    settings = [settings_of(rank, RANKS, **({"hidden": 128} if rank == 2 else {})) for rank in range(RANKS)]
+    for rank, error in enumerate(errors(form_in_threads(settings))):
+        assert error.startswith(f"moe: rank {rank} cannot form a group: rank 2 has hidden=128, rank 0 has")
+
+
+def test_another_release_is_an_error_of_all_ranks() -> None:
+    def change(number: int, rank: int, message: bytes) -> bytes:
+        if (number, rank) != (1, 1):
+            return message
+        return wire.encode(msgspec.structs.replace(wire.decode(message, wire.Hello), release="0.0.1"))
+
+    exchange = ThreadExchange(RANKS, change)
+    ends = form_in_threads(
+        [settings_of(rank, RANKS) for rank in range(RANKS)], [exchange.of(rank) for rank in range(RANKS)]
+    )
+    for error in errors(ends):
+        assert "rank 1 has kv-connector 0.0.1, rank 0 has " in error
+        assert "Install the same release" in error
+
+
+class Failing:
+    """In place of the native class: at one rank something fails."""
+
+    def __init__(self, real: Callable[..., Any], rank: int, where: str) -> None:
+        self._real, self._rank, self._where = real, rank, where
+
+    def __call__(self, rank: int, *arguments: Any) -> Any:
+        if rank != self._rank:
+            return self._real(rank, *arguments)
+        if self._where == "create":
+            raise RuntimeError("out of memory")
+        return FailingGroup(self._real(rank, *arguments), self._where)
+
+
+class FailingGroup:
+    def __init__(self, group: Any, where: str) -> None:
+        self._group, self._where = group, where
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._where:
+            raise RuntimeError("no peer access")
+        return getattr(self._group, name)
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("create", "rank 1: it cannot make its segment: out of memory"),
+        ("descriptor", "rank 1: it cannot make its segment: no peer access"),
+        (
+            "attach",
+            "rank 1: it cannot map the segment of rank 0: no peer access; "
+            "it cannot map the segment of rank 2: no peer access",
+        ),
+    ],
+)
+def test_segment_that_fails_at_one_rank_is_an_error_of_all(
+    where: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_native, "MoeGroup", Failing(_native.MoeGroup, 1, where))
+    for error in errors(form_in_threads([settings_of(rank, RANKS) for rank in range(RANKS)])):
+        assert error.endswith(f"cannot form a group: {words}")
+
+
+def test_exchange_that_fails_is_an_error_with_its_reason() -> None:
+    def exchange(_: bytes) -> list[bytes]:
+        raise ConnectionError("the store is gone")
+
+    with pytest.raises(GroupError, match="exchange of settings failed: the store is gone") as raised:
+        Group.form(settings_of(0, 2), exchange)
+    assert isinstance(raised.value.__cause__, ConnectionError)
+
+
+def test_exchange_that_does_not_end_is_bounded() -> None:
+    ended = threading.Event()
+
+    def exchange(_: bytes) -> list[bytes]:
+        ended.wait()
+        return []
+
+    try:
+        with pytest.raises(GroupError, match=r"exchange of settings did not end within .* A rank is missing"):
+            Group.form(settings_of(0, 2, timeout=0.1), exchange)
+    finally:
+        ended.set()
+        for thread in threading.enumerate():
+            if thread.name == "kvc-moe-forming":
+                thread.join()

@@ -1,0 +1,266 @@
+"""Ranks as processes over host memory: every array against the oracle, ranks that are killed or stopped."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from moe_ranks import Ended, Side, run_ranks, settings_of
+
+from kv_connector.moe import oracle
+from kv_connector.moe.group import Fault, Group, GroupError
+
+RANKS = 3
+HIDDEN, TOP_K, EXPERTS = 64, 4, 8
+POISON = 0xEE
+
+
+@dataclass(frozen=True)
+class Step:
+    """One dispatch and combine."""
+
+    sizes: tuple[int, ...]
+    rows: torch.dtype
+    ids: torch.dtype
+    scales: int
+    extras: int
+    slot: int
+    owners: tuple[int, ...] | None
+    accumulate: bool
+
+
+def steps_of(ranks: int, count: int) -> list[Step]:
+    """The same for all ranks. Every value of every field occurs."""
+    draw = random.Random(ranks)
+    linear = tuple(expert * ranks // EXPERTS for expert in range(EXPERTS))
+    mixed = tuple(draw.randrange(ranks) for _ in range(EXPERTS))
+    sizes = [
+        (0,) * ranks,
+        (16,) * ranks,
+        (1,) * ranks,
+        (0, 16, *(3,) * ranks)[:ranks],
+        (7, 0, *(1,) * ranks)[:ranks],
+        tuple(draw.randrange(17) for _ in range(ranks)),
+    ]
+    rows = [torch.bfloat16, torch.float8_e4m3fn, torch.uint8]
+    owners = [linear, mixed, (ranks - 1,) * EXPERTS, None]
+    return [
+        Step(
+            sizes=sizes[number % 6],
+            rows=rows[number % 3],
+            ids=(torch.int64, torch.int32)[number // 2 % 2],
+            scales=number // 3 % 3,
+            extras=number // 4 % 3,
+            slot=number // 5 % 2,
+            owners=owners[number // 6 % 4],
+            accumulate=number % 4 == 3,
+        )
+        for number in range(count)
+    ]
+
+
+def random_bytes(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+
+
+def tokens_of(number: int, step: Step, rank: int) -> oracle.Tokens:
+    """Inputs of a rank, which every rank can make."""
+    draw = torch.Generator().manual_seed(1000 * number + rank)
+    size = step.sizes[rank]
+    # Ids repeat within a token, and -1 and EXPERTS are no experts.
+    ids = torch.randint(-1, EXPERTS + 1, (size, TOP_K), generator=draw).to(step.ids)
+    return oracle.Tokens(
+        random_bytes(draw, size, HIDDEN * step.rows.itemsize).view(step.rows),
+        ids,
+        torch.rand((size, TOP_K), generator=draw),
+        tuple(random_bytes(draw, size, 4 * (1 + index)) for index in range(step.scales)),
+        tuple(random_bytes(draw, size, 3, 1 + 2 * index) for index in range(step.extras)),
+    )
+
+
+def results_of(number: int, step: Step, rank: int) -> torch.Tensor:
+    """What the experts of a rank make of all rows. Rows that the rank did not get are poisoned."""
+    draw = torch.Generator().manual_seed(5000 + 1000 * number + rank)
+    made = torch.randn((sum(step.sizes), HIDDEN), generator=draw).to(torch.bfloat16)
+    ids = torch.cat([tokens_of(number, step, other).ids for other in range(len(step.sizes))])
+    made[~oracle.wanted(ids, step.owners, rank)] = float("nan")
+    return made
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal in type, shape and every bit."""
+    return (
+        one.dtype == other.dtype
+        and one.shape == other.shape
+        and torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+    )
+
+
+def run_steps(side: Side, ranks: int, count: int) -> tuple[int, int]:
+    """How many rows came and how many did not, over all steps."""
+    rank = side.rank
+    group = Group.form(settings_of(rank, ranks, slots=2), side.exchange)
+    came = missed = 0
+    owners: tuple[int, ...] | None = None
+    for number, step in enumerate(steps_of(ranks, count)):
+        if step.owners != owners:
+            group.place(step.owners)
+            owners = step.owners
+        area = group._dispatch_areas[step.slot]
+        area.fill_(POISON)
+        side.exchange(b"")  # no rank sends before all have poisoned their memory
+        inputs = [tokens_of(number, step, other) for other in range(ranks)]
+        own = inputs[rank]
+        got = group.dispatch(
+            own.x,
+            own.ids,
+            own.weights,
+            scales=own.scales,
+            extras=own.extras,
+            sizes=step.sizes,
+            slot=step.slot,
+        )
+        expected, wanted = oracle.dispatch(inputs, step.owners, rank)
+        assert same(got.ids, expected.ids), step
+        assert same(got.weights, expected.weights), step
+        assert all(map(same, got.extras, expected.extras)), step
+        for column, right in zip((got.x, *got.scales), (expected.x, *expected.scales), strict=True):
+            assert column.untyped_storage().data_ptr() == area.untyped_storage().data_ptr()
+            assert same(column[wanted], right[wanted]), step
+            assert (column[~wanted].contiguous().view(torch.uint8) == POISON).all(), step
+        came += int(wanted.sum())
+        missed += int((~wanted).sum())
+        group.combine_buffer(step.sizes, step.slot).copy_(results_of(number, step, rank))
+        out = torch.full((step.sizes[rank], HIDDEN), 0.5, dtype=torch.bfloat16)
+        base = out.clone() if step.accumulate else None
+        group.combine(out, step.sizes, step.slot, step.accumulate)
+        results = [results_of(number, step, other) for other in range(ranks)]
+        sums = oracle.combine(results, [one.ids for one in inputs], step.owners, rank, base)
+        assert not sums.isnan().any()
+        assert same(out, sums), step
+        side.exchange(b"")  # the next step poisons memory that other ranks may still read
+    group.close()
+    return came, missed
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_array_equals_the_oracle(ranks: int) -> None:
+    for came, missed in run_ranks(ranks, run_steps, ranks, 48):
+        assert came > 100
+        assert missed > 20
+
+
+def step_without_one(side: Side, victim: int, phase: str, timeout: float) -> Any:
+    """One good step; then ``victim`` stops before its dispatch or its combine, and the others go on."""
+    settings = settings_of(side.rank, RANKS, timeout=timeout)
+    group = Group.form(settings, side.exchange)
+    sizes = (2,) * RANKS
+    tokens = tokens_of(0, Step(sizes, torch.bfloat16, torch.int64, 0, 0, 0, None, False), side.rank)
+    out = torch.zeros((2, HIDDEN), dtype=torch.bfloat16)
+
+    def step(*, last: bool) -> None:
+        for name in ("dispatch", "combine"):
+            if last and name == phase:
+                side.note(name)
+                if side.rank == victim:
+                    side.stop()
+            if name == "dispatch":
+                group.dispatch(tokens.x, tokens.ids, tokens.weights, sizes=sizes)
+            else:
+                group.combine(out, sizes)
+
+    step(last=False)
+    with pytest.raises(GroupError) as raised:
+        step(last=True)
+    # From now on nothing waits any more.
+    with pytest.raises(GroupError):
+        group.dispatch(tokens.x, tokens.ids, tokens.weights, sizes=sizes)
+    side.note("failed")
+    result = str(raised.value), group.fault(), group.lost
+    group.close()
+    return result
+
+
+@pytest.mark.parametrize("phase", ["dispatch", "combine"])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_killed_rank_ends_the_step_with_its_name(victim: int, phase: str) -> None:
+    """The timeout is 30 s: without the watcher the code would be another, after that time."""
+
+    def noted(notes: list[tuple[int, str]], kill: Callable[[int], None]) -> None:
+        if len(notes) == RANKS:
+            kill(victim)
+
+    results = run_ranks(RANKS, step_without_one, victim, phase, 30.0, noted=noted)
+    assert results.pop(victim) == Ended(-9)
+    for error, fault, lost in results:
+        assert f"rank {victim} has ended (LOST). The results of this step are void." in error
+        assert fault == Fault("LOST", victim)
+        assert victim in lost
+
+
+@pytest.mark.parametrize(("phase", "noun"), [("dispatch", "rows"), ("combine", "results")])
+def test_stopped_rank_ends_the_step_with_its_name(phase: str, noun: str) -> None:
+    def noted(notes: list[tuple[int, str]], kill: Callable[[int], None]) -> None:
+        if [text for _, text in notes].count("failed") == RANKS - 1:
+            kill(1)
+
+    results = run_ranks(RANKS, step_without_one, 1, phase, 1.5, noted=noted)
+    assert results.pop(1) == Ended(-9)
+    code = f"TIMEOUT_{phase.upper()}"
+    for error, fault, _ in results:
+        assert f"rank 1 did not send its {noun} within 1.5 s ({code})" in error
+        assert fault == Fault(code, 1)
+
+
+def form(side: Side, stop_at: int, timeout: float) -> str:
+    """Forms a group. Rank 2 stops in its exchange number ``stop_at``, before it sends, or after the first."""
+    rounds = iter((1, 2))
+
+    def exchange(message: bytes) -> list[bytes]:
+        number = next(rounds)
+        if side.rank == 2 and number == stop_at:
+            side.note("stops")
+            side.stop()
+        messages = side.exchange(message)
+        if side.rank == 2 and stop_at == 0:
+            side.note("stops")
+            side.stop()
+        return messages
+
+    try:
+        Group.form(settings_of(side.rank, RANKS, timeout=timeout), exchange).close()
+    except GroupError as error:
+        if timeout < 30:
+            side.note("failed")
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("stop_at", "words"),
+    [(0, ": the process has ended"), (2, " has ended during the exchange of outcomes")],
+)
+def test_rank_killed_while_forming_is_named(stop_at: int, words: str) -> None:
+    def noted(notes: list[tuple[int, str]], kill: Callable[[int], None]) -> None:
+        kill(2)
+
+    first, second, third = run_ranks(RANKS, form, stop_at, 30.0, noted=noted)
+    assert third == Ended(-9)
+    for error in (first, second):
+        assert "rank 2 (process " in error
+        assert words in error
+
+
+def test_rank_stopped_while_forming_is_named_at_the_deadline() -> None:
+    def noted(notes: list[tuple[int, str]], kill: Callable[[int], None]) -> None:
+        if len([text for _, text in notes if text == "failed"]) == 2:
+            kill(2)
+
+    first, second, third = run_ranks(RANKS, form, 0, 1.0, noted=noted)
+    assert third == Ended(-9)
+    for error in (first, second):
+        assert "no descriptor of its segment came within" in error or "exchange of outcomes did not" in error
