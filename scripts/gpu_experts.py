@@ -7,7 +7,7 @@ Both engines of a shape run at the same time, N processes each, one a GPU. They 
 measure in turns, so that no two engines use the GPUs together. For each shape the script
 
 - generates greedy tokens of the same prompts, uneven over the ranks, and compares them one by one,
-- measures decode steps at 1, 8, 32 and 128 tokens a rank: wall time a token, and GPU time of the step's graph,
+- measures decode steps at 1, 8, 32 and 128 tokens a rank: wall time, and GPU time of the step's graph,
 - counts the calls that kv-connector took, and those that it passed on to vLLM, with reasons.
 
 Weights are random, at the scale of a trained network (kv_connector/lab/model.py has the reason). The vLLM
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -113,18 +114,21 @@ COMMON: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-# Qwen3's and DeepSeek-V3's architectures, small enough for CPUs. Mixtral's layers are those that CI runs.
-TINY = QWEN3 | {
+# The same architectures, small enough for CPUs. vLLM for CPUs has no fp8 experts.
+TINY_COMMON: dict[str, Any] = {
     "hidden_size": 128,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
     "intermediate_size": 128,
     "moe_intermediate_size": 128,
-    "num_experts": 8,
     "num_experts_per_tok": 2,
     "vocab_size": 512,
+}
+TINY = {
+    "qwen3": QWEN3 | TINY_COMMON | {"num_key_value_heads": 2, "head_dim": 32, "num_experts": 8},
+    "deepseek": {name: value for name, value in DEEPSEEK.items() if name != "quantization_config"}
+    | TINY_COMMON
+    | {"num_key_value_heads": 4, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "q_lora_rank": 64},
 }
 SHAPES = {"qwen3": QWEN3, "deepseek": DEEPSEEK}
 
@@ -145,7 +149,7 @@ class Plan:
     log: str
 
 
-# --- in a rank's process -------------------------------------------------------------------------------------
+# --- in a rank's process ---
 
 
 def serve(plan: Plan, parent: Connection) -> None:
@@ -257,6 +261,12 @@ class Rank:
             # In this process, where the graphs are timed and the weights drawn.
             "distributed_executor_backend": "uni",
             "seed": 0,
+            # Each of them compiles kernels that these shapes do not use.
+            "kernel_config": {
+                "enable_flashinfer_autotune": False,
+                "enable_cutedsl_warmup": False,
+                "enable_jit_warmup": False,
+            },
         }
         if plan.cpu:
             settings |= {"enforce_eager": True, "worker_extension_cls": "moe_on_cpu.Worker"}
@@ -328,7 +338,7 @@ class Rank:
             engine.step()
         return {
             "tokens": made,
-            "step_us": [1e6 * (after - begin) for begin, after in zip(times, times[1:], strict=False)],
+            "step_us": [1e6 * (after - begin) for begin, after in itertools.pairwise(times)],
             # From the first graph of a step to the end of its last. A model may have several.
             "graph_us": [1e3 * step[0][0].elapsed_time(step[-1][1]) for step in replays if step],
         }
@@ -360,11 +370,11 @@ def draw(torch: Any, path: str, tensor: Any, plan: Plan) -> None:
         tensor.fill_(1 / 64 / (128 * tensor.shape[-1]) ** 0.5 if tensor.dim() > 1 else 1.0)
         return
     if tensor.dim() < 2:
-        # Queries and keys have unit variance after their norm. The spread of the scores can only come from it.
+        # Queries and keys have unit variance before their norm's weight, which alone spreads the scores.
         is_head_norm = ".q_norm." in path or ".k_norm." in path
         tensor.fill_(0.0 if "bias" in name else 3.0**0.5 if is_head_norm else 1.0)
         return
-    of_rank = plan.rank + 1 if "experts" in path else 0
+    of_rank = plan.rank + 1 if "experts" in path and "shared_experts" not in path else 0
     generator = torch.Generator(device=tensor.device)
     generator.manual_seed(zlib.crc32(path.encode()) + of_rank)
     is_vocabulary = "embed_tokens" in path or "lm_head" in path
@@ -377,7 +387,7 @@ def draw(torch: Any, path: str, tensor: Any, plan: Plan) -> None:
         part.copy_(drawn.normal_(0.0, 64.0, generator=generator).clamp_(-448, 448))
 
 
-# --- in the parent -------------------------------------------------------------------------------------------
+# --- in the parent ---
 
 
 class Failed(RuntimeError):
@@ -428,7 +438,7 @@ class Comparison:
         self, options: argparse.Namespace, name: str, write: Callable[[dict[str, Any]], None]
     ) -> None:
         self.options, self.name, self.write = options, name, write
-        self.shape = COMMON | (TINY if options.tiny else SHAPES[name])
+        self.shape = COMMON | (TINY[name] if options.tiny else SHAPES[name])
         if options.layers:
             self.shape["num_hidden_layers"] = options.layers
         self.end = time.monotonic() + options.seconds
@@ -531,7 +541,7 @@ class Comparison:
         return [self.random.randrange(2, self.shape["vocab_size"]) for _ in range(tokens)]
 
     def _compare(self) -> None:
-        """Greedy tokens, in steps that are even, uneven, with an idle rank, and too large for the exchange."""
+        """Greedy tokens of even, uneven and idle ranks, and of a step that the exchange is too small for."""
         ranks = self.options.ranks
         cases: dict[str, list[list[list[int]]]] = {
             "even": [[self._prompt(40) for _ in range(4)] for _ in range(ranks)],
@@ -623,9 +633,8 @@ class Comparison:
         """The table of decode steps."""
         layers = self.shape["num_hidden_layers"] - self.shape.get("first_k_dense_replace", 0)
         print(f"\n{self.name}: {self.options.ranks} ranks, {layers} layers of experts; medians, us")
-        print(
-            f"{'batch':>6}{'step theirs':>13}{'ours':>10}{'less':>9}{'graph theirs':>14}{'ours':>10}{'less':>9}{'a layer':>9}"
-        )
+        head = f"{'batch':>6}{'step theirs':>13}{'ours':>10}{'less':>9}"
+        print(head + f"{'graph theirs':>14}{'ours':>10}{'less':>9}{'a layer':>9}")
         for row in self.table:
             if "theirs_step_us" not in row or "ours_step_us" not in row:
                 continue
@@ -669,11 +678,11 @@ def main() -> int:
         row = {"ranks": options.ranks, **row}
         print(json.dumps(row), flush=True)
         if options.out:
-            with open(options.out, "a") as file:
+            with Path(options.out).open("a") as file:
                 file.write(json.dumps(row) + "\n")
 
     fine = True
-    for name in options.shapes or (["qwen3"] if options.tiny else [*SHAPES]):
+    for name in options.shapes or SHAPES:
         comparison = Comparison(options, name, write)
         try:
             fine &= comparison.run()
