@@ -414,10 +414,11 @@ class Mode:
             if not ready:
                 silent = sorted(set(range(len(self.connections))) - found.keys())
                 raise Failed(f"{self.name}: ranks {silent} did not answer in {seconds:.0f} s")
-            for connection in ready:
-                rank = self.connections.index(connection)  # type: ignore[arg-type]
+            for rank, connection in enumerate(self.connections):
+                if connection not in ready:
+                    continue
                 try:
-                    kind, value = connection.recv()  # type: ignore[union-attr]
+                    kind, value = connection.recv()
                 except EOFError:
                     kind, value = "failed", "its process ended"
                 if kind == "failed":
@@ -452,7 +453,7 @@ class Comparison:
 
     def left(self, most: float) -> float:
         """Seconds for a question: ``most``, or those that are left."""
-        return max(1.0, min(most, self.end - time.monotonic()))
+        return float(max(1.0, min(most, self.end - time.monotonic())))
 
     def run(self) -> bool:
         begin = time.monotonic()
