@@ -34,6 +34,7 @@ from kv_connector.agent.settings import Settings
 from kv_connector.cli.environment import OTHERS, VARIABLES
 from kv_connector.cli.exit_status import ExitStatus
 from kv_connector.cli.main import app
+from kv_connector.moe.metrics import MoeMetrics
 from kv_connector.protocol.timers import Timeouts
 from kv_connector.router.metrics import Metrics
 from kv_connector.weights.metrics import WeightMetrics
@@ -193,6 +194,12 @@ def router_metrics() -> Iterator[Metric]:
     yield from _of(Metrics().registry)
 
 
+def moe_metrics() -> Iterator[Metric]:
+    registry = CollectorRegistry()
+    MoeMetrics(registry)
+    yield from _of(registry)
+
+
 def weight_metrics() -> Iterator[Metric]:
     registry = CollectorRegistry()
     WeightMetrics(registry)
@@ -279,6 +286,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "timeouts": timeouts,
     "engine_metrics": lambda: metrics(engine_metrics()),
     "weight_metrics": lambda: metrics(weight_metrics()),
+    "moe_metrics": lambda: metrics(moe_metrics()),
     "router_metrics": lambda: metrics(router_metrics()),
     "statuses": statuses,
     "environment": environment,

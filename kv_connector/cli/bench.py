@@ -250,6 +250,48 @@ def share_of_the_router(
     _end(run(Plan(rounds=rounds, requests=requests, json=json), make_console(json)))
 
 
+@app.command("moe")
+def exchange_of_experts(
+    ranks: Annotated[
+        int,
+        typer.Option(min=0, max=8, help="Ranks, one a GPU. 0: all GPUs; without GPUs 2, over host memory."),
+    ] = 0,
+    hidden: Annotated[
+        str, typer.Option(metavar="NUMBERS", help="Elements of a token, comma separated.")
+    ] = "7168,4096,2048",
+    tokens: Annotated[
+        str, typer.Option(metavar="NUMBERS", help="Tokens of a rank, comma separated.")
+    ] = "8,32,128",
+    top_k: Annotated[int, typer.Option(min=1, max=32, help="Experts of a token.")] = 8,
+    experts: Annotated[int, typer.Option(min=1, max=1 << 16, help="Experts of all ranks together.")] = 256,
+    iterations: Annotated[
+        int, typer.Option(min=1, help="Repetitions of each shape, in each of two turns.")
+    ] = 100,
+    json: _Json = None,
+) -> None:
+    """Dispatch and combine of experts beside torch.distributed: NCCL between GPUs, gloo on host memory.
+
+    Needs torch.
+    """
+    from kv_connector.lab.bench.moe import Plan, Shape, Workload, run
+    from kv_connector.lab.bench.tables import make_console
+    from kv_connector.moe.machine import visible_gpus
+
+    if top_k > experts:
+        raise typer.BadParameter(f"--top-k: {top_k} of {experts} experts. Set a number up to --experts.")
+    found = visible_gpus()
+    gpus = found.count if found is not None else 0
+    if gpus and ranks > gpus:
+        raise typer.BadParameter(f"--ranks: {ranks} ranks need a GPU each, and {gpus} are visible")
+    shapes = tuple(
+        Shape(size, count)
+        for size in _numbers("--hidden", hidden, 8)
+        for count in _numbers("--tokens", tokens, 1)
+    )
+    workload = Workload(ranks or gpus or 2, shapes, top_k=top_k, experts=experts, iterations=iterations)
+    _end(run(Plan(workload, gpu=gpus > 0, json=json), make_console(json)))
+
+
 @app.command("micro")
 def hot_loops(
     iterations: Annotated[int, typer.Option(min=1000, help="Calls of each loop.")] = 100_000,
@@ -277,6 +319,17 @@ def _lanes(provider: str, device: str, target_device: str, *, in_one_process: bo
         )
     except UnknownLane as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def _numbers(option: str, words: str, unit: int) -> tuple[int, ...]:
+    """Comma separated multiples of ``unit``."""
+    try:
+        numbers = tuple(int(word) for word in _split(words))
+    except ValueError:
+        raise typer.BadParameter(f"{option}: {words!r} is no list of numbers") from None
+    if not numbers or any(number < 1 or number % unit for number in numbers):
+        raise typer.BadParameter(f"{option}: every number must be a multiple of {unit}, from {unit} on")
+    return numbers
 
 
 def _split(words: str) -> list[str]:

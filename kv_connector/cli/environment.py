@@ -11,6 +11,10 @@ VARIABLES = {
     ),
     SETTINGS_VARIABLE: "SGLang's servers: the settings, as a JSON object.",
     WEIGHTS_VARIABLE: "vLLM's engines that take weights: the settings for that, as a JSON object.",
+    "KV_CONNECTOR_MOE": (
+        "vLLM's engines with data and expert parallelism: `1` sends tokens to their experts, and sums back, "
+        "over kv-connector (docs/moe.md)."
+    ),
     "KV_CONNECTOR_LIBFABRIC": (
         "The libfabric that the lane `libfabric` opens: a file, or a name for the dynamic linker. By itself "
         "`libfabric.so.1` where the linker finds it, else the one in MPICH's wheel."

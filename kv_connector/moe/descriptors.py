@@ -163,7 +163,11 @@ class _Passing:
     def _watch(self, other: int) -> None:
         # Without a pidfd (a sandbox may forbid it) the end of the connection shows the end of a process.
         with contextlib.suppress(OSError):
-            self._pidfds[other] = os.pidfd_open(self._hellos[other].pid)
+            try:
+                self._pidfds[other] = os.pidfd_open(self._hellos[other].pid)
+            except ProcessLookupError:
+                self._fail(other, "the process has ended")
+                return
             self._selector.register(self._pidfds[other], selectors.EVENT_READ, other)
 
     def _fail(self, other: int, reason: str) -> None:

@@ -26,12 +26,14 @@ class Watcher:
     def __init__(self, connections: Iterable[Connection], lost: Callable[[int], None]) -> None:
         self._connections = tuple(connections)
         self._lost = lost
+        self._leaving = False
         self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="kvc-moe-watcher", daemon=True)
         self._thread.start()
 
     def leave(self) -> None:
         """Reports to the other ranks that this rank leaves in good order. Does not block."""
+        self._leaving = True
         for connection in self._connections:
             connection.leave()
 
@@ -70,7 +72,8 @@ class Watcher:
 
     def _log(self, connection: Connection) -> None:
         who = connection.rank, connection.pid
-        if _left(connection.socket):
+        # A rank that closes before it reads our word resets the connection, and its own word is gone.
+        if _left(connection.socket) or self._leaving:
             logger.info("moe: rank %d (process %d) left the group", *who)
         else:
             logger.warning("moe: rank %d (process %d) ended without leaving the group", *who)

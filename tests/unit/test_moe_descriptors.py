@@ -186,6 +186,14 @@ def test_process_that_ends_while_passing_is_named_at_once(meetings: list[Meeting
     assert passed.problems[1] == f"rank 1 (process {other.pid}): the process has ended"
 
 
+def test_process_that_ended_before_the_passing_is_named_at_once(meetings: list[Meeting]) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as other:
+        other.wait()  # its number is free
+    hellos = [hello_of(meetings[0], 0), hello_of(meetings[1], 1, pid=other.pid)]
+    passed = meetings[0].pass_around(0, hellos, 1, time.monotonic() + PATIENCE)
+    assert passed.problems[1] == f"rank 1 (process {other.pid}): the process has ended"
+
+
 class Lost:
     """What a watcher reported, and an event of it."""
 

@@ -11,6 +11,7 @@ import pytest
 from moe_ranks import ThreadExchange, errors, form_in_threads, open_files, settings_of
 
 from kv_connector import _native
+from kv_connector.moe import group as group_module
 from kv_connector.moe import wire
 from kv_connector.moe.group import Group, GroupError
 
@@ -131,3 +132,20 @@ def test_exchange_that_does_not_end_is_bounded() -> None:
         for thread in threading.enumerate():
             if thread.name == "kvc-moe-forming":
                 thread.join()
+
+
+def test_close_of_a_gpu_that_does_not_rest_keeps_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Any] = []
+    monkeypatch.setattr(group_module, "_kept", kept)
+    monkeypatch.setattr(_native, "MoeGroup", Failing(_native.MoeGroup, 1, "close"))
+    first, second = form_in_threads([settings_of(rank, 2) for rank in range(2)])
+    assert isinstance(first, Group)
+    assert isinstance(second, Group)
+    with pytest.raises(GroupError, match="rank 1 keeps its memory: no peer access"):
+        second.close(0.1)
+    second.close()
+    with pytest.raises(GroupError, match="is closed"):
+        second.place(None)
+    first.close()
+    (native,) = kept
+    native._group.close(1.0)

@@ -66,7 +66,12 @@ def test_every_variable_that_the_code_reads_is_described() -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_documents_name_metrics_that_there_are(document: Path) -> None:
-    tables = reference.engine_metrics(), reference.weight_metrics(), reference.router_metrics()
+    tables = (
+        reference.engine_metrics(),
+        reference.weight_metrics(),
+        reference.moe_metrics(),
+        reference.router_metrics(),
+    )
     known = {one.name for table in tables for one in table}
     text = re.sub(r"kv_connector_extra_config|kv_connector_module_path", "", document.read_text())
     named = set(re.findall(r"(?<![\w/.])kv_connector_\w+", text))

@@ -129,6 +129,20 @@ class GroupRun(msgspec.Struct, tag="group", kw_only=True, frozen=True):
     done: list[float]
 
 
+class ExpertPairs(msgspec.Struct, tag="moe", kw_only=True, frozen=True):
+    """Dispatch and combine of experts, or a collective in their place."""
+
+    contestant: str
+    memory: str
+    """"gpu" or "host"."""
+    ranks: int
+    hidden: int
+    tokens: int
+    """Of one rank."""
+    microseconds: list[float]
+    """Of a pair, by repetition, as the slowest rank saw it."""
+
+
 class Registering(msgspec.Struct, tag="registering", kw_only=True, frozen=True):
     """A ping-pong by itself, and while a thread registers and deregisters memory with the engine that pings:
     half of each round trip in microseconds.
