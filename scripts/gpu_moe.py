@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Checks dispatch and combine of experts on a machine with GPUs, one process a GPU.
+"""Checks dispatch and combine of experts on a machine with GPUs, one process a rank.
 
     scripts/gpu_moe.py [--ranks N] [--out FILE] [bytes] [replays] [kill] [times]
 
 Without a name it runs all four. Needs torch for CUDA and an extension that was built with nvcc. Exits with 1
-where a byte differs. `times` prints microseconds of dispatch + combine in CUDA graphs, beside NCCL's
-all-gather and reduce-scatter: 20 pairs a graph, four routings in turn, 100 replays, the slowest rank of each.
+where a byte differs. Ranks may share a GPU, which checks bytes and measures nothing. `times` prints
+microseconds of dispatch + combine in CUDA graphs, beside NCCL's all-gather and reduce-scatter: 20 pairs a
+graph, four routings in turn, 100 replays, the slowest rank of each.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from kv_connector.moe.group import Group, GroupError, GroupSettings
 
 EXPERTS, TOP_K, ROUTINGS = 256, 8, 4
 SHAPES = [(hidden, tokens) for hidden in (7168, 4096, 2048) for tokens in (128, 32, 8, 4096)]
-REPLAYS = 10_000
+REPLAYS = int(os.environ.get("KVC_MOE_REPLAYS", "10000"))
 STEPS = int(os.environ.get("KVC_MOE_STEPS", "60"))  # of each shape; fewer under compute-sanitizer
 
 
@@ -42,8 +43,9 @@ class Rank:
 
     def __init__(self, rank: int, ranks: int, port: int, out: str | None) -> None:
         self.rank, self.ranks, self.out = rank, ranks, out
-        torch.cuda.set_device(rank)
-        self.device = torch.device("cuda", rank)
+        gpu = rank % torch.cuda.device_count()
+        torch.cuda.set_device(gpu)
+        self.device = torch.device("cuda", gpu)
         self.store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0, timedelta(seconds=120))
         self.port, self.told = port, 0
 
@@ -62,7 +64,7 @@ class Rank:
     def form(self, hidden: int, tokens: int, *, timeout: float = 20.0, slots: int = 1) -> Group:
         settings = GroupSettings(
             rank=self.rank, ranks=self.ranks, hidden=hidden, top_k=TOP_K, experts=EXPERTS, max_tokens=tokens,
-            row_bytes=2 * hidden + hidden // 32 + 256, slots=slots, device=self.rank, timeout=timeout,
+            row_bytes=2 * hidden + hidden // 32 + 256, slots=slots, device=self.device.index, timeout=timeout,
         )  # fmt: skip
         group = Group.form(settings, self.exchange)
         group.place([expert * self.ranks // EXPERTS for expert in range(EXPERTS)])
