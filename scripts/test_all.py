@@ -61,6 +61,7 @@ SUITES = (
     Suite("sglang", "make test-sglang", 20),
     Suite("faults", "make test-faults MINUTES=10", 25),
     Suite("campaign", "make campaign SEEDS=20000", 20),
+    Suite("interleavings", "make interleavings", 4),
     Suite("fuzz", "make fuzz INPUTS=1000000", 10),
     Suite("fuzz-router", "make fuzz-router WORLDS=1000", 8),
     Suite("fuzz-scheduler", "make fuzz-scheduler SCENARIOS=1000", 20),
