@@ -165,10 +165,10 @@ class Exploration:
         events = []
         if state & self._died and not lost:
             events.append(_event(self._lost[rank], rank, "gets the mask word from its host"))
-        ends = self._deadlines or (lost and self._rules.lost_ends_waits)
-        if lost and not self._rules.lost_ends_all_waits:
-            ends = awaited == {self._victim}
-        if awaited and ends and self._rules.ended_is_a_fault:
+        ended = lost and self._rules.lost_ends_waits
+        if not self._rules.lost_ends_all_waits:
+            ended = ended and self._victim in awaited
+        if awaited and (ended or self._deadlines) and self._rules.ended_is_a_fault:
             events.append(_event(self._stopped[rank], rank, "ends its wait with a fault"))
         return events
 

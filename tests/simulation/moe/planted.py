@@ -61,8 +61,10 @@ MISTAKES = (
         options={"epoch": (1 << 31) - 2},
     ),
     Mistake("mask word ends no wait", Rules(lost_ends_waits=False), DEADLOCK, options={"victim": 0}),
+    # The last stores of the dead rank may land after its death is known. A rank that receives them then waits
+    # for a survivor alone, which had its fault before they landed and raises nothing more.
     Mistake(
-        "mask word ends the wait for the dead rank alone",
+        "mask word ends only waits beside one for the dead rank",
         Rules(lost_ends_all_waits=False),
         DEADLOCK,
         options={"victim": 0},

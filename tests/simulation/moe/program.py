@@ -50,7 +50,7 @@ class Rules:
     """A dispatch kernel waits for the combine kernel before it, as griddepcontrol.wait does."""
     lost_ends_waits: bool = True
     lost_ends_all_waits: bool = True
-    """The mask word also ends waits for living ranks, which may have a fault and be silent."""
+    """The mask word ends every wait. The alternative ends the waits of a phase that awaits the lost rank."""
     ended_is_a_fault: bool = True
     """A wait that ends by the mask word or a deadline is a fault, and not a flag that was raised."""
     fault_is_silent: bool = True
