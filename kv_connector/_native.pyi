@@ -152,7 +152,9 @@ class MoeGroup:
         accumulate: bool = False,
         phases: int = 3,
     ) -> None: ...
-    def lose(self, rank: int) -> None: ...
+    def lose(self, rank: int, left: bool = False) -> None:
+        """Ends all waits, because the rank ended. `left`: it closed its group; ends the waits for it."""
+
     def fault(self) -> tuple[int, int] | None:
         """1 a timeout in dispatch, 2 in combine, 3 a lost rank; and the rank that was awaited."""
 

@@ -217,9 +217,9 @@ class Group:
         finally:
             self._watcher.close()
 
-    def _lose(self, rank: int) -> None:
+    def _lose(self, rank: int, left: bool) -> None:
         """On the watcher's thread."""
-        self._native.lose(rank)
+        self._native.lose(rank, left)
         self._lost |= {rank}
 
     def _stream(self) -> int:

@@ -18,12 +18,12 @@ _JOIN_SECONDS = 2.0
 
 
 class Watcher:
-    """A daemon thread that calls ``lost(rank)`` once for each rank that ends or leaves.
+    """A daemon thread that calls ``lost(rank, left)`` once for each rank that ends or leaves.
 
     Owns the connections: close() closes them.
     """
 
-    def __init__(self, connections: Iterable[Connection], lost: Callable[[int], None]) -> None:
+    def __init__(self, connections: Iterable[Connection], lost: Callable[[int, bool], None]) -> None:
         self._connections = tuple(connections)
         self._lost = lost
         self._leaving = False
@@ -66,14 +66,16 @@ class Watcher:
                     selector.unregister(connection.socket)
                     if connection.pidfd is not None:
                         selector.unregister(connection.pidfd)
-                    # First of all: a step may be waiting.
-                    self._lost(connection.rank)
-                    self._log(connection)
+                    # A rank that closes before it reads our word resets the connection, and its own word
+                    # is gone.
+                    left = _left(connection.socket) or self._leaving
+                    # Before the log: a step may be waiting.
+                    self._lost(connection.rank, left)
+                    self._log(connection, left)
 
-    def _log(self, connection: Connection) -> None:
+    def _log(self, connection: Connection, left: bool) -> None:
         who = connection.rank, connection.pid
-        # A rank that closes before it reads our word resets the connection, and its own word is gone.
-        if _left(connection.socket) or self._leaving:
+        if left:
             logger.info("moe: rank %d (process %d) left the group", *who)
         else:
             logger.warning("moe: rank %d (process %d) ended without leaving the group", *who)

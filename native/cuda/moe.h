@@ -36,7 +36,9 @@ struct Control {
 
 // What the host and the kernels tell each other, in pinned memory.
 struct HostWords {
-  uint32_t lost;   // written by the host: a bit for each rank that is gone
+  uint32_t lost;  // written by the host: a bit for each rank that ended. A survivor may have given up and raise no flag
+                  // any more, so no wait goes on, whoever it is for
+  uint32_t left;  // written by the host: a bit for each rank that left in good order. Waits for it alone end
   uint32_t fault;  // written by the first kernel that gave up: a Fault in the upper, the rank in the lower 16 bits
 };
 

@@ -71,10 +71,10 @@ __device__ __forceinline__ bool wait_for_flag(const uint32_t* flag, uint32_t epo
     if ((++polls & 1023U) != 0) continue;
     const uint64_t now = now_ns();
     if (begin == 0) begin = now;
-    const bool lost = (load_relaxed(&host->lost) >> rank & 1U) != 0;
+    const uint32_t gone = load_relaxed(&host->lost) | (load_relaxed(&host->left) & 1U << rank);
     const bool other = load_relaxed(&host->fault) != 0;
-    if (!lost && !other && now - begin <= timeout_ns) continue;
-    give_up(control, host, lost ? Fault::kLost : timeout, rank);
+    if (gone == 0 && !other && now - begin <= timeout_ns) continue;
+    give_up(control, host, gone != 0 ? Fault::kLost : timeout, gone != 0 ? __ffs(static_cast<int>(gone)) - 1 : rank);
     return false;
   }
   return true;

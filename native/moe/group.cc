@@ -484,9 +484,11 @@ Status Group::launch(const Memory& memory, cuda::Function kernel, cuda::Stream s
   return result == cuda::kSuccess ? Status{} : cuda::cuda_error("moe_launch", "cuLaunchKernelEx", result);
 }
 
-void Group::lose(uint32_t rank) {
+void Group::lose(uint32_t rank, bool left) {
   const std::lock_guard lock(mutex_);
-  if (memory_ && rank < config_.ranks) std::atomic_ref(memory_->words()->lost).fetch_or(1U << rank);
+  if (!memory_ || rank >= config_.ranks) return;
+  HostWords& words = *memory_->words();
+  std::atomic_ref(left ? words.left : words.lost).fetch_or(1U << rank);
 }
 
 std::optional<std::pair<Fault, uint32_t>> Group::fault() const {

@@ -78,8 +78,9 @@ class Group {
   Status combine(cuda::Stream stream, uint32_t slot, std::span<const uint32_t> sizes, void* out, uint32_t hidden,
                  bool accumulate, uint32_t phases);
 
-  // The host found `rank` gone: launches that wait for it end.
-  void lose(uint32_t rank);
+  // The host found that `rank` ended: launches that wait end, for whomever they wait. `left`: it closed its group in good
+  // order, so launches that wait for it end.
+  void lose(uint32_t rank, bool left = false);
   // Why the first launch gave up, and the rank that it had waited for. From then on no launch of its slot does anything, and
   // none of the other slot waits any more.
   std::optional<std::pair<Fault, uint32_t>> fault() const;

@@ -21,7 +21,8 @@ inline std::atomic_ref<uint32_t> flag_of(unsigned char* segment, uint64_t flags,
   return word(*reinterpret_cast<uint32_t*>(segment + flags + uint64_t{rank} * kFlagBytes));
 }
 
-// False where the wait was given up; the fault is told then. The rank that it names is one that has not raised its flag.
+// False where the wait was given up; the fault is told then. It names a rank that is gone, or one that
+// has not raised its flag.
 template <typename Launch>
 bool wait_for_flags(const Launch& launch, uint64_t flags, uint32_t epoch, Fault timeout) {
   const auto begin = std::chrono::steady_clock::now();
@@ -32,7 +33,7 @@ bool wait_for_flags(const Launch& launch, uint64_t flags, uint32_t epoch, Fault 
       if (static_cast<int32_t>(flag - epoch) < 0) missing |= 1U << rank;
     }
     if (missing == 0) return true;
-    const uint32_t lost = word(launch.host->lost).load() & missing;
+    const uint32_t lost = word(launch.host->lost).load() | (word(launch.host->left).load() & missing);
     const bool other = word(launch.host->fault).load() != 0;  // the other slot's
     const std::chrono::nanoseconds waited = std::chrono::steady_clock::now() - begin;
     if (lost != 0 || other || static_cast<uint64_t>(waited.count()) > launch.timeout_ns) {

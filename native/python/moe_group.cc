@@ -127,7 +127,8 @@ void bind_moe_group(py::module_& module) {
       .def("combine", &G::combine, py::arg("stream"), py::arg("slot"), py::arg("sizes"), py::arg("out"),
            py::arg("hidden"), py::arg("accumulate") = false, py::arg("phases") = 3)
       .def(
-          "lose", [](G& self, uint32_t rank) { self.group().lose(rank); }, py::arg("rank"))
+          "lose", [](G& self, uint32_t rank, bool left) { self.group().lose(rank, left); }, py::arg("rank"),
+          py::arg("left") = false)
       .def("fault", &G::fault)
       .def("close", &G::close, py::arg("timeout"));
 }

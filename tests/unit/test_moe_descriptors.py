@@ -198,11 +198,11 @@ class Lost:
     """What a watcher reported, and an event of it."""
 
     def __init__(self) -> None:
-        self.ranks: list[int] = []
+        self.ranks: list[tuple[int, bool]] = []
         self.event = threading.Event()
 
-    def __call__(self, rank: int) -> None:
-        self.ranks.append(rank)
+    def __call__(self, rank: int, left: bool) -> None:
+        self.ranks.append((rank, left))
         self.event.set()
 
 
@@ -221,7 +221,7 @@ def test_watcher_reports_a_rank_once_when_its_process_ends(
             other.kill()
             assert lost.event.wait(PATIENCE)
             watcher.close()
-    assert lost.ranks == [3]
+    assert lost.ranks == [(3, False)]
     assert f"moe: rank 3 (process {other.pid}) ended without leaving the group" in caplog.text
 
 
@@ -235,7 +235,7 @@ def test_watcher_of_a_rank_that_leaves_logs_no_warning(caplog: pytest.LogCapture
         watchers[0].leave()
         for watcher in watchers:
             watcher.close()
-    assert lost[0].ranks == [1]
+    assert lost[0].ranks == [(1, True)]
     assert "moe: rank 1 (process 7) left the group" in caplog.text
     assert not [record for record in caplog.records if record.levelno > logging.INFO]
 
