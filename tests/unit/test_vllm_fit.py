@@ -68,6 +68,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def vllms(path: Path, patch: pytest.MonkeyPatch, *, tp: int, order: str, **arguments: Any) -> list[Rank]:
     """The ranks of an engine, as its workers would describe them."""
     patch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: order == "planes")  # states in float32
+    patch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)  # planes are the order without AMX
     patch.setattr(get_tp_group(), "world_size", tp)
     patch.setattr(kv_cache, "kv_scales", lambda _, names: dict.fromkeys(names, ()))
     arguments = {"block_size": 16, **arguments} if order != "planes" else arguments
