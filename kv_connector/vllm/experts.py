@@ -255,6 +255,8 @@ class ExpertExchange:
         for layer in layers:
             if layer.top_k != top_k:
                 return f"a layer with {layer.top_k} experts a token sends {top_k} ids a token"
+            if layer.results != hidden:
+                return f"a kernel returns {layer.results} elements of rows of {hidden}"
             if layer.dtype != torch.bfloat16:
                 return f"a layer computes in {str(layer.dtype).removeprefix('torch.')} instead of bfloat16"
             if not self._settings.divides_experts:

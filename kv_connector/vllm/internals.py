@@ -719,6 +719,8 @@ class ExpertLayer:
 
     hidden: int
     """Elements of a row."""
+    results: int
+    """Elements of a row's result. Some kernels leave out the elements by which vLLM padded the rows."""
     experts: int
     """Physical experts of all ranks."""
     top_k: int
@@ -745,6 +747,11 @@ def expert_layers() -> list[ExpertLayer]:
         layers.append(
             ExpertLayer(
                 hidden=int(config.hidden_dim),
+                results=int(
+                    config.hidden_dim_unpadded
+                    if routed.quant_method.has_unpadded_output
+                    else config.hidden_dim
+                ),
                 experts=int(config.num_experts) if places is None else len(places),
                 top_k=int(config.experts_per_token),
                 dtype=config.in_dtype,
@@ -802,7 +809,7 @@ def _drops_errors(vllm_config: Any) -> bool:
     VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS are over.
     """
     parallel = vllm_config.parallel_config
-    return parallel.distributed_executor_backend == "mp" and get_tensor_model_parallel_rank() > 0
+    return bool(parallel.distributed_executor_backend == "mp" and get_tensor_model_parallel_rank() > 0)
 
 
 class _StepWatch:

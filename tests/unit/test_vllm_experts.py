@@ -23,6 +23,7 @@ from vllm.model_executor.layers.fused_moe.config import (
     FusedMoEQuantConfig,
 )
 from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
@@ -46,6 +47,7 @@ SETTINGS = ExchangeSettings(
 )
 LAYER = ExpertLayer(
     hidden=HIDDEN,
+    results=HIDDEN,
     experts=EXPERTS,
     top_k=TOP_K,
     dtype=torch.bfloat16,
@@ -306,11 +308,15 @@ def routed_experts(
     quant: FusedMoEQuantConfig | None, ranks: int = 2, rank: int = 1, experts: int = 5
 ) -> SimpleNamespace:
     """A layer, with vLLM's own placement and quantization."""
-    assert {"hidden_dim", "num_experts", "experts_per_token", "in_dtype"} <= {
+    assert {"hidden_dim", "hidden_dim_unpadded", "num_experts", "experts_per_token", "in_dtype"} <= {
         field.name for field in dataclasses.fields(FusedMoEConfig)
     }
     config = SimpleNamespace(
-        hidden_dim=HIDDEN, num_experts=experts, experts_per_token=TOP_K, in_dtype=torch.bfloat16
+        hidden_dim=HIDDEN,
+        hidden_dim_unpadded=HIDDEN - 8,
+        num_experts=experts,
+        experts_per_token=TOP_K,
+        in_dtype=torch.bfloat16,
     )
     places = ExpertMapManager(
         max_num_batched_tokens=8,
@@ -322,7 +328,10 @@ def routed_experts(
         placement_strategy="linear",
         enable_eplb=False,
     )
-    method = SimpleNamespace(moe_quant_config=None, get_fused_moe_quant_config=lambda _: quant)
+    method = SimpleNamespace(
+        moe_quant_config=None, get_fused_moe_quant_config=lambda _: quant, has_unpadded_output=False
+    )
+    assert {*vars(method)} - {"moe_quant_config"} <= {*dir(FusedMoEMethodBase)}
     return SimpleNamespace(
         routed_experts=SimpleNamespace(moe_config=config, expert_map_manager=places, quant_method=method)
     )
@@ -366,6 +375,13 @@ def test_one_scale_for_all_rows_is_found_in_vllms_quantization(
 ) -> None:
     (found,) = layers_of(monkeypatch, routed_experts(FusedMoEQuantConfig.make(**facts)))
     assert found.scales_whole_tensor is refused
+
+
+def test_results_without_the_padding_of_rows_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = routed_experts(None)
+    layer.routed_experts.quant_method.has_unpadded_output = True
+    (found,) = layers_of(monkeypatch, layer)
+    assert (found.hidden, found.results) == (HIDDEN, HIDDEN - 8)
 
 
 def test_vllms_configuration_has_the_facts_that_are_read() -> None:
@@ -536,6 +552,7 @@ def test_a_call_that_is_not_taken_is_passed_on_by_all_ranks(
         ({"scales_whole_tensor": True}, "one scale for all rows"),
         ({"dtype": torch.float32}, "float32"),
         ({"top_k": 3}, "3 experts a token"),
+        ({"results": HIDDEN - 8}, "returns 56 elements of rows of 64"),
         ({"rank": 1, "ranks": 4}, "other ranks"),
         ({"hidden": 128}, "no layer of experts"),
     ],
@@ -618,7 +635,8 @@ def test_the_first_call_of_a_hidden_size_forms_its_group(counted: Counter[str]) 
     ranks = Ranks(2)
 
     def step(rank: int) -> None:
-        exchange = exchange_of(ranks, rank, [layer_of(rank), layer_of(rank, hidden=32)], top_k=0)
+        layers = [layer_of(rank), layer_of(rank, hidden=32, results=32)]
+        exchange = exchange_of(ranks, rank, layers, top_k=0)
         for hidden in (HIDDEN, 32, HIDDEN):
             rows, weights, ids = batches((2, 1), hidden)[rank]
             got = exchange.dispatch(rows, weights, ids, None, (2, 1), False)
