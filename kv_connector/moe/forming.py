@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import select
 import threading
@@ -183,9 +184,9 @@ def _exchange(
     begin = time.monotonic()
     waiting = [done, *(one.pidfd for one in peers.values() if one.pidfd is not None)]
     try:
-        ready, _, _ = select.select(waiting, [], [], timeout)
+        ready = _readable(waiting, timeout)
         if ready and done not in ready:
-            ready, _, _ = select.select([done], [], [], min(timeout, _GRACE_SECONDS))
+            ready = _readable([done], min(timeout, _GRACE_SECONDS))
     finally:
         os.close(done)
     if done in ready:
@@ -201,6 +202,17 @@ def _exchange(
         raise GroupError(f"the exchange of {subject} failed: {errors[0]}") from errors[0]
     seconds = time.monotonic() - begin
     raise GroupError(f"the exchange of {subject} did not end within {seconds:.0f} s. A rank is missing.")
+
+
+def _readable(descriptors: Sequence[int], timeout: float) -> set[int]:
+    """The descriptors that are readable or at their end, as soon as one is. None after ``timeout`` seconds.
+
+    poll(), because select() refuses descriptors from 1,024 on. A worker of many sockets and files has them.
+    """
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return {descriptor for descriptor, _ in poll.poll(math.ceil(timeout * 1000))}
 
 
 def _machine() -> str:

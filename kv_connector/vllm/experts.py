@@ -125,6 +125,10 @@ def _configured_problem(vllm_config: Any, manager: Any, ranks: int) -> str:
         return "elastic expert parallelism is on (--enable-elastic-ep)"
     if parallel.prefill_context_parallel_size > 1:
         return "prefill context parallelism is on"
+    if parallel.pipeline_parallel_size > 1:
+        # A stage that is not the last passes its results on before the error of a void step. The stages after
+        # it have groups of their own, without a fault, and vLLM drops the errors of the earlier stages.
+        return "pipeline parallelism is on"
     if parallel.use_ubatching:
         return "dual batch overlap is on (--enable-dbo)"
     if model.dtype != torch.bfloat16:
@@ -150,7 +154,8 @@ class _Formed:
 class ExpertExchange:
     """Dispatch and combine of one manager: takes calls, or reports that vLLM shall serve them.
 
-    All methods run on the thread of the worker's steps, on all ranks in the same order.
+    All methods but check() and explain() run on the thread of the worker's steps, on all ranks in the same
+    order.
     """
 
     def __init__(
@@ -188,7 +193,7 @@ class ExpertExchange:
     def _regroup(self, hidden: int, experts: int, top_k: int) -> str:
         """Forms the group of a hidden size anew. Collective. Returns why it failed, or ""."""
         if (old := self._groups.pop(hidden, None)) is not None:
-            old.group.close()
+            _close(old)
         own = self._settings
         try:
             settings = GroupSettings(
@@ -214,11 +219,17 @@ class ExpertExchange:
 
     def _settle(self, hidden: int, top_k: int) -> str:
         """Compares the layers of a hidden size on all ranks, and places their experts. Collective."""
-        layers = [layer for layer in self._layers() if layer.hidden == hidden]
+        layers: list[ExpertLayer] = []
+        try:
+            layers = [layer for layer in self._layers() if layer.hidden == hidden]
+            problem = self._layers_problem(layers, hidden, top_k)
+        except Exception as error:  # the other ranks wait for this rank's facts
+            logger.exception("experts: the layers of experts cannot be read")
+            problem = f"the layers of experts cannot be read: {error}"
         facts: dict[str, Any] = {
             "experts": sorted({layer.experts for layer in layers}),
             "top_k": top_k,
-            "problem": self._layers_problem(layers, hidden, top_k),
+            "problem": problem,
         }
         everyones = self._all(facts)
         if problem := _first([one["problem"] for one in everyones]):
@@ -244,6 +255,8 @@ class ExpertExchange:
         for layer in layers:
             if layer.top_k != top_k:
                 return f"a layer with {layer.top_k} experts a token sends {top_k} ids a token"
+            if layer.results != hidden:
+                return f"a kernel returns {layer.results} elements of rows of {hidden}"
             if layer.dtype != torch.bfloat16:
                 return f"a layer computes in {str(layer.dtype).removeprefix('torch.')} instead of bfloat16"
             if not self._settings.divides_experts:
@@ -375,8 +388,11 @@ class ExpertExchange:
         return sums
 
     def check(self) -> None:
-        """Raises GroupError with the name of the rank, if a step was void. One native call a group."""
-        for formed in self._groups.values():
+        """Raises GroupError with the name of the rank, if a step was void. One native call a group.
+
+        On any thread: with async scheduling vLLM completes outputs on a thread of its own.
+        """
+        for formed in tuple(self._groups.values()):
             formed.group.raise_fault()
 
     def explain(self, error: BaseException) -> BaseException:
@@ -389,7 +405,7 @@ class ExpertExchange:
             return error
         deadline = time.monotonic() + _NAMING_SECONDS
         while True:
-            for formed in self._groups.values():
+            for formed in tuple(self._groups.values()):
                 if lost := sorted(formed.group.lost):
                     return GroupError(
                         f"experts: lost rank {', '.join(map(str, lost))} of {self._settings.ranks}: {error}"
@@ -402,12 +418,16 @@ class ExpertExchange:
         """Frees the groups. The error of a group that does not come to rest is logged. Idempotent."""
         self._open = None
         while self._groups:
-            hidden, formed = self._groups.popitem()
-            try:
-                formed.group.close()
-            except (GroupError, OSError, RuntimeError) as error:
-                logger.warning("experts: the group of rows of %d elements stays open: %s", hidden, error)
+            _close(self._groups.popitem()[1])
         self.problem = self.problem or "closed"
+
+
+def _close(formed: _Formed) -> None:
+    """Raises nothing: the other ranks may wait for this rank's next message."""
+    try:
+        formed.group.close()
+    except (GroupError, OSError, RuntimeError) as error:
+        logger.warning("experts: the group of rows of %d elements stays open: %s", formed.hidden, error)
 
 
 def _linear_owners(experts: int, ranks: int) -> list[int]:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import vllm
 
+from kv_connector.moe.fault import GroupError
 from kv_connector.protocol.division import division_problem
 from kv_connector.protocol.identity import engine_fingerprint, model_identity
 from kv_connector.protocol.messages import Fingerprint
@@ -718,6 +719,8 @@ class ExpertLayer:
 
     hidden: int
     """Elements of a row."""
+    results: int
+    """Elements of a row's result. Some kernels leave out the elements by which vLLM padded the rows."""
     experts: int
     """Physical experts of all ranks."""
     top_k: int
@@ -744,6 +747,11 @@ def expert_layers() -> list[ExpertLayer]:
         layers.append(
             ExpertLayer(
                 hidden=int(config.hidden_dim),
+                results=int(
+                    config.hidden_dim_unpadded
+                    if routed.quant_method.has_unpadded_output
+                    else config.hidden_dim
+                ),
                 experts=int(config.num_experts) if places is None else len(places),
                 top_k=int(config.experts_per_token),
                 dtype=config.in_dtype,
@@ -778,7 +786,8 @@ def watch_steps(
     """Has this process's worker call ``check()`` when the output of a step is complete.
 
     ``explain(error)`` names the cause of an error that a step raised, ``close()`` runs at the worker's end.
-    A second call in the same process replaces the callables of the first.
+    A second call in the same process replaces the callables of the first. vLLM must have made its tensor
+    parallel group. Where vLLM would drop a GroupError, the worker's process ends instead, and so the engine.
     """
     module, _, name = vllm_config.parallel_config.worker_cls.rpartition(".")
     kind = getattr(importlib.import_module(module), name)
@@ -789,6 +798,18 @@ def watch_steps(
             setattr(kind, method, watch.around(getattr(kind, method)))
         kind.shutdown = watch.before_end(kind.shutdown)
     watch.check, watch.explain, watch.close = check, explain, close
+    watch.ends_process = _drops_errors(vllm_config)
+
+
+def _drops_errors(vllm_config: Any) -> bool:
+    """Whether the engine reads no answers of this worker: an error of a step is then logged and forgotten.
+
+    The executor of several processes reads those of tensor parallel rank 0 in the last pipeline stage.
+    Without this the other ranks go on with a collective that this rank never joins, until
+    VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS are over.
+    """
+    parallel = vllm_config.parallel_config
+    return bool(parallel.distributed_executor_backend == "mp" and get_tensor_model_parallel_rank() > 0)
 
 
 class _StepWatch:
@@ -797,14 +818,21 @@ class _StepWatch:
     check: Callable[[], None]
     explain: Callable[[BaseException], BaseException]
     close: Callable[[], None]
+    ends_process = False
 
     def around(self, step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(step)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            output = self.named(functools.partial(step, *args, **kwargs))
-            if isinstance(output, AsyncModelRunnerOutput):
-                return _WatchedOutput(output, self)
-            self.check()
+            try:
+                output = self.named(functools.partial(step, *args, **kwargs))
+                if isinstance(output, AsyncModelRunnerOutput):
+                    return _WatchedOutput(output, self)
+                self.check()
+            except GroupError as error:
+                if not self.ends_process:
+                    raise
+                logger.error("experts: this worker ends: %s", error)
+                raise SystemExit(f"experts: {error}") from error
             return output
 
         return watched

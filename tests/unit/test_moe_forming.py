@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -106,6 +108,23 @@ def test_segment_that_fails_at_one_rank_is_an_error_of_all(
     monkeypatch.setattr(_native, "MoeGroup", Failing(_native.MoeGroup, 1, where))
     for error in errors(form_in_threads([settings_of(rank, RANKS) for rank in range(RANKS)])):
         assert error.endswith(f"cannot form a group: {words}")
+
+
+def test_ranks_with_many_open_files_form_a_group() -> None:
+    """select() refuses descriptors from 1,024 on."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    many = [os.open(os.devnull, os.O_RDONLY)]
+    try:
+        while many[-1] < 1024:
+            many.append(os.dup(many[0]))
+        for group in form_in_threads([settings_of(rank, RANKS) for rank in range(RANKS)]):
+            assert isinstance(group, Group), group
+            group.close()
+    finally:
+        for one in many:
+            os.close(one)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_exchange_that_fails_is_an_error_with_its_reason() -> None:

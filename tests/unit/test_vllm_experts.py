@@ -23,6 +23,8 @@ from vllm.model_executor.layers.fused_moe.config import (
     FusedMoEQuantConfig,
 )
 from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from kv_connector.moe.group import GroupError
@@ -45,6 +47,7 @@ SETTINGS = ExchangeSettings(
 )
 LAYER = ExpertLayer(
     hidden=HIDDEN,
+    results=HIDDEN,
     experts=EXPERTS,
     top_k=TOP_K,
     dtype=torch.bfloat16,
@@ -189,6 +192,7 @@ def configuration(**changes: Any) -> Any:
         "eplb_config": SimpleNamespace(num_redundant_experts=2),
         "enable_elastic_ep": False,
         "prefill_context_parallel_size": 1,
+        "pipeline_parallel_size": 1,
         "use_ubatching": False,
     }
     given = {"kv_transfer_config": None, "max_num_batched_tokens": 4096}
@@ -246,6 +250,7 @@ def test_tensor_parallel_ranks_exchange_rows_among_those_of_one_number() -> None
         ({"use_ubatching": True}, {}, "dual batch overlap"),
         ({"enable_elastic_ep": True}, {}, "elastic"),
         ({"prefill_context_parallel_size": 2}, {}, "context parallelism"),
+        ({"pipeline_parallel_size": 2}, {}, "pipeline parallelism"),
         ({}, {"internode": True}, "several nodes"),
         ({}, {"tcp_store_group": object()}, "elastic"),
         ({}, {"dp_world_size": 9, "world_size": 9}, "9 ranks"),
@@ -303,11 +308,15 @@ def routed_experts(
     quant: FusedMoEQuantConfig | None, ranks: int = 2, rank: int = 1, experts: int = 5
 ) -> SimpleNamespace:
     """A layer, with vLLM's own placement and quantization."""
-    assert {"hidden_dim", "num_experts", "experts_per_token", "in_dtype"} <= {
+    assert {"hidden_dim", "hidden_dim_unpadded", "num_experts", "experts_per_token", "in_dtype"} <= {
         field.name for field in dataclasses.fields(FusedMoEConfig)
     }
     config = SimpleNamespace(
-        hidden_dim=HIDDEN, num_experts=experts, experts_per_token=TOP_K, in_dtype=torch.bfloat16
+        hidden_dim=HIDDEN,
+        hidden_dim_unpadded=HIDDEN - 8,
+        num_experts=experts,
+        experts_per_token=TOP_K,
+        in_dtype=torch.bfloat16,
     )
     places = ExpertMapManager(
         max_num_batched_tokens=8,
@@ -319,7 +328,10 @@ def routed_experts(
         placement_strategy="linear",
         enable_eplb=False,
     )
-    method = SimpleNamespace(moe_quant_config=None, get_fused_moe_quant_config=lambda _: quant)
+    method = SimpleNamespace(
+        moe_quant_config=None, get_fused_moe_quant_config=lambda _: quant, has_unpadded_output=False
+    )
+    assert {*vars(method)} - {"moe_quant_config"} <= {*dir(FusedMoEMethodBase)}
     return SimpleNamespace(
         routed_experts=SimpleNamespace(moe_config=config, expert_map_manager=places, quant_method=method)
     )
@@ -363,6 +375,13 @@ def test_one_scale_for_all_rows_is_found_in_vllms_quantization(
 ) -> None:
     (found,) = layers_of(monkeypatch, routed_experts(FusedMoEQuantConfig.make(**facts)))
     assert found.scales_whole_tensor is refused
+
+
+def test_results_without_the_padding_of_rows_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = routed_experts(None)
+    layer.routed_experts.quant_method.has_unpadded_output = True
+    (found,) = layers_of(monkeypatch, layer)
+    assert (found.hidden, found.results) == (HIDDEN, HIDDEN - 8)
 
 
 def test_vllms_configuration_has_the_facts_that_are_read() -> None:
@@ -533,6 +552,7 @@ def test_a_call_that_is_not_taken_is_passed_on_by_all_ranks(
         ({"scales_whole_tensor": True}, "one scale for all rows"),
         ({"dtype": torch.float32}, "float32"),
         ({"top_k": 3}, "3 experts a token"),
+        ({"results": HIDDEN - 8}, "returns 56 elements of rows of 64"),
         ({"rank": 1, "ranks": 4}, "other ranks"),
         ({"hidden": 128}, "no layer of experts"),
     ],
@@ -615,7 +635,8 @@ def test_the_first_call_of_a_hidden_size_forms_its_group(counted: Counter[str]) 
     ranks = Ranks(2)
 
     def step(rank: int) -> None:
-        exchange = exchange_of(ranks, rank, [layer_of(rank), layer_of(rank, hidden=32)], top_k=0)
+        layers = [layer_of(rank), layer_of(rank, hidden=32, results=32)]
+        exchange = exchange_of(ranks, rank, layers, top_k=0)
         for hidden in (HIDDEN, 32, HIDDEN):
             rows, weights, ids = batches((2, 1), hidden)[rank]
             got = exchange.dispatch(rows, weights, ids, None, (2, 1), False)
@@ -645,6 +666,42 @@ def test_layers_that_differ_from_the_configuration_get_a_group_of_their_facts() 
         (4, True): 2,
         (EXPERTS, False): 2,
     }
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_layers_that_cannot_be_read_make_all_ranks_pass_calls_on(failing: int, counted: Counter[str]) -> None:
+    """Without an answer of this rank the others would wait for it."""
+    ranks = Ranks(2)
+
+    def layers(rank: int) -> list[ExpertLayer]:
+        if rank == failing:
+            raise AttributeError("no placement")
+        return [layer_of(rank)]
+
+    def step(rank: int) -> None:
+        own = replace(SETTINGS, rank=rank)
+        exchange = ExpertExchange(own, ranks.exchange(rank), form=FakeGroup.form, layers=lambda: layers(rank))
+        assert exchange.dispatch(*batches((1, 1))[rank], None, (1, 1), False) is None
+
+    ranks.run(step)
+    assert counted == {"layer": 2}
+
+
+def test_a_group_that_stays_open_is_replaced() -> None:
+    """The other ranks form the new group meanwhile."""
+    ranks = Ranks(2)
+
+    def step(rank: int) -> None:
+        exchange = exchange_of(ranks, rank, experts=4)
+        if rank == 0:
+            (formed,) = exchange._groups.values()
+            formed.group.close = stay
+        assert exchange.dispatch(*batches((1, 1))[rank], None, (1, 1), False) is not None
+
+    def stay(timeout: float = 10.0) -> None:
+        raise GroupError("the GPU does not come to rest")
+
+    ranks.run(step)
 
 
 def test_the_first_call_is_not_settled_inside_a_graph(
@@ -772,9 +829,11 @@ class Output(AsyncModelRunnerOutput):  # type: ignore[misc]
         return "pages"
 
 
-@pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ExpertExchange, FakeGroup]:
+def watched_worker(
+    monkeypatch: pytest.MonkeyPatch, backend: str, tensor_parallel_rank: int
+) -> tuple[Any, ExpertExchange, FakeGroup]:
     """A worker, its exchange, and the exchange's group."""
+    monkeypatch.setattr(internals, "get_tensor_model_parallel_rank", lambda: tensor_parallel_rank)
     kind = type("Worker", (Worker,), {"__module__": __name__})
     monkeypatch.setitem(globals(), "WatchedWorker", kind)
     formed: list[FakeGroup] = []
@@ -784,10 +843,16 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ExpertExchange, FakeG
         return formed[-1]
 
     exchange = ExpertExchange(SETTINGS, lambda message: [message, message], form=form)
-    config = SimpleNamespace(parallel_config=SimpleNamespace(worker_cls=f"{__name__}.WatchedWorker"))
+    parallel = SimpleNamespace(worker_cls=f"{__name__}.WatchedWorker", distributed_executor_backend=backend)
+    config = SimpleNamespace(parallel_config=parallel)
     for _ in range(2):  # an engine that is made anew
         internals.watch_steps(config, exchange.check, exchange.explain, exchange.close)
     return kind(), exchange, formed[0]
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ExpertExchange, FakeGroup]:
+    return watched_worker(monkeypatch, "mp", 0)
 
 
 @pytest.mark.parametrize("call", ["execute_model", "sample_tokens"])
@@ -800,6 +865,40 @@ def test_a_step_with_a_lost_rank_raises_its_name(watched: Any, call: str) -> Non
         getattr(worker, call)(None)
     with pytest.raises(GroupError, match="rank 1"):
         worker.execute_dummy_batch()
+
+
+@pytest.mark.parametrize(("backend", "rank", "ends"), [("mp", 1, True), ("mp", 0, False), ("uni", 1, False)])
+def test_a_worker_whose_errors_vllm_drops_ends(
+    monkeypatch: pytest.MonkeyPatch, backend: str, rank: int, ends: bool
+) -> None:
+    """The executor of several processes logs an error of a tensor parallel rank other than 0, and goes on."""
+    worker, _, group = watched_worker(monkeypatch, backend, rank)
+    group.lost = frozenset([1])
+    kind = SystemExit if ends else GroupError
+    with pytest.raises(kind, match="rank 1"):
+        worker.execute_model(None)
+    worker.step = RuntimeError("Connection closed by peer")
+    with pytest.raises(kind, match="Connection closed by peer"):
+        worker.execute_model(None)
+    group.lost = frozenset()
+    monkeypatch.setattr(experts, "_NAMING_SECONDS", 0.0)
+    with pytest.raises(RuntimeError, match=r"^Connection closed by peer$"):
+        worker.execute_model(None)
+
+
+def test_vllm_drops_errors_of_the_ranks_that_end() -> None:
+    """The rank whose answers the executor reads is tensor parallel rank 0."""
+    parallel = SimpleNamespace(tensor_parallel_size=4, prefill_context_parallel_size=1)
+    executor = SimpleNamespace(world_size=4, parallel_config=parallel)
+    assert MultiprocExecutor._get_output_rank(executor) == 0
+    told: list[Any] = []
+    worker = SimpleNamespace(worker=Worker(), rank=1, handle_output=told.append)
+    worker.worker.step = GroupError("rank 1")
+    WorkerProc._execute_worker_rpc(worker, ("execute_model", (None,), {}, 0))
+    assert not told
+    worker.worker = SimpleNamespace(execute_model=lambda _: sys.exit("experts: rank 1"))
+    with pytest.raises(SystemExit):
+        WorkerProc._execute_worker_rpc(worker, ("execute_model", (None,), {}, 0))
 
 
 def test_a_step_is_checked_once(watched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
