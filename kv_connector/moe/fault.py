@@ -17,6 +17,11 @@ class GroupError(RuntimeError):
     """A group cannot be formed, used or closed. The message names the rank and the reason."""
 
 
+class ExchangeError(GroupError):
+    """The exchange of the forming failed or did not end. A call of it may still wait within the framework's
+    group, whose next collective could meet it: the engine has to end."""
+
+
 @dataclass(frozen=True)
 class Fault:
     """Why a launch gave up waiting. The results of that step, and of all later ones, are void."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from kv_connector import __version__, _native
 from kv_connector.moe import columns
 from kv_connector.moe.descriptors import Connection, Meeting, Passed, ended
-from kv_connector.moe.fault import GroupError
+from kv_connector.moe.fault import ExchangeError, GroupError
 from kv_connector.moe.settings import MAX_TIMEOUT, GroupSettings
 from kv_connector.moe.wire import (
     NAME_BYTES,
@@ -58,7 +58,8 @@ def form(settings: GroupSettings, exchange: Exchange) -> tuple[_native.MoeGroup,
         read_outcomes(own.outcomes(exchange), settings.ranks)
         return own.take()
     except GroupError as error:
-        raise GroupError(f"moe: rank {settings.rank} cannot form a group: {error}") from error.__cause__
+        reason = f"moe: rank {settings.rank} cannot form a group: {error}"
+        raise type(error)(reason) from error.__cause__
     finally:
         own.close()
 
@@ -139,7 +140,7 @@ class _Part:
         except GroupError as error:
             if not self.problem:
                 raise
-            raise GroupError(f"{self.problem}; {error}") from error.__cause__
+            raise type(error)(f"{self.problem}; {error}") from error.__cause__
 
     def take(self) -> tuple[_native.MoeGroup, dict[int, Connection]]:
         assert self._native is not None
@@ -165,7 +166,7 @@ def _exchange(
 ) -> Sequence[bytes]:
     """Calls the exchange on a thread, because it may wait for a dead rank without a bound of its own.
 
-    Raises GroupError where it fails, where it does not end in time, and where a process of ``peers`` ends.
+    Raises ExchangeError where it fails, where it does not end in time, and where a process of ``peers`` ends.
     """
     results: list[Sequence[bytes]] = []
     errors: list[Exception] = []
@@ -197,11 +198,11 @@ def _exchange(
     dead = ended(peers)
     if dead:
         names = ", ".join(f"rank {one.rank} (process {one.pid})" for one in dead)
-        raise GroupError(f"{names} has ended during the exchange of {subject}")
+        raise ExchangeError(f"{names} has ended during the exchange of {subject}")
     if errors:
-        raise GroupError(f"the exchange of {subject} failed: {errors[0]}") from errors[0]
+        raise ExchangeError(f"the exchange of {subject} failed: {errors[0]}") from errors[0]
     seconds = time.monotonic() - begin
-    raise GroupError(f"the exchange of {subject} did not end within {seconds:.0f} s. A rank is missing.")
+    raise ExchangeError(f"the exchange of {subject} did not end within {seconds:.0f} s. A rank is missing.")
 
 
 def _readable(descriptors: Sequence[int], timeout: float) -> set[int]:

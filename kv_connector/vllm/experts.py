@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from kv_connector.moe import metrics
+from kv_connector.moe.fault import ExchangeError
 from kv_connector.moe.group import Exchange, Group, GroupError, GroupSettings
 from kv_connector.moe.settings import MAX_COLUMNS, MAX_RANKS
 from kv_connector.vllm.internals import (
@@ -119,6 +120,9 @@ def _configured_problem(vllm_config: Any, manager: Any, ranks: int) -> str:
         return "the ranks are on several nodes"
     if not 2 <= ranks <= MAX_RANKS:
         return f"{ranks} ranks exchange rows instead of 2 to {MAX_RANKS}"
+    if ranks != manager.world_size:
+        # vLLM reads the answers of tensor parallel rank 0, which would not know of another's void step.
+        return "tensor parallel ranks exchange rows apart, as sequence parallelism is off"
     if not (current_platform.is_cuda() or current_platform.is_cpu()):
         return "the platform is neither CUDA nor a CPU"
     if manager.tcp_store_group is not None or parallel.enable_elastic_ep:
@@ -207,6 +211,8 @@ class ExpertExchange:
                 device=own.device,
             )
             self._groups[hidden] = _Formed(self._form(settings, self._exchange), hidden, experts, top_k)
+        except ExchangeError:
+            raise  # vLLM's group cannot be used any more
         except (GroupError, ValueError) as error:
             return str(error)
         logger.info(

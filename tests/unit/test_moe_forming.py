@@ -15,6 +15,7 @@ from moe_ranks import ThreadExchange, errors, form_in_threads, open_files, setti
 from kv_connector import _native
 from kv_connector.moe import group as group_module
 from kv_connector.moe import wire
+from kv_connector.moe.fault import ExchangeError
 from kv_connector.moe.group import Group, GroupError
 
 RANKS = 3
@@ -144,7 +145,9 @@ def test_exchange_that_does_not_end_is_bounded() -> None:
         return []
 
     try:
-        with pytest.raises(GroupError, match=r"exchange of settings did not end within .* A rank is missing"):
+        with pytest.raises(
+            ExchangeError, match=r"exchange of settings did not end within .* A rank is missing"
+        ):
             Group.form(settings_of(0, 2, timeout=0.1), exchange)
     finally:
         ended.set()

@@ -27,6 +27,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
+from kv_connector.moe.fault import ExchangeError
 from kv_connector.moe.group import GroupError
 from kv_connector.vllm import experts, internals
 from kv_connector.vllm.experts import ExchangeSettings, ExpertExchange, manager_class, settings_of
@@ -238,9 +239,11 @@ def test_tensor_parallel_ranks_exchange_rows_among_those_of_one_number() -> None
     """Each of these ranks has the experts of its own number alone, so that rows go to all of them."""
     found = settings_of(configuration(), manager(rank=3, world_size=4))
     assert (found.rank, found.ranks, found.divides_experts) == (1, 2, False)
+    assert "tensor parallel ranks exchange rows apart" in found.problem
     spread = configuration(use_sequence_parallel_moe=True)
     found = settings_of(spread, manager(rank=3, world_size=4))
     assert (found.rank, found.ranks, found.divides_experts, found.sequence_parallel) == (3, 4, True, True)
+    assert found.problem == ""
 
 
 @pytest.mark.parametrize(
@@ -628,6 +631,21 @@ def test_a_group_that_cannot_form_leaves_vllms_exchange_in_use(counted: Counter[
 
     ranks.run(step)
     assert counted == {"configuration": 2}
+
+
+def test_an_exchange_that_does_not_end_ends_the_engine() -> None:
+    """A call of it still waits in vLLM's group, whose next collective would meet it."""
+
+    def never(*_: Any) -> Any:
+        raise ExchangeError("the exchange of settings did not end within 30 s")
+
+    ranks = Ranks(2)
+
+    def step(rank: int) -> None:
+        with pytest.raises(ExchangeError, match="did not end"):
+            ExpertExchange(replace(SETTINGS, rank=rank), ranks.exchange(rank), form=never)
+
+    ranks.run(step)
 
 
 def test_the_first_call_of_a_hidden_size_forms_its_group(counted: Counter[str]) -> None:
