@@ -246,14 +246,25 @@ async def test_child_that_has_ended_is_replaced(child: BodyParser) -> None:
     assert (await child.fields(raw)).values.keys() == {"model", "prompt", "max_tokens"}
 
 
-async def test_body_at_which_the_child_ends_gets_503(child: BodyParser) -> None:
+async def stopped(child: BodyParser, monkeypatch: pytest.MonkeyPatch) -> subprocess.Popen[bytes]:
+    """The parser's process, which answers nothing any more. The parser gives it a body, however late its
+    thread begins, because it does not find it dead."""
     await child.fields(b"{}")
-    assert child._child is not None
-    child._child.send_signal(signal.SIGSTOP)
+    process = child._child
+    assert process is not None
+    process.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(process, "poll", lambda: None)
+    return process
+
+
+async def test_body_at_which_the_child_ends_gets_503(
+    child: BodyParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = await stopped(child, monkeypatch)
     asking = asyncio.create_task(child.fields(BODIES["text"]))
     waiting = asyncio.create_task(child.fields(BODIES["text"]))
     await asyncio.sleep(0)
-    child._child.kill()
+    process.kill()
     with pytest.raises(Failure) as told:
         await within(asking)
     assert (told.value.status, told.value.retry_after) == (503, "1")
@@ -263,9 +274,7 @@ async def test_body_at_which_the_child_ends_gets_503(child: BodyParser) -> None:
 async def test_child_that_does_not_answer_gets_503(
     child: BodyParser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await child.fields(b"{}")
-    assert child._child is not None
-    child._child.send_signal(signal.SIGSTOP)
+    await stopped(child, monkeypatch)
     monkeypatch.setattr(body_parser, "_LONGEST_S", 0)
     with pytest.raises(Failure) as told:
         await within(child.fields(BODIES["text"]))
@@ -273,10 +282,10 @@ async def test_child_that_does_not_answer_gets_503(
     assert child._child is None
 
 
-async def test_cancelled_parse_leaves_the_body_to_nobody(child: BodyParser) -> None:
-    await child.fields(b"{}")
-    assert child._child is not None
-    child._child.send_signal(signal.SIGSTOP)
+async def test_cancelled_parse_leaves_the_body_to_nobody(
+    child: BodyParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await stopped(child, monkeypatch)
     asking = asyncio.create_task(child.fields(BODIES["text"]))
     await asyncio.sleep(0)
     asking.cancel()
