@@ -108,7 +108,8 @@ STRUCTURES = (
 
 # vLLM's CPU kernel for rotary embeddings goes astray in MLA's slices of queries: what it computes of a token
 # then depends on those behind it. PyTorch's own operations do not.
-MLA = '--compilation-config {"custom_ops":["-rotary_embedding"]}'
+# Where the processor has AMX, vLLM takes another kernel, which refuses float32.
+MLA = '--compilation-config {"custom_ops":["-rotary_embedding"]} --attention-backend CPU_MLA'
 
 
 def latent(model: str, prefill: str = "", decode: str = "", alone: str = "") -> dict[str, Any]:
