@@ -86,6 +86,8 @@ def left_out(*flags: str) -> str:
     """Why this machine cannot run an engine with these flags; empty if it can."""
     if any(FP8 in one for one in flags) and not torch.cpu._is_avx512_supported():
         return "vLLM's fp8 KV cache on CPUs needs AVX-512"
+    if any(MTP in one for one in flags) and torch.cpu._is_amx_tile_supported():
+        return "vLLM's kernels for processors with AMX refuse this drafter's weights in float32"
     return ""
 
 
