@@ -137,7 +137,7 @@ SHAPES = {"qwen3": QWEN3, "deepseek": DEEPSEEK}
 
 @dataclass(frozen=True)
 class Plan:
-    """What a rank's process gets from its parent."""
+    """The settings that a rank's process gets from its parent."""
 
     mode: str
     rank: int

@@ -39,7 +39,7 @@ STEPS = int(os.environ.get("KVC_MOE_STEPS", "60"))  # of each shape; fewer under
 
 
 class Rank:
-    """What every check has: the group, and what ranks tell each other on the CPU."""
+    """A rank of a check: its GPU, its groups, and its exchange with the other ranks on the CPU."""
 
     def __init__(self, rank: int, ranks: int, port: int, out: str | None) -> None:
         self.rank, self.ranks, self.out = rank, ranks, out

@@ -251,7 +251,7 @@ def gpus(roots: Roots, machine: Machine) -> Iterator[Finding]:
 
 
 def experts(gpus: Gpus | None) -> Finding:
-    """Whether ranks on the GPUs of this machine can exchange rows of experts (KV_CONNECTOR_MOE=1)."""
+    """Checks whether ranks on this machine's GPUs can exchange rows of experts (KV_CONNECTOR_MOE=1)."""
     if gpus is None or gpus.count < 2:
         count = "no GPU" if gpus is None or not gpus.count else "1 GPU"
         return Finding("experts", Verdict.OK, f"{count} is usable: ranks on 2 or more GPUs exchange rows")

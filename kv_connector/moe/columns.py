@@ -11,7 +11,7 @@ ALIGNMENT = 256
 
 
 def column_offsets(rows: int, row_bytes: Sequence[int]) -> tuple[int, ...]:
-    """Where each column of ``rows`` rows begins in the dispatch area, and behind them where the last ends.
+    """Returns the offset of each column of ``rows`` rows in the dispatch area, and the last column's end.
 
     Every rank computes the same offsets, from the number of all rows and the bytes of one row.
     """

@@ -58,7 +58,7 @@ class Connection:
 
 @dataclass
 class Passed:
-    """What came of the passing: each other rank is in two of the three, or in ``problems`` alone."""
+    """The result of the passing. Another rank is in the first two dictionaries, or in ``problems`` alone."""
 
     connections: dict[int, Connection] = field(default_factory=dict)
     descriptors: dict[int, int] = field(default_factory=dict)

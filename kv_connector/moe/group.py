@@ -94,7 +94,7 @@ class Group:
         self._native.place([] if owners is None else list(owners))
 
     def fits(self, sizes: Sequence[int], row_bytes: int) -> bool:
-        """Whether a step of these sizes fits, whose columns have ``row_bytes`` bytes a row together.
+        """Returns whether a step of these sizes fits. Its columns together have ``row_bytes`` bytes a row.
 
         The answer depends on the arguments and the common settings alone, so all ranks get the same.
         """

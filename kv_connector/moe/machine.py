@@ -1,4 +1,4 @@
-"""What this machine offers to an expert exchange, as the CUDA driver reports it."""
+"""Reports through the CUDA driver whether this machine can exchange rows of experts."""
 
 from __future__ import annotations
 

@@ -20,7 +20,9 @@ class Tokens:
 
 
 def wanted(ids: torch.Tensor, owners: Sequence[int] | None, rank: int) -> torch.Tensor:
-    """Whether each token has an expert on the rank. Ids below 0 or above the last expert are no experts.
+    """Returns for each token whether it has an expert on the rank.
+
+    Ids below 0 or above the last expert are no experts.
 
     ``owners``: the rank of each expert. None: every rank has every token.
     """

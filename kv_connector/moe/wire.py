@@ -69,7 +69,7 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="hello"
     pid: _Process
     uid: _User
     name: _Name
-    """Of the socket on which this rank listens."""
+    """Name of the socket on which this rank listens."""
     secret: _Secret
     """A process that connects to this rank proves with it that it received this message."""
     problem: _Text = ""
@@ -109,7 +109,7 @@ def decode(data: bytes, kind: type[_M]) -> _M:
 
 
 def bounded(text: str) -> str:
-    """As much of an error as a message holds."""
+    """Cuts an error text to the length that a message holds."""
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 3] + "..."
 
 

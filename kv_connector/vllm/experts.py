@@ -286,7 +286,7 @@ class ExpertExchange:
         sizes: Sequence[int],
         sequence_parallel: bool,
     ) -> tuple[Any, ...] | None:
-        """What vLLM's dispatch returns, or None where vLLM shall serve the call, on all ranks alike."""
+        """Returns what vLLM's dispatch returns. None: vLLM serves the call, on all ranks alike."""
         self._open = None
         columns = [*(more or ())]
         if reason := self._reason(rows, weights, ids, columns, sizes, sequence_parallel):
@@ -359,7 +359,7 @@ class ExpertExchange:
         self._open = None
 
     def takes_combine(self) -> bool:
-        """Whether this class served the dispatch whose combine comes next."""
+        """Returns whether this class served the dispatch whose combine comes next."""
         return self._open is not None
 
     def combine_input(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:

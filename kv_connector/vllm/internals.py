@@ -802,7 +802,7 @@ def watch_steps(
 
 
 def _drops_errors(vllm_config: Any) -> bool:
-    """Whether the engine reads no answers of this worker: an error of a step is then logged and forgotten.
+    """Returns whether the engine reads no answers of this worker. It then only logs an error of a step.
 
     The executor of several processes reads those of tensor parallel rank 0 in the last pipeline stage.
     Without this the other ranks go on with a collective that this rank never joins, until

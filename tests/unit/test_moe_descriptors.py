@@ -89,7 +89,7 @@ def send(connection: socket.socket, message: bytes, descriptors: Sequence[int]) 
 def passed_with(
     meetings: list[Meeting], act: Callable[[socket.socket], None], seconds: float = PATIENCE, **more: Any
 ) -> Passed:
-    """What rank 0 of two has, if rank 1 connects and does ``act``."""
+    """Returns the result of rank 0 of two, where rank 1 connects and does ``act``."""
     hellos = [hello_of(meetings[0], 0), hello_of(meetings[1], 1, **more)]
     own = file_with("rank 0")
     with connect(meetings[0]) as connection:
@@ -195,7 +195,7 @@ def test_process_that_ended_before_the_passing_is_named_at_once(meetings: list[M
 
 
 class Lost:
-    """What a watcher reported, and an event of it."""
+    """Collects a watcher's reports, and sets an event at each."""
 
     def __init__(self) -> None:
         self.ranks: list[tuple[int, bool]] = []

@@ -1,4 +1,4 @@
-"""What the compiled expert group refuses, and what a process that it starts does not inherit."""
+"""The compiled expert group refuses bad arguments, and its descriptors are not inherited."""
 
 import os
 import threading

@@ -83,7 +83,7 @@ def tokens_of(number: int, step: Step, rank: int) -> oracle.Tokens:
 
 
 def results_of(number: int, step: Step, rank: int) -> torch.Tensor:
-    """What the experts of a rank make of all rows. Rows that the rank did not get are poisoned."""
+    """Computes the results of a rank's experts for all rows. Rows that the rank did not get are poisoned."""
     draw = torch.Generator().manual_seed(5000 + 1000 * number + rank)
     made = torch.randn((sum(step.sizes), HIDDEN), generator=draw).to(torch.bfloat16)
     ids = torch.cat([tokens_of(number, step, other).ids for other in range(len(step.sizes))])
@@ -101,7 +101,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def run_steps(side: Side, ranks: int, count: int) -> tuple[int, int]:
-    """How many rows came and how many did not, over all steps."""
+    """Counts the rows that came and those that did not, over all steps."""
     rank = side.rank
     group = Group.form(settings_of(rank, ranks, slots=2), side.exchange)
     came = missed = 0

@@ -70,7 +70,7 @@ async def tokens_of(client: Client, engine: Engine, rank: int, tokens: list[int]
 
 
 async def ranks_of(client: Client, engine: Engine, directory: Path) -> list[dict[str, Any]]:
-    """What each rank has counted."""
+    """Counters of each rank."""
     await client.post(
         f"{engine.url}/collective_rpc", {"method": "write_exchange_counts", "args": [str(directory)]}
     )

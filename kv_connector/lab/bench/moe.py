@@ -27,7 +27,7 @@ _PATIENCE = 180.0
 class Shape:
     hidden: int
     tokens: int
-    """Of one rank."""
+    """Tokens of one rank."""
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ class _Rank:
         return oracle.Tokens(rows, ids.to(torch.int32).to(self._device), weights, (scales,))
 
     def _results(self, shape: Shape) -> list[torch.Tensor]:
-        """What each rank's experts would return for all rows."""
+        """Makes random results of each rank's experts for all rows."""
         made = []
         for rank in range(self._ranks):
             draw = torch.Generator().manual_seed(77 + rank)
@@ -225,7 +225,7 @@ class _Rank:
         return times[_WARM_UPS:]
 
     def _settle(self) -> None:
-        """Until the GPUs of all ranks have nothing to do."""
+        """Waits until the GPUs of all ranks are idle."""
         if self._gpu:
             torch.cuda.synchronize()
         self._gather(b"")

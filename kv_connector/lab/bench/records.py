@@ -138,9 +138,9 @@ class ExpertPairs(msgspec.Struct, tag="moe", kw_only=True, frozen=True):
     ranks: int
     hidden: int
     tokens: int
-    """Of one rank."""
+    """Tokens of one rank."""
     microseconds: list[float]
-    """Of a pair, by repetition, as the slowest rank saw it."""
+    """Duration of one pair of dispatch and combine in each repetition, as the slowest rank measured it."""
 
 
 class Registering(msgspec.Struct, tag="registering", kw_only=True, frozen=True):

@@ -235,7 +235,9 @@ class Exploration:
     # --- Ends
 
     def _blocked(self, state: int, moves: list[_Move]) -> bool:
-        """Whether a rank waits for ever. A late store of a rank that ended must not be what it waits for."""
+        """Returns whether a rank waits for ever.
+
+        A late store of a rank that ended must not be what it waits for."""
         if any(not state & self._stopped[move.rank] for move in moves):
             return False
         return bool(self._unfinished(state))

@@ -29,10 +29,10 @@ def signed(flag: int, epoch: int) -> bool:
 
 @dataclass(frozen=True)
 class Rules:
-    """What each rank does. The defaults are the protocol; a planted mistake changes one of them."""
+    """The program of each rank. The defaults are the protocol; a planted mistake changes one of them."""
 
     reached: Callable[[int, int], bool] = signed
-    """Whether a flag's value ends a wait for an epoch."""
+    """Returns whether a flag's value ends a wait for an epoch."""
     fence_before_arrived: bool = True
     fence_before_ready: bool = True
     flag_after_rows: bool = True
@@ -69,7 +69,7 @@ class Step(NamedTuple):
     cell: Cell
     round: int
     value: int
-    """Of a flag: its epoch. Of a row: the number of its token in the round, over all ranks."""
+    """A flag's epoch, or a row's token: the number of its token in the round, over all ranks."""
     before: frozenset[int]
     """Steps of the same rank, by their place in its program, that take effect earlier."""
 
