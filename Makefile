@@ -118,7 +118,7 @@ $(STAMPS)/next: $(STAMPS)/project
 
 # vLLM's ordinary wheel finds no device here: it is told to take the CPU, whose kernels it lacks and these tests need not.
 test-vllm-next: $(STAMPS)/next ## the tests of the adapter against the newest supported vLLM, which has no CPU wheel
-	@VLLM_TARGET_DEVICE=cpu .venv-next/bin/python -m pytest tests/unit/test_vllm_*.py tests/unit/test_sleep.py tests/unit/test_weight_*.py
+	@VLLM_TARGET_DEVICE=cpu .venv-next/bin/python -m pytest tests/unit/vllm_adapter tests/unit/weights
 
 # In an environment of its own: SGLang and vLLM want other versions of the same packages.
 .venv-sglang/ready: scripts/sglang-packages.txt pyproject.toml CMakeLists.txt $(NATIVE) | system
@@ -126,7 +126,7 @@ test-vllm-next: $(STAMPS)/next ## the tests of the adapter against the newest su
 	@touch $@
 
 test-sglang: .venv-sglang/ready ## the other adapter, with SGLang itself: real servers, P and D behind its router
-	@.venv-sglang/bin/python -m pytest tests/sglang
+	@.venv-sglang/bin/python -m pytest tests/with_sglang
 
 # In the environment itself: gone with it.
 .venv-fleet/ready: | $(STAMPS)/project
@@ -152,7 +152,7 @@ test-examples: setup ## each example's command as a reader would run it; SGLang'
 	@KVC_EXAMPLES=1 $(PYTHON_ENV)/python -m pytest --durations=0 --durations-min=1 tests/examples
 
 test-compose: setup ## examples/compose: images, containers, an engine killed; agents in containers; BASE= names a base image of this machine
-	@KVC_COMPOSE=1 $(PYTHON_ENV)/python -m pytest -rs tests/examples/test_compose.py tests/unit/test_agent_namespaces.py
+	@KVC_COMPOSE=1 $(PYTHON_ENV)/python -m pytest -rs tests/examples/test_compose.py tests/unit/agent/test_agent_namespaces.py
 
 $(STAMPS)/helm: $(STAMPS)/project
 	@scripts/setup helm
@@ -177,23 +177,23 @@ interleavings: setup ## MoE dispatch and combine: all interleavings of more rank
 
 INPUTS ?= 10000000
 fuzz: setup ## mutated inputs for every decoder, then raw connections to a live agent; INPUTS=10000000
-	@PYTHONPATH=tests $(PYTHON_ENV)/python -m fuzz.campaign --inputs $(INPUTS)
+	@PYTHONPATH=tests:tests/support $(PYTHON_ENV)/python -m fuzz.campaign --inputs $(INPUTS)
 
 SCENARIOS ?= 10000
 fuzz-scheduler: setup ## the contents of every block under vLLM's scheduler, P and D in one process; SCENARIOS=10000, FIRST=seed
-	@PYTHONPATH=tests $(PYTHON_ENV)/python -m fuzz.scheduler --seeds $(SCENARIOS) $(if $(FIRST),--first $(FIRST))
+	@PYTHONPATH=tests:tests/support $(PYTHON_ENV)/python -m fuzz.scheduler --seeds $(SCENARIOS) $(if $(FIRST),--first $(FIRST))
 
 WORLDS ?= 10000
 fuzz-router: setup ## the router's limits under clients and engines of all sorts, in virtual time; WORLDS=10000, FIRST=seed
-	@PYTHONPATH=tests $(PYTHON_ENV)/python -m fuzz.router --seeds $(WORLDS) $(if $(FIRST),--first $(FIRST))
+	@PYTHONPATH=tests:tests/support $(PYTHON_ENV)/python -m fuzz.router --seeds $(WORLDS) $(if $(FIRST),--first $(FIRST))
 
 ANSWERS ?= 1000000
 fuzz-splice: setup ## the first token of P before the stream of D; ANSWERS=1000000, FIRST=seed
-	@PYTHONPATH=tests $(PYTHON_ENV)/python -m fuzz.splice --seeds $(ANSWERS) $(if $(FIRST),--first $(FIRST))
+	@PYTHONPATH=tests:tests/support $(PYTHON_ENV)/python -m fuzz.splice --seeds $(ANSWERS) $(if $(FIRST),--first $(FIRST))
 
 FRAMES ?= 10000000
 hostile: setup ## strangers and peers out of their senses against a live engine, over tcp, host and nvlink; FRAMES=10000000
-	@PYTHONPATH=tests $(PYTHON_ENV)/python -m fuzz.hostile --frames $(FRAMES)
+	@PYTHONPATH=tests:tests/support $(PYTHON_ENV)/python -m fuzz.hostile --frames $(FRAMES)
 
 # Real engines that are killed, stopped and cut off: as long as one likes, so no part of `make test`. The rolling
 # replacement alone takes MINUTES: pytest's dump of a test that hangs, after 10 minutes elsewhere, waits for an hour here.
@@ -202,17 +202,17 @@ test-faults: setup ## kill -9, SIGSTOP, restarts, partitions, rolling replacemen
 	@KVC_FAULT_MINUTES=$(MINUTES) $(PYTHON_ENV)/python -m pytest -o faulthandler_timeout=3600 tests/faults
 
 test-early: setup ## 2,000 random requests per model with and without the first token from P: the same answers
-	@KVC_EARLY_REQUESTS=1000 $(PYTHON_ENV)/python -m pytest -o faulthandler_timeout=3600 tests/vllm/test_early_tokens.py
-	@KVC_EARLY_REQUESTS=200 $(PYTHON_ENV)/python -m pytest -o faulthandler_timeout=3600 tests/vllm/test_first_tokens.py  # interpreted
+	@KVC_EARLY_REQUESTS=1000 $(PYTHON_ENV)/python -m pytest -o faulthandler_timeout=3600 tests/with_vllm/test_early_tokens.py
+	@KVC_EARLY_REQUESTS=200 $(PYTHON_ENV)/python -m pytest -o faulthandler_timeout=3600 tests/with_vllm/test_first_tokens.py  # interpreted
 
 test-leaving: setup ## 1,000 requests for each model and dispatch, of which one client in ten leaves: nothing counts as failed
-	@KVC_LEAVING_REQUESTS=1000 $(PYTHON_ENV)/python -m pytest -o faulthandler_timeout=3600 tests/vllm/test_aborts.py -k leave_are_no_failures
+	@KVC_LEAVING_REQUESTS=1000 $(PYTHON_ENV)/python -m pytest -o faulthandler_timeout=3600 tests/with_vllm/test_aborts.py -k leave_are_no_failures
 
 test-weights: setup ## weights for real engines, dense and experts: FSDP2 of 2 and 4, HSDP, a trainer killed at 20 points in each mode
-	@KVC_WEIGHT_FAULTS=20 $(PYTHON_ENV)/python -m pytest --durations=0 --durations-min=1 tests/vllm/test_weights.py tests/vllm/test_weights_experts.py
+	@KVC_WEIGHT_FAULTS=20 $(PYTHON_ENV)/python -m pytest --durations=0 --durations-min=1 tests/with_vllm/test_weights.py tests/with_vllm/test_weights_experts.py
 
 test-data-parallel: setup ## engines of two data-parallel ranks each, dense and MoE, behind one API server and a router
-	@KVC_DATA_PARALLEL=1 $(PYTHON_ENV)/python -m pytest tests/vllm/test_data_parallel.py tests/vllm/test_data_parallel_weights.py
+	@KVC_DATA_PARALLEL=1 $(PYTHON_ENV)/python -m pytest tests/with_vllm/test_data_parallel.py tests/with_vllm/test_data_parallel_weights.py
 
 CASE ?=
 test-topologies: setup ## every kind of model and topology, real engines: docs/compatibility.md; CASE=mla

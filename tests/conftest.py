@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
     from deployment import Client
-
-# The engines, their clients and the oracle of rest are those of tests/vllm, which are imported where they are
-# asked for: most tests need no vLLM.
-sys.path.append(str(Path(__file__).parent / "vllm"))
 
 
 @pytest.fixture

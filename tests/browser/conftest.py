@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from chromium import Chromium, chromium, find_chromium
-
-sys.path.append(str(Path(__file__).parents[1] / "unit"))
 
 
 @pytest.fixture

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
+from chromium import chromium, find_chromium
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "tests/browser"))
-
-from chromium import chromium, find_chromium  # noqa: E402
-
 SITE = ROOT / "build/docs/site"
 
 

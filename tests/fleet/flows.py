@@ -1,7 +1,7 @@
 """How routers that cannot be had from a package index send one request to P and D: their bodies, replayed.
 
-The words are those that the projects' sources build (tests/unit/test_dialects.py says at which commit), for a
-P whose control port is known.
+The words are those that the projects' sources build (tests/unit/vllm_adapter/test_dialects.py says at which
+commit), for a P whose control port is known.
 """
 
 from __future__ import annotations

@@ -9,18 +9,15 @@ import contextlib
 import random
 import resource
 import socket
-import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+from agent_setup import Side, stage, until
 
 from fuzz.mutator import Mutator
 from fuzz.targets import protocol_messages
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.protocol.messages import Role, encode
-
-sys.path.append(str(Path(__file__).parent.parent / "unit"))
-
-from agent_setup import Side, stage, until
 
 # Python's and libzmq's allocators settle within this.
 GROWTH_MIB = 32.0

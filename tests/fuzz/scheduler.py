@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,9 +23,6 @@ from unittest.mock import patch
 
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
-
-sys.path.append(str(Path(__file__).parent.parent / "unit"))
-
 from vllm_stage import BLOCK, FULL, PARAMS_OF_D, PARAMS_OF_P, SLIDING, WINDOW, Stage, vllm_config
 
 from fuzz.seeds import chosen_seeds, search

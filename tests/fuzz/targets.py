@@ -6,12 +6,11 @@ A target takes any bytes and returns; an exception other than the decoder's own 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
+from protocol_setup import ADVICE, P_ADDRESS, all_of, layout, pairs, recalled, reserve, worker
 
 from kv_connector.control.membership import (
     Activity,
@@ -53,10 +52,6 @@ from kv_connector.weights.geometry import digest as tensors_digest
 from kv_connector.weights.landing import Landing
 from kv_connector.weights.messages import WeightMessage
 from kv_connector.weights.plan import Box, Shard, make_plan
-
-sys.path.append(str(Path(__file__).parent.parent / "unit"))
-
-from protocol_setup import ADVICE, P_ADDRESS, all_of, layout, pairs, recalled, reserve, worker
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.append(str(Path(__file__).parents[2] / "scripts"))
-
 from goodput_load import WORKLOADS, Objectives, trace
 from goodput_simulation import COST, REST_S, STREAM_S, Clock, Engine, Pair, Plain, Request, simulate
 

@@ -9,7 +9,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
+from agent_pairs import SOURCE, TARGET, refuse, transfer
 from agent_setup import IMPATIENT, LIVELY, PATIENCE, TIMES, Side, Stage, acquaint, stage, two_lanes, until
 from protocol_setup import BLOCK, HASH, PAGE, layout, pairs, with_rows
 
@@ -31,25 +32,6 @@ from kv_connector.protocol.messages import Release, Role, encode
 from kv_connector.protocol.peers import PeerState
 from kv_connector.protocol.requests import ComputedPages, DecodeRequest, GroupPages
 
-SOURCE, TARGET = (1, 2, 3), (11, 12, 13)
-
-
-@pytest.fixture(params=["sim", "tcp", "host"])
-def every_lane(request: pytest.FixtureRequest) -> Iterator[Stage]:
-    with stage(request.param) as made:
-        yield made
-
-
-@pytest.fixture
-def sim() -> Iterator[Stage]:
-    with stage("sim") as made:
-        yield made
-
-
-@pytest.fixture
-def pair(sim: Stage) -> tuple[Side, Side]:
-    return sim.pair()
-
 
 def record_signals(prefill: Side) -> list[list[int]]:
     """By armed write, from now on: the signal values that its layers wait for."""
@@ -62,30 +44,6 @@ def record_signals(prefill: Side) -> list[list[int]]:
 
     engine.arm = recording  # type: ignore[method-assign]
     return values
-
-
-def refuse(code: ErrorCode, times: int = 1 << 30) -> Callable[..., Any]:
-    """An operation of the engine that fails so many times."""
-    left = [times]
-
-    def operation(*_: object, **__: object) -> None:
-        left[0] -= 1
-        raise TransferError(code, "sim", "peer", "operation", "as the test wants it")
-
-    operation.left = left  # type: ignore[attr-defined]
-    return operation
-
-
-def transfer(prefill: Side, decode: Side, name: str = "t") -> None:
-    """One transfer from beginning to end, with nothing going wrong."""
-    prefill.expect(name)
-    decode.reserve(prefill.address, transfer=name)
-    prefill.compute(SOURCE, transfer=name)
-    prefill.agent.finished(name, True, "")
-    decode.wait(received=[f"d-{name}"])
-    prefill.wait(sent=[f"p-{name}"])
-    assert decode.failed == []
-    assert decode.holds(name, SOURCE, TARGET)
 
 
 # --- The good path

@@ -104,4 +104,4 @@ def test_the_simulator_needs_no_sockets_no_numpy_and_no_native_module() -> None:
     """A campaign runs on a big machine that has Python and msgspec alone."""
     absent = "zmq", "numpy", "kv_connector._native"
     code = f"import sys; sys.modules.update(dict.fromkeys({absent})); import tests.simulation.campaign"
-    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True)
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], check=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-PROGRAM = Path(__file__).with_name("namespaced_agent.py")
+PROGRAM = Path(__file__).parents[2] / "support/namespaced_agent.py"
 NAMESPACES = {
     "host": [],
     "pid": ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"],

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SETUP = Path(__file__).parents[2] / "scripts/setup"
+SETUP = Path(__file__).parents[3] / "scripts/setup"
 PYTHON = """#!/bin/bash
 echo "$*" >>calls
 case "$*" in

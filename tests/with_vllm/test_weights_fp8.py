@@ -4,7 +4,6 @@ an engine that was started from vLLM's own quantisation of them."""
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +13,11 @@ from deployment import Client, engine_settings, prompt
 from test_weight_loading import FP8
 from test_weights import TOKENS, settled, start
 from typer.testing import CliRunner
+from weight_trainer import Trainer
 
 from kv_connector.cli.main import app
 from kv_connector.lab.cluster import Engine, LocalCluster
 from kv_connector.lab.model import make_llama
-
-sys.path.append(str(Path(__file__).parents[1] / "unit"))
-from weight_trainer import Trainer
 
 pytestmark = pytest.mark.anyio
 

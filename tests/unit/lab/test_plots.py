@@ -24,7 +24,7 @@ from kv_connector.lab.bench.records import Throughput
 
 run = partial(invoke, app)
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 drawing = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None, reason="no matplotlib: pip install 'kv-connector[plot]'"
 )

@@ -8,18 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import reference
 
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "scripts"))
+from kv_connector.agent.settings import SETTINGS, TIMEOUTS, Settings
+from kv_connector.cli.environment import VARIABLES
+from kv_connector.cli.exit_status import ExitStatus
+from kv_connector.engine.transfer_engine import providers
+from kv_connector.protocol.timers import Timeouts
 
-import reference  # noqa: E402
-
-from kv_connector.agent.settings import SETTINGS, TIMEOUTS, Settings  # noqa: E402
-from kv_connector.cli.environment import VARIABLES  # noqa: E402
-from kv_connector.cli.exit_status import ExitStatus  # noqa: E402
-from kv_connector.engine.transfer_engine import providers  # noqa: E402
-from kv_connector.protocol.timers import Timeouts  # noqa: E402
-
+ROOT = Path(__file__).parents[3]
 DOCUMENTS = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")} - {ROOT / "CHANGELOG.md"})
 
 

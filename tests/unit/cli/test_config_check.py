@@ -15,7 +15,7 @@ from kv_connector.cli.main import app
 from kv_connector.control.cluster_key import ClusterKey
 
 run = partial(invoke, app)
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def transfer(role: str = "kv_producer", **settings: Any) -> dict[str, Any]:

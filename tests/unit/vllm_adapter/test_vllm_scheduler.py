@@ -205,7 +205,7 @@ class TestPrefill:
         assert request.prompt_hash == expected.prompt_hash
 
     def test_other_routers_words_mean_the_same(self, prefill: Stage, decode: Stage) -> None:
-        """tests/unit/test_dialects.py has all of them."""
+        """tests/unit/vllm_adapter/test_dialects.py has all of them."""
         prefill.add("p", prompt(40), {"remote_decoder": {"kv_request_id": "t"}})
         output, metadata = prefill.schedule()
         answer = prefill.update(output)["p"]

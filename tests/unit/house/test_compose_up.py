@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-COMPOSE = Path(__file__).parents[2] / "examples/compose"
+COMPOSE = Path(__file__).parents[3] / "examples/compose"
 UP = COMPOSE / "up"
 DOCKER = """#!/bin/sh
 echo "$*" >>calls

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import pytest
 import safetensors.torch
 from deployment import SMALL, Client, engine_settings, prompt, wait_until
 from typer.testing import CliRunner
+from weight_trainer import FORKSERVER, Model, Trainer, in_checkpoint, main_until_killed
 
 from kv_connector.cli.main import app
 from kv_connector.lab.cluster import HOST, Engine, LocalCluster
@@ -29,9 +29,6 @@ from kv_connector.protocol.timers import Timeouts
 from kv_connector.weights.pusher import PushError, WeightPusher
 from kv_connector.weights.sources import CheckpointSource
 from kv_connector.weights.writer import Target
-
-sys.path.append(str(Path(__file__).parents[1] / "unit"))
-from weight_trainer import FORKSERVER, Model, Trainer, in_checkpoint, main_until_killed
 
 pytestmark = pytest.mark.anyio
 

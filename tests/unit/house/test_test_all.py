@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts/test_all.py"
+SCRIPT = Path(__file__).parents[3] / "scripts/test_all.py"
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from agent_pairs import SOURCE, TARGET, every_lane, pair, refuse, sim, transfer
 from agent_setup import Side, Stage, until
 from protocol_setup import BLOCK
-from test_agent import SOURCE, TARGET, every_lane, pair, refuse, sim, transfer
 
 from kv_connector.agent.agent import AgentError
 from kv_connector.agent.start import Running

@@ -1,4 +1,4 @@
-"""tests/vllm/nursery.py: however a run of tests ends, its engines end with it."""
+"""tests/support/nursery.py: however a run of tests ends, its engines end with it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-NURSERY = ROOT / "tests/vllm/nursery.py"
+ROOT = Path(__file__).parents[3]
+NURSERY = ROOT / "tests/support/nursery.py"
 
 # An engine: two processes that ignore SIGTERM, as a busy vLLM does. They write their ids and wait.
 STUBBORN = """

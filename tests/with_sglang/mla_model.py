@@ -4,13 +4,10 @@ YaRN."""
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
-from transformers.models.deepseek_v2 import DeepseekV2Config
-
-sys.path.append(str(Path(__file__).parents[1] / "topologies"))
 from kinds import SMALL, write
+from transformers.models.deepseek_v2 import DeepseekV2Config
 
 YARN = {
     "rope_type": "yarn",

@@ -1,4 +1,4 @@
-"""The local cluster's parts, with small processes instead of engines (tests/vllm has the engines)."""
+"""The local cluster's parts, with small processes instead of engines (tests/with_vllm has the engines)."""
 
 import json
 import os

@@ -1,0 +1,54 @@
+"""Two agents over one lane, and a transfer between them: what the tests of agents and of sleep begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from agent_setup import Side, Stage, stage
+
+from kv_connector.engine import ErrorCode, TransferError
+
+SOURCE, TARGET = (1, 2, 3), (11, 12, 13)
+
+
+@pytest.fixture(params=["sim", "tcp", "host"])
+def every_lane(request: pytest.FixtureRequest) -> Iterator[Stage]:
+    with stage(request.param) as made:
+        yield made
+
+
+@pytest.fixture
+def sim() -> Iterator[Stage]:
+    with stage("sim") as made:
+        yield made
+
+
+@pytest.fixture
+def pair(sim: Stage) -> tuple[Side, Side]:
+    return sim.pair()
+
+
+def refuse(code: ErrorCode, times: int = 1 << 30) -> Callable[..., Any]:
+    """An operation of the engine that fails so many times."""
+    left = [times]
+
+    def operation(*_: object, **__: object) -> None:
+        left[0] -= 1
+        raise TransferError(code, "sim", "peer", "operation", "as the test wants it")
+
+    operation.left = left  # type: ignore[attr-defined]
+    return operation
+
+
+def transfer(prefill: Side, decode: Side, name: str = "t") -> None:
+    """One transfer from beginning to end, with nothing going wrong."""
+    prefill.expect(name)
+    decode.reserve(prefill.address, transfer=name)
+    prefill.compute(SOURCE, transfer=name)
+    prefill.agent.finished(name, True, "")
+    decode.wait(received=[f"d-{name}"])
+    prefill.wait(sent=[f"p-{name}"])
+    assert decode.failed == []
+    assert decode.holds(name, SOURCE, TARGET)
