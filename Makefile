@@ -17,7 +17,7 @@ NATIVE_SOURCES := $(filter %.cc,$(NATIVE))
 # The thread sanitizer cannot place its shadow under some kernels' address randomisation.
 NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
-.PHONY: help setup demo test prepared native-asan native-tsan test-native test-simulation test-python test-libfabric test-verbs test-vllm-next test-sglang test-fleet test-browser test-observability board test-upstream test-examples test-compose test-helm bench-verbs campaign interleavings test-data-parallel test-weights test-early test-leaving test-topologies test-faults test-all fuzz fuzz-router fuzz-scheduler fuzz-splice hostile lint analyze format bench bench-gpu wheels test-wheels reference docs clean distclean
+.PHONY: help setup demo test check prepared native-asan native-tsan test-native test-simulation test-python test-libfabric test-verbs test-vllm-next test-sglang test-fleet test-browser test-observability board test-upstream test-examples test-compose test-helm bench-verbs campaign interleavings test-data-parallel test-weights test-early test-leaving test-topologies test-faults test-all fuzz fuzz-router fuzz-scheduler fuzz-splice hostile lint analyze format bench bench-gpu wheels test-wheels reference docs clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,6 +44,15 @@ $(STAMPS)/project: $(STAMPS)/vllm pyproject.toml CMakeLists.txt $(NATIVE)
 
 demo: setup ## two engines, one prompt after another pushed from P into D, beside one engine alone
 	@$(PYTHON_ENV)/kv-connector demo
+
+# Two processes a core: many of these tests wait for a clock.
+check: ## lint, types and the unit tests that need neither vLLM nor a compiler run: before each commit
+	@test -e $(STAMPS)/project || $(MAKE) --no-print-directory setup
+	@$(PYTHON_ENV)/ruff check . && $(PYTHON_ENV)/ruff format --check .
+	@$(types) >build/types.log 2>&1 & types=$$! status=0; \
+		$(PYTHON_ENV)/python -m pytest -n $$((2 * $(JOBS))) -m 'not needs_vllm and not needs_torch' tests/unit || status=1; \
+		wait $$types || status=1; cat build/types.log; exit $$status
+types = $(PYTHON_ENV)/mypy
 
 test: prepared test-native test-simulation test-python ## all tests: native under sanitizers, and Python, real engines included
 
@@ -177,23 +186,23 @@ interleavings: setup ## MoE dispatch and combine: all interleavings of more rank
 
 INPUTS ?= 10000000
 fuzz: setup ## mutated inputs for every decoder, then raw connections to a live agent; INPUTS=10000000
-	@PYTHONPATH=tests:tests/support $(PYTHON_ENV)/python -m fuzz.campaign --inputs $(INPUTS)
+	@PYTHONPATH=tests/support $(PYTHON_ENV)/python -m tests.fuzz.campaign --inputs $(INPUTS)
 
 SCENARIOS ?= 10000
 fuzz-scheduler: setup ## the contents of every block under vLLM's scheduler, P and D in one process; SCENARIOS=10000, FIRST=seed
-	@PYTHONPATH=tests:tests/support $(PYTHON_ENV)/python -m fuzz.scheduler --seeds $(SCENARIOS) $(if $(FIRST),--first $(FIRST))
+	@PYTHONPATH=tests/support $(PYTHON_ENV)/python -m tests.fuzz.scheduler --seeds $(SCENARIOS) $(if $(FIRST),--first $(FIRST))
 
 WORLDS ?= 10000
 fuzz-router: setup ## the router's limits under clients and engines of all sorts, in virtual time; WORLDS=10000, FIRST=seed
-	@PYTHONPATH=tests:tests/support $(PYTHON_ENV)/python -m fuzz.router --seeds $(WORLDS) $(if $(FIRST),--first $(FIRST))
+	@PYTHONPATH=tests/support $(PYTHON_ENV)/python -m tests.fuzz.router --seeds $(WORLDS) $(if $(FIRST),--first $(FIRST))
 
 ANSWERS ?= 1000000
 fuzz-splice: setup ## the first token of P before the stream of D; ANSWERS=1000000, FIRST=seed
-	@PYTHONPATH=tests:tests/support $(PYTHON_ENV)/python -m fuzz.splice --seeds $(ANSWERS) $(if $(FIRST),--first $(FIRST))
+	@PYTHONPATH=tests/support $(PYTHON_ENV)/python -m tests.fuzz.splice --seeds $(ANSWERS) $(if $(FIRST),--first $(FIRST))
 
 FRAMES ?= 10000000
 hostile: setup ## strangers and peers out of their senses against a live engine, over tcp, host and nvlink; FRAMES=10000000
-	@PYTHONPATH=tests:tests/support $(PYTHON_ENV)/python -m fuzz.hostile --frames $(FRAMES)
+	@PYTHONPATH=tests/support $(PYTHON_ENV)/python -m tests.fuzz.hostile --frames $(FRAMES)
 
 # Real engines that are killed, stopped and cut off: as long as one likes, so no part of `make test`. The rolling
 # replacement alone takes MINUTES: pytest's dump of a test that hangs, after 10 minutes elsewhere, waits for an hour here.
@@ -224,9 +233,9 @@ test-all: setup ## every suite above that this machine can run, and .ci/run; con
 
 TIDY = $(PYTHON_ENV)/clang-tidy -p build/native --quiet
 TIDIED := $(filter native/engine/% native/moe/% native/providers/%,$(NATIVE_SOURCES))
-lint: setup ## ruff, mypy --strict, clang-format, clang-tidy
+lint: setup ## ruff, mypy (--strict over the package), clang-format, clang-tidy
 	@echo '== ruff'; $(PYTHON_ENV)/ruff check . && $(PYTHON_ENV)/ruff format --check .
-	@echo '== mypy'; $(PYTHON_ENV)/mypy
+	@echo '== mypy'; $(types)
 	@echo '== clang-format'; $(PYTHON_ENV)/clang-format --dry-run --Werror $(NATIVE)
 	@cmake -S . -B build/native -G Ninja -DKVC_BUILD_TESTS=ON -DKVC_SANITIZE= --log-level=WARNING
 	@echo '== clang-tidy'; printf '%s\n' $(TIDIED) | xargs -P $(JOBS) -n 1 $(TIDY)

@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import needs
 import pytest
 
 if TYPE_CHECKING:
     from deployment import Client
+
+
+def pytest_report_header() -> list[str]:
+    return needs.header()
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    return True if needs.left_out(collection_path) else None
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    for marker in needs.markers_of(item.path):
+        item.add_marker(marker)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test that is marked by itself, in a file that has others, too."""
+    for marker, package in needs.MARKERS.items():
+        if item.get_closest_marker(marker) and needs.missing(package):
+            pytest.skip(f"{package} is not installed")
 
 
 @pytest.fixture

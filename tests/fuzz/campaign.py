@@ -1,4 +1,4 @@
-"""A long run of the fuzzers: `make fuzz`, or `PYTHONPATH=tests python -m fuzz.campaign --help`.
+"""A long run of the fuzzers: `make fuzz`, or `python -m tests.fuzz.campaign --help`.
 
 Deterministic: a finding names its seed and block, and `--seed S --block B` feeds that block again.
 """
@@ -14,9 +14,9 @@ from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 
-from fuzz.live import attack
-from fuzz.mutator import Mutator
-from fuzz.targets import PYTHON_TARGETS, Target, native_targets
+from tests.fuzz.live import attack
+from tests.fuzz.mutator import Mutator
+from tests.fuzz.targets import PYTHON_TARGETS, Target, native_targets
 
 BLOCK = 1000
 # Decoders keep nothing. What Python's allocator holds on to settles within the first inputs.

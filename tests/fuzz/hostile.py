@@ -1,4 +1,4 @@
-"""Hostile peers against a live engine: `make hostile`, or `PYTHONPATH=tests python -m fuzz.hostile --help`.
+"""Hostile peers against a live engine: `make hostile`, or `python -m tests.fuzz.hostile --help`.
 
 Strangers and peers out of their senses flood, guess, forge and scribble, while an honest peer plays ping-pong
 with the same engine and counts. The exit status is about harm: a count that is not exact, a page that is not
@@ -16,13 +16,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from conformance import gpu
-
-from fuzz import wire
-from fuzz.hostile_same_host import SameHostAttacker
-from fuzz.hostile_tcp import TcpAttacker
-from fuzz.peers import Times, stage
-from fuzz.tally import Attack, Tally
+from tests.conformance import gpu
+from tests.fuzz import wire
+from tests.fuzz.hostile_same_host import SameHostAttacker
+from tests.fuzz.hostile_tcp import TcpAttacker
+from tests.fuzz.peers import Times, stage
+from tests.fuzz.tally import Attack, Tally
 
 LANES = ("tcp", "host", "nvlink")
 # Python's and malloc's pools settle within this.

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fuzz import wire
-from fuzz.tally import BATCH, HELD, PATIENCE, Attack, Tally
-from fuzz.wire import (
+from tests.fuzz import wire
+from tests.fuzz.tally import BATCH, HELD, PATIENCE, Attack, Tally
+from tests.fuzz.wire import (
     ADMISSION,
     CHANNEL_BYTES,
     FORGET,

@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fuzz import wire
-from fuzz.tally import BATCH, HELD, PATIENCE, Attack, Tally
-from fuzz.wire import ACK, FRAME, FRAME_MAGIC, MAX_PAGES, MESSAGE, MESSAGE_SLOTS, WRITE, TcpOffer
+from tests.fuzz import wire
+from tests.fuzz.tally import BATCH, HELD, PATIENCE, Attack, Tally
+from tests.fuzz.wire import ACK, FRAME, FRAME_MAGIC, MAX_PAGES, MESSAGE, MESSAGE_SLOTS, WRITE, TcpOffer
 
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: gone without a last word, and without TIME_WAIT
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from agent_setup import Side, stage, until
 
-from fuzz.mutator import Mutator
-from fuzz.targets import protocol_messages
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.protocol.messages import Role, encode
+from tests.fuzz.mutator import Mutator
+from tests.fuzz.targets import protocol_messages
 
 # Python's and libzmq's allocators settle within this.
 GROWTH_MIB = 32.0

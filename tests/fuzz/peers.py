@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from conformance.gpu import GpuMemory
 
 from kv_connector.engine import (
     DomainConfig,
@@ -30,6 +29,7 @@ from kv_connector.engine import (
     TransferError,
 )
 from kv_connector.engine.transfer_engine import MAX_MESSAGE_BYTES, SharedMemory, TransferEngine
+from tests.conformance.gpu import GpuMemory
 
 PAGE = 4096
 # What the honest peer writes, between stretches that nobody may write.

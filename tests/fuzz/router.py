@@ -26,7 +26,6 @@ from aiohttp.client_reqrep import ConnectionKey
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.server import ServerState
 
-from fuzz.seeds import chosen_seeds, search
 from kv_connector.router import app as app_module
 from kv_connector.router.app import create_app
 from kv_connector.router.body_parser import BodyParser
@@ -39,6 +38,7 @@ from kv_connector.router.parser_process import Parsed, parsed
 from kv_connector.router.room import Room
 from kv_connector.router.server import HEADER_LIMIT, BoundedProtocol, ServerConfig
 from kv_connector.router.settings import Settings
+from tests.fuzz.seeds import chosen_seeds, search
 
 KIB = 1 << 10
 # Of the router, small enough for a scenario to meet them.

@@ -25,12 +25,12 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm_stage import BLOCK, FULL, PARAMS_OF_D, PARAMS_OF_P, SLIDING, WINDOW, Stage, vllm_config
 
-from fuzz.seeds import chosen_seeds, search
 from kv_connector.agent.commands import CacheCleared, Cancel, FailLoad, FinishPrefill, Release
 from kv_connector.lab.model import make_llama
 from kv_connector.protocol.requests import DecodeRequest, PrefillRequest
 from kv_connector.vllm.first_token import FirstTokenScheduler, choose_scheduler
 from kv_connector.vllm.metadata import StepMetadata
+from tests.fuzz.seeds import chosen_seeds, search
 
 Mark = tuple[int, int, int]  # weight version, KV cache group, hash of the tokens up to the slot's
 SAMPLED = 7  # by Stage's model, always

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fuzz.campaign import feed_block
-from fuzz.live import attack
-from fuzz.targets import PYTHON_TARGETS, Target, native_targets
+from tests.fuzz.campaign import feed_block
+from tests.fuzz.live import attack
+from tests.fuzz.targets import PYTHON_TARGETS, Target, native_targets
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -6,9 +6,9 @@ from contextlib import closing
 
 import pytest
 
-from fuzz import hostile, wire
-from fuzz.hostile_same_host import SameHostAttacker
-from fuzz.peers import stage
+from tests.fuzz import hostile, wire
+from tests.fuzz.hostile_same_host import SameHostAttacker
+from tests.fuzz.peers import stage
 
 
 @pytest.fixture(scope="module")

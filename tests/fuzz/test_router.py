@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from fuzz.router import problem, report, scenario
 from kv_connector.router import failure
 from kv_connector.router.fields import Pieces
 from kv_connector.router.pool import Lease
 from kv_connector.router.room import Place, Room
 from kv_connector.router.server import BoundedProtocol, Turns, _Flow
+from tests.fuzz.router import problem, report, scenario
 
 
 def test_each_client_gets_an_answer_within_the_limits_and_nothing_is_left() -> None:

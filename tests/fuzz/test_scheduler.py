@@ -10,11 +10,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from fuzz.scheduler import failure, report, scenario
 from kv_connector.lab.model import make_llama
 from kv_connector.protocol.admission import AdmissionGate
 from kv_connector.vllm.decode import DecodeScheduler
 from kv_connector.vllm.gated_queue import GatedQueue
+from tests.fuzz.scheduler import failure, report, scenario
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from fuzz.splice import problem, report, scenario, splice
 from kv_connector.router.early_token import Mismatch, Rest
+from tests.fuzz.splice import problem, report, scenario, splice
 
 
 def test_client_gets_the_answer_of_decode_behind_the_token_of_prefill() -> None:

@@ -24,6 +24,7 @@ from kv_connector.lab.bench.records import Throughput
 
 run = partial(invoke, app)
 
+COMMANDS = [("bench",), ("bench", "pd"), pytest.param(("demo",), marks=pytest.mark.needs_vllm)]
 DOCS = Path(__file__).parents[3] / "docs"
 drawing = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None, reason="no matplotlib: pip install 'kv-connector[plot]'"
@@ -129,7 +130,7 @@ def test_a_trace_without_prefill_is_refused_with_what_to_ask(tmp_path: Path) -> 
 
 @drawing
 @pytest.mark.parametrize(("name", "why"), [("picture.png", r"\.svg"), ("nowhere/picture.svg", "directory")])
-@pytest.mark.parametrize("command", [("bench",), ("bench", "pd"), ("demo",)])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_a_wrong_file_is_refused_before_anything_is_measured(
     command: tuple[str, ...], name: str, why: str, tmp_path: Path
 ) -> None:
@@ -138,7 +139,7 @@ def test_a_wrong_file_is_refused_before_anything_is_measured(
     assert re.search(why, output)
 
 
-@pytest.mark.parametrize("command", [("bench",), ("bench", "pd"), ("demo",)])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_without_matplotlib_the_error_names_the_extra(
     command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

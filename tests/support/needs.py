@@ -1,0 +1,58 @@
+"""What tests need beside the package: by folder or file, as markers that `-m` selects by.
+
+Where a package is missing, the tests that import it are left out, and pytest's header says so.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+MARKERS = {"needs_vllm": "vllm", "needs_torch": "torch"}
+"""Marker: the package whose absence leaves a test out."""
+NEEDS = {
+    "needs_vllm": (
+        "faults",
+        "fleet",
+        "fuzz/test_scheduler.py",
+        "topologies",
+        "unit/vllm_adapter",
+        "with_vllm",
+    ),
+    "needs_torch": (
+        "unit/bench/test_moe_bench.py",
+        "unit/moe",
+        "unit/sglang_adapter/test_sglang_metadata_rows.py",
+        "unit/weights",
+    ),
+}
+"""Marker: folders and files below tests."""
+
+
+def markers_of(path: Path) -> list[str]:
+    """The markers of a test file."""
+    if not path.is_relative_to(TESTS):
+        return []
+    below = path.relative_to(TESTS)
+    return [marker for marker, places in NEEDS.items() if any(below.is_relative_to(p) for p in places)]
+
+
+@cache
+def missing(package: str) -> bool:
+    return importlib.util.find_spec(package) is None
+
+
+def left_out(path: Path) -> bool:
+    """Whether a file or folder needs a package that is missing."""
+    return any(missing(MARKERS[marker]) for marker in markers_of(path))
+
+
+def header() -> list[str]:
+    """A line for each package that is missing."""
+    return [
+        f"{package} is not installed; left out: {', '.join(f'tests/{place}' for place in NEEDS[marker])}"
+        for marker, package in MARKERS.items()
+        if missing(package)
+    ]
