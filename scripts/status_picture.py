@@ -17,7 +17,7 @@ import httpx
 from PIL import Image
 
 ROOT = Path(__file__).parent.parent
-sys.path += [str(ROOT / "tests" / "browser"), str(ROOT / "tests" / "vllm")]
+sys.path.append(str(ROOT / "tests" / "support"))
 
 from chromium import chromium, find_chromium  # noqa: E402
 from nursery import nursery  # noqa: E402

@@ -1,0 +1,110 @@
+"""Draws docs/pictures/rooms.svg from the tables of rooms that the tests enforce (tests/support/rooms.py).
+
+    .venv/bin/python scripts/rooms_picture.py            (--check: says whether the picture is up to date)
+
+A room stands above all rooms that it imports. A line is an import; those that follow from others are not drawn.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Set
+from html import escape
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "tests" / "support"))
+
+from rooms import IN_WORDS, NATIVE_ROOMS, ROOMS  # noqa: E402
+
+PICTURE = ROOT / "docs" / "pictures" / "rooms.svg"
+# In units of the picture: a box holds 22 letters of 11 units of its second line.
+WIDTH, BOX, HEIGHT, FLOOR, MARGIN = 1120, 150, 44, 84, 16
+STYLE = """
+  text { font-family: system-ui, sans-serif; text-anchor: middle; fill: #1c2430 }
+  .name { font-size: 14px; font-weight: 600 } .words { font-size: 11px; fill: #46505e }
+  .part { font-size: 12px; text-anchor: start; fill: #46505e }
+  rect { fill: #eef3fa; stroke: #7a93b8 } .native rect { fill: #f6f1e7; stroke: #b39b6b }
+  path { fill: none; stroke: #9aa5b4; stroke-width: 1.2 } .page { fill: #ffffff; stroke: none }
+"""
+
+
+def below(rooms: Mapping[str, Set[str]], name: str) -> set[str]:
+    """All rooms that one leads to, over others too."""
+    near = rooms.get(name, set())
+    return set(near).union(*(below(rooms, other) for other in near))
+
+
+def drawn(rooms: Mapping[str, Set[str]], name: str) -> list[str]:
+    """The imports of a room that do not follow from its others."""
+    near = rooms.get(name, set())
+    return sorted(near - set().union(*(below(rooms, other) for other in near)))
+
+
+def floors(rooms: Mapping[str, Set[str]]) -> list[list[str]]:
+    """Rooms by the longest way down from them, the lowest floor first."""
+
+    def height(name: str) -> int:
+        return max((height(other) + 1 for other in rooms.get(name, set())), default=0)
+
+    names = sorted(set(rooms).union(*rooms.values()))
+    heights = {name: height(name) for name in names}
+    made = [[name for name in names if heights[name] == level] for level in range(max(heights.values()) + 1)]
+    place = {name: i for row in made for i, name in enumerate(row)}
+    for _ in range(8):  # each room over the middle of what it leads to, then under what leads to it
+        for near in (lambda n: drawn(rooms, n), lambda n: [o for o in names if n in drawn(rooms, o)]):
+            for row in made:
+                width = len(row)
+                middle = {
+                    name: sum(place[o] for o in near(name)) / len(near(name)) if near(name) else place[name]
+                    for name in row
+                }
+                row.sort(key=lambda name: (middle[name], name))
+                place |= {name: (i + 0.5) / width for i, name in enumerate(row)}
+    return made
+
+
+def draw(rooms: Mapping[str, Set[str]], title: str, top: int, kind: str) -> tuple[list[str], int]:
+    """The lines of a part of the picture, and where it ends."""
+    made = floors(rooms)
+    where: dict[str, tuple[float, float]] = {}
+    for level, row in enumerate(reversed(made)):
+        for i, name in enumerate(row):
+            where[name] = (WIDTH * (i + 0.5) / len(row), top + 30 + level * FLOOR)
+    lines = [f'<g class="{kind}">', f'<text class="part" x="{MARGIN}" y="{top + 16}">{escape(title)}</text>']
+    for name, (x, y) in where.items():
+        for other in drawn(rooms, name):
+            to_x, to_y = where[other]
+            bend = (to_y - y - HEIGHT) / 2
+            lines.append(
+                f'<path d="M{x:.0f},{y + HEIGHT:.0f} C{x:.0f},{y + HEIGHT + bend:.0f} '
+                f'{to_x:.0f},{to_y - bend:.0f} {to_x:.0f},{to_y:.0f}"/>'
+            )
+    for name, (x, y) in where.items():
+        lines += [
+            f'<rect x="{x - BOX / 2:.0f}" y="{y:.0f}" width="{BOX}" height="{HEIGHT}" rx="6"/>',
+            f'<text class="name" x="{x:.0f}" y="{y + 19:.0f}">{escape(name)}</text>',
+            f'<text class="words" x="{x:.0f}" y="{y + 35:.0f}">{escape(IN_WORDS.get(name, ""))}</text>',
+        ]
+    return [*lines, "</g>"], top + 30 + len(made) * FLOOR
+
+
+def picture() -> str:
+    package, end = draw(ROOMS, "kv_connector", 0, "package")
+    native, end = draw(NATIVE_ROOMS, "native: C++ and CUDA", end, "native")
+    size = f'width="{WIDTH}" height="{end}" viewBox="0 0 {WIDTH} {end}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="Rooms and their imports">'
+    page = f'<rect class="page" width="{WIDTH}" height="{end}"/>'
+    return "\n".join([head, f"<style>{STYLE}</style>", page, *package, *native, "</svg>", ""])
+
+
+def main(words: list[str]) -> None:
+    if words == ["--check"]:
+        if not PICTURE.exists() or PICTURE.read_text() != picture():
+            sys.exit("rooms_picture: docs/pictures/rooms.svg is out of date; scripts/rooms_picture.py draws it anew")
+    else:
+        PICTURE.write_text(picture())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
