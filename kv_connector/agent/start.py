@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from kv_connector.agent.agent import Agent, AgentConfig, MemoryRange
+from kv_connector.agent.agent import Agent
+from kv_connector.agent.config import AgentConfig, MemoryRange
 from kv_connector.agent.metrics import AgentReporter, activity
 from kv_connector.agent.settings import Settings, SettingsError
 from kv_connector.control.announcer import Announcement, AnnouncementError, Announcer

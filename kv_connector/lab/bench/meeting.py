@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from kv_connector.agent.agent import Agent, AgentConfig, MemoryRange
+from kv_connector.agent.agent import Agent
+from kv_connector.agent.config import AgentConfig, MemoryRange
 from kv_connector.lab.bench.machine import conditions
 from kv_connector.lab.bench.records import Meeting, append
 from kv_connector.lab.bench.tables import print_conditions, print_table

@@ -21,7 +21,8 @@ from agent_pairs import SOURCE, TARGET, refuse, transfer
 from agent_setup import IMPATIENT, LIVELY, PATIENCE, TIMES, Side, Stage, acquaint, stage, two_lanes, until
 from protocol_setup import BLOCK, HASH, PAGE, layout, pairs, with_rows
 
-from kv_connector.agent.agent import Agent, AgentConfig, AgentError, MemoryRange
+from kv_connector.agent.agent import Agent
+from kv_connector.agent.config import AgentConfig, AgentError, MemoryRange
 from kv_connector.agent.writes import Bursts
 from kv_connector.engine import ArmedLayer, ErrorCode, PagedWrite, TransferError
 from kv_connector.engine.transfer_engine import LayerSignal
@@ -194,7 +195,7 @@ def test_nothing_is_looked_at_while_a_step_is_launched_whose_pages_wait_anyway(
     pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch, bursts: bool
 ) -> None:
     """For so long at most; on lanes on which pages leave layer by layer it is."""
-    monkeypatch.setattr("kv_connector.agent.agent._HOLD_OFF_S", PATIENCE)
+    monkeypatch.setattr("kv_connector.agent.thread._HOLD_OFF_S", PATIENCE)
     if bursts:
         monkeypatch.setattr("kv_connector.agent.effects.BURSTS", {"sim": Bursts(8 * PAGE, 8 * PAGE)})
     prefill, decode = pair
@@ -213,7 +214,7 @@ def test_nothing_is_looked_at_while_a_step_is_launched_whose_pages_wait_anyway(
     decode.reserve(prefill.address)
     until(lambda: bool(prefill.agent.take_reserved()))
     if bursts:
-        monkeypatch.setattr("kv_connector.agent.agent._HOLD_OFF_S", 0.01)
+        monkeypatch.setattr("kv_connector.agent.thread._HOLD_OFF_S", 0.01)
         prefill.agent.begin_launch()
         assert prefill.agent.catch_up(PATIENCE), "a step that failed"
 
@@ -222,7 +223,7 @@ def test_a_preemption_does_not_wait_for_the_end_of_a_launch(
     pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's model runner V2 tells of a step's preemptions twice: at its begin, and when it is prepared."""
-    monkeypatch.setattr("kv_connector.agent.agent._HOLD_OFF_S", 2 * PATIENCE)
+    monkeypatch.setattr("kv_connector.agent.thread._HOLD_OFF_S", 2 * PATIENCE)
     monkeypatch.setattr("kv_connector.agent.effects.BURSTS", {"sim": Bursts(8 * PAGE, 8 * PAGE)})
     prefill, decode = pair
     transfer(prefill, decode, "met")
@@ -235,7 +236,7 @@ def test_a_preemption_does_not_wait_for_the_end_of_a_launch(
 def test_a_token_that_d_waits_for_is_told_while_another_prompts_step_is_launched(
     pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kv_connector.agent.agent._HOLD_OFF_S", PATIENCE)
+    monkeypatch.setattr("kv_connector.agent.thread._HOLD_OFF_S", PATIENCE)
     monkeypatch.setattr("kv_connector.agent.effects.BURSTS", {"sim": Bursts(8 * PAGE, 8 * PAGE)})
     prefill, decode = pair
     prefill.expect()
@@ -488,7 +489,7 @@ def hold(side: Side) -> threading.Event:
         assert go.wait(PATIENCE)
         return ()
 
-    side.agent._submit(wait)
+    side.agent._thread.submit(wait)
     assert stopped.wait(PATIENCE)
     return go
 
@@ -1365,7 +1366,7 @@ def test_an_idle_agent_sleeps(sim: Stage) -> None:
     prefill = sim.side(Role.PREFILL)
     prefill.agent.finished("nobody", True, "")
     until(lambda: prefill.agent.live().commands == 0)
-    assert prefill.agent._timeout() is None
+    assert prefill.agent._thread._timeout() is None
 
 
 # --- Lanes that only the completing side finds closed

@@ -13,7 +13,7 @@ import pytest
 from agent_setup import until
 from protocol_setup import layout, pairs, region_bytes
 
-from kv_connector.agent.agent import AgentError, MemoryRange
+from kv_connector.agent.config import AgentError, MemoryRange
 from kv_connector.agent.settings import Settings, SettingsError
 from kv_connector.agent.start import Running, WorkerInfo, start
 from kv_connector.control.cluster_key import ClusterKey

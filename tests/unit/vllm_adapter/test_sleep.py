@@ -15,7 +15,7 @@ from agent_pairs import SOURCE, TARGET, every_lane, pair, refuse, sim, transfer
 from agent_setup import Side, Stage, until
 from protocol_setup import BLOCK
 
-from kv_connector.agent.agent import AgentError
+from kv_connector.agent.config import AgentError
 from kv_connector.agent.start import Running
 from kv_connector.engine import ErrorCode
 from kv_connector.protocol.actions import Address
