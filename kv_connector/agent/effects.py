@@ -74,7 +74,8 @@ from kv_connector.protocol.messages import (
     clip,
 )
 from kv_connector.protocol.peers import PeersAction, PeerTable
-from kv_connector.protocol.prefill import PrefillAction, PrefillMachine, WritesEnd
+from kv_connector.protocol.prefill import PrefillMachine, WritesEnd
+from kv_connector.protocol.shares import PrefillAction
 
 logger = logging.getLogger("kv_connector")
 

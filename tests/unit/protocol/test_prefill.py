@@ -39,7 +39,8 @@ from kv_connector.protocol.actions import (
 )
 from kv_connector.protocol.messages import Cancel, CancelAck, Fail, FailCode, Release, Reserve, Role, Sampled
 from kv_connector.protocol.plan import Plan
-from kv_connector.protocol.prefill import PrefillAction, PrefillMachine, WritesEnd
+from kv_connector.protocol.prefill import PrefillMachine, WritesEnd
+from kv_connector.protocol.shares import PrefillAction
 from kv_connector.protocol.timers import Timeouts
 
 PEER, OTHER = 1, 2
