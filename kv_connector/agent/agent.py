@@ -30,9 +30,10 @@ from kv_connector.protocol.actions import Address, Ended, Reached, State
 from kv_connector.protocol.decode import DecodeMachine
 from kv_connector.protocol.layout import memory_problem
 from kv_connector.protocol.messages import Rank, Role
-from kv_connector.protocol.peers import Identity, PeerTable
+from kv_connector.protocol.peers import PeerTable
 from kv_connector.protocol.prefill import PrefillMachine
 from kv_connector.protocol.requests import ComputedPages, DecodeRequest, GroupPages, PrefillRequest
+from kv_connector.protocol.sessions import Identity
 
 
 class Agent:
@@ -166,7 +167,7 @@ class Agent:
 
     def note_step(self) -> None:
         """The engine takes a step: it is not paused, and what it waits for is worth holding."""
-        self._effects.peers.last_step = time.monotonic()
+        self._effects.peers.note_step(time.monotonic())
 
     def reserve(self, request: DecodeRequest) -> None:
         """Asks for the prompt's pages. Ends in one finished_recving report, and failed_recving if it

@@ -73,8 +73,9 @@ from kv_connector.protocol.messages import (
     Sampled,
     clip,
 )
-from kv_connector.protocol.peers import PeersAction, PeerTable
+from kv_connector.protocol.peers import PeerTable
 from kv_connector.protocol.prefill import PrefillMachine, WritesEnd
+from kv_connector.protocol.sessions import PeersAction
 from kv_connector.protocol.shares import PrefillAction
 
 logger = logging.getLogger("kv_connector")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from kv_connector.protocol.actions import Ended, Outcome, Reached, State
 from kv_connector.protocol.messages import Role
-from kv_connector.protocol.peers import PeerInfo
+from kv_connector.protocol.sessions import PeerInfo
 
 # Kept for an adapter that does not ask: more than end in one step of an engine.
 _TIMINGS = 10_000

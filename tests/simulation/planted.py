@@ -164,7 +164,7 @@ BUGS = (
     # A machine that lost its power says no goodbye.
     Bug(
         "silence is never death",
-        "protocol/peers.py",
+        "protocol/sessions.py",
         '            return self.drop(now, peer.peer, f"silent for {silence:.1f} s")\n',
         "            peer.last_seen = now\n",
     ),

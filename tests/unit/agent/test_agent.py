@@ -30,8 +30,8 @@ from kv_connector.protocol.actions import Address, Outcome, State
 from kv_connector.protocol.geometry import Place, Units, head_major, units_of_rank
 from kv_connector.protocol.layout import GroupLayout, GroupTarget, KvLayout, LayerLayout
 from kv_connector.protocol.messages import Release, Role, encode
-from kv_connector.protocol.peers import PeerState
 from kv_connector.protocol.requests import ComputedPages, DecodeRequest, GroupPages
+from kv_connector.protocol.sessions import PeerState
 
 
 def record_signals(prefill: Side) -> list[list[int]]:

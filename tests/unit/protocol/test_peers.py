@@ -47,7 +47,8 @@ from kv_connector.protocol.messages import (
     Role,
     fingerprint,
 )
-from kv_connector.protocol.peers import Identity, PeersAction, PeerState, PeerTable
+from kv_connector.protocol.peers import PeerTable
+from kv_connector.protocol.sessions import Identity, PeersAction, PeerState
 from kv_connector.protocol.timers import Timeouts
 
 TIMES = Timeouts()
@@ -317,7 +318,7 @@ def test_an_engine_says_who_its_workers_are(decode: PeerTable, prefill: PeerTabl
     assert decode.receive(0.0, DIALLED, told) == [HangUp(DIALLED), EngineFound(P_ADDRESS, RANKS)]
     assert decode.peers() == ()
     assert decode.next_deadline() is None
-    assert not any((decode._by_source, decode._finding))
+    assert not any((decode._sessions.by_source, decode._sessions.finding))
 
 
 def test_an_engine_is_looked_for_once_at_a_time(decode: PeerTable) -> None:
@@ -547,11 +548,11 @@ def test_a_paused_engine_has_nothing_held_for_it(decode: PeerTable, prefill: Pee
     """It takes no steps; P, paused too, waits until nobody holds its prompts any more."""
     up(decode, prefill)
     decode.set_waiting(0.0, [("t", P_ADDRESS)])
-    decode.last_step = 0.0
+    decode.note_step(0.0)
     assert listed(decode, 0.0) == ("t",)
     assert listed(decode, TIMES.hold) == ("t",)
     assert listed(decode, TIMES.hold + 1) == ()
-    decode.last_step = TIMES.hold + 2
+    decode.note_step(TIMES.hold + 2)
     assert listed(decode, TIMES.hold + 2) == ("t",)
 
 
@@ -729,7 +730,7 @@ def test_hello_of_the_same_process_by_another_name_leaves_its_first_session_up(
     assert only(prefill.receive(3.0, CALLER, Bye("over")), SessionOver).peer == first
     assert only(prefill.receive(3.0, b"router 2", reserve()), Deliver).peer == second
     assert only(prefill.receive(3.0, b"router 2", Bye("over")), SessionOver).peer == second
-    assert not prefill._callers
+    assert not prefill._sessions.callers
 
 
 def test_hello_of_a_replaced_process_is_refused_while_its_successor_lives(prefill: PeerTable) -> None:
@@ -773,7 +774,7 @@ def test_dropping_a_session_twice_is_once_and_nothing_of_it_is_kept(
         assert only(table_.drop(1.0, peer, "x"), SessionOver)
         assert table_.drop(1.0, peer, "x") == []
         assert table_.next_deadline() is None
-        assert not any((table_._by_source, table_._callers, table_._by_address))
+        assert not any((table_._sessions.by_source, table_._sessions.callers, table_._sessions.by_address))
 
 
 # --- Lanes that do not lead there
