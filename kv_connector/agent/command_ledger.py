@@ -26,7 +26,7 @@ from kv_connector.protocol.requests import ComputedPages, DecodeRequest, Prefill
 logger = logging.getLogger(__name__)
 
 
-class Worker:
+class CommandLedger:
     """Each request that the scheduler waits for is reported once, whatever the agent refuses."""
 
     def __init__(self, agent: Agent) -> None:
