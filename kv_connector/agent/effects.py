@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kv_connector.agent.ledger import Ledger, Timing
-from kv_connector.agent.ports import Engine, Received, Sockets
+from kv_connector.agent.ports import Received, Sockets, TransferPort
 from kv_connector.agent.timeline import Timelines
 from kv_connector.agent.writes import Bursts, Target, Writes
 from kv_connector.engine import (
@@ -134,7 +134,7 @@ class Effects:
     def __init__(
         self,
         *,
-        engine: Engine,
+        engine: TransferPort,
         signal: Any,
         regions: Sequence[int],
         layout: KvLayout,
