@@ -60,7 +60,7 @@ from kv_connector.protocol.shares import (
     PrefillAction,
     Prompt,
     Reservation,
-    Transfer,
+    ShareTransfer,
     prompt_problem,
     share_problem,
     under_way,
@@ -496,7 +496,9 @@ class PrefillMachine:
 
     def _new_prompt(self, transfer_id: str) -> Prompt:
         prompt = Prompt(transfer_id, self._weights)
-        prompt.shares.append(Transfer(Share(transfer_id), prompt, pages=[{} for _ in self._layout.groups]))
+        prompt.shares.append(
+            ShareTransfer(Share(transfer_id), prompt, pages=[{} for _ in self._layout.groups])
+        )
         self._prompts[transfer_id] = prompt
         return prompt
 
@@ -507,24 +509,24 @@ class PrefillMachine:
         held_until = self._timers.deadline(first.share)
         for number in range(1, shares):
             share, pages = Share(prompt.transfer_id, number), [dict(known) for known in first.pages]
-            prompt.shares.append(Transfer(share, prompt, claimed=first.claimed, pages=pages))
+            prompt.shares.append(ShareTransfer(share, prompt, claimed=first.claimed, pages=pages))
             if held_until is not None:
                 self._timers.set(share, held_until)
 
-    def _share_of(self, prompt: Prompt, number: int) -> Transfer | None:
+    def _share_of(self, prompt: Prompt, number: int) -> ShareTransfer | None:
         """The share of that number, unless there are fewer. One stands for all until the first RESERVE."""
         if not prompt.told:
             return prompt.shares[0]
         return prompt.shares[number] if number < len(prompt.shares) else None
 
-    def _transfer(self, share: Share) -> Transfer | None:
+    def _transfer(self, share: Share) -> ShareTransfer | None:
         prompt = self._prompts.get(share.transfer_id)
         return None if prompt is None else prompt.shares[share.number]
 
-    def _all(self) -> list[Transfer]:
+    def _all(self) -> list[ShareTransfer]:
         return [transfer for prompt in self._prompts.values() for transfer in prompt.shares]
 
-    def _hold(self, now: float, transfer: Transfer) -> None:
+    def _hold(self, now: float, transfer: ShareTransfer) -> None:
         """From now on a finished prompt's blocks are kept for a while, until D comes for them."""
         hold = self._timeouts.hold
         if transfer.claimed is not None and transfer.claimed not in self._peers:
@@ -532,7 +534,7 @@ class PrefillMachine:
             hold = min(hold, self._timeouts.dead + self._timeouts.connect)
         self._timers.set(transfer.share, now + hold)
 
-    def _of_peer(self, peer: PeerId) -> list[Transfer]:
+    def _of_peer(self, peer: PeerId) -> list[ShareTransfer]:
         return [t for t in self._all() if t.reservation is not None and t.reservation.peer == peer]
 
     def _refuse(self, peer: PeerId, message: Reserve, code: FailCode, text: str) -> Send:
@@ -551,7 +553,7 @@ class PrefillMachine:
         said = _say_sampled(peer, message, prompt) if prompt.finished else []
         return [*said, refused, *self._ends.close(now, transfer, verdict)]
 
-    def _go_stale(self, now: float, transfer: Transfer, text: str) -> list[PrefillAction]:
+    def _go_stale(self, now: float, transfer: ShareTransfer, text: str) -> list[PrefillAction]:
         """What D has reserved will be of no use to it. Where it waits for a token, which a client may have by
         then, it is told behind that."""
         reservation = transfer.reservation
@@ -562,7 +564,7 @@ class PrefillMachine:
         transfer.forget_pages()
         return []
 
-    def _push(self, transfer: Transfer) -> list[PrefillAction]:
+    def _push(self, transfer: ShareTransfer) -> list[PrefillAction]:
         """Pushes what is computed, wanted and not yet pushed; one Push for each step that computed some."""
         reservation = transfer.reservation
         if reservation is None or transfer.prompt.request is None:
@@ -597,7 +599,7 @@ class PrefillMachine:
             for signal_base, batches in sorted(steps.items(), key=_begin)
         ]
 
-    def _seal(self, now: float, transfer: Transfer) -> list[PrefillAction]:
+    def _seal(self, now: float, transfer: ShareTransfer) -> list[PrefillAction]:
         """P has computed all it will: the transfer ends when its writes have arrived."""
         reservation = transfer.reservation
         assert reservation is not None

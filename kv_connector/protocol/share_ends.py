@@ -20,7 +20,7 @@ from kv_connector.protocol.actions import (
     State,
 )
 from kv_connector.protocol.messages import CancelAck, Fail, FailCode, Role, clip
-from kv_connector.protocol.shares import Phase, PrefillAction, Prompt, Transfer, verdict_on
+from kv_connector.protocol.shares import Phase, PrefillAction, Prompt, ShareTransfer, verdict_on
 from kv_connector.protocol.timers import Timeouts, Timers
 from kv_connector.protocol.tombstones import Tombstones, Verdict
 
@@ -40,7 +40,7 @@ class ShareEnds:
         self._timers = timers
         self._timeouts = timeouts
 
-    def complete(self, now: float, transfer: Transfer) -> list[PrefillAction]:
+    def complete(self, now: float, transfer: ShareTransfer) -> list[PrefillAction]:
         """All pages that D wanted have arrived."""
         reservation = transfer.reservation
         assert reservation is not None
@@ -48,7 +48,7 @@ class ShareEnds:
         transfer.verdict = Verdict(Outcome.COMPLETED, FailCode.DUPLICATE, text, (reservation.key,))
         return self._finish_reservation(now, transfer, ())
 
-    def end(self, now: float, transfer: Transfer, code: FailCode, text: str) -> list[PrefillAction]:
+    def end(self, now: float, transfer: ShareTransfer, code: FailCode, text: str) -> list[PrefillAction]:
         """Ends the share without its pages, unless it has ended or is about to."""
         outcome = outcome_of(code)
         if transfer.phase is Phase.WAITING:
@@ -63,7 +63,7 @@ class ShareEnds:
         """As end(), each share of the prompt."""
         return [action for transfer in prompt.shares for action in self.end(now, transfer, code, text)]
 
-    def drain(self, now: float, transfer: Transfer, verdict: Verdict) -> list[PrefillAction]:
+    def drain(self, now: float, transfer: ShareTransfer, verdict: Verdict) -> list[PrefillAction]:
         """Stops the transfer's writes; its end follows once nothing is in flight."""
         reservation = transfer.reservation
         assert reservation is not None
@@ -76,7 +76,7 @@ class ShareEnds:
         self._timers.set(transfer.share, now + self._timeouts.drain)
         return [CancelWrites(transfer.share)]
 
-    def drained(self, now: float, transfer: Transfer, quiesced: bool) -> list[PrefillAction]:
+    def drained(self, now: float, transfer: ShareTransfer, quiesced: bool) -> list[PrefillAction]:
         """Nothing of a stopped transfer is in flight any more: tell D, unless it is gone."""
         reservation, verdict = transfer.reservation, transfer.verdict
         assert reservation is not None
@@ -91,7 +91,7 @@ class ShareEnds:
             answer = Fail(message.transfer_id, message.attempt, verdict.code, clip(verdict.text), quiesced)
         return self._finish_reservation(now, transfer, (Send(reservation.peer, answer),))
 
-    def close(self, now: float, transfer: Transfer, verdict: Verdict) -> list[PrefillAction]:
+    def close(self, now: float, transfer: ShareTransfer, verdict: Verdict) -> list[PrefillAction]:
         """Ends a transfer that no RESERVE is being served for."""
         if transfer.prompt.mismatch and verdict.code is FailCode.PREFILL_ABORTED:
             # D computes its own prompt, so its other workers must not take this for an abort.
@@ -130,7 +130,7 @@ class ShareEnds:
         return [Ended(Role.PREFILL, transfer_id, None, verdict.outcome, verdict.text)]
 
     def _finish_reservation(
-        self, now: float, transfer: Transfer, messages: Sequence[Send]
+        self, now: float, transfer: ShareTransfer, messages: Sequence[Send]
     ) -> list[PrefillAction]:
         reservation, verdict = transfer.reservation, transfer.verdict
         assert reservation is not None
@@ -149,7 +149,7 @@ class ShareEnds:
         )
         return [*messages, ended, *self._settle(now, transfer)]
 
-    def _settle(self, now: float, transfer: Transfer) -> list[PrefillAction]:
+    def _settle(self, now: float, transfer: ShareTransfer) -> list[PrefillAction]:
         """Nothing of this share moves any more."""
         transfer.phase, transfer.reservation = Phase.CLOSED, None
         self._timers.clear(transfer.share)

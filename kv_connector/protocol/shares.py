@@ -70,7 +70,7 @@ class Prompt:
     moving: bool = False  # it was said that pages go
     told: bool = False  # how many workers of D want a share; until then there is one, for whoever comes
     mismatch: str = ""  # why the RESERVE of a worker of D was refused as one for another prompt
-    shares: list[Transfer] = field(default_factory=list)
+    shares: list[ShareTransfer] = field(default_factory=list)
 
     @property
     def over(self) -> bool:
@@ -79,7 +79,7 @@ class Prompt:
 
 
 @dataclass
-class Transfer:
+class ShareTransfer:
     """A share of a prompt, for one worker of D."""
 
     share: Share
@@ -155,7 +155,7 @@ def under_way(prompts: Iterable[Prompt]) -> list[UnderWay]:
     return found
 
 
-def _phase(transfer: Transfer) -> str:
+def _phase(transfer: ShareTransfer) -> str:
     """For an operator."""
     if transfer.prompt.request is None:
         return "orphan"
