@@ -261,7 +261,7 @@ class Agent:
         self._thread.go_on()  # the engine waits
         self._preemption.preempt(transfer_ids)
 
-    def finished(
+    def request_finished(
         self,
         transfer_id: str,
         ok: bool,
@@ -279,7 +279,7 @@ class Agent:
             self._thread.go_on()  # D waits for the token, and not for another prompt's launch
         prefill = self._effects.prefill
         self._thread.submit(
-            lambda now: prefill.finished(now, transfer_id, ok, reason, sampled, aborted=aborted)
+            lambda now: prefill.request_finished(now, transfer_id, ok, reason, sampled, aborted=aborted)
         )
 
     def cache_cleared(self) -> None:
@@ -326,7 +326,7 @@ class Agent:
     def state(self, request_id: str) -> State | None:
         """How far a request has come, in one look-up: for adapters that ask of each one, in each turn. None:
         it waits for the other side, or is not known. What is DONE or FAILED nobody reads or writes for any
-        more; a prompt that has FAILED may still be under way in its engine, which finished() ends.
+        more; a prompt that has FAILED may still be under way in its engine, which request_finished() ends.
 
         An end is kept until take_reports() or forget(): an adapter uses one of them."""
         return self._ledger.state(request_id)
@@ -341,8 +341,8 @@ class Agent:
 
     def forget(self, request_id: str) -> None:
         """Drops all that is kept of a request for its adapter, in order with the other commands: to be called
-        for a prompt after finished(), and for a load when it is DONE or FAILED, or cancelled. What still
-        moves stays until it is over, and nobody is told of its end."""
+        for a prompt after request_finished(), and for a load when it is DONE or FAILED, or cancelled. What
+        still moves stays until it is over, and nobody is told of its end."""
 
         def command(now: float) -> Sequence[Action]:
             self._ledger.forget(request_id)

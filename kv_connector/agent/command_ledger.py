@@ -87,7 +87,7 @@ class CommandLedger:
                 self._agent.expect(command)
             case FinishPrefill():
                 self._finished.add(command.request_id)
-                self._agent.finished(
+                self._agent.request_finished(
                     command.transfer_id, command.ok, command.reason, command.sampled, command.aborted
                 )
             case DecodeRequest():

@@ -1,9 +1,9 @@
 """P's side of every transfer, sans-IO: which pages to push when, and how each transfer ends.
 
-A transfer has two halves that arrive in any order: the request in P's engine (``expect`` ... ``finished``)
-and D's RESERVE. Pages flow while both are there. Each granule (the tokens that lie in one block on either
-side: a logical block, where the blocks are as large; all layers of the group) is pushed exactly once, however
-the prompt was chunked, cached or preempted: the ledger knows what is still to go.
+A transfer has two halves that arrive in any order: the request in P's engine (``expect`` ...
+``request_finished``) and D's RESERVE. Pages flow while both are there. Each granule (the tokens that lie in
+one block on either side: a logical block, where the blocks are as large; all layers of the group) is pushed
+exactly once, however the prompt was chunked, cached or preempted: the ledger knows what is still to go.
 
     request   RESERVE   phase
     -         yes       ACTIVE    an orphan: waits for the request (orphan timeout)
@@ -240,7 +240,7 @@ class PrefillMachine:
                     actions += self._go_stale(now, transfer, text)
         return actions
 
-    def finished(
+    def request_finished(
         self,
         now: float,
         transfer_id: str,

@@ -47,7 +47,7 @@ def transfer(prefill: Side, decode: Side, name: str = "t") -> None:
     prefill.expect(name)
     decode.reserve(prefill.address, transfer=name)
     prefill.compute(SOURCE, transfer=name)
-    prefill.agent.finished(name, True, "")
+    prefill.agent.request_finished(name, True, "")
     decode.wait(received=[f"d-{name}"])
     prefill.wait(sent=[f"p-{name}"])
     assert decode.failed == []

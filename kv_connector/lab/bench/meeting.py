@@ -147,7 +147,7 @@ def _rank(way: Connection, role: Role, rank: int, ranks: int, provider: str) -> 
         if role is Role.PREFILL:
             agent.expect(PrefillRequest("p", "t", _TOKENS, None))
             agent.computed(ComputedPages("t", None, (GroupPages(0, (1,)),)))
-            agent.finished("t", ok=True)
+            agent.request_finished("t", ok=True)
             way.send(None)
         else:
             way.send(_seconds(agent, *told))

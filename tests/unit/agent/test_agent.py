@@ -81,7 +81,7 @@ def test_layers_leave_as_they_are_signalled(pair: tuple[Side, Side]) -> None:
     assert decode.received == []
     prefill.agent.note_prefill_end(["t"])
     prefill.agent.signal.store(2)
-    prefill.agent.finished("t", True, "")
+    prefill.agent.request_finished("t", True, "")
     decode.wait(received=["d-t"])
     prefill.wait(sent=["p-t"])
     stats = prefill.agent.stats()
@@ -103,7 +103,7 @@ def test_layers_leave_in_the_order_in_which_they_are_computed(pair: tuple[Side, 
     assert not decode.pages[0].any()  # it comes last
     prefill.agent.note_prefill_end(["t"])
     prefill.agent.signal.store(2)
-    prefill.agent.finished("t", True, "")
+    prefill.agent.request_finished("t", True, "")
     decode.wait(received=["d-t"])
     prefill.wait(sent=["p-t"])
     assert prefill.agent.stats().layers_before_prefill_end == 1
@@ -119,7 +119,7 @@ def test_pages_of_a_step_before_the_order_changed_wait_for_its_end(pair: tuple[S
     prefill.agent.order_layers(2, (1, 0))
     prefill.compute((3,), first=2, forward=False)
     decode.reserve(prefill.address)
-    prefill.agent.finished("t", True, "")
+    prefill.agent.request_finished("t", True, "")
     prefill.agent.signal.store(4)
     decode.wait(received=["d-t"])
     prefill.wait(sent=["p-t"])
@@ -159,7 +159,7 @@ def test_on_lanes_for_bursts_pages_wait_for_the_prompts_end_where_they_are_soon_
     prefill.compute(SOURCE[:1])
     prefill.agent.computed(ComputedPages("t", 2, (GroupPages(1, SOURCE[1:2]),)))
     prefill.compute(SOURCE[2:], first=2)
-    prefill.agent.finished("t", True, "")
+    prefill.agent.request_finished("t", True, "")
     decode.wait(received=["d-t"])
     prefill.wait(sent=["p-t"])
     assert values == signals
@@ -183,7 +183,7 @@ def test_pages_that_wait_for_a_later_step_go_when_none_comes(
         prefill.agent.preempt(["t"])
         prefill.pages[:] = 99
         prefill.compute((5, 6, SOURCE[2]), first=0)
-    prefill.agent.finished("t", True, "")
+    prefill.agent.request_finished("t", True, "")
     decode.wait(received=["d-t"])
     assert decode.failed == []
     assert decode.holds("t", SOURCE, TARGET)
@@ -245,7 +245,7 @@ def test_a_token_that_d_waits_for_is_told_while_another_prompts_step_is_launched
     prefill.compute(SOURCE)
     assert prefill.agent.catch_up(PATIENCE)
     prefill.agent.begin_launch()
-    prefill.agent.finished("t", ok=True, sampled=7)
+    prefill.agent.request_finished("t", ok=True, sampled=7)
     assert prefill.agent.catch_up(PATIENCE / 2)
     decode.wait(received=["d-t"])
 
@@ -295,7 +295,7 @@ def test_pages_that_are_computed_already_wait_for_no_signal(every_lane: Stage) -
     prefill.compute_first(SOURCE[2:], first=2)
     prefill.agent.preempt(["t"])  # waits for the writes, and for no step
     prefill.agent.note_prefill_end(["t"])
-    prefill.agent.finished("t", True, "")
+    prefill.agent.request_finished("t", True, "")
     decode.wait(received=["d-t"])
     assert decode.holds("t", SOURCE, TARGET)
     prefill.wait(sent=["p-t"])
@@ -312,7 +312,7 @@ def test_of_pages_that_are_computed_already_each_naming_is_a_step(pair: tuple[Si
     until(lambda: prefill.agent._engine.stats().pages_written == 4)
     prefill.agent.note_prefill_end(["t"])
     prefill.compute_first(SOURCE[2:], first=2)
-    prefill.agent.finished("t", True, "")
+    prefill.agent.request_finished("t", True, "")
     prefill.wait(sent=["p-t"])
     stats = prefill.agent.stats()
     assert (stats.pages_before_prefill_end, stats.layers_before_prefill_end) == (4, 0)
@@ -328,7 +328,7 @@ def test_rows_come_beside_the_pages(sim: Stage) -> None:
     prefill.expect()
     prefill.agent.computed(ComputedPages("t", None, (GroupPages(0, (1, 2)), GroupPages(0, ()))))
     prefill.agent.computed(ComputedPages("t", 0, (GroupPages(2, (3,)), GroupPages(0, (0,)))))
-    prefill.agent.finished("t", True, "")
+    prefill.agent.request_finished("t", True, "")
     groups = GroupTarget(0, TARGET), GroupTarget(0, (3,))
     decode.agent.reserve(DecodeRequest("d-t", "t", prefill.address, 3 * BLOCK, 0, HASH, groups))
     until(lambda: prefill.agent.live().engine_transfers == 1)
@@ -364,12 +364,12 @@ def test_pages_come_from_several_stages(stages: tuple[Side, Side, Side]) -> None
     first, second, decode = stages
     decode.reserve(first.address)
     first.compute(SOURCE)
-    first.agent.finished("t", True, "")
+    first.agent.request_finished("t", True, "")
     first.wait(sent=["p-t"])
     decode.poll()
     assert decode.received == []
     second.compute((4, 5, 6))
-    second.agent.finished("t", True, "")
+    second.agent.request_finished("t", True, "")
     decode.wait(received=["d-t"])
     assert decode.failed == []
     assert (decode.pages[0, list(TARGET)] == first.pages[0, list(SOURCE)]).all()
@@ -383,10 +383,10 @@ def test_one_of_several_stages_that_fails_stops_the_others(stages: tuple[Side, S
     first, second, decode = stages
     decode.reserve(first.address)
     first.compute(SOURCE[:2])
-    second.agent.finished("t", False, "its client left")
+    second.agent.request_finished("t", False, "its client left")
     decode.wait(received=["d-t"])
     assert decode.failed == ["d-t"]
-    first.agent.finished("t", True, "")
+    first.agent.request_finished("t", True, "")
     for side in (first, second):
         side.wait(sent=["p-t"])
         side.idle()
@@ -432,7 +432,7 @@ def test_ranks_and_blocks_may_differ(sim: Stage, a: int, b: int, ours: int, thei
             p.pages[:, page] = part.reshape(2, -1)
         p.compute(pages, forward=False)
         p.agent.signal.store(2)
-        p.agent.finished("t", True, "")
+        p.agent.request_finished("t", True, "")
     for rank, d in enumerate(decode):
         d.wait(received=["d-t"])
         assert d.failed == []
@@ -459,7 +459,7 @@ def test_the_prompt_may_be_computed_before_decode_asks(pair: tuple[Side, Side]) 
     prefill.expect()
     prefill.compute(SOURCE[:2])
     prefill.compute(SOURCE[2:], first=2)
-    prefill.agent.finished("t", True, "")
+    prefill.agent.request_finished("t", True, "")
     decode.reserve(prefill.address)
     decode.wait(received=["d-t"])
     assert decode.holds("t", SOURCE, TARGET)
@@ -473,7 +473,7 @@ def test_nothing_wanted_is_complete_at_once(pair: tuple[Side, Side]) -> None:
     decode.reserve(prefill.address, blocks=(0, 0, 0))
     decode.wait(received=["d-t"])
     prefill.compute(SOURCE)
-    prefill.agent.finished("t", True, "")
+    prefill.agent.request_finished("t", True, "")
     prefill.wait(sent=["p-t"])
     assert decode.failed == []
     prefill.idle()
@@ -516,7 +516,7 @@ def test_a_fault_at_one_message_costs_no_other(
     monkeypatch.setattr(peers, "receive", faulty)
     go.set()
     prefill.compute(SOURCE, transfer="b")
-    prefill.agent.finished("b", True, "")
+    prefill.agent.request_finished("b", True, "")
     decode.wait(received=["d-b"])
     assert "was not acted on" in caplog.text
     monkeypatch.setattr(peers, "receive", receive)
@@ -557,7 +557,7 @@ def test_a_fault_at_one_event_of_the_engine_costs_no_other(
     go = hold(decode)
     for name in ("a", "b"):
         prefill.compute(SOURCE, transfer=name)
-        prefill.agent.finished(name, True, "")
+        prefill.agent.request_finished(name, True, "")
     prefill.wait(sent=["p-a", "p-b"])
     machine = decode.agent._effects.decode
     reached, faults = machine.counter_reached, ["a fault"]
@@ -595,11 +595,11 @@ def test_many_transfers_at_once_between_several_engines(sim: Stage) -> None:
         prefill.expect(name)
         if fate == "prefill aborts":
             prefill.compute(blocks[:1], transfer=name)
-            prefill.agent.finished(name, False, "client left")
+            prefill.agent.request_finished(name, False, "client left")
         else:
             prefill.compute(blocks[:1], transfer=name)
             prefill.compute(blocks[1:], first=1, transfer=name)
-            prefill.agent.finished(name, True, "")
+            prefill.agent.request_finished(name, True, "")
         if late:
             decode.reserve(prefill.address, targets, name)
         if fate == "decode aborts":
@@ -633,7 +633,7 @@ def test_the_state_of_a_request_is_asked_for_at_any_time(pair: tuple[Side, Side]
     assert decode.agent.state("d-t") is State.DONE
     assert decode.holds("t", SOURCE[:2], TARGET[:2])
     assert prefill.agent.state("p-t") is State.MOVING  # its engine still works on it
-    prefill.agent.finished("t", True, "")
+    prefill.agent.request_finished("t", True, "")
     until(lambda: prefill.agent.state("p-t") is State.DONE)
     for side, request in ((prefill, "p-t"), (decode, "d-t")):
         side.agent.forget(request)
@@ -659,7 +659,7 @@ def test_what_has_come_is_known_once_the_agent_has_caught_up(pair: tuple[Side, S
     assert prefill.agent.catch_up(10.0)
     assert prefill.agent.state("p-t") is State.MOVING
     prefill.compute(SOURCE)
-    prefill.agent.finished("t", True, "")
+    prefill.agent.request_finished("t", True, "")
     decode.wait(received=["d-t"])
     prefill.wait(sent=["p-t"])
 
@@ -676,7 +676,7 @@ def test_a_failure_says_why_on_both_sides(pair: tuple[Side, Side]) -> None:
     assert prefill.agent.failure("p-t") == "the decode engine cancelled the transfer"
     until(lambda: decode.agent.state("d-t") is State.FAILED)
     assert decode.agent.failure("d-t") == ""  # who aborts knows
-    prefill.agent.finished("t", False, "nobody wants it")
+    prefill.agent.request_finished("t", False, "nobody wants it")
     prefill.wait(sent=["p-t"])
     assert prefill.agent.state("p-t") is None  # reported
 
@@ -727,7 +727,7 @@ def test_a_prompt_that_ends_early_fails_decode_and_counts_as_what_it_is(
     decode.reserve(prefill.address)
     prefill.compute(SOURCE[:1])
     until(lambda: prefill.agent.live().engine_transfers == 1)
-    prefill.agent.finished("t", False, "its end", aborted=aborted)
+    prefill.agent.request_finished("t", False, "its end", aborted=aborted)
     decode.wait(received=["d-t"])
     assert decode.failed == ["d-t"]
     prefill.wait(sent=["p-t"])
@@ -762,7 +762,7 @@ def test_an_abort_of_decode_is_not_a_failure(
     # Nothing lands in the blocks any more, whatever P still computes.
     decode.pages[:] = 0
     prefill.compute(SOURCE[2:], first=2)
-    prefill.agent.finished("t", True, "")
+    prefill.agent.request_finished("t", True, "")
     prefill.wait(sent=["p-t"])
     assert not decode.pages.any()
     prefill.idle()
@@ -778,7 +778,7 @@ def test_another_prompt_is_not_loaded_and_prefill_is_free_at_once(pair: tuple[Si
     decode.reserve(prefill.address, prompt_hash=bytes(16))
     decode.wait(received=["d-t"])
     assert decode.failed == ["d-t"]
-    prefill.agent.finished("t", True, "")
+    prefill.agent.request_finished("t", True, "")
     prefill.wait(sent=["p-t"])
     assert prefill.agent.stats().sent == {Outcome.RELEASED: 1}
 
@@ -788,7 +788,7 @@ def test_a_prompt_without_a_hash_is_known_by_its_transfer_alone(pair: tuple[Side
     prefill.expect(prompt_hash=None)
     decode.reserve(prefill.address, prompt_hash=None)
     prefill.compute(SOURCE)
-    prefill.agent.finished("t", True, "")
+    prefill.agent.request_finished("t", True, "")
     decode.wait(received=["d-t"])
     prefill.wait(sent=["p-t"])
     assert decode.failed == []
@@ -798,7 +798,7 @@ def test_a_prompt_without_a_hash_is_known_by_its_transfer_alone(pair: tuple[Side
 def test_a_release_frees_the_prompt(pair: tuple[Side, Side]) -> None:
     prefill, decode = pair
     prefill.expect()
-    prefill.agent.finished("t", True, "")
+    prefill.agent.request_finished("t", True, "")
     decode.agent.release("t", prefill.address)
     prefill.wait(sent=["p-t"])
     assert prefill.agent.stats().sent == {Outcome.RELEASED: 1}
@@ -810,7 +810,7 @@ def test_a_prompt_that_nobody_wants_expires_unless_decode_says_that_it_waits(sim
     until(lambda: decode.agent.live().peers == 1)
     for name in ("kept", "lost"):
         prefill.expect(name)
-        prefill.agent.finished(name, True, "")
+        prefill.agent.request_finished(name, True, "")
     prefill.wait(sent=["p-lost"])
     assert "p-kept" not in prefill.sent
     decode.agent.set_waiting([])
@@ -840,7 +840,7 @@ def test_preemption_returns_when_nothing_reads_the_blocks(sim: Stage) -> None:
     prefill.pages[:] = 99  # somebody else's now
     # The prompt is computed again, elsewhere; only what had not gone goes.
     prefill.compute((5, 6, 7))
-    prefill.agent.finished("t", True, "")
+    prefill.agent.request_finished("t", True, "")
     decode.wait(received=["d-t"])
     assert decode.failed == []
     assert decode.holds("t", (1, 2, 7), TARGET)
@@ -862,7 +862,7 @@ def test_preemption_waits_for_layers_that_are_still_being_computed(pair: tuple[S
     preempting.join(20)
     assert not preempting.is_alive()
     decode.wait(received=["d-t"])  # everything has left
-    prefill.agent.finished("t", True, "")
+    prefill.agent.request_finished("t", True, "")
     prefill.wait(sent=["p-t"])
 
 
@@ -880,7 +880,7 @@ def test_preempted_writes_that_do_not_drain_are_fenced(sim: Stage, monkeypatch: 
     until(lambda: engine.stats().peers == 0)
     decode.wait(received=["d-t"])
     assert decode.failed == ["d-t"]
-    prefill.agent.finished("t", True, "")
+    prefill.agent.request_finished("t", True, "")
     prefill.wait(sent=["p-t"])
     prefill.idle()
     decode.idle()
@@ -923,7 +923,7 @@ def test_writes_that_the_engine_refuses_fail_their_transfer_only(
         prefill.compute(SOURCE)
         decode.wait(received=["d-t"])
     assert decode.failed == ["d-t"]
-    prefill.agent.finished("t", True, "")
+    prefill.agent.request_finished("t", True, "")
     prefill.wait(sent=["p-t"])
     transfer_again(prefill, decode)
 
@@ -938,7 +938,7 @@ def test_a_transfer_that_cannot_be_opened_fails(sim: Stage, monkeypatch: pytest.
         prefill.compute(SOURCE)
         decode.wait(received=["d-t"])
     assert decode.failed == ["d-t"]
-    prefill.agent.finished("t", True, "")
+    prefill.agent.request_finished("t", True, "")
     prefill.wait(sent=["p-t"])
     transfer_again(prefill, decode)
 
@@ -952,7 +952,7 @@ def test_nothing_is_written_after_a_transfer_was_given_up(
     prefill.expect()
     prefill.compute(SOURCE[:2])
     prefill.compute(SOURCE[2:], first=2)
-    prefill.agent.finished("t", True, "")
+    prefill.agent.request_finished("t", True, "")
     open_transfer, calls = engine.open_transfer, []
 
     def first_fails(*arguments: Any) -> int:
@@ -1039,7 +1039,7 @@ def test_a_decode_engine_that_shuts_down_frees_the_prompts(pair: tuple[Side, Sid
     prefill.compute(SOURCE[:1])
     until(lambda: prefill.agent.live().engine_transfers == 1)
     decode.agent.close()
-    prefill.agent.finished("t", True, "")
+    prefill.agent.request_finished("t", True, "")
     prefill.wait(sent=["p-t"])
     until(lambda: prefill.agent.live().peers == 0)
     prefill.idle()
@@ -1075,7 +1075,7 @@ def test_a_decode_engine_that_falls_silent_frees_the_prompts(sim: Stage) -> None
     until(lambda: prefill.agent.live().engine_transfers == 1)
     mute(decode)
     until(lambda: prefill.agent.live().peers == 0)
-    prefill.agent.finished("t", True, "")
+    prefill.agent.request_finished("t", True, "")
     prefill.wait(sent=["p-t"])
     prefill.idle()
 
@@ -1124,7 +1124,7 @@ def test_ranks_on_several_hosts_find_each_other(sim: Stage, caplog: pytest.LogCa
         p.pages[:] = rank + 1
         p.compute(SOURCE, forward=False)
         p.agent.signal.store(2)
-        p.agent.finished("t", True, "")
+        p.agent.request_finished("t", True, "")
         d.wait(received=["d-t"])
         p.wait(sent=["p-t"])
         assert d.failed == []
@@ -1268,7 +1268,7 @@ def test_an_error_in_one_message_does_not_stop_the_agent(
         assert decode.failed == ["d-y", "d-x"]
     with monkeypatch.context() as patch:
         patch.setattr(prefill.agent._effects, "tick", broken)
-        prefill.agent.finished("nobody", True, "")
+        prefill.agent.request_finished("nobody", True, "")
         until(lambda: "an error that it did not expect" in caplog.text)
     transfer_again(prefill, decode)
 
@@ -1294,7 +1294,7 @@ def test_pages_outside_of_the_memory_are_refused(pair: tuple[Side, Side]) -> Non
     prefill.agent.computed(blocks)
     decode.wait(received=["d-t"])
     assert decode.failed == ["d-t"]
-    prefill.agent.finished("t", True, "")
+    prefill.agent.request_finished("t", True, "")
     prefill.wait(sent=["p-t"])
 
 
@@ -1364,7 +1364,7 @@ def test_closing_leaves_no_thread(sim: Stage) -> None:
 def test_an_idle_agent_sleeps(sim: Stage) -> None:
     """Without peers there is no deadline: the thread waits until it is woken."""
     prefill = sim.side(Role.PREFILL)
-    prefill.agent.finished("nobody", True, "")
+    prefill.agent.request_finished("nobody", True, "")
     until(lambda: prefill.agent.live().commands == 0)
     assert prefill.agent._thread._timeout() is None
 
@@ -1405,7 +1405,7 @@ def test_agent_offers_again_without_a_lane_that_does_not_lead_to_prefill(
         decode.reserve(prefill.address)
         prefill.expect()
         prefill.compute(SOURCE)
-        prefill.agent.finished("t", True, "")
+        prefill.agent.request_finished("t", True, "")
         decode.wait(received=["d-t"])
         passed = [record.message for record in caplog.records if "lane host is passed over" in record.message]
         if not lane:

@@ -50,7 +50,7 @@ def test_commands_reach_the_agent_in_order(agent: RecordingAgent, ledger: Comman
         ("reserve", RESERVE),
         ("cancel", "d"),
         ("release", "r", PEER),
-        ("finished", "t", False, "client left", None, True),
+        ("request_finished", "t", False, "client left", None, True),
         ("cache_cleared",),
     ]
 
@@ -85,7 +85,7 @@ def test_received_is_reported_with_its_failures(agent: RecordingAgent, ledger: C
 def test_an_agent_that_refuses_fails_only_what_it_refused(
     agent: RecordingAgent, ledger: CommandLedger
 ) -> None:
-    agent.refused = {"reserve", "computed", "finished"}
+    agent.refused = {"reserve", "computed", "request_finished"}
     ledger.execute([EXPECT, RESERVE, FinishPrefill("p", "t", True, ""), Cancel("other")])
     ledger.computed([NewPages("t", PAGES, last=False), NewPages("u", PAGES, last=False)], 3)
     assert agent.take_calls()[-3:] == [
@@ -106,7 +106,7 @@ def test_nobody_waits_for_news_that_is_there(agent: RecordingAgent, ledger: Comm
     assert not waits()
     ledger.take_reports()
     assert waits()
-    agent.refused = {"finished"}
+    agent.refused = {"request_finished"}
     ledger.execute([FinishPrefill("p", "t", True, "")])
     agent.take_calls()
     assert not waits()
@@ -129,7 +129,9 @@ class FickleAgent:
         self._maybe()
         self.expected[request.transfer_id] = request.request_id
 
-    def finished(self, transfer_id: str, ok: bool, reason: str) -> None:
+    def request_finished(
+        self, transfer_id: str, ok: bool, reason: str, sampled: int | None, aborted: bool
+    ) -> None:
         self._maybe()
 
     def reserve(self, request: DecodeRequest) -> None:

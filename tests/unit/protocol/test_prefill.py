@@ -83,7 +83,7 @@ def active(machine: PrefillMachine) -> None:
 def sealed(machine: PrefillMachine) -> None:
     active(machine)
     assert pushed(machine.computed(0.0, computed((3,), first=2, base=2))) == {3: 13}
-    assert machine.finished(0.0, "t", True, "") == [Seal(Share("t"))]
+    assert machine.request_finished(0.0, "t", True, "") == [Seal(Share("t"))]
 
 
 def assert_over(machine: PrefillMachine) -> None:
@@ -106,13 +106,13 @@ def test_decode_is_told_the_token_when_the_prompt_is_finished(
     machine.reserve(0.0, PEER, wanting())
     machine.computed(0.0, computed((1, 2, 3)))
     said = Send(PEER, Sampled("t", reserve().attempt, token))
-    assert machine.finished(0.0, "t", True, "", token) == [said, Seal(Share("t"))]
+    assert machine.request_finished(0.0, "t", True, "", token) == [said, Seal(Share("t"))]
 
 
 def test_decode_that_asks_for_a_finished_prompt_is_told_the_token_at_once(machine: PrefillMachine) -> None:
     machine.expect(0.0, prefill_request())
     machine.computed(0.0, computed((1, 2, 3)))
-    machine.finished(0.0, "t", True, "", 7)
+    machine.request_finished(0.0, "t", True, "", 7)
     actions = machine.reserve(0.0, PEER, wanting())
     assert message(actions) == Sampled("t", reserve().attempt, 7)
 
@@ -120,7 +120,7 @@ def test_decode_that_asks_for_a_finished_prompt_is_told_the_token_at_once(machin
 def test_the_token_is_not_told_of_a_prompt_that_was_given_up(machine: PrefillMachine) -> None:
     machine.expect(0.0, prefill_request())
     machine.reserve(0.0, PEER, wanting())
-    actions = machine.finished(0.0, "t", False, "aborted", 7, aborted=True)
+    actions = machine.request_finished(0.0, "t", False, "aborted", 7, aborted=True)
     assert [type(send.message) for send in every(actions, Send)] == [Fail]
 
 
@@ -135,7 +135,7 @@ def test_pages_go_as_they_are_computed_and_the_request_is_reported_when_they_hav
     actions = machine.computed(1.0, computed((1, 2), base=40))
     assert actions == [Push(PEER, Share("t"), 40, 100, (PushedGroup((0, 0), (0, 0), (1, 2), (11, 12)),))]
     assert pushed(machine.computed(2.0, computed((3,), first=2, base=42))) == {3: 13}
-    assert machine.finished(3.0, "t", True, "") == [Seal(Share("t"))]
+    assert machine.request_finished(3.0, "t", True, "") == [Seal(Share("t"))]
     actions = machine.writes_ended(4.0, Share("t"), WritesEnd.DONE, True, "")
     assert only(actions, FinishedSending).request_id == "p-t"
     assert only(actions, Ended).outcome is Outcome.COMPLETED
@@ -155,7 +155,7 @@ def test_serial_dispatch_pushes_everything_when_reserve_comes(machine: PrefillMa
     machine.expect(0.0, prefill_request())
     machine.computed(0.0, computed((1, 2), base=0))
     machine.computed(0.0, computed((3,), first=2, base=2))
-    machine.finished(0.0, "t", True, "")
+    machine.request_finished(0.0, "t", True, "")
     actions = machine.reserve(5.0, PEER, reserve())
     assert [push.signal_base for push in every(actions, Push)] == [0, 2]
     assert pushed(actions) == {1: 11, 2: 12, 3: 13}
@@ -197,7 +197,7 @@ def test_null_blocks_are_skipped_on_both_sides(machine: PrefillMachine) -> None:
     machine.reserve(0.0, PEER, reserve(blocks=(0, 12, 13)))
     assert pushed(machine.computed(0.0, computed((1, 2, 0)))) == {2: 12}
     assert pushed(machine.computed(0.0, computed((3,), first=2))) == {3: 13}
-    assert machine.finished(0.0, "t", True, "") == [Seal(Share("t"))]
+    assert machine.request_finished(0.0, "t", True, "") == [Seal(Share("t"))]
 
 
 def test_groups_are_pushed_by_their_own_tables() -> None:
@@ -220,14 +220,14 @@ def test_rows_go_with_the_step_in_which_they_are_there() -> None:
     assert push.groups == (pushed_group(0, (1, 2), (11, 12)),)
     push = only(machine.computed(0.0, computed((3,), first=2, base=3, more=[(0,)])), Push)
     assert push.groups == (pushed_group(0, (3,), (13,)), pushed_group(1, (0,), (0,)))
-    assert machine.finished(0.0, "t", True, "") == [Seal(Share("t"))]
+    assert machine.request_finished(0.0, "t", True, "") == [Seal(Share("t"))]
 
 
 def test_a_reserve_that_wants_no_page_needs_no_writes(machine: PrefillMachine) -> None:
     machine.expect(0.0, prefill_request())
     machine.reserve(0.0, PEER, reserve(blocks=(0, 0, 0)))
     assert machine.computed(0.0, computed((1, 2, 3))) == []
-    actions = machine.finished(0.0, "t", True, "")
+    actions = machine.request_finished(0.0, "t", True, "")
     assert only(actions, FinishedSending).request_id == "p-t"
     assert_over(machine)
 
@@ -252,7 +252,9 @@ def test_pages_of_an_unknown_request_are_ignored_with_a_word(machine: PrefillMac
 
 def test_an_abort_stops_the_writes_and_tells_decode_once_they_have_drained(machine: PrefillMachine) -> None:
     active(machine)
-    assert machine.finished(0.0, "t", False, "client left", aborted=True) == [CancelWrites(Share("t"))]
+    assert machine.request_finished(0.0, "t", False, "client left", aborted=True) == [
+        CancelWrites(Share("t"))
+    ]
     assert machine.computed(0.0, computed((3,), first=2)) == []
     actions = machine.writes_ended(1.0, Share("t"), WritesEnd.CANCELLED, True, "")
     assert message(actions) == Fail("t", 1, FailCode.PREFILL_ABORTED, "client left", quiesced=True)
@@ -263,7 +265,7 @@ def test_an_abort_stops_the_writes_and_tells_decode_once_they_have_drained(machi
 
 def test_an_abort_whose_bytes_may_still_land_says_so(machine: PrefillMachine) -> None:
     active(machine)
-    machine.finished(0.0, "t", False, "", aborted=True)
+    machine.request_finished(0.0, "t", False, "", aborted=True)
     fail = message(machine.writes_ended(1.0, Share("t"), WritesEnd.CANCELLED, False, ""))
     assert isinstance(fail, Fail)
     assert not fail.quiesced
@@ -272,7 +274,7 @@ def test_an_abort_whose_bytes_may_still_land_says_so(machine: PrefillMachine) ->
 def test_an_abort_before_anything_was_written_ends_at_once(machine: PrefillMachine) -> None:
     machine.expect(0.0, prefill_request())
     machine.reserve(0.0, PEER, reserve())
-    actions = machine.finished(0.0, "t", False, "client left", aborted=True)
+    actions = machine.request_finished(0.0, "t", False, "client left", aborted=True)
     assert message(actions) == Fail("t", 1, FailCode.PREFILL_ABORTED, "client left", quiesced=True)
     assert only(actions, FinishedSending)
     assert only(actions, Ended).outcome is Outcome.CANCELLED
@@ -281,7 +283,7 @@ def test_an_abort_before_anything_was_written_ends_at_once(machine: PrefillMachi
 
 def test_an_abort_before_reserve_answers_the_late_reserve(machine: PrefillMachine) -> None:
     machine.expect(0.0, prefill_request())
-    actions = machine.finished(0.0, "t", False, "client left", aborted=True)
+    actions = machine.request_finished(0.0, "t", False, "client left", aborted=True)
     assert only(actions, FinishedSending)
     assert only(actions, Ended).outcome is Outcome.CANCELLED
     assert_over(machine)
@@ -291,12 +293,12 @@ def test_an_abort_before_reserve_answers_the_late_reserve(machine: PrefillMachin
 
 
 def test_an_abort_of_a_request_that_was_never_scheduled_reaches_decode(machine: PrefillMachine) -> None:
-    actions = machine.finished(0.0, "t", False, "rejected", aborted=True)
+    actions = machine.request_finished(0.0, "t", False, "rejected", aborted=True)
     assert every(actions, FinishedSending) == []
     assert only(actions, Ended).outcome is Outcome.CANCELLED
     assert message(machine.reserve(1.0, PEER, reserve())).code is FailCode.PREFILL_ABORTED  # type: ignore[attr-defined]
     machine.reserve(1.0, PEER, reserve(transfer="u"))
-    actions = machine.finished(2.0, "u", False, "rejected", aborted=True)
+    actions = machine.request_finished(2.0, "u", False, "rejected", aborted=True)
     assert message(actions).code is FailCode.PREFILL_ABORTED  # type: ignore[attr-defined]
     assert only(actions, Ended).outcome is Outcome.CANCELLED
     assert_over(machine)
@@ -308,7 +310,7 @@ def test_a_prompt_that_ends_in_an_error_fails_its_transfer(machine: PrefillMachi
     machine.expect(0.0, prefill_request())
     if reserved:
         machine.reserve(0.0, PEER, reserve())
-    actions = machine.finished(0.0, "t", False, "FINISHED_ERROR")
+    actions = machine.request_finished(0.0, "t", False, "FINISHED_ERROR")
     assert only(actions, Ended).outcome is Outcome.FAILED
     if not reserved:
         actions = machine.reserve(1.0, PEER, reserve())
@@ -322,7 +324,7 @@ def test_an_abort_that_decode_sends_first_is_counted_once(machine: PrefillMachin
     machine.expect(0.0, prefill_request())
     machine.reserve(0.0, PEER, reserve())
     assert only(machine.cancel(0.0, PEER, Cancel("t", 1)), Ended).outcome is Outcome.CANCELLED
-    actions = machine.finished(0.0, "t", not later, "client left", aborted=later)
+    actions = machine.request_finished(0.0, "t", not later, "client left", aborted=later)
     assert every(actions, Ended) == []
     assert only(actions, FinishedSending)
     assert_over(machine)
@@ -330,7 +332,7 @@ def test_an_abort_that_decode_sends_first_is_counted_once(machine: PrefillMachin
 
 def test_pages_that_were_never_computed_fail_the_transfer(machine: PrefillMachine) -> None:
     active(machine)
-    assert machine.finished(0.0, "t", True, "") == [CancelWrites(Share("t"))]
+    assert machine.request_finished(0.0, "t", True, "") == [CancelWrites(Share("t"))]
     actions = machine.writes_ended(0.0, Share("t"), WritesEnd.CANCELLED, True, "")
     fail = message(actions)
     assert isinstance(fail, Fail)
@@ -348,7 +350,7 @@ def test_a_failed_write_fails_the_transfer_and_the_request_is_reported_when_it_f
     assert message(actions) == Fail("t", 1, FailCode.WRITE_ERROR, "PEER_DOWN over tcp", quiesced=False)
     assert every(actions, FinishedSending) == []
     assert machine.computed(0.0, computed((3,), first=2)) == []
-    assert only(machine.finished(1.0, "t", True, ""), FinishedSending)
+    assert only(machine.request_finished(1.0, "t", True, ""), FinishedSending)
     assert_over(machine)
 
 
@@ -372,18 +374,18 @@ def test_a_wrong_number_of_groups_fails_the_transfer(machine: PrefillMachine) ->
 
 def test_finished_is_heard_once(machine: PrefillMachine) -> None:
     active(machine)
-    machine.finished(0.0, "t", False, "")
-    assert machine.finished(0.0, "t", False, "") == []
+    machine.request_finished(0.0, "t", False, "")
+    assert machine.request_finished(0.0, "t", False, "") == []
     actions = machine.writes_ended(0.0, Share("t"), WritesEnd.CANCELLED, True, "")
     assert only(actions, FinishedSending)
     assert machine.writes_ended(0.0, Share("t"), WritesEnd.CANCELLED, True, "") == []
-    assert machine.finished(0.0, "t", True, "") == []
+    assert machine.request_finished(0.0, "t", True, "") == []
 
 
 def test_long_reasons_are_cut_to_what_a_message_carries(machine: PrefillMachine) -> None:
     machine.expect(0.0, prefill_request())
     machine.reserve(0.0, PEER, reserve())
-    fail = message(machine.finished(0.0, "t", False, "x" * 5000))
+    fail = message(machine.request_finished(0.0, "t", False, "x" * 5000))
     assert isinstance(fail, Fail)
     assert len(fail.message) == 1024
 
@@ -405,7 +407,7 @@ def test_a_request_moves_once_both_halves_are_here_and_is_done_with_its_report(
     assert halves[0]() == []
     assert halves[1]() == MOVING
     assert states(machine.computed(0.0, computed((1, 2, 3)))) == []
-    assert states(machine.finished(0.0, "t", True, "")) == []
+    assert states(machine.request_finished(0.0, "t", True, "")) == []
     actions = machine.writes_ended(0.0, Share("t"), WritesEnd.DONE, True, "")
     assert states(actions) == [("p-t", State.DONE)]
     assert actions[-1] == FinishedSending("p-t")
@@ -415,7 +417,7 @@ def test_a_failure_is_told_before_the_request_finishes_and_once(machine: Prefill
     active(machine)
     actions = machine.writes_ended(0.0, Share("t"), WritesEnd.FAILED, True, "PEER_DOWN over tcp")
     assert only(actions, Reached) == Reached(Role.PREFILL, "t", "p-t", State.FAILED, "PEER_DOWN over tcp")
-    assert machine.finished(1.0, "t", True, "") == [FinishedSending("p-t")]
+    assert machine.request_finished(1.0, "t", True, "") == [FinishedSending("p-t")]
 
 
 def test_who_names_no_tokens_takes_decodes_word_and_hears_what_decode_has(machine: PrefillMachine) -> None:
@@ -427,8 +429,8 @@ def test_who_names_no_tokens_takes_decodes_word_and_hears_what_decode_has(machin
 
 def test_a_computed_prompt_is_given_up_while_it_is_sent(machine: PrefillMachine) -> None:
     sealed(machine)
-    assert machine.finished(1.0, "t", True, "") == []
-    aborted = machine.finished(1.0, "t", False, "its request was aborted", aborted=True)
+    assert machine.request_finished(1.0, "t", True, "") == []
+    aborted = machine.request_finished(1.0, "t", False, "its request was aborted", aborted=True)
     assert aborted == [CancelWrites(Share("t"))]
     actions = machine.writes_ended(2.0, Share("t"), WritesEnd.CANCELLED, True, "")
     assert message(actions).code is FailCode.PREFILL_ABORTED
@@ -457,7 +459,7 @@ def test_a_second_request_of_a_transfer_that_is_complete_has_failed(machine: Pre
     machine.writes_ended(0.0, Share("t"), WritesEnd.DONE, True, "")
     again = machine.expect(1.0, prefill_request(request="again"))
     assert states(again) == [("again", State.FAILED)]
-    assert machine.finished(2.0, "t", True, "") == [FinishedSending("again")]
+    assert machine.request_finished(2.0, "t", True, "") == [FinishedSending("again")]
 
 
 def test_what_nobody_here_asked_for_has_no_state(machine: PrefillMachine) -> None:
@@ -494,7 +496,7 @@ def test_preempted_writes_that_do_not_drain_are_fenced(machine: PrefillMachine) 
     assert machine.quiesce_failed(0.0, Share("t")) == []
     machine.fenced(0.0, PEER)
     assert machine.quiesce_failed(0.0, Share("t")) == []
-    assert only(machine.finished(0.0, "t", True, ""), FinishedSending)
+    assert only(machine.request_finished(0.0, "t", True, ""), FinishedSending)
 
 
 def test_a_prompt_of_which_a_part_has_gone_is_not_completed_from_a_cleared_cache(
@@ -507,7 +509,7 @@ def test_a_prompt_of_which_a_part_has_gone_is_not_completed_from_a_cleared_cache
     assert isinstance(fail, Fail)
     assert (fail.code, fail.quiesced) == (FailCode.STALE, True)
     assert "cleared its KV cache" in fail.message
-    assert only(machine.finished(0.0, "t", True, ""), FinishedSending)
+    assert only(machine.request_finished(0.0, "t", True, ""), FinishedSending)
     assert_over(machine)
 
 
@@ -550,7 +552,7 @@ def test_decode_with_other_weights_gets_nothing_and_the_prompt_is_not_kept(
     assert only(actions, Ended).outcome is Outcome.STALE
     if not request_first:
         machine.expect(0.0, prefill_request())
-    assert only(machine.finished(0.0, "t", True, ""), FinishedSending).request_id == "p-t"
+    assert only(machine.request_finished(0.0, "t", True, ""), FinishedSending).request_id == "p-t"
     assert_over(machine)
     assert_refused(machine.reserve(0.0, OTHER, reserve_of("v1")), "prefill has v2")
 
@@ -580,7 +582,7 @@ def test_weights_that_change_in_the_middle_of_a_prompt_end_its_transfer(machine:
     assert machine.set_weights(0.0, "v2") == [CancelWrites(Share("t"))]
     assert machine.computed(0.0, computed((4, 5, 6))) == []
     assert_refused(machine.writes_ended(0.0, Share("t"), WritesEnd.CANCELLED, True, ""), "prefill has v2")
-    assert only(machine.finished(0.0, "t", True, ""), FinishedSending)
+    assert only(machine.request_finished(0.0, "t", True, ""), FinishedSending)
     assert_over(machine)
 
 
@@ -606,7 +608,7 @@ def test_a_finished_prompt_stays_the_old_weights(machine: PrefillMachine) -> Non
     for name in ("t", "u"):
         machine.expect(0.0, prefill_request(name))
         machine.computed(0.0, computed((1, 2, 3), transfer=name))
-        machine.finished(0.0, name, True, "")
+        machine.request_finished(0.0, name, True, "")
     assert machine.set_weights(0.0, "v2") == []
     assert pushed(machine.reserve(0.0, PEER, reserve())) == {1: 11, 2: 12, 3: 13}
     actions = machine.reserve(0.0, PEER, reserve_of("v2", transfer="u", attempt=2))
@@ -623,7 +625,7 @@ def test_a_decode_that_waits_for_the_token_hears_it_before_it_computes_the_promp
     machine.computed(0.0, computed((1, 2)))
     assert machine.set_weights(0.0, "v2") == []
     assert machine.computed(0.0, computed((4, 5, 6))) == [], "none of the new pages goes"
-    sampled, cancel = machine.finished(0.0, "t", True, "", 7)
+    sampled, cancel = machine.request_finished(0.0, "t", True, "", 7)
     assert sampled == Send(PEER, Sampled("t", 1, 7))
     assert cancel == CancelWrites(Share("t"))
     actions = machine.writes_ended(0.0, Share("t"), WritesEnd.CANCELLED, True, "")
@@ -645,7 +647,7 @@ def test_a_decode_with_other_weights_that_wants_the_token_hears_it(
         actions += machine.reserve(0.0, PEER, message)
     actions += machine.computed(0.0, computed((1, 2, 3)))
     assert every(actions, Send) == every(actions, Push) == []
-    actions = machine.finished(0.0, "t", True, "", 7)
+    actions = machine.request_finished(0.0, "t", True, "", 7)
     if when == "behind its end":
         actions += machine.reserve(0.0, PEER, message)
     sampled, fail = every(actions, Send)
@@ -660,7 +662,7 @@ def test_who_waits_for_the_token_of_a_prompt_that_is_given_up_hears_that(machine
     machine.expect(0.0, prefill_request())
     machine.reserve(0.0, PEER, wanting())
     machine.set_weights(0.0, "v2")
-    fail = message(machine.finished(0.0, "t", False, "aborted", aborted=True))
+    fail = message(machine.request_finished(0.0, "t", False, "aborted", aborted=True))
     assert isinstance(fail, Fail)
     assert fail.code is FailCode.PREFILL_ABORTED
     assert_over(machine)
@@ -713,7 +715,7 @@ def test_another_prompt_is_one_for_each_worker_of_decode(
     """The first may have given the prompt up before the others ask for it."""
     machine.expect(0.0, prefill_request())
     if finished:
-        machine.finished(0.0, "t", True, "")
+        machine.request_finished(0.0, "t", True, "")
     wrong = [msgspec.structs.replace(half(share), prompt_hash=bytes(16)) for share in range(2)]
     first = message(machine.reserve(0.0, OTHER, wrong[1]))
     if end == "release":
@@ -725,7 +727,7 @@ def test_another_prompt_is_one_for_each_worker_of_decode(
     assert first.code is FailCode.PROMPT_MISMATCH
     assert second == first
     machine.release(1.0, PEER, Release("t"))
-    machine.finished(1.0, "t", True, "")
+    machine.request_finished(1.0, "t", True, "")
     assert_over(machine)
 
 
@@ -783,7 +785,7 @@ def test_a_second_decode_request_is_refused(machine: PrefillMachine, peer: int, 
     assert (send.message.code, send.message.attempt) == (FailCode.DUPLICATE, attempt)
     assert send.message.quiesced
     machine.computed(0.0, computed((3,), first=2))
-    assert machine.finished(0.0, "t", True, "") == [Seal(Share("t"))]  # the first one goes on
+    assert machine.request_finished(0.0, "t", True, "") == [Seal(Share("t"))]  # the first one goes on
 
 
 def test_after_the_end_the_served_attempt_is_ignored_and_others_are_refused(machine: PrefillMachine) -> None:
@@ -838,7 +840,7 @@ def test_each_worker_of_decode_is_served_by_itself(machine: PrefillMachine) -> N
     pushes = every(machine.computed(0.0, computed((3,), first=2, base=2)), Push)
     assert [push.share for push in pushes] == [FIRST]
     assert pushed(machine.reserve(0.0, OTHER, half(1))) == {1: 21, 2: 22, 3: 23}
-    assert machine.finished(0.0, "t", True, "") == [Seal(FIRST), Seal(SECOND)]
+    assert machine.request_finished(0.0, "t", True, "") == [Seal(FIRST), Seal(SECOND)]
     actions = machine.writes_ended(1.0, SECOND, WritesEnd.DONE, True, "")
     words = "the transfer is complete"
     assert actions == [Ended(Role.PREFILL, "t", OTHER, Outcome.COMPLETED, words, 1.0, 1, "p-t")]
@@ -852,7 +854,7 @@ def test_a_worker_that_comes_late_is_waited_for(machine: PrefillMachine) -> None
     machine.expect(0.0, prefill_request())
     machine.computed(0.0, computed((1, 2, 3)))
     machine.reserve(0.0, PEER, half(0))
-    machine.finished(1.0, "t", True, "")
+    machine.request_finished(1.0, "t", True, "")
     assert every(machine.writes_ended(2.0, FIRST, WritesEnd.DONE, True, ""), FinishedSending) == []
     assert machine.next_deadline() == 1.0 + TIMES.hold
     actions = machine.tick(1.0 + TIMES.hold)
@@ -874,7 +876,7 @@ def test_a_worker_of_decode_that_fails_costs_the_others_nothing(machine: Prefill
     assert machine.peer_down(1.0, PEER, "gone") == []
     assert only(machine.fenced(1.0, PEER), Ended).share == 0
     assert pushed(machine.computed(2.0, computed((3,), first=2, base=2))) == {3: 23}
-    assert machine.finished(2.0, "t", True, "") == [Seal(SECOND)]
+    assert machine.request_finished(2.0, "t", True, "") == [Seal(SECOND)]
     actions = machine.writes_ended(3.0, SECOND, WritesEnd.DONE, True, "")
     assert only(actions, Ended).outcome is Outcome.COMPLETED
     assert states(actions) == [("p-t", State.FAILED)], "not everybody has it"
@@ -927,13 +929,13 @@ def test_a_share_is_cancelled_or_released_alone(machine: PrefillMachine) -> None
     assert machine.reserve(0.0, OTHER, half(1)) == []
     assert pushed(machine.computed(0.0, computed((1, 2, 3)))) == {1: 11, 2: 12, 3: 13}
     assert machine.release(0.0, OTHER, Release("t", 7)) == []
-    machine.finished(0.0, "t", True, "")
+    machine.request_finished(0.0, "t", True, "")
     actions = machine.writes_ended(1.0, FIRST, WritesEnd.DONE, True, "")
     assert only(actions, FinishedSending).request_id == "p-t"
     machine.expect(2.0, prefill_request("u"))
     machine.reserve(2.0, PEER, half(0, transfer="u"))
     assert only(machine.release(2.0, OTHER, Release("u", 1)), Ended).outcome is Outcome.RELEASED
-    machine.finished(2.0, "u", False, "aborted")
+    machine.request_finished(2.0, "u", False, "aborted")
     assert_over(machine)
 
 
@@ -941,7 +943,7 @@ def test_a_prompt_that_fails_fails_for_everybody(machine: PrefillMachine) -> Non
     machine.expect(0.0, prefill_request())
     machine.reserve(0.0, PEER, half(0))
     machine.reserve(0.0, OTHER, half(1))
-    actions = machine.finished(1.0, "t", False, "its client left", aborted=True)
+    actions = machine.request_finished(1.0, "t", False, "its client left", aborted=True)
     assert {ended.outcome for ended in every(actions, Ended)} == {Outcome.CANCELLED}
     assert [send.peer for send in every(actions, Send)] == [PEER, OTHER]
     assert only(actions, FinishedSending).request_id == "p-t"
@@ -970,7 +972,7 @@ def test_cancel_stops_drains_and_is_acknowledged(machine: PrefillMachine) -> Non
     assert message(actions) == CancelAck("t", 1, drained=True)
     assert only(actions, Ended).outcome is Outcome.CANCELLED
     assert every(actions, FinishedSending) == []
-    assert only(machine.finished(2.0, "t", True, ""), FinishedSending)
+    assert only(machine.request_finished(2.0, "t", True, ""), FinishedSending)
     assert_over(machine)
 
 
@@ -990,7 +992,7 @@ def test_cancel_that_cannot_tell_says_so_and_so_does_its_repetition(machine: Pre
     actions = machine.writes_ended(1.0, Share("t"), WritesEnd.CANCELLED, False, "")
     assert message(actions) == CancelAck("t", 1, drained=False)
     assert message(machine.cancel(1.0, PEER, Cancel("t", 1))) == CancelAck("t", 1, drained=False)
-    machine.finished(1.0, "t", True, "")
+    machine.request_finished(1.0, "t", True, "")
     assert message(machine.cancel(1.0, PEER, Cancel("t", 1))) == CancelAck("t", 1, drained=False)
     assert message(machine.cancel(1.0, PEER, Cancel("t", 2))) == CancelAck("t", 2, drained=True)
 
@@ -1000,7 +1002,7 @@ def test_cancel_before_anything_was_written_is_acknowledged_at_once(machine: Pre
     assert message(machine.cancel(0.0, PEER, Cancel("t", 1))) == CancelAck("t", 1, drained=True)
     assert_over(machine)
     machine.expect(0.0, prefill_request())
-    assert only(machine.finished(0.0, "t", True, ""), FinishedSending)
+    assert only(machine.request_finished(0.0, "t", True, ""), FinishedSending)
     assert_over(machine)
 
 
@@ -1010,14 +1012,14 @@ def test_an_unknown_cancel_keeps_its_late_reserve_from_starting_anything(machine
     machine.expect(0.0, prefill_request())
     assert machine.computed(0.0, computed((1, 2, 3))) == []
     assert machine.reserve(0.0, PEER, reserve()) == []
-    assert only(machine.finished(0.0, "t", True, ""), FinishedSending)
+    assert only(machine.request_finished(0.0, "t", True, ""), FinishedSending)
     assert_over(machine)
 
 
 def test_cancel_that_overtakes_reserve_frees_a_waiting_request(machine: PrefillMachine) -> None:
     machine.expect(0.0, prefill_request())
     machine.computed(0.0, computed((1, 2, 3)))
-    machine.finished(0.0, "t", True, "")
+    machine.request_finished(0.0, "t", True, "")
     actions = machine.cancel(0.0, PEER, Cancel("t", 1))
     assert message(actions) == CancelAck("t", 1, drained=True)
     assert only(actions, FinishedSending)
@@ -1030,12 +1032,12 @@ def test_cancel_of_another_attempt_leaves_the_transfer_alone(machine: PrefillMac
     assert message(machine.cancel(0.0, PEER, Cancel("t", 2))) == CancelAck("t", 2, drained=True)
     assert message(machine.cancel(0.0, OTHER, Cancel("t", 1))) == CancelAck("t", 1, drained=True)
     machine.computed(0.0, computed((3,), first=2))
-    assert machine.finished(0.0, "t", True, "") == [Seal(Share("t"))]
+    assert machine.request_finished(0.0, "t", True, "") == [Seal(Share("t"))]
 
 
 def test_cancel_while_an_abort_drains_is_answered_by_its_fail(machine: PrefillMachine) -> None:
     active(machine)
-    machine.finished(0.0, "t", False, "x")
+    machine.request_finished(0.0, "t", False, "x")
     assert machine.cancel(0.0, PEER, Cancel("t", 1)) == []
     assert isinstance(message(machine.writes_ended(0.0, Share("t"), WritesEnd.CANCELLED, True, "")), Fail)
 
@@ -1049,13 +1051,13 @@ def test_release_frees_the_request_when_it_finishes(machine: PrefillMachine) -> 
     assert machine.computed(0.0, computed((1, 2, 3))) == []
     # It is done, as one of which decode had something: all that was wanted is there.
     done = Reached(Role.PREFILL, "t", "p-t", State.DONE)
-    assert machine.finished(0.0, "t", True, "") == [done, FinishedSending("p-t")]
+    assert machine.request_finished(0.0, "t", True, "") == [done, FinishedSending("p-t")]
     assert_over(machine)
 
 
 def test_release_of_a_finished_request_frees_it_at_once(machine: PrefillMachine) -> None:
     machine.expect(0.0, prefill_request())
-    machine.finished(0.0, "t", True, "")
+    machine.request_finished(0.0, "t", True, "")
     assert only(machine.release(0.0, PEER, Release("t")), FinishedSending)
     assert_over(machine)
 
@@ -1068,7 +1070,7 @@ def test_release_may_come_before_the_request(machine: PrefillMachine) -> None:
     assert isinstance(fail, Fail)
     # A router has disowned the transfer for a client that left: that is no failure at decode.
     assert fail.code is FailCode.PREFILL_ABORTED
-    assert only(machine.finished(0.0, "t", True, ""), FinishedSending)
+    assert only(machine.request_finished(0.0, "t", True, ""), FinishedSending)
     assert_over(machine)
 
 
@@ -1090,7 +1092,7 @@ def test_an_orphaned_reserve_fails_when_no_request_comes(machine: PrefillMachine
     assert (fail.code, fail.quiesced) == (FailCode.UNKNOWN_TRANSFER, True)
     assert_over(machine)
     machine.expect(TIMES.orphan, prefill_request())  # too late: freed as soon as it finishes
-    assert only(machine.finished(TIMES.orphan, "t", True, ""), FinishedSending)
+    assert only(machine.request_finished(TIMES.orphan, "t", True, ""), FinishedSending)
 
 
 def test_an_orphan_waits_no_longer_than_its_own_deadline(machine: PrefillMachine) -> None:
@@ -1102,7 +1104,7 @@ def test_a_finished_request_expires_when_nobody_asks(machine: PrefillMachine) ->
     machine.expect(0.0, prefill_request())
     machine.computed(0.0, computed((1, 2, 3)))
     assert machine.next_deadline() is None  # as long as it computes, the engine owns it
-    machine.finished(10.0, "t", True, "")
+    machine.request_finished(10.0, "t", True, "")
     assert machine.tick(10.0 + TIMES.hold - 0.1) == []
     actions = machine.tick(10.0 + TIMES.hold)
     assert only(actions, FinishedSending)
@@ -1117,7 +1119,7 @@ def test_pings_that_list_the_transfer_renew_the_hold(machine: PrefillMachine) ->
     machine.expect(0.0, prefill_request())
     machine.waiting(0.0, PEER, ("t",))
     assert machine.next_deadline() is None
-    machine.finished(0.0, "t", True, "")
+    machine.request_finished(0.0, "t", True, "")
     for now in (50.0, 100.0, 150.0):
         machine.waiting(now, PEER, ("t", "unknown"))
         assert machine.tick(now + TIMES.hold - 0.1) == []
@@ -1132,11 +1134,11 @@ def test_a_prompt_is_not_held_long_for_a_decode_engine_that_died(
     machine.computed(0.0, computed((1, 2, 3)))
     machine.waiting(0.0, PEER, ("t",))
     if finished_first:
-        machine.finished(0.0, "t", True, "")
+        machine.request_finished(0.0, "t", True, "")
     machine.peer_down(10.0, PEER, "silent")
     if not finished_first:
         assert machine.next_deadline() is None
-        machine.finished(10.0, "t", True, "")
+        machine.request_finished(10.0, "t", True, "")
     # One that only lost its connection has dialled again by then, and said so.
     assert machine.next_deadline() == 10.0 + TIMES.dead + TIMES.connect
     machine.admit(OTHER, layout(), WANTS, 1)
@@ -1153,7 +1155,7 @@ def test_a_reservation_that_is_not_served_in_time_ends(machine: PrefillMachine) 
     actions = machine.writes_ended(3.1, Share("t"), WritesEnd.CANCELLED, True, "")
     assert message(actions).code is FailCode.EXPIRED  # type: ignore[attr-defined]
     assert every(actions, FinishedSending) == []
-    assert only(machine.finished(9.0, "t", True, ""), FinishedSending)
+    assert only(machine.request_finished(9.0, "t", True, ""), FinishedSending)
     assert_over(machine)
 
 
@@ -1165,7 +1167,7 @@ def test_writes_that_do_not_drain_are_fenced(machine: PrefillMachine) -> None:
     assert machine.tick(100.0) == []
     machine.peer_down(100.0, PEER, "fenced")
     assert every(machine.fenced(100.0, PEER), Send) == []
-    assert only(machine.finished(100.0, "t", True, ""), FinishedSending)
+    assert only(machine.request_finished(100.0, "t", True, ""), FinishedSending)
 
 
 # --- The peer goes away
@@ -1186,7 +1188,7 @@ def test_a_dead_peers_requests_are_reported_once_it_is_fenced(machine: PrefillMa
     assert only(actions, FinishedSending).request_id == "p-t"
     assert [ended.outcome for ended in every(actions, Ended)] == [Outcome.FAILED] * 2
     assert every(actions, Send) == []  # there is nobody to tell
-    assert only(machine.finished(3.0, "u", True, ""), FinishedSending).request_id == "p-u"
+    assert only(machine.request_finished(3.0, "u", True, ""), FinishedSending).request_id == "p-u"
     assert len(machine) == 1  # the other peer's
 
 
@@ -1219,7 +1221,7 @@ def test_pages_that_are_forgotten_are_computed_again_or_given_up(machine: Prefil
     machine.expect(0.0, prefill_request("running"))
     machine.computed(0.0, computed((1, 2, 3), transfer="running"))
     machine.expect(0.0, prefill_request("finished"))
-    machine.finished(0.0, "finished", True, "")
+    machine.request_finished(0.0, "finished", True, "")
     actions = machine.forget_pages(1.0)
     assert only(actions, FinishedSending).request_id == prefill_request("finished").request_id
     assert every(machine.reserve(1.0, PEER, reserve(transfer="running")), Push) == []
