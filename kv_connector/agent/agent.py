@@ -181,7 +181,7 @@ class Agent:
                     transfer, receiver = request.transfer_id, request.request_id
                     why = f"{type(error).__name__}: {error}"
                     self._ledger.reached(Reached(Role.DECODE, transfer, receiver, State.FAILED, why))
-                    self._ledger.received(receiver, failed=True)
+                    self._ledger.load_ended(receiver, failed=True)
                     self._effects.load_failed(transfer, why)
                 raise
 

@@ -277,7 +277,7 @@ class Effects:
             case FinishedSending(request_id):
                 self._ledger.sent(request_id)
             case FinishedReceiving(request_id, failed, sampled, stale):
-                self._ledger.received(request_id, failed, sampled, stale=stale)
+                self._ledger.load_ended(request_id, failed, sampled, stale=stale)
             case Ended():
                 self._ended(now, action)
             case Reached():

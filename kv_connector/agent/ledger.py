@@ -162,7 +162,7 @@ class Ledger:
                 ids.discard(request_id)
             reports.sampled.pop(request_id, None)
 
-    def received(
+    def load_ended(
         self, request_id: str, failed: bool, sampled: int | None = None, *, stale: bool = False
     ) -> None:
         with self._lock:
