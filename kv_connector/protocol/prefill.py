@@ -326,7 +326,7 @@ class PrefillMachine:
                 prompt.mismatch = problem
                 return [self._refuse(peer, message, FailCode.PROMPT_MISMATCH, problem)]
         prompt = prompt or self._new_prompt(message.transfer_id)
-        if not prompt.told:
+        if not prompt.shares_known:
             self._split(prompt, message.shares)
         transfer = prompt.shares[message.share]
         wanted = decode.plan.wanted(message.groups, message.prompt_tokens)
@@ -504,7 +504,7 @@ class PrefillMachine:
 
     def _split(self, prompt: Prompt, shares: int) -> None:
         """From the one share that nobody has come for: as many as D says."""
-        prompt.told = True
+        prompt.shares_known = True
         (first,) = prompt.shares
         held_until = self._timers.deadline(first.share)
         for number in range(1, shares):
@@ -515,7 +515,7 @@ class PrefillMachine:
 
     def _share_of(self, prompt: Prompt, number: int) -> ShareTransfer | None:
         """The share of that number, unless there are fewer. One stands for all until the first RESERVE."""
-        if not prompt.told:
+        if not prompt.shares_known:
             return prompt.shares[0]
         return prompt.shares[number] if number < len(prompt.shares) else None
 

@@ -68,7 +68,7 @@ class Prompt:
     finished: bool = False
     sampled: int | None = None  # the token behind it, once finished
     moving: bool = False  # it was said that pages go
-    told: bool = False  # how many workers of D want a share; until then there is one, for whoever comes
+    shares_known: bool = False  # how many workers of D want one; until then there is one, for whoever comes
     mismatch: str = ""  # why the RESERVE of a worker of D was refused as one for another prompt
     shares: list[ShareTransfer] = field(default_factory=list)
 
@@ -116,7 +116,7 @@ def prompt_problem(request: PrefillRequest, reserve: Reserve) -> str | None:
 def share_problem(prompt: Prompt | None, message: Reserve) -> str | None:
     if message.share >= message.shares:
         return f"there is no share {message.share} of {message.shares}"
-    if prompt is not None and prompt.told and len(prompt.shares) != message.shares:
+    if prompt is not None and prompt.shares_known and len(prompt.shares) != message.shares:
         return f"one decode worker wants a share of {message.shares}, another one of {len(prompt.shares)}"
     return None
 
