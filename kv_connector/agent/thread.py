@@ -125,7 +125,7 @@ class AgentThread:
                 logger.exception("the agent's thread goes on after an error that it did not expect")
                 time.sleep(0.01)  # it may come again at once
         try:
-            self._effects.run(time.monotonic(), self._effects.peers.farewells())
+            self._effects.run(time.monotonic(), self._effects.peers.goodbyes())
             self._control.close()  # the BYEs are out before the data links end
             self._effects.run(time.monotonic(), self._effects.peers.leave(time.monotonic()))
         except Exception:

@@ -198,7 +198,7 @@ class PeerTable:
         """From now on nobody new comes in; sessions live on until leave()."""
         self._sessions.away = CLOSING
 
-    def farewells(self) -> list[Reply]:
+    def goodbyes(self) -> list[Reply]:
         """BYE to everybody. Sessions end with leave(), which had better come once these are out: a peer that
         sees its data links end first takes this side for broken."""
         self._sessions.away = CLOSING

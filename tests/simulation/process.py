@@ -214,7 +214,7 @@ class Process(Actor):
 
     def _leave(self) -> None:
         now = self.clock.now()
-        self.effects.run(now, self.effects.peers.farewells())
+        self.effects.run(now, self.effects.peers.goodbyes())
         self.effects.run(now, self.effects.peers.leave(now))
         self.world.books.note("%s has left", self)
         self.die()

@@ -649,7 +649,7 @@ def test_a_long_list_takes_several_pings(decode: PeerTable, prefill: PeerTable) 
 
 def test_bye_ends_the_session_on_the_other_side(decode: PeerTable, prefill: PeerTable) -> None:
     p, d = up(decode, prefill)
-    bye = only(prefill.farewells(), Reply).message
+    bye = only(prefill.goodbyes(), Reply).message
     assert bye == Bye("shutting down")
     assert only(prefill.leave(1.0), SessionOver).peer == d
     actions = decode.receive(1.0, DIALLED, bye)
