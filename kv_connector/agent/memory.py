@@ -73,7 +73,7 @@ class KvMemory:
 
         def command(now: float) -> Sequence[Action]:
             effects.writes.regions = regions
-            actions = effects.peers.wake(now, descriptors)
+            actions = effects.peers.resume(now, descriptors)
             future.set_result(None)
             return actions
 
@@ -83,7 +83,7 @@ class KvMemory:
 
 def _fall_asleep(now: float, effects: Effects, future: Future[None]) -> Sequence[Action]:
     # Executed before the next command, so that all sessions are being fenced when that is asked for.
-    effects.run(now, effects.peers.sleep())
+    effects.run(now, effects.peers.suspend())
     effects.run(now, effects.prefill.forget_pages(now))
     effects.writes.regions = ()
     effects.when_fenced(lambda: future.set_result(None))

@@ -209,12 +209,12 @@ class PeerTable:
         self._sessions.away = CLOSING
         return self._sessions.end_all()
 
-    def sleep(self) -> list[PeersAction]:
-        """Ends all sessions, and makes no new one until wake(): there is no memory to write to or from."""
+    def suspend(self) -> list[PeersAction]:
+        """Ends all sessions, and makes no new one until resume(): there is no memory to write to or from."""
         self._sessions.away = ASLEEP
         return [*self._sessions.byes("going to sleep"), *self._sessions.end_all()]
 
-    def wake(self, now: float, regions: tuple[bytes, ...]) -> list[PeersAction]:
+    def resume(self, now: float, regions: tuple[bytes, ...]) -> list[PeersAction]:
         """The memory is there again, under new descriptors: whoever is dialled or dials gets these."""
         self._sessions.identity = replace(self._sessions.identity, regions=regions)
         self._sessions.away = ""

@@ -365,7 +365,7 @@ def test_an_engine_that_does_not_fit_refuses_to_say_who_its_workers_are(prefill:
     assert only(actions, EngineNotFound).reason == f"{P_ADDRESS} refused: incompatible: {refusal.message}"
     assert len(every(actions, Log)) == 1
     again = table("d1", Role.DECODE)
-    prefill.sleep()
+    prefill.suspend()
     assert nak(prefill.receive(0.0, CALLER, ask(again))).reason is NakReason.DRAINING
 
 
@@ -664,7 +664,7 @@ def test_sleep_ends_the_sessions_and_wake_tells_the_new_descriptors(
 ) -> None:
     p, _ = up(decode, prefill)
     decode.set_waiting(0.0, [("t", P_ADDRESS)])
-    actions = decode.sleep()
+    actions = decode.suspend()
     assert only(actions, Reply).message == Bye("going to sleep")
     assert only(actions, SessionOver) == SessionOver(p, "this engine is asleep")
     assert actions.index(only(actions, Reply)) < actions.index(only(actions, SessionOver))
@@ -673,7 +673,7 @@ def test_sleep_ends_the_sessions_and_wake_tells_the_new_descriptors(
     ]
     assert decode.set_waiting(1.0, [("u", P_ADDRESS)]) == []
     assert decode.tick(100.0) == []
-    assert only(decode.wake(100.0, (b"another",)), Inquire).address == P_ADDRESS
+    assert only(decode.resume(100.0, (b"another",)), Inquire).address == P_ADDRESS
     connect = only(decode.dial(100.0, P_ADDRESS, P_ADDRESS, WANTS, layout()), Connect)
     hello = only(decode.offered(100.0, connect.peer, DIALLED, b"offer"), Reply).message
     assert isinstance(hello, Hello)
@@ -681,10 +681,10 @@ def test_sleep_ends_the_sessions_and_wake_tells_the_new_descriptors(
 
 
 def test_a_sleeping_engine_lets_nobody_in(decode: PeerTable, prefill: PeerTable) -> None:
-    prefill.sleep()
+    prefill.suspend()
     nak = only(prefill.receive(0.0, CALLER, dial(decode)), Reply).message
     assert nak == HelloNak(NakReason.DRAINING, "prefill engine p0 is asleep")
-    assert prefill.wake(1.0, (b"another",)) == []
+    assert prefill.resume(1.0, (b"another",)) == []
     only(prefill.receive(1.0, CALLER, dial(table("d1", Role.DECODE))), Accept)
 
 
