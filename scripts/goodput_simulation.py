@@ -22,7 +22,7 @@ from typing import Any
 
 from goodput_load import WORKLOADS, Answer, Objectives, report, summary, trace
 
-from kv_connector.control.membership import Load, PromptCost
+from kv_connector.control.membership import PromptCost, WorkloadReport
 from kv_connector.router.completion import Completion
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.goodput import Goodput
@@ -76,9 +76,9 @@ class Engine:
         self.waiting: list[Request] = []
 
     @property
-    def load(self) -> Load:
+    def load(self) -> WorkloadReport:
         requests = [*self.running, *self.waiting]
-        return Load(
+        return WorkloadReport(
             self._step_tokens,
             min(self._step_tokens, self._threshold or self._step_tokens),
             1 << 20,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kv_connector.agent.ledger import Ledger, Timing
-from kv_connector.agent.ports import Engine, Received, Sockets
+from kv_connector.agent.ports import Received, Sockets, TransferPort
 from kv_connector.agent.timeline import Timelines
 from kv_connector.agent.writes import Bursts, Target, Writes
 from kv_connector.engine import (
@@ -73,8 +73,10 @@ from kv_connector.protocol.messages import (
     Sampled,
     clip,
 )
-from kv_connector.protocol.peers import PeersAction, PeerTable
-from kv_connector.protocol.prefill import PrefillAction, PrefillMachine, WritesEnd
+from kv_connector.protocol.peers import PeerTable
+from kv_connector.protocol.prefill import PrefillMachine, WritesEnd
+from kv_connector.protocol.sessions import PeersAction
+from kv_connector.protocol.shares import PrefillAction
 
 logger = logging.getLogger("kv_connector")
 
@@ -132,7 +134,7 @@ class Effects:
     def __init__(
         self,
         *,
-        engine: Engine,
+        engine: TransferPort,
         signal: Any,
         regions: Sequence[int],
         layout: KvLayout,
@@ -275,7 +277,7 @@ class Effects:
             case FinishedSending(request_id):
                 self._ledger.sent(request_id)
             case FinishedReceiving(request_id, failed, sampled, stale):
-                self._ledger.received(request_id, failed, sampled, stale=stale)
+                self._ledger.load_ended(request_id, failed, sampled, stale=stale)
             case Ended():
                 self._ended(now, action)
             case Reached():

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from kv_connector.protocol.actions import Ended, Outcome, Reached, State
 from kv_connector.protocol.messages import Role
-from kv_connector.protocol.peers import PeerInfo
+from kv_connector.protocol.sessions import PeerInfo
 
 # Kept for an adapter that does not ask: more than end in one step of an engine.
 _TIMINGS = 10_000
@@ -162,7 +162,7 @@ class Ledger:
                 ids.discard(request_id)
             reports.sampled.pop(request_id, None)
 
-    def received(
+    def load_ended(
         self, request_id: str, failed: bool, sampled: int | None = None, *, stale: bool = False
     ) -> None:
         with self._lock:

@@ -13,7 +13,7 @@ from kv_connector.protocol.actions import Address, Source
 from kv_connector.protocol.messages import AnyMessage
 
 
-class Engine(Protocol):
+class TransferPort(Protocol):
     """Raises TransferError."""
 
     def offer(self, name: str, without: Sequence[str] = ()) -> Handshake: ...

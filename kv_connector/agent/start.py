@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from kv_connector.agent.agent import Agent, AgentConfig, MemoryRange
+from kv_connector.agent.agent import Agent
+from kv_connector.agent.config import AgentConfig, MemoryRange
 from kv_connector.agent.metrics import AgentReporter, activity
 from kv_connector.agent.settings import Settings, SettingsError
 from kv_connector.control.announcer import Announcement, AnnouncementError, Announcer
 from kv_connector.control.cluster_key import ClusterKey
-from kv_connector.control.membership import Activity, Load, Register
+from kv_connector.control.membership import Activity, Register, WorkloadReport
 from kv_connector.control.registrar import Registrar
 from kv_connector.engine.placement import Device, place
 from kv_connector.protocol.actions import Address
@@ -50,7 +51,7 @@ class WorkerInfo:
     """What an operator is to do about a pair that differs."""
     early_tokens: bool = False
     """As Register's, like the next."""
-    load: Load | None = None
+    load: WorkloadReport | None = None
 
 
 @dataclass(frozen=True)

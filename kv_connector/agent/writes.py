@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kv_connector.agent.ports import Engine
+from kv_connector.agent.ports import TransferPort
 from kv_connector.engine import ArmedLayer, Event, PagedWrite, Pages, TransferProgress
 from kv_connector.protocol.actions import Push, PushedGroup, Share
 from kv_connector.protocol.plan import LayerRun, Plan
@@ -86,7 +86,7 @@ class Outgoing:
 class Writes:
     """Owned by the agent's thread. Others may look a share up in ``open``, never change it."""
 
-    def __init__(self, engine: Engine, signal: Any, regions: Sequence[int], layers: int) -> None:
+    def __init__(self, engine: TransferPort, signal: Any, regions: Sequence[int], layers: int) -> None:
         """``regions``: the engine's numbers of the memory regions of our layout; none while it is asleep."""
         self.open: dict[Share, Outgoing] = {}
         self.regions = tuple(regions)

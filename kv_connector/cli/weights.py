@@ -84,7 +84,7 @@ def push(
     """
     version = version or checkpoint.resolve().name
     with _pusher(checkpoint, engine, key_file, provider, data_host, partial, timeout) as pusher:
-        from kv_connector.weights.pusher import PushError
+        from kv_connector.weights.update import PushError
 
         nbytes = sum(part.nbytes for part in pusher.parts())
         typer.echo(f"{nbytes / 1e9:.2f} GB for {len(pusher.parts())} workers")
@@ -128,7 +128,7 @@ def bench(
     """
     version = version or checkpoint.resolve().name
     with _pusher(checkpoint, engine, key_file, provider, data_host, partial) as pusher:
-        from kv_connector.weights.pusher import PushError
+        from kv_connector.weights.update import PushError
 
         nbytes = sum(part.nbytes for part in pusher.parts())
         try:
@@ -351,7 +351,8 @@ def _pusher(
 ) -> Iterator[WeightPusher]:
     """Connected. What it cannot do is said, with status 2. ``timeout``: until it is cancelled."""
     source = _source(checkpoint)
-    from kv_connector.weights.pusher import PushError, WeightPusher
+    from kv_connector.weights.pusher import WeightPusher
+    from kv_connector.weights.update import PushError
 
     cluster_key(key_file)  # said as of every command
     try:

@@ -48,7 +48,7 @@ class PromptCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Picoseconds for each pair of a token and one that it attends to."""
 
 
-class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class WorkloadReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What an engine's scheduler has to do, and how fast it is: for a router that chooses by it."""
 
     step_tokens: Positive
@@ -81,7 +81,7 @@ class Register(Message, frozen=True, tag="register"):
     early_tokens: bool = False  # P says what it sampled behind a prompt, and D goes on with that
     rank: Rank = 0  # among those that the API server serves, as X-data-parallel-rank counts
     activity: Activity | None = None
-    load: Load | None = None  # None: it does not say
+    load: WorkloadReport | None = None  # None: it does not say
     weights: Version = ""
     """The version that it serves."""
     torn: Text = ""

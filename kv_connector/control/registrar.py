@@ -20,10 +20,10 @@ from kv_connector.control.membership import (
     BeginDrain,
     EndDrain,
     Leave,
-    Load,
     LoadFailed,
     MembershipSockets,
     Register,
+    WorkloadReport,
 )
 from kv_connector.protocol.actions import Address, Source
 from kv_connector.protocol.messages import clip
@@ -94,7 +94,7 @@ class Registrar:
         self._torn = clip(reason)
         self._notify()
 
-    def set_load(self, load: Load) -> None:
+    def set_load(self, load: WorkloadReport) -> None:
         """The routers are told so with the next heartbeat."""
         self._load = load
 

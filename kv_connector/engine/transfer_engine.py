@@ -11,12 +11,9 @@ Units: sizes and offsets in bytes, timeouts in seconds. Failures raise `Transfer
 from __future__ import annotations
 
 import logging
-import os
-import select
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -29,12 +26,10 @@ from kv_connector.engine import (
     EngineConfig,
     EngineStats,
     Event,
-    EventKind,
     Handshake,
     MemoryRange,
     Message,
     PagedWrite,
-    Pages,
     PreparedSlice,
     ProviderStatus,
     ScatterSlice,
@@ -44,6 +39,8 @@ from kv_connector.engine import (
     TransferError,
     TransferProgress,
 )
+from kv_connector.engine.callbacks import EventCallback, EventCallbacks, MessageCallback, MessageReader
+from kv_connector.engine.convert import buffer_range, event_of, handshake_of, paged_arguments, region_list
 
 SharedMemory = _native.SharedMemory
 CompletionWord = _native.CompletionWord
@@ -51,20 +48,11 @@ CounterReader = _native.CounterReader
 LayerSignal = _native.LayerSignal
 StreamSignal = _native.StreamSignal
 
-EventCallback = Callable[["Event"], object]
-"""Called on the engine's callback thread with the one event. What it raises is logged and stops nothing."""
-
-MessageCallback = Callable[["Message"], object]
-
 MAX_MESSAGE_BYTES = _native.MAX_MESSAGE_BYTES
 
 logger = logging.getLogger("kv_connector")
 
-_Indices = npt.NDArray[np.int64]
-
 _STEP_KINDS = tuple(StepKind)
-
-T = TypeVar("T")
 
 
 def providers() -> list[ProviderStatus]:
@@ -109,8 +97,8 @@ class TransferEngine:
             config.workers,
             -1 if config.worker_cpu is None else config.worker_cpu,
         )
-        self._callbacks = _Callbacks(self._native)
-        self._reader: _Reader | None = None
+        self._callbacks = EventCallbacks(self._native)
+        self._reader: MessageReader | None = None
         self._scatters: dict[int, int] = {}  # prepared ones, and the tokens of their callbacks
 
     def close(self) -> None:
@@ -165,11 +153,11 @@ class TransferEngine:
         TIMEOUT: they stay registered; fence the peer that is stuck, then try again. Regions that share keys
         go together: INVALID_ARGUMENT where one is missing.
         """
-        self._native.deregister_memory(_list(regions), timeout)
+        self._native.deregister_memory(region_list(regions), timeout)
 
     def region_descriptor(self, regions: int | Sequence[int]) -> bytes:
         """What a peer needs to write into the regions: for its import_region() or import_regions()."""
-        return self._native.region_descriptor(_list(regions))
+        return self._native.region_descriptor(region_list(regions))
 
     def import_region(self, peer: int, descriptor: bytes) -> int:
         """The region of a descriptor that has one."""
@@ -187,10 +175,10 @@ class TransferEngine:
 
         ``without``: providers that complete() of an earlier offer has found not to lead to this peer.
         """
-        return _handshake(self._native.offer(name, list(without)))
+        return handshake_of(self._native.offer(name, list(without)))
 
     def accept(self, name: str, offer: bytes) -> Handshake:
-        return _handshake(self._native.accept(name, offer))
+        return handshake_of(self._native.accept(name, offer))
 
     def complete(self, peer: int, answer: bytes) -> None:
         """A refused answer uses the offer up: the peer's id is forgotten."""
@@ -242,7 +230,7 @@ class TransferEngine:
 
     def write_pages(self, transfer: int, write: PagedWrite) -> None:
         """Adds pages. OUT_OF_RANGE adds nothing. An empty list is fine."""
-        self._native.write_pages(transfer, *_paged(write), write.immediate)
+        self._native.write_pages(transfer, *paged_arguments(write), write.immediate)
 
     def arm(
         self, transfer: int, signal: LayerSignal, pages: PagedWrite, layers: Sequence[ArmedLayer]
@@ -254,7 +242,7 @@ class TransferEngine:
         self._native.arm(
             transfer,
             signal,
-            *_paged(pages),
+            *paged_arguments(pages),
             [
                 (layer.signal_value, layer.source_offset, layer.target_offset, layer.immediate)
                 for layer in layers
@@ -416,7 +404,7 @@ class TransferEngine:
         """
         if self._reader is not None:
             self._reader.stop()
-        self._reader = None if callback is None else _Reader(self, callback)
+        self._reader = None if callback is None else MessageReader(self, callback)
 
     # --- Counting
 
@@ -467,15 +455,15 @@ class TransferEngine:
 
     def wait_transfer(self, transfer: int, timeout: float) -> Event:
         """Blocks for the transfer's final event and takes it. For transfers without a callback."""
-        return _event(self._native.wait_transfer(transfer, timeout))
+        return event_of(self._native.wait_transfer(transfer, timeout))
 
     def wait_counters(self, counters: int, timeout: float) -> Event:
         """Blocks for the set's event and takes it. For sets without a callback."""
-        return _event(self._native.wait_counters(counters, timeout))
+        return event_of(self._native.wait_counters(counters, timeout))
 
     def poll_events(self, limit: int = 256) -> list[Event]:
         """Takes up to `limit` events that nobody waits for. Never blocks."""
-        return [_event(event) for event in self._native.poll_events(limit)]
+        return [event_of(event) for event in self._native.poll_events(limit)]
 
     def event_fd(self) -> int:
         """A descriptor that is readable while poll_events() would return something. Not yours to close."""
@@ -511,155 +499,3 @@ class TransferEngine:
     def unusable(self) -> list[str]:
         """With allow_fallback: why configured domains could not be opened."""
         return self._native.unusable()
-
-
-class _Reader:
-    """A thread that takes messages one by one, each after the last one's callback, so the bound holds."""
-
-    def __init__(self, engine: TransferEngine, callback: MessageCallback) -> None:
-        self._engine = engine
-        self._callback = callback
-        self._stopped = os.eventfd(0, os.EFD_CLOEXEC)
-        self._poller = select.poll()
-        self._poller.register(self._stopped, select.POLLIN)
-        self._poller.register(engine.message_fd(), select.POLLIN)
-        # A daemon: a process that ends without close() must not hang on it.
-        self._thread = threading.Thread(target=self._run, name="kvc-messages", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        os.eventfd_write(self._stopped, 1)
-        if self._thread is not threading.current_thread():
-            self._thread.join()
-
-    def _run(self) -> None:
-        while self._stopped not in dict(self._poller.poll()):
-            for message in self._engine.receive(1):
-                try:
-                    self._callback(message)
-                except BaseException:  # whatever it is, the next message still has to be read
-                    logger.exception("a message callback failed: %s", self._callback)
-        os.close(self._stopped)
-
-
-class _Callbacks:
-    """Runs Python callbacks on one thread of their own, which is started with the first of them.
-
-    The worker only puts the event into a native queue: a slow callback delays other callbacks, nothing else.
-    """
-
-    def __init__(self, engine: _native.TransferEngine) -> None:
-        self._engine = engine
-        self._lock = threading.Lock()
-        self._waiting: dict[int, EventCallback] = {}  # for one event
-        self._kept: dict[int, EventCallback] = {}  # for any number
-        self._last_token = 0
-        self._thread: threading.Thread | None = None
-
-    def give(self, callback: EventCallback | None, call: Callable[[int], T]) -> T:
-        """Calls `call` with the token under which the native side is to report the event; 0: no callback."""
-        if callback is None:
-            return call(0)
-        with self._lock:
-            self._last_token += 1
-            token = self._last_token
-            self._waiting[token] = callback
-            self._start()
-        try:
-            return call(token)
-        except BaseException:
-            with self._lock:
-                del self._waiting[token]
-            raise
-
-    def keep(self, callback: EventCallback | None) -> int:
-        """The token under which the native side is to report events, any number of them, until drop()."""
-        if callback is None:
-            return 0
-        with self._lock:
-            self._last_token += 1
-            self._kept[self._last_token] = callback
-            self._start()
-            return self._last_token
-
-    def drop(self, token: int) -> None:
-        with self._lock:
-            self._kept.pop(token, None)
-
-    def _start(self) -> None:
-        if self._thread is None:
-            # A daemon: a process that ends without close() must not hang on it.
-            self._thread = threading.Thread(target=self._run, name="kvc-callbacks", daemon=True)
-            self._thread.start()
-
-    def join(self) -> None:
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
-
-    def _run(self) -> None:
-        while (reported := self._engine.next_callback()) is not None:
-            token, event = reported
-            with self._lock:
-                callback = self._waiting.pop(token, None) or self._kept.get(token)
-            if callback is None:
-                continue  # of a scatter that was released
-            try:
-                callback(_event(event))
-            except BaseException:  # whatever it is, the other callbacks still have to run
-                logger.exception("an event callback failed: %s", callback)
-
-
-def _event(native: _native._EventTuple) -> Event:
-    kind, subject, quiesced, pages, nbytes, error, failures = native
-    return Event(
-        EventKind(kind),
-        subject,
-        quiesced,
-        pages,
-        nbytes,
-        None if error is None else TransferError._from_native(*error),
-        tuple((peer, TransferError._from_native(*failure)) for peer, failure in failures),
-    )
-
-
-def _handshake(native: tuple[int, bytes, list[str]]) -> Handshake:
-    peer, data, passed_over = native
-    return Handshake(peer, data, tuple(passed_over))
-
-
-def buffer_range(buffer: bytearray | memoryview | npt.NDArray[Any] | SharedMemory) -> MemoryRange:
-    """Where a writable, contiguous buffer lies. Whoever registers it keeps it alive."""
-    if isinstance(buffer, SharedMemory):
-        return MemoryRange(buffer.address, buffer.nbytes, buffer.fd)
-    view = np.frombuffer(buffer, dtype=np.uint8)
-    if not view.flags.writeable:
-        raise ValueError("the buffer is read-only: peers could not write into it")
-    return MemoryRange(view.ctypes.data, view.nbytes)
-
-
-def _list(regions: int | Sequence[int]) -> list[int]:
-    return [regions] if isinstance(regions, int) else list(regions)
-
-
-def _indices(pages: Pages) -> _Indices:
-    array = np.asarray(pages.indices)
-    if array.size == 0:
-        return np.empty(0, dtype=np.int64)
-    # same_kind: floats are refused rather than cut.
-    return np.ascontiguousarray(array.astype(np.int64, casting="same_kind", copy=False))
-
-
-def _paged(write: PagedWrite) -> tuple[int, int, _Indices, int, int, int, _Indices, int, int]:
-    source, target = write.source_pages, write.target_pages
-    return (
-        write.page_bytes,
-        write.source,
-        _indices(source),
-        source.stride,
-        source.offset,
-        write.target,
-        _indices(target),
-        target.stride,
-        target.offset,
-    )

@@ -38,7 +38,7 @@ from kv_connector.protocol.actions import (
     UnderWay,
 )
 from kv_connector.protocol.layout import KvLayout, layout_problem
-from kv_connector.protocol.legs import Leg, LegPhase, Phase, Transfer
+from kv_connector.protocol.legs import Leg, LegPhase, Phase, Reception
 from kv_connector.protocol.messages import (
     MAX_REGIONS,
     Cancel,
@@ -85,7 +85,7 @@ class DecodeMachine:
         self._timeouts = timeouts
         self._rank = 0
         self._ranks: Sequence[Rank] = (Rank("localhost", 1, 0, layout),)  # of this engine
-        self._transfers: dict[str, Transfer] = {}  # by request id
+        self._transfers: dict[str, Reception] = {}  # by request id
         self._attempts: dict[int, str] = {}  # attempt -> request id
         self._engines: dict[Address, _Engine] = {}
         self._sessions: dict[Address, PeerId] = {}
@@ -130,7 +130,7 @@ class DecodeMachine:
         """The request has its blocks and wants its pages."""
         if request.request_id in self._transfers:
             return [Log(logging.ERROR, f"request {request.request_id} is already being received")]
-        transfer = Transfer(request, self._next_attempt, now + self._timeouts.transfer)
+        transfer = Reception(request, self._next_attempt, now + self._timeouts.transfer)
         # 32 bits on the wire; an attempt that old was fenced long before.
         self._next_attempt = self._next_attempt % 0xFFFFFFFF + 1
         self._transfers[request.request_id] = transfer
@@ -400,7 +400,7 @@ class DecodeMachine:
         targets = zip(self._layout.groups, request.groups, strict=True)
         return any(used_blocks(group, target.first, target.blocks) for group, target in targets)
 
-    def _awaiting(self, address: Address) -> list[tuple[Transfer, Leg]]:
+    def _awaiting(self, address: Address) -> list[tuple[Reception, Leg]]:
         """The transfers that wait for a session with this address."""
         return [
             (transfer, leg)
@@ -409,7 +409,7 @@ class DecodeMachine:
             if leg.address == address and leg.peer is None
         ]
 
-    def _unstaged(self, address: Address) -> list[Transfer]:
+    def _unstaged(self, address: Address) -> list[Reception]:
         """The transfers that wait for the engine at this address to be found."""
         looking = [one for one in self._transfers.values() if one.phase is Phase.LOOKING]
         return [transfer for transfer in looking if transfer.request.engine == address]
@@ -460,7 +460,7 @@ class DecodeMachine:
                 actions.append(Send(peer, message))
         return actions
 
-    def _attempt(self, peer: PeerId, message: Sampled | Fail | CancelAck) -> tuple[Transfer, Leg] | None:
+    def _attempt(self, peer: PeerId, message: Sampled | Fail | CancelAck) -> tuple[Reception, Leg] | None:
         """The part of a transfer that a message of ``peer`` is about, if it is under way with that peer."""
         transfer = self._transfers.get(self._attempts.get(message.attempt, ""))
         if transfer is None or transfer.request.transfer_id != message.transfer_id:
@@ -468,7 +468,7 @@ class DecodeMachine:
         leg = transfer.leg(peer)
         return None if leg is None else (transfer, leg)
 
-    def _stage(self, now: float, transfer: Transfer, workers: Mapping[Address, Draw]) -> list[DecodeAction]:
+    def _stage(self, now: float, transfer: Reception, workers: Mapping[Address, Draw]) -> list[DecodeAction]:
         """It is known of whom the transfer wants what."""
         request = transfer.request
         transfer.enter(Phase.STAGED)
@@ -480,7 +480,7 @@ class DecodeMachine:
         idle = {address: draw for address, draw in workers.items() if draw.plan is None}
         return [*self._release(request.transfer_id, request.engine, idle), *self._open(transfer)]
 
-    def _open(self, transfer: Transfer) -> list[DecodeAction]:
+    def _open(self, transfer: Reception) -> list[DecodeAction]:
         """Once there is a session with each source."""
         request, writes, peers = transfer.request, 0, []
         for leg in transfer.legs:
@@ -492,7 +492,7 @@ class DecodeMachine:
         return [OpenCounter(tuple(peers), request.request_id, writes)]
 
     def _give_up(
-        self, now: float, transfer: Transfer, reason: str, peer: PeerId | None = None
+        self, now: float, transfer: Reception, reason: str, peer: PeerId | None = None
     ) -> list[DecodeAction]:
         """Not all pages will come, through that peer's fault if there is one. The first reason counts.
 
@@ -513,14 +513,14 @@ class DecodeMachine:
                     actions.append(Send(known, Release(transfer.request.transfer_id, leg.draw.share)))
         return actions
 
-    def _will_not_say(self, now: float, transfer: Transfer, leg: Leg) -> list[DecodeAction]:
+    def _will_not_say(self, now: float, transfer: Reception, leg: Leg) -> list[DecodeAction]:
         """All pages are here, and of this source nothing will be heard of what was sampled."""
         leg.enter(LegPhase.STOPPED)
         if any(other.phase is LegPhase.RESERVED for other in transfer.legs):
             return []
         return self._end(now, transfer, Outcome.COMPLETED, "")
 
-    def _stop(self, now: float, transfer: Transfer) -> list[DecodeAction]:
+    def _stop(self, now: float, transfer: Reception) -> list[DecodeAction]:
         """Has every source stop that has not, and ends the transfer once all have."""
         actions: list[DecodeAction] = []
         for leg in transfer.legs:
@@ -544,16 +544,16 @@ class DecodeMachine:
             self._timers.clear(transfer.request.request_id)
         return actions
 
-    def _stopped(self, now: float, transfer: Transfer, leg: Leg) -> list[DecodeAction]:
+    def _stopped(self, now: float, transfer: Reception, leg: Leg) -> list[DecodeAction]:
         """Nothing of this source can land any more, and not everything has."""
         leg.enter(LegPhase.STOPPED)
         return self._stop(now, transfer)
 
-    def _end_stopped(self, now: float, transfer: Transfer) -> list[DecodeAction]:
+    def _end_stopped(self, now: float, transfer: Reception) -> list[DecodeAction]:
         outcome = Outcome.CANCELLED if transfer.phase is Phase.ABORTED else transfer.outcome
         return self._end(now, transfer, outcome, transfer.failure)
 
-    def _end(self, now: float, transfer: Transfer, outcome: Outcome, reason: str) -> list[DecodeAction]:
+    def _end(self, now: float, transfer: Reception, outcome: Outcome, reason: str) -> list[DecodeAction]:
         """The one place in which a transfer is forgotten and reported."""
         request, aborted = transfer.request, transfer.phase is Phase.ABORTED
         transfer.enter(Phase.OVER)

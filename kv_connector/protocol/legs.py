@@ -99,7 +99,7 @@ class Leg:
 
 
 @dataclass
-class Transfer:
+class Reception:
     """A request's transfer, from its reservation until it is reported."""
 
     request: DecodeRequest

@@ -1,9 +1,9 @@
 """P's side of every transfer, sans-IO: which pages to push when, and how each transfer ends.
 
-A transfer has two halves that arrive in any order: the request in P's engine (``expect`` ... ``finished``)
-and D's RESERVE. Pages flow while both are there. Each granule (the tokens that lie in one block on either
-side: a logical block, where the blocks are as large; all layers of the group) is pushed exactly once, however
-the prompt was chunked, cached or preempted: the ledger knows what is still to go.
+A transfer has two halves that arrive in any order: the request in P's engine (``expect`` ...
+``request_finished``) and D's RESERVE. Pages flow while both are there. Each granule (the tokens that lie in
+one block on either side: a logical block, where the blocks are as large; all layers of the group) is pushed
+exactly once, however the prompt was chunked, cached or preempted: the ledger knows what is still to go.
 
     request   RESERVE   phase
     -         yes       ACTIVE    an orphan: waits for the request (orphan timeout)
@@ -28,20 +28,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kv_connector.protocol.actions import (
-    CancelWrites,
-    Ended,
     Fence,
-    FinishedSending,
     Log,
     Outcome,
     PeerId,
     Push,
     PushedGroup,
-    Reached,
     Seal,
     Send,
     Share,
-    State,
     UnderWay,
 )
 from kv_connector.protocol.layout import KvLayout, layout_problem
@@ -52,7 +47,6 @@ from kv_connector.protocol.messages import (
     FailCode,
     Release,
     Reserve,
-    Role,
     Sampled,
     Wants,
     clip,
@@ -60,24 +54,20 @@ from kv_connector.protocol.messages import (
 from kv_connector.protocol.plan import Groups, Plan, targets_problem, used_blocks, wants_problem
 from kv_connector.protocol.requests import ComputedPages, PrefillRequest
 from kv_connector.protocol.runs import Misfit, Places
+from kv_connector.protocol.share_ends import ShareEnds, outcome_of, report_end, report_moving
 from kv_connector.protocol.shares import (
     Phase,
+    PrefillAction,
     Prompt,
     Reservation,
-    Transfer,
+    ShareTransfer,
     prompt_problem,
     share_problem,
-    verdict_on,
+    under_way,
 )
 from kv_connector.protocol.timers import Timeouts, Timers
 from kv_connector.protocol.tombstones import Tombstones, Verdict
 from kv_connector.protocol.version import shown_apart
-
-PrefillAction = Send | Fence | Ended | Reached | Log | Push | Seal | CancelWrites | FinishedSending
-
-
-# Decode has had all that it wanted of this worker, if anything.
-_GOOD = (Outcome.COMPLETED, Outcome.RELEASED)
 
 
 class WritesEnd(enum.Enum):
@@ -106,6 +96,7 @@ class PrefillMachine:
         self._prompts: dict[str, Prompt] = {}  # by transfer id
         self._tombstones = Tombstones(2 * timeouts.longest())
         self._timers: Timers[Share] = Timers()
+        self._ends = ShareEnds(self._prompts, self._tombstones, self._timers, timeouts)
         self._closing = False
         self._weights = ""
 
@@ -124,25 +115,7 @@ class PrefillMachine:
 
     def under_way(self) -> list[UnderWay]:
         """The shares that are not over, and what P's engine still works on. Any thread may call it."""
-        found = []
-        for prompt in list(self._prompts.values()):  # in one step
-            request = prompt.request
-            for transfer in list(prompt.shares):
-                reservation = transfer.reservation
-                if transfer.phase is Phase.CLOSED and not prompt.over:
-                    continue
-                found.append(
-                    UnderWay(
-                        Role.PREFILL,
-                        prompt.transfer_id,
-                        "" if request is None else request.request_id,
-                        None if reservation is None else reservation.peer,
-                        _phase(transfer),
-                        None if reservation is None else reservation.since,
-                        transfer.share.number,
-                    )
-                )
-        return found
+        return under_way(list(self._prompts.values()))  # in one step
 
     # --- P's engine
 
@@ -166,7 +139,7 @@ class PrefillMachine:
             return [Log(logging.ERROR, text)]
         prompt.request = request
         if prompt.over:
-            return _met(prompt)
+            return report_end(prompt)
         actions: list[PrefillAction] = []
         for transfer in prompt.shares:
             reservation = transfer.reservation
@@ -176,7 +149,7 @@ class PrefillMachine:
             problem = prompt_problem(request, reservation.message)
             if problem is None:
                 self._timers.set(transfer.share, reservation.deadline)
-                actions += _moving(prompt, reservation.message.first_token)
+                actions += report_moving(prompt, reservation.message.first_token)
                 continue
             # The right RESERVE may still come.
             transfer.phase, transfer.reservation = Phase.WAITING, None
@@ -193,7 +166,7 @@ class PrefillMachine:
             return [Log(logging.WARNING, text)]
         if len(pages.groups) != len(self._layout.groups):
             text = f"{len(pages.groups)} KV groups were computed, the layout has {len(self._layout.groups)}"
-            return self._end_all(now, prompt, FailCode.WRITE_ERROR, text)
+            return self._ends.end_all(now, prompt, FailCode.WRITE_ERROR, text)
         used = [
             used_blocks(group, named.first, named.blocks)
             for group, named in zip(self._layout.groups, pages.groups, strict=True)
@@ -230,7 +203,7 @@ class PrefillMachine:
         actions: list[PrefillAction] = []
         for transfer in self._all():
             if transfer.prompt.finished and transfer.phase is Phase.WAITING:
-                actions += self._end(now, transfer, FailCode.EXPIRED, "the prefill engine was asleep")
+                actions += self._ends.end(now, transfer, FailCode.EXPIRED, "the prefill engine was asleep")
         return actions
 
     def quiesce_failed(self, now: float, share: Share) -> list[PrefillAction]:
@@ -267,7 +240,7 @@ class PrefillMachine:
                     actions += self._go_stale(now, transfer, text)
         return actions
 
-    def finished(
+    def request_finished(
         self,
         now: float,
         transfer_id: str,
@@ -283,14 +256,16 @@ class PrefillMachine:
         prompt = self._prompts.get(transfer_id)
         if prompt is None:
             # It ended before it was ever scheduled, and D's RESERVE is still to come.
-            return [] if ok else self._forbid(now, transfer_id, Verdict(_outcome(code), code, reason, ()))
+            return (
+                [] if ok else self._ends.forbid(now, transfer_id, Verdict(outcome_of(code), code, reason, ()))
+            )
         if prompt.finished and ok:
             return []
         prompt.finished, prompt.sampled = True, sampled
         if prompt.over:
-            return self._conclude(now, prompt)
+            return self._ends.conclude(now, prompt)
         if not ok:
-            return self._end_all(now, prompt, code, reason)
+            return self._ends.end_all(now, prompt, code, reason)
         actions: list[PrefillAction] = []
         for transfer in prompt.shares:
             if transfer.phase is Phase.WAITING:
@@ -351,7 +326,7 @@ class PrefillMachine:
                 prompt.mismatch = problem
                 return [self._refuse(peer, message, FailCode.PROMPT_MISMATCH, problem)]
         prompt = prompt or self._new_prompt(message.transfer_id)
-        if not prompt.told:
+        if not prompt.shares_known:
             self._split(prompt, message.shares)
         transfer = prompt.shares[message.share]
         wanted = decode.plan.wanted(message.groups, message.prompt_tokens)
@@ -374,7 +349,7 @@ class PrefillMachine:
                     self._timers.set(other.share, until)
             return []
         self._timers.set(transfer.share, deadline)
-        actions = [*_moving(prompt, message.first_token), *self._push(transfer)]
+        actions = [*report_moving(prompt, message.first_token), *self._push(transfer)]
         if prompt.finished:
             actions += [*_say_sampled(peer, message, prompt), *self._seal(now, transfer)]
         return actions
@@ -389,7 +364,7 @@ class PrefillMachine:
         if prompt is None:
             tombstone = self._tombstones.get(message.transfer_id)
             if tombstone is None:  # overtook its RESERVE, which must not start anything when it comes
-                return [acknowledged, *self._forbid(now, message.transfer_id, cancelled)]
+                return [acknowledged, *self._ends.forbid(now, message.transfer_id, cancelled)]
             return [_acknowledge(peer, message, tombstone)]
         transfer = self._share_of(prompt, message.share)
         if transfer is None:
@@ -400,10 +375,10 @@ class PrefillMachine:
             if transfer.phase is Phase.DRAINING:
                 return []  # the answer follows once it has drained
             transfer.reservation.cancelled = True
-            return self._drain(now, transfer, cancelled)
+            return self._ends.drain(now, transfer, cancelled)
         if transfer.verdict is not None:
             return [_acknowledge(peer, message, transfer.verdict)]
-        return [acknowledged, *self._close(now, transfer, cancelled)]
+        return [acknowledged, *self._ends.close(now, transfer, cancelled)]
 
     def release(self, now: float, peer: PeerId, message: Release) -> list[PrefillAction]:
         """RELEASE: D needs nothing of this transfer. A RESERVE outranks it."""
@@ -412,11 +387,11 @@ class PrefillMachine:
         text = "a decode engine released the transfer"
         released = Verdict(Outcome.RELEASED, FailCode.PREFILL_ABORTED, text, ())
         if prompt is None:
-            return self._forbid(now, message.transfer_id, released)
+            return self._ends.forbid(now, message.transfer_id, released)
         transfer = self._share_of(prompt, message.share)
         if transfer is None or transfer.phase is not Phase.WAITING:
             return []
-        return self._close(now, transfer, released)
+        return self._ends.close(now, transfer, released)
 
     def waiting(self, now: float, peer: PeerId, transfer_ids: Sequence[str]) -> list[PrefillAction]:
         """PING: these transfers still wait in D's queue, so their blocks are held on."""
@@ -443,14 +418,14 @@ class PrefillMachine:
             self._timers.clear(transfer.share)
             if transfer.phase is Phase.ACTIVE:
                 verdict = Verdict(Outcome.FAILED, FailCode.EXPIRED, reason, (reservation.key,))
-                actions += self._drain(now, transfer, verdict)
+                actions += self._ends.drain(now, transfer, verdict)
         return actions
 
     def fenced(self, now: float, peer: PeerId) -> list[PrefillAction]:
         """No write to that peer is in flight any more."""
         actions: list[PrefillAction] = []
         for transfer in self._of_peer(peer):
-            actions += self._drained(now, transfer, quiesced=False)  # at the peer, its own fence says so
+            actions += self._ends.drained(now, transfer, quiesced=False)  # at the peer, its own fence says so
         return actions
 
     # --- The transfer engine
@@ -463,19 +438,19 @@ class PrefillMachine:
         if transfer is None or transfer.reservation is None or not transfer.reservation.writing:
             return []
         if transfer.phase is Phase.DRAINING:
-            return self._drained(now, transfer, quiesced or end is WritesEnd.DONE)
+            return self._ends.drained(now, transfer, quiesced or end is WritesEnd.DONE)
         if end is WritesEnd.DONE:
-            return self._complete(now, transfer)
+            return self._ends.complete(now, transfer)
         text, served = reason or "the writes ended early", (transfer.reservation.key,)
         transfer.verdict = Verdict(Outcome.FAILED, FailCode.WRITE_ERROR, text, served)
-        return self._drained(now, transfer, quiesced)
+        return self._ends.drained(now, transfer, quiesced)
 
     def push_failed(self, now: float, share: Share, reason: str) -> list[PrefillAction]:
         """The engine did not take a Push; its transfer, if it is open, has to be cancelled."""
         transfer = self._transfer(share)
         if transfer is None or transfer.phase is not Phase.ACTIVE:
             return []
-        return self._end(now, transfer, FailCode.WRITE_ERROR, reason)
+        return self._ends.end(now, transfer, FailCode.WRITE_ERROR, reason)
 
     # --- Time and the end
 
@@ -489,15 +464,17 @@ class PrefillMachine:
             if reservation is None:
                 text = "no decode engine asked for it in time"
                 verdict = Verdict(Outcome.EXPIRED, FailCode.EXPIRED, text, ())
-                actions += self._close(now, transfer, verdict)
+                actions += self._ends.close(now, transfer, verdict)
             elif transfer.phase is Phase.DRAINING:
                 text = f"writes of transfer {share} did not drain within {self._timeouts.drain:g} s"
                 actions.append(Fence(reservation.peer, text))
             elif transfer.prompt.request is None:
                 text = "no request with this transfer id reached the prefill engine in time"
-                actions += self._end(now, transfer, FailCode.UNKNOWN_TRANSFER, text)
+                actions += self._ends.end(now, transfer, FailCode.UNKNOWN_TRANSFER, text)
             else:
-                actions += self._end(now, transfer, FailCode.EXPIRED, "the reservation's deadline passed")
+                actions += self._ends.end(
+                    now, transfer, FailCode.EXPIRED, "the reservation's deadline passed"
+                )
         self._tombstones.forget(now)
         return actions
 
@@ -509,9 +486,9 @@ class PrefillMachine:
             prompt.finished, prompt.request = True, None
             text = "the prefill engine is shutting down"
             actions += (
-                self._conclude(now, prompt)
+                self._ends.conclude(now, prompt)
                 if prompt.over
-                else self._end_all(now, prompt, FailCode.DRAINING, text)
+                else self._ends.end_all(now, prompt, FailCode.DRAINING, text)
             )
         return actions
 
@@ -519,35 +496,37 @@ class PrefillMachine:
 
     def _new_prompt(self, transfer_id: str) -> Prompt:
         prompt = Prompt(transfer_id, self._weights)
-        prompt.shares.append(Transfer(Share(transfer_id), prompt, pages=[{} for _ in self._layout.groups]))
+        prompt.shares.append(
+            ShareTransfer(Share(transfer_id), prompt, pages=[{} for _ in self._layout.groups])
+        )
         self._prompts[transfer_id] = prompt
         return prompt
 
     def _split(self, prompt: Prompt, shares: int) -> None:
         """From the one share that nobody has come for: as many as D says."""
-        prompt.told = True
+        prompt.shares_known = True
         (first,) = prompt.shares
         held_until = self._timers.deadline(first.share)
         for number in range(1, shares):
             share, pages = Share(prompt.transfer_id, number), [dict(known) for known in first.pages]
-            prompt.shares.append(Transfer(share, prompt, claimed=first.claimed, pages=pages))
+            prompt.shares.append(ShareTransfer(share, prompt, claimed=first.claimed, pages=pages))
             if held_until is not None:
                 self._timers.set(share, held_until)
 
-    def _share_of(self, prompt: Prompt, number: int) -> Transfer | None:
+    def _share_of(self, prompt: Prompt, number: int) -> ShareTransfer | None:
         """The share of that number, unless there are fewer. One stands for all until the first RESERVE."""
-        if not prompt.told:
+        if not prompt.shares_known:
             return prompt.shares[0]
         return prompt.shares[number] if number < len(prompt.shares) else None
 
-    def _transfer(self, share: Share) -> Transfer | None:
+    def _transfer(self, share: Share) -> ShareTransfer | None:
         prompt = self._prompts.get(share.transfer_id)
         return None if prompt is None else prompt.shares[share.number]
 
-    def _all(self) -> list[Transfer]:
+    def _all(self) -> list[ShareTransfer]:
         return [transfer for prompt in self._prompts.values() for transfer in prompt.shares]
 
-    def _hold(self, now: float, transfer: Transfer) -> None:
+    def _hold(self, now: float, transfer: ShareTransfer) -> None:
         """From now on a finished prompt's blocks are kept for a while, until D comes for them."""
         hold = self._timeouts.hold
         if transfer.claimed is not None and transfer.claimed not in self._peers:
@@ -555,7 +534,7 @@ class PrefillMachine:
             hold = min(hold, self._timeouts.dead + self._timeouts.connect)
         self._timers.set(transfer.share, now + hold)
 
-    def _of_peer(self, peer: PeerId) -> list[Transfer]:
+    def _of_peer(self, peer: PeerId) -> list[ShareTransfer]:
         return [t for t in self._all() if t.reservation is not None and t.reservation.peer == peer]
 
     def _refuse(self, peer: PeerId, message: Reserve, code: FailCode, text: str) -> Send:
@@ -568,24 +547,24 @@ class PrefillMachine:
         verdict = Verdict(Outcome.STALE, FailCode.STALE, text, ())
         prompt = self._prompts.get(message.transfer_id)
         if prompt is None:
-            return [refused, *self._forbid(now, message.transfer_id, verdict)]
+            return [refused, *self._ends.forbid(now, message.transfer_id, verdict)]
         transfer = self._share_of(prompt, message.share)
         assert transfer is not None  # share_problem()
         said = _say_sampled(peer, message, prompt) if prompt.finished else []
-        return [*said, refused, *self._close(now, transfer, verdict)]
+        return [*said, refused, *self._ends.close(now, transfer, verdict)]
 
-    def _go_stale(self, now: float, transfer: Transfer, text: str) -> list[PrefillAction]:
+    def _go_stale(self, now: float, transfer: ShareTransfer, text: str) -> list[PrefillAction]:
         """What D has reserved will be of no use to it. Where it waits for a token, which a client may have by
         then, it is told behind that."""
         reservation = transfer.reservation
         waits = reservation is not None and reservation.message.wants_sampled
         if reservation is None or not waits or transfer.phase is not Phase.ACTIVE or transfer.prompt.finished:
-            return self._end(now, transfer, FailCode.STALE, text)
+            return self._ends.end(now, transfer, FailCode.STALE, text)
         reservation.stale = text
         transfer.forget_pages()
         return []
 
-    def _push(self, transfer: Transfer) -> list[PrefillAction]:
+    def _push(self, transfer: ShareTransfer) -> list[PrefillAction]:
         """Pushes what is computed, wanted and not yet pushed; one Push for each step that computed some."""
         reservation = transfer.reservation
         if reservation is None or transfer.prompt.request is None:
@@ -620,150 +599,18 @@ class PrefillMachine:
             for signal_base, batches in sorted(steps.items(), key=_begin)
         ]
 
-    def _seal(self, now: float, transfer: Transfer) -> list[PrefillAction]:
+    def _seal(self, now: float, transfer: ShareTransfer) -> list[PrefillAction]:
         """P has computed all it will: the transfer ends when its writes have arrived."""
         reservation = transfer.reservation
         assert reservation is not None
         if reservation.stale:
-            return self._end(now, transfer, FailCode.STALE, reservation.stale)
+            return self._ends.end(now, transfer, FailCode.STALE, reservation.stale)
         if reservation.left > 0:
             text = f"{reservation.left} of the pages that decode asked for were never computed"
-            return self._end(now, transfer, FailCode.WRITE_ERROR, text)
+            return self._ends.end(now, transfer, FailCode.WRITE_ERROR, text)
         if reservation.writing:
             return [Seal(transfer.share)]
-        return self._complete(now, transfer)  # D wanted no page at all
-
-    def _complete(self, now: float, transfer: Transfer) -> list[PrefillAction]:
-        reservation = transfer.reservation
-        assert reservation is not None
-        text = "the transfer is complete"
-        transfer.verdict = Verdict(Outcome.COMPLETED, FailCode.DUPLICATE, text, (reservation.key,))
-        return self._finish_reservation(now, transfer, ())
-
-    def _end(self, now: float, transfer: Transfer, code: FailCode, text: str) -> list[PrefillAction]:
-        """Ends the share without its pages, unless it has ended or is about to."""
-        outcome = _outcome(code)
-        if transfer.phase is Phase.WAITING:
-            return self._close(now, transfer, Verdict(outcome, code, text, ()))
-        if transfer.phase is Phase.ACTIVE:
-            reservation = transfer.reservation
-            assert reservation is not None
-            return self._drain(now, transfer, Verdict(outcome, code, text, (reservation.key,)))
-        return []
-
-    def _end_all(self, now: float, prompt: Prompt, code: FailCode, text: str) -> list[PrefillAction]:
-        return [action for transfer in prompt.shares for action in self._end(now, transfer, code, text)]
-
-    def _drain(self, now: float, transfer: Transfer, verdict: Verdict) -> list[PrefillAction]:
-        """Stops the transfer's writes; its end follows once nothing is in flight."""
-        reservation = transfer.reservation
-        assert reservation is not None
-        transfer.verdict = verdict
-        if not reservation.writing:
-            return self._drained(now, transfer, quiesced=True)
-        transfer.phase = Phase.DRAINING
-        if reservation.peer_lost:  # its fence ends the writes, and bounds the wait
-            return []
-        self._timers.set(transfer.share, now + self._timeouts.drain)
-        return [CancelWrites(transfer.share)]
-
-    def _drained(self, now: float, transfer: Transfer, quiesced: bool) -> list[PrefillAction]:
-        """Nothing of a stopped transfer is in flight any more: tell D, unless it is gone."""
-        reservation, verdict = transfer.reservation, transfer.verdict
-        assert reservation is not None
-        assert verdict is not None
-        transfer.verdict = Verdict(verdict.outcome, verdict.code, verdict.text, verdict.served, quiesced)
-        if reservation.peer_lost:
-            return self._finish_reservation(now, transfer, ())
-        message = reservation.message
-        if reservation.cancelled:
-            answer: CancelAck | Fail = CancelAck(message.transfer_id, message.attempt, drained=quiesced)
-        else:
-            answer = Fail(message.transfer_id, message.attempt, verdict.code, clip(verdict.text), quiesced)
-        return self._finish_reservation(now, transfer, (Send(reservation.peer, answer),))
-
-    def _finish_reservation(
-        self, now: float, transfer: Transfer, messages: Sequence[Send]
-    ) -> list[PrefillAction]:
-        reservation, verdict = transfer.reservation, transfer.verdict
-        assert reservation is not None
-        assert verdict is not None
-        seconds = now - reservation.since
-        transfer_id, number = transfer.share
-        ended = Ended(
-            Role.PREFILL,
-            transfer_id,
-            reservation.peer,
-            verdict.outcome,
-            verdict.text,
-            seconds,
-            number,
-            _request_id(transfer.prompt),
-        )
-        return [*messages, ended, *self._settle(now, transfer)]
-
-    def _close(self, now: float, transfer: Transfer, verdict: Verdict) -> list[PrefillAction]:
-        """Ends a transfer that no RESERVE is being served for."""
-        if transfer.prompt.mismatch and verdict.code is FailCode.PREFILL_ABORTED:
-            # D computes its own prompt, so its other workers must not take this for an abort.
-            verdict = replace(verdict, code=FailCode.PROMPT_MISMATCH, text=transfer.prompt.mismatch)
-        transfer.verdict = verdict
-        transfer_id, number = transfer.share
-        request_id = _request_id(transfer.prompt)
-        ended = Ended(
-            Role.PREFILL,
-            transfer_id,
-            None,
-            verdict.outcome,
-            verdict.text,
-            share=number,
-            request_id=request_id,
-        )
-        return [ended, *self._settle(now, transfer)]
-
-    def _settle(self, now: float, transfer: Transfer) -> list[PrefillAction]:
-        """Nothing of this share moves any more."""
-        transfer.phase, transfer.reservation = Phase.CLOSED, None
-        self._timers.clear(transfer.share)
-        transfer.forget_pages()
-        prompt = transfer.prompt
-        if not prompt.over:
-            return []
-        return [*_met(prompt), *self._conclude(now, prompt)]
-
-    def _conclude(self, now: float, prompt: Prompt) -> list[PrefillAction]:
-        """All shares are over: the request is reported if P's engine is done with it, else when it is."""
-        if prompt.request is not None and not prompt.finished:
-            return []
-        del self._prompts[prompt.transfer_id]
-        verdict = verdict_on(prompt)
-        self._tombstones.bury(now, prompt.transfer_id, verdict)
-        if prompt.request is None:
-            return []
-        done = _reached(prompt, State.DONE) if verdict.outcome in _GOOD else []
-        return [*done, FinishedSending(prompt.request.request_id)]
-
-    def _forbid(self, now: float, transfer_id: str, verdict: Verdict) -> list[PrefillAction]:
-        """A transfer of which nothing is known yet ends before it begins."""
-        if self._tombstones.get(transfer_id) is not None:
-            return []
-        self._tombstones.bury(now, transfer_id, verdict)
-        return [Ended(Role.PREFILL, transfer_id, None, verdict.outcome, verdict.text)]
-
-
-def _phase(transfer: Transfer) -> str:
-    """For an operator."""
-    if transfer.prompt.request is None:
-        return "orphan"
-    lost = transfer.reservation is not None and transfer.reservation.peer_lost
-    return "fencing" if lost and transfer.phase is Phase.DRAINING else transfer.phase.name.lower()
-
-
-def _moving(prompt: Prompt, first_token: int = 0) -> list[PrefillAction]:
-    """With the first share."""
-    actions = [] if prompt.moving else _reached(prompt, State.MOVING, first_token)
-    prompt.moving = prompt.request is not None
-    return actions
+        return self._ends.complete(now, transfer)  # D wanted no page at all
 
 
 def _say_sampled(peer: PeerId, message: Reserve, prompt: Prompt) -> list[PrefillAction]:
@@ -773,41 +620,10 @@ def _say_sampled(peer: PeerId, message: Reserve, prompt: Prompt) -> list[Prefill
     return [Send(peer, Sampled(message.transfer_id, message.attempt, prompt.sampled))]
 
 
-def _met(prompt: Prompt) -> list[PrefillAction]:
-    """Nothing will move any more: it has failed, unless decode has had all that it wanted. That this was
-    nothing may be known before the prompt is computed."""
-    if verdict_on(prompt).outcome not in _GOOD:
-        return _reached(prompt, State.FAILED)
-    return [] if prompt.finished else _moving(prompt)
-
-
-def _request_id(prompt: Prompt) -> str:
-    return "" if prompt.request is None else prompt.request.request_id
-
-
-def _reached(prompt: Prompt, state: State, first_token: int = 0) -> list[PrefillAction]:
-    """For the request, if there is one."""
-    request = prompt.request
-    if request is None:
-        return []
-    reason = verdict_on(prompt).text if state is State.FAILED else ""
-    return [Reached(Role.PREFILL, prompt.transfer_id, request.request_id, state, reason, first_token)]
-
-
 def _begin(step: tuple[int | None, object]) -> int:
     """Steps by their beginning; what is computed already comes first."""
     signal_base, _ = step
     return -1 if signal_base is None else signal_base
-
-
-def _outcome(code: FailCode) -> Outcome:
-    """How a transfer counts that P ends with this code."""
-    match code:
-        case FailCode.STALE:
-            return Outcome.STALE
-        case FailCode.PREFILL_ABORTED:
-            return Outcome.CANCELLED
-    return Outcome.FAILED
 
 
 def _other_weights(ours: str, message: Reserve) -> str:

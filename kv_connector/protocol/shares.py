@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from kv_connector.protocol.actions import Outcome, PeerId, Share
-from kv_connector.protocol.messages import Reserve
+from kv_connector.protocol.actions import (
+    CancelWrites,
+    Ended,
+    Fence,
+    FinishedSending,
+    Log,
+    Outcome,
+    PeerId,
+    Push,
+    Reached,
+    Seal,
+    Send,
+    Share,
+    UnderWay,
+)
+from kv_connector.protocol.messages import Reserve, Role
 from kv_connector.protocol.plan import Groups
 from kv_connector.protocol.requests import PrefillRequest
 from kv_connector.protocol.tombstones import Verdict
+
+PrefillAction = Send | Fence | Ended | Reached | Log | Push | Seal | CancelWrites | FinishedSending
+"""What the prefill machine decides."""
 
 
 class Phase(enum.Enum):
@@ -50,9 +68,9 @@ class Prompt:
     finished: bool = False
     sampled: int | None = None  # the token behind it, once finished
     moving: bool = False  # it was said that pages go
-    told: bool = False  # how many workers of D want a share; until then there is one, for whoever comes
+    shares_known: bool = False  # how many workers of D want one; until then there is one, for whoever comes
     mismatch: str = ""  # why the RESERVE of a worker of D was refused as one for another prompt
-    shares: list[Transfer] = field(default_factory=list)
+    shares: list[ShareTransfer] = field(default_factory=list)
 
     @property
     def over(self) -> bool:
@@ -61,7 +79,7 @@ class Prompt:
 
 
 @dataclass
-class Transfer:
+class ShareTransfer:
     """A share of a prompt, for one worker of D."""
 
     share: Share
@@ -98,7 +116,7 @@ def prompt_problem(request: PrefillRequest, reserve: Reserve) -> str | None:
 def share_problem(prompt: Prompt | None, message: Reserve) -> str | None:
     if message.share >= message.shares:
         return f"there is no share {message.share} of {message.shares}"
-    if prompt is not None and prompt.told and len(prompt.shares) != message.shares:
+    if prompt is not None and prompt.shares_known and len(prompt.shares) != message.shares:
         return f"one decode worker wants a share of {message.shares}, another one of {len(prompt.shares)}"
     return None
 
@@ -112,3 +130,34 @@ def verdict_on(prompt: Prompt) -> Verdict:
         served=tuple(key for one in verdicts for key in one.served),
         quiesced=all(one.quiesced for one in verdicts),
     )
+
+
+def under_way(prompts: Iterable[Prompt]) -> list[UnderWay]:
+    """The shares of these that are not over, and what P's engine still works on."""
+    found = []
+    for prompt in prompts:
+        request = prompt.request
+        for transfer in list(prompt.shares):
+            reservation = transfer.reservation
+            if transfer.phase is Phase.CLOSED and not prompt.over:
+                continue
+            found.append(
+                UnderWay(
+                    Role.PREFILL,
+                    prompt.transfer_id,
+                    "" if request is None else request.request_id,
+                    None if reservation is None else reservation.peer,
+                    _phase(transfer),
+                    None if reservation is None else reservation.since,
+                    transfer.share.number,
+                )
+            )
+    return found
+
+
+def _phase(transfer: ShareTransfer) -> str:
+    """For an operator."""
+    if transfer.prompt.request is None:
+        return "orphan"
+    lost = transfer.reservation is not None and transfer.reservation.peer_lost
+    return "fencing" if lost and transfer.phase is Phase.DRAINING else transfer.phase.name.lower()

@@ -9,7 +9,7 @@ too.
 
 What it goes by: how many tokens the prompt has and how many of them each engine has cached (prompt.py,
 prefix_cache.py), what each engine has still to compute (backlog.py, and for other routers' prompts what the
-engine says), and what its steps have cost so far (control.membership.Load).
+engine says), and what its steps have cost so far (control.membership.WorkloadReport).
 """
 
 import math

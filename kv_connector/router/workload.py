@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
-from kv_connector.control.membership import Load, PromptCost
+from kv_connector.control.membership import PromptCost, WorkloadReport
 from kv_connector.router.backlog import Backlog
 from kv_connector.router.prefix_cache import PrefixCache
 
@@ -36,14 +36,14 @@ class Workload:
         self.backlog = Backlog(clock)
         """What it has from this router."""
         self.cache = PrefixCache()
-        self.load: Load | None = None
+        self.load: WorkloadReport | None = None
         """What it said last, if it does."""
         self.cost: Cost | None = None
         """By that."""
         self._others = 0
         self._said_at = 0.0
 
-    def hear(self, load: Load | None) -> None:
+    def hear(self, load: WorkloadReport | None) -> None:
         """The engine says so."""
         self.load = load
         self.cost = None if load is None or load.prompt is None else Cost.of(load.prompt)

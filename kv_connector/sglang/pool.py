@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from kv_connector.agent.agent import MemoryRange
+from kv_connector.agent.config import MemoryRange
 from kv_connector.protocol.geometry import Place, Units, latent, opaque_page, token_major, units_of_rank
 from kv_connector.protocol.layout import Axis, GroupLayout, KvLayout, LayerLayout, Part
 

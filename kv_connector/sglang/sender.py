@@ -73,7 +73,7 @@ class Sender(CommonKVSender):  # type: ignore[misc]  # SGLang is not typed for m
             if self._early is not None:  # its event came before this step's result did
                 self._early.join()
             self._complete = True
-            self._agent.finished(self._transfer, True)
+            self._agent.request_finished(self._transfer, True)
 
     def _groups(
         self, kv_indices: Any, first: int, last: bool, states: Sequence[Any] | None
@@ -133,7 +133,7 @@ class Sender(CommonKVSender):  # type: ignore[misc]  # SGLang is not typed for m
         self._over = True
         state = self._agent.state(self._transfer)
         if state is not State.DONE:
-            self._agent.finished(self._transfer, False, reason, aborted=aborted)
+            self._agent.request_finished(self._transfer, False, reason, aborted=aborted)
             if state is not State.FAILED:
                 self._agent.preempt((self._transfer,))  # SGLang gives its pages to others at once
         self._agent.forget(self._transfer)

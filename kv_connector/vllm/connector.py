@@ -19,7 +19,7 @@ import torch
 from kv_connector.agent.progress import signal_writer
 from kv_connector.agent.settings import SettingsError, parse_settings
 from kv_connector.agent.start import Running, WorkerInfo, start
-from kv_connector.control.membership import Load
+from kv_connector.control.membership import WorkloadReport
 from kv_connector.engine.placement import Device
 from kv_connector.protocol.identity import ADVICE
 from kv_connector.protocol.messages import Role
@@ -121,7 +121,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         self.worker: WorkerSide | None = None
         """In a worker, once it has its KV caches."""
         self._running: Running | None = None
-        self._idle: Load | None = None
+        self._idle: WorkloadReport | None = None
         self._pace: Pace | None = None
         """Where there are routers that it is for; in the scheduler's process."""
         if self._settings.routers:
@@ -387,7 +387,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         return self._scheduler.build_metadata(scheduler_output)
 
     @never_raises(_nothing)
-    def _load(self, scheduler_output: Any) -> Load | None:
+    def _load(self, scheduler_output: Any) -> WorkloadReport | None:
         return self._pace.scheduled(scheduler_output) if self._pace is not None else None
 
     @never_raises(_nothing)

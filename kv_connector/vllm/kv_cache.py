@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from kv_connector.agent.agent import MemoryRange
+from kv_connector.agent.config import MemoryRange
 from kv_connector.protocol.geometry import (
     Place,
     Units,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kv_connector.agent.commands import Command, NewPages
-from kv_connector.control.membership import Load
+from kv_connector.control.membership import WorkloadReport
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.messages import Rank
 from kv_connector.vllm.internals import (
@@ -29,7 +29,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not ty
     """Of new requests that are traced, by id: the headers of their trace's context."""
     computes: bool = True
     """False: no request has a token to compute in this step; the engine only waits for transfers."""
-    load: Load | None = None
+    load: WorkloadReport | None = None
     """For the routers. None: as before, or there are none."""
 
 

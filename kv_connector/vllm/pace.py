@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 
-from kv_connector.control.membership import Load, PromptCost
+from kv_connector.control.membership import PromptCost, WorkloadReport
 
 if TYPE_CHECKING:
     from kv_connector.vllm.internals import Request
@@ -61,12 +61,12 @@ class Sample(NamedTuple):
     took_ns: int
 
 
-def idle_load(scheduler_config: Any, cache_tokens: int) -> Load:
-    """The Load of an engine that has done nothing yet, from vLLM's SchedulerConfig."""
+def idle_load(scheduler_config: Any, cache_tokens: int) -> WorkloadReport:
+    """The WorkloadReport of an engine that has done nothing yet, from vLLM's SchedulerConfig."""
     # Where tokens are drafted, a step takes fewer from the requests.
     step_tokens = scheduler_config.max_num_scheduled_tokens or scheduler_config.max_num_batched_tokens
     longest = scheduler_config.long_prefill_token_threshold or step_tokens
-    return Load(step_tokens, min(step_tokens, longest), cache_tokens)
+    return WorkloadReport(step_tokens, min(step_tokens, longest), cache_tokens)
 
 
 class Pace:
@@ -74,7 +74,7 @@ class Pace:
 
     def __init__(
         self,
-        idle: Load,
+        idle: WorkloadReport,
         in_flight: int,
         loads: Callable[[str], bool],
         clock: Callable[[], int] = time.monotonic_ns,
@@ -107,9 +107,10 @@ class Pace:
         self._live.pop(request_id, None)
         self._computing.pop(request_id, None)
 
-    def scheduled(self, step: Any) -> Load | None:
-        """``step`` is vLLM's SchedulerOutput, before it has counted the step's tokens as computed. The Load
-        at its beginning, where it is time to tell it: a few times a second, and when nothing is left to do.
+    def scheduled(self, step: Any) -> WorkloadReport | None:
+        """``step`` is vLLM's SchedulerOutput, before it has counted the step's tokens as computed. The
+        WorkloadReport at its beginning, where it is time to send one: a few times a second, and when nothing
+        is left to do.
         """
         now = self._clock()
         for request_id in step.preempted_req_ids or ():
@@ -151,14 +152,14 @@ class Pace:
             samples.append(Sample(step.tokens, step.pairs, max(took, 1)))
             self._fitted = False
 
-    def _news(self, now: int) -> Load | None:
+    def _news(self, now: int) -> WorkloadReport | None:
         came_to_rest = self._told_busy and not self._live
         if now - self._told_ns < _INTERVAL_NS and not came_to_rest:
             return None
         self._told_ns, self._told_busy = now, bool(self._live)
         return self.load()
 
-    def load(self) -> Load:
+    def load(self) -> WorkloadReport:
         """Of now. What vLLM will find in its prefix cache of a prompt that waits, it does not know yet."""
         waiting = sum(
             max(request.num_tokens - request.num_computed_tokens, 0)

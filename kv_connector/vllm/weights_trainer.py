@@ -23,8 +23,9 @@ from kv_connector.vllm.internals import (
 )
 from kv_connector.vllm.plugin import WEIGHTS
 from kv_connector.weights.block_fp8 import BlockFp8
-from kv_connector.weights.pusher import PushError, WeightPusher
+from kv_connector.weights.pusher import WeightPusher
 from kv_connector.weights.sources import TensorSource, module_source
+from kv_connector.weights.update import PushError
 
 
 @dataclass

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kv_connector.agent.agent import Agent
+from kv_connector.agent.command_ledger import CommandLedger
 from kv_connector.agent.commands import Command, FailLoad
 from kv_connector.agent.progress import LayerProgress
-from kv_connector.agent.worker import Worker
 from kv_connector.engine.transfer_engine import StreamSignal
 from kv_connector.protocol.requests import DecodeRequest
 from kv_connector.vllm.internals import KVConnectorTransferResults
@@ -71,7 +71,7 @@ class WorkerSide:
             agent.tell_ends(spans.over)
         self._progress = LayerProgress(layer_names, signal)
         self._patient = not isinstance(agent.signal, StreamSignal)
-        self._books = Worker(agent)
+        self._books = CommandLedger(agent)
         self._computes = True
         self.pushes = False
         """Whether pages of this step go to a D: its token is waited for, and a later step ends their

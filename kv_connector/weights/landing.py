@@ -56,7 +56,7 @@ Peer = int
 
 
 @dataclass(frozen=True)
-class Reply:
+class LandingReply:
     source: Source
     message: WeightMessage
 
@@ -69,7 +69,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Accept:
+class LandingAccept:
     """Let the engine accept the offer; ``accepted`` or ``not_accepted`` answers."""
 
     source: Source
@@ -78,7 +78,7 @@ class Accept:
 
 
 @dataclass(frozen=True)
-class OpenCounter:
+class LandingOpenCounter:
     """That only these raise, for pages in the round's room; ``opened`` answers, and ``reached`` when it has
     counted them."""
 
@@ -88,7 +88,7 @@ class OpenCounter:
 
 
 @dataclass(frozen=True)
-class CloseCounter:
+class LandingCloseCounter:
     round: int = 0
 
 
@@ -107,7 +107,7 @@ class GiveUp:
 
 
 @dataclass(frozen=True)
-class Fence:
+class LandingFence:
     """None of this peer's writes may land any more; ``fenced`` says that it is so."""
 
     peer: Peer
@@ -115,12 +115,22 @@ class Fence:
 
 
 @dataclass(frozen=True)
-class Log:
+class LandingLog:
     level: int
     text: str
 
 
-Action = Reply | Record | Accept | OpenCounter | CloseCounter | HandOver | GiveUp | Fence | Log
+Action = (
+    LandingReply
+    | Record
+    | LandingAccept
+    | LandingOpenCounter
+    | LandingCloseCounter
+    | HandOver
+    | GiveUp
+    | LandingFence
+    | LandingLog
+)
 
 
 class Phase(enum.Enum):
@@ -212,9 +222,9 @@ class Landing:
         match message:
             case Ping():
                 gone = message.sender and sender is None
-                return [Reply(source, Leave("there is no such sender here") if gone else Pong())]
+                return [LandingReply(source, Leave("there is no such sender here") if gone else Pong())]
             case Ask():
-                return [Reply(source, self.state())]
+                return [LandingReply(source, self.state())]
             case Hold():
                 return self._hold(now, source, message)
             case Release():
@@ -229,7 +239,7 @@ class Landing:
                 return self._lose(sender, message.reason or "it has left")
             case Leave():
                 return []
-        return [Reply(source, Refused(f"{type(message).__name__} means nothing here"))]
+        return [LandingReply(source, Refused(f"{type(message).__name__} means nothing here"))]
 
     def lost(self, source: Source, reason: str) -> list[Action]:
         """The connection is of no use any more."""
@@ -241,7 +251,7 @@ class Landing:
         """The engine's link to it broke."""
         for sender in self._senders.values():
             if sender.peer == peer:
-                return [Reply(sender.source, Leave(clip(reason))), *self._lose(sender, reason)]
+                return [LandingReply(sender.source, Leave(clip(reason))), *self._lose(sender, reason)]
         return []
 
     def tick(self, now: float) -> list[Action]:
@@ -259,19 +269,21 @@ class Landing:
     def _describe(self, source: Source, message: Describe) -> list[Action]:
         if message.protocol != PROTOCOL:
             theirs = f"it speaks version {message.protocol} of the weights' protocol, this worker {PROTOCOL}"
-            return [Reply(source, Refused(f"{theirs}: install the same release of kv-connector on both"))]
+            return [
+                LandingReply(source, Refused(f"{theirs}: install the same release of kv-connector on both"))
+            ]
         wanted = digest(message.tensors)
         if self._answer is not None and wanted == self._digest:
-            return [Reply(source, self._answer)]
+            return [LandingReply(source, self._answer)]
         if self._recording and wanted == self._looked_at:
             self._recording.append(source)
             return []
         for sender in self._senders.values():
-            return [Reply(source, Refused(_taken(sender)))]
+            return [LandingReply(source, Refused(_taken(sender)))]
         if self._lent:
-            return [Reply(source, Refused(f"the worker {self._lends()}: ask again"))]
+            return [LandingReply(source, Refused(f"the worker {self._lends()}: ask again"))]
         if self._recording or self._is_held() or self.phase is Phase.APPLYING:
-            return [Reply(source, Refused("the worker is busy with another checkpoint: ask again"))]
+            return [LandingReply(source, Refused("the worker is busy with another checkpoint: ask again"))]
         self._recording, self._looked_at = [source], wanted
         return [Record(message.tensors)]
 
@@ -279,12 +291,12 @@ class Landing:
         self._digest, self._answer, self.arena_bytes = digest, answer, nbytes
         self._rounds = answer.geometry.rounds
         self.phase, self._version = Phase.EMPTY, ""  # it is another arena
-        return [Reply(source, answer) for source in self._asked()]
+        return [LandingReply(source, answer) for source in self._asked()]
 
     def not_recorded(self, reason: str) -> list[Action]:
         """What was recorded before is gone, too."""
         self._digest, self._answer, self.arena_bytes = b"", None, 0
-        return [Reply(source, Refused(clip(reason))) for source in self._asked()]
+        return [LandingReply(source, Refused(clip(reason))) for source in self._asked()]
 
     def _asked(self) -> list[Source]:
         asked, self._recording = self._recording, []
@@ -294,31 +306,31 @@ class Landing:
 
     def _join(self, now: float, source: Source, message: Join) -> list[Action]:
         if not self._digest or message.tensors != self._digest:
-            return [Reply(source, Refused(NOT_DESCRIBED))]
+            return [LandingReply(source, Refused(NOT_DESCRIBED))]
         if self._recording:  # which ends with another arena
-            return [Reply(source, Refused("the worker is busy with another checkpoint: ask again"))]
+            return [LandingReply(source, Refused("the worker is busy with another checkpoint: ask again"))]
         actions: list[Action] = []
         if message.seeds and (refusal := self._not_seeded()):
-            return [Reply(source, Refused(refusal))]
+            return [LandingReply(source, Refused(refusal))]
         for sender in list(self._senders.values()):
             if sender.run != message.run and sender.seeds == message.seeds:
-                return [Reply(source, Refused(_taken(sender)))]
+                return [LandingReply(source, Refused(_taken(sender)))]
             if sender.run == message.run and sender.rank == message.rank:
                 actions += self._lose(sender, "it has come again")
         self._senders[source] = _Sender(source, message.run, message.rank, message.name, now, message.seeds)
-        return [*actions, Accept(source, message.name, message.offer)]
+        return [*actions, LandingAccept(source, message.name, message.offer)]
 
     def accepted(self, source: Source, peer: Peer, answer: Joined) -> list[Action]:
         sender = self._senders.get(source)
         if sender is None:
             self._fencing.add(peer)
-            return [Fence(peer, "it has left meanwhile")]
+            return [LandingFence(peer, "it has left meanwhile")]
         sender.peer = peer
-        return [Reply(source, answer)]
+        return [LandingReply(source, answer)]
 
     def not_accepted(self, source: Source, reason: str) -> list[Action]:
         self._senders.pop(source, None)
-        return [Reply(source, Refused(clip(reason)))]
+        return [LandingReply(source, Refused(clip(reason)))]
 
     def _not_seeded(self) -> str:
         """Why another engine may not write here; empty: it may."""
@@ -328,7 +340,7 @@ class Landing:
         return f"the worker {self._lends()} itself" if self._lent else ""
 
     def _refuse_seed(self, sender: _Sender, reason: str) -> list[Action]:
-        return [Reply(sender.source, Leave(clip(reason))), *self._lose(sender, reason)]
+        return [LandingReply(sender.source, Leave(clip(reason))), *self._lose(sender, reason)]
 
     def fenced(self, peer: Peer) -> list[Action]:
         self._fencing.discard(peer)
@@ -356,7 +368,9 @@ class Landing:
             sender.following = begin
             if self._lent and first:
                 return [
-                    Log(logging.INFO, f"version {shown(begin.version)} waits: the worker {self._lends()}")
+                    LandingLog(
+                        logging.INFO, f"version {shown(begin.version)} waits: the worker {self._lends()}"
+                    )
                 ]
             return self._follow()
         if self.phase is Phase.EMPTY:
@@ -407,7 +421,7 @@ class Landing:
 
     def _ready(self) -> list[Action]:
         self.phase = Phase.READY
-        return [Reply(sender.source, Ready(self._version)) for sender in self._begun()]
+        return [LandingReply(sender.source, Ready(self._version)) for sender in self._begun()]
 
     def _begun(self) -> list[_Sender]:
         return [sender for sender in self._senders.values() if sender.begin is not None]
@@ -416,17 +430,17 @@ class Landing:
         begun = self._begun()
         pages = sum(sender.begin.pages[round] for sender in begun if sender.begin is not None)
         self._opening.add(round)
-        return [OpenCounter(tuple(s.peer for s in begun if s.peer is not None), pages, round)]
+        return [LandingOpenCounter(tuple(s.peer for s in begun if s.peer is not None), pages, round)]
 
     def opened(self, immediate: int, round: int = 0) -> list[Action]:
         if round not in self._opening:
-            return [CloseCounter(round)]  # dropped meanwhile
+            return [LandingCloseCounter(round)]  # dropped meanwhile
         self._opening.discard(round)
         self._counting.add(round)
         if self.phase is Phase.BEGINNING:
             self.phase = Phase.LANDING
         begun = Begun(self._version, immediate, round)
-        return [Reply(sender.source, begun) for sender in self._begun()]
+        return [LandingReply(sender.source, begun) for sender in self._begun()]
 
     def not_opened(self, reason: str) -> list[Action]:
         return self._drop(reason)
@@ -434,13 +448,13 @@ class Landing:
     def reached(self, round: int = 0) -> list[Action]:
         self._counting.discard(round)
         if self.slots:
-            return [CloseCounter(round), HandOver(round)]
-        return [CloseCounter(round), *self._ready(), *self._follow()]
+            return [LandingCloseCounter(round), HandOver(round)]
+        return [LandingCloseCounter(round), *self._ready(), *self._follow()]
 
     def _lose(self, sender: _Sender, reason: str) -> list[Action]:
         del self._senders[sender.source]
         said = f"rank {sender.rank} of run {sender.run} ({sender.name}): {reason}"
-        actions: list[Action] = [Log(logging.INFO, f"a sender of weights is gone: {said}")]
+        actions: list[Action] = [LandingLog(logging.INFO, f"a sender of weights is gone: {said}")]
         actions += self._fence(sender, reason)
         unfinished = self.slots and self.phase in (Phase.READY, Phase.APPLYING)
         if sender.run == self._run and (unfinished or self.phase in (Phase.BEGINNING, Phase.LANDING)):
@@ -451,12 +465,12 @@ class Landing:
     def _drop(self, reason: str) -> list[Action]:
         """The version is void, and so is every link of its run: who is left has to join again."""
         actions: list[Action] = [
-            Log(logging.WARNING, f"version {shown(self._version)} of the weights is dropped: {reason}")
+            LandingLog(logging.WARNING, f"version {shown(self._version)} of the weights is dropped: {reason}")
         ]
-        actions += [CloseCounter(round) for round in sorted(self._opening | self._counting)]
+        actions += [LandingCloseCounter(round) for round in sorted(self._opening | self._counting)]
         for sender in [sender for sender in self._senders.values() if sender.run == self._run]:
             del self._senders[sender.source]
-            actions.append(Reply(sender.source, Dropped(self._version, clip(reason))))
+            actions.append(LandingReply(sender.source, Dropped(self._version, clip(reason))))
             actions += self._fence(sender, "the version was dropped")
         for done in (self._opening, self._counting):
             done.clear()
@@ -471,7 +485,7 @@ class Landing:
         if sender.peer is None:
             return []  # accepted() will
         self._fencing.add(sender.peer)
-        return [Fence(sender.peer, reason)]
+        return [LandingFence(sender.peer, reason)]
 
     # --- Applying
 
@@ -507,10 +521,10 @@ class Landing:
         if problem:
             self._torn = self._torn or torn
             what = f"version {shown(version)} of the weights was not applied: {problem}"
-            actions.append(Log(logging.ERROR, what))
+            actions.append(LandingLog(logging.ERROR, what))
         else:
             self.served, self._torn = version, False
-            actions += [Reply(sender.source, Applied(version)) for sender in self._begun()]
+            actions += [LandingReply(sender.source, Applied(version)) for sender in self._begun()]
         self.phase, self._problem = Phase.READY, problem[:1024]
         if self.slots and problem and self._begun():
             actions += self._drop(problem)
@@ -522,11 +536,11 @@ class Landing:
 
     def _hold(self, now: float, source: Source, hold: Hold) -> list[Action]:
         if self.phase is not Phase.READY or self._version != hold.version:
-            return [Reply(source, Refused(clip(self._here())))]
+            return [LandingReply(source, Refused(clip(self._here())))]
         if self._recording:
-            return [Reply(source, Refused("the worker is busy with another checkpoint"))]
+            return [LandingReply(source, Refused("the worker is busy with another checkpoint"))]
         self._holder = _Holder(source, now)
-        return [Reply(source, self.state())]
+        return [LandingReply(source, self.state())]
 
     def _release(self, source: Source) -> list[Action]:
         if self._holder is None or self._holder.source != source:
@@ -538,7 +552,7 @@ class Landing:
         if self._holder is None or self._holder.source != source:
             return []
         what = f"the controller no longer holds version {shown(self._version)} of the weights: {reason}"
-        return [Log(logging.WARNING, what), *self._release(source)]
+        return [LandingLog(logging.WARNING, what), *self._release(source)]
 
     def _is_held(self) -> bool:
         """Rounds that have been applied are not there any more: nothing of them is held."""

@@ -28,17 +28,17 @@ from kv_connector.weights.geometry import Geometry, Tensor, digest
 from kv_connector.weights.hashes import hashes
 from kv_connector.weights.landing import (
     NOT_DESCRIBED,
-    Accept,
     Action,
-    CloseCounter,
-    Fence,
     GiveUp,
     HandOver,
     Landing,
-    Log,
-    OpenCounter,
+    LandingAccept,
+    LandingCloseCounter,
+    LandingFence,
+    LandingLog,
+    LandingOpenCounter,
+    LandingReply,
     Record,
-    Reply,
 )
 from kv_connector.weights.loop import Loop
 from kv_connector.weights.messages import (
@@ -217,27 +217,27 @@ class WeightReceiver:
 
     def _execute(self, action: Action) -> Sequence[Action]:
         match action:
-            case Reply(source, message):
+            case LandingReply(source, message):
                 # Who takes nothing is silent, and is lost for that.
                 self._loop.sockets.send(source, message)
             case Record(tensors):
                 self._recorder.submit(self._record, tensors).add_done_callback(
                     lambda recorded: self._loop.call(lambda: self._recorded(tensors, recorded)) and None
                 )
-            case Accept(source, name, offer):
+            case LandingAccept(source, name, offer):
                 return self._accept(source, name, offer)
-            case OpenCounter(peers, pages, round):
+            case LandingOpenCounter(peers, pages, round):
                 return self._open_counter(peers, pages, round)
-            case CloseCounter(round):
+            case LandingCloseCounter(round):
                 for counter in [counter for counter, of in self._counters.items() if of == round]:
                     self._engine.release_counters(counter)
                     del self._counters[counter]
             case HandOver() | GiveUp():
                 self._handed.put(action)
-            case Fence(peer, reason):
+            case LandingFence(peer, reason):
                 self._fencing[peer] = reason
                 self._fence(peer)
-            case Log(level, text):
+            case LandingLog(level, text):
                 logger.log(level, "%s: %s", self._config.name, text)
         return ()
 

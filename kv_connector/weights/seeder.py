@@ -21,8 +21,9 @@ from kv_connector.weights.coverage import not_loaded
 from kv_connector.weights.geometry import Geometry, Tensor
 from kv_connector.weights.links import LinkError, questions
 from kv_connector.weights.messages import Describe, Described, Seed
-from kv_connector.weights.pusher import PushError, Update, WeightPusher
+from kv_connector.weights.pusher import WeightPusher
 from kv_connector.weights.sources import ArenaSource
+from kv_connector.weights.update import PushError, Update
 
 logger = logging.getLogger("kv_connector")
 

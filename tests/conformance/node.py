@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_connector.engine import DomainConfig, EngineConfig, Handshake, MemoryRange
-from kv_connector.engine.transfer_engine import SharedMemory, TransferEngine, buffer_range
+from kv_connector.engine.convert import buffer_range
+from kv_connector.engine.transfer_engine import SharedMemory, TransferEngine
 
 from .gpu import GpuMemory
 

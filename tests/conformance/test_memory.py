@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kv_connector.engine import DomainConfig, EngineConfig, ErrorCode, EventKind, MemoryRange, TransferError
-from kv_connector.engine.transfer_engine import SharedMemory, TransferEngine, buffer_range
+from kv_connector.engine.convert import buffer_range
+from kv_connector.engine.transfer_engine import SharedMemory, TransferEngine
 
 from .gpu import GpuMemory
 from .node import GPU_PROVIDERS, LIMIT, NewPair, Pair, domain_config

@@ -57,7 +57,7 @@ def transfer(prefill: Side, decode: Side, name: str) -> None:
     decode.reserve(prefill.address, transfer=name)
     prefill.expect(name)
     prefill.compute((1, 2, 3), transfer=name)
-    prefill.agent.finished(name, True)
+    prefill.agent.request_finished(name, True)
     prefill.wait(sent=[f"p-{name}"])
     decode.wait(received=[f"d-{name}"])
     assert f"d-{name}" not in decode.failed

@@ -62,20 +62,20 @@ BUGS = (
     # vLLM's NixlConnector had the like: an abort frees D's blocks while pages are under way.
     Bug(
         "a cancel is acknowledged before it has drained",
-        "protocol/prefill.py",
+        "protocol/share_ends.py",
         """\
         if not reservation.writing:
-            return self._drained(now, transfer, quiesced=True)
+            return self.drained(now, transfer, quiesced=True)
 """,
         """\
         if not reservation.writing or verdict.outcome is Outcome.CANCELLED:
-            return self._drained(now, transfer, quiesced=True)
+            return self.drained(now, transfer, quiesced=True)
 """,
     ),
     # P's failed writes may still sit in a buffer of D's.
     Bug(
         "a failure is always called quiesced",
-        "protocol/prefill.py",
+        "protocol/share_ends.py",
         """\
         reservation, verdict = transfer.reservation, transfer.verdict
         assert reservation is not None
@@ -91,7 +91,7 @@ BUGS = (
     # A tenth of the clients leaves, and an alert says that transfers fail.
     Bug(
         "a prompt that its client leaves has failed",
-        "protocol/prefill.py",
+        "protocol/share_ends.py",
         """\
         case FailCode.PREFILL_ABORTED:
             return Outcome.CANCELLED
@@ -101,7 +101,7 @@ BUGS = (
     # EngineCore dies of an id that it has not finished.
     Bug(
         "a prompt is reported as sent while its engine still works on it",
-        "protocol/prefill.py",
+        "protocol/share_ends.py",
         """\
         if prompt.request is not None and not prompt.finished:
             return []
@@ -125,7 +125,7 @@ BUGS = (
     Bug(
         "an early cancel is forgotten",
         "protocol/prefill.py",
-        "return [acknowledged, *self._forbid(now, message.transfer_id, cancelled)]",
+        "return [acknowledged, *self._ends.forbid(now, message.transfer_id, cancelled)]",
         "return [acknowledged]",
         first=90,
     ),
@@ -164,7 +164,7 @@ BUGS = (
     # A machine that lost its power says no goodbye.
     Bug(
         "silence is never death",
-        "protocol/peers.py",
+        "protocol/sessions.py",
         '            return self.drop(now, peer.peer, f"silent for {silence:.1f} s")\n',
         "            peer.last_seen = now\n",
     ),
@@ -259,12 +259,12 @@ BUGS = (
         """\
         if transfer is None or transfer.phase is not Phase.WAITING:
             return []
-        return self._close(now, transfer, released)
+        return self._ends.close(now, transfer, released)
 """,
         """\
         if transfer is None:
             return []
-        return self._close(now, transfer, released)
+        return self._ends.close(now, transfer, released)
 """,
         first=100,
     ),

@@ -17,8 +17,9 @@ from kv_connector.agent.ledger import Ledger, Timing
 from kv_connector.protocol.actions import Ended, Outcome, State
 from kv_connector.protocol.decode import DecodeMachine
 from kv_connector.protocol.messages import Role, fingerprint
-from kv_connector.protocol.peers import Identity, PeerTable
+from kv_connector.protocol.peers import PeerTable
 from kv_connector.protocol.prefill import PrefillMachine
+from kv_connector.protocol.sessions import Identity
 
 from .actor import Actor
 from .books import Violation
@@ -103,7 +104,7 @@ class Process(Actor):
 
     def has_session_with(self, process: Process) -> bool:
         """This very process, not one that had its address before."""
-        for session in self.effects.peers._peers.values():
+        for session in self.effects.peers._sessions.peers.values():
             if session.address == process.world.address(process.name):
                 return True
             if session.engine == process.place and session.incarnation == process.incarnation:
@@ -130,7 +131,7 @@ class Process(Actor):
         effects, sessions = self.effects, len(self.effects.peers)
         engine = self.engine.leftovers()
         peers, prefill, decode = effects.peers, effects.prefill, effects.decode
-        callers = sum(len(caller.sessions) for caller in peers._callers.values())
+        callers = sum(len(caller.sessions) for caller in peers._sessions.callers.values())
         counts = self.busy() | {
             "blocks": len(self.pool.owner),
             "blocks that await pages": len(self.pool.awaited),
@@ -138,16 +139,16 @@ class Process(Actor):
             "transfer ids": len(effects.writes),
             "counting": len(effects._counting),
             "sent": len(effects._sent),
-            "sources": len(peers._by_source) - sessions,
-            "dialled peers": len(peers._by_address) - len(self.port.dialled),
+            "sources": len(peers._sessions.by_source) - sessions,
+            "dialled peers": len(peers._sessions.by_address) - len(self.port.dialled),
             "connections": len(self.port.dialled) + callers - sessions,
             "states": self.ledger.states,
-            "timers of peers": len(peers._timers) - sessions,
+            "timers of peers": len(peers._sessions.timers) - sessions,
             "timers of prefill": len(prefill._timers),
             "timers of decode": len(decode._timers),
             "attempts": len(decode._attempts),
             "releases": len(decode._releases),
-            "engines looked for": len(peers._finding),
+            "engines looked for": len(peers._sessions.finding),
             "prefill's peers": len(prefill._peers) - callers,
             **engine,
             "peers": engine["peers"] - sessions,
@@ -213,7 +214,7 @@ class Process(Actor):
 
     def _leave(self) -> None:
         now = self.clock.now()
-        self.effects.run(now, self.effects.peers.farewells())
+        self.effects.run(now, self.effects.peers.goodbyes())
         self.effects.run(now, self.effects.peers.leave(now))
         self.world.books.note("%s has left", self)
         self.die()

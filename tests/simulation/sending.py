@@ -216,7 +216,7 @@ class PrefillSide:
         self._world.books.note("%s has finished %s, ok=%s", process, plan.name, ok)
         reason = "" if ok else "aborted"
         token = sampled(plan) if ok else None
-        finish, transfer = process.effects.prefill.finished, plan.transfer_id
+        finish, transfer = process.effects.prefill.request_finished, plan.transfer_id
         process.submit(lambda now: finish(now, transfer, ok, reason, token, aborted=not ok))
 
     def _abort(self, prompt: _Prompt) -> None:

@@ -149,7 +149,7 @@ class World(Surroundings):
     def _widowed(self, process: Process) -> list[str]:
         """Sessions of a process that their other end knows nothing of."""
         gone = []
-        for session in process.effects.peers._peers.values():
+        for session in process.effects.peers._sessions.peers.values():
             if session.address is None:
                 engine, number = session.engine
                 name = f"{engine}/{number}" if number else engine

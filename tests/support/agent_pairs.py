@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from agent_setup import Side, Stage, stage
+from agent_setup import PATIENCE, Side, Stage, stage
 
 from kv_connector.engine import ErrorCode, TransferError
 
@@ -47,8 +48,28 @@ def transfer(prefill: Side, decode: Side, name: str = "t") -> None:
     prefill.expect(name)
     decode.reserve(prefill.address, transfer=name)
     prefill.compute(SOURCE, transfer=name)
-    prefill.agent.finished(name, True, "")
+    prefill.agent.request_finished(name, True, "")
     decode.wait(received=[f"d-{name}"])
     prefill.wait(sent=[f"p-{name}"])
     assert decode.failed == []
     assert decode.holds(name, SOURCE, TARGET)
+
+
+def hold(side: Side) -> threading.Event:
+    """Stops the agent's thread, which reads messages before commands, until the event is set."""
+    stopped, go = threading.Event(), threading.Event()
+
+    def wait(_: float) -> tuple[()]:
+        stopped.set()
+        assert go.wait(PATIENCE)
+        return ()
+
+    side.agent._thread.submit(wait)
+    assert stopped.wait(PATIENCE)
+    return go
+
+
+def transfer_again(prefill: Side, decode: Side) -> None:
+    """The two find together again."""
+    decode.failed.clear()
+    transfer(prefill, decode, "again")

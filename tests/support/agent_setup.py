@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from protocol_setup import ADVICE, BLOCK, HASH, layout, pairs
 
-from kv_connector.agent.agent import Agent, AgentConfig, MemoryRange
+from kv_connector.agent.agent import Agent
+from kv_connector.agent.config import AgentConfig, MemoryRange
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.engine import DomainConfig, EngineConfig
 from kv_connector.engine.transfer_engine import TransferEngine

@@ -36,7 +36,7 @@ def main(role: str, here: str, host: str = "", port: str = "") -> None:
         if role == "prefill":
             side.expect()
             side.compute(SOURCE)
-            side.agent.finished("t", True, "")
+            side.agent.request_finished("t", True, "")
             side.wait(sent=["p-t"])
         else:
             side.reserve(Address(host, int(port)), TARGET)

@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheL
 from vllm.v1.worker.utils import allocate_kv_cache
 from vllm_stage import get_kv_cache_config_from_groups
 
-from kv_connector.agent.agent import MemoryRange
+from kv_connector.agent.config import MemoryRange
 from kv_connector.protocol.layout import GroupTarget, KvLayout, Part, memory_problem
 from kv_connector.protocol.plan import Plan
 from kv_connector.protocol.sources import Holders, choose_sources

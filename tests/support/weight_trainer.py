@@ -20,8 +20,9 @@ from torch.distributed.fsdp import fully_shard
 
 from kv_connector.protocol.timers import Timeouts
 from kv_connector.weights.block_fp8 import BlockFp8
-from kv_connector.weights.pusher import PushError, Stage, WeightPusher
+from kv_connector.weights.pusher import WeightPusher
 from kv_connector.weights.sources import CheckpointSource, TensorSource, module_source
+from kv_connector.weights.update import PushError, Stage
 
 # Rows that no number of ranks divides, and rows that are fewer than the ranks.
 SIZES = {"up": (31, 20), "down": (20, 32), "norm": (3, 1)}

@@ -213,7 +213,7 @@ def test_an_aborted_requests_pages_are_held_until_prefill_has_answered(two: Pair
         assert answer.wait(PATIENCE)
         return ()
 
-    two.prefill.manager.agent._submit(busy)  # its thread hears nothing meanwhile
+    two.prefill.manager.agent._thread.submit(busy)  # its thread hears nothing meanwhile
     assert asked.wait(PATIENCE)
     receiver.abort()
     assert not manager.is_abort_release_safe(25, 1)

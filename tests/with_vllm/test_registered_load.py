@@ -8,7 +8,7 @@ import pytest
 from deployment import Client, Deployment, assert_quiescent, prompt, wait_until
 
 from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey
-from kv_connector.control.membership import Load, MembershipSockets, Register
+from kv_connector.control.membership import MembershipSockets, Register, WorkloadReport
 from kv_connector.protocol.messages import Role
 
 pytestmark = pytest.mark.anyio
@@ -23,7 +23,7 @@ class Listener:
         self._sockets.bind(deployment.listener)
         self._last: dict[Role, Register] = {}
 
-    def last(self, role: Role) -> Load | None:
+    def last(self, role: Role) -> WorkloadReport | None:
         self._sockets.wait(0)
         for received in self._sockets.receive():
             if isinstance(received.message, Register):

@@ -26,8 +26,9 @@ from kv_connector.lab.cluster import HOST, Engine, LocalCluster
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.lab.model import make_llama
 from kv_connector.protocol.timers import Timeouts
-from kv_connector.weights.pusher import PushError, WeightPusher
+from kv_connector.weights.pusher import WeightPusher
 from kv_connector.weights.sources import CheckpointSource
+from kv_connector.weights.update import PushError
 from kv_connector.weights.writer import Target
 
 pytestmark = pytest.mark.anyio

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from kv_connector.agent.agent import Agent, AgentConfig, MemoryRange
+from kv_connector.agent.agent import Agent
+from kv_connector.agent.config import AgentConfig, MemoryRange
 from kv_connector.lab.bench.machine import conditions
 from kv_connector.lab.bench.records import Meeting, append
 from kv_connector.lab.bench.tables import print_conditions, print_table
@@ -146,7 +147,7 @@ def _rank(way: Connection, role: Role, rank: int, ranks: int, provider: str) -> 
         if role is Role.PREFILL:
             agent.expect(PrefillRequest("p", "t", _TOKENS, None))
             agent.computed(ComputedPages("t", None, (GroupPages(0, (1,)),)))
-            agent.finished("t", ok=True)
+            agent.request_finished("t", ok=True)
             way.send(None)
         else:
             way.send(_seconds(agent, *told))

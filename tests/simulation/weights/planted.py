@@ -52,8 +52,8 @@ BUGS = (
     Bug(
         "a void version's counter stays open",
         _LANDING,
-        "        actions += [CloseCounter(round) for round in sorted(self._opening | self._counting)]\n",
-        "",
+        "[LandingCloseCounter(round) for round in sorted(self._opening | self._counting)]",
+        "[]",
     ),
     Bug(
         "a round is opened in the room of one that is read",

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING
 from kv_connector.engine import ErrorCode, EventKind, TransferError
 from kv_connector.weights.geometry import digest
 from kv_connector.weights.landing import (
-    Accept,
     Action,
-    CloseCounter,
-    Fence,
     GiveUp,
     HandOver,
     Landing,
-    Log,
-    OpenCounter,
+    LandingAccept,
+    LandingCloseCounter,
+    LandingFence,
+    LandingLog,
+    LandingOpenCounter,
+    LandingReply,
     Phase,
     Record,
-    Reply,
 )
 from kv_connector.weights.messages import CODEC, Described, Joined, Seed, WorkerAddress
 
@@ -98,16 +98,16 @@ class Worker(Actor):
 
     def _execute(self, action: Action) -> Sequence[Action]:
         match action:
-            case Reply(source, message):
+            case LandingReply(source, message):
                 self.port.send(source, message)
             case Record(tensors):
                 took = self.rng.expovariate(1 / _RECORD_S)
                 self.world.clock.after(took, lambda: self._later(lambda: self._recorded(digest(tensors))))
-            case Accept(source, name, offer):
+            case LandingAccept(source, name, offer):
                 return self._accept(source, name, offer)
-            case OpenCounter(peers, pages, round):
+            case LandingOpenCounter(peers, pages, round):
                 return self._open_counter(peers, pages, round)
-            case CloseCounter(round):
+            case LandingCloseCounter(round):
                 if round in self._counters:
                     self.engine.release_counters(self._counters.pop(round)[0])
             case HandOver() | GiveUp():
@@ -117,10 +117,10 @@ class Worker(Actor):
                 if (waits := self._waits) is not None:
                     self._waits = None
                     self.world.clock.after(self.latency(), lambda: self._later(waits))
-            case Fence(peer, reason):
+            case LandingFence(peer, reason):
                 self._fencing[peer] = reason
                 self._fence(peer)
-            case Log(_, text):
+            case LandingLog(_, text):
                 self.world.books.note("%s: %s", self, text)
         return ()
 

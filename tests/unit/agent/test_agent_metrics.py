@@ -16,7 +16,7 @@ from kv_connector.agent.metrics import AgentReporter, Interval, activity
 from kv_connector.control.membership import Activity
 from kv_connector.protocol.actions import Outcome
 from kv_connector.protocol.messages import Role
-from kv_connector.protocol.peers import PeerInfo, PeerState
+from kv_connector.protocol.sessions import PeerInfo, PeerState
 
 NO_STATS = AgentStats(
     pages_pushed=0,

@@ -44,7 +44,7 @@ def test_a_peer_without_the_key_fails_its_own_requests_and_says_why(
     decode.reserve(prefill.address)
     prefill.expect()
     prefill.compute((1, 2, 3))
-    prefill.agent.finished("t", True)
+    prefill.agent.request_finished("t", True)
     decode.wait(received=["d-t"])
     assert decode.holds("t", (1, 2, 3), (11, 12, 13))
 
@@ -57,7 +57,7 @@ def test_phases_say_what_a_request_waits_for(agents: Stage) -> None:
     until(lambda: decode.agent.phases() == {"decode reserved": 1})
     until(lambda: prefill.agent.phases() == {"prefill waiting": 1, "prefill orphan": 1})
     decode.agent.cancel("d-late")
-    prefill.agent.finished("early", False, "aborted")
+    prefill.agent.request_finished("early", False, "aborted")
     prefill.idle()
     decode.idle()
     assert prefill.agent.phases() == decode.agent.phases() == {}
@@ -78,7 +78,7 @@ def test_a_transfer_that_takes_long_is_named_once(
     assert "4 of 6 pages are here" in line
     until(lambda: "SLOW: transfer t to decode/0, lane sim: active for" in caplog.text)
     prefill.compute((3,), first=2)
-    prefill.agent.finished("t", True)
+    prefill.agent.request_finished("t", True)
     decode.wait(received=["d-t"])
     assert caplog.text.count(words) == 1
 
@@ -88,7 +88,7 @@ def test_completed_transfers_are_timed_by_lane(agents: Stage) -> None:
     decode.reserve(prefill.address)
     prefill.expect()
     prefill.compute((1, 2, 3))
-    prefill.agent.finished("t", True)
+    prefill.agent.request_finished("t", True)
     prefill.wait(sent=["p-t"])
     decode.wait(received=["d-t"])
     prefill.idle()
@@ -117,7 +117,7 @@ def test_an_agent_is_not_idle_before_the_last_request_is_reported(
     prefill.expect()
     decode.reserve(prefill.address)
     prefill.compute((1, 2, 3))
-    prefill.agent.finished("t", True)
+    prefill.agent.request_finished("t", True)
     assert reporting.wait(PATIENCE)
     live = prefill.agent.live()
     assert live.prefill_requests == live.engine_transfers == live.commands == 0

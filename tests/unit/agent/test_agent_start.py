@@ -13,11 +13,11 @@ import pytest
 from agent_setup import until
 from protocol_setup import layout, pairs, region_bytes
 
-from kv_connector.agent.agent import AgentError, MemoryRange
+from kv_connector.agent.config import AgentError, MemoryRange
 from kv_connector.agent.settings import Settings, SettingsError
 from kv_connector.agent.start import Running, WorkerInfo, start
 from kv_connector.control.cluster_key import ClusterKey
-from kv_connector.control.membership import Activity, Leave, Load, MembershipSockets, Register
+from kv_connector.control.membership import Activity, Leave, MembershipSockets, Register, WorkloadReport
 from kv_connector.engine.placement import CoreClaim, Device, Placement
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.messages import Role
@@ -200,7 +200,7 @@ def router() -> Iterator[Router]:
 
 
 def test_the_routers_hear_of_rank_0_of_its_sleep_and_of_its_end(starts: Starts, router: Router) -> None:
-    load = Load(8192, 512, 100_000)
+    load = WorkloadReport(8192, 512, 100_000)
     running = starts(registered(router.address), role=Role.DECODE, data_parallel_rank=3, load=load)
     told = router.hears(lambda message: isinstance(message, Register))
     assert (told.engine_id, told.role, told.url, told.rank) == (

@@ -18,7 +18,7 @@ def prefill(state: State, reason: str = "") -> Reached:
 
 NEWS: list[Callable[[Ledger], None]] = [
     lambda ledger: ledger.sent("p"),
-    lambda ledger: ledger.received("d", failed=True),
+    lambda ledger: ledger.load_ended("d", failed=True),
     lambda ledger: ledger.reached(prefill(State.MOVING)),
 ]
 
@@ -42,7 +42,7 @@ def test_what_is_there_already_is_not_waited_for_and_what_was_taken_is() -> None
     waiter.start()
     waiter.join(0.05)
     assert waiter.is_alive(), "there is nothing to take, and the wait has ended"
-    ledger.received("d", failed=False)
+    ledger.load_ended("d", failed=False)
     waiter.join(LIMIT)
     assert not waiter.is_alive()
 
@@ -73,7 +73,7 @@ def test_who_asks_for_states_and_forgets_leaves_nothing(side: Role) -> None:
     if side is Role.PREFILL:
         ledger.sent("r")
     else:
-        ledger.received("r", failed=True)
+        ledger.load_ended("r", failed=True)
     for _ in range(2):
         ledger.forget("r")
         assert (ledger.states, ledger.take_reports(), ledger.take_reserved()) == (0, Reports(), set())
@@ -91,7 +91,7 @@ def test_what_is_forgotten_before_its_end_stays_until_then_and_is_not_told(side:
     if side is Role.PREFILL:
         ledger.sent("r")
     else:
-        ledger.received("r", failed=True)
+        ledger.load_ended("r", failed=True)
     assert (ledger.states, ledger.take_reports(), ledger.take_reserved()) == (0, Reports(), set())
-    ledger.received("r", failed=True)  # another one of that name
+    ledger.load_ended("r", failed=True)  # another one of that name
     assert ledger.take_reports().finished_recving == {"r"}

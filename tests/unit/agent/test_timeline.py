@@ -36,7 +36,7 @@ def transfer(p: Side, d: Side, name: str) -> None:
     d.reserve(p.address, TARGETS, name)
     p.compute(BLOCKS[:2], transfer=name)
     p.compute(BLOCKS[2:], first=2, transfer=name)
-    p.agent.finished(name, ok=True)
+    p.agent.request_finished(name, ok=True)
     d.wait(received=[f"d-{name}"])
     p.wait(sent=[f"p-{name}"])
 

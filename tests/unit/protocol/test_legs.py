@@ -10,7 +10,7 @@ from protocol_setup import P_ADDRESS, all_of, decode_request, layout, worker
 
 from kv_connector.protocol.actions import OpenCounter
 from kv_connector.protocol.decode import ABORT_LAG_S, DecodeMachine
-from kv_connector.protocol.legs import LEG_NEXT, NEXT, Leg, LegPhase, Phase, Transfer
+from kv_connector.protocol.legs import LEG_NEXT, NEXT, Leg, LegPhase, Phase, Reception
 from kv_connector.protocol.messages import CancelAck, Fail, FailCode, Sampled
 from kv_connector.protocol.sources import Draw
 from kv_connector.protocol.timers import Timeouts
@@ -26,7 +26,7 @@ TIMES = Timeouts()
 @pytest.mark.parametrize("before", Phase)
 @pytest.mark.parametrize("after", Phase)
 def test_a_transfer_takes_legal_transitions_alone(before: Phase, after: Phase) -> None:
-    transfer = Transfer(decode_request(), 1, 0.0, before)
+    transfer = Reception(decode_request(), 1, 0.0, before)
     if after in NEXT[before]:
         transfer.enter(after)
         assert transfer.phase is after

@@ -47,7 +47,8 @@ from kv_connector.protocol.messages import (
     Role,
     fingerprint,
 )
-from kv_connector.protocol.peers import Identity, PeersAction, PeerState, PeerTable
+from kv_connector.protocol.peers import PeerTable
+from kv_connector.protocol.sessions import Identity, PeersAction, PeerState
 from kv_connector.protocol.timers import Timeouts
 
 TIMES = Timeouts()
@@ -317,7 +318,7 @@ def test_an_engine_says_who_its_workers_are(decode: PeerTable, prefill: PeerTabl
     assert decode.receive(0.0, DIALLED, told) == [HangUp(DIALLED), EngineFound(P_ADDRESS, RANKS)]
     assert decode.peers() == ()
     assert decode.next_deadline() is None
-    assert not any((decode._by_source, decode._finding))
+    assert not any((decode._sessions.by_source, decode._sessions.finding))
 
 
 def test_an_engine_is_looked_for_once_at_a_time(decode: PeerTable) -> None:
@@ -364,7 +365,7 @@ def test_an_engine_that_does_not_fit_refuses_to_say_who_its_workers_are(prefill:
     assert only(actions, EngineNotFound).reason == f"{P_ADDRESS} refused: incompatible: {refusal.message}"
     assert len(every(actions, Log)) == 1
     again = table("d1", Role.DECODE)
-    prefill.sleep()
+    prefill.suspend()
     assert nak(prefill.receive(0.0, CALLER, ask(again))).reason is NakReason.DRAINING
 
 
@@ -547,11 +548,11 @@ def test_a_paused_engine_has_nothing_held_for_it(decode: PeerTable, prefill: Pee
     """It takes no steps; P, paused too, waits until nobody holds its prompts any more."""
     up(decode, prefill)
     decode.set_waiting(0.0, [("t", P_ADDRESS)])
-    decode.last_step = 0.0
+    decode.note_step(0.0)
     assert listed(decode, 0.0) == ("t",)
     assert listed(decode, TIMES.hold) == ("t",)
     assert listed(decode, TIMES.hold + 1) == ()
-    decode.last_step = TIMES.hold + 2
+    decode.note_step(TIMES.hold + 2)
     assert listed(decode, TIMES.hold + 2) == ("t",)
 
 
@@ -648,7 +649,7 @@ def test_a_long_list_takes_several_pings(decode: PeerTable, prefill: PeerTable) 
 
 def test_bye_ends_the_session_on_the_other_side(decode: PeerTable, prefill: PeerTable) -> None:
     p, d = up(decode, prefill)
-    bye = only(prefill.farewells(), Reply).message
+    bye = only(prefill.goodbyes(), Reply).message
     assert bye == Bye("shutting down")
     assert only(prefill.leave(1.0), SessionOver).peer == d
     actions = decode.receive(1.0, DIALLED, bye)
@@ -663,7 +664,7 @@ def test_sleep_ends_the_sessions_and_wake_tells_the_new_descriptors(
 ) -> None:
     p, _ = up(decode, prefill)
     decode.set_waiting(0.0, [("t", P_ADDRESS)])
-    actions = decode.sleep()
+    actions = decode.suspend()
     assert only(actions, Reply).message == Bye("going to sleep")
     assert only(actions, SessionOver) == SessionOver(p, "this engine is asleep")
     assert actions.index(only(actions, Reply)) < actions.index(only(actions, SessionOver))
@@ -672,7 +673,7 @@ def test_sleep_ends_the_sessions_and_wake_tells_the_new_descriptors(
     ]
     assert decode.set_waiting(1.0, [("u", P_ADDRESS)]) == []
     assert decode.tick(100.0) == []
-    assert only(decode.wake(100.0, (b"another",)), Inquire).address == P_ADDRESS
+    assert only(decode.resume(100.0, (b"another",)), Inquire).address == P_ADDRESS
     connect = only(decode.dial(100.0, P_ADDRESS, P_ADDRESS, WANTS, layout()), Connect)
     hello = only(decode.offered(100.0, connect.peer, DIALLED, b"offer"), Reply).message
     assert isinstance(hello, Hello)
@@ -680,10 +681,10 @@ def test_sleep_ends_the_sessions_and_wake_tells_the_new_descriptors(
 
 
 def test_a_sleeping_engine_lets_nobody_in(decode: PeerTable, prefill: PeerTable) -> None:
-    prefill.sleep()
+    prefill.suspend()
     nak = only(prefill.receive(0.0, CALLER, dial(decode)), Reply).message
     assert nak == HelloNak(NakReason.DRAINING, "prefill engine p0 is asleep")
-    assert prefill.wake(1.0, (b"another",)) == []
+    assert prefill.resume(1.0, (b"another",)) == []
     only(prefill.receive(1.0, CALLER, dial(table("d1", Role.DECODE))), Accept)
 
 
@@ -729,7 +730,7 @@ def test_hello_of_the_same_process_by_another_name_leaves_its_first_session_up(
     assert only(prefill.receive(3.0, CALLER, Bye("over")), SessionOver).peer == first
     assert only(prefill.receive(3.0, b"router 2", reserve()), Deliver).peer == second
     assert only(prefill.receive(3.0, b"router 2", Bye("over")), SessionOver).peer == second
-    assert not prefill._callers
+    assert not prefill._sessions.callers
 
 
 def test_hello_of_a_replaced_process_is_refused_while_its_successor_lives(prefill: PeerTable) -> None:
@@ -773,7 +774,7 @@ def test_dropping_a_session_twice_is_once_and_nothing_of_it_is_kept(
         assert only(table_.drop(1.0, peer, "x"), SessionOver)
         assert table_.drop(1.0, peer, "x") == []
         assert table_.next_deadline() is None
-        assert not any((table_._by_source, table_._callers, table_._by_address))
+        assert not any((table_._sessions.by_source, table_._sessions.callers, table_._sessions.by_address))
 
 
 # --- Lanes that do not lead there

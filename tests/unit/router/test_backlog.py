@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kv_connector.control.membership import Load, PromptCost
+from kv_connector.control.membership import PromptCost, WorkloadReport
 from kv_connector.router.backlog import Backlog, Work
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.pool import Pool
@@ -111,13 +111,13 @@ def test_what_other_routers_sent_counts_and_fades(clock: Clock) -> None:
 
     assert left() == (0.0, 0)
     workload.backlog.add(Work(300, 0.3))
-    workload.hear(Load(1, 1, 0, waiting=1300))
+    workload.hear(WorkloadReport(1, 1, 0, waiting=1300))
     assert left() == (pytest.approx(1.3), 1200), "of how many prompts theirs are, nobody says"
     clock.now += 0.4
     assert left() == (pytest.approx(0.6), 800)
     clock.now += 60.0
     assert left() == (0.0, 200), "this router's own is told"
-    workload.hear(Load(1, 1, 0, waiting=200))
+    workload.hear(WorkloadReport(1, 1, 0, waiting=200))
     assert left() == (0.0, 200), "a part of it is computed"
     workload.hear(None)
     assert left() == (0.0, 200)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kv_connector.control.membership import Load, PromptCost, Register
+from kv_connector.control.membership import PromptCost, Register, WorkloadReport
 from kv_connector.protocol.messages import Role
 from kv_connector.router.backlog import Work
 from kv_connector.router.calls import Computed, _prompt_tokens
@@ -27,7 +27,7 @@ COST = PromptCost(step_ns=5_000_000, token_ns=25_000, pair_ps=0)
 MS = 1e-3
 
 
-def load(**changes: Any) -> Load:
+def load(**changes: Any) -> WorkloadReport:
     fields: dict[str, Any] = {
         "step_tokens": 8192,
         "prompt_tokens": 8192,
@@ -35,7 +35,7 @@ def load(**changes: Any) -> Load:
         "prompt": COST,
         "decode_ns": 5_000_000,
     }
-    return Load(**(fields | changes))
+    return WorkloadReport(**(fields | changes))
 
 
 SMALL_STEPS = load(step_tokens=1024, prompt_tokens=256)  # a prompt of 256 tokens and more: 11.4 ms
@@ -49,7 +49,7 @@ class Router:
         self.members = Members(self.pools, {side: [] for side in Side}, Incidents(), suspect=3.0, dead=5.0)
         self.policy = Goodput(Objectives(ttft, tbt), self.pools)
 
-    def join(self, role: Role, number: int, said: Load | None, incarnation: str = "1") -> Endpoint:
+    def join(self, role: Role, number: int, said: WorkloadReport | None, incarnation: str = "1") -> Endpoint:
         name = f"{role.value}-{number}"
         port = 8000 + 100 * [*Role].index(role) + number
         message = Register(name, incarnation, role, f"http://h:{port}", "h", port + 50, load=said)
@@ -58,7 +58,7 @@ class Router:
             self.members.answered(joining)
         return endpoint
 
-    def pair(self, decode: Load | None = SMALL_STEPS) -> tuple[Endpoint, Endpoint]:
+    def pair(self, decode: WorkloadReport | None = SMALL_STEPS) -> tuple[Endpoint, Endpoint]:
         return self.join(Role.PREFILL, 0, load()), self.join(Role.DECODE, 0, decode)
 
     def place(self, tokens: int, *, first: int = 0, **body: Any) -> Placement:
@@ -238,7 +238,7 @@ def test_a_decode_engines_own_cost_has_its_streams_in_it(router: Router) -> None
 
 @pytest.mark.parametrize("silent", [None, load(prompt=None)])
 def test_while_nothing_is_measured_every_prompt_goes_to_a_prefill_engine(
-    router: Router, silent: Load | None
+    router: Router, silent: WorkloadReport | None
 ) -> None:
     prefill = router.join(Role.PREFILL, 0, silent)
     router.join(Role.DECODE, 0, SMALL_STEPS)

@@ -37,10 +37,10 @@ from kv_connector.cli.main import app as command_line
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.membership import (
     Activity,
-    Load,
     MembershipSockets,
     PromptCost,
     Register,
+    WorkloadReport,
     decode,
     encode,
 )
@@ -93,7 +93,9 @@ class Cluster:
         ):
             yield client
 
-    async def engine(self, role: Role, handler: Handler = answer_ok, load: Load | None = None) -> "Member":
+    async def engine(
+        self, role: Role, handler: Handler = answer_ok, load: WorkloadReport | None = None
+    ) -> "Member":
         """An engine that has registered."""
         engine = await self._stack.enter_async_context(serve_engine(handler))
         member = Member(self, role, engine, load=load)
@@ -117,7 +119,12 @@ class Member:
     _count = 0
 
     def __init__(
-        self, cluster: Cluster, role: Role, engine: FakeEngine, rank: int = 0, load: Load | None = None
+        self,
+        cluster: Cluster,
+        role: Role,
+        engine: FakeEngine,
+        rank: int = 0,
+        load: WorkloadReport | None = None,
     ) -> None:
         self.engine = engine
         Member._count += 1
@@ -841,7 +848,7 @@ async def test_with_objectives_a_prompt_does_not_queue_behind_another(
         return await answer_ok(request, body)
 
     client = await cluster.router(objectives=Objectives(0.4, 0.015), dispatch=dispatch)
-    load = Load(8192, 8192, 1 << 20, prompt=PromptCost(5_000_000, 25_000, 0))
+    load = WorkloadReport(8192, 8192, 1 << 20, prompt=PromptCost(5_000_000, 25_000, 0))
     p = await cluster.engine(Role.PREFILL, busy, load)
     d = await cluster.engine(Role.DECODE, answer_ok, msgspec.structs.replace(load, step_tokens=256))
     long = asyncio.create_task(client.post("/v1/completions", json={"prompt": [1] * 8000}))
@@ -951,11 +958,11 @@ async def test_an_engine_that_was_refused_is_used_once_its_rival_has_left(
         *(
             encode(Register("x", "1", Role.PREFILL, "http://h:1", "h", 1, load=load))
             for load in (
-                Load(0, 1, 1),
-                Load(1, 0, 1),
-                Load(1, 1, 1, waiting=-1),
-                Load(1, 1, 1, decode_ns=-1),
-                Load(1, 1, 1, prompt=PromptCost(1, -1, 1)),
+                WorkloadReport(0, 1, 1),
+                WorkloadReport(1, 0, 1),
+                WorkloadReport(1, 1, 1, waiting=-1),
+                WorkloadReport(1, 1, 1, decode_ns=-1),
+                WorkloadReport(1, 1, 1, prompt=PromptCost(1, -1, 1)),
             )
         ),
     ],
@@ -966,7 +973,7 @@ def test_what_is_no_membership_message_is_malformed(frame: bytes) -> None:
 
 
 def test_each_heartbeat_says_the_last_load() -> None:
-    load = Load(8192, 512, 100_000)
+    load = WorkloadReport(8192, 512, 100_000)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         port = router.bind_to_random_port("tcp://127.0.0.1")
         registration = Register("x", "1", Role.PREFILL, "http://h:1", "h", 1, load=load)
@@ -978,7 +985,7 @@ def test_each_heartbeat_says_the_last_load() -> None:
 
         try:
             assert heard() == registration
-            later = Load(8192, 512, 100_000, 4096, 7, 5_000_000, PromptCost(4_000_000, 25_000, 400))
+            later = WorkloadReport(8192, 512, 100_000, 4096, 7, 5_000_000, PromptCost(4_000_000, 25_000, 400))
             registrar.set_load(later)
             said = next(said for said in (heard() for _ in range(100)) if said.load != load)
             assert said == heard() == msgspec.structs.replace(registration, load=later)

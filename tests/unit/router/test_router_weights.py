@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from kv_connector.control.membership import Load, PromptCost, Register
+from kv_connector.control.membership import PromptCost, Register, WorkloadReport
 from kv_connector.protocol.messages import Role
 from kv_connector.router.balance import EvenStreams
 from kv_connector.router.completion import Completion
@@ -22,7 +22,9 @@ from kv_connector.router.pool import Pool
 from kv_connector.router.settings import Objectives
 
 # What an engine says of its speed, so that Goodput has something to go by; P is far faster than D is here.
-LOAD = Load(step_tokens=512, prompt_tokens=512, cache_tokens=10**6, prompt=PromptCost(10**6, 10**4, 0))
+LOAD = WorkloadReport(
+    step_tokens=512, prompt_tokens=512, cache_tokens=10**6, prompt=PromptCost(10**6, 10**4, 0)
+)
 
 
 class Router:

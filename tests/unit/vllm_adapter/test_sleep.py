@@ -15,7 +15,7 @@ from agent_pairs import SOURCE, TARGET, every_lane, pair, refuse, sim, transfer
 from agent_setup import Side, Stage, until
 from protocol_setup import BLOCK
 
-from kv_connector.agent.agent import AgentError
+from kv_connector.agent.config import AgentError
 from kv_connector.agent.start import Running
 from kv_connector.engine import ErrorCode
 from kv_connector.protocol.actions import Address
@@ -101,7 +101,7 @@ def test_a_sleeping_decode_engine_ends_its_loads(pair: tuple[Side, Side]) -> Non
     decode.wait(received=["d-t"])
     assert decode.failed == ["d-t"]
     prefill.compute(SOURCE[1:], first=1)
-    prefill.agent.finished("t", True, "")
+    prefill.agent.request_finished("t", True, "")
     prefill.wait(sent=["p-t"])
     prefill.idle()
     decode.idle()
@@ -120,7 +120,7 @@ def test_a_sleeping_prefill_engine_ends_what_it_sends(pair: tuple[Side, Side]) -
     assert decode.failed == ["d-t"]
     assert prefill.agent.live().engine_transfers == 0
     wake(prefill)
-    prefill.agent.finished("t", True, "")
+    prefill.agent.request_finished("t", True, "")
     prefill.wait(sent=["p-t"])
     prefill.idle()
     decode.idle()
@@ -139,7 +139,7 @@ def test_what_was_computed_before_a_sleep_is_sent_only_when_it_is_computed_again
     assert prefill.agent.take_reserved() == {"t"}
     assert prefill.agent.live().engine_transfers == 0, "the pages before the sleep are gone"
     prefill.compute((4, 5, 6))
-    prefill.agent.finished("t", True, "")
+    prefill.agent.request_finished("t", True, "")
     decode.wait(received=["d-t"])
     assert decode.failed == []
     assert decode.holds("t", (4, 5, 6), TARGET)
@@ -151,7 +151,7 @@ def test_a_finished_prompt_that_nobody_has_fetched_is_given_up(
     prefill, decode = pair
     prefill.expect()
     prefill.compute(SOURCE)
-    prefill.agent.finished("t", True, "")
+    prefill.agent.request_finished("t", True, "")
     sleep(prefill)
     prefill.wait(sent=["p-t"])
     wake(prefill)

@@ -22,7 +22,7 @@ from vllm_stage import (
 )
 
 from kv_connector.agent.start import Running
-from kv_connector.control.membership import Load, PromptCost
+from kv_connector.control.membership import PromptCost, WorkloadReport
 from kv_connector.protocol.actions import Address
 from kv_connector.vllm.connector import WriteImmConnector
 from kv_connector.vllm.metadata import StepMetadata
@@ -51,7 +51,7 @@ def various(noise: float = 0.0, steps: int = 60) -> list[Sample]:
 
 
 def seconds(cost: PromptCost, tokens: int, behind: int = 0) -> float:
-    """As Load's readers have it."""
+    """As WorkloadReport's readers have it."""
     pairs = tokens * (behind + tokens / 2)
     return (cost.step_ns + cost.token_ns * tokens + cost.pair_ps / 1000 * pairs) / 1e9
 
@@ -105,14 +105,16 @@ class Engine:
 
     def __init__(self, in_flight: int = 1, loading: Collection[str] = ()) -> None:
         self.now = 1_000 * MS
-        self.pace = Pace(Load(8192, 8192, 100_000), in_flight, loading.__contains__, lambda: self.now)
+        self.pace = Pace(
+            WorkloadReport(8192, 8192, 100_000), in_flight, loading.__contains__, lambda: self.now
+        )
         self.requests: dict[str, Asked] = {}
 
     def ask(self, request_id: str, tokens: int, computed: int = 0) -> None:
         self.requests[request_id] = Asked(request_id, tokens, computed)
         self.pace.arrived(self.requests[request_id])
 
-    def schedule(self, preempted: Sequence[str] = (), **tokens: int) -> Load | None:
+    def schedule(self, preempted: Sequence[str] = (), **tokens: int) -> WorkloadReport | None:
         step = SimpleNamespace(
             num_scheduled_tokens=tokens,
             total_num_scheduled_tokens=sum(tokens.values()),
@@ -127,7 +129,7 @@ class Engine:
         self.now += round(after_ms * MS)
         self.pace.step_ended()
 
-    def step(self, took_ms: float, **tokens: int) -> Load | None:
+    def step(self, took_ms: float, **tokens: int) -> WorkloadReport | None:
         load = self.schedule(**tokens)
         self.end(took_ms)
         return load
@@ -304,7 +306,7 @@ def test_a_load_is_told_ten_times_a_second_and_at_once_when_nothing_is_left() ->
     engine = Engine()
     engine.ask("a", 3000)
     first = engine.step(50.0, a=1000)
-    assert first == Load(8192, 8192, 100_000, waiting=3000)
+    assert first == WorkloadReport(8192, 8192, 100_000, waiting=3000)
     assert engine.step(50.0, a=1000) is None
     second = engine.step(5.0, a=1000)
     assert second is not None
@@ -473,13 +475,13 @@ def test_a_step_is_not_lost_with_its_load(stage: MakeStage, monkeypatch: pytest.
 
 @pytest.mark.parametrize("registers", [True, False])
 def test_the_worker_hands_it_to_its_registrar(registers: bool) -> None:
-    told: list[Load] = []
+    told: list[WorkloadReport] = []
     connector: WriteImmConnector = object.__new__(WriteImmConnector)
     registrar: Any = SimpleNamespace(set_load=told.append) if registers else None
     nothing: Any = None
     connector._running = Running(nothing, Address("127.0.0.1", 5600), nothing, registrar, ExitStack())
     connector.worker = SimpleNamespace(begin_step=lambda metadata: None)  # type: ignore[assignment]
-    load = Load(1, 1, 1, waiting=5)
+    load = WorkloadReport(1, 1, 1, waiting=5)
     for metadata in (StepMetadata(), StepMetadata(load=load), StepMetadata()):
         connector._begin_step(metadata)
     assert told == ([load] if registers else [])

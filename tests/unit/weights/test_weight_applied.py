@@ -23,9 +23,10 @@ from kv_connector.weights.geometry import Geometry, Parameter, Write
 from kv_connector.weights.links import Link, News
 from kv_connector.weights.messages import Applied
 from kv_connector.weights.metrics import OUTCOMES, WeightMetrics
-from kv_connector.weights.pusher import PushError, Update, WeightPusher
+from kv_connector.weights.pusher import WeightPusher
 from kv_connector.weights.receiver import ReceiverConfig, WeightReceiver
 from kv_connector.weights.sources import TensorSource
+from kv_connector.weights.update import PushError, Update
 
 GEOMETRY = Geometry((Parameter("w", "float32", 4),), (Write(0, 0, (0,), (4,), 0, (1,)),), ())
 PATIENCE_S = 30

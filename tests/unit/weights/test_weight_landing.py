@@ -9,18 +9,18 @@ import pytest
 from kv_connector.weights.geometry import Geometry, Parameter, Tensor, Write, digest
 from kv_connector.weights.landing import (
     NOT_DESCRIBED,
-    Accept,
     Action,
-    CloseCounter,
-    Fence,
     GiveUp,
     HandOver,
     Landing,
-    Log,
-    OpenCounter,
+    LandingAccept,
+    LandingCloseCounter,
+    LandingFence,
+    LandingLog,
+    LandingOpenCounter,
+    LandingReply,
     Phase,
     Record,
-    Reply,
 )
 from kv_connector.weights.messages import (
     Applied,
@@ -58,7 +58,7 @@ def only(actions: list[Action], kind: type[T]) -> list[T]:
 
 
 def replies(actions: list[Action]) -> dict[bytes, WeightMessage]:
-    return {reply.source: reply.message for reply in only(actions, Reply)}
+    return {reply.source: reply.message for reply in only(actions, LandingReply)}
 
 
 def described() -> Landing:
@@ -73,7 +73,7 @@ def join(landing: Landing, rank: int, run: str = "run", now: float = 0.0) -> byt
     """Rank r comes over connection r, and has peer r."""
     source = b"%d" % rank
     actions = landing.receive(now, source, Join(run, rank, f"trainer/{rank}", digest(TENSORS), b"offer"))
-    assert only(actions, Accept) == [Accept(source, f"trainer/{rank}", b"offer")]
+    assert only(actions, LandingAccept) == [LandingAccept(source, f"trainer/{rank}", b"offer")]
     joined = Joined(b"answer", b"region", (0,), "tcp")
     assert replies(landing.accepted(source, rank, joined)) == {source: joined}
     return source
@@ -95,7 +95,7 @@ def landing_of_two() -> tuple[Landing, bytes, bytes]:
     landing = described()
     a, b = join(landing, 0), join(landing, 1)
     assert landing.receive(0, a, begin()) == []
-    assert landing.receive(0, b, begin()) == [OpenCounter((0, 1), 6)]
+    assert landing.receive(0, b, begin()) == [LandingOpenCounter((0, 1), 6)]
     assert replies(landing.opened(77)) == {a: Begun("1", 77), b: Begun("1", 77)}
     return landing, a, b
 
@@ -104,7 +104,7 @@ def test_a_version_lands_and_is_applied() -> None:
     landing, a, b = landing_of_two()
     assert landing.take("1") == [GiveUp("version 1 has not landed: version 1 is landing")]
     actions = landing.reached()
-    assert only(actions, CloseCounter)
+    assert only(actions, LandingCloseCounter)
     assert replies(actions) == {a: Ready("1"), b: Ready("1")}
     assert landing.take("2") == [GiveUp("version 2 has not landed: version 1 is ready")]
     assert landing.take("1") == [HandOver()]
@@ -130,11 +130,11 @@ def test_the_next_version_waits_for_the_one_that_lands_or_is_applied(when: str) 
         assert landing.take("1") == [HandOver()]
     if when == "ready":
         # The other one does not wait for "1" to be applied either.
-        assert landing.receive(0, b, begin("2")) == [OpenCounter((0, 1), 6)]
+        assert landing.receive(0, b, begin("2")) == [LandingOpenCounter((0, 1), 6)]
         return
     assert replies(landing.applied("")) == {a: Applied("1"), b: Applied("1")}
     assert landing.state().landing == "2"
-    assert landing.receive(0, b, begin("2")) == [OpenCounter((0, 1), 6)]
+    assert landing.receive(0, b, begin("2")) == [LandingOpenCounter((0, 1), 6)]
 
 
 def test_the_next_version_is_dropped_with_the_one_before() -> None:
@@ -169,12 +169,12 @@ def test_a_lost_sender_voids_the_version_for_all(stage: str) -> None:
     if stage == "landing":
         landing.opened(77)
     actions = landing.peer_lost(1, "the link broke")
-    assert {fence.peer for fence in only(actions, Fence)} == {0, 1}
-    assert bool(only(actions, CloseCounter)) == (stage != "beginning")
+    assert {fence.peer for fence in only(actions, LandingFence)} == {0, 1}
+    assert bool(only(actions, LandingCloseCounter)) == (stage != "beginning")
     dropped = replies(actions)[a]
     assert isinstance(dropped, Dropped)
     assert "rank 1 of run run (trainer/1): the link broke" in dropped.reason
-    assert landing.opened(78) == [CloseCounter()]
+    assert landing.opened(78) == [LandingCloseCounter()]
     assert landing.phase is Phase.EMPTY
     # Who is left has to come again, and has its counter only when nothing old can land any more.
     (refused,) = replies(landing.receive(0, a, begin("2"))).values()
@@ -182,13 +182,13 @@ def test_a_lost_sender_voids_the_version_for_all(stage: str) -> None:
     again = join(landing, 2)
     assert landing.receive(0, again, begin("2", senders=1, nbytes=NBYTES)) == []
     assert landing.fenced(0) == []
-    assert landing.fenced(1) == [OpenCounter((2,), 3)]
+    assert landing.fenced(1) == [LandingOpenCounter((2,), 3)]
 
 
 def test_a_sender_that_is_lost_behind_the_last_page_voids_nothing() -> None:
     landing, a, _ = landing_of_two()
     landing.reached()
-    assert only(landing.receive(0, a, Leave()), Fence) == [Fence(0, "it has left")]
+    assert only(landing.receive(0, a, Leave()), LandingFence) == [LandingFence(0, "it has left")]
     assert landing.take("1") == [HandOver()]
 
 
@@ -198,7 +198,7 @@ def test_silence_is_death() -> None:
     assert landing.next_deadline() == DEAD
     assert landing.tick(DEAD - 0.1) == []
     actions = landing.tick(DEAD)
-    assert {fence.peer for fence in only(actions, Fence)} == {0, 1}
+    assert {fence.peer for fence in only(actions, LandingFence)} == {0, 1}
     assert isinstance(replies(actions)[a], Dropped)
     # It was only asleep: it hears that it is no sender any more.
     assert isinstance(replies(landing.receive(6, b, Ping(sender=True)))[b], Leave)
@@ -220,7 +220,7 @@ def test_senders_that_do_not_agree_write_nothing(second: Begin, words: str) -> N
     a, b = join(landing, 0), join(landing, 1)
     landing.receive(0, a, begin())
     actions = landing.receive(0, b, second)
-    assert not only(actions, OpenCounter)
+    assert not only(actions, LandingOpenCounter)
     for source in (a, b):
         dropped = replies(actions)[source]
         assert isinstance(dropped, Dropped)
@@ -237,14 +237,14 @@ def test_another_run_is_refused_while_one_is_there() -> None:
     (refused,) = replies(landing.receive(0, b"x", Describe((Tensor("v", "float32", (4,)),)))).values()
     assert isinstance(refused, Refused)
     landing.receive(0, source, Leave())
-    assert only(landing.receive(0, b"x", other), Accept)
+    assert only(landing.receive(0, b"x", other), LandingAccept)
 
 
 def test_a_rank_that_comes_again_replaces_itself() -> None:
     landing = described()
     join(landing, 0)
     actions = landing.receive(0, b"new", Join("run", 0, "trainer/0", digest(TENSORS), b"offer"))
-    assert only(actions, Fence) == [Fence(0, "it has come again")]
+    assert only(actions, LandingFence) == [LandingFence(0, "it has come again")]
     assert landing.state().senders == 1
 
 
@@ -252,7 +252,9 @@ def test_one_that_left_while_its_offer_was_accepted_is_fenced() -> None:
     landing = described()
     landing.receive(0, b"0", Join("run", 0, "trainer/0", digest(TENSORS), b"offer"))
     landing.receive(0, b"0", Leave())
-    assert landing.accepted(b"0", 5, Joined(b"", b"", (), "tcp")) == [Fence(5, "it has left meanwhile")]
+    assert landing.accepted(b"0", 5, Joined(b"", b"", (), "tcp")) == [
+        LandingFence(5, "it has left meanwhile")
+    ]
 
 
 def test_checkpoints_are_looked_at_once() -> None:
@@ -290,24 +292,24 @@ def streaming_of_two(rounds: int = 4) -> tuple[Landing, bytes, bytes]:
     # The second has nothing to write in the third round, and both nothing in the fourth.
     actions = landing.receive(0, b, begin(pages=(1, 1, 0, 0)[:rounds]))
     assert replies(actions) == {a: Ready("1"), b: Ready("1")}
-    assert not only(actions, OpenCounter)
+    assert not only(actions, LandingOpenCounter)
     return landing, a, b
 
 
 def test_without_room_for_a_version_it_lands_round_by_round_when_it_is_taken() -> None:
     landing, a, b = streaming_of_two()
-    assert landing.take("1") == [OpenCounter((0, 1), 2, 0), OpenCounter((0, 1), 2, 1)]
+    assert landing.take("1") == [LandingOpenCounter((0, 1), 2, 0), LandingOpenCounter((0, 1), 2, 1)]
     assert replies(landing.opened(70, 0)) == {a: Begun("1", 70, 0), b: Begun("1", 70, 0)}
     landing.opened(71, 1)
     # The second is there before the first: the fourth has its room, the third waits for the first.
-    assert landing.reached(1) == [CloseCounter(1), HandOver(1)]
-    assert landing.released(1) == [OpenCounter((0, 1), 1, 3)]
+    assert landing.reached(1) == [LandingCloseCounter(1), HandOver(1)]
+    assert landing.released(1) == [LandingOpenCounter((0, 1), 1, 3)]
     landing.opened(73, 3)
-    assert landing.reached(0) == [CloseCounter(0), HandOver(0)]
-    assert landing.released(0) == [OpenCounter((0, 1), 1, 2)]
+    assert landing.reached(0) == [LandingCloseCounter(0), HandOver(0)]
+    assert landing.released(0) == [LandingOpenCounter((0, 1), 1, 2)]
     landing.opened(72, 2)
     for last in (2, 3):
-        assert landing.reached(last) == [CloseCounter(last), HandOver(last)]
+        assert landing.reached(last) == [LandingCloseCounter(last), HandOver(last)]
         assert landing.released(last) == []
     assert replies(landing.applied("")) == {a: Applied("1"), b: Applied("1")}
     assert landing.state() == State("1", senders=2, arena_bytes=NBYTES)
@@ -320,7 +322,7 @@ def test_a_round_to_which_nobody_writes_is_there_at_once() -> None:
     landing = streaming_of_two()[0]
     for source in (b"0", b"1"):
         landing.receive(0, source, begin("2", pages=(1, 0, 1, 1)))
-    assert landing.take("2") == [OpenCounter((0, 1), 2, 0), OpenCounter((0, 1), 0, 1)]
+    assert landing.take("2") == [LandingOpenCounter((0, 1), 2, 0), LandingOpenCounter((0, 1), 0, 1)]
 
 
 @pytest.mark.parametrize("stage", ["ready", "landing", "between"])
@@ -335,7 +337,7 @@ def test_a_sender_lost_in_the_middle_of_its_rounds_leaves_a_torn_model(stage: st
         landing.reached(1)
     actions = landing.receive(0, b, Leave("it is through"))
     assert isinstance(replies(actions)[a], Dropped)
-    assert only(actions, CloseCounter) == ([CloseCounter(1)] if stage == "landing" else [])
+    assert only(actions, LandingCloseCounter) == ([LandingCloseCounter(1)] if stage == "landing" else [])
     if stage == "ready":
         assert not only(actions, GiveUp)
         assert landing.phase is Phase.EMPTY
@@ -364,8 +366,8 @@ def test_a_round_that_cannot_be_applied_voids_what_follows() -> None:
     landing.opened(70, 0)
     landing.opened(71, 1)
     actions = landing.applied("a kernel failed", torn=True)
-    assert only(actions, CloseCounter) == [CloseCounter(0), CloseCounter(1)]
-    assert {fence.peer for fence in only(actions, Fence)} == {0, 1}
+    assert only(actions, LandingCloseCounter) == [LandingCloseCounter(0), LandingCloseCounter(1)]
+    assert {fence.peer for fence in only(actions, LandingFence)} == {0, 1}
     assert {type(message) for message in replies(actions).values()} == {Dropped}
     assert landing.state() == State("", arena_bytes=NBYTES, problem="a kernel failed", torn=True)
 
@@ -394,7 +396,7 @@ def test_a_version_that_is_held_is_not_left_for_the_next() -> None:
         assert landing.take("1") == [HandOver()], "what failed can be tried again"
         assert alone in replies(landing.applied(""))
         assert landing.state().landed == "1"
-    assert quick.receive(0, b"controller", Release()) == [OpenCounter((0,), 3)]
+    assert quick.receive(0, b"controller", Release()) == [LandingOpenCounter((0,), 3)]
     assert slow.receive(0, b"controller", Release()) == []
     assert slow.state().landing == "2"
 
@@ -441,8 +443,8 @@ def test_a_version_is_held_as_long_as_its_controller_is_there(how: str) -> None:
     assert landing.next_deadline() == 1 + DEAD
     assert landing.tick(DEAD) == []
     actions = landing.tick(1 + DEAD) if how == "silent" else landing.lost(b"controller", "malformed")
-    assert only(actions, OpenCounter) == [OpenCounter((0, 1), 6)]
-    (log,) = only(actions, Log)
+    assert only(actions, LandingOpenCounter) == [LandingOpenCounter((0, 1), 6)]
+    (log,) = only(actions, LandingLog)
     assert "version 1" in log.text
 
 
@@ -457,7 +459,7 @@ def test_rounds_that_are_held_are_followed_by_the_next_version() -> None:
     landing.applied("")
     landing.receive(0, b, begin("2", pages=(1, 1, 1, 1)))
     landing.receive(0, b"controller", Release())
-    assert landing.take("2") == [OpenCounter((0, 1), 2, 0), OpenCounter((0, 1), 2, 1)]
+    assert landing.take("2") == [LandingOpenCounter((0, 1), 2, 0), LandingOpenCounter((0, 1), 2, 1)]
 
 
 # --- Lent to another engine, and seeded by one
@@ -478,7 +480,7 @@ def serving_one() -> tuple[Landing, bytes, bytes]:
 def seeder(landing: Landing, rank: int = 7) -> bytes:
     source = b"%d" % rank
     join_as = Join("seed", rank, f"seeder/{rank}", digest(TENSORS), b"offer", seeds=True)
-    assert only(landing.receive(0, source, join_as), Accept)
+    assert only(landing.receive(0, source, join_as), LandingAccept)
     landing.accepted(source, rank, Joined(b"answer", b"region", (0,), "tcp"))
     return source
 
@@ -488,7 +490,7 @@ def test_what_is_lent_is_written_when_it_is_returned() -> None:
     assert landing.lend(SEED, TO) == ""
     assert landing.state().seeding == TO
     (log,) = landing.receive(0, a, begin("2"))
-    assert isinstance(log, Log)
+    assert isinstance(log, LandingLog)
     assert log.text == f"version 2 waits: the worker writes its weights to {TO}"
     assert landing.receive(0, b, begin("2")) == []
     assert "version 2 is on its way here" in landing.lend(Seed("more", "1", SEED.engine), TO)
@@ -496,7 +498,7 @@ def test_what_is_lent_is_written_when_it_is_returned() -> None:
     assert replies(landing.receive(0, b"other", Describe(others))).keys() == {b"other"}
     assert landing.take("1") == [HandOver()], "to be applied again is to be read"
     assert landing.returned(SEED) == []
-    assert landing.applied("")[-1] == OpenCounter((0, 1), 6)
+    assert landing.applied("")[-1] == LandingOpenCounter((0, 1), 6)
     assert landing.state().seeding == ""
 
 
@@ -508,7 +510,7 @@ def test_it_is_returned_when_all_have_done_so() -> None:
     landing.receive(0, a, begin("2"))
     landing.receive(0, b, begin("2"))
     assert landing.returned(SEED) == []
-    assert landing.returned(second) == [OpenCounter((0, 1), 6)]
+    assert landing.returned(second) == [LandingOpenCounter((0, 1), 6)]
 
 
 def test_another_checkpoint_is_not_looked_at_while_the_arena_is_lent() -> None:
@@ -583,13 +585,13 @@ def test_of_trainers_and_of_seeding_engines_there_is_one_each() -> None:
 def test_a_trainer_waits_for_a_seed_that_lands_until_it_is_applied() -> None:
     landing = described()
     trainer, seeding = join(landing, 0), seeder(landing)
-    assert landing.receive(0, seeding, begin("1", senders=1, nbytes=NBYTES)) == [OpenCounter((7,), 3)]
+    assert landing.receive(0, seeding, begin("1", senders=1, nbytes=NBYTES)) == [LandingOpenCounter((7,), 3)]
     landing.opened(77)
     assert landing.receive(0, trainer, begin("2", senders=1, nbytes=NBYTES)) == []
     assert replies(landing.reached()) == {seeding: Ready("1")}
     assert landing.take("1") == [HandOver()]
-    assert landing.applied("") == [Reply(seeding, Applied("1")), OpenCounter((0,), 3)]
-    assert only(landing.receive(0, seeding, Leave()), CloseCounter) == []
+    assert landing.applied("") == [LandingReply(seeding, Applied("1")), LandingOpenCounter((0,), 3)]
+    assert only(landing.receive(0, seeding, Leave()), LandingCloseCounter) == []
     assert landing.state().landing == "2"
 
 
@@ -603,9 +605,9 @@ def test_a_trainer_that_waits_for_a_seed_is_next_when_who_seeds_is_lost(when: st
         landing.reached()
     assert landing.receive(0, trainer, begin("2", senders=1, nbytes=NBYTES)) == []
     actions = landing.receive(0, seeding, Leave())
-    assert Fence(7, "it has left") in actions
+    assert LandingFence(7, "it has left") in actions
     assert trainer not in replies(actions)
-    assert landing.fenced(7) == [OpenCounter((0,), 3)]
+    assert landing.fenced(7) == [LandingOpenCounter((0,), 3)]
 
 
 def test_a_trainer_that_begins_goes_before_who_has_not_begun_to_seed() -> None:
@@ -632,4 +634,4 @@ def test_a_seed_that_not_all_have_begun_is_left_for_a_trainers_version() -> None
     assert said.keys() == {one, two}
     assert landing.state().senders == 1
     assert landing.fenced(6) == []
-    assert landing.fenced(7) == [OpenCounter((0,), 3)]
+    assert landing.fenced(7) == [LandingOpenCounter((0,), 3)]

@@ -25,9 +25,10 @@ from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timers import Timeouts
 from kv_connector.protocol.version import shown
 from kv_connector.weights.links import Links
-from kv_connector.weights.pusher import PushError, WeightPusher
+from kv_connector.weights.pusher import WeightPusher
 from kv_connector.weights.seed import SeedError, seed, seed_at_start
 from kv_connector.weights.sources import TensorSource
+from kv_connector.weights.update import PushError
 
 PATIENCE_S = 60
 QUICK = Timeouts(dead=DEAD_S, heartbeat=0.5)

@@ -14,8 +14,9 @@ from weight_engines import Engine, Gate, drawn
 
 from kv_connector.cli.main import app
 from kv_connector.protocol.timers import Timeouts
-from kv_connector.weights.pusher import PushError, WeightPusher
+from kv_connector.weights.pusher import WeightPusher
 from kv_connector.weights.sources import TensorSource
+from kv_connector.weights.update import PushError
 
 PATIENCE_S = 30
 NEVER_S = 10 * PATIENCE_S

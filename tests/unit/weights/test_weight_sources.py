@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from weight_engines import Engine, drawn
 
-from kv_connector.weights.pusher import PushError, WeightPusher
+from kv_connector.weights.pusher import WeightPusher
 from kv_connector.weights.sources import SourceError, TensorSource, module_source
+from kv_connector.weights.update import PushError
 
 
 @pytest.fixture

@@ -10,8 +10,9 @@ import pytest
 from weight_engines import Engine, drawn
 
 from kv_connector.weights.messages import Begin, Ping
-from kv_connector.weights.pusher import PushError, WeightPusher
+from kv_connector.weights.pusher import WeightPusher
 from kv_connector.weights.sources import TensorSource
+from kv_connector.weights.update import PushError
 
 PATIENCE_S = 30
 

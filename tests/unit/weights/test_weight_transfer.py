@@ -27,9 +27,10 @@ from kv_connector.protocol.version import shown
 from kv_connector.weights import sources
 from kv_connector.weights.geometry import Constant, Geometry, Parameter, Tensor, Write
 from kv_connector.weights.links import Link
-from kv_connector.weights.pusher import PushError, Update, WeightPusher
+from kv_connector.weights.pusher import WeightPusher
 from kv_connector.weights.receiver import NotLanded, ReceiverConfig, WeightReceiver
 from kv_connector.weights.sources import CheckpointSource, SourceError, TensorSource
+from kv_connector.weights.update import PushError, Update
 
 PADDED_ROWS = 32
 

@@ -26,7 +26,7 @@ from kv_connector.protocol.requests import ComputedPages, DecodeRequest, Prefill
 logger = logging.getLogger(__name__)
 
 
-class Worker:
+class CommandLedger:
     """Each request that the scheduler waits for is reported once, whatever the agent refuses."""
 
     def __init__(self, agent: Agent) -> None:
@@ -87,7 +87,7 @@ class Worker:
                 self._agent.expect(command)
             case FinishPrefill():
                 self._finished.add(command.request_id)
-                self._agent.finished(
+                self._agent.request_finished(
                     command.transfer_id, command.ok, command.reason, command.sampled, command.aborted
                 )
             case DecodeRequest():

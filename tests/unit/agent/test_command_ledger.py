@@ -9,6 +9,7 @@ from protocol_setup import layout
 from protocol_setup import worker as worker_of
 from recording_agent import EXPECT, PAGES, PEER, RESERVE, RecordingAgent, agent
 
+from kv_connector.agent.command_ledger import CommandLedger
 from kv_connector.agent.commands import (
     CacheCleared,
     Cancel,
@@ -20,20 +21,19 @@ from kv_connector.agent.commands import (
     SetRanks,
 )
 from kv_connector.agent.ledger import Reports
-from kv_connector.agent.worker import Worker
 from kv_connector.protocol.requests import ComputedPages, DecodeRequest, PrefillRequest
 
 __all__ = ["agent"]
 
 
 @pytest.fixture
-def worker(agent: RecordingAgent) -> Worker:
-    return Worker(agent)  # type: ignore[arg-type]
+def ledger(agent: RecordingAgent) -> CommandLedger:
+    return CommandLedger(agent)  # type: ignore[arg-type]
 
 
-def test_commands_reach_the_agent_in_order(agent: RecordingAgent, worker: Worker) -> None:
+def test_commands_reach_the_agent_in_order(agent: RecordingAgent, ledger: CommandLedger) -> None:
     ranks = SetRanks((worker_of(layout()), worker_of(layout(), stage=1)))
-    worker.execute(
+    ledger.execute(
         (
             ranks,
             EXPECT,
@@ -50,62 +50,64 @@ def test_commands_reach_the_agent_in_order(agent: RecordingAgent, worker: Worker
         ("reserve", RESERVE),
         ("cancel", "d"),
         ("release", "r", PEER),
-        ("finished", "t", False, "client left", None, True),
+        ("request_finished", "t", False, "client left", None, True),
         ("cache_cleared",),
     ]
 
 
-def test_engines_of_waiting_transfers_are_looked_for(agent: RecordingAgent, worker: Worker) -> None:
-    worker.waiting((("t", PEER), ("u", PEER)))
+def test_engines_of_waiting_transfers_are_looked_for(agent: RecordingAgent, ledger: CommandLedger) -> None:
+    ledger.waiting((("t", PEER), ("u", PEER)))
     assert agent.take_calls() == [("set_waiting", (("t", PEER), ("u", PEER)))]
 
 
 def test_sent_is_reported_once_and_only_after_the_scheduler_has_finished(
-    agent: RecordingAgent, worker: Worker
+    agent: RecordingAgent, ledger: CommandLedger
 ) -> None:
     agent.reports.finished_sending = {"p"}
-    assert worker.take_reports() == Reports()
-    worker.execute([FinishPrefill("p", "t", True, "")])
-    assert worker.take_reports() == Reports(finished_sending={"p"})
-    assert worker.take_reports() == Reports()
-    worker.execute([FinishPrefill("q", "u", True, "")])
-    assert worker.take_reports() == Reports()
+    assert ledger.take_reports() == Reports()
+    ledger.execute([FinishPrefill("p", "t", True, "")])
+    assert ledger.take_reports() == Reports(finished_sending={"p"})
+    assert ledger.take_reports() == Reports()
+    ledger.execute([FinishPrefill("q", "u", True, "")])
+    assert ledger.take_reports() == Reports()
     agent.reports.finished_sending = {"q"}
-    assert worker.take_reports() == Reports(finished_sending={"q"})
+    assert ledger.take_reports() == Reports(finished_sending={"q"})
 
 
-def test_received_is_reported_with_its_failures(agent: RecordingAgent, worker: Worker) -> None:
+def test_received_is_reported_with_its_failures(agent: RecordingAgent, ledger: CommandLedger) -> None:
     agent.reports = Reports(finished_recving={"good", "bad"}, failed_recving={"bad"})
-    worker.execute([FailLoad("broken")])
+    ledger.execute([FailLoad("broken")])
     expected = Reports(finished_recving={"good", "bad", "broken"}, failed_recving={"bad", "broken"})
-    assert worker.take_reports() == expected
-    assert worker.take_reports() == Reports()
+    assert ledger.take_reports() == expected
+    assert ledger.take_reports() == Reports()
 
 
-def test_an_agent_that_refuses_fails_only_what_it_refused(agent: RecordingAgent, worker: Worker) -> None:
-    agent.refused = {"reserve", "computed", "finished"}
-    worker.execute([EXPECT, RESERVE, FinishPrefill("p", "t", True, ""), Cancel("other")])
-    worker.computed([NewPages("t", PAGES, last=False), NewPages("u", PAGES, last=False)], 3)
+def test_an_agent_that_refuses_fails_only_what_it_refused(
+    agent: RecordingAgent, ledger: CommandLedger
+) -> None:
+    agent.refused = {"reserve", "computed", "request_finished"}
+    ledger.execute([EXPECT, RESERVE, FinishPrefill("p", "t", True, ""), Cancel("other")])
+    ledger.computed([NewPages("t", PAGES, last=False), NewPages("u", PAGES, last=False)], 3)
     assert agent.take_calls()[-3:] == [
         ("cancel", "other"),
         ("computed", ComputedPages("t", 3, PAGES)),
         ("computed", ComputedPages("u", 3, PAGES)),
     ]
-    assert worker.take_reports() == Reports({"p"}, {"d"}, {"d"})
+    assert ledger.take_reports() == Reports({"p"}, {"d"}, {"d"})
 
 
-def test_nobody_waits_for_news_that_is_there(agent: RecordingAgent, worker: Worker) -> None:
+def test_nobody_waits_for_news_that_is_there(agent: RecordingAgent, ledger: CommandLedger) -> None:
     def waits() -> bool:
-        worker.await_news(0.001)
+        ledger.await_news(0.001)
         return agent.take_calls() == [("await_news", 0.001)]
 
     assert waits()
-    worker.execute([FailLoad("d")])
+    ledger.execute([FailLoad("d")])
     assert not waits()
-    worker.take_reports()
+    ledger.take_reports()
     assert waits()
-    agent.refused = {"finished"}
-    worker.execute([FinishPrefill("p", "t", True, "")])
+    agent.refused = {"request_finished"}
+    ledger.execute([FinishPrefill("p", "t", True, "")])
     agent.take_calls()
     assert not waits()
 
@@ -127,7 +129,9 @@ class FickleAgent:
         self._maybe()
         self.expected[request.transfer_id] = request.request_id
 
-    def finished(self, transfer_id: str, ok: bool, reason: str) -> None:
+    def request_finished(
+        self, transfer_id: str, ok: bool, reason: str, sampled: int | None, aborted: bool
+    ) -> None:
         self._maybe()
 
     def reserve(self, request: DecodeRequest) -> None:
@@ -154,12 +158,12 @@ class FickleAgent:
 @given(st.randoms(use_true_random=False), st.integers(1, 6))
 def test_whatever_is_refused_each_request_is_reported_exactly_once(random: Any, requests: int) -> None:
     agent = FickleAgent()
-    worker = Worker(agent)  # type: ignore[arg-type]
+    ledger = CommandLedger(agent)  # type: ignore[arg-type]
     sent: list[str] = []
     received: list[str] = []
 
     def take() -> None:
-        reports = worker.take_reports()
+        reports = ledger.take_reports()
         sent.extend(reports.finished_sending)
         received.extend(reports.finished_recving)
 
@@ -178,7 +182,7 @@ def test_whatever_is_refused_each_request_is_reported_exactly_once(random: Any, 
     while lives:
         life = random.choice(lives)
         agent.refuses = random.random() < 0.5
-        worker.execute([life.pop(0)])
+        ledger.execute([life.pop(0)])
         if not life:
             lives.remove(life)
         if random.random() < 0.3:

@@ -1,0 +1,98 @@
+"""What one worker's agent is made from, and the transfer engine that this describes."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import zmq
+
+from kv_connector.control.cluster_key import ClusterKey
+from kv_connector.engine import DomainConfig, EngineConfig, TransferError
+from kv_connector.engine.transfer_engine import TransferEngine
+from kv_connector.protocol.actions import Address
+from kv_connector.protocol.layout import KvLayout
+from kv_connector.protocol.messages import Fingerprint, Role
+from kv_connector.protocol.timers import Timeouts
+
+
+class AgentError(RuntimeError):
+    """The agent cannot start; the message says what to change."""
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """One worker's agent."""
+
+    engine_id: str
+    role: Role
+    rank: int
+    ranks: int  # of this engine; where it is the only one, it need not be told of them
+    stage: int = field(default=0, kw_only=True)  # of the pipeline
+    address: Address  # of the control socket; port 0 takes a free one
+    fingerprint: Fingerprint
+    layout: KvLayout
+    advice: Mapping[str, str] = field(default_factory=dict)  # by the name of a pair of the fingerprint
+    providers: tuple[str, ...] = ("host", "tcp")  # in order of preference
+    allow_fallback: bool = False
+    data_host: str = ""  # address that the providers' listeners bind; empty: the control socket's
+    spin_us: int | None = None  # how long the engine's idle worker polls; None: the engine's default
+    on_gpu: bool = False  # a CUDA stream computes the pages; its context is current where the agent is made
+    nics: Mapping[str, tuple[str, ...]] = field(
+        default_factory=dict
+    )  # of a provider; without: its own choice
+    worker_cpu: int | None = None  # the core that the engine's worker is pinned to
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    key: ClusterKey | None = None  # of the cluster; None: anybody who reaches the port is listened to
+    timelines: int = 0  # of how many transfers they are kept
+
+
+@dataclass(frozen=True)
+class MemoryRange:
+    """Memory that holds KV pages, one for each region of the layout. It must stay mapped until close(), but
+    between unregister_memory() and register_memory()."""
+
+    address: int
+    nbytes: int
+
+
+def open_engine(config: AgentConfig) -> TransferEngine:
+    """The transfer engine with the configured lanes. Raises AgentError."""
+    address = config.data_host or config.address.host
+    domains = tuple(
+        DomainConfig(provider=provider, address=address, device=device)
+        for provider in config.providers
+        for device in config.nics.get(provider) or ("",)
+    )
+    options = {} if config.spin_us is None else {"spin_us": config.spin_us}
+    name = f"{config.engine_id}/{config.rank}"
+    try:
+        return TransferEngine(
+            EngineConfig(
+                name=name,
+                domains=domains,
+                allow_fallback=config.allow_fallback,
+                worker_cpu=config.worker_cpu,
+                **options,
+            )
+        )
+    except TransferError as error:
+        raise AgentError(
+            f"{name}: cannot open the transfer engine with providers {', '.join(config.providers)}: {error}"
+        ) from error
+
+
+def bind_problem(config: AgentConfig, error: zmq.ZMQError) -> str:
+    """Why the control socket cannot be bound, and which setting to change."""
+    where = f"{config.engine_id}/{config.rank}: cannot listen on {config.address}"
+    if error.errno == errno.EADDRINUSE:
+        return (
+            f"{where}: the port is in use. Set control_port to a free one (rank r takes control_port plus r)."
+        )
+    if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
+        return (
+            f"{where}: that is no address of this machine. Set control_host to one of its own; for an engine "
+            f"on several machines leave it out, and set VLLM_HOST_IP, or SGLANG_HOST_IP, on each."
+        )
+    return f"{where}: {error}. Check control_host and control_port."

@@ -1,0 +1,90 @@
+"""How far a request has come, as an adapter asks the agent."""
+
+from __future__ import annotations
+
+import pytest
+from agent_pairs import SOURCE, TARGET, transfer
+from agent_setup import Side, until
+
+from kv_connector.protocol.actions import State
+
+
+def test_the_state_of_a_request_is_asked_for_at_any_time(pair: tuple[Side, Side]) -> None:
+    prefill, decode = pair
+    prefill.expect()
+    until(lambda: prefill.agent.live().prefill_requests == 1)
+    assert prefill.agent.state("p-t") is decode.agent.state("d-t") is None
+    decode.reserve(prefill.address)
+    until(lambda: prefill.agent.state("p-t") is State.MOVING)
+    assert decode.agent.state("d-t") is State.MOVING
+    prefill.compute(SOURCE)
+    until(lambda: decode.agent.state("d-t") is not State.MOVING)
+    assert decode.agent.state("d-t") is State.DONE
+    assert decode.holds("t", SOURCE[:2], TARGET[:2])
+    assert prefill.agent.state("p-t") is State.MOVING  # its engine still works on it
+    prefill.agent.request_finished("t", True, "")
+    until(lambda: prefill.agent.state("p-t") is State.DONE)
+    for side, request in ((prefill, "p-t"), (decode, "d-t")):
+        side.agent.forget(request)
+        side.idle()  # heard
+        assert side.agent.state(request) is None
+    assert prefill.sent == decode.received == []  # no report is left of what was forgotten
+    assert prefill.agent.take_reserved() == set()
+
+
+def test_an_adapter_that_does_not_ask_is_told(pair: tuple[Side, Side]) -> None:
+    prefill, decode = pair
+    told: list[State] = []
+    prefill.agent.tell_reached(lambda reached: told.append(reached.state))
+    transfer(prefill, decode)
+    assert told == [State.MOVING, State.DONE]
+
+
+def test_what_has_come_is_known_once_the_agent_has_caught_up(pair: tuple[Side, Side]) -> None:
+    prefill, decode = pair
+    decode.reserve(prefill.address)
+    until(lambda: prefill.agent.phases() == {"prefill orphan": 1})
+    prefill.expect()
+    assert prefill.agent.catch_up(10.0)
+    assert prefill.agent.state("p-t") is State.MOVING
+    prefill.compute(SOURCE)
+    prefill.agent.request_finished("t", True, "")
+    decode.wait(received=["d-t"])
+    prefill.wait(sent=["p-t"])
+
+
+def test_a_failure_says_why_on_both_sides(pair: tuple[Side, Side]) -> None:
+    prefill, decode = pair
+    prefill.expect()
+    decode.reserve(prefill.address)
+    prefill.compute(SOURCE[:1])
+    until(lambda: prefill.agent.live().engine_transfers == 1)
+    decode.agent.cancel("d-t")
+    # Before P's engine has finished with it: it need not compute the rest.
+    until(lambda: prefill.agent.state("p-t") is State.FAILED)
+    assert prefill.agent.failure("p-t") == "the decode engine cancelled the transfer"
+    until(lambda: decode.agent.state("d-t") is State.FAILED)
+    assert decode.agent.failure("d-t") == ""  # who aborts knows
+    prefill.agent.request_finished("t", False, "nobody wants it")
+    prefill.wait(sent=["p-t"])
+    assert prefill.agent.state("p-t") is None  # reported
+
+
+def test_a_request_that_the_agent_cannot_take_has_failed(
+    pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = pair
+    told: list[tuple[str, str]] = []
+    decode.agent.tell_failures(lambda *failure: told.append(failure))
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("as the test wants it")
+
+    monkeypatch.setattr(decode.agent._effects.decode, "reserve", broken)
+    decode.reserve(prefill.address)
+    until(lambda: decode.agent.state("d-t") is State.FAILED)
+    why = decode.agent.failure("d-t")
+    assert "as the test wants it" in why
+    decode.wait(received=["d-t"])
+    assert decode.failed == ["d-t"]
+    until(lambda: told == [("t", why)])

@@ -1,0 +1,5 @@
+"""Fixtures of several tests of the protocol."""
+
+from prefill_machine import machine
+
+__all__ = ["machine"]

@@ -1,0 +1,98 @@
+"""How far a request of P's engine has come."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+from prefill_machine import MOVING, PEER, TIMES, active, assert_over, message, sealed, states
+from protocol_setup import (
+    BLOCK,
+    computed,
+    only,
+    prefill_request,
+    reserve,
+)
+
+from kv_connector.protocol.actions import (
+    CancelWrites,
+    Ended,
+    FinishedSending,
+    Outcome,
+    Reached,
+    Share,
+    State,
+)
+from kv_connector.protocol.messages import Cancel, FailCode, Role
+from kv_connector.protocol.prefill import PrefillMachine, WritesEnd
+
+
+@pytest.mark.parametrize("first", ["request", "reserve"])
+def test_a_request_moves_once_both_halves_are_here_and_is_done_with_its_report(
+    machine: PrefillMachine, first: str
+) -> None:
+    halves = [lambda: machine.expect(0.0, prefill_request()), lambda: machine.reserve(0.0, PEER, reserve())]
+    if first == "reserve":
+        halves.reverse()
+    assert halves[0]() == []
+    assert halves[1]() == MOVING
+    assert states(machine.computed(0.0, computed((1, 2, 3)))) == []
+    assert states(machine.request_finished(0.0, "t", True, "")) == []
+    actions = machine.writes_ended(0.0, Share("t"), WritesEnd.DONE, True, "")
+    assert states(actions) == [("p-t", State.DONE)]
+    assert actions[-1] == FinishedSending("p-t")
+
+
+def test_a_failure_is_told_before_the_request_finishes_and_once(machine: PrefillMachine) -> None:
+    active(machine)
+    actions = machine.writes_ended(0.0, Share("t"), WritesEnd.FAILED, True, "PEER_DOWN over tcp")
+    assert only(actions, Reached) == Reached(Role.PREFILL, "t", "p-t", State.FAILED, "PEER_DOWN over tcp")
+    assert machine.request_finished(1.0, "t", True, "") == [FinishedSending("p-t")]
+
+
+def test_who_names_no_tokens_takes_decodes_word_and_hears_what_decode_has(machine: PrefillMachine) -> None:
+    machine.expect(0.0, replace(prefill_request(prompt_hash=None), prompt_tokens=None))
+    asked = msgspec.structs.replace(reserve(blocks=(12, 13), prompt_hash=None), first_token=BLOCK)
+    (moving,) = machine.reserve(0.0, PEER, asked)
+    assert moving == Reached(Role.PREFILL, "t", "p-t", State.MOVING, first_token=BLOCK)
+
+
+def test_a_computed_prompt_is_given_up_while_it_is_sent(machine: PrefillMachine) -> None:
+    sealed(machine)
+    assert machine.request_finished(1.0, "t", True, "") == []
+    aborted = machine.request_finished(1.0, "t", False, "its request was aborted", aborted=True)
+    assert aborted == [CancelWrites(Share("t"))]
+    actions = machine.writes_ended(2.0, Share("t"), WritesEnd.CANCELLED, True, "")
+    assert message(actions).code is FailCode.PREFILL_ABORTED
+    assert only(actions, Ended).outcome is Outcome.CANCELLED
+    assert states(actions) == [("p-t", State.FAILED)]
+    assert actions[-1] == FinishedSending("p-t")
+    assert_over(machine)
+
+
+def test_what_drains_still_moves(machine: PrefillMachine) -> None:
+    active(machine)
+    assert states(machine.cancel(0.0, PEER, Cancel("t", 1))) == []
+    assert states(machine.writes_ended(1.0, Share("t"), WritesEnd.CANCELLED, True, "")) == [
+        ("p-t", State.FAILED)
+    ]
+
+
+def test_a_request_that_decode_gave_up_before_it_came_has_failed(machine: PrefillMachine) -> None:
+    assert states(machine.cancel(0.0, PEER, Cancel("t", 1))) == []
+    reached = only(machine.expect(1.0, prefill_request()), Reached)
+    assert (reached.state, reached.reason) == (State.FAILED, "the decode engine cancelled the transfer")
+
+
+def test_a_second_request_of_a_transfer_that_is_complete_has_failed(machine: PrefillMachine) -> None:
+    sealed(machine)
+    machine.writes_ended(0.0, Share("t"), WritesEnd.DONE, True, "")
+    again = machine.expect(1.0, prefill_request(request="again"))
+    assert states(again) == [("again", State.FAILED)]
+    assert machine.request_finished(2.0, "t", True, "") == [FinishedSending("again")]
+
+
+def test_what_nobody_here_asked_for_has_no_state(machine: PrefillMachine) -> None:
+    machine.reserve(0.0, PEER, reserve())
+    assert states(machine.tick(TIMES.orphan)) == []
