@@ -23,7 +23,7 @@ def register() -> None:
         KVConnectorFactory.register_connector(CONNECTOR, "kv_connector.vllm.connector", CONNECTOR)
     if WEIGHTS not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
-            WEIGHTS, "kv_connector.vllm.weights", "WriteImmWeightTransferEngine"
+            WEIGHTS, "kv_connector.vllm.weights.backend", "WriteImmWeightTransferEngine"
         )
     _replace_expert_exchange()
     _tell_dynamo()

@@ -90,6 +90,19 @@ def test_frameworks_are_imported_by_their_adapters_alone(room: str) -> None:
     assert not wrong
 
 
+def test_of_vllm_only_the_plugin_names_its_weights() -> None:
+    """vllm/weights imports the rest of vllm. plugin.py names it as a string, and vLLM imports it."""
+    weights = "kv_connector.vllm.weights"
+    wrong = [
+        f"{where} imports {module}"
+        for where, module in imported("vllm")
+        if f"{module}.".startswith(f"{weights}.") and not where.startswith("vllm/weights/")
+    ]
+    assert not wrong
+    naming = {path.name for path in (PACKAGE / "vllm").glob("*.py") if weights in path.read_text()}
+    assert naming == {"plugin.py"}
+
+
 def test_the_protocol_needs_nothing_of_the_outer_world() -> None:
     """Of all packages msgspec alone, of the standard library nothing that acts."""
     acting = {"asyncio", "os", "select", "socket", "subprocess", "threading", "time"}

@@ -28,7 +28,7 @@ from kv_connector.vllm.internals import (
     gather_from_workers,
     worker_connectors,
 )
-from kv_connector.vllm.loading import LoadedModel
+from kv_connector.vllm.weights.loaded_model import LoadedModel
 from kv_connector.weights.receiver import NotLanded, ReceiverConfig, WeightReceiver
 from kv_connector.weights.settings import SETTINGS_VARIABLE, weight_settings
 
