@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
 import torch
 import vllm
 
-from kv_connector.moe.fault import GroupError
 from kv_connector.protocol.division import division_problem
 from kv_connector.protocol.identity import engine_fingerprint, model_identity
 from kv_connector.protocol.messages import Fingerprint
@@ -115,12 +112,12 @@ from vllm.v1.request import Request, RequestStatus  # noqa: E402
 __all__ = [
     "SUPPORTED_VERSIONS",
     "VLLM_VERSION",
+    "AsyncModelRunnerOutput",
     "AsyncScheduler",
     "CacheHitSource",
     "EngineCoreEventType",
     "EngineCoreOutput",
     "EngineCoreOutputs",
-    "ExpertLayer",
     "KVCacheConfig",
     "KVConnectorBase_V1",
     "KVConnectorHandshakeMetadata",
@@ -157,11 +154,11 @@ __all__ = [
     "default_host",
     "element_type",
     "exchange_module",
-    "exchange_problem",
-    "expert_layers",
     "forces_tokens",
     "gather_from_workers",
     "get_current_vllm_config",
+    "get_forward_context",
+    "get_tensor_model_parallel_rank",
     "group_kind",
     "is_conv_state_dim_first",
     "is_deferred_attention_layer",
@@ -177,7 +174,6 @@ __all__ = [
     "replace_idle_pause",
     "set_current_vllm_config",
     "sleep_for_messages",
-    "watch_steps",
 ]
 
 VLLM_VERSION: str = vllm.__version__
@@ -677,196 +673,8 @@ class KvBlocks:
         self._manager.reset_prefix_cache = reset_around_loads
 
 
-EXCHANGE_CLASS = "AgRsAll2AllManager"
-
-_ROWS = ("self", "hidden_states")
-_EXCHANGE_METHODS = {
-    "__init__": ("self", "cpu_group", "tcp_store_group"),
-    "dispatch": (*_ROWS, "topk_weights", "topk_ids", "is_sequence_parallel", "extra_tensors"),
-    "dispatch_router_logits": (*_ROWS, "router_logits", "is_sequence_parallel", "extra_tensors"),
-    "combine": (*_ROWS, "is_sequence_parallel"),
-    "allocate_combine_input": ("self", "shape", "dtype", "device", "is_sequence_parallel"),
-    "combine_into_output": (*_ROWS, "output", "is_sequence_parallel"),
-    "destroy": ("self",),
-    "_get_comm_group": ("self", "is_sequence_parallel"),
-    "_get_sizes": ("self", "num_local_tokens", "comm_group"),
-}
-"""Parameters of the methods that experts.py overrides or calls. Both supported releases have the same."""
-
-
 def exchange_module() -> Any:
     """vLLM's module of expert exchanges. Only engines that replace the exchange import the module."""
     from vllm.distributed.device_communicators import all2all
 
     return all2all
-
-
-def exchange_problem(kind: type) -> str:
-    """The first method of vLLM's expert exchange whose parameters this package does not know, or ""."""
-    for name, known in _EXCHANGE_METHODS.items():
-        method = getattr(kind, name, None)
-        if method is None:
-            return f"it has no method {name}"
-        found = tuple(inspect.signature(method).parameters)
-        if found != known:
-            return f"the parameters of {name} are {', '.join(found)} instead of {', '.join(known)}"
-    return ""
-
-
-@dataclass(frozen=True)
-class ExpertLayer:
-    """Facts of one layer of experts on this rank."""
-
-    hidden: int
-    """Elements of a row."""
-    results: int
-    """Elements of a row's result. Some kernels leave out the elements by which vLLM padded the rows."""
-    experts: int
-    """Physical experts of all ranks."""
-    top_k: int
-    dtype: torch.dtype
-    """Element type of the results."""
-    local: tuple[int, ...] | None
-    """Physical experts on this rank, in the order of its weights. None: a slice of every expert."""
-    rank: int
-    """This rank among those that divide the experts."""
-    ranks: int
-    scales_whole_tensor: bool
-    """The kernel computes one scale for all rows that it receives."""
-
-
-def expert_layers() -> list[ExpertLayer]:
-    """The layers of experts of the model, and of its drafter, that runs at present on this rank."""
-    layers = []
-    for layer in get_forward_context().no_compile_layers.values():
-        routed = getattr(layer, "routed_experts", None)
-        if routed is None:
-            continue
-        config, manager = routed.moe_config, routed.expert_map_manager
-        places = manager.expert_map
-        layers.append(
-            ExpertLayer(
-                hidden=int(config.hidden_dim),
-                results=int(
-                    config.hidden_dim_unpadded
-                    if routed.quant_method.has_unpadded_output
-                    else config.hidden_dim
-                ),
-                experts=int(config.num_experts) if places is None else len(places),
-                top_k=int(config.experts_per_token),
-                dtype=config.in_dtype,
-                local=None if places is None else _in_order(places.tolist()),
-                rank=int(manager.ep_rank),
-                ranks=int(manager.ep_size),
-                scales_whole_tensor=_scales_whole_tensor(routed),
-            )
-        )
-    return layers
-
-
-def _in_order(places: list[int]) -> tuple[int, ...]:
-    return tuple(sorted((e for e, place in enumerate(places) if place >= 0), key=places.__getitem__))
-
-
-def _scales_whole_tensor(routed: Any) -> bool:
-    method = routed.quant_method
-    # vLLM makes the configuration at a layer's first call. Later layers have had none yet.
-    quant = method.moe_quant_config or method.get_fused_moe_quant_config(routed)
-    return bool(
-        quant is not None and quant.quant_dtype is not None and quant.is_per_tensor and quant.a1_scale is None
-    )
-
-
-def watch_steps(
-    vllm_config: Any,
-    check: Callable[[], None],
-    explain: Callable[[BaseException], BaseException],
-    close: Callable[[], None],
-) -> None:
-    """Has this process's worker call ``check()`` when the output of a step is complete.
-
-    ``explain(error)`` names the cause of an error that a step raised, ``close()`` runs at the worker's end.
-    A second call in the same process replaces the callables of the first. vLLM must have made its tensor
-    parallel group. Where vLLM would drop a GroupError, the worker's process ends instead, and so the engine.
-    """
-    module, _, name = vllm_config.parallel_config.worker_cls.rpartition(".")
-    kind = getattr(importlib.import_module(module), name)
-    watch = kind.__dict__.get("_kv_connector_watch")
-    if watch is None:
-        watch = kind._kv_connector_watch = _StepWatch()
-        for method in ("execute_model", "sample_tokens", "execute_dummy_batch"):
-            setattr(kind, method, watch.around(getattr(kind, method)))
-        kind.shutdown = watch.before_end(kind.shutdown)
-    watch.check, watch.explain, watch.close = check, explain, close
-    watch.ends_process = _drops_errors(vllm_config)
-
-
-def _drops_errors(vllm_config: Any) -> bool:
-    """Returns whether the engine reads no answers of this worker. It then only logs an error of a step.
-
-    The executor of several processes reads those of tensor parallel rank 0 in the last pipeline stage.
-    Without this the other ranks go on with a collective that this rank never joins, until
-    VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS are over.
-    """
-    parallel = vllm_config.parallel_config
-    return bool(parallel.distributed_executor_backend == "mp" and get_tensor_model_parallel_rank() > 0)
-
-
-class _StepWatch:
-    """The callables of watch_steps() around the methods of a worker class."""
-
-    check: Callable[[], None]
-    explain: Callable[[BaseException], BaseException]
-    close: Callable[[], None]
-    ends_process = False
-
-    def around(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(step)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            try:
-                output = self.named(functools.partial(step, *args, **kwargs))
-                if isinstance(output, AsyncModelRunnerOutput):
-                    return _WatchedOutput(output, self)
-                self.check()
-            except GroupError as error:
-                if not self.ends_process:
-                    raise
-                logger.error("experts: this worker ends: %s", error)
-                raise SystemExit(f"experts: {error}") from error
-            return output
-
-        return watched
-
-    def before_end(self, end: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(end)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            self.close()
-            return end(*args, **kwargs)
-
-        return watched
-
-    def named(self, call: Callable[[], Any]) -> Any:
-        try:
-            return call()
-        except RuntimeError as error:
-            cause = self.explain(error)
-            if cause is error:
-                raise
-            raise cause from error
-
-
-class _WatchedOutput(AsyncModelRunnerOutput):  # type: ignore[misc]  # vLLM is not typed for mypy
-    """The output of a step that still runs on the GPU. Its results are complete once get_output() returns."""
-
-    def __init__(self, output: Any, watch: _StepWatch) -> None:
-        self._output = output
-        self._watch = watch
-
-    def get_output(self) -> Any:
-        output = self._watch.named(self._output.get_output)
-        self._watch.check()
-        return output
-
-    def get_kv_connector_output(self) -> Any:
-        """0.33 salvages these where get_output() fails."""
-        return self._output.get_kv_connector_output()

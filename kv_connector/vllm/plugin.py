@@ -32,7 +32,7 @@ def register() -> None:
 def _replace_expert_exchange() -> None:
     """Imports nothing where the variable is not set: an API server would pay for the import."""
     if os.environ.get("KV_CONNECTOR_MOE") == "1":
-        from kv_connector.vllm.experts import replace_exchange
+        from kv_connector.vllm.experts.manager import replace_exchange
 
         replace_exchange()
 
