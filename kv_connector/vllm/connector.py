@@ -24,34 +24,24 @@ from kv_connector.engine.placement import Device
 from kv_connector.protocol.identity import ADVICE
 from kv_connector.protocol.messages import Role
 from kv_connector.vllm.blocks import has_states
+from kv_connector.vllm.configuration import UnsupportedConfiguration, check_configuration, forces_tokens
 from kv_connector.vllm.first_token import choose_scheduler
 from kv_connector.vllm.internals import (
     CacheHitSource,
-    KvBlocks,
     KVConnectorBase_V1,
     KVConnectorRole,
     KVConnectorTransferResults,
     Request,
     SupportsHMA,
-    UnsupportedConfiguration,
-    adopt_vllm_logging,
-    block_tokens,
-    by_priority,
-    check_configuration,
-    default_host,
-    forces_tokens,
-    kv_cache_tokens,
-    pipeline_and_tensor_parallel_rank,
-    rank_fingerprint,
-    replace_idle_pause,
-    sleep_for_messages,
-    tell_preemptions_first,
 )
 from kv_connector.vllm.kv_cache import kv_layout
 from kv_connector.vllm.metadata import DescribedRank, News, StepMetadata
 from kv_connector.vllm.metrics import PromMetrics, TransferStats
+from kv_connector.vllm.model_facts import block_tokens, kv_cache_tokens, rank_fingerprint
 from kv_connector.vllm.pace import Pace, idle_load
-from kv_connector.vllm.scheduler import SchedulerSide
+from kv_connector.vllm.patches import replace_idle_pause, sleep_for_messages, tell_preemptions_first
+from kv_connector.vllm.process import adopt_vllm_logging, default_host, pipeline_and_tensor_parallel_rank
+from kv_connector.vllm.scheduler import SchedulerSide, by_priority
 from kv_connector.vllm.tails import Tails
 from kv_connector.vllm.worker import WorkerSide, current_stream
 
@@ -335,7 +325,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        self._scheduler.bind(KvBlocks(kv_cache_manager))
+        self._scheduler.bind(kv_cache_manager)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         ours = metadata[0, 0]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from kv_connector.vllm.configuration import forces_tokens
 from kv_connector.vllm.decode import DecodeScheduler
 from kv_connector.vllm.forced_token import force
 from kv_connector.vllm.gated_queue import GatedAsyncScheduler, GatedScheduler
@@ -23,7 +24,6 @@ from kv_connector.vllm.internals import (
     EngineCoreOutputs,
     Request,
     RequestStatus,
-    forces_tokens,
 )
 
 logger = logging.getLogger(__name__)

@@ -13,14 +13,8 @@ from itertools import chain
 from typing import Any
 
 from kv_connector.protocol.admission import AdmissionGate
-from kv_connector.vllm.internals import (
-    AsyncScheduler,
-    Request,
-    RequestQueue,
-    RequestStatus,
-    Scheduler,
-    connectors_within,
-)
+from kv_connector.vllm.internals import AsyncScheduler, Request, RequestQueue, RequestStatus, Scheduler
+from kv_connector.vllm.process import connectors_within
 from kv_connector.vllm.scheduler import SchedulerSide
 
 

@@ -28,10 +28,9 @@ from kv_connector.protocol.geometry import (
     vector_planes,
 )
 from kv_connector.protocol.layout import Axis, GroupLayout, KvLayout, LayerLayout, Part
-from kv_connector.vllm.internals import (
-    MambaSpec,
-    MLAAttentionSpec,
-    UnsupportedConfiguration,
+from kv_connector.vllm.configuration import UnsupportedConfiguration
+from kv_connector.vllm.internals import MambaSpec, MLAAttentionSpec
+from kv_connector.vllm.model_facts import (
     block_tokens,
     element_type,
     group_kind,

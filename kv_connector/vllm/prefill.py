@@ -15,7 +15,8 @@ from kv_connector.protocol.messages import Role
 from kv_connector.protocol.params import BadParams, PrefillParams
 from kv_connector.protocol.requests import GroupPages, PrefillRequest
 from kv_connector.vllm.blocks import Blocks, attended_from, blocks_of, has_states, state_after
-from kv_connector.vllm.internals import Request, RequestStatus, leave_last_token
+from kv_connector.vllm.internals import Request, RequestStatus
+from kv_connector.vllm.patches import leave_last_token
 from kv_connector.vllm.prompt import prompt_of
 
 logger = logging.getLogger(__name__)

@@ -15,14 +15,21 @@ from kv_connector.protocol.actions import Address
 from kv_connector.protocol.admission import gates
 from kv_connector.protocol.messages import Rank, Role
 from kv_connector.protocol.params import BadParams, DecodeParams, PrefillParams, parse_params
-from kv_connector.vllm.blocks import Blocks, has_states
+from kv_connector.vllm.blocks import has_states
 from kv_connector.vllm.decode import DecodeScheduler
 from kv_connector.vllm.dialects import in_our_words
-from kv_connector.vllm.internals import Request
+from kv_connector.vllm.internals import KVCacheManager, Request
+from kv_connector.vllm.kv_blocks import KvBlocks
 from kv_connector.vllm.metadata import News, StepMetadata
+from kv_connector.vllm.patches import around_reset, let_states_load
 from kv_connector.vllm.prefill import PrefillScheduler
 
 logger = logging.getLogger(__name__)
+
+
+def by_priority(request: Request) -> tuple[float | str, ...]:
+    """A request's place in vLLM's queue with ``--scheduling-policy priority``."""
+    return request.priority, request.arrival_time, request.request_id
 
 
 class SchedulerSide:
@@ -50,13 +57,14 @@ class SchedulerSide:
         if len(ranks) > 1:
             self._commands.append(SetRanks(ranks))
 
-    def bind(self, blocks: Blocks) -> None:
-        """Before the first request."""
+    def bind(self, kv_cache_manager: KVCacheManager) -> None:
+        """Before the first request. Changes two methods of vLLM's manager (patches.py)."""
+        blocks = KvBlocks(kv_cache_manager)
         self.prefill.blocks = self.decode.blocks = blocks
         self.prefill.gate, self.decode.gate = gates(self._role, blocks.total)
         if has_states(self._block_sizes):
-            blocks.let_states_load()
-        blocks.around_reset(self._before_reset, self._after_reset)
+            let_states_load(kv_cache_manager)
+        around_reset(kv_cache_manager, self._before_reset, self._after_reset)
 
     def _before_reset(self) -> Collection[str]:
         self._emptied = False

@@ -10,7 +10,7 @@ import torch
 
 from kv_connector.protocol.layout import GroupTarget
 from kv_connector.protocol.requests import DecodeRequest
-from kv_connector.vllm.internals import block_tokens
+from kv_connector.vllm.model_facts import block_tokens
 
 
 class Tails:

@@ -12,7 +12,8 @@ from kv_connector.moe.group import Exchange
 from kv_connector.vllm.experts.exchange import ExpertExchange
 from kv_connector.vllm.experts.settings import settings_of
 from kv_connector.vllm.experts.step_watch import watch_steps
-from kv_connector.vllm.internals import adopt_vllm_logging, exchange_module, get_current_vllm_config
+from kv_connector.vllm.internals import exchange_module, get_current_vllm_config
+from kv_connector.vllm.process import adopt_vllm_logging
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from vllm.v1.worker.gpu import model_runner
 
-from kv_connector.vllm.internals import tell_preemptions_first
 from kv_connector.vllm.metadata import StepMetadata
+from kv_connector.vllm.patches import tell_preemptions_first
 
 
 def update(metadata: Any, heard: list[Any]) -> None:
