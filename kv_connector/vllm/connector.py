@@ -35,14 +35,14 @@ from kv_connector.vllm.internals import (
     SupportsHMA,
 )
 from kv_connector.vllm.kv_cache import kv_layout
+from kv_connector.vllm.last_block import LastBlocks
 from kv_connector.vllm.metadata import DescribedRank, News, StepMetadata
 from kv_connector.vllm.metrics import PromMetrics, TransferStats
 from kv_connector.vllm.model_facts import block_tokens, kv_cache_tokens, rank_fingerprint
-from kv_connector.vllm.pace import Pace, idle_load
 from kv_connector.vllm.patches import replace_idle_pause, sleep_for_messages, tell_preemptions_first
 from kv_connector.vllm.process import adopt_vllm_logging, default_host, pipeline_and_tensor_parallel_rank
 from kv_connector.vllm.scheduler import SchedulerSide, by_priority
-from kv_connector.vllm.tails import Tails
+from kv_connector.vllm.step_costs import StepCosts, idle_load
 from kv_connector.vllm.worker import WorkerSide, current_stream
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         """In a worker, once it has its KV caches."""
         self._running: Running | None = None
         self._idle: Load | None = None
-        self._pace: Pace | None = None
+        self._step_costs: StepCosts | None = None
         """Where there are routers that it is for; in the scheduler's process."""
         if self._settings.routers:
             caching = vllm_config.cache_config.enable_prefix_caching
@@ -129,7 +129,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
                 self.scheduler.prefill.place = self.scheduler.decode.place = by_priority
             if self._idle is not None:
                 steps = vllm_config.max_concurrent_batches
-                self._pace = Pace(self._idle, steps, self.scheduler.decode.loads)
+                self._step_costs = StepCosts(self._idle, steps, self.scheduler.decode.loads)
             if vllm_config.device_config.device_type == "cpu":
                 replace_idle_pause(_no_pause)
 
@@ -218,7 +218,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
             signal_writer(
                 agent.signal, current_stream, agent.timelines.signalled if agent.timelines.on else None
             ),
-            Tails(self._kv_cache_config, kv_caches),
+            LastBlocks(self._kv_cache_config, kv_caches),
             self._spans(info.rank),
             # With a drafter, model runner V1 ends a step on the last pipeline stage alone.
             ends_every_step=self._vllm_config.use_v2_model_runner
@@ -307,10 +307,10 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     @never_raises(_nothing)
     def get_kv_connector_stats(self) -> TransferStats | None:
-        if self._pace is not None:
+        if self._step_costs is not None:
             # In the scheduler's process vLLM calls this once for each step, when it has the step's output: of
             # the hooks, the only one that every step ends with.
-            self._pace.step_ended()
+            self._step_costs.step_ended()
         if self._running is None:
             return None
         interval = self._running.reporter.take(later=self._worker.pushes)
@@ -349,8 +349,8 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     @never_raises(_nothing)
     def on_new_request(self, request: Request) -> None:
-        if self._pace is not None:
-            self._pace.arrived(request)
+        if self._step_costs is not None:
+            self._step_costs.arrived(request)
         self._scheduler.on_new_request(request)
 
     @never_raises(lambda: (0, False))
@@ -378,7 +378,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     @never_raises(_nothing)
     def _load(self, scheduler_output: Any) -> Load | None:
-        return self._pace.scheduled(scheduler_output) if self._pace is not None else None
+        return self._step_costs.scheduled(scheduler_output) if self._step_costs is not None else None
 
     @never_raises(_nothing)
     def update_connector_output(self, connector_output: Any) -> None:
@@ -403,8 +403,8 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         return self._finished(request)
 
     def _finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        if self._pace is not None:
-            self._pace.finished(request.request_id)
+        if self._step_costs is not None:
+            self._step_costs.request_finished(request.request_id)
         return self._scheduler.request_finished(request)
 
     @never_raises(lambda: False)

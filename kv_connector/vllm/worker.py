@@ -19,8 +19,8 @@ from kv_connector.agent.worker import Worker
 from kv_connector.engine.transfer_engine import StreamSignal
 from kv_connector.protocol.requests import DecodeRequest
 from kv_connector.vllm.internals import KVConnectorTransferResults
+from kv_connector.vllm.last_block import LastBlocks
 from kv_connector.vllm.metadata import News, StepMetadata
-from kv_connector.vllm.tails import Tails
 
 if TYPE_CHECKING:
     from kv_connector.vllm.spans import TransferSpans
@@ -55,7 +55,7 @@ class WorkerSide:
         agent: Agent,
         layer_names: tuple[str, ...],
         signal: Callable[[int], None],
-        tails: Tails,
+        last_blocks: LastBlocks,
         spans: TransferSpans | None = None,
         *,
         ends_every_step: bool = True,
@@ -64,7 +64,7 @@ class WorkerSide:
         where vLLM sends some. ``ends_every_step``: vLLM calls end_step() before it begins another, unless the
         step raised."""
         self.agent = agent
-        self._tails = tails
+        self._last_blocks = last_blocks
         self._spans = spans
         self._ends_every_step = ends_every_step
         if spans is not None:
@@ -126,7 +126,7 @@ class WorkerSide:
         """The command, once the blocks that it names are ready for it."""
         if isinstance(command, DecodeRequest):
             try:
-                self._tails.clear(command)
+                self._last_blocks.clear(command)
             except Exception:
                 logger.exception("transfer %s: cannot clear the blocks of a load", command.transfer_id)
                 return FailLoad(command.request_id)
