@@ -39,7 +39,7 @@ from kv_connector.vllm.last_block import LastBlocks
 from kv_connector.vllm.metadata import DescribedRank, News, StepMetadata
 from kv_connector.vllm.metrics import PromMetrics, TransferStats
 from kv_connector.vllm.model_facts import block_tokens, kv_cache_tokens, rank_fingerprint
-from kv_connector.vllm.patches import replace_idle_pause, sleep_for_messages, tell_preemptions_first
+from kv_connector.vllm.patches import replace_idle_pause, report_preemptions_first, sleep_for_messages
 from kv_connector.vllm.process import adopt_vllm_logging, default_host, pipeline_and_tensor_parallel_rank
 from kv_connector.vllm.scheduler import SchedulerSide, by_priority
 from kv_connector.vllm.step_costs import StepCosts, idle_load
@@ -228,7 +228,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         if device.type == "cuda":
             replace_idle_pause(self.worker.pause)
         if self._vllm_config.use_v2_model_runner:
-            tell_preemptions_first(StepMetadata, self.handle_preemptions)
+            report_preemptions_first(StepMetadata, self.handle_preemptions)
 
     def _spans(self, rank: int) -> TransferSpans | None:
         """Where vLLM sends spans, which then has OpenTelemetry."""

@@ -81,7 +81,7 @@ class _Target:
     wants_sampled: bool = False
     """It goes on with the token that P samples."""
     sampled: int | None = None
-    """That token, once P has told it."""
+    """That token, once P has reported it."""
     end: int = 0
     """It loads the tokens before this one."""
     load: _Load = _Load.WAITING
@@ -105,8 +105,8 @@ class DecodeScheduler:
         """The prefill engine of each transfer whose load is WAITING."""
         self._settling = 0
         """Loads that are SETTLING."""
-        self._told_waiting: tuple[tuple[str, Address], ...] = ()
-        self._told_at = -math.inf
+        self._reported_waiting: tuple[tuple[str, Address], ...] = ()
+        self._reported_at = -math.inf
         self.clock: Callable[[], float] = time.monotonic
         self._first_tokens: list[tuple[Request, int]] = []
         self.gives_first_tokens = False
@@ -277,7 +277,7 @@ class DecodeScheduler:
         return taken
 
     def make_void(self, request_ids: Iterable[str]) -> None:
-        """What comes for these is of no use. It is told no later than the end of the load."""
+        """What comes for these is of no use. It is reported no later than the end of the load."""
         for request_id in request_ids:
             target = self._targets.get(request_id)
             if target is not None and target.load is _Load.RESERVED:
@@ -361,13 +361,13 @@ class DecodeScheduler:
         An engine whose last waiting request has gone may take no further step: an empty list goes at once.
         """
         now = self.clock()
-        if self._waiting and now - self._told_at < _WAITING_INTERVAL_S:
+        if self._waiting and now - self._reported_at < _WAITING_INTERVAL_S:
             return None
         addresses: dict[Address, Address] = {}  # one object for each: pickle writes it once
         waiting = tuple((one, addresses.setdefault(peer, peer)) for one, peer in self._waiting.items())
-        if waiting == self._told_waiting:
+        if waiting == self._reported_waiting:
             return None
-        self._told_waiting, self._told_at = waiting, now
+        self._reported_waiting, self._reported_at = waiting, now
         return waiting
 
     def _enter(self, target: _Target, load: _Load) -> None:

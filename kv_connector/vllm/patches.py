@@ -49,11 +49,11 @@ _SHORTEST_LOOK_SECONDS = 50e-6
 _LONGEST_LOOK_SECONDS = 1e-3
 
 
-def tell_preemptions_first(kind: type, tell: Callable[[Any], None]) -> None:
-    """Has model runner V2 call ``tell`` with a step's metadata of this kind before it writes into any block.
+def report_preemptions_first(kind: type, report: Callable[[Any], None]) -> None:
+    """Has model runner V2 call ``report`` with a step's metadata of this kind before it writes into a block.
 
-    An engine that is made anew in this process replaces the ``tell`` of the one before. Other wrappers of the
-    method, a profiler's for example, stay in place.
+    An engine that is made anew in this process replaces the ``report`` of the one before. Other wrappers of
+    the method, a profiler's for example, stay in place.
 
     Replaces: ``GPUModelRunner.update_requests`` of model runner V2, for the whole process.
     Why: V2 zeroes new blocks, and copies into them, before it reports to its connector that a request lost
@@ -62,19 +62,19 @@ def tell_preemptions_first(kind: type, tell: Callable[[Any], None]) -> None:
     """
     runner = model_runner_class()
     wrapped = runner.update_requests
-    while wrapped is not None and not isinstance(wrapped, _ToldFirst):
+    while wrapped is not None and not isinstance(wrapped, _ReportedFirst):
         wrapped = getattr(wrapped, "__wrapped__", None)
     if wrapped is None:
-        wrapped = _ToldFirst(runner.update_requests)
+        wrapped = _ReportedFirst(runner.update_requests)
         runner.update_requests = wrapped
-    wrapped.kind, wrapped.tell = kind, tell
+    wrapped.kind, wrapped.report = kind, report
 
 
-class _ToldFirst:
-    """Model runner V2's update_requests, behind a call of ``tell``."""
+class _ReportedFirst:
+    """Model runner V2's update_requests, behind a call of ``report``."""
 
     kind: type
-    tell: Callable[[Any], None]
+    report: Callable[[Any], None]
 
     def __init__(self, update: Callable[..., Any]) -> None:
         functools.update_wrapper(self, update)
@@ -87,7 +87,7 @@ class _ToldFirst:
         metadata = scheduler_output.kv_connector_metadata
         for one in getattr(metadata, "metadata", (metadata,)):  # of a MultiConnector's it is a tuple
             if isinstance(one, self.kind):
-                self.tell(one)
+                self.report(one)
         return self._update(runner, scheduler_output)
 
 

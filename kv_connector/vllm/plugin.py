@@ -26,7 +26,7 @@ def register() -> None:
             WEIGHTS, "kv_connector.vllm.weights.backend", "WriteImmWeightTransferEngine"
         )
     _replace_expert_exchange()
-    _tell_dynamo()
+    _register_with_dynamo()
 
 
 def _replace_expert_exchange() -> None:
@@ -37,7 +37,7 @@ def _replace_expert_exchange() -> None:
         replace_exchange()
 
 
-def _tell_dynamo() -> None:
+def _register_with_dynamo() -> None:
     """Dynamo's worker refuses connectors that are not in a table of its own, of what P and D get: with ours
     what they get with NIXL's, as what P answers is all that D needs. Only that worker has it loaded.
     """

@@ -51,7 +51,7 @@ class SchedulerSide:
         self.decode = DecodeScheduler(block_sizes, self._commands, early_tokens=early_tokens)
 
     def set_ranks(self, ranks: tuple[Rank, ...]) -> None:
-        """The engine's workers, by rank. Each is told of all: the address of the first is all that routers
+        """The engine's workers, by rank. Each gets all: the address of the first is all that routers
         know."""
         self.prefill.address = Address(ranks[0].host, ranks[0].port)
         if len(ranks) > 1:
@@ -136,7 +136,7 @@ class SchedulerSide:
         )
 
     def has_unsent_commands(self) -> bool:
-        """Whether the workers have still to be told something, or to report what vLLM has forgotten already:
+        """Whether the workers have still to get a command, or to report what vLLM has forgotten already:
         the engine must take another step for it."""
         return bool(self._commands or self.decode.settling)
 

@@ -70,7 +70,7 @@ def idle_load(scheduler_config: Any, cache_tokens: int) -> Load:
 
 
 class StepCosts:
-    """Is told of requests and steps by the connector's hooks, in the scheduler's process."""
+    """Gets requests and steps from the connector's hooks, in the scheduler's process."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class StepCosts:
 
     def scheduled(self, step: Any) -> Load | None:
         """``step`` is vLLM's SchedulerOutput, before it has counted the step's tokens as computed. The Load
-        at its beginning, where it is time to tell it: a few times a second, and when nothing is left to do.
+        at its beginning, where it is time to report it: a few times a second, and when nothing is left to do.
         """
         now = self._clock()
         for request_id in step.preempted_req_ids or ():
