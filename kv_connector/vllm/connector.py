@@ -21,6 +21,7 @@ from kv_connector.agent.settings import SettingsError, parse_settings
 from kv_connector.agent.start import Running, WorkerInfo, start
 from kv_connector.control.membership import Load
 from kv_connector.engine.placement import Device
+from kv_connector.protocol.admission import no_place
 from kv_connector.protocol.identity import ADVICE
 from kv_connector.protocol.messages import Role
 from kv_connector.vllm.blocks import has_states
@@ -123,13 +124,15 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         self._early_tokens = forces_tokens(vllm_config) and not has_states(block_sizes)
         if role is KVConnectorRole.SCHEDULER:
             self.scheduler = SchedulerSide(
-                self._transfer_role, self._engine_id, block_sizes, early_tokens=self._early_tokens
+                self._transfer_role,
+                self._engine_id,
+                block_sizes,
+                early_tokens=self._early_tokens,
+                place=by_priority if vllm_config.scheduler_config.policy == "priority" else no_place,
             )
-            if vllm_config.scheduler_config.policy == "priority":
-                self.scheduler.prefill.place = self.scheduler.decode.place = by_priority
             if self._idle is not None:
                 steps = vllm_config.max_concurrent_batches
-                self._step_costs = StepCosts(self._idle, steps, self.scheduler.decode.loads)
+                self._step_costs = StepCosts(self._idle, steps, self.scheduler.expects_prompt)
             if vllm_config.device_config.device_type == "cpu":
                 replace_idle_pause(_no_pause)
 
@@ -357,15 +360,12 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        if self._scheduler.prefill.must_wait(request) or self._scheduler.decode.must_wait(request):
-            return None, False
-        tokens = self._scheduler.decode.tokens_to_load(request, num_computed_tokens)
-        return tokens, tokens > 0
+        tokens = self._scheduler.matched_tokens(request, num_computed_tokens)
+        return tokens, bool(tokens)
 
     @never_raises(_nothing)
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
-        self._scheduler.prefill.allocated(request)
-        self._scheduler.decode.allocated(request, blocks, num_external_tokens)
+        self._scheduler.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         metadata = self._step_metadata(scheduler_output)
@@ -382,15 +382,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     @never_raises(_nothing)
     def update_connector_output(self, connector_output: Any) -> None:
-        received = connector_output.finished_recving
-        if received and (asked := self._scheduler.decode.asked(received)):
-            connector_output.finished_recving = received - asked  # vLLM looks at it after this
-        self._scheduler.update(
-            connector_output.finished_sending,
-            received,
-            connector_output.failed_recving,
-            connector_output.kv_connector_worker_meta or News(),
-        )
+        self._scheduler.reported(connector_output)
 
     @never_raises(lambda: (False, None))
     def request_finished_all_groups(

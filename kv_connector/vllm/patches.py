@@ -9,8 +9,8 @@ release of vLLM it is needed. Changes that belong to a class of their own are ma
                                                                   cost no look. Until a hook schedules.
     forced_token        SamplingParams.extra_args (force)         D samples the prefill engine's token. Until
                                                                   a request can begin with one.
-    connector           KVConnectorOutput.finished_recving        vLLM knows no load without pages. Until it
-                        (update_connector_output)                 lets such a request wait.
+    scheduler           KVConnectorOutput.finished_recving        vLLM knows no load without pages. Until it
+                        (SchedulerSide.reported)                  lets such a request wait.
     kv_blocks           references of blocks (hold_windows, free) A window's blocks stay until they are sent,
                                                                   and a discarded load begins again. Until
                                                                   vLLM keeps them itself.

@@ -184,7 +184,7 @@ class PrefillScheduler:
             prompt.held = self.blocks.hold_windows(prompt.request.request_id, firsts)
         return NewPages(prompt.transfer_id, tuple(groups), last)
 
-    def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         """True for each request of ours: it stays in vLLM's books, blocks or none, until reported sent."""
         prompt = self._prompts.get(request.request_id)
         if prompt is None:

@@ -76,13 +76,13 @@ class StepCosts:
         self,
         idle: Load,
         in_flight: int,
-        loads: Callable[[str], bool],
+        expects_prompt: Callable[[str], bool],
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """``in_flight``: steps that vLLM schedules before it sees the first one's end, at most. ``loads``:
-        whether a request's prompt is to come from another engine. ``clock``: nanoseconds."""
+        """``in_flight``: steps that vLLM schedules before it sees the first one's end, at most.
+        ``expects_prompt``: whether a request's prompt is to come from another engine. ``clock``: in ns."""
         self._idle = idle
-        self._loads = loads
+        self._expects_prompt = expects_prompt
         self._clock = clock
         self._live: dict[str, Request] = {}
         self._computing: dict[str, Request] = {}
@@ -163,7 +163,7 @@ class StepCosts:
         waiting = sum(
             max(request.num_tokens - request.num_computed_tokens, 0)
             for request_id, request in self._computing.items()
-            if not self._loads(request_id)
+            if not self._expects_prompt(request_id)
         )
         return msgspec.structs.replace(
             self._idle,

@@ -80,7 +80,7 @@ class WorkerSide:
         self._begun: StepMetadata | None = None
         """The step whose preemptions were handled last."""
         self._sampled: dict[str, int] = {}
-        self._void: set[str] = set()
+        self._discarded: set[str] = set()
 
     def handle_preemptions(self, metadata: StepMetadata) -> None:
         """Before the step may write into the preempted requests' blocks. Blocks until nothing reads them.
@@ -153,13 +153,13 @@ class WorkerSide:
             self._books.await_news(IDLE_STEP_SECONDS)
         reports = self._books.take_reports()
         self._sampled |= reports.sampled
-        self._void |= reports.stale
+        self._discarded |= reports.stale
         if reports.finished_sending or reports.finished_recving:
             self._steps_to_news = STEPS_TO_NEWS
         return KVConnectorTransferResults(
             finished_sending=reports.finished_sending,
             finished_recving=reports.finished_recving,
-            # What is void the scheduler has computed here, whatever kv_load_failure_policy says.
+            # What is discarded the scheduler has computed here, whatever kv_load_failure_policy says.
             failed_recving=reports.failed_recving - reports.stale,
         )
 
@@ -173,6 +173,6 @@ class WorkerSide:
 
     def news(self) -> News | None:
         """What has come since the last call; None: nothing. After ``transfer_results``."""
-        news = News(self.agent.take_reserved(), self._sampled, self._void)
-        self._sampled, self._void = {}, set()
-        return news if news.reserved or news.sampled or news.void else None
+        news = News(self.agent.take_reserved(), self._sampled, self._discarded)
+        self._sampled, self._discarded = {}, set()
+        return news if news.reserved or news.sampled or news.discarded else None

@@ -505,7 +505,7 @@ def test_anothers_handshake_metadata_is_refused(config: Any) -> None:
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): Another()})
     connector.set_xfer_handshake_metadata_pp_aware({(0, 0): DescribedRank(worker(layout(), ADDRESS))})
     assert connector.scheduler is not None
-    assert connector.scheduler.prefill.address == ADDRESS
+    assert connector.scheduler._prefill.address == ADDRESS
 
 
 @pytest.mark.parametrize(("latent", "layout"), [(False, "LBHNC"), (True, "LBNHC")])

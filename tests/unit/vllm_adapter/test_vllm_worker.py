@@ -237,8 +237,8 @@ def test_a_stale_load_is_no_failure_and_its_pages_are_void(agent: RecordingAgent
     results = step(worker)
     assert (results.finished_recving, results.failed_recving) == ({"stale", "bad"}, {"bad"})
     news = worker.news()
-    assert news == News(void={"stale"})
-    assert news.aggregate(News(void={"other"})) == News(void={"stale", "other"})
+    assert news == News(discarded={"stale"})
+    assert news.aggregate(News(discarded={"other"})) == News(discarded={"stale", "other"})
     assert worker.news() is None
 
 
