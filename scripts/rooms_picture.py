@@ -2,7 +2,8 @@
 
     .venv/bin/python scripts/rooms_picture.py            (--check: says whether the picture is up to date)
 
-A room stands above all rooms that it imports. A line is an import; those that follow from others are not drawn.
+A room stands above all rooms that it imports. A line is an import. Imports that follow from others are not
+drawn.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def picture() -> str:
 def main(words: list[str]) -> None:
     if words == ["--check"]:
         if not PICTURE.exists() or PICTURE.read_text() != picture():
-            sys.exit("rooms_picture: docs/pictures/rooms.svg is out of date; scripts/rooms_picture.py draws it anew")
+            sys.exit("rooms_picture: docs/pictures/rooms.svg is out of date: run scripts/rooms_picture.py")
     else:
         PICTURE.write_text(picture())
 

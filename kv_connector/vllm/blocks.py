@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from kv_connector.vllm.internals import Request
 
 
 class Blocks(Protocol):
-    """What internals.KvBlocks offers."""
+    """What kv_blocks.KvBlocks offers."""
 
     total: int
 
@@ -17,11 +17,9 @@ class Blocks(Protocol):
     def first_attended_token(self, group: int, computed_tokens: int) -> int: ...
     def first_loaded(self, request_id: str, group: int) -> int: ...
     def of_state(self, group: int) -> int: ...
-    def let_states_load(self) -> None: ...
     def hold_windows(self, request_id: str, firsts: tuple[int, ...]) -> list[Any]: ...
     def give_back(self, held: list[Any]) -> None: ...
     def free(self, request: Request) -> None: ...
-    def around_reset(self, before: Callable[[], Collection[str]], after: Callable[[], None]) -> None: ...
 
 
 def attended_from(blocks: Blocks, groups: int, tokens: int) -> tuple[int, ...]:

@@ -21,38 +21,29 @@ from kv_connector.agent.settings import SettingsError, parse_settings
 from kv_connector.agent.start import Running, WorkerInfo, start
 from kv_connector.control.membership import WorkloadReport
 from kv_connector.engine.placement import Device
+from kv_connector.protocol.admission import no_place
 from kv_connector.protocol.identity import ADVICE
 from kv_connector.protocol.messages import Role
 from kv_connector.vllm.blocks import has_states
+from kv_connector.vllm.configuration import UnsupportedConfiguration, check_configuration, forces_tokens
 from kv_connector.vllm.first_token import choose_scheduler
 from kv_connector.vllm.internals import (
     CacheHitSource,
-    KvBlocks,
     KVConnectorBase_V1,
     KVConnectorRole,
     KVConnectorTransferResults,
     Request,
     SupportsHMA,
-    UnsupportedConfiguration,
-    adopt_vllm_logging,
-    block_tokens,
-    by_priority,
-    check_configuration,
-    default_host,
-    forces_tokens,
-    kv_cache_tokens,
-    pipeline_and_tensor_parallel_rank,
-    rank_fingerprint,
-    replace_idle_pause,
-    sleep_for_messages,
-    tell_preemptions_first,
 )
 from kv_connector.vllm.kv_cache import kv_layout
+from kv_connector.vllm.last_block import LastBlocks
 from kv_connector.vllm.metadata import DescribedRank, News, StepMetadata
 from kv_connector.vllm.metrics import PromMetrics, TransferStats
-from kv_connector.vllm.pace import Pace, idle_load
-from kv_connector.vllm.scheduler import SchedulerSide
-from kv_connector.vllm.tails import Tails
+from kv_connector.vllm.model_facts import block_tokens, kv_cache_tokens, rank_fingerprint
+from kv_connector.vllm.patches import replace_idle_pause, report_preemptions_first, sleep_for_messages
+from kv_connector.vllm.process import adopt_vllm_logging, default_host, pipeline_and_tensor_parallel_rank
+from kv_connector.vllm.scheduler import SchedulerSide, by_priority
+from kv_connector.vllm.step_costs import StepCosts, idle_load
 from kv_connector.vllm.worker import WorkerSide, current_stream
 
 if TYPE_CHECKING:
@@ -122,7 +113,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         """In a worker, once it has its KV caches."""
         self._running: Running | None = None
         self._idle: WorkloadReport | None = None
-        self._pace: Pace | None = None
+        self._step_costs: StepCosts | None = None
         """Where there are routers that it is for; in the scheduler's process."""
         if self._settings.routers:
             caching = vllm_config.cache_config.enable_prefix_caching
@@ -133,13 +124,15 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         self._early_tokens = forces_tokens(vllm_config) and not has_states(block_sizes)
         if role is KVConnectorRole.SCHEDULER:
             self.scheduler = SchedulerSide(
-                self._transfer_role, self._engine_id, block_sizes, early_tokens=self._early_tokens
+                self._transfer_role,
+                self._engine_id,
+                block_sizes,
+                early_tokens=self._early_tokens,
+                place=by_priority if vllm_config.scheduler_config.policy == "priority" else no_place,
             )
-            if vllm_config.scheduler_config.policy == "priority":
-                self.scheduler.prefill.place = self.scheduler.decode.place = by_priority
             if self._idle is not None:
                 steps = vllm_config.max_concurrent_batches
-                self._pace = Pace(self._idle, steps, self.scheduler.decode.loads)
+                self._step_costs = StepCosts(self._idle, steps, self.scheduler.expects_prompt)
             if vllm_config.device_config.device_type == "cpu":
                 replace_idle_pause(_no_pause)
 
@@ -228,7 +221,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
             signal_writer(
                 agent.signal, current_stream, agent.timelines.signalled if agent.timelines.on else None
             ),
-            Tails(self._kv_cache_config, kv_caches),
+            LastBlocks(self._kv_cache_config, kv_caches),
             self._spans(info.rank),
             # With a drafter, model runner V1 ends a step on the last pipeline stage alone.
             ends_every_step=self._vllm_config.use_v2_model_runner
@@ -238,7 +231,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         if device.type == "cuda":
             replace_idle_pause(self.worker.pause)
         if self._vllm_config.use_v2_model_runner:
-            tell_preemptions_first(StepMetadata, self.handle_preemptions)
+            report_preemptions_first(StepMetadata, self.handle_preemptions)
 
     def _spans(self, rank: int) -> TransferSpans | None:
         """Where vLLM sends spans, which then has OpenTelemetry."""
@@ -317,10 +310,10 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     @never_raises(_nothing)
     def get_kv_connector_stats(self) -> TransferStats | None:
-        if self._pace is not None:
+        if self._step_costs is not None:
             # In the scheduler's process vLLM calls this once for each step, when it has the step's output: of
             # the hooks, the only one that every step ends with.
-            self._pace.step_ended()
+            self._step_costs.step_ended()
         if self._running is None:
             return None
         interval = self._running.reporter.take(later=self._worker.pushes)
@@ -335,7 +328,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        self._scheduler.bind(KvBlocks(kv_cache_manager))
+        self._scheduler.bind(kv_cache_manager)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         ours = metadata[0, 0]
@@ -359,23 +352,20 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     @never_raises(_nothing)
     def on_new_request(self, request: Request) -> None:
-        if self._pace is not None:
-            self._pace.arrived(request)
+        if self._step_costs is not None:
+            self._step_costs.arrived(request)
         self._scheduler.on_new_request(request)
 
     @never_raises(lambda: (0, False))
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        if self._scheduler.prefill.must_wait(request) or self._scheduler.decode.must_wait(request):
-            return None, False
-        tokens = self._scheduler.decode.tokens_to_load(request, num_computed_tokens)
-        return tokens, tokens > 0
+        tokens = self._scheduler.matched_tokens(request, num_computed_tokens)
+        return tokens, bool(tokens)
 
     @never_raises(_nothing)
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
-        self._scheduler.prefill.allocated(request)
-        self._scheduler.decode.allocated(request, blocks, num_external_tokens)
+        self._scheduler.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         metadata = self._step_metadata(scheduler_output)
@@ -388,19 +378,11 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     @never_raises(_nothing)
     def _load(self, scheduler_output: Any) -> WorkloadReport | None:
-        return self._pace.scheduled(scheduler_output) if self._pace is not None else None
+        return self._step_costs.scheduled(scheduler_output) if self._step_costs is not None else None
 
     @never_raises(_nothing)
     def update_connector_output(self, connector_output: Any) -> None:
-        received = connector_output.finished_recving
-        if received and (asked := self._scheduler.decode.asked(received)):
-            connector_output.finished_recving = received - asked  # vLLM looks at it after this
-        self._scheduler.update(
-            connector_output.finished_sending,
-            received,
-            connector_output.failed_recving,
-            connector_output.kv_connector_worker_meta or News(),
-        )
+        self._scheduler.reported(connector_output)
 
     @never_raises(lambda: (False, None))
     def request_finished_all_groups(
@@ -413,8 +395,8 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         return self._finished(request)
 
     def _finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        if self._pace is not None:
-            self._pace.finished(request.request_id)
+        if self._step_costs is not None:
+            self._step_costs.request_finished(request.request_id)
         return self._scheduler.request_finished(request)
 
     @never_raises(lambda: False)

@@ -1,18 +1,18 @@
 """D's requests in vLLM's scheduler: ``do_remote_prefill`` and the address of their P. Nothing waits.
 
-A request's load goes through these states:
+A request's KV load goes through these phases:
 
-    state      blocks   meaning                                             next
-    WAITING    none     vLLM has no blocks for it, or its gate no room      RESERVED, ASKED, OVER
-    RESERVED   its own  the workers fetch its pages                         VOID, LEFT, OVER
-    VOID       its own  pages may land, and will not be used                LEFT, OVER
-    ASKED      none     the workers fetch the token alone that P sampled    SETTLING, OVER
-    LEFT       vLLM's   the request is finished, and pages may still land   OVER
-    SETTLING   none     the request is finished, and was ASKED              OVER
-    OVER       its own  received, failed, or not needed                     -
+    phase          blocks   meaning                                             next
+    WAITING        none     vLLM has no blocks for it, or its gate no room      RESERVED, TOKEN_ONLY, OVER
+    RESERVED       its own  the workers fetch its pages                         DISCARDED, LEAVING, OVER
+    DISCARDED      its own  pages may land, and will not be used                LEAVING, OVER
+    TOKEN_ONLY     none     the workers fetch the token alone that P sampled    TOKEN_LEAVING, OVER
+    LEAVING        vLLM's   the request is finished, and pages may still land   OVER
+    TOKEN_LEAVING  none     the request is finished, and was TOKEN_ONLY         OVER
+    OVER           its own  received, failed, or not needed                     -
 
-A request that finishes in OVER, or reaches OVER when it is finished, is forgotten. After VOID it computes its
-prompt from the beginning.
+A request that finishes in OVER, or reaches OVER when it is finished, is forgotten. After DISCARDED it
+computes its prompt from the beginning.
 """
 
 from __future__ import annotations
@@ -44,33 +44,33 @@ logger = logging.getLogger(__name__)
 _WAITING_INTERVAL_S = 0.25
 
 
-class _Load(enum.Enum):
-    """The states of a load; the module's table says what they mean."""
+class LoadPhase(enum.Enum):
+    """The phases of a KV load. The table of the module describes them."""
 
     WAITING = enum.auto()
     RESERVED = enum.auto()
-    VOID = enum.auto()
-    ASKED = enum.auto()
-    LEFT = enum.auto()
-    SETTLING = enum.auto()
+    DISCARDED = enum.auto()
+    TOKEN_ONLY = enum.auto()
+    LEAVING = enum.auto()
+    TOKEN_LEAVING = enum.auto()
     OVER = enum.auto()
 
 
 _NEXT = {
-    _Load.WAITING: {_Load.RESERVED, _Load.ASKED, _Load.OVER},
-    _Load.RESERVED: {_Load.VOID, _Load.LEFT, _Load.OVER},
-    _Load.VOID: {_Load.LEFT, _Load.OVER},
-    _Load.ASKED: {_Load.SETTLING, _Load.OVER},
-    _Load.LEFT: {_Load.OVER},
-    _Load.SETTLING: {_Load.OVER},
-    _Load.OVER: set(),
+    LoadPhase.WAITING: {LoadPhase.RESERVED, LoadPhase.TOKEN_ONLY, LoadPhase.OVER},
+    LoadPhase.RESERVED: {LoadPhase.DISCARDED, LoadPhase.LEAVING, LoadPhase.OVER},
+    LoadPhase.DISCARDED: {LoadPhase.LEAVING, LoadPhase.OVER},
+    LoadPhase.TOKEN_ONLY: {LoadPhase.TOKEN_LEAVING, LoadPhase.OVER},
+    LoadPhase.LEAVING: {LoadPhase.OVER},
+    LoadPhase.TOKEN_LEAVING: {LoadPhase.OVER},
+    LoadPhase.OVER: set(),
 }
 """The legal transitions."""
 
 
 @dataclass
-class _Target:
-    """A request of D whose prompt a P computes."""
+class KvLoad:
+    """The load of a prompt that a P computes, for a request of D."""
 
     request: Request
     request_id: str
@@ -81,10 +81,10 @@ class _Target:
     wants_sampled: bool = False
     """It goes on with the token that P samples."""
     sampled: int | None = None
-    """That token, once P has told it."""
+    """That token, once P has reported it."""
     end: int = 0
     """It loads the tokens before this one."""
-    load: _Load = _Load.WAITING
+    phase: LoadPhase = LoadPhase.WAITING
 
 
 class DecodeScheduler:
@@ -97,16 +97,16 @@ class DecodeScheduler:
         self._block_sizes = block_sizes
         self._commands = commands
         self._early_tokens = early_tokens
-        self._targets: dict[str, _Target] = {}
-        self._transfers: dict[str, _Target] = {}
-        self._siblings: dict[str, _Target] = {}
+        self._loads: dict[str, KvLoad] = {}
+        self._transfers: dict[str, KvLoad] = {}
+        self._siblings: dict[str, KvLoad] = {}
         """Requests that want what another one loads."""
         self._waiting: dict[str, Address] = {}
         """The prefill engine of each transfer whose load is WAITING."""
-        self._settling = 0
-        """Loads that are SETTLING."""
-        self._told_waiting: tuple[tuple[str, Address], ...] = ()
-        self._told_at = -math.inf
+        self._unreported_ends = 0
+        """Loads that are TOKEN_LEAVING."""
+        self._reported_waiting: tuple[tuple[str, Address], ...] = ()
+        self._reported_at = -math.inf
         self.clock: Callable[[], float] = time.monotonic
         self._first_tokens: list[tuple[Request, int]] = []
         self.gives_first_tokens = False
@@ -118,11 +118,11 @@ class DecodeScheduler:
         """A request's place in the order of the scheduling policy."""
 
     def __len__(self) -> int:
-        return len(self._targets)
+        return len(self._loads)
 
     def add(self, request: Request, params: DecodeParams) -> None:
-        known = self._targets.get(request.request_id)
-        if known is not None and known.load is _Load.SETTLING:
+        known = self._loads.get(request.request_id)
+        if known is not None and known.phase is LoadPhase.TOKEN_LEAVING:
             raise BadParams("one of the same id is not over")
         transfer_id, peer = params.transfer_id, params.peer
         tokens, digest = prompt_of(request)
@@ -134,38 +134,39 @@ class DecodeScheduler:
             return
         wants_sampled = self._early_tokens and params.early_token
         self._waiting[transfer_id] = peer
-        target = _Target(request, request.request_id, transfer_id, peer, tokens, digest, wants_sampled)
-        self._transfers[transfer_id] = self._targets[request.request_id] = target
+        load = KvLoad(request, request.request_id, transfer_id, peer, tokens, digest, wants_sampled)
+        self._transfers[transfer_id] = self._loads[request.request_id] = load
 
     def must_wait(self, request: Request) -> bool:
         """Whether another request loads this one's prompt, which is then found in the prefix cache, or there
         is no room for this load yet. vLLM may ask every step."""
         if first := self._siblings.get(request.request_id):
-            return first.load is not _Load.OVER
-        target = self._targets.get(request.request_id)
-        return (target is not None and target.load is _Load.ASKED) or self.held(request)
+            return first.phase is not LoadPhase.OVER
+        load = self._loads.get(request.request_id)
+        return (load is not None and load.phase is LoadPhase.TOKEN_ONLY) or self.held(request)
 
     def held(self, request: Request) -> bool:
         """Whether the gate has no room for this load yet."""
-        target = self._targets.get(request.request_id)
-        if target is None or target.load is not _Load.WAITING:
+        load = self._loads.get(request.request_id)
+        if load is None or load.phase is not LoadPhase.WAITING:
             return False
         assert self.gate is not None
-        return self.gate.must_wait(target.request_id, self._blocks_of(target), self.place(request))
+        return self.gate.must_wait(load.request_id, self._blocks_of(load), self.place(request))
 
-    def loads(self, request_id: str) -> bool:
+    def expects_prompt(self, request_id: str) -> bool:
         """Whether the request's prompt is still to come from a P."""
-        target = self._siblings.get(request_id) or self._targets.get(request_id)
-        return target is not None and target.load not in (_Load.ASKED, _Load.SETTLING, _Load.OVER)
+        load = self._siblings.get(request_id) or self._loads.get(request_id)
+        without_pages = LoadPhase.TOKEN_ONLY, LoadPhase.TOKEN_LEAVING, LoadPhase.OVER
+        return load is not None and load.phase not in without_pages
 
     @property
-    def settling(self) -> bool:
+    def has_unreported_ends(self) -> bool:
         """Whether the workers have still to report on a request that vLLM has forgotten."""
-        return self._settling > 0
+        return self._unreported_ends > 0
 
-    def _blocks_of(self, target: _Target) -> int:
+    def _blocks_of(self, load: KvLoad) -> int:
         assert self.blocks is not None
-        return blocks_of(self.blocks, self._block_sizes, target.tokens)
+        return blocks_of(self.blocks, self._block_sizes, load.tokens)
 
     def tokens_to_load(self, request: Request, local_tokens: int) -> int:
         """How many tokens to load behind the first ``local_tokens``. vLLM may ask every step, with another
@@ -175,49 +176,47 @@ class DecodeScheduler:
         sampled, and the next step computes the token behind it alone. But to claim it may cost a sliding
         window its oldest block: vLLM takes the window of the token after it.
         """
-        target = self._targets.get(request.request_id)
-        if target is None or target.load is not _Load.WAITING:
+        load = self._loads.get(request.request_id)
+        if load is None or load.phase is not LoadPhase.WAITING:
             return 0
         if any(size and local_tokens % size for size in self._block_sizes):
             return 0
-        target.end = target.tokens - 1
+        load.end = load.tokens - 1
         # Where all is here but the token that P samples: vLLM has no request wait that loads nothing.
-        wants_last = target.wants_sampled and (self.gives_first_tokens or local_tokens >= target.end)
-        if wants_last and not self._costs_a_window(target):
-            target.end = target.tokens
-        return max(target.end - local_tokens, 0)
+        wants_last = load.wants_sampled and (self.gives_first_tokens or local_tokens >= load.end)
+        if wants_last and not self._costs_a_window(load):
+            load.end = load.tokens
+        return max(load.end - local_tokens, 0)
 
-    def _costs_a_window(self, target: _Target) -> bool:
+    def _costs_a_window(self, load: KvLoad) -> bool:
         assert self.blocks is not None
         groups = len(self._block_sizes)
-        return attended_from(self.blocks, groups, target.tokens + 1) != attended_from(
-            self.blocks, groups, target.tokens
+        return attended_from(self.blocks, groups, load.tokens + 1) != attended_from(
+            self.blocks, groups, load.tokens
         )
 
     def allocated(self, request: Request, blocks: Any, external_tokens: int) -> None:
         """vLLM has given the request blocks, and will load ``external_tokens`` (0: it needs nothing)."""
-        target = self._targets.get(request.request_id)
-        if target is None or target.load is not _Load.WAITING:
+        load = self._loads.get(request.request_id)
+        if load is None or load.phase is not LoadPhase.WAITING:
             return
         if external_tokens == 0:
-            self._release(target)
+            self._release(load)
             return
-        self._enter(target, _Load.RESERVED)
+        self._enter(load, LoadPhase.RESERVED)
         try:
             assert self.gate is not None
-            self.gate.enter(target.request_id, self._blocks_of(target))
-            self._commands.append(self._reservation(target, blocks.get_block_ids(), external_tokens))
+            self.gate.enter(load.request_id, self._blocks_of(load))
+            self._commands.append(self._reservation(load, blocks.get_block_ids(), external_tokens))
         except Exception:
-            logger.exception(
-                "transfer %s: no reservation for request %s", target.transfer_id, target.request_id
-            )
-            self._commands.append(FailLoad(target.request_id))
+            logger.exception("transfer %s: no reservation for request %s", load.transfer_id, load.request_id)
+            self._commands.append(FailLoad(load.request_id))
 
     def _reservation(
-        self, target: _Target, tables: tuple[list[int], ...], external_tokens: int
+        self, load: KvLoad, tables: tuple[list[int], ...], external_tokens: int
     ) -> DecodeRequest:
         assert self.blocks is not None
-        loaded = target.end
+        loaded = load.end
         first_token = loaded - external_tokens
         groups: list[GroupTarget] = []
         for group, (table, size) in enumerate(zip(tables, self._block_sizes, strict=True)):
@@ -227,132 +226,132 @@ class DecodeScheduler:
             first, end = first_token // size, -(-loaded // size)
             if has_states(self._block_sizes):
                 # The hit is the one of full attention; another group may have less of it.
-                first = min(first, self.blocks.first_loaded(target.request_id, group))
+                first = min(first, self.blocks.first_loaded(load.request_id, group))
             needed = self.blocks.first_attended_token(group, loaded)
             groups.append(GroupTarget(first, tuple(table[first:end]), needed))
-        return self._request(target, first_token, groups)
+        return self._request(load, first_token, groups)
 
-    def _request(self, target: _Target, first_token: int, groups: Iterable[GroupTarget]) -> DecodeRequest:
+    def _request(self, load: KvLoad, first_token: int, groups: Iterable[GroupTarget]) -> DecodeRequest:
         return DecodeRequest(
-            request_id=target.request_id,
-            transfer_id=target.transfer_id,
-            engine=target.peer,
-            prompt_tokens=target.tokens,
+            request_id=load.request_id,
+            transfer_id=load.transfer_id,
+            engine=load.peer,
+            prompt_tokens=load.tokens,
             first_token=first_token,
-            prompt_hash=target.prompt_hash,
+            prompt_hash=load.prompt_hash,
             groups=tuple(groups),
-            wants_sampled=target.wants_sampled,
+            wants_sampled=load.wants_sampled,
         )
 
-    def finished(self, request: Request) -> None:
+    def request_finished(self, request: Request) -> None:
         """vLLM itself keeps the blocks of a request that is still being loaded, until the load is reported
         over.
         """
         self._siblings.pop(request.request_id, None)
-        target = self._targets.get(request.request_id)
-        if target is None:
+        load = self._loads.get(request.request_id)
+        if load is None:
             return
-        match target.load:
-            case _Load.WAITING:
-                self._release(target)
-            case _Load.RESERVED | _Load.VOID:
-                self._enter(target, _Load.LEFT)
-                self._commands.append(Cancel(target.request_id))
-            case _Load.ASKED:
-                self._enter(target, _Load.SETTLING)
-                self._commands.append(Cancel(target.request_id))
-        if target.load is _Load.OVER:
-            self._forget(target)
+        match load.phase:
+            case LoadPhase.WAITING:
+                self._release(load)
+            case LoadPhase.RESERVED | LoadPhase.DISCARDED:
+                self._enter(load, LoadPhase.LEAVING)
+                self._commands.append(Cancel(load.request_id))
+            case LoadPhase.TOKEN_ONLY:
+                self._enter(load, LoadPhase.TOKEN_LEAVING)
+                self._commands.append(Cancel(load.request_id))
+        if load.phase is LoadPhase.OVER:
+            self._forget(load)
 
     def sampled(self, tokens: Mapping[str, int]) -> None:
         """By request, what P sampled. It comes no later than the end of the load, so before vLLM schedules
         the request."""
         for request_id, token in tokens.items():
-            if target := self._targets.get(request_id):
-                target.sampled = token
+            if load := self._loads.get(request_id):
+                load.sampled = token
 
     def take_first_tokens(self) -> list[tuple[Request, int]]:
         """The requests whose pages have come since the last call, and what P sampled behind them."""
         taken, self._first_tokens = self._first_tokens, []
         return taken
 
-    def make_void(self, request_ids: Iterable[str]) -> None:
-        """What comes for these is of no use. It is told no later than the end of the load."""
+    def discard(self, request_ids: Iterable[str]) -> None:
+        """The pages of these loads will not be used. Workers report them no later than their ends."""
         for request_id in request_ids:
-            target = self._targets.get(request_id)
-            if target is not None and target.load is _Load.RESERVED:
-                self._enter(target, _Load.VOID)
+            load = self._loads.get(request_id)
+            if load is not None and load.phase is LoadPhase.RESERVED:
+                self._enter(load, LoadPhase.DISCARDED)
 
-    def asked(self, request_ids: Iterable[str]) -> set[str]:
+    def token_only(self, request_ids: Iterable[str]) -> set[str]:
         """Those of whose loads vLLM knows nothing: it must not hear of their end."""
-        targets, asked = self._targets, (_Load.ASKED, _Load.SETTLING)
-        return {one for one in request_ids if one in targets and targets[one].load in asked}
+        loads, token_only = self._loads, (LoadPhase.TOKEN_ONLY, LoadPhase.TOKEN_LEAVING)
+        return {one for one in request_ids if one in loads and loads[one].phase in token_only}
 
-    def received(self, request_ids: Iterable[str], failed: Collection[str] = ()) -> None:
+    def load_ended(self, request_ids: Iterable[str], failed: Collection[str] = ()) -> None:
         """These loads are over, well or not."""
         for request_id in request_ids:
-            target = self._targets.get(request_id)
-            if target is None or target.load is _Load.OVER:
+            load = self._loads.get(request_id)
+            if load is None or load.phase is LoadPhase.OVER:
                 continue
-            before = target.load
-            self._enter(target, _Load.OVER)
-            if before in (_Load.LEFT, _Load.SETTLING):
-                self._forget(target)
+            before = load.phase
+            self._enter(load, LoadPhase.OVER)
+            if before in (LoadPhase.LEAVING, LoadPhase.TOKEN_LEAVING):
+                self._forget(load)
                 continue
-            if target.sampled is not None:
-                if self.gives_first_tokens and before is _Load.RESERVED and request_id not in failed:
-                    self._first_tokens.append((target.request, target.sampled))
+            if load.sampled is not None:
+                if self.gives_first_tokens and before is LoadPhase.RESERVED and request_id not in failed:
+                    self._first_tokens.append((load.request, load.sampled))
                 else:
-                    force(target.request.sampling_params, target.sampled)
-            elif before is _Load.ASKED:
+                    force(load.request.sampling_params, load.sampled)
+            elif before is LoadPhase.TOKEN_ONLY:
                 words = "transfer %s: %s does not say what it sampled: the client may have another token"
-                logger.warning(words, target.transfer_id, target.peer)
-            if before is _Load.VOID:
+                logger.warning(words, load.transfer_id, load.peer)
+            if before is LoadPhase.DISCARDED:
                 assert self.blocks is not None
-                self.blocks.free(target.request)
+                self.blocks.free(load.request)
 
     def loading(self) -> list[str]:
         """The requests that hold blocks of a load and have not run. vLLM cannot preempt them."""
-        return [target.request_id for target in self._holding()]
+        return [load.request_id for load in self._holding()]
 
-    def _holding(self) -> list[_Target]:
+    def _holding(self) -> list[KvLoad]:
         # vLLM promotes a request whose load is over to WAITING, where it may wait for its next block.
         return [
-            target
-            for target in self._targets.values()
-            if target.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-            or (target.request.status is RequestStatus.WAITING and target.request.num_computed_tokens > 0)
+            load
+            for load in self._loads.values()
+            if load.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+            or (load.request.status is RequestStatus.WAITING and load.request.num_computed_tokens > 0)
         ]
 
     def after_reset(self) -> None:
         """vLLM has emptied its prefix cache: what is being loaded, and what is loaded, is not used."""
-        for target in self._holding():
-            if target.load is _Load.OVER:
+        for load in self._holding():
+            if load.phase is LoadPhase.OVER:
                 assert self.blocks is not None
-                self.blocks.free(target.request)
-            elif target.load is _Load.RESERVED:
-                self._enter(target, _Load.VOID)
-                if not target.wants_sampled:  # else it waits for that: the client may have it already
-                    self._commands.append(Cancel(target.request_id))
+                self.blocks.free(load.request)
+            elif load.phase is LoadPhase.RESERVED:
+                self._enter(load, LoadPhase.DISCARDED)
+                if not load.wants_sampled:  # else it waits for that: the client may have it already
+                    self._commands.append(Cancel(load.request_id))
 
     def reset(self) -> bool:
         """All KV is worthless, P's too: who would have asked for it computes its prompt here. Where its
         client may have P's token already, it asks for that alone, at once: a pause of P's waits for it. False
         while pages may still land for a finished request.
         """
-        for target in self._targets.values():
-            if target.load is not _Load.WAITING:
+        for load in self._loads.values():
+            if load.phase is not LoadPhase.WAITING:
                 continue
-            if target.wants_sampled:
-                self._ask(target)
+            if load.wants_sampled:
+                self._fetch_token(load)
             else:
-                self._release(target)
-        return not any(target.load is _Load.LEFT for target in self._targets.values())
+                self._release(load)
+        return not any(load.phase is LoadPhase.LEAVING for load in self._loads.values())
 
-    def _ask(self, target: _Target) -> None:
-        self._enter(target, _Load.ASKED)
+    def _fetch_token(self, load: KvLoad) -> None:
+        self._enter(load, LoadPhase.TOKEN_ONLY)
         nothing = [GroupTarget(0, ()) for _ in self._block_sizes]
-        self._commands.append(self._request(target, target.tokens, nothing))
+        self._commands.append(self._request(load, load.tokens, nothing))
 
     def waiting(self) -> tuple[tuple[str, Address], ...] | None:
         """The transfers whose requests have no blocks yet. None: the workers have this list, or one that is
@@ -361,29 +360,30 @@ class DecodeScheduler:
         An engine whose last waiting request has gone may take no further step: an empty list goes at once.
         """
         now = self.clock()
-        if self._waiting and now - self._told_at < _WAITING_INTERVAL_S:
+        if self._waiting and now - self._reported_at < _WAITING_INTERVAL_S:
             return None
         addresses: dict[Address, Address] = {}  # one object for each: pickle writes it once
         waiting = tuple((one, addresses.setdefault(peer, peer)) for one, peer in self._waiting.items())
-        if waiting == self._told_waiting:
+        if waiting == self._reported_waiting:
             return None
-        self._told_waiting, self._told_at = waiting, now
+        self._reported_waiting, self._reported_at = waiting, now
         return waiting
 
-    def _enter(self, target: _Target, load: _Load) -> None:
-        """The one place in which a load changes its state, and what follows from it."""
-        assert load in _NEXT[target.load], f"transfer {target.transfer_id}: {target.load} -> {load}"
-        if target.load is _Load.WAITING:
-            del self._waiting[target.transfer_id]
-        self._settling += (load is _Load.SETTLING) - (target.load is _Load.SETTLING)
-        target.load = load
-        if load in (_Load.ASKED, _Load.OVER):
+    def _enter(self, load: KvLoad, phase: LoadPhase) -> None:
+        """The one place in which a load changes its phase, and what follows from it."""
+        assert phase in _NEXT[load.phase], f"transfer {load.transfer_id}: {load.phase} -> {phase}"
+        if load.phase is LoadPhase.WAITING:
+            del self._waiting[load.transfer_id]
+        leaving = LoadPhase.TOKEN_LEAVING
+        self._unreported_ends += (phase is leaving) - (load.phase is leaving)
+        load.phase = phase
+        if phase in (LoadPhase.TOKEN_ONLY, LoadPhase.OVER):
             assert self.gate is not None
-            self.gate.leave(target.request_id)
+            self.gate.leave(load.request_id)
 
-    def _release(self, target: _Target) -> None:
-        self._enter(target, _Load.OVER)
-        self._commands.append(Release(target.transfer_id, target.peer))
+    def _release(self, load: KvLoad) -> None:
+        self._enter(load, LoadPhase.OVER)
+        self._commands.append(Release(load.transfer_id, load.peer))
 
-    def _forget(self, target: _Target) -> None:
-        del self._targets[target.request_id], self._transfers[target.transfer_id]
+    def _forget(self, load: KvLoad) -> None:
+        del self._loads[load.request_id], self._transfers[load.transfer_id]

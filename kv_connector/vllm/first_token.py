@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from kv_connector.vllm.decode import DecodeScheduler
+from kv_connector.vllm.configuration import forces_tokens
 from kv_connector.vllm.forced_token import force
 from kv_connector.vllm.gated_queue import GatedAsyncScheduler, GatedScheduler
 from kv_connector.vllm.internals import (
@@ -23,8 +23,8 @@ from kv_connector.vllm.internals import (
     EngineCoreOutputs,
     Request,
     RequestStatus,
-    forces_tokens,
 )
+from kv_connector.vllm.scheduler import SchedulerSide
 
 logger = logging.getLogger(__name__)
 
@@ -48,17 +48,17 @@ class FirstTokenScheduler(GatedScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._vocabulary: int = self.vllm_config.model_config.get_vocab_size()
-        self._decodes: list[DecodeScheduler] = []
+        self._giving: list[SchedulerSide] = []
         # What every output token of a request has then, there is not of a token that was not computed here.
         if self.aux_output_connector is None and not self.return_sampling_mask:
-            self._decodes = [side.decode for side in self.sides]
-        for decode in self._decodes:
-            decode.gives_first_tokens = True
+            self._giving = self.sides
+        for side in self._giving:
+            side.give_first_tokens()
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
         outputs: dict[int, Any] = super().update_from_output(scheduler_output, model_runner_output)
-        for decode in self._decodes:
-            for request, token in decode.take_first_tokens():
+        for side in self._giving:
+            for request, token in side.take_first_tokens():
                 if self._suits(request, token):
                     client = outputs.setdefault(request.client_index, EngineCoreOutputs())
                     client.outputs.append(self._begin(request, token))

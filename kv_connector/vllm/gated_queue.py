@@ -13,14 +13,8 @@ from itertools import chain
 from typing import Any
 
 from kv_connector.protocol.admission import AdmissionGate
-from kv_connector.vllm.internals import (
-    AsyncScheduler,
-    Request,
-    RequestQueue,
-    RequestStatus,
-    Scheduler,
-    connectors_within,
-)
+from kv_connector.vllm.internals import AsyncScheduler, Request, RequestQueue, RequestStatus, Scheduler
+from kv_connector.vllm.process import connectors_within
 from kv_connector.vllm.scheduler import SchedulerSide
 
 
@@ -46,9 +40,7 @@ class GatedQueue(RequestQueue):  # type: ignore[misc]  # vLLM is not typed for m
         self._aside: dict[str, Request] = {}
         """Requests that a gate holds, by request id."""
         for side in sides:
-            assert side.prefill.gate is not None
-            assert side.decode.gate is not None
-            self._gates += side.prefill.gate, side.decode.gate
+            self._gates += side.gates
         for gate in self._gates:
             gate.on_leave = self._return
 

@@ -28,10 +28,9 @@ from kv_connector.protocol.geometry import (
     vector_planes,
 )
 from kv_connector.protocol.layout import Axis, GroupLayout, KvLayout, LayerLayout, Part
-from kv_connector.vllm.internals import (
-    MambaSpec,
-    MLAAttentionSpec,
-    UnsupportedConfiguration,
+from kv_connector.vllm.configuration import UnsupportedConfiguration
+from kv_connector.vllm.internals import MambaSpec, MLAAttentionSpec
+from kv_connector.vllm.model_facts import (
     block_tokens,
     element_type,
     group_kind,
@@ -40,7 +39,7 @@ from kv_connector.vllm.internals import (
     layer_module,
     layer_spec,
 )
-from kv_connector.vllm.states import state_pages
+from kv_connector.vllm.recurrent_pages import state_pages
 
 # The backends whose pages hold, for each head and token, K and then V, in bytes of their own. With the head
 # slots that vLLM's view of the pages has; some backends have others in some modes.

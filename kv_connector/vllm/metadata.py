@@ -48,8 +48,10 @@ class News(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is not type
     """On P: transfers for which a D has room."""
     sampled: dict[str, int] = field(default_factory=dict)
     """On D: by request id, the token that P sampled behind the prompt."""
-    void: set[str] = field(default_factory=set)
+    discarded: set[str] = field(default_factory=set)
     """On D: requests whose pages, if any came, are not to be used: they compute their prompts here."""
 
     def aggregate(self, other: News) -> News:
-        return News(self.reserved | other.reserved, self.sampled | other.sampled, self.void | other.void)
+        return News(
+            self.reserved | other.reserved, self.sampled | other.sampled, self.discarded | other.discarded
+        )

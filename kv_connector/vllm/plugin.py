@@ -23,21 +23,21 @@ def register() -> None:
         KVConnectorFactory.register_connector(CONNECTOR, "kv_connector.vllm.connector", CONNECTOR)
     if WEIGHTS not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
-            WEIGHTS, "kv_connector.vllm.weights", "WriteImmWeightTransferEngine"
+            WEIGHTS, "kv_connector.vllm.weights.backend", "WriteImmWeightTransferEngine"
         )
     _replace_expert_exchange()
-    _tell_dynamo()
+    _register_with_dynamo()
 
 
 def _replace_expert_exchange() -> None:
     """Imports nothing where the variable is not set: an API server would pay for the import."""
     if os.environ.get("KV_CONNECTOR_MOE") == "1":
-        from kv_connector.vllm.experts import replace_exchange
+        from kv_connector.vllm.experts.manager import replace_exchange
 
         replace_exchange()
 
 
-def _tell_dynamo() -> None:
+def _register_with_dynamo() -> None:
     """Dynamo's worker refuses connectors that are not in a table of its own, of what P and D get: with ours
     what they get with NIXL's, as what P answers is all that D needs. Only that worker has it loaded.
     """

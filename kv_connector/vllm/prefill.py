@@ -15,7 +15,8 @@ from kv_connector.protocol.messages import Role
 from kv_connector.protocol.params import BadParams, PrefillParams
 from kv_connector.protocol.requests import GroupPages, PrefillRequest
 from kv_connector.vllm.blocks import Blocks, attended_from, blocks_of, has_states, state_after
-from kv_connector.vllm.internals import Request, RequestStatus, leave_last_token
+from kv_connector.vllm.internals import Request, RequestStatus
+from kv_connector.vllm.patches import leave_last_token
 from kv_connector.vllm.prompt import prompt_of
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class _Prompt:
     """Why none of its pages can be sent; empty where they can."""
     early: bool
     """No D has asked for it yet, and whether one will does not depend on P alone."""
-    told: list[int] = field(default_factory=list)
+    reported: list[int] = field(default_factory=list)
     """Per group: the logical blocks before this one have been named to the workers (since the last
     admission).
     """
@@ -96,7 +97,7 @@ class PrefillScheduler:
             # Where D comes after P its queue is in P's order: where P names the transfer, as in NIXL's flow,
             # or the router says so. That helps unless P has loads of its own.
             early=self._role is Role.BOTH or (params.transfer_id is not None and not params.serial),
-            told=[0] * len(self._block_sizes),
+            reported=[0] * len(self._block_sizes),
         )
         self._prompts[request.request_id] = self._transfers[transfer_id] = prompt
         self._commands.append(PrefillRequest(request.request_id, transfer_id, tokens, digest))
@@ -132,7 +133,7 @@ class PrefillScheduler:
         transfers = []
         for request_id in request_ids:
             if prompt := self._prompts.get(request_id):
-                prompt.told = [0] * len(self._block_sizes)
+                prompt.reported = [0] * len(self._block_sizes)
                 prompt.complete = False
                 self._give_back(prompt)
                 if request_id not in scheduled:
@@ -154,7 +155,7 @@ class PrefillScheduler:
             try:
                 pages.append(self._advance(prompt, scheduled, block_state.get_block_ids(request_id)))
             except Exception:
-                # Never complete, so D is told at the request's end at the latest.
+                # Never complete, so D is notified at the request's end at the latest.
                 logger.exception("transfer %s: pages of request %s are lost", prompt.transfer_id, request_id)
         return tuple(pages)
 
@@ -173,9 +174,9 @@ class PrefillScheduler:
                 groups.append(GroupPages(0, state))
                 continue
             end = -(-computed // size) if last else computed // size
-            first = max(prompt.told[group], firsts[group])
+            first = max(prompt.reported[group], firsts[group])
             groups.append(GroupPages(first, tuple(table[first:end])))
-            prompt.told[group] = max(prompt.told[group], end)
+            prompt.reported[group] = max(prompt.reported[group], end)
         if last:
             prompt.complete = True
             # When the request finishes, vLLM counts one token further than D and may free the oldest window
@@ -183,7 +184,7 @@ class PrefillScheduler:
             prompt.held = self.blocks.hold_windows(prompt.request.request_id, firsts)
         return NewPages(prompt.transfer_id, tuple(groups), last)
 
-    def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         """True for each request of ours: it stays in vLLM's books, blocks or none, until reported sent."""
         prompt = self._prompts.get(request.request_id)
         if prompt is None:

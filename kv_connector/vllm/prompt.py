@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kv_connector.protocol.params import BadParams
 from kv_connector.protocol.prompt_hash import prompt_hash
-from kv_connector.vllm.internals import Request, beside_tokens
+from kv_connector.vllm.internals import Request
 
 
 def prompt_of(request: Request) -> tuple[int, bytes]:
@@ -13,7 +15,26 @@ def prompt_of(request: Request) -> tuple[int, bytes]:
     if not request.prompt_token_ids or request.prompt_embeds is not None:
         raise BadParams("the prompt has embeddings, which cannot be transferred")
     try:
-        digest = prompt_hash(request.prompt_token_ids, beside_tokens(request))
+        digest = prompt_hash(request.prompt_token_ids, _beside_tokens(request))
     except (OverflowError, TypeError) as error:
         raise BadParams(f"the prompt's token ids are no unsigned 32-bit integers: {error}") from None
     return len(request.prompt_token_ids), digest
+
+
+def _beside_tokens(request: Any) -> list[str]:
+    """Everything beside the tokens that vLLM's block hashes cover, in a fixed order: adapter, salt, media.
+
+    D's cache keeps what P computed under D's own block hashes. If one of these differed unnoticed, another
+    client would get KV of the wrong picture or adapter. vLLM hashes a picture together with the model's name
+    or path, and an adapter's path is its own: engines that load them from other paths therefore have other
+    words here, and D computes such prompts.
+    """
+    found = []
+    if (adapter := request.lora_request) is not None:
+        found.append(f"adapter {adapter.lora_name} {adapter.lora_path}")
+    if request.cache_salt:
+        found.append(f"salt {request.cache_salt}")
+    for feature in request.mm_features or ():
+        place = feature.mm_position
+        found.append(f"{feature.modality} {place.offset} {place.length} {feature.identifier}")
+    return found

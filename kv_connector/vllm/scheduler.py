@@ -7,32 +7,45 @@ workers have to do goes into one StepMetadata per engine step.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from kv_connector.agent.commands import Command, SetRanks
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.admission import gates
+from kv_connector.protocol.admission import AdmissionGate, Place, gates, no_place
 from kv_connector.protocol.messages import Rank, Role
 from kv_connector.protocol.params import BadParams, DecodeParams, PrefillParams, parse_params
-from kv_connector.vllm.blocks import Blocks, has_states
+from kv_connector.vllm.blocks import has_states
 from kv_connector.vllm.decode import DecodeScheduler
 from kv_connector.vllm.dialects import in_our_words
-from kv_connector.vllm.internals import Request
+from kv_connector.vllm.internals import KVCacheManager, Request
+from kv_connector.vllm.kv_blocks import KvBlocks
 from kv_connector.vllm.metadata import News, StepMetadata
+from kv_connector.vllm.patches import around_reset, let_states_load
 from kv_connector.vllm.prefill import PrefillScheduler
 
 logger = logging.getLogger(__name__)
+
+
+def by_priority(request: Request) -> tuple[float | str, ...]:
+    """A request's place in vLLM's queue with ``--scheduling-policy priority``."""
+    return request.priority, request.arrival_time, request.request_id
 
 
 class SchedulerSide:
     """Both roles' bookkeeping behind the connector's hooks."""
 
     def __init__(
-        self, role: Role, engine_id: str, block_sizes: tuple[int, ...], *, early_tokens: bool = False
+        self,
+        role: Role,
+        engine_id: str,
+        block_sizes: tuple[int, ...],
+        *,
+        early_tokens: bool = False,
+        place: Callable[[Request], Place] = no_place,
     ) -> None:
         """``block_sizes``: tokens a block, per KV cache group; 0: its blocks are recurrent states.
-        ``early_tokens``: as DecodeScheduler's."""
+        ``early_tokens``: as DecodeScheduler's. ``place``: a request's place in the policy's order."""
         self._role = role
         self._block_sizes = block_sizes
         self._commands: list[Command] = []
@@ -40,32 +53,34 @@ class SchedulerSide:
         """Of new requests that are traced; see StepMetadata."""
         self._emptied = False
         """vLLM has just emptied its prefix cache."""
-        self.prefill = PrefillScheduler(role, engine_id, block_sizes, self._commands)
-        self.decode = DecodeScheduler(block_sizes, self._commands, early_tokens=early_tokens)
+        self._prefill = PrefillScheduler(role, engine_id, block_sizes, self._commands)
+        self._decode = DecodeScheduler(block_sizes, self._commands, early_tokens=early_tokens)
+        self._prefill.place = self._decode.place = place
 
     def set_ranks(self, ranks: tuple[Rank, ...]) -> None:
-        """The engine's workers, by rank. Each is told of all: the address of the first is all that routers
+        """The engine's workers, by rank. Each gets all: the address of the first is all that routers
         know."""
-        self.prefill.address = Address(ranks[0].host, ranks[0].port)
+        self._prefill.address = Address(ranks[0].host, ranks[0].port)
         if len(ranks) > 1:
             self._commands.append(SetRanks(ranks))
 
-    def bind(self, blocks: Blocks) -> None:
-        """Before the first request."""
-        self.prefill.blocks = self.decode.blocks = blocks
-        self.prefill.gate, self.decode.gate = gates(self._role, blocks.total)
+    def bind(self, kv_cache_manager: KVCacheManager) -> None:
+        """Before the first request. Changes two methods of vLLM's manager (patches.py)."""
+        blocks = KvBlocks(kv_cache_manager)
+        self._prefill.blocks = self._decode.blocks = blocks
+        self._prefill.gate, self._decode.gate = gates(self._role, blocks.total)
         if has_states(self._block_sizes):
-            blocks.let_states_load()
-        blocks.around_reset(self._before_reset, self._after_reset)
+            let_states_load(kv_cache_manager)
+        around_reset(kv_cache_manager, self._before_reset, self._after_reset)
 
     def _before_reset(self) -> Collection[str]:
         self._emptied = False
-        self.prefill.before_reset()
-        return self.decode.loading()
+        self._prefill.before_reset()
+        return self._decode.loading()
 
     def _after_reset(self) -> None:
         self._emptied = True
-        self.decode.after_reset()
+        self._decode.after_reset()
 
     def reset(self) -> bool:
         """After a try of vLLM's to empty its prefix cache: KV elsewhere is worthless too. Whether nothing of
@@ -74,7 +89,7 @@ class SchedulerSide:
         emptied, self._emptied = self._emptied, False
         if not emptied:
             return False
-        prefill, decode = self.prefill.reset(), self.decode.reset()
+        prefill, decode = self._prefill.reset(), self._decode.reset()
         return prefill and decode
 
     def on_new_request(self, request: Request) -> None:
@@ -83,11 +98,11 @@ class SchedulerSide:
             match parse_params(said):
                 case PrefillParams() as params:
                     self._require(Role.PREFILL, "do_remote_decode")
-                    self.prefill.add(request, params)
+                    self._prefill.add(request, params)
                     self._note_context(request)
                 case DecodeParams() as params:
                     self._require(Role.DECODE, "do_remote_prefill")
-                    self.decode.add(request, params)
+                    self._decode.add(request, params)
                     self._note_context(request)
         except BadParams as error:
             # vLLM's own notice that it refused a request, or that a client left, computes nothing.
@@ -104,15 +119,38 @@ class SchedulerSide:
         if self._role not in (role, Role.BOTH):
             raise BadParams(f"{key} is for a {role.value} engine, this one's role is {self._role.value}")
 
+    @property
+    def gates(self) -> tuple[AdmissionGate, AdmissionGate]:
+        """The gates of prompts and of loads. After ``bind``."""
+        assert self._prefill.gate is not None
+        assert self._decode.gate is not None
+        return self._prefill.gate, self._decode.gate
+
+    def expects_prompt(self, request_id: str) -> bool:
+        """Whether the request's prompt is still to come from a P."""
+        return self._decode.expects_prompt(request_id)
+
+    def matched_tokens(self, request: Request, local_tokens: int) -> int | None:
+        """The number of tokens to load behind ``local_tokens``. None: the request must wait. vLLM may
+        ask every step."""
+        if self._prefill.must_wait(request) or self._decode.must_wait(request):
+            return None
+        return self._decode.tokens_to_load(request, local_tokens)
+
+    def allocated(self, request: Request, blocks: Any, external_tokens: int) -> None:
+        """vLLM has given the request blocks, and will load ``external_tokens`` (0: it needs nothing)."""
+        self._prefill.allocated(request)
+        self._decode.allocated(request, blocks, external_tokens)
+
     def held(self, request: Request) -> bool:
         """Whether a gate holds the request: it must not take blocks yet."""
-        return self.prefill.must_wait(request) or self.decode.held(request)
+        return self._prefill.must_wait(request) or self._decode.held(request)
 
     def build_metadata(self, scheduler_output: Any) -> StepMetadata:
-        preempted = self.prefill.preempted(
+        preempted = self._prefill.preempted(
             scheduler_output.preempted_req_ids or (), scheduler_output.num_scheduled_tokens
         )
-        pages = self.prefill.new_pages(
+        pages = self._prefill.new_pages(
             scheduler_output.num_scheduled_tokens, scheduler_output.kv_connector_block_state
         )
         commands = tuple(self._commands)
@@ -122,31 +160,38 @@ class SchedulerSide:
             preempted,
             commands,
             pages,
-            self.decode.waiting(),
+            self._decode.waiting(),
             contexts,
             computes=scheduler_output.total_num_scheduled_tokens > 0,
         )
 
     def has_unsent_commands(self) -> bool:
-        """Whether the workers have still to be told something, or to report what vLLM has forgotten already:
+        """Whether the workers have still to get a command, or to report what vLLM has forgotten already:
         the engine must take another step for it."""
-        return bool(self._commands or self.decode.settling)
+        return bool(self._commands or self._decode.has_unreported_ends)
 
-    def update(
-        self,
-        finished_sending: Iterable[str] | None,
-        finished_recving: Iterable[str] | None,
-        failed_recving: Collection[str] | None,
-        news: News,
-    ) -> None:
-        """What the workers report at the end of a step."""
+    def reported(self, output: Any) -> None:
+        """The workers' reports at the end of a step, in vLLM's KVConnectorOutput. Removes from its
+        ``finished_recving`` the loads of tokens alone, which vLLM does not know."""
+        received = output.finished_recving or set()
+        if token_only := self._decode.token_only(received):
+            output.finished_recving = received - token_only  # vLLM looks at it after this
+        news = output.kv_connector_worker_meta or News()
         if news.reserved:
-            self.prefill.reserved(news.reserved)
-        self.decode.sampled(news.sampled)
-        self.decode.make_void(news.void)
-        self.prefill.sent(finished_sending or ())
-        self.decode.received(finished_recving or (), failed_recving or ())
+            self._prefill.reserved(news.reserved)
+        self._decode.sampled(news.sampled)
+        self._decode.discard(news.discarded)
+        self._prefill.sent(output.finished_sending or ())
+        self._decode.load_ended(received, output.failed_recving or ())
+
+    def give_first_tokens(self) -> None:
+        """FirstTokenScheduler takes the first tokens of loads from now on. Before the first request."""
+        self._decode.gives_first_tokens = True
+
+    def take_first_tokens(self) -> list[tuple[Request, int]]:
+        """The requests whose pages have come since the last call, and what P sampled behind them."""
+        return self._decode.take_first_tokens()
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        self.decode.finished(request)
-        return self.prefill.finished(request)
+        self._decode.request_finished(request)
+        return self._prefill.request_finished(request)

@@ -19,8 +19,8 @@ from kv_connector.agent.progress import LayerProgress
 from kv_connector.engine.transfer_engine import StreamSignal
 from kv_connector.protocol.requests import DecodeRequest
 from kv_connector.vllm.internals import KVConnectorTransferResults
+from kv_connector.vllm.last_block import LastBlocks
 from kv_connector.vllm.metadata import News, StepMetadata
-from kv_connector.vllm.tails import Tails
 
 if TYPE_CHECKING:
     from kv_connector.vllm.spans import TransferSpans
@@ -55,7 +55,7 @@ class WorkerSide:
         agent: Agent,
         layer_names: tuple[str, ...],
         signal: Callable[[int], None],
-        tails: Tails,
+        last_blocks: LastBlocks,
         spans: TransferSpans | None = None,
         *,
         ends_every_step: bool = True,
@@ -64,7 +64,7 @@ class WorkerSide:
         where vLLM sends some. ``ends_every_step``: vLLM calls end_step() before it begins another, unless the
         step raised."""
         self.agent = agent
-        self._tails = tails
+        self._last_blocks = last_blocks
         self._spans = spans
         self._ends_every_step = ends_every_step
         if spans is not None:
@@ -80,7 +80,7 @@ class WorkerSide:
         self._begun: StepMetadata | None = None
         """The step whose preemptions were handled last."""
         self._sampled: dict[str, int] = {}
-        self._void: set[str] = set()
+        self._discarded: set[str] = set()
 
     def handle_preemptions(self, metadata: StepMetadata) -> None:
         """Before the step may write into the preempted requests' blocks. Blocks until nothing reads them.
@@ -126,7 +126,7 @@ class WorkerSide:
         """The command, once the blocks that it names are ready for it."""
         if isinstance(command, DecodeRequest):
             try:
-                self._tails.clear(command)
+                self._last_blocks.clear(command)
             except Exception:
                 logger.exception("transfer %s: cannot clear the blocks of a load", command.transfer_id)
                 return FailLoad(command.request_id)
@@ -153,13 +153,13 @@ class WorkerSide:
             self._books.await_news(IDLE_STEP_SECONDS)
         reports = self._books.take_reports()
         self._sampled |= reports.sampled
-        self._void |= reports.stale
+        self._discarded |= reports.stale
         if reports.finished_sending or reports.finished_recving:
             self._steps_to_news = STEPS_TO_NEWS
         return KVConnectorTransferResults(
             finished_sending=reports.finished_sending,
             finished_recving=reports.finished_recving,
-            # What is void the scheduler has computed here, whatever kv_load_failure_policy says.
+            # What is discarded the scheduler has computed here, whatever kv_load_failure_policy says.
             failed_recving=reports.failed_recving - reports.stale,
         )
 
@@ -173,6 +173,6 @@ class WorkerSide:
 
     def news(self) -> News | None:
         """What has come since the last call; None: nothing. After ``transfer_results``."""
-        news = News(self.agent.take_reserved(), self._sampled, self._void)
-        self._sampled, self._void = {}, set()
-        return news if news.reserved or news.sampled or news.void else None
+        news = News(self.agent.take_reserved(), self._sampled, self._discarded)
+        self._sampled, self._discarded = {}, set()
+        return news if news.reserved or news.sampled or news.discarded else None

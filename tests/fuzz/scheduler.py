@@ -158,7 +158,7 @@ class Engine:
         self.reserved: set[str] = set()
         self.received: set[str] = set()
         self.failed: set[str] = set()
-        self.void: set[str] = set()
+        self.discarded: set[str] = set()
         self.sampled: dict[str, int] = {}
 
     @property
@@ -179,15 +179,15 @@ class Engine:
             self._compute(self.scheduler.requests[request_id], count)
         self.world.computed(self, metadata)
         reports, self.sent, self.reserved = (self.sent, self.reserved), set(), set()
-        loads = self.received, self.failed, self.void, self.sampled
-        self.received, self.failed, self.void, self.sampled = set(), set(), set(), {}
+        loads = self.received, self.failed, self.discarded, self.sampled
+        self.received, self.failed, self.discarded, self.sampled = set(), set(), set(), {}
         self.stage.update(
             output,
             sent=reports[0],
             reserved=reports[1],
             received=loads[0],
             failed=loads[1],
-            void=loads[2],
+            discarded=loads[2],
             sampled=loads[3],
         )
         self.stage.outputs.clear()
@@ -223,7 +223,7 @@ class Engine:
         transfer.over = True
         self.received.add(load.request_id)
         if transfer.stale:
-            self.void.add(load.request_id)
+            self.discarded.add(load.request_id)
         elif failed:
             self.failed.add(load.request_id)
         if load.wants_sampled and finish is not None and finish.sampled is not None:

@@ -30,7 +30,7 @@ def test_scenario_reads_no_wrong_contents_and_leaves_nothing(model: Path, seed: 
 
 PLANTED: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "a reset keeps what is loaded": (DecodeScheduler, "after_reset", lambda self: None),
-    "stale pages are used": (DecodeScheduler, "make_void", lambda self, request_ids: None),
+    "stale pages are used": (DecodeScheduler, "discard", lambda self, request_ids: None),
     "the gate keeps the place of finished requests": (AdmissionGate, "leave", lambda self, one: None),
     "requests stay aside": (GatedQueue, "_return", lambda self, request_id: None),
 }

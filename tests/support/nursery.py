@@ -226,7 +226,7 @@ def _serve(path: str, modules: list[str]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if not modules:
         # Engines with the connector do it by themselves. Those without poll for a second after each message.
-        importlib.import_module("kv_connector.vllm.internals").sleep_for_messages()
+        importlib.import_module("kv_connector.vllm.patches").sleep_for_messages()
     # What all have is nobody's garbage: each looks through its own.
     gc.freeze()
     gc.enable()

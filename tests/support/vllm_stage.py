@@ -184,13 +184,13 @@ class Stage:
         received: Iterable[str] = (),
         failed: Iterable[str] = (),
         sampled: Mapping[str, int] | None = None,
-        void: Iterable[str] = (),
+        discarded: Iterable[str] = (),
     ) -> dict[str, Any]:
         """The model samples token 7 for each request whose tokens are all computed. Returns the
         kv_transfer_params of the requests that finished."""
         ids = list(output.num_scheduled_tokens)
         requests = self.scheduler.requests
-        news = News(set(reserved), dict(sampled or {}), set(void))
+        news = News(set(reserved), dict(sampled or {}), set(discarded))
         tokens = [[7] if requests[i].num_computed_tokens >= requests[i].num_tokens else [] for i in ids]
         outputs = self.scheduler.update_from_output(
             output,
@@ -249,9 +249,9 @@ class Stage:
         assert self.blocks_in_use == 0
         side = self.side
         assert not side.has_unsent_commands()
-        assert len(side.prefill) == len(side.decode) == 0
-        assert not side.prefill._transfers
-        assert not side.decode._transfers
+        assert len(side._prefill) == len(side._decode) == 0
+        assert not side._prefill._transfers
+        assert not side._decode._transfers
 
 
 MakeStage = Callable[..., Stage]

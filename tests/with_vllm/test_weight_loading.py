@@ -30,7 +30,7 @@ from kv_connector.lab.model import SCORE_SPREAD, make_gemma3, make_llama, make_m
 if TYPE_CHECKING:
     import torch
 
-    from kv_connector.vllm.loading import LoadedModel
+    from kv_connector.vllm.weights.loaded_model import LoadedModel
     from kv_connector.weights.geometry import Geometry, Tensor
 
 MODELS = (
@@ -120,7 +120,7 @@ def start(name: str, path: Path) -> None:
     import torch
     from vllm import LLM
 
-    from kv_connector.vllm.loading import LoadedModel
+    from kv_connector.vllm.weights.loaded_model import LoadedModel
 
     fp8 = name.startswith("qwen3_moe_fp8")
     if fp8:
@@ -267,7 +267,7 @@ def toy() -> dict[str, Any]:
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-    from kv_connector.vllm import loading
+    from kv_connector.vllm.weights import loaded_model
     from kv_connector.weights.geometry import Tensor
 
     class Layer(torch.nn.Module):
@@ -342,7 +342,7 @@ def toy() -> dict[str, Any]:
     packed.shift = torch.nn.Parameter(torch.empty(0))
     loaded.seen.fill_(7)
     config = next(iter(engines.values())).loaded._vllm_config
-    mine = loading.LoadedModel(model, config, torch.device("cpu"))
+    mine = loaded_model.LoadedModel(model, config, torch.device("cpu"))
     before = dict(model.named_parameters())
 
     def refused(*names: str) -> str:
@@ -357,7 +357,7 @@ def toy() -> dict[str, Any]:
         "attention": refused("attention.scale"),
         "unknown": refused("layers.loaded.offset"),
     }
-    with mock.patch.object(loading.logger, "warning") as warning:
+    with mock.patch.object(loaded_model.logger, "warning") as warning:
         geometry = mine.record([Tensor("layers.loaded.scale", "float32", (4,))])
     found["warning"] = warning.call_args.args[0] % warning.call_args.args[1:]
     found["recorded"] = [parameter.name for parameter in geometry.parameters]
@@ -389,12 +389,12 @@ def toy() -> dict[str, Any]:
         found.setdefault("made", []).append(
             (calls[before_this:], {name: layer.scale.tolist() for name, layer in model.made.items()})
         )
-    with mock.patch.object(loading.reload.layerwise, "_layerwise_process") as processed:
+    with mock.patch.object(loaded_model.reload.layerwise, "_layerwise_process") as processed:
         take({"layers.loaded.scale": torch.ones(4)})
     found["copied"] = processed.call_count, loaded.scale.tolist()
     found["buffer"] = model.layers["left"].seen.tolist(), model.layers["left"].scale.tolist()
     with mock.patch.object(config.load_config, "load_format", "dummy"):
-        dummy = loading.LoadedModel(model, config, torch.device("cpu"))
+        dummy = loaded_model.LoadedModel(model, config, torch.device("cpu"))
     for _ in range(2):
         unset = dummy.record([Tensor("layers.left.scale", "float32", (4,))]).unset
         found.setdefault("unset", []).append("layers.loaded.scale" in unset)

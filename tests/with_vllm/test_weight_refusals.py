@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from kv_connector.vllm import weights
-from kv_connector.vllm.loading import LoadedModel
+from kv_connector.vllm.weights import backend
+from kv_connector.vllm.weights.loaded_model import LoadedModel
 
 
 class Runner(torch.nn.Module):
@@ -96,11 +96,11 @@ def test_engine_warns_at_start_of_a_draft_model_that_keeps_its_weights(
         def set_workers(self, workers: object) -> None: ...
 
     gather: Callable[[Any], list[Any]] = lambda address: [address]  # noqa: E731
-    monkeypatch.setattr(weights, "WeightReceiver", Receiver)
-    monkeypatch.setattr(weights, "gather_from_workers", gather)
-    monkeypatch.setattr(weights, "adopt_vllm_logging", lambda: None)
+    monkeypatch.setattr(backend, "WeightReceiver", Receiver)
+    monkeypatch.setattr(backend, "gather_from_workers", gather)
+    monkeypatch.setattr(backend, "adopt_vllm_logging", lambda: None)
     with caplog.at_level(logging.WARNING, "kv_connector"):
-        weights.WriteImmWeightTransferEngine(
+        backend.WriteImmWeightTransferEngine(
             SimpleNamespace(), config(speculative), torch.device("cpu"), Model()
         )
     warned = [record.getMessage() for record in caplog.records if "draft model" in record.getMessage()]

@@ -359,7 +359,7 @@ async def test_vllms_own_trainer_drives_it(site: Site, client: Client) -> None:
     from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-    from kv_connector.vllm.weights_trainer import WriteImmTrainerEngine, WriteImmTrainerInitInfo
+    from kv_connector.vllm.weights.trainer import WriteImmTrainerEngine, WriteImmTrainerInitInfo
 
     host, port = site.takes[0].split(":")
     info = WriteImmTrainerInitInfo([f"{host}:{int(port) + 1}"], rank=0, providers=("host",))

@@ -90,6 +90,39 @@ def test_frameworks_are_imported_by_their_adapters_alone(room: str) -> None:
     assert not wrong
 
 
+def test_of_vllm_only_the_plugin_names_its_weights() -> None:
+    """vllm/weights imports the rest of vllm. plugin.py names it as a string, and vLLM imports it."""
+    weights = "kv_connector.vllm.weights"
+    wrong = [
+        f"{where} imports {module}"
+        for where, module in imported("vllm")
+        if f"{module}.".startswith(f"{weights}.") and not where.startswith("vllm/weights/")
+    ]
+    assert not wrong
+    naming = {path.name for path in (PACKAGE / "vllm").glob("*.py") if weights in path.read_text()}
+    assert naming == {"plugin.py"}
+
+
+def test_vllm_is_imported_by_three_modules() -> None:
+    """internals.py has the imports of all others. plugin.py and forced_token.py run also in a vLLM that this
+    package does not support, which internals.py refuses."""
+    importing = {where.split(":")[0] for where, module in imported("vllm") if module.split(".")[0] == "vllm"}
+    assert importing == {"vllm/internals.py", "vllm/plugin.py", "vllm/forced_token.py"}
+
+
+def test_each_patch_of_vllm_says_what_it_replaces_why_and_until_when() -> None:
+    tree = ast.parse((PACKAGE / "vllm" / "patches.py").read_text())
+    patches = [
+        node for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+    ]
+    assert patches
+    for patch in patches:
+        text = ast.get_docstring(patch) or ""
+        fields = [line.split(":")[0] for line in text.splitlines()]
+        found = [field for field in fields if field in ("Replaces", "Why", "Until")]
+        assert found == ["Replaces", "Why", "Until"], patch.name
+
+
 def test_the_protocol_needs_nothing_of_the_outer_world() -> None:
     """Of all packages msgspec alone, of the standard library nothing that acts."""
     acting = {"asyncio", "os", "select", "socket", "subprocess", "threading", "time"}

@@ -27,11 +27,14 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
+from kv_connector.moe import metrics
 from kv_connector.moe.fault import ExchangeError
 from kv_connector.moe.group import GroupError
-from kv_connector.vllm import experts, internals
-from kv_connector.vllm.experts import ExchangeSettings, ExpertExchange, manager_class, settings_of
-from kv_connector.vllm.internals import ExpertLayer
+from kv_connector.vllm.experts.exchange import ExpertExchange
+from kv_connector.vllm.experts.layers import ExpertLayer, expert_layers
+from kv_connector.vllm.experts.manager import exchange_problem, manager_class, replace_exchange
+from kv_connector.vllm.experts.settings import ExchangeSettings, settings_of
+from kv_connector.vllm.experts.step_watch import watch_steps
 from kv_connector.vllm.plugin import register
 
 HIDDEN, EXPERTS, TOP_K = 64, 6, 2
@@ -64,8 +67,8 @@ KIND = all2all.AgRsAll2AllManager
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Calls by reason, and those that were taken, of all ranks together."""
     counts: Counter[str] = Counter()
-    monkeypatch.setattr(experts.metrics, "passed", lambda reason: counts.update([reason]))
-    monkeypatch.setattr(experts.metrics, "taken", lambda: counts.update(["taken"]))
+    monkeypatch.setattr(metrics, "passed", lambda reason: counts.update([reason]))
+    monkeypatch.setattr(metrics, "taken", lambda: counts.update(["taken"]))
     return counts
 
 
@@ -134,7 +137,7 @@ def test_vllms_class_is_untouched_without_the_variable(
     else:
         monkeypatch.setenv("KV_CONNECTOR_MOE", value)
     monkeypatch.setattr(all2all, "AgRsAll2AllManager", KIND)
-    monkeypatch.setitem(sys.modules, "kv_connector.vllm.experts", None)  # an import raises
+    monkeypatch.setitem(sys.modules, "kv_connector.vllm.experts.manager", None)  # an import raises
     register()
     assert all2all.AgRsAll2AllManager is KIND
     assert KIND.__module__ == all2all.__name__
@@ -151,7 +154,7 @@ def test_the_variable_puts_a_subclass_in_its_place_once(monkeypatch: pytest.Monk
 
 
 def test_this_release_has_the_known_methods() -> None:
-    assert internals.exchange_problem(KIND) == ""
+    assert exchange_problem(KIND) == ""
 
 
 def test_an_unknown_signature_leaves_vllms_class_in_place(
@@ -162,7 +165,7 @@ def test_an_unknown_signature_leaves_vllms_class_in_place(
             raise AssertionError
 
     monkeypatch.setattr(all2all, "AgRsAll2AllManager", Changed)
-    experts.replace_exchange()
+    replace_exchange()
     assert all2all.AgRsAll2AllManager is Changed
     assert "the parameters of combine are self, hidden_states, is_sequence_parallel, more" in caplog.text
 
@@ -172,7 +175,7 @@ def test_a_missing_method_is_a_problem() -> None:
         def __init__(self, cpu_group: Any, tcp_store_group: Any = None) -> None:
             raise AssertionError
 
-    assert internals.exchange_problem(Less) == "it has no method dispatch"
+    assert exchange_problem(Less) == "it has no method dispatch"
 
 
 # --- Settings
@@ -342,8 +345,8 @@ def routed_experts(
 
 def layers_of(monkeypatch: pytest.MonkeyPatch, *layers: Any) -> list[ExpertLayer]:
     context = SimpleNamespace(no_compile_layers=dict(enumerate(layers)))
-    monkeypatch.setattr(internals, "get_forward_context", lambda: context)
-    return internals.expert_layers()
+    monkeypatch.setattr("kv_connector.vllm.experts.layers.get_forward_context", lambda: context)
+    return expert_layers()
 
 
 def test_layers_are_read_from_vllms_placement(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -726,7 +729,7 @@ def test_the_first_call_is_not_settled_inside_a_graph(
     counted: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The exchange of facts is no work for the GPU, and would not be in the graph."""
-    monkeypatch.setattr(experts, "_captures", lambda _: True)
+    monkeypatch.setattr("kv_connector.vllm.experts.exchange._captures", lambda _: True)
     ranks = Ranks(2)
 
     def step(rank: int) -> None:
@@ -783,8 +786,13 @@ class Base:
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A manager of a configuration that is not served."""
-    monkeypatch.setattr(experts, "get_current_vllm_config", lambda: configuration(dtype=torch.float32))
-    monkeypatch.setattr(experts, "_exchange_over", lambda group: lambda message: [message, message])
+    monkeypatch.setattr(
+        "kv_connector.vllm.experts.manager.get_current_vllm_config",
+        lambda: configuration(dtype=torch.float32),
+    )
+    monkeypatch.setattr(
+        "kv_connector.vllm.experts.manager._exchange_over", lambda group: lambda message: [message, message]
+    )
     return manager_class(Base)("ep")
 
 
@@ -851,7 +859,9 @@ def watched_worker(
     monkeypatch: pytest.MonkeyPatch, backend: str, tensor_parallel_rank: int
 ) -> tuple[Any, ExpertExchange, FakeGroup]:
     """A worker, its exchange, and the exchange's group."""
-    monkeypatch.setattr(internals, "get_tensor_model_parallel_rank", lambda: tensor_parallel_rank)
+    monkeypatch.setattr(
+        "kv_connector.vllm.experts.step_watch.get_tensor_model_parallel_rank", lambda: tensor_parallel_rank
+    )
     kind = type("Worker", (Worker,), {"__module__": __name__})
     monkeypatch.setitem(globals(), "WatchedWorker", kind)
     formed: list[FakeGroup] = []
@@ -864,7 +874,7 @@ def watched_worker(
     parallel = SimpleNamespace(worker_cls=f"{__name__}.WatchedWorker", distributed_executor_backend=backend)
     config = SimpleNamespace(parallel_config=parallel)
     for _ in range(2):  # an engine that is made anew
-        internals.watch_steps(config, exchange.check, exchange.explain, exchange.close)
+        watch_steps(config, exchange.check, exchange.explain, exchange.close)
     return kind(), exchange, formed[0]
 
 
@@ -899,7 +909,7 @@ def test_a_worker_whose_errors_vllm_drops_ends(
     with pytest.raises(kind, match="Connection closed by peer"):
         worker.execute_model(None)
     group.lost = frozenset()
-    monkeypatch.setattr(experts, "_NAMING_SECONDS", 0.0)
+    monkeypatch.setattr("kv_connector.vllm.experts.exchange._NAMING_SECONDS", 0.0)
     with pytest.raises(RuntimeError, match=r"^Connection closed by peer$"):
         worker.execute_model(None)
 
@@ -950,7 +960,7 @@ def test_a_broken_collective_is_explained_by_the_lost_rank(watched: Any) -> None
 
 
 def test_an_error_without_a_lost_rank_stays_as_it_is(watched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experts, "_NAMING_SECONDS", 0.0)
+    monkeypatch.setattr("kv_connector.vllm.experts.exchange._NAMING_SECONDS", 0.0)
     worker, _, _ = watched
     worker.step = RuntimeError("out of memory")
     with pytest.raises(RuntimeError, match=r"^out of memory$"):

@@ -19,8 +19,8 @@ from kv_connector.lab.model import make_llama
 from kv_connector.protocol.identity import ADVICE
 from kv_connector.protocol.mismatch import mismatch
 from kv_connector.protocol.plan import ALIKE
-from kv_connector.vllm import internals
-from kv_connector.vllm.internals import kv_heads, kv_scales, rank_fingerprint
+from kv_connector.vllm import model_facts
+from kv_connector.vllm.model_facts import kv_heads, kv_scales, rank_fingerprint
 
 __all__ = ["model"]
 
@@ -81,11 +81,11 @@ def test_the_scales_of_all_heads_are_the_same_however_many_ranks_have_them(
     def gather(everyones: list[Any], own: Any, group: Any) -> None:
         assert group == "this stage's ranks"
         for rank in range(ranks):
-            everyones[rank] = [internals._scales(layer) for layer in layers(rank).values()]
+            everyones[rank] = [model_facts._scales(layer) for layer in layers(rank).values()]
         assert own in everyones
 
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
-    monkeypatch.setattr(internals, "get_tp_group", lambda: SimpleNamespace(cpu_group="this stage's ranks"))
+    monkeypatch.setattr(model_facts, "get_tp_group", lambda: SimpleNamespace(cpu_group="this stage's ranks"))
     assert kv_scales(engine(layers(1), ranks, kv_heads=4), ["per head", "per tensor"]) == {
         "per head": (tuple(k), tuple(v)),
         "per tensor": ((0.5,), (0.25,)),

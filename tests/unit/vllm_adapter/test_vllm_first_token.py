@@ -148,7 +148,7 @@ def test_an_end_of_the_answer_is_computed_again(decode: MakeDecode) -> None:
     run_out(stage)
 
 
-@pytest.mark.parametrize("reports", [{"failed": ["d"]}, {"void": ["d"]}])
+@pytest.mark.parametrize("reports", [{"failed": ["d"]}, {"discarded": ["d"]}])
 def test_without_its_pages_it_computes_its_prompt(decode: MakeDecode, reports: dict[str, Any]) -> None:
     stage = decode(policy="recompute")
     stage.add("d", prompt(100), PARAMS, max_tokens=3)
@@ -224,7 +224,7 @@ def test_where_every_token_has_more_than_its_id_none_is_given(v2: None, model: P
     config = vllm_config(model, "kv_consumer")
     config.model_config.return_sampling_mask = True
     stage = Stage(config, (FULL,), 100, FirstTokenScheduler)
-    assert not stage.side.decode.gives_first_tokens
+    assert not stage.side._decode.gives_first_tokens
 
 
 @pytest.mark.parametrize("role", ["kv_consumer", "kv_both"])
@@ -294,4 +294,4 @@ def test_it_is_chosen_by_a_connector_within_another_and_finds_it(v2: None, model
     MultiConnector.get_required_kvcache_layout(config)
     stage = Stage(config, (FULL,), 100, config.scheduler_config.get_scheduler_cls())
     (connector,) = stage.scheduler.connector._connectors
-    assert connector.scheduler.decode.gives_first_tokens
+    assert connector.scheduler._decode.gives_first_tokens

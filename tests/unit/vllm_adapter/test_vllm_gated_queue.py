@@ -53,7 +53,7 @@ class Looks:
             return lookup(*arguments)
 
         monkeypatch.setattr(manager, "get_computed_blocks_for_connector", counted_lookup)
-        for gate in (side.prefill.gate, side.decode.gate):
+        for gate in side.gates:
             assert gate is not None
             monkeypatch.setattr(gate, "must_wait", self._counted(gate.must_wait))
 
@@ -248,7 +248,7 @@ def test_held_load_computes_alone_after_a_pause(model: Path) -> None:
     assert scheduled(stage) == ["held"]
 
 
-@pytest.mark.parametrize("report", ["failed", "void"])
+@pytest.mark.parametrize("report", ["failed", "discarded"])
 def test_load_that_fails_does_not_hold_up_loads_behind_it(model: Path, report: str) -> None:
     """Found by the fuzzer. To compute the prompt takes more blocks of the sliding window than to load it: it
     waits for the other loads, and these waited behind it."""

@@ -12,6 +12,8 @@ import pytest
 import torch
 from protocol_setup import layout, misfit, worker
 from vllm import _custom_ops as ops
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -26,14 +28,10 @@ from vllm_stage import ADDRESS, FULL, SLIDING, model, vllm_config
 
 from kv_connector.protocol.plan import ALIKE, Plan
 from kv_connector.protocol.runs import Misfit
-from kv_connector.vllm import internals
+from kv_connector.vllm import configuration
+from kv_connector.vllm.configuration import UnsupportedConfiguration, check_configuration
 from kv_connector.vllm.connector import WriteImmConnector
-from kv_connector.vllm.internals import (
-    KVConnectorHandshakeMetadata,
-    KVConnectorRole,
-    UnsupportedConfiguration,
-    check_configuration,
-)
+from kv_connector.vllm.internals import KVConnectorHandshakeMetadata, KVConnectorRole
 from kv_connector.vllm.kv_cache import kv_layout
 from kv_connector.vllm.metadata import DescribedRank
 
@@ -470,7 +468,7 @@ def test_sleep_is_refused_where_vllm_does_not_tell_of_it(
 ) -> None:
     cache = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
     monkeypatch.setattr(config.model_config, "enable_sleep_mode", True)
-    monkeypatch.setattr(internals, "_release", SimpleNamespace(FOLLOWS_SLEEP=follows))
+    monkeypatch.setattr(configuration, "release", SimpleNamespace(FOLLOWS_SLEEP=follows))
     problem = pytest.raises(UnsupportedConfiguration, match="--enable-sleep-mode")
     with nullcontext() if follows else problem:
         check_configuration(config, cache)
@@ -507,4 +505,18 @@ def test_anothers_handshake_metadata_is_refused(config: Any) -> None:
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): Another()})
     connector.set_xfer_handshake_metadata_pp_aware({(0, 0): DescribedRank(worker(layout(), ADDRESS))})
     assert connector.scheduler is not None
-    assert connector.scheduler.prefill.address == ADDRESS
+    assert connector.scheduler._prefill.address == ADDRESS
+
+
+@pytest.mark.parametrize(("latent", "layout"), [(False, "LBHNC"), (True, "LBNHC")])
+def test_vllm_is_asked_for_heads_first(latent: bool, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of kernels that would rather have tokens first."""
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(kv_cache_layout=None),
+        kv_transfer_config=SimpleNamespace(),
+        model_config=SimpleNamespace(use_mla=latent),
+        scheduler_config=SimpleNamespace(scheduler_cls="another"),
+    )
+    monkeypatch.delenv("VLLM_KV_CACHE_LAYOUT", raising=False)
+    monkeypatch.setattr(KVConnectorFactory, "get_connector_class", lambda _: WriteImmConnector)
+    assert resolve_kv_cache_layout(config, [["LBNHC", "LBHNC"]]).name == layout

@@ -1,4 +1,4 @@
-"""The states of a decode engine's load: which transitions there are, and that no other is taken."""
+"""The phases of a decode engine's load: which transitions there are, and that no other is taken."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kv_connector.protocol.actions import Address
 from kv_connector.protocol.admission import AdmissionGate
 from kv_connector.protocol.params import BadParams, DecodeParams
 from kv_connector.vllm import decode
-from kv_connector.vllm.decode import DecodeScheduler, _Load
+from kv_connector.vllm.decode import DecodeScheduler, LoadPhase
 
 PEER = Address("10.0.0.1", 5600)
-LEGAL = {(before, after) for before in _Load for after in decode._NEXT[before]}
+LEGAL = {(before, after) for before in LoadPhase for after in decode._NEXT[before]}
 
 
 def scheduler() -> DecodeScheduler:
@@ -27,68 +27,71 @@ def request(name: str = "d") -> Any:
     return SimpleNamespace(request_id=name, prompt_token_ids=[1, 2, 3])
 
 
-def loading(state: _Load, monkeypatch: pytest.MonkeyPatch) -> tuple[DecodeScheduler, Any]:
-    """A load in this state, by the shortest way."""
+def loading(phase: LoadPhase, monkeypatch: pytest.MonkeyPatch) -> tuple[DecodeScheduler, Any]:
+    """A load in this phase, by the shortest way."""
     monkeypatch.setattr(decode, "prompt_of", lambda request: (3, bytes(16)))
     made = scheduler()
     made.add(request(), DecodeParams("t", PEER, early_token=True))
-    target = made._targets["d"]
+    load = made._loads["d"]
     ways = {
-        _Load.WAITING: (),
-        _Load.RESERVED: (_Load.RESERVED,),
-        _Load.VOID: (_Load.RESERVED, _Load.VOID),
-        _Load.ASKED: (_Load.ASKED,),
-        _Load.LEFT: (_Load.RESERVED, _Load.LEFT),
-        _Load.SETTLING: (_Load.ASKED, _Load.SETTLING),
-        _Load.OVER: (_Load.OVER,),
+        LoadPhase.WAITING: (),
+        LoadPhase.RESERVED: (LoadPhase.RESERVED,),
+        LoadPhase.DISCARDED: (LoadPhase.RESERVED, LoadPhase.DISCARDED),
+        LoadPhase.TOKEN_ONLY: (LoadPhase.TOKEN_ONLY,),
+        LoadPhase.LEAVING: (LoadPhase.RESERVED, LoadPhase.LEAVING),
+        LoadPhase.TOKEN_LEAVING: (LoadPhase.TOKEN_ONLY, LoadPhase.TOKEN_LEAVING),
+        LoadPhase.OVER: (LoadPhase.OVER,),
     }
-    for after in ways[state]:
-        made._enter(target, after)
-    return made, target
+    for after in ways[phase]:
+        made._enter(load, after)
+    return made, load
 
 
-@pytest.mark.parametrize("before", _Load)
-@pytest.mark.parametrize("after", _Load)
+@pytest.mark.parametrize("before", LoadPhase)
+@pytest.mark.parametrize("after", LoadPhase)
 def test_only_legal_transitions_are_taken(
-    before: _Load, after: _Load, monkeypatch: pytest.MonkeyPatch
+    before: LoadPhase, after: LoadPhase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, target = loading(before, monkeypatch)
+    made, load = loading(before, monkeypatch)
     if (before, after) in LEGAL:
-        made._enter(target, after)
-        assert target.load is after
+        made._enter(load, after)
+        assert load.phase is after
     else:
         with pytest.raises(AssertionError, match="transfer t"):
-            made._enter(target, after)
-        assert target.load is before
-    assert (target.transfer_id in made._waiting) == (target.load is _Load.WAITING)
-    assert made.settling == (target.load is _Load.SETTLING)
+            made._enter(load, after)
+        assert load.phase is before
+    assert (load.transfer_id in made._waiting) == (load.phase is LoadPhase.WAITING)
+    assert made.has_unreported_ends == (load.phase is LoadPhase.TOKEN_LEAVING)
 
 
 def test_every_load_can_end() -> None:
-    for state in _Load:
-        assert state is _Load.OVER or _Load.OVER in decode._NEXT[state]
-    assert decode._NEXT[_Load.OVER] == set()
+    for phase in LoadPhase:
+        assert phase is LoadPhase.OVER or LoadPhase.OVER in decode._NEXT[phase]
+    assert decode._NEXT[LoadPhase.OVER] == set()
 
 
-@pytest.mark.parametrize("state", [_Load.WAITING, _Load.RESERVED, _Load.VOID, _Load.ASKED, _Load.OVER])
+@pytest.mark.parametrize(
+    "phase",
+    [LoadPhase.WAITING, LoadPhase.RESERVED, LoadPhase.DISCARDED, LoadPhase.TOKEN_ONLY, LoadPhase.OVER],
+)
 def test_a_finished_request_is_forgotten_once_nothing_is_under_way(
-    state: _Load, monkeypatch: pytest.MonkeyPatch
+    phase: LoadPhase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, target = loading(state, monkeypatch)
-    made.finished(target.request)
-    under_way = state in (_Load.RESERVED, _Load.VOID, _Load.ASKED)
+    made, load = loading(phase, monkeypatch)
+    made.request_finished(load.request)
+    under_way = phase in (LoadPhase.RESERVED, LoadPhase.DISCARDED, LoadPhase.TOKEN_ONLY)
     assert len(made) == under_way
-    assert made.settling == (state is _Load.ASKED)
-    made.received(["d"])
+    assert made.has_unreported_ends == (phase is LoadPhase.TOKEN_ONLY)
+    made.load_ended(["d"])
     assert len(made) == 0
-    assert not made.settling
+    assert not made.has_unreported_ends
 
 
 def test_a_request_of_the_same_id_waits_until_the_workers_have_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made, _ = loading(_Load.SETTLING, monkeypatch)
+    made, _ = loading(LoadPhase.TOKEN_LEAVING, monkeypatch)
     with pytest.raises(BadParams, match="same id"):
         made.add(request(), DecodeParams("u", PEER))
-    made.received(["d"])
+    made.load_ended(["d"])
     made.add(request(), DecodeParams("u", PEER))

@@ -60,7 +60,7 @@ def test_what_the_workers_counted_is_shown() -> None:
 def test_each_step_takes_what_the_agent_counted() -> None:
     intervals = [Interval(counters={"pages_pushed": 3}), None]
     connector: WriteImmConnector = object.__new__(WriteImmConnector)
-    connector._running = connector._pace = None
+    connector._running = connector._step_costs = None
     assert connector.get_kv_connector_stats() is None, "before the KV caches are registered"
     asked: list[bool] = []
 

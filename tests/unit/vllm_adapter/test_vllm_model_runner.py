@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from vllm.v1.worker.gpu import model_runner
 
-from kv_connector.vllm.internals import tell_preemptions_first
 from kv_connector.vllm.metadata import StepMetadata
+from kv_connector.vllm.patches import report_preemptions_first
 
 
 def update(metadata: Any, heard: list[Any]) -> None:
@@ -36,8 +36,8 @@ def test_a_preemption_is_told_before_new_blocks_are_zeroed(monkeypatch: pytest.M
     runner = model_runner.GPUModelRunner
     monkeypatch.setattr(runner, "update_requests", runner.update_requests)  # and back
     step, heard, before = StepMetadata(preempted=("t",)), [], []  # type: ignore[var-annotated]
-    tell_preemptions_first(StepMetadata, before.append)
-    tell_preemptions_first(StepMetadata, heard.append)  # of an engine that is made anew in this process
+    report_preemptions_first(StepMetadata, before.append)
+    report_preemptions_first(StepMetadata, heard.append)  # of an engine that is made anew in this process
     update(step, heard)
     assert heard == [step, [5, 6]]
     heard.clear()
@@ -69,9 +69,9 @@ def test_another_wrapper_of_the_method_stays(monkeypatch: pytest.MonkeyPatch) ->
 
     step, before = StepMetadata(), []  # type: ignore[var-annotated]
     profile("below")
-    tell_preemptions_first(StepMetadata, before.append)
+    report_preemptions_first(StepMetadata, before.append)
     profile("above")
-    tell_preemptions_first(StepMetadata, heard.append)  # of an engine that is made anew in this process
+    report_preemptions_first(StepMetadata, heard.append)  # of an engine that is made anew in this process
     update(step, heard)
     assert heard == ["above", step, "below", [5, 6]]
     assert before == []

@@ -123,9 +123,9 @@ def test_a_load_of_other_weights_is_computed_here_whatever_the_policy(
     decode.step()
     used = decode.blocks_in_use
     if together:
-        decode.step(void=["d-t"], received=["d-t"])
+        decode.step(discarded=["d-t"], received=["d-t"])
     else:
-        decode.step(void=["d-t"])
+        decode.step(discarded=["d-t"])
         assert decode.blocks_in_use == used, "pages may still land"
         decode.step(received=["d-t"])
     output, _ = decode.schedule()
@@ -334,7 +334,7 @@ def test_a_reset_that_fails_releases_nobody(stage: MakeStage, before: bool) -> N
     one had emptied the cache, and asked no connector."""
     both = stage("kv_both", blocks=20, budget=100)
     seconds = itertools.count()
-    both.side.decode.clock = lambda: next(seconds)
+    both.side._decode.clock = lambda: next(seconds)
     assert not before or both.scheduler.reset_prefix_cache()
     both.add("own", prompt(100, 7), max_tokens=40)
     both.step()

@@ -421,7 +421,7 @@ class TestDecode:
 
     def test_an_engine_that_drafts_does_not_ask_for_ps_token(self, stage: MakeStage) -> None:
         decode = stage("kv_consumer", drafter="eagle")
-        assert not decode.side.decode._early_tokens
+        assert not decode.side._decode._early_tokens
 
     def test_samples_of_one_prompt_are_loaded_once(self, decode: Stage) -> None:
         """n > 1: the first one loads, the others find its blocks."""
@@ -570,13 +570,13 @@ class TestDecode:
 
     def test_waiting_list_goes_to_workers_a_few_times_a_second(self, stage: MakeStage) -> None:
         decode, now, entries = stage("kv_consumer", blocks=12), 100.0, 0
-        decode.side.decode.clock = lambda: now
+        decode.side._decode.clock = lambda: now
         for number in range(100):
             params = dict(PARAMS_OF_D, transfer_id=str(number))
             decode.add(f"d{number}", prompt(320, number), params)
             now += 0.01
             entries += len(decode.step().waiting or ())
-        assert len(decode.side.decode._waiting) == 99
+        assert len(decode.side._decode._waiting) == 99
         # One list in 0.25 s, of the length that the queue has: not 100 lists and 4,950 entries.
         assert entries <= 25 + 50 + 75 + 100
         now += 1
@@ -627,7 +627,7 @@ class TestDecode:
         def broken(*_: object) -> None:
             raise RuntimeError("broken")
 
-        monkeypatch.setattr(decode.side.decode, "_reservation", broken)
+        monkeypatch.setattr(decode.side._decode, "_reservation", broken)
         decode.add("d", prompt(100), dict(PARAMS_OF_D))
         assert decode.step().commands == (FailLoad("d"),)
         assert "broken" in log.text
@@ -714,7 +714,7 @@ def test_the_workers_are_told_of_each_other_before_any_request(prefill: Stage) -
     assert connector.has_pending_push_work(), "or the engine would not step"
     assert prefill.step().commands == (SetRanks(tuple(ranks[place] for place in places)),)
     assert not connector.has_pending_push_work()
-    assert prefill.side.prefill.address == addresses[0], "what routers are told"
+    assert prefill.side._prefill.address == addresses[0], "what routers are told"
 
 
 def test_an_engine_may_play_both_roles(stage: MakeStage) -> None:

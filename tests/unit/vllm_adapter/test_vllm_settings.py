@@ -21,17 +21,11 @@ from kv_connector.cli.config.files import POLICIES, TRANSFER_KEYS
 from kv_connector.engine.placement import Device
 from kv_connector.protocol.layout import KvLayout
 from kv_connector.protocol.messages import Role
+from kv_connector.vllm.configuration import FORCED_TOKEN, forces_tokens
 from kv_connector.vllm.connector import WriteImmConnector, data_parallel_rank, transfer_role
-from kv_connector.vllm.internals import (
-    FORCED_TOKEN,
-    RELEASES,
-    UnsupportedVllm,
-    adopt_vllm_logging,
-    default_host,
-    forces_tokens,
-    release_of,
-)
+from kv_connector.vllm.internals import RELEASES, UnsupportedVllm, release_of
 from kv_connector.vllm.plugin import register
+from kv_connector.vllm.process import adopt_vllm_logging, default_host
 
 
 def test_a_wrong_setting_is_told_with_where_it_is_written() -> None:
@@ -72,7 +66,7 @@ def test_a_token_is_forced_where_vllm_loads_the_plugin_for_it(
     forces: bool,
 ) -> None:
     points = [EntryPoint("kv_connector", FORCED_TOKEN, "vllm.logits_processors")] if installed else []
-    monkeypatch.setattr("kv_connector.vllm.internals.entry_points", lambda group: points)
+    monkeypatch.setattr("kv_connector.vllm.configuration.entry_points", lambda group: points)
     assert forces_tokens(SimpleNamespace(speculative_config=drafts)) is forces
     assert ("is not installed" in caplog.text) is not installed
 

@@ -102,12 +102,12 @@ def test_contexts_of_requests_that_come_to_nothing_are_forgotten(exported: InMem
 def test_the_worker_hears_of_contexts_with_the_step_and_of_ends_from_its_agent(
     agent: RecordingAgent, exported: InMemorySpanExporter
 ) -> None:
-    class NoTails:
+    class NoLastBlocks:
         pass
 
     traced = TransferSpans(rank=0)
-    tails: Any = NoTails()
-    worker = WorkerSide(agent, ("layer",), agent.signal.store, tails, traced)  # type: ignore[arg-type]
+    last_blocks: Any = NoLastBlocks()
+    worker = WorkerSide(agent, ("layer",), agent.signal.store, last_blocks, traced)  # type: ignore[arg-type]
     assert agent.take_calls() == [("tell_ends", traced.over)]
     worker.begin_step(StepMetadata(contexts={"r": HEADERS}))
     assert traced._contexts == {"r": HEADERS}

@@ -11,7 +11,7 @@ import pytest
 from kv_connector.agent.settings import Settings
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
-from kv_connector.vllm.weights_endpoint import WeightsEndpoint
+from kv_connector.vllm.weights.endpoint import WeightsEndpoint
 from kv_connector.weights.geometry import Geometry
 from kv_connector.weights.receiver import ReceiverConfig, WeightReceiver
 

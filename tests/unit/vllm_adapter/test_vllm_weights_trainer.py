@@ -9,7 +9,7 @@ import pytest
 from agent_setup import until
 from weight_engines import Engine, drawn
 
-from kv_connector.vllm.weights_trainer import WriteImmTrainerEngine, WriteImmTrainerInitInfo
+from kv_connector.vllm.weights.trainer import WriteImmTrainerEngine, WriteImmTrainerInitInfo
 from kv_connector.weights.sources import TensorSource
 from kv_connector.weights.update import PushError
 

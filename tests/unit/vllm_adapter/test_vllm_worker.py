@@ -17,15 +17,15 @@ __all__ = ["agent"]
 LAYERS = ("model.layers.0", "model.layers.1", "model.layers.2")
 
 
-class NoTails:
+class NoLastBlocks:
     """Of an engine that reads nothing which was not written."""
 
     def clear(self, request: DecodeRequest) -> None:
         pass
 
 
-def worker_side(agent: RecordingAgent, layers: tuple[str, ...], tails: Any = None) -> WorkerSide:
-    return WorkerSide(agent, layers, agent.signal.store, tails or NoTails())  # type: ignore[arg-type]
+def worker_side(agent: RecordingAgent, layers: tuple[str, ...], last_blocks: Any = None) -> WorkerSide:
+    return WorkerSide(agent, layers, agent.signal.store, last_blocks or NoLastBlocks())  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ def test_a_step_queued_behind_one_that_raised_computes_nothing(
 
 def test_steps_that_vllm_never_ends_are_late_and_not_abandoned(agent: RecordingAgent) -> None:
     """Model runner V1 with a drafter, on a pipeline stage that is not the last."""
-    worker = WorkerSide(agent, LAYERS, agent.signal.store, NoTails(), ends_every_step=False)  # type: ignore[arg-type]
+    worker = WorkerSide(agent, LAYERS, agent.signal.store, NoLastBlocks(), ends_every_step=False)  # type: ignore[arg-type]
     for transfer in ("t", "u"):
         worker.begin_step(StepMetadata(new_pages=(NewPages(transfer, PAGES, last=True),)))
     worker.layer_computed(LAYERS[0])
@@ -237,8 +237,8 @@ def test_a_stale_load_is_no_failure_and_its_pages_are_void(agent: RecordingAgent
     results = step(worker)
     assert (results.finished_recving, results.failed_recving) == ({"stale", "bad"}, {"bad"})
     news = worker.news()
-    assert news == News(void={"stale"})
-    assert news.aggregate(News(void={"other"})) == News(void={"stale", "other"})
+    assert news == News(discarded={"stale"})
+    assert news.aggregate(News(discarded={"other"})) == News(discarded={"stale", "other"})
     assert worker.news() is None
 
 
@@ -273,7 +273,7 @@ def test_a_step_that_computes_nothing_waits_a_moment_for_news(
 
 
 def test_blocks_are_cleared_before_the_reservation_goes_out(agent: RecordingAgent) -> None:
-    class Tails:
+    class LastBlocks:
         def clear(self, request: DecodeRequest) -> None:
             assert agent.take_calls() == []
             cleared.append(request)
@@ -281,7 +281,7 @@ def test_blocks_are_cleared_before_the_reservation_goes_out(agent: RecordingAgen
                 raise RuntimeError("the device is gone")
 
     cleared: list[DecodeRequest] = []
-    worker = worker_side(agent, LAYERS, Tails())
+    worker = worker_side(agent, LAYERS, LastBlocks())
     step(worker, RESERVE)
     assert cleared == [RESERVE]
     assert ("reserve", RESERVE) in agent.take_calls()

@@ -1,4 +1,4 @@
-"""Pace: what an engine's steps cost and what it has still to compute, as its scheduler sees it."""
+"""What an engine's steps cost and what it has still to compute, as its scheduler sees it."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ _FIT_INTERVAL_NS = 1_000_000_000
 
 # Steps without a prompt that decode_ns is the median of: it follows within a fraction of a second, and the
 # first step of an engine, in which kernels are compiled, does not stand for what it costs.
-_LATELY = 32
+_DECODE_SAMPLES = 32
 
 # Of a prompt's tokens in one step. Fewer are the rest behind a cached prefix: they cost what a step costs.
-_FEWEST = 16
+_MIN_CHUNK_TOKENS = 16
 # From so many on a step shows what a token costs: on a GPU, fewer cost little beside the step itself.
-_TELLING = 64
-_ENOUGH = 8
+_MIN_INFORMATIVE_TOKENS = 64
+_MIN_SAMPLES = 8
 # Steps kept of each size (sizes are powers of two): many short prompts do not push the few long ones out.
-_OF_EACH_SIZE = 64
+_SAMPLES_PER_SIZE = 64
 
 # How much is held against a step's and a pair's share of the cost: a tenth of a step's evidence. It decides
 # where the steps do not: if all have about as many tokens, the cost is the tokens'.
-_DOUBT = 0.1
+_PRIOR_WEIGHT = 0.1
 # Which of the costs (step, token, pair) are not zero: all choices but none.
-_CHOICES = np.array([*itertools.product([1.0, 0.0], repeat=3)][:-1])
+_COST_SUBSETS = np.array([*itertools.product([1.0, 0.0], repeat=3)][:-1])
 
 
 class _Step(NamedTuple):
@@ -69,20 +69,20 @@ def idle_load(scheduler_config: Any, cache_tokens: int) -> WorkloadReport:
     return WorkloadReport(step_tokens, min(step_tokens, longest), cache_tokens)
 
 
-class Pace:
-    """Is told of requests and steps by the connector's hooks, in the scheduler's process."""
+class StepCosts:
+    """Gets requests and steps from the connector's hooks, in the scheduler's process."""
 
     def __init__(
         self,
         idle: WorkloadReport,
         in_flight: int,
-        loads: Callable[[str], bool],
+        expects_prompt: Callable[[str], bool],
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """``in_flight``: steps that vLLM schedules before it sees the first one's end, at most. ``loads``:
-        whether a request's prompt is to come from another engine. ``clock``: nanoseconds."""
+        """``in_flight``: steps that vLLM schedules before it sees the first one's end, at most.
+        ``expects_prompt``: whether a request's prompt is to come from another engine. ``clock``: in ns."""
         self._idle = idle
-        self._loads = loads
+        self._expects_prompt = expects_prompt
         self._clock = clock
         self._live: dict[str, Request] = {}
         self._computing: dict[str, Request] = {}
@@ -90,27 +90,26 @@ class Pace:
         self._steps: deque[_Step] = deque(maxlen=in_flight)
         """Scheduled, and not over. An end that is missed is made up for once the queue is full."""
         self._ended_ns = 0
-        self._decodes: deque[int] = deque(maxlen=_LATELY)
+        self._decodes: deque[int] = deque(maxlen=_DECODE_SAMPLES)
         self._samples: dict[int, deque[Sample]] = {}
         """By size."""
         self._prompt: PromptCost | None = None
         self._fitted = True
         self._fitted_ns = -_FIT_INTERVAL_NS
-        self._told_ns = 0
-        self._told_busy = False
+        self._reported_ns = 0
+        self._reported_busy = False
 
     def arrived(self, request: Request) -> None:
         self._live[request.request_id] = self._computing[request.request_id] = request
 
-    def finished(self, request_id: str) -> None:
+    def request_finished(self, request_id: str) -> None:
         """Whatever its end; a request that is not known does nothing."""
         self._live.pop(request_id, None)
         self._computing.pop(request_id, None)
 
     def scheduled(self, step: Any) -> WorkloadReport | None:
         """``step`` is vLLM's SchedulerOutput, before it has counted the step's tokens as computed. The
-        WorkloadReport at its beginning, where it is time to send one: a few times a second, and when nothing
-        is left to do.
+        WorkloadReport at its beginning, where it is time to report it: a few times a second, and when nothing is left to do.
         """
         now = self._clock()
         for request_id in step.preempted_req_ids or ():
@@ -147,16 +146,16 @@ class Pace:
         self._ended_ns = now
         if step.decodes:
             self._decodes.append(took)
-        elif step.tokens >= _FEWEST:
-            samples = self._samples.setdefault(step.tokens.bit_length(), deque(maxlen=_OF_EACH_SIZE))
+        elif step.tokens >= _MIN_CHUNK_TOKENS:
+            samples = self._samples.setdefault(step.tokens.bit_length(), deque(maxlen=_SAMPLES_PER_SIZE))
             samples.append(Sample(step.tokens, step.pairs, max(took, 1)))
             self._fitted = False
 
     def _news(self, now: int) -> WorkloadReport | None:
-        came_to_rest = self._told_busy and not self._live
-        if now - self._told_ns < _INTERVAL_NS and not came_to_rest:
+        came_to_rest = self._reported_busy and not self._live
+        if now - self._reported_ns < _INTERVAL_NS and not came_to_rest:
             return None
-        self._told_ns, self._told_busy = now, bool(self._live)
+        self._reported_ns, self._reported_busy = now, bool(self._live)
         return self.load()
 
     def load(self) -> WorkloadReport:
@@ -164,7 +163,7 @@ class Pace:
         waiting = sum(
             max(request.num_tokens - request.num_computed_tokens, 0)
             for request_id, request in self._computing.items()
-            if not self._loads(request_id)
+            if not self._expects_prompt(request_id)
         )
         return msgspec.structs.replace(
             self._idle,
@@ -179,7 +178,7 @@ class Pace:
         if self._fitted or now - self._fitted_ns < _FIT_INTERVAL_NS:
             return
         samples = [sample for size in self._samples.values() for sample in size]
-        if sum(sample.tokens >= _TELLING for sample in samples) >= _ENOUGH:
+        if sum(sample.tokens >= _MIN_INFORMATIVE_TOKENS for sample in samples) >= _MIN_SAMPLES:
             self._prompt = fit(samples)
             self._fitted_ns = now
         self._fitted = True
@@ -193,12 +192,12 @@ def fit(samples: Sequence[Sample]) -> PromptCost:
     shares = np.stack([np.ones_like(took), tokens, pairs]) / took
     units = shares.mean(axis=1, keepdims=True)
     shares /= units  # a cost of 1 explains a step, on average
-    products = shares @ shares.T + np.diag([_DOUBT, 0.0, _DOUBT])
+    products = shares @ shares.T + np.diag([_PRIOR_WEIGHT, 0.0, _PRIOR_WEIGHT])
     sums = shares.sum(axis=1)
     # A cost that is not chosen has the equation that it is zero.
-    both = _CHOICES[:, :, None] * _CHOICES[:, None, :]
+    both = _COST_SUBSETS[:, :, None] * _COST_SUBSETS[:, None, :]
     equations = np.where(both, products, np.eye(3))
-    costs = np.linalg.solve(equations, (_CHOICES * sums)[:, :, None])[:, :, 0]
+    costs = np.linalg.solve(equations, (_COST_SUBSETS * sums)[:, :, None])[:, :, 0]
     explained = np.where((costs >= 0).all(axis=1), costs @ sums, -np.inf)
     step_ns, token_ns, pair_ns = costs[explained.argmax()] / units[:, 0]
     return PromptCost(round(step_ns), round(token_ns), round(pair_ns * 1000))

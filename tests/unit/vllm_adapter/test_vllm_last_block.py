@@ -12,7 +12,7 @@ from vllm_stage import ADDRESS, BLOCK, FULL, model, vllm_config
 
 from kv_connector.protocol.layout import GroupTarget
 from kv_connector.protocol.requests import DecodeRequest
-from kv_connector.vllm.tails import Tails
+from kv_connector.vllm.last_block import LastBlocks
 
 __all__ = ["model"]
 
@@ -43,7 +43,7 @@ def emptied(config: Any, groups: list[KVCacheGroupSpec], request: DecodeRequest,
     cache, tensors = caches(config, groups, kernel_blocks=kernel_blocks)
     for tensor in tensors.values():
         tensor.view(torch.uint8).fill_(7)
-    Tails(cache, tensors).clear(request)
+    LastBlocks(cache, tensors).clear(request)
     pages = tensors[groups[-1].layer_names[0]].reshape(cache.num_blocks, -1).contiguous()
     contents = [set(page.view(torch.uint8).tolist()) for page in pages]
     assert all(len(content) == 1 for content in contents)

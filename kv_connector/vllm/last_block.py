@@ -10,10 +10,10 @@ import torch
 
 from kv_connector.protocol.layout import GroupTarget
 from kv_connector.protocol.requests import DecodeRequest
-from kv_connector.vllm.internals import block_tokens
+from kv_connector.vllm.model_facts import block_tokens
 
 
-class Tails:
+class LastBlocks:
     """Empties a request's last block before its pages come.
 
     vLLM zeroes new blocks where old bytes might be no numbers under a kernel that masks them only later: they

@@ -25,7 +25,7 @@ class _Client:
         self._client = client
 
     async def pause(self) -> None:
-        from kv_connector.vllm.internals import pause_keeping_requests
+        from kv_connector.vllm.process import pause_keeping_requests
 
         # Frozen requests are computed anew with the new weights, and so is what was cached.
         await pause_keeping_requests(self._client)
@@ -64,7 +64,7 @@ class WeightsEndpoint:
         config = None if engine_client is None else engine_client.vllm_config.weight_transfer_config
         if config is None or config.backend != WEIGHTS:
             return
-        from kv_connector.vllm.internals import adopt_vllm_logging, default_host
+        from kv_connector.vllm.process import adopt_vllm_logging, default_host
         from kv_connector.weights.controller import Controller
         from kv_connector.weights.metrics import WeightMetrics
         from kv_connector.weights.seed import seed_at_start

@@ -26,7 +26,7 @@ from kv_connector.control.membership import PromptCost, WorkloadReport
 from kv_connector.protocol.actions import Address
 from kv_connector.vllm.connector import WriteImmConnector
 from kv_connector.vllm.metadata import StepMetadata
-from kv_connector.vllm.pace import Pace, Sample, fit
+from kv_connector.vllm.step_costs import Sample, StepCosts, fit
 
 __all__ = ["model", "stage"]
 
@@ -105,14 +105,14 @@ class Engine:
 
     def __init__(self, in_flight: int = 1, loading: Collection[str] = ()) -> None:
         self.now = 1_000 * MS
-        self.pace = Pace(
+        self.costs = StepCosts(
             WorkloadReport(8192, 8192, 100_000), in_flight, loading.__contains__, lambda: self.now
         )
         self.requests: dict[str, Asked] = {}
 
     def ask(self, request_id: str, tokens: int, computed: int = 0) -> None:
         self.requests[request_id] = Asked(request_id, tokens, computed)
-        self.pace.arrived(self.requests[request_id])
+        self.costs.arrived(self.requests[request_id])
 
     def schedule(self, preempted: Sequence[str] = (), **tokens: int) -> WorkloadReport | None:
         step = SimpleNamespace(
@@ -120,14 +120,14 @@ class Engine:
             total_num_scheduled_tokens=sum(tokens.values()),
             preempted_req_ids=set(preempted),
         )
-        load = self.pace.scheduled(step)
+        load = self.costs.scheduled(step)
         for request_id, count in tokens.items():
             self.requests[request_id].num_computed_tokens += count
         return load
 
     def end(self, after_ms: float = 0.0) -> None:
         self.now += round(after_ms * MS)
-        self.pace.step_ended()
+        self.costs.step_ended()
 
     def step(self, took_ms: float, **tokens: int) -> WorkloadReport | None:
         load = self.schedule(**tokens)
@@ -138,7 +138,7 @@ class Engine:
         """A request's whole life: a step that computes it, and takes what `sample` says."""
         self.ask("p", behind + tokens, computed=behind)
         self.step(sample(tokens, behind).took_ns / MS, p=tokens)
-        self.pace.finished("p")
+        self.costs.request_finished("p")
 
 
 def decoding(in_flight: int = 1) -> Engine:
@@ -154,7 +154,7 @@ def test_a_step_lasts_from_its_scheduling_to_its_end() -> None:
     for _ in range(3):
         engine.step(5.0, d=1)
         engine.now += 1 * MS
-    assert engine.pace.load().decode_ns == 5 * MS
+    assert engine.costs.load().decode_ns == 5 * MS
 
 
 def test_a_step_that_was_scheduled_early_lasts_from_the_end_of_the_one_before() -> None:
@@ -165,7 +165,7 @@ def test_a_step_that_was_scheduled_early_lasts_from_the_end_of_the_one_before() 
         engine.schedule(d=1)
         engine.end(4.0)
     engine.end(5.0)
-    assert list(engine.pace._decodes) == [1 * MS, *[5 * MS] * 5]
+    assert list(engine.costs._decodes) == [1 * MS, *[5 * MS] * 5]
 
 
 def test_prompts_and_decodes_are_told_apart_though_steps_overlap() -> None:
@@ -177,9 +177,9 @@ def test_prompts_and_decodes_are_told_apart_though_steps_overlap() -> None:
     engine.schedule(d=1, p=1)
     engine.end(70.0)
     engine.end(5.0)
-    assert list(engine.pace._decodes) == [1 * MS, 5 * MS, 5 * MS]
-    assert list(engine.pace._samples) == [(100).bit_length()]
-    assert [*engine.pace._samples[7]] == [Sample(100, 5000.0, 70 * MS)]
+    assert list(engine.costs._decodes) == [1 * MS, 5 * MS, 5 * MS]
+    assert list(engine.costs._samples) == [(100).bit_length()]
+    assert [*engine.costs._samples[7]] == [Sample(100, 5000.0, 70 * MS)]
 
 
 def test_an_end_that_is_missed_is_made_up_for() -> None:
@@ -192,8 +192,8 @@ def test_an_end_that_is_missed_is_made_up_for() -> None:
         engine.schedule(d=1, p=100)
         engine.end(5.0)
         engine.end(50.0)
-    assert {s.took_ns for s in engine.pace._samples[7]} == {50 * MS}
-    assert len(engine.pace._steps) == 0
+    assert {s.took_ns for s in engine.costs._samples[7]} == {50 * MS}
+    assert len(engine.costs._steps) == 0
 
 
 def test_costs_are_fitted_once_a_second() -> None:
@@ -202,14 +202,14 @@ def test_costs_are_fitted_once_a_second() -> None:
     for tokens in range(64, 864, 100):
         engine.prefill(tokens)
     engine.step(1.0)
-    first = engine.pace.load().prompt
+    first = engine.costs.load().prompt
     assert first is not None
     engine.prefill(5000)
     engine.step(1.0)
-    assert engine.pace.load().prompt == first
+    assert engine.costs.load().prompt == first
     engine.now += 1000 * MS
     engine.step(1.0)
-    assert engine.pace.load().prompt != first
+    assert engine.costs.load().prompt != first
 
 
 def test_a_prompt_that_comes_to_an_engine_at_rest_does_not_wait_for_a_fit() -> None:
@@ -219,9 +219,9 @@ def test_a_prompt_that_comes_to_an_engine_at_rest_does_not_wait_for_a_fit() -> N
     engine.now += 1000 * MS
     engine.ask("p", 100)
     engine.schedule(p=100)
-    assert engine.pace.load().prompt is None
+    assert engine.costs.load().prompt is None
     engine.schedule()  # beside that one
-    assert engine.pace.load().prompt is not None
+    assert engine.costs.load().prompt is not None
 
 
 def test_the_first_step_does_not_stand_for_all() -> None:
@@ -231,10 +231,10 @@ def test_the_first_step_does_not_stand_for_all() -> None:
     engine.step(3000.0, d=1)
     for _ in range(2):
         engine.step(5.0, d=1)
-    assert engine.pace.load().decode_ns == 5 * MS
+    assert engine.costs.load().decode_ns == 5 * MS
     for _ in range(40):
         engine.step(8.0, d=1)
-    assert engine.pace.load().decode_ns == 8 * MS, "of late"
+    assert engine.costs.load().decode_ns == 8 * MS, "of late"
 
 
 def test_a_step_that_computes_nothing_is_no_decode() -> None:
@@ -242,7 +242,7 @@ def test_a_step_that_computes_nothing_is_no_decode() -> None:
     engine.ask("p", 100)
     for _ in range(3):
         engine.step(0.1)
-    assert engine.pace.load().decode_ns is None
+    assert engine.costs.load().decode_ns is None
 
 
 def test_a_loaded_prompts_last_token_is_a_decodes() -> None:
@@ -250,17 +250,17 @@ def test_a_loaded_prompts_last_token_is_a_decodes() -> None:
     engine.ask("loaded", 500, computed=499)
     engine.step(5.0, d=1, loaded=1)
     engine.step(5.0, d=1, loaded=1)
-    load = engine.pace.load()
+    load = engine.costs.load()
     assert (load.running, load.decode_ns) == (2, 5 * MS)
-    assert not engine.pace._samples
+    assert not engine.costs._samples
 
 
 def test_the_rest_behind_a_cached_prefix_is_neither_a_decode_nor_a_prompt() -> None:
     engine = decoding()
     engine.ask("hit", 500, computed=488)
     engine.step(60.0, d=1, hit=12)
-    assert engine.pace.load().decode_ns == 1 * MS
-    assert not engine.pace._samples
+    assert engine.costs.load().decode_ns == 1 * MS
+    assert not engine.costs._samples
 
 
 def test_a_step_of_several_prompts_has_the_tokens_and_pairs_of_all() -> None:
@@ -268,7 +268,7 @@ def test_a_step_of_several_prompts_has_the_tokens_and_pairs_of_all() -> None:
     engine.ask("a", 100)
     engine.ask("b", 2100, computed=2000)
     engine.step(8.0, a=100, b=100)
-    (found,) = engine.pace._samples[8]
+    (found,) = engine.costs._samples[8]
     assert found == Sample(200, 100 * 50 + 100 * 2050, 8 * MS)
 
 
@@ -277,11 +277,11 @@ def test_a_cost_is_told_once_enough_steps_show_it() -> None:
     for _ in range(20):
         engine.prefill(40)  # a step's cost, mostly
     for tokens in range(100, 800, 100):
-        assert engine.pace.load().prompt is None
+        assert engine.costs.load().prompt is None
         engine.prefill(tokens)
     engine.prefill(3000)
     engine.step(1.0)
-    cost = engine.pace.load().prompt
+    cost = engine.costs.load().prompt
     assert cost is not None
     assert seconds(cost, 2000) == pytest.approx(sample(2000).took_ns / 1e9, rel=0.05)
 
@@ -292,11 +292,11 @@ def test_many_short_prompts_do_not_push_out_the_long_ones() -> None:
         engine.prefill(4096, behind=4096 * (number % 8))
     for _ in range(1000):
         engine.prefill(70)
-    cost = engine.pace.load().prompt
+    cost = engine.costs.load().prompt
     assert cost is not None
     took = sample(4096, 20_000).took_ns / 1e9
     assert seconds(cost, 4096, 20_000) == pytest.approx(took, rel=0.05)
-    assert sum(len(samples) for samples in engine.pace._samples.values()) < 100
+    assert sum(len(samples) for samples in engine.costs._samples.values()) < 100
 
 
 # --- When it is told
@@ -312,7 +312,7 @@ def test_a_load_is_told_ten_times_a_second_and_at_once_when_nothing_is_left() ->
     assert second is not None
     assert second.waiting == 1000, "what this step computes is still to be computed"
     assert engine.step(5.0, a=1) is None
-    engine.pace.finished("a")
+    engine.costs.request_finished("a")
     last = engine.schedule()
     assert last is not None
     assert (last.waiting, last.running) == (0, 0)
@@ -325,16 +325,16 @@ def test_a_load_is_told_ten_times_a_second_and_at_once_when_nothing_is_left() ->
 ROUTERS = {"routers": ["127.0.0.1:1"], "api_url": "http://127.0.0.1:2"}
 
 
-def pace_of(stage: Stage) -> Pace:
+def costs_of(stage: Stage) -> StepCosts:
     connector = stage.scheduler.connector
     assert isinstance(connector, WriteImmConnector)
-    assert connector._pace is not None
-    return connector._pace
+    assert connector._step_costs is not None
+    return connector._step_costs
 
 
 def counts(stage: Stage) -> tuple[int, int]:
     """Tokens that wait, and requests that run."""
-    load = pace_of(stage).load()
+    load = costs_of(stage).load()
     return load.waiting, load.running
 
 
@@ -355,10 +355,10 @@ def test_a_prompts_life(stage: MakeStage) -> None:
     assert counts(engine) == (600, 0), "vLLM looks into its prefix cache when it schedules it"
     engine.step()
     assert counts(engine) == (0, 1)
-    load = pace_of(engine).load()
+    load = costs_of(engine).load()
     assert load.decode_ns is not None
     assert load.decode_ns > 0
-    assert not pace_of(engine)._steps, "every step's end was told"
+    assert not costs_of(engine)._steps, "every step's end was told"
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
@@ -429,10 +429,10 @@ def test_a_prefill_engines_requests_end_with_their_prompts(stage: MakeStage) -> 
 
 
 def test_what_the_engine_can_hold_and_does_in_a_step(stage: MakeStage) -> None:
-    load = pace_of(stage("kv_both", budget=512, extra=ROUTERS)).load()
+    load = costs_of(stage("kv_both", budget=512, extra=ROUTERS)).load()
     assert (load.step_tokens, load.prompt_tokens, load.cache_tokens) == (512, 512, 100 * BLOCK)
     assert load.prompt is load.decode_ns is None
-    of_two = pace_of(stage("kv_both", FULL, SLIDING, extra=ROUTERS)).load()
+    of_two = costs_of(stage("kv_both", FULL, SLIDING, extra=ROUTERS)).load()
     assert 50 * BLOCK < of_two.cache_tokens < 100 * BLOCK, "a window takes little of the pool"
 
 
@@ -447,7 +447,7 @@ def test_a_threshold_for_long_prompts_is_said(stage: MakeStage, monkeypatch: pyt
         return config
 
     monkeypatch.setattr(vllm_stage, "vllm_config", with_threshold)
-    load = pace_of(stage("kv_both", budget=512, extra=ROUTERS)).load()
+    load = costs_of(stage("kv_both", budget=512, extra=ROUTERS)).load()
     assert (load.step_tokens, load.prompt_tokens) == (512, 64)
 
 
@@ -455,14 +455,14 @@ def test_without_a_router_nothing_is_measured(stage: MakeStage) -> None:
     engine = stage("kv_both")
     connector = engine.scheduler.connector
     assert isinstance(connector, WriteImmConnector)
-    assert connector._pace is None
+    assert connector._step_costs is None
     engine.add("a", prompt(100))
     assert engine.step().load is None
 
 
 def test_a_step_is_not_lost_with_its_load(stage: MakeStage, monkeypatch: pytest.MonkeyPatch) -> None:
     prefill = stage("kv_producer", extra=ROUTERS)
-    monkeypatch.setattr(pace_of(prefill), "scheduled", lambda step: 1 / 0)
+    monkeypatch.setattr(costs_of(prefill), "scheduled", lambda step: 1 / 0)
     prefill.add("p", prompt(100), dict(PARAMS_OF_P))
     metadata = prefill.step()
     assert metadata.load is None

@@ -35,7 +35,7 @@ from vllm_stage import FULL, model, vllm_config
 
 from kv_connector.protocol.geometry import Place
 from kv_connector.protocol.plan import Plan
-from kv_connector.vllm import states
+from kv_connector.vllm import recurrent_pages
 
 __all__ = ["model"]
 
@@ -121,7 +121,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 
     def choose(dims_first: bool) -> None:
         monkeypatch.setattr(mamba_utils, "is_conv_state_dim_first", lambda: dims_first)
-        monkeypatch.setattr(states, "is_conv_state_dim_first", lambda: dims_first)
+        monkeypatch.setattr(recurrent_pages, "is_conv_state_dim_first", lambda: dims_first)
 
     return choose
 
@@ -312,7 +312,7 @@ def test_vllms_own_layers_are_known(alone: Any, order: Callable[[bool], None]) -
         strict=True,
     ):
         spec = layer.get_kv_cache_spec(alone)
-        _, found = states.state_pages(spec, layer, Place(0, 0, 1 << 20), (0, 1), "cpu")
+        _, found = recurrent_pages.state_pages(spec, layer, Place(0, 0, 1 << 20), (0, 1), "cpu")
         assert [part.name.removeprefix("conv.") for part in found] == parts
         assert sum(part.run_bytes * prod(axis.count for axis in part.axes) for part in found) == (
             spec.state_content_size_bytes

@@ -1,14 +1,4 @@
-"""vLLM's expert exchange over kv-connector, where ``KV_CONNECTOR_MOE=1`` is set.
-
-vLLM sends tokens to the ranks of their experts by an all-gather, and sums the results by a reduce-scatter.
-A subclass of its manager takes the place of the class and sends each token only to the ranks that own one of
-its experts (kv_connector/moe). It leaves a call to vLLM where it cannot take the call.
-
-All ranks must take a call, or none: a rank that runs vLLM's collective waits for all others. Each decision
-therefore rests on facts that all ranks know alike: the configuration, the sizes that vLLM exchanged before
-the step, element types, and row sizes. The number of rows on one rank is no such fact. Facts that one rank
-alone knows are exchanged once, before the first call that depends on them.
-"""
+"""Dispatch and combine of one manager: which calls go over kv-connector, and their groups."""
 
 from __future__ import annotations
 
@@ -25,124 +15,20 @@ import torch
 from kv_connector.moe import metrics
 from kv_connector.moe.fault import ExchangeError
 from kv_connector.moe.group import Exchange, Group, GroupError, GroupSettings
-from kv_connector.moe.settings import MAX_COLUMNS, MAX_RANKS
-from kv_connector.vllm.internals import (
-    EXCHANGE_CLASS,
-    ExpertLayer,
-    adopt_vllm_logging,
-    configured_connectors,
-    current_platform,
-    exchange_module,
-    exchange_problem,
-    expert_layers,
-    get_current_vllm_config,
-    watch_steps,
-)
+from kv_connector.moe.settings import MAX_COLUMNS
+from kv_connector.vllm.experts.layers import ExpertLayer, expert_layers
+from kv_connector.vllm.experts.settings import ExchangeSettings
 
 logger = logging.getLogger(__name__)
 
-MOST_TOKENS = 1024
-"""Tokens of one rank in a step. The segment grows with the number. Larger steps are prefill."""
+
 _TO_ALL_BYTES = 64
 """A tensor with rows up to this size goes to every rank. Larger rows go only where the token goes."""
 _MORE_COLUMNS_BYTES = 256
 """Room in each row for tensors beside activations, their scales, ids and weights."""
 _NAMING_SECONDS = 0.25
 """Time in which the watcher of a lost rank has named the rank, after a collective of vLLM failed."""
-
 _ROW_TYPES = {torch.bfloat16, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2}
-
-
-def replace_exchange() -> None:
-    """Puts the subclass in the place of vLLM's class. Idempotent; communicators that exist keep theirs."""
-    module = exchange_module()
-    kind = getattr(module, EXCHANGE_CLASS)
-    if getattr(kind, "of_kv_connector", False):
-        return
-    if problem := exchange_problem(kind):
-        logger.error("experts: vLLM's %s stays in place: %s", EXCHANGE_CLASS, problem)
-        return
-    setattr(module, EXCHANGE_CLASS, manager_class(kind))
-
-
-@dataclass(frozen=True)
-class ExchangeSettings:
-    """Facts of this engine, from its configuration."""
-
-    rank: int
-    ranks: int
-    """Ranks that exchange rows, and the number of this one."""
-    hidden: int
-    experts: int
-    """Physical experts. 0: the model's configuration does not name the number."""
-    top_k: int
-    """Experts of a token. 0: the model's configuration does not name the number."""
-    max_tokens: int
-    sequence_parallel: bool
-    """Each rank of the tensor parallel group has its own tokens."""
-    divides_experts: bool
-    """Each rank has whole experts of its own (expert parallelism)."""
-    device: int | None
-    """CUDA ordinal. None: host memory."""
-    problem: str = ""
-    """The reason why vLLM keeps its exchange, or ""."""
-
-
-def settings_of(vllm_config: Any, manager: Any) -> ExchangeSettings:
-    """The facts for a manager of vLLM. Raises nothing: an obstacle is the field ``problem``."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    sequence_parallel = bool(parallel.use_sequence_parallel_moe)
-    rank, ranks = manager.dp_rank, manager.dp_world_size
-    if sequence_parallel:
-        rank, ranks = manager.rank, manager.world_size
-    experts = int(model.get_num_experts())
-    if experts and parallel.enable_eplb:
-        experts += int(parallel.eplb_config.num_redundant_experts)
-    return ExchangeSettings(
-        rank=int(rank),
-        ranks=int(ranks),
-        hidden=int(model.get_hidden_size()),
-        experts=experts,
-        top_k=int(model.get_num_experts_per_tok()),
-        max_tokens=min(MOST_TOKENS, int(vllm_config.scheduler_config.max_num_batched_tokens)),
-        sequence_parallel=sequence_parallel,
-        # Without sequence parallelism the ranks that exchange rows own only a part of the experts, if there
-        # are several tensor parallel ranks: the rows then go to all of them.
-        divides_experts=bool(parallel.enable_expert_parallel) and ranks == manager.world_size,
-        device=torch.cuda.current_device() if current_platform.is_cuda() else None,
-        problem=_configured_problem(vllm_config, manager, ranks),
-    )
-
-
-def _configured_problem(vllm_config: Any, manager: Any, ranks: int) -> str:
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    if manager.internode:
-        return "the ranks are on several nodes"
-    if not 2 <= ranks <= MAX_RANKS:
-        return f"{ranks} ranks exchange rows instead of 2 to {MAX_RANKS}"
-    if ranks != manager.world_size:
-        # vLLM reads the answers of tensor parallel rank 0, which would not know of another's void step.
-        return "tensor parallel ranks exchange rows apart, as sequence parallelism is off"
-    if not (current_platform.is_cuda() or current_platform.is_cpu()):
-        return "the platform is neither CUDA nor a CPU"
-    if manager.tcp_store_group is not None or parallel.enable_elastic_ep:
-        return "elastic expert parallelism is on (--enable-elastic-ep)"
-    if parallel.prefill_context_parallel_size > 1:
-        return "prefill context parallelism is on"
-    if parallel.pipeline_parallel_size > 1:
-        # A stage that is not the last passes its results on before the error of a void step. The stages after
-        # it have groups of their own, without a fault, and vLLM drops the errors of the earlier stages.
-        return "pipeline parallelism is on"
-    if parallel.use_ubatching:
-        return "dual batch overlap is on (--enable-dbo)"
-    if model.dtype != torch.bfloat16:
-        return f"the model computes in {str(model.dtype).removeprefix('torch.')} instead of bfloat16"
-    for name, role in configured_connectors(vllm_config):
-        # A step with a lost rank is void, and its error comes after the step. A connector that stores pages
-        # layer by layer would have passed on wrong ones by then.
-        if name != "MultiConnector" and (name, role) != ("WriteImmConnector", "kv_consumer"):
-            return f"the KV connector {name} ({role}) may store pages of a void step"
-    return ""
 
 
 @dataclass(frozen=True)
@@ -457,92 +343,3 @@ def _first(problems: Sequence[str]) -> str:
         if problem:
             return problem if all(one == problem for one in problems) else f"rank {rank}: {problem}"
     return ""
-
-
-def _exchange_over(process_group: Any) -> Exchange:
-    """All-gather of bytes over a gloo group of torch."""
-
-    def exchange(message: bytes) -> list[bytes]:
-        messages: list[Any] = [None] * process_group.size()
-        torch.distributed.all_gather_object(messages, message, group=process_group)
-        return messages
-
-    return exchange
-
-
-def manager_class(base: Any) -> type:
-    """A subclass of vLLM's manager whose dispatch and combine go over kv-connector where they can."""
-
-    class KvConnectorAll2AllManager(base):  # type: ignore[misc]  # vLLM is not typed for mypy
-        of_kv_connector = True
-
-        def __init__(self, cpu_group: Any, tcp_store_group: Any = None) -> None:
-            super().__init__(cpu_group, tcp_store_group)
-            adopt_vllm_logging()  # vLLM configures its loggers after it has loaded its plugins
-            config = get_current_vllm_config()
-            settings = settings_of(config, self)
-            process_group = cpu_group if settings.sequence_parallel else self.dp_group.cpu_group
-            self.experts = ExpertExchange(settings, _exchange_over(process_group))
-            if not self.experts.problem:
-                watch_steps(config, self.experts.check, self.experts.explain, self.experts.close)
-
-        def dispatch(
-            self,
-            hidden_states: torch.Tensor,
-            topk_weights: torch.Tensor,
-            topk_ids: torch.Tensor,
-            is_sequence_parallel: bool = False,
-            extra_tensors: list[torch.Tensor] | None = None,
-        ) -> Any:
-            sizes = self._get_sizes(hidden_states.shape[0], self._get_comm_group(is_sequence_parallel))
-            taken = self.experts.dispatch(
-                hidden_states, topk_weights, topk_ids, extra_tensors, sizes, is_sequence_parallel
-            )
-            if taken is not None:
-                return taken
-            return super().dispatch(
-                hidden_states, topk_weights, topk_ids, is_sequence_parallel, extra_tensors
-            )
-
-        def dispatch_router_logits(
-            self,
-            hidden_states: torch.Tensor,
-            router_logits: torch.Tensor,
-            is_sequence_parallel: bool = False,
-            extra_tensors: list[torch.Tensor] | None = None,
-        ) -> Any:
-            """Rows without ids go to all ranks, which is vLLM's own way."""
-            self.experts.forget()
-            self.experts.pass_on("router logits")
-            return super().dispatch_router_logits(
-                hidden_states, router_logits, is_sequence_parallel, extra_tensors
-            )
-
-        def combine(self, hidden_states: torch.Tensor, is_sequence_parallel: bool = False) -> torch.Tensor:
-            if self.experts.takes_combine():
-                return self.experts.combine(hidden_states)
-            return super().combine(hidden_states, is_sequence_parallel)
-
-        def allocate_combine_input(
-            self,
-            shape: tuple[int, ...],
-            dtype: torch.dtype,
-            device: torch.device,
-            is_sequence_parallel: bool = False,
-        ) -> torch.Tensor | None:
-            if self.experts.takes_combine():
-                return self.experts.combine_input(shape, dtype)
-            return super().allocate_combine_input(shape, dtype, device, is_sequence_parallel)
-
-        def combine_into_output(
-            self, hidden_states: torch.Tensor, output: torch.Tensor, is_sequence_parallel: bool = False
-        ) -> torch.Tensor:
-            if self.experts.takes_combine():
-                return self.experts.combine(hidden_states, output)
-            return super().combine_into_output(hidden_states, output, is_sequence_parallel)
-
-        def destroy(self) -> None:
-            self.experts.close()
-            super().destroy()
-
-    return KvConnectorAll2AllManager

@@ -1,0 +1,102 @@
+"""vLLM's configuration: what the connector refuses in it, and what it reads from it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import Any
+
+from kv_connector.protocol.division import division_problem
+from kv_connector.vllm.internals import (
+    VLLM_VERSION,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    iter_layer_specs,
+    release,
+)
+
+logger = logging.getLogger(__name__)
+
+# As pyproject.toml declares it.
+FORCED_TOKEN = "kv_connector.vllm.forced_token:ForcedToken"
+
+# Exact types: a subclass stores something else in its pages, or keeps other blocks than its parent.
+SUPPORTED_SPECS = (
+    FullAttentionSpec,
+    SlidingWindowSpec,
+    ChunkedLocalAttentionSpec,
+    MLAAttentionSpec,
+    MambaSpec,
+)
+
+
+class UnsupportedConfiguration(ValueError):
+    """vLLM is configured in a way that the connector cannot serve; the message says what to change."""
+
+
+def check_configuration(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Raises UnsupportedConfiguration for what this release does not move, instead of moving it wrongly."""
+    if vllm_config.model_config.enable_sleep_mode and not release.FOLLOWS_SLEEP:
+        raise UnsupportedConfiguration(
+            f"WriteImmConnector cannot follow --enable-sleep-mode in vLLM {VLLM_VERSION}, which does not "
+            "tell connectors that the KV cache is unmapped: install vllm==0.33.*, or run without it."
+        )
+    parallel = vllm_config.parallel_config
+    problem = division_problem(
+        parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size, parallel.use_ubatching
+    )
+    if problem is not None:
+        raise UnsupportedConfiguration(problem)
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        strange = {
+            type(spec).__name__ for spec in iter_layer_specs(group.kv_cache_spec) if not _is_moved(spec)
+        }
+        if strange or group.host_resident or not group.enable_kv_transfer:
+            raise UnsupportedConfiguration(
+                f"WriteImmConnector cannot move KV cache group {index} yet "
+                f"({', '.join(sorted(strange)) or 'not in device memory'}). "
+                f"It moves {', '.join(spec.__name__ for spec in SUPPORTED_SPECS)}."
+            )
+
+
+def _is_moved(spec: Any) -> bool:
+    # A recurrent state has no number of tokens.
+    return type(spec) in SUPPORTED_SPECS and (
+        type(spec) is MambaSpec or (spec.tokens_per_state == 1 and not spec.prefix_replay_tokens)
+    )
+
+
+def configured_connectors(vllm_config: Any) -> list[tuple[str, str]]:
+    """Name and role of each KV connector that the configuration names, those within a MultiConnector too."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None or transfer.kv_connector is None:
+        return []
+    own = [(str(transfer.kv_connector), str(transfer.kv_role))]
+    return own + _connectors_of(transfer.kv_connector_extra_config)
+
+
+def _connectors_of(extra: Mapping[str, Any]) -> list[tuple[str, str]]:
+    found = []
+    for child in extra.get("connectors", ()):
+        found.append((str(child.get("kv_connector")), str(child.get("kv_role"))))
+        found += _connectors_of(child.get("kv_connector_extra_config", {}))
+    return found
+
+
+def forces_tokens(vllm_config: Any) -> bool:
+    """Whether this engine can go on with a token that another one sampled: vLLM takes logits processors from
+    plugins where nothing is drafted. Says so where the plugin is not installed, though the connector is found
+    (by kv_connector_module_path, or from an installation that is older than the plugin)."""
+    if vllm_config.speculative_config is not None:
+        return False
+    plugins = entry_points(group="vllm.logits_processors")
+    if any(plugin.value == FORCED_TOKEN for plugin in plugins):
+        return True
+    logger.warning(
+        "no early tokens: the entry point %s is not installed; reinstall kv-connector with pip", FORCED_TOKEN
+    )
+    return False

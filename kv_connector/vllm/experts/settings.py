@@ -1,0 +1,95 @@
+"""Facts of an engine that decide whether its ranks exchange rows over kv-connector."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kv_connector.moe.settings import MAX_RANKS
+from kv_connector.vllm.configuration import configured_connectors
+from kv_connector.vllm.internals import current_platform
+
+MOST_TOKENS = 1024
+"""Tokens of one rank in a step. The segment grows with the number. Larger steps are prefill."""
+
+
+@dataclass(frozen=True)
+class ExchangeSettings:
+    """Facts of this engine, from its configuration."""
+
+    rank: int
+    ranks: int
+    """Ranks that exchange rows, and the number of this one."""
+    hidden: int
+    experts: int
+    """Physical experts. 0: the model's configuration does not name the number."""
+    top_k: int
+    """Experts of a token. 0: the model's configuration does not name the number."""
+    max_tokens: int
+    sequence_parallel: bool
+    """Each rank of the tensor parallel group has its own tokens."""
+    divides_experts: bool
+    """Each rank has whole experts of its own (expert parallelism)."""
+    device: int | None
+    """CUDA ordinal. None: host memory."""
+    problem: str = ""
+    """The reason why vLLM keeps its exchange, or ""."""
+
+
+def settings_of(vllm_config: Any, manager: Any) -> ExchangeSettings:
+    """The facts for a manager of vLLM. Raises nothing: an obstacle is the field ``problem``."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    sequence_parallel = bool(parallel.use_sequence_parallel_moe)
+    rank, ranks = manager.dp_rank, manager.dp_world_size
+    if sequence_parallel:
+        rank, ranks = manager.rank, manager.world_size
+    experts = int(model.get_num_experts())
+    if experts and parallel.enable_eplb:
+        experts += int(parallel.eplb_config.num_redundant_experts)
+    return ExchangeSettings(
+        rank=int(rank),
+        ranks=int(ranks),
+        hidden=int(model.get_hidden_size()),
+        experts=experts,
+        top_k=int(model.get_num_experts_per_tok()),
+        max_tokens=min(MOST_TOKENS, int(vllm_config.scheduler_config.max_num_batched_tokens)),
+        sequence_parallel=sequence_parallel,
+        # Without sequence parallelism the ranks that exchange rows own only a part of the experts, if there
+        # are several tensor parallel ranks: the rows then go to all of them.
+        divides_experts=bool(parallel.enable_expert_parallel) and ranks == manager.world_size,
+        device=torch.cuda.current_device() if current_platform.is_cuda() else None,
+        problem=_configured_problem(vllm_config, manager, ranks),
+    )
+
+
+def _configured_problem(vllm_config: Any, manager: Any, ranks: int) -> str:
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    if manager.internode:
+        return "the ranks are on several nodes"
+    if not 2 <= ranks <= MAX_RANKS:
+        return f"{ranks} ranks exchange rows instead of 2 to {MAX_RANKS}"
+    if ranks != manager.world_size:
+        # vLLM reads the answers of tensor parallel rank 0, which would not know of another's void step.
+        return "tensor parallel ranks exchange rows apart, as sequence parallelism is off"
+    if not (current_platform.is_cuda() or current_platform.is_cpu()):
+        return "the platform is neither CUDA nor a CPU"
+    if manager.tcp_store_group is not None or parallel.enable_elastic_ep:
+        return "elastic expert parallelism is on (--enable-elastic-ep)"
+    if parallel.prefill_context_parallel_size > 1:
+        return "prefill context parallelism is on"
+    if parallel.pipeline_parallel_size > 1:
+        # A stage that is not the last passes its results on before the error of a void step. The stages after
+        # it have groups of their own, without a fault, and vLLM drops the errors of the earlier stages.
+        return "pipeline parallelism is on"
+    if parallel.use_ubatching:
+        return "dual batch overlap is on (--enable-dbo)"
+    if model.dtype != torch.bfloat16:
+        return f"the model computes in {str(model.dtype).removeprefix('torch.')} instead of bfloat16"
+    for name, role in configured_connectors(vllm_config):
+        # A step with a lost rank is void, and its error comes after the step. A connector that stores pages
+        # layer by layer would have passed on wrong ones by then.
+        if name != "MultiConnector" and (name, role) != ("WriteImmConnector", "kv_consumer"):
+            return f"the KV connector {name} ({role}) may store pages of a void step"
+    return ""

@@ -1,0 +1,154 @@
+"""Facts of the model and of its KV cache, as vLLM's configuration, specs and layers have them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from kv_connector.protocol.identity import engine_fingerprint, model_identity
+from kv_connector.protocol.messages import Fingerprint
+from kv_connector.vllm.internals import (
+    VLLM_VERSION,
+    KVCacheSpecKind,
+    MambaSpec,
+    current_platform,
+    get_kv_cache_capacity,
+    get_kv_cache_spec_kind,
+    get_tp_group,
+    is_quantized_kv_cache,
+    iter_layer_specs,
+)
+
+# In the names by which models' configurations call their numbers of KV heads.
+_KV_HEADS = ("kv_heads", "key_value_heads", "n_head_kv", "multi_query_group_num", "num_attention_groups")
+
+
+def rank_fingerprint(vllm_config: Any) -> Fingerprint:
+    """Compared with the other engine's, beside the layouts."""
+    model = vllm_config.model_config
+    identity = model_identity(model.architectures, model.hf_text_config.to_dict())
+    return engine_fingerprint(f"vllm {VLLM_VERSION}", identity, str(model.dtype))
+
+
+def block_tokens(kv_cache_spec: Any) -> int:
+    """Tokens a block of a KV cache group; 0 of recurrent states, whose blocks are rows: a request has one,
+    the state after its last token, wherever vLLM puts it in the request's table.
+    """
+    if get_kv_cache_spec_kind(kv_cache_spec) is KVCacheSpecKind.MAMBA:
+        return 0
+    return int(kv_cache_spec.block_size)
+
+
+def kv_cache_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Tokens that the KV cache has room for, as vLLM logs it at its start: of requests of the longest length.
+    Where groups keep a window or one state, that is more than blocks times their size."""
+    return int(get_kv_cache_capacity(vllm_config, kv_cache_config)[0])
+
+
+def group_kind(kv_cache_spec: Any) -> str:
+    """The kind of attention of a KV cache group, with its window: it decides which blocks a request keeps."""
+    spec = next(iter(iter_layer_specs(kv_cache_spec)))
+    if isinstance(spec, MambaSpec):
+        return "recurrent state"  # of which kind, each layer says
+    kind: str = get_kv_cache_spec_kind(kv_cache_spec).value
+    window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
+    # A drafter of several MTP modules reads a few tokens behind the window.
+    behind = getattr(spec, "extra_retained_tokens", 0)
+    return f"{kind} {window + behind}" if window else kind
+
+
+def layer_spec(group: Any, name: str) -> Any:
+    """What vLLM knows of one layer's pages: the layers of a group may have pages of several sizes."""
+    return getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
+
+
+def layer_module(vllm_config: Any, name: str) -> Any:
+    """The layer that writes the pages. vLLM leaves on it what it has chosen for them."""
+    return vllm_config.compilation_config.static_forward_context[name]
+
+
+def kv_heads(vllm_config: Any, of_rank: int) -> int | None:
+    """The KV heads of the whole model in a layer of which each rank has ``of_rank``; None: nobody says.
+
+    The layer does not know. The model's configuration has the number, or several where its layers differ or a
+    drafter has its own: it is the one that comes to ``of_rank``, if no other does.
+    """
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    if ranks == 1:
+        return of_rank
+    drafter = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    said = {
+        heads
+        for model in (vllm_config.model_config, drafter)
+        if model is not None
+        for heads in (
+            model.get_total_num_kv_heads(),
+            *_head_counts([model.hf_text_config.to_dict(), model.model_arch_config.per_layer_overrides]),
+        )
+    }
+    fitting = [
+        heads
+        for heads in said
+        if heads > 0 and max(1, heads // ranks) == of_rank and 0 in (heads % ranks, ranks % heads)
+    ]
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def _head_counts(config: Any) -> Iterator[int]:
+    """All numbers of KV heads that a model's configuration has, whatever for."""
+    if isinstance(config, dict):
+        for key, value in config.items():
+            if isinstance(value, int) and any(name in str(key) for name in _KV_HEADS):
+                yield value
+            yield from _head_counts(value)
+    elif isinstance(config, list | tuple):
+        for value in config:
+            yield from _head_counts(value)
+
+
+def element_type(layer: Any, spec: Any) -> str:
+    """What the numbers in a layer's pages are, quantization included."""
+    name: str = getattr(layer, "kv_cache_dtype", "auto")
+    if name in ("fp8", "fp8_e4m3"):
+        return str(current_platform.fp8_dtype()).removeprefix("torch.")
+    return name if is_quantized_kv_cache(name) else str(spec.dtype).removeprefix("torch.")
+
+
+def kv_scales(vllm_config: Any, layer_names: Sequence[str]) -> dict[str, tuple[tuple[float, ...], ...]]:
+    """What the numbers in each layer's quantized pages are multiplied by: its k and v scales. The layers have
+    them from the checkpoint, or 1.
+
+    Of each one, or one per head; of the heads of all ranks (all of them ask at once), so that it is the same
+    however many ranks there are.
+    """
+    layers = [layer_module(vllm_config, name) for name in layer_names]
+    own = [_scales(layer) for layer in layers]
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    everyones: list[Any] = [own] * ranks
+    if ranks > 1 and any(own):
+        torch.distributed.all_gather_object(everyones, own, group=get_tp_group().cpu_group)
+    return {
+        name: tuple(
+            _of_all_ranks([value for rank in everyones for value in rank[index][which]], vllm_config)
+            for which in range(len(own[index]))
+        )
+        for index, name in enumerate(layer_names)
+    }
+
+
+def _scales(layer: Any) -> tuple[list[float], ...]:
+    if not is_quantized_kv_cache(getattr(layer, "kv_cache_dtype", "auto")):
+        return ()  # whatever the checkpoint has, vLLM does not use it
+    found = (getattr(layer, name, None) for name in ("_k_scale", "_v_scale"))
+    return tuple(scale.flatten().tolist() for scale in found if scale is not None)
+
+
+def _of_all_ranks(values: list[float], vllm_config: Any) -> tuple[float, ...]:
+    """One value if all are equal; else one of each head, which several ranks may have."""
+    if len(set(values)) == 1:
+        return (values[0],)
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    heads = kv_heads(vllm_config, len(values) // ranks) or len(values)
+    return tuple(values[:: max(1, len(values) // heads)])

@@ -1,0 +1,223 @@
+"""All changes that the connector makes to vLLM's own objects, beside the hooks that vLLM offers.
+
+A change is a function here, with three fields in its docstring: what it replaces, why, and until which
+release of vLLM it is needed. Changes that belong to a class of their own are made elsewhere:
+
+    module              what it changes                           why, and until when
+    first_token         SchedulerConfig.scheduler_cls, if nobody  A decode engine's requests begin with the
+                        set another (choose_scheduler)            prefill engine's token, and held requests
+                                                                  cost no look. Until a hook schedules.
+    forced_token        SamplingParams.extra_args (force)         D samples the prefill engine's token. Until
+                                                                  a request can begin with one.
+    scheduler           KVConnectorOutput.finished_recving        vLLM knows no load without pages. Until it
+                        (SchedulerSide.reported)                  lets such a request wait.
+    kv_blocks           references of blocks (hold_windows, free) A window's blocks stay until they are sent,
+                                                                  and a discarded load begins again. Until
+                                                                  vLLM keeps them itself.
+    metrics             prometheus_client.REGISTRY: metrics of    An engine that is made anew registers the
+                        an earlier engine are removed             same names. Until vLLM removes them.
+    plugin              KV_CONNECTOR_PROTOCOLS of Dynamo's        Dynamo refuses connectors that it does not
+                        worker                                    list. Until Dynamo lists this connector.
+    process             handlers and level of the logger          One log. For as long as vLLM configures only
+                        kv_connector (adopt_vllm_logging)         its own logger.
+    experts.step_watch  methods of the worker's class             A step without a lost rank's rows is void,
+                        (watch_steps)                             and vLLM has no hook behind a step's output.
+                                                                  Until it has.
+    experts.manager     AgRsAll2AllManager (replace_exchange),    Rows go only to the ranks of their experts.
+                        with KV_CONNECTOR_MOE=1                   Until vLLM takes exchanges from plugins.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+from kv_connector.vllm.internals import (
+    KVCacheManager,
+    Request,
+    engine_core_module,
+    model_runner_class,
+    shm_broadcast,
+)
+
+# Between two looks at a message queue: an eighth of the wait so far, so that a message comes late by at most
+# an eighth of what it took; within what the kernel timers resolve (50 us) and what nobody notices.
+_LOOKS = 8
+_SHORTEST_LOOK_SECONDS = 50e-6
+_LONGEST_LOOK_SECONDS = 1e-3
+
+
+def report_preemptions_first(kind: type, report: Callable[[Any], None]) -> None:
+    """Has model runner V2 call ``report`` with a step's metadata of this kind before it writes into a block.
+
+    An engine that is made anew in this process replaces the ``report`` of the one before. Other wrappers of
+    the method, a profiler's for example, stay in place.
+
+    Replaces: ``GPUModelRunner.update_requests`` of model runner V2, for the whole process.
+    Why: V2 zeroes new blocks, and copies into them, before it reports to its connector that a request lost
+    them. Pages that are still to be pushed would be zeros, which nothing notices. V1 reports first.
+    Until: V2 reports first, too. 0.32 and 0.33 do not.
+    """
+    runner = model_runner_class()
+    wrapped = runner.update_requests
+    while wrapped is not None and not isinstance(wrapped, _ReportedFirst):
+        wrapped = getattr(wrapped, "__wrapped__", None)
+    if wrapped is None:
+        wrapped = _ReportedFirst(runner.update_requests)
+        runner.update_requests = wrapped
+    wrapped.kind, wrapped.report = kind, report
+
+
+class _ReportedFirst:
+    """Model runner V2's update_requests, behind a call of ``report``."""
+
+    kind: type
+    report: Callable[[Any], None]
+
+    def __init__(self, update: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, update)
+        self._update = update
+
+    def __get__(self, runner: Any, _: type | None = None) -> Callable[..., Any]:
+        return self if runner is None else functools.partial(self, runner)
+
+    def __call__(self, runner: Any, scheduler_output: Any) -> Any:
+        metadata = scheduler_output.kv_connector_metadata
+        for one in getattr(metadata, "metadata", (metadata,)):  # of a MultiConnector's it is a tuple
+            if isinstance(one, self.kind):
+                self.report(one)
+        return self._update(runner, scheduler_output)
+
+
+def sleep_for_messages() -> None:
+    """Lets this process sleep while it waits for the other processes of its engine. For CPU engines.
+
+    Idempotent.
+
+    Replaces: ``SpinCondition.wait`` of vLLM's message queues, for the whole process.
+    Why: the queue between an engine's scheduler and its workers polls for a second before it sleeps. Where
+    the model runs on the same cores, P and D would keep each other from computing. docs/performance.md has
+    numbers.
+    Until: vLLM's queue sleeps earlier, or takes the time as a setting. 0.32 and 0.33 do not.
+    """
+    shm_broadcast.SpinCondition.wait = _wait_asleep
+
+
+_wait_awake = shm_broadcast.SpinCondition.wait
+
+
+def _wait_asleep(condition: Any, timeout_ms: int | None = None) -> None:
+    waited = time.monotonic() - condition.last_read
+    if waited > condition.busy_loop_s:
+        _wait_awake(condition, timeout_ms)  # sleeps by itself
+    else:
+        time.sleep(min(max(waited / _LOOKS, _SHORTEST_LOOK_SECONDS), _LONGEST_LOOK_SECONDS))
+
+
+def replace_idle_pause(pause: Callable[[float], None]) -> None:
+    """Has this process's engine loop call ``pause(seconds)`` after a step that computed nothing.
+
+    Replaces: the module ``time`` in ``vllm.v1.engine.core``, by one with another ``sleep``.
+    Why: vLLM sleeps there for a millisecond, so that the threads of connectors run. A D that waits for pages
+    takes just such steps, and would sleep past news.
+    Until: connectors can end that sleep. In 0.32 and 0.33 they cannot.
+    """
+    engine_core_module().time = _Clock(pause)
+
+
+class _Clock:
+    """The module `time` with another sleep()."""
+
+    def __init__(self, sleep: Callable[[float], None]) -> None:
+        self.sleep = sleep
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+
+def leave_last_token(request: Request) -> None:
+    """Has vLLM compute all of a new request's prompt but the last token, and sample one token then.
+
+    Other holders of the prompt keep theirs: the request's own list of it is another from here on.
+
+    Replaces: the request's lists of tokens and block hashes, its ``num_prompt_tokens`` and ``max_tokens``.
+    Why: D computes the prompt's last token, from the recurrent state before it. P must not compute that token
+    into the state that it sends.
+    Until: vLLM keeps the state before the last token, or lets connectors shorten a prompt. 0.32 and 0.33 do
+    not.
+    """
+    request.prompt_token_ids = request.prompt_token_ids[:-1]
+    if request.prompt_embeds is not None:
+        request.prompt_embeds = request.prompt_embeds[:-1]
+    if request.prompt_is_token_ids is not None:
+        request.prompt_is_token_ids = request.prompt_is_token_ids[:-1]
+    request._all_token_ids.pop()
+    request.num_prompt_tokens -= 1
+    # Only the last hash can be of the token that is gone; it is made anew if it is not.
+    del request.block_hashes[-1:]
+    request.update_block_hashes()
+    # The next token would be computed into the state that is to be sent.
+    request.max_tokens = 1
+
+
+def let_states_load(kv_cache_manager: KVCacheManager) -> None:
+    """Has vLLM leave something to be loaded where its prefix cache lacks only the state.
+
+    Replaces: ``get_computed_blocks_for_connector`` of the engine's manager. It shortens some hits.
+    Why: with ``supports_divergent_local_hybrid_hits`` a hit may be longer than what the state's group has of
+    it. But vLLM loads for the sake of tokens only. If the hit leaves none, it gives it up for a shorter one,
+    down to nothing, and computes the rest.
+    Until: vLLM loads a state although no token is missing. 0.32 and 0.33 do not.
+    """
+    find = kv_cache_manager.get_computed_blocks_for_connector
+    managers = kv_cache_manager.coordinator.single_type_managers
+    aligned = kv_cache_manager.coordinator.scheduler_block_size
+
+    def find_and_leave(request: Request, *limits: Any) -> tuple[Any, int, int, bool]:
+        found, tokens, boundary, diverged = find(request, *limits)
+        if diverged and tokens == request.num_tokens - 1:
+            tokens = (tokens - 1) // aligned * aligned
+            groups = zip(found.blocks, managers, strict=True)
+            found = kv_cache_manager.create_kv_cache_blocks(
+                tuple(list(blocks[: tokens // manager.block_size]) for blocks, manager in groups)
+            )
+        return found, tokens, boundary, diverged
+
+    kv_cache_manager.get_computed_blocks_for_connector = find_and_leave
+
+
+def around_reset(
+    kv_cache_manager: KVCacheManager, before: Callable[[], Collection[str]], after: Callable[[], None]
+) -> None:
+    """Has vLLM empty its prefix cache although the requests that ``before()`` names hold blocks. They
+    keep them; ``after()`` is called when it has succeeded.
+
+    Replaces: ``reset_prefix_cache`` of the engine's manager.
+    Why: vLLM resets only a pool that nobody uses, and cannot preempt a request that waits for a load.
+    Until: vLLM preempts such requests at a reset. 0.32 and 0.33 do not.
+    """
+    reset = kv_cache_manager.reset_prefix_cache
+    managers = kv_cache_manager.coordinator.single_type_managers
+    pool = kv_cache_manager.block_pool
+
+    def reset_around_loads() -> bool:
+        blocks = [
+            block
+            for request_id in before()
+            for manager in managers
+            for block in manager.req_to_blocks.get(request_id, ())
+            if not block.is_null
+        ]
+        # Nobody else gets a turn in between.
+        pool.free_blocks(blocks)
+        try:
+            succeeded: bool = reset()
+        finally:
+            pool.touch(blocks)
+        if succeeded:
+            after()
+        return succeeded
+
+    kv_cache_manager.reset_prefix_cache = reset_around_loads

@@ -1,0 +1,62 @@
+"""The processes of an engine: ranks, addresses, connectors, the pause and the log."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from kv_connector.vllm.internals import (
+    KVConnectorBase_V1,
+    get_ip,
+    get_kv_transfer_group,
+    get_pp_group,
+    get_tensor_model_parallel_rank,
+    get_world_group,
+    has_kv_transfer_group,
+    release,
+)
+
+
+def pipeline_and_tensor_parallel_rank() -> tuple[int, int]:
+    return int(get_pp_group().rank_in_group), int(get_tensor_model_parallel_rank())
+
+
+def default_host() -> str:
+    """VLLM_HOST_IP, else the address of the interface that leads outside, else loopback."""
+    host: str = get_ip()
+    return "127.0.0.1" if host in ("0.0.0.0", "::") else host
+
+
+def worker_connectors() -> list[KVConnectorBase_V1]:
+    """This worker's KV connectors, those within a MultiConnector too."""
+    return connectors_within(get_kv_transfer_group()) if has_kv_transfer_group() else []
+
+
+def connectors_within(connector: Any) -> list[KVConnectorBase_V1]:
+    """vLLM's connector, and where that is a MultiConnector those within it."""
+    return [connector, *getattr(connector, "_connectors", ())]
+
+
+def gather_from_workers(value: Any) -> list[Any]:
+    """What each of this engine's workers says, by rank: all of them call it."""
+    values = [None] * get_world_group().world_size
+    torch.distributed.all_gather_object(values, value, group=get_world_group().cpu_group)
+    return values
+
+
+async def pause_keeping_requests(client: Any) -> None:
+    """As ``client.pause_generation(mode="keep")`` does, but for the 20 ms that it sleeps at the end, so that
+    its caller sees outputs in their order. All clients wait for these."""
+    await client.renderer.clear_mm_cache_async()
+    await getattr(client.engine_core, release.PAUSE)(mode="keep", clear_cache=True)
+
+
+def adopt_vllm_logging() -> None:
+    """Sends our log lines where vLLM sends its own; nobody else configures logging in its processes."""
+    theirs, ours = logging.getLogger("vllm"), logging.getLogger("kv_connector")
+    if theirs.handlers and not ours.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)
+        ours.propagate = theirs.propagate

@@ -1,0 +1,1 @@
+"""Weights for vLLM: the transfer backend ``write_imm``, its controller and the side of trainers."""

@@ -1,0 +1,35 @@
+"""The processes of an engine: a pause that keeps its requests."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from vllm.v1.engine import async_llm
+
+from kv_connector.vllm.process import pause_keeping_requests
+
+
+def test_a_pause_that_keeps_requests_is_vllms_own_without_its_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this release's pause asks of its engine, and in that order."""
+    asked: list[tuple[object, ...]] = []
+
+    class Part:
+        def __getattr__(self, name: str) -> object:
+            async def ask(**arguments: object) -> None:
+                asked.append((name, arguments))
+
+            return ask
+
+    class Clock:
+        async def sleep(self, seconds: float) -> None:
+            asked.append(("sleep", seconds))
+
+    client = SimpleNamespace(renderer=Part(), engine_core=Part())
+    monkeypatch.setattr(async_llm, "asyncio", Clock())
+    asyncio.run(async_llm.AsyncLLM.pause_generation(client, mode="keep", clear_cache=True))
+    theirs, ours = [*asked], asked
+    asked.clear()
+    asyncio.run(pause_keeping_requests(client))
+    assert [*ours, ("sleep", 0.02)] == theirs
