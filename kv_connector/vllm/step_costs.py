@@ -109,7 +109,8 @@ class StepCosts:
 
     def scheduled(self, step: Any) -> WorkloadReport | None:
         """``step`` is vLLM's SchedulerOutput, before it has counted the step's tokens as computed. The
-        WorkloadReport at its beginning, where it is time to report it: a few times a second, and when nothing is left to do.
+        WorkloadReport at its beginning, where it is time to report it: a few times a second, and when nothing
+        is left to do.
         """
         now = self._clock()
         for request_id in step.preempted_req_ids or ():
