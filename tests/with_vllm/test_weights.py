@@ -26,6 +26,7 @@ from kv_connector.lab.cluster import HOST, Engine, LocalCluster
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.lab.model import make_llama
 from kv_connector.protocol.timers import Timeouts
+from kv_connector.weights.joining import workers_of
 from kv_connector.weights.pusher import WeightPusher
 from kv_connector.weights.sources import CheckpointSource
 from kv_connector.weights.update import PushError
@@ -258,7 +259,7 @@ async def test_what_a_trainer_that_gives_up_costs(site: Site, client: Client) ->
     with pusher:
         await asyncio.to_thread(pusher.connect)
         write = pusher._writer.write
-        left = {worker.peer: len(worker.rounds) - 1 for worker in pusher._workers()}
+        left = {worker.peer: len(worker.rounds) - 1 for worker in workers_of(pusher._engines)}
 
         def give_up(target: Target) -> None:
             """With one round to go."""

@@ -67,7 +67,7 @@ def test_rank_0_is_told_when_the_engine_has_resumed(monkeypatch: pytest.MonkeyPa
 
     def push() -> None:
         with WeightPusher(TensorSource([("w", torch.ones(4))]), [f"127.0.0.1:{port}"]) as pusher:
-            hear = pusher._from_worker
+            hear = pusher._news._from_worker
 
             def heard(update: Update, of: object, link: Link, news: News) -> None:
                 hear(update, of, link, news)  # type: ignore[arg-type]
@@ -75,7 +75,7 @@ def test_rank_0_is_told_when_the_engine_has_resumed(monkeypatch: pytest.MonkeyPa
                     engine.is_known = update._done["applied"][f"127.0.0.1:{port}"].done
                     engine.worker_heard.set()
 
-            monkeypatch.setattr(pusher, "_from_worker", heard)
+            monkeypatch.setattr(pusher._news, "_from_worker", heard)
             pusher.connect()
             pusher.push("1").wait("applied", PATIENCE_S)
 

@@ -14,6 +14,7 @@ from weight_engines import Engine, Gate, drawn
 
 from kv_connector.cli.main import app
 from kv_connector.protocol.timers import Timeouts
+from kv_connector.weights.joining import workers_of
 from kv_connector.weights.pusher import WeightPusher
 from kv_connector.weights.sources import TensorSource
 from kv_connector.weights.update import PushError
@@ -83,7 +84,7 @@ def test_push_does_not_wait_for_the_rest_of_an_engine_that_lost_a_worker(
             pusher.connect()
             push = threads.submit(pusher.push, "v1")
             assert pause.pausing.wait(PATIENCE_S)
-            lost, other = pusher._workers()
+            lost, other = workers_of(pusher._engines)
             pusher._end(lost, "it has begun another version")
             with pytest.raises(PushError, match="it has begun another version"):
                 push.result(PATIENCE_S).wait("applied", PATIENCE_S)

@@ -26,6 +26,7 @@ from kv_connector.protocol.timers import Timeouts
 from kv_connector.protocol.version import shown
 from kv_connector.weights import sources
 from kv_connector.weights.geometry import Constant, Geometry, Parameter, Tensor, Write
+from kv_connector.weights.joining import workers_of
 from kv_connector.weights.links import Link
 from kv_connector.weights.pusher import WeightPusher
 from kv_connector.weights.receiver import NotLanded, ReceiverConfig, WeightReceiver
@@ -339,7 +340,7 @@ def test_an_engine_without_room_takes_a_version_round_by_round() -> None:
     try:
         with WeightPusher(source, [engine.address], apply=later) as pusher:
             pusher.connect()
-            assert {len(worker.rounds) for worker in pusher._workers()} == {3}
+            assert {len(worker.rounds) for worker in workers_of(pusher._engines)} == {3}
             for version in ("1", "2"):
                 pusher.push(version).wait("applied", 10)
                 assert shown(engine.workers[0].state().served) == version
@@ -368,7 +369,7 @@ def test_a_trainer_that_leaves_between_two_rounds_is_told_of() -> None:
             parts = worker.take(worker.state().landed)
             assert next(parts)
             # The last round has no room before the first is released.
-            assert pusher._update is not None
+            assert pusher._news._update is not None
             pusher._links.close()
             with pytest.raises(NotLanded, match=r"rank 0 of run .* it is through"):
                 for _ in parts:
@@ -391,7 +392,7 @@ def test_a_worker_that_is_lost_and_joined_anew_before_a_version_begins_gets_it(
         start = pusher._writer.start
 
         def blip() -> None:
-            pusher._end(next(pusher._workers()), "a blip")
+            pusher._end(next(workers_of(pusher._engines)), "a blip")
             start()
 
         monkeypatch.setattr(pusher._writer, "start", blip)
@@ -419,7 +420,7 @@ def test_what_nobody_expects_of_rank_0_is_told_to_the_other_ranks(
 
     with WeightPusher(TensorSource(drawn(5)), [engines[0].address]) as pusher:
         monkeypatch.setattr(pusher._links, "dial", exhausted)
-        assert "ZMQError: Too many open files" in str(pusher._ask_engines())
+        assert "ZMQError: Too many open files" in str(pusher._joining.ask_engines())
 
 
 def test_an_error_of_the_trainer_is_what_engines_are_told(engines: list[Engine]) -> None:
@@ -502,11 +503,12 @@ def test_two_threads_that_find_all_workers_ready_apply_a_version_once(
                 self.lock.release()
 
         ready = SimpleNamespace(number=0, link=SimpleNamespace(over=""))
-        monkeypatch.setattr(pusher, "_workers", lambda: [ready])
-        monkeypatch.setattr(pusher, "_asking", Meeting())
-        pusher._ready, pusher._update = {0}, Update("1", [])
+        news = pusher._news
+        monkeypatch.setattr(news, "_engines", [SimpleNamespace(workers=[ready])])
+        monkeypatch.setattr(news, "_asking", Meeting())
+        news._ready, news._update = {0}, Update("1", [])
         with ThreadPoolExecutor(2) as threads:
-            for done in [threads.submit(pusher._apply_once) for _ in range(2)]:
+            for done in [threads.submit(news._apply_once) for _ in range(2)]:
                 done.result()
         monkeypatch.undo()
     assert applied == ["1"]
