@@ -1,6 +1,6 @@
 """kill -9 of a prefill and of a decode engine in the middle of a transfer between two GPUs.
 
-Needs what bench_gpu_pd.py needs. The one that lives on must answer a request of its own, hold no KV block and
+Needs what gpu_pd.py needs. The one that lives on must answer a request of its own, hold no KV block and
 no transfer, and work with the other one's successor at the same address. Ends with status 1 if it does not.
 """
 # ruff: noqa: T201  (its output is a report)
@@ -10,51 +10,28 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import re
 import sys
 import time
 from pathlib import Path
 
 import httpx
 import numpy as np
-from bench_gpu_pd import (
+from gpu_pd import (
     Body,
     Deployment,
-    Server,
     deployment,
     direct,
+    rests,
     stream,
     wait_ready,
 )
-from gpu_shapes import SHAPES
+from shapes import SHAPES
 
 from kv_connector.lab.process import stop
 
 # Its prefill takes 0.5 s on an H200.
 VICTIM_TOKENS = 16384
 MIDDLE_SECONDS = 0.3
-# Dead after 5 s without a word; a process of this machine that ended is noticed at once.
-REST_SECONDS = 8.0
-IN_USE = re.compile(r"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
-
-
-async def used(client: httpx.AsyncClient, server: Server) -> float:
-    """The part of its KV blocks that the engine has in use."""
-    found = IN_USE.findall((await client.get(f"{server.url}/metrics")).text)
-    return sum(float(value) for value in found)
-
-
-async def rests(client: httpx.AsyncClient, server: Server) -> float:
-    """Seconds until no block is in use and the connector has nothing in hand (else it refuses the reset)."""
-    begin = time.monotonic()
-    while True:
-        answer = await client.post(f"{server.url}/reset_prefix_cache?reset_external=true")
-        seconds = time.monotonic() - begin
-        if answer.status_code == 200 and answer.json().get("success") and await used(client, server) == 0:
-            return seconds
-        if seconds > REST_SECONDS:
-            raise AssertionError(f"{server.name} is not at rest after {seconds:.1f} s: {answer.text}")
-        await asyncio.sleep(0.05)
 
 
 async def kill(client: httpx.AsyncClient, pair: Deployment, victim: str) -> None:

@@ -1,7 +1,7 @@
 """Sleep and wake of a prefill and of a decode engine, at rest and in the middle of a transfer, on two GPUs
 or on one (CUDA_VISIBLE_DEVICES=0,0).
 
-Needs what bench_gpu_pd.py needs, and a vLLM from 0.33 on. After each wake-up P and D must give the tokens
+Needs what gpu_pd.py needs, and a vLLM from 0.33 on. After each wake-up P and D must give the tokens
 that they gave before, with no KV block left in use. Ends with status 1 if they do not.
 """
 # ruff: noqa: T201  (its output is a report)
@@ -16,18 +16,19 @@ from pathlib import Path
 
 import httpx
 import numpy as np
-from bench_gpu_pd import (
+from gpu_faults import MIDDLE_SECONDS, VICTIM_TOKENS
+from gpu_pd import (
     TINY_ARGUMENTS,
     Body,
     Deployment,
     Server,
     deployment,
     direct,
+    rests,
     wait_ready,
     write_tiny,
 )
-from gpu_faults import MIDDLE_SECONDS, VICTIM_TOKENS, rests
-from gpu_shapes import SHAPES
+from shapes import SHAPES
 
 from kv_connector.lab.process import stop
 

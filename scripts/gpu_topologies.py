@@ -1,6 +1,6 @@
 """Pairs of engines on GPUs whose pages are not alike, or hold states: one engine's tokens, and no block left.
 
-Needs what bench_gpu_pd.py needs, on two GPUs or on one (CUDA_VISIBLE_DEVICES=0,0). Ends with status 1 if a
+Needs what gpu_pd.py needs, on two GPUs or on one (CUDA_VISIBLE_DEVICES=0,0). Ends with status 1 if a
 pair's tokens are others, or one does not start.
 """
 # ruff: noqa: T201  (its output is a report)
@@ -20,8 +20,7 @@ from pathlib import Path
 
 import httpx
 import numpy as np
-from bench_gpu_pd import HOST, Body, Server, direct, ours, stream, wait_ready
-from gpu_faults import rests
+from gpu_pd import HOST, Body, Server, direct, ours, rests, stream, wait_ready
 
 from kv_connector.lab.process import stop
 

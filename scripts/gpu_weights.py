@@ -1,7 +1,7 @@
 """Weights from a trainer's GPU into engines on GPUs: their tokens and their parameters, as their kernels have
 them, are those of an engine that was started from the checkpoint.
 
-Needs what bench_gpu_pd.py needs, on two GPUs or on one (CUDA_VISIBLE_DEVICES=0,0). Small models in bfloat16,
+Needs what gpu_pd.py needs, on two GPUs or on one (CUDA_VISIBLE_DEVICES=0,0). Small models in bfloat16,
 and in block fp8, which the trainer quantises from bfloat16. Each is sent twice: of the first vLLM makes the
 kernels' form, the second is copied there. Then an engine without weights takes them from the one that serves
 them. Ends with status 1 where tokens or parameters are others, or an engine does not start. --cpu tries the
@@ -26,7 +26,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import torch
-from bench_gpu_pd import CPU_ENVIRONMENT, HOST, Body, Server, stream, wait_ready
+from gpu_pd import CPU_ENVIRONMENT, HOST, Body, Server, stream, wait_ready
 from safetensors.torch import load_file
 
 from kv_connector.lab.process import stop

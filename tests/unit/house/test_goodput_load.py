@@ -1,4 +1,4 @@
-"""scripts/goodput_load.py: the load that goodput is measured with, and what is made of its results."""
+"""integration/benchmarks/goodput_load.py: the load that goodput is measured with, and its results."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """P and D of different tensor parallelism: one engine's tokens, and TTFT beside NixlConnector.
 
-Needs what bench_gpu_pd.py needs, and GPUs: a topology "2:1" is a P of two ranks on the first GPUs and a D of
+Needs what gpu_pd.py needs, and GPUs: a topology "2:1" is a P of two ranks on the first GPUs and a D of
 one on the last. Engines of the same side and size serve all topologies, and are up all the time. First a
 small float32 model, whose answers through each pair are compared with one engine's of one rank; then the
 shape whose times are measured, one request at a time, through a router for each pair: the one engine has P's
@@ -26,8 +26,8 @@ from typing import Any
 
 import httpx
 import numpy as np
-from bench_gpu_goodput import Router
-from bench_gpu_pd import (
+from gpu_goodput import Router
+from gpu_pd import (
     CPU_ENVIRONMENT,
     HOST,
     REST_SECONDS,
@@ -44,7 +44,7 @@ from bench_gpu_pd import (
     wait_ready,
     write_tiny,
 )
-from gpu_shapes import SHAPES
+from shapes import SHAPES
 
 from kv_connector.lab.process import Process, StartError, stop
 

@@ -2,7 +2,7 @@
 
 Needs vLLM with its GPU dependencies, two GPUs (four with --tensor-parallel 2) and this package (installed or
 on PYTHONPATH); --rivals also needs NIXL. Prints a table, and one JSON line per request to --json. The models
-(gpu_shapes.py) have dummy weights: their tokens mean nothing, their times do. --before measures engines of
+(shapes.py) have dummy weights: their tokens mean nothing, their times do. --before measures engines of
 another build of this package beside, through a router, too: name the directory that has its kv_connector.
 The engines of rivals are stopped while others are measured, for NIXL's agents keep a core busy each.
 With --equality N, N prompts of a small float32 model with random weights are answered by one engine and by
@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import shlex
 import signal
 import statistics
@@ -31,7 +32,7 @@ from typing import Any
 
 import httpx
 import numpy as np
-from gpu_shapes import SHAPES
+from shapes import SHAPES
 
 from kv_connector.lab.process import Process, StartError, answers, stop, wait_healthy
 from kv_connector.lab.sse import Events
@@ -42,6 +43,9 @@ START_SECONDS = 240.0
 # Before each request that is timed by itself: a GPU at its power limit runs slower right after another
 # prefill (by 2 % on an H200), and what comes before differs from mode to mode.
 REST_SECONDS = 0.15
+# Dead after 5 s without a word; a process of this machine that ended is noticed at once.
+AT_REST_SECONDS = 8.0
+IN_USE = re.compile(r"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -321,6 +325,25 @@ async def serial(client: httpx.AsyncClient, prefill: Server, decode: Server, bod
     seconds = time.perf_counter() - begin
     answer = await stream(client, decode.url, body, done["kv_transfer_params"], headers)
     return Answer(seconds + answer.ttft, seconds + answer.seconds, answer.tokens, answer.second, seconds)
+
+
+async def used(client: httpx.AsyncClient, server: Server) -> float:
+    """The part of its KV blocks that the engine has in use."""
+    found = IN_USE.findall((await client.get(f"{server.url}/metrics")).text)
+    return sum(float(value) for value in found)
+
+
+async def rests(client: httpx.AsyncClient, server: Server) -> float:
+    """Seconds until no block is in use and the connector has nothing in hand (else it refuses the reset)."""
+    begin = time.monotonic()
+    while True:
+        answer = await client.post(f"{server.url}/reset_prefix_cache?reset_external=true")
+        seconds = time.monotonic() - begin
+        if answer.status_code == 200 and answer.json().get("success") and await used(client, server) == 0:
+            return seconds
+        if seconds > AT_REST_SECONDS:
+            raise AssertionError(f"{server.name} is not at rest after {seconds:.1f} s: {answer.text}")
+        await asyncio.sleep(0.05)
 
 
 class Modes:

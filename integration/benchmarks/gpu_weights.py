@@ -1,10 +1,10 @@
 """Weights from a trainer's GPU into an engine's, beside vLLM's own backends, for docs/performance.md.
 
-Needs what bench_gpu_pd.py needs. An arm is a trainer and its engines: ours (shadow mode), streaming (ours,
+Needs what gpu_pd.py needs. An arm is a trainer and its engines: ours (shadow mode), streaming (ours,
 without room for a second copy), nccl, nccl-single (not packed), ipc (where both have one GPU: --gpus 0 0).
 It has a GPU for each of --trainers ranks and for each rank of --engines engines of --tensor-parallel ranks;
 arms have the GPUs of --gpus in turn, and share them where these are fewer, as they take turns. Engines have a
-shape of gpu_shapes.py in bfloat16, and so have trainers (rows of each tensor at each rank), or float32
+shape of shapes.py in bfloat16, and so have trainers (rows of each tensor at each rank), or float32
 masters. A round draws new weights, and sends them while a request is decoded. The table has medians, and the
 worst in brackets. What the engines answer before and behind the rounds is compared: it ends with status 1
 where tokens are not as they should be. A line of JSON a push goes to --json. --cpu tries our side on CPUs
@@ -33,7 +33,7 @@ from typing import Any, Self
 
 import httpx
 import numpy as np
-from bench_gpu_pd import (
+from gpu_pd import (
     CPU_ENVIRONMENT,
     HOST,
     JSON,
@@ -44,8 +44,8 @@ from bench_gpu_pd import (
     wait_ready,
     write_tiny,
 )
-from gpu_shapes import SHAPES
-from gpu_weight_trainer import THEIRS, Figures, Order, Trainer, nccl_environment
+from gpu_trainer import THEIRS, Figures, Order, Trainer, nccl_environment
+from shapes import SHAPES
 
 from kv_connector.lab.process import StartError, stop
 from kv_connector.lab.sse import Events

@@ -4,7 +4,7 @@ Needs vLLM with its GPU dependencies, three GPUs and this package: a prefill eng
 roles, of which one has all streams. A drain moves them to the other, and the next one back; each is a row of
 the table. A pause is a stream's longest gap between two events from the drain's beginning to some tokens
 behind its end; beside it stand the gaps before. In the first drain of all the engines meet. The model
-(gpu_shapes.py) has dummy weights: its tokens mean nothing, its times do.
+(shapes.py) has dummy weights: its tokens mean nothing, its times do.
 
 Before that, while its engines start, streams of a small float32 model move, and one engine is asked whether
 each of their tokens is the one that it finds most likely behind those before. Ends with status 1 where one is
@@ -29,8 +29,8 @@ from typing import Any
 
 import httpx
 import numpy as np
-from bench_gpu_goodput import GPU, Router, write_tokenizer
-from bench_gpu_pd import (
+from gpu_goodput import GPU, Router, write_tokenizer
+from gpu_pd import (
     CPU_ENVIRONMENT,
     HOST,
     JSON,
@@ -43,7 +43,7 @@ from bench_gpu_pd import (
     wait_ready,
     write_tiny,
 )
-from gpu_shapes import SHAPES
+from shapes import SHAPES
 
 from kv_connector.control.membership import Register
 from kv_connector.control.registrar import Registrar

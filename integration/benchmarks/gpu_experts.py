@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compares vLLM's data-parallel engines with and without KV_CONNECTOR_MOE=1 on a machine with GPUs.
 
-    scripts/gpu_experts.py [--ranks N] [--out FILE] [--seconds S] [--logs DIR] [qwen3] [deepseek]
+    gpu_experts.py [--ranks N] [--out FILE] [--seconds S] [--logs DIR] [qwen3] [deepseek]
 
 Both engines of a shape run at the same time, N processes each, one a GPU. They start one after the other and
 measure in turns, so that no two engines use the GPUs together. For each shape the script
@@ -40,7 +40,7 @@ from multiprocessing.connection import wait as wait_for
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 MODES = ("theirs", "ours")  # vLLM's allgather_reducescatter, and kv-connector's exchange
 BATCHES = (1, 8, 32, 128)
 PROMPT_TOKENS = 24
@@ -200,7 +200,7 @@ class Rank:
         }
         if plan.cpu:
             os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-            sys.path.insert(0, str(ROOT / "tests" / "vllm"))
+            sys.path.insert(0, str(ROOT / "tests" / "support"))
         sys.path.insert(0, str(ROOT))
         import torch
         import vllm

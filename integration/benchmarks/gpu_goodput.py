@@ -35,7 +35,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from bench_gpu_pd import (
+from goodput_load import CHUNK, WORKLOADS, Objectives, answers, lateness, report, row, summary, trace
+from gpu_pd import (
     CPU_ENVIRONMENT,
     ENVIRONMENT,
     HOST,
@@ -43,13 +44,12 @@ from bench_gpu_pd import (
     START_SECONDS,
     Server,
     ours,
+    rests,
     theirs,
     wait_ready,
     write_tiny,
 )
-from goodput_load import CHUNK, WORKLOADS, Objectives, answers, lateness, report, row, summary, trace
-from gpu_faults import rests
-from gpu_shapes import SHAPES
+from shapes import SHAPES
 
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.lab.process import Process, StartError, stop, wait_healthy

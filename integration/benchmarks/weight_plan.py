@@ -13,7 +13,7 @@ import resource
 import time
 from collections.abc import Sequence
 
-from gpu_weight_trainer import weights_of
+from gpu_trainer import weights_of
 
 from kv_connector.weights.geometry import Geometry, Parameter, Tensor, Write
 from kv_connector.weights.plan import Box, Shard, make_plan

@@ -1,6 +1,6 @@
 """Goodput without GPUs: the router's own policy before a model of vLLM's steps, beside two plain engines.
 
-The arrivals are those of bench_gpu_goodput.py, and the tables have its columns. A step takes what COST says,
+The arrivals are those of gpu_goodput.py, and the tables have its columns. A step takes what COST says,
 of a model with 8 billion weights on an H200, and its tokens go as vLLM's scheduler gives them out: to the
 running requests in the order in which they came, then to those that wait; of a prompt at most the threshold
 where there is another request. To choose a policy and D's settings by, for any number of arrivals;
@@ -265,7 +265,7 @@ def main() -> None:
     )
     parser.add_argument("--rates", nargs="+", type=float, default=[4, 7, 9, 11], help="a second")
     parser.add_argument("--seconds", type=float, default=25.0, help="of arrivals")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1], help="1 is bench_gpu_goodput.py's")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1], help="1 is gpu_goodput.py's")
     parser.add_argument(
         "--objectives",
         type=Objectives.parse,

@@ -1,6 +1,6 @@
 """Time to first token of SGLang P/D on two GPUs beside one server and beside SGLang's nixl and mooncake.
 
-    scripts/bench_sglang_gpu.py --logs DIR --json FILE [--only NAME,NAME] [--attention fa3] [--seconds 480]
+    sglang_gpu.py --logs DIR --json FILE [--only NAME,NAME] [--attention fa3] [--seconds 480]
 
 P on the first GPU, D and the one server on the second: a Llama of 8 billion weights, which are random.
 Deployments that the GPUs hold together start together and are measured one after the other; one that does not
@@ -20,8 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import bench_sglang as lab
-from gpu_shapes import SHAPES
+import sglang_cpu as lab
+from shapes import SHAPES
 
 from kv_connector.lab.sglang_cluster import Role, Server, ServerSettings, SglangCluster
 
@@ -114,7 +114,7 @@ def main() -> None:
     try:
         answer = subprocess.run(query, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        sys.exit(f"bench_sglang_gpu needs a machine with two GPUs, and nvidia-smi shows none here: {error}")
+        sys.exit(f"sglang_gpu needs a machine with two GPUs, and nvidia-smi shows none here: {error}")
     name, memory = answer.stdout.splitlines()[0].split(", ")
     names = options.only.split(",")
     # One server of 8 billion weights and 150,000 tokens takes 40 GB.

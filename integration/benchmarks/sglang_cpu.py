@@ -2,7 +2,7 @@
 (by tcp), on this machine's CPUs: time to first token, throughput, and what becomes of aborts and of servers
 that are killed.
 
-    .venv-sglang/bin/python scripts/bench_sglang.py [--rounds 3] [--faults]
+    .venv-sglang/bin/python integration/benchmarks/sglang_cpu.py [--rounds 3] [--faults]
 
 All is asked of P and D directly, as a router asks, so that no router is measured. The deployments take turns
 within a round; the servers of the others are stopped meanwhile (SIGSTOP).
