@@ -7,7 +7,6 @@ kernels' form, the second is copied there. Then an engine without weights takes 
 them. Ends with status 1 where tokens or parameters are others, or an engine does not start. --cpu tries the
 models that are not in fp8 on CPUs, where vLLM's hashes say nothing of parameters.
 """
-# ruff: noqa: T201  (its output is a report)
 
 from __future__ import annotations
 
@@ -26,7 +25,6 @@ from pathlib import Path
 import httpx
 import numpy as np
 import torch
-from gpu_pd import CPU_ENVIRONMENT, HOST, Body, Server, stream, wait_ready
 from safetensors.torch import load_file
 
 from kv_connector.lab.process import stop
@@ -34,9 +32,11 @@ from kv_connector.weights.block_fp8 import BlockFp8
 from kv_connector.weights.pusher import WeightPusher
 from kv_connector.weights.sources import TensorSource
 
-sys.path += [str(Path(__file__).parent.parent / "tests" / where) for where in ("topologies", "vllm")]
+sys.path.append(str(Path(__file__).resolve().parents[2] / "integration" / "benchmarks"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 import kinds
 from fp8_checkpoints import WEIGHTS, change, in_bfloat16, quantised
+from gpu_pd import CPU_ENVIRONMENT, HOST, Body, Server, stream, wait_ready
 
 LENGTHS, OUTPUT = (1, 33, 200, 700), 24
 ARGUMENTS = ["--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "2048"]

@@ -3,7 +3,6 @@
 Needs what gpu_pd.py needs, on two GPUs or on one (CUDA_VISIBLE_DEVICES=0,0). Ends with status 1 if a
 pair's tokens are others, or one does not start.
 """
-# ruff: noqa: T201  (its output is a report)
 
 from __future__ import annotations
 
@@ -20,12 +19,13 @@ from pathlib import Path
 
 import httpx
 import numpy as np
-from gpu_pd import HOST, Body, Server, direct, ours, rests, stream, wait_ready
 
 from kv_connector.lab.process import stop
 
-sys.path.append(str(Path(__file__).parent.parent / "tests" / "topologies"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "integration" / "benchmarks"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 import kinds
+from gpu_pd import HOST, Body, Server, direct, ours, rests, stream, wait_ready
 
 LENGTHS = (1, 2, 7, 33, 100, 300, 700, 1500)
 OUTPUT = 16

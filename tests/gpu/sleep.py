@@ -4,7 +4,6 @@ or on one (CUDA_VISIBLE_DEVICES=0,0).
 Needs what gpu_pd.py needs, and a vLLM from 0.33 on. After each wake-up P and D must give the tokens
 that they gave before, with no KV block left in use. Ends with status 1 if they do not.
 """
-# ruff: noqa: T201  (its output is a report)
 
 from __future__ import annotations
 
@@ -16,7 +15,11 @@ from pathlib import Path
 
 import httpx
 import numpy as np
-from gpu_faults import MIDDLE_SECONDS, VICTIM_TOKENS
+
+from kv_connector.lab.process import stop
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "integration" / "benchmarks"))
+from faults import MIDDLE_SECONDS, VICTIM_TOKENS
 from gpu_pd import (
     TINY_ARGUMENTS,
     Body,
@@ -29,8 +32,6 @@ from gpu_pd import (
     write_tiny,
 )
 from shapes import SHAPES
-
-from kv_connector.lab.process import stop
 
 SMALLEST_VOCABULARY = 256
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Checks dispatch and combine of experts on a machine with GPUs, one process a rank.
 
-    scripts/gpu_moe.py [--ranks N] [--out FILE] [bytes] [replays] [kill] [times]
+    tests/gpu/moe.py [--ranks N] [--out FILE] [bytes] [replays] [kill] [times]
 
 Without a name it runs all four. Needs torch for CUDA and an extension that was built with nvcc. Exits with 1
 where a byte differs. Ranks may share a GPU, which checks bytes and measures nothing. `times` prints
@@ -24,7 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.distributed as dist

@@ -3,7 +3,6 @@
 Needs what gpu_pd.py needs. The one that lives on must answer a request of its own, hold no KV block and
 no transfer, and work with the other one's successor at the same address. Ends with status 1 if it does not.
 """
-# ruff: noqa: T201  (its output is a report)
 
 from __future__ import annotations
 
@@ -16,6 +15,10 @@ from pathlib import Path
 
 import httpx
 import numpy as np
+
+from kv_connector.lab.process import stop
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "integration" / "benchmarks"))
 from gpu_pd import (
     Body,
     Deployment,
@@ -26,8 +29,6 @@ from gpu_pd import (
     wait_ready,
 )
 from shapes import SHAPES
-
-from kv_connector.lab.process import stop
 
 # Its prefill takes 0.5 s on an H200.
 VICTIM_TOKENS = 16384
