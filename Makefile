@@ -175,7 +175,7 @@ test-upstream: setup ## vLLM's own tests of connectors, over ours: VLLM=path of 
 	@$(PYTHON_ENV)/python scripts/upstream_tests.py "$(VLLM)"
 
 bench-gpu: ## on a machine with two GPUs: the nvlink lane, and vLLM P/D beside one engine (PYTHON: one that has vLLM)
-	@scripts/bench-gpu
+	@integration/benchmarks/run-gpu
 
 SEEDS ?= 200000
 campaign: setup ## the protocol under every fault, in virtual time: SEEDS=200000, or SEED=N for one that failed

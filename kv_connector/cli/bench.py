@@ -11,7 +11,7 @@ from kv_connector.cli.exit_status import ExitStatus
 from kv_connector.cli.plot import Plot, check_plot
 
 if TYPE_CHECKING:
-    from kv_connector.lab.bench.lane import Lane
+    from kv_connector.bench.lane import Lane
 
 app = typer.Typer(invoke_without_command=True)
 
@@ -49,10 +49,10 @@ def transfers(
     """
     if context.invoked_subcommand is not None:
         return
-    from kv_connector.lab.bench.contestants import CONTESTANTS
-    from kv_connector.lab.bench.tables import make_console
-    from kv_connector.lab.bench.transfers import Plan, run
-    from kv_connector.lab.bench.workloads import CASES
+    from kv_connector.bench.contestants import CONTESTANTS
+    from kv_connector.bench.tables import make_console
+    from kv_connector.bench.transfers import Plan, run
+    from kv_connector.bench.workloads import CASES
 
     check_plot(plot)
     names = _choose(contestants, [contestant.name for contestant in CONTESTANTS])
@@ -80,9 +80,9 @@ def prefill_decode(
     plot: Plot = None,
 ) -> None:
     """Time to first token and throughput: one vLLM engine alone beside P/D pairs, on this machine's CPUs."""
-    from kv_connector.lab.bench.pd.deployments import DEPLOYMENTS
-    from kv_connector.lab.bench.pd.run import Plan, run
-    from kv_connector.lab.bench.tables import make_console
+    from kv_connector.bench.pd.deployments import DEPLOYMENTS
+    from kv_connector.bench.pd.run import Plan, run
+    from kv_connector.bench.tables import make_console
 
     check_plot(plot)
     names = _choose(deployments, [deployment.name for deployment in DEPLOYMENTS])
@@ -110,8 +110,8 @@ def compare_faults(
 
     Each fault has a pair of its own, one after the other.
     """
-    from kv_connector.lab.bench.pd.faults import FAULTS, PAIRS, Plan, run
-    from kv_connector.lab.bench.tables import make_console
+    from kv_connector.bench.pd.faults import FAULTS, PAIRS, Plan, run
+    from kv_connector.bench.tables import make_console
 
     pairs = _choose(deployments, [deployment.name for deployment in PAIRS])
     names = _choose(faults, [fault.name for fault in FAULTS])
@@ -150,8 +150,8 @@ def table_2(
     json: _Json = None,
 ) -> None:
     """The paper's Table 2: single writes of 64 KiB to 32 MiB, paged ones of 1 to 64 KiB."""
-    from kv_connector.lab.bench.tables import make_console
-    from kv_connector.lab.bench.writes import Plan, run
+    from kv_connector.bench.tables import make_console
+    from kv_connector.bench.writes import Plan, run
 
     lanes = _lanes(provider, device, target_device, in_one_process=False)
     _end(run(Plan(lanes, rounds=rounds, pin=pin, shared=shared, json=json), make_console(json)))
@@ -169,8 +169,8 @@ def tables_8_and_9(
     json: _Json = None,
 ) -> None:
     """The paper's Tables 8 and 9: the steps of a scatter and of a barrier, by number of peers."""
-    from kv_connector.lab.bench.groups import Plan, run
-    from kv_connector.lab.bench.tables import make_console
+    from kv_connector.bench.groups import Plan, run
+    from kv_connector.bench.tables import make_console
 
     try:
         sizes = tuple(int(size) for size in peers.split(","))
@@ -192,8 +192,8 @@ def cost_of_peers(
     json: _Json = None,
 ) -> None:
     """What peers cost: seconds to connect them, memory and file descriptors of each."""
-    from kv_connector.lab.bench.peers import Plan, run
-    from kv_connector.lab.bench.tables import make_console
+    from kv_connector.bench.peers import Plan, run
+    from kv_connector.bench.tables import make_console
 
     lanes = _lanes(provider, device, target_device, in_one_process=False)
     _end(run(Plan(lanes, peers=peers, rounds=rounds, json=json), make_console(json)))
@@ -208,8 +208,8 @@ def meeting_of_engines(
     json: _Json = None,
 ) -> None:
     """Engines of many ranks that meet: seconds from the first request until every rank has its page."""
-    from kv_connector.lab.bench.meeting import Plan, run
-    from kv_connector.lab.bench.tables import make_console
+    from kv_connector.bench.meeting import Plan, run
+    from kv_connector.bench.tables import make_console
 
     (lane,) = _lanes(provider, "", "", in_one_process=False)
     plan = Plan(lane.provider, prefill=prefill, decode=decode, rounds=rounds, json=json)
@@ -229,8 +229,8 @@ def registering_beside_writes(
     json: _Json = None,
 ) -> None:
     """Latency of a 4 KiB write while another thread registers and deregisters memory with the same engine."""
-    from kv_connector.lab.bench.registration import Plan, run
-    from kv_connector.lab.bench.tables import make_console
+    from kv_connector.bench.registration import Plan, run
+    from kv_connector.bench.tables import make_console
 
     lanes = _lanes(provider, device, target_device, in_one_process=True)
     plan = Plan(lanes, registered_bytes=mib << 20, iterations=iterations, rounds=rounds, json=json)
@@ -244,8 +244,8 @@ def share_of_the_router(
     json: _Json = None,
 ) -> None:
     """What the router adds to a time to first token, also while its status page is open."""
-    from kv_connector.lab.bench.router import Plan, run
-    from kv_connector.lab.bench.tables import make_console
+    from kv_connector.bench.router import Plan, run
+    from kv_connector.bench.tables import make_console
 
     _end(run(Plan(rounds=rounds, requests=requests, json=json), make_console(json)))
 
@@ -273,8 +273,8 @@ def exchange_of_experts(
 
     Needs torch.
     """
-    from kv_connector.lab.bench.moe import Plan, Shape, Workload, run
-    from kv_connector.lab.bench.tables import make_console
+    from kv_connector.bench.moe import Plan, Shape, Workload, run
+    from kv_connector.bench.tables import make_console
     from kv_connector.moe.machine import visible_gpus
 
     if top_k > experts:
@@ -298,8 +298,8 @@ def hot_loops(
     json: _Json = None,
 ) -> None:
     """The engine's hot loops: submitting, posting and counting, over sim. Fails where an aim is missed."""
-    from kv_connector.lab.bench.micro import Plan, run
-    from kv_connector.lab.bench.tables import make_console
+    from kv_connector.bench.micro import Plan, run
+    from kv_connector.bench.tables import make_console
 
     _end(run(Plan(iterations=iterations, json=json), make_console(json)))
 
@@ -311,7 +311,7 @@ def _end(good: bool) -> None:
 
 
 def _lanes(provider: str, device: str, target_device: str, *, in_one_process: bool) -> "Sequence[Lane]":
-    from kv_connector.lab.bench.lane import UnknownLane, choose_lanes
+    from kv_connector.bench.lane import UnknownLane, choose_lanes
 
     try:
         return choose_lanes(

@@ -1,1 +1,1 @@
-"""Engines and routers as processes of this machine, small models, measurements: for demo, bench, tests."""
+"""Engines and routers as processes of this machine, and small models: for demo, bench and tests."""

@@ -30,9 +30,9 @@ from kv_connector.router.settings import Objectives
 from kv_connector.router.workload import Cost, Workload
 
 # A prompt that is late anyway is computed by a decode engine where that takes at most so many times as long.
-# By scripts/goodput_simulation.py (objectives 400 and 25 ms, steps 256/1024, eight seeds), of 7 and 11
-# requests a second 96.9 and 93.9 % have their first token in time with 2, 96.9 and 94.0 % with 1.5, and 96.7
-# and 93.4 % without it.
+# By integration/benchmarks/goodput_simulation.py (objectives 400 and 25 ms, steps 256/1024, eight seeds), of
+# 7 and 11 requests a second 96.9 and 93.9 % have their first token in time with 2, 96.9 and 94.0 % with 1.5,
+# and 96.7 and 93.4 % without it.
 _LATE_STRETCH = 2.0
 
 

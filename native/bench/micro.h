@@ -1,5 +1,5 @@
 // The engine's hot loops, one at a time, over `sim`: what an application pays to submit, what a worker pays to post and
-// to count. Run for time by `kv-connector bench micro`, for instructions by scripts/count-instructions.
+// to count. Run for time by `kv-connector bench micro`, for instructions by integration/benchmarks/count-instructions.
 //
 // Failures are exceptions (std::runtime_error with the engine's words).
 #pragma once

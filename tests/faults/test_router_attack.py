@@ -18,7 +18,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from kv_connector.lab.bench.records import percentile
+from kv_connector.bench.records import percentile
 from kv_connector.lab.cluster import engine_states
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.lab.process import ProcessGroup
@@ -26,7 +26,7 @@ from kv_connector.lab.served import Served
 
 ROOT = Path(__file__).parents[2]
 REPORT = ROOT / "build" / "router-attack.md"
-STUB = "kv_connector.lab.bench.stub_engine"
+STUB = "kv_connector.bench.stub_engine"
 MIB = 1 << 20
 CLIENTS = 4
 SECONDS = 10.0

@@ -1,4 +1,4 @@
-// Runs one of the hot loops, for a tool that counts its instructions: scripts/count-instructions.
+// Runs one of the hot loops, for a tool that counts its instructions: integration/benchmarks/count-instructions.
 //
 //   kvc_hot_loops submit | submit_one | post | count   NUMBER
 //   kvc_hot_loops scatter | prepared_scatter | barrier | prepared_barrier   NUMBER PEERS

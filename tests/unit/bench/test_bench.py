@@ -16,15 +16,15 @@ from serving import serving
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from kv_connector.bench import harness, machine, report, tables
+from kv_connector.bench.contestants import CONTESTANTS
+from kv_connector.bench.harness import measure_round
+from kv_connector.bench.pd import load
+from kv_connector.bench.pool import Pool
+from kv_connector.bench.records import Failure, Idle, Latency, Record, Throughput
+from kv_connector.bench.side import Contestant, Face, Role, Side
+from kv_connector.bench.workloads import POOL_BYTES, WORKLOADS, Slots, Workload
 from kv_connector.cli.bench import app
-from kv_connector.lab.bench import harness, machine, report, tables
-from kv_connector.lab.bench.contestants import CONTESTANTS
-from kv_connector.lab.bench.harness import measure_round
-from kv_connector.lab.bench.pd import load
-from kv_connector.lab.bench.pool import Pool
-from kv_connector.lab.bench.records import Failure, Idle, Latency, Record, Throughput
-from kv_connector.lab.bench.side import Contestant, Face, Role, Side
-from kv_connector.lab.bench.workloads import POOL_BYTES, WORKLOADS, Slots, Workload
 
 PAGES = Workload("4096x4K", 4096, 4 << 10)
 INSTALLED_WITH_US = [contestant for contestant in CONTESTANTS if contestant.module is None]

@@ -16,14 +16,14 @@ from serving import serving
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from kv_connector.bench.pd import clients, faults
+from kv_connector.bench.pd.clients import CLIENTS, OUTPUT_TOKENS, Clients, until_empty
+from kv_connector.bench.pd.deployments import Deployment
+from kv_connector.bench.pd.faults import FAULTS, Fault, Plan, Suffered
+from kv_connector.bench.pd.load import LoadError
+from kv_connector.bench.pd.mooncake_proxy import Proxy
+from kv_connector.bench.tables import make_console
 from kv_connector.cli.bench import app
-from kv_connector.lab.bench.pd import clients, faults
-from kv_connector.lab.bench.pd.clients import CLIENTS, OUTPUT_TOKENS, Clients, until_empty
-from kv_connector.lab.bench.pd.deployments import Deployment
-from kv_connector.lab.bench.pd.faults import FAULTS, Fault, Plan, Suffered
-from kv_connector.lab.bench.pd.load import LoadError
-from kv_connector.lab.bench.pd.mooncake_proxy import Proxy
-from kv_connector.lab.bench.tables import make_console
 from kv_connector.lab.process import StartError
 
 ABORT, KILL_D, KILL_P = FAULTS

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from command_line import invoke
 
+from kv_connector.bench import machine, micro, writes
+from kv_connector.bench.lane import Lane, UnknownLane, choose_lanes
+from kv_connector.bench.records import Micro, percentile
+from kv_connector.bench.side import Role
+from kv_connector.bench.workloads import Workload
 from kv_connector.cli.bench import app
-from kv_connector.lab.bench import machine, micro, writes
-from kv_connector.lab.bench.lane import Lane, UnknownLane, choose_lanes
-from kv_connector.lab.bench.records import Micro, percentile
-from kv_connector.lab.bench.side import Role
-from kv_connector.lab.bench.workloads import Workload
 
 run = partial(invoke, app)
 

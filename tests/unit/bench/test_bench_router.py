@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from command_line import invoke
 
+from kv_connector.bench import router
+from kv_connector.bench.router import WAYS
 from kv_connector.cli.bench import app
-from kv_connector.lab.bench import router
-from kv_connector.lab.bench.router import WAYS
 
 run = partial(invoke, app)
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from command_line import invoke
 
+from kv_connector.bench import moe
+from kv_connector.bench.moe import OURS, Plan, Shape, Workload
+from kv_connector.bench.tables import make_console
 from kv_connector.cli.bench import app
-from kv_connector.lab.bench import moe
-from kv_connector.lab.bench.moe import OURS, Plan, Shape, Workload
-from kv_connector.lab.bench.tables import make_console
 from kv_connector.moe import machine
 from kv_connector.moe.machine import Gpus
 

@@ -1,4 +1,4 @@
-"""scripts/goodput_simulation.py: the policy before a model of vLLM's steps."""
+"""integration/benchmarks/goodput_simulation.py: the policy before a model of vLLM's steps."""
 
 from __future__ import annotations
 

@@ -29,15 +29,16 @@ ROOMS: dict[str, set[str]] = {
     "sglang": {"protocol", "engine", "control", "agent"},
     "ray": {"vllm"},
     "router": {"protocol", "control"},
-    "lab": {"protocol", "engine", "control", "agent", "moe", "_bench"},
-    "cli": {"protocol", "engine", "control", "agent", "weights", "moe", "router", "lab"},
+    "lab": {"protocol", "control", "agent"},
+    "bench": {"protocol", "engine", "agent", "moe", "lab", "_bench"},
+    "cli": {"protocol", "engine", "control", "agent", "weights", "moe", "router", "lab", "bench"},
 }
 NATIVE = {"_native", "_bench"}
 FRAMEWORKS = {"vllm", "sglang", "ray", "torch"}
 ADAPTERS = {"vllm", "sglang", "ray"}
 OF_TENSORS = {"weights": {"torch"}, "moe": {"torch"}}
 # Another connector, which vLLM loads; and a process that measures torch's collectives.
-WITH_FRAMEWORKS = ("lab/bench/pd/mooncake_cpu.py", "lab/bench/moe_rank.py")
+WITH_FRAMEWORKS = ("bench/pd/mooncake_cpu.py", "bench/moe_rank.py")
 
 
 def imported(room: str) -> Iterator[tuple[str, str]]:

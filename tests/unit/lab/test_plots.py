@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from command_line import invoke
 
+from kv_connector.bench import report
+from kv_connector.bench.contestants import CONTESTANTS
+from kv_connector.bench.pd import run as pd
+from kv_connector.bench.pd.deployments import DEPLOYMENTS
+from kv_connector.bench.records import Throughput
 from kv_connector.cli.main import app
 from kv_connector.lab import demonstration, plots
-from kv_connector.lab.bench import report
-from kv_connector.lab.bench.contestants import CONTESTANTS
-from kv_connector.lab.bench.pd import run as pd
-from kv_connector.lab.bench.pd.deployments import DEPLOYMENTS
-from kv_connector.lab.bench.records import Throughput
 
 run = partial(invoke, app)
 

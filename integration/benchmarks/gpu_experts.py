@@ -1,0 +1,700 @@
+#!/usr/bin/env python3
+"""Compares vLLM's data-parallel engines with and without KV_CONNECTOR_MOE=1 on a machine with GPUs.
+
+    gpu_experts.py [--ranks N] [--out FILE] [--seconds S] [--logs DIR] [qwen3] [deepseek]
+
+Both engines of a shape run at the same time, N processes each, one a GPU. They start one after the other and
+measure in turns, so that no two engines use the GPUs together. For each shape the script
+
+- generates greedy tokens of the same prompts, uneven over the ranks, and compares them one by one,
+- measures decode steps at 1, 8, 32 and 128 tokens a rank: wall time, and GPU time of the step's graph,
+- counts the calls that kv-connector took, and those that it passed on to vLLM, with reasons.
+
+Weights are random, at the scale of a trained network (kv_connector/lab/model.py has the reason). The vLLM
+plugin of kv-connector must be installed (its entry point, at least). Each result is a JSON line, a table ends
+the output. Exits with 1 where a token differs or an engine fails. `--tiny` runs a small shape on CPUs.
+"""
+
+# ruff: noqa: T201  (its output is a table)
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import socket
+import statistics
+import sys
+import tempfile
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+MODES = ("theirs", "ours")  # vLLM's allgather_reducescatter, and kv-connector's exchange
+BATCHES = (1, 8, 32, 128)
+PROMPT_TOKENS = 24
+WARM_STEPS, STEPS = 5, 30
+"""Decode steps of one round: those before the first counted step, and those that count."""
+ROUNDS = 2
+"""Rounds of each batch and mode. The modes take turns."""
+OUTPUT_TOKENS = 24
+MAX_MODEL_LEN = 2048
+MAX_BATCHED_TOKENS = 1536
+"""More than the exchange takes (1,024): steps with the long prompt go to vLLM's exchange."""
+LONG_PROMPT = 1400
+
+QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "vocab_size": 151936,
+}
+DEEPSEEK: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "num_hidden_layers": 7,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "num_nextn_predict_layers": 0,
+    "vocab_size": 129280,
+    "quantization_config": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    },
+}
+COMMON: dict[str, Any] = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+# The same architectures, small enough for CPUs. vLLM for CPUs has no fp8 experts.
+TINY_COMMON: dict[str, Any] = {
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 128,
+    "num_experts_per_tok": 2,
+    "vocab_size": 512,
+}
+TINY = {
+    "qwen3": QWEN3 | TINY_COMMON | {"num_key_value_heads": 2, "head_dim": 32, "num_experts": 8},
+    "deepseek": {name: value for name, value in DEEPSEEK.items() if name != "quantization_config"}
+    | TINY_COMMON
+    | {"num_key_value_heads": 4, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "q_lora_rank": 64},
+}
+SHAPES = {"qwen3": QWEN3, "deepseek": DEEPSEEK}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The settings that a rank's process gets from its parent."""
+
+    mode: str
+    rank: int
+    ranks: int
+    port: int
+    directory: str
+    shape: dict[str, Any]
+    batches: tuple[int, ...]
+    compiles: bool
+    cpu: bool
+    log: str
+
+
+# --- in a rank's process ---
+
+
+def serve(plan: Plan, parent: Connection) -> None:
+    """A rank: starts its engine at the first question, then answers the parent's."""
+    log = os.open(plan.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    try:
+        rank = Rank(plan)
+        parent.send(("imported", None))
+        while True:
+            name, *given = parent.recv()
+            if name == "end":
+                break
+            parent.send(("done", getattr(rank, name)(*given)))
+    except BaseException as error:
+        import traceback
+
+        traceback.print_exc()
+        sys.stderr.flush()
+        with contextlib.suppress(OSError):
+            parent.send(("failed", f"{type(error).__name__}: {error}"))
+    # The engines share GPUs, and the results are out: nothing here is worth an orderly end.
+    os._exit(0)
+
+
+class Rank:
+    """One rank of one engine, in its own process, with vLLM's engine core in the same process."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        os.environ |= {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_DP_RANK": str(plan.rank),
+            "VLLM_DP_RANK_LOCAL": str(plan.rank),
+            "VLLM_DP_SIZE": str(plan.ranks),
+            "VLLM_DP_MASTER_IP": "127.0.0.1",
+            "VLLM_DP_MASTER_PORT": str(plan.port),
+            "VLLM_CACHE_ROOT": f"{plan.directory}/cache",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_USE_DEEP_GEMM": "0",  # compiles for each shape, which takes minutes
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
+            "HF_HUB_OFFLINE": "1",
+            "NCCL_NVLS_ENABLE": "0",
+            "KV_CONNECTOR_MOE": "1" if plan.mode == "ours" else "0",
+        }
+        if plan.cpu:
+            os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+            sys.path.insert(0, str(ROOT / "tests" / "support"))
+        sys.path.insert(0, str(ROOT))
+        import torch
+        import vllm
+
+        self.torch, self.vllm = torch, vllm
+        self.replays: list[list[tuple[Any, Any]]] | None = None
+        """Begin and end of each graph, by step. None: graphs are not timed."""
+        if not plan.cpu:
+            self._time_replays()
+        self._draw_weights()
+
+    def _time_replays(self) -> None:
+        torch = self.torch
+        replay = torch.cuda.CUDAGraph.replay
+
+        def timed(graph: Any) -> Any:
+            if self.replays is None:
+                return replay(graph)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            result = replay(graph)
+            end.record()
+            self.replays[-1].append((begin, end))
+            return result
+
+        torch.cuda.CUDAGraph.replay = timed
+
+    def _draw_weights(self) -> None:
+        """Has vLLM's dummy loader draw weights that make the output depend on tokens all over the prompt."""
+        from vllm.model_executor.model_loader import dummy_loader
+
+        torch, plan = self.torch, self.plan
+
+        def load_weights(_: Any, model: Any, model_config: Any) -> None:
+            for path, layer in model.named_modules():
+                persistent = {name for name, _ in layer.named_buffers(recurse=False)}
+                persistent -= layer._non_persistent_buffers_set
+                tensors = dict(layer.named_parameters(recurse=False))
+                tensors |= {name: layer.get_buffer(name) for name in persistent}
+                for name, tensor in tensors.items():
+                    draw(torch, f"{path}.{name}", tensor.data, plan)
+
+        dummy_loader.DummyModelLoader.load_weights = load_weights
+
+    def start(self) -> dict[str, Any]:
+        """Starts the engine. Collective over the ranks of a mode."""
+        plan, begin = self.plan, time.monotonic()
+        settings: dict[str, Any] = {
+            "model": f"{plan.directory}/model",
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "dtype": "bfloat16",
+            "max_model_len": MAX_MODEL_LEN,
+            "max_num_batched_tokens": MAX_BATCHED_TOKENS,
+            "max_num_seqs": max(plan.batches),
+            "enable_expert_parallel": True,
+            "enable_prefix_caching": False,
+            "async_scheduling": False,
+            "disable_nccl_for_dp_synchronization": True,
+            # In this process, where the graphs are timed and the weights drawn.
+            "distributed_executor_backend": "uni",
+            "seed": 0,
+            # Each of them compiles kernels that these shapes do not use.
+            "kernel_config": {
+                "enable_flashinfer_autotune": False,
+                "enable_cutedsl_warmup": False,
+                "enable_jit_warmup": False,
+            },
+        }
+        if plan.cpu:
+            settings |= {"enforce_eager": True, "worker_extension_cls": "moe_on_cpu.Worker"}
+            settings |= {"kv_cache_memory_bytes": 64 << 20}
+        else:
+            sizes = sorted({1, 2, 4, 8, 16, *plan.batches})
+            settings |= {
+                "kv_cache_memory_bytes": 4 << 30,
+                "gpu_memory_utilization": 0.4,
+                "compilation_config": {
+                    "mode": 3 if plan.compiles else 0,
+                    "cudagraph_mode": "FULL_DECODE_ONLY",
+                    "cudagraph_capture_sizes": sizes,
+                },
+            }
+        self.llm = self.vllm.LLM(**settings)
+        return {"seconds": round(time.monotonic() - begin, 1), "manager": self._manager()}
+
+    def _manager(self) -> str:
+        from vllm.distributed import get_ep_group
+
+        return type(get_ep_group().device_communicator.all2all_manager).__name__
+
+    def _enqueue(self, prompts: Sequence[list[int]], tokens: int) -> list[str]:
+        parameters = self.vllm.SamplingParams(
+            temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False
+        )
+        given = [{"prompt_token_ids": prompt} for prompt in prompts]
+        ids: list[str] = self.llm.enqueue(given, parameters, use_tqdm=False) if given else []
+        return ids
+
+    def generate(self, prompts: Sequence[list[int]], tokens: int) -> list[list[int]]:
+        """Greedy tokens of this rank's prompts. Collective. A rank without prompts runs dummy steps."""
+        ids = self._enqueue(prompts, tokens)
+        found: dict[str, list[int]] = {}
+        engine = self.llm.llm_engine
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    found[output.request_id] = list(output.outputs[0].token_ids)
+        by_number = sorted(found, key=lambda one: int(one.split("-")[0]))
+        assert len(by_number) == len(ids)
+        return [found[one] for one in by_number]
+
+    def decode(self, prompts: Sequence[list[int]], warm: int, steps: int) -> dict[str, Any]:
+        """Times decode steps with all prompts. Collective. Each rank has the same number of prompts."""
+        # The first steps also prefill. Two tokens more than are needed: no request ends in a counted step.
+        self._enqueue(prompts, len(prompts) + warm + steps + 2)
+        engine = self.llm.llm_engine
+        requests = list(engine.engine_core.engine_core.scheduler.requests.values())
+
+        # All ranks take the same number of steps, so none has to ask the others whether it may end.
+        while any(not request.num_output_tokens for request in requests):
+            engine.step()
+        for _ in range(warm):
+            engine.step()
+        self._synchronize()
+        self.replays = []
+        before, times = requests[-1].num_output_tokens, [time.perf_counter()]
+        for _ in range(steps):
+            self.replays.append([])
+            engine.step()
+            times.append(time.perf_counter())
+        self._synchronize()
+        replays, self.replays = self.replays, None
+        made = requests[-1].num_output_tokens - before
+        engine.abort_request([request.request_id for request in requests], internal=True)
+        while engine.has_unfinished_requests():
+            engine.step()
+        return {
+            "tokens": made,
+            "step_us": [1e6 * (after - begin) for begin, after in itertools.pairwise(times)],
+            # From the first graph of a step to the end of its last. A model may have several.
+            "graph_us": [1e3 * step[0][0].elapsed_time(step[-1][1]) for step in replays if step],
+        }
+
+    def _synchronize(self) -> None:
+        if not self.plan.cpu:
+            self.torch.cuda.synchronize()
+
+    def counts(self) -> dict[str, int]:
+        """Calls that kv-connector took, and those passed on by reason."""
+        from prometheus_client import REGISTRY
+
+        names = ("kv_connector_moe_taken_total", "kv_connector_moe_passed_total")
+        return {
+            sample.labels.get("reason", "taken"): int(sample.value)
+            for metric in REGISTRY.collect()
+            for sample in metric.samples
+            if sample.name in names
+        }
+
+
+def draw(torch: Any, path: str, tensor: Any, plan: Plan) -> None:
+    """Fills a tensor from its name: equal in both modes, and on all ranks but for experts."""
+    name = path.rsplit(".", 1)[-1]
+    if not tensor.is_floating_point():
+        return
+    if "scale" in name:
+        # Block scales of 128 columns, of weights that are drawn with a spread of 64.
+        tensor.fill_(1 / 64 / (128 * tensor.shape[-1]) ** 0.5 if tensor.dim() > 1 else 1.0)
+        return
+    if tensor.dim() < 2:
+        # Queries and keys have unit variance before their norm's weight, which alone spreads the scores.
+        is_head_norm = ".q_norm." in path or ".k_norm." in path
+        tensor.fill_(0.0 if "bias" in name else 3.0**0.5 if is_head_norm else 1.0)
+        return
+    of_rank = plan.rank + 1 if "experts" in path and "shared_experts" not in path else 0
+    generator = torch.Generator(device=tensor.device)
+    generator.manual_seed(zlib.crc32(path.encode()) + of_rank)
+    is_vocabulary = "embed_tokens" in path or "lm_head" in path
+    spread = 1.0 if is_vocabulary else tensor.shape[-1] ** -0.5
+    if tensor.element_size() > 1:
+        tensor.normal_(0.0, spread, generator=generator)
+        return
+    for part in tensor if tensor.dim() > 2 else (tensor,):
+        drawn = torch.empty(part.shape, dtype=torch.bfloat16, device=part.device)
+        part.copy_(drawn.normal_(0.0, 64.0, generator=generator).clamp_(-448, 448))
+
+
+# --- in the parent ---
+
+
+class Failed(RuntimeError):
+    """An engine failed or did not answer in time."""
+
+
+@dataclass
+class Mode:
+    """The processes of one engine, one a rank."""
+
+    name: str
+    processes: list[Any] = field(default_factory=list)
+    connections: list[Connection] = field(default_factory=list)
+
+    def answers(self, seconds: float) -> list[Any]:
+        """One answer of each rank, in rank order."""
+        found: dict[int, Any] = {}
+        end = time.monotonic() + seconds
+        while len(found) < len(self.connections):
+            waiting = [c for rank, c in enumerate(self.connections) if rank not in found]
+            ready = wait_for(waiting, max(0.0, end - time.monotonic()))
+            if not ready:
+                silent = sorted(set(range(len(self.connections))) - found.keys())
+                raise Failed(f"{self.name}: ranks {silent} did not answer in {seconds:.0f} s")
+            for rank, connection in enumerate(self.connections):
+                if connection not in ready:
+                    continue
+                try:
+                    kind, value = connection.recv()
+                except EOFError:
+                    kind, value = "failed", "its process ended"
+                if kind == "failed":
+                    raise Failed(f"{self.name}: rank {rank}: {value}")
+                found[rank] = value
+        return [found[rank] for rank in range(len(self.connections))]
+
+    def ask(self, seconds: float, name: str, *given: Any, each: Sequence[Any] | None = None) -> list[Any]:
+        """Has each rank run a method. ``each`` has the first argument of each rank."""
+        for rank, connection in enumerate(self.connections):
+            own = () if each is None else (each[rank],)
+            connection.send((name, *own, *given))
+        return self.answers(seconds)
+
+
+class Comparison:
+    """Both engines of one shape."""
+
+    def __init__(
+        self, options: argparse.Namespace, name: str, write: Callable[[dict[str, Any]], None]
+    ) -> None:
+        self.options, self.name, self.write = options, name, write
+        self.shape = COMMON | (TINY[name] if options.tiny else SHAPES[name])
+        if options.layers:
+            self.shape["num_hidden_layers"] = options.layers
+        self.end = time.monotonic() + options.seconds
+        self.random = random.Random(0)
+        self.batches = (1, 4) if options.tiny else BATCHES
+        self.modes: list[Mode] = []
+        self.table: list[dict[str, Any]] = []
+        self.differs = 0
+
+    def left(self, most: float) -> float:
+        """Seconds for a question: ``most``, or those that are left."""
+        return float(max(1.0, min(most, self.end - time.monotonic())))
+
+    def run(self) -> bool:
+        begin = time.monotonic()
+        with self._processes():
+            self._start()
+            self._compare()
+            self._measure()
+            self._count()
+        self.write({"event": "end", "shape": self.name, "seconds": round(time.monotonic() - begin, 1)})
+        return not self.differs
+
+    @contextlib.contextmanager
+    def _processes(self) -> Iterator[None]:
+        context = multiprocessing.get_context("spawn")
+        directory = Path(tempfile.mkdtemp(prefix="kvc-experts-"))
+        (directory / "model").mkdir()
+        (directory / "model" / "config.json").write_text(json.dumps(self.shape))
+        logs = Path(self.options.logs or directory)
+        logs.mkdir(parents=True, exist_ok=True)
+        paths = []
+        try:
+            for name in self.options.modes.split(","):
+                mode, port = Mode(name), free_port()
+                self.modes.append(mode)
+                for rank in range(self.options.ranks):
+                    log = logs / f"{self.name}-{name}-{rank}.log"
+                    paths.append(log)
+                    mine, theirs = context.Pipe()
+                    plan = Plan(
+                        mode=name,
+                        rank=rank,
+                        ranks=self.options.ranks,
+                        port=port,
+                        directory=str(directory),
+                        shape=self.shape,
+                        batches=self.batches,
+                        compiles=self.options.compile,
+                        cpu=self.options.tiny,
+                        log=str(log),
+                    )
+                    process = context.Process(target=serve, args=(plan, theirs), name=f"{name}-{rank}")
+                    process.start()
+                    theirs.close()
+                    mode.processes.append(process)
+                    mode.connections.append(mine)
+            yield
+        except Failed:
+            for path in paths:
+                lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+                print(
+                    f"--- {path.name}",
+                    *(line[:300] for line in lines[-self.options.tail :]),
+                    sep="\n",
+                    flush=True,
+                )
+            raise
+        finally:
+            for mode in self.modes:
+                for connection in mode.connections:
+                    with contextlib.suppress(OSError):
+                        connection.send(("end",))
+                for process in mode.processes:
+                    process.join(0.5)
+                    if process.is_alive():
+                        process.kill()
+                        process.join()
+
+    def _start(self) -> None:
+        begin = time.monotonic()
+        for mode in self.modes:
+            mode.answers(self.left(120))
+        imported = time.monotonic() - begin
+        for mode in self.modes:
+            started = mode.ask(self.left(self.options.start_seconds), "start")
+            self.write(
+                {
+                    "event": "started",
+                    "shape": self.name,
+                    "mode": mode.name,
+                    "import_s": round(imported, 1),
+                    "start_s": max(one["seconds"] for one in started),
+                    "manager": started[0]["manager"],
+                    "layers": self.shape["num_hidden_layers"],
+                }
+            )
+
+    def _prompt(self, tokens: int) -> list[int]:
+        return [self.random.randrange(2, self.shape["vocab_size"]) for _ in range(tokens)]
+
+    def _compare(self) -> None:
+        """Greedy tokens of even, uneven and idle ranks, and of a step that the exchange is too small for."""
+        ranks = self.options.ranks
+        cases: dict[str, list[list[list[int]]]] = {
+            "even": [[self._prompt(40) for _ in range(4)] for _ in range(ranks)],
+            "uneven": [
+                [self._prompt(10 + 37 * n + 11 * rank) for n in range(1 + 3 * rank)] for rank in range(ranks)
+            ],
+            "one idle rank": [[self._prompt(64)] if rank == 0 else [] for rank in range(ranks)],
+            "long": [[self._prompt(LONG_PROMPT)] if rank == ranks - 1 else [] for rank in range(ranks)],
+        }
+        for case, prompts in cases.items():
+            found = {
+                mode.name: mode.ask(self.left(60), "generate", OUTPUT_TOKENS, each=prompts)
+                for mode in self.modes
+            }
+            if len(found) < 2:
+                continue
+            pairs = [
+                (theirs, ours)
+                for rank in range(ranks)
+                for theirs, ours in zip(found["theirs"][rank], found["ours"][rank], strict=True)
+            ]
+            # After the first difference the engines compute different texts.
+            firsts = [
+                next((n for n, (a, b) in enumerate(zip(theirs, ours, strict=True)) if a != b), None)
+                for theirs, ours in pairs
+            ]
+            differing = [first for first in firsts if first is not None]
+            self.differs += len(differing)
+            self.write(
+                {
+                    "event": "tokens",
+                    "shape": self.name,
+                    "case": case,
+                    "requests": len(pairs),
+                    "tokens": sum(len(theirs) for theirs, _ in pairs),
+                    "different": sum(a != b for t, o in pairs for a, b in zip(t, o, strict=True)),
+                    "differing_requests": len(differing),
+                    "first_difference": min(differing, default=None),
+                    "distinct_tokens": len({token for theirs, _ in pairs for token in theirs}),
+                }
+            )
+
+    def _measure(self) -> None:
+        """Decode steps of each batch. The modes take turns, so that a drift of the clocks meets both."""
+        for batch in self.batches:
+            prompts = [[self._prompt(PROMPT_TOKENS) for _ in range(batch)] for _ in range(self.options.ranks)]
+            steps: dict[str, list[float]] = {mode.name: [] for mode in self.modes}
+            graphs: dict[str, list[float]] = {mode.name: [] for mode in self.modes}
+            for turn in range(ROUNDS):
+                for mode in self.modes if turn % 2 == 0 else reversed(self.modes):
+                    ranks = mode.ask(self.left(60), "decode", WARM_STEPS, STEPS, each=prompts)
+                    if any(one["tokens"] != STEPS for one in ranks):
+                        raise Failed(f"{mode.name}: {[one['tokens'] for one in ranks]} of {STEPS} tokens")
+                    # A step ends with its slowest rank. All ranks have the same number of steps.
+                    steps[mode.name] += [
+                        max(each) for each in zip(*(one["step_us"] for one in ranks), strict=True)
+                    ]
+                    graphs[mode.name] += [
+                        max(each) for each in zip(*(one["graph_us"] for one in ranks), strict=True)
+                    ]
+            row: dict[str, Any] = {"event": "decode", "shape": self.name, "batch": batch}
+            for mode in self.modes:
+                row[f"{mode.name}_step_us"] = round(statistics.median(steps[mode.name]), 1)
+                if graphs[mode.name]:
+                    row[f"{mode.name}_graph_us"] = round(statistics.median(graphs[mode.name]), 1)
+                    row[f"{mode.name}_graphs"] = len(graphs[mode.name])
+            self.table.append(row)
+            self.write(row)
+
+    def _count(self) -> None:
+        for mode in self.modes:
+            total: Counter[str] = Counter()
+            for one in mode.ask(self.left(10), "counts"):
+                total.update(one)
+            taken = total.pop("taken", 0)
+            self.write(
+                {
+                    "event": "calls",
+                    "shape": self.name,
+                    "mode": mode.name,
+                    "taken": taken,
+                    "passed_on": dict(total),
+                }
+            )
+            if mode.name == "ours" and not taken:
+                raise Failed("ours: kv-connector took no call")
+
+    def show(self) -> None:
+        """The table of decode steps."""
+        layers = self.shape["num_hidden_layers"] - self.shape.get("first_k_dense_replace", 0)
+        print(f"\n{self.name}: {self.options.ranks} ranks, {layers} layers of experts; medians, us")
+        head = f"{'batch':>6}{'step theirs':>13}{'ours':>10}{'less':>9}"
+        print(head + f"{'graph theirs':>14}{'ours':>10}{'less':>9}{'a layer':>9}")
+        for row in self.table:
+            if "theirs_step_us" not in row or "ours_step_us" not in row:
+                continue
+            cells = f"{row['batch']:>6}{row['theirs_step_us']:>13.1f}{row['ours_step_us']:>10.1f}"
+            cells += f"{row['theirs_step_us'] - row['ours_step_us']:>9.1f}"
+            if "theirs_graph_us" in row and "ours_graph_us" in row:
+                less = row["theirs_graph_us"] - row["ours_graph_us"]
+                cells += f"{row['theirs_graph_us']:>14.1f}{row['ours_graph_us']:>10.1f}{less:>9.1f}"
+                cells += f"{less / layers:>9.2f}"
+            print(cells)
+        sys.stdout.flush()
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("shapes", nargs="*", help="qwen3, deepseek (default: both)")
+    parser.add_argument("--ranks", type=int, default=2, help="GPUs, one data-parallel rank each")
+    parser.add_argument(
+        "--layers", type=int, default=0, help="layers (default: 48 of Qwen3, 7 of DeepSeek-V3)"
+    )
+    parser.add_argument("--out", default="", help="file that JSON lines are appended to")
+    parser.add_argument("--logs", default="", help="folder for the logs of the engines")
+    parser.add_argument("--modes", default=",".join(MODES), help="engines to run")
+    parser.add_argument("--seconds", type=float, default=220, help="most seconds of a shape")
+    parser.add_argument("--start-seconds", type=float, default=90, help="most seconds of an engine's start")
+    parser.add_argument("--tail", type=int, default=30, help="lines of each log that a failure prints")
+    parser.add_argument("--compile", action="store_true", help="torch.compile (adds to each start)")
+    parser.add_argument("--tiny", action="store_true", help="a small shape on CPUs")
+    options = parser.parse_args()
+
+    def write(row: dict[str, Any]) -> None:
+        row = {"ranks": options.ranks, **row}
+        print(json.dumps(row), flush=True)
+        if options.out:
+            with Path(options.out).open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+    fine = True
+    for name in options.shapes or SHAPES:
+        comparison = Comparison(options, name, write)
+        try:
+            fine &= comparison.run()
+        except Failed as error:
+            write({"event": "failed", "shape": name, "error": str(error)})
+            fine = False
+        comparison.show()
+    return 0 if fine else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

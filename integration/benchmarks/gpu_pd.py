@@ -1,0 +1,657 @@
+"""TTFT of a prefill and a decode engine on two GPUs, against one engine: the numbers of docs/performance.md.
+
+Needs vLLM with its GPU dependencies, two GPUs (four with --tensor-parallel 2) and this package (installed or
+on PYTHONPATH); --rivals also needs NIXL. Prints a table, and one JSON line per request to --json. The models
+(shapes.py) have dummy weights: their tokens mean nothing, their times do. --before measures engines of
+another build of this package beside, through a router, too: name the directory that has its kv_connector.
+The engines of rivals are stopped while others are measured, for NIXL's agents keep a core busy each.
+With --equality N, N prompts of a small float32 model with random weights are answered by one engine and by
+the pair, and their tokens compared.
+"""
+# ruff: noqa: T201  (its output is a table)
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import shlex
+import signal
+import statistics
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import httpx
+import numpy as np
+from shapes import SHAPES
+
+from kv_connector.lab.process import Process, StartError, answers, stop, wait_healthy
+from kv_connector.lab.sse import Events
+
+HOST = "127.0.0.1"
+JSON = {"content-type": "application/json"}
+START_SECONDS = 240.0
+# Before each request that is timed by itself: a GPU at its power limit runs slower right after another
+# prefill (by 2 % on an H200), and what comes before differs from mode to mode.
+REST_SECONDS = 0.15
+# Dead after 5 s without a word; a process of this machine that ended is noticed at once.
+AT_REST_SECONDS = 8.0
+IN_USE = re.compile(r"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "PYTHONSAFEPATH": "1",  # a checkout's package, without a native module, would come first
+}
+
+
+# To try a benchmark on CPUs.
+CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+
+
+@dataclass
+class Server:
+    """One vLLM API server on one GPU, or on several by tensor parallelism."""
+
+    name: str
+    gpus: Sequence[int]
+    port: int
+    model: Path
+    arguments: Sequence[str]
+    logs: Path
+    transfer: dict[str, Any] | None = None
+    control_port: int = 0
+    environment: Mapping[str, str] = field(default_factory=dict)
+    process: Process | None = field(default=None, repr=False)
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+    def start(self) -> None:
+        if answers(f"{self.url}/health"):
+            raise RuntimeError(f"{self.url} answers before {self.name} is started: what is left there?")
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model)]
+        command += ["--served-model-name", "model", "--host", HOST, "--port", str(self.port)]
+        command += ["--skip-tokenizer-init", "--no-enable-prefix-caching", "--gpu-memory-utilization", "0.3"]
+        command += ["--tensor-parallel-size", str(len(self.gpus)), *self.arguments]
+        if self.transfer is not None:
+            command += ["--kv-transfer-config", json.dumps(self.transfer)]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        gpus = [visible.split(",")[gpu] if visible else str(gpu) for gpu in self.gpus]
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), **ENVIRONMENT, **self.environment}
+        log = self.logs / f"{self.name}.log"
+        log.unlink(missing_ok=True)
+        self.process = Process(self.name, command, environment=environment, log=log)
+
+
+def ours(role: str, control_port: int, provider: str, url: str, registration: int) -> dict[str, Any]:
+    """Of an engine at ``url``, which registers with a router at ``registration``."""
+    settings = {"control_host": HOST, "control_port": control_port, "providers": [provider]}
+    settings |= {"routers": [f"{HOST}:{registration}"], "api_url": url}
+    return {
+        "kv_connector": "WriteImmConnector",
+        "kv_connector_module_path": "kv_connector.vllm.connector",
+        "kv_role": role,
+        "kv_connector_extra_config": settings,
+    }
+
+
+def theirs(name: str, role: str, port: int, *, cpu: bool = False) -> tuple[dict[str, Any], dict[str, str]]:
+    """Of an engine with NIXL, whose ranks meet from ``port`` on: its transfer, and its environment."""
+    transfer = {"kv_connector": RIVALS[name], "kv_role": role}
+    if cpu:
+        transfer["kv_buffer_device"] = "cpu"
+    return transfer, {"VLLM_NIXL_SIDE_CHANNEL_HOST": HOST, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """One engine, and pairs of a prefill and a decode engine by the name of their connector.
+
+    Only one request is under way at a time, or one deployment under load: they share the GPUs.
+    """
+
+    alone: Server
+    pairs: Mapping[str, tuple[Server, Server]]
+
+    @property
+    def servers(self) -> list[Server]:
+        return [self.alone, *(server for pair in self.pairs.values() for server in pair)]
+
+
+# vLLM's arguments. With async scheduling, its default, a token is handed out after the next step's launch.
+MODES = {
+    "graphs": [],
+    "eager": ["--enforce-eager"],
+    "eager-sync": ["--enforce-eager", "--no-async-scheduling"],
+}
+RIVALS = {"nixl": "NixlConnector", "nixl-push": "NixlPushConnector"}
+BEFORE = "before"  # another build of ours
+
+
+def deployment(
+    prefix: str,
+    port: int,
+    model: Path,
+    arguments: Sequence[str],
+    logs: Path,
+    *,
+    tensor_parallel: int = 1,
+    rivals: Sequence[str] = (),
+    before: Path | None = None,
+    provider: str = "nvlink",
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> Deployment:
+    """Prefill engines on the first GPUs, the one engine beside them, decode engines on the next GPUs."""
+    first, second = range(tensor_parallel), range(tensor_parallel, 2 * tensor_parallel)
+
+    def pair(name: str, port: int) -> tuple[Server, Server]:
+        sides = []
+        for number, (side, gpus) in enumerate((("prefill", first), ("decode", second))):
+            role = "kv_producer" if side == "prefill" else "kv_consumer"
+            # A rank's port is the engine's plus the rank.
+            control = port + 20 + 10 * number
+            url, registration = f"http://{HOST}:{port + number}", port + 15
+            transfer, more = ours(role, control, provider, url, registration), dict(environment)
+            if name in RIVALS:
+                transfer, meeting = theirs(name, role, control)
+                more |= meeting
+            elif name == BEFORE:
+                more["PYTHONPATH"] = os.pathsep.join([str(before), os.environ.get("PYTHONPATH", "")])
+            sides.append(
+                Server(
+                    f"{prefix}-{name}-{side}",
+                    gpus,
+                    port + number,
+                    model,
+                    arguments,
+                    logs,
+                    transfer,
+                    control,
+                    more,
+                )
+            )
+        return sides[0], sides[1]
+
+    names = ("ours", *([BEFORE] if before else []), *rivals)
+    return Deployment(
+        Server(f"{prefix}-alone", first, port, model, arguments, logs, environment=environment),
+        {name: pair(name, port + 50 * index) for index, name in enumerate(names, 1)},
+    )
+
+
+def cpu_seconds(server: Server) -> float:
+    """Of all its processes: they are one session."""
+    assert server.process is not None
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        if int(fields[3]) == server.process.pid:
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def wait_ready(servers: Sequence[Server]) -> None:
+    urls = {}
+    for server in servers:
+        assert server.process is not None
+        urls[server.process] = f"{server.url}/health"
+    wait_healthy(urls, deadline=time.monotonic() + START_SECONDS)
+
+
+def start_router(prefill: Server, port: int, logs: Path) -> Process:
+    """Before the engines that register with it: those of ``prefill``'s pair. Returns once both have."""
+    command = [sys.executable, "-m", "kv_connector.cli.main", "router", "--host", HOST, "--port", str(port)]
+    command += ["--registration", f"{HOST}:{prefill.port + 15}"]
+    router = Process(f"router-{port}", command, environment=ENVIRONMENT, log=logs / f"router-{port}.log")
+    # Healthy is a router that has engines of both sides.
+    wait_healthy({router: f"http://{HOST}:{port}/health"}, deadline=time.monotonic() + START_SECONDS)
+    return router
+
+
+@dataclass(frozen=True)
+class Answer:
+    ttft: float
+    seconds: float
+    tokens: tuple[int, ...]
+    second: float = 0.0
+    """Seconds from the first token to the second."""
+    prefill_seconds: float = 0.0  # until P's own answer; 0: one engine, or a router in between
+
+
+class Body:
+    """A request's JSON. The prompt is written before any clock starts: that takes a client milliseconds."""
+
+    def __init__(self, prompt: Sequence[int], tokens: int) -> None:
+        self._prompt = json.dumps(list(prompt)).encode()
+        self.tokens = tokens
+
+    def json(self, *, tokens: int = 0, stream: bool = False, params: dict[str, Any] | None = None) -> bytes:
+        """`tokens`: where it is not the request's own number."""
+        rest: dict[str, Any] = {
+            "model": "model",
+            "max_tokens": tokens or self.tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "detokenize": False,
+            "return_token_ids": True,
+            "stream": stream,
+        }
+        if params is not None:
+            rest["kv_transfer_params"] = params
+        return b'{"prompt": ' + self._prompt + b", " + json.dumps(rest).encode()[1:]
+
+
+async def stream(
+    client: httpx.AsyncClient,
+    url: str,
+    body: Body,
+    params: dict[str, Any] | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Answer:
+    begin = time.perf_counter()
+    first = second = 0.0
+    tokens: list[int] = []
+    content, headers = body.json(stream=True, params=params), {**JSON, **(headers or {})}
+    async with client.stream("POST", f"{url}/v1/completions", content=content, headers=headers) as response:
+        if response.status_code != 200:
+            raise RuntimeError(f"HTTP {response.status_code}: {(await response.aread())[:500]!r}")
+        events = Events()
+        async for chunk in response.aiter_bytes():
+            choices = [c for event in events.feed(chunk) for c in json.loads(event).get("choices", [])]
+            for choice in choices:
+                if choice.get("token_ids"):
+                    first = first or time.perf_counter() - begin
+                    tokens += choice["token_ids"]
+                    if len(tokens) > 1:
+                        second = second or time.perf_counter() - begin - first
+    if len(tokens) != body.tokens:
+        raise RuntimeError(f"{len(tokens)} tokens instead of {body.tokens}")
+    return Answer(first, time.perf_counter() - begin, tuple(tokens), second)
+
+
+async def prefilled(
+    client: httpx.AsyncClient,
+    url: str,
+    body: Body,
+    params: dict[str, Any] | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> tuple[float, dict[str, Any]]:
+    """A prefill engine's answer of one token, and the seconds until it was there."""
+    begin = time.perf_counter()
+    content, headers = body.json(tokens=1, params=params), {**JSON, **(headers or {})}
+    response = await client.post(f"{url}/v1/completions", content=content, headers=headers)
+    response.raise_for_status()
+    return time.perf_counter() - begin, response.json()
+
+
+async def direct(client: httpx.AsyncClient, prefill: Server, decode: Server, body: Body) -> Answer:
+    """Both engines at once, as the router does it, without its hop."""
+    transfer_id = uuid.uuid4().hex
+    at_prefill = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+    at_decode = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "transfer_id": transfer_id,
+        "remote_host": HOST,
+        "remote_port": prefill.control_port,
+    }
+    (seconds, _), answer = await asyncio.gather(
+        prefilled(client, prefill.url, body, at_prefill), stream(client, decode.url, body, at_decode)
+    )
+    return Answer(answer.ttft, answer.seconds, answer.tokens, answer.second, seconds)
+
+
+async def serial(client: httpx.AsyncClient, prefill: Server, decode: Server, body: Body) -> Answer:
+    """One after the other, D with what P answered: NIXL's flow, without a router's hop."""
+    begin = time.perf_counter()
+    headers = {"X-Request-Id": uuid.uuid4().hex}  # by which NixlPushConnector's P knows what to push where
+    wanted = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+    params = {"do_remote_decode": True, "do_remote_prefill": False, **wanted}
+    _, done = await prefilled(client, prefill.url, body, params, headers)
+    seconds = time.perf_counter() - begin
+    answer = await stream(client, decode.url, body, done["kv_transfer_params"], headers)
+    return Answer(seconds + answer.ttft, seconds + answer.seconds, answer.tokens, answer.second, seconds)
+
+
+async def used(client: httpx.AsyncClient, server: Server) -> float:
+    """The part of its KV blocks that the engine has in use."""
+    found = IN_USE.findall((await client.get(f"{server.url}/metrics")).text)
+    return sum(float(value) for value in found)
+
+
+async def rests(client: httpx.AsyncClient, server: Server) -> float:
+    """Seconds until no block is in use and the connector has nothing in hand (else it refuses the reset)."""
+    begin = time.monotonic()
+    while True:
+        answer = await client.post(f"{server.url}/reset_prefix_cache?reset_external=true")
+        seconds = time.monotonic() - begin
+        if answer.status_code == 200 and answer.json().get("success") and await used(client, server) == 0:
+            return seconds
+        if seconds > AT_REST_SECONDS:
+            raise AssertionError(f"{server.name} is not at rest after {seconds:.1f} s: {answer.text}")
+        await asyncio.sleep(0.05)
+
+
+class Modes:
+    """The ways to have a request answered, by name."""
+
+    def __init__(self, client: httpx.AsyncClient, deployment: Deployment, routers: Mapping[str, str]) -> None:
+        """``routers``: URLs, by the pair."""
+        self._client = client
+        self._deployment = deployment
+        self._routers = routers
+        self.names = ("alone", "router", "direct", *(name for name in deployment.pairs if name != "ours"))
+        for name in deployment.pairs:
+            self._signal(name, signal.SIGSTOP)
+
+    @contextmanager
+    def up(self, name: str) -> Iterator[None]:
+        """A rival's engines are stopped but in this block."""
+        self._signal(name, signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self._signal(name, signal.SIGSTOP)
+
+    def _signal(self, name: str, number: signal.Signals) -> None:
+        for engine in self._deployment.pairs[name] if name in RIVALS else ():
+            assert engine.process is not None
+            engine.process.signal(number)
+
+    async def answer(self, name: str, body: Body) -> Answer:
+        if name == "alone":
+            return await stream(self._client, self._deployment.alone.url, body)
+        if name == "router":
+            return await stream(self._client, self._routers["ours"], body)
+        if name == "direct":
+            return await direct(self._client, *self._deployment.pairs["ours"], body)
+        if name == BEFORE:
+            return await stream(self._client, self._routers[name], body)
+        return await serial(self._client, *self._deployment.pairs[name], body)
+
+    def cpu_seconds(self, name: str) -> float:
+        """What the engines that answer have used of processors so far."""
+        if name == "alone":
+            return cpu_seconds(self._deployment.alone)
+        pairs = self._deployment.pairs
+        return sum(map(cpu_seconds, pairs.get(name, pairs["ours"])))
+
+
+def milliseconds(values: Sequence[float]) -> str:
+    return f"{statistics.median(values) * 1e3:.1f}"
+
+
+async def measure(
+    label: str, deployment: Deployment, routers: Mapping[str, str], plan: argparse.Namespace, sink: Any
+) -> None:
+    rng = np.random.default_rng(1)
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(timeout=20.0, trust_env=False, limits=limits) as client:
+        modes = Modes(client, deployment, routers)
+        print(
+            f"{label}: TTFT in ms and its distance from one engine's, medians of {plan.rounds}, one at a time"
+        )
+        print(
+            f"  prompt {' '.join(f'{name:>16}' for name in modes.names)}   P alone, in P/D   "
+            "token alone, D   second alone, router"
+        )
+        for length in plan.lengths:
+            times: dict[str, list[Answer]] = {name: [] for name in modes.names}
+            own = []
+            for round_number in range(plan.rounds + 2):
+                # Each is the first in turn: what comes before a request differs from mode to mode.
+                ways = [*times.items()]
+                turn = round_number % len(ways)
+                for name, answers in ways[turn:] + ways[:turn]:
+                    body = Body(rng.integers(1000, 100000, length).tolist(), plan.tokens)
+                    try:
+                        with modes.up(name):
+                            await asyncio.sleep(REST_SECONDS)
+                            answer = await modes.answer(name, body)
+                    except (httpx.HTTPError, RuntimeError) as error:
+                        if name not in RIVALS:
+                            raise
+                        print(f"  {name} is left out: {type(error).__name__}: {error}", flush=True)
+                        modes.names = tuple(other for other in modes.names if other != name)
+                        del times[name]
+                        continue
+                    if round_number >= 2:  # after two to warm up
+                        answers.append(answer)
+                        line = {"label": label, "length": length, "mode": name, "ttft": answer.ttft}
+                        line |= {"seconds": answer.seconds, "prefill": answer.prefill_seconds}
+                        line |= {"second": answer.second, "tokens": answer.tokens}
+                        sink.write(json.dumps(line) + "\n")
+                # P's prefill by itself: a request for one token that is for nobody else.
+                body = Body(rng.integers(1000, 100000, length).tolist(), plan.tokens)
+                await asyncio.sleep(REST_SECONDS)
+                own.append((await prefilled(client, deployment.pairs["ours"][0].url, body))[0])
+            base = statistics.median(answer.ttft for answer in times["alone"])
+            columns = [f"{base * 1e3:16.1f}"]
+            for name in modes.names[1:]:
+                ttft = statistics.median(answer.ttft for answer in times[name])
+                columns.append(f"{ttft * 1e3:9.1f} {(ttft - base) * 1e3:+6.1f}")
+            step = {
+                name: [(answer.seconds - answer.ttft) / (plan.tokens - 1) for answer in times[name]]
+                for name in ("alone", "direct")
+            }
+            print(
+                f"  {length:6d} {' '.join(columns)}   {milliseconds(own[2:]):>7} "
+                f"{milliseconds([a.prefill_seconds for a in times['direct']]):>7}   "
+                f"{milliseconds(step['alone']):>8} {milliseconds(step['direct']):>5}   "
+                f"{milliseconds([a.second for a in times['alone']]):>8} "
+                f"{milliseconds([a.second for a in times['router']]):>6}",
+                flush=True,
+            )
+        for name, router in routers.items():
+            counted = (await client.get(f"{router}/metrics")).text.splitlines()
+            early = [line for line in counted if line.startswith("kv_connector_router_early_tokens_total")]
+            print(f"  {name}, through the router:", *early, flush=True)
+        for concurrency in plan.concurrency:
+            for name in modes.names:
+                if name != "direct":
+                    with modes.up(name):
+                        await load(label, modes, name, concurrency, plan, rng, sink)
+
+
+async def load(
+    label: str,
+    modes: Modes,
+    name: str,
+    concurrency: int,
+    plan: argparse.Namespace,
+    rng: np.random.Generator,
+    sink: Any,
+) -> None:
+    count = 4 * concurrency
+    turn = asyncio.Semaphore(concurrency)
+
+    async def in_turn(body: Body) -> Answer:
+        async with turn:
+            return await modes.answer(name, body)
+
+    prompts = rng.integers(1000, 100000, (count, plan.load_tokens)).tolist()
+    bodies = [Body(prompt, 64) for prompt in prompts]
+    used = modes.cpu_seconds(name)
+    begin = time.perf_counter()
+    answers = await asyncio.gather(*(in_turn(body) for body in bodies))
+    seconds = time.perf_counter() - begin
+    ttft = sorted(answer.ttft for answer in answers)
+    token = statistics.median((answer.seconds - answer.ttft) / 63 for answer in answers)
+    line: dict[str, Any] = {
+        "label": label,
+        "mode": name,
+        "concurrency": concurrency,
+        "requests/s": count / seconds,
+        "ttft p50": ttft[count // 2],
+        "ttft p99": ttft[min(count - 1, count * 99 // 100)],
+        "token": token,
+        "cpu a request": (modes.cpu_seconds(name) - used) / count,
+    }
+    sink.write(json.dumps(line) + "\n")
+    print(
+        f"  {concurrency} at a time, {plan.load_tokens} tokens in, 64 out, {name}: "
+        f"{line['requests/s']:.1f} requests/s, TTFT p50 {line['ttft p50'] * 1e3:.0f} "
+        f"p99 {line['ttft p99'] * 1e3:.0f} ms, {token * 1e3:.1f} ms a token, "
+        f"{line['cpu a request'] * 1e3:.0f} ms of CPU a request",
+        flush=True,
+    )
+
+
+async def compare(deployment: Deployment, count: int, block_size: int) -> None:
+    """Tokens through P and D, against one engine's that computes the prompt, then has it in its prefix cache.
+
+    The latter computes the last token by itself, as D does, where a prompt ends one token after a block:
+    every second one here. Only those have to be equal in half precision, where batches of different sizes
+    round differently.
+    """
+    prefill, decode = deployment.pairs["ours"]
+    rng = np.random.default_rng(7)
+    equal = alike = first = 0
+    async with httpx.AsyncClient(timeout=60.0, trust_env=False) as client:
+        for number in range(count):
+            length = int(rng.integers(5, 3000))
+            if number % 2:
+                length += 1 - length % block_size
+            body = Body(rng.integers(32, 127, length).tolist(), 32)
+            expected = [(await stream(client, deployment.alone.url, body)).tokens for _ in range(2)]
+            tokens = (await direct(client, prefill, decode, body)).tokens
+            equal += tokens in expected
+            alike += number % 2 and tokens == expected[1]
+            first += tokens[0] in (expected[0][0], expected[1][0])
+            if tokens not in expected:
+                print(f"  prompt {number} ({length} tokens) differs: {expected} {tokens}")
+    print(
+        f"equality: {equal} of {count} answers of 32 tokens are one engine's ({first} first tokens); "
+        f"{alike} of {count // 2} where both compute the last token by itself",
+        flush=True,
+    )
+
+
+# float32: bfloat16 rounds differently in batches of another size, and random weights have ties.
+TINY_ARGUMENTS = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "4096"]
+TINY_ARGUMENTS += ["--kv-cache-memory-bytes", str(1 << 30), "--max-num-batched-tokens", "1024"]
+TINY_ARGUMENTS += ["--enable-prefix-caching"]  # for the one engine's second answer
+
+
+def write_tiny(directory: Path) -> Path:
+    """A model that is computed the same way by every engine, with weights that make its tokens differ."""
+    from kv_connector.lab.model import make_llama
+
+    return make_llama(directory, layers=8, hidden=512, heads=8, kv_heads=4, head_dim=64)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--work", type=Path, default=Path("/tmp/kvc-bench-gpu"), help="models and logs")
+    parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--port", type=int, default=8100, help="the first of a thousand")
+    parser.add_argument("--modes", nargs="*", default=["eager", "graphs"], choices=[*MODES])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096, 16384, 32000])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--tokens", type=int, default=8)
+    parser.add_argument("--concurrency", nargs="*", type=int, default=[8, 32])
+    parser.add_argument("--load-tokens", type=int, default=2048)
+    parser.add_argument("--block-size", type=int, default=None, help="default: vLLM's")
+    parser.add_argument("--shape", default="llama", choices=[*SHAPES])
+    parser.add_argument("--before", type=Path, default=None, metavar="DIRECTORY")
+    parser.add_argument("--equality", type=int, default=50)
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="2 N GPUs")
+    parser.add_argument("--rivals", nargs="*", default=[], choices=[*RIVALS])
+    parser.add_argument("--provider", default="nvlink", help="our lane: bounce is tcp through host memory")
+    parser.add_argument("--engine", default="", metavar="ARGUMENTS", help="more arguments for every engine")
+    plan = parser.parse_args()
+    more = shlex.split(plan.engine)
+    if plan.block_size:
+        more += ["--block-size", str(plan.block_size)]
+    plan.work = plan.work.resolve()
+    plan.work.mkdir(parents=True, exist_ok=True)
+    shape = SHAPES[plan.shape]
+    model = shape.write(plan.work / plan.shape)
+    base = ["--load-format", "dummy", "--max-model-len", "40000", "--kv-cache-memory-bytes", str(8 << 30)]
+    # vLLM's default: prompts are hashed, as they are with any connector. No prompt comes twice.
+    base += ["--enable-prefix-caching"]
+    running: list[Server] = []
+    routers: list[Process] = []
+    lay: dict[str, Any] = {"tensor_parallel": plan.tensor_parallel, "provider": plan.provider}
+
+    def end() -> None:
+        for server in running:
+            if server.process is not None:
+                server.process.signal(signal.SIGCONT)  # to hear that it is to end
+        stop([*routers, *(server.process for server in running if server.process is not None)])
+        routers.clear()
+        running.clear()
+
+    def start(deployment: Deployment) -> Deployment:
+        """Without those of its rivals that do not start."""
+        begin = time.monotonic()
+        for server in deployment.servers:
+            running.append(server)
+            server.start()
+        wait_ready([deployment.alone])
+        pairs = {}
+        for name, pair in deployment.pairs.items():
+            try:
+                wait_ready(pair)
+            except StartError as error:
+                if name not in RIVALS:
+                    raise
+                print(f"{name} is left out: {error}", flush=True)
+            else:
+                pairs[name] = pair
+        print(f"{1 + 2 * len(pairs)} engines up after {time.monotonic() - begin:.0f} s", flush=True)
+        return replace(deployment, pairs=pairs)
+
+    try:
+        if plan.equality:
+            arguments, small = [*TINY_ARGUMENTS, *more], write_tiny(plan.work / "tiny")
+            tiny = deployment("tiny", plan.port + 800, small, arguments, plan.work, **lay)
+            start(tiny)
+            asyncio.run(compare(tiny, plan.equality, plan.block_size or 16))
+            end()
+        with (plan.json or Path(os.devnull)).open("w", buffering=1) as sink:
+            # One after the other: all of them do not fit into two GPUs.
+            for index, mode in enumerate(plan.modes):
+                arguments = [*base, *shape.arguments, *MODES[mode], *more]
+                port = plan.port + 250 * index
+                whole = deployment(
+                    mode,
+                    port,
+                    model,
+                    arguments,
+                    plan.work,
+                    rivals=plan.rivals,
+                    before=plan.before,
+                    environment=shape.environment,
+                    **lay,
+                )
+                measured = start(whole)
+                urls = {}
+                for number, name in enumerate(name for name in measured.pairs if name not in RIVALS):
+                    own = port + 40 + number
+                    routers.append(start_router(measured.pairs[name][0], own, plan.work))
+                    urls[name] = f"http://{HOST}:{own}"
+                asyncio.run(measure(mode, measured, urls, plan, sink))
+                end()
+    finally:
+        end()
+
+
+if __name__ == "__main__":
+    main()

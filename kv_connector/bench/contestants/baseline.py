@@ -1,0 +1,102 @@
+"""The machine's own limits: memcpy, process_vm_writev and a plain socket loop, all in C++."""
+
+import mmap
+import os
+from multiprocessing.connection import Connection
+
+import numpy as np
+
+from kv_connector import _bench
+from kv_connector.bench.pool import Pool
+from kv_connector.bench.side import Face, Role, Side
+from kv_connector.bench.workloads import LATENCY_BYTES, POOL_BYTES, Slots, Workload
+
+
+class _BatchSide(Side):
+    """A side whose batch is nothing but its lists of pages."""
+
+    def prepare(self, workload: Workload, source_slots: Slots, target_slots: Slots) -> None:
+        self.page_bytes = workload.page_bytes
+        self.source_slots = source_slots
+        self.target_slots = target_slots
+
+
+class MemoryCopySide(_BatchSide):
+    """memcpy into the target's shared memory, which the initiator has mapped."""
+
+    def connect(self, peer: Connection) -> None:
+        if self.role is Role.TARGET:
+            peer.send((os.getpid(), self.pool.memfd))
+            peer.recv()
+            return
+        pid, memfd = peer.recv()
+        descriptor = os.open(f"/proc/{pid}/fd/{memfd}", os.O_RDWR | os.O_CLOEXEC)
+        mapping = mmap.mmap(descriptor, POOL_BYTES)
+        os.close(descriptor)
+        self.target = np.frombuffer(mapping, dtype=np.uint8)
+        self.target[:: mmap.PAGESIZE] = 1
+        peer.send("mapped")
+
+    def transfer(self) -> None:
+        _bench.copy_pages(
+            target=int(self.target.ctypes.data),
+            target_slots=self.target_slots,
+            source=self.pool.address,
+            source_slots=self.source_slots,
+            page_bytes=self.page_bytes,
+        )
+
+
+class ProcessWriteSide(_BatchSide):
+    """process_vm_writev, many pages a call: what reaches memory of another process that nobody shared."""
+
+    # At 4 KiB pages twice as fast as a page a call; more gained nothing.
+    pages_per_call = 256
+
+    def connect(self, peer: Connection) -> None:
+        if self.role is Role.TARGET:
+            peer.send((os.getpid(), self.pool.address))
+        else:
+            self.pid, self.target = peer.recv()
+
+    def transfer(self) -> None:
+        _bench.write_pages_to_process(
+            pid=self.pid,
+            target=self.target,
+            target_slots=self.target_slots,
+            source=self.pool.address,
+            source_slots=self.source_slots,
+            page_bytes=self.page_bytes,
+            pages_per_call=self.pages_per_call,
+        )
+
+
+class PlainSocketSide(_BatchSide):
+    """One blocking TCP connection over loopback; each batch is answered by one byte."""
+
+    faces = (Face.THREAD,)
+
+    def __init__(self, role: Role, pool: Pool) -> None:
+        super().__init__(role, pool)
+        if role is Role.TARGET:
+            self.server = _bench.SocketTarget(pool.address, POOL_BYTES)
+
+    def connect(self, peer: Connection) -> None:
+        if self.role is Role.TARGET:
+            peer.send(self.server.port)
+        else:
+            self.client = _bench.SocketInitiator(self.pool.address, peer.recv())
+
+    def transfer(self) -> None:
+        self.client.write_pages(
+            target_slots=self.target_slots,
+            source=self.pool.address,
+            source_slots=self.source_slots,
+            page_bytes=self.page_bytes,
+        )
+
+    def ping(self, face: Face, iterations: int, pause_us: int) -> list[float]:
+        return self.client.ping_pong(LATENCY_BYTES, iterations, pause_us)
+
+    def pong(self, face: Face, iterations: int) -> None:
+        """The server's thread answers by itself."""

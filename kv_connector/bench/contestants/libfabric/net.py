@@ -1,0 +1,3 @@
+from kv_connector.bench.contestants.libfabric import require
+
+require("net")

@@ -1,0 +1,83 @@
+"""What our engine is measured over: a provider, and the NICs on both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kv_connector.bench.side import Role
+from kv_connector.engine import DomainConfig
+from kv_connector.engine.topology import Nic, read_machine
+from kv_connector.engine.transfer_engine import providers
+
+# sim and shuffle are for tests; nvlink and bounce are for GPU memory, and these pools are the CPU's.
+_ONLY_BY_NAME = ("sim", "shuffle", "nvlink", "bounce")
+
+
+class UnknownLane(ValueError):
+    """No such provider in this build, or it is not usable here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Lane:
+    provider: str
+    devices: tuple[str, ...] = ("",)
+    """The initiator's NICs, one domain each; empty: the provider's choice."""
+    target_devices: tuple[str, ...] | None = None
+    """The target's; None: the same."""
+    address: str = "127.0.0.1"
+
+    @property
+    def name(self) -> str:
+        devices = "+".join(filter(None, self.devices))
+        return f"{self.provider} {devices}" if devices else self.provider
+
+    def domains(self, role: Role) -> list[DomainConfig]:
+        devices = self.devices
+        if role is Role.TARGET and self.target_devices is not None:
+            devices = self.target_devices
+        return [DomainConfig(self.provider, device=device, address=self.address) for device in devices]
+
+    def native_domains(self, role: Role) -> list[tuple[str, str, str]]:
+        """As _bench takes them."""
+        return [(domain.provider, domain.device, domain.address) for domain in self.domains(role)]
+
+    def nics(self) -> Iterator[str]:
+        """The NICs by name, as a reader of the numbers wants to know them."""
+        wanted = {*self.devices, *(self.target_devices or ())}
+        for nic in read_machine().nics:
+            if nic.name in wanted:
+                yield _describe(nic)
+
+
+def choose_lanes(
+    names: Sequence[str], devices: Sequence[str], target_devices: Sequence[str], *, in_one_process: bool
+) -> list[Lane]:
+    """The lanes by provider; without names every one that is usable here for CPU memory. Raises UnknownLane.
+
+    `in_one_process`: both ends are in this process, which is where `sim` leads.
+    """
+    known = {status.name: status for status in providers()}
+    if not names:
+        names = [name for name, status in known.items() if status.usable and name not in _ONLY_BY_NAME]
+    for name in names:
+        if name not in known:
+            raise UnknownLane(f"no provider {name!r} in this build; it has {', '.join(known)}")
+        if not known[name].usable:
+            raise UnknownLane(f"{name} is not usable here: {known[name].reason}")
+        if name == "sim" and not in_one_process:
+            raise UnknownLane("sim leads nowhere but into the same process, and this is measured between two")
+    if devices and len(names) > 1:
+        raise UnknownLane("--device names the NICs of one provider: name that provider too")
+    return [Lane(name, tuple(devices) or ("",), tuple(target_devices) or None) for name in names]
+
+
+def _describe(nic: Nic) -> str:
+    port = next((port for port in nic.ports if port.active), None)
+    if port is None:
+        return f"{nic.name}: no port is up"
+    gids = ", ".join(f"[{gid.index}] {gid.ipv4 or gid.address} {gid.kind}".strip() for gid in port.gids)
+    return (
+        f"{nic.name} ({nic.driver or 'software'}) port {port.number}, {port.link_layer}, "
+        f"{port.gbit_per_second:g} Gb/s, NUMA node {nic.location.numa_node}, GIDs {gids or 'none'}"
+    )

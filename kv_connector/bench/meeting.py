@@ -1,0 +1,184 @@
+"""How long two engines of many ranks take to meet: from decode's first request until each of its ranks has
+its page. Every rank is a process with the agent of a running engine."""
+
+from __future__ import annotations
+
+import mmap
+import multiprocessing
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from kv_connector.agent.agent import Agent
+from kv_connector.agent.config import AgentConfig, MemoryRange
+from kv_connector.bench.machine import conditions
+from kv_connector.bench.records import Meeting, append
+from kv_connector.bench.tables import print_conditions, print_table
+from kv_connector.protocol.actions import Address, State
+from kv_connector.protocol.geometry import Place, head_major, units_of_rank
+from kv_connector.protocol.layout import GroupLayout, GroupTarget, KvLayout, LayerLayout
+from kv_connector.protocol.messages import Role, fingerprint
+from kv_connector.protocol.requests import ComputedPages, DecodeRequest, GroupPages, PrefillRequest
+
+# Of a large model: what the ranks tell each other of their pages grows with the layers.
+LAYERS = 64
+KV_HEADS = 8
+_TOKENS = 16  # of a block
+_CONTENT = 512  # bytes of a token and head
+_BLOCKS = 2
+_HOST = "127.0.0.1"
+_PATIENCE_S = 60.0
+# Until all ranks have heard when to begin.
+_NOTICE_S = 0.3
+_LOOK_S = 0.0005
+
+
+@dataclass(frozen=True)
+class Plan:
+    provider: str
+    prefill: int
+    decode: int
+    rounds: int
+    json: Path | None
+
+
+def run(plan: Plan, console: Console) -> bool:
+    where = conditions(
+        {
+            "lane": plan.provider,
+            "ranks": f"{plan.prefill} of prefill, {plan.decode} of decode, a process each",
+            "model": f"{LAYERS} layers, {KV_HEADS} KV heads",
+            "rounds": str(plan.rounds),
+        }
+    )
+    print_conditions(console, where)
+    append(plan.json, where)
+    found = []
+    for number in range(1, plan.rounds + 1):
+        with console.status(f"round {number} of {plan.rounds}"):
+            meeting = Meeting(
+                round=number, lane=plan.provider, prefill_ranks=plan.prefill, seconds=_measure(plan)
+            )
+        append(plan.json, meeting)
+        found.append(meeting)
+    rows = [[str(one.round), *(f"{what(one.seconds) * 1e3:.1f}" for what in (min, max))] for one in found]
+    rows.append(["median", "", f"{statistics.median(max(one.seconds) for one in found) * 1e3:.1f}"])
+    header = ["round", "the first rank, ms", "all ranks, ms"]
+    print_table(console, "From decode's first request until its ranks have their pages", header, rows)
+    return True
+
+
+def _measure(plan: Plan) -> list[float]:
+    """Seconds by rank of decode. Both engines are new: nobody has met anybody."""
+    with (
+        _engine(Role.PREFILL, plan.prefill, plan.provider) as (prefill, first),
+        _engine(Role.DECODE, plan.decode, plan.provider) as (decode, _),
+    ):
+        for rank in prefill:
+            rank.send(None)
+            _heard(rank)
+        begin = time.monotonic() + _NOTICE_S
+        for rank in decode:
+            rank.send((begin, first))
+        seconds = [_heard(rank) for rank in decode]
+        assert None not in seconds, "a rank did not get its page"
+        return seconds
+
+
+@contextmanager
+def _engine(role: Role, ranks: int, provider: str) -> Iterator[tuple[list[Connection], Address]]:
+    """The way to each rank, all of which know each other, and where the first one listens."""
+    context = multiprocessing.get_context("spawn")
+    ways: list[Connection] = []
+    processes: list[BaseProcess] = []
+    try:
+        for rank in range(ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_rank, args=(theirs, role, rank, ranks, provider))
+            process.start()
+            processes.append(process)
+            theirs.close()
+            ways.append(ours)
+        known = [_heard(way) for way in ways]
+        for way in ways:
+            way.send(known)
+        yield ways, Address(known[0].host, known[0].port)
+    finally:
+        for way in ways:
+            way.close()
+        for started in processes:
+            started.join(_PATIENCE_S)
+
+
+def _heard(way: Connection) -> Any:
+    if not way.poll(_PATIENCE_S):
+        raise RuntimeError(f"a rank has said nothing for {_PATIENCE_S:.0f} s")
+    return way.recv()
+
+
+def _rank(way: Connection, role: Role, rank: int, ranks: int, provider: str) -> None:
+    """In a process of its own, until the other end of the way is closed."""
+    layout = _layout(rank, ranks)
+    memory = np.frombuffer(mmap.mmap(-1, layout.bytes_per_region()[0]), np.uint8)
+    config = AgentConfig(
+        engine_id=role.value,
+        role=role,
+        rank=rank,
+        ranks=ranks,
+        address=Address(_HOST, 0),
+        fingerprint=fingerprint({"model": "none"}),
+        layout=layout,
+        providers=(provider,),
+    )
+    agent = Agent(config, [MemoryRange(memory.ctypes.data, memory.nbytes)])
+    try:
+        way.send(agent.described(agent.start()))
+        agent.set_ranks(way.recv())
+        told = way.recv()
+        if role is Role.PREFILL:
+            agent.expect(PrefillRequest("p", "t", _TOKENS, None))
+            agent.computed(ComputedPages("t", None, (GroupPages(0, (1,)),)))
+            agent.request_finished("t", ok=True)
+            way.send(None)
+        else:
+            way.send(_seconds(agent, *told))
+        way.poll(None)
+    except EOFError:
+        pass
+    finally:
+        agent.close()
+
+
+def _seconds(agent: Agent, begin: float, prefill: Address) -> float | None:
+    """From ``begin`` until the page is here; None: it did not come."""
+    time.sleep(max(0.0, begin - time.monotonic()))
+    agent.reserve(DecodeRequest("d", "t", prefill, _TOKENS, 0, None, (GroupTarget(0, (1,)),)))
+    while (state := agent.state("d")) is not State.DONE:
+        if state is State.FAILED or time.monotonic() > begin + _PATIENCE_S:
+            return None
+        time.sleep(_LOOK_S)
+    return time.monotonic() - begin
+
+
+def _layout(rank: int, ranks: int) -> KvLayout:
+    units = units_of_rank(KV_HEADS, rank, ranks)
+    page = units.count * _TOKENS * _CONTENT
+    layers = [
+        LayerLayout(
+            f"model.layers.{layer}.self_attn.attn",
+            0,
+            "bfloat16",
+            head_major(Place(0, layer * _BLOCKS * page, page), units, _TOKENS, _CONTENT),
+        )
+        for layer in range(LAYERS)
+    ]
+    return KvLayout((GroupLayout(_BLOCKS, _TOKENS, "full"),), tuple(layers))

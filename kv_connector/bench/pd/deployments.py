@@ -1,0 +1,99 @@
+"""What is compared: one engine alone, and P/D pairs through three connectors."""
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kv_connector.lab.cluster import HOST, Engine, LocalCluster
+from kv_connector.lab.free_ports import free_ports
+from kv_connector.lab.process import Process, stop
+
+
+@dataclass(frozen=True)
+class Running:
+    """A deployment that serves completions at `url`."""
+
+    url: str
+    engines: tuple[Engine, ...]
+    """P before D."""
+    router: Process | None = None
+    """Where it is not idle by itself."""
+
+    @property
+    def processes(self) -> tuple[Process, ...]:
+        return self.engines if self.router is None else (*self.engines, self.router)
+
+
+@dataclass(frozen=True)
+class Deployment:
+    name: str
+    """What --deployments takes."""
+    label: str
+    start: Callable[[LocalCluster, ExitStack], Running]
+    """Starts its processes and returns at once. Those that are not the cluster's end with the stack."""
+    module: str | None = None
+    """The Python module that it needs and that we do not depend on."""
+
+
+def _alone(cluster: LocalCluster, _: ExitStack) -> Running:
+    engine = cluster.start_engine("alone")
+    return Running(engine.url, (engine,))
+
+
+def _ours(cluster: LocalCluster, _: ExitStack) -> Running:
+    prefill = cluster.start_engine("ours-prefill", role="kv_producer")
+    decode = cluster.start_engine("ours-decode", role="kv_consumer")
+    return Running(cluster.start_router("ours-router", prefill=[prefill], decode=[decode]), (prefill, decode))
+
+
+def _nixl(cluster: LocalCluster, _: ExitStack) -> Running:
+    """Through our router, one after the other: that is NIXL's flow."""
+    engines = []
+    for name, role in (("nixl-prefill", "kv_producer"), ("nixl-decode", "kv_consumer")):
+        (port,) = free_ports(1)
+        transfer = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
+        environment = {"VLLM_NIXL_SIDE_CHANNEL_HOST": HOST, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
+        engines.append(_engine(cluster, name, transfer, environment))
+    prefill, decode = engines
+    url = cluster.start_router("nixl-router", prefill=[prefill], decode=[decode], dispatch="serial")
+    return Running(url, (prefill, decode))
+
+
+def _mooncake(cluster: LocalCluster, stack: ExitStack) -> Running:
+    bootstrap, port = free_ports(2)
+    engines = []
+    for name, role in (("mooncake-prefill", "kv_producer"), ("mooncake-decode", "kv_consumer")):
+        transfer = {
+            "kv_connector": "MooncakeConnector",
+            "kv_connector_module_path": "kv_connector.bench.pd.mooncake_cpu",
+            "kv_role": role,
+            "kv_buffer_device": "cpu",
+            "kv_connector_extra_config": {"mooncake_protocol": "tcp"},
+        }
+        engines.append(_engine(cluster, name, transfer, {"VLLM_MOONCAKE_BOOTSTRAP_PORT": str(bootstrap)}))
+    prefill, decode = engines
+    command = [sys.executable, "-m", "kv_connector.bench.pd.mooncake_proxy", "--port", str(port)]
+    command += ["--prefill", prefill.url, "--decode", decode.url, "--bootstrap", f"http://{HOST}:{bootstrap}"]
+    proxy = Process("mooncake-proxy", command, environment={}, log=cluster.directory / "mooncake-proxy.log")
+    stack.callback(stop, [proxy])
+    return Running(f"http://{HOST}:{port}", (prefill, decode), proxy)
+
+
+def _engine(
+    cluster: LocalCluster, name: str, transfer: Mapping[str, Any], environment: Mapping[str, str]
+) -> Engine:
+    """An engine with somebody else's connector."""
+    arguments = (*cluster.settings.arguments, "--kv-transfer-config", json.dumps(transfer))
+    settings = replace(cluster.settings, arguments=arguments, environment=environment)
+    return cluster.start_engine(name, settings=settings)
+
+
+DEPLOYMENTS = (
+    Deployment("alone", "one engine", _alone),
+    Deployment("ours", "WriteImmConnector", _ours),
+    Deployment("nixl", "NixlConnector", _nixl, module="nixl._api"),
+    Deployment("mooncake", "MooncakeConnector", _mooncake, module="mooncake.engine"),
+)

@@ -1,0 +1,218 @@
+"""P/D pairs when clients leave, and when D or P is killed: each fault happens to a pair just started."""
+
+import asyncio
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from signal import SIGKILL
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+
+from kv_connector.bench.machine import conditions
+from kv_connector.bench.pd.clients import (
+    ABORTED,
+    CLIENTS,
+    OUTPUT_TOKENS,
+    PROMPT_TOKENS,
+    RIGHT_SECONDS,
+    Clients,
+    Tokens,
+    right_answers,
+)
+from kv_connector.bench.pd.deployments import DEPLOYMENTS, Deployment, Running
+from kv_connector.bench.pd.load import LoadError
+from kv_connector.bench.pd.run import SETTINGS
+from kv_connector.bench.records import append
+from kv_connector.bench.tables import leave_out_missing, print_conditions, print_table
+from kv_connector.lab.cluster import LocalCluster
+from kv_connector.lab.model import make_llama
+from kv_connector.lab.process import StartError
+
+ALONE, *PAIRS = DEPLOYMENTS
+
+# 512 blocks: eight prompts that are never given back show as a quarter of them.
+_SETTINGS = replace(SETTINGS, kv_cache_bytes=64 << 20)
+
+
+@dataclass(frozen=True)
+class Fault:
+    name: str
+    """What --faults takes."""
+    label: str
+    limit: float
+    """Seconds that we wait for the KV blocks."""
+    victim: int | None = None
+    """Which of a pair's engines is killed."""
+
+
+FAULTS = (
+    Fault("abort", f"{ABORTED} clients leave", 60.0),
+    Fault("kill-d", "kill -9 of D, then restart", 180.0, victim=1),
+    Fault("kill-p", "kill -9 of P, then restart", 180.0, victim=0),
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    deployments: tuple[Deployment, ...]
+    faults: tuple[Fault, ...]
+    json: Path | None
+
+
+class Suffered(msgspec.Struct, tag="fault", kw_only=True, frozen=True):
+    """One deployment and one fault. None instead of seconds: not within the limit."""
+
+    deployment: str
+    fault: str
+    failed_before: int
+    """Requests that failed without a fault of ours."""
+    under_way: int
+    """Requests that began before the fault and ended after it."""
+    failed: int
+    """Of them."""
+    later: int
+    """Requests that began after the fault. After a kill each client goes on until one of its own fails."""
+    failed_later: int
+    left: int
+    """Of those later ones: their clients left before the end."""
+    last_failure_s: float
+    """After the fault; 0 where nothing failed."""
+    empty_s: float | None
+    """Until every KV block was free, and stayed so, in the engines that are left: from the kill, or from the
+    moment the last client left.
+    """
+    right_s: float | None
+    """Until an answer is right: from the restarted engine's good health, without a kill from then on."""
+    answered: int
+    wrong: int
+    """Of those answered: with other tokens than one engine alone."""
+
+
+def run(plan: Plan, console: Console) -> bool:
+    """Measures and prints; True if every deployment came through to the end and no answer was wrong."""
+    present = leave_out_missing(plan.deployments, console)
+    records: list[Suffered] = []
+    failures: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="kv-connector-faults-") as directory:
+        where = conditions(
+            {
+                "model": "Llama, 4 layers, 4 KiB of KV a token, float32",
+                "engines": f"1 OpenMP thread, {_SETTINGS.kv_cache_bytes >> 20} MiB of KV, no prefix caching",
+                "load": f"{CLIENTS} requests at a time, {PROMPT_TOKENS[0]} to {PROMPT_TOKENS[-1]} tokens, "
+                f"{OUTPUT_TOKENS} tokens of output",
+            }
+        )
+        print_conditions(console, where)
+        append(plan.json, where)
+        model = make_llama(Path(directory) / "model")
+        with console.status("right answers"), _started(ALONE, Path(directory), model) as (_, alone):
+            expected = asyncio.run(right_answers(alone.url))
+        for deployment in present:
+            for fault in plan.faults:
+                what = f"{deployment.label}, {fault.label}"
+                logs = Path(directory) / f"{deployment.name}-{fault.name}"
+                try:
+                    with console.status(what), _started(deployment, logs, model) as (cluster, running):
+                        record = _suffer(deployment, fault, cluster, running, expected)
+                except (LoadError, StartError) as error:
+                    failures.append(f"{what}: {error}")
+                    continue
+                records.append(record)
+                append(plan.json, record)
+    _print(console, present, plan.faults, records)
+    for failure in failures:
+        console.print(f"[red]failed:[/] {escape(failure)}")
+    return not failures and not any(record.wrong for record in records)
+
+
+@contextmanager
+def _started(deployment: Deployment, logs: Path, model: Path) -> Iterator[tuple[LocalCluster, Running]]:
+    with ExitStack() as stack:
+        cluster = stack.enter_context(LocalCluster(logs, model, _SETTINGS))
+        running = deployment.start(cluster, stack)
+        cluster.wait_ready()
+        yield cluster, running
+
+
+def _suffer(
+    deployment: Deployment,
+    fault: Fault,
+    cluster: LocalCluster,
+    running: Running,
+    expected: Sequence[Tokens],
+) -> Suffered:
+    clients = Clients(running.url, expected)
+    if asyncio.run(clients.until_right()) is None:
+        raise LoadError(f"no right answer in the first {RIGHT_SECONDS:.0f} s: {clients.probes[-1].problem}")
+    if fault.victim is None:
+        empty = asyncio.run(clients.leave(running.engines, fault.limit))
+    else:
+        victim = running.engines[fault.victim]
+        others = [engine for engine in running.engines if engine is not victim]
+        empty = asyncio.run(clients.lose(lambda: victim.signal(SIGKILL), others, fault.limit))
+        cluster.restart(victim)
+        cluster.wait_ready()
+    right = asyncio.run(clients.until_right())
+    return _suffered(clients, deployment.name, fault.name, empty, right)
+
+
+def _suffered(
+    clients: Clients, deployment: str, fault: str, empty: float | None, right: float | None
+) -> Suffered:
+    under_way = [r for r in clients.requests if r.began < clients.fault < r.ended]
+    later = [r for r in clients.requests if r.began >= clients.fault]
+    failures = [r.ended - clients.fault for r in (*under_way, *later) if r.problem]
+    answers = [r for r in (*clients.requests, *clients.probes) if r.tokens]
+    return Suffered(
+        deployment=deployment,
+        fault=fault,
+        failed_before=sum(bool(r.problem) and r.ended <= clients.fault for r in clients.requests),
+        under_way=len(under_way),
+        failed=sum(bool(r.problem) for r in under_way),
+        later=len(later),
+        failed_later=sum(bool(r.problem) for r in later),
+        left=sum(not r.tokens and not r.problem for r in later),
+        last_failure_s=round(max(failures, default=0.0), 2),
+        empty_s=None if empty is None else round(empty, 1),
+        right_s=None if right is None else round(right, 2),
+        answered=len(answers),
+        wrong=sum(r.tokens != clients.expected[r.prompt] for r in answers),
+    )
+
+
+def _print(
+    console: Console, deployments: Sequence[Deployment], faults: Sequence[Fault], records: Sequence[Suffered]
+) -> None:
+    cells = {(record.deployment, record.fault): record for record in records}
+    header = ["", *(deployment.label for deployment in deployments)]
+    rows = [
+        [fault.label, *(cell(fault, cells.get((deployment.name, fault.name))) for deployment in deployments)]
+        for fault in faults
+    ]
+    print_table(console, "What each fault did", header, rows, names=len(header))
+
+
+def cell(fault: Fault, record: Suffered | None) -> str:
+    if record is None:
+        return "-"
+    if fault.victim is None:
+        lines = [f"{record.left} of {record.later} left, {record.failed_later} failed"]
+        blocks, service = "P and D empty", "then right answer"
+    else:
+        lines = [f"before: {record.failed_before} failed"] if record.failed_before else []
+        lines += [f"under way: {record.failed} of {record.under_way} failed"]
+        lines += [f"later: {record.failed_later} of {record.later} failed"]
+        lines += [f"last failure after {record.last_failure_s:g} s"] if record.last_failure_s else []
+        blocks, service = f"{'DP'[fault.victim]} empty", f"{'PD'[fault.victim]} back: right answer"
+    lines += [f"{blocks} after {_seconds(record.empty_s, fault.limit)}"]
+    lines += [f"{service} after {_seconds(record.right_s, RIGHT_SECONDS)}"]
+    lines += [f"{record.wrong} of {record.answered} answers wrong"]
+    return "\n".join(lines)
+
+
+def _seconds(seconds: float | None, limit: float) -> str:
+    return f"{seconds:g} s" if seconds is not None else f"> {limit:g} s"

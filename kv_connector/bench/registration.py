@@ -1,0 +1,169 @@
+"""What registering memory does to the writes of the same engine: a ping-pong by itself, and beside it."""
+
+from __future__ import annotations
+
+import mmap
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+
+from kv_connector import _bench
+from kv_connector.bench.lane import Lane
+from kv_connector.bench.machine import conditions
+from kv_connector.bench.records import Registering, append, percentile
+from kv_connector.bench.side import Role
+from kv_connector.bench.tables import print_conditions, print_table, verdict
+from kv_connector.bench.workloads import LATENCY_BYTES
+from kv_connector.engine import EngineConfig
+
+# What a write may take longer meanwhile, at the 99th percentile.
+LIMIT = 2.0
+_WARM_UP = 100
+_FACE = _bench.EnginePingPong.Face.WORKER
+
+
+@dataclass(frozen=True)
+class Plan:
+    lanes: Sequence[Lane]
+    registered_bytes: int
+    iterations: int
+    rounds: int
+    json: Path | None
+
+
+def run(plan: Plan, console: Console) -> bool:
+    """Measures and prints; True if nothing failed."""
+    spin_us = EngineConfig(name="", domains=()).spin_us
+    where = conditions(
+        {
+            "lanes": ", ".join(lane.name for lane in plan.lanes),
+            "engines": "two in this process; answers on their workers, back to back",
+            "write": f"{LATENCY_BYTES >> 10} KiB to its counter: half of a round trip",
+            "beside it": f"a thread that registers {plan.registered_bytes >> 20} MiB with the engine that "
+            "pings, and deregisters it, in a loop; private memory, all touched before",
+            "rounds": f"{plan.rounds}: {plan.iterations} round trips by themselves, as many beside it",
+            "spin time": f"{spin_us} us",
+            "pinned": "no",
+        }
+    )
+    print_conditions(console, where)
+    append(plan.json, where)
+    memory = _touched(plan.registered_bytes)
+    records: list[Registering] = []
+    failed = False
+    for lane in plan.lanes:
+        try:
+            with console.status(lane.name):
+                ends = _Ends(lane, spin_us)
+                ends.ping_pong(_WARM_UP)
+                for number in range(1, plan.rounds + 1):
+                    record = _measure(number, ends, memory, plan.iterations)
+                    append(plan.json, record)
+                    records.append(record)
+        except RuntimeError as error:
+            console.print(f"[red]failed: {lane.name}:[/] {escape(str(error))}")
+            failed = True
+    print_table(
+        console,
+        "One way, microseconds, medians over rounds: p50 / p99",
+        ["", "by itself", "registering", "registrations/s", "p99, ratio", "aim", ""],
+        (_row(lane.name, found) for lane in plan.lanes if (found := _of(lane, records))),
+    )
+    return not failed
+
+
+class _Ends:
+    """Two engines of this process, joined over one lane."""
+
+    def __init__(self, lane: Lane, spin_us: int) -> None:
+        self.lane = lane
+        self._buffers = [np.zeros(LATENCY_BYTES, np.uint8) for _ in Role]
+        self.pings, self.pongs = (
+            _bench.EnginePingPong(
+                lane.native_domains(role), spin_us, buffer.ctypes.data, LATENCY_BYTES, memfd=-1
+            )
+            for role, buffer in zip(Role, self._buffers, strict=True)
+        )
+        self.pings.complete(self.pongs.accept(self.pings.offer()))
+        self.pings.import_region(self.pongs.descriptor())
+        self.pongs.import_region(self.pings.descriptor())
+
+    def ping_pong(self, iterations: int) -> list[float]:
+        of_pings, of_pongs = self.pings.prepare(iterations), self.pongs.prepare(iterations)
+        with ThreadPoolExecutor(1) as other:
+            answers = other.submit(self.pongs.pong, _FACE, of_pings, LATENCY_BYTES)
+            halves = self.pings.ping(_FACE, of_pongs, LATENCY_BYTES, 0)
+            answers.result()
+        return halves
+
+
+def _measure(number: int, ends: _Ends, memory: np.ndarray, iterations: int) -> Registering:
+    undisturbed = ends.ping_pong(iterations)
+    ended = threading.Event()
+    with ThreadPoolExecutor(1) as other:
+        start = time.monotonic()
+        registered = other.submit(
+            _until, ended, lambda: ends.pings.register_once(memory.ctypes.data, memory.nbytes)
+        )
+        try:
+            disturbed = ends.ping_pong(iterations)
+        finally:
+            ended.set()
+        times = registered.result()
+        seconds = time.monotonic() - start
+    return Registering(
+        round=number,
+        lane=ends.lane.name,
+        undisturbed=undisturbed,
+        disturbed=disturbed,
+        registrations_a_second=times / seconds,
+    )
+
+
+def _until(ended: threading.Event, work: Callable[[], None]) -> int:
+    """How often it did the work."""
+    times = 0
+    while not ended.is_set():
+        work()
+        times += 1
+    return times
+
+
+def _touched(nbytes: int) -> np.ndarray:
+    """Private memory, every page of it there."""
+    memory = np.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8)
+    memory[:: mmap.PAGESIZE] = 1
+    return memory
+
+
+def _of(lane: Lane, records: Sequence[Registering]) -> list[Registering]:
+    return [record for record in records if record.lane == lane.name]
+
+
+def _row(name: str, found: Sequence[Registering]) -> list[str]:
+    def median(percent: float, halves: Callable[[Registering], list[float]]) -> float:
+        return statistics.median(percentile(halves(record), percent) for record in found)
+
+    (p50, p99), (p50_beside, p99_beside) = (
+        (median(50, halves), median(99, halves))
+        for halves in (lambda record: record.undisturbed, lambda record: record.disturbed)
+    )
+    rate = statistics.median(record.registrations_a_second for record in found)
+    ratio = p99_beside / p99
+    return [
+        name,
+        f"{p50:.1f} / {p99:.1f}",
+        f"{p50_beside:.1f} / {p99_beside:.1f}",
+        f"{rate:,.1f}",
+        f"{ratio:.2f}",
+        f"at most {LIMIT:g}",
+        verdict(ratio <= LIMIT),
+    ]

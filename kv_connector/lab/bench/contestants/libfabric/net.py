@@ -1,3 +1,0 @@
-from kv_connector.lab.bench.contestants.libfabric import require
-
-require("net")

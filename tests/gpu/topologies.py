@@ -1,0 +1,200 @@
+"""Pairs of engines on GPUs whose pages are not alike, or hold states: one engine's tokens, and no block left.
+
+Needs what gpu_pd.py needs, on two GPUs or on one (CUDA_VISIBLE_DEVICES=0,0). Ends with status 1 if a
+pair's tokens are others, or one does not start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import numpy as np
+
+from kv_connector.lab.process import stop
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "integration" / "benchmarks"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
+import kinds
+from gpu_pd import HOST, Body, Server, direct, ours, rests, stream, wait_ready
+
+LENGTHS = (1, 2, 7, 33, 100, 300, 700, 1500)
+OUTPUT = 16
+ARGUMENTS = ["--enforce-eager", "--max-model-len", "4096", "--kv-cache-memory-bytes", str(1 << 30)]
+ARGUMENTS += ["--max-num-batched-tokens", "1024"]
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    make: Callable[[Path], Path]
+    prefill: str = ""  # flags
+    decode: str = ""  # the single engine's, too
+    dtype: str = "float32"
+    shifted: bool = False  # D decodes the single engine's first token, which that has decoded, too
+    models: Mapping[str, Callable[[Path], Path]] = field(default_factory=dict)  # by the names that flags have
+    environment: Mapping[str, str] = field(default_factory=dict)  # of P
+
+
+TRITON = "--attention-backend TRITON_ATTN"
+TRITON_MLA = "--attention-backend TRITON_MLA"
+EAGLE3 = '--speculative-config {"method":"eagle3","model":"@eagle3","num_speculative_tokens":3}'
+MTP = '--speculative-config {"method":"mtp","num_speculative_tokens":2}'
+ACCEPTED = re.compile(r"^vllm:spec_decode_num_accepted_tokens_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+FP8 = "--kv-cache-dtype fp8"
+GDN = "--gdn-prefill-backend triton"  # which needs no other package
+CASES = (
+    Case("block 16 to 128", kinds.make_llama, f"{TRITON} --block-size 16", f"{TRITON} --block-size 128"),
+    Case("block 128 to 16", kinds.make_llama, f"{TRITON} --block-size 128", f"{TRITON} --block-size 16"),
+    Case(
+        "tokens first to heads first",
+        kinds.make_llama,
+        f"{TRITON} --block-size 16",
+        f"{TRITON} --block-size 64",
+        environment={"VLLM_KV_CACHE_LAYOUT": "NHD"},
+    ),
+    Case("granite", kinds.make_granite, TRITON, TRITON),
+    Case("qwen3-next", kinds.make_qwen3_next, GDN, GDN, dtype="bfloat16", shifted=True),
+    Case(
+        "MLA block 16 to 64",
+        functools.partial(kinds.make_deepseek_v2, head_dim=128),
+        f"{TRITON_MLA} --block-size 16",
+        f"{TRITON_MLA} --block-size 64",
+        dtype="bfloat16",
+        shifted=True,
+    ),
+    Case(
+        "MLA with MTP",
+        functools.partial(kinds.make_mtp, head_dim=128),
+        f"{TRITON_MLA} {MTP}",
+        f"{TRITON_MLA} {MTP}",
+        dtype="bfloat16",
+        shifted=True,
+    ),
+    Case(
+        "EAGLE3",
+        kinds.make_quiet,
+        f"{TRITON} {EAGLE3}",
+        f"{TRITON} {EAGLE3}",
+        models={"eagle3": kinds.make_eagle3},
+    ),
+    Case("fp8", kinds.KINDS["fp8-scales"], FP8, FP8, dtype="bfloat16", shifted=True),
+)
+
+
+async def compare(case: Case, prefill: Server, decode: Server, alone: Server) -> str:
+    rng = np.random.default_rng(5)
+    equal, wrong = 0, []
+    async with httpx.AsyncClient(timeout=120.0, trust_env=False) as client:
+        for length in LENGTHS:
+            tokens: list[int] = rng.integers(8, 250, length).tolist()
+            right = (await stream(client, alone.url, Body(tokens, OUTPUT + case.shifted))).tokens
+            if case.shifted:
+                tokens, right = [*tokens, right[0]], right[1:]
+            got = (await direct(client, prefill, decode, Body(tokens, OUTPUT))).tokens
+            if got == right:
+                equal += 1
+            else:
+                wrong.append(f"{length} tokens: {got}, not {right}")
+        for server in (prefill, decode):
+            await rests(client, server)
+        drafts = [await accepted(client, server) for server in (alone, decode)]
+    if wrong:
+        raise AssertionError("; ".join(wrong))
+    told = f"{equal} of {len(LENGTHS)} answers of {OUTPUT} tokens are one engine's, every block is free"
+    return (
+        f"{told}; drafts accepted: {drafts[0]:.0f} by one engine, {drafts[1]:.0f} by D"
+        if any(drafts)
+        else told
+    )
+
+
+async def accepted(client: httpx.AsyncClient, server: Server) -> float:
+    """Tokens of a drafter's that its engine has kept."""
+    found = ACCEPTED.findall((await client.get(f"{server.url}/metrics")).text)
+    return sum(float(value) for value in found)
+
+
+def write_models(case: Case, directory: Path) -> None:
+    for name, make in {"model": case.make, **case.models}.items():
+        (directory / name).mkdir(parents=True, exist_ok=True)
+        make(directory / name)
+
+
+def run(case: Case, models: Path, port: int, provider: str) -> str:
+    work = models.parent
+    base = [*ARGUMENTS, "--dtype", case.dtype]
+
+    def server(side: str, gpu: int, number: int, flags: str) -> Server:
+        role = {"prefill": "kv_producer", "decode": "kv_consumer"}.get(side)
+        control = port + 10 + number
+        url, registration = f"http://{HOST}:{port + number}", port + 20  # where no router listens
+        return Server(
+            f"{case.name.replace(' ', '-')}-{side}",
+            [gpu],
+            port + number,
+            models / "model",
+            [*base, *re.sub(r"@([\w-]+)", lambda name: str(models / name[1]), flags).split()],
+            work,
+            None if role is None else ours(role, control, provider, url, registration),
+            control,
+            case.environment if side == "prefill" else {},
+        )
+
+    servers = [
+        server("prefill", 0, 0, case.prefill),
+        server("decode", 1, 1, case.decode),
+        server("alone", 0, 2, case.decode),
+    ]
+    try:
+        for one in servers:
+            one.start()
+        wait_ready(servers)
+        return asyncio.run(compare(case, *servers))
+    finally:
+        stop([one.process for one in servers if one.process is not None])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--work", type=Path, default=Path("/tmp/kvc-gpu-topologies"), help="models and logs")
+    parser.add_argument("--provider", default="nvlink")
+    names = [case.name for case in CASES]
+    parser.add_argument("--case", nargs="*", default=names, choices=names)
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="as many cases side by side")
+    plan = parser.parse_args()
+    plan.work = plan.work.resolve()
+    plan.work.mkdir(parents=True, exist_ok=True)
+    os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # for /reset_prefix_cache
+
+    def result(index: int, case: Case, models: Path) -> bool:
+        try:
+            print(f"{case.name}: {run(case, models, 9100 + 40 * index, plan.provider)}", flush=True)
+        except Exception as error:
+            print(f"{case.name}: FAILED: {type(error).__name__}: {error}", flush=True)
+            return False
+        return True
+
+    chosen = []
+    for index, case in enumerate(CASES):
+        if case.name in plan.case:
+            chosen.append((index, case, plan.work / case.name.replace(" ", "-")))
+            write_models(*chosen[-1][1:])
+    with ThreadPoolExecutor(plan.at_once) as pool:
+        right = [*pool.map(lambda one: result(*one), chosen)]
+    sys.exit(not all(right))
+
+
+if __name__ == "__main__":
+    main()
