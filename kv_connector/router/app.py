@@ -22,7 +22,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kv_connector.router.balance import EvenStreams
 from kv_connector.router.body_parser import LONG, BodyParser
-from kv_connector.router.calls import EVENT_STREAM, Answer, Call
+from kv_connector.router.calls import EVENT_STREAM, Call
 from kv_connector.router.client import EngineClient, Reply
 from kv_connector.router.completion import Completion
 from kv_connector.router.dispatch import Dispatcher
@@ -33,6 +33,7 @@ from kv_connector.router.members import State
 from kv_connector.router.metrics import Metrics
 from kv_connector.router.page import Page
 from kv_connector.router.registry import Registry, RegistryError
+from kv_connector.router.requests.answers import Answer
 from kv_connector.router.responses import ResponsesRequest
 from kv_connector.router.room import Place, Room
 from kv_connector.router.settings import Settings

@@ -30,6 +30,7 @@ from kv_connector.router.members import Members, Side
 from kv_connector.router.metrics import Metrics
 from kv_connector.router.pool import EngineLost, Lease
 from kv_connector.router.reasons import PATIENCE_S, Reasons
+from kv_connector.router.requests.answers import Answer, Computed
 from kv_connector.router.running import Running
 from kv_connector.router.spans import Spans
 
@@ -60,33 +61,6 @@ class Call:
     begin: Callable[[], Awaitable[None]] = _nobody_waits
     """To be called, once or more, when engines have begun a stream each: the client's begins with it, as one
     engine's would. What goes wrong from then on is told in the stream."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The decode engine's answer, from its beginning on."""
-
-    status: int
-    content_type: str
-    chunks: AsyncIterator[bytes]
-
-    @property
-    def streaming(self) -> bool:
-        return self.content_type.startswith("text/event-stream")
-
-
-@dataclass(frozen=True)
-class Computed:
-    """What a prefill engine said of a prompt."""
-
-    params: dict[str, Any] | None = None
-    """kv_transfer_params, where it was no stream."""
-    tokens: int | None = None
-    """Of the prompt, where it says so."""
-    cached: int | None = None
-    """Of them, in its prefix cache before, where it says so."""
-    written: int | None = None
-    """Tokens of the prompt that went into its prefix cache, where it says so."""
 
 
 class EngineFailure(Failure):

@@ -26,7 +26,7 @@ from contextlib import (
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from kv_connector.router.calls import EVENT_STREAM, Answer, Call, Calls, Computed, EngineFailure
+from kv_connector.router.calls import EVENT_STREAM, Call, Calls, EngineFailure
 from kv_connector.router.client import EngineClient, HttpError, Reply
 from kv_connector.router.completion import DISOWNED_PATH, Completion, decode_params, disowned_body
 from kv_connector.router.continuation import PATHS
@@ -42,6 +42,7 @@ from kv_connector.router.models import merged, names
 from kv_connector.router.moves import Moves, Stream
 from kv_connector.router.policy import FewestOutstanding, Placement, Policy
 from kv_connector.router.pool import Lease, NoEngine, Pool
+from kv_connector.router.requests.answers import Answer, Computed
 from kv_connector.router.settings import Settings
 from kv_connector.router.spans import Spans
 from kv_connector.router.usage import recounted

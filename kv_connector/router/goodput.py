@@ -19,13 +19,13 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from kv_connector.router.backlog import Work
-from kv_connector.router.calls import Computed
 from kv_connector.router.completion import Completion
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.members import Side
 from kv_connector.router.policy import Placement, shared_weights, split
 from kv_connector.router.pool import Member, Pool
 from kv_connector.router.prompt import Prompt, TokenSizes
+from kv_connector.router.requests.answers import Computed
 from kv_connector.router.settings import Objectives
 from kv_connector.router.workload import Cost, Workload
 

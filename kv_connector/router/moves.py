@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from kv_connector.router.balance import Balance
-from kv_connector.router.calls import Answer, Call, Calls, EngineFailure
+from kv_connector.router.calls import Call, Calls, EngineFailure
 from kv_connector.router.completion import Completion
 from kv_connector.router.continuation import (
     PATHS,
@@ -37,6 +37,7 @@ from kv_connector.router.forever import forever
 from kv_connector.router.members import Members, Side
 from kv_connector.router.metrics import Metrics
 from kv_connector.router.pool import NoEngine, Pool
+from kv_connector.router.requests.answers import Answer
 from kv_connector.router.running import Running
 
 logger = logging.getLogger(__name__)

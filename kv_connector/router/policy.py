@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kv_connector.router.backlog import Work
-from kv_connector.router.calls import Computed
 from kv_connector.router.completion import Completion
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.members import Side
 from kv_connector.router.pool import Pool, least
 from kv_connector.router.prompt import Prompt
+from kv_connector.router.requests.answers import Computed
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from kv_connector.router.calls import Answer, Computed
 from kv_connector.router.events import END, data_of
 from kv_connector.router.failure import UNREADABLE
+from kv_connector.router.requests.answers import Answer, Computed
 
 _USAGE = b'"usage"'
 # Without one of them there is nothing to correct, and P's number is not waited for.

@@ -10,7 +10,7 @@ import pytest
 from kv_connector.control.membership import PromptCost, Register, WorkloadReport
 from kv_connector.protocol.messages import Role
 from kv_connector.router.backlog import Work
-from kv_connector.router.calls import Computed, _prompt_tokens
+from kv_connector.router.calls import _prompt_tokens
 from kv_connector.router.completion import Completion
 from kv_connector.router.endpoint import Endpoint
 from kv_connector.router.goodput import Goodput
@@ -18,6 +18,7 @@ from kv_connector.router.incidents import Incidents
 from kv_connector.router.members import Members, Side
 from kv_connector.router.policy import FewestOutstanding, Placement
 from kv_connector.router.pool import NoEngine, Pool
+from kv_connector.router.requests.answers import Computed
 from kv_connector.router.settings import Objectives
 from kv_connector.router.workload import Cost
 
