@@ -1,1 +1,1 @@
-"""Requests: the bodies that clients send, what engines answer to them, and the streams they answer with."""
+"""Requests: what clients send, and what engines answer."""
