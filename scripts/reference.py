@@ -36,7 +36,7 @@ from kv_connector.cli.exit_status import ExitStatus
 from kv_connector.cli.main import app
 from kv_connector.moe.metrics import MoeMetrics
 from kv_connector.protocol.timers import Timeouts
-from kv_connector.router.metrics import Metrics
+from kv_connector.router.observe.metrics import Metrics
 from kv_connector.weights.metrics import WeightMetrics
 
 ROOT = Path(__file__).parents[1]

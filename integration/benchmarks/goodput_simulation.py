@@ -23,14 +23,14 @@ from typing import Any
 from goodput_load import WORKLOADS, Answer, Objectives, report, summary, trace
 
 from kv_connector.control.membership import PromptCost, WorkloadReport
-from kv_connector.router.completion import Completion
-from kv_connector.router.endpoint import Endpoint
-from kv_connector.router.goodput import Goodput
-from kv_connector.router.members import Side
-from kv_connector.router.policy import Placement
-from kv_connector.router.pool import Lease, Pool
-from kv_connector.router.settings import Objectives as RouterObjectives
-from kv_connector.router.workload import Cost, Workload
+from kv_connector.router.engines.endpoint import Endpoint
+from kv_connector.router.engines.members import Side
+from kv_connector.router.engines.pool import Lease, Pool
+from kv_connector.router.engines.settings import Objectives as RouterObjectives
+from kv_connector.router.engines.workload import Cost, Workload
+from kv_connector.router.placement.goodput import Goodput
+from kv_connector.router.placement.policy import Placement
+from kv_connector.router.requests.completion import Completion
 
 # Of one engine's prompts of 512 to 32,000 tokens (docs/performance.md, "The first token from P", run F).
 COST = PromptCost(step_ns=4_900_000, token_ns=22_500, pair_ps=700)

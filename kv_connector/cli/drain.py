@@ -21,7 +21,7 @@ from kv_connector.control.membership import (
 )
 from kv_connector.protocol.actions import Address, Source
 from kv_connector.protocol.messages import Role
-from kv_connector.router.endpoint import Endpoint
+from kv_connector.router.engines.endpoint import Endpoint
 
 REPEAT_SECONDS = 0.5
 # While a connection is being made.

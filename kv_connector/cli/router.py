@@ -10,9 +10,9 @@ import typer
 from kv_connector.control.addresses import is_loopback, parse_address
 from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey, KeyFileError, find_key
 from kv_connector.protocol.actions import Address
-from kv_connector.router.endpoint import Endpoint
-from kv_connector.router.room import raise_descriptor_limit, requests_for
-from kv_connector.router.settings import Objectives, Settings
+from kv_connector.router.engines.endpoint import Endpoint
+from kv_connector.router.engines.settings import Objectives, Settings
+from kv_connector.router.front.limits import raise_descriptor_limit, requests_for
 
 # ALB and nginx keep idle connections 60 s. The side that sends requests must close first: a proxy does not
 # repeat a POST that meets the end of its connection.
@@ -188,9 +188,9 @@ def router(
         import uvicorn
         import uvloop  # noqa: F401
 
-        from kv_connector.router.app import create_app
-        from kv_connector.router.server import ServerConfig
-        from kv_connector.router.spans import SpansError
+        from kv_connector.router.front.app import create_app
+        from kv_connector.router.front.server import ServerConfig
+        from kv_connector.router.observe.spans import SpansError
     except ImportError as error:
         raise typer.BadParameter(f"{error}; install it: pip install 'kv-connector[router]'") from None
     logging.basicConfig(

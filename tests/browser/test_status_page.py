@@ -19,9 +19,9 @@ from kv_connector.control.registrar import Registrar
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.messages import Role
-from kv_connector.router.app import create_app
-from kv_connector.router.endpoint import Endpoint
-from kv_connector.router.settings import Settings
+from kv_connector.router.engines.endpoint import Endpoint
+from kv_connector.router.engines.settings import Settings
+from kv_connector.router.front.app import create_app
 
 pytestmark = pytest.mark.anyio
 

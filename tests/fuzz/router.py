@@ -26,18 +26,18 @@ from aiohttp.client_reqrep import ConnectionKey
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.server import ServerState
 
-from kv_connector.router import app as app_module
-from kv_connector.router.app import create_app
-from kv_connector.router.body_parser import BodyParser
-from kv_connector.router.client import Reply
-from kv_connector.router.dispatch import Dispatcher
-from kv_connector.router.endpoint import Endpoint
+from kv_connector.router.bodies.body_parser import BodyParser
+from kv_connector.router.bodies.fields import Pieces
+from kv_connector.router.bodies.parser_process import Parsed, parsed
+from kv_connector.router.engines.client import Reply
+from kv_connector.router.engines.endpoint import Endpoint
+from kv_connector.router.engines.settings import Settings
 from kv_connector.router.failure import Failure
-from kv_connector.router.fields import Pieces
-from kv_connector.router.parser_process import Parsed, parsed
-from kv_connector.router.room import Room
-from kv_connector.router.server import HEADER_LIMIT, BoundedProtocol, ServerConfig
-from kv_connector.router.settings import Settings
+from kv_connector.router.front import app as app_module
+from kv_connector.router.front.app import create_app
+from kv_connector.router.front.limits import Room
+from kv_connector.router.front.server import HEADER_LIMIT, BoundedProtocol, ServerConfig
+from kv_connector.router.streams.dispatch import Dispatcher
 from tests.fuzz.seeds import chosen_seeds, search
 
 KIB = 1 << 10
@@ -661,7 +661,7 @@ def problem(given: Scenario, answers: list[tuple[float, int | None]] | None = No
         patch.object(app_module, "EngineClient", lambda: world.engines),
         patch.object(app_module, "Room", world.room),
         patch.object(app_module, "Dispatcher", world.dispatcher),
-        patch("kv_connector.router.body_parser.LONG", LONG),
+        patch("kv_connector.router.bodies.body_parser.LONG", LONG),
         patch.object(BodyParser, "_exchange", exchange),
     ):
         try:

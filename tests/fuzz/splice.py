@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-from kv_connector.router.completion import Completion
-from kv_connector.router.early_token import EarlyToken, Mismatch, PrefillStream, Rest
-from kv_connector.router.events import END, EventStream
+from kv_connector.router.requests.completion import Completion
+from kv_connector.router.requests.early_token import EarlyToken, Mismatch, PrefillStream, Rest
+from kv_connector.router.requests.events import END, EventStream
 from tests.fuzz.seeds import chosen_seeds, search
 
 # Texts that look like what the splice searches for, white space, marks, and more than one byte a character.

@@ -43,9 +43,9 @@ from kv_connector.protocol.messages import AnyMessage, MalformedMessage, Role, f
 from kv_connector.protocol.mismatch import mismatch
 from kv_connector.protocol.prefill import PrefillMachine
 from kv_connector.protocol.timers import Timeouts
-from kv_connector.router.completion import Completion
-from kv_connector.router.endpoint import Endpoint
+from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.failure import Failure
+from kv_connector.router.requests.completion import Completion
 from kv_connector.weights import messages as weights
 from kv_connector.weights.geometry import Constant, Geometry, Parameter, Tensor, Write
 from kv_connector.weights.geometry import digest as tensors_digest

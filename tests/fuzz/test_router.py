@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from kv_connector.router import failure
-from kv_connector.router.fields import Pieces
-from kv_connector.router.pool import Lease
-from kv_connector.router.room import Place, Room
-from kv_connector.router.server import BoundedProtocol, Turns, _Flow
+from kv_connector.router.bodies.fields import Pieces
+from kv_connector.router.engines.pool import Lease
+from kv_connector.router.front.limits import Place, Room
+from kv_connector.router.front.server import BoundedProtocol, Turns, _Flow
 from tests.fuzz.router import problem, report, scenario
 
 

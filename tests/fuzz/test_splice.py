@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kv_connector.router.early_token import Mismatch, Rest
+from kv_connector.router.requests.early_token import Mismatch, Rest
 from tests.fuzz.splice import problem, report, scenario, splice
 
 

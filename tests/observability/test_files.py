@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from kv_connector.agent.exposition import NAMES
-from kv_connector.router.metrics import Metrics
+from kv_connector.router.observe.metrics import Metrics
 from kv_connector.weights.metrics import NAMES as WEIGHT_NAMES
 
 ROOT = Path(__file__).parents[2]

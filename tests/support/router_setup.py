@@ -14,9 +14,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from kv_connector.router.app import create_app
-from kv_connector.router.endpoint import Endpoint
-from kv_connector.router.settings import Settings
+from kv_connector.router.engines.endpoint import Endpoint
+from kv_connector.router.engines.settings import Settings
+from kv_connector.router.front.app import create_app
 
 # Longer than anything here takes, shorter than a CI's patience: a wait that never ends fails the test.
 PATIENCE = 10.0

@@ -29,8 +29,8 @@ from deployment import (
 )
 
 from kv_connector.protocol.actions import Outcome
-from kv_connector.router.completion import DISOWNED_PATH, disowned_body
-from kv_connector.router.endpoint import Endpoint
+from kv_connector.router.engines.endpoint import Endpoint
+from kv_connector.router.requests.completion import DISOWNED_PATH, disowned_body
 
 pytestmark = pytest.mark.anyio
 

@@ -19,8 +19,8 @@ from kv_connector.cli.router import objectives, refuse_strangers, router
 from kv_connector.control.addresses import LOOPBACK, is_loopback
 from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey, KeyFileError
 from kv_connector.protocol.actions import Address
-from kv_connector.router.endpoint import Endpoint
-from kv_connector.router.settings import Settings as RouterSettings
+from kv_connector.router.engines.endpoint import Endpoint
+from kv_connector.router.engines.settings import Settings as RouterSettings
 
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """Of click, or of the typer that has it built in: what a wrong command line raises."""

@@ -21,7 +21,7 @@ from kv_connector.cli.exit_status import ExitStatus
 from kv_connector.cli.main import app
 from kv_connector.engine import ProviderStatus, transfer_engine
 from kv_connector.lab import demonstration
-from kv_connector.router.server import BoundedProtocol, ServerConfig
+from kv_connector.router.front.server import BoundedProtocol, ServerConfig
 
 run = partial(invoke, app)
 

@@ -33,6 +33,18 @@ ROOMS: dict[str, set[str]] = {
     "bench": {"protocol", "engine", "agent", "moe", "lab", "_bench"},
     "cli": {"protocol", "engine", "control", "agent", "weights", "moe", "router", "lab", "bench"},
 }
+# The router's own rooms and modules, by the same rule.
+ROUTER: dict[str, set[str]] = {
+    "failure": set(),
+    "forever": set(),
+    "bodies": {"failure"},
+    "engines": {"failure", "bodies"},
+    "observe": {"engines"},
+    "requests": {"failure", "bodies", "engines"},
+    "placement": {"engines", "requests"},
+    "streams": {"failure", "forever", "bodies", "engines", "observe", "requests", "placement"},
+    "front": {"failure", "forever", "bodies", "engines", "observe", "requests", "placement", "streams"},
+}
 NATIVE = {"_native", "_bench"}
 FRAMEWORKS = {"vllm", "sglang", "ray", "torch"}
 ADAPTERS = {"vllm", "sglang", "ray"}
@@ -42,8 +54,9 @@ WITH_FRAMEWORKS = ("bench/pd/mooncake_cpu.py", "bench/moe_rank.py")
 
 
 def imported(room: str) -> Iterator[tuple[str, str]]:
-    """(where, module) of each import in the room."""
-    for path in sorted((PACKAGE / room).rglob("*.py")):
+    """(where, module) of each import in the room, which is a folder or a module."""
+    folder = PACKAGE / room
+    for path in sorted(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 modules = [alias.name for alias in node.names]
@@ -78,6 +91,39 @@ def test_a_room_imports_only_what_its_arrows_lead_to(room: str) -> None:
         and module.split(".")[1] not in {room, *ROOMS[room], "__version__"}
     ]
     assert not wrong
+
+
+def test_the_router_consists_of_its_rooms() -> None:
+    names = {path.stem for path in (PACKAGE / "router").iterdir() if path.name != "__pycache__"}
+    assert names == {"__init__", *ROUTER}
+
+
+def test_the_table_of_the_router_has_no_way_back() -> None:
+    above: set[str] = set()
+    for room, rooms in ROUTER.items():
+        assert rooms <= above
+        above.add(room)
+
+
+@pytest.mark.parametrize("room", ROUTER)
+def test_a_room_of_the_router_imports_only_what_its_arrows_lead_to(room: str) -> None:
+    modules = [(where, module.split(".")) for where, module in imported(f"router/{room}")]
+    wrong = [
+        f"{where} imports {'.'.join(names)}"
+        for where, names in modules
+        if names[:2] == ["kv_connector", "router"] and names[2] not in {room, *ROUTER[room]}
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    "path", sorted((PACKAGE / "router").rglob("__init__.py")), ids=lambda p: p.parent.name
+)
+def test_a_room_of_the_router_says_what_it_is_for_and_hands_on_nothing(path: Path) -> None:
+    (docstring,) = ast.parse(path.read_text()).body
+    assert isinstance(docstring, ast.Expr)
+    assert isinstance(docstring.value, ast.Constant)
+    assert docstring.lineno == docstring.end_lineno
 
 
 @pytest.mark.parametrize("room", sorted(ROOMS.keys() - ADAPTERS))

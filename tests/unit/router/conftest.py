@@ -6,4 +6,4 @@ import pytest
 @pytest.fixture
 def unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
     """A router does not look at engines that it uses: it learns of their state by requests."""
-    monkeypatch.setattr("kv_connector.router.members.Members.to_watch", lambda _: [])
+    monkeypatch.setattr("kv_connector.router.engines.members.Members.to_watch", lambda _: [])

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kv_connector.control.membership import PromptCost, WorkloadReport
-from kv_connector.router.backlog import Backlog, Work
-from kv_connector.router.endpoint import Endpoint
-from kv_connector.router.pool import Pool
-from kv_connector.router.workload import Cost, Workload
+from kv_connector.router.engines.backlog import Backlog, Work
+from kv_connector.router.engines.endpoint import Endpoint
+from kv_connector.router.engines.pool import Pool
+from kv_connector.router.engines.workload import Cost, Workload
 
 
 class Clock:

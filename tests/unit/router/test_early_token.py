@@ -13,10 +13,10 @@ from router_setup import PATIENCE, Handler, cluster, refuse
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from kv_connector.router.completion import Completion
-from kv_connector.router.early_token import EarlyToken, Mismatch, PrefillStream, Rest
+from kv_connector.router.engines.members import Members
 from kv_connector.router.failure import Failure
-from kv_connector.router.members import Members
+from kv_connector.router.requests.completion import Completion
+from kv_connector.router.requests.early_token import EarlyToken, Mismatch, PrefillStream, Rest
 
 
 def event(**said: Any) -> bytes:

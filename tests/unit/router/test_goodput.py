@@ -9,17 +9,18 @@ import pytest
 
 from kv_connector.control.membership import PromptCost, Register, WorkloadReport
 from kv_connector.protocol.messages import Role
-from kv_connector.router.backlog import Work
-from kv_connector.router.calls import Computed, _prompt_tokens
-from kv_connector.router.completion import Completion
-from kv_connector.router.endpoint import Endpoint
-from kv_connector.router.goodput import Goodput
-from kv_connector.router.incidents import Incidents
-from kv_connector.router.members import Members, Side
-from kv_connector.router.policy import FewestOutstanding, Placement
-from kv_connector.router.pool import NoEngine, Pool
-from kv_connector.router.settings import Objectives
-from kv_connector.router.workload import Cost
+from kv_connector.router.engines.backlog import Work
+from kv_connector.router.engines.endpoint import Endpoint
+from kv_connector.router.engines.incidents import Incidents
+from kv_connector.router.engines.members import Members, Side
+from kv_connector.router.engines.pool import NoEngine, Pool
+from kv_connector.router.engines.settings import Objectives
+from kv_connector.router.engines.workload import Cost
+from kv_connector.router.placement.goodput import Goodput
+from kv_connector.router.placement.policy import FewestOutstanding, Placement
+from kv_connector.router.requests.answers import Computed
+from kv_connector.router.requests.completion import Completion
+from kv_connector.router.streams.calls import _prompt_tokens
 
 PATH = "/v1/completions"
 # 25 us a token, and 5 ms a step with or without: an 8 billion model on a large GPU.

@@ -10,10 +10,10 @@ import pytest
 
 from kv_connector.control.membership import Leave, Register
 from kv_connector.protocol.messages import Role
-from kv_connector.router.endpoint import Endpoint
-from kv_connector.router.incidents import Incidents
-from kv_connector.router.members import MAX_ENGINES, Members, RefusedError, Side, State
-from kv_connector.router.pool import EngineLost, Lease, NoEngine, Pool
+from kv_connector.router.engines.endpoint import Endpoint
+from kv_connector.router.engines.incidents import Incidents
+from kv_connector.router.engines.members import MAX_ENGINES, Members, RefusedError, Side, State
+from kv_connector.router.engines.pool import EngineLost, Lease, NoEngine, Pool
 
 URL = "http://10.0.0.1:8100"
 

@@ -18,16 +18,16 @@ from kv_connector.cli import drain
 from kv_connector.cli.main import app as command_line
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
-from kv_connector.router.app import create_app
-from kv_connector.router.balance import EvenStreams
-from kv_connector.router.completion import Completion
-from kv_connector.router.continuation import only_text, stay_reason, tokens_left
-from kv_connector.router.endpoint import Endpoint
-from kv_connector.router.members import Members, Side
-from kv_connector.router.moves import Moves
-from kv_connector.router.pool import Pool
-from kv_connector.router.running import Running
-from kv_connector.router.settings import Settings
+from kv_connector.router.engines.endpoint import Endpoint
+from kv_connector.router.engines.members import Members, Side
+from kv_connector.router.engines.pool import Pool
+from kv_connector.router.engines.settings import Settings
+from kv_connector.router.front.app import create_app
+from kv_connector.router.placement.balance import EvenStreams
+from kv_connector.router.requests.completion import Completion
+from kv_connector.router.requests.continuation import only_text, stay_reason, tokens_left
+from kv_connector.router.streams.moves import Moves
+from kv_connector.router.streams.running import Running
 
 pytestmark = pytest.mark.anyio
 
@@ -39,7 +39,7 @@ MESSAGES = [{"role": "user", "content": "Good morning"}]
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drain, "REPEAT_SECONDS", 0.05)
-    monkeypatch.setattr("kv_connector.router.registry._TICK_S", 0.02)
+    monkeypatch.setattr("kv_connector.router.front.registry._TICK_S", 0.02)
 
 
 class Site:
@@ -346,7 +346,7 @@ async def test_an_answer_that_ends_meanwhile_ends() -> None:
 
 
 async def test_a_new_engine_that_says_nothing_in_time_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kv_connector.router.moves._LONGEST_S", 0.1)
+    monkeypatch.setattr("kv_connector.router.streams.moves._LONGEST_S", 0.1)
     async with site() as s:
         s.first.limits, s.second.limits = (8, LENGTH), (0, 0)
         s.first.pace = 0.01  # it says something behind each move that fails
@@ -360,7 +360,7 @@ async def test_a_new_engine_that_says_nothing_in_time_is_given_up(monkeypatch: p
 
 async def test_so_many_streams_move_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others go on where they are meanwhile."""
-    monkeypatch.setattr("kv_connector.router.moves._AT_ONCE", 1)
+    monkeypatch.setattr("kv_connector.router.streams.moves._AT_ONCE", 1)
     async with site() as s:
         s.first.limits, s.first.pace = (8, LENGTH), 0.01
         s.second.limits = (8, LENGTH)
@@ -408,7 +408,7 @@ async def test_a_client_that_leaves_in_mid_move_leaves_nothing_behind(
 
 
 async def test_a_drain_says_how_many_requests_stay_and_why(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "kv_connector.router.moves")
+    caplog.set_level("INFO", "kv_connector.router.streams.moves")
     async with site() as s:
         s.first.limits = (8, LENGTH)
         s.second.limits = (8, LENGTH)
@@ -518,7 +518,7 @@ def test_engines_with_far_more_streams_give_one_to_those_with_far_fewer(
 
 
 async def test_the_youngest_streams_move_until_it_is_even(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kv_connector.router.moves._REST_S", 0.05)
+    monkeypatch.setattr("kv_connector.router.streams.moves._REST_S", 0.05)
     body = BODY | {"max_tokens": 200}
     async with site(rebalance=True) as s:
         s.first.limits, s.first.pace, s.second.limits = (LENGTH, LENGTH), 0.02, (8, LENGTH)

@@ -48,10 +48,10 @@ from kv_connector.control.registrar import Registrar
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.messages import MalformedMessage, Role
-from kv_connector.router.app import DONE, create_app
-from kv_connector.router.endpoint import Endpoint
-from kv_connector.router.members import Members
-from kv_connector.router.settings import Objectives, Settings
+from kv_connector.router.engines.endpoint import Endpoint
+from kv_connector.router.engines.members import Members
+from kv_connector.router.engines.settings import Objectives, Settings
+from kv_connector.router.front.app import DONE, create_app
 
 pytestmark = pytest.mark.anyio
 
@@ -60,8 +60,8 @@ pytestmark = pytest.mark.anyio
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heartbeats of 50 ms instead of a second."""
     monkeypatch.setattr("kv_connector.control.registrar.HEARTBEAT_S", 0.05)
-    monkeypatch.setattr("kv_connector.router.registry._TICK_S", 0.02)
-    monkeypatch.setattr("kv_connector.router.registry._PROBE_S", 0.02)
+    monkeypatch.setattr("kv_connector.router.front.registry._TICK_S", 0.02)
+    monkeypatch.setattr("kv_connector.router.front.registry._PROBE_S", 0.02)
 
 
 class Cluster:
@@ -341,8 +341,8 @@ async def test_a_stream_of_an_engine_that_falls_silent_ends_with_an_error(cluste
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> None:
     """API servers in use are looked at all the time, and hang sooner."""
-    monkeypatch.setattr("kv_connector.router.registry._WATCH_S", 0.02)
-    monkeypatch.setattr("kv_connector.router.registry._MISS_S", 0.4)
+    monkeypatch.setattr("kv_connector.router.front.registry._WATCH_S", 0.02)
+    monkeypatch.setattr("kv_connector.router.front.registry._MISS_S", 0.4)
 
 
 @pytest.mark.usefixtures("watched")

@@ -11,16 +11,16 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from kv_connector.router.calls import Calls
-from kv_connector.router.client import EngineClient
-from kv_connector.router.endpoint import Endpoint
-from kv_connector.router.incidents import Incidents
-from kv_connector.router.members import Members, Side, State
-from kv_connector.router.metrics import Metrics
-from kv_connector.router.moves import Moves
-from kv_connector.router.pool import Pool
-from kv_connector.router.registry import Registry
-from kv_connector.router.spans import Spans
+from kv_connector.router.engines.client import EngineClient
+from kv_connector.router.engines.endpoint import Endpoint
+from kv_connector.router.engines.incidents import Incidents
+from kv_connector.router.engines.members import Members, Side, State
+from kv_connector.router.engines.pool import Pool
+from kv_connector.router.front.registry import Registry
+from kv_connector.router.observe.metrics import Metrics
+from kv_connector.router.observe.spans import Spans
+from kv_connector.router.streams.calls import Calls
+from kv_connector.router.streams.moves import Moves
 
 pytestmark = pytest.mark.anyio
 
@@ -114,7 +114,7 @@ async def until(members: Members, wanted: State) -> None:
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in (("_PROBE_S", 0.02), ("_WATCH_S", 0.0), ("_MISS_S", 0.5), ("_STALL_S", 0.1)):
-        monkeypatch.setattr(f"kv_connector.router.registry.{name}", seconds)
+        monkeypatch.setattr(f"kv_connector.router.front.registry.{name}", seconds)
 
 
 async def test_a_loop_that_stands_still_marks_no_engine(caplog: pytest.LogCaptureFixture) -> None:

@@ -27,18 +27,19 @@ from router_setup import (
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kv_connector.router.app import DONE, create_app
-from kv_connector.router.client import LOST_SECONDS, EngineClient
-from kv_connector.router.completion import Completion
-from kv_connector.router.endpoint import Endpoint
+from kv_connector.router.engines.client import LOST_SECONDS, EngineClient
+from kv_connector.router.engines.endpoint import Endpoint
+from kv_connector.router.engines.members import Members
+from kv_connector.router.engines.pool import NoEngine, Pool
+from kv_connector.router.engines.settings import Settings
 from kv_connector.router.failure import Failure
-from kv_connector.router.members import Members
-from kv_connector.router.pool import NoEngine, Pool
-from kv_connector.router.settings import Settings
+from kv_connector.router.front.app import DONE, create_app
+from kv_connector.router.requests.completion import Completion
 
 pytestmark = pytest.mark.anyio
 
-FIRST_STEP = "kv_connector.router.dispatch.Dispatcher._attempt"
+FIRST_STEP = "kv_connector.router.streams.dispatch.Dispatcher._attempt"
+EVENTS = "kv_connector.router.requests.events.EventStream"
 
 # --- Dispatch
 
@@ -304,13 +305,15 @@ async def test_a_fault_of_the_routers_own_is_told_and_counted_as_one(
     async def fault(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("where nobody looked")
 
-    monkeypatch.setattr("kv_connector.router.events.EventStream.read" if begun else FIRST_STEP, fault)
+    monkeypatch.setattr(
+        "kv_connector.router.requests.events.EventStream.read" if begun else FIRST_STEP, fault
+    )
     event = b'data: {"choices": [{"text": "a"}]}\n\n'
 
     async def opening(_: object) -> bytes:
         return event
 
-    monkeypatch.setattr("kv_connector.router.events.EventStream.opening", opening)
+    monkeypatch.setattr(EVENTS + ".opening", opening)
     stream = Stream()
     async with cluster(answer_ok, stream) as (_, _, client):
         stream.queue.put_nowait(event)

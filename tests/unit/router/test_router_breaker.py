@@ -21,10 +21,10 @@ from router_setup import (
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from kv_connector.router.app import create_app
-from kv_connector.router.breaker import FAILURES, Breaker
-from kv_connector.router.endpoint import Endpoint
-from kv_connector.router.settings import Settings
+from kv_connector.router.engines.breaker import FAILURES, Breaker
+from kv_connector.router.engines.endpoint import Endpoint
+from kv_connector.router.engines.settings import Settings
+from kv_connector.router.front.app import create_app
 
 pytestmark = pytest.mark.anyio
 
@@ -105,8 +105,8 @@ async def test_where_all_engines_fail_their_own_errors_are_the_answer() -> None:
 
 
 async def test_health_503_takes_an_engine_out_that_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kv_connector.router.registry._PROBE_S", 0.02)
-    monkeypatch.setattr("kv_connector.router.registry._WATCH_S", 0.02)
+    monkeypatch.setattr("kv_connector.router.front.registry._PROBE_S", 0.02)
+    monkeypatch.setattr("kv_connector.router.front.registry._WATCH_S", 0.02)
     release = asyncio.Event()
 
     async def hold(request: Request, body: dict[str, Any]) -> Response:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kv_connector.router.events import EventStream
 from kv_connector.router.failure import Failure
+from kv_connector.router.requests.events import EventStream
 
 
 def event(**fields: Any) -> bytes:

@@ -29,16 +29,16 @@ from router_setup import (
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kv_connector.router import client as client_module
-from kv_connector.router.app import DONE, create_app
-from kv_connector.router.completion import _DECIDING, Completion
-from kv_connector.router.continuation import stay_reason, tokens_left
-from kv_connector.router.endpoint import Endpoint
+from kv_connector.router.engines import client as client_module
+from kv_connector.router.engines.endpoint import Endpoint
+from kv_connector.router.engines.settings import Settings
 from kv_connector.router.failure import Failure
-from kv_connector.router.responses import ResponsesRequest
-from kv_connector.router.room import Room, requests_for
-from kv_connector.router.server import HEADER_LIMIT, BoundedProtocol, ServerConfig, Turns, _Flow
-from kv_connector.router.settings import Settings
+from kv_connector.router.front.app import DONE, create_app
+from kv_connector.router.front.limits import Room, requests_for
+from kv_connector.router.front.server import HEADER_LIMIT, BoundedProtocol, ServerConfig, Turns, _Flow
+from kv_connector.router.requests.completion import _DECIDING, Completion
+from kv_connector.router.requests.continuation import stay_reason, tokens_left
+from kv_connector.router.requests.responses import ResponsesRequest
 
 pytestmark = pytest.mark.anyio
 
@@ -535,7 +535,7 @@ async def test_a_router_without_descriptors_reports_itself_and_blames_no_engine(
 
 def test_the_soft_limit_on_descriptors_is_raised() -> None:
     code = (
-        "import resource; from kv_connector.router.room import raise_descriptor_limit\n"
+        "import resource; from kv_connector.router.front.limits import raise_descriptor_limit\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 4096))\n"
         "print(raise_descriptor_limit(), resource.getrlimit(resource.RLIMIT_NOFILE))"
     )

@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 from router_setup import answer_ok, cluster, within
 
-from kv_connector.router import body_parser, fields, parser_process
-from kv_connector.router.body_parser import LONG, BodyParser
-from kv_connector.router.client import _Payload
-from kv_connector.router.completion import Completion
+from kv_connector.router.bodies import body_parser, fields, parser_process
+from kv_connector.router.bodies.body_parser import LONG, BodyParser
+from kv_connector.router.bodies.fields import LONGEST_READ, SLICE, Content, Pieces, encode, named
+from kv_connector.router.bodies.parser_process import ANSWER, REQUEST, Parsed, parsed, serve
+from kv_connector.router.engines.client import _Payload
 from kv_connector.router.failure import Failure
-from kv_connector.router.fields import LONGEST_READ, SLICE, Content, Pieces, encode, named
-from kv_connector.router.parser_process import ANSWER, REQUEST, Parsed, parsed, serve
-from kv_connector.router.responses import ResponsesRequest
+from kv_connector.router.requests.completion import Completion
+from kv_connector.router.requests.responses import ResponsesRequest
 
 pytestmark = pytest.mark.anyio
 
@@ -334,7 +334,7 @@ async def test_child_finds_modules_where_the_router_does(
     child: BodyParser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "body_parser_of_a_checkout.py").write_text(
-        "from kv_connector.router.parser_process import main\nmain()\n"
+        "from kv_connector.router.bodies.parser_process import main\nmain()\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(parser_process, "__name__", "body_parser_of_a_checkout")

@@ -15,15 +15,15 @@ from starlette.responses import JSONResponse, Response
 
 from kv_connector.control.membership import Register
 from kv_connector.protocol.messages import Role
-from kv_connector.router.app import create_app
-from kv_connector.router.client import Reply
-from kv_connector.router.endpoint import Endpoint
-from kv_connector.router.fields import named
-from kv_connector.router.incidents import Incidents
-from kv_connector.router.members import Members, Side
-from kv_connector.router.models import merged, names
-from kv_connector.router.pool import Pool
-from kv_connector.router.settings import Settings
+from kv_connector.router.bodies.fields import named
+from kv_connector.router.engines.client import Reply
+from kv_connector.router.engines.endpoint import Endpoint
+from kv_connector.router.engines.incidents import Incidents
+from kv_connector.router.engines.members import Members, Side
+from kv_connector.router.engines.models import merged, names
+from kv_connector.router.engines.pool import Pool
+from kv_connector.router.engines.settings import Settings
+from kv_connector.router.front.app import create_app
 
 pytestmark = pytest.mark.anyio
 
@@ -91,7 +91,7 @@ async def ask(client: httpx.AsyncClient, model: str) -> httpx.Response:
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each look at the status is a new one."""
-    monkeypatch.setattr("kv_connector.router.status._FRESH_SECONDS", 0.0)
+    monkeypatch.setattr("kv_connector.router.front.status._FRESH_SECONDS", 0.0)
 
 
 @pytest.mark.parametrize("dispatch", ["concurrent", "serial"])
@@ -168,7 +168,7 @@ async def no_health(request: Request) -> Response:
 
 
 async def test_an_adapter_that_is_loaded_later_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kv_connector.router.members._LEARN_S", 0.01)
+    monkeypatch.setattr("kv_connector.router.engines.members._LEARN_S", 0.01)
     p, with_it, without = Engine("a"), Engine("a"), Engine("a")
     async with router([p], [without, with_it]) as client:
         for engine in (p, with_it):

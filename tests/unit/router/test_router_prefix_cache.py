@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_connector.router.prefix_cache import PrefixCache
-from kv_connector.router.prompt import PREFIX_BYTES, Prompt
+from kv_connector.router.engines.prefix_cache import PrefixCache
+from kv_connector.router.engines.prompt import PREFIX_BYTES, Prompt
 
 # Of a prefix, at the bytes per token that are taken for granted.
 TOKENS = PREFIX_BYTES // 4

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_connector.router.completion import Completion
-from kv_connector.router.prompt import PREFIX_BYTES, PRIOR_BYTES_PER_TOKEN, Prompt, TokenSizes
+from kv_connector.router.engines.prompt import PREFIX_BYTES, PRIOR_BYTES_PER_TOKEN, Prompt, TokenSizes
+from kv_connector.router.requests.completion import Completion
 
 COMPLETIONS, CHAT, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/messages"
 

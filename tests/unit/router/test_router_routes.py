@@ -21,11 +21,11 @@ from router_setup import (
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from kv_connector.router.app import create_app
-from kv_connector.router.endpoint import Endpoint
-from kv_connector.router.metrics import KEEP_SECONDS, Metrics
-from kv_connector.router.responses import ResponsesRequest
-from kv_connector.router.settings import Settings
+from kv_connector.router.engines.endpoint import Endpoint
+from kv_connector.router.engines.settings import Settings
+from kv_connector.router.front.app import create_app
+from kv_connector.router.observe.metrics import KEEP_SECONDS, Metrics
+from kv_connector.router.requests.responses import ResponsesRequest
 
 pytestmark = pytest.mark.anyio
 

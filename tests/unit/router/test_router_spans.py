@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from kv_connector.cli.main import app
-from kv_connector.router.spans import Spans, SpansError
+from kv_connector.router.observe.spans import Spans, SpansError
 
 pytestmark = pytest.mark.anyio
 

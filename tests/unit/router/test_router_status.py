@@ -17,16 +17,16 @@ from starlette.responses import Response
 
 from kv_connector.control.membership import Activity, Leave, Register
 from kv_connector.protocol.messages import Role
-from kv_connector.router.app import create_app
-from kv_connector.router.endpoint import Endpoint
-from kv_connector.router.first_bytes import SLICE_SECONDS, SLICES, FirstBytes
-from kv_connector.router.incidents import Incidents
-from kv_connector.router.members import Members, Side
-from kv_connector.router.metrics import Metrics
-from kv_connector.router.page import Page
-from kv_connector.router.pool import Pool
-from kv_connector.router.settings import Settings
-from kv_connector.router.status import Status
+from kv_connector.router.engines.endpoint import Endpoint
+from kv_connector.router.engines.incidents import Incidents
+from kv_connector.router.engines.members import Members, Side
+from kv_connector.router.engines.pool import Pool
+from kv_connector.router.engines.settings import Settings
+from kv_connector.router.front.app import create_app
+from kv_connector.router.front.status import Status
+from kv_connector.router.front.status_page import Page
+from kv_connector.router.observe.first_bytes import SLICE_SECONDS, SLICES, FirstBytes
+from kv_connector.router.observe.metrics import Metrics
 
 pytestmark = pytest.mark.anyio
 

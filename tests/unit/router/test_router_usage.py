@@ -11,9 +11,9 @@ from router_setup import PATIENCE, Handler, Stream, cluster, serve, serve_engine
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from kv_connector.router.app import create_app
-from kv_connector.router.endpoint import Endpoint
-from kv_connector.router.settings import Settings
+from kv_connector.router.engines.endpoint import Endpoint
+from kv_connector.router.engines.settings import Settings
+from kv_connector.router.front.app import create_app
 
 pytestmark = pytest.mark.anyio
 

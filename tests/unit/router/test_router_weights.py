@@ -10,16 +10,16 @@ import pytest
 
 from kv_connector.control.membership import PromptCost, Register, WorkloadReport
 from kv_connector.protocol.messages import Role
-from kv_connector.router.balance import EvenStreams
-from kv_connector.router.completion import Completion
-from kv_connector.router.endpoint import Endpoint
-from kv_connector.router.goodput import Goodput
-from kv_connector.router.incidents import Incidents
-from kv_connector.router.members import Members, Side, State
-from kv_connector.router.moves import Moves
-from kv_connector.router.policy import FewestOutstanding, Placement, Policy
-from kv_connector.router.pool import Pool
-from kv_connector.router.settings import Objectives
+from kv_connector.router.engines.endpoint import Endpoint
+from kv_connector.router.engines.incidents import Incidents
+from kv_connector.router.engines.members import Members, Side, State
+from kv_connector.router.engines.pool import Pool
+from kv_connector.router.engines.settings import Objectives
+from kv_connector.router.placement.balance import EvenStreams
+from kv_connector.router.placement.goodput import Goodput
+from kv_connector.router.placement.policy import FewestOutstanding, Placement, Policy
+from kv_connector.router.requests.completion import Completion
+from kv_connector.router.streams.moves import Moves
 
 # What an engine says of its speed, so that Goodput has something to go by; P is far faster than D is here.
 LOAD = WorkloadReport(

@@ -1,0 +1,1 @@
+"""Engines: which engines exist, what each has to compute, and how the router connects to them."""

@@ -1,0 +1,151 @@
+"""EngineClient: HTTP to the engines' API servers."""
+
+import asyncio
+import errno
+import logging
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Self
+
+import aiohttp
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.typedefs import LooseHeaders
+
+from kv_connector.router.bodies.fields import Content, Pieces
+from kv_connector.router.failure import overloaded
+
+logger = logging.getLogger(__name__)
+
+# A prompt may wait in a queue and take minutes: only reaching the engine has a deadline.
+CONNECT_SECONDS = 5.0
+# An API server that owes an answer, and gives no sign of life for as long, is lost. Long: the one thread of
+# vLLM's takes and says nothing while it makes tokens of a long prompt.
+LOST_SECONDS = 2 * CONNECT_SECONDS
+# vLLM closes a connection that was idle for 5 s. One that we reuse must not be closing at that moment.
+KEEP_ALIVE_SECONDS = 2.0
+
+# What a request to an engine fails with.
+HttpError = (aiohttp.ClientError, TimeoutError)
+
+
+def refused(error: Exception) -> bool:
+    """Whether nothing listens at the engine's address."""
+    return isinstance(error, aiohttp.ClientConnectorError) and error.errno == errno.ECONNREFUSED
+
+
+# This process, or its host, has no descriptor or no local port left.
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An engine's whole answer."""
+
+    status: int
+    content_type: str
+    body: bytes
+    retry_after: str | None = None
+    """The header's value, if the engine sent one."""
+
+
+# Where an answer takes minutes, nothing but TCP tells of a host that has vanished: by default never while the
+# answer is waited for, and after a quarter of an hour while a request is sent. TCP_USER_TIMEOUT counts the
+# time, too, in which a live engine takes none of a long body; without that option probes are counted.
+_TCP_OPTIONS = {
+    "TCP_KEEPIDLE": int(CONNECT_SECONDS),
+    "TCP_KEEPINTVL": 1,
+    "TCP_KEEPCNT": int(LOST_SECONDS - CONNECT_SECONDS),
+    "TCP_USER_TIMEOUT": int(1000 * LOST_SECONDS),
+}
+
+
+class EngineClient:
+    """Opened, used and closed in one event loop, as an asynchronous context manager.
+
+    A request that is left before the end of its answer (or cancelled) closes its connection, which is how
+    vLLM learns to abort. No POST is sent twice, no redirect is followed. Methods raise one of HttpError, or
+    Failure 503 where this process has no descriptor or port left, which says nothing of the engine.
+    """
+
+    async def __aenter__(self) -> Self:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS, socket_factory=_socket
+            ),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
+            headers={"accept-encoding": "identity"},
+            skip_auto_headers=("content-type", "user-agent"),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+
+    @asynccontextmanager
+    async def stream(
+        self, method: str, url: str, body: Content | None = None, headers: LooseHeaders | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """An answer from its status line on."""
+        try:
+            data = _Payload(body) if isinstance(body, Pieces) else body
+            request = self._session.request(method, url, data=data, headers=headers, allow_redirects=False)
+            response = await request
+        except aiohttp.ClientOSError as error:
+            if error.errno in _EXHAUSTED:
+                logger.error("no socket for a request to %s: %s", url, error)
+                raise overloaded(f"the router has no socket left: {error.strerror}") from error
+            raise
+        async with response:
+            yield response
+
+    async def whole(
+        self, method: str, url: str, body: Content | None = None, headers: LooseHeaders | None = None
+    ) -> Reply:
+        async with self.stream(method, url, body, headers) as response:
+            answer = await response.read()
+            return Reply(response.status, content_type(response), answer, retry_after(response))
+
+
+class _Payload(aiohttp.Payload):
+    """Pieces as a request's body. The event loop turns between two slices of it."""
+
+    _value: Pieces
+    _autoclose = True  # nothing has to be closed
+
+    def __init__(self, pieces: Pieces) -> None:
+        super().__init__(pieces)
+        self._size = len(pieces)
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        return b"".join(self._value.parts).decode(encoding, errors)
+
+    async def write(self, writer: AbstractStreamWriter) -> None:
+        for part in self._value.slices():
+            await writer.write(part)
+            await asyncio.sleep(0)
+
+    async def write_with_length(self, writer: AbstractStreamWriter, content_length: int | None) -> None:
+        """``content_length``: that of all."""
+        await self.write(writer)
+
+
+def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _TCP_OPTIONS.items():
+        if (option := getattr(socket, name, None)) is not None:
+            made.setsockopt(socket.IPPROTO_TCP, option, value)
+    return made
+
+
+def content_type(response: aiohttp.ClientResponse) -> str:
+    return response.headers.get("content-type", "application/json")
+
+
+def retry_after(response: aiohttp.ClientResponse) -> str | None:
+    return response.headers.get("retry-after")

@@ -1,0 +1,51 @@
+"""Models: the names that engines list at /v1/models, and one list of several engines' answers."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+
+from kv_connector.router.engines.client import Reply
+from kv_connector.router.failure import UNREADABLE
+
+logger = logging.getLogger(__name__)
+
+# vLLM lists its served names and its adapters. An engine has tens of adapters, and names are paths at most.
+_MOST_NAMES = 1024
+_LONGEST_NAME = 1024
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _Entries(msgspec.Struct):
+    data: list[msgspec.Raw]
+
+
+def names(url: str, reply: Reply) -> frozenset[str] | None:
+    """The models of an engine's answer; None if it does not list them, or lists too many."""
+    try:
+        listed = [] if reply.status != 200 else msgspec.json.decode(reply.body, type=_Models).data
+    except UNREADABLE:
+        return None
+    if len(listed) > _MOST_NAMES or any(len(model.id) > _LONGEST_NAME for model in listed):
+        logger.warning("%s lists more than %d models, or a longer name: not placed by", url, _MOST_NAMES)
+        return None
+    return frozenset(model.id for model in listed) or None
+
+
+def merged(replies: Sequence[Reply]) -> Reply:
+    """The first answer, with the models of all. Each is a readable list."""
+    found: dict[str, msgspec.Raw] = {}
+    for reply in replies:
+        for entry in msgspec.json.decode(reply.body, type=_Entries).data:
+            found.setdefault(msgspec.json.decode(entry, type=_Model).id, entry)
+    head = msgspec.json.decode(replies[0].body, type=dict[str, msgspec.Raw])
+    body = msgspec.json.encode({**head, "data": list(found.values())})
+    return replace(replies[0], body=body)

@@ -1,0 +1,275 @@
+"""Pool: the engines of one side, which of them take requests, and what each has in hand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+
+from kv_connector.router.engines.backlog import Work
+from kv_connector.router.engines.breaker import Breaker
+from kv_connector.router.engines.endpoint import Endpoint
+from kv_connector.router.engines.workload import Workload
+
+
+class NoEngine(Exception):
+    """No engine of this side takes requests, or none that serves the model."""
+
+    def __init__(self, pool: Pool, model: str | None = None) -> None:
+        super().__init__("no engine takes requests")
+        self.pool = pool
+        self.model = model
+
+
+class EngineLost(Exception):
+    """The engine was given up while a request was with it."""
+
+    def __init__(self) -> None:
+        super().__init__("it gives no sign of life any more")
+
+
+@dataclass(eq=False)
+class Member:
+    endpoint: Endpoint
+    workload: Workload
+    usable: bool
+    reserve: bool = False
+    """Takes requests only where no other does."""
+    weights: str = ""
+    """The version that it serves; empty: what it was started with."""
+    models: frozenset[str] | None = None
+    """The models that it lists; None: unknown."""
+    breaker: Breaker = field(default_factory=Breaker)
+    outstanding: int = 0
+    owes: int = 0
+    """Requests that it has answered, and whose pages are still to be fetched from it."""
+    lost: bool = False
+    scopes: set[asyncio.Timeout] = field(default_factory=set)
+    """What waits for the engine, to be ended when it is lost."""
+
+    @property
+    def failing(self) -> bool:
+        """Its requests fail: it takes requests only where no other does, but for a trial now and then."""
+        return self.breaker.open and not self.breaker.trial
+
+    def serves(self, model: str | None) -> bool:
+        """Whether it may have the model. None: any will do."""
+        return model is None or self.models is None or model in self.models
+
+    def end_waits(self) -> None:
+        for scope in list(self.scopes):
+            if not scope.expired():
+                scope.reschedule(asyncio.get_running_loop().time())
+
+
+class Lease:
+    """One request's hold on an engine."""
+
+    def __init__(self, member: Member, work: Work | None) -> None:
+        self._member = member
+        self._work = work
+        self._released = False
+        self._owing = 0  # blocks
+        member.outstanding += 1
+        member.breaker.taken()
+        if work is not None:
+            member.workload.backlog.add(work)
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return self._member.endpoint
+
+    @asynccontextmanager
+    async def alive(self) -> AsyncIterator[None]:
+        """For the length of a block that waits for the engine: EngineLost as soon as it is given up."""
+        if self._member.lost:
+            raise EngineLost
+        try:
+            async with asyncio.timeout(None) as scope:
+                self._member.scopes.add(scope)
+                try:
+                    yield
+                finally:
+                    self._member.scopes.discard(scope)
+        except TimeoutError:
+            if scope.expired():
+                raise EngineLost from None
+            raise
+
+    def computed(self) -> None:
+        """The engine has computed the prompt."""
+        if self._work is not None:
+            self._member.workload.backlog.remove(self._work)
+
+    @contextmanager
+    def owing(self) -> Iterator[None]:
+        """For the length of a block at whose end nothing is to be fetched from the engine any more: it has
+        something to do until then, released or not. Blocks may overlap, and are one."""
+        self._member.owes += self._released and not self._owing
+        self._owing += 1
+        try:
+            yield
+        finally:
+            self._owing -= 1
+            self._member.owes -= self._released and not self._owing
+
+    def release(self) -> None:
+        """Once."""
+        self.computed()
+        self._released = True
+        self._member.outstanding -= 1
+        self._member.owes += bool(self._owing)
+
+
+class Pool:
+    """Hands out engines. Used from the event loop's thread only."""
+
+    def __init__(self, endpoints: Sequence[Endpoint] = ()) -> None:
+        # Kept in the order of last use, so that min(), which takes the first of equals, takes turns.
+        self._members = {one: Member(one, Workload(), usable=True) for one in endpoints}
+        self._changed: asyncio.Event = asyncio.Event()
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        return list(self._members)
+
+    def usable(self, avoid: Collection[Endpoint] = (), model: str | None = None) -> bool:
+        """Whether an engine other than those takes requests for the model."""
+        return any(member.endpoint not in avoid for member in self._usable(model))
+
+    def failing(self, model: str | None = None) -> bool:
+        """Whether no engine takes requests for the model, or only engines whose requests fail."""
+        return all(member.failing for member in self._usable(model))
+
+    def known(self, model: str | None) -> str | None:
+        """The model, if an engine may serve it. None: engines are chosen without regard to it, and answer
+        for themselves."""
+        return model if any(member.serves(model) for member in self._members.values()) else None
+
+    def models(self) -> set[str]:
+        """All models that engines which take requests list."""
+        return {name for member in self._usable(None) for name in member.models or ()}
+
+    def has(self, endpoint: Endpoint) -> bool:
+        """Whether there is such an engine, which may take no requests."""
+        return endpoint in self._members
+
+    def takes(self, endpoint: Endpoint) -> bool:
+        """Whether there is such an engine, it takes requests, and they do not fail there."""
+        member = self._members.get(endpoint)
+        return member is not None and member.usable and not member.breaker.open
+
+    def outstanding(self, endpoint: Endpoint) -> int:
+        return self._members[endpoint].outstanding if endpoint in self._members else 0
+
+    def unfinished(self, endpoint: Endpoint) -> int:
+        """The outstanding, and those that are to fetch their pages there: none of them outlives it."""
+        member = self._members.get(endpoint)
+        return 0 if member is None else member.outstanding + member.owes
+
+    def workload(self, endpoint: Endpoint) -> Workload | None:
+        """None: there is no such engine."""
+        member = self._members.get(endpoint)
+        return None if member is None else member.workload
+
+    def weights(self, endpoint: Endpoint) -> str:
+        """The version that the engine serves."""
+        return self._members[endpoint].weights if endpoint in self._members else ""
+
+    def set_usable(
+        self,
+        endpoint: Endpoint,
+        usable: bool,
+        workload: Workload | None = None,
+        breaker: Breaker | None = None,
+        *,
+        reserve: bool = False,
+        weights: str = "",
+        models: frozenset[str] | None = None,
+    ) -> None:
+        """Whether the engine takes new requests; those it has go on. It is added if need be, with its
+        workload and its breaker. ``reserve``: only if no regular engine does. ``weights``: its version.
+        ``models``: those that it lists."""
+        member = self._members.get(endpoint)
+        if member is None:
+            member = Member(endpoint, workload or Workload(), usable, breaker=breaker or Breaker())
+            self._members[endpoint] = member
+        member.usable, member.reserve, member.weights = usable, reserve, weights
+        member.models = models
+        self._changed.set()
+
+    def remove(self, endpoint: Endpoint, *, lost: bool) -> None:
+        """The engine is gone. ``lost``: so are the requests that it has; else they end by themselves."""
+        member = self._members.pop(endpoint, None)
+        if member is None or not lost:
+            return
+        member.lost = True
+        member.end_waits()
+
+    def end_waits(self, endpoint: Endpoint) -> None:
+        """What waits for the engine is ended as if it were lost; it stays."""
+        if endpoint in self._members:
+            self._members[endpoint].end_waits()
+
+    def choices(
+        self, avoid: Collection[Endpoint] = (), weights: str | None = None, model: str | None = None
+    ) -> list[Member]:
+        """The engines that take requests; NoEngine if there is none. Those of ``avoid`` are left out if there
+        are others, then those whose requests fail, then those in reserve. ``weights``, ``model``: only
+        those that serve this version, this model."""
+        usable = [member for member in self._usable(model) if weights in (None, member.weights)]
+        if not usable:
+            raise NoEngine(self, model)
+        if avoid:
+            usable = [member for member in usable if member.endpoint not in avoid] or usable
+        usable = [member for member in usable if not member.failing] or usable
+        return [member for member in usable if not member.reserve] or usable
+
+    def fewest(
+        self, avoid: Collection[Endpoint] = (), weights: str | None = None, model: str | None = None
+    ) -> Endpoint:
+        """Of the ``choices``, the one with the fewest outstanding requests; equals take turns."""
+        return least(self.choices(avoid, weights, model)).endpoint
+
+    def partner(
+        self, other: Pool, engine: Endpoint, avoid: Collection[Endpoint], model: str | None = None
+    ) -> Endpoint:
+        """For an engine of the other side, or of this one: by the fewest requests, one that serves what it
+        serves, and any if there is none."""
+        choices, weights = self.choices({*avoid, engine}, model=model), other.weights(engine)
+        return least([one for one in choices if one.weights == weights] or choices).endpoint
+
+    def acquire(self, endpoint: Endpoint, work: Work | None = None) -> Lease:
+        """One of the ``choices``; NoEngine if it has gone. ``work``: what it is to compute."""
+        if endpoint not in self._members:
+            raise NoEngine(self)
+        member = self._members[endpoint] = self._members.pop(endpoint)
+        return Lease(member, work)
+
+    @contextmanager
+    def lease(self, endpoint: Endpoint, work: Work | None = None) -> Iterator[Lease]:
+        """For the length of a block."""
+        lease = self.acquire(endpoint, work)
+        try:
+            yield lease
+        finally:
+            lease.release()
+
+    async def wait_usable(self, seconds: float, model: str | None = None) -> None:
+        """Returns as soon as an engine takes requests for the model, or when the time is up."""
+        try:
+            async with asyncio.timeout(seconds):
+                while not self.usable(model=model):
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            pass
+
+    def _usable(self, model: str | None) -> list[Member]:
+        return [member for member in self._members.values() if member.usable and member.serves(model)]
+
+
+def least(members: Sequence[Member]) -> Member:
+    """The one with the fewest outstanding requests; of equals the first."""
+    return min(members, key=lambda member: member.outstanding)

@@ -1,0 +1,151 @@
+"""Prompt: what can be seen of a request's prompt without a tokenizer."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+
+from kv_connector.router.bodies.fields import Shapes
+
+# About 256 tokens of text, which a GPU computes in milliseconds: shorter hits are of no interest.
+PREFIX_BYTES = 1024
+
+# What is behind it is not told apart.
+_LOOKED_AT = 1 << 20
+
+# By common tokenizers' average for English text: a prior, until answers tell.
+PRIOR_BYTES_PER_TOKEN = 4.0
+# Prompts of nothing but rare characters, and of nothing but spaces or pictures.
+_BYTES_PER_TOKEN = (1.0, 16.0)
+
+# Fine-tunings, each a name, may come and go.
+_MODELS = 4096
+
+_FIELD = {
+    "/v1/completions": "prompt",
+    "/v1/chat/completions": "messages",
+    "/v1/messages": "messages",
+    "/v1/responses": "input",
+}
+# Templates put these before it.
+_BEFORE = ("tools", "system", "instructions")
+# The same prompt has other KV, or other tokens, where one of these differs. How the answer is sampled does
+# not matter, nor what is returned of it.
+_ELSE = (
+    "model",
+    "cache_salt",
+    "add_special_tokens",
+    "truncate_prompt_tokens",
+    "truncation_side",
+    "chat_template",
+    "chat_template_kwargs",
+    "documents",
+    "reasoning_effort",
+    "reasoning",
+    "thinking",
+    "media_io_kwargs",
+    "mm_processor_kwargs",
+    "previous_response_id",
+)
+
+_PICTURE = b";base64,"
+
+# A piece's hash is the sum of its 32-bit words, each times a random 64-bit number of its own: twice as fast
+# as hash(), and two different pieces have the same one with a probability of 2**-33 at most.
+_KEYS = np.random.default_rng().integers(0, 1 << 64, size=PREFIX_BYTES // 4, dtype=np.uint64)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a policy sees of a request's prompt."""
+
+    model: str
+    size: int
+    """Bytes, as the client wrote it, with the tools and the system prompt that stand before it."""
+    tokens: int | None
+    """None: it is text."""
+    prefixes: tuple[int, ...]
+    """A hash of the first PREFIX_BYTES, of twice as many, and so on; none of the remainder. Requests for
+    different KV have different ones from the beginning, and so have different processes."""
+    pictures: bool = False
+    """Its bytes say nothing of its tokens."""
+
+    @classmethod
+    def of(cls, path: str, body: Mapping[str, Any], shapes: Shapes) -> Self:
+        """``body``: with the prompt as a msgspec.Raw. ``shapes``: its values'."""
+        field = _FIELD.get(path, "prompt")
+        raw = body.get(field, msgspec.Raw())
+        before = [body[key] for key in _BEFORE if body.get(key)]
+        head = msgspec.json.encode([_beginning(value) for value in before]) if before else b""
+        unseen = sum(
+            len(memoryview(value)[_LOOKED_AT:]) for value in before if isinstance(value, msgspec.Raw)
+        )
+        whole = memoryview(raw)
+        looked_at = whole[:_LOOKED_AT]
+        text = b"".join((head, looked_at)) if before else raw
+
+        def known(key: str) -> Any:
+            value = body.get(key)
+            if isinstance(value, msgspec.Raw):
+                return shapes.of(key, value).digest
+            return value
+
+        tokens = shapes.of(field, raw).tokens
+        model = body.get("model")
+        return cls(
+            model if isinstance(model, str) else "",
+            len(head) + unseen + len(whole),
+            tokens,
+            _prefixes(hash(msgspec.json.encode([path, *map(known, _ELSE)])), text),
+            tokens is None and _PICTURE in bytes(looked_at),
+        )
+
+
+class TokenSizes:
+    """How many bytes of a prompt a token stands for, by model: learned from answers."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[str, float] = {}  # in the order in which they were first told
+
+    def tokens(self, prompt: Prompt) -> int:
+        """Of the prompt: exactly where it is a list of them, else as a forecast; 1 at least."""
+        if prompt.tokens is not None:
+            return prompt.tokens
+        return max(1, round(prompt.size / self._sizes.get(prompt.model, PRIOR_BYTES_PER_TOKEN)))
+
+    def learn(self, prompt: Prompt, tokens: int) -> None:
+        """An engine has counted so many."""
+        if prompt.tokens is not None or tokens < 1:
+            return
+        size = self._sizes.get(prompt.model)
+        if size is None:
+            if len(self._sizes) == _MODELS:
+                del self._sizes[next(iter(self._sizes))]
+            size = PRIOR_BYTES_PER_TOKEN
+        # Long prompts count for more: of a short one the template is a large part, and it costs little.
+        weight = min(max(prompt.size / 65536, 1 / 64), 1 / 4)
+        self._sizes[prompt.model] = size + weight * (bytes_per_token(prompt, tokens) - size)
+
+
+def bytes_per_token(prompt: Prompt, tokens: int) -> float:
+    """Of a prompt that has so many tokens, without what would be no text."""
+    least, most = _BYTES_PER_TOKEN
+    return min(max(prompt.size / tokens, least), most)
+
+
+def _beginning(value: Any) -> Any:
+    """Cuts a long value to the bytes that prefixes are made of."""
+    return msgspec.Raw(memoryview(value)[:_LOOKED_AT]) if isinstance(value, msgspec.Raw) else value
+
+
+def _prefixes(seed: int, text: bytes) -> tuple[int, ...]:
+    # The last byte closes a list or a string: where the prompt has grown, another stands there.
+    pieces = min(len(memoryview(text)) - 1, _LOOKED_AT) // PREFIX_BYTES
+    if pieces < 1:
+        return ()
+    words = np.frombuffer(text, np.uint32, pieces * len(_KEYS)).reshape(pieces, -1)
+    sums = np.einsum("ij,j->i", words, _KEYS).tolist()
+    return tuple(accumulate(sums, lambda before, piece: hash((before, piece)), initial=seed))[1:]

@@ -1,0 +1,451 @@
+"""The ASGI application: OpenAI's and Anthropic's routes, the router's own health and metrics, and nothing
+else.
+"""
+
+import asyncio
+import json
+import logging
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from kv_connector.router.bodies.body_parser import LONG, BodyParser
+from kv_connector.router.bodies.fields import content
+from kv_connector.router.engines.client import EngineClient, Reply
+from kv_connector.router.engines.incidents import Incidents
+from kv_connector.router.engines.members import State
+from kv_connector.router.engines.settings import Settings
+from kv_connector.router.failure import Failure, failure, overloaded
+from kv_connector.router.front.limits import Place, Room
+from kv_connector.router.front.registry import Registry, RegistryError
+from kv_connector.router.front.status import Status
+from kv_connector.router.front.status_page import Page
+from kv_connector.router.observe.metrics import Metrics
+from kv_connector.router.observe.spans import Spans
+from kv_connector.router.placement.balance import EvenStreams
+from kv_connector.router.requests.answers import Answer
+from kv_connector.router.requests.completion import Completion
+from kv_connector.router.requests.responses import ResponsesRequest
+from kv_connector.router.streams.calls import EVENT_STREAM, Call
+from kv_connector.router.streams.dispatch import Dispatcher
+
+logger = logging.getLogger(__name__)
+
+# Prefill on one engine, decode on another.
+COMPLETIONS = {
+    "/v1/completions": Completion,
+    "/v1/chat/completions": Completion,
+    "/v1/messages": Completion,
+    "/v1/responses": ResponsesRequest,
+}
+# Whose streams' events have names.
+NAMED_EVENTS = ("/v1/messages", "/v1/responses")
+# The end of a stream whose events have none, also behind an error.
+DONE = b"data: [DONE]\n\n"
+# Answered by any decode engine. A list of what is safe: vLLM has routes that pause, reset or unload an
+# engine.
+FORWARDED = (
+    ("GET", "/v1/models"),
+    ("GET", "/version"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("POST", "/v1/messages/count_tokens"),
+)
+# Of the router itself.
+OWN = ("/", "/status.json", "/live", "/health", "/ping", "/load", "/metrics", "/openapi.json")
+SERVED = sorted({*COMPLETIONS, *(path for _, path in FORWARDED), *OWN})
+
+# Of the client's headers the engines get these.
+PASSED_HEADERS = (
+    "authorization",
+    "content-type",
+    "traceparent",
+    "tracestate",
+    "x-session-id",
+    "x-vllm-priority",
+)
+LONGEST_REQUEST_ID = 128
+
+# Beside the pause that a body may make, its bytes have to come at this rate on average: 0.5 Mbit/s, the
+# uplink of a poor mobile connection. A body of 64 MiB that comes slowly holds its memory 18 minutes at most.
+BODY_RATE = 64 << 10
+
+CLIENT_LEFT = 499  # nginx's status for it; only metrics see it
+
+
+def create_app(settings: Settings) -> Starlette:
+    """The router as an ASGI application. It holds no state beyond its lifespan."""
+    metrics = Metrics()
+    client = EngineClient()
+    incidents = Incidents()
+    spans = Spans.to(settings.otlp_traces_endpoint)
+    dispatcher = Dispatcher(settings, client, metrics, incidents, spans)
+    status = Status(dispatcher.members, metrics, incidents, details=settings.status_details)
+    page = Page.load()
+    room = Room(settings.requests, settings.body_budget)
+    parser = BodyParser()
+    registry = Registry(
+        dispatcher.members,
+        dispatcher.calls.reasons,
+        dispatcher.moves,
+        client,
+        settings.registration,
+        settings.key,
+    )
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        async with client:
+            try:
+                registry.open()
+            except RegistryError as error:
+                application.refusal = str(error)
+                raise
+            tasks = [asyncio.create_task(registry.run())]
+            if settings.rebalance:
+                tasks.append(asyncio.create_task(dispatcher.moves.balance(EvenStreams())))
+            try:
+                yield
+            finally:
+                # A server whose grace has ended has cancelled them: each still has its client to answer.
+                await room.wait_empty(settings.patience)
+                await dispatcher.close()
+                await parser.close()
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                await asyncio.to_thread(spans.close)
+
+    async def ask(request: Request) -> Reply:
+        with room.enter() as place:
+            body = await _read(request, settings, place)
+            headers = {**_passed(request), "x-request-id": _request_id(request)}
+            model = await parser.model(body)
+            path = request.url.path
+            reply = dispatcher.forward(request.method, path, content(body), model, headers)
+            return await _unless_left(reply, request.receive)
+
+    async def forward(request: Request) -> Response:
+        reply = await ask(request)
+        return Failure(reply.status, reply.body, reply.content_type, reply.retry_after).response()
+
+    async def describe(request: Request) -> Response:
+        """A decode engine's description of its routes, less those that are not to be had here."""
+        reply = await ask(request)
+        if reply.status == 200:
+            described = json.loads(reply.body)
+            described["paths"] = {path: text for path, text in described["paths"].items() if path in SERVED}
+            return JSONResponse(described)
+        return Failure(reply.status, reply.body, reply.content_type, reply.retry_after).response()
+
+    async def show(_: Request) -> Response:
+        return HTMLResponse(page.html, headers=page.headers)
+
+    async def tell(_: Request) -> Response:
+        return Response(status.json(), media_type="application/json", headers={"cache-control": "no-store"})
+
+    async def live(_: Request) -> Response:
+        """This process serves, whatever its engines do: for who restarts it otherwise."""
+        return JSONResponse({"live": True})
+
+    async def health(_: Request) -> Response:
+        members = dispatcher.members
+        states = members.states()
+        lacking = {side for side, engines in states.items() if State.READY not in engines.values()}
+        unready = not lacking.isdisjoint(members.needed)
+        found = {side.value: {url: s.value for url, s in engines.items()} for side, engines in states.items()}
+        status = "unready" if unready else "degraded" if lacking else "ready"
+        return JSONResponse({"status": status, **found}, status_code=503 if unready else 200)
+
+    async def load(_: Request) -> Response:
+        return JSONResponse({"server_load": metrics.requests_in_flight()})
+
+    async def expose(_: Request) -> Response:
+        states = dispatcher.members.states()
+        for side, engines in states.items():
+            count = Counter(engines.values())
+            for state in State:
+                metrics.engines.labels(side.value, state.value).set(count[state])
+        metrics.prune(time.monotonic(), {url for engines in states.values() for url in engines})
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    def complete(path: str, kind: type[Completion]) -> Completions:
+        return Completions(path, kind, settings, room, parser, dispatcher, metrics)
+
+    application = _Application(
+        routes=[
+            *(Route(path, complete(path, kind), methods=["POST"]) for path, kind in COMPLETIONS.items()),
+            *(Route(path, forward, methods=[method]) for method, path in FORWARDED),
+            Route("/", show),
+            Route("/status.json", tell),
+            Route("/live", live),
+            Route("/health", health),
+            Route("/ping", health, methods=["GET", "POST"]),
+            Route("/load", load),
+            Route("/metrics", expose),
+            Route("/openapi.json", describe),
+        ],
+        exception_handlers={HTTPException: _http_error, Failure: _failure, ClientDisconnect: _left},
+        lifespan=lifespan,
+    )
+    return application
+
+
+class _Application(Starlette):
+    refusal: str | None = None
+    """An operator's mistake, for which the router does not start."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def say(message: Message) -> None:
+            # A server logs this. Starlette has written a traceback, a page long.
+            if message["type"] == "lifespan.startup.failed" and self.refusal is not None:
+                message = {**message, "message": self.refusal}
+            await send(message)
+
+        await super().__call__(scope, receive, say if scope["type"] == "lifespan" else send)
+
+
+class Completions:
+    """One completions route, as a plain ASGI endpoint: it has to see the client leave at any moment."""
+
+    def __init__(
+        self,
+        path: str,
+        kind: type[Completion],
+        settings: Settings,
+        room: Room,
+        parser: BodyParser,
+        dispatcher: Dispatcher,
+        metrics: Metrics,
+    ) -> None:
+        self._path = path
+        self._kind = kind
+        self._settings = settings
+        self._room = room
+        self._parser = parser
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive, send)
+        request_id = _request_id(request)
+        status = CLIENT_LEFT
+        with self._metrics.in_flight.track_inprogress():
+            try:
+                with self._room.enter() as place:
+                    body = await _read(request, self._settings, place)
+                    completion = self._kind.of_fields(await self._parser.fields(body))
+                    status = await self._serve(request, request_id, place, completion)
+            except ClientDisconnect:
+                logger.info("a client left while it sent a request to %s", self._path)
+            except Exception as error:
+                told = _told(error, request_id)
+                status, response = told.status, told.response()
+                response.headers["x-request-id"] = request_id
+                await response(scope, receive, send)
+            finally:
+                self._metrics.requests.labels(self._path, str(status)).inc()
+
+    async def _serve(self, request: Request, request_id: str, place: Place, completion: Completion) -> int:
+        """Answers the request; returns the status, CLIENT_LEFT if the client did not wait for it."""
+        answering = _Answering(request, request_id, self._path, place, self._dispatcher, self._metrics)
+        work = asyncio.create_task(answering.run(completion))
+        try:
+            # A server also reports a client as gone once it has the whole answer.
+            if not await _done_first(work, request.receive) and not answering.complete:
+                logger.info("request %s: the client left", request_id)
+                return CLIENT_LEFT
+            return await work
+        except asyncio.CancelledError:
+            # The server's grace for running requests has ended. It does not send anything itself.
+            await _end(work)
+            if answering.complete:
+                raise
+            return await answering.fail(overloaded("this router ends, and did not wait for the whole answer"))
+        finally:
+            await _end(work)
+
+
+class _Answering:
+    """The answer to one request under way."""
+
+    def __init__(
+        self,
+        request: Request,
+        request_id: str,
+        path: str,
+        place: Place,
+        dispatcher: Dispatcher,
+        metrics: Metrics,
+    ) -> None:
+        self.complete = False
+        self._request_id = request_id
+        self._path = path
+        self._place = place
+        self._begun = False
+        self._request = request
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+
+    async def run(self, completion: Completion) -> int:
+        started, path = time.perf_counter(), self._path
+        headers = {**_passed(self._request), "x-request-id": self._request_id}
+        call = Call(path, headers, self._request_id, completion.model, begin=self._begin)
+        with self._dispatcher.spans.server(path, self._request_id, headers):
+            try:
+                async with self._dispatcher.open(completion, call) as answer:
+                    self._metrics.answer_began(time.perf_counter() - started)
+                    if answer.streaming:
+                        await self._begin(answer.status, answer.content_type)
+                        await self._send(answer.chunks)
+                    else:
+                        await self._send_whole(answer)
+            except Exception as error:
+                return await self.fail(_told(error, self._request_id))
+        return answer.status
+
+    async def fail(self, told: Failure) -> int:
+        """Ends the answer with an event, and returns its status; raises it if the answer has not begun."""
+        if not self._begun:
+            raise told
+        self.complete = True
+        named = self._path in NAMED_EVENTS
+        last = told.event(named=named) + (b"" if named else DONE)
+        await self._request._send({"type": "http.response.body", "body": last})
+        return told.status
+
+    async def _begin(
+        self, status: int = 200, content_type: str = EVENT_STREAM, length: int | None = None
+    ) -> None:
+        """Unless it has begun: that is before there is an answer where engines have begun one."""
+        if self._begun:
+            return
+        self._begun = True
+        self._place.answered()
+        headers = [
+            (b"content-type", content_type.encode("latin-1")),
+            (b"x-request-id", self._request_id.encode("latin-1")),
+        ]
+        if length is not None:
+            headers.append((b"content-length", b"%d" % length))
+        await self._request._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _send_whole(self, answer: Answer) -> None:
+        """With its length: HTTP/1.0 knows no chunks."""
+        body = b"".join([chunk async for chunk in answer.chunks])
+        await self._begin(answer.status, answer.content_type, len(body))
+        self.complete = True
+        await self._request._send({"type": "http.response.body", "body": body})
+
+    async def _send(self, chunks: AsyncIterator[bytes]) -> None:
+        send = self._request._send
+        async for chunk in chunks:
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        self.complete = True
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _told(error: Exception, request_id: str) -> Failure:
+    """What the client is told of it."""
+    if isinstance(error, Failure):
+        return error
+    logger.error("request %s: a fault of the router's own", request_id, exc_info=error)
+    words = "a fault of the router's own, which its log describes beside this request's id"
+    return failure(500, "api_error", f"{words}: {request_id}")
+
+
+async def _read(request: Request, settings: Settings, place: Place) -> bytes | memoryview:
+    """The request's body. Failure 413 if it is longer than the limit, 408 if it comes too slowly, 503 if all
+    bodies in flight are too many bytes."""
+    limit, stall = settings.body_limit, settings.stall
+    too_long = failure(413, "invalid_request_error", f"the body is longer than {limit} bytes (--body-limit)")
+    # Its server has looked at the number.
+    expected = int(request.headers.get("content-length", 0))
+    if expected > limit:
+        raise too_long
+    body = bytearray()
+    loop = asyncio.get_running_loop()
+    begun = loop.time()
+    try:
+        async with asyncio.timeout(stall) as due:
+            async for chunk in request.stream():
+                if len(body) + len(chunk) > limit:
+                    raise too_long
+                place.take(len(chunk), expected=expected)
+                body += chunk
+                due.reschedule(min(loop.time(), begun + len(body) / BODY_RATE) + stall)
+    except TimeoutError:
+        raise failure(408, "invalid_request_error", "the body came too slowly") from None
+    return bytes(body) if len(body) <= LONG else memoryview(body).toreadonly()
+
+
+async def _end(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _unless_left(reply: Coroutine[Any, Any, Reply], receive: Receive) -> Reply:
+    """Waits for the reply. Raises ClientDisconnect and cancels the reply if the client leaves before."""
+    work = asyncio.create_task(reply)
+    try:
+        if not await _done_first(work, receive):
+            raise ClientDisconnect
+        return await work
+    finally:
+        await _end(work)
+
+
+async def _done_first(work: asyncio.Task[Any], receive: Receive) -> bool:
+    """Waits until the work is done or its client has left. Returns whether the work is done."""
+    left = asyncio.create_task(_until_disconnect(receive))
+    try:
+        await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
+        return work.done()
+    finally:
+        await _end(left)
+
+
+async def _until_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _passed(request: Request) -> dict[str, str]:
+    return {name: request.headers[name] for name in PASSED_HEADERS if name in request.headers}
+
+
+def _request_id(request: Request) -> str:
+    """The client's X-Request-Id where it is fit for a log line, else a new one."""
+    given = request.headers.get("x-request-id", "")
+    if 0 < len(given) <= LONGEST_REQUEST_ID and given.isascii() and given.isprintable():
+        return given
+    return uuid.uuid4().hex
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}. This router serves {', '.join(SERVED)}"
+    response = failure(error.status_code, "invalid_request_error", message).response()
+    response.headers.update(error.headers or {})  # Allow, of a 405
+    return response
+
+
+async def _left(_: Request, __: Exception) -> Response:
+    return Response(status_code=CLIENT_LEFT)
+
+
+async def _failure(_: Request, error: Exception) -> Response:
+    assert isinstance(error, Failure)
+    return error.response()

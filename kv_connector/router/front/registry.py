@@ -1,0 +1,281 @@
+"""Registry: the router's ear for engines that register, and its eye on those that do not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import zmq
+
+from kv_connector.control.cluster_key import ClusterKey
+from kv_connector.control.membership import (
+    BeginDrain,
+    Drain,
+    Draining,
+    EndDrain,
+    Leave,
+    LoadFailed,
+    MembershipSockets,
+    Register,
+    Undrain,
+    Undrained,
+)
+from kv_connector.protocol.actions import Address, Source
+from kv_connector.protocol.messages import Role
+from kv_connector.router.engines.client import LOST_SECONDS, EngineClient, HttpError, refused
+from kv_connector.router.engines.endpoint import Endpoint
+from kv_connector.router.engines.members import MAX_ENGINES, Members, RefusedError
+from kv_connector.router.engines.models import names
+from kv_connector.router.engines.reasons import Reasons
+from kv_connector.router.failure import Failure
+from kv_connector.router.forever import forever
+from kv_connector.router.streams.moves import Moves
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Silence is noticed this much late at most; a heartbeat is 1 s.
+_TICK_S = 0.2
+# Between two looks at an engine that does not answer.
+_PROBE_S = 0.5
+_HEALTH_S = 2.0
+# Between two looks at an engine that is in use, or that does not register. It hangs if so many in a row, each
+# as long, have no answer. A lost connection costs one.
+_WATCH_S = 3.0
+_MISSES = 2
+_MISS_S = LOST_SECONDS / _MISSES
+# Between two log lines about one engine: it repeats a refused registration each second.
+_REFUSED_LOG_S = 60.0
+# A look's patience is counted in parts. A part that took longer by _STALL_S does not count: this router was
+# stopped or busy, and the answer may be in its socket.
+_PARTS = 10
+_STALL_S = 1.0
+
+
+class RegistryError(RuntimeError):
+    """The router cannot take registrations; the message says what to change."""
+
+
+class Registry:
+    """Feeds Members and Reasons: run() it beside the server, in its event loop."""
+
+    def __init__(
+        self,
+        members: Members,
+        reasons: Reasons,
+        moves: Moves,
+        client: EngineClient,
+        address: Address | None,
+        key: ClusterKey | None,
+    ) -> None:
+        """``address``: where engines register; None: nobody does."""
+        self._members = members
+        self._reasons = reasons
+        self._moves = moves
+        self._client = client
+        self._address = address
+        self._key = key
+        self._sockets: MembershipSockets | None = None
+        self._engines: dict[tuple[str, int], Source] = {}  # place -> the connection that registered it last
+        self._refused: dict[Source, float] = {}  # when each refused engine was last logged
+        self._probing: dict[str, asyncio.Task[None]] = {}  # by URL
+        self._watching: dict[str, asyncio.Task[None]] = {}  # by URL
+        self._learning: dict[str, asyncio.Task[None]] = {}  # by URL
+
+    def open(self) -> Address | None:
+        """Binds the address and returns it, with the port if it named none; RegistryError if it cannot."""
+        if self._address is None:
+            return None
+        sockets = MembershipSockets(self._key)
+        try:
+            bound = sockets.bind(self._address)
+        except zmq.ZMQError as error:
+            sockets.close()
+            raise RegistryError(f"cannot listen for engines on {self._address}: {error}") from error
+        self._sockets = sockets
+        return bound
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._listen())
+                group.create_task(forever("the look at engines", self._probe, _PROBE_S))
+        finally:
+            looks = [*self._probing.values(), *self._watching.values(), *self._learning.values()]
+            for look in looks:
+                look.cancel()
+            await asyncio.gather(*looks, return_exceptions=True)
+
+    async def _listen(self) -> None:
+        # wait() blocks, so it does in a thread; the sockets are never used by two threads at a time.
+        loop = asyncio.get_running_loop()
+        with ThreadPoolExecutor(1, "membership") as thread:
+
+            async def turn() -> None:
+                try:
+                    if self._sockets is None:
+                        await asyncio.sleep(_TICK_S)
+                    else:
+                        await loop.run_in_executor(thread, self._sockets.wait, _TICK_S)
+                        self._receive()
+                finally:
+                    # Behind what was to be heard: an engine is not silent because this router was stopped.
+                    self._members.tick(time.monotonic())
+                await asyncio.sleep(0)  # where messages never end, requests have their turn
+
+            try:
+                await forever("the registration of engines", turn, _TICK_S)
+            finally:
+                thread.shutdown()
+                if self._sockets is not None:
+                    self._sockets.close()
+
+    def _receive(self) -> None:
+        assert self._sockets is not None
+        for received in self._sockets.receive():
+            message = received.message
+            try:
+                match message:
+                    case Register():
+                        endpoint = self._members.register(time.monotonic(), message)
+                        if len(self._engines) > MAX_ENGINES:
+                            self._engines.clear()  # of engines long gone, most; who is there registers again
+                        self._engines[endpoint.place] = received.source
+                    case Leave():
+                        self._members.leave(message)
+                    case LoadFailed(transfer_id, reason):
+                        self._reasons.told(transfer_id, reason)
+                    case Drain():
+                        self._drain(received.source, message)
+                    case Undrain(url):
+                        self._undrain(received.source, Endpoint.parse(url).url)
+            except RefusedError as error:
+                self._refuse(received.source, str(error))
+            except ValueError as error:
+                logger.warning("a registration is ignored: %s", error)
+                self._sockets.distrust(received.source)
+            except Exception:
+                logger.exception("a %s failed", type(message).__name__)
+
+    def _refuse(self, source: Source, reason: str) -> None:
+        """Logs a refused registration. Its sender is not distrusted: another engine may be at fault."""
+        now = time.monotonic()
+        if now - self._refused.get(source, -_REFUSED_LOG_S) < _REFUSED_LOG_S:
+            return
+        if len(self._refused) > MAX_ENGINES:
+            self._refused.clear()
+        self._refused[source] = now
+        logger.warning("a registration is ignored: %s", reason)
+
+    def _drain(self, asker: Source, question: Drain) -> None:
+        assert self._sockets is not None
+        url = Endpoint.parse(question.url).url
+        outstanding = self._members.outstanding(url)
+        if question.unless_last and (side := self._members.last(url)) is not None:
+            self._sockets.send(asker, Draining(outstanding, last=Role(side.value)))
+            return
+        if self._members.drain(url, move=question.move):
+            self._moves.empty(url)
+        # The engine keeps it, and tells the other routers, and this one when it comes back.
+        self._pass_on(url, BeginDrain())
+        moved, staying = self._moves.told(url) if question.move else (0, {})
+        self._sockets.send(asker, Draining(outstanding, moved, staying))
+
+    def _undrain(self, asker: Source, url: str) -> None:
+        assert self._sockets is not None
+        self._moves.keep(url)
+        self._pass_on(url, EndDrain())
+        self._sockets.send(asker, Undrained(self._members.undrain(url)))
+
+    def _pass_on(self, url: str, message: BeginDrain | EndDrain) -> None:
+        """To this API server's engines that have registered."""
+        assert self._sockets is not None
+        for (served_at, _), source in self._engines.items():
+            if served_at == url:
+                self._sockets.send(source, message)
+
+    async def _probe(self) -> None:
+        for endpoint in self._members.to_probe():
+            _once(self._probing, endpoint, self._look)
+        for endpoint in self._members.to_watch():
+            _once(self._watching, endpoint, self._watch)
+        for endpoint in self._members.to_learn(time.monotonic()):
+            _once(self._learning, endpoint, self._learn)
+        await asyncio.sleep(_PROBE_S)
+
+    async def _look(self, endpoint: Endpoint) -> None:
+        try:
+            reply = await _patiently(lambda: self._client.whole("GET", f"{endpoint.url}/health"), _HEALTH_S)
+        except HttpError as error:
+            words, missed = f"{type(error).__name__}: {error}", isinstance(error, TimeoutError)
+            self._members.failed(endpoint, words, gone=refused(error), missed=missed)
+            return
+        except Failure:
+            return  # the router's own want of descriptors
+        if reply.status == 200:
+            await self._learn(endpoint)
+            self._members.answered(endpoint)
+        else:
+            self._members.failed(endpoint, f"its /health answers {reply.status}")
+
+    async def _learn(self, endpoint: Endpoint) -> None:
+        """Asks for its models. An engine that does not answer keeps those that were known."""
+        url = f"{endpoint.url}/v1/models"
+        try:
+            reply = await _patiently(lambda: self._client.whole("GET", url), _HEALTH_S)
+        except (*HttpError, Failure):
+            return
+        self._members.learnt(endpoint, names(endpoint.url, reply))
+
+    async def _watch(self, endpoint: Endpoint) -> None:
+        for _ in range(_MISSES):
+            try:
+                reply = await _patiently(lambda: self._client.whole("GET", f"{endpoint.url}/health"), _MISS_S)
+                if reply.status == 503:  # vLLM's word for an engine core that is dead
+                    self._members.failed(endpoint, "its /health answers 503")
+            except TimeoutError:
+                continue
+            except HttpError as error:
+                # Nobody listens there. A server that ends does not, either, and answers what it has.
+                self._members.failed(endpoint, f"{type(error).__name__}: {error}", gone=refused(error))
+            except Failure:
+                pass  # the router's own want of descriptors
+            await asyncio.sleep(_WATCH_S)  # any other error is a sign of life
+            return
+        self._members.hangs(endpoint, f"its /health has not answered for {_MISSES * _MISS_S:g} s")
+
+
+async def _patiently(look: Callable[[], Coroutine[Any, Any, T]], seconds: float) -> T:
+    """Returns the look's result; TimeoutError if so many seconds in which this loop ran bring none."""
+    task, part, left = asyncio.create_task(look()), seconds / _PARTS, _PARTS
+    try:
+        while left:
+            begun = time.monotonic()
+            await asyncio.wait({task}, timeout=part)
+            ran = time.monotonic() - begun < part + _STALL_S
+            if task.done():
+                if ran or not isinstance(task.exception(), TimeoutError):
+                    return task.result()
+                task = asyncio.create_task(look())  # the client's own deadline ended meanwhile
+            left -= ran
+        raise TimeoutError
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def _once(
+    tasks: dict[str, asyncio.Task[None]],
+    endpoint: Endpoint,
+    look: Callable[[Endpoint], Coroutine[Any, Any, None]],
+) -> None:
+    """One look at an API server at a time."""
+    if endpoint.url not in tasks:
+        task = tasks[endpoint.url] = asyncio.create_task(look(endpoint))
+        task.add_done_callback(lambda _: tasks.pop(endpoint.url))

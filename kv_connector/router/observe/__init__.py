@@ -1,0 +1,1 @@
+"""Observability: metrics, waiting times and traces of requests."""

@@ -1,0 +1,1 @@
+"""Placement: the choice of engines for a request."""

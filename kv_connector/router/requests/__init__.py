@@ -1,0 +1,1 @@
+"""Requests: what clients send, and what engines answer."""

@@ -1,0 +1,225 @@
+"""Completion: one request of a client, and what the prefill and the decode engine are to get of it."""
+
+from typing import Any, Self
+
+import msgspec
+
+from kv_connector.router.bodies.fields import (
+    PASSED_ON,
+    BodyError,
+    Content,
+    Fields,
+    Shapes,
+    encode,
+    is_long,
+    is_nothing,
+    parse,
+)
+from kv_connector.router.engines.endpoint import Endpoint
+from kv_connector.router.engines.prompt import Prompt
+from kv_connector.router.failure import bad_request
+
+Body = dict[str, Any]
+
+# What P need not know whose answer nobody reads.
+_OF_THE_WHOLE = ("stream_options", "min_tokens", "return_token_ids")
+
+# Bytes of all fields that become objects: 64 KiB of `{}` take 6 ms of the event loop, 256 fields of 4 KiB
+# 100.
+# Of a request with more, these alone are read. The router decides by no other field.
+_READ_IN_ALL = 64 << 10
+_DECIDING = frozenset(
+    (
+        *("model", "stream", "stream_options", "temperature", "seed", "n", "best_of", "use_beam_search"),
+        *("echo", "logprobs", "top_logprobs", "prompt_logprobs", "prompt_embeds", "return_token_ids"),
+        *("return_tokens_as_token_ids", "max_tokens", "max_completion_tokens", "min_tokens", "stop"),
+        *("presence_penalty", "frequency_penalty", "response_format", "structured_outputs", "bad_words"),
+        *("tools", "tool_choice", "functions", "vllm_xargs", "background", "previous_response_id"),
+    )
+)
+
+# Parameters of a transfer are the router's word alone, never a client's. vLLM also reads them in vllm_xargs.
+_OF_TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
+
+
+class Completion:
+    """The decoded body of /v1/completions, /v1/chat/completions or /v1/messages."""
+
+    goes_to_named_rank = True
+    """Whether vLLM gives it to the data-parallel rank that RANK_HEADER names."""
+
+    def __init__(self, body: Body, shapes: Shapes | None = None) -> None:
+        self.body = {key: value for key, value in body.items() if key not in _OF_TRANSFERS}
+        """The fields. Those that are passed on, and any long one, stay JSON."""
+        self._shapes = shapes or Shapes()
+        self._begun = False
+
+    @classmethod
+    def decode(cls, raw: bytes) -> Self:
+        """Reads a request; Failure 400 if it is no JSON object."""
+        try:
+            return cls.of_fields(parse(raw))
+        except BodyError as error:
+            raise bad_request(str(error)) from None
+
+    @classmethod
+    def of_fields(cls, fields: Fields) -> Self:
+        """Reads a request's short fields; Failure 400 if one of them has too many brackets."""
+        body: Body = dict(fields.values)
+        short = [key for key, value in body.items() if not (key in PASSED_ON or is_long(value))]
+        if sum(len(memoryview(body[key])) for key in short) > _READ_IN_ALL:
+            short = [key for key in short if key in _DECIDING]
+        try:
+            for key in short:
+                body[key] = msgspec.json.decode(body[key])
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise bad_request(f"the body is not JSON: {error}") from None
+        xargs = body.get("vllm_xargs") if fields.xargs is None else fields.xargs
+        if isinstance(xargs, dict):
+            body["vllm_xargs"] = {key: value for key, value in xargs.items() if key not in _OF_TRANSFERS}
+        return cls(body, fields.shapes)
+
+    def prompt(self, path: str) -> Prompt:
+        """Its prompt, as a policy sees it."""
+        return Prompt.of(path, self.body, self._shapes)
+
+    @property
+    def model(self) -> str | None:
+        name = self.body.get("model")
+        return name if isinstance(name, str) else None
+
+    @property
+    def streamed(self) -> bool:
+        return self.body.get("stream") is True
+
+    def behind_its_token(self) -> Self:
+        """The same, of a client who has its first token already."""
+        again = type(self)(self.body, self._shapes)
+        again._begun = True
+        return again
+
+    def repeats_itself(self) -> bool:
+        """Whether another engine would sample the same first token."""
+        return self.body.get("temperature") == 0 or self.body.get("seed") is not None
+
+    def local_reason(self) -> str | None:
+        """Why this request must be prefilled by the decode engine itself; None if P and D can share it.
+
+        vLLM gives all prompts of a request, and all its beams, the same kv_transfer_params: with several
+        prompts one transfer would stand for different KV. A prompt of embeddings has no token ids, by which
+        P and D make sure that they mean the same one. And who asks for the prompt's log probabilities needs
+        a whole prefill where they are computed.
+        """
+        prompt, embeds = self.body.get("prompt"), self.body.get("prompt_embeds")
+        if self._several("prompt") or self._several("prompt_embeds"):
+            return "several_prompts"
+        if embeds:
+            return "several_prompts" if prompt is not None and not is_nothing(prompt) else "prompt_embeds"
+        if self.body.get("use_beam_search"):
+            return "beam_search"
+        if self.body.get("prompt_logprobs") is not None:
+            return "prompt_logprobs"
+        if self.body.get("echo") and self.body.get("logprobs") is not None:
+            return "prompt_logprobs"
+        return None
+
+    def _several(self, key: str) -> bool:
+        """Whether this field has a list of several prompts."""
+        value = self.body.get(key)
+        if isinstance(value, msgspec.Raw):
+            return self._shapes.of(key, value).several
+        return isinstance(value, list) and len(value) > 1
+
+    def local_body(self, *, ids: bool = False) -> Content:
+        """For D, when it prefills itself. ``ids``: it says the token ids, whether the client wants them or
+        not."""
+        return encode({**self.body, **({"return_token_ids": True} if ids else {})})
+
+    def late_reason(self) -> str | None:
+        """Why the client gets the first token of D, and not of P, which has it earlier; None if of P.
+
+        Of some requests more is said with a token than its text, or it is not sure yet that the text is to be
+        seen.
+        """
+        body = self.body
+        if self._begun:
+            return "begun"
+        if body.get("stream") is not True:
+            return "not_streamed"
+        if any(body.get(key) not in (None, 1) for key in ("n", "best_of")):
+            return "several_answers"
+        if any(body.get(key) for key in ("echo", "return_tokens_as_token_ids")):
+            return "more_than_text"
+        if not (body.get("logprobs") is None or body.get("logprobs") is False):  # 0 asks for some
+            return "more_than_text"
+        options = body.get("stream_options")
+        if options is not None and not isinstance(options, dict):
+            return "more_than_text"  # nobody knows: vLLM refuses it
+        if options and options.get("continuous_usage_stats"):
+            return "more_than_text"
+        if body.get("stop"):
+            return "stop_strings"
+        if body.get("tools") or body.get("functions"):
+            return "tools"
+        return None
+
+    def prefill_body(self, transfer_id: str, *, serial: bool, early: bool = False) -> Content:
+        """For P: the same prompt, one token, answered at once. ``serial``: D is asked after that.
+        ``early``: the client gets that token, as a stream.
+
+        The one token makes vLLM run the prefill to its end; D computes it again from the pages it got.
+        """
+        body = dict(self.body)
+        # n and best_of: one child fills the KV that all of D's children read.
+        for key in ("n", "best_of", *(() if early else _OF_THE_WHOLE)):
+            body.pop(key, None)
+        if body.get("min_tokens"):  # it forbids an end where the first token is
+            body["min_tokens"] = 1
+        body |= self._one_token()
+        body["stream"] = early
+        if early:  # what it says of the prompt's length and of its prefix cache
+            body["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
+        body["kv_transfer_params"] = {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "transfer_id": transfer_id,
+            "serial": serial,
+        }
+        return encode(body)
+
+    def _one_token(self) -> Body:
+        """What P's answer is limited by, in this request's words."""
+        limits = {"max_tokens": 1}
+        if "max_completion_tokens" in self.body:
+            limits["max_completion_tokens"] = 1
+        return limits
+
+    def decode_body(self, kv_transfer_params: dict[str, Any], *, ids: bool = False) -> Content:
+        """For D: `decode_params` where it is dispatched together with P, else what P answered. ``ids``: as
+        local_body's."""
+        body = {**self.body, "kv_transfer_params": kv_transfer_params}
+        return encode({**body, **({"return_token_ids": True} if ids else {})})
+
+
+def decode_params(transfer_id: str, prefill: Endpoint, *, early: bool = False) -> dict[str, Any]:
+    """Whom D is to ask for the pages, and under which name. ``early``: D goes on with P's token."""
+    return {
+        **({"early_token": True} if early else {}),
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "transfer_id": transfer_id,
+        "remote_host": prefill.control_host,
+        "remote_port": prefill.control_port,
+        "remote_engine_id": None,
+    }
+
+
+DISOWNED_PATH = "/v1/completions"
+
+
+def disowned_body(transfer_id: str, prefill: Endpoint) -> bytes:
+    """For D, which refuses it: vLLM tells its connector of every refused request that pages were meant for,
+    and the connector tells P. The model is one that no engine serves.
+    """
+    body = {"model": f"nobody-wants/{transfer_id}", "prompt": [0], "max_tokens": 1}
+    return msgspec.json.encode({**body, "kv_transfer_params": decode_params(transfer_id, prefill)})

@@ -1,0 +1,229 @@
+"""Continuation: what is left of a running request, as another pair of engines is asked for it.
+
+Its prompt is the request's own and all that has been said since. The answer is then what the first engine
+would have gone on with where what comes next depends on these tokens alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kv_connector.router.failure import UNREADABLE
+from kv_connector.router.requests.completion import Body, Completion
+from kv_connector.router.requests.events import END, data_of
+
+CHAT = "/v1/chat/completions"
+# Where answers are text alone: their first token may come from P, and they may move.
+PATHS = ("/v1/completions", CHAT)
+
+# Sampling that goes by the tokens so far, wherever the prompt ends, and what is no matter of sampling.
+_KEPT = (
+    "model",
+    "stream",
+    "stream_options",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",  # over prompt and answer alike
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "allowed_token_ids",
+    "logit_bias",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "return_token_ids",
+    "cache_salt",
+    "priority",
+    "user",
+)
+# They are counted down, or are in the prompt's ids by now, or nobody looks at them.
+_COUNTED = ("max_tokens", "max_completion_tokens", "min_tokens")
+_DONE_WITH = (
+    *_COUNTED,
+    "prompt",
+    "messages",
+    "add_special_tokens",
+    "chat_template",
+    "chat_template_kwargs",
+    "add_generation_prompt",
+    "continue_final_message",
+    "documents",
+    "reasoning_effort",
+    "parallel_tool_calls",
+    "metadata",
+    "store",
+    "service_tier",
+)
+# Why a request stays where it is if one of these is set.
+_STAYS = {
+    "seed": "seed",  # the generator's state is not known
+    "presence_penalty": "penalties",  # over the answer alone
+    "frequency_penalty": "penalties",
+    "stop": "stop_strings",  # text is held back
+    "n": "several_answers",
+    "best_of": "several_answers",
+    "use_beam_search": "several_answers",
+    "logprobs": "more_than_text",
+    "top_logprobs": "more_than_text",
+    "prompt_logprobs": "more_than_text",
+    "echo": "more_than_text",
+    "return_tokens_as_token_ids": "more_than_text",
+    "response_format": "constrained",
+    "structured_outputs": "constrained",
+    "bad_words": "constrained",
+    "tools": "tools",
+    "tool_choice": "tools",
+    "functions": "tools",
+}
+_KNOWN = {*_KEPT, *_DONE_WITH, *_STAYS}
+# Values that say no more than leaving the key out.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "top_logprobs": (0,),
+    "tool_choice": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+}
+# Bytes of a chat's messages. A million tokens of text are 4 MiB; as objects, 4 MiB of `{}` are 60 MiB.
+_LONGEST_LOOKED_AT = 4 << 20
+# vLLM's, of a completion.
+_MAX_TOKENS = 16
+
+
+def stay_reason(path: str, completion: Completion) -> str | None:
+    """Why this request has to end where it began; None if it may be moved."""
+    body = completion.body
+    if path not in PATHS:
+        return "other_api"
+    if not completion.streamed:
+        return "not_streamed"
+    if completion.local_reason() == "several_prompts":
+        return "several_answers"
+    for key, reason in _STAYS.items():
+        value = body.get(key)
+        nothing = value is None or value is False or value in ("", [], {}, *_PLAIN.get(key, ()))
+        if not nothing and not (key == "seed" and body.get("temperature") == 0):
+            return reason
+    counts = (body.get(key) for key in _COUNTED)
+    if not _KNOWN.issuperset(body) or not all(isinstance(count, int | None) for count in counts):
+        return "other_key"
+    return None
+
+
+class _Part(msgspec.Struct):
+    type: str
+
+
+class _Message(msgspec.Struct):
+    content: str | list[str | _Part] | None = None
+
+
+def only_text(completion: Completion) -> bool:
+    """Whether a chat's messages are text alone: the ids of a picture's tokens are all alike. It takes 50
+    us for one of 26,000 words."""
+    messages = completion.body.get("messages")
+    if messages is None:
+        return True
+    if len(memoryview(messages)) > _LONGEST_LOOKED_AT:
+        return False
+    try:
+        parts = [
+            part
+            for message in msgspec.json.decode(messages, type=list[_Message])
+            if isinstance(message.content, list)
+            for part in message.content
+        ]
+    except UNREADABLE:
+        return False
+    return all(isinstance(part, str) or part.type in ("text", "input_text", "refusal") for part in parts)
+
+
+def tokens_left(path: str, completion: Completion, said: int) -> int | None:
+    """Of the answer, of which so many tokens have been said; None: as many as fit."""
+    body = completion.body
+    limit = body.get("max_tokens")
+    if path != CHAT:
+        limit = _MAX_TOKENS if limit is None else limit
+    elif body.get("max_completion_tokens") is not None:
+        limit = body["max_completion_tokens"]
+    return None if limit is None else limit - said
+
+
+class Continuation(Completion):
+    """Asked for at /v1/completions, whatever the client asked for: there a prompt may be token ids."""
+
+    @classmethod
+    def of(cls, completion: Completion, ids: bytes, said: int, max_tokens: int) -> Continuation:
+        """``ids``: of prompt and answer, as of a JSON list. ``said``: how many of them are the answer's."""
+        body: Body = {key: completion.body[key] for key in _KEPT if key in completion.body}
+        body |= {"prompt": msgspec.Raw(b"[%s]" % ids), "max_tokens": max_tokens}
+        if (least := (completion.body.get("min_tokens") or 0) - said) > 0:
+            body["min_tokens"] = least
+        return cls(body)
+
+    def late_reason(self) -> str | None:
+        """The first engine's stream has this token, too, and goes on if the second one fails."""
+        return "moved"
+
+
+class Tail:
+    """A continuation's answer in the words of the stream that it goes on with."""
+
+    def __init__(self, last: bytes, *, prompt: int, said: int, cached: int | None) -> None:
+        """``last``: what the client has had last, events that end with a token's. ``prompt``: its tokens;
+        ``said``: those of the answer so far. ``cached``: as Running's."""
+        events = [event for event in last.split(END) if event]
+        begun = msgspec.json.decode(data_of(events[-1]))
+        self._choice: dict[str, Any] = begun["choices"][0]
+        self._head = {key: begun[key] for key in ("id", "object", "created", "model") if key in begun}
+        self._prompt = prompt
+        self._said = said
+        self._cached = cached
+
+    def of(self, events: bytes) -> bytes:
+        """For the client, of these whole events."""
+        return b"".join(map(self._translate, events.split(END)))
+
+    def _translate(self, event: bytes) -> bytes:
+        if not event:
+            return b""
+        try:
+            said = msgspec.json.decode(data_of(event), type=dict[str, Any])
+        except UNREADABLE:
+            return event + END  # [DONE]
+        if not isinstance(choices := said.get("choices"), list):
+            return event + END  # an error
+        said = self._head | {key: value for key, value in said.items() if key not in self._head}
+        said["choices"] = [self._shape(choice) for choice in choices]
+        if isinstance(usage := said.get("usage"), dict):
+            self._count(usage)
+        return b"data: " + msgspec.json.encode(said) + END
+
+    def _shape(self, choice: dict[str, Any]) -> dict[str, Any]:
+        if "prompt_token_ids" in choice:
+            choice["prompt_token_ids"] = None  # they came with the stream's beginning
+        if "delta" not in self._choice:
+            return choice
+        shaped = self._choice | {"delta": {"content": choice["text"]}}
+        if choice.get("finish_reason") is not None:
+            shaped |= {"finish_reason": choice["finish_reason"], "stop_reason": choice.get("stop_reason")}
+        if "token_ids" in shaped:
+            shaped["token_ids"] = choice.get("token_ids")
+        return shaped
+
+    def _count(self, usage: dict[str, Any]) -> None:
+        answer = self._said + usage.get("completion_tokens", 0)
+        usage |= {
+            "prompt_tokens": self._prompt,
+            "completion_tokens": answer,
+            "total_tokens": self._prompt + answer,
+        }
+        if usage.get("prompt_tokens_details"):
+            # What the second engine had of it is the first one's work.
+            usage["prompt_tokens_details"] = None if self._cached is None else {"cached_tokens": self._cached}

@@ -1,0 +1,208 @@
+"""EarlyToken: what P sampled behind the prompt, for a client who need not wait until D has the prompt's
+pages.
+
+P answers with a stream of one token, and D, which goes on with that token, with a stream that begins with the
+same text. Of P's the client gets that text, of D's all that is behind it. What is left out is found by its
+text, and by its token id where the client wants ids, never by counting events: a server may put several
+tokens into one.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from kv_connector.router.failure import UNREADABLE, told
+from kv_connector.router.requests.events import END, data_of
+
+# An answer has one time of its beginning. Within a generated text the quotes would be escaped.
+_CREATED = re.compile(rb'("created": ?)\d+')
+# As vLLM writes it: of a completion in its choice, of a chat beside that. Within a text the quotes would be
+# escaped.
+_PROMPT_IDS = b'"prompt_token_ids":['
+# Where text stands in an event: of a completion, and of a chat's delta.
+_TEXTS = ("text", "content", "reasoning", "reasoning_content")
+# With which the marks of reasoning begin that vLLM's parsers look for; requests with tools are left out.
+_MARKS = "<[|"
+# What a tokenizer's decoder gives where a character's bytes are not all there.
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+class Mismatch(ValueError):
+    """D did not begin with what the client has had already."""
+
+
+@dataclass(frozen=True)
+class EarlyToken:
+    events: bytes
+    """For the client."""
+    key: str
+    text: str
+    tokens: tuple[int, ...]
+    """Its id, where the client wants ids."""
+    created: int | None
+
+
+class PrefillStream:
+    """P's answer, event by event."""
+
+    def __init__(self) -> None:
+        self._opening = b""  # events that name the role
+        self._over = False  # the one event with a token has come
+        self.prompt_tokens: int | None = None
+        self.cached_tokens: int | None = None
+        """Of the prompt, that P had in its prefix cache. Both where it says so."""
+
+    def feed(self, events: bytes) -> EarlyToken | None:
+        """The token, where it is in these events and can be passed on. Failure if P tells of an error."""
+        token = None
+        for event in events.split(END):
+            said = _said(event)
+            if said is None:
+                continue
+            if isinstance(problem := said.get("error"), dict):
+                raise told(problem, data_of(event))
+            self._count(said)
+            choice = _choice(said)
+            if choice is None or self._over:
+                continue
+            texts = [(key, text) for key, text in _texts(choice) if text]
+            tokens = tuple(choice.get("token_ids") or ())
+            if not texts and not tokens and choice.get("finish_reason") is None:
+                self._opening += event + END
+                continue
+            self._over = True
+            if _plain(choice) and (len(texts) == 1 or (tokens and not texts)):
+                key, text = texts[0] if texts else ("text" if "text" in choice else "content", "")
+                if not _sure(key, text) or choice.get("finish_reason") == "stop":
+                    continue
+                # The one token that P was allowed is no end of the answer.
+                choice |= {"finish_reason": None}
+                if "stop_reason" in choice:
+                    choice["stop_reason"] = None
+                created = said.get("created")
+                begun = created if isinstance(created, int) else None
+                said.pop("system_fingerprint", None)  # vLLM's sign of a last event
+                token = EarlyToken(self._opening + _event(said), key, text, tokens, begun)
+        return token
+
+    def _count(self, said: dict[str, Any]) -> None:
+        usage = said.get("usage") or {}
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        if isinstance(cached, int):
+            self.cached_tokens = cached
+        if isinstance(tokens := usage.get("prompt_tokens"), int):
+            self.prompt_tokens = tokens
+
+
+class Rest:
+    """D's answer without what the client has had."""
+
+    def __init__(self, early: EarlyToken) -> None:
+        self._early = early
+        self._left = early.text
+        self._tokens = early.tokens
+
+    def of(self, events: bytes) -> bytes:
+        """Of these whole events of D's, what the client still has to get; raises Mismatch."""
+        if self._left or self._tokens:
+            events = b"".join(map(self._behind, events.split(END)))
+        if self._early.created is None:
+            return events
+        return _CREATED.sub(rb"\g<1>%d" % self._early.created, events)
+
+    def _behind(self, event: bytes) -> bytes:
+        said = _said(event)
+        choice = None if said is None else _choice(said)
+        if said is None or choice is None or not (self._left or self._tokens):
+            return event + END if event else b""
+        self._cut_tokens(choice)
+        key = self._early.key
+        texts = dict(_texts(choice))
+        text = texts.pop(key, "")
+        more = any(texts.values())  # in one event with the end of the other: only behind it
+        if not _plain(choice) or (more and not text.startswith(self._left)):
+            raise Mismatch(f"decode began with {said['choices']} where prefill had sampled {self._left!r}")
+        if text.startswith(self._left):
+            rest, self._left = text[len(self._left) :], ""
+        elif self._left.startswith(text):
+            rest, self._left = "", self._left[len(text) :]
+        else:
+            raise Mismatch(f"decode began with {text!r} where prefill had sampled {self._left!r}")
+        if choice.get("finish_reason") is None:
+            if not (rest or more or choice.get("token_ids")):
+                return b""  # a role alone, too: it has been told
+        elif self._left or self._tokens:
+            raise Mismatch(f"the answer ended before {self._left!r}")
+        if text:
+            (choice if key == "text" else choice["delta"])[key] = rest
+        return _event(said)
+
+    def _cut_tokens(self, choice: dict[str, Any]) -> None:
+        tokens = choice.get("token_ids") or []
+        if not self._tokens or not tokens:
+            return
+        same = min(len(tokens), len(self._tokens))
+        if tuple(tokens[:same]) != self._tokens[:same]:
+            raise Mismatch(f"decode began with {tokens} where prefill had sampled {list(self._tokens)}")
+        self._tokens = self._tokens[same:]
+        choice["token_ids"] = tokens[same:]
+        if "prompt_token_ids" in choice:
+            choice["prompt_token_ids"] = None  # they came with P's
+
+
+def _said(event: bytes) -> dict[str, Any] | None:
+    """Of the prompt's token ids, the JSON: to make objects of 7,000, and JSON of these, takes half a
+    millisecond, which a client would wait for."""
+    data, ids = data_of(event), msgspec.Raw(b"[]")
+    begin = data.find(_PROMPT_IDS) + len(_PROMPT_IDS)
+    if begin >= len(_PROMPT_IDS) and (end := data.find(b"]", begin)) >= 0:
+        ids = msgspec.Raw(b"[%b]" % data[begin:end])
+        data = data[:begin] + data[end:]
+    try:
+        said = msgspec.json.decode(data)
+    except UNREADABLE:
+        return None  # [DONE], or not of vLLM's making
+    if not isinstance(said, dict):
+        return None
+    for holder in (said, _choice(said) or {}):
+        if holder.get("prompt_token_ids") == []:
+            holder["prompt_token_ids"] = ids
+    return said
+
+
+def _sure(key: str, text: str) -> bool:
+    """Whether D will say that text, too: what P says is the end of its answer, so its server holds nothing
+    back. D's may hold back what could become something else: the rest of a character, and in a chat what may
+    be the beginning of a mark that its parsers look for, or white space before it."""
+    if _INCOMPLETE in text:
+        return False
+    return key == "text" or not text or (bool(text.strip()) and not any(mark in text for mark in _MARKS))
+
+
+def _choice(said: dict[str, Any]) -> dict[str, Any] | None:
+    choices = said.get("choices")
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+        return None
+    return choices[0]
+
+
+def _texts(choice: dict[str, Any]) -> list[tuple[str, str]]:
+    delta = choice.get("delta")
+    source = delta if isinstance(delta, dict) else choice
+    return [(key, text) for key in _TEXTS if isinstance(text := source.get(key), str)]
+
+
+def _plain(choice: dict[str, Any]) -> bool:
+    """Whether there is nothing in it but text: no tool call, say."""
+    delta = choice.get("delta")
+    return not isinstance(delta, dict) or not any(
+        value for key, value in delta.items() if key not in (*_TEXTS, "role")
+    )
+
+
+def _event(said: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(said) + END

@@ -1,0 +1,399 @@
+"""Calls: what the router asks of engines, and what becomes of their answers."""
+
+import asyncio
+import errno
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from kv_connector.router.bodies.fields import Content
+from kv_connector.router.engines.client import (
+    EngineClient,
+    HttpError,
+    Reply,
+    content_type,
+    refused,
+    retry_after,
+)
+from kv_connector.router.engines.endpoint import Endpoint
+from kv_connector.router.engines.incidents import Incidents
+from kv_connector.router.engines.members import Members, Side
+from kv_connector.router.engines.pool import EngineLost, Lease
+from kv_connector.router.engines.reasons import PATIENCE_S, Reasons
+from kv_connector.router.failure import UNREADABLE, Failure, engine_down, failure
+from kv_connector.router.observe.metrics import Metrics
+from kv_connector.router.observe.spans import Spans
+from kv_connector.router.requests.answers import Answer, Computed
+from kv_connector.router.requests.early_token import EarlyToken, PrefillStream
+from kv_connector.router.requests.events import CutOffError, EventStream, has_end, split_at_error
+from kv_connector.router.streams.running import Running
+
+logger = logging.getLogger(__name__)
+
+# Nothing comes from the engine's host any more.
+_VANISHED = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+
+# Of vLLM's streams.
+EVENT_STREAM = "text/event-stream; charset=utf-8"
+
+
+async def _nobody_waits() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Call:
+    """What both engines get of a request beside its body."""
+
+    path: str
+    headers: Mapping[str, str]
+    request_id: str
+    model: str | None = None
+    """The model that the client names; None: it names none."""
+    running: Running = field(default_factory=Running)
+    """What becomes of it."""
+    begin: Callable[[], Awaitable[None]] = _nobody_waits
+    """To be called, once or more, when engines have begun a stream each: the client's begins with it, as one
+    engine's would. What goes wrong from then on is told in the stream."""
+
+
+class EngineFailure(Failure):
+    """An engine did not answer a request, or with an error of its own. Others may do better."""
+
+    def __init__(self, failure: Failure, blamed: Mapping[Side, Endpoint]) -> None:
+        super().__init__(failure.status, failure.body, failure.content_type, failure.retry_after)
+        self.blamed = blamed
+
+
+class EngineError(EngineFailure):
+    """The engine answered with an error of its own."""
+
+
+class Calls:
+    """Used from the event loop's thread only. Members gets each request's outcome. An engine that takes no
+    connection is not used until it answers again. An engine whose requests fail is used less
+    (engines/breaker.py)."""
+
+    def __init__(
+        self, client: EngineClient, members: Members, metrics: Metrics, incidents: Incidents, spans: Spans
+    ) -> None:
+        self._client = client
+        self._members = members
+        self._metrics = metrics
+        self._incidents = incidents
+        self._spans = spans
+        self.reasons = Reasons()
+
+    async def whole(self, side: Side, lease: Lease, method: str, body: Content, call: Call) -> Reply:
+        """Any request that is no completion."""
+        endpoint = lease.endpoint
+        try:
+            async with lease.alive():
+                url = endpoint.url + call.path
+                return await self._client.whole(method, url, body, endpoint.headers(call.headers))
+        except (*HttpError, EngineLost) as error:
+            raise self._broken(side, endpoint, call, error) from error
+
+    async def prefill(self, lease: Lease, body: Content, call: Call) -> Computed:
+        """Sends P its part."""
+        endpoint = lease.endpoint
+        try:
+            async with lease.alive():
+                with self._spans.client(Side.PREFILL, endpoint, endpoint.headers(call.headers)) as headers:
+                    reply = await self._client.whole("POST", endpoint.url + call.path, body, headers)
+        except (*HttpError, EngineLost) as error:
+            raise self._broken(Side.PREFILL, endpoint, call, error) from error
+        if reply.status >= 400:
+            refusal = Failure(reply.status, reply.body, reply.content_type, reply.retry_after)
+            raise self._failed_prefill(endpoint, call, refusal)
+        try:
+            return msgspec.json.decode(reply.body, type=_PrefillAnswer).computed()
+        except UNREADABLE as error:
+            raise self._broken(Side.PREFILL, endpoint, call, error) from error
+
+    async def prefill_early(
+        self,
+        lease: Lease,
+        body: Content,
+        call: Call,
+        accepted: asyncio.Future[None],
+        told: asyncio.Future[EarlyToken | None],
+    ) -> Computed:
+        """As prefill(), of a P that streams. ``accepted``: done as soon as it has begun to. ``told`` gets its
+        token at once, None where there is none to pass on. vLLM's streams have no kv_transfer_params; what is
+        wanted of them here is in its usage.
+        """
+        endpoint, stream = lease.endpoint, PrefillStream()
+        try:
+            async with lease.alive():
+                with self._spans.client(Side.PREFILL, endpoint, endpoint.headers(call.headers)) as headers:
+                    request = self._client.stream("POST", endpoint.url + call.path, body, headers)
+                    async with request as response:
+                        if response.status >= 400:
+                            refusal = await _refusal(response)
+                            raise self._failed_prefill(endpoint, call, refusal)
+                        accepted.set_result(None)
+                        events = EventStream(response.content.iter_any())
+                        while said := await events.read():
+                            try:
+                                token = stream.feed(said)
+                            except Failure as problem:
+                                raise self._failed_prefill(endpoint, call, problem) from None
+                            if token is not None and not told.done():
+                                told.set_result(token)
+        except (*HttpError, EngineLost) as error:
+            raise self._broken(Side.PREFILL, endpoint, call, error) from error
+        finally:
+            if not told.done():
+                told.set_result(None)
+        return Computed(tokens=stream.prompt_tokens, cached=stream.cached_tokens)
+
+    async def load(
+        self,
+        transfer_id: str,
+        prefill: Endpoint,
+        lease: Lease,
+        body: Content,
+        call: Call,
+        stack: AsyncExitStack,
+        accepted: asyncio.Future[None] | None = None,
+    ) -> Answer:
+        """As decode(), of a prompt that ``prefill`` computes: that may be to blame, too, if D fails.
+
+        vLLM answers a load that failed without the reason. A D that has registered says it.
+        """
+        with self.reasons.expected(transfer_id) as reason:
+            try:
+                answer = await self._ask(lease, body, call, stack, accepted)
+            except EngineError as error:
+                if self._members.registered(lease.endpoint):
+                    await asyncio.wait({reason}, timeout=PATIENCE_S)
+                told: Failure = error
+                unsure = reason.done()
+                self._erred(lease.endpoint, error, unsure=unsure)
+                if unsure:
+                    self._erred(prefill, error, unsure=True)
+                    words = f"{lease.endpoint} did not get the prompt's KV from {prefill}: {reason.result()}"
+                    logger.warning("request %s: %s", call.request_id, words)
+                    what = f"did not get a prompt's KV from {self._members.label(prefill)}"
+                    self._incidents.note(self._members.label(lease.endpoint), what, reason.result())
+                    told = failure(error.status, "api_error", words)
+                raise EngineError(told, {**error.blamed, Side.PREFILL: prefill}) from None
+        for endpoint in (prefill, lease.endpoint):
+            self._members.served(time.monotonic(), endpoint)
+        return answer
+
+    async def decode(self, lease: Lease, body: Content, call: Call, stack: AsyncExitStack) -> Answer:
+        """Sends D a request whose prompt D computes, and waits until the answer begins. ``stack`` closes the
+        connection."""
+        try:
+            answer = await self._ask(lease, body, call, stack)
+        except EngineError as error:
+            self._erred(lease.endpoint, error)
+            raise
+        self._members.served(time.monotonic(), lease.endpoint)
+        return answer
+
+    async def _ask(
+        self,
+        lease: Lease,
+        body: Content,
+        call: Call,
+        stack: AsyncExitStack,
+        accepted: asyncio.Future[None] | None = None,
+    ) -> Answer:
+        """Sends the request and waits until its answer begins; ``stack`` closes the connection. ``accepted``:
+        done as soon as D has begun a stream. The caller reports an error of D's to Members."""
+        endpoint = lease.endpoint
+        try:
+            async with lease.alive():
+                span = self._spans.client(Side.DECODE, endpoint, endpoint.headers(call.headers))
+                headers = stack.enter_context(span)
+                request = self._client.stream("POST", endpoint.url + call.path, body, headers)
+                response = await stack.enter_async_context(request)
+                kind = content_type(response)
+                if response.status >= 400:
+                    refusal = await _refusal(response)
+                    raise self._failure(Side.DECODE, endpoint, call, refusal)
+                if not kind.startswith("text/event-stream"):
+                    return Answer(response.status, kind, _one(await response.read()))
+                if accepted is not None:
+                    accepted.set_result(None)
+                events = EventStream(response.content.iter_any())
+                try:
+                    opening = await events.opening()
+                except Failure as problem:
+                    # vLLM has sent its status before it knew; the client has not seen it yet.
+                    raise self._failure(Side.DECODE, endpoint, call, problem) from None
+        except (*HttpError, EngineLost) as error:
+            raise self._broken(Side.DECODE, endpoint, call, error) from error
+        chunks = self._relay(opening, events, lease, call)
+        # Where token ids were asked for, they are kept, and taken out if the client did not ask.
+        return Answer(response.status, kind, call.running.note(chunks) if call.running.noted else chunks)
+
+    async def _relay(
+        self, opening: bytes, events: EventStream, lease: Lease, call: Call
+    ) -> AsyncIterator[bytes]:
+        """Raises EngineFailure: the status is long out, and what answers the client says so in the stream."""
+        before_last, last, more = b"", b"", opening
+        try:
+            while more:
+                before_last, last = last, more
+                before, problem = split_at_error(more)
+                if before:
+                    yield before
+                if problem is not None:
+                    told = self._failure(Side.DECODE, lease.endpoint, call, problem)
+                    if isinstance(told, EngineError):
+                        self._erred(lease.endpoint, told, begun=True)
+                    raise told
+                async with lease.alive():
+                    more = await events.read()
+            if not has_end(before_last + last):
+                raise CutOffError
+        except (*HttpError, EngineLost, CutOffError) as error:
+            raise self._broken(Side.DECODE, lease.endpoint, call, error, begun=True) from error
+
+    def _failed_prefill(self, endpoint: Endpoint, call: Call, answer: Failure) -> Failure:
+        told = self._failure(Side.PREFILL, endpoint, call, answer)
+        if isinstance(told, EngineError):
+            self._erred(endpoint, told)
+        return told
+
+    def _erred(self, endpoint: Endpoint, error: object, *, begun: bool = False, unsure: bool = False) -> None:
+        self._members.erred(time.monotonic(), endpoint, str(error), begun=begun, unsure=unsure)
+
+    def _failure(self, side: Side, endpoint: Endpoint, call: Call, answer: Failure) -> Failure:
+        """An engine's own error: the request's fault, or from 500 on the engine's. A rank that the API server
+        does not have is the operator's fault: the router has named it."""
+        if no_such_rank(answer, endpoint):
+            words = (
+                f"{endpoint.url} has no data-parallel rank {endpoint.rank}: list the URL once for each rank "
+                f"that it serves (--{side.value})"
+            )
+            answer = failure(502, "api_error", words)
+        self._metrics.failures.labels(side.value, str(endpoint)).inc()
+        logger.warning("request %s: %s engine %s answered %s", call.request_id, side.value, endpoint, answer)
+        if call.model is not None and no_such_model(answer, call.model):
+            return (
+                EngineFailure(answer, {side: endpoint})
+                if self._members.lacks(side, endpoint, call.model)
+                else answer
+            )
+        if answer.status < 500:
+            return answer
+        self._incidents.note(self._members.label(endpoint), f"answers {answer.status}", str(answer))
+        return EngineError(answer, {side: endpoint})
+
+    def _broken(
+        self, side: Side, endpoint: Endpoint, call: Call, error: Exception, *, begun: bool = False
+    ) -> EngineFailure:
+        """An engine that takes no connection, is lost, or broke off. ``begun``: its answer had."""
+        self._metrics.failures.labels(side.value, str(endpoint)).inc()
+        logger.warning(
+            "request %s: %s engine %s failed: %s: %s",
+            call.request_id,
+            side.value,
+            endpoint,
+            type(error).__name__,
+            error,
+        )
+        words = f"{type(error).__name__}: {error}"
+        self._incidents.note(self._members.label(endpoint), _what_broke(error), words)
+        if _takes_no_connection(error):
+            self._members.failed(endpoint, words, gone=refused(error))
+        elif not isinstance(error, EngineLost):  # which Members knew before
+            # It may be the request's fault. An engine that is gone refuses the next connection.
+            self._erred(endpoint, words, begun=begun)
+        return EngineFailure(engine_down(side.value, str(endpoint), error), {side: endpoint})
+
+
+def _takes_no_connection(error: Exception) -> bool:
+    if isinstance(error, (aiohttp.ClientConnectorError, TimeoutError)):
+        return True
+    return isinstance(error, OSError) and error.errno in _VANISHED
+
+
+def _what_broke(error: Exception) -> str:
+    """In words that name nobody: the error's own have addresses."""
+    match error:
+        case EngineLost():
+            return "loses the requests that it has: it gives no sign of life any more"
+        case aiohttp.ClientConnectorError() | TimeoutError():
+            return "takes no connection"
+        case msgspec.MsgspecError() | UnicodeDecodeError():
+            return "gives an answer that cannot be read"
+        case _:
+            return "breaks off a request"
+
+
+class _Error(msgspec.Struct):
+    message: str
+
+
+class _Refusal(msgspec.Struct):
+    error: _Error
+
+
+def no_such_rank(answer: Failure, endpoint: Endpoint) -> bool:
+    """Whether vLLM refuses the rank that ``Endpoint.headers`` names. A client's text can follow in an error's
+    message, but cannot begin it."""
+    words = f"data_parallel_rank {endpoint.rank} is out of range"
+    return answer.status == 400 and endpoint.rank > 0 and _message(answer).startswith(words)
+
+
+def no_such_model(answer: Failure, model: str) -> bool:
+    """Whether vLLM does not serve the model. Other causes have the status 404, too."""
+    return answer.status == 404 and _message(answer).startswith(f"The model `{model}` does not exist")
+
+
+def _message(answer: Failure) -> str:
+    try:
+        return msgspec.json.decode(answer.body, type=_Refusal).error.message
+    except UNREADABLE:
+        return ""
+
+
+class _PrefillAnswer(msgspec.Struct):
+    kv_transfer_params: dict[str, Any] | None = None
+    usage: Any = None
+
+    def computed(self) -> Computed:
+        cached = (self.kv_transfer_params or {}).get("remote_prefill_cached_tokens")
+        return Computed(
+            self.kv_transfer_params,
+            _prompt_tokens(self.usage),
+            cached if isinstance(cached, int) else None,
+            _written_tokens(self.usage),
+        )
+
+
+def _prompt_tokens(usage: Any) -> int | None:
+    """By an answer of any API; in Anthropic's words the cached ones are counted apart."""
+    if not isinstance(usage, dict):
+        return None
+    total = usage.get("prompt_tokens", usage.get("input_tokens"))
+    apart = (usage.get(f"cache_{how}_input_tokens") or 0 for how in ("read", "creation"))
+    return sum(apart, total) if isinstance(total, int) else None
+
+
+def _written_tokens(usage: Any) -> int | None:
+    """Tokens that were written into the prefix cache, by the usage of an answer of /v1/responses."""
+    details = usage.get("input_tokens_details") if isinstance(usage, dict) else None
+    written = details.get("cache_write_tokens") if isinstance(details, dict) else None
+    return written if isinstance(written, int) else None
+
+
+async def _refusal(response: aiohttp.ClientResponse) -> Failure:
+    body = await response.read()
+    return Failure(response.status, body, content_type(response), retry_after(response))
+
+
+async def _one(chunk: bytes) -> AsyncIterator[bytes]:
+    yield chunk
