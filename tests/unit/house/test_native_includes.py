@@ -1,0 +1,111 @@
+"""The native rooms: which there are, and which headers each of them may include.
+
+docs/architecture.md describes them. Read from the source. native/tests may include everything.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+NATIVE = Path(__file__).parents[3] / "native"
+SOURCES = {".h", ".cc", ".cu", ".cuh"}
+INCLUDE = re.compile(r'\s*#\s*include\s*"([^"]+)"')
+
+PROVIDERS = {
+    f"providers/{name}"
+    for name in ("bounce", "host", "libfabric", "nvlink", "shuffle", "sim", "tcp", "verbs")
+}
+# A room includes headers of rooms above it alone: no arrow can run back.
+ROOMS: dict[str, set[str]] = {
+    "base": set(),
+    "lane": {"base"},
+    "cuda": {"base", "lane"},
+    "moe": {"base", "cuda"},
+    "engine": {"base", "lane", "cuda"},
+    "providers/same_host": {"base", "lane"},
+    "providers/sim": {"base", "lane"},
+    "providers/shuffle": {"base", "lane"},
+    "providers/tcp": {"base", "lane", "cuda"},
+    "providers/verbs": {"base", "lane", "cuda"},
+    "providers/libfabric": {"base", "lane", "cuda"},
+    "providers/bounce": {"base", "lane", "cuda"},
+    "providers/host": {"base", "lane", "cuda", "providers/same_host"},
+    "providers/nvlink": {"base", "lane", "cuda", "providers/same_host"},
+    "providers/factory": {"base", "lane", *PROVIDERS},
+    "python": {"base", "lane", "cuda", "moe", "engine", "providers/factory"},
+    "bench": {"base", "lane", "cuda", "engine", "providers/factory"},
+}
+
+# Files of these rooms that are still in native/engine.
+MOVING = {
+    "base": "bounds byte_codec error ids intrusive_list latch overloaded poll_loop process random ready_fd"
+    " shared_memory spsc_ring submission_queue timer_fd unique_fd waker writer_first_mutex",
+    "lane": "domain completion_queue control_queue immediate page_runs region_table work_slots layer_signal"
+    " completion_word",
+}
+ROOM_OF_MOVING = {f"engine/{name}": room for room, names in MOVING.items() for name in names.split()}
+# By file: includes that run back.
+EXCEPTIONS = {
+    "engine/byte_codec.h": {"engine/domain.h"},
+    "engine/latch.h": {"engine/transfer_engine.h"},
+    "engine/domain.cc": {f"{provider}/provider.h" for provider in PROVIDERS},
+}
+
+
+def room_of(path: str) -> str:
+    """The room of a path below native: its folder, and below providers each folder or unit."""
+    unit = path.rpartition(".")[0]
+    if unit in ROOM_OF_MOVING:
+        return ROOM_OF_MOVING[unit]
+    first, second = unit.split("/")[:2]
+    if first == "gpu_bench":
+        return "bench"
+    return f"{first}/{second}" if first == "providers" else first
+
+
+def sources() -> Iterator[tuple[str, Path]]:
+    for path in sorted(NATIVE.rglob("*")):
+        name = path.relative_to(NATIVE).as_posix()
+        if path.suffix in SOURCES and not name.startswith("tests/"):
+            yield name, path
+
+
+def included(room: str) -> Iterator[tuple[str, str, str]]:
+    """(file, where, header) of each include of a project's header in the room."""
+    for name, path in sources():
+        if room_of(name) == room:
+            for number, line in enumerate(path.read_text().splitlines(), 1):
+                if found := INCLUDE.match(line):
+                    yield name, f"{name}:{number}", found[1]
+
+
+def test_each_native_source_lies_in_a_room() -> None:
+    assert {room_of(name) for name, _ in sources()} == set(ROOMS) - {"providers/factory"}
+
+
+def test_the_native_table_has_no_way_back() -> None:
+    above: set[str] = set()
+    for room, rooms in ROOMS.items():
+        assert rooms <= above
+        above.add(room)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_native_room_includes_only_what_its_arrows_lead_to(room: str) -> None:
+    allowed = {room, *ROOMS[room]}
+    wrong = [
+        f"{where} includes {header}"
+        for name, where, header in included(room)
+        if header not in EXCEPTIONS.get(name, set())
+        and not (room_of(header) in allowed and (NATIVE / header).is_file())
+    ]
+    assert not wrong
+
+
+def test_each_exception_is_still_needed() -> None:
+    today = {(name, header) for room in ROOMS for name, _, header in included(room)}
+    assert {(name, header) for name, headers in EXCEPTIONS.items() for header in headers} <= today
