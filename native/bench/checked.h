@@ -5,7 +5,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "engine/error.h"
+#include "base/error.h"
 
 namespace kvc::bench {
 

@@ -10,8 +10,8 @@
 #include <thread>
 #include <vector>
 
+#include "base/unique_fd.h"
 #include "bench/page_lists.h"
-#include "engine/unique_fd.h"
 
 namespace kvc::bench {
 

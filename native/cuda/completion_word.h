@@ -12,10 +12,10 @@
 #include <optional>
 #include <utility>
 
+#include "base/error.h"
 #include "cuda/driver.h"
 #include "cuda/remote_writes.h"
 #include "engine/completion_word.h"
-#include "engine/error.h"
 
 namespace kvc::cuda {
 

@@ -11,9 +11,9 @@
 #include <cstdint>
 #include <memory>
 
+#include "base/error.h"
 #include "cuda/driver.h"
 #include "cuda/kernels.h"
-#include "engine/error.h"
 
 namespace kvc::cuda {
 

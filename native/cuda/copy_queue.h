@@ -11,8 +11,8 @@
 #include <span>
 #include <utility>
 
+#include "base/error.h"
 #include "cuda/copier.h"
-#include "engine/error.h"
 
 namespace kvc::cuda {
 

@@ -10,9 +10,9 @@
 #include <memory>
 #include <vector>
 
+#include "base/error.h"
+#include "base/unique_fd.h"
 #include "cuda/driver.h"
-#include "engine/error.h"
-#include "engine/unique_fd.h"
 
 namespace kvc::cuda {
 

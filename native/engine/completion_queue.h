@@ -8,11 +8,11 @@
 #include <utility>
 #include <vector>
 
-#include "engine/error.h"
+#include "base/bytes.h"
+#include "base/error.h"
 
 namespace kvc {
 
-using Bytes = std::vector<std::byte>;
 using LinkId = uint32_t;  // chosen by the engine, unique in the process, never reused
 using WorkId = uint64_t;  // chosen by the engine: our own id of a posted batch or message, returned in its completion
 

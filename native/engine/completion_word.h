@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "engine/error.h"
+#include "base/error.h"
 
 namespace kvc {
 

@@ -17,10 +17,10 @@
 #include <type_traits>
 #include <utility>
 
+#include "base/latch.h"
+#include "base/unique_fd.h"
 #include "engine/control_queue.h"
 #include "engine/domain.h"
-#include "engine/latch.h"
-#include "engine/unique_fd.h"
 
 namespace kvc {
 

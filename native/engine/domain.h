@@ -24,10 +24,10 @@
 #include <string_view>
 #include <vector>
 
-#include "engine/bounds.h"
+#include "base/bounds.h"
+#include "base/error.h"
 #include "engine/completion_queue.h"
 #include "engine/control_queue.h"
-#include "engine/error.h"
 
 namespace kvc {
 

@@ -4,8 +4,8 @@
 #include <thread>
 #include <utility>
 
+#include "base/poll_loop.h"
 #include "engine/message.h"
-#include "engine/poll_loop.h"
 #include "engine/trace.h"
 
 namespace kvc {

@@ -15,11 +15,11 @@
 #include <unordered_set>
 #include <vector>
 
+#include "base/spsc_ring.h"
+#include "base/submission_queue.h"
+#include "base/waker.h"
 #include "engine/domain.h"
 #include "engine/immediate.h"
-#include "engine/spsc_ring.h"
-#include "engine/submission_queue.h"
-#include "engine/waker.h"
 
 namespace kvc {
 

@@ -8,11 +8,11 @@
 #include <thread>
 #include <vector>
 
+#include "base/latch.h"
+#include "base/poll_loop.h"
+#include "base/submission_queue.h"
 #include "engine/domain.h"
 #include "engine/domain_proxy.h"
-#include "engine/latch.h"
-#include "engine/poll_loop.h"
-#include "engine/submission_queue.h"
 
 namespace kvc {
 

@@ -13,12 +13,13 @@
 #include <string>
 #include <vector>
 
+#include "base/ids.h"
+#include "base/waker.h"
 #include "engine/control_thread.h"
 #include "engine/counter_sets.h"
 #include "engine/domain_group.h"
 #include "engine/domain_thread.h"
 #include "engine/event_queue.h"
-#include "engine/ids.h"
 #include "engine/lanes.h"
 #include "engine/memory_region.h"
 #include "engine/message_pool.h"
@@ -30,7 +31,6 @@
 #include "engine/trace.h"
 #include "engine/transfer.h"
 #include "engine/transfer_engine.h"
-#include "engine/waker.h"
 #include "engine/worker.h"
 
 namespace kvc {

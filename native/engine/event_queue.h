@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine/ready_fd.h"
+#include "base/ready_fd.h"
 #include "engine/transfer_engine.h"
 
 namespace kvc {

@@ -2,7 +2,7 @@
 
 #include <limits>
 
-#include "engine/byte_codec.h"
+#include "base/byte_codec.h"
 
 namespace kvc {
 

@@ -7,8 +7,8 @@
 #include <set>
 #include <vector>
 
+#include "base/error.h"
 #include "engine/domain.h"
-#include "engine/error.h"
 #include "engine/link_tally.h"
 
 namespace kvc {

@@ -1,6 +1,6 @@
 #include "engine/link_message.h"
 
-#include "engine/byte_codec.h"
+#include "base/byte_codec.h"
 
 namespace kvc {
 

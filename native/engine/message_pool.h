@@ -10,7 +10,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "engine/ready_fd.h"
+#include "base/ready_fd.h"
 #include "engine/transfer_engine.h"
 
 namespace kvc {

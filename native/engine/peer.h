@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "base/error.h"
 #include "engine/domain.h"
-#include "engine/error.h"
 #include "engine/link.h"
 #include "engine/message_window.h"
 #include "engine/stream.h"

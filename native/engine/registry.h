@@ -13,7 +13,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "engine/writer_first_mutex.h"
+#include "base/writer_first_mutex.h"
 
 namespace kvc {
 

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/overloaded.h"
 #include "engine/message.h"
-#include "engine/overloaded.h"
 
 namespace kvc {
 

@@ -16,8 +16,8 @@
 #include <variant>
 #include <vector>
 
+#include "base/intrusive_list.h"
 #include "engine/domain.h"
-#include "engine/intrusive_list.h"
 #include "engine/memory_region.h"
 #include "engine/transfer_engine.h"
 

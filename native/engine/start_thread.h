@@ -6,7 +6,7 @@
 #include <thread>
 #include <utility>
 
-#include "engine/error.h"
+#include "base/error.h"
 
 namespace kvc {
 

@@ -9,7 +9,7 @@
 #include <memory>
 #include <optional>
 
-#include "engine/error.h"
+#include "base/error.h"
 #include "engine/request.h"
 
 namespace kvc {

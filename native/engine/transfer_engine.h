@@ -25,9 +25,10 @@
 #include <utility>
 #include <vector>
 
+#include "base/error.h"
+#include "base/timeout.h"
 #include "engine/completion_word.h"
 #include "engine/domain.h"
-#include "engine/error.h"
 #include "engine/layer_signal.h"
 
 namespace kvc {
@@ -44,7 +45,6 @@ using TransferId = uint64_t;      // never reused
 using CounterSetId = uint64_t;    // never reused
 using PeerGroupId = uint32_t;     // never reused
 using ScatterId = uint64_t;       // never reused
-using Timeout = std::chrono::microseconds;
 
 struct EngineConfig {
   std::string name;                   // how logs and peers call this engine

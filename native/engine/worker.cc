@@ -3,7 +3,7 @@
 #include <chrono>
 #include <string>
 
-#include "engine/overloaded.h"
+#include "base/overloaded.h"
 #include "engine/start_thread.h"
 
 namespace kvc {

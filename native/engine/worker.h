@@ -13,14 +13,14 @@
 #include <utility>
 #include <vector>
 
+#include "base/latch.h"
+#include "base/poll_loop.h"
+#include "base/submission_queue.h"
+#include "base/waker.h"
 #include "engine/command.h"
 #include "engine/command_pool.h"
 #include "engine/domain_group.h"
 #include "engine/domain_thread.h"
-#include "engine/latch.h"
-#include "engine/poll_loop.h"
-#include "engine/submission_queue.h"
-#include "engine/waker.h"
 
 namespace kvc {
 

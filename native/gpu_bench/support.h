@@ -13,8 +13,8 @@
 #include <utility>
 #include <vector>
 
+#include "base/error.h"
 #include "cuda/driver.h"
-#include "engine/error.h"
 
 namespace kvc::gpu_bench {
 

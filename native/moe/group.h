@@ -16,10 +16,10 @@
 #include <utility>
 #include <vector>
 
+#include "base/error.h"
+#include "base/unique_fd.h"
 #include "cuda/driver.h"
 #include "cuda/moe.h"
-#include "engine/error.h"
-#include "engine/unique_fd.h"
 #include "moe/layout.h"
 #include "moe/segment.h"
 

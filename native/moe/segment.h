@@ -6,12 +6,12 @@
 #include <memory>
 #include <optional>
 
+#include "base/error.h"
+#include "base/shared_memory.h"
+#include "base/unique_fd.h"
 #include "cuda/driver.h"
 #include "cuda/moe.h"
 #include "cuda/virtual_memory.h"
-#include "engine/error.h"
-#include "engine/shared_memory.h"
-#include "engine/unique_fd.h"
 
 namespace kvc::moe {
 

@@ -7,7 +7,7 @@
 #include <tuple>
 #include <utility>
 
-#include "engine/error.h"
+#include "base/error.h"
 
 namespace kvc::python {
 

@@ -9,10 +9,10 @@
 #include <tuple>
 #include <vector>
 
+#include "base/shared_memory.h"
 #include "cuda/completion_word.h"
 #include "cuda/stream_signal.h"
 #include "engine/message.h"
-#include "engine/shared_memory.h"
 #include "python/moe_group.h"
 #include "python/python_engine.h"
 

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/byte_codec.h"
+#include "base/byte_codec.h"
 #include "engine/immediate.h"
 #include "providers/bounce/wire.h"
 #include "tests/cuda_test_support.h"

@@ -1,5 +1,5 @@
 // fits(): the sums that overflow.
-#include "engine/bounds.h"
+#include "base/bounds.h"
 
 #include <gtest/gtest.h>
 

@@ -7,7 +7,7 @@
 #include <thread>
 #include <vector>
 
-#include "engine/submission_queue.h"
+#include "base/submission_queue.h"
 
 namespace kvc {
 namespace {

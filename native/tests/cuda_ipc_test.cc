@@ -20,7 +20,7 @@
 #include <thread>
 #include <vector>
 
-#include "engine/random.h"
+#include "base/random.h"
 #include "providers/nvlink/peer_memory.h"
 #include "providers/nvlink/peer_regions.h"
 #include "providers/nvlink/wire.h"

@@ -8,7 +8,7 @@
 #include <memory>
 #include <random>
 
-#include "engine/byte_codec.h"
+#include "base/byte_codec.h"
 #include "tests/rig.h"
 
 namespace kvc {

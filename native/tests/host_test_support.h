@@ -19,7 +19,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine/shared_memory.h"
+#include "base/shared_memory.h"
 #include "providers/host/link.h"
 #include "providers/host/provider.h"
 #include "providers/host/wire.h"

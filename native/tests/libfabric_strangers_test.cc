@@ -11,7 +11,7 @@
 #include <iterator>
 #include <string>
 
-#include "engine/unique_fd.h"
+#include "base/unique_fd.h"
 #include "tests/libfabric_test_support.h"
 
 namespace kvc::libfabric {

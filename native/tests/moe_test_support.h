@@ -31,8 +31,8 @@
 #include <utility>
 #include <vector>
 
+#include "base/unique_fd.h"
 #include "cuda/driver.h"
-#include "engine/unique_fd.h"
 #include "moe/group.h"
 #include "tests/cuda_test_support.h"
 #include "tests/rig.h"

@@ -20,7 +20,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine/shared_memory.h"
+#include "base/shared_memory.h"
 #include "engine/transfer_engine.h"
 
 namespace kvc::test {

@@ -1,4 +1,4 @@
-#include "engine/submission_queue.h"
+#include "base/submission_queue.h"
 
 #include <gtest/gtest.h>
 

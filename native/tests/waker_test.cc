@@ -1,4 +1,4 @@
-#include "engine/waker.h"
+#include "base/waker.h"
 
 #include <gtest/gtest.h>
 #include <poll.h>
@@ -7,7 +7,7 @@
 #include <chrono>
 #include <thread>
 
-#include "engine/poll_loop.h"
+#include "base/poll_loop.h"
 
 namespace kvc {
 namespace {

@@ -2,9 +2,9 @@
 
 #include <utility>
 
+#include "base/byte_codec.h"
+#include "base/random.h"
 #include "cuda/gpu_memory.h"
-#include "engine/byte_codec.h"
-#include "engine/random.h"
 #include "providers/bounce/errors.h"
 
 namespace kvc::bounce {

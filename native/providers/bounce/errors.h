@@ -5,7 +5,7 @@
 #include <string_view>
 #include <utility>
 
-#include "engine/error.h"
+#include "base/error.h"
 
 namespace kvc::bounce {
 

@@ -6,9 +6,9 @@
 #include <memory>
 #include <utility>
 
+#include "base/shared_memory.h"
 #include "cuda/driver.h"
 #include "engine/domain.h"
-#include "engine/shared_memory.h"
 #include "providers/bounce/wire.h"
 
 namespace kvc::bounce {

@@ -7,7 +7,7 @@
 #include <optional>
 #include <type_traits>
 
-#include "engine/error.h"
+#include "base/error.h"
 #include "engine/immediate.h"
 
 namespace kvc::bounce {

@@ -7,9 +7,9 @@
 #include <cerrno>
 #include <utility>
 
+#include "base/process.h"
+#include "base/random.h"
 #include "cuda/gpu_memory.h"
-#include "engine/process.h"
-#include "engine/random.h"
 #include "providers/host/remote_write.h"
 
 namespace kvc::host {

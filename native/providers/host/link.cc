@@ -10,8 +10,8 @@
 #include <string>
 #include <utility>
 
+#include "base/process.h"
 #include "engine/immediate.h"
-#include "engine/process.h"
 #include "providers/host/remote_write.h"
 
 namespace kvc::host {

@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
+#include "base/unique_fd.h"
 #include "engine/domain.h"
-#include "engine/unique_fd.h"
 #include "providers/same_host/region_keys.h"
 
 namespace kvc::host {

@@ -8,7 +8,7 @@
 #include <fstream>
 #include <string>
 
-#include "engine/process.h"
+#include "base/process.h"
 #include "providers/same_host/system.h"
 
 namespace kvc::host {

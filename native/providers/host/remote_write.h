@@ -5,7 +5,7 @@
 
 #include <string_view>
 
-#include "engine/error.h"
+#include "base/error.h"
 #include "providers/host/wire.h"
 
 namespace kvc::host {

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "engine/random.h"
+#include "base/random.h"
 #include "providers/libfabric/machine.h"
 #include "providers/libfabric/region.h"
 #include "providers/libfabric/wire.h"

@@ -11,9 +11,9 @@
 #include <thread>
 #include <utility>
 
+#include "base/random.h"
 #include "cuda/driver.h"
 #include "cuda/gpu_memory.h"
-#include "engine/random.h"
 
 namespace kvc::libfabric {
 namespace {

@@ -5,9 +5,9 @@
 #include <map>
 #include <memory>
 
+#include "base/timer_fd.h"
+#include "base/unique_fd.h"
 #include "engine/domain.h"
-#include "engine/timer_fd.h"
-#include "engine/unique_fd.h"
 #include "providers/libfabric/link.h"
 
 namespace kvc::libfabric {

@@ -9,7 +9,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "engine/process.h"
+#include "base/process.h"
 #include "providers/libfabric/efa.h"
 #include "providers/libfabric/listener.h"
 #include "providers/libfabric/region.h"

@@ -20,8 +20,8 @@
 #include <string>
 #include <vector>
 
+#include "base/unique_fd.h"
 #include "engine/domain.h"
-#include "engine/unique_fd.h"
 #include "providers/libfabric/device.h"
 #include "providers/libfabric/wire.h"
 

@@ -13,7 +13,7 @@
 #include <cstdint>
 #include <string>
 
-#include "engine/error.h"
+#include "base/error.h"
 
 namespace kvc::libfabric {
 

@@ -13,7 +13,7 @@
 #include <string>
 #include <system_error>
 
-#include "engine/unique_fd.h"
+#include "base/unique_fd.h"
 
 namespace kvc::libfabric {
 namespace {

@@ -2,7 +2,7 @@
 
 #include <sys/stat.h>
 
-#include "engine/process.h"
+#include "base/process.h"
 
 namespace kvc::libfabric {
 

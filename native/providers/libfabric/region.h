@@ -6,8 +6,8 @@
 #include <memory>
 #include <utility>
 
+#include "base/random.h"
 #include "engine/domain.h"
-#include "engine/random.h"
 #include "providers/libfabric/device.h"
 
 namespace kvc::libfabric {

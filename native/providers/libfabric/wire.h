@@ -13,9 +13,9 @@
 #include <string>
 #include <string_view>
 
-#include "engine/byte_codec.h"
+#include "base/byte_codec.h"
+#include "base/error.h"
 #include "engine/domain.h"
-#include "engine/error.h"
 #include "providers/libfabric/machine.h"
 
 namespace kvc::libfabric {

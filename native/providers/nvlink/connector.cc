@@ -7,9 +7,9 @@
 #include <utility>
 #include <vector>
 
+#include "base/random.h"
 #include "cuda/gpu_memory.h"
 #include "cuda/virtual_memory.h"
-#include "engine/random.h"
 
 namespace kvc::nvlink {
 

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/process.h"
+#include "base/process.h"
 
 namespace kvc::nvlink {
 

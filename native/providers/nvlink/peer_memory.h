@@ -8,8 +8,8 @@
 #include <memory>
 #include <utility>
 
+#include "base/error.h"
 #include "cuda/driver.h"
-#include "engine/error.h"
 
 namespace kvc::nvlink {
 

@@ -13,10 +13,10 @@
 #include <utility>
 #include <vector>
 
+#include "base/error.h"
+#include "base/unique_fd.h"
 #include "cuda/virtual_memory.h"
 #include "engine/control_queue.h"
-#include "engine/error.h"
-#include "engine/unique_fd.h"
 #include "providers/nvlink/peer_memory.h"
 #include "providers/nvlink/wire.h"
 #include "providers/same_host/wire.h"

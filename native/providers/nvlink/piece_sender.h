@@ -8,8 +8,8 @@
 #include <memory>
 #include <vector>
 
+#include "base/unique_fd.h"
 #include "engine/control_queue.h"
-#include "engine/unique_fd.h"
 #include "providers/nvlink/region.h"
 #include "providers/nvlink/wire.h"
 #include "providers/same_host/connection.h"

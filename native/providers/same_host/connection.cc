@@ -5,7 +5,7 @@
 #include <string>
 #include <utility>
 
-#include "engine/process.h"
+#include "base/process.h"
 
 namespace kvc::same_host {
 

@@ -12,8 +12,8 @@
 #include <span>
 #include <utility>
 
+#include "base/unique_fd.h"
 #include "engine/domain.h"
-#include "engine/unique_fd.h"
 #include "providers/same_host/channel.h"
 #include "providers/same_host/lane.h"
 #include "providers/same_host/system.h"

@@ -9,7 +9,7 @@
 #include <string_view>
 #include <utility>
 
-#include "engine/error.h"
+#include "base/error.h"
 #include "providers/same_host/wire.h"
 
 namespace kvc::same_host {

@@ -9,8 +9,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "base/unique_fd.h"
 #include "engine/domain.h"
-#include "engine/unique_fd.h"
 #include "providers/same_host/connection.h"
 #include "providers/same_host/lane.h"
 #include "providers/same_host/system.h"

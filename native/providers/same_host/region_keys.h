@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "base/random.h"
 #include "engine/domain.h"
-#include "engine/random.h"
 #include "providers/same_host/lane.h"
 
 namespace kvc::same_host {

@@ -11,7 +11,7 @@
 #include <string_view>
 #include <utility>
 
-#include "engine/process.h"
+#include "base/process.h"
 
 namespace kvc::same_host {
 

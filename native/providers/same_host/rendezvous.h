@@ -16,9 +16,9 @@
 #include <span>
 #include <string>
 
+#include "base/random.h"
+#include "base/unique_fd.h"
 #include "engine/domain.h"
-#include "engine/random.h"
-#include "engine/unique_fd.h"
 #include "providers/same_host/connection.h"
 #include "providers/same_host/lane.h"
 #include "providers/same_host/system.h"

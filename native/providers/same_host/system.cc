@@ -12,7 +12,7 @@
 #include <cstring>
 #include <utility>
 
-#include "engine/bounds.h"
+#include "base/bounds.h"
 
 #ifndef F_SEAL_FUTURE_WRITE  // Linux 5.1, but not in the headers of every distribution that a wheel is built on
 #define F_SEAL_FUTURE_WRITE 0x0010

@@ -11,8 +11,8 @@
 #include <string>
 #include <string_view>
 
-#include "engine/error.h"
-#include "engine/unique_fd.h"
+#include "base/error.h"
+#include "base/unique_fd.h"
 #include "providers/same_host/wire.h"
 
 namespace kvc::same_host {

@@ -10,8 +10,8 @@
 #include <span>
 #include <type_traits>
 
+#include "base/random.h"
 #include "engine/domain.h"
-#include "engine/random.h"
 
 namespace kvc::same_host {
 

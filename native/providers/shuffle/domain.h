@@ -19,9 +19,9 @@
 #include <unordered_map>
 #include <utility>
 
+#include "base/timer_fd.h"
+#include "base/unique_fd.h"
 #include "engine/domain.h"
-#include "engine/timer_fd.h"
-#include "engine/unique_fd.h"
 
 namespace kvc::shuffle {
 

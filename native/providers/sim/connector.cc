@@ -2,8 +2,8 @@
 
 #include <utility>
 
-#include "engine/byte_codec.h"
-#include "engine/random.h"
+#include "base/byte_codec.h"
+#include "base/random.h"
 
 namespace kvc::sim {
 

@@ -11,9 +11,9 @@
 #include <unordered_map>
 #include <vector>
 
+#include "base/timer_fd.h"
 #include "engine/domain.h"
 #include "engine/region_table.h"
-#include "engine/timer_fd.h"
 #include "providers/sim/fabric.h"
 #include "providers/sim/link.h"
 

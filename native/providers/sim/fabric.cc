@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "engine/random.h"
+#include "base/random.h"
 
 namespace kvc::sim {
 

@@ -17,9 +17,9 @@
 #include <variant>
 #include <vector>
 
+#include "base/unique_fd.h"
 #include "engine/domain.h"
 #include "engine/page_runs.h"
-#include "engine/unique_fd.h"
 
 namespace kvc::sim {
 

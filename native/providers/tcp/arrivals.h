@@ -7,8 +7,8 @@
 #include <mutex>
 #include <vector>
 
-#include "engine/error.h"
-#include "engine/unique_fd.h"
+#include "base/error.h"
+#include "base/unique_fd.h"
 
 namespace kvc::tcp {
 

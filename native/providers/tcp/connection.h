@@ -14,10 +14,10 @@
 #include <optional>
 #include <vector>
 
+#include "base/error.h"
+#include "base/unique_fd.h"
 #include "engine/domain.h"
-#include "engine/error.h"
 #include "engine/region_table.h"
-#include "engine/unique_fd.h"
 #include "providers/tcp/lingering_sockets.h"
 #include "providers/tcp/link_end.h"
 #include "providers/tcp/socket.h"

@@ -10,8 +10,8 @@
 #include <optional>
 #include <string>
 
+#include "base/timer_fd.h"
 #include "engine/domain.h"
-#include "engine/timer_fd.h"
 #include "providers/tcp/lingering_sockets.h"
 #include "providers/tcp/link_end.h"
 #include "providers/tcp/socket.h"

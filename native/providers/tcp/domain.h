@@ -5,8 +5,8 @@
 #include <memory>
 #include <string>
 
+#include "base/timer_fd.h"
 #include "engine/domain.h"
-#include "engine/timer_fd.h"
 #include "providers/tcp/connection.h"
 #include "providers/tcp/link.h"
 #include "providers/tcp/socket.h"

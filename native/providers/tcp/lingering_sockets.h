@@ -6,9 +6,9 @@
 #include <list>
 #include <memory>
 
-#include "engine/error.h"
-#include "engine/timer_fd.h"
-#include "engine/unique_fd.h"
+#include "base/error.h"
+#include "base/timer_fd.h"
+#include "base/unique_fd.h"
 #include "providers/tcp/socket.h"
 #include "providers/tcp/tuning.h"
 

@@ -7,8 +7,8 @@
 #include <optional>
 #include <vector>
 
+#include "base/timer_fd.h"
 #include "engine/domain.h"
-#include "engine/timer_fd.h"
 #include "engine/work_slots.h"
 #include "providers/tcp/connection.h"
 #include "providers/tcp/link_end.h"

@@ -5,8 +5,8 @@
 #include <memory>
 #include <vector>
 
+#include "base/unique_fd.h"
 #include "engine/domain.h"
-#include "engine/unique_fd.h"
 #include "providers/tcp/arrivals.h"
 #include "providers/tcp/wire.h"
 

@@ -7,8 +7,8 @@
 #include <span>
 #include <string>
 
-#include "engine/error.h"
-#include "engine/unique_fd.h"
+#include "base/error.h"
+#include "base/unique_fd.h"
 #include "providers/tcp/tuning.h"
 
 namespace kvc::tcp {

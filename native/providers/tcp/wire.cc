@@ -2,7 +2,7 @@
 
 #include <cstring>
 
-#include "engine/byte_codec.h"
+#include "base/byte_codec.h"
 
 namespace kvc::tcp {
 namespace {

@@ -21,10 +21,10 @@
 #include <string_view>
 #include <type_traits>
 
+#include "base/error.h"
+#include "base/random.h"
 #include "engine/domain.h"
-#include "engine/error.h"
 #include "engine/immediate.h"
-#include "engine/random.h"
 
 namespace kvc::tcp {
 

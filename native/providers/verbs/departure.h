@@ -19,8 +19,8 @@
 #include <memory>
 #include <optional>
 
+#include "base/timer_fd.h"
 #include "engine/control_queue.h"
-#include "engine/timer_fd.h"
 #include "providers/verbs/completions.h"
 #include "providers/verbs/queue_pair.h"
 

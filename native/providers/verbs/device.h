@@ -8,7 +8,7 @@
 #include <string_view>
 #include <vector>
 
-#include "engine/error.h"
+#include "base/error.h"
 #include "providers/verbs/handle.h"
 #include "providers/verbs/library.h"
 #include "providers/verbs/wire.h"

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <optional>
 
-#include "engine/error.h"
+#include "base/error.h"
 #include "providers/verbs/queues.h"
 
 namespace kvc::verbs {

@@ -6,9 +6,9 @@
 #include <span>
 #include <vector>
 
+#include "base/timer_fd.h"
+#include "base/unique_fd.h"
 #include "engine/domain.h"
-#include "engine/timer_fd.h"
-#include "engine/unique_fd.h"
 #include "providers/verbs/device_events.h"
 #include "providers/verbs/link.h"
 #include "providers/verbs/links.h"

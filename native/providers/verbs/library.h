@@ -1,7 +1,7 @@
 // Library: libibverbs, opened at run time through this table of functions.
 #pragma once
 
-#include "engine/error.h"
+#include "base/error.h"
 #include "providers/verbs/abi.h"
 
 namespace kvc::verbs {

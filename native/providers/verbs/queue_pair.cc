@@ -5,7 +5,7 @@
 #include <string>
 #include <utility>
 
-#include "engine/random.h"
+#include "base/random.h"
 
 namespace kvc::verbs {
 

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "engine/byte_codec.h"
+#include "base/byte_codec.h"
 #include "providers/verbs/library.h"
 
 namespace kvc::verbs {

@@ -7,8 +7,8 @@
 #include <span>
 #include <string>
 
+#include "base/error.h"
 #include "engine/domain.h"
-#include "engine/error.h"
 
 namespace kvc::verbs {
 

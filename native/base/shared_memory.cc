@@ -1,4 +1,4 @@
-#include "engine/shared_memory.h"
+#include "base/shared_memory.h"
 
 #include <sys/mman.h>
 #include <unistd.h>

@@ -10,7 +10,7 @@
 #include <string>
 #include <string_view>
 
-#include "engine/domain.h"
+#include "base/bytes.h"
 
 namespace kvc {
 

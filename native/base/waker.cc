@@ -1,4 +1,4 @@
-#include "engine/waker.h"
+#include "base/waker.h"
 
 #include <sys/eventfd.h>
 #include <unistd.h>

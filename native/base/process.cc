@@ -1,4 +1,4 @@
-#include "engine/process.h"
+#include "base/process.h"
 
 #include <poll.h>
 #include <sys/stat.h>

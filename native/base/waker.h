@@ -9,8 +9,8 @@
 #include <memory>
 #include <utility>
 
-#include "engine/error.h"
-#include "engine/unique_fd.h"
+#include "base/error.h"
+#include "base/unique_fd.h"
 
 namespace kvc {
 

@@ -1,4 +1,4 @@
-#include "engine/ready_fd.h"
+#include "base/ready_fd.h"
 
 #include <sys/eventfd.h>
 #include <unistd.h>

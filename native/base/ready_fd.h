@@ -1,8 +1,8 @@
 // ReadyFd: a descriptor that is readable while something waits, for whoever sleeps in poll() or an event loop.
 #pragma once
 
-#include "engine/error.h"
-#include "engine/unique_fd.h"
+#include "base/error.h"
+#include "base/unique_fd.h"
 
 namespace kvc {
 

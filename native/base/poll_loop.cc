@@ -1,4 +1,4 @@
-#include "engine/poll_loop.h"
+#include "base/poll_loop.h"
 
 #include <pthread.h>
 #include <sched.h>

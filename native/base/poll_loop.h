@@ -8,9 +8,9 @@
 #include <optional>
 #include <string>
 
-#include "engine/error.h"
-#include "engine/unique_fd.h"
-#include "engine/waker.h"
+#include "base/error.h"
+#include "base/unique_fd.h"
+#include "base/waker.h"
 
 namespace kvc {
 

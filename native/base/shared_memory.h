@@ -6,8 +6,8 @@
 #include <string>
 #include <utility>
 
-#include "engine/error.h"
-#include "engine/unique_fd.h"
+#include "base/error.h"
+#include "base/unique_fd.h"
 
 namespace kvc {
 

@@ -6,7 +6,7 @@
 #include <condition_variable>
 #include <mutex>
 
-#include "engine/transfer_engine.h"
+#include "base/timeout.h"
 
 namespace kvc {
 

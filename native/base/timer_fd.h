@@ -9,8 +9,8 @@
 #include <optional>
 #include <string_view>
 
-#include "engine/error.h"
-#include "engine/unique_fd.h"
+#include "base/error.h"
+#include "base/unique_fd.h"
 
 namespace kvc {
 
