@@ -232,7 +232,7 @@ test-all: setup ## every suite above that this machine can run, and .ci/run; con
 	@$(PYTHON_ENV)/python scripts/test_all.py $(SUITES)
 
 TIDY = $(PYTHON_ENV)/clang-tidy -p build/native --quiet
-TIDIED := $(filter native/base/% native/engine/% native/moe/% native/providers/%,$(NATIVE_SOURCES))
+TIDIED := $(filter native/base/% native/engine/% native/lane/% native/moe/% native/providers/%,$(NATIVE_SOURCES))
 lint: setup ## ruff, mypy (--strict over the package), clang-format, clang-tidy
 	@echo '== ruff'; $(PYTHON_ENV)/ruff check . && $(PYTHON_ENV)/ruff format --check .
 	@echo '== mypy'; $(types)

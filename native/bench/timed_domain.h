@@ -8,7 +8,7 @@
 #include <string>
 #include <utility>
 
-#include "engine/domain.h"
+#include "lane/domain.h"
 
 namespace kvc::bench {
 

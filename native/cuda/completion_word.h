@@ -15,7 +15,7 @@
 #include "base/error.h"
 #include "cuda/driver.h"
 #include "cuda/remote_writes.h"
-#include "engine/completion_word.h"
+#include "lane/completion_word.h"
 
 namespace kvc::cuda {
 

@@ -18,7 +18,7 @@
 #include <memory>
 
 #include "cuda/driver.h"
-#include "engine/layer_signal.h"
+#include "lane/layer_signal.h"
 
 namespace kvc::cuda {
 

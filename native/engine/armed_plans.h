@@ -11,10 +11,10 @@
 #include <utility>
 #include <vector>
 
-#include "engine/control_queue.h"
-#include "engine/layer_signal.h"
 #include "engine/request.h"
 #include "engine/transfer.h"
+#include "lane/control_queue.h"
+#include "lane/layer_signal.h"
 
 namespace kvc {
 

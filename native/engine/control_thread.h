@@ -19,8 +19,8 @@
 
 #include "base/latch.h"
 #include "base/unique_fd.h"
-#include "engine/control_queue.h"
-#include "engine/domain.h"
+#include "lane/control_queue.h"
+#include "lane/domain.h"
 
 namespace kvc {
 

@@ -12,10 +12,10 @@
 #include <unordered_map>
 #include <vector>
 
-#include "engine/completion_word.h"
-#include "engine/control_queue.h"
 #include "engine/imm_counter.h"
 #include "engine/transfer_engine.h"
+#include "lane/completion_word.h"
+#include "lane/control_queue.h"
 
 namespace kvc {
 

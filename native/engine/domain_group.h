@@ -19,10 +19,8 @@
 #include <unordered_map>
 #include <vector>
 
-#include "engine/control_queue.h"
 #include "engine/counter_sets.h"
 #include "engine/departures.h"
-#include "engine/domain.h"
 #include "engine/event_queue.h"
 #include "engine/lanes.h"
 #include "engine/link_keeper.h"
@@ -33,6 +31,8 @@
 #include "engine/registry.h"
 #include "engine/stats.h"
 #include "engine/transfer_scheduler.h"
+#include "lane/control_queue.h"
+#include "lane/domain.h"
 
 namespace kvc {
 

@@ -18,8 +18,8 @@
 #include "base/spsc_ring.h"
 #include "base/submission_queue.h"
 #include "base/waker.h"
-#include "engine/domain.h"
-#include "engine/immediate.h"
+#include "lane/domain.h"
+#include "lane/immediate.h"
 
 namespace kvc {
 

@@ -11,8 +11,8 @@
 #include "base/latch.h"
 #include "base/poll_loop.h"
 #include "base/submission_queue.h"
-#include "engine/domain.h"
 #include "engine/domain_proxy.h"
+#include "lane/domain.h"
 
 namespace kvc {
 

@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "engine/immediate.h"
+#include "lane/immediate.h"
 
 namespace kvc {
 

@@ -9,10 +9,10 @@
 #include <utility>
 #include <vector>
 
-#include "engine/domain.h"
 #include "engine/link.h"
 #include "engine/request.h"
 #include "engine/stream.h"
+#include "lane/domain.h"
 
 namespace kvc {
 

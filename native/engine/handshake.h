@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/domain.h"
+#include "lane/domain.h"
 
 namespace kvc {
 

@@ -14,8 +14,8 @@
 #include <optional>
 #include <vector>
 
-#include "engine/immediate.h"
 #include "engine/transfer_engine.h"
+#include "lane/immediate.h"
 
 namespace kvc {
 

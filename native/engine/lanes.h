@@ -11,10 +11,10 @@
 #include <string_view>
 #include <vector>
 
-#include "engine/domain.h"
 #include "engine/domain_thread.h"
 #include "engine/memory_region.h"
 #include "engine/transfer_engine.h"
+#include "lane/domain.h"
 
 namespace kvc {
 

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "base/error.h"
-#include "engine/domain.h"
 #include "engine/link_tally.h"
+#include "lane/domain.h"
 
 namespace kvc {
 

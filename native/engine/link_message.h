@@ -12,8 +12,8 @@
 #include <span>
 #include <vector>
 
-#include "engine/domain.h"
 #include "engine/message.h"
+#include "lane/domain.h"
 
 namespace kvc {
 

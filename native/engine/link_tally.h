@@ -14,7 +14,7 @@
 #include <optional>
 #include <vector>
 
-#include "engine/immediate.h"
+#include "lane/immediate.h"
 
 namespace kvc {
 

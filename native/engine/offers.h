@@ -11,9 +11,9 @@
 #include <unordered_map>
 #include <vector>
 
-#include "engine/domain.h"
 #include "engine/lanes.h"
 #include "engine/transfer_engine.h"
+#include "lane/domain.h"
 
 namespace kvc {
 

@@ -8,11 +8,11 @@
 #include <vector>
 
 #include "base/error.h"
-#include "engine/domain.h"
 #include "engine/link.h"
 #include "engine/message_window.h"
 #include "engine/stream.h"
 #include "engine/transfer_engine.h"
+#include "lane/domain.h"
 
 namespace kvc {
 

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "engine/immediate.h"
 #include "engine/trace.h"
+#include "lane/immediate.h"
 
 namespace kvc {
 

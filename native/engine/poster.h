@@ -12,12 +12,12 @@
 #include <span>
 #include <vector>
 
-#include "engine/domain.h"
 #include "engine/flight_table.h"
-#include "engine/immediate.h"
 #include "engine/peer.h"
 #include "engine/stats.h"
 #include "engine/stream.h"
+#include "lane/domain.h"
+#include "lane/immediate.h"
 
 namespace kvc {
 

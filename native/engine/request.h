@@ -17,9 +17,9 @@
 #include <vector>
 
 #include "base/intrusive_list.h"
-#include "engine/domain.h"
 #include "engine/memory_region.h"
 #include "engine/transfer_engine.h"
+#include "lane/domain.h"
 
 namespace kvc {
 

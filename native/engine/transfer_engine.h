@@ -27,9 +27,9 @@
 
 #include "base/error.h"
 #include "base/timeout.h"
-#include "engine/completion_word.h"
-#include "engine/domain.h"
-#include "engine/layer_signal.h"
+#include "lane/completion_word.h"
+#include "lane/domain.h"
+#include "lane/layer_signal.h"
 
 namespace kvc {
 

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "base/byte_codec.h"
-#include "engine/immediate.h"
+#include "lane/immediate.h"
 #include "providers/bounce/wire.h"
 #include "tests/cuda_test_support.h"
 #include "tests/domain_test_support.h"

@@ -10,8 +10,8 @@
 #include <string>
 #include <utility>
 
-#include "engine/completion_word.h"
-#include "engine/layer_signal.h"
+#include "lane/completion_word.h"
+#include "lane/layer_signal.h"
 #include "tests/rig.h"
 
 namespace kvc::test::control_owned {

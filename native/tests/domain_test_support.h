@@ -14,8 +14,8 @@
 #include <utility>
 #include <vector>
 
-#include "engine/domain.h"
-#include "engine/immediate.h"
+#include "lane/domain.h"
+#include "lane/immediate.h"
 #include "tests/rig.h"
 
 namespace kvc::test {

@@ -7,7 +7,7 @@
 #include <thread>
 #include <tuple>
 
-#include "engine/immediate.h"
+#include "lane/immediate.h"
 #include "tests/rig.h"
 
 namespace kvc::test {

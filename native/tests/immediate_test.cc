@@ -1,4 +1,4 @@
-#include "engine/immediate.h"
+#include "lane/immediate.h"
 
 #include <gtest/gtest.h>
 

@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/immediate.h"
+#include "lane/immediate.h"
 #include "providers/libfabric/domain.h"
 #include "providers/libfabric/library.h"
 #include "providers/libfabric/wire.h"

@@ -12,8 +12,8 @@
 #include <utility>
 #include <vector>
 
-#include "engine/domain.h"
 #include "engine/transfer_engine.h"
+#include "lane/domain.h"
 
 namespace kvc::test {
 

@@ -1,4 +1,4 @@
-#include "engine/page_runs.h"
+#include "lane/page_runs.h"
 
 #include <gtest/gtest.h>
 

@@ -23,7 +23,7 @@
 #include <future>
 #include <stdexcept>
 
-#include "engine/immediate.h"
+#include "lane/immediate.h"
 #include "tests/rig.h"
 
 namespace kvc::test::published_defects {

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/immediate.h"
+#include "lane/immediate.h"
 #include "providers/shuffle/provider.h"
 #include "tests/domain_test_support.h"
 #include "tests/rig.h"

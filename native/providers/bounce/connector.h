@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "cuda/copy_queue.h"
-#include "engine/domain.h"
+#include "lane/domain.h"
 #include "providers/bounce/slot_memory.h"
 #include "providers/bounce/wire.h"
 

@@ -6,7 +6,7 @@
 #include <numeric>
 #include <utility>
 
-#include "engine/immediate.h"
+#include "lane/immediate.h"
 #include "providers/bounce/errors.h"
 
 namespace kvc::bounce {

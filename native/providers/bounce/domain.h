@@ -20,8 +20,8 @@
 #include <vector>
 
 #include "cuda/copy_queue.h"
-#include "engine/domain.h"
-#include "engine/region_table.h"
+#include "lane/domain.h"
+#include "lane/region_table.h"
 #include "providers/bounce/link.h"
 #include "providers/bounce/slot_memory.h"
 #include "providers/bounce/wire.h"

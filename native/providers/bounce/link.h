@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine/domain.h"
+#include "lane/domain.h"
 #include "providers/bounce/connector.h"
 #include "providers/bounce/wire.h"
 

@@ -1,7 +1,7 @@
 // bounce: memory that the lane below cannot reach, through host memory of both ends (domain.h).
 #pragma once
 
-#include "engine/domain.h"
+#include "lane/domain.h"
 
 namespace kvc::bounce {
 

@@ -8,7 +8,7 @@
 
 #include "base/shared_memory.h"
 #include "cuda/driver.h"
-#include "engine/domain.h"
+#include "lane/domain.h"
 #include "providers/bounce/wire.h"
 
 namespace kvc::bounce {

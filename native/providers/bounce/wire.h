@@ -8,7 +8,7 @@
 #include <type_traits>
 
 #include "base/error.h"
-#include "engine/immediate.h"
+#include "lane/immediate.h"
 
 namespace kvc::bounce {
 

@@ -9,7 +9,7 @@
 #include <string>
 #include <utility>
 
-#include "engine/domain.h"
+#include "lane/domain.h"
 #include "providers/host/memory.h"
 #include "providers/host/wire.h"
 #include "providers/same_host/region_keys.h"

@@ -10,7 +10,7 @@
 #include <memory>
 #include <span>
 
-#include "engine/domain.h"
+#include "lane/domain.h"
 #include "providers/host/link.h"
 #include "providers/host/memory.h"
 #include "providers/host/wire.h"

@@ -11,7 +11,7 @@
 #include <utility>
 
 #include "base/process.h"
-#include "engine/immediate.h"
+#include "lane/immediate.h"
 #include "providers/host/remote_write.h"
 
 namespace kvc::host {

@@ -12,7 +12,7 @@
 #include <span>
 #include <unordered_map>
 
-#include "engine/domain.h"
+#include "lane/domain.h"
 #include "providers/host/memory.h"
 #include "providers/host/wire.h"
 #include "providers/same_host/batch_queue.h"

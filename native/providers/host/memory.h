@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "base/unique_fd.h"
-#include "engine/domain.h"
+#include "lane/domain.h"
 #include "providers/same_host/region_keys.h"
 
 namespace kvc::host {

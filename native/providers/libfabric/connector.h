@@ -7,7 +7,7 @@
 #include <unordered_map>
 #include <utility>
 
-#include "engine/domain.h"
+#include "lane/domain.h"
 #include "providers/libfabric/device.h"
 #include "providers/libfabric/endpoint.h"
 

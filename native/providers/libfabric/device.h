@@ -13,7 +13,7 @@
 #include <string>
 #include <utility>
 
-#include "engine/domain.h"
+#include "lane/domain.h"
 #include "providers/libfabric/library.h"
 #include "providers/libfabric/tuning.h"
 #include "providers/libfabric/wire.h"

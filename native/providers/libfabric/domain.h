@@ -7,7 +7,7 @@
 
 #include "base/timer_fd.h"
 #include "base/unique_fd.h"
-#include "engine/domain.h"
+#include "lane/domain.h"
 #include "providers/libfabric/link.h"
 
 namespace kvc::libfabric {

@@ -21,7 +21,7 @@
 #include <vector>
 
 #include "base/unique_fd.h"
-#include "engine/domain.h"
+#include "lane/domain.h"
 #include "providers/libfabric/device.h"
 #include "providers/libfabric/wire.h"
 

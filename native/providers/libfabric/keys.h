@@ -13,7 +13,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "engine/region_table.h"
+#include "lane/region_table.h"
 #include "providers/libfabric/memories.h"
 #include "providers/libfabric/messages.h"
 

@@ -18,11 +18,11 @@
 #include <unordered_map>
 #include <vector>
 
-#include "engine/control_queue.h"
-#include "engine/domain.h"
-#include "engine/immediate.h"
-#include "engine/page_runs.h"
-#include "engine/region_table.h"
+#include "lane/control_queue.h"
+#include "lane/domain.h"
+#include "lane/immediate.h"
+#include "lane/page_runs.h"
+#include "lane/region_table.h"
 #include "providers/libfabric/endpoint.h"
 #include "providers/libfabric/keys.h"
 #include "providers/libfabric/liveness.h"

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine/control_queue.h"
+#include "lane/control_queue.h"
 #include "providers/libfabric/endpoint.h"
 #include "providers/libfabric/region.h"
 

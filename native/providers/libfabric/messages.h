@@ -7,8 +7,8 @@
 #include <span>
 #include <vector>
 
-#include "engine/domain.h"
-#include "engine/work_slots.h"
+#include "lane/domain.h"
+#include "lane/work_slots.h"
 #include "providers/libfabric/endpoint.h"
 #include "providers/libfabric/wire.h"
 

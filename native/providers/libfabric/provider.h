@@ -1,7 +1,7 @@
 // The libfabric provider: load() and create() are all that it exports.
 #pragma once
 
-#include "engine/domain.h"
+#include "lane/domain.h"
 
 namespace kvc::libfabric {
 

@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "base/random.h"
-#include "engine/domain.h"
+#include "lane/domain.h"
 #include "providers/libfabric/device.h"
 
 namespace kvc::libfabric {

@@ -15,7 +15,7 @@
 
 #include "base/byte_codec.h"
 #include "base/error.h"
-#include "engine/domain.h"
+#include "lane/domain.h"
 #include "providers/libfabric/machine.h"
 
 namespace kvc::libfabric {

@@ -10,7 +10,7 @@
 #include <string>
 
 #include "cuda/copy_queue.h"
-#include "engine/domain.h"
+#include "lane/domain.h"
 #include "providers/nvlink/link.h"
 #include "providers/nvlink/peer_memory.h"
 #include "providers/nvlink/region.h"

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "cuda/copy_queue.h"
-#include "engine/domain.h"
+#include "lane/domain.h"
 #include "providers/nvlink/link.h"
 #include "providers/nvlink/region.h"
 #include "providers/nvlink/wire.h"

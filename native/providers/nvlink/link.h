@@ -16,7 +16,7 @@
 #include <utility>
 
 #include "cuda/copy_queue.h"
-#include "engine/domain.h"
+#include "lane/domain.h"
 #include "providers/nvlink/peer_regions.h"
 #include "providers/nvlink/piece_sender.h"
 #include "providers/nvlink/region.h"

@@ -16,7 +16,7 @@
 #include "base/error.h"
 #include "base/unique_fd.h"
 #include "cuda/virtual_memory.h"
-#include "engine/control_queue.h"
+#include "lane/control_queue.h"
 #include "providers/nvlink/peer_memory.h"
 #include "providers/nvlink/wire.h"
 #include "providers/same_host/wire.h"

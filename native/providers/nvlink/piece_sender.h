@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "base/unique_fd.h"
-#include "engine/control_queue.h"
+#include "lane/control_queue.h"
 #include "providers/nvlink/region.h"
 #include "providers/nvlink/wire.h"
 #include "providers/same_host/connection.h"

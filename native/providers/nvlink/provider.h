@@ -1,7 +1,7 @@
 // The nvlink provider: create() is all that it exports.
 #pragma once
 
-#include "engine/domain.h"
+#include "lane/domain.h"
 
 namespace kvc::nvlink {
 

@@ -10,7 +10,7 @@
 
 #include "cuda/copier.h"
 #include "cuda/virtual_memory.h"
-#include "engine/domain.h"
+#include "lane/domain.h"
 #include "providers/nvlink/wire.h"
 #include "providers/same_host/region_keys.h"
 

@@ -8,8 +8,8 @@
 #include <span>
 #include <vector>
 
-#include "engine/domain.h"
-#include "engine/immediate.h"
+#include "lane/domain.h"
+#include "lane/immediate.h"
 
 namespace kvc::same_host {
 

@@ -12,7 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "engine/domain.h"
+#include "lane/domain.h"
 
 #if defined(KVC_THREAD_SANITIZER)
 #include <sanitizer/tsan_interface.h>

@@ -13,7 +13,7 @@
 #include <utility>
 
 #include "base/unique_fd.h"
-#include "engine/domain.h"
+#include "lane/domain.h"
 #include "providers/same_host/channel.h"
 #include "providers/same_host/lane.h"
 #include "providers/same_host/system.h"

@@ -6,7 +6,7 @@
 #include <atomic>
 #include <cstdint>
 
-#include "engine/domain.h"
+#include "lane/domain.h"
 #include "providers/same_host/channel.h"
 
 namespace kvc::same_host {

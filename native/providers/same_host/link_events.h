@@ -10,7 +10,7 @@
 #include <cstdint>
 
 #include "base/unique_fd.h"
-#include "engine/domain.h"
+#include "lane/domain.h"
 #include "providers/same_host/connection.h"
 #include "providers/same_host/lane.h"
 #include "providers/same_host/system.h"

@@ -7,8 +7,8 @@
 #include <cstdint>
 #include <span>
 
-#include "engine/domain.h"
-#include "engine/work_slots.h"
+#include "lane/domain.h"
+#include "lane/work_slots.h"
 #include "providers/same_host/channel.h"
 
 namespace kvc::same_host {

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "base/random.h"
-#include "engine/domain.h"
+#include "lane/domain.h"
 #include "providers/same_host/lane.h"
 
 namespace kvc::same_host {

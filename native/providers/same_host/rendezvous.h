@@ -18,7 +18,7 @@
 
 #include "base/random.h"
 #include "base/unique_fd.h"
-#include "engine/domain.h"
+#include "lane/domain.h"
 #include "providers/same_host/connection.h"
 #include "providers/same_host/lane.h"
 #include "providers/same_host/system.h"

@@ -11,7 +11,7 @@
 #include <type_traits>
 
 #include "base/random.h"
-#include "engine/domain.h"
+#include "lane/domain.h"
 
 namespace kvc::same_host {
 

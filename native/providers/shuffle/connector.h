@@ -5,7 +5,7 @@
 #include <string>
 #include <utility>
 
-#include "engine/domain.h"
+#include "lane/domain.h"
 
 namespace kvc::shuffle {
 

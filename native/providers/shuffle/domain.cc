@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cerrno>
 
-#include "engine/immediate.h"
+#include "lane/immediate.h"
 
 namespace kvc::shuffle {
 namespace {

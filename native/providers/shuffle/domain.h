@@ -21,7 +21,7 @@
 
 #include "base/timer_fd.h"
 #include "base/unique_fd.h"
-#include "engine/domain.h"
+#include "lane/domain.h"
 
 namespace kvc::shuffle {
 

@@ -5,7 +5,7 @@
 #include <memory>
 #include <string>
 
-#include "engine/domain.h"
+#include "lane/domain.h"
 #include "providers/sim/link.h"
 
 namespace kvc::sim {

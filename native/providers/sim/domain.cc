@@ -6,7 +6,7 @@
 #include <functional>
 #include <utility>
 
-#include "engine/immediate.h"
+#include "lane/immediate.h"
 
 namespace kvc::sim {
 

@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "base/timer_fd.h"
-#include "engine/domain.h"
-#include "engine/region_table.h"
+#include "lane/domain.h"
+#include "lane/region_table.h"
 #include "providers/sim/fabric.h"
 #include "providers/sim/link.h"
 

@@ -18,8 +18,8 @@
 #include <vector>
 
 #include "base/unique_fd.h"
-#include "engine/domain.h"
-#include "engine/page_runs.h"
+#include "lane/domain.h"
+#include "lane/page_runs.h"
 
 namespace kvc::sim {
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "engine/work_slots.h"
+#include "lane/work_slots.h"
 #include "providers/sim/fabric.h"
 
 namespace kvc::sim {

@@ -16,8 +16,8 @@
 
 #include "base/error.h"
 #include "base/unique_fd.h"
-#include "engine/domain.h"
-#include "engine/region_table.h"
+#include "lane/domain.h"
+#include "lane/region_table.h"
 #include "providers/tcp/lingering_sockets.h"
 #include "providers/tcp/link_end.h"
 #include "providers/tcp/socket.h"

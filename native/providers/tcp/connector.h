@@ -11,7 +11,7 @@
 #include <string>
 
 #include "base/timer_fd.h"
-#include "engine/domain.h"
+#include "lane/domain.h"
 #include "providers/tcp/lingering_sockets.h"
 #include "providers/tcp/link_end.h"
 #include "providers/tcp/socket.h"

@@ -6,7 +6,7 @@
 #include <string>
 
 #include "base/timer_fd.h"
-#include "engine/domain.h"
+#include "lane/domain.h"
 #include "providers/tcp/connection.h"
 #include "providers/tcp/link.h"
 #include "providers/tcp/socket.h"

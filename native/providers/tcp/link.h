@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "base/timer_fd.h"
-#include "engine/domain.h"
-#include "engine/work_slots.h"
+#include "lane/domain.h"
+#include "lane/work_slots.h"
 #include "providers/tcp/connection.h"
 #include "providers/tcp/link_end.h"
 

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "base/unique_fd.h"
-#include "engine/domain.h"
+#include "lane/domain.h"
 #include "providers/tcp/arrivals.h"
 #include "providers/tcp/wire.h"
 

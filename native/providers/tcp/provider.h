@@ -1,7 +1,7 @@
 // The tcp provider: create() is all that the engine needs of it.
 #pragma once
 
-#include "engine/domain.h"
+#include "lane/domain.h"
 #include "providers/tcp/tuning.h"
 
 namespace kvc::tcp {

@@ -23,8 +23,8 @@
 
 #include "base/error.h"
 #include "base/random.h"
-#include "engine/domain.h"
-#include "engine/immediate.h"
+#include "lane/domain.h"
+#include "lane/immediate.h"
 
 namespace kvc::tcp {
 

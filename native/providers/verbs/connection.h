@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "engine/domain.h"
+#include "lane/domain.h"
 #include "providers/verbs/queue_pair.h"
 #include "providers/verbs/queues.h"
 #include "providers/verbs/wire.h"

@@ -10,7 +10,7 @@
 #include <string>
 #include <utility>
 
-#include "engine/domain.h"
+#include "lane/domain.h"
 #include "providers/verbs/connection.h"
 #include "providers/verbs/memory.h"
 #include "providers/verbs/queues.h"

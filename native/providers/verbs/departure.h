@@ -20,7 +20,7 @@
 #include <optional>
 
 #include "base/timer_fd.h"
-#include "engine/control_queue.h"
+#include "lane/control_queue.h"
 #include "providers/verbs/completions.h"
 #include "providers/verbs/queue_pair.h"
 

@@ -8,7 +8,7 @@
 
 #include "base/timer_fd.h"
 #include "base/unique_fd.h"
-#include "engine/domain.h"
+#include "lane/domain.h"
 #include "providers/verbs/device_events.h"
 #include "providers/verbs/link.h"
 #include "providers/verbs/links.h"

@@ -8,8 +8,8 @@
 #include <optional>
 #include <span>
 
-#include "engine/domain.h"
-#include "engine/work_slots.h"
+#include "lane/domain.h"
+#include "lane/work_slots.h"
 #include "providers/verbs/connection.h"
 #include "providers/verbs/departure.h"
 #include "providers/verbs/remainder.h"

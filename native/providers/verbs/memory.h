@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "engine/domain.h"
+#include "lane/domain.h"
 #include "providers/verbs/device.h"
 #include "providers/verbs/handle.h"
 

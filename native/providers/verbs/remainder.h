@@ -7,9 +7,9 @@
 #include <array>
 #include <cstdint>
 
-#include "engine/domain.h"
-#include "engine/immediate.h"
-#include "engine/page_runs.h"
+#include "lane/domain.h"
+#include "lane/immediate.h"
+#include "lane/page_runs.h"
 #include "providers/verbs/memory.h"
 
 namespace kvc::verbs {

@@ -6,7 +6,7 @@
 #include <optional>
 #include <vector>
 
-#include "engine/domain.h"
+#include "lane/domain.h"
 #include "providers/verbs/memory.h"
 
 namespace kvc::verbs {

@@ -8,7 +8,7 @@
 #include <optional>
 #include <utility>
 
-#include "engine/domain.h"
+#include "lane/domain.h"
 #include "providers/verbs/queue_pair.h"
 #include "providers/verbs/wire.h"
 

@@ -1,7 +1,7 @@
 // Shared: what the links of one domain share.
 #pragma once
 
-#include "engine/control_queue.h"
+#include "lane/control_queue.h"
 #include "providers/verbs/completions.h"
 #include "providers/verbs/queues.h"
 #include "providers/verbs/remainder.h"

@@ -8,7 +8,7 @@
 #include <string>
 
 #include "base/error.h"
-#include "engine/domain.h"
+#include "lane/domain.h"
 
 namespace kvc::verbs {
 

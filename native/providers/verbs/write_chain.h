@@ -4,7 +4,7 @@
 #include <array>
 #include <cstdint>
 
-#include "engine/immediate.h"
+#include "lane/immediate.h"
 #include "providers/verbs/abi.h"
 
 namespace kvc::verbs {

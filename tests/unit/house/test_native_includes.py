@@ -40,23 +40,15 @@ ROOMS: dict[str, set[str]] = {
     "bench": {"base", "lane", "cuda", "engine", "providers/factory"},
 }
 
-# Files of these rooms that are still in native/engine.
-MOVING = {
-    "lane": "domain completion_queue control_queue immediate page_runs region_table work_slots layer_signal"
-    " completion_word",
-}
-ROOM_OF_MOVING = {f"engine/{name}": room for room, names in MOVING.items() for name in names.split()}
 # By file: includes that run back.
 EXCEPTIONS = {
-    "engine/domain.cc": {f"{provider}/provider.h" for provider in PROVIDERS},
+    "lane/domain.cc": {f"{provider}/provider.h" for provider in PROVIDERS},
 }
 
 
 def room_of(path: str) -> str:
     """The room of a path below native: its folder, and below providers each folder or unit."""
     unit = path.rpartition(".")[0]
-    if unit in ROOM_OF_MOVING:
-        return ROOM_OF_MOVING[unit]
     first, second = unit.split("/")[:2]
     if first == "gpu_bench":
         return "bench"

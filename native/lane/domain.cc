@@ -1,4 +1,4 @@
-#include "engine/domain.h"
+#include "lane/domain.h"
 
 #include <array>
 

@@ -26,8 +26,8 @@
 
 #include "base/bounds.h"
 #include "base/error.h"
-#include "engine/completion_queue.h"
-#include "engine/control_queue.h"
+#include "lane/completion_queue.h"
+#include "lane/control_queue.h"
 
 namespace kvc {
 

@@ -7,7 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "engine/domain.h"
+#include "lane/domain.h"
 
 namespace kvc {
 

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <unordered_map>
 
-#include "engine/domain.h"
+#include "lane/domain.h"
 
 namespace kvc {
 

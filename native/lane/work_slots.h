@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <optional>
 
-#include "engine/domain.h"
+#include "lane/domain.h"
 
 namespace kvc {
 
