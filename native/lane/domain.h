@@ -251,6 +251,7 @@ struct OpenedDomain {
 
 // Opens a domain of the provider that `config` names; `control` outlives it. Blocks. kRefused or kSystem with the reason
 // where it is not usable on this machine; kInvalidArgument for an unknown provider (the message lists the known ones).
+// Defined in providers/factory.cc, above all rooms that call it: only the linker connects them.
 Result<OpenedDomain> open_domain(const DomainConfig& config, ControlQueue& control);
 using DomainFactory = std::function<Result<OpenedDomain>(const DomainConfig& config, ControlQueue& control)>;
 
@@ -258,10 +259,7 @@ using DomainFactory = std::function<Result<OpenedDomain>(const DomainConfig& con
 // (libfabric's plug-ins are found by a variable alone). getenv() of another thread must not run meanwhile. So this is called
 // on the thread that creates an engine, before the engine has a thread, and the Python binding holds the GIL: os.environ is
 // written and copied with it, too. Later calls do nothing. Blocks for milliseconds. A library that is missing is no failure
-// here: open_domain() gives the reason.
+// here: open_domain() gives the reason. Defined in providers/factory.cc.
 void load_libraries(std::span<const DomainConfig> configs);
-
-// The providers compiled into this library, fastest first.
-std::span<const std::string_view> provider_names() noexcept;
 
 }  // namespace kvc

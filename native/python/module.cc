@@ -13,6 +13,7 @@
 #include "cuda/completion_word.h"
 #include "cuda/stream_signal.h"
 #include "engine/message.h"
+#include "providers/factory.h"
 #include "python/moe_group.h"
 #include "python/python_engine.h"
 

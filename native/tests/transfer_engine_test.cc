@@ -7,6 +7,7 @@
 #include <atomic>
 #include <thread>
 
+#include "providers/factory.h"
 #include "tests/rig.h"
 
 namespace kvc::test {

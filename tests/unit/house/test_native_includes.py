@@ -40,11 +40,6 @@ ROOMS: dict[str, set[str]] = {
     "bench": {"base", "lane", "cuda", "engine", "providers/factory"},
 }
 
-# By file: includes that run back.
-EXCEPTIONS = {
-    "lane/domain.cc": {f"{provider}/provider.h" for provider in PROVIDERS},
-}
-
 
 def room_of(path: str) -> str:
     """The room of a path below native: its folder, and below providers each folder or unit."""
@@ -62,17 +57,17 @@ def sources() -> Iterator[tuple[str, Path]]:
             yield name, path
 
 
-def included(room: str) -> Iterator[tuple[str, str, str]]:
-    """(file, where, header) of each include of a project's header in the room."""
+def included(room: str) -> Iterator[tuple[str, str]]:
+    """(where, header) of each include of a project's header in the room."""
     for name, path in sources():
         if room_of(name) == room:
             for number, line in enumerate(path.read_text().splitlines(), 1):
                 if found := INCLUDE.match(line):
-                    yield name, f"{name}:{number}", found[1]
+                    yield f"{name}:{number}", found[1]
 
 
 def test_each_native_source_lies_in_a_room() -> None:
-    assert {room_of(name) for name, _ in sources()} == set(ROOMS) - {"providers/factory"}
+    assert {room_of(name) for name, _ in sources()} == set(ROOMS)
 
 
 def test_the_native_table_has_no_way_back() -> None:
@@ -87,13 +82,7 @@ def test_a_native_room_includes_only_what_its_arrows_lead_to(room: str) -> None:
     allowed = {room, *ROOMS[room]}
     wrong = [
         f"{where} includes {header}"
-        for name, where, header in included(room)
-        if header not in EXCEPTIONS.get(name, set())
-        and not (room_of(header) in allowed and (NATIVE / header).is_file())
+        for where, header in included(room)
+        if room_of(header) not in allowed or not (NATIVE / header).is_file()
     ]
     assert not wrong
-
-
-def test_each_exception_is_still_needed() -> None:
-    today = {(name, header) for room in ROOMS for name, _, header in included(room)}
-    assert {(name, header) for name, headers in EXCEPTIONS.items() for header in headers} <= today
