@@ -58,7 +58,7 @@ def faults_of_extension(name: str, data: bytes, machine: str) -> Iterator[str]:
         yield f"{name} exports {', '.join(sorted(exported)[:5])}: {len(exported)} names"
     if any(section.name.startswith((".debug", ".symtab")) for section in elf.iter_sections()):
         yield f"{name} has its symbols and debug information still"
-    if b"/native/engine/" in data and (match := re.search(rb"/[ -~]{0,200}/native/engine/", data)):
+    if b"/native/" in data and (match := re.search(rb"/[ -~]{0,200}/native/(?:base|engine|lane)/", data)):
         yield f"{name} names a folder of the machine that made it: {match[0].decode()}"
 
 

@@ -188,7 +188,7 @@ extern "C" __global__ void kvc_signal_advance(uint64_t* word) {
   store_release(word, value + 1);
 }
 
-// For measurements (native/gpu_bench): the GPU's clock in ns, read once `*gate` has reached `value`.
+// For measurements (native/bench/gpu): the GPU's clock in ns, read once `*gate` has reached `value`.
 extern "C" __global__ void kvc_stamp(uint64_t* out, const uint64_t* gate, uint64_t value) {
   uint64_t seen = 0;
   do {

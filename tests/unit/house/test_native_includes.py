@@ -44,10 +44,8 @@ ROOMS: dict[str, set[str]] = {
 def room_of(path: str) -> str:
     """The room of a path below native: its folder, and below providers each folder or unit."""
     unit = path.rpartition(".")[0]
-    first, second = unit.split("/")[:2]
-    if first == "gpu_bench":
-        return "bench"
-    return f"{first}/{second}" if first == "providers" else first
+    first, _, rest = unit.partition("/")
+    return f"{first}/{rest.partition('/')[0]}" if first == "providers" else first
 
 
 def sources() -> Iterator[tuple[str, Path]]:

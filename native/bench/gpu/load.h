@@ -6,9 +6,9 @@
 #include <string>
 #include <thread>
 
-#include "gpu_bench/bench_kernels.h"
-#include "gpu_bench/gpus.h"
-#include "gpu_bench/support.h"
+#include "bench/gpu/bench_kernels.h"
+#include "bench/gpu/gpus.h"
+#include "bench/gpu/support.h"
 
 namespace kvc::gpu_bench {
 

@@ -21,15 +21,15 @@
 #include <utility>
 #include <vector>
 
+#include "bench/gpu/clock_offset.h"
+#include "bench/gpu/large.h"
+#include "bench/gpu/latency.h"
+#include "bench/gpu/stages.h"
+#include "bench/gpu/support.h"
+#include "bench/gpu/two_processes.h"
 #include "cuda/copier.h"
 #include "cuda/driver.h"
 #include "cuda/stream_signal.h"
-#include "gpu_bench/clock_offset.h"
-#include "gpu_bench/large.h"
-#include "gpu_bench/latency.h"
-#include "gpu_bench/stages.h"
-#include "gpu_bench/support.h"
-#include "gpu_bench/two_processes.h"
 
 namespace kvc::gpu_bench {
 namespace {

@@ -1,6 +1,6 @@
 // The Copier's kernel with times, and loads to measure copies beside. Hopper only.
 
-#include "gpu_bench/bench_kernels.h"
+#include "bench/gpu/bench_kernels.h"
 
 namespace kvc::gpu_bench {
 namespace {

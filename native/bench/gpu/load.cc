@@ -1,4 +1,4 @@
-#include "gpu_bench/load.h"
+#include "bench/gpu/load.h"
 
 #include <chrono>
 

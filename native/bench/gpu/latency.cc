@@ -1,4 +1,4 @@
-#include "gpu_bench/latency.h"
+#include "bench/gpu/latency.h"
 
 #include <array>
 #include <cstdio>
@@ -8,11 +8,11 @@
 #include <utility>
 #include <vector>
 
+#include "bench/gpu/gpus.h"
+#include "bench/gpu/load.h"
+#include "bench/gpu/support.h"
+#include "bench/gpu/ways.h"
 #include "cuda/copier.h"
-#include "gpu_bench/gpus.h"
-#include "gpu_bench/load.h"
-#include "gpu_bench/support.h"
-#include "gpu_bench/ways.h"
 
 namespace kvc::gpu_bench {
 namespace {

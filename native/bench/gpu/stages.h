@@ -1,6 +1,6 @@
 #pragma once
 
-#include "gpu_bench/two_processes.h"
+#include "bench/gpu/two_processes.h"
 
 namespace kvc::gpu_bench {
 

@@ -1,6 +1,6 @@
-#include "gpu_bench/gpus.h"
+#include "bench/gpu/gpus.h"
 
-#include "gpu_bench/support.h"
+#include "bench/gpu/support.h"
 
 namespace kvc::gpu_bench {
 

@@ -1,4 +1,4 @@
-#include "gpu_bench/large.h"
+#include "bench/gpu/large.h"
 
 #include <algorithm>
 #include <cstdio>
@@ -7,10 +7,10 @@
 #include <span>
 #include <vector>
 
+#include "bench/gpu/gpus.h"
+#include "bench/gpu/support.h"
+#include "bench/gpu/ways.h"
 #include "cuda/copier.h"
-#include "gpu_bench/gpus.h"
-#include "gpu_bench/support.h"
-#include "gpu_bench/ways.h"
 
 namespace kvc::gpu_bench {
 namespace {

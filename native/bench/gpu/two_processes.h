@@ -11,8 +11,8 @@
 #include <thread>
 #include <utility>
 
+#include "bench/gpu/support.h"
 #include "engine/transfer_engine.h"
-#include "gpu_bench/support.h"
 
 namespace kvc::gpu_bench {
 

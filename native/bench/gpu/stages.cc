@@ -1,4 +1,4 @@
-#include "gpu_bench/stages.h"
+#include "bench/gpu/stages.h"
 
 #include <sched.h>
 
@@ -10,10 +10,10 @@
 #include <utility>
 #include <vector>
 
+#include "bench/gpu/bench_kernels.h"
+#include "bench/gpu/clock_offset.h"
+#include "bench/gpu/gpus.h"
 #include "cuda/copier.h"
-#include "gpu_bench/bench_kernels.h"
-#include "gpu_bench/clock_offset.h"
-#include "gpu_bench/gpus.h"
 
 namespace kvc::gpu_bench {
 namespace {

@@ -8,9 +8,9 @@
 #include <span>
 #include <vector>
 
+#include "bench/gpu/gpus.h"
+#include "bench/gpu/support.h"
 #include "cuda/copier.h"
-#include "gpu_bench/gpus.h"
-#include "gpu_bench/support.h"
 
 namespace kvc::gpu_bench {
 

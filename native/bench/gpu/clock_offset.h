@@ -5,8 +5,8 @@
 #include <atomic>
 #include <cstdint>
 
+#include "bench/gpu/support.h"
 #include "cuda/driver.h"
-#include "gpu_bench/support.h"
 
 namespace kvc::gpu_bench {
 
