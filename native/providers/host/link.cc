@@ -50,18 +50,18 @@ class Link::Gate {
   Link& link_;
 };
 
-Link::Link(LinkId id, std::unique_ptr<Connection> connection, const Shared& shared)
+Link::Link(LinkId id, std::unique_ptr<Connection> connection, const LinkContext& context)
     : id_(id),
-      shared_(shared),
+      context_(context),
       connection_(std::move(connection)),
       same_process_(connection_->pid() == getpid()),
       in_(connection_->incoming<Segment>()),
       out_(connection_->outgoing<Segment>()),
-      ring_(id, shared.completions, direction_of(in_), direction_of(out_)),
-      messages_(id, shared.completions, direction_of(in_), direction_of(out_)) {}
+      ring_(id, context.completions, direction_of(in_), direction_of(out_)),
+      messages_(id, context.completions, direction_of(in_), direction_of(out_)) {}
 
 void Link::begin() {
-  if (Status added = shared_.events.add(kLane, id_, *connection_); !added) return break_down(added.error());
+  if (Status added = context_.events.add(kLane, id_, *connection_); !added) return break_down(added.error());
   in_.admit(Admission::kOpen);
   connection_->send({.kind = MessageKind::kWake});  // the peer may have batches that wait for this
 }
@@ -72,7 +72,7 @@ void Link::begin() {
 bool Link::say(const Message& message, std::span<const int> descriptors) {
   if (connection_->send(message, descriptors) == Sent::kYes) return true;
   socket_full_ = true;
-  shared_.events.watch_room(id_, *connection_, true);
+  context_.events.watch_room(id_, *connection_, true);
   return false;
 }
 
@@ -83,9 +83,9 @@ bool Link::tell() {
     forgotten_.pop_front();
     return true;
   }
-  const auto next = shared_.memories.by_name.upper_bound(told_);
-  if (next == shared_.memories.by_name.end()) {
-    told_ = shared_.memories.last;
+  const auto next = context_.memories.by_name.upper_bound(told_);
+  if (next == context_.memories.by_name.end()) {
+    told_ = context_.memories.last;
     return true;
   }
   const auto& [name, memory] = *next;
@@ -97,7 +97,7 @@ bool Link::tell() {
 
 uint32_t Link::service() {
   if (closed_) return 0;
-  if (std::exchange(socket_full_, false)) shared_.events.watch_room(id_, *connection_, false);
+  if (std::exchange(socket_full_, false)) context_.events.watch_room(id_, *connection_, false);
   uint32_t messages = 0;
   const Received last = connection_->receive([&](const Message& message, Connection::Descriptors& descriptors) {
     ++messages;
@@ -128,7 +128,7 @@ bool Link::handle(const Message& message, Connection::Descriptors& descriptors) 
     case MessageKind::kForget:
       awaiting_memory_ = false;  // perhaps of this one, whose descriptor does not come any more
       if (auto memory = memories_.extract(message.memory)) {
-        shared_.control.dispose(std::make_unique<Mapping>(std::move(memory.mapped())));
+        context_.control.dispose(std::make_unique<Mapping>(std::move(memory.mapped())));
       }
       return true;
     case MessageKind::kNone:
@@ -142,7 +142,7 @@ bool Link::handle(const Message& message, Connection::Descriptors& descriptors) 
 
 Posted Link::post(const WriteBatch& batch) {
   if (closed_) {
-    shared_.completions.failed(batch.work, peer_down("post", "the link is down"));
+    context_.completions.failed(batch.work, peer_down("post", "the link is down"));
     return Posted::kYes;
   }
   if (queue_.full()) return Posted::kBusy;
@@ -154,7 +154,8 @@ Posted Link::post(const WriteBatch& batch) {
 
 Posted Link::send(WorkId work, std::span<const std::byte> message) {
   if (closed_ || out_.admitted() == Admission::kRevoked) {
-    shared_.completions.failed(work, peer_down("send", closed_ ? "the link is down" : "the peer has fenced this link"));
+    context_.completions.failed(work,
+                                peer_down("send", closed_ ? "the link is down" : "the peer has fenced this link"));
     return Posted::kYes;
   }
   if (!messages_.put(work, message)) return Posted::kBusy;
@@ -179,9 +180,9 @@ uint64_t Link::progress(uint64_t budget) {
     } else if (step == Step::kFailed || batch.written == batch.total) {
       spent += kBatchCost;
       if (step == Step::kFailed) {
-        shared_.completions.failed(batch.work, std::move(error));
+        context_.completions.failed(batch.work, std::move(error));
       } else {
-        shared_.completions.done(batch.work);
+        context_.completions.done(batch.work);
       }
       queue_.pop();
     }
@@ -367,10 +368,10 @@ void Link::close(const Error& error) {
   closed_ = true;
   in_.admit(Admission::kRevoked);
   gate_at_close_ = gate();
-  shared_.events.remove(*connection_);
+  context_.events.remove(*connection_);
   messages_.complete();
   messages_.fail(error);
-  for (; !queue_.empty(); queue_.pop()) shared_.completions.failed(queue_.front().work, error);
+  for (; !queue_.empty(); queue_.pop()) context_.completions.failed(queue_.front().work, error);
 }
 
 bool Link::end() {
@@ -398,7 +399,7 @@ void Link::lose_peer(const Error& error) {
 void Link::break_down(const Error& error) {
   if (closed_) return;
   close(error);
-  shared_.completions.link_down(id_, error);
+  context_.completions.link_down(id_, error);
 }
 
 }  // namespace kvc::host

@@ -43,18 +43,18 @@ constexpr uint64_t kAnnounceBytes = 2 << 20;
 // Batches that wait in a link. They are written one after the other, so this only has to bridge two turns.
 constexpr uint32_t kQueueDepth = 64;
 
+// What all links of a domain share. It need not be there any more when a link ends.
+struct LinkContext {
+  const Memories& memories;
+  same_host::LinkEvents& events;
+  CompletionQueue& completions;
+  ControlQueue& control;
+};
+
 // The domain's thread; nothing here blocks but the end, which closes and unmaps: the control thread's.
 class Link {
  public:
-  // What all links of a domain share. It need not be there any more when a link ends.
-  struct Shared {
-    const Memories& memories;
-    same_host::LinkEvents& events;
-    CompletionQueue& completions;
-    ControlQueue& control;
-  };
-
-  Link(LinkId id, std::unique_ptr<Connection> connection, const Shared& shared);
+  Link(LinkId id, std::unique_ptr<Connection> connection, const LinkContext& context);
   Link(const Link&) = delete;
   Link& operator=(const Link&) = delete;
 
@@ -107,7 +107,7 @@ class Link {
 
   bool handle(const Message& message, Connection::Descriptors& descriptors);
   bool say(const Message& message, std::span<const int> descriptors);
-  bool has_to_tell() const noexcept { return told_ != shared_.memories.last || !forgotten_.empty(); }
+  bool has_to_tell() const noexcept { return told_ != context_.memories.last || !forgotten_.empty(); }
   void lose_peer(const Error& error);
   void break_down(const Error& error);
 
@@ -119,7 +119,7 @@ class Link {
   void announce_soon() noexcept;
 
   const LinkId id_;
-  const Shared shared_;
+  const LinkContext context_;
   const std::unique_ptr<Connection> connection_;
   const bool same_process_;
   Channel& in_;

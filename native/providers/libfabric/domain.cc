@@ -68,7 +68,7 @@ LibfabricDomain::~LibfabricDomain() {
   // The engine has fenced every link; this is for those that there was no time for.
   for (auto& [id, link] : links_) {
     link->close();
-    shared_.control.dispose(std::move(link));
+    context_.control.dispose(std::move(link));
   }
 }
 
@@ -81,7 +81,7 @@ bool LibfabricDomain::withdraw(Registration& registration) {
     if (!region.revoked) link->revoke(region);
     released &= link->release(region);
   }
-  return shared_.regions.withdraw(region) && released;
+  return context_.regions.withdraw(region) && released;
 }
 
 // --- Links
@@ -95,7 +95,7 @@ void LibfabricDomain::attach(LinkId id, std::unique_ptr<LinkEnd> end) {
   std::shared_ptr<Endpoint> endpoint(static_cast<Endpoint*>(end.release()));
   watch(epoll_, endpoint->fd());
   watch(deaths_, endpoint->pidfd().get(), id);
-  links_.insert_or_assign(id, std::make_unique<Link>(shared_, id, std::move(endpoint)));
+  links_.insert_or_assign(id, std::make_unique<Link>(context_, id, std::move(endpoint)));
 }
 
 bool LibfabricDomain::fence(LinkId id) {
@@ -106,7 +106,7 @@ bool LibfabricDomain::fence(LinkId id) {
   unwatch(epoll_, link.endpoint().fd());
   unwatch(deaths_, link.endpoint().pidfd().get());
   if (!link.fence()) return false;
-  shared_.control.dispose(std::move(found->second));
+  context_.control.dispose(std::move(found->second));
   links_.erase(found);
   return true;
 }
@@ -129,7 +129,7 @@ void LibfabricDomain::take(LinkId id, uint32_t slot) {
 
 bool LibfabricDomain::poll() {
   const Clock::time_point now = Clock::now();
-  const bool is_due = now - last_look_ >= shared_.tuning.look;
+  const bool is_due = now - last_look_ >= context_.tuning.look;
   if (std::exchange(slept_, false) || is_due) notice_deaths();
   if (is_due) look_after(now);
   const bool any = poll_links();
@@ -177,7 +177,7 @@ void LibfabricDomain::look_after(Clock::time_point now) {
 }
 
 bool LibfabricDomain::prepare_sleep() {
-  bool naps = !shared_.device->waits_by_descriptor() && !links_.empty();
+  bool naps = !context_.device->waits_by_descriptor() && !links_.empty();
   for (const auto& [id, link] : links_) {
     if (!link->may_sleep()) return false;
     naps |= link->waits_for_room();
@@ -185,7 +185,7 @@ bool LibfabricDomain::prepare_sleep() {
   std::optional<Clock::time_point> until;
   if (!links_.empty()) {
     const Clock::time_point now = Clock::now();
-    until = last_look_ + shared_.tuning.look;
+    until = last_look_ + context_.tuning.look;
     if (naps) until = std::min(*until, now + (now - idle_since_ < kRestAfter ? kShortNap : kLongNap));
   }
   timer_.arm(until);

@@ -18,12 +18,12 @@ Result<OpenedDomain> open(const DomainConfig& config, ControlQueue& control, con
 class LibfabricDomain final : public Domain {
  public:
   LibfabricDomain(std::shared_ptr<const Device> device, ControlQueue& control, const Tuning& tuning)
-      : shared_{.device = std::move(device), .control = control, .completions = completions_, .tuning = tuning} {}
+      : context_{.device = std::move(device), .control = control, .completions = completions_, .tuning = tuning} {}
   ~LibfabricDomain() override;
   // Before anything else.
   Status start();
 
-  void publish(Registration& region) override { shared_.regions.add(region); }
+  void publish(Registration& region) override { context_.regions.add(region); }
   bool withdraw(Registration& region) override;
   void attach(LinkId id, std::unique_ptr<LinkEnd> end) override;
   bool fence(LinkId id) override;
@@ -40,7 +40,7 @@ class LibfabricDomain final : public Domain {
   void notice_deaths();
   void look_after(Clock::time_point now);
 
-  Shared shared_;
+  LinkContext context_;
   UniqueFd epoll_;
   UniqueFd deaths_;  // another one, in it: of the peers' processes
   TimerFd timer_;

@@ -25,14 +25,14 @@ constexpr uint32_t kQuietPolls = 256;
 
 }  // namespace
 
-Link::Link(Shared& shared, LinkId id, std::shared_ptr<Endpoint> endpoint)
-    : shared_(shared),
+Link::Link(LinkContext& context, LinkId id, std::shared_ptr<Endpoint> endpoint)
+    : context_(context),
       id_(id),
       endpoint_(std::move(endpoint)),
       messages_(*endpoint_),
-      memories_(endpoint_, shared.control),
-      keys_(*shared.device, shared.regions, memories_, messages_),
-      liveness_(shared.tuning),
+      memories_(endpoint_, context.control),
+      keys_(*context.device, context.regions, memories_, messages_),
+      liveness_(context.tuning),
       up_(endpoint_->is_offerer()),
       writes_(endpoint_->writes()) {
   for (Write& write : writes_) free_writes_.push_back(&write);
@@ -44,7 +44,7 @@ Link::Link(Shared& shared, LinkId id, std::shared_ptr<Endpoint> endpoint)
 
 Posted Link::post(const WriteBatch& batch) {
   if (!is_open()) {
-    shared_.completions.failed(batch.work, ended());
+    context_.completions.failed(batch.work, ended());
     return Posted::kYes;
   }
   if (free_batches_.empty()) {
@@ -59,7 +59,7 @@ Posted Link::post(const WriteBatch& batch) {
   queued.target = nullptr;
   queued.runs_count = queued.next_run = queued.in_flight = 0;
   queued.error.reset();
-  for_each_run(batch, shared_.device->max_write(),
+  for_each_run(batch, context_.device->max_write(),
                [&queued](const PageRun& run) { queued.runs[queued.runs_count++] = run; });
   queue_.push_back(&queued);
   push_writes();
@@ -68,7 +68,7 @@ Posted Link::post(const WriteBatch& batch) {
 
 Posted Link::send(WorkId work, std::span<const std::byte> message) {
   if (!is_open()) {
-    shared_.completions.failed(work, ended());
+    context_.completions.failed(work, ended());
     return Posted::kYes;
   }
   const Posted posted = messages_.send(work, message);
@@ -163,8 +163,8 @@ void Link::fail_queued(uint64_t rkey) {
 void Link::end_batch(Batch& batch) {
   batch.active = false;
   free_batches_.push_back(&batch);
-  if (batch.error) return shared_.completions.failed(batch.posted.work, std::move(*batch.error));
-  shared_.completions.done(batch.posted.work);
+  if (batch.error) return context_.completions.failed(batch.posted.work, std::move(*batch.error));
+  context_.completions.done(batch.posted.work);
 }
 
 // --- Polling
@@ -211,7 +211,7 @@ void Link::handle(const fi_cq_data_entry& entry) {
   auto* const operation = static_cast<Operation*>(entry.op_context);
   // A write's own completion may carry the flag as well.
   if ((entry.flags & FI_REMOTE_CQ_DATA) != 0 && (entry.flags & (FI_WRITE | FI_SEND)) == 0) {
-    if (operation != nullptr && shared_.device->immediates_take_receives()) {
+    if (operation != nullptr && context_.device->immediates_take_receives()) {
       repost(*static_cast<MessageBuffer*>(operation));
     }
     return count(static_cast<uint32_t>(entry.data));
@@ -236,7 +236,7 @@ bool Link::handle_failure() {
   if (operation != nullptr && operation->kind == Operation::Kind::kWrite) what = "write";
   if (operation != nullptr && operation->kind == Operation::Kind::kSend) what = "send";
   const Error error =
-      endpoint_->closed() ? ended() : link_error(what, shared_.device->provider() + ": " + failure->words);
+      endpoint_->closed() ? ended() : link_error(what, context_.device->provider() + ": " + failure->words);
   break_with(error);
   if (operation == nullptr) return true;
   if (operation->kind == Operation::Kind::kWrite) finish(*static_cast<Write*>(operation), &error);
@@ -258,7 +258,7 @@ void Link::count(uint32_t immediate) {
     immediates_reported_ = immediates_seen_;
     messages_.enqueue(MessageKind::kSeen, encode_number(immediates_seen_));
   }
-  shared_.completions.immediate(id_, immediate);
+  context_.completions.immediate(id_, immediate);
 }
 
 // --- Messages
@@ -317,13 +317,13 @@ Status Link::obey(const Messages::Received& message) {
     case MessageKind::kUser: {
       const Result<Messages::UserMessage> arrived = messages_.arrived(message.body);
       if (!arrived) return arrived.error();
-      shared_.completions.message(id_, arrived.value().slot, arrived.value().bytes);
+      context_.completions.message(id_, arrived.value().slot, arrived.value().bytes);
       return {};
     }
     case MessageKind::kTaken: {
       const Result<WorkId> taken = messages_.taken(message.body);
       if (!taken) return taken.error();
-      shared_.completions.done(taken.value());
+      context_.completions.done(taken.value());
       return {};
     }
     case MessageKind::kSeen: {
@@ -349,7 +349,7 @@ void Link::look_after(Clock::time_point now, Clock::duration gap) {
     case Liveness::Silence::kTooLong:
       if (!up_) return break_with(link_error("connect", "the peer did not complete the connection"));
       return break_with(link_error(
-          "write", "the peer has been silent for " + std::to_string(shared_.tuning.silence.count()) + " ms"));
+          "write", "the peer has been silent for " + std::to_string(context_.tuning.silence.count()) + " ms"));
   }
 }
 
@@ -363,7 +363,7 @@ void Link::break_with(Error error) {
   // Which call finds out that the peer is gone depends on the provider and the moment ("sockets" says "No such file or
   // directory" in fi_writemsg() or fi_sendmsg()); to those who posted on the link it is one thing.
   error.code = ErrorCode::kPeerDown;
-  if (state_ == State::kOpen) shared_.completions.link_down(id_, error);
+  if (state_ == State::kOpen) context_.completions.link_down(id_, error);
   broken_ = std::move(error);
 }
 
@@ -373,7 +373,7 @@ bool Link::fence() {
   switch (state_) {
     case State::kOpen:
       state_ = State::kLeaving;
-      leaving_until_ = Clock::now() + shared_.tuning.bye;
+      leaving_until_ = Clock::now() + context_.tuning.bye;
       stop_posting();
       [[fallthrough]];
     case State::kLeaving:
@@ -381,11 +381,11 @@ bool Link::fence() {
       push_messages();
       if (!has_parted()) return false;
       state_ = State::kClosing;
-      shared_.control.run(memories_.end());
+      context_.control.run(memories_.end());
       return false;
     case State::kClosing:
       if (!endpoint_->closed()) {
-        if (endpoint_->take_busy()) shared_.control.run([endpoint = endpoint_] { endpoint->close(); });
+        if (endpoint_->take_busy()) context_.control.run([endpoint = endpoint_] { endpoint->close(); });
         return false;
       }
       if (read_completions()) return false;
@@ -423,7 +423,7 @@ void Link::end_posted() {
     if (!batch.error) batch.error = ended();
     end_batch(batch);
   }
-  messages_.clear([this](WorkId work) { shared_.completions.failed(work, ended()); });
+  messages_.clear([this](WorkId work) { context_.completions.failed(work, ended()); });
   keys_.clear();
 }
 

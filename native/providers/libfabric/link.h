@@ -33,7 +33,7 @@
 namespace kvc::libfabric {
 
 // What the links of a domain share.
-struct Shared {
+struct LinkContext {
   std::shared_ptr<const Device> device;
   ControlQueue& control;
   CompletionQueue& completions;
@@ -44,7 +44,7 @@ struct Shared {
 // The driving thread; nothing blocks. Destroyed on the control thread, once it was fenced or closed.
 class Link {
  public:
-  Link(Shared& shared, LinkId id, std::shared_ptr<Endpoint> endpoint);
+  Link(LinkContext& context, LinkId id, std::shared_ptr<Endpoint> endpoint);
   Link(const Link&) = delete;
   Link& operator=(const Link&) = delete;
 
@@ -137,7 +137,7 @@ class Link {
   bool has_parted();
   void end_posted();
 
-  Shared& shared_;
+  LinkContext& context_;
   const LinkId id_;
   const std::shared_ptr<Endpoint> endpoint_;
   Messages messages_;

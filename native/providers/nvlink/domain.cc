@@ -69,7 +69,7 @@ Link* NvlinkDomain::find(LinkId link) noexcept {
 
 void NvlinkDomain::attach(LinkId id, std::unique_ptr<LinkEnd> end) {
   auto link = std::make_unique<Link>(id, static_cast<Meeting&>(*end),
-                                     Link::Shared{driver_, copies_, events_, completions_, control_});
+                                     LinkContext{driver_, copies_, events_, completions_, control_});
   link->begin(regions_);
   links_.emplace(id, std::move(link));
 }

@@ -45,14 +45,14 @@ Link::~Link() {
   let_go(regions_.take_all(), *connection_);
 }
 
-Link::Link(LinkId id, Meeting& meeting, const Shared& shared)
+Link::Link(LinkId id, Meeting& meeting, const LinkContext& context)
     : id_(id),
-      shared_(shared),
+      context_(context),
       connection_(std::move(meeting.connection)),
       in_(connection_->incoming<Segment>()),
       out_(connection_->outgoing<Segment>()),
-      ring_(id, shared.completions, direction_of(in_), direction_of(out_)),
-      messages_(id, shared.completions, direction_of(in_), direction_of(out_)),
+      ring_(id, context.completions, direction_of(in_), direction_of(out_)),
+      messages_(id, context.completions, direction_of(in_), direction_of(out_)),
       regions_(std::move(meeting.regions)),
       pieces_(std::move(meeting.pieces)),
       told_(meeting.told) {}
@@ -64,7 +64,7 @@ void Link::begin(const Regions& ours) {
     if (region->key != told_) tell(*region);
   }
   if (!known) pieces_.forget(told_);  // it was withdrawn meanwhile
-  if (Status added = shared_.events.add(kLane, id_, *connection_); !added) return break_down(added.error());
+  if (Status added = context_.events.add(kLane, id_, *connection_); !added) return break_down(added.error());
   in_.admit(Admission::kOpen);
   connection_->send({.kind = MessageKind::kWake});  // the peer may have batches that wait for this
 }
@@ -92,7 +92,7 @@ bool Link::has_left(const Region::User& user) const {
 
 void Link::service() {
   if (closed_) return;
-  if (std::exchange(socket_full_, false)) shared_.events.watch_room(id_, *connection_, false);
+  if (std::exchange(socket_full_, false)) context_.events.watch_room(id_, *connection_, false);
   const Received last = connection_->receive(
       [this](const Message& message, Connection::Descriptors& descriptors) { return handle(message, descriptors); });
   if (last == Received::kClosed) lose_peer(connection_->what_ended(last));
@@ -108,9 +108,9 @@ bool Link::handle(const Message& message, Connection::Descriptors& descriptors) 
     case MessageKind::kWelcome:
       return connection_->meet(descriptors);
     case MessageKind::kMemory:
-      return met() && regions_.hear(message, std::move(descriptors[0]), board(), shared_.control);
+      return met() && regions_.hear(message, std::move(descriptors[0]), board(), context_.control);
     case MessageKind::kForget:
-      return regions_.forget(message, shared_.copies.next_launch());
+      return regions_.forget(message, context_.copies.next_launch());
     case MessageKind::kNone:
     case MessageKind::kHello:
       break;  // only ever the first message, and read by the rendezvous
@@ -122,7 +122,7 @@ bool Link::handle(const Message& message, Connection::Descriptors& descriptors) 
 
 Posted Link::post(const WriteBatch& batch) {
   if (closed_) {
-    shared_.completions.failed(batch.work, *closed_);
+    context_.completions.failed(batch.work, *closed_);
     return Posted::kYes;
   }
   if (queue_.full()) return Posted::kBusy;
@@ -132,7 +132,7 @@ Posted Link::post(const WriteBatch& batch) {
 
 Posted Link::send(WorkId work, std::span<const std::byte> message) {
   if (closed_) {
-    shared_.completions.failed(work, *closed_);
+    context_.completions.failed(work, *closed_);
     return Posted::kYes;
   }
   if (!messages_.put(work, message)) return Posted::kBusy;
@@ -152,7 +152,7 @@ std::optional<Flight> Link::take(cuda::Copier& copier) {
   waiting_ = out_.admitted() == Admission::kPending;
   const PeerRegion* region = nullptr;
   if (const RegionEntry* entry = board().find(batch.rkey); entry != nullptr && batch.page_bytes > 0 && !waiting_) {
-    region = regions_.find(batch.rkey, *entry, shared_.control);
+    region = regions_.find(batch.rkey, *entry, context_.control);
     waiting_ = region == nullptr || region->state() == PeerRegion::State::kComing;
   }
   if (waiting_) return std::nullopt;
@@ -204,10 +204,10 @@ bool Link::settle_landed() {
     same_host::handing_over();
     out_.left.store(++left_, std::memory_order_release);
     if (!flight.error) {
-      shared_.completions.done(flight.work);
+      context_.completions.done(flight.work);
     } else {
       if (flight.error->code == ErrorCode::kPeerDown) break_down(*flight.error);
-      shared_.completions.failed(flight.work, std::move(*flight.error));
+      context_.completions.failed(flight.work, std::move(*flight.error));
     }
     landed_.pop_front();
   }
@@ -237,8 +237,8 @@ bool Link::flush() {
   bool any = settle_landed();
   if (closed_) return any;
   // Nothing is mapped before the peer's domain has the link, and with it whom to tell when its memory goes.
-  if (met() && out_.admitted() == Admission::kOpen) any |= regions_.prefetch(board(), shared_.control);
-  if (regions_.advance(out_, shared_.control, [this](uint64_t launch) { return shared_.copies.settled(launch); })) {
+  if (met() && out_.admitted() == Admission::kOpen) any |= regions_.prefetch(board(), context_.control);
+  if (regions_.advance(out_, context_.control, [this](uint64_t launch) { return context_.copies.settled(launch); })) {
     wake_due_ = any = true;
   }
   if (const Error* why = regions_.useless()) {
@@ -247,9 +247,9 @@ bool Link::flush() {
   }
   if (!socket_full_) {
     const uint64_t taken = in_.pieces_taken.load(std::memory_order_seq_cst);
-    const PieceSender::Sent sent = pieces_.advance(shared_.driver, *connection_, taken, shared_.control);
+    const PieceSender::Sent sent = pieces_.advance(context_.driver, *connection_, taken, context_.control);
     socket_full_ = sent == PieceSender::Sent::kFull;
-    if (socket_full_) shared_.events.watch_room(id_, *connection_, true);
+    if (socket_full_) context_.events.watch_room(id_, *connection_, true);
     any |= sent == PieceSender::Sent::kSome;
   }
   // Once a turn and not once a batch: waking a process costs as much as copying many pages. A socket that takes no more has
@@ -276,16 +276,16 @@ void Link::close(const Error& error) {
   closed_ = error;
   in_.admit(Admission::kRevoked);
   entered_at_close_ = in_.entered.load(std::memory_order_seq_cst);
-  shared_.events.remove(*connection_);
+  context_.events.remove(*connection_);
   messages_.complete();
   messages_.fail(error);
-  for (; !queue_.empty(); queue_.pop()) shared_.completions.failed(queue_.front().work, error);
+  for (; !queue_.empty(); queue_.pop()) context_.completions.failed(queue_.front().work, error);
 }
 
 void Link::break_down(const Error& error) {
   if (closed_) return;
   close(error);
-  shared_.completions.link_down(id_, error);
+  context_.completions.link_down(id_, error);
 }
 
 // What the peer has told us before its end is true: it has the messages that we sent, and we take its own.
@@ -304,7 +304,7 @@ bool Link::end() {
   if (!peer_left(entered_at_close_) && !connection_->peer_is_gone()) return false;
   ring_.drain();
   ended_ = true;
-  shared_.control.run(
+  context_.control.run(
       [regions = regions_.take_all(), connection = connection_]() mutable { let_go(std::move(regions), *connection); });
   return true;
 }

@@ -60,19 +60,19 @@ struct Flight {
 };
 using Copies = cuda::CopyQueue<Flight>;
 
+// What all links of a domain share. It need not be there any more when a link ends.
+struct LinkContext {
+  const cuda::Driver& driver;
+  const Copies& copies;
+  same_host::LinkEvents& events;
+  CompletionQueue& completions;
+  ControlQueue& control;
+};
+
 // The domain's thread; nothing here blocks but the end, which unmaps: the control thread's.
 class Link {
  public:
-  // What all links of a domain share. It need not be there any more when a link ends.
-  struct Shared {
-    const cuda::Driver& driver;
-    const Copies& copies;
-    same_host::LinkEvents& events;
-    CompletionQueue& completions;
-    ControlQueue& control;
-  };
-
-  Link(LinkId id, Meeting& meeting, const Shared& shared);
+  Link(LinkId id, Meeting& meeting, const LinkContext& context);
   Link(const Link&) = delete;
   Link& operator=(const Link&) = delete;
   // When no copy of ours is under way.
@@ -152,7 +152,7 @@ class Link {
   bool peer_left(uint64_t entered) const noexcept;
 
   const LinkId id_;
-  const Shared shared_;
+  const LinkContext context_;
   const std::shared_ptr<Connection> connection_;
   Channel& in_;
   Channel& out_;

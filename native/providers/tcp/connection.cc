@@ -75,7 +75,7 @@ Status Connection::dial(Dialled dialled) {
   hello_ = dialled.hello;
   welcome_ = dialled.welcome;
   state_ = State::kConnecting;
-  return shared_.epoll.add(socket_.get(), EPOLLOUT, *this);
+  return context_.epoll.add(socket_.get(), EPOLLOUT, *this);
 }
 
 Status Connection::finish_connecting() {
@@ -92,7 +92,7 @@ Status Connection::adopt(UniqueFd socket) {
   socket_ = std::move(socket);
   state_ = State::kUp;
   want_turn();
-  return shared_.epoll.add(socket_.get(), EPOLLIN, *this);
+  return context_.epoll.add(socket_.get(), EPOLLIN, *this);
 }
 
 void Connection::part_with(std::unique_ptr<OutgoingFrame> last_words) {
@@ -107,7 +107,7 @@ void Connection::part_with(std::unique_ptr<OutgoingFrame> last_words) {
     // may move: a full batch.
     unsent_.push_back(std::move(last_words));
     bool room = true;
-    for (int i = 0; i < shared_.tuning.turns && room && !unsent_.empty(); ++i) {
+    for (int i = 0; i < context_.tuning.turns && room && !unsent_.empty(); ++i) {
       const Result<bool> sent = transmit();
       room = sent && sent.value();
     }
@@ -121,11 +121,11 @@ void Connection::end() {
   if (state_ == State::kEnded) return;
   part();
   const bool was_up = std::exchange(state_, State::kEnded) == State::kUp;
-  if (std::exchange(in_sendable_, false)) std::erase(shared_.sendable, this);
-  if (socket_) shared_.epoll.remove(socket_.get());
+  if (std::exchange(in_sendable_, false)) std::erase(context_.sendable, this);
+  if (socket_) context_.epoll.remove(socket_.get());
   if (was_up) {
     // Whoever closes a socket into which the peer still writes takes our last words back.
-    shared_.control.run([lingering = shared_.lingering, socket = std::make_shared<UniqueFd>(std::move(socket_))] {
+    context_.control.run([lingering = context_.lingering, socket = std::make_shared<UniqueFd>(std::move(socket_))] {
       lingering->add(std::move(*socket));
     });
   } else if (socket_) {
@@ -143,7 +143,7 @@ void Connection::complete_all(const Error& error) {
   for (const Unacknowledged& batch : posted) {
     ++sequence;
     const bool refused = !refused_.empty() && refused_.front().sequence == sequence;
-    shared_.completions.failed(batch.work, refused ? refused_.front().error : error);
+    context_.completions.failed(batch.work, refused ? refused_.front().error : error);
     if (refused) refused_.pop_front();
   }
 }
@@ -166,12 +166,12 @@ Status Connection::on_events(uint32_t events) {
 
 Status Connection::watch(bool writable) {
   watching_writable_ = writable;
-  return shared_.epoll.modify(socket_.get(), writable ? EPOLLIN | EPOLLOUT : EPOLLIN, *this);
+  return context_.epoll.modify(socket_.get(), writable ? EPOLLIN | EPOLLOUT : EPOLLIN, *this);
 }
 
 void Connection::want_turn() {
   if (state_ != State::kUp || parted_ || watching_writable_ || in_sendable_) return;
-  shared_.sendable.push_back(this);
+  context_.sendable.push_back(this);
   in_sendable_ = true;
 }
 
@@ -180,11 +180,11 @@ void Connection::want_turn() {
 // A frame that is its header alone so far.
 std::unique_ptr<OutgoingFrame> Connection::take_frame(const FrameHeader& header) {
   std::unique_ptr<OutgoingFrame> frame;
-  if (shared_.spare_frames.empty()) {
+  if (context_.spare_frames.empty()) {
     frame = std::make_unique<OutgoingFrame>();
   } else {
-    frame = std::move(shared_.spare_frames.back());
-    shared_.spare_frames.pop_back();
+    frame = std::move(context_.spare_frames.back());
+    context_.spare_frames.pop_back();
   }
   std::memcpy(frame->head.data(), &header, sizeof(header));
   frame->type = header.type;
@@ -196,10 +196,10 @@ std::unique_ptr<OutgoingFrame> Connection::take_frame(const FrameHeader& header)
   return frame;
 }
 
-void Connection::drop_frame(std::unique_ptr<OutgoingFrame> frame) { shared_.spare_frames.push_back(std::move(frame)); }
+void Connection::drop_frame(std::unique_ptr<OutgoingFrame> frame) { context_.spare_frames.push_back(std::move(frame)); }
 
 bool Connection::post(const WriteBatch& batch) {
-  if (queued_bytes_ >= shared_.tuning.queue_bytes || unacknowledged_.size() >= shared_.tuning.queue_batches)
+  if (queued_bytes_ >= context_.tuning.queue_bytes || unacknowledged_.size() >= context_.tuning.queue_batches)
     return false;
   FrameHeader header;
   header.type = FrameType::kWrite;
@@ -270,7 +270,7 @@ Status Connection::send_turn() {
 }
 
 Result<bool> Connection::transmit() {
-  IoList list(shared_.tuning.turn_bytes);
+  IoList list(context_.tuning.turn_bytes);
   for (size_t i = 0; i < unsent_.size() && !list.full(); ++i) {
     const std::unique_ptr<OutgoingFrame>& frame = unsent_[i];
     if (frame->sent == 0) {
@@ -318,7 +318,7 @@ void Connection::retire_sent(uint64_t bytes) {
 // --- Receiving.
 
 Status Connection::read_turn() {
-  uint64_t budget = shared_.tuning.turn_bytes;
+  uint64_t budget = context_.tuning.turn_bytes;
   bool drained = false;
   while (budget > 0 && !drained) {
     IoList list(budget);
@@ -355,7 +355,7 @@ Status Connection::read_turn() {
   }
   // While more is waiting, one acknowledgement for all of it is enough.
   if (owes_acknowledgement() &&
-      (drained || untold_bytes_ >= shared_.tuning.unacknowledged_bytes || !more_waits(socket_))) {
+      (drained || untold_bytes_ >= context_.tuning.unacknowledged_bytes || !more_waits(socket_))) {
     want_turn();
   }
   return {};
@@ -414,10 +414,10 @@ Status Connection::begin_landing(const FrameHeader& header, const std::byte* off
   }
   if (header.page_bytes == 0) {  // an immediate alone
     ++received_;
-    if (header.counted != 0) shared_.completions.immediate(link_.id(), header.value);
+    if (header.counted != 0) context_.completions.immediate(link_.id(), header.value);
     return {};
   }
-  Registration* const region = shared_.regions.find(header.rkey);
+  Registration* const region = context_.regions.find(header.rkey);
   if (region == nullptr) {
     return skip(header, ErrorCode::kUnknownRegion, "no memory region has this key, or it was revoked");
   }
@@ -449,7 +449,7 @@ Status Connection::skip(const FrameHeader& header, ErrorCode code, const std::st
   auto place = unsent_.begin();
   while (place != unsent_.end() && ((*place)->sent > 0 || (*place)->refused > 0)) ++place;
   // A peer of ours has no more batches that are not acknowledged: this one writes and does not read.
-  if (static_cast<size_t>(place - unsent_.begin()) > shared_.tuning.queue_batches) {
+  if (static_cast<size_t>(place - unsent_.begin()) > context_.tuning.queue_batches) {
     return refuse(header.sequence, code, why);
   }
   auto frame = take_refusal_frame(header.sequence, code, why);
@@ -488,14 +488,14 @@ void Connection::advance_landing(uint64_t bytes) {
   landing_.region = nullptr;
   ++received_;
   untold_bytes_ += position;
-  if (landing_.counted) shared_.completions.immediate(link_.id(), landing_.immediate);
+  if (landing_.counted) context_.completions.immediate(link_.id(), landing_.immediate);
 }
 
 Status Connection::take_message(uint32_t slot, std::span<const std::byte> message) {
   if (!link_.put(slot, *this)) {
     return refuse(0, ErrorCode::kInvalidArgument, "a message in a slot whose last one was not taken");
   }
-  shared_.completions.message(link_.id(), slot, message);
+  context_.completions.message(link_.id(), slot, message);
   return {};
 }
 
@@ -519,10 +519,10 @@ Status Connection::take_acknowledgement(const FrameHeader& header) {
     ++acknowledged_;
     queued_bytes_ -= done.bytes;
     if (!refused_.empty() && refused_.front().sequence == acknowledged_) {
-      shared_.completions.failed(done.work, std::move(refused_.front().error));
+      context_.completions.failed(done.work, std::move(refused_.front().error));
       refused_.pop_front();
     } else {
-      shared_.completions.done(done.work);
+      context_.completions.done(done.work);
     }
   }
   return {};

@@ -46,9 +46,9 @@ struct OutgoingFrame {
 };
 
 // What the connections of one domain share. One owner thread.
-struct Shared {
-  Shared(CompletionQueue& domain_completions, ControlQueue& domain_control,
-         std::shared_ptr<LingeringSockets> domain_lingering, const Tuning& domain_tuning, Epoll domain_epoll)
+struct LinkContext {
+  LinkContext(CompletionQueue& domain_completions, ControlQueue& domain_control,
+              std::shared_ptr<LingeringSockets> domain_lingering, const Tuning& domain_tuning, Epoll domain_epoll)
       : completions(domain_completions),
         control(domain_control),
         lingering(std::move(domain_lingering)),
@@ -67,8 +67,8 @@ struct Shared {
 
 class Connection final : public Watched {
  public:
-  Connection(Shared& shared, Link& link, uint16_t index)
-      : Watched(Kind::kConnection), shared_(shared), link_(link), index_(index) {}
+  Connection(LinkContext& context, Link& link, uint16_t index)
+      : Watched(Kind::kConnection), context_(context), link_(link), index_(index) {}
   Connection(const Connection&) = delete;
   Connection& operator=(const Connection&) = delete;
   ~Connection() { end(); }
@@ -97,8 +97,8 @@ class Connection final : public Watched {
 
   // epoll reported `events`. An error fails the link, and this connection has ended.
   Status on_events(uint32_t events);
-  // Sends up to one turn of what is queued, or an acknowledgement that is due. For `Shared::sendable`. An error fails the
-  // link; the peer's direction may still hold something.
+  // Sends up to one turn of what is queued, or an acknowledgement that is due. For `LinkContext::sendable`. An error
+  // fails the link; the peer's direction may still hold something.
   Status send_turn();
 
   // Says the last words, as far as the socket takes them at once: an acknowledgement of what is in memory and of what was
@@ -165,7 +165,7 @@ class Connection final : public Watched {
   void part_with(std::unique_ptr<OutgoingFrame> last_words);
   size_t inbox_bytes() const noexcept { return inbox_end_ - inbox_begin_; }
 
-  Shared& shared_;
+  LinkContext& context_;
   Link& link_;
   const uint16_t index_;
   State state_ = State::kVacant;

@@ -15,7 +15,7 @@ Result<std::unique_ptr<TcpDomain>> TcpDomain::open(const std::string& address, C
   if (!timer) return timer.error();
   std::unique_ptr<TcpDomain> domain(new TcpDomain(address, control, std::move(lingering), tuning,
                                                   std::move(epoll.value()), std::move(timer.value())));
-  Status added = domain->shared_.epoll.add(domain->timer_.fd(), EPOLLIN, domain->timer_watched_);
+  Status added = domain->context_.epoll.add(domain->timer_.fd(), EPOLLIN, domain->timer_watched_);
   if (!added) return added.error();
   return domain;
 }
@@ -23,7 +23,7 @@ Result<std::unique_ptr<TcpDomain>> TcpDomain::open(const std::string& address, C
 TcpDomain::TcpDomain(const std::string& address, ControlQueue& control, std::shared_ptr<LingeringSockets> lingering,
                      const Tuning& tuning, Epoll epoll, TimerFd timer)
     : address_(address),
-      shared_(completions_, control, std::move(lingering), tuning, std::move(epoll)),
+      context_(completions_, control, std::move(lingering), tuning, std::move(epoll)),
       timer_(std::move(timer)) {}
 
 // --- Links.
@@ -35,8 +35,8 @@ Link* TcpDomain::find(LinkId id) noexcept {
 
 void TcpDomain::attach(LinkId id, std::unique_ptr<LinkEnd> end) {
   auto& made = static_cast<TcpLinkEnd&>(*end);
-  Link& link = *links_.emplace(id, std::make_unique<Link>(shared_, id, made.connections)).first->second;
-  link.deadline = Clock::now() + shared_.tuning.connect_timeout;
+  Link& link = *links_.emplace(id, std::make_unique<Link>(context_, id, made.connections)).first->second;
+  link.deadline = Clock::now() + context_.tuning.connect_timeout;
   if (Status begun = link.begin(made); !begun) fail(link, begun.error());
   arm_timer();
 }
@@ -51,7 +51,7 @@ void TcpDomain::fail(Link& link, const Error& error) {
   if (!link.failure) {
     link.failure = error;
     link.part();
-    link.deadline = Clock::now() + shared_.tuning.closing_timeout;
+    link.deadline = Clock::now() + context_.tuning.closing_timeout;
     arm_timer();
   }
   if (link.ended()) report(link);
@@ -82,7 +82,7 @@ void TcpDomain::expire() {
       link->deadline.reset();
     } else {
       fail(*link, tcp_error(ErrorCode::kPeerDown, "connect",
-                            "not connected after " + std::to_string(shared_.tuning.connect_timeout.count()) +
+                            "not connected after " + std::to_string(context_.tuning.connect_timeout.count()) +
                                 " ms: is the peer's address reachable from " + address_ + "?"));
     }
   }
@@ -108,16 +108,16 @@ void TcpDomain::take(LinkId id, uint32_t slot) {
 bool TcpDomain::poll() {
   bool progress = false;
   // What was posted leaves before anything else is looked at.
-  for (int i = 0; i < shared_.tuning.turns && !shared_.sendable.empty(); ++i) {
-    Connection& connection = *shared_.sendable.front();
-    shared_.sendable.pop_front();
+  for (int i = 0; i < context_.tuning.turns && !context_.sendable.empty(); ++i) {
+    Connection& connection = *context_.sendable.front();
+    context_.sendable.pop_front();
     progress = true;
     if (Status sent = connection.send_turn(); !sent) fail(connection.link(), sent.error());
   }
   // Few events at a time: epoll rotates its list of ready descriptors, so those left out come first in the next poll().
   std::array<epoll_event, 16> room;
-  const auto turns = std::min<size_t>(room.size(), static_cast<size_t>(shared_.tuning.turns));
-  for (const epoll_event& event : shared_.epoll.ready(std::span(room).first(turns))) {
+  const auto turns = std::min<size_t>(room.size(), static_cast<size_t>(context_.tuning.turns));
+  for (const epoll_event& event : context_.epoll.ready(std::span(room).first(turns))) {
     progress = true;
     auto* const watched = static_cast<Watched*>(event.data.ptr);
     if (watched->kind == Watched::Kind::kTimer) {

@@ -20,16 +20,16 @@ class TcpDomain final : public Domain {
   static Result<std::unique_ptr<TcpDomain>> open(const std::string& address, ControlQueue& control,
                                                  std::shared_ptr<LingeringSockets> lingering, const Tuning& tuning);
 
-  void publish(Registration& region) override { shared_.regions.add(region); }
-  bool withdraw(Registration& region) override { return shared_.regions.withdraw(region); }
+  void publish(Registration& region) override { context_.regions.add(region); }
+  bool withdraw(Registration& region) override { return context_.regions.withdraw(region); }
   void attach(LinkId id, std::unique_ptr<LinkEnd> end) override;
   bool fence(LinkId id) override;
   Posted post(LinkId id, const WriteBatch& batch) override;
   Posted send(LinkId id, WorkId work, std::span<const std::byte> message) override;
   void take(LinkId id, uint32_t slot) override;
   bool poll() override;
-  int fd() const override { return shared_.epoll.fd(); }
-  bool prepare_sleep() override { return shared_.sendable.empty(); }
+  int fd() const override { return context_.epoll.fd(); }
+  bool prepare_sleep() override { return context_.sendable.empty(); }
 
  private:
   TcpDomain(const std::string& address, ControlQueue& control, std::shared_ptr<LingeringSockets> lingering,
@@ -45,7 +45,7 @@ class TcpDomain final : public Domain {
   void expire();
 
   const std::string address_;
-  Shared shared_;  // before what uses it
+  LinkContext context_;  // before what uses it
   TimerFd timer_;
   Watched timer_watched_{Watched::Kind::kTimer};
   std::map<LinkId, std::unique_ptr<Link>> links_;

@@ -5,9 +5,10 @@
 
 namespace kvc::tcp {
 
-Link::Link(Shared& shared, LinkId id, uint16_t connections) : Watched(Kind::kArrivals), shared_(shared), id_(id) {
+Link::Link(LinkContext& context, LinkId id, uint16_t connections)
+    : Watched(Kind::kArrivals), context_(context), id_(id) {
   for (uint16_t index = 0; index < connections; ++index) {
-    connections_.push_back(std::make_unique<Connection>(shared, *this, index));
+    connections_.push_back(std::make_unique<Connection>(context, *this, index));
   }
 }
 
@@ -26,7 +27,7 @@ Status Link::begin(TcpLinkEnd& end) {
   }
   if (end.arrivals == nullptr) return {};
   arrivals_ = std::move(end.arrivals);
-  return shared_.epoll.add(arrivals_->fd(), EPOLLIN, *this);
+  return context_.epoll.add(arrivals_->fd(), EPOLLIN, *this);
 }
 
 Status Link::admit() {
@@ -45,7 +46,7 @@ Status Link::admit() {
 }
 
 void Link::refuse_arrivals() {
-  if (arrivals_ != nullptr) shared_.epoll.remove(arrivals_->fd());
+  if (arrivals_ != nullptr) context_.epoll.remove(arrivals_->fd());
   arrivals_.reset();
 }
 
@@ -76,7 +77,7 @@ bool Link::put(uint32_t slot, Connection& bearer) {
 }
 
 void Link::taken(uint32_t slot) {
-  if (const std::optional<WorkId> work = messages_.take(slot)) shared_.completions.done(*work);
+  if (const std::optional<WorkId> work = messages_.take(slot)) context_.completions.done(*work);
 }
 
 void Link::part() {
@@ -95,7 +96,7 @@ void Link::end(const Error& error) {
   const Error& why = failure ? *failure : error;
   for (const auto& connection : connections_) connection->end();
   for (const auto& connection : connections_) connection->complete_all(why);
-  messages_.clear([&](WorkId work) { shared_.completions.failed(work, why); });
+  messages_.clear([&](WorkId work) { context_.completions.failed(work, why); });
 }
 
 }  // namespace kvc::tcp

@@ -20,7 +20,7 @@ using Clock = TimerFd::Clock;
 // The domain's thread. Watched for arrivals.
 class Link final : public Watched {
  public:
-  Link(Shared& shared, LinkId id, uint16_t connections);
+  Link(LinkContext& context, LinkId id, uint16_t connections);
   Link(const Link&) = delete;
   Link& operator=(const Link&) = delete;
   ~Link() { refuse_arrivals(); }
@@ -62,7 +62,7 @@ class Link final : public Watched {
   Connection& least_loaded() const noexcept;
   void refuse_arrivals();
 
-  Shared& shared_;
+  LinkContext& context_;
   const LinkId id_;
   std::vector<std::unique_ptr<Connection>> connections_;
   std::shared_ptr<Arrivals> arrivals_;  // null once all have come

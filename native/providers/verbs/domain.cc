@@ -40,11 +40,11 @@ Result<std::unique_ptr<Domain>> VerbsDomain::create(Queues& queues, ControlQueue
 }
 
 VerbsDomain::VerbsDomain(Queues& queues, ControlQueue& control, UniqueFd epoll, TimerFd timer)
-    : shared_(queues, control), epoll_(std::move(epoll)), timer_(std::move(timer)) {}
+    : context_(queues, control), epoll_(std::move(epoll)), timer_(std::move(timer)) {}
 
 VerbsDomain::~VerbsDomain() {
   // The peers' NICs acknowledge a goodbye in microseconds, unless they are gone.
-  const Clock::time_point deadline = Clock::now() + shared_.queues.tuning.close_timeout;
+  const Clock::time_point deadline = Clock::now() + context_.queues.tuning.close_timeout;
   const auto parting = [this] { return std::ranges::any_of(ending_, &Link::parting); };
   while (parting() && Clock::now() < deadline) {
     if (!poll()) ::usleep(50);
@@ -52,8 +52,8 @@ VerbsDomain::~VerbsDomain() {
 }
 
 VerbsDomain::Held VerbsDomain::held() const noexcept {
-  return {links_.size(), shared_.queues.credits - shared_.credits,
-          shared_.queues.tuning.message_buffers - shared_.queues.buffers->free()};
+  return {links_.size(), context_.queues.credits - context_.credits,
+          context_.queues.tuning.message_buffers - context_.queues.buffers->free()};
 }
 
 // --- Links
@@ -64,12 +64,12 @@ Link* VerbsDomain::find(LinkId id) const noexcept {
 }
 
 void VerbsDomain::attach(LinkId id, std::unique_ptr<LinkEnd> end) {
-  const Tuning& tuning = shared_.queues.tuning;
+  const Tuning& tuning = context_.queues.tuning;
   const auto& connection = static_cast<const Connection&>(*end);
   if (links_.size() == 0) ask_at_ = Clock::now() + tuning.ask_interval;
-  Link& link = links_.add(std::make_unique<Link>(shared_, id, connection));
-  if (const int event = shared_.queues.failed_by.load(std::memory_order_relaxed); event != Queues::kSound) {
-    return break_link(link, event_error(shared_.queues, event));
+  Link& link = links_.add(std::make_unique<Link>(context_, id, connection));
+  if (const int event = context_.queues.failed_by.load(std::memory_order_relaxed); event != Queues::kSound) {
+    return break_link(link, event_error(context_.queues, event));
   }
   if (connection.offering()) {
     owing_.push_back(&link);
@@ -155,9 +155,9 @@ void VerbsDomain::take(LinkId id, uint32_t slot) {
 }
 
 bool VerbsDomain::poll() {
-  bool any = take_completions(shared_.queues.tuning.poll_completions);
-  shared_.queues.write_receives->refill();
-  shared_.queues.message_receives->refill();
+  bool any = take_completions(context_.queues.tuning.poll_completions);
+  context_.queues.write_receives->refill();
+  context_.queues.message_receives->refill();
   any |= say_owed();
   any |= continue_rests();
   const bool look = ++polls_ % kPollsPerLook == 0;
@@ -191,7 +191,7 @@ bool VerbsDomain::continue_rests() {
 bool VerbsDomain::take_completions(uint32_t limit) {
   uint32_t taken = 0;
   while (taken < limit) {
-    const std::span<const abi::ibv_wc> batch = shared_.completions.take();
+    const std::span<const abi::ibv_wc> batch = context_.completions.take();
     for (const abi::ibv_wc& completion : batch) handle(completion);
     taken += static_cast<uint32_t>(batch.size());
     if (batch.size() < Completions::kBatch) break;
@@ -244,7 +244,7 @@ void VerbsDomain::sent(const WorkRequestId& request, const abi::ibv_wc& completi
       break;
   }
   const Error error = verbs_error(code, request.kind == Kind::kWrite ? "write" : "send",
-                                  std::string(shared_.queues.device->library().wc_status_str(completion.status)) +
+                                  std::string(context_.queues.device->library().wc_status_str(completion.status)) +
                                       " (vendor code " + std::to_string(completion.vendor_err) + ")" + hint);
   link->failed(request, error);
   break_link(*link, error);
@@ -252,12 +252,12 @@ void VerbsDomain::sent(const WorkRequestId& request, const abi::ibv_wc& completi
 
 void VerbsDomain::received(const WorkRequestId& request, const abi::ibv_wc& completion) {
   const bool is_message = request.kind == Kind::kMessageReceive;
-  ReceiveQueue& receives = is_message ? *shared_.queues.message_receives : *shared_.queues.write_receives;
+  ReceiveQueue& receives = is_message ? *context_.queues.message_receives : *context_.queues.write_receives;
   const uint32_t slot = request.sequence;
   Link* const link = links_.by_number(completion.qp_num);
   if (link != nullptr && !link->closed()) {
     if (completion.status != abi::IBV_WC_SUCCESS) {
-      const char* const words = shared_.queues.device->library().wc_status_str(completion.status);
+      const char* const words = context_.queues.device->library().wc_status_str(completion.status);
       if (!link->ending()) break_link(*link, peer_down("receive", words));
     } else if (is_message) {
       message_arrived(*link, completion, receives.bytes(slot, completion.byte_len));
@@ -306,14 +306,14 @@ bool VerbsDomain::prepare_sleep() {
   ask_peers();
   if (std::ranges::any_of(with_rest_, &Link::can_continue)) return false;
   if (std::ranges::any_of(owing_, &Link::can_say)) return false;
-  if (!shared_.completions.arm() && read_events()) return false;
+  if (!context_.completions.arm() && read_events()) return false;
   if (take_completions(Completions::kBatch)) return false;
   timer_.arm(next_deadline());
   return completions_.empty();
 }
 
 bool VerbsDomain::read_events() {
-  Queues& queues = shared_.queues;
+  Queues& queues = context_.queues;
   for (uint32_t read = 0; read < kEventsPerPoll; ++read) {
     const std::optional<DeviceEvent> event = next_event(queues);
     if (!event) return read > 0;
@@ -348,7 +348,7 @@ bool VerbsDomain::expire() {
   if (port_deadline_ && *port_deadline_ <= now) {
     port_deadline_.reset();
     any = true;
-    const Error error = peer_down("write", shared_.queues.device->spec().name + "'s port is down");
+    const Error error = peer_down("write", context_.queues.device->spec().name + "'s port is down");
     links_.each([&](Link& link) { break_link(link, error); });
   }
   std::erase_if(waiting_, [&](const Waiting& waiting) {
@@ -356,7 +356,7 @@ bool VerbsDomain::expire() {
     if (link == nullptr || link->up() || link->ending()) return true;
     if (waiting.deadline > now) return false;
     break_link(*link, peer_down("connect", "the peer was not ready after " +
-                                               std::to_string(shared_.queues.tuning.connect_timeout.count()) +
+                                               std::to_string(context_.queues.tuning.connect_timeout.count()) +
                                                " ms: do the two NICs reach each other?"));
     return any = true;
   });
@@ -367,7 +367,7 @@ void VerbsDomain::ask_peers() {
   if (links_.size() == 0) return;
   const Clock::time_point now = Clock::now();
   if (now < ask_at_) return;
-  ask_at_ = now + shared_.queues.tuning.ask_interval;
+  ask_at_ = now + context_.queues.tuning.ask_interval;
   links_.each([this](Link& link) {
     link.ask();
     check(link);

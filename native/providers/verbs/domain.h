@@ -81,7 +81,7 @@ class VerbsDomain final : public Domain {
   void check(Link& link);
   std::optional<Clock::time_point> next_deadline() const;
 
-  Shared shared_;
+  LinkContext context_;
   const UniqueFd epoll_;
   TimerFd timer_;
   Links links_;

@@ -15,20 +15,20 @@ bool reached(uint16_t count, uint16_t target) { return static_cast<int16_t>(coun
 
 }  // namespace
 
-Link::Link(Shared& shared, LinkId id, const Connection& connection)
-    : shared_(shared),
+Link::Link(LinkContext& context, LinkId id, const Connection& connection)
+    : context_(context),
       id_(id),
       peer_key_half_(connection.peer_key_half()),
       state_(connection.offering() ? State::kUp : State::kAccepted),
-      writes_(connection.writes(), shared.credits),
-      messages_(connection.messages(), shared.credits),
+      writes_(connection.writes(), context.credits),
+      messages_(connection.messages(), context.credits),
       owes_hello_(connection.offering()),
       writes_end_(connection.writes()),
       messages_end_(connection.messages()) {}
 
 Link::~Link() {
   if (over()) return;
-  shared_.control.run([writes = writes_.pair(), messages = messages_.pair()] {
+  context_.control.run([writes = writes_.pair(), messages = messages_.pair()] {
     writes->destroy();
     messages->destroy();
   });
@@ -38,8 +38,8 @@ Link::~Link() {
 
 Posted Link::post(const WriteBatch& batch) {
   if (!up() || has_rest()) return Posted::kBusy;
-  Remainder& posting = shared_.posting;
-  posting.start(batch, shared_.queues.device->max_message());
+  Remainder& posting = context_.posting;
+  posting.start(batch, context_.queues.device->max_message());
   // One that can never go at once goes in parts; any other waits until there is room for all of it.
   if (writes_.room() < std::min<uint64_t>(posting.pieces(), writes_.pair()->slots() / 2)) return Posted::kBusy;
   if (Status posted = post_pieces(posting); !posted) fault = posted.error();
@@ -67,9 +67,9 @@ Status Link::post_pieces(Remainder& batch) {
       sent.work = batch.work();
       sent.landed_at = counted_ + 1;  // of one that raises nothing: with the next that does
     }
-    shared_.chain.cut(count);
-    Result<uint32_t> taken = writes_.post(&shared_.chain.request(0), count, sent);
-    shared_.chain.mend(count);
+    context_.chain.cut(count);
+    Result<uint32_t> taken = writes_.post(&context_.chain.request(0), count, sent);
+    context_.chain.mend(count);
     if (taken.ok() && taken.value() == count) {
       if (batch.counted() && batch.pieces() == 0) ++counted_;
       continue;
@@ -86,7 +86,7 @@ void Link::fill(Remainder& batch, uint32_t count) {
   const uint32_t inline_bytes = batch.source() != nullptr && batch.source()->host ? writes_.pair()->inline_bytes() : 0;
   for (uint32_t i = 0; i < count; ++i) {
     const Remainder::Piece piece = batch.next();
-    abi::ibv_send_wr& request = shared_.chain.request(i);
+    abi::ibv_send_wr& request = context_.chain.request(i);
     request.wr_id = id;
     request.opcode = abi::IBV_WR_RDMA_WRITE;
     request.send_flags = 0;
@@ -98,11 +98,11 @@ void Link::fill(Remainder& batch, uint32_t count) {
     }
     if (piece.bytes <= inline_bytes) request.send_flags = abi::IBV_SEND_INLINE;
     request.num_sge = 1;
-    shared_.chain.piece(i) = {piece.source, piece.bytes, batch.source()->lkey()};
+    context_.chain.piece(i) = {piece.source, piece.bytes, batch.source()->lkey()};
     request.wr.rdma.remote_addr = piece.target;
     request.wr.rdma.rkey = batch.rkey();
   }
-  abi::ibv_send_wr& last = shared_.chain.request(count - 1);
+  abi::ibv_send_wr& last = context_.chain.request(count - 1);
   last.send_flags |= abi::IBV_SEND_SIGNALED;
   // In order on one queue pair: when this one arrives, all pieces before it have.
   if (batch.counted() && batch.pieces() == 0) {
@@ -127,11 +127,11 @@ bool Link::post_message(std::span<const std::byte> message, const Control& contr
   abi::ibv_send_wr request{};
   Sent sent;
   if (!message.empty()) {
-    sent.buffer = shared_.queues.buffers->take();
+    sent.buffer = context_.queues.buffers->take();
     if (!sent.buffer) return false;
-    std::byte* const copy = shared_.queues.buffers->data(*sent.buffer);
+    std::byte* const copy = context_.queues.buffers->data(*sent.buffer);
     std::memcpy(copy, message.data(), message.size());
-    piece = {reinterpret_cast<uint64_t>(copy), static_cast<uint32_t>(message.size()), shared_.queues.buffers->lkey()};
+    piece = {reinterpret_cast<uint64_t>(copy), static_cast<uint32_t>(message.size()), context_.queues.buffers->lkey()};
     request.sg_list = &piece;
     request.num_sge = 1;
   }
@@ -142,7 +142,7 @@ bool Link::post_message(std::span<const std::byte> message, const Control& contr
   Result<uint32_t> taken = messages_.post(&request, 1, sent);
   if (!taken) fault = taken.error();
   const bool posted = taken.ok() && taken.value() == 1;
-  if (sent.buffer && !posted) shared_.queues.buffers->give_back(*sent.buffer);
+  if (sent.buffer && !posted) context_.queues.buffers->give_back(*sent.buffer);
   return posted;
 }
 
@@ -198,7 +198,7 @@ bool Link::hear_taken(uint32_t slots, CompletionQueue& out) {
 
 std::optional<Sent> Link::completed(const WorkRequestId& request) {
   const std::optional<Sent> sent = queue(request.kind).completed(request.sequence);
-  if (sent && sent->buffer) shared_.queues.buffers->give_back(*sent->buffer);
+  if (sent && sent->buffer) context_.queues.buffers->give_back(*sent->buffer);
   return sent;
 }
 
@@ -210,13 +210,13 @@ void Link::end(const Error& why, bool goodbye, Clock::time_point now) {
     state_ = State::kEnding;
     why_ = why;
     why_.code = ErrorCode::kPeerDown;  // the others' fate is the link's
-    writes_end_.begin(shared_.control);
+    writes_end_.begin(context_.control);
     if (goodbye) goodbye_ = Goodbye::kOwed;
-    goodbye_deadline_ = now + shared_.queues.tuning.goodbye_timeout;
+    goodbye_deadline_ = now + context_.queues.tuning.goodbye_timeout;
   }
   if (goodbye) return;
   goodbye_ = Goodbye::kNone;
-  messages_end_.begin(shared_.control);
+  messages_end_.begin(context_.control);
 }
 
 void Link::note_last_receive(uint32_t number) noexcept {
@@ -224,20 +224,20 @@ void Link::note_last_receive(uint32_t number) noexcept {
 }
 
 bool Link::step(Clock::time_point now, CompletionQueue& out) {
-  const auto flush_timeout = shared_.queues.tuning.flush_timeout;
-  bool any = writes_end_.step(shared_.control, shared_.completions, now, flush_timeout);
+  const auto flush_timeout = context_.queues.tuning.flush_timeout;
+  bool any = writes_end_.step(context_.control, context_.completions, now, flush_timeout);
   // Once nothing more can land, and the engine has had a turn to take what has come last.
   if (goodbye_ == Goodbye::kOwed && closed_ && !messages_end_.begun()) any |= say_goodbye();
   if (!messages_end_.begun() &&
       ((goodbye_ == Goodbye::kSaid && messages_.idle()) || goodbye_deadline_ <= now || fault)) {
-    messages_end_.begin(shared_.control);
+    messages_end_.begin(context_.control);
     any = true;
   }
-  any |= messages_end_.step(shared_.control, shared_.completions, now, flush_timeout);
+  any |= messages_end_.step(context_.control, context_.completions, now, flush_timeout);
   if (!closed_ && writes_end_.over()) close(out);
   if (messages_end_.over()) {
     for (const Sent& sent : messages_.give_up()) {
-      if (sent.buffer) shared_.queues.buffers->give_back(*sent.buffer);
+      if (sent.buffer) context_.queues.buffers->give_back(*sent.buffer);
     }
   }
   return any;

@@ -12,9 +12,9 @@
 #include "lane/work_slots.h"
 #include "providers/verbs/connection.h"
 #include "providers/verbs/departure.h"
+#include "providers/verbs/link_context.h"
 #include "providers/verbs/remainder.h"
 #include "providers/verbs/send_queue.h"
-#include "providers/verbs/shared.h"
 #include "providers/verbs/wire.h"
 
 namespace kvc::verbs {
@@ -22,7 +22,7 @@ namespace kvc::verbs {
 // One thread: the domain's. Nothing here blocks.
 class Link {
  public:
-  Link(Shared& shared, LinkId id, const Connection& connection);
+  Link(LinkContext& context, LinkId id, const Connection& connection);
   // Leaves the queue pairs, if they are not gone yet, to the control thread.
   ~Link();
   Link(const Link&) = delete;
@@ -77,7 +77,7 @@ class Link {
   // The first one that failed: its batch ends with this error, the others with the link's.
   void failed(const WorkRequestId& request, const Error& error) { failure_ = Failure{request, error}; }
   // The queue pair for messages has failed while the link ends: it says nothing any more.
-  void fall_silent() { messages_end_.begin(shared_.control); }
+  void fall_silent() { messages_end_.begin(context_.control); }
 
   // A queue pair took no more, and the domain has not seen to that yet.
   std::optional<Error> fault;
@@ -125,7 +125,7 @@ class Link {
   bool say_goodbye();
   void close(CompletionQueue& out);
 
-  Shared& shared_;
+  LinkContext& context_;
   const LinkId id_;
   const uint32_t peer_key_half_;
   State state_;

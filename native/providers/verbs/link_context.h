@@ -1,4 +1,4 @@
-// Shared: what the links of one domain share.
+// LinkContext: what the links of one domain share.
 #pragma once
 
 #include "lane/control_queue.h"
@@ -11,8 +11,8 @@
 namespace kvc::verbs {
 
 // One thread: the domain's.
-struct Shared {
-  Shared(Queues& its_queues, ControlQueue& its_control)
+struct LinkContext {
+  LinkContext(Queues& its_queues, ControlQueue& its_control)
       : queues(its_queues), control(its_control), completions(its_queues), credits(its_queues.credits) {}
 
   Queues& queues;
