@@ -31,7 +31,7 @@ DomainGroup::DomainGroup(Shared shared)
     : shared_(std::move(shared)),
       scheduler_(shared_.transfers, shared_.counters, shared_.events, shared_.stats),
       keeper_(scheduler_, shared_.counters, shared_.stats, *this),
-      departures_(
+      disconnects_(
           shared_.events,
           [this](Peer& peer) {
             return fence_step(peer, Error{ErrorCode::kPeerDown, {}, {}, "disconnect", "this peer has left"});
@@ -191,7 +191,7 @@ bool DomainGroup::hear(Domain& domain) {
       case Completion::Kind::kWork: {
         const TransferScheduler::Ended ended = scheduler_.complete(completion.work(), completion.error());
         if (ended.link != nullptr) keeper_.broke(*ended.peer, *ended.link, ended.link->id, *completion.error());
-        if (ended.goodbye_to != 0) departures_.said(ended.goodbye_to, completion.error() == nullptr);
+        if (ended.goodbye_to != 0) disconnects_.said(ended.goodbye_to, completion.error() == nullptr);
         return;
       }
       case Completion::Kind::kImmediate:
@@ -244,7 +244,7 @@ void DomainGroup::hear_message(Domain& domain, LinkId id, uint32_t slot, Bytes& 
       }
       break;
     case MessageTag::kGoodbye:
-      if (const std::shared_ptr<Peer> leaving = shared_.peers.find(peer.id)) departures_.hear(leaving);
+      if (const std::shared_ptr<Peer> leaving = shared_.peers.find(peer.id)) disconnects_.hear(leaving);
       break;
     default:
       keeper_.receive(peer, id, message);
@@ -277,7 +277,7 @@ bool DomainGroup::retry_untaken() {
 void DomainGroup::link_down(LinkId id, const Error& error) {
   const Place place = find_link(id);
   if (place.peer == nullptr) return;  // fenced here meanwhile
-  if (departures_.link_ended(*place.peer)) return;
+  if (disconnects_.link_ended(*place.peer)) return;
   keeper_.broke(*place.peer, *place.link, id, error);
 }
 
@@ -388,7 +388,7 @@ bool DomainGroup::turn() {
   any |= deliver_messages();
   // Where a link broke, the next turn tells of the peer's end first, and then of what failed with it.
   any |= keeper_.broken() > 0 || scheduler_.settle();
-  any |= departures_.turn();
+  any |= disconnects_.turn();
   any |= retry_endings();
   return any;
 }
@@ -415,7 +415,7 @@ bool DomainGroup::retry_endings() {
 }
 
 std::optional<std::chrono::milliseconds> DomainGroup::longest_sleep() const {
-  if (!endings_.empty() || !falling_.empty() || !departures_.empty()) return PollLoop::kRetry;
+  if (!endings_.empty() || !falling_.empty() || !disconnects_.empty()) return PollLoop::kRetry;
   const std::optional<LinkKeeper::Clock::time_point> next = keeper_.next_step();
   if (!next) return std::nullopt;
   const auto wait = std::chrono::ceil<std::chrono::milliseconds>(*next - LinkKeeper::Clock::now());

@@ -20,7 +20,6 @@
 #include <vector>
 
 #include "engine/counter_sets.h"
-#include "engine/departures.h"
 #include "engine/event_queue.h"
 #include "engine/lanes.h"
 #include "engine/link_keeper.h"
@@ -28,6 +27,7 @@
 #include "engine/message_pool.h"
 #include "engine/offers.h"
 #include "engine/peer.h"
+#include "engine/peer_disconnects.h"
 #include "engine/registry.h"
 #include "engine/stats.h"
 #include "engine/transfer_scheduler.h"
@@ -68,8 +68,8 @@ class DomainGroup final : private LinkKeeper::Owner {
   // link's end stays with the caller.
   bool connect(const std::shared_ptr<Peer>& peer, FirstLink& first, bool offerer);
   bool fence_step(Peer& peer, const Error& why);
-  // Begins to part from the peer in good order, if that has not begun (departures.h).
-  void leave(const std::shared_ptr<Peer>& peer) { departures_.leave(peer); }
+  // Begins to part from the peer in good order, if that has not begun (peer_disconnects.h).
+  void leave(const std::shared_ptr<Peer>& peer) { disconnects_.leave(peer); }
   void publish(LocalMemory& memory);
   bool published(const LocalMemory& memory) const;
   bool withdraw_step(LocalMemory& memory);
@@ -130,7 +130,7 @@ class DomainGroup final : private LinkKeeper::Owner {
   const Shared shared_;
   TransferScheduler scheduler_;
   LinkKeeper keeper_;
-  Departures departures_;
+  PeerDisconnects disconnects_;
   MessageCallback message_callback_;
 
   std::vector<Domain*> domains_;             // of all lanes

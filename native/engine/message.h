@@ -10,7 +10,7 @@ namespace kvc {
 
 enum class MessageTag : uint8_t {
   kUser = 0,      // of the engine's user: UserHeader, then its bytes
-  kGoodbye = 1,   // all transfers to you have ended, and no new one will be opened (departures.h)
+  kGoodbye = 1,   // all transfers to you have ended, and no new one will be opened (peer_disconnects.h)
   kLinkLost = 2,  // failover between links of one peer (link_keeper.h)
   kTallies = 3,
   kLinkOffer = 4,  // making a link, the first time or anew

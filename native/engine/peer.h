@@ -16,7 +16,7 @@
 
 namespace kvc {
 
-// How far two engines are with parting in good order (departures.h).
+// How far two engines are with parting in good order (peer_disconnects.h).
 struct Parting {
   bool ours = false;        // disconnect() was called here
   bool said = false;        // our goodbye is on its way
@@ -30,7 +30,7 @@ struct Peer {
   enum class State : uint8_t {
     kOffered,    // offer() was made; no way to write yet
     kConnected,  // a link is up or coming up
-    kLeaving,    // what is open goes on, nothing new is opened (departures.h)
+    kLeaving,    // what is open goes on, nothing new is opened (peer_disconnects.h)
     kDown,       // its last link broke: nothing more is posted
     kFencing,    // fence() has begun
   };

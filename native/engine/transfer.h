@@ -22,7 +22,7 @@ class alignas(64) Transfer : public std::enable_shared_from_this<Transfer> {
 
   Transfer(TransferId transfer_id, std::shared_ptr<Peer> to, EventCallback on_end, Kind of_kind = Kind::kWrites)
       : id(transfer_id), peer(std::move(to)), callback(std::move(on_end)), kind(of_kind), stream(*this) {
-    // Sequentially consistent, beside the look at the peer's state: see Departures.
+    // Sequentially consistent, beside the look at the peer's state: see PeerDisconnects.
     peer->transfers.fetch_add(1, std::memory_order_seq_cst);
     if (kind == Kind::kMessage) peer->messages.fetch_add(1, std::memory_order_relaxed);
   }

@@ -1,4 +1,4 @@
-#include "engine/departures.h"
+#include "engine/peer_disconnects.h"
 
 #include <algorithm>
 #include <array>
@@ -7,29 +7,29 @@
 
 namespace kvc {
 
-void Departures::begin(const std::shared_ptr<Peer>& peer) {
+void PeerDisconnects::begin(const std::shared_ptr<Peer>& peer) {
   if (peer->state.load(std::memory_order_relaxed) != Peer::State::kConnected) return;
   peer->state.store(Peer::State::kLeaving, std::memory_order_seq_cst);
   leaving_.push_back(peer);
 }
 
-void Departures::leave(const std::shared_ptr<Peer>& peer) {
+void PeerDisconnects::leave(const std::shared_ptr<Peer>& peer) {
   peer->parting.ours = true;
   begin(peer);
 }
 
-void Departures::hear(const std::shared_ptr<Peer>& peer) {
+void PeerDisconnects::hear(const std::shared_ptr<Peer>& peer) {
   peer->parting.heard = true;
   begin(peer);
 }
 
-bool Departures::link_ended(Peer& peer) {
+bool PeerDisconnects::link_ended(Peer& peer) {
   if (!peer.parting.heard || !peer.parting.said) return false;
   peer.parting.link_ended = true;
   return true;
 }
 
-void Departures::said(PeerId to, bool arrived) {
+void PeerDisconnects::said(PeerId to, bool arrived) {
   const auto found = std::find_if(leaving_.begin(), leaving_.end(), [&](const auto& peer) { return peer->id == to; });
   if (found == leaving_.end()) return;
   Parting& parting = (*found)->parting;
@@ -39,7 +39,7 @@ void Departures::said(PeerId to, bool arrived) {
   if (!arrived && !parting.heard) parting.said = false;
 }
 
-bool Departures::turn() {
+bool PeerDisconnects::turn() {
   bool any = false;
   // Not erase_if: a step takes in what the fenced domain has told, which may be of a goodbye, and looks through the list.
   for (size_t i = 0; i < leaving_.size();) {
@@ -54,7 +54,7 @@ bool Departures::turn() {
 }
 
 // True: it is through, one way or another.
-bool Departures::step(Peer& peer, bool& any) {
+bool PeerDisconnects::step(Peer& peer, bool& any) {
   Parting& parting = peer.parting;
   const Peer::State state = peer.state.load(std::memory_order_relaxed);
   // It broke, or fence() was called for it: that has its own report.

@@ -1,4 +1,4 @@
-// Departures: peers that part in good order, so that neither side loses anything and neither sees an error.
+// PeerDisconnects: peers that part in good order, so that neither side loses anything and neither sees an error.
 //
 // Both sides do the same, whoever began: nothing new is opened towards the peer (Peer::State::kLeaving), what is open goes
 // on until it has ended, and then GOODBYE is sent. Who knows that its own has arrived and has heard the peer's fences the
@@ -18,12 +18,12 @@
 
 namespace kvc {
 
-class Departures {
+class PeerDisconnects {
  public:
   // `fence`: one step of fencing a peer; true once it is fenced and forgotten. `say`: sends the peer this goodbye; false:
   // no link takes it now.
-  Departures(EventQueue& events, std::function<bool(Peer&)> fence,
-             std::function<bool(Peer&, std::span<const std::byte>)> say)
+  PeerDisconnects(EventQueue& events, std::function<bool(Peer&)> fence,
+                  std::function<bool(Peer&, std::span<const std::byte>)> say)
       : events_(events), fence_(std::move(fence)), say_(std::move(say)) {}
 
   // disconnect() was called here. Idempotent.
@@ -36,7 +36,7 @@ class Departures {
   // The goodbye to this peer is with its engine, or will not be.
   void said(PeerId peer, bool arrived);
 
-  // Takes every departure as far as it goes; true if anything happened.
+  // Takes every disconnect as far as it goes; true if anything happened.
   bool turn();
   bool empty() const { return leaving_.empty(); }
 
