@@ -11,8 +11,8 @@
 #include "lane/domain.h"
 #include "lane/work_slots.h"
 #include "providers/verbs/connection.h"
-#include "providers/verbs/departure.h"
 #include "providers/verbs/link_context.h"
+#include "providers/verbs/queue_pair_teardown.h"
 #include "providers/verbs/remainder.h"
 #include "providers/verbs/send_queue.h"
 #include "providers/verbs/wire.h"
@@ -142,8 +142,8 @@ class Link {
   uint32_t owes_taken_ = 0;
   bool owes_hello_;
 
-  Departure writes_end_;
-  Departure messages_end_;
+  QueuePairTeardown writes_end_;
+  QueuePairTeardown messages_end_;
   Goodbye goodbye_ = Goodbye::kNone;
   Clock::time_point goodbye_deadline_;
   Error why_;

@@ -52,7 +52,7 @@ struct Tuning {
   std::chrono::milliseconds ask_interval{2000};
   // From accept() to the offerer's hello: a round trip of the control plane and one of the network.
   std::chrono::milliseconds connect_timeout{10000};
-  // How long a stopped queue pair is given to flush its receives, where no event says that it has (Departure). A device
+  // How long a stopped queue pair is given to flush its receives, where no event says that it has (QueuePairTeardown). A device
   // writes those entries in microseconds, and an event takes an interrupt and a turn of the worker, many times less than
   // this; where it never comes, the end of each link takes this long.
   std::chrono::milliseconds flush_timeout{50};

@@ -1,4 +1,4 @@
-// Departure: the end of one queue pair, so that nobody else loses by it.
+// QueuePairTeardown: the end of one queue pair, so that nobody else loses by it.
 //
 // All queue pairs share their receives. When mlx5 destroys one, it takes that one's entries out of the completion queue
 // and the receives that they stand for into its own free list (__mlx5_cq_clean): which slots those were we would never
@@ -29,9 +29,9 @@ namespace kvc::verbs {
 using Clock = TimerFd::Clock;
 
 // One thread: the domain's.
-class Departure {
+class QueuePairTeardown {
  public:
-  explicit Departure(std::shared_ptr<QueuePair> pair) : pair_(std::move(pair)) {}
+  explicit QueuePairTeardown(std::shared_ptr<QueuePair> pair) : pair_(std::move(pair)) {}
 
   // The event has come. That may be before the end: a queue pair goes to ERR by itself when something fails.
   void note_last_receive() noexcept { flushed_ = true; }

@@ -1,15 +1,15 @@
-#include "providers/verbs/departure.h"
+#include "providers/verbs/queue_pair_teardown.h"
 
 namespace kvc::verbs {
 
-void Departure::begin(ControlQueue& control) {
+void QueuePairTeardown::begin(ControlQueue& control) {
   if (begun()) return;
   stage_ = Stage::kStopping;
   control.run([pair = pair_] { pair->stop(); });
 }
 
-bool Departure::step(ControlQueue& control, const Completions& completions, Clock::time_point now,
-                     std::chrono::milliseconds flush_timeout) {
+bool QueuePairTeardown::step(ControlQueue& control, const Completions& completions, Clock::time_point now,
+                             std::chrono::milliseconds flush_timeout) {
   switch (stage_) {
     case Stage::kStopping:
       if (!pair_->stopped()) return false;
