@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "base/shared_memory.h"
-#include "cuda/completion_word.h"
+#include "cuda/gpu_completion_word.h"
 #include "cuda/stream_signal.h"
 #include "engine/message.h"
 #include "providers/factory.h"
@@ -91,7 +91,7 @@ PYBIND11_MODULE(_native, module) {
             return self.value(counter);
           },
           py::arg("counter"));
-  using Word = cuda::CompletionWord;
+  using Word = cuda::GpuCompletionWord;
   py::class_<CompletionWord, std::shared_ptr<CompletionWord>>(module, "_CompletionWord");
   py::class_<Word, CompletionWord, std::shared_ptr<Word>>(module, "CompletionWord", py::is_final())
       .def(py::init([](int device, bool on_gpu, bool remote_writes) {

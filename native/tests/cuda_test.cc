@@ -15,9 +15,9 @@
 #include <thread>
 #include <vector>
 
-#include "cuda/completion_word.h"
 #include "cuda/copier.h"
 #include "cuda/driver.h"
+#include "cuda/gpu_completion_word.h"
 #include "cuda/gpu_memory.h"
 #include "cuda/stream_signal.h"
 #include "engine/transfer_engine.h"
@@ -341,7 +341,7 @@ TEST_F(Cuda, AGraphThatAdvancesTheSignalAdvancesItWithEachReplay) {
 
 // --- CompletionWord, RemoteWrites
 
-class CudaWord : public Cuda, public testing::WithParamInterface<cuda::CompletionWord::Place> {
+class CudaWord : public Cuda, public testing::WithParamInterface<cuda::GpuCompletionWord::Place> {
  protected:
   void TearDown() override { orders(100, 1); }
   // What the GPU says of remote writes; false: a real one, which says what it says.
@@ -351,7 +351,7 @@ class CudaWord : public Cuda, public testing::WithParamInterface<cuda::Completio
     return set != nullptr;
   }
   // As a kernel finds it.
-  uint64_t seen(const cuda::CompletionWord& word) const {
+  uint64_t seen(const cuda::GpuCompletionWord& word) const {
     uint64_t value = 0;
     const cuda::Context::Scope scope(*first_);
     EXPECT_EQ(driver_->cuMemcpyDtoH_v2(&value, word.device(), sizeof(value)), cuda::kSuccess);
@@ -360,19 +360,19 @@ class CudaWord : public Cuda, public testing::WithParamInterface<cuda::Completio
 };
 
 INSTANTIATE_TEST_SUITE_P(Places, CudaWord,
-                         testing::Values(cuda::CompletionWord::Place::kHost, cuda::CompletionWord::Place::kGpu),
+                         testing::Values(cuda::GpuCompletionWord::Place::kHost, cuda::GpuCompletionWord::Place::kGpu),
                          [](const auto& place) {
-                           return place.param == cuda::CompletionWord::Place::kHost ? "Host" : "Gpu";
+                           return place.param == cuda::GpuCompletionWord::Place::kHost ? "Host" : "Gpu";
                          });
 
 TEST_P(CudaWord, IsSeenByTheGpuAndByTheHostWhereThatCan) {
-  const auto word = must(cuda::CompletionWord::create(0, GetParam(), false));
+  const auto word = must(cuda::GpuCompletionWord::create(0, GetParam(), false));
   EXPECT_EQ(seen(*word), 0U);
   must(word->store(7));
   EXPECT_TRUE(eventually([&] { return seen(*word) == 7; }));
   must(word->store(3));  // not only upwards
   EXPECT_TRUE(eventually([&] { return seen(*word) == 3; }));
-  ASSERT_EQ(word->host() != nullptr, GetParam() == cuda::CompletionWord::Place::kHost);
+  ASSERT_EQ(word->host() != nullptr, GetParam() == cuda::GpuCompletionWord::Place::kHost);
   if (word->host() != nullptr) {
     EXPECT_EQ(word->host()->load(), 3U);
   }
@@ -381,7 +381,7 @@ TEST_P(CudaWord, IsSeenByTheGpuAndByTheHostWhereThatCan) {
 TEST_P(CudaWord, IsStoredWhileAGraphIsCaptured) {
   test::Capturing capture(first_);
   {
-    const auto word = must(cuda::CompletionWord::create(0, GetParam(), true));
+    const auto word = must(cuda::GpuCompletionWord::create(0, GetParam(), true));
     for (uint64_t value = 1; value < 100; ++value) must(word->store(value));
   }
   EXPECT_EQ(capture.end(), cuda::kSuccess);
@@ -391,17 +391,17 @@ TEST_P(CudaWord, FlushesWhatNicsHaveWrittenWhereTheGpuDoesNotOrderIt) {
   if (!orders(0, 1)) GTEST_SKIP() << "a real driver is loaded: only its stand-in orders as it is told";
   auto* const flushes = test::driver_function<int()>("fakeFlushes");
   const int before = flushes();
-  const auto word = must(cuda::CompletionWord::create(0, GetParam(), true));
+  const auto word = must(cuda::GpuCompletionWord::create(0, GetParam(), true));
   for (uint64_t value = 1; value <= 3; ++value) must(word->store(value));
   EXPECT_EQ(flushes(), before + 3);
-  const auto plain = must(cuda::CompletionWord::create(0, GetParam(), false));
+  const auto plain = must(cuda::GpuCompletionWord::create(0, GetParam(), false));
   must(plain->store(1));
   orders(100, 1);
-  const auto ordered = must(cuda::CompletionWord::create(0, GetParam(), true));
+  const auto ordered = must(cuda::GpuCompletionWord::create(0, GetParam(), true));
   must(ordered->store(1));
   EXPECT_EQ(flushes(), before + 3);
   orders(0, 0);
-  const auto impossible = cuda::CompletionWord::create(0, GetParam(), true);
+  const auto impossible = cuda::GpuCompletionWord::create(0, GetParam(), true);
   ASSERT_FALSE(impossible.ok());
   EXPECT_EQ(impossible.error().code, ErrorCode::kRefused);
 }

@@ -1,4 +1,4 @@
-// CompletionWord: a 64-bit word that the engine stores and a kernel polls: how a GPU learns, without a launch, that what
+// GpuCompletionWord: a 64-bit word that the engine stores and a kernel polls: how a GPU learns, without a launch, that what
 // it waits for has come.
 //
 // It lies in page-locked host memory, where the store is a plain one and each look of the GPU's goes over PCIe; or in
@@ -19,18 +19,18 @@
 
 namespace kvc::cuda {
 
-class CompletionWord final : public kvc::CompletionWord {
+class GpuCompletionWord final : public CompletionWord {
  public:
   enum class Place : uint8_t { kHost, kGpu };
 
   // For kernels of the GPU `device`; 0 at first. `remote_writes`: NICs write what it stands for into that GPU's memory
   // (remote_writes.h), which each store shows to running kernels first. kRefused where the GPU cannot do what is asked.
   // Blocks.
-  static Result<std::unique_ptr<CompletionWord>> create(int device, Place place, bool remote_writes);
-  CompletionWord(const CompletionWord&) = delete;
-  CompletionWord& operator=(const CompletionWord&) = delete;
+  static Result<std::unique_ptr<GpuCompletionWord>> create(int device, Place place, bool remote_writes);
+  GpuCompletionWord(const GpuCompletionWord&) = delete;
+  GpuCompletionWord& operator=(const GpuCompletionWord&) = delete;
   // When no kernel polls it any more. Blocks.
-  ~CompletionWord() override;
+  ~GpuCompletionWord() override;
 
   // One thread at a time; does not wait for what runs on the GPU. In host memory the word has its value when this returns;
   // in the GPU's the store is on the stream then, and a kernel sees it a while later.
@@ -42,7 +42,7 @@ class CompletionWord final : public kvc::CompletionWord {
   DevicePointer device() const noexcept { return pinned_.data() != nullptr ? pinned_.device() : word_; }
 
  private:
-  explicit CompletionWord(std::shared_ptr<Context> context) : context_(std::move(context)) {}
+  explicit GpuCompletionWord(std::shared_ptr<Context> context) : context_(std::move(context)) {}
 
   const std::shared_ptr<Context> context_;
   std::optional<RemoteWrites> remote_writes_;

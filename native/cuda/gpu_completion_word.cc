@@ -1,4 +1,4 @@
-#include "cuda/completion_word.h"
+#include "cuda/gpu_completion_word.h"
 
 namespace kvc::cuda {
 
@@ -8,12 +8,12 @@ constexpr std::string_view kOperation = "create_completion_word";
 
 }  // namespace
 
-Result<std::unique_ptr<CompletionWord>> CompletionWord::create(int device, Place place, bool remote_writes) {
+Result<std::unique_ptr<GpuCompletionWord>> GpuCompletionWord::create(int device, Place place, bool remote_writes) {
   Result<std::shared_ptr<Context>> context = Context::retain(device);
   if (!context) return context.error();
   const Context& gpu = *context.value();
   const Driver& driver = gpu.driver();
-  std::unique_ptr<CompletionWord> word(new CompletionWord(context.value()));
+  std::unique_ptr<GpuCompletionWord> word(new GpuCompletionWord(context.value()));
   if (remote_writes) {
     Result<RemoteWrites> writes = RemoteWrites::of(context.value());
     if (!writes) return writes.error();
@@ -45,7 +45,7 @@ Result<std::unique_ptr<CompletionWord>> CompletionWord::create(int device, Place
   return word;
 }
 
-CompletionWord::~CompletionWord() {
+GpuCompletionWord::~GpuCompletionWord() {
   const Context::Scope scope(*context_);
   // Here and not in their destructors after this one: they need the scope.
   stream_ = {};
@@ -53,7 +53,7 @@ CompletionWord::~CompletionWord() {
   if (word_ != 0) context_->driver().cuMemFree_v2(word_);
 }
 
-Status CompletionWord::store(uint64_t value) noexcept {
+Status GpuCompletionWord::store(uint64_t value) noexcept {
   if (remote_writes_) {
     if (Status flushed = remote_writes_->flush(); !flushed) return flushed;
   }
