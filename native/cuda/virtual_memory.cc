@@ -27,9 +27,9 @@ int set_access(const Context& context, DevicePointer address, uint64_t bytes) {
 
 }  // namespace
 
-Result<std::vector<Piece>> pieces_of(const Driver& driver, DevicePointer base, uint64_t bytes) {
+Result<std::vector<MemoryChunk>> pieces_of(const Driver& driver, DevicePointer base, uint64_t bytes) {
   const RelaxedCapture relaxed(driver);
-  std::vector<Piece> pieces;
+  std::vector<MemoryChunk> pieces;
   int first_device = -1;
   for (DevicePointer at = base; at - base < bytes;) {
     int device = -1;
@@ -101,10 +101,10 @@ Result<UniqueFd> create_piece(const Context& context, uint64_t bytes) {
   return UniqueFd(descriptor);
 }
 
-Status allow_access(const Context& context, const std::vector<Piece>& pieces) {
+Status allow_access(const Context& context, const std::vector<MemoryChunk>& pieces) {
   const RelaxedCapture relaxed(context.driver());
   // One by one: neighbours may have been reserved apart.
-  for (const Piece& piece : pieces) {
+  for (const MemoryChunk& piece : pieces) {
     if (int result = set_access(context, piece.address, piece.bytes); result != kSuccess) {
       return cuda_error("accept", "cuMemSetAccess", result);
     }

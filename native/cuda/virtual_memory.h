@@ -16,14 +16,14 @@
 
 namespace kvc::cuda {
 
-struct Piece {
+struct MemoryChunk {
   DevicePointer address = 0;
   uint64_t bytes = 0;
 };
 
 // The pieces that [base, base+bytes) lies in, in their order. kInvalidArgument: not all of it is mapped, or not on one
 // GPU; kRefused: a piece of it was allocated so that it has no descriptor. 2 us a piece.
-Result<std::vector<Piece>> pieces_of(const Driver& driver, DevicePointer base, uint64_t bytes);
+Result<std::vector<MemoryChunk>> pieces_of(const Driver& driver, DevicePointer base, uint64_t bytes);
 
 // The descriptor of the piece at `address`. It keeps the memory alive as long as it is open. 160 us.
 Result<UniqueFd> export_piece(const Driver& driver, DevicePointer address);
@@ -36,7 +36,7 @@ Result<uint64_t> piece_granularity(const Context& context);
 Result<UniqueFd> create_piece(const Context& context, uint64_t bytes);
 
 // Lets the context's GPU read and write another GPU's pieces in this process. 40 us a piece.
-Status allow_access(const Context& context, const std::vector<Piece>& pieces);
+Status allow_access(const Context& context, const std::vector<MemoryChunk>& pieces);
 
 // Pieces of another process, mapped one behind the other. They stay alive although their owner may have freed them or be
 // gone, so a copy that is under way cannot fault. One thread at a time; unmaps them at its end, 50 us each, which must

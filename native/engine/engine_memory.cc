@@ -19,7 +19,7 @@ constexpr size_t kPublishedPerTurn = 256;
 constexpr size_t kImportedPerLock = 256;
 
 // Ranges that are registered in one piece.
-struct Piece {
+struct MergedRange {
   MemoryRange whole;
   std::vector<size_t> ranges;  // places in the caller's list
 };
@@ -38,11 +38,11 @@ bool same_file(const MemoryRange& piece, const MemoryRange& range) {
   return piece.memfd < 0 || range.memfd_offset - piece.memfd_offset == static_cast<uint64_t>(range.base - piece.base);
 }
 
-std::vector<Piece> pieces_of(std::span<const MemoryRange> ranges) {
+std::vector<MergedRange> pieces_of(std::span<const MemoryRange> ranges) {
   std::vector<size_t> order(ranges.size());
   std::iota(order.begin(), order.end(), size_t{0});
   std::sort(order.begin(), order.end(), [&](size_t a, size_t b) { return ranges[a].base < ranges[b].base; });
-  std::vector<Piece> pieces;
+  std::vector<MergedRange> pieces;
   const std::byte* allocation_end = nullptr;  // of the GPU memory that the last piece ends in; null: it is host memory
   for (const size_t i : order) {
     const MemoryRange& range = ranges[i];
@@ -77,9 +77,9 @@ Result<std::vector<RegionId>> TransferEngine::register_memory(std::span<const Me
     if (Status status = check_range(range); !status) return status.error();
   }
   return impl_->on_memory_thread("register_memory", [&]() -> Result<std::vector<RegionId>> {
-    const std::vector<Piece> pieces = pieces_of(ranges);
+    const std::vector<MergedRange> pieces = pieces_of(ranges);
     std::vector<std::shared_ptr<LocalMemory>> memories;
-    for (const Piece& piece : pieces) {
+    for (const MergedRange& piece : pieces) {
       // Nobody was told the keys of those before: they just end.
       Result<std::shared_ptr<LocalMemory>> memory =
           impl_->lanes.register_memory(piece.whole, impl_->config.allow_fallback);

@@ -102,7 +102,7 @@ Result<Shared> NvlinkConnector::share(const cuda::Placement& place, const Memory
 // Pieces, whose descriptors the links carry. They are exported as they are sent: here it shows whether they can be.
 Result<Shared> NvlinkConnector::share_pieces(const MemoryRange& range) const {
   const auto address = reinterpret_cast<uint64_t>(range.base);
-  Result<std::vector<cuda::Piece>> pieces = cuda::pieces_of(*driver_, address, range.bytes);
+  Result<std::vector<cuda::MemoryChunk>> pieces = cuda::pieces_of(*driver_, address, range.bytes);
   Status exported;
   if (pieces) {
     if (Result<UniqueFd> first = cuda::export_piece(*driver_, pieces.value().front().address); !first) {
@@ -121,8 +121,8 @@ Result<Shared> NvlinkConnector::share_pieces(const MemoryRange& range) const {
   }
   Shared shared;
   shared.offset = address - pieces.value().front().address;
-  for (const cuda::Piece& piece : pieces.value()) shared.pieces_bytes += piece.bytes;
-  shared.pieces = std::make_shared<const std::vector<cuda::Piece>>(std::move(pieces.value()));
+  for (const cuda::MemoryChunk& piece : pieces.value()) shared.pieces_bytes += piece.bytes;
+  shared.pieces = std::make_shared<const std::vector<cuda::MemoryChunk>>(std::move(pieces.value()));
   return shared;
 }
 

@@ -56,7 +56,7 @@ Status PeerMemory::reach_gpu(int device) const {
 }
 
 Status PeerMemory::reach_pieces(cuda::DevicePointer base, uint64_t bytes) const {
-  const Result<std::vector<cuda::Piece>> pieces = cuda::pieces_of(context_->driver(), base, bytes);
+  const Result<std::vector<cuda::MemoryChunk>> pieces = cuda::pieces_of(context_->driver(), base, bytes);
   if (!pieces) return kLane.named(pieces.error());
   if (Status allowed = cuda::allow_access(*context_, pieces.value()); !allowed) {
     return cannot_be_mapped(allowed.error());

@@ -16,7 +16,7 @@
 
 namespace kvc::nvlink {
 
-using Pieces = std::shared_ptr<const std::vector<cuda::Piece>>;  // at least one
+using Pieces = std::shared_ptr<const std::vector<cuda::MemoryChunk>>;  // at least one
 
 // How other processes get at a region: by a handle, or in pieces.
 struct Shared {

@@ -64,11 +64,11 @@ Posted ShuffleDomain::post(LinkId link, const WriteBatch& batch) {
   const uint64_t owner = own({link, batch.work, whole ? 1 : batch.pages.size()});
   if (whole) {
     // Nothing of a page is looked at: only how many there are, which the immediate says as well.
-    pieces_.emplace(draw(), Piece{owner, link, batch, {}, {}});
+    pieces_.emplace(draw(), HeldPage{owner, link, batch, {}, {}});
     return Posted::kYes;
   }
   for (const PageWrite& page : batch.pages) {
-    Piece piece{owner, link, batch, page, {}};
+    HeldPage piece{owner, link, batch, page, {}};
     if (batch.counted) piece.batch.immediate = Immediate::with_multiplicity(batch.immediate, 1);
     pieces_.emplace(draw(), std::move(piece));
   }
@@ -80,7 +80,7 @@ Posted ShuffleDomain::send(LinkId link, WorkId work, std::span<const std::byte> 
     return entry.second.message && entry.second.link == link;
   });
   if (untaken >= kMessageSlots) return Posted::kBusy;
-  Piece piece{own({link, work, 1, true}), link, {}, {}, Bytes(message.begin(), message.end())};
+  HeldPage piece{own({link, work, 1, true}), link, {}, {}, Bytes(message.begin(), message.end())};
   pieces_.emplace(draw(), std::move(piece));
   return Posted::kYes;
 }
@@ -89,7 +89,7 @@ bool ShuffleDomain::post_due(Clock::time_point now) {
   bool any = false;
   for (int i = 0; i < kPiecesPerPoll && !pieces_.empty() && pieces_.begin()->first.first <= now; ++i) {
     auto node = pieces_.extract(pieces_.begin());
-    Piece& piece = node.mapped();
+    HeldPage& piece = node.mapped();
     const WorkId id = next_id_++;
     Posted posted = Posted::kYes;
     if (piece.message.empty()) {

@@ -54,7 +54,7 @@ class ShuffleDomain final : public Domain {
     std::optional<Error> error{};
   };
   // One page of a batch, or one message, on its way to the inner domain.
-  struct Piece {
+  struct HeldPage {
     uint64_t owner = 0;  // key of its Work
     LinkId link = 0;
     WriteBatch batch;  // without its page
@@ -90,7 +90,7 @@ class ShuffleDomain final : public Domain {
   std::unordered_map<uint64_t, Work> works_;
   size_t batches_ = 0;                           // of them
   std::unordered_map<WorkId, uint64_t> posted_;  // the inner domain's works: which of ours a piece belongs to
-  std::multimap<Due, Piece> pieces_;
+  std::multimap<Due, HeldPage> pieces_;
   std::multimap<Due, Landed> landed_;
 };
 

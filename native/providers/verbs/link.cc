@@ -85,7 +85,7 @@ void Link::fill(Remainder& batch, uint32_t count) {
   const uint64_t id = WorkRequestId{Kind::kWrite, id_, writes_.next_sequence()}.encode();
   const uint32_t inline_bytes = batch.source() != nullptr && batch.source()->host ? writes_.pair()->inline_bytes() : 0;
   for (uint32_t i = 0; i < count; ++i) {
-    const Remainder::Piece piece = batch.next();
+    const PageRemainder piece = batch.next();
     abi::ibv_send_wr& request = context_.chain.request(i);
     request.wr_id = id;
     request.opcode = abi::IBV_WR_RDMA_WRITE;

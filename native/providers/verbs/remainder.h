@@ -14,13 +14,15 @@
 
 namespace kvc::verbs {
 
+// What one work request carries.
+struct PageRemainder {
+  uint64_t source = 0;
+  uint64_t target = 0;
+  uint32_t bytes = 0;
+};
+
 class Remainder {
  public:
-  struct Piece {
-    uint64_t source = 0;
-    uint64_t target = 0;
-    uint32_t bytes = 0;
-  };
   // How far the batch is posted.
   struct Mark {
     uint32_t run = 0;
@@ -55,12 +57,12 @@ class Remainder {
   uint32_t immediate() const noexcept { return immediate_; }
   uint64_t pieces() const noexcept { return mark_.pieces; }
 
-  Piece next() noexcept {
+  PageRemainder next() noexcept {
     const PageRun& run = runs_[mark_.run];
     const uint64_t bytes = run.pages * page_bytes_;
-    const Piece piece{reinterpret_cast<uint64_t>(run.source) + mark_.offset,
-                      target_base_ + run.target_offset + mark_.offset,
-                      static_cast<uint32_t>(std::min(bytes - mark_.offset, max_piece_))};
+    const PageRemainder piece{reinterpret_cast<uint64_t>(run.source) + mark_.offset,
+                              target_base_ + run.target_offset + mark_.offset,
+                              static_cast<uint32_t>(std::min(bytes - mark_.offset, max_piece_))};
     mark_.offset += piece.bytes;
     if (mark_.offset == bytes) {
       ++mark_.run;
