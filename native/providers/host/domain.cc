@@ -67,9 +67,8 @@ Link* HostDomain::find(LinkId link) noexcept {
 }
 
 void HostDomain::attach(LinkId id, std::unique_ptr<LinkEnd> end) {
-  std::unique_ptr<Connection> connection(static_cast<Connection*>(end.release()));
-  auto link =
-      std::make_unique<Link>(id, std::move(connection), LinkContext{memories_, events_, completions_, control_});
+  const std::shared_ptr<Connection> connection(static_cast<Connection*>(end.release()));
+  auto link = std::make_unique<Link>(id, connection, LinkContext{events_, completions_, control_}, memories_);
   link->begin();
   links_.emplace(id, std::move(link));
 }

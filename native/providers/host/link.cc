@@ -17,23 +17,8 @@
 namespace kvc::host {
 
 using same_host::Admission;
-using same_host::direction_of;
-using same_host::Received;
 using same_host::Sent;
-using same_host::Taken;
 using Put = same_host::ImmediateRing::Put;
-
-namespace {
-
-Error peer_down(std::string_view operation, std::string message) {
-  return kLane.error(ErrorCode::kPeerDown, operation, std::move(message));
-}
-
-Error overwritten(std::string_view operation) {
-  return peer_down(operation, "the peer has overwritten the link's control words");
-}
-
-}  // namespace
 
 // The sender's stay in the peer's gate.
 class Link::Gate {
@@ -50,29 +35,20 @@ class Link::Gate {
   Link& link_;
 };
 
-Link::Link(LinkId id, std::unique_ptr<Connection> connection, const LinkContext& context)
-    : id_(id),
-      context_(context),
-      connection_(std::move(connection)),
-      same_process_(connection_->pid() == getpid()),
-      in_(connection_->incoming<Segment>()),
-      out_(connection_->outgoing<Segment>()),
-      ring_(id, context.completions, direction_of(in_), direction_of(out_)),
-      messages_(id, context.completions, direction_of(in_), direction_of(out_)) {}
-
-void Link::begin() {
-  if (Status added = context_.events.add(kLane, id_, *connection_); !added) return break_down(added.error());
-  in_.admit(Admission::kOpen);
-  connection_->send({.kind = MessageKind::kWake});  // the peer may have batches that wait for this
-}
+Link::Link(LinkId id, const std::shared_ptr<Connection>& connection, const LinkContext& context, const Memories& ours)
+    : LinkBase(kLane, id, context, connection, same_host::direction_of(connection->incoming<Segment>()),
+               same_host::direction_of(connection->outgoing<Segment>()), kQueueDepth),
+      ours_(ours),
+      same_process_(connection->pid() == getpid()),
+      in_(connection->incoming<Segment>()),
+      out_(connection->outgoing<Segment>()) {}
 
 // --- Control messages
 
 // False: not now, or the peer has hung up, which service() will read.
 bool Link::say(const Message& message, std::span<const int> descriptors) {
   if (connection_->send(message, descriptors) == Sent::kYes) return true;
-  socket_full_ = true;
-  context_.events.watch_room(id_, *connection_, true);
+  wait_for_room();
   return false;
 }
 
@@ -83,9 +59,9 @@ bool Link::tell() {
     forgotten_.pop_front();
     return true;
   }
-  const auto next = context_.memories.by_name.upper_bound(told_);
-  if (next == context_.memories.by_name.end()) {
-    told_ = context_.memories.last;
+  const auto next = ours_.by_name.upper_bound(told_);
+  if (next == ours_.by_name.end()) {
+    told_ = ours_.last;
     return true;
   }
   const auto& [name, memory] = *next;
@@ -93,19 +69,6 @@ bool Link::tell() {
   if (!say({.kind = MessageKind::kMemory, .memory = name, .bytes = memory->bytes}, descriptors)) return false;
   told_ = name;
   return true;
-}
-
-uint32_t Link::service() {
-  if (closed_) return 0;
-  if (std::exchange(socket_full_, false)) context_.events.watch_room(id_, *connection_, false);
-  uint32_t messages = 0;
-  const Received last = connection_->receive([&](const Message& message, Connection::Descriptors& descriptors) {
-    ++messages;
-    return handle(message, descriptors);
-  });
-  if (last == Received::kClosed) lose_peer(connection_->what_ended(last));
-  if (last == Received::kMalformed) break_down(connection_->what_ended(last));
-  return messages;
 }
 
 void Link::process_ended() { lose_peer(remote_write_error("link", connection_->pid(), ESRCH)); }
@@ -337,16 +300,6 @@ Link::Step Link::put_immediate(uint32_t immediate, Error& error) {
 
 // --- Receiving
 
-bool Link::receive() {
-  if (closed_) return false;
-  const Taken immediates = ring_.receive();
-  if (immediates == Taken::kSome && ring_.starves_peer()) connection_->send({.kind = MessageKind::kWake});
-  const Taken messages = messages_.receive();
-  const bool completed = messages_.complete();
-  if (immediates == Taken::kOverwritten || messages == Taken::kOverwritten) break_down(overwritten("receive"));
-  return immediates != Taken::kNothing || messages != Taken::kNothing || completed;
-}
-
 // The peer is told in progress(), which follows in the next turn.
 void Link::take(uint32_t slot) noexcept {
   messages_.take(slot);
@@ -363,17 +316,6 @@ bool Link::has_work() const noexcept {
 
 // --- The end
 
-void Link::close(const Error& error) {
-  if (closed_) return;
-  closed_ = true;
-  in_.admit(Admission::kRevoked);
-  gate_at_close_ = gate();
-  context_.events.remove(*connection_);
-  messages_.complete();
-  messages_.fail(error);
-  for (; !queue_.empty(); queue_.pop()) context_.completions.failed(queue_.front().work, error);
-}
-
 bool Link::end() {
   if (!left_gate(gate_at_close_)) return false;
   ring_.drain();
@@ -388,18 +330,6 @@ bool Link::left_gate(uint64_t seen) const {
   }
   // Of an open link service() finds the end.
   return (closed_ || connection_->process()) && connection_->peer_is_gone();
-}
-
-// What the peer has told us before its end is true: its pages are in place.
-void Link::lose_peer(const Error& error) {
-  messages_.receive();
-  break_down(error);
-}
-
-void Link::break_down(const Error& error) {
-  if (closed_) return;
-  close(error);
-  context_.completions.link_down(id_, error);
 }
 
 }  // namespace kvc::host

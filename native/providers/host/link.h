@@ -15,16 +15,14 @@
 #include "lane/domain.h"
 #include "providers/host/memory.h"
 #include "providers/host/wire.h"
-#include "providers/same_host/batch_queue.h"
 #include "providers/same_host/connection.h"
-#include "providers/same_host/immediate_ring.h"
-#include "providers/same_host/link_events.h"
-#include "providers/same_host/message_slots.h"
+#include "providers/same_host/link_base.h"
 
 namespace kvc::host {
 
 using same_host::BatchQueue;
 using same_host::Connection;
+using same_host::LinkContext;
 using same_host::Mapping;
 using same_host::Message;
 using same_host::MessageKind;
@@ -43,23 +41,14 @@ constexpr uint64_t kAnnounceBytes = 2 << 20;
 // Batches that wait in a link. They are written one after the other, so this only has to bridge two turns.
 constexpr uint32_t kQueueDepth = 64;
 
-// What all links of a domain share. It need not be there any more when a link ends.
-struct LinkContext {
-  const Memories& memories;
-  same_host::LinkEvents& events;
-  CompletionQueue& completions;
-  ControlQueue& control;
-};
-
 // The domain's thread; nothing here blocks but the end, which closes and unmaps: the control thread's.
-class Link {
+class Link final : public same_host::LinkBase {
  public:
-  Link(LinkId id, std::unique_ptr<Connection> connection, const LinkContext& context);
-  Link(const Link&) = delete;
-  Link& operator=(const Link&) = delete;
+  // `ours`: the memory of the domain.
+  Link(LinkId id, const std::shared_ptr<Connection>& connection, const LinkContext& context, const Memories& ours);
 
   // Once, before anything else: lets the peer write.
-  void begin();
+  using LinkBase::begin;
 
   // --- Control messages.
 
@@ -67,8 +56,6 @@ class Link {
   bool tell();
   // The memfd of this name has no published region any more.
   void forget(uint32_t memory) { forgotten_.push_back(memory); }
-  // The socket has something to say, or takes something again: reads a bounded number of messages, and returns how many.
-  uint32_t service();
   // The peer's process is gone, perhaps without an end of the socket: a child that it has forked may hold it open.
   void process_ended();
 
@@ -79,16 +66,11 @@ class Link {
   void take(uint32_t slot) noexcept;
   // Writes until about `budget` bytes are written or there is nothing to do; returns what it spent.
   uint64_t progress(uint64_t budget);
-  // Hands on a bounded number of arrived immediates and messages, and completes the messages that the peer has taken;
-  // true if there was one.
-  bool receive();
   // receive(), progress() or tell() would do something now.
   bool has_work() const noexcept;
 
   // --- The end.
 
-  // Completes what is queued with `error`, revokes the peer's right to write and stops listening to it. Idempotent.
-  void close(const Error& error);
   // After close(): true once no write of the peer can land here over this link any more, and all that landed has been
   // handed on. Tells the peer, which may have to know the same of us.
   bool end();
@@ -105,11 +87,10 @@ class Link {
   enum class Step : uint8_t { kMoved, kBlocked, kFailed, kPeerGone };
   class Gate;
 
-  bool handle(const Message& message, Connection::Descriptors& descriptors);
+  bool handle(const Message& message, Connection::Descriptors& descriptors) override;
+  void note_writes_at_close() noexcept override { gate_at_close_ = gate(); }
   bool say(const Message& message, std::span<const int> descriptors);
-  bool has_to_tell() const noexcept { return told_ != context_.memories.last || !forgotten_.empty(); }
-  void lose_peer(const Error& error);
-  void break_down(const Error& error);
+  bool has_to_tell() const noexcept { return told_ != ours_.last || !forgotten_.empty(); }
 
   Step advance(BatchQueue::Item& batch, uint64_t limit, Error& error);
   Step locate(const BatchQueue::Item& batch, Target& target, Error& error);
@@ -118,28 +99,20 @@ class Link {
   Step put_immediate(uint32_t immediate, Error& error);
   void announce_soon() noexcept;
 
-  const LinkId id_;
-  const LinkContext context_;
-  const std::unique_ptr<Connection> connection_;
+  const Memories& ours_;
   const bool same_process_;
   Channel& in_;
   Channel& out_;
-  same_host::ImmediateRing ring_;
-  same_host::MessageSlots messages_;
 
   // What the peer has been told of our memfds: all up to this name, but for those forgotten.
   uint32_t told_ = 0;
   std::deque<uint32_t> forgotten_;
-  bool socket_full_ = false;
 
   std::unordered_map<uint32_t, Mapping> memories_;  // the peer's memfds by their name
-  BatchQueue queue_{kQueueDepth};
   uint64_t gate_ = 0;         // of out_: our own copy, because the peer could scribble over the shared one
-  bool wake_due_ = false;     // there is something that a sleeping peer has not been told of
   uint64_t unannounced_ = 0;  // bytes written since the peer was last told
   bool awaiting_memory_ = false;
 
-  bool closed_ = false;
   uint64_t gate_at_close_ = 0;
 };
 

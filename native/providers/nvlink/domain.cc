@@ -68,8 +68,8 @@ Link* NvlinkDomain::find(LinkId link) noexcept {
 }
 
 void NvlinkDomain::attach(LinkId id, std::unique_ptr<LinkEnd> end) {
-  auto link = std::make_unique<Link>(id, static_cast<Meeting&>(*end),
-                                     LinkContext{driver_, copies_, events_, completions_, control_});
+  auto link = std::make_unique<Link>(id, static_cast<Meeting&>(*end), LinkContext{events_, completions_, control_},
+                                     driver_, copies_);
   link->begin(regions_);
   links_.emplace(id, std::move(link));
 }

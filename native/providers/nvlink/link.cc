@@ -10,16 +10,10 @@
 namespace kvc::nvlink {
 
 using same_host::Admission;
-using same_host::direction_of;
-using same_host::Received;
 using same_host::Taken;
 using Put = same_host::ImmediateRing::Put;
 
 namespace {
-
-Error peer_down(std::string_view operation, std::string message) {
-  return kLane.error(ErrorCode::kPeerDown, operation, std::move(message));
-}
 
 // On the control thread, when no copy uses the peer's memory any more. The socket's end tells the peer that nothing of ours
 // is under way either. Its other direction stays as it is: there the peer says the same.
@@ -28,8 +22,6 @@ void let_go(std::vector<std::shared_ptr<PeerRegion>> regions, const Connection& 
   connection.outgoing<Segment>().let_go.store(kAllLetGo, std::memory_order_seq_cst);
   shutdown(connection.socket().get(), SHUT_WR);
 }
-
-Error overwritten() { return peer_down("receive", "the peer has overwritten the link's control words"); }
 
 }  // namespace
 
@@ -45,17 +37,18 @@ Link::~Link() {
   let_go(regions_.take_all(), *connection_);
 }
 
-Link::Link(LinkId id, Meeting& meeting, const LinkContext& context)
-    : id_(id),
-      context_(context),
-      connection_(std::move(meeting.connection)),
+Link::Link(LinkId id, Meeting& meeting, const LinkContext& context, const cuda::Driver& driver, const Copies& copies)
+    : LinkBase(kLane, id, context, meeting.connection, same_host::direction_of(meeting.connection->incoming<Segment>()),
+               same_host::direction_of(meeting.connection->outgoing<Segment>()), kQueueDepth),
+      driver_(driver),
+      copies_(copies),
       in_(connection_->incoming<Segment>()),
       out_(connection_->outgoing<Segment>()),
-      ring_(id, context.completions, direction_of(in_), direction_of(out_)),
-      messages_(id, context.completions, direction_of(in_), direction_of(out_)),
       regions_(std::move(meeting.regions)),
       pieces_(std::move(meeting.pieces)),
-      told_(meeting.told) {}
+      told_(meeting.told) {
+  meeting.connection.reset();
+}
 
 void Link::begin(const Regions& ours) {
   bool known = told_ == 0;
@@ -64,9 +57,7 @@ void Link::begin(const Regions& ours) {
     if (region->key != told_) tell(*region);
   }
   if (!known) pieces_.forget(told_);  // it was withdrawn meanwhile
-  if (Status added = context_.events.add(kLane, id_, *connection_); !added) return break_down(added.error());
-  in_.admit(Admission::kOpen);
-  connection_->send({.kind = MessageKind::kWake});  // the peer may have batches that wait for this
+  LinkBase::begin();
 }
 
 // --- Our memory
@@ -90,15 +81,6 @@ bool Link::has_left(const Region::User& user) const {
 
 // --- Control messages
 
-void Link::service() {
-  if (closed_) return;
-  if (std::exchange(socket_full_, false)) context_.events.watch_room(id_, *connection_, false);
-  const Received last = connection_->receive(
-      [this](const Message& message, Connection::Descriptors& descriptors) { return handle(message, descriptors); });
-  if (last == Received::kClosed) lose_peer(connection_->what_ended(last));
-  if (last == Received::kMalformed) break_down(connection_->what_ended(last));
-}
-
 void Link::process_ended() { lose_peer(peer_down("link", "the peer's process is gone")); }
 
 bool Link::handle(const Message& message, Connection::Descriptors& descriptors) {
@@ -110,7 +92,7 @@ bool Link::handle(const Message& message, Connection::Descriptors& descriptors) 
     case MessageKind::kMemory:
       return met() && regions_.hear(message, std::move(descriptors[0]), board(), context_.control);
     case MessageKind::kForget:
-      return regions_.forget(message, context_.copies.next_launch());
+      return regions_.forget(message, copies_.next_launch());
     case MessageKind::kNone:
     case MessageKind::kHello:
       break;  // only ever the first message, and read by the rendezvous
@@ -198,7 +180,7 @@ bool Link::settle_landed() {
     if (!flight.error && flight.counted) {
       const Put put = ring_.put(flight.immediate);
       if (put == Put::kFull) break;
-      if (put == Put::kOverwritten) flight.error = overwritten();
+      if (put == Put::kOverwritten) flight.error = overwritten("receive");
       wake_due_ = true;
     }
     same_host::handing_over();
@@ -216,16 +198,6 @@ bool Link::settle_landed() {
 
 // --- Receiving
 
-bool Link::receive() {
-  if (closed_) return false;
-  const Taken immediates = ring_.receive();
-  if (immediates == Taken::kSome && ring_.starves_peer()) connection_->send({.kind = MessageKind::kWake});
-  const Taken messages = messages_.receive();
-  const bool completed = messages_.complete();
-  if (immediates == Taken::kOverwritten || messages == Taken::kOverwritten) break_down(overwritten());
-  return immediates != Taken::kNothing || messages != Taken::kNothing || completed;
-}
-
 void Link::take_message(uint32_t slot) noexcept {
   messages_.take(slot);
   wake_due_ = true;
@@ -238,7 +210,7 @@ bool Link::flush() {
   if (closed_) return any;
   // Nothing is mapped before the peer's domain has the link, and with it whom to tell when its memory goes.
   if (met() && out_.admitted() == Admission::kOpen) any |= regions_.prefetch(board(), context_.control);
-  if (regions_.advance(out_, context_.control, [this](uint64_t launch) { return context_.copies.settled(launch); })) {
+  if (regions_.advance(out_, context_.control, [this](uint64_t launch) { return copies_.settled(launch); })) {
     wake_due_ = any = true;
   }
   if (const Error* why = regions_.useless()) {
@@ -247,9 +219,8 @@ bool Link::flush() {
   }
   if (!socket_full_) {
     const uint64_t taken = in_.pieces_taken.load(std::memory_order_seq_cst);
-    const PieceSender::Sent sent = pieces_.advance(context_.driver, *connection_, taken, context_.control);
-    socket_full_ = sent == PieceSender::Sent::kFull;
-    if (socket_full_) context_.events.watch_room(id_, *connection_, true);
+    const PieceSender::Sent sent = pieces_.advance(driver_, *connection_, taken, context_.control);
+    if (sent == PieceSender::Sent::kFull) wait_for_room();
     any |= sent == PieceSender::Sent::kSome;
   }
   // Once a turn and not once a batch: waking a process costs as much as copying many pages. A socket that takes no more has
@@ -270,29 +241,6 @@ bool Link::has_work() const noexcept {
 }
 
 // --- The end
-
-void Link::close(const Error& error) {
-  if (closed_) return;
-  closed_ = error;
-  in_.admit(Admission::kRevoked);
-  entered_at_close_ = in_.entered.load(std::memory_order_seq_cst);
-  context_.events.remove(*connection_);
-  messages_.complete();
-  messages_.fail(error);
-  for (; !queue_.empty(); queue_.pop()) context_.completions.failed(queue_.front().work, error);
-}
-
-void Link::break_down(const Error& error) {
-  if (closed_) return;
-  close(error);
-  context_.completions.link_down(id_, error);
-}
-
-// What the peer has told us before its end is true: it has the messages that we sent, and we take its own.
-void Link::lose_peer(const Error& error) {
-  messages_.receive();
-  break_down(error);
-}
 
 bool Link::end() {
   if (ended_) return true;

@@ -21,16 +21,14 @@
 #include "providers/nvlink/piece_sender.h"
 #include "providers/nvlink/region.h"
 #include "providers/nvlink/wire.h"
-#include "providers/same_host/batch_queue.h"
 #include "providers/same_host/connection.h"
-#include "providers/same_host/immediate_ring.h"
-#include "providers/same_host/link_events.h"
-#include "providers/same_host/message_slots.h"
+#include "providers/same_host/link_base.h"
 
 namespace kvc::nvlink {
 
 using same_host::BatchQueue;
 using same_host::Connection;
+using same_host::LinkContext;
 using same_host::Message;
 using same_host::MessageKind;
 
@@ -60,21 +58,10 @@ struct Flight {
 };
 using Copies = cuda::CopyQueue<Flight>;
 
-// What all links of a domain share. It need not be there any more when a link ends.
-struct LinkContext {
-  const cuda::Driver& driver;
-  const Copies& copies;
-  same_host::LinkEvents& events;
-  CompletionQueue& completions;
-  ControlQueue& control;
-};
-
 // The domain's thread; nothing here blocks but the end, which unmaps: the control thread's.
-class Link {
+class Link final : public same_host::LinkBase {
  public:
-  Link(LinkId id, Meeting& meeting, const LinkContext& context);
-  Link(const Link&) = delete;
-  Link& operator=(const Link&) = delete;
+  Link(LinkId id, Meeting& meeting, const LinkContext& context, const cuda::Driver& driver, const Copies& copies);
   // When no copy of ours is under way.
   ~Link();
 
@@ -92,8 +79,6 @@ class Link {
 
   // --- Control messages.
 
-  // The socket has something to say, or takes something again: reads a bounded number of messages.
-  void service();
   // The peer's process is gone, perhaps without an end of the socket: a child that it has forked may hold it open.
   void process_ended();
 
@@ -114,9 +99,6 @@ class Link {
 
   // --- Receiving
 
-  // Hands on a bounded number of arrived immediates and messages, and completes the messages that the peer has taken;
-  // true if there was one.
-  bool receive();
   void take_message(uint32_t slot) noexcept;
 
   // --- Each turn
@@ -129,11 +111,6 @@ class Link {
 
   // --- The end
 
-  // Revokes the peer's right to write and stops listening to it; completes what is queued with `error`. Idempotent.
-  void close(const Error& error);
-  // The same, and says so.
-  void break_down(const Error& error);
-  bool closed() const noexcept { return closed_.has_value(); }
   // After close(): true once no write of the peer can land here over this link any more, all that landed has been handed
   // on, and nothing of ours is under way. Then lets go of the peer's memory.
   bool end();
@@ -142,37 +119,29 @@ class Link {
   bool over();
 
  private:
-  bool met() const noexcept { return connection_->met(); }
   const Board& board() const noexcept { return connection_->board<Board>(); }
-  bool handle(const Message& message, Connection::Descriptors& descriptors);
-  void lose_peer(const Error& error);
+  bool handle(const Message& message, Connection::Descriptors& descriptors) override;
+  void note_writes_at_close() noexcept override { entered_at_close_ = in_.entered.load(std::memory_order_seq_cst); }
   bool still_waits() const noexcept;
   std::optional<Error> refuse(const BatchQueue::Item& batch, const PeerRegion* region) const;
   bool settle_landed();
   bool peer_left(uint64_t entered) const noexcept;
 
-  const LinkId id_;
-  const LinkContext context_;
-  const std::shared_ptr<Connection> connection_;
+  const cuda::Driver& driver_;
+  const Copies& copies_;
   Channel& in_;
   Channel& out_;
-  same_host::ImmediateRing ring_;
-  same_host::MessageSlots messages_;
 
   PeerRegions regions_;
   PieceSender pieces_;
   const uint64_t told_;  // a region that `pieces_` was told of by the connector; 0: none
-  bool socket_full_ = false;
 
-  BatchQueue queue_{kQueueDepth};
   bool waiting_ = false;       // the first batch did, when it was last looked at
   std::deque<Flight> landed_;  // that have entered, and not left: the peer's ring was full
   // Our own copies of the words that we write, because the peer could scribble over the shared ones.
-  uint64_t entered_ = 0;   // of out_
-  uint64_t left_ = 0;      // of out_
-  bool wake_due_ = false;  // there is something that a sleeping peer has not been told of
+  uint64_t entered_ = 0;  // of out_
+  uint64_t left_ = 0;     // of out_
 
-  std::optional<Error> closed_;
   bool ended_ = false;
   bool gone_ = false;              // the peer is, or has never mapped anything
   uint64_t entered_at_close_ = 0;  // of in_
