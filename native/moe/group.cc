@@ -313,8 +313,9 @@ Status Group::place(std::span<const uint32_t> owners) {
 }
 
 // The rows before this rank's, and all of them.
-Result<std::pair<uint64_t, uint64_t>> Group::rows(const Memory& memory, std::string_view operation, uint32_t slot,
+Result<std::pair<uint64_t, uint64_t>> Group::rows(const Use& use, std::string_view operation, uint32_t slot,
                                                   std::span<const uint32_t> sizes) const {
+  if (use.memory() == nullptr) return closed(operation);
   const std::string name(operation);
   if (slot >= config_.slots) return invalid(name, "slot " + std::to_string(slot) + " is not one of the group's");
   if (sizes.size() != config_.ranks) {
@@ -327,21 +328,37 @@ Result<std::pair<uint64_t, uint64_t>> Group::rows(const Memory& memory, std::str
       return invalid(name, std::to_string(sizes[rank]) + " tokens of rank " + std::to_string(rank) +
                                ": the group was made for " + std::to_string(config_.max_tokens));
     }
-    if (!memory.segments[rank]) return invalid(name, "rank " + std::to_string(rank) + " is not attached");
+    if (!use.memory()->segments[rank]) return invalid(name, "rank " + std::to_string(rank) + " is not attached");
     if (rank < config_.rank) before += sizes[rank];
     all += sizes[rank];
   }
   return std::pair{before, all};
 }
 
+// What launches of both kinds say alike.
+template <typename Launch>
+Launch Group::launch_of(Memory& memory, uint32_t slot, uint32_t tokens, uint32_t phases) const {
+  Launch launch{};
+  for (uint32_t rank = 0; rank < config_.ranks; ++rank) launch.segments[rank] = memory.segments[rank]->base();
+  const cuda::DevicePointer control = memory.local + slot * local_of(config_).slot_bytes;
+  launch.masks = reinterpret_cast<uint32_t*>(control + sizeof(Control));
+  launch.control = reinterpret_cast<Control*>(control);
+  launch.host = memory.words_for_kernels();
+  launch.timeout_ns = config_.timeout_ns;
+  launch.ranks = config_.ranks;
+  launch.rank = config_.rank;
+  launch.tokens = tokens;
+  launch.phases = phases;
+  return launch;
+}
+
 Status Group::dispatch(cuda::Stream stream, uint32_t slot, std::span<const uint32_t> sizes, const void* ids,
                        uint32_t ids_bytes, uint32_t top_k, std::span<const ColumnSpec> columns, uint32_t phases) {
   constexpr std::string_view kOperation = "moe_dispatch";
   const Use use(*this);
-  if (use.memory() == nullptr) return closed(kOperation);
-  Memory& memory = *use.memory();
-  const auto found = rows(memory, kOperation, slot, sizes);
+  const auto found = rows(use, kOperation, slot, sizes);
   if (!found) return found.error();
+  Memory& memory = *use.memory();
   const auto [before, all] = found.value();
   const auto refuse = [&](std::string message) { return invalid(std::string(kOperation), std::move(message)); };
   if (columns.empty() || columns.size() > kMaxColumns) {
@@ -356,8 +373,7 @@ Status Group::dispatch(cuda::Stream stream, uint32_t slot, std::span<const uint3
   // A kernel that reads at null, or at a bad place, ends the process's use of the GPU.
   if (tokens > 0 && ids == nullptr && (memory.has_owners || memory.experts_per_rank > 0)) return refuse("no ids");
   if (reinterpret_cast<uintptr_t>(ids) % ids_bytes != 0) return refuse("ids that are not aligned");
-  DispatchLaunch launch{};
-  for (uint32_t rank = 0; rank < config_.ranks; ++rank) launch.segments[rank] = memory.segments[rank]->base();
+  auto launch = launch_of<DispatchLaunch>(memory, slot, tokens, phases);
   uint64_t end = 0;  // of the columns so far
   for (size_t i = 0; i < columns.size(); ++i) {
     const ColumnSpec& spec = columns[i];
@@ -383,25 +399,16 @@ Status Group::dispatch(cuda::Stream stream, uint32_t slot, std::span<const uint3
     column.to_all = spec.to_all ? 1 : 0;
   }
   const Local local = local_of(config_);
-  const cuda::DevicePointer control = memory.local + slot * local.slot_bytes;
   launch.ids = ids;
   if (memory.has_owners) {
     launch.owners = reinterpret_cast<const uint8_t*>(memory.local + local.slot_bytes * config_.slots);
   }
-  launch.masks = reinterpret_cast<uint32_t*>(control + sizeof(Control));
-  launch.control = reinterpret_cast<Control*>(control);
-  launch.host = memory.words_for_kernels();
   launch.arrived = Layout::arrived(slot);
-  launch.timeout_ns = config_.timeout_ns;
-  launch.ranks = config_.ranks;
-  launch.rank = config_.rank;
-  launch.tokens = tokens;
   launch.column_count = static_cast<uint32_t>(columns.size());
   launch.top_k = top_k;
   launch.ids_bytes = ids_bytes;
   launch.experts = config_.experts;
   launch.experts_per_rank = memory.experts_per_rank;
-  launch.phases = phases;
   if (!memory.context) {
     reference::dispatch(launch);
     return {};
@@ -419,10 +426,9 @@ Status Group::combine(cuda::Stream stream, uint32_t slot, std::span<const uint32
                       bool accumulate, uint32_t phases) {
   constexpr std::string_view kOperation = "moe_combine";
   const Use use(*this);
-  if (use.memory() == nullptr) return closed(kOperation);
-  Memory& memory = *use.memory();
-  const auto found = rows(memory, kOperation, slot, sizes);
+  const auto found = rows(use, kOperation, slot, sizes);
   if (!found) return found.error();
+  Memory& memory = *use.memory();
   const auto [before, all] = found.value();
   const auto refuse = [&](std::string message) { return invalid(std::string(kOperation), std::move(message)); };
   if (hidden == 0 || hidden % 8 != 0)
@@ -432,22 +438,12 @@ Status Group::combine(cuda::Stream stream, uint32_t slot, std::span<const uint32
   if (reinterpret_cast<uintptr_t>(out) % 16 != 0) return refuse("`out` does not begin at a multiple of 16 bytes");
   if (phases == 0 || (phases & ~(kSend | kReceive)) != 0) return refuse("no such phase");
   if (sizes[config_.rank] > 0 && out == nullptr) return refuse("no `out`");
-  CombineLaunch launch{};
-  for (uint32_t rank = 0; rank < config_.ranks; ++rank) launch.segments[rank] = memory.segments[rank]->base();
-  const cuda::DevicePointer control = memory.local + slot * local_of(config_).slot_bytes;
+  auto launch = launch_of<CombineLaunch>(memory, slot, sizes[config_.rank], phases);
   launch.out = static_cast<unsigned char*>(out);
-  launch.masks = reinterpret_cast<const uint32_t*>(control + sizeof(Control));
-  launch.control = reinterpret_cast<Control*>(control);
-  launch.host = memory.words_for_kernels();
   launch.ready = Layout::ready(slot);
   launch.rows = layout_.combine(slot) + before * row_bytes;
-  launch.timeout_ns = config_.timeout_ns;
-  launch.ranks = config_.ranks;
-  launch.rank = config_.rank;
-  launch.tokens = sizes[config_.rank];
   launch.vectors = hidden / 8;
   launch.accumulate = accumulate ? 1 : 0;
-  launch.phases = phases;
   if (!memory.context) {
     reference::combine(launch);
     return {};

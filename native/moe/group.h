@@ -96,8 +96,10 @@ class Group {
   class Use;      // keeps close() from freeing it
   Group(const GroupConfig& config, std::unique_ptr<Memory> memory);
   static Status begin_epochs(Memory& memory, const GroupConfig& config);
-  Result<std::pair<uint64_t, uint64_t>> rows(const Memory& memory, std::string_view operation, uint32_t slot,
+  Result<std::pair<uint64_t, uint64_t>> rows(const Use& use, std::string_view operation, uint32_t slot,
                                              std::span<const uint32_t> sizes) const;
+  template <typename Launch>
+  Launch launch_of(Memory& memory, uint32_t slot, uint32_t tokens, uint32_t phases) const;
   static uint32_t resident(const Memory& memory, uint32_t threads) noexcept;
   Status launch(const Memory& memory, cuda::Function kernel, cuda::Stream stream, uint32_t blocks, uint32_t threads,
                 void* arguments);
