@@ -594,7 +594,7 @@ class World:
             "tasks": len(self.state.tasks),
             "at engines": sum(count for name, count in self.engines.open.items() if name),  # looks have none
             "to be moved": len(dispatcher.moves._requests),
-            "to be disowned": len(dispatcher._disowning),
+            "to be released": dispatcher.holds.releasing,
             "leases": sum(one.outstanding + one.owes for one in members),
         }
         if any(left.values()):

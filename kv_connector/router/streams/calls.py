@@ -90,6 +90,11 @@ class Calls:
         self._spans = spans
         self.reasons = Reasons()
 
+    def begin(self, call: Call, decode: Lease) -> bool:
+        """The decode engine gets the request next. Returns whether it is to give token ids: the stream may be
+        moved from there."""
+        return call.running.begin(decode.endpoint, parts=self._members.of_both_sides(decode.endpoint))
+
     async def whole(self, side: Side, lease: Lease, method: str, body: Content, call: Call) -> Reply:
         """Any request that is no completion."""
         endpoint = lease.endpoint
