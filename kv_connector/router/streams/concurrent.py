@@ -166,7 +166,7 @@ class ConcurrentAttempt:
         self._prefill_lease.close()
         if not task.cancelled() and task.exception() is None:
             self._call.running.cached = task.result().cached
-            self._parts.policy.computed(self._attempt.placement, task.result())
+            self._parts.policy.prompt_computed(self._attempt.placement, task.result())
 
     async def _first_byte(self) -> Answer:
         """The decode engine's answer, unless the prefill engine fails before: the decode engine would wait

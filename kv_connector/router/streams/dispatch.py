@@ -146,7 +146,7 @@ class Dispatcher:
         return merged(replies) if len(replies) > 1 else first
 
     async def close(self) -> None:
-        """Waits, `patience` at most, for what engines are still to be told. No request is open any more."""
+        """Waits, `patience` at most, until engines are notified. No request is open any more."""
         await self.holds.close()
 
     async def _try(
@@ -302,7 +302,7 @@ class Dispatcher:
         logger.debug("request %s: prefilled by its decode engine: %s", call.request_id, reason)
         ids = self.calls.begin(call, decode)
         answer = await self.calls.decode(decode, completion.local_body(ids=ids), call, stack)
-        decode.computed()
+        decode.prompt_computed()
         return answer
 
     async def _concurrent(

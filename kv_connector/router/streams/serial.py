@@ -24,7 +24,7 @@ async def answer_serially(
     with prefilling as prefill, attempt.hold(parts.holds, prefill):
         body = completion.prefill_body(transfer_id, serial=True)
         computed = await parts.calls.prefill(prefill, body, call)
-    parts.policy.computed(attempt.placement, computed)
+    parts.policy.prompt_computed(attempt.placement, computed)
     params = computed.params
     if not params:
         # Going on would compute the prompt twice, and nobody would notice.
