@@ -201,7 +201,7 @@ class Pair:
 
     def _at_decode(self, request: Request, placement: Placement) -> None:
         lease = self.pools[Side.DECODE].acquire(placement.decode, placement.work)
-        request.on_first, request.on_end = lease.computed, lease.release
+        request.on_first, request.on_end = lease.prompt_computed, lease.release
         self.engines[Side.DECODE].add(request)
 
     def _at_both(self, request: Request, placement: Placement) -> None:

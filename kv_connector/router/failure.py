@@ -61,7 +61,7 @@ def bad_request(message: str) -> Failure:
     return failure(400, "invalid_request_error", message)
 
 
-def told(error: Mapping[str, Any], data: bytes) -> Failure:
+def reported_failure(error: Mapping[str, Any], data: bytes) -> Failure:
     """An engine's error within a stream; ``data`` is the event's."""
     code = error.get("code")
     return Failure(code if isinstance(code, int) and 400 <= code <= 599 else 500, data)

@@ -12,19 +12,19 @@ from typing import NoReturn
 logger = logging.getLogger(__name__)
 
 # An error that comes again with each turn is a line a minute, not five a second.
-_TELL_S = 60.0
+_REPORT_INTERVAL_S = 60.0
 
 
 async def forever(what: str, turn: Callable[[], Awaitable[None]], rest: float) -> NoReturn:
     """One turn after the other, until it is cancelled. One that raises is logged, once a minute, and the next
     comes ``rest`` seconds later: a router that no longer hears of its engines, and does not say so, would
     lose them all."""
-    told = -math.inf
+    reported = -math.inf
     while True:
         try:
             await turn()
         except Exception:
-            if time.monotonic() >= told + _TELL_S:
-                told = time.monotonic()
+            if time.monotonic() >= reported + _REPORT_INTERVAL_S:
+                reported = time.monotonic()
                 logger.exception("%s: goes on after an error that was not expected", what)
             await asyncio.sleep(rest)

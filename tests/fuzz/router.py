@@ -35,7 +35,7 @@ from kv_connector.router.engines.settings import Settings
 from kv_connector.router.failure import Failure
 from kv_connector.router.front import app as app_module
 from kv_connector.router.front.app import create_app
-from kv_connector.router.front.limits import Room
+from kv_connector.router.front.limits import Limits
 from kv_connector.router.front.server import HEADER_LIMIT, BoundedProtocol, ServerConfig
 from kv_connector.router.streams.dispatch import Dispatcher
 from tests.fuzz.seeds import chosen_seeds, search
@@ -470,8 +470,8 @@ class Client:
 # --- The world
 
 
-class WatchedRoom(Room):
-    """A Room whose account is checked by each change."""
+class WatchedRoom(Limits):
+    """A Limits whose account is checked by each change."""
 
     world: World
 
@@ -514,7 +514,7 @@ class World:
         self.dispatchers: list[Dispatcher] = []
         self.clients: list[Client] = []
 
-    def room(self, requests: int, nbytes: int) -> Room:
+    def room(self, requests: int, nbytes: int) -> Limits:
         self.rooms.append(WatchedRoom(requests, nbytes))
         return self.rooms[-1]
 
@@ -594,7 +594,7 @@ class World:
             "tasks": len(self.state.tasks),
             "at engines": sum(count for name, count in self.engines.open.items() if name),  # looks have none
             "to be moved": len(dispatcher.moves._requests),
-            "to be disowned": len(dispatcher._disowning),
+            "to be released": dispatcher.holds.releasing,
             "leases": sum(one.outstanding + one.owes for one in members),
         }
         if any(left.values()):
@@ -659,7 +659,7 @@ def problem(given: Scenario, answers: list[tuple[float, int | None]] | None = No
         patch("time.monotonic", loop.time),
         patch("asyncio.to_thread", world.to_thread),
         patch.object(app_module, "EngineClient", lambda: world.engines),
-        patch.object(app_module, "Room", world.room),
+        patch.object(app_module, "Limits", world.room),
         patch.object(app_module, "Dispatcher", world.dispatcher),
         patch("kv_connector.router.bodies.body_parser.LONG", LONG),
         patch.object(BodyParser, "_exchange", exchange),

@@ -15,7 +15,7 @@ import pytest
 from kv_connector.router import failure
 from kv_connector.router.bodies.fields import Pieces
 from kv_connector.router.engines.pool import Lease
-from kv_connector.router.front.limits import Place, Room
+from kv_connector.router.front.limits import Limits, Place
 from kv_connector.router.front.server import BoundedProtocol, Turns, _Flow
 from tests.fuzz.router import problem, report, scenario
 
@@ -40,24 +40,24 @@ def test_scenarios_are_of_all_sorts_and_run_alike_twice() -> None:
 
 
 @contextmanager
-def _keeps_its_place(self: Room) -> Iterator[Place]:
+def _keeps_its_place(self: Limits) -> Iterator[Place]:
     task = asyncio.current_task()
     assert task is not None
     self._tasks.add(task)
     yield Place(self)
 
 
-_enter = Room.enter
+_enter = Limits.enter
 
 
 @contextmanager
-def _without_limit(self: Room) -> Iterator[Place]:
+def _without_limit(self: Limits) -> Iterator[Place]:
     self._most_requests = sys.maxsize
     with _enter(self) as place:
         yield place
 
 
-def _without_budget(self: Room, nbytes: int, *, had: int, expected: int) -> None:
+def _without_budget(self: Limits, nbytes: int, *, had: int, expected: int) -> None:
     self._bytes += nbytes
 
 
@@ -77,11 +77,11 @@ def _without_the_last(self: Pieces) -> Iterator[bytes | memoryview]:
 
 
 PLANTED: dict[str, tuple[Any, str, Any]] = {
-    "bodies are not counted": (Room, "take", lambda self, nbytes, had, expected: None),
-    "bodies have no limit": (Room, "take", _without_budget),
+    "bodies are not counted": (Limits, "take", lambda self, nbytes, had, expected: None),
+    "bodies have no limit": (Limits, "take", _without_budget),
     "a body whose answer has begun is given back twice": (Place, "answered", _gives_back_more),
-    "requests keep their place": (Room, "enter", _keeps_its_place),
-    "requests have no limit": (Room, "enter", _without_limit),
+    "requests keep their place": (Limits, "enter", _keeps_its_place),
+    "requests have no limit": (Limits, "enter", _without_limit),
     "one connection alone gets its turn": (Turns, "_turn", _one_turn),
     "what nobody took is read on": (_Flow, "pause_reading", lambda self: None),
     "late headers are waited for": (BoundedProtocol, "_headers_are_late", lambda self: None),

@@ -17,7 +17,7 @@ class Work:
     """That it takes to compute them, by a forecast."""
     cached: int = 0
     """The other tokens of the prompt."""
-    told: bool = True
+    reported: bool = True
     """Its end will be known here; else it is taken to end as forecast."""
 
 
@@ -79,7 +79,7 @@ class Backlog:
         now = self._clock()
         while self._queue:
             oldest = next(iter(self._queue))
-            if oldest.told or now < self._began + oldest.seconds:
+            if oldest.reported or now < self._began + oldest.seconds:
                 return
             self._began += oldest.seconds
             del self._queue[oldest]

@@ -97,7 +97,7 @@ class Lease:
                 raise EngineLost from None
             raise
 
-    def computed(self) -> None:
+    def prompt_computed(self) -> None:
         """The engine has computed the prompt."""
         if self._work is not None:
             self._member.workload.backlog.remove(self._work)
@@ -116,7 +116,7 @@ class Lease:
 
     def release(self) -> None:
         """Once."""
-        self.computed()
+        self.prompt_computed()
         self._released = True
         self._member.outstanding -= 1
         self._member.owes += bool(self._owing)

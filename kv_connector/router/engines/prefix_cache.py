@@ -36,39 +36,39 @@ class PrefixCache:
         """How many bytes of the prompt the engine need not compute."""
         return self._leading(prompt.prefixes) * PREFIX_BYTES
 
-    def computed(self, prompt: Prompt, room: int | None = None) -> None:
+    def prompt_computed(self, prompt: Prompt, room: int | None = None) -> None:
         """The engine is sent the prompt, or its KV: who comes behind finds it. ``room``: tokens that it can
         keep in all, where it says so."""
         self._room = _USUAL_ROOM if room is None else min(room, _LARGEST_ROOM)
         if prompt.tokens is not None:
             self._weigh(prompt, prompt.tokens)
-        self._use(prompt.prefixes, self._leading(prompt.prefixes), told=False)
+        self._use(prompt.prefixes, self._leading(prompt.prefixes), reported=False)
 
     def corrected(self, prompt: Prompt, cached: int, tokens: int) -> None:
         """The engine has computed the prompt that it was sent, and had so many of its tokens before that."""
         if tokens <= 0:
             return
         # What was sent before and has no answer yet may be computed beside this one: it was not missed.
-        told = bisect_left(prompt.prefixes, True, key=lambda prefix: not self._held.get(prefix, False))
+        reported = bisect_left(prompt.prefixes, True, key=lambda prefix: not self._held.get(prefix, False))
         had = max(0, min(prompt.size * cached // tokens // PREFIX_BYTES, len(prompt.prefixes)))
-        if _CLEARLY * had < told:
+        if _CLEARLY * had < reported:
             # It keeps less than is held here now, by what it did not have.
-            keeps = len(self._held) - (told - had)
+            keeps = len(self._held) - (reported - had)
             self._taken = max(self._taken, self._whole_room() - keeps)
-        elif had > _CLEARLY * told:
-            self._taken = max(0, self._taken - (had - told))
+        elif had > _CLEARLY * reported:
+            self._taken = max(0, self._taken - (had - reported))
         self._weigh(prompt, tokens)
         # By now it has all of it, whatever it had before.
-        self._use(prompt.prefixes, told, told=True)
+        self._use(prompt.prefixes, reported, reported=True)
 
     def _leading(self, prefixes: Sequence[int]) -> int:
         """How many of them it has."""
         return bisect_left(prefixes, True, key=lambda prefix: prefix not in self._held)
 
-    def _use(self, prefixes: Sequence[int], before: int, *, told: bool) -> None:
+    def _use(self, prefixes: Sequence[int], before: int, *, reported: bool) -> None:
         """Makes them the youngest, the first of them last. ``before``: so many are as they are to be."""
         for prefix in prefixes[before:]:
-            self._held[prefix] = told
+            self._held[prefix] = reported
         deque(map(self._held.move_to_end, reversed(prefixes)), maxlen=0)
         room = max(0, self._whole_room() - self._taken)
         for _ in range(len(self._held) - room):

@@ -16,14 +16,14 @@ class Reasons:
 
     @contextmanager
     def expected(self, transfer_id: str) -> Iterator[asyncio.Future[str]]:
-        """For the length of a block that waits for a load: what may be told of it."""
+        """For the length of a block that waits for a load: the reason that a decode engine may report."""
         reason = self._expected[transfer_id] = asyncio.get_running_loop().create_future()
         try:
             yield reason
         finally:
             del self._expected[transfer_id]
 
-    def told(self, transfer_id: str, reason: str) -> None:
+    def reported(self, transfer_id: str, reason: str) -> None:
         """LOAD_FAILED. Of loads that are not waited for, another router's for one, it says nothing here."""
         expected = self._expected.get(transfer_id)
         if expected is not None and not expected.done():

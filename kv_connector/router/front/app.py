@@ -27,7 +27,7 @@ from kv_connector.router.engines.incidents import Incidents
 from kv_connector.router.engines.members import State
 from kv_connector.router.engines.settings import Settings
 from kv_connector.router.failure import Failure, failure, overloaded
-from kv_connector.router.front.limits import Place, Room
+from kv_connector.router.front.limits import Limits, Place
 from kv_connector.router.front.registry import Registry, RegistryError
 from kv_connector.router.front.status import Status
 from kv_connector.router.front.status_page import Page
@@ -93,7 +93,7 @@ def create_app(settings: Settings) -> Starlette:
     dispatcher = Dispatcher(settings, client, metrics, incidents, spans)
     status = Status(dispatcher.members, metrics, incidents, details=settings.status_details)
     page = Page.load()
-    room = Room(settings.requests, settings.body_budget)
+    limits = Limits(settings.requests, settings.body_budget)
     parser = BodyParser()
     registry = Registry(
         dispatcher.members,
@@ -119,7 +119,7 @@ def create_app(settings: Settings) -> Starlette:
                 yield
             finally:
                 # A server whose grace has ended has cancelled them: each still has its client to answer.
-                await room.wait_empty(settings.patience)
+                await limits.wait_empty(settings.patience)
                 await dispatcher.close()
                 await parser.close()
                 for task in tasks:
@@ -127,8 +127,8 @@ def create_app(settings: Settings) -> Starlette:
                 await asyncio.gather(*tasks, return_exceptions=True)
                 await asyncio.to_thread(spans.close)
 
-    async def ask(request: Request) -> Reply:
-        with room.enter() as place:
+    async def forward_any(request: Request) -> Reply:
+        with limits.enter() as place:
             body = await _read(request, settings, place)
             headers = {**_passed(request), "x-request-id": _request_id(request)}
             model = await parser.model(body)
@@ -137,22 +137,22 @@ def create_app(settings: Settings) -> Starlette:
             return await _unless_left(reply, request.receive)
 
     async def forward(request: Request) -> Response:
-        reply = await ask(request)
+        reply = await forward_any(request)
         return Failure(reply.status, reply.body, reply.content_type, reply.retry_after).response()
 
-    async def describe(request: Request) -> Response:
+    async def openapi(request: Request) -> Response:
         """A decode engine's description of its routes, less those that are not to be had here."""
-        reply = await ask(request)
+        reply = await forward_any(request)
         if reply.status == 200:
             described = json.loads(reply.body)
             described["paths"] = {path: text for path, text in described["paths"].items() if path in SERVED}
             return JSONResponse(described)
         return Failure(reply.status, reply.body, reply.content_type, reply.retry_after).response()
 
-    async def show(_: Request) -> Response:
+    async def status_page(_: Request) -> Response:
         return HTMLResponse(page.html, headers=page.headers)
 
-    async def tell(_: Request) -> Response:
+    async def status_json(_: Request) -> Response:
         return Response(status.json(), media_type="application/json", headers={"cache-control": "no-store"})
 
     async def live(_: Request) -> Response:
@@ -171,7 +171,7 @@ def create_app(settings: Settings) -> Starlette:
     async def load(_: Request) -> Response:
         return JSONResponse({"server_load": metrics.requests_in_flight()})
 
-    async def expose(_: Request) -> Response:
+    async def metrics_page(_: Request) -> Response:
         states = dispatcher.members.states()
         for side, engines in states.items():
             count = Counter(engines.values())
@@ -181,20 +181,20 @@ def create_app(settings: Settings) -> Starlette:
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     def complete(path: str, kind: type[Completion]) -> Completions:
-        return Completions(path, kind, settings, room, parser, dispatcher, metrics)
+        return Completions(path, kind, settings, limits, parser, dispatcher, metrics)
 
     application = _Application(
         routes=[
             *(Route(path, complete(path, kind), methods=["POST"]) for path, kind in COMPLETIONS.items()),
             *(Route(path, forward, methods=[method]) for method, path in FORWARDED),
-            Route("/", show),
-            Route("/status.json", tell),
+            Route("/", status_page),
+            Route("/status.json", status_json),
             Route("/live", live),
             Route("/health", health),
             Route("/ping", health, methods=["GET", "POST"]),
             Route("/load", load),
-            Route("/metrics", expose),
-            Route("/openapi.json", describe),
+            Route("/metrics", metrics_page),
+            Route("/openapi.json", openapi),
         ],
         exception_handlers={HTTPException: _http_error, Failure: _failure, ClientDisconnect: _left},
         lifespan=lifespan,
@@ -224,7 +224,7 @@ class Completions:
         path: str,
         kind: type[Completion],
         settings: Settings,
-        room: Room,
+        limits: Limits,
         parser: BodyParser,
         dispatcher: Dispatcher,
         metrics: Metrics,
@@ -232,7 +232,7 @@ class Completions:
         self._path = path
         self._kind = kind
         self._settings = settings
-        self._room = room
+        self._limits = limits
         self._parser = parser
         self._dispatcher = dispatcher
         self._metrics = metrics
@@ -243,15 +243,15 @@ class Completions:
         status = CLIENT_LEFT
         with self._metrics.in_flight.track_inprogress():
             try:
-                with self._room.enter() as place:
+                with self._limits.enter() as place:
                     body = await _read(request, self._settings, place)
                     completion = self._kind.of_fields(await self._parser.fields(body))
                     status = await self._serve(request, request_id, place, completion)
             except ClientDisconnect:
                 logger.info("a client left while it sent a request to %s", self._path)
             except Exception as error:
-                told = _told(error, request_id)
-                status, response = told.status, told.response()
+                failed = client_failure(error, request_id)
+                status, response = failed.status, failed.response()
                 response.headers["x-request-id"] = request_id
                 await response(scope, receive, send)
             finally:
@@ -312,18 +312,18 @@ class _Answering:
                     else:
                         await self._send_whole(answer)
             except Exception as error:
-                return await self.fail(_told(error, self._request_id))
+                return await self.fail(client_failure(error, self._request_id))
         return answer.status
 
-    async def fail(self, told: Failure) -> int:
+    async def fail(self, failed: Failure) -> int:
         """Ends the answer with an event, and returns its status; raises it if the answer has not begun."""
         if not self._begun:
-            raise told
+            raise failed
         self.complete = True
         named = self._path in NAMED_EVENTS
-        last = told.event(named=named) + (b"" if named else DONE)
+        last = failed.event(named=named) + (b"" if named else DONE)
         await self._request._send({"type": "http.response.body", "body": last})
-        return told.status
+        return failed.status
 
     async def _begin(
         self, status: int = 200, content_type: str = EVENT_STREAM, length: int | None = None
@@ -356,8 +356,8 @@ class _Answering:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _told(error: Exception, request_id: str) -> Failure:
-    """What the client is told of it."""
+def client_failure(error: Exception, request_id: str) -> Failure:
+    """The failure that the client gets for it."""
     if isinstance(error, Failure):
         return error
     logger.error("request %s: a fault of the router's own", request_id, exc_info=error)

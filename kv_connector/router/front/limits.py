@@ -1,4 +1,4 @@
-"""Room: how much of this process the requests in flight may hold together."""
+"""Limits: how much of this process the requests in flight may hold together."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _SHORT = 64 << 10
 _FOR_SHORT = 16
 
 
-class Room:
+class Limits:
     """Counts requests in flight and the bytes of their bodies. Used from the event loop's thread only."""
 
     def __init__(self, requests: int, nbytes: int) -> None:
@@ -84,22 +84,22 @@ class Room:
 
 
 class Place:
-    """One request's part of the room."""
+    """One request's part of the limits."""
 
-    def __init__(self, room: Room) -> None:
-        self._room = room
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
         self.nbytes = 0
         """Bytes of its body so far."""
 
     def take(self, nbytes: int, *, expected: int = 0) -> None:
         """So many bytes of its body have arrived, and so many are expected in all. Failure 503 if the bodies
         are too many bytes together."""
-        self._room.take(nbytes, had=self.nbytes, expected=expected)
+        self._limits.take(nbytes, had=self.nbytes, expected=expected)
         self.nbytes += nbytes
 
     def answered(self) -> None:
         """The answer has begun, and the body counts half: it may stay for minutes, and new requests need
         room. Bodies of 60 MiB cost 1.5 times their size (2026-11-28), so three times what they count."""
         left = self.nbytes // 2
-        self._room.take(left - self.nbytes, had=self.nbytes, expected=0)
+        self._limits.take(left - self.nbytes, had=self.nbytes, expected=0)
         self.nbytes = left

@@ -150,7 +150,7 @@ class Registry:
                     case Leave():
                         self._members.leave(message)
                     case LoadFailed(transfer_id, reason):
-                        self._reasons.told(transfer_id, reason)
+                        self._reasons.reported(transfer_id, reason)
                     case Drain():
                         self._drain(received.source, message)
                     case Undrain(url):
@@ -184,7 +184,7 @@ class Registry:
             self._moves.empty(url)
         # The engine keeps it, and tells the other routers, and this one when it comes back.
         self._pass_on(url, BeginDrain())
-        moved, staying = self._moves.told(url) if question.move else (0, {})
+        moved, staying = self._moves.report(url) if question.move else (0, {})
         self._sockets.send(asker, Draining(outstanding, moved, staying))
 
     def _undrain(self, asker: Source, url: str) -> None:

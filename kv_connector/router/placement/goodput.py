@@ -87,8 +87,8 @@ class Goodput:
                 local, reason, receiver = True, "one_engine", decode.engine.endpoint
         chosen = decode if local else prefill
         # Only a stream's beginning tells that its prompt is computed.
-        told = not local or completion.streamed
-        work = Work(chosen.tokens, chosen.computing, chosen.cached, told)
+        reported = not local or completion.streamed
+        work = Work(chosen.tokens, chosen.computing, chosen.cached, reported)
         late = chosen.seconds > self._objectives.ttft
         return Placement(None if local else prefill.engine.endpoint, receiver, reason, work, prompt, late)
 
@@ -98,15 +98,15 @@ class Goodput:
         for workload in {self._workload(*one) for one in where}:
             if workload is not None:
                 room = None if workload.load is None else workload.load.cache_tokens
-                workload.cache.computed(placement.prompt, room)
+                workload.cache.prompt_computed(placement.prompt, room)
 
-    def computed(self, placement: Placement, told: Computed) -> None:
+    def prompt_computed(self, placement: Placement, report: Computed) -> None:
         workload = self._workload(Side.PREFILL, placement.prefill)
-        if placement.prompt is None or placement.prompt.pictures or workload is None or told.tokens is None:
+        if placement.prompt is None or placement.prompt.pictures or workload is None or report.tokens is None:
             return
-        self._sizes.learn(placement.prompt, told.tokens)
-        if told.cached is not None:
-            workload.cache.corrected(placement.prompt, told.cached, told.tokens)
+        self._sizes.learn(placement.prompt, report.tokens)
+        if report.cached is not None:
+            workload.cache.corrected(placement.prompt, report.cached, report.tokens)
 
     def _compare(self, prefill: _Forecast, decode: _Forecast) -> tuple[bool, str]:
         """Whether the decode engine computes the prompt, and why."""

@@ -44,7 +44,7 @@ class Policy(Protocol):
         placement that has its prompt."""
         ...
 
-    def computed(self, placement: Placement, told: Computed) -> None:
+    def prompt_computed(self, placement: Placement, report: Computed) -> None:
         """A prefill engine has computed the prompt, and said this of it."""
         ...
 
@@ -63,7 +63,7 @@ class FewestOutstanding:
     def sent(self, placement: Placement) -> None:
         pass
 
-    def computed(self, placement: Placement, told: Computed) -> None:
+    def prompt_computed(self, placement: Placement, report: Computed) -> None:
         pass
 
 

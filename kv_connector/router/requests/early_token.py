@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from kv_connector.router.failure import UNREADABLE, told
+from kv_connector.router.failure import UNREADABLE, reported_failure
 from kv_connector.router.requests.events import END, data_of
 
 # An answer has one time of its beginning. Within a generated text the quotes would be escaped.
@@ -64,7 +64,7 @@ class PrefillStream:
             if said is None:
                 continue
             if isinstance(problem := said.get("error"), dict):
-                raise told(problem, data_of(event))
+                raise reported_failure(problem, data_of(event))
             self._count(said)
             choice = _choice(said)
             if choice is None or self._over:

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from kv_connector.router.failure import UNREADABLE, Failure, told
+from kv_connector.router.failure import UNREADABLE, Failure, reported_failure
 
 END = b"\n\n"
 # Events that begin a message or a response before vLLM knows whether the request works.
@@ -86,7 +86,7 @@ def _error_of(event: bytes) -> Failure | None:
     if b'"error"' not in event or not (data := data_of(event)):
         return None
     said = _read(data)
-    return None if said is None or said.error is None else told(said.error, data)
+    return None if said is None or said.error is None else reported_failure(said.error, data)
 
 
 def data_of(event: bytes) -> bytes:
@@ -116,7 +116,7 @@ def _tells(event: bytes) -> bool:
     if (said := _read(data)) is None:
         return True
     if said.error is not None:
-        raise told(said.error, data)
+        raise reported_failure(said.error, data)
     if said.type in _BEGINNINGS:
         return False
     return not said.choices or any(_says(choice) for choice in said.choices)

@@ -90,6 +90,11 @@ class Calls:
         self._spans = spans
         self.reasons = Reasons()
 
+    def begin(self, call: Call, decode: Lease) -> bool:
+        """The decode engine gets the request next. Returns whether it is to give token ids: the stream may be
+        moved from there."""
+        return call.running.begin(decode.endpoint, parts=self._members.of_both_sides(decode.endpoint))
+
     async def whole(self, side: Side, lease: Lease, method: str, body: Content, call: Call) -> Reply:
         """Any request that is no completion."""
         endpoint = lease.endpoint
@@ -123,11 +128,11 @@ class Calls:
         body: Content,
         call: Call,
         accepted: asyncio.Future[None],
-        told: asyncio.Future[EarlyToken | None],
+        early: asyncio.Future[EarlyToken | None],
     ) -> Computed:
-        """As prefill(), of a P that streams. ``accepted``: done as soon as it has begun to. ``told`` gets its
-        token at once, None where there is none to pass on. vLLM's streams have no kv_transfer_params; what is
-        wanted of them here is in its usage.
+        """As prefill(), of a P that streams. ``accepted``: done as soon as it has begun to. ``early`` gets
+        its token at once, None where there is none to pass on. vLLM's streams have no kv_transfer_params;
+        what is wanted of them here is in its usage.
         """
         endpoint, stream = lease.endpoint, PrefillStream()
         try:
@@ -145,13 +150,13 @@ class Calls:
                                 token = stream.feed(said)
                             except Failure as problem:
                                 raise self._failed_prefill(endpoint, call, problem) from None
-                            if token is not None and not told.done():
-                                told.set_result(token)
+                            if token is not None and not early.done():
+                                early.set_result(token)
         except (*HttpError, EngineLost) as error:
             raise self._broken(Side.PREFILL, endpoint, call, error) from error
         finally:
-            if not told.done():
-                told.set_result(None)
+            if not early.done():
+                early.set_result(None)
         return Computed(tokens=stream.prompt_tokens, cached=stream.cached_tokens)
 
     async def load(
@@ -174,7 +179,7 @@ class Calls:
             except EngineError as error:
                 if self._members.registered(lease.endpoint):
                     await asyncio.wait({reason}, timeout=PATIENCE_S)
-                told: Failure = error
+                reported: Failure = error
                 unsure = reason.done()
                 self._erred(lease.endpoint, error, unsure=unsure)
                 if unsure:
@@ -183,8 +188,8 @@ class Calls:
                     logger.warning("request %s: %s", call.request_id, words)
                     what = f"did not get a prompt's KV from {self._members.label(prefill)}"
                     self._incidents.note(self._members.label(lease.endpoint), what, reason.result())
-                    told = failure(error.status, "api_error", words)
-                raise EngineError(told, {**error.blamed, Side.PREFILL: prefill}) from None
+                    reported = failure(error.status, "api_error", words)
+                raise EngineError(reported, {**error.blamed, Side.PREFILL: prefill}) from None
         for endpoint in (prefill, lease.endpoint):
             self._members.served(time.monotonic(), endpoint)
         return answer
@@ -249,10 +254,10 @@ class Calls:
                 if before:
                     yield before
                 if problem is not None:
-                    told = self._failure(Side.DECODE, lease.endpoint, call, problem)
-                    if isinstance(told, EngineError):
-                        self._erred(lease.endpoint, told, begun=True)
-                    raise told
+                    reported = self._failure(Side.DECODE, lease.endpoint, call, problem)
+                    if isinstance(reported, EngineError):
+                        self._erred(lease.endpoint, reported, begun=True)
+                    raise reported
                 async with lease.alive():
                     more = await events.read()
             if not has_end(before_last + last):
@@ -261,10 +266,10 @@ class Calls:
             raise self._broken(Side.DECODE, lease.endpoint, call, error, begun=True) from error
 
     def _failed_prefill(self, endpoint: Endpoint, call: Call, answer: Failure) -> Failure:
-        told = self._failure(Side.PREFILL, endpoint, call, answer)
-        if isinstance(told, EngineError):
-            self._erred(endpoint, told)
-        return told
+        reported = self._failure(Side.PREFILL, endpoint, call, answer)
+        if isinstance(reported, EngineError):
+            self._erred(endpoint, reported)
+        return reported
 
     def _erred(self, endpoint: Endpoint, error: object, *, begun: bool = False, unsure: bool = False) -> None:
         self._members.erred(time.monotonic(), endpoint, str(error), begun=begun, unsure=unsure)

@@ -5,47 +5,42 @@ import functools
 import itertools
 import logging
 import time
-import uuid
 from collections.abc import (
-    AsyncGenerator,
     AsyncIterator,
     Awaitable,
     Callable,
     Collection,
-    Iterator,
     Mapping,
-    Sequence,
 )
 from contextlib import (
-    AbstractContextManager,
     AsyncExitStack,
     ExitStack,
     asynccontextmanager,
-    contextmanager,
 )
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kv_connector.router.bodies.fields import Content
-from kv_connector.router.engines.client import EngineClient, HttpError, Reply
+from kv_connector.router.engines.client import EngineClient, Reply
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.incidents import Incidents
 from kv_connector.router.engines.members import Members, Side
 from kv_connector.router.engines.models import merged, names
 from kv_connector.router.engines.pool import Lease, NoEngine, Pool
 from kv_connector.router.engines.settings import Settings
-from kv_connector.router.failure import Failure, failure
+from kv_connector.router.failure import failure
 from kv_connector.router.observe.metrics import Metrics
 from kv_connector.router.observe.spans import Spans
 from kv_connector.router.placement.goodput import Goodput
 from kv_connector.router.placement.policy import FewestOutstanding, Placement, Policy
-from kv_connector.router.requests.answers import Answer, Computed
-from kv_connector.router.requests.completion import DISOWNED_PATH, Completion, decode_params, disowned_body
-from kv_connector.router.requests.continuation import PATHS
-from kv_connector.router.requests.early_token import EarlyToken, Mismatch, Rest
-from kv_connector.router.streams.calls import EVENT_STREAM, Call, Calls, EngineFailure
+from kv_connector.router.requests.answers import Answer
+from kv_connector.router.requests.completion import Completion
+from kv_connector.router.streams.attempt import Attempt, Components
+from kv_connector.router.streams.calls import Call, Calls, EngineFailure
+from kv_connector.router.streams.concurrent import ConcurrentAttempt
+from kv_connector.router.streams.holds import PrefillHolds
 from kv_connector.router.streams.moves import Moves, Stream
-from kv_connector.router.streams.usage import recounted
+from kv_connector.router.streams.serial import answer_serially
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +67,6 @@ class Dispatcher:
         spans: Spans,
     ) -> None:
         self._settings = settings
-        self._client = client
         self._metrics = metrics
         self._incidents = incidents
         self.spans = spans
@@ -90,7 +84,18 @@ class Dispatcher:
         if settings.objectives is not None:
             self._policy = Goodput(settings.objectives, self._pools)
         self._joined_by = time.monotonic() + settings.patience
-        self._disowning: set[asyncio.Task[None]] = set()
+        self.holds = PrefillHolds(self._pools, client, settings.patience)
+        self._parts = Components(
+            self._pools,
+            self.members,
+            self.calls,
+            self._policy,
+            self.holds,
+            metrics,
+            incidents,
+            spans,
+            settings.patience,
+        )
         self.moves = Moves(self._pools, self.members, self.calls, metrics, self._pair)
 
     @asynccontextmanager
@@ -141,9 +146,8 @@ class Dispatcher:
         return merged(replies) if len(replies) > 1 else first
 
     async def close(self) -> None:
-        """Waits, `patience` at most, for what engines are still to be told. No request is open any more."""
-        if self._disowning:
-            await asyncio.wait(self._disowning)
+        """Waits, `patience` at most, until engines are notified. No request is open any more."""
+        await self.holds.close()
 
     async def _try(
         self, completion: Completion, call: Call, avoided: Collection[Endpoint] = (), first: int = 1
@@ -212,9 +216,11 @@ class Dispatcher:
             return await self._local(completion, call, placement.reason, decode, stack)
         # D asks a rank of P's for the pages: where vLLM chooses the rank, its answer has to say which.
         unknown_rank = not completion.goes_to_named_rank and self.members.has_ranks(Side.PREFILL)
+        attempt = Attempt(completion, call, placement, placement.prefill)
         if self._settings.dispatch == "serial" or unknown_rank:
-            return await self._serial(completion, call, placement, stack, avoid)
-        return await self._concurrent(completion, call, placement, stack, avoid, number)
+            partner = functools.partial(self._lease_partner, stack, placement.prefill, call, avoid)
+            return await answer_serially(self._parts, attempt, stack, partner)
+        return await self._concurrent(attempt, stack, avoid, number)
 
     async def _place(self, completion: Completion, call: Call, avoid: Collection[Endpoint]) -> Placement:
         left = self._joined_by - time.monotonic()
@@ -228,7 +234,7 @@ class Dispatcher:
                 return Placement(None, self._pools[Side.DECODE].fewest(avoid, model=model), "no_prefill")
             return self._policy.place(completion, call.path, avoid, model)
 
-        placement = await self._where(place)
+        placement = await self._wait_for_choice(place)
         if placement.reason == "no_prefill":
             self._note_lack(Side.PREFILL)
         return placement
@@ -253,18 +259,20 @@ class Dispatcher:
     ) -> Lease:
         """Any decode engine of the model."""
         pool = self._pools[Side.DECODE]
-        decode = await self._where(lambda: pool.fewest(avoid, model=self._known(call)))
+        decode = await self._wait_for_choice(lambda: pool.fewest(avoid, model=self._known(call)))
         return stack.enter_context(pool.lease(decode))
 
-    async def _partner(
+    async def _lease_partner(
         self, stack: AsyncExitStack, prefill: Endpoint, call: Call, avoid: Collection[Endpoint]
     ) -> Lease:
         """A decode engine for what that one has computed."""
         pool, prefills = self._pools[Side.DECODE], self._pools[Side.PREFILL]
-        decode = await self._where(lambda: pool.partner(prefills, prefill, avoid, self._known(call)))
+        decode = await self._wait_for_choice(
+            lambda: pool.partner(prefills, prefill, avoid, self._known(call))
+        )
         return stack.enter_context(pool.lease(decode))
 
-    async def _where(self, choose: Callable[[], T]) -> T:
+    async def _wait_for_choice(self, choose: Callable[[], T]) -> T:
         """What that chooses, of engines that must be used before anything else is awaited. A router that has
         just started waits for the first of each side to register."""
         deadlines: dict[Pool, float] = {}
@@ -292,125 +300,20 @@ class Dispatcher:
     ) -> Answer:
         self._metrics.local_prefills.labels(reason).inc()
         logger.debug("request %s: prefilled by its decode engine: %s", call.request_id, reason)
-        ids = self._begin(call, decode)
+        ids = self.calls.begin(call, decode)
         answer = await self.calls.decode(decode, completion.local_body(ids=ids), call, stack)
-        decode.computed()
+        decode.prompt_computed()
         return answer
-
-    async def _serial(
-        self,
-        completion: Completion,
-        call: Call,
-        placement: Placement,
-        stack: AsyncExitStack,
-        avoid: Collection[Endpoint],
-    ) -> Answer:
-        transfer_id = uuid.uuid4().hex
-        self.spans.name_transfer(transfer_id)
-        assert placement.prefill is not None
-        prefilling = self._pools[Side.PREFILL].lease(placement.prefill, placement.work)
-        with prefilling as prefill, self._owed(transfer_id, prefill, call):
-            body = completion.prefill_body(transfer_id, serial=True)
-            computed = await self.calls.prefill(prefill, body, call)
-        self._policy.computed(placement, computed)
-        params = computed.params
-        if not params:
-            # Going on would compute the prompt twice, and nobody would notice.
-            raise failure(
-                502,
-                "api_error",
-                f"the prefill engine {prefill.endpoint} answered without kv_transfer_params: "
-                "was it started with --kv-transfer-config and a role that produces?",
-            )
-        with self._owed(transfer_id, prefill, call):
-            decode = await self._partner(stack, placement.prefill, call, avoid)
-            ids = self._begin(call, decode)
-            body = completion.decode_body(params, ids=ids)
-            answer = await self.calls.load(transfer_id, prefill.endpoint, decode, body, call, stack)
-        call.running.cached = computed.cached
-        return answer
-
-    def _begin(self, call: Call, decode: Lease) -> bool:
-        """D is asked. Returns whether it is to say token ids: the stream may be moved from there."""
-        return call.running.begin(decode.endpoint, parts=self.members.of_both_sides(decode.endpoint))
 
     async def _concurrent(
         self,
-        completion: Completion,
-        call: Call,
-        placement: Placement,
+        attempt: Attempt,
         stack: AsyncExitStack,
         avoid: Collection[Endpoint],
         number: int,
     ) -> Answer:
-        transfer_id = uuid.uuid4().hex
-        self.spans.name_transfer(transfer_id)
-        assert placement.prefill is not None
-        held = ExitStack()
-        stack.callback(held.close)
-        prefill = held.enter_context(self._pools[Side.PREFILL].lease(placement.prefill, placement.work))
-        serving = ExitStack()
-        stack.callback(serving.close)
-        decode = serving.enter_context(self._pools[Side.DECODE].lease(placement.decode))
-        late = self._late_reason(completion, call, prefill.endpoint, decode.endpoint)
-        loop = asyncio.get_running_loop()
-        told: asyncio.Future[EarlyToken | None] = loop.create_future()
-        at_prefill: asyncio.Future[None] = loop.create_future()
-        at_decode: asyncio.Future[None] = loop.create_future()
-        prompt = completion.prefill_body(transfer_id, serial=False, early=late is None)
-        prefilling = asyncio.create_task(
-            self.calls.prefill(prefill, prompt, call)
-            if late
-            else self.calls.prefill_early(prefill, prompt, call, at_prefill, told)
-        )
-
-        def prefilled(task: asyncio.Task[Computed]) -> None:
-            held.close()
-            if not task.cancelled() and task.exception() is None:
-                call.running.cached = task.result().cached
-                self._policy.computed(placement, task.result())
-
-        prefilling.add_done_callback(prefilled)
-        # D is served by then. P's own answer is a matter of milliseconds, and closing its connection would
-        # abort it.
-        stack.push_async_exit(_Finish(prefilling, self._settings.patience))
-        ids = self._begin(call, decode)
-        params = decode_params(transfer_id, prefill.endpoint, early=late is None)
-        body = completion.decode_body(params, ids=ids)
-        ours = AsyncExitStack()
-        load = self.calls.load(transfer_id, prefill.endpoint, decode, body, call, ours, at_decode)
-        decoding = asyncio.create_task(load)
-
-        async def end_decode(*why: Any) -> None:
-            """``why``: as of ``__aexit__``."""
-            await _end(decoding)
-            await ours.__aexit__(*why)
-            serving.close()
-
-        stack.push_async_exit(end_decode)
-        logger.debug(
-            "request %s: transfer %s from %s to %s",
-            call.request_id,
-            transfer_id,
-            prefill.endpoint,
-            decode.endpoint,
-        )
-        owed = functools.partial(self._owed, transfer_id, prefill, call)
-        with owed():
-            if late is None:
-                token = await _early(told, (at_prefill, at_decode), decoding, call)
-                if token is not None:
-                    self._metrics.early_tokens.labels("sent").inc()
-                    again = functools.partial(self._again, completion, call, avoid, number, end_decode)
-                    chunks = self._splice(token, prefilling, decoding, owed, again, call)
-                    # A generator that was never begun runs none of its code when it is closed.
-                    await anext(chunks)
-                    stack.push_async_callback(chunks.aclose)
-                    return Answer(200, EVENT_STREAM, chunks)
-                late = "decode_first" if decoding.done() else "no_text"
-            self._metrics.early_tokens.labels(late).inc()
-            answer = await _first_byte(prefilling, decoding)
-        return replace(answer, chunks=self._recounted(answer, prefilling))
+        retry = functools.partial(self._retry_behind_token, attempt.completion, attempt.call, avoid, number)
+        return await ConcurrentAttempt(self._parts, attempt, retry).answer(stack)
 
     async def _pair(
         self, completion: Completion, call: Call, prefill: Endpoint, decode: Endpoint
@@ -420,166 +323,22 @@ class Dispatcher:
             if not self._pools[side].has(engine):
                 raise failure(503, "api_error", f"{engine} is gone")
         async with AsyncExitStack() as stack:
-            placement = Placement(prefill, decode, "moved")
-            answer = await self._concurrent(completion, call, placement, stack, (), ATTEMPTS)
+            attempt = Attempt(completion, call, Placement(prefill, decode, "moved"), prefill)
+            answer = await self._concurrent(attempt, stack, (), ATTEMPTS)
             return stack.pop_all(), answer
 
-    def _late_reason(
-        self, completion: Completion, call: Call, prefill: Endpoint, decode: Endpoint
-    ) -> str | None:
-        """Why the client does not get P's token; None if it does."""
-        if call.path not in PATHS:
-            return "other_api"
-        if not (self.members.early_tokens(prefill) and self.members.early_tokens(decode)):
-            return "engines"
-        return completion.late_reason()
-
-    async def _splice(
-        self,
-        token: EarlyToken,
-        prefilling: asyncio.Task[Computed],
-        decoding: asyncio.Task[Answer],
-        owed: Callable[[], AbstractContextManager[None]],
-        again: Callable[[EngineFailure], Awaitable[tuple[AsyncExitStack, Answer]]],
-        call: Call,
-    ) -> AsyncGenerator[bytes]:
-        """An empty beginning, P's token, and behind it D's answer, or that of other engines by ``again`` if
-        these fail before D has begun."""
-        rest = Rest(token)
-        try:
-            async with AsyncExitStack() as stack:
-                try:
-                    with owed():
-                        yield b""
-                        yield token.events
-                        answer = await _first_byte(prefilling, decoding)
-                    chunks = self._recounted(answer, prefilling)
-                except EngineFailure as error:
-                    entered, answer = await again(error)
-                    await stack.enter_async_context(entered)
-                    chunks = answer.chunks
-                async for events in chunks:
-                    if more := rest.of(events):
-                        yield more
-        except Mismatch as error:
-            self._metrics.early_tokens.labels("mismatch").inc()
-            logger.error("request %s: the answer is broken off: %s", call.request_id, error)
-            self._incidents.note("", "an answer is broken off: decode had another first token", str(error))
-            raise failure(502, "api_error", f"the answer is broken off: {error}") from None
-
-    async def _again(
+    async def _retry_behind_token(
         self,
         completion: Completion,
         call: Call,
         avoid: Collection[Endpoint],
         number: int,
-        end_decode: Callable[..., Awaitable[None]],
         error: EngineFailure,
     ) -> tuple[AsyncExitStack, Answer]:
-        """What is behind the token, from other engines than those of attempt ``number``, which failed; raises
-        its error where there are none, or the token would be another one there."""
-        await end_decode(type(error), error, error.__traceback__)
-        if not completion.repeats_itself():
-            raise error
+        """What follows the early first token, from other engines than those of attempt ``number``, which
+        failed. Raises the failure where there are no others."""
         avoid = self._avoid_next(error, avoid, number, call)
         logger.warning(
             "request %s: tried again with other engines behind its first token: %s", call.request_id, error
         )
         return await self._try(completion.behind_its_token(), call, avoid, first=number + 1)
-
-    def _recounted(self, answer: Answer, prefilling: asyncio.Task[Computed]) -> AsyncIterator[bytes]:
-        return recounted(answer, functools.partial(_computed, prefilling, self._settings.patience))
-
-    @contextmanager
-    def _owed(self, transfer_id: str, prefill: Lease, call: Call) -> Iterator[None]:
-        """A block at whose end D has answered with what P computed. P is not idle until then.
-
-        Where it has not, nobody will ask for this transfer again, as each attempt has an id of its own: the
-        client left, D broke off, or D refused a body that P took. D may never have known of the request, and
-        P would keep the prompt's blocks for its hold time. A decode engine is made to tell P that nobody
-        wants them. A transfer that is under way is left to the engines, as is one that P alone failed.
-        """
-        try:
-            with prefill.owing():
-                yield
-        except BaseException as error:
-            if not (isinstance(error, EngineFailure) and [*error.blamed] == [Side.PREFILL]):
-                task = asyncio.create_task(self._disown(transfer_id, prefill.endpoint, call))
-                self._disowning.add(task)
-                task.add_done_callback(self._disowning.discard)
-            raise
-
-    async def _disown(self, transfer_id: str, prefill: Endpoint, call: Call) -> None:
-        try:
-            async with asyncio.timeout(self._settings.patience):
-                pool = self._pools[Side.DECODE]
-                with pool.lease(pool.fewest(model=pool.known(call.model))) as lease:
-                    url, body = lease.endpoint.url + DISOWNED_PATH, disowned_body(transfer_id, prefill)
-                    await self._client.whole("POST", url, body, lease.endpoint.headers(call.headers))
-        except (*HttpError, NoEngine, Failure) as error:
-            logger.info(
-                "request %s: %s keeps transfer %s for its hold time, no decode engine could tell it: %s: %s",
-                call.request_id,
-                prefill,
-                transfer_id,
-                type(error).__name__,
-                error,
-            )
-
-
-async def _computed(prefilling: asyncio.Task[Computed], seconds: float) -> Computed | None:
-    """P's account of the prompt, if it comes within that time."""
-    await asyncio.wait({prefilling}, timeout=seconds)
-    if not prefilling.done() or prefilling.cancelled() or prefilling.exception():
-        return None
-    return prefilling.result()
-
-
-async def _first_byte(prefilling: asyncio.Task[Any], decoding: asyncio.Task[Answer]) -> Answer:
-    """D's answer, unless P fails before D has one: D would wait for pages that never come."""
-    while True:
-        if prefilling.done() and (not decoding.done() or decoding.exception()):
-            prefilling.result()
-        if decoding.done():
-            return decoding.result()
-        await asyncio.wait(
-            {decoding} if prefilling.done() else {prefilling, decoding}, return_when="FIRST_COMPLETED"
-        )
-
-
-async def _early(
-    told: asyncio.Future[EarlyToken | None],
-    accepted: Sequence[asyncio.Future[None]],
-    decoding: asyncio.Task[Answer],
-    call: Call,
-) -> EarlyToken | None:
-    """P's token, once both engines have taken the request, which the client is told before; None if there is
-    none to pass on, or D is first."""
-    while not decoding.done():
-        if begun := all(future.done() for future in accepted):
-            await call.begin()
-        if told.done() and (begun or told.result() is None):
-            return told.result()
-        events: list[asyncio.Future[Any]] = [*accepted, told, decoding]
-        waits = [event for event in events if not event.done()]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    return None
-
-
-class _Finish:
-    """Waits for a task where all went well, `seconds` at most, and ends it then or where not."""
-
-    def __init__(self, task: asyncio.Task[Any], seconds: float) -> None:
-        self._task = task
-        self._seconds = seconds
-
-    async def __call__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            await asyncio.wait({self._task}, timeout=self._seconds)
-        await _end(self._task)
-
-
-async def _end(task: asyncio.Task[Any]) -> None:
-    """Cancels what still runs, and takes note of how it ended."""
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)

@@ -45,15 +45,15 @@ logger = logging.getLogger(__name__)
 # Streams that leave one engine at a time. Each costs a step of both engines and some requests, 50 ms on a
 # GPU, and then the lane, which one transfer fills: of 256 streams eight at a time take 2 s beside their
 # transfers, and each waits for seven others' transfers at most.
-_AT_ONCE = 8
+_MAX_CONCURRENT_MOVES = 8
 # How long a stream may stand still for a move: 32,000 tokens of an 8B model are 4 GiB, which take 3.4 s at 10
 # Gb/s.
-_LONGEST_S = 5.0
+_MAX_PAUSE_S = 5.0
 # Between two looks at how many streams each engine has. By then a move has come to its end, or its engines
 # are left out; and of an engine's streams one a second stands still for a move.
-_REST_S = 1.0
+_REBALANCE_INTERVAL_S = 1.0
 # What two or three engines did not take is no matter of the engine.
-_TRIES = 3
+_MAX_ATTEMPTS = 3
 # What a tokenizer's decoder gives where a character's bytes are not all there.
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
@@ -116,14 +116,14 @@ class Moves:
         finally:
             del self._requests[request]
             if (engine := request.running.engine) is not None:
-                self._tell_end(engine.url)
+                self._report_end(engine.url)
 
     def empty(self, url: str) -> None:
         """Moves the streams of this API server's engines to other engines, until keep()."""
         self._emptying[url] = _Emptying(time.monotonic())
-        for reason, count in self.told(url)[1].items():
+        for reason, count in self.report(url)[1].items():
             self._metrics.moves.labels(reason).inc(count)
-        self._tell_end(url)
+        self._report_end(url)
 
     def keep(self, url: str) -> None:
         """Leaves the streams of this API server's engines there: the drain has ended."""
@@ -133,10 +133,10 @@ class Moves:
         """Until it is cancelled: one stream at a time between two engines."""
 
         async def turn() -> None:
-            await asyncio.sleep(_REST_S)
+            await asyncio.sleep(_REBALANCE_INTERVAL_S)
             self.balance_once(balance)
 
-        await forever("rebalancing", turn, _REST_S)
+        await forever("rebalancing", turn, _REBALANCE_INTERVAL_S)
 
     def balance_once(self, balance: Balance) -> None:
         busy: set[Endpoint | None] = set()
@@ -161,7 +161,7 @@ class Moves:
                     if (youngest := next(may, None)) is not None:
                         youngest.to = fewest
 
-    def told(self, url: str) -> tuple[int, dict[str, int]]:
+    def report(self, url: str) -> tuple[int, dict[str, int]]:
         """Of a drain that moves: streams that are gone, and requests that will not go, by why."""
         emptying = self._emptying.get(url)
         staying = Counter(filter(None, (self._stay_reason(request) for request in self._at(url))))
@@ -176,7 +176,7 @@ class Moves:
             return None
         if request.to is not None:
             return request.to if self._pools[Side.DECODE].takes(request.to) else None
-        if not self._members.emptied(engine) or self._leaving[engine.url] >= _AT_ONCE:
+        if not self._members.emptied(engine) or self._leaving[engine.url] >= _MAX_CONCURRENT_MOVES:
             return None  # its next event asks again
         return None if self._stay_reason(request) else self._other(engine, request.call.model)
 
@@ -212,7 +212,7 @@ class Moves:
         finally:
             request.moving, request.to = False, None
             self._leaving[engine.url] -= 1
-            self._tell_end(engine.url)
+            self._report_end(engine.url)
 
     async def ask(
         self, request: Request, running: Running, ids: bytes, said: int, to: Endpoint
@@ -257,7 +257,7 @@ class Moves:
             return request.stays
         if engine is None or not self._members.of_both_sides(engine):
             return "engine"
-        if request.failed >= _TRIES:
+        if request.failed >= _MAX_ATTEMPTS:
             return "failed"
         return None if self._other(engine, request.call.model) else "no_other_engine"
 
@@ -283,7 +283,7 @@ class Moves:
                 return model.max_model_len
         raise failure(502, "api_error", f"{engine} does not say how long its model's texts may be")
 
-    def _tell_end(self, url: str) -> None:
+    def _report_end(self, url: str) -> None:
         """Of a drain, once: it has one stream less, or a move less."""
         emptying = self._emptying.get(url)
         if emptying is None or emptying.over:
@@ -351,7 +351,7 @@ class Stream:
         ask = self._moves.ask(request, new, bytes(running.ids), said, to)
         asking = asyncio.ensure_future(ask)
         try:
-            async with asyncio.timeout(_LONGEST_S):
+            async with asyncio.timeout(_MAX_PAUSE_S):
                 while not asking.done() and not source.ended:
                     await asyncio.wait({asking, source.ahead()}, return_when=asyncio.FIRST_COMPLETED)
                     if not asking.done():
@@ -365,7 +365,7 @@ class Stream:
         except Failure as error:
             self._moves.failed(request, to, "refused", error)
         except TimeoutError:
-            self._moves.failed(request, to, "too_late", f"nothing has come from there in {_LONGEST_S:g} s")
+            self._moves.failed(request, to, "too_late", f"nothing has come from there in {_MAX_PAUSE_S:g} s")
         else:
             tail = Tail(last, prompt=self._prompt, said=said, cached=self._cached)
             self._moves.moved(request, engine, time.perf_counter() - began)

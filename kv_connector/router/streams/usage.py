@@ -26,8 +26,8 @@ async def recounted(
 ) -> AsyncIterator[bytes]:
     """D's answer with the cached tokens that P counted, once it has; as it is where P does not say."""
     async for chunk in answer.chunks:
-        if _counts(chunk) and (told := await computed()) is not None and told.cached is not None:
-            cached, written = told.cached, told.written
+        if _counts(chunk) and (report := await computed()) is not None and report.cached is not None:
+            cached, written = report.cached, report.written
             if answer.streaming:
                 chunk = END.join(_event(event, cached, written) for event in chunk.split(END))
             else:

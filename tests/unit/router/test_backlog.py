@@ -68,9 +68,9 @@ def test_one_that_ends_out_of_turn_leaves_the_oldest_as_it_is(backlog: Backlog, 
 
 
 def test_what_nobody_tells_the_end_of_ends_as_forecast(backlog: Backlog, clock: Clock) -> None:
-    silent, told = Work(100, 2.0, told=False), Work(10, 1.0)
+    silent, reported = Work(100, 2.0, reported=False), Work(10, 1.0)
     backlog.add(silent)
-    backlog.add(told)
+    backlog.add(reported)
     clock.now += 1.5
     assert (backlog.left(), backlog.tokens) == (pytest.approx(1.5), 110)
     clock.now += 1.0
@@ -80,7 +80,7 @@ def test_what_nobody_tells_the_end_of_ends_as_forecast(backlog: Backlog, clock: 
 
 
 def test_of_each_prompt_a_step_has_a_chunk(backlog: Backlog, clock: Clock) -> None:
-    backlog.add(Work(1000, 2.0, told=False))
+    backlog.add(Work(1000, 2.0, reported=False))
     backlog.add(Work(50, 1.0))
     assert (backlog.in_a_step(256), backlog.in_a_step(10)) == (306, 20)
     clock.now += 3.5
@@ -90,7 +90,7 @@ def test_of_each_prompt_a_step_has_a_chunk(backlog: Backlog, clock: Clock) -> No
 def test_what_nobody_tells_the_end_of_is_computed_beside_those_behind_it(
     backlog: Backlog, clock: Clock
 ) -> None:
-    works = [Work(1000, 1.0, told=False) for _ in range(3)]
+    works = [Work(1000, 1.0, reported=False) for _ in range(3)]
     for work in works:
         backlog.add(work)
     clock.now += 2.5
@@ -116,7 +116,7 @@ def test_what_other_routers_sent_counts_and_fades(clock: Clock) -> None:
     clock.now += 0.4
     assert left() == (pytest.approx(0.6), 800)
     clock.now += 60.0
-    assert left() == (0.0, 200), "this router's own is told"
+    assert left() == (0.0, 200), "this router's own is reported"
     workload.hear(WorkloadReport(1, 1, 0, waiting=200))
     assert left() == (0.0, 200), "a part of it is computed"
     workload.hear(None)
@@ -137,7 +137,7 @@ def test_a_lease_has_its_work_until_it_is_computed() -> None:
     backlog = workload.backlog
     with pool.lease(endpoint, Work(7, 1.0)) as lease:
         assert backlog.tokens == 7
-        lease.computed()
+        lease.prompt_computed()
         assert (backlog.tokens, pool.outstanding(endpoint)) == (0, 1)
     assert pool.outstanding(endpoint) == 0
     with pool.lease(endpoint, Work(7, 1.0)):

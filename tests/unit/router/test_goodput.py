@@ -263,8 +263,8 @@ def test_prefill_corrects_what_was_thought_to_be_cached() -> None:
         assert placement.prefill == prefill
         assert placement.work is not None
         assert placement.work.tokens <= tokens
-    router.policy.computed(first, Computed(tokens=6000, cached=0))
-    router.policy.computed(again, Computed(tokens=6000, cached=0))
+    router.policy.prompt_computed(first, Computed(tokens=6000, cached=0))
+    router.policy.prompt_computed(again, Computed(tokens=6000, cached=0))
     third = router.place(6000)
     assert third.work is not None
     assert third.work.tokens == 6000, "it does not keep such prompts"
@@ -335,7 +335,7 @@ def test_a_prompt_with_pictures_is_not_forecast(router: Router) -> None:
     placement = router.policy.place(chat, "/v1/chat/completions", ())
     assert (placement.prefill, placement.reason, placement.work) == (prefill, "pictures", None)
     router.policy.sent(placement)
-    router.policy.computed(placement, Computed(tokens=1000, cached=0))
+    router.policy.prompt_computed(placement, Computed(tokens=1000, cached=0))
     text = Completion.decode(json.dumps({"model": "m", "prompt": "x" * 3998}).encode())
     learned = router.policy.place(text, PATH, ())
     assert learned.work is not None

@@ -346,7 +346,7 @@ async def test_an_answer_that_ends_meanwhile_ends() -> None:
 
 
 async def test_a_new_engine_that_says_nothing_in_time_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kv_connector.router.streams.moves._LONGEST_S", 0.1)
+    monkeypatch.setattr("kv_connector.router.streams.moves._MAX_PAUSE_S", 0.1)
     async with site() as s:
         s.first.limits, s.second.limits = (8, LENGTH), (0, 0)
         s.first.pace = 0.01  # it says something behind each move that fails
@@ -360,7 +360,7 @@ async def test_a_new_engine_that_says_nothing_in_time_is_given_up(monkeypatch: p
 
 async def test_so_many_streams_move_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others go on where they are meanwhile."""
-    monkeypatch.setattr("kv_connector.router.streams.moves._AT_ONCE", 1)
+    monkeypatch.setattr("kv_connector.router.streams.moves._MAX_CONCURRENT_MOVES", 1)
     async with site() as s:
         s.first.limits, s.first.pace = (8, LENGTH), 0.01
         s.second.limits = (8, LENGTH)
@@ -518,7 +518,7 @@ def test_engines_with_far_more_streams_give_one_to_those_with_far_fewer(
 
 
 async def test_the_youngest_streams_move_until_it_is_even(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kv_connector.router.streams.moves._REST_S", 0.05)
+    monkeypatch.setattr("kv_connector.router.streams.moves._REBALANCE_INTERVAL_S", 0.05)
     body = BODY | {"max_tokens": 200}
     async with site(rebalance=True) as s:
         s.first.limits, s.first.pace, s.second.limits = (LENGTH, LENGTH), 0.02, (8, LENGTH)

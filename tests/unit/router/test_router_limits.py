@@ -34,7 +34,7 @@ from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.settings import Settings
 from kv_connector.router.failure import Failure
 from kv_connector.router.front.app import DONE, create_app
-from kv_connector.router.front.limits import Room, requests_for
+from kv_connector.router.front.limits import Limits, requests_for
 from kv_connector.router.front.server import HEADER_LIMIT, BoundedProtocol, ServerConfig, Turns, _Flow
 from kv_connector.router.requests.completion import _DECIDING, Completion
 from kv_connector.router.requests.continuation import stay_reason, tokens_left
@@ -449,7 +449,7 @@ async def test_bodies_beyond_the_budget_get_503_until_others_end() -> None:
 
 
 async def test_long_bodies_leave_some_of_the_budget_to_short_ones() -> None:
-    room = Room(100, 16 << 20)
+    room = Limits(100, 16 << 20)
 
     async def hold(nbytes: int, expected: int) -> None:
         with room.enter() as place:

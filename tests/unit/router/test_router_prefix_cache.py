@@ -59,7 +59,7 @@ class Router:
         return self.cache.cached(prompt) // PREFIX_BYTES
 
     def send(self, prompt: Prompt) -> int:
-        self.cache.computed(prompt, None if self.room is None else self.room * TOKENS)
+        self.cache.prompt_computed(prompt, None if self.room is None else self.room * TOKENS)
         return self.engine.compute(prompt)
 
     def hear(self, prompt: Prompt, cached: int) -> None:
@@ -112,7 +112,7 @@ def test_an_engine_that_was_sent_nothing_has_nothing() -> None:
 
 def test_what_is_sent_is_there_for_who_comes_behind() -> None:
     cache = PrefixCache()
-    cache.computed(prompt("abc"))
+    cache.prompt_computed(prompt("abc"))
     assert cache.cached(prompt("abd")) == 2 * PREFIX_BYTES
 
 
@@ -138,7 +138,7 @@ def test_prompts_that_are_computed_side_by_side_do_not_miss_each_other() -> None
     early, late = prompt("abcdefgh"), prompt("abcdefxy")
     router.ask(prompt(range(8)))
     for one in (early, late):
-        router.cache.computed(one)
+        router.cache.prompt_computed(one)
     router.hear(early, 0)
     assert [router.forecast(one) for one in (prompt(range(8)), early, late)] == [8, 8, 8]
 
@@ -175,7 +175,7 @@ def test_a_hit_that_ends_within_a_block_is_no_loss() -> None:
     for one in (first, again):
         router.ask(one)
     for _ in range(100):
-        router.cache.computed(first)
+        router.cache.prompt_computed(first)
         router.hear(first, 6 * TOKENS)
     assert router.forecast(again) == 10
 
@@ -185,7 +185,7 @@ def test_a_hit_that_ends_within_a_block_is_no_loss() -> None:
 )
 def test_a_nonsensical_answer_does_no_harm(cached: int, tokens: int) -> None:
     cache = PrefixCache()
-    cache.computed(prompt("abc"))
+    cache.prompt_computed(prompt("abc"))
     cache.corrected(prompt("abc"), cached, tokens)
     assert cache.cached(prompt("abc")) == 3 * PREFIX_BYTES
 
@@ -195,7 +195,7 @@ def test_room_is_counted_in_the_tokens_of_the_prompts_that_it_holds() -> None:
     cache = PrefixCache()
     pieces = [prompt([number]) for number in range(1000)]
     for one in pieces:
-        cache.computed(Prompt("m", one.size, one.size // 8, one.prefixes), 100 * TOKENS)
+        cache.prompt_computed(Prompt("m", one.size, one.size // 8, one.prefixes), 100 * TOKENS)
     assert sum(cache.cached(one) > 0 for one in pieces) == pytest.approx(200, abs=2)
 
 
@@ -203,7 +203,7 @@ def test_an_engine_that_does_not_say_its_room_has_a_usual_one() -> None:
     cache = PrefixCache()
     pieces = [prompt([number]) for number in range(3000)]
     for one in pieces:
-        cache.computed(one)
+        cache.prompt_computed(one)
     held = [cache.cached(one) > 0 for one in pieces]
     assert sum(held) * TOKENS == pytest.approx(400_000, rel=0.01)
     assert held == sorted(held)
@@ -211,6 +211,6 @@ def test_an_engine_that_does_not_say_its_room_has_a_usual_one() -> None:
 
 def test_room_that_an_engine_has_no_more_is_given_up() -> None:
     cache = PrefixCache()
-    cache.computed(prompt(range(10)))
-    cache.computed(prompt("a"), 4 * TOKENS)
+    cache.prompt_computed(prompt(range(10)))
+    cache.prompt_computed(prompt("a"), 4 * TOKENS)
     assert [cache.cached(prompt(of)) // PREFIX_BYTES for of in ("a", range(10))] == [1, 3]

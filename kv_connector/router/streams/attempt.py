@@ -1,0 +1,50 @@
+"""Attempt: one try to serve a request with a prefill and a decode engine, and what a try uses of the
+router."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kv_connector.router.engines.endpoint import Endpoint
+from kv_connector.router.engines.incidents import Incidents
+from kv_connector.router.engines.members import Members, Side
+from kv_connector.router.engines.pool import Lease, Pool
+from kv_connector.router.observe.metrics import Metrics
+from kv_connector.router.observe.spans import Spans
+from kv_connector.router.placement.policy import Placement, Policy
+from kv_connector.router.requests.completion import Completion
+from kv_connector.router.streams.calls import Call, Calls
+from kv_connector.router.streams.holds import PrefillHold, PrefillHolds
+
+
+@dataclass(frozen=True)
+class Components:
+    """The parts of the router that attempts use."""
+
+    pools: Mapping[Side, Pool]
+    members: Members
+    calls: Calls
+    policy: Policy
+    holds: PrefillHolds
+    metrics: Metrics
+    incidents: Incidents
+    spans: Spans
+    patience: float
+    """Seconds that a prefill engine has for its own answer after the decode engine's."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A request and the engines that are to serve it."""
+
+    completion: Completion
+    call: Call
+    placement: Placement
+    prefill: Endpoint
+    """The placement's prefill engine."""
+    transfer_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def hold(self, holds: PrefillHolds, prefill: Lease) -> PrefillHold:
+        return PrefillHold(holds, self.transfer_id, prefill, self.call)

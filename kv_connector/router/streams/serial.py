@@ -1,0 +1,43 @@
+"""Serial dispatch: the decode engine gets a request after the prefill engine has computed the prompt."""
+
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+
+from kv_connector.router.engines.members import Side
+from kv_connector.router.engines.pool import Lease
+from kv_connector.router.failure import failure
+from kv_connector.router.requests.answers import Answer
+from kv_connector.router.streams.attempt import Attempt, Components
+
+
+async def answer_serially(
+    parts: Components,
+    attempt: Attempt,
+    stack: AsyncExitStack,
+    lease_partner: Callable[[], Awaitable[Lease]],
+) -> Answer:
+    """Waits until the decode engine's answer begins; Failure if there is none. ``stack`` ends the answer.
+    ``lease_partner`` leases a decode engine for what the prefill engine has computed."""
+    completion, call, transfer_id = attempt.completion, attempt.call, attempt.transfer_id
+    parts.spans.name_transfer(transfer_id)
+    prefilling = parts.pools[Side.PREFILL].lease(attempt.prefill, attempt.placement.work)
+    with prefilling as prefill, attempt.hold(parts.holds, prefill):
+        body = completion.prefill_body(transfer_id, serial=True)
+        computed = await parts.calls.prefill(prefill, body, call)
+    parts.policy.prompt_computed(attempt.placement, computed)
+    params = computed.params
+    if not params:
+        # Going on would compute the prompt twice, and nobody would notice.
+        raise failure(
+            502,
+            "api_error",
+            f"the prefill engine {prefill.endpoint} answered without kv_transfer_params: "
+            "was it started with --kv-transfer-config and a role that produces?",
+        )
+    with attempt.hold(parts.holds, prefill):
+        decode = await lease_partner()
+        ids = parts.calls.begin(call, decode)
+        body = completion.decode_body(params, ids=ids)
+        answer = await parts.calls.load(transfer_id, prefill.endpoint, decode, body, call, stack)
+    call.running.cached = computed.cached
+    return answer
