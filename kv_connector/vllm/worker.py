@@ -71,7 +71,7 @@ class WorkerSide:
             agent.tell_ends(spans.over)
         self._progress = LayerProgress(layer_names, signal)
         self._patient = not isinstance(agent.signal, StreamSignal)
-        self._books = CommandLedger(agent)
+        self._ledger = CommandLedger(agent)
         self._computes = True
         self.pushes = False
         """Whether pages of this step go to a D: its token is waited for, and a later step ends their
@@ -103,9 +103,9 @@ class WorkerSide:
         by_layer = bool(new) and self.agent.leaves_by_layer(new)
         if self._spans is not None:
             self._spans.remember(metadata.contexts)
-        self._books.execute(map(self._cleared, metadata.commands))
+        self._ledger.execute(map(self._cleared, metadata.commands))
         if metadata.waiting is not None:
-            self._books.waiting(metadata.waiting)
+            self._ledger.waiting(metadata.waiting)
         ending = [pages.transfer_id for pages in metadata.new_pages if pages.last]
 
         def before_last() -> None:
@@ -116,7 +116,7 @@ class WorkerSide:
             self.agent.order_layers(self._progress.base, self._progress.order)
         if metadata.new_pages and not ending:
             self.agent.no_prompt_ends(self._progress.base)
-        self._books.computed(metadata.new_pages, self._progress.base)
+        self._ledger.computed(metadata.new_pages, self._progress.base)
         self._computes, self.pushes = metadata.computes, bool(metadata.new_pages)
         if metadata.computes:
             # What ends with its tokens is to be told with the step after the next: a pause would delay it.
@@ -150,8 +150,8 @@ class WorkerSide:
     def transfer_results(self) -> Any:
         """What has ended since the last call, each request id exactly once."""
         if self._patient and not self._computes:
-            self._books.await_news(IDLE_STEP_SECONDS)
-        reports = self._books.take_reports()
+            self._ledger.await_news(IDLE_STEP_SECONDS)
+        reports = self._ledger.take_reports()
         self._sampled |= reports.sampled
         self._discarded |= reports.stale
         if reports.finished_sending or reports.finished_recving:

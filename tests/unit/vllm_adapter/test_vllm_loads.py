@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kv_connector.agent.commands import Cancel, Release
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.admission import AdmissionGate
 from kv_connector.protocol.params import BadParams, DecodeParams
+from kv_connector.protocol.requests import DecodeRequest
 from kv_connector.vllm import decode
 from kv_connector.vllm.decode import DecodeScheduler, LoadPhase
+from kv_connector.vllm.internals import RequestStatus
 
 PEER = Address("10.0.0.1", 5600)
 LEGAL = {(before, after) for before in LoadPhase for after in decode._NEXT[before]}
@@ -95,3 +99,104 @@ def test_a_request_of_the_same_id_waits_until_the_workers_have_reported(
         made.add(request(), DecodeParams("u", PEER))
     made.load_ended(["d"])
     made.add(request(), DecodeParams("u", PEER))
+
+
+# --- Each event in each phase
+
+
+class FreedBlocks:
+    """As much of kv_blocks.KvBlocks as a load of full attention needs."""
+
+    def __init__(self) -> None:
+        self.freed: list[str] = []
+
+    def first_attended(self, group: int, computed_tokens: int) -> int:
+        return 0
+
+    def first_attended_token(self, group: int, computed_tokens: int) -> int:
+        return 0
+
+    def free(self, request: Any) -> None:
+        self.freed.append(request.request_id)
+
+
+TABLE = SimpleNamespace(get_block_ids=lambda: ([5],))
+EVENTS: dict[str, Callable[[DecodeScheduler, Any], object]] = {
+    "allocated 0": lambda made, load: made.allocated(load.request, TABLE, 0),
+    "allocated n": lambda made, load: made.allocated(load.request, TABLE, load.end),
+    "load ends": lambda made, load: made.load_ended(["d"]),
+    "load fails": lambda made, load: made.load_ended(["d"], {"d"}),
+    "discard": lambda made, load: made.discard(["d"]),
+    "cache reset": lambda made, load: made.after_reset(),
+    "all KV is worthless": lambda made, load: made.reset(),
+    "finished": lambda made, load: made.request_finished(load.request),
+}
+WAITING, RESERVED, DISCARDED, TOKEN_ONLY, LEAVING, TOKEN_LEAVING, OVER = LoadPhase
+LOADED = "OVER, before its first step"
+"""vLLM cannot preempt such a request, so that a reset has to free its blocks."""
+FORGOTTEN = "forgotten"
+ENDS = ("load ends", "load fails")
+CHANGES: dict[tuple[LoadPhase | str, str], tuple[LoadPhase | str, list[type], list[str]]] = {
+    (WAITING, "allocated 0"): (OVER, [Release], []),
+    (WAITING, "allocated n"): (RESERVED, [DecodeRequest], []),
+    (WAITING, "all KV is worthless"): (TOKEN_ONLY, [DecodeRequest], []),
+    (WAITING, "finished"): (FORGOTTEN, [Release], []),
+    **{(RESERVED, end): (OVER, [], []) for end in ENDS},
+    (RESERVED, "discard"): (DISCARDED, [], []),
+    (RESERVED, "cache reset"): (DISCARDED, [], []),
+    (RESERVED, "finished"): (LEAVING, [Cancel], []),
+    **{(DISCARDED, end): (OVER, [], ["d"]) for end in ENDS},
+    (DISCARDED, "finished"): (LEAVING, [Cancel], []),
+    **{(TOKEN_ONLY, end): (OVER, [], []) for end in ENDS},
+    (TOKEN_ONLY, "finished"): (TOKEN_LEAVING, [Cancel], []),
+    **{(leaving, end): (FORGOTTEN, [], []) for leaving in (LEAVING, TOKEN_LEAVING) for end in ENDS},
+    (OVER, "finished"): (FORGOTTEN, [], []),
+    (LOADED, "cache reset"): (OVER, [], ["d"]),
+    (LOADED, "finished"): (FORGOTTEN, [], []),
+}
+"""By phase and event: the phase after it, the commands to the workers, and the requests whose blocks are
+freed. Events that are not listed change nothing. The client may have the early token already."""
+WITHOUT_TOKEN: dict[tuple[LoadPhase | str, str], tuple[LoadPhase | str, list[type], list[str]]] = {
+    **CHANGES,
+    (WAITING, "all KV is worthless"): (OVER, [Release], []),
+    (RESERVED, "cache reset"): (DISCARDED, [Cancel], []),
+}
+"""The same for a load whose request samples its first token itself."""
+HOLDING = {RESERVED, DISCARDED, LOADED}
+# The workers report no end of a load that they do not know yet.
+CELLS = [
+    (phase, event)
+    for phase in (*LoadPhase, LOADED)
+    for event in EVENTS
+    if not (phase is WAITING and event in ENDS)
+]
+
+
+@pytest.mark.parametrize(("phase", "event"), CELLS)
+@pytest.mark.parametrize("wants_sampled", [True, False])
+def test_each_event_has_its_outcome_in_each_phase(
+    wants_sampled: bool, phase: LoadPhase | str, event: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = OVER if isinstance(phase, str) else phase
+    made, load = loading(before, monkeypatch)
+    load.wants_sampled = wants_sampled
+    load.end = load.tokens - 1
+    blocks = FreedBlocks()
+    made.blocks = blocks  # type: ignore[assignment]
+    load.request.num_computed_tokens = 0
+    load.request.status = RequestStatus.WAITING_FOR_REMOTE_KVS if phase in HOLDING else RequestStatus.RUNNING
+    made._commands.clear()
+    EVENTS[event](made, load)
+    changes = CHANGES if wants_sampled else WITHOUT_TOKEN
+    after, commands, freed = changes.get((phase, event), (before, [], []))
+    assert (load.phase if len(made) else FORGOTTEN) == after
+    assert [type(command) for command in made._commands] == commands
+    assert blocks.freed == freed
+    assert (made.loading() == ["d"]) == (phase in HOLDING and after is not FORGOTTEN)
+
+
+def test_reset_must_wait_for_pages_of_a_finished_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    for phase in LoadPhase:
+        made, _ = loading(phase, monkeypatch)
+        assert made.reset() == (phase is not LEAVING)
+        assert len(made) == 1
