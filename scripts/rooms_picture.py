@@ -16,11 +16,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tests" / "support"))
 
-from rooms import IN_WORDS, NATIVE_ROOMS, ROOMS  # noqa: E402
+from rooms import IN_WORDS, NATIVE_ROOMS, ROOMS, ROUTER  # noqa: E402
 
 PICTURE = ROOT / "docs" / "pictures" / "rooms.svg"
-# In units of the picture: a box holds 22 letters of 11 units of its second line.
-WIDTH, BOX, HEIGHT, FLOOR, MARGIN = 1120, 150, 44, 84, 16
+# In units of the picture: a box holds 24 letters of its second line, and is narrower where a floor has many.
+WIDTH, BOX, GAP, HEIGHT, FLOOR, MARGIN = 1120, 160, 10, 44, 84, 16
 STYLE = """
   text { font-family: system-ui, sans-serif; text-anchor: middle; fill: #1c2430 }
   .name { font-size: 14px; font-weight: 600 } .words { font-size: 11px; fill: #46505e }
@@ -69,22 +69,27 @@ def draw(rooms: Mapping[str, Set[str]], title: str, top: int, kind: str) -> tupl
     """The lines of a part of the picture, and where it ends."""
     made = floors(rooms)
     where: dict[str, tuple[float, float]] = {}
+    boxes: dict[str, float] = {}
     for level, row in enumerate(reversed(made)):
         for i, name in enumerate(row):
+            boxes[name] = min(BOX, WIDTH / len(row) - GAP)
             where[name] = (WIDTH * (i + 0.5) / len(row), top + 30 + level * FLOOR)
     lines = [f'<g class="{kind}">', f'<text class="part" x="{MARGIN}" y="{top + 16}">{escape(title)}</text>']
     for name, (x, y) in where.items():
         for other in drawn(rooms, name):
             to_x, to_y = where[other]
             bend = (to_y - y - HEIGHT) / 2
+            # A line straight down over a floor goes round the box that stands there.
+            aside = 125 if to_y - y > FLOOR and abs(to_x - x) < BOX else 0
             lines.append(
-                f'<path d="M{x:.0f},{y + HEIGHT:.0f} C{x:.0f},{y + HEIGHT + bend:.0f} '
-                f'{to_x:.0f},{to_y - bend:.0f} {to_x:.0f},{to_y:.0f}"/>'
+                f'<path d="M{x:.0f},{y + HEIGHT:.0f} C{x + aside:.0f},{y + HEIGHT + bend:.0f} '
+                f'{to_x + aside:.0f},{to_y - bend:.0f} {to_x:.0f},{to_y:.0f}"/>'
             )
     for name, (x, y) in where.items():
+        box, short = boxes[name], name.removeprefix("providers/")
         lines += [
-            f'<rect x="{x - BOX / 2:.0f}" y="{y:.0f}" width="{BOX}" height="{HEIGHT}" rx="6"/>',
-            f'<text class="name" x="{x:.0f}" y="{y + 19:.0f}">{escape(name)}</text>',
+            f'<rect x="{x - box / 2:.0f}" y="{y:.0f}" width="{box:.0f}" height="{HEIGHT}" rx="6"/>',
+            f'<text class="name" x="{x:.0f}" y="{y + 19:.0f}">{escape(short)}</text>',
             f'<text class="words" x="{x:.0f}" y="{y + 35:.0f}">{escape(IN_WORDS.get(name, ""))}</text>',
         ]
     return [*lines, "</g>"], top + 30 + len(made) * FLOOR
@@ -92,11 +97,14 @@ def draw(rooms: Mapping[str, Set[str]], title: str, top: int, kind: str) -> tupl
 
 def picture() -> str:
     package, end = draw(ROOMS, "kv_connector", 0, "package")
-    native, end = draw(NATIVE_ROOMS, "native: C++ and CUDA", end, "native")
+    router, end = draw(ROUTER, "kv_connector/router", end, "package")
+    native, end = draw(
+        NATIVE_ROOMS, "native, and native/providers (the lanes and their factory)", end, "native"
+    )
     size = f'width="{WIDTH}" height="{end}" viewBox="0 0 {WIDTH} {end}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="Rooms and their imports">'
     page = f'<rect class="page" width="{WIDTH}" height="{end}"/>'
-    return "\n".join([head, f"<style>{STYLE}</style>", page, *package, *native, "</svg>", ""])
+    return "\n".join([head, f"<style>{STYLE}</style>", page, *package, *router, *native, "</svg>", ""])
 
 
 def main(words: list[str]) -> None:

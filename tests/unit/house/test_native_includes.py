@@ -10,35 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rooms import NATIVE_ROOMS as ROOMS
 
 NATIVE = Path(__file__).parents[3] / "native"
 SOURCES = {".h", ".cc", ".cu", ".cuh"}
 INCLUDE = re.compile(r'\s*#\s*include\s*"([^"]+)"')
-
-PROVIDERS = {
-    f"providers/{name}"
-    for name in ("bounce", "host", "libfabric", "nvlink", "shuffle", "sim", "tcp", "verbs")
-}
-# A room includes headers of rooms above it alone: no arrow can run back.
-ROOMS: dict[str, set[str]] = {
-    "base": set(),
-    "lane": {"base"},
-    "cuda": {"base", "lane"},
-    "moe": {"base", "cuda"},
-    "engine": {"base", "lane", "cuda"},
-    "providers/same_host": {"base", "lane"},
-    "providers/sim": {"base", "lane"},
-    "providers/shuffle": {"base", "lane"},
-    "providers/tcp": {"base", "lane", "cuda"},
-    "providers/verbs": {"base", "lane", "cuda"},
-    "providers/libfabric": {"base", "lane", "cuda"},
-    "providers/bounce": {"base", "lane", "cuda"},
-    "providers/host": {"base", "lane", "cuda", "providers/same_host"},
-    "providers/nvlink": {"base", "lane", "cuda", "providers/same_host"},
-    "providers/factory": {"base", "lane", *PROVIDERS},
-    "python": {"base", "lane", "cuda", "moe", "engine", "providers/factory"},
-    "bench": {"base", "lane", "cuda", "engine", "providers/factory"},
-}
 
 
 def room_of(path: str) -> str:

@@ -12,39 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import rooms_picture
+from rooms import ROOMS, ROUTER
 
 import kv_connector
 
 PACKAGE = Path(kv_connector.__file__).parent
 
-# A room imports rooms above it alone: no arrow can run back.
-ROOMS: dict[str, set[str]] = {
-    "protocol": set(),
-    "engine": {"_native"},
-    "control": {"protocol"},
-    "agent": {"protocol", "engine", "control"},
-    "weights": {"protocol", "engine", "control", "agent"},
-    "moe": {"_native"},
-    "vllm": {"protocol", "engine", "control", "agent", "weights", "moe"},
-    "sglang": {"protocol", "engine", "control", "agent"},
-    "ray": {"vllm"},
-    "router": {"protocol", "control"},
-    "lab": {"protocol", "control", "agent"},
-    "bench": {"protocol", "engine", "agent", "moe", "lab", "_bench"},
-    "cli": {"protocol", "engine", "control", "agent", "weights", "moe", "router", "lab", "bench"},
-}
-# The router's own rooms and modules, by the same rule.
-ROUTER: dict[str, set[str]] = {
-    "failure": set(),
-    "forever": set(),
-    "bodies": {"failure"},
-    "engines": {"failure", "bodies"},
-    "observe": {"engines"},
-    "requests": {"failure", "bodies", "engines"},
-    "placement": {"engines", "requests"},
-    "streams": {"failure", "forever", "bodies", "engines", "observe", "requests", "placement"},
-    "front": {"failure", "forever", "bodies", "engines", "observe", "requests", "placement", "streams"},
-}
 NATIVE = {"_native", "_bench"}
 FRAMEWORKS = {"vllm", "sglang", "ray", "torch"}
 ADAPTERS = {"vllm", "sglang", "ray"}
@@ -73,6 +47,10 @@ def test_nothing_lies_about_outside_of_the_rooms() -> None:
     folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert folders == set(ROOMS)
     assert {path.name for path in PACKAGE.glob("*.py")} == {"__init__.py"}
+
+
+def test_the_picture_of_the_documents_shows_the_tables() -> None:
+    assert rooms_picture.PICTURE.read_text() == rooms_picture.picture()
 
 
 def test_the_table_has_no_way_back() -> None:

@@ -1,0 +1,103 @@
+"""The rooms of the project and what each may import, as the tests enforce it and the picture shows it.
+
+A room is a folder of `kv_connector`, of `kv_connector/router` or of `native`. tests/unit/house/test_rooms.py
+and test_native_includes.py compare the source with these tables, and scripts/rooms_picture.py draws them.
+"""
+
+from __future__ import annotations
+
+# A room imports rooms above it alone: no arrow can run back.
+ROOMS: dict[str, set[str]] = {
+    "protocol": set(),
+    "engine": {"_native"},
+    "control": {"protocol"},
+    "agent": {"protocol", "engine", "control"},
+    "weights": {"protocol", "engine", "control", "agent"},
+    "moe": {"_native"},
+    "vllm": {"protocol", "engine", "control", "agent", "weights", "moe"},
+    "sglang": {"protocol", "engine", "control", "agent"},
+    "ray": {"vllm"},
+    "router": {"protocol", "control"},
+    "lab": {"protocol", "control", "agent"},
+    "bench": {"protocol", "engine", "agent", "moe", "lab", "_bench"},
+    "cli": {"protocol", "engine", "control", "agent", "weights", "moe", "router", "lab", "bench"},
+}
+# The router's own rooms and modules, by the same rule.
+ROUTER: dict[str, set[str]] = {
+    "failure": set(),
+    "forever": set(),
+    "bodies": {"failure"},
+    "engines": {"failure", "bodies"},
+    "observe": {"engines"},
+    "requests": {"failure", "bodies", "engines"},
+    "placement": {"engines", "requests"},
+    "streams": {"failure", "forever", "bodies", "engines", "observe", "requests", "placement"},
+    "front": {"failure", "forever", "bodies", "engines", "observe", "requests", "placement", "streams"},
+}
+
+PROVIDERS = {
+    f"providers/{name}"
+    for name in ("bounce", "host", "libfabric", "nvlink", "shuffle", "sim", "tcp", "verbs")
+}
+# The same for includes of headers.
+NATIVE_ROOMS: dict[str, set[str]] = {
+    "base": set(),
+    "lane": {"base"},
+    "cuda": {"base", "lane"},
+    "moe": {"base", "cuda"},
+    "engine": {"base", "lane", "cuda"},
+    "providers/same_host": {"base", "lane"},
+    "providers/sim": {"base", "lane"},
+    "providers/shuffle": {"base", "lane"},
+    "providers/tcp": {"base", "lane", "cuda"},
+    "providers/verbs": {"base", "lane", "cuda"},
+    "providers/libfabric": {"base", "lane", "cuda"},
+    "providers/bounce": {"base", "lane", "cuda"},
+    "providers/host": {"base", "lane", "cuda", "providers/same_host"},
+    "providers/nvlink": {"base", "lane", "cuda", "providers/same_host"},
+    "providers/factory": {"base", "lane", *PROVIDERS},
+    "python": {"base", "lane", "cuda", "moe", "engine", "providers/factory"},
+    "bench": {"base", "lane", "cuda", "engine", "providers/factory"},
+}
+
+# What a room is, in the few words of the picture.
+IN_WORDS = {
+    "_bench": "loops that bench times",
+    "_native": "the Python extension",
+    "bodies": "fields of long requests",
+    "engines": "P and D as they are",
+    "failure": "what a client is told",
+    "forever": "tasks that never end",
+    "front": "HTTP, pages, registry",
+    "observe": "metrics, spans",
+    "placement": "which engine takes it",
+    "requests": "completions, events",
+    "streams": "a request on its way",
+    "agent": "one thread of a worker",
+    "base": "errors, rings, clocks",
+    "bench": "measurements",
+    "cli": "kv-connector",
+    "control": "sockets, keys, members",
+    "cuda": "driver, kernels",
+    "engine": "transfers, counters",
+    "lab": "engines on this machine",
+    "lane": "what a lane implements",
+    "moe": "tokens to experts",
+    "protocol": "state machines, layouts",
+    "providers/factory": "opens a lane by name",
+    "providers/bounce": "over another lane",
+    "providers/host": "shared host memory",
+    "providers/libfabric": "EFA and others",
+    "providers/nvlink": "GPU to GPU",
+    "providers/same_host": "host and nvlink",
+    "providers/shuffle": "reorders another lane",
+    "providers/sim": "for tests",
+    "providers/tcp": "sockets",
+    "providers/verbs": "ConnectX",
+    "python": "_native",
+    "ray": "Ray Serve LLM",
+    "router": "requests to P and D",
+    "sglang": "SGLang's adapter",
+    "vllm": "vLLM's adapter",
+    "weights": "new weights",
+}
