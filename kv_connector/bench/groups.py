@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 
 from kv_connector import _bench
 from kv_connector.bench.lane import Lane
-from kv_connector.bench.machine import conditions
-from kv_connector.bench.records import GroupRun, append, percentile
+from kv_connector.bench.measurement import Measurement
+from kv_connector.bench.records import GroupRun, percentile
 from kv_connector.bench.side import Role
-from kv_connector.bench.tables import print_conditions, print_table
+from kv_connector.bench.tables import print_table
 
 PEERS = (8, 16, 32, 64)
 # What the paper's decode step sends each of 64 ranks: a token or two of 7 KiB.
@@ -33,44 +32,43 @@ _STEPS = {
 }
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(kw_only=True)
+class Groups(Measurement[Lane, GroupRun]):
+    """The steps of scatters and barriers over each lane."""
+
+    tolerated = (RuntimeError,)
+
     lanes: Sequence[Lane]
     peers: Sequence[int]
     iterations: int
-    json: Path | None
 
+    def contestants(self, console: Console) -> Sequence[Lane]:
+        return self.lanes
 
-def run(plan: Plan, console: Console) -> bool:
-    """Measures and prints; True if nothing failed."""
-    where = conditions(
-        {
-            "lanes": ", ".join(lane.name for lane in plan.lanes),
+    def label(self, contestant: Lane) -> str:
+        return contestant.name
+
+    def settings(self) -> dict[str, str]:
+        return {
+            "lanes": ", ".join(lane.name for lane in self.lanes),
             "engines": "one that writes and all its peers in this process, a worker thread each",
             "scatter": f"{SLICE_BYTES >> 10} KiB to each peer, each counted on a counter of its own",
             "barrier": "an immediate alone to each peer",
-            "iterations": f"{plan.iterations} after {_WARM_UP}, one at a time",
+            "iterations": f"{self.iterations} after {_WARM_UP}, one at a time",
             "spin time": f"{_SPIN_US} us (the writer), 0 (its peers)",
             "pinned": "no",
         }
-    )
-    print_conditions(console, where)
-    append(plan.json, where)
-    failed = False
-    for lane in plan.lanes:
-        try:
-            records = []
-            with console.status(lane.name):
-                for record in _measure(lane, plan, console):
-                    append(plan.json, record)
-                    records.append(record)
-        except RuntimeError as error:
-            console.print(f"[red]failed: {lane.name}:[/] {escape(str(error))}")
-            failed = True
-            continue
+
+    def measure(self, number: int, contestant: Lane, console: Console) -> Iterator[GroupRun]:
+        """And the lane's table, once all of it is measured."""
+        records = []
+        for peers in self.peers:
+            for record in self._of_group(contestant, peers, console):
+                records.append(record)
+                yield record
         print_table(
             console,
-            f"{lane.name}: microseconds",
+            f"{contestant.name}: microseconds",
             ["", "peers", "step", *(f"p{percent:g}" for percent in _PERCENTILES)],
             (
                 [record.operation, str(record.peers), words, *_percentiles(getattr(record, step))]
@@ -79,11 +77,8 @@ def run(plan: Plan, console: Console) -> bool:
             ),
             names=3,
         )
-    return not failed
 
-
-def _measure(lane: Lane, plan: Plan, console: Console) -> Iterator[GroupRun]:
-    for peers in plan.peers:
+    def _of_group(self, lane: Lane, peers: int, console: Console) -> Iterator[GroupRun]:
         group = _bench.GroupSteps(
             domains=lane.native_domains(Role.INITIATOR),
             peer_domains=lane.native_domains(Role.TARGET),
@@ -91,7 +86,7 @@ def _measure(lane: Lane, plan: Plan, console: Console) -> Iterator[GroupRun]:
             peers=peers,
             slice_bytes=SLICE_BYTES,
         )
-        if peers == plan.peers[0]:
+        if peers == self.peers[0]:
             console.print(f"{lane.name}: {escape(', '.join(group.domains()))}")
         operations = {
             "scatter": group.scatter,
@@ -99,9 +94,9 @@ def _measure(lane: Lane, plan: Plan, console: Console) -> Iterator[GroupRun]:
             "barrier": group.barrier,
             "prepared barrier": group.prepared_barrier,
         }
-        for operation, measure in operations.items():
-            measure(_WARM_UP)
-            steps = measure(plan.iterations)
+        for operation, steps_of in operations.items():
+            steps_of(_WARM_UP)
+            steps = steps_of(self.iterations)
             yield GroupRun(
                 lane=lane.name,
                 operation=operation,
@@ -109,6 +104,9 @@ def _measure(lane: Lane, plan: Plan, console: Console) -> Iterator[GroupRun]:
                 slice_bytes=SLICE_BYTES if "scatter" in operation else 0,
                 **steps,
             )
+
+    def show(self, console: Console, contestants: Sequence[Lane], records: Sequence[GroupRun]) -> None:
+        """Nothing: each lane's table is printed when the lane is measured."""
 
 
 def _percentiles(nanoseconds: list[float]) -> list[str]:

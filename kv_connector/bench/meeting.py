@@ -7,12 +7,11 @@ import mmap
 import multiprocessing
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,9 +19,9 @@ from rich.console import Console
 
 from kv_connector.agent.agent import Agent
 from kv_connector.agent.config import AgentConfig, MemoryRange
-from kv_connector.bench.machine import conditions
-from kv_connector.bench.records import Meeting, append
-from kv_connector.bench.tables import print_conditions, print_table
+from kv_connector.bench.measurement import Measurement
+from kv_connector.bench.records import Meeting
+from kv_connector.bench.tables import print_table
 from kv_connector.protocol.actions import Address, State
 from kv_connector.protocol.geometry import Place, head_major, units_of_rank
 from kv_connector.protocol.layout import GroupLayout, GroupTarget, KvLayout, LayerLayout
@@ -42,46 +41,46 @@ _NOTICE_S = 0.3
 _LOOK_S = 0.0005
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(kw_only=True)
+class Meetings(Measurement[str, Meeting]):
+    """Engines of many ranks that meet over one lane."""
+
     provider: str
     prefill: int
     decode: int
-    rounds: int
-    json: Path | None
 
+    def contestants(self, console: Console) -> Sequence[str]:
+        return [self.provider]
 
-def run(plan: Plan, console: Console) -> bool:
-    where = conditions(
-        {
-            "lane": plan.provider,
-            "ranks": f"{plan.prefill} of prefill, {plan.decode} of decode, a process each",
+    def label(self, contestant: str) -> str:
+        return contestant
+
+    def settings(self) -> dict[str, str]:
+        return {
+            "lane": self.provider,
+            "ranks": f"{self.prefill} of prefill, {self.decode} of decode, a process each",
             "model": f"{LAYERS} layers, {KV_HEADS} KV heads",
-            "rounds": str(plan.rounds),
+            "rounds": str(self.rounds),
         }
-    )
-    print_conditions(console, where)
-    append(plan.json, where)
-    found = []
-    for number in range(1, plan.rounds + 1):
-        with console.status(f"round {number} of {plan.rounds}"):
-            meeting = Meeting(
-                round=number, lane=plan.provider, prefill_ranks=plan.prefill, seconds=_measure(plan)
-            )
-        append(plan.json, meeting)
-        found.append(meeting)
-    rows = [[str(one.round), *(f"{what(one.seconds) * 1e3:.1f}" for what in (min, max))] for one in found]
-    rows.append(["median", "", f"{statistics.median(max(one.seconds) for one in found) * 1e3:.1f}"])
-    header = ["round", "the first rank, ms", "all ranks, ms"]
-    print_table(console, "From decode's first request until its ranks have their pages", header, rows)
-    return True
+
+    def measure(self, number: int, contestant: str, console: Console) -> Iterator[Meeting]:
+        seconds = _measure(contestant, self.prefill, self.decode)
+        yield Meeting(round=number, lane=contestant, prefill_ranks=self.prefill, seconds=seconds)
+
+    def show(self, console: Console, contestants: Sequence[str], records: Sequence[Meeting]) -> None:
+        rows = [
+            [str(one.round), *(f"{what(one.seconds) * 1e3:.1f}" for what in (min, max))] for one in records
+        ]
+        rows.append(["median", "", f"{statistics.median(max(one.seconds) for one in records) * 1e3:.1f}"])
+        header = ["round", "the first rank, ms", "all ranks, ms"]
+        print_table(console, "From decode's first request until its ranks have their pages", header, rows)
 
 
-def _measure(plan: Plan) -> list[float]:
+def _measure(provider: str, prefill_ranks: int, decode_ranks: int) -> list[float]:
     """Seconds by rank of decode. Both engines are new: nobody has met anybody."""
     with (
-        _engine(Role.PREFILL, plan.prefill, plan.provider) as (prefill, first),
-        _engine(Role.DECODE, plan.decode, plan.provider) as (decode, _),
+        _engine(Role.PREFILL, prefill_ranks, provider) as (prefill, first),
+        _engine(Role.DECODE, decode_ranks, provider) as (decode, _),
     ):
         for rank in prefill:
             rank.send(None)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
 
 from kv_connector import _bench
-from kv_connector.bench.machine import conditions
-from kv_connector.bench.records import Micro, append, percentile
-from kv_connector.bench.tables import print_conditions, print_table, verdict
+from kv_connector.bench.measurement import Measurement
+from kv_connector.bench.records import Micro, percentile
+from kv_connector.bench.tables import print_table, verdict
 
 # A request of a 32-layer model at 1,024 tokens: 64 blocks a layer. The pages are small, so that the engine is
 # measured and not memcpy; all of them fit into the window.
@@ -20,49 +19,52 @@ COUNTERS = 61  # layers of a large model, counted in turn
 REPEATS = 9  # of the figures that are one number a run
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(kw_only=True)
+class HotLoops(Measurement[str, Micro]):
+    """The hot loops, and their aims."""
+
     iterations: int
-    json: Path | None
 
+    def contestants(self, console: Console) -> Sequence[str]:
+        return ["sim"]
 
-def run(plan: Plan, console: Console) -> bool:
-    """Measures and prints; True if every aim is reached."""
-    where = conditions(
-        {
+    def label(self, contestant: str) -> str:
+        return contestant
+
+    def settings(self) -> dict[str, str]:
+        return {
             "lane": "sim without delay, two engines in this process, workers that never sleep",
-            "submit": f"{plan.iterations} calls, each by itself, less what the clock takes",
+            "submit": f"{self.iterations} calls, each by itself, less what the clock takes",
             "post": f"{PAGES} pages of {PAGE_BYTES} bytes a request, none adjacent to another",
             "count": f"{COUNTERS} counters in turn",
             "pinned": "no",
         }
-    )
-    print_conditions(console, where)
-    append(plan.json, where)
-    records = []
-    with console.status("measuring"):
-        for record in _measure(plan.iterations):
-            append(plan.json, record)
-            records.append(record)
-    print_table(
-        console,
-        "Hot loops",
-        ["", "p50", "p99", "", "aim", ""],
-        (
-            [
-                record.name,
-                f"{record.p50:,.1f}",
-                f"{record.p99:,.1f}",
-                record.unit,
-                ""
-                if record.aim is None
-                else f"{'at least' if record.at_least else 'at most'} {record.aim:g}",
-                "" if record.reached is None else verdict(record.reached),
-            ]
-            for record in records
-        ),
-    )
-    return all(record.reached is not False for record in records)
+
+    def measure(self, number: int, contestant: str, console: Console) -> Iterator[Micro]:
+        return _measure(self.iterations)
+
+    def show(self, console: Console, contestants: Sequence[str], records: Sequence[Micro]) -> None:
+        print_table(
+            console,
+            "Hot loops",
+            ["", "p50", "p99", "", "aim", ""],
+            (
+                [
+                    record.name,
+                    f"{record.p50:,.1f}",
+                    f"{record.p99:,.1f}",
+                    record.unit,
+                    ""
+                    if record.aim is None
+                    else f"{'at least' if record.at_least else 'at most'} {record.aim:g}",
+                    "" if record.reached is None else verdict(record.reached),
+                ]
+                for record in records
+            ),
+        )
+
+    def good(self, records: Sequence[Micro]) -> bool:
+        return all(record.reached is not False for record in records)
 
 
 def _measure(iterations: int) -> Iterator[Micro]:

@@ -49,7 +49,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ExpertsPlan:
     workload: Workload
     gpu: bool
     json: Path | None
@@ -63,7 +63,7 @@ class BenchError(RuntimeError):
     """A rank failed or ended."""
 
 
-def run(plan: Plan, console: Console) -> bool:
+def run(plan: ExpertsPlan, console: Console) -> bool:
     """Measures and prints; True if nothing failed."""
     workload = plan.workload
     how = "CUDA graphs of 20 pairs, replayed" if plan.gpu else "calls from Python, a pair each"
@@ -112,7 +112,7 @@ def _row(shape: Shape, times: dict[tuple[Shape, str], list[float]], rival: str) 
     return [f"{shape.hidden} x {shape.tokens}", *cells, f"{ratio:.2f}"]
 
 
-def _measure(plan: Plan) -> Iterator[Measured]:
+def _measure(plan: ExpertsPlan) -> Iterator[Measured]:
     """Each turn as rank 0 sends it. Raises BenchError where a rank fails; no process is left behind."""
     from kv_connector.bench.moe_rank import run_rank, store_in
 

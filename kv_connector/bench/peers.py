@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -13,62 +12,54 @@ from rich.markup import escape
 from kv_connector.bench.contestants.ours import EngineSide
 from kv_connector.bench.harness import BenchError, Pair
 from kv_connector.bench.lane import Lane
-from kv_connector.bench.machine import conditions
-from kv_connector.bench.records import Failure, Peers, append
+from kv_connector.bench.measurement import Measurement
+from kv_connector.bench.records import Failure, Peers
 from kv_connector.bench.side import Contestant
-from kv_connector.bench.tables import print_conditions, print_table
+from kv_connector.bench.tables import print_table
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(kw_only=True)
+class PeerCosts(Measurement[Lane, Peers | Failure]):
+    """Connecting many peers over each lane."""
+
     lanes: Sequence[Lane]
     peers: int
-    rounds: int
-    json: Path | None
 
+    def contestants(self, console: Console) -> Sequence[Lane]:
+        return self.lanes
 
-def run(plan: Plan, console: Console) -> bool:
-    """Measures and prints; True if nothing failed."""
-    where = conditions(
-        {
-            "lanes": ", ".join(lane.name for lane in plan.lanes),
+    def label(self, contestant: Lane) -> str:
+        return contestant.name
+
+    def settings(self) -> dict[str, str]:
+        return {
+            "lanes": ", ".join(lane.name for lane in self.lanes),
             "engines": "one a side; they connect again and again, each time as another peer",
-            "peers": str(plan.peers),
+            "peers": str(self.peers),
             "KiB": "of the process, without what the kernel keeps for sockets and queue pairs",
-            "rounds": str(plan.rounds),
+            "rounds": str(self.rounds),
         }
-    )
-    print_conditions(console, where)
-    append(plan.json, where)
-    found: list[Peers] = []
-    failed = False
-    for number in range(1, plan.rounds + 1):
-        for lane in plan.lanes:
-            with console.status(f"round {number} of {plan.rounds}: {lane.name}"):
-                result = _measure(number, lane, plan.peers)
-            append(plan.json, result)
-            if isinstance(result, Peers):
-                found.append(result)
-            else:
-                console.print(f"[red]failed: {lane.name}:[/] {escape(result.reason)}")
-                failed = True
-    print_table(
-        console,
-        "Peers: to connect them all, and what one of them costs each side",
-        ["", "side", "round", "seconds", "KiB idle", "KiB written to", "descriptors"],
-        _rows(found),
-        names=2,
-    )
-    return not failed
 
+    def measure(self, number: int, contestant: Lane, console: Console) -> Iterator[Peers | Failure]:
+        name = contestant.name
+        try:
+            with Pair(Contestant(name, name, partial(EngineSide, lane=contestant)), pin=False) as pair:
+                yield pair.peers(number, self.peers)
+        except BenchError as error:
+            console.print(f"[red]failed: {name}:[/] {escape(str(error))}")
+            yield Failure(round=number, contestant=name, case="peers", reason=str(error))
 
-def _measure(number: int, lane: Lane, peers: int) -> Peers | Failure:
-    contestant = Contestant(lane.name, lane.name, partial(EngineSide, lane=lane))
-    try:
-        with Pair(contestant, pin=False) as pair:
-            return pair.peers(number, peers)
-    except BenchError as error:
-        return Failure(round=number, contestant=lane.name, case="peers", reason=str(error))
+    def show(self, console: Console, contestants: Sequence[Lane], records: Sequence[Peers | Failure]) -> None:
+        print_table(
+            console,
+            "Peers: to connect them all, and what one of them costs each side",
+            ["", "side", "round", "seconds", "KiB idle", "KiB written to", "descriptors"],
+            _rows([record for record in records if isinstance(record, Peers)]),
+            names=2,
+        )
+
+    def good(self, records: Sequence[Peers | Failure]) -> bool:
+        return not any(isinstance(record, Failure) for record in records)
 
 
 def _rows(found: Sequence[Peers]) -> Iterator[list[str]]:

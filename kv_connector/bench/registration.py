@@ -6,21 +6,20 @@ import mmap
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cached_property
 
 import numpy as np
 from rich.console import Console
-from rich.markup import escape
 
 from kv_connector import _bench
 from kv_connector.bench.lane import Lane
-from kv_connector.bench.machine import conditions
-from kv_connector.bench.records import Registering, append, percentile
+from kv_connector.bench.measurement import Measurement
+from kv_connector.bench.records import Registering, percentile
 from kv_connector.bench.side import Role
-from kv_connector.bench.tables import print_conditions, print_table, verdict
+from kv_connector.bench.tables import print_table, verdict
 from kv_connector.bench.workloads import LATENCY_BYTES
 from kv_connector.engine import EngineConfig
 
@@ -30,54 +29,59 @@ _WARM_UP = 100
 _FACE = _bench.EnginePingPong.Face.WORKER
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(kw_only=True)
+class Registration(Measurement[Lane, Registering]):
+    """Latency over each lane, with and without registrations beside it."""
+
+    tolerated = (RuntimeError,)
+
     lanes: Sequence[Lane]
     registered_bytes: int
     iterations: int
-    rounds: int
-    json: Path | None
+    repeats: int
+    """Measurements of each lane, over the same two engines."""
 
+    def contestants(self, console: Console) -> Sequence[Lane]:
+        return self.lanes
 
-def run(plan: Plan, console: Console) -> bool:
-    """Measures and prints; True if nothing failed."""
-    spin_us = EngineConfig(name="", domains=()).spin_us
-    where = conditions(
-        {
-            "lanes": ", ".join(lane.name for lane in plan.lanes),
+    def label(self, contestant: Lane) -> str:
+        return contestant.name
+
+    def settings(self) -> dict[str, str]:
+        return {
+            "lanes": ", ".join(lane.name for lane in self.lanes),
             "engines": "two in this process; answers on their workers, back to back",
             "write": f"{LATENCY_BYTES >> 10} KiB to its counter: half of a round trip",
-            "beside it": f"a thread that registers {plan.registered_bytes >> 20} MiB with the engine that "
+            "beside it": f"a thread that registers {self.registered_bytes >> 20} MiB with the engine that "
             "pings, and deregisters it, in a loop; private memory, all touched before",
-            "rounds": f"{plan.rounds}: {plan.iterations} round trips by themselves, as many beside it",
-            "spin time": f"{spin_us} us",
+            "rounds": f"{self.repeats}: {self.iterations} round trips by themselves, as many beside it",
+            "spin time": f"{_spin_us()} us",
             "pinned": "no",
         }
-    )
-    print_conditions(console, where)
-    append(plan.json, where)
-    memory = _touched(plan.registered_bytes)
-    records: list[Registering] = []
-    failed = False
-    for lane in plan.lanes:
-        try:
-            with console.status(lane.name):
-                ends = _Ends(lane, spin_us)
-                ends.ping_pong(_WARM_UP)
-                for number in range(1, plan.rounds + 1):
-                    record = _measure(number, ends, memory, plan.iterations)
-                    append(plan.json, record)
-                    records.append(record)
-        except RuntimeError as error:
-            console.print(f"[red]failed: {lane.name}:[/] {escape(str(error))}")
-            failed = True
-    print_table(
-        console,
-        "One way, microseconds, medians over rounds: p50 / p99",
-        ["", "by itself", "registering", "registrations/s", "p99, ratio", "aim", ""],
-        (_row(lane.name, found) for lane in plan.lanes if (found := _of(lane, records))),
-    )
-    return not failed
+
+    @cached_property
+    def _memory(self) -> np.ndarray:
+        """The memory that is registered over each lane in turn."""
+        return _touched(self.registered_bytes)
+
+    def measure(self, number: int, contestant: Lane, console: Console) -> Iterator[Registering]:
+        memory = self._memory
+        ends = _Ends(contestant, _spin_us())
+        ends.ping_pong(_WARM_UP)
+        for repeat in range(1, self.repeats + 1):
+            yield _measure(repeat, ends, memory, self.iterations)
+
+    def show(self, console: Console, contestants: Sequence[Lane], records: Sequence[Registering]) -> None:
+        print_table(
+            console,
+            "One way, microseconds, medians over rounds: p50 / p99",
+            ["", "by itself", "registering", "registrations/s", "p99, ratio", "aim", ""],
+            (_row(lane.name, found) for lane in contestants if (found := _of(lane, records))),
+        )
+
+
+def _spin_us() -> int:
+    return EngineConfig(name="", domains=()).spin_us
 
 
 class _Ends:

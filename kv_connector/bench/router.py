@@ -29,7 +29,7 @@ _WARM_UP_REQUESTS = 50
 
 
 @dataclass(frozen=True)
-class Plan:
+class RouterPlan:
     rounds: int
     requests: int
     json: Path | None
@@ -83,7 +83,7 @@ class Local(ProcessGroup):
         self._adopt(process, f"http://{_HOST}:{port}/health")
 
 
-def run(plan: Plan, console: Console) -> bool:
+def run(plan: RouterPlan, console: Console) -> bool:
     """Measures and prints; StartError where a process does not start."""
     where = conditions(
         {

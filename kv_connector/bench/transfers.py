@@ -1,5 +1,6 @@
-"""One run of the transfer benchmark: conditions first, then round after round, then the tables."""
+"""One run of the transfer benchmark."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,50 +8,45 @@ from rich.console import Console
 
 from kv_connector.bench import report
 from kv_connector.bench.harness import REPETITIONS, measure_round
-from kv_connector.bench.machine import conditions
-from kv_connector.bench.records import Failure, Record, append
+from kv_connector.bench.measurement import Measurement
+from kv_connector.bench.records import Failure, Record
 from kv_connector.bench.side import Contestant
-from kv_connector.bench.tables import leave_out_missing, print_conditions
+from kv_connector.bench.tables import leave_out_missing
 from kv_connector.bench.workloads import POOL_BYTES
 from kv_connector.engine import EngineConfig
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What a run does."""
+@dataclass(kw_only=True)
+class Transfers(Measurement[Contestant, Record]):
+    """The transfer benchmark: our lanes, the limits of the machine, and other projects."""
 
-    contestants: tuple[Contestant, ...]
+    chosen: tuple[Contestant, ...]
     cases: tuple[str, ...]
-    rounds: int
     pin: bool
-    json: Path | None
-    """Results are appended here as they come."""
     plot: Path | None = None
-    """Where they are drawn."""
+    """Where the results are drawn."""
 
+    def contestants(self, console: Console) -> Sequence[Contestant]:
+        return leave_out_missing(self.chosen, console)
 
-def run(plan: Plan, console: Console) -> bool:
-    """Measures and prints; True if nothing failed and all bytes arrived."""
-    present = leave_out_missing(plan.contestants, console)
-    ours = EngineConfig(name="", domains=())
-    where = conditions(
-        {
-            "rounds": f"{plan.rounds}, {REPETITIONS} batches each, contestants in turn within a round",
+    def label(self, contestant: Contestant) -> str:
+        return contestant.label
+
+    def settings(self) -> dict[str, str]:
+        return {
+            "rounds": f"{self.rounds}, {REPETITIONS} batches each, contestants in turn within a round",
             "pool": f"{POOL_BYTES >> 20} MiB a side",
-            "spin time": f"{ours.spin_us} us (ours)",
-            "pinned": "initiator to the first core, target to the second" if plan.pin else "no",
+            "spin time": f"{EngineConfig(name='', domains=()).spin_us} us (ours)",
+            "pinned": "initiator to the first core, target to the second" if self.pin else "no",
         }
-    )
-    print_conditions(console, where)
-    append(plan.json, where)
-    records: list[Record] = []
-    for number in range(1, plan.rounds + 1):
-        for contestant in present:
-            with console.status(f"round {number} of {plan.rounds}: {contestant.label}"):
-                for record in measure_round(number, contestant, plan.cases, pin=plan.pin):
-                    records.append(record)
-                    append(plan.json, record)
-    report.print_results(console, present, records)
-    if plan.plot is not None:
-        report.plot_results(plan.plot, present, records)
-    return report.all_verified(records) and not any(isinstance(record, Failure) for record in records)
+
+    def measure(self, number: int, contestant: Contestant, console: Console) -> Iterator[Record]:
+        return measure_round(number, contestant, self.cases, pin=self.pin)
+
+    def show(self, console: Console, contestants: Sequence[Contestant], records: Sequence[Record]) -> None:
+        report.print_results(console, contestants, records)
+        if self.plot is not None:
+            report.plot_results(self.plot, contestants, records)
+
+    def good(self, records: Sequence[Record]) -> bool:
+        return report.all_verified(records) and not any(isinstance(record, Failure) for record in records)

@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -14,10 +13,10 @@ from rich.markup import escape
 from kv_connector.bench.contestants.ours import EngineSide
 from kv_connector.bench.harness import REPETITIONS, BenchError, Pair
 from kv_connector.bench.lane import Lane
-from kv_connector.bench.machine import conditions
-from kv_connector.bench.records import Failure, Record, Singles, Throughput, append
+from kv_connector.bench.measurement import Measurement
+from kv_connector.bench.records import Failure, Record, Singles, Throughput
 from kv_connector.bench.side import Contestant
-from kv_connector.bench.tables import print_conditions, print_table
+from kv_connector.bench.tables import print_table
 from kv_connector.bench.workloads import POOL_BYTES, Workload
 from kv_connector.engine import EngineConfig
 
@@ -31,74 +30,73 @@ _SINGLES = {size: 200 if size <= 1 << 20 else 20 for size in SINGLE_BYTES}
 PAGED = tuple(Workload(f"paged {size >> 10}K", BATCH_BYTES // size, size) for size in PAGE_BYTES)
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(kw_only=True)
+class Writes(Measurement[Lane, Record]):
+    """Single and paged writes over each lane."""
+
     lanes: Sequence[Lane]
-    rounds: int
     pin: bool
     shared: bool
-    json: Path | None
 
+    def contestants(self, console: Console) -> Sequence[Lane]:
+        return self.lanes
 
-def run(plan: Plan, console: Console) -> bool:
-    """Measures and prints; True if nothing failed and all bytes arrived."""
-    where = conditions(
-        {
-            "lanes": ", ".join(lane.name for lane in plan.lanes),
-            **{f"NIC {number}": nic for number, nic in enumerate(_nics(plan.lanes))},
+    def label(self, contestant: Lane) -> str:
+        return contestant.name
+
+    def settings(self) -> dict[str, str]:
+        return {
+            "lanes": ", ".join(lane.name for lane in self.lanes),
+            **{f"NIC {number}": nic for number, nic in enumerate(_nics(self.lanes))},
             "single": "one at a time, from the call until a sleeping thread knows it in place",
             "paged": f"requests of {BATCH_BYTES >> 20} MiB, scattered on both sides, {REPETITIONS} a round",
-            "rounds": str(plan.rounds),
-            "pool": f"{POOL_BYTES >> 20} MiB a side, {'a memfd' if plan.shared else 'private memory'}",
+            "rounds": str(self.rounds),
+            "pool": f"{POOL_BYTES >> 20} MiB a side, {'a memfd' if self.shared else 'private memory'}",
             "spin time": f"{EngineConfig(name='', domains=()).spin_us} us",
-            "pinned": "initiator to the first core, target to the second" if plan.pin else "no",
+            "pinned": "initiator to the first core, target to the second" if self.pin else "no",
         }
-    )
-    print_conditions(console, where)
-    append(plan.json, where)
-    records: list[Record] = []
-    for number in range(1, plan.rounds + 1):
-        for lane in plan.lanes:
-            with console.status(f"round {number} of {plan.rounds}: {lane.name}"):
-                for record in _measure(number, lane, plan, console):
-                    records.append(record)
-                    append(plan.json, record)
-    names = [lane.name for lane in plan.lanes]
-    print_table(
-        console,
-        "Single writes, one at a time: Gb/s, median",
-        ["", *(_size(size) for size in SINGLE_BYTES)],
-        ([name, *(_single(name, size, records) for size in SINGLE_BYTES)] for name in names),
-    )
-    print_table(
-        console,
-        "Paged writes: Gb/s / million pages a second, median over rounds [CPU seconds a GB, both sides]",
-        ["", *(_size(size) for size in PAGE_BYTES)],
-        ([name, *(_paged(name, workload, records) for workload in PAGED)] for name in names),
-    )
-    failures = [record for record in records if isinstance(record, Failure)]
-    for failure in failures:
-        console.print(f"[red]failed: {failure.contestant}, {failure.case}:[/] {escape(failure.reason)}")
-    return not failures and all(r.verified for r in records if isinstance(r, Throughput))
 
+    def measure(self, number: int, contestant: Lane, console: Console) -> Iterator[Record]:
+        name = contestant.name
+        side = partial(EngineSide, lane=contestant)
+        case = "start"
+        try:
+            with Pair(Contestant(name, name, side, shared_pool=self.shared), pin=self.pin) as pair:
+                if number == 1:
+                    for role, domains in pair.describe().items():
+                        console.print(f"{name}: {role}: {escape(', '.join(domains))}")
+                case = "single"
+                pair.prepare_singles()
+                for size in SINGLE_BYTES:
+                    yield pair.singles(number, size, _SINGLES[size])
+                for workload in PAGED:
+                    case = workload.name
+                    yield pair.throughput(number, workload)
+        except BenchError as error:
+            yield Failure(round=number, contestant=name, case=case, reason=str(error))
 
-def _measure(number: int, lane: Lane, plan: Plan, console: Console) -> Iterator[Record]:
-    contestant = Contestant(lane.name, lane.name, partial(EngineSide, lane=lane), shared_pool=plan.shared)
-    case = "start"
-    try:
-        with Pair(contestant, pin=plan.pin) as pair:
-            if number == 1:
-                for role, domains in pair.describe().items():
-                    console.print(f"{lane.name}: {role}: {escape(', '.join(domains))}")
-            case = "single"
-            pair.prepare_singles()
-            for size in SINGLE_BYTES:
-                yield pair.singles(number, size, _SINGLES[size])
-            for workload in PAGED:
-                case = workload.name
-                yield pair.throughput(number, workload)
-    except BenchError as error:
-        yield Failure(round=number, contestant=lane.name, case=case, reason=str(error))
+    def show(self, console: Console, contestants: Sequence[Lane], records: Sequence[Record]) -> None:
+        names = [lane.name for lane in contestants]
+        print_table(
+            console,
+            "Single writes, one at a time: Gb/s, median",
+            ["", *(_size(size) for size in SINGLE_BYTES)],
+            ([name, *(_single(name, size, records) for size in SINGLE_BYTES)] for name in names),
+        )
+        print_table(
+            console,
+            "Paged writes: Gb/s / million pages a second, median over rounds [CPU seconds a GB, both sides]",
+            ["", *(_size(size) for size in PAGE_BYTES)],
+            ([name, *(_paged(name, workload, records) for workload in PAGED)] for name in names),
+        )
+        for failure in records:
+            if isinstance(failure, Failure):
+                what = f"{failure.contestant}, {failure.case}"
+                console.print(f"[red]failed: {what}:[/] {escape(failure.reason)}")
+
+    def good(self, records: Sequence[Record]) -> bool:
+        failed = any(isinstance(record, Failure) for record in records)
+        return not failed and all(r.verified for r in records if isinstance(r, Throughput))
 
 
 def _nics(lanes: Sequence[Lane]) -> list[str]:

@@ -51,20 +51,20 @@ def transfers(
         return
     from kv_connector.bench.contestants import CONTESTANTS
     from kv_connector.bench.tables import make_console
-    from kv_connector.bench.transfers import Plan, run
+    from kv_connector.bench.transfers import Transfers
     from kv_connector.bench.workloads import CASES
 
     check_plot(plot)
     names = _choose(contestants, [contestant.name for contestant in CONTESTANTS])
-    plan = Plan(
-        contestants=tuple(contestant for contestant in CONTESTANTS if contestant.name in names),
+    measurement = Transfers(
+        chosen=tuple(contestant for contestant in CONTESTANTS if contestant.name in names),
         cases=_choose(cases, CASES),
         rounds=rounds,
         pin=pin,
         json=json,
         plot=plot,
     )
-    _end(run(plan, make_console(json)))
+    _end(measurement.run(make_console(json)))
 
 
 @app.command("pd")
@@ -81,12 +81,12 @@ def prefill_decode(
 ) -> None:
     """Time to first token and throughput: one vLLM engine alone beside P/D pairs, on this machine's CPUs."""
     from kv_connector.bench.pd.deployments import DEPLOYMENTS
-    from kv_connector.bench.pd.run import Plan, run
+    from kv_connector.bench.pd.run import PdPlan, run
     from kv_connector.bench.tables import make_console
 
     check_plot(plot)
     names = _choose(deployments, [deployment.name for deployment in DEPLOYMENTS])
-    plan = Plan(
+    plan = PdPlan(
         deployments=tuple(deployment for deployment in DEPLOYMENTS if deployment.name in names),
         rounds=rounds,
         model=model,
@@ -110,12 +110,12 @@ def compare_faults(
 
     Each fault has a pair of its own, one after the other.
     """
-    from kv_connector.bench.pd.faults import FAULTS, PAIRS, Plan, run
+    from kv_connector.bench.pd.faults import FAULTS, PAIRS, FaultPlan, run
     from kv_connector.bench.tables import make_console
 
     pairs = _choose(deployments, [deployment.name for deployment in PAIRS])
     names = _choose(faults, [fault.name for fault in FAULTS])
-    plan = Plan(
+    plan = FaultPlan(
         deployments=tuple(deployment for deployment in PAIRS if deployment.name in pairs),
         faults=tuple(fault for fault in FAULTS if fault.name in names),
         json=json,
@@ -151,10 +151,11 @@ def table_2(
 ) -> None:
     """The paper's Table 2: single writes of 64 KiB to 32 MiB, paged ones of 1 to 64 KiB."""
     from kv_connector.bench.tables import make_console
-    from kv_connector.bench.writes import Plan, run
+    from kv_connector.bench.writes import Writes
 
     lanes = _lanes(provider, device, target_device, in_one_process=False)
-    _end(run(Plan(lanes, rounds=rounds, pin=pin, shared=shared, json=json), make_console(json)))
+    measurement = Writes(lanes=lanes, rounds=rounds, pin=pin, shared=shared, json=json)
+    _end(measurement.run(make_console(json)))
 
 
 @app.command("groups")
@@ -169,7 +170,7 @@ def tables_8_and_9(
     json: _Json = None,
 ) -> None:
     """The paper's Tables 8 and 9: the steps of a scatter and of a barrier, by number of peers."""
-    from kv_connector.bench.groups import Plan, run
+    from kv_connector.bench.groups import Groups
     from kv_connector.bench.tables import make_console
 
     try:
@@ -179,7 +180,8 @@ def tables_8_and_9(
     if min(sizes) < 1:
         raise typer.BadParameter("--peers: a group has one peer at least")
     lanes = _lanes(provider, device, target_device, in_one_process=True)
-    _end(run(Plan(lanes, peers=sizes, iterations=iterations, json=json), make_console(json)))
+    measurement = Groups(lanes=lanes, peers=sizes, iterations=iterations, json=json)
+    _end(measurement.run(make_console(json)))
 
 
 @app.command("peers")
@@ -192,11 +194,12 @@ def cost_of_peers(
     json: _Json = None,
 ) -> None:
     """What peers cost: seconds to connect them, memory and file descriptors of each."""
-    from kv_connector.bench.peers import Plan, run
+    from kv_connector.bench.peers import PeerCosts
     from kv_connector.bench.tables import make_console
 
     lanes = _lanes(provider, device, target_device, in_one_process=False)
-    _end(run(Plan(lanes, peers=peers, rounds=rounds, json=json), make_console(json)))
+    measurement = PeerCosts(lanes=lanes, peers=peers, rounds=rounds, json=json)
+    _end(measurement.run(make_console(json)))
 
 
 @app.command("meeting")
@@ -208,12 +211,12 @@ def meeting_of_engines(
     json: _Json = None,
 ) -> None:
     """Engines of many ranks that meet: seconds from the first request until every rank has its page."""
-    from kv_connector.bench.meeting import Plan, run
+    from kv_connector.bench.meeting import Meetings
     from kv_connector.bench.tables import make_console
 
     (lane,) = _lanes(provider, "", "", in_one_process=False)
-    plan = Plan(lane.provider, prefill=prefill, decode=decode, rounds=rounds, json=json)
-    _end(run(plan, make_console(json)))
+    measurement = Meetings(provider=lane.provider, prefill=prefill, decode=decode, rounds=rounds, json=json)
+    _end(measurement.run(make_console(json)))
 
 
 @app.command("registration")
@@ -229,12 +232,14 @@ def registering_beside_writes(
     json: _Json = None,
 ) -> None:
     """Latency of a 4 KiB write while another thread registers and deregisters memory with the same engine."""
-    from kv_connector.bench.registration import Plan, run
+    from kv_connector.bench.registration import Registration
     from kv_connector.bench.tables import make_console
 
     lanes = _lanes(provider, device, target_device, in_one_process=True)
-    plan = Plan(lanes, registered_bytes=mib << 20, iterations=iterations, rounds=rounds, json=json)
-    _end(run(plan, make_console(json)))
+    measurement = Registration(
+        lanes=lanes, registered_bytes=mib << 20, iterations=iterations, repeats=rounds, json=json
+    )
+    _end(measurement.run(make_console(json)))
 
 
 @app.command("router")
@@ -244,10 +249,10 @@ def share_of_the_router(
     json: _Json = None,
 ) -> None:
     """What the router adds to a time to first token, also while its status page is open."""
-    from kv_connector.bench.router import Plan, run
+    from kv_connector.bench.router import RouterPlan, run
     from kv_connector.bench.tables import make_console
 
-    _end(run(Plan(rounds=rounds, requests=requests, json=json), make_console(json)))
+    _end(run(RouterPlan(rounds=rounds, requests=requests, json=json), make_console(json)))
 
 
 @app.command("moe")
@@ -273,7 +278,7 @@ def exchange_of_experts(
 
     Needs torch.
     """
-    from kv_connector.bench.moe import Plan, Shape, Workload, run
+    from kv_connector.bench.moe import ExpertsPlan, Shape, Workload, run
     from kv_connector.bench.tables import make_console
     from kv_connector.moe.machine import visible_gpus
 
@@ -289,7 +294,7 @@ def exchange_of_experts(
         for count in _numbers("--tokens", tokens, 1)
     )
     workload = Workload(ranks or gpus or 2, shapes, top_k=top_k, experts=experts, iterations=iterations)
-    _end(run(Plan(workload, gpu=gpus > 0, json=json), make_console(json)))
+    _end(run(ExpertsPlan(workload, gpu=gpus > 0, json=json), make_console(json)))
 
 
 @app.command("micro")
@@ -298,10 +303,10 @@ def hot_loops(
     json: _Json = None,
 ) -> None:
     """The engine's hot loops: submitting, posting and counting, over sim. Fails where an aim is missed."""
-    from kv_connector.bench.micro import Plan, run
+    from kv_connector.bench.micro import HotLoops
     from kv_connector.bench.tables import make_console
 
-    _end(run(Plan(iterations=iterations, json=json), make_console(json)))
+    _end(HotLoops(iterations=iterations, json=json).run(make_console(json)))
 
 
 def _end(good: bool) -> None:

@@ -57,7 +57,7 @@ FAULTS = (
 
 
 @dataclass(frozen=True)
-class Plan:
+class FaultPlan:
     deployments: tuple[Deployment, ...]
     faults: tuple[Fault, ...]
     json: Path | None
@@ -92,7 +92,7 @@ class Suffered(msgspec.Struct, tag="fault", kw_only=True, frozen=True):
     """Of those answered: with other tokens than one engine alone."""
 
 
-def run(plan: Plan, console: Console) -> bool:
+def run(plan: FaultPlan, console: Console) -> bool:
     """Measures and prints; True if every deployment came through to the end and no answer was wrong."""
     present = leave_out_missing(plan.deployments, console)
     records: list[Suffered] = []

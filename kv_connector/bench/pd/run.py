@@ -52,7 +52,7 @@ class Measured(msgspec.Struct, tag="pd", kw_only=True, frozen=True):
 
 
 @dataclass(frozen=True)
-class Plan:
+class PdPlan:
     deployments: tuple[Deployment, ...]
     rounds: int
     model: Path | None
@@ -61,7 +61,7 @@ class Plan:
     plot: Path | None = None
 
 
-def run(plan: Plan, console: Console) -> bool:
+def run(plan: PdPlan, console: Console) -> bool:
     """Measures and prints; True if nothing failed and all answers, one at a time, were one engine's."""
     present = leave_out_missing(plan.deployments, console)
     with tempfile.TemporaryDirectory(prefix="kv-connector-bench-") as directory, ExitStack() as stack:

@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from kv_connector.bench.pd import clients, faults
 from kv_connector.bench.pd.clients import CLIENTS, OUTPUT_TOKENS, Clients, until_empty
 from kv_connector.bench.pd.deployments import Deployment
-from kv_connector.bench.pd.faults import FAULTS, Fault, Plan, Suffered
+from kv_connector.bench.pd.faults import FAULTS, Fault, FaultPlan, Suffered
 from kv_connector.bench.pd.load import LoadError
 from kv_connector.bench.pd.mooncake_proxy import Proxy
 from kv_connector.bench.tables import make_console
@@ -357,10 +357,10 @@ def test_a_run_goes_on_after_a_deployment_that_fails_and_wrong_tokens_fail_it(
     console = make_console()
     for deployments, good in ((pairs, False), (pairs[1:], not wrong)):
         with console.capture() as printed:
-            assert faults.run(Plan(deployments, (ABORT, KILL_D), file), console) is good
+            assert faults.run(FaultPlan(deployments, (ABORT, KILL_D), file), console) is good
         assert f"{wrong} of 3 answers wrong" in printed.get()
     with console.capture() as printed:
-        faults.run(Plan(pairs, (ABORT,), None), console)
+        faults.run(FaultPlan(pairs, (ABORT,), None), console)
     assert "the nixl, 40 clients leave: nixl-prefill was not ready in time" in printed.get()
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["type"] for line in lines] == ["conditions", "fault", "fault"] * 2
@@ -394,7 +394,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones(option: str, name: str, 
 
 
 def test_names_choose_what_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    plans: list[Plan] = []
+    plans: list[FaultPlan] = []
     monkeypatch.setattr(faults, "run", lambda plan, _: plans.append(plan) or True)
     status, output = run("--deployments", "n*,ours", "--faults", "kill-*", "--json", str(tmp_path / "x"))
     assert status == 0, output
