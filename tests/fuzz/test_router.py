@@ -62,7 +62,7 @@ def _without_budget(self: Limits, nbytes: int, *, had: int, expected: int) -> No
 
 
 def _gives_back_more(self: Place) -> None:
-    self._room.take(-self.nbytes, had=self.nbytes, expected=0)
+    self._limits.take(-self.nbytes, had=self.nbytes, expected=0)
 
 
 def _one_turn(self: Turns) -> None:
