@@ -18,8 +18,7 @@ from site_of_servers import ARGUMENTS, Client, Pair
 from kv_connector.lab.model import make_llama
 from kv_connector.lab.sglang_cluster import Server, ServerSettings, SglangCluster
 
-# Not "sglang": this folder is called so, too.
-collect_ignore_glob = [] if importlib.util.find_spec("sglang.srt") else ["*.py"]
+collect_ignore_glob = [] if importlib.util.find_spec("sglang") else ["*.py"]
 
 SETTINGS = ServerSettings(arguments=ARGUMENTS)
 
