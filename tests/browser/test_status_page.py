@@ -105,7 +105,7 @@ async def test_engines_that_join_tell_lanes_and_silent_ones_are_seen_to_be(brows
         for role, engine in ((Role.PREFILL, p), (Role.DECODE, d)):
             registration = Register(role.value, "1", role, engine.url, "127.0.0.1", 5600)
             activity = Activity({"verbs": 3}, 7, 0)
-            registrar = Registrar(registration, [address], None, lambda told=activity: told)
+            registrar = Registrar(registration, [address], None, lambda told=activity: told)  # type: ignore[misc]  # mypy infers no lambda with a default
             registrars[role] = registrar
             stack.callback(registrar.close)
         async with (

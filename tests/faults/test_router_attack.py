@@ -100,7 +100,8 @@ class Load:
 async def load(site: Site, seconds: float) -> tuple[Load, float, set[str]]:
     """Small requests for so long; the router's largest memory meanwhile, and the states of its engines."""
     found, end = Load(), time.monotonic() + seconds
-    most, states = 0.0, set()
+    most = 0.0
+    states: set[str] = set()
 
     async def ask(client: aiohttp.ClientSession) -> None:
         body = {"model": "m", "prompt": [97] * 512, "max_tokens": 8, "stream": True}

@@ -89,7 +89,7 @@ class Deployment:
     """Of Gemma's engines and routers."""
 
 
-def prompt(seed: int | str, tokens: int) -> list[int]:
+def prompt(seed: float | str, tokens: int) -> list[int]:
     """`tokens` random token ids, none of them special; the same for the same seed."""
     return random.Random(f"{seed}").choices(range(256), k=tokens)
 

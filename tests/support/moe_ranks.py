@@ -165,7 +165,7 @@ def run_ranks(
 
 def _serve(
     pipes: list[Connection],
-    processes: list[BaseProcess],
+    processes: Sequence[BaseProcess],
     noted: Callable[[list[tuple[int, str]], Callable[[int], None]], None],
 ) -> list[Any]:
     results: dict[int, Any] = {}

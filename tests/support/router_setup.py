@@ -63,7 +63,7 @@ class FakeEngine:
         return await self.health(request)
 
     async def describe(self, request: Request) -> Response:
-        paths = {path: {"post": {}} for path in ("/v1/responses", "/sleep", "/v1/models")}
+        paths: dict[str, Any] = {path: {"post": {}} for path in ("/v1/responses", "/sleep", "/v1/models")}
         return JSONResponse({"openapi": "3.1.0", "paths": paths})
 
     async def echo(self, request: Request) -> Response:
@@ -121,7 +121,7 @@ async def cluster(
 ) -> AsyncIterator[tuple[FakeEngine, FakeEngine, httpx.AsyncClient]]:
     """One fake P, one fake D, a router over them and a client of the router."""
     async with serve_engine(prefill) as p, serve_engine(decode) as d:
-        endpoints = {
+        endpoints: dict[str, Any] = {
             "prefill": (Endpoint.parse(f"{p.url}@10.0.0.1:5601"),),
             "decode": (Endpoint.parse(d.url),),
         }

@@ -183,6 +183,6 @@ def main_until_killed(checkpoint: Path, version: str, engines: Sequence[str], wr
             left -= 1
             post(*arguments)  # type: ignore[arg-type]
 
-        pusher._writer._post = count  # type: ignore[method-assign]
+        pusher._writer._post = count  # type: ignore[method-assign, assignment]
         pusher.push(version)
         os.kill(os.getpid(), signal.SIGKILL)

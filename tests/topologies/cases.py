@@ -56,12 +56,12 @@ class Case:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def flags(text: str, **more: Any) -> dict[str, Side]:
+def flags(text: str, **more: Any) -> dict[str, Any]:
     """Of both sides."""
     return {"prefill": Side(text, chunk=200, **more), "decode": Side(text, **more)}
 
 
-def whole() -> dict[str, Side]:
+def whole() -> dict[str, Any]:
     """Of both sides: each prompt in one step."""
     return {"prefill": Side(chunk=1024), "decode": Side(chunk=1024)}
 
@@ -138,9 +138,9 @@ def states(model: str, prefill: str = "", decode: str = "", **more: Any) -> dict
 
 
 # In bfloat16 a delta net decodes otherwise than it prefills.
-DELTA_NET = {"dtype": "bfloat16", "shifted": True}
+DELTA_NET: dict[str, Any] = {"dtype": "bfloat16", "shifted": True}
 # A slice of a convolution's channels is then one run.
-CHANNELS_FIRST = {"environment": {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}}
+CHANNELS_FIRST: dict[str, Any] = {"environment": {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}}
 
 CASES = (
     Case("llama", "llama", more=(SAMPLES, *STRUCTURES), pool=36),

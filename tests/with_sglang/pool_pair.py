@@ -159,8 +159,8 @@ class Pair:
         """Waits until neither agent has anything under way, or keeps anything."""
         for half in (self.prefill, self.decode):
             agent = half.manager.agent
-            until(lambda agent=agent: agent.live().idle, "an idle agent")
-            until(lambda agent=agent: agent._ledger.states == 0, "a state that is kept")
+            until(lambda agent=agent: agent.live().idle, "an idle agent")  # type: ignore[misc]  # mypy infers no lambda with a default
+            until(lambda agent=agent: agent._ledger.states == 0, "a state that is kept")  # type: ignore[misc]  # mypy infers no lambda with a default
             reports = agent.take_reports()
             assert not reports.finished_sending | reports.finished_recving
             assert not half.manager.request_status

@@ -51,6 +51,7 @@ async def test_aborts_at_random_moments(pair: Pair, client: Client) -> None:
                 await client.http.post(f"{pair.prefill.url}/abort_request", json={"rid": rid})
             case 2:
                 await client.http.post(f"{pair.decode.url}/abort_request", json={"rid": rid})
+        answer: object
         (answer,) = await asyncio.gather(ask, return_exceptions=True)
         failed += isinstance(answer, BaseException)
 

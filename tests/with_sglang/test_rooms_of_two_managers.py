@@ -272,7 +272,7 @@ def test_an_abort_at_prefill_returns_once_nothing_reads_the_pages(
     sender.send(pages(SOURCE[:2]))
     agent, drained = two.prefill.manager.agent, []
     preempt = agent.preempt
-    monkeypatch.setattr(agent, "preempt", lambda rooms: (preempt(rooms), drained.extend(rooms)))
+    monkeypatch.setattr(agent, "preempt", lambda rooms: (preempt(rooms), drained.extend(rooms)))  # type: ignore[func-returns-value]
     sender.abort()
     assert drained == ["45"]
     until(lambda: receiver.poll() == KVPoll.Failed)

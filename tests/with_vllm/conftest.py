@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from deployment import (
@@ -85,7 +86,7 @@ def _start(
         settings=engine_settings(blocks=decode_blocks),
     )
     plain = cluster.start_engine("plain")
-    engines = {"prefill": [prefill], "decode": [decode]}
+    engines: dict[str, Any] = {"prefill": [prefill], "decode": [decode]}
     return Deployment(
         shape=shape,
         cluster=cluster,

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -20,7 +21,7 @@ from deployment import (
     wait_until,
 )
 
-from kv_connector.lab.cluster import HOST, Engine, LocalCluster
+from kv_connector.lab.cluster import HOST, Engine, LocalCluster, Role
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.lab.model import make_llama, make_mixtral
 
@@ -50,13 +51,15 @@ def site(
     settings = engine_settings(*ranks)
     concurrent, serial = free_ports(2)
     registrations = [f"{HOST}:{port}" for port in (concurrent, serial)]
+    roles: tuple[tuple[str, Role], ...] = (("prefill", "kv_producer"), ("decode", "kv_consumer"))
     with LocalCluster(directory, model, settings) as cluster:
         cluster.interpreter = interpreter
         prefill, decode = (
             cluster.start_engine(name, role=role, extra={"timeouts": TIMEOUTS}, routers=registrations)
-            for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer"))
+            for name, role in roles
         )
-        listed = [
+        assert prefill.control_port is not None
+        listed: list[Any] = [
             SimpleNamespace(url=prefill.url, endpoint=f"{prefill.url}@{HOST}:{prefill.control_port + rank}")
             for rank in range(RANKS)
         ]

@@ -35,7 +35,7 @@ AT_ONCE = 8
 def some_request(rng: random.Random, *, seeded: bool) -> tuple[str, dict[str, Any]]:
     """Its route and body, such that its answer is the same each time."""
     length = rng.choice((1, 20, 33, 64) if seeded else (1, 33, 64, 100, 320, 600))
-    body = {
+    body: dict[str, Any] = {
         "model": MODEL_NAME,
         "stream": rng.random() < 0.9,
         "max_tokens": rng.choice((1, 2, 9)),
@@ -64,7 +64,7 @@ def some_request(rng: random.Random, *, seeded: bool) -> tuple[str, dict[str, An
         # A token a byte; what is cut off of a character is not one.
         text = "".join(rng.choices(rng.choice(("abcdefgh ", "aé漢😀")), k=length))
         text = text.encode()[:length].decode(errors="ignore")
-        more = rng.choice(({}, {}, {"logprobs": True, "top_logprobs": 2}, {"tools": TOOLS}))
+        more: dict[str, Any] = rng.choice(({}, {}, {"logprobs": True, "top_logprobs": 2}, {"tools": TOOLS}))
         if "tools" in more:
             # Nothing else binds the answer then. vLLM 0.32 fails where a stop token and a call are bound.
             bound = body.keys() & {"structured_outputs", "stop_token_ids"}

@@ -61,7 +61,7 @@ class Site:
     engines: list[Engine]  # of one rank and of two, started with "a"
     takes: list[str]  # where they take weights
     oracle: Engine  # started with "b"
-    checkpoints: dict[str, Path]
+    checkpoints: Mapping[str, Path]
     cluster: LocalCluster
 
     def push(self, name: str, *more: str, to: Sequence[str] = (), by: str = "push") -> str:

@@ -29,7 +29,7 @@ from deployment import (
 from typer.testing import CliRunner
 
 from kv_connector.cli.main import app
-from kv_connector.lab.cluster import HOST, Engine, LocalCluster, engine_states
+from kv_connector.lab.cluster import HOST, Engine, LocalCluster, Role, engine_states
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.lab.model import make_llama
 
@@ -88,7 +88,8 @@ def fleet(interpreter: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
     with LocalCluster(directory / "logs", checkpoints["a"], settings) as cluster:
         cluster.interpreter = interpreter
         engines, takes = [], {}
-        for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
+        roles: tuple[tuple[str, Role], ...] = (("prefill", "kv_producer"), ("decode", "kv_consumer"))
+        for name, role in roles:
             (port,) = free_ports(1)
             takes[name] = f"{HOST}:{port}"
             environment = {
@@ -109,7 +110,8 @@ def fleet(interpreter: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
         router = cluster.start_router("router", registration=registration)
         cluster.wait_ready()
         cluster.wait_joined(router, *engines)
-        yield Fleet(*engines, takes, router, directory / "logs" / "router.log", checkpoints)
+        prefill, decode = engines
+        yield Fleet(prefill, decode, takes, router, directory / "logs" / "router.log", checkpoints)
 
 
 class Load:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -260,11 +260,11 @@ def test_a_request_says_whether_its_first_token_may_come_from_p(
 
 def test_p_streams_one_token_and_may_not_end_where_the_client_forbids_it() -> None:
     request = Completion({"prompt": [1], "stream": True, "min_tokens": 5, "max_tokens": 9, "n": 1})
-    body = json.loads(request.prefill_body("t", serial=False, early=True))
+    body = json.loads(cast(bytes, request.prefill_body("t", serial=False, early=True)))
     assert (body["stream"], body["min_tokens"], body["max_tokens"]) == (True, 1, 1)
     assert "n" not in body
     request = Completion({"prompt": [1], "stream": True, "min_tokens": "3"})
-    assert json.loads(request.prefill_body("t", serial=False, early=True))["min_tokens"] == 1
+    assert json.loads(cast(bytes, request.prefill_body("t", serial=False, early=True)))["min_tokens"] == 1
 
 
 # --- Through the router

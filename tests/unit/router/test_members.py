@@ -281,7 +281,7 @@ def test_undrain_is_the_routers_own_matter_for_a_listed_engine() -> None:
 
 
 def test_the_last_decode_engine_is_known_until_another_one_takes_requests(router: Fixture) -> None:
-    other = {"engine_id": "d2", "url": "http://10.0.0.2:8200", "role": Role.DECODE}
+    other: dict[str, Any] = {"engine_id": "d2", "url": "http://10.0.0.2:8200", "role": Role.DECODE}
     router.join(role=Role.DECODE)
     router.join(engine_id="p", url="http://10.0.0.3:8100")
     router.members.register(0.0, register(**other))

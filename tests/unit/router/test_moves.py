@@ -364,7 +364,8 @@ async def test_so_many_streams_move_at_a_time(monkeypatch: pytest.MonkeyPatch) -
     async with site() as s:
         s.first.limits, s.first.pace = (8, LENGTH), 0.01
         s.second.limits = (8, LENGTH)
-        readings, others = [], []
+        readings: list[Reading] = []
+        others: list[Reading] = []
         for number in range(2):
             for streams, name in ((readings, f"{number}"), (others, f"{number} at the other engine")):
                 streams.append(Reading(s.client, COMPLETION, BODY, name))
@@ -570,7 +571,7 @@ async def test_a_move_to_an_engine_that_has_gone_fails_and_the_stream_goes_on(
 ) -> None:
     monkeypatch.setattr(Pool, "takes", lambda *_: True)
     monkeypatch.setattr(Moves, "where", lambda self, request: nowhere)
-    nowhere = Endpoint.parse("http://127.0.0.1:1")
+    nowhere: Endpoint = Endpoint.parse("http://127.0.0.1:1")
     async with site() as s:
         s.first.limits = (8, LENGTH)
         s.first.go.set()

@@ -190,7 +190,8 @@ async def test_the_first_request_waits_for_the_engines_to_join(cluster: Cluster)
 async def test_a_fault_of_its_own_does_not_end_the_routers_ear_for_engines(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, faulty: str
 ) -> None:
-    sound, failed = getattr(Members, faulty), []
+    sound = getattr(Members, faulty)
+    failed: list[str] = []
 
     def fail_once(*arguments: Any) -> Any:
         if failed:
@@ -546,7 +547,7 @@ async def test_undrain_puts_an_engine_back_at_all_its_routers(cluster: Cluster, 
             while d.registrar._registration.draining is not drained:
                 await asyncio.sleep(0.01)
         state = "draining" if drained else "ready"
-        await until_health(client, lambda found, state=state: found["decode"] == {d.engine.url: state})
+        await until_health(client, lambda found, state=state: found["decode"] == {d.engine.url: state})  # type: ignore[misc]  # mypy infers no lambda with a default
     assert (await ask(client)).status_code == 200
     words[0] = "http://127.0.0.1:1"
     unknown = await asyncio.to_thread(CliRunner().invoke, command_line, ["undrain", *words])
@@ -625,7 +626,7 @@ async def test_an_engine_that_sleeps_gets_nothing_until_it_wakes(cluster: Cluste
     url = decode.engine.url
     for asleep, state, status in ((True, "asleep", 503), (False, "ready", 200), (True, "asleep", 503)):
         decode.registrar.set_asleep(asleep)
-        await until_health(client, lambda found, state=state: found["decode"].get(url) == state)
+        await until_health(client, lambda found, state=state: found["decode"].get(url) == state)  # type: ignore[misc]  # mypy infers no lambda with a default
         assert (await ask(client)).status_code == status
 
 
@@ -641,7 +642,7 @@ async def test_an_engine_that_is_torn_gets_nothing_and_its_version_is_told(clust
     ):
         decode.registrar.set_weights(version)
         decode.registrar.set_torn(torn)
-        await until_health(client, lambda found, state=state: found["decode"].get(url) == state)
+        await until_health(client, lambda found, state=state: found["decode"].get(url) == state)  # type: ignore[misc]  # mypy infers no lambda with a default
         assert (await ask(client)).status_code == status
 
     async def told() -> dict[str, Any]:

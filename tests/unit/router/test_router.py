@@ -5,7 +5,7 @@ import json
 import logging
 import socket
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import msgspec
@@ -157,7 +157,7 @@ async def test_a_rank_that_an_engine_lacks_is_no_fault_of_the_request(side: str,
 
     handlers = {"prefill": answer_ok, "decode": answer_ok} | {side: one_rank}
     async with serve_engine(handlers["prefill"]) as p, serve_engine(handlers["decode"]) as d:
-        endpoints = {"prefill": (Endpoint.parse(p.url),), "decode": (Endpoint.parse(d.url),)}
+        endpoints: dict[str, Any] = {"prefill": (Endpoint.parse(p.url),), "decode": (Endpoint.parse(d.url),)}
         url = endpoints[side][0].url
         endpoints[side] = tuple(Endpoint.parse(f"{url}@10.0.0.1:{port}") for port in (5600, 5602))
         async with (
@@ -281,9 +281,9 @@ def test_a_single_prompt_is_shared(prompt: object) -> None:
 def test_a_prompt_is_passed_on_as_it_came() -> None:
     prompt = b"[1,  12345678901234567890, 3 ]"
     completion = Completion.decode(b'{"model": "m", "prompt": ' + prompt + b', "n": 1}')
-    assert prompt in completion.prefill_body("t", serial=False)
-    assert prompt in completion.decode_body({})
-    assert prompt in completion.local_body()
+    assert prompt in cast(bytes, completion.prefill_body("t", serial=False))
+    assert prompt in cast(bytes, completion.decode_body({}))
+    assert prompt in cast(bytes, completion.local_body())
 
 
 async def test_an_answer_of_ps_that_is_no_text_is_ps_failure() -> None:

@@ -61,7 +61,7 @@ async def router(
     async with contextlib.AsyncExitStack() as stack:
         for engine in {*prefill, *decode}:
             engine.url = await stack.enter_async_context(serve(engine.app))
-        endpoints = {
+        endpoints: dict[str, Any] = {
             "prefill": tuple(Endpoint.parse(engine.url) for engine in prefill),
             "decode": tuple(Endpoint.parse(engine.url) for engine in decode),
         }

@@ -100,7 +100,7 @@ def messages_usage(cached: int, **more: int) -> dict[str, Any]:
 
 
 def responses_usage(cached: int, turns: list[int]) -> dict[str, Any]:
-    details = {"cached_tokens": cached, "cache_write_tokens": 1}
+    details: dict[str, Any] = {"cached_tokens": cached, "cache_write_tokens": 1}
     details |= {"input_tokens_per_turn": [100], "cached_tokens_per_turn": turns}
     return {"input_tokens": 100, "input_tokens_details": details, "output_tokens": 5, "total_tokens": 105}
 
@@ -143,10 +143,10 @@ async def test_a_whole_answer_counts_as_one_engines(path: str, said: object, tol
 
     async with cluster(prefill({"remote_prefill_cached_tokens": 32}), handler) as (_, _, client):
         reply = await client.post(f"/v1/{path}", json={"model": "m"})
-        assert reply.text == JSONResponse(told).body.decode()
+        assert reply.text == bytes(JSONResponse(told).body).decode()
 
 
-STARTED = {"type": "message_start", "message": {"type": "message", "content": []}}
+STARTED: dict[str, Any] = {"type": "message_start", "message": {"type": "message", "content": []}}
 PARTIAL = {"type": "input_json_delta", "partial_json": json.dumps(INPUT)}
 STREAMED = [
     (

@@ -19,7 +19,7 @@ class InterpolationMode:
 class _Module(types.ModuleType):
     """Any name in it is a class."""
 
-    __path__ = ()
+    __path__: Any = ()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
