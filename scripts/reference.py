@@ -83,7 +83,9 @@ def settings() -> Rows:
 
 def timeouts() -> Rows:
     words = field_docs(Timeouts)
-    rows = [(f"`{one.name}`", f"{one.default:g}", words[one.name]) for one in dataclasses.fields(Timeouts)]
+    rows: list[Sequence[str]] = [
+        (f"`{one.name}`", f"{one.default:g}", words[one.name]) for one in dataclasses.fields(Timeouts)
+    ]
     return ("timeout", "default", "meaning"), rows
 
 

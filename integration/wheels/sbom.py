@@ -31,7 +31,7 @@ def found(pattern: str, text: str) -> str:
 
 def libcxx_version() -> str:
     """LLVM's version of the C++ runtime in the ziglang wheel."""
-    config = Path(distribution("ziglang").locate_file("ziglang/lib/libcxx/include/__config"))
+    config = Path(str(distribution("ziglang").locate_file("ziglang/lib/libcxx/include/__config")))
     number = int(found(r"_LIBCPP_VERSION (\d+)", config.read_text()))
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 

@@ -105,7 +105,7 @@ def test_rl_rewards_what_stands_in_order() -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
     learn = example("rl/learn.py")
-    learn.GROUP = 2
+    learn.GROUP = 2  # type: ignore[attr-defined]
     prompts = torch.tensor([[3, 1, 2, 1, learn.EQUALS]] * 2 + [[0, 9, 9, 0, learn.EQUALS]] * 2)
     answers = torch.tensor([[1, 1, 2, 3], [1, 2, 3, 9], [9, 0, 9, 0], [0, 0, 9, 10]])
     rewards = learn.rewards(learn.Samples(prompts, answers, torch.zeros(4, 4)))

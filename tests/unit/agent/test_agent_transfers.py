@@ -35,7 +35,7 @@ def record_signals(prefill: Side) -> list[list[int]]:
         values.append([layer.signal_value for layer in layers])
         arm(number, signal, write, layers)
 
-    engine.arm = recording  # type: ignore[method-assign]
+    engine.arm = recording  # type: ignore[method-assign, assignment]
     return values
 
 

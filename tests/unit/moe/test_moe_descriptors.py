@@ -22,7 +22,7 @@ from kv_connector.moe.wire import Facts, Hello, Introduction, encode
 
 
 def hello_of(meeting: Meeting, rank: int, ranks: int = 2, **more: Any) -> Hello:
-    fields = {
+    fields: dict[str, Any] = {
         "release": "1.0",
         "rank": rank,
         "facts": Facts.of(settings_of(rank, ranks)),

@@ -16,7 +16,7 @@ from kv_connector.moe.fault import GroupError
 
 def hello(rank: int, /, ranks: int = 2, **more: Any) -> wire.Hello:
     changed = {key: more.pop(key) for key in list(more) if key in wire.Facts.__struct_fields__}
-    fields = {
+    fields: dict[str, Any] = {
         "release": "1.0",
         "rank": rank,
         "facts": wire.Facts.of(settings_of(rank, ranks, **changed)),

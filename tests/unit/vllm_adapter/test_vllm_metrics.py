@@ -73,6 +73,7 @@ def test_each_step_takes_what_the_agent_counted() -> None:
     taken = connector.get_kv_connector_stats()
     assert taken is not None
     assert taken.interval == Interval(counters={"pages_pushed": 3})
+    assert connector.worker is not None
     connector.worker.pushes = False
     assert connector.get_kv_connector_stats() is None, "nothing has changed"
     assert asked == [True, False]

@@ -108,7 +108,8 @@ class TestPrefill:
         prefill = stage("kv_producer", state=replace(state, num_speculative_blocks=drafts))
         text = prompt(tokens)
         request = prefill.add("p", text, dict(PARAMS_OF_P), max_tokens=40)
-        computed, pages = 0, []
+        computed = 0
+        pages: list[Any] = []
         while not request.is_finished():
             output, metadata = prefill.schedule()
             if not pages:

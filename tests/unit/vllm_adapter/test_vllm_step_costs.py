@@ -130,7 +130,7 @@ class Engine:
         self.costs.step_ended()
 
     def step(self, took_ms: float, **tokens: int) -> WorkloadReport | None:
-        load = self.schedule(**tokens)
+        load = self.schedule(**tokens)  # type: ignore[arg-type]
         self.end(took_ms)
         return load
 

@@ -212,7 +212,7 @@ def test_a_cleared_cache_is_passed_on_before_new_pages(agent: RecordingAgent, wo
 
 def test_reservations_are_passed_on_where_there_are_any(worker: WorkerSide, agent: RecordingAgent) -> None:
     found = [{"a", "b"}, set()]
-    agent.take_reserved = lambda: found.pop(0)  # type: ignore[method-assign]
+    agent.take_reserved = lambda: found.pop(0)  # type: ignore[attr-defined]
     first = worker.news()
     assert first == News({"a", "b"})
     assert first.aggregate(News({"c"}, {"d": 7})) == News({"a", "b", "c"}, {"d": 7})
@@ -222,7 +222,7 @@ def test_reservations_are_passed_on_where_there_are_any(worker: WorkerSide, agen
 def test_what_p_sampled_is_passed_on_with_the_end_of_its_load(
     agent: RecordingAgent, worker: WorkerSide
 ) -> None:
-    agent.take_reserved = set  # type: ignore[method-assign]
+    agent.take_reserved = set  # type: ignore[attr-defined]
     agent.reports = Reports(finished_recving={"d"}, sampled={"d": 7})
     step(worker)
     assert worker.news() == News(set(), {"d": 7})
@@ -230,7 +230,7 @@ def test_what_p_sampled_is_passed_on_with_the_end_of_its_load(
 
 
 def test_a_stale_load_is_no_failure_and_its_pages_are_void(agent: RecordingAgent, worker: WorkerSide) -> None:
-    agent.take_reserved = set  # type: ignore[method-assign]
+    agent.take_reserved = set  # type: ignore[attr-defined]
     agent.reports = Reports(
         finished_recving={"stale", "bad"}, failed_recving={"stale", "bad"}, stale={"stale"}
     )

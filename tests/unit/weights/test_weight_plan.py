@@ -33,7 +33,7 @@ def cuts(draw: st.DrawFn, size: int) -> list[tuple[int, int]]:
 @st.composite
 def meshes(draw: st.DrawFn, shape: Shape) -> list[Box]:
     """A tensor in boxes, along any of its dimensions."""
-    boxes = [((), ())]
+    boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((), ())]
     for size in shape:
         parts = draw(cuts(size))
         boxes = [((*b, s), (*e, n)) for b, e in boxes for s, n in parts]

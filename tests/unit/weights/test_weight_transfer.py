@@ -461,8 +461,10 @@ def test_a_rounds_timeout_covers_its_push_and_both_waits(monkeypatch: pytest.Mon
     waits: list[tuple[str, float]] = []
     update = SimpleNamespace(wait=lambda what, limit: waits.append((what, limit)), pause_seconds={})
     weights_command._round(
-        SimpleNamespace(push=lambda version: update, cancel=lambda reason: None), "v1", 10.0
-    )  # type: ignore[arg-type]
+        SimpleNamespace(push=lambda version: update, cancel=lambda reason: None),  # type: ignore[arg-type]
+        "v1",
+        10.0,
+    )
     assert waits == [("landed", 3.0), ("applied", 2.0)]
 
 
