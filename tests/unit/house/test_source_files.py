@@ -15,7 +15,6 @@ LIMIT = 600
 LONGER = {
     "kv_connector/protocol/prefill.py": "one state machine: all parts use its shares",
     "integration/benchmarks/gpu_experts.py": "one program: its shapes, ranks and comparison",
-    "integration/benchmarks/gpu_pd.py": "one program, with the engines that others start too",
 }
 """Sources that may have more lines than LIMIT, each with the reason."""
 
