@@ -36,7 +36,7 @@ from typing import Any
 
 import httpx
 from goodput_load import CHUNK, WORKLOADS, Objectives, answers, lateness, report, row, summary, trace
-from gpu_pd import (
+from gpu_engines import (
     CPU_ENVIRONMENT,
     ENVIRONMENT,
     HOST,

@@ -29,8 +29,7 @@ from typing import Any
 
 import httpx
 import numpy as np
-from gpu_goodput import GPU, Router, write_tokenizer
-from gpu_pd import (
+from gpu_engines import (
     CPU_ENVIRONMENT,
     HOST,
     JSON,
@@ -43,6 +42,7 @@ from gpu_pd import (
     wait_ready,
     write_tiny,
 )
+from gpu_goodput import GPU, Router, write_tokenizer
 from shapes import SHAPES
 
 from kv_connector.control.membership import Register

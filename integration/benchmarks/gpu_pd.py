@@ -16,118 +16,41 @@ import argparse
 import asyncio
 import json
 import os
-import re
 import shlex
 import signal
 import statistics
-import sys
 import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import httpx
 import numpy as np
+from gpu_engines import (
+    BEFORE,
+    HOST,
+    REST_SECONDS,
+    RIVALS,
+    TINY_ARGUMENTS,
+    Answer,
+    Body,
+    Deployment,
+    Server,
+    cpu_seconds,
+    deployment,
+    direct,
+    prefilled,
+    serial,
+    start_router,
+    stream,
+    wait_ready,
+    write_tiny,
+)
 from shapes import SHAPES
 
-from kv_connector.lab.process import Process, StartError, answers, stop, wait_healthy
-from kv_connector.lab.sse import Events
-
-HOST = "127.0.0.1"
-JSON = {"content-type": "application/json"}
-START_SECONDS = 240.0
-# Before each request that is timed by itself: a GPU at its power limit runs slower right after another
-# prefill (by 2 % on an H200), and what comes before differs from mode to mode.
-REST_SECONDS = 0.15
-# Dead after 5 s without a word; a process of this machine that ended is noticed at once.
-AT_REST_SECONDS = 8.0
-IN_USE = re.compile(r"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "PYTHONSAFEPATH": "1",  # a checkout's package, without a native module, would come first
-}
-
-
-# To try a benchmark on CPUs.
-CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-
-
-@dataclass
-class Server:
-    """One vLLM API server on one GPU, or on several by tensor parallelism."""
-
-    name: str
-    gpus: Sequence[int]
-    port: int
-    model: Path
-    arguments: Sequence[str]
-    logs: Path
-    transfer: dict[str, Any] | None = None
-    control_port: int = 0
-    environment: Mapping[str, str] = field(default_factory=dict)
-    process: Process | None = field(default=None, repr=False)
-
-    @property
-    def url(self) -> str:
-        return f"http://{HOST}:{self.port}"
-
-    def start(self) -> None:
-        if answers(f"{self.url}/health"):
-            raise RuntimeError(f"{self.url} answers before {self.name} is started: what is left there?")
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model)]
-        command += ["--served-model-name", "model", "--host", HOST, "--port", str(self.port)]
-        command += ["--skip-tokenizer-init", "--no-enable-prefix-caching", "--gpu-memory-utilization", "0.3"]
-        command += ["--tensor-parallel-size", str(len(self.gpus)), *self.arguments]
-        if self.transfer is not None:
-            command += ["--kv-transfer-config", json.dumps(self.transfer)]
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        gpus = [visible.split(",")[gpu] if visible else str(gpu) for gpu in self.gpus]
-        environment = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), **ENVIRONMENT, **self.environment}
-        log = self.logs / f"{self.name}.log"
-        log.unlink(missing_ok=True)
-        self.process = Process(self.name, command, environment=environment, log=log)
-
-
-def ours(role: str, control_port: int, provider: str, url: str, registration: int) -> dict[str, Any]:
-    """Of an engine at ``url``, which registers with a router at ``registration``."""
-    settings = {"control_host": HOST, "control_port": control_port, "providers": [provider]}
-    settings |= {"routers": [f"{HOST}:{registration}"], "api_url": url}
-    return {
-        "kv_connector": "WriteImmConnector",
-        "kv_connector_module_path": "kv_connector.vllm.connector",
-        "kv_role": role,
-        "kv_connector_extra_config": settings,
-    }
-
-
-def theirs(name: str, role: str, port: int, *, cpu: bool = False) -> tuple[dict[str, Any], dict[str, str]]:
-    """Of an engine with NIXL, whose ranks meet from ``port`` on: its transfer, and its environment."""
-    transfer = {"kv_connector": RIVALS[name], "kv_role": role}
-    if cpu:
-        transfer["kv_buffer_device"] = "cpu"
-    return transfer, {"VLLM_NIXL_SIDE_CHANNEL_HOST": HOST, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
-
-
-@dataclass(frozen=True)
-class Deployment:
-    """One engine, and pairs of a prefill and a decode engine by the name of their connector.
-
-    Only one request is under way at a time, or one deployment under load: they share the GPUs.
-    """
-
-    alone: Server
-    pairs: Mapping[str, tuple[Server, Server]]
-
-    @property
-    def servers(self) -> list[Server]:
-        return [self.alone, *(server for pair in self.pairs.values() for server in pair)]
-
+from kv_connector.lab.process import Process, StartError, stop
 
 # vLLM's arguments. With async scheduling, its default, a token is handed out after the next step's launch.
 MODES = {
@@ -135,215 +58,6 @@ MODES = {
     "eager": ["--enforce-eager"],
     "eager-sync": ["--enforce-eager", "--no-async-scheduling"],
 }
-RIVALS = {"nixl": "NixlConnector", "nixl-push": "NixlPushConnector"}
-BEFORE = "before"  # another build of ours
-
-
-def deployment(
-    prefix: str,
-    port: int,
-    model: Path,
-    arguments: Sequence[str],
-    logs: Path,
-    *,
-    tensor_parallel: int = 1,
-    rivals: Sequence[str] = (),
-    before: Path | None = None,
-    provider: str = "nvlink",
-    environment: Mapping[str, str] = MappingProxyType({}),
-) -> Deployment:
-    """Prefill engines on the first GPUs, the one engine beside them, decode engines on the next GPUs."""
-    first, second = range(tensor_parallel), range(tensor_parallel, 2 * tensor_parallel)
-
-    def pair(name: str, port: int) -> tuple[Server, Server]:
-        sides = []
-        for number, (side, gpus) in enumerate((("prefill", first), ("decode", second))):
-            role = "kv_producer" if side == "prefill" else "kv_consumer"
-            # A rank's port is the engine's plus the rank.
-            control = port + 20 + 10 * number
-            url, registration = f"http://{HOST}:{port + number}", port + 15
-            transfer, more = ours(role, control, provider, url, registration), dict(environment)
-            if name in RIVALS:
-                transfer, meeting = theirs(name, role, control)
-                more |= meeting
-            elif name == BEFORE:
-                more["PYTHONPATH"] = os.pathsep.join([str(before), os.environ.get("PYTHONPATH", "")])
-            sides.append(
-                Server(
-                    f"{prefix}-{name}-{side}",
-                    gpus,
-                    port + number,
-                    model,
-                    arguments,
-                    logs,
-                    transfer,
-                    control,
-                    more,
-                )
-            )
-        return sides[0], sides[1]
-
-    names = ("ours", *([BEFORE] if before else []), *rivals)
-    return Deployment(
-        Server(f"{prefix}-alone", first, port, model, arguments, logs, environment=environment),
-        {name: pair(name, port + 50 * index) for index, name in enumerate(names, 1)},
-    )
-
-
-def cpu_seconds(server: Server) -> float:
-    """Of all its processes: they are one session."""
-    assert server.process is not None
-    ticks = 0
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended
-            continue
-        if int(fields[3]) == server.process.pid:
-            ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
-def wait_ready(servers: Sequence[Server]) -> None:
-    urls = {}
-    for server in servers:
-        assert server.process is not None
-        urls[server.process] = f"{server.url}/health"
-    wait_healthy(urls, deadline=time.monotonic() + START_SECONDS)
-
-
-def start_router(prefill: Server, port: int, logs: Path) -> Process:
-    """Before the engines that register with it: those of ``prefill``'s pair. Returns once both have."""
-    command = [sys.executable, "-m", "kv_connector.cli.main", "router", "--host", HOST, "--port", str(port)]
-    command += ["--registration", f"{HOST}:{prefill.port + 15}"]
-    router = Process(f"router-{port}", command, environment=ENVIRONMENT, log=logs / f"router-{port}.log")
-    # Healthy is a router that has engines of both sides.
-    wait_healthy({router: f"http://{HOST}:{port}/health"}, deadline=time.monotonic() + START_SECONDS)
-    return router
-
-
-@dataclass(frozen=True)
-class Answer:
-    ttft: float
-    seconds: float
-    tokens: tuple[int, ...]
-    second: float = 0.0
-    """Seconds from the first token to the second."""
-    prefill_seconds: float = 0.0  # until P's own answer; 0: one engine, or a router in between
-
-
-class Body:
-    """A request's JSON. The prompt is written before any clock starts: that takes a client milliseconds."""
-
-    def __init__(self, prompt: Sequence[int], tokens: int) -> None:
-        self._prompt = json.dumps(list(prompt)).encode()
-        self.tokens = tokens
-
-    def json(self, *, tokens: int = 0, stream: bool = False, params: dict[str, Any] | None = None) -> bytes:
-        """`tokens`: where it is not the request's own number."""
-        rest: dict[str, Any] = {
-            "model": "model",
-            "max_tokens": tokens or self.tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "detokenize": False,
-            "return_token_ids": True,
-            "stream": stream,
-        }
-        if params is not None:
-            rest["kv_transfer_params"] = params
-        return b'{"prompt": ' + self._prompt + b", " + json.dumps(rest).encode()[1:]
-
-
-async def stream(
-    client: httpx.AsyncClient,
-    url: str,
-    body: Body,
-    params: dict[str, Any] | None = None,
-    headers: Mapping[str, str] | None = None,
-) -> Answer:
-    begin = time.perf_counter()
-    first = second = 0.0
-    tokens: list[int] = []
-    content, headers = body.json(stream=True, params=params), {**JSON, **(headers or {})}
-    async with client.stream("POST", f"{url}/v1/completions", content=content, headers=headers) as response:
-        if response.status_code != 200:
-            raise RuntimeError(f"HTTP {response.status_code}: {(await response.aread())[:500]!r}")
-        events = Events()
-        async for chunk in response.aiter_bytes():
-            choices = [c for event in events.feed(chunk) for c in json.loads(event).get("choices", [])]
-            for choice in choices:
-                if choice.get("token_ids"):
-                    first = first or time.perf_counter() - begin
-                    tokens += choice["token_ids"]
-                    if len(tokens) > 1:
-                        second = second or time.perf_counter() - begin - first
-    if len(tokens) != body.tokens:
-        raise RuntimeError(f"{len(tokens)} tokens instead of {body.tokens}")
-    return Answer(first, time.perf_counter() - begin, tuple(tokens), second)
-
-
-async def prefilled(
-    client: httpx.AsyncClient,
-    url: str,
-    body: Body,
-    params: dict[str, Any] | None = None,
-    headers: Mapping[str, str] | None = None,
-) -> tuple[float, dict[str, Any]]:
-    """A prefill engine's answer of one token, and the seconds until it was there."""
-    begin = time.perf_counter()
-    content, headers = body.json(tokens=1, params=params), {**JSON, **(headers or {})}
-    response = await client.post(f"{url}/v1/completions", content=content, headers=headers)
-    response.raise_for_status()
-    return time.perf_counter() - begin, response.json()
-
-
-async def direct(client: httpx.AsyncClient, prefill: Server, decode: Server, body: Body) -> Answer:
-    """Both engines at once, as the router does it, without its hop."""
-    transfer_id = uuid.uuid4().hex
-    at_prefill = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
-    at_decode = {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "transfer_id": transfer_id,
-        "remote_host": HOST,
-        "remote_port": prefill.control_port,
-    }
-    (seconds, _), answer = await asyncio.gather(
-        prefilled(client, prefill.url, body, at_prefill), stream(client, decode.url, body, at_decode)
-    )
-    return Answer(answer.ttft, answer.seconds, answer.tokens, answer.second, seconds)
-
-
-async def serial(client: httpx.AsyncClient, prefill: Server, decode: Server, body: Body) -> Answer:
-    """One after the other, D with what P answered: NIXL's flow, without a router's hop."""
-    begin = time.perf_counter()
-    headers = {"X-Request-Id": uuid.uuid4().hex}  # by which NixlPushConnector's P knows what to push where
-    wanted = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
-    params = {"do_remote_decode": True, "do_remote_prefill": False, **wanted}
-    _, done = await prefilled(client, prefill.url, body, params, headers)
-    seconds = time.perf_counter() - begin
-    answer = await stream(client, decode.url, body, done["kv_transfer_params"], headers)
-    return Answer(seconds + answer.ttft, seconds + answer.seconds, answer.tokens, answer.second, seconds)
-
-
-async def used(client: httpx.AsyncClient, server: Server) -> float:
-    """The part of its KV blocks that the engine has in use."""
-    found = IN_USE.findall((await client.get(f"{server.url}/metrics")).text)
-    return sum(float(value) for value in found)
-
-
-async def rests(client: httpx.AsyncClient, server: Server) -> float:
-    """Seconds until no block is in use and the connector has nothing in hand (else it refuses the reset)."""
-    begin = time.monotonic()
-    while True:
-        answer = await client.post(f"{server.url}/reset_prefix_cache?reset_external=true")
-        seconds = time.monotonic() - begin
-        if answer.status_code == 200 and answer.json().get("success") and await used(client, server) == 0:
-            return seconds
-        if seconds > AT_REST_SECONDS:
-            raise AssertionError(f"{server.name} is not at rest after {seconds:.1f} s: {answer.text}")
-        await asyncio.sleep(0.05)
 
 
 class Modes:
@@ -539,19 +253,6 @@ async def compare(deployment: Deployment, count: int, block_size: int) -> None:
         f"{alike} of {count // 2} where both compute the last token by itself",
         flush=True,
     )
-
-
-# float32: bfloat16 rounds differently in batches of another size, and random weights have ties.
-TINY_ARGUMENTS = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "4096"]
-TINY_ARGUMENTS += ["--kv-cache-memory-bytes", str(1 << 30), "--max-num-batched-tokens", "1024"]
-TINY_ARGUMENTS += ["--enable-prefix-caching"]  # for the one engine's second answer
-
-
-def write_tiny(directory: Path) -> Path:
-    """A model that is computed the same way by every engine, with weights that make its tokens differ."""
-    from kv_connector.lab.model import make_llama
-
-    return make_llama(directory, layers=8, hidden=512, heads=8, kv_heads=4, head_dim=64)
 
 
 def main() -> None:

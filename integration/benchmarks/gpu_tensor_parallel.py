@@ -26,8 +26,7 @@ from typing import Any
 
 import httpx
 import numpy as np
-from gpu_goodput import Router
-from gpu_pd import (
+from gpu_engines import (
     CPU_ENVIRONMENT,
     HOST,
     REST_SECONDS,
@@ -44,6 +43,7 @@ from gpu_pd import (
     wait_ready,
     write_tiny,
 )
+from gpu_goodput import Router
 from shapes import SHAPES
 
 from kv_connector.lab.process import Process, StartError, stop

@@ -33,7 +33,7 @@ from typing import Any, Self
 
 import httpx
 import numpy as np
-from gpu_pd import (
+from gpu_engines import (
     CPU_ENVIRONMENT,
     HOST,
     JSON,

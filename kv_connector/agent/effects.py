@@ -15,7 +15,7 @@ from typing import Any
 from kv_connector.agent.ledger import Ledger, Timing
 from kv_connector.agent.ports import Received, Sockets, TransferPort
 from kv_connector.agent.timeline import Timelines
-from kv_connector.agent.writes import Bursts, Target, Writes
+from kv_connector.agent.writes import BURSTS, Target, Writes
 from kv_connector.engine import (
     ErrorCode,
     Event,
@@ -96,10 +96,6 @@ _FENCE_LOG_S = 10.0
 # A transfer that is not over by then gets a line in the log: far longer than a prefill of 100,000 tokens'
 # pages takes on a lane that works, and shorter than any deadline.
 _SLOW_S = 10.0
-# By lane. NVLink takes power from the prefill, and 2 to 3 % of its speed, for 50 ms after each write: 7 ms of
-# 8,192 tokens of an 8B model. 320 MiB are gone in 1 ms; 2 GiB, the pages of twice those tokens, in 6.5, which
-# is 1.4 % of the time that they take to compute.
-BURSTS = {"nvlink": Bursts(320 << 20, early_token=2 << 30)}
 # Events taken from the engine in one turn.
 _EVENTS = 256
 

@@ -49,7 +49,7 @@ class _Span:
 
 
 @dataclass
-class _Outgoing:
+class _ShareTimes:
     """A share that is being written."""
 
     number: int  # the engine's
@@ -105,7 +105,7 @@ class Timelines:
         self._signals: list[tuple[int, int]] = [(0, 0)] * _SIGNALS  # value and time
         self._on_gpu = on_gpu
         self._named: dict[int, int] = {}  # when the steps were named, by signal base
-        self._outgoing: dict[Share, _Outgoing] = {}
+        self._outgoing: dict[Share, _ShareTimes] = {}
         self._shares: dict[int, Share] = {}  # by the engine's number
         self._live: dict[int, _Span] = {}  # by the engine's request
         self._incoming: dict[str, _Incoming] = {}  # by request id
@@ -130,7 +130,7 @@ class Timelines:
         """Pages of a step were armed, for the engine's transfer ``number``."""
         outgoing = self._outgoing.get(share)
         if outgoing is None:
-            outgoing = self._outgoing[share] = _Outgoing(number)
+            outgoing = self._outgoing[share] = _ShareTimes(number)
             self._shares[number] = share
         outgoing.pushes += 1
         # What has no signal is a step by itself.
@@ -251,7 +251,7 @@ class Timelines:
                     return when
         return step.nanoseconds
 
-    def _forget(self, outgoing: _Outgoing) -> tuple[tuple[int, ...], tuple[LayerSpan, ...]]:
+    def _forget(self, outgoing: _ShareTimes) -> tuple[tuple[int, ...], tuple[LayerSpan, ...]]:
         """Its steps and spans, in their order."""
         del self._shares[outgoing.number]
         for request, span in outgoing.requests.items():

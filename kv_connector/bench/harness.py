@@ -53,7 +53,7 @@ _POOL_SEED, _SOURCE_SEED, _TARGET_SEED = 7, 1, 2
 
 
 class BenchError(RuntimeError):
-    """A side failed, ended or did not answer. The message says which, and in its own words why."""
+    """A side or a rank failed, ended or did not answer. The message says which, and in its own words why."""
 
 
 def measure_round(

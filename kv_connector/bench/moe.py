@@ -14,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+from kv_connector.bench.harness import BenchError
 from kv_connector.bench.machine import conditions
 from kv_connector.bench.records import ExpertPairs, append, percentile
 from kv_connector.bench.tables import print_conditions, print_table
@@ -31,7 +32,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Workload:
+class ExpertsWorkload:
     ranks: int
     shapes: tuple[Shape, ...]
     top_k: int
@@ -50,17 +51,13 @@ class Measured:
 
 @dataclass(frozen=True)
 class ExpertsPlan:
-    workload: Workload
+    workload: ExpertsWorkload
     gpu: bool
     json: Path | None
 
     @property
     def rival(self) -> str:
         return "NCCL" if self.gpu else "gloo"
-
-
-class BenchError(RuntimeError):
-    """A rank failed or ended."""
 
 
 def run(plan: ExpertsPlan, console: Console) -> bool:

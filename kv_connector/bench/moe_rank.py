@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kv_connector.bench.moe import OURS, Measured, Shape, Workload
+from kv_connector.bench.moe import OURS, ExpertsWorkload, Measured, Shape
 from kv_connector.moe import oracle
 from kv_connector.moe.group import Group, GroupSettings
 
@@ -26,7 +26,9 @@ _WARM_UPS = 10
 _SCALED = 128
 
 
-def run_rank(pipe: Connection, rank: int, workload: Workload, backend: str, store: str, gpu: bool) -> None:
+def run_rank(
+    pipe: Connection, rank: int, workload: ExpertsWorkload, backend: str, store: str, gpu: bool
+) -> None:
     """Sends each Measured from rank 0 to the coordinator, then None. An error is sent as text."""
     try:
         bench = _Rank(rank, workload, backend, store, gpu)
@@ -39,7 +41,7 @@ def run_rank(pipe: Connection, rank: int, workload: Workload, backend: str, stor
 
 
 @dataclass(frozen=True)
-class _Pair:
+class _DispatchCombine:
     """One contestant's dispatch and combine of a routing, by its number."""
 
     call: Callable[[int], None]
@@ -48,7 +50,7 @@ class _Pair:
 
 
 class _Rank:
-    def __init__(self, rank: int, workload: Workload, backend: str, store: str, gpu: bool) -> None:
+    def __init__(self, rank: int, workload: ExpertsWorkload, backend: str, store: str, gpu: bool) -> None:
         self._rank, self._workload, self._backend, self._gpu = rank, workload, backend, gpu
         self._ranks = workload.ranks
         self._device = torch.device("cuda", rank) if gpu else torch.device("cpu")
@@ -123,7 +125,7 @@ class _Rank:
 
     def _ours(
         self, group: Group, shape: Shape, inputs: list[list[oracle.Tokens]], results: list[torch.Tensor]
-    ) -> _Pair:
+    ) -> _DispatchCombine:
         sizes = (shape.tokens,) * self._ranks
         buffer = group.combine_buffer(sizes)
         buffer.copy_(results[self._rank])
@@ -134,9 +136,11 @@ class _Rank:
             group.dispatch(own.x, own.ids, own.weights, scales=own.scales, sizes=sizes)
             group.combine(out, sizes)
 
-        return _Pair(call, lambda _: out)
+        return _DispatchCombine(call, lambda _: out)
 
-    def _theirs(self, shape: Shape, inputs: list[list[oracle.Tokens]], results: list[torch.Tensor]) -> _Pair:
+    def _theirs(
+        self, shape: Shape, inputs: list[list[oracle.Tokens]], results: list[torch.Tensor]
+    ) -> _DispatchCombine:
         """All rows to all ranks, and a sum over all ranks: rows without an expert on a rank count as zero."""
         sent = []
         for routing in inputs:
@@ -165,13 +169,13 @@ class _Rank:
                 gather(number)
             dist.reduce_scatter_tensor(out, parts[number])
 
-        return _Pair(call, lambda _: out)
+        return _DispatchCombine(call, lambda _: out)
 
     def _verify(
         self,
         number: int,
-        ours: _Pair,
-        theirs: _Pair,
+        ours: _DispatchCombine,
+        theirs: _DispatchCombine,
         routing: list[oracle.Tokens],
         results: list[torch.Tensor],
     ) -> None:
@@ -186,14 +190,14 @@ class _Rank:
         if not torch.allclose(theirs.result(number).float(), expected.float(), atol=0.1, rtol=0.02):
             raise ValueError(f"the sums of {self._backend} differ from the oracle's")
 
-    def _times(self, pair: _Pair) -> list[float]:
+    def _times(self, pair: _DispatchCombine) -> list[float]:
         """Microseconds of a pair, by repetition, as the slowest rank saw it."""
         own = self._replayed(pair) if self._gpu else self._called(pair)
         everyones: list[Any] = [None] * self._ranks
         dist.all_gather_object(everyones, own, group=self._on_cpu)
         return [max(times) for times in zip(*everyones, strict=True)]
 
-    def _called(self, pair: _Pair) -> list[float]:
+    def _called(self, pair: _DispatchCombine) -> list[float]:
         times = []
         for number in range(_WARM_UPS + self._workload.iterations):
             begin = time.perf_counter()
@@ -201,7 +205,7 @@ class _Rank:
             times.append((time.perf_counter() - begin) * 1e6)
         return times[_WARM_UPS:]
 
-    def _replayed(self, pair: _Pair) -> list[float]:
+    def _replayed(self, pair: _DispatchCombine) -> list[float]:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

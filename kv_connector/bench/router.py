@@ -52,7 +52,7 @@ WAYS = (
 )
 
 
-class Measured(msgspec.Struct, tag="router", kw_only=True, frozen=True):
+class WayTimes(msgspec.Struct, tag="router", kw_only=True, frozen=True):
     """One way in one round."""
 
     round: int
@@ -94,7 +94,7 @@ def run(plan: RouterPlan, console: Console) -> bool:
     )
     print_conditions(console, where)
     append(plan.json, where)
-    records: list[Measured] = []
+    records: list[WayTimes] = []
     temporary = tempfile.TemporaryDirectory(prefix="kv-connector-bench-")
     with temporary as directory, Local(Path(directory)) as local:
         local.wait_ready()
@@ -107,14 +107,14 @@ def run(plan: RouterPlan, console: Console) -> bool:
     return True
 
 
-async def _measure(local: Local, way: Way, number: int, requests: int) -> Measured:
+async def _measure(local: Local, way: Way, number: int, requests: int) -> WayTimes:
     async with aiohttp.ClientSession() as client:
         url = local.router if way.through_router else local.engine
         for _ in range(_WARM_UP_REQUESTS):
             await _first_byte(client, url)
         async with _readers(local.router, way.readers) as looks:
             found = [await _first_byte(client, url) for _ in range(requests)]
-    return Measured(
+    return WayTimes(
         round=number, way=way.label, looks=len(looks), first_byte=[round(one * 1e3, 4) for one in found]
     )
 
@@ -163,7 +163,7 @@ async def _readers(router: str, count: int) -> AsyncIterator[list[float]]:
                 raise error
 
 
-def _print(console: Console, records: Sequence[Measured]) -> None:
+def _print(console: Console, records: Sequence[WayTimes]) -> None:
     rows = []
     for way in WAYS:
         mine = [record for record in records if record.way == way.label]

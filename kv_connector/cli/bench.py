@@ -278,7 +278,7 @@ def exchange_of_experts(
 
     Needs torch.
     """
-    from kv_connector.bench.moe import ExpertsPlan, Shape, Workload, run
+    from kv_connector.bench.moe import ExpertsPlan, ExpertsWorkload, Shape, run
     from kv_connector.bench.tables import make_console
     from kv_connector.moe.machine import visible_gpus
 
@@ -293,7 +293,9 @@ def exchange_of_experts(
         for size in _numbers("--hidden", hidden, 8)
         for count in _numbers("--tokens", tokens, 1)
     )
-    workload = Workload(ranks or gpus or 2, shapes, top_k=top_k, experts=experts, iterations=iterations)
+    workload = ExpertsWorkload(
+        ranks or gpus or 2, shapes, top_k=top_k, experts=experts, iterations=iterations
+    )
     _end(run(ExpertsPlan(workload, gpu=gpus > 0, json=json), make_console(json)))
 
 

@@ -56,10 +56,10 @@ from kv_connector.protocol.requests import ComputedPages, PrefillRequest
 from kv_connector.protocol.runs import Misfit, Places
 from kv_connector.protocol.share_ends import ShareEnds, outcome_of, report_end, report_moving
 from kv_connector.protocol.shares import (
-    Phase,
     PrefillAction,
     Prompt,
     Reservation,
+    SharePhase,
     ShareTransfer,
     prompt_problem,
     share_problem,
@@ -128,7 +128,7 @@ class PrefillMachine:
             if tombstone is not None:  # released, cancelled or expired before the request came
                 if tombstone.outcome is Outcome.COMPLETED:  # for another request
                     tombstone = replace(tombstone, outcome=Outcome.FAILED)
-                prompt.shares[0].phase, prompt.shares[0].verdict = Phase.CLOSED, tombstone
+                prompt.shares[0].phase, prompt.shares[0].verdict = SharePhase.CLOSED, tombstone
         elif prompt.request is not None:
             if prompt.request.request_id == request.request_id:
                 return []
@@ -143,7 +143,7 @@ class PrefillMachine:
         actions: list[PrefillAction] = []
         for transfer in prompt.shares:
             reservation = transfer.reservation
-            if reservation is None or transfer.phase is not Phase.ACTIVE:
+            if reservation is None or transfer.phase is not SharePhase.ACTIVE:
                 self._timers.clear(transfer.share)  # it was waited for as an orphan's
                 continue
             problem = prompt_problem(request, reservation.message)
@@ -152,7 +152,7 @@ class PrefillMachine:
                 actions += report_moving(prompt, reservation.message.first_token)
                 continue
             # The right RESERVE may still come.
-            transfer.phase, transfer.reservation = Phase.WAITING, None
+            transfer.phase, transfer.reservation = SharePhase.WAITING, None
             self._timers.clear(transfer.share)
             code = FailCode.PROMPT_MISMATCH
             actions.append(self._refuse(reservation.peer, reservation.message, code, problem))
@@ -173,7 +173,7 @@ class PrefillMachine:
         ]
         actions: list[PrefillAction] = []
         for transfer in prompt.shares:
-            if transfer.phase not in (Phase.WAITING, Phase.ACTIVE):
+            if transfer.phase not in (SharePhase.WAITING, SharePhase.ACTIVE):
                 continue
             for known, blocks in zip(transfer.pages, used, strict=True):
                 for logical, block in blocks.items():
@@ -202,7 +202,7 @@ class PrefillMachine:
         self.preempt(tuple(self._prompts))
         actions: list[PrefillAction] = []
         for transfer in self._all():
-            if transfer.prompt.finished and transfer.phase is Phase.WAITING:
+            if transfer.prompt.finished and transfer.phase is SharePhase.WAITING:
                 actions += self._ends.end(now, transfer, FailCode.EXPIRED, "the prefill engine was asleep")
         return actions
 
@@ -268,9 +268,9 @@ class PrefillMachine:
             return self._ends.end_all(now, prompt, code, reason)
         actions: list[PrefillAction] = []
         for transfer in prompt.shares:
-            if transfer.phase is Phase.WAITING:
+            if transfer.phase is SharePhase.WAITING:
                 self._hold(now, transfer)
-            elif transfer.phase is Phase.ACTIVE:
+            elif transfer.phase is SharePhase.ACTIVE:
                 reservation = transfer.reservation
                 assert reservation is not None
                 actions += _say_sampled(reservation.peer, reservation.message, prompt)
@@ -340,12 +340,12 @@ class PrefillMachine:
             left=sum(map(len, wanted.values())),
             stale=stale,
         )
-        transfer.phase = Phase.ACTIVE
+        transfer.phase = SharePhase.ACTIVE
         if request is None:
             until = min(deadline, now + self._timeouts.orphan)
             self._timers.set(transfer.share, until)
             for other in prompt.shares:  # those that have not come yet are waited for as long
-                if other.phase is Phase.WAITING and self._timers.deadline(other.share) is None:
+                if other.phase is SharePhase.WAITING and self._timers.deadline(other.share) is None:
                     self._timers.set(other.share, until)
             return []
         self._timers.set(transfer.share, deadline)
@@ -372,7 +372,7 @@ class PrefillMachine:
         if transfer.reservation is not None:
             if transfer.reservation.key != key:
                 return [acknowledged]
-            if transfer.phase is Phase.DRAINING:
+            if transfer.phase is SharePhase.DRAINING:
                 return []  # the answer follows once it has drained
             transfer.reservation.cancelled = True
             return self._ends.drain(now, transfer, cancelled)
@@ -389,7 +389,7 @@ class PrefillMachine:
         if prompt is None:
             return self._ends.forbid(now, message.transfer_id, released)
         transfer = self._share_of(prompt, message.share)
-        if transfer is None or transfer.phase is not Phase.WAITING:
+        if transfer is None or transfer.phase is not SharePhase.WAITING:
             return []
         return self._ends.close(now, transfer, released)
 
@@ -398,7 +398,7 @@ class PrefillMachine:
         for transfer_id in transfer_ids:
             prompt = self._prompts.get(transfer_id)
             for transfer in () if prompt is None else prompt.shares:
-                if transfer.phase is Phase.WAITING:
+                if transfer.phase is SharePhase.WAITING:
                     transfer.claimed = peer
                     if transfer.prompt.finished:
                         self._hold(now, transfer)
@@ -409,14 +409,14 @@ class PrefillMachine:
         self._peers.pop(peer, None)
         actions: list[PrefillAction] = []
         for transfer in self._all():
-            if transfer.claimed == peer and transfer.prompt.finished and transfer.phase is Phase.WAITING:
+            if transfer.claimed == peer and transfer.prompt.finished and transfer.phase is SharePhase.WAITING:
                 self._hold(now, transfer)
         for transfer in self._of_peer(peer):
             reservation = transfer.reservation
             assert reservation is not None
             reservation.peer_lost = True
             self._timers.clear(transfer.share)
-            if transfer.phase is Phase.ACTIVE:
+            if transfer.phase is SharePhase.ACTIVE:
                 verdict = Verdict(Outcome.FAILED, FailCode.EXPIRED, reason, (reservation.key,))
                 actions += self._ends.drain(now, transfer, verdict)
         return actions
@@ -437,7 +437,7 @@ class PrefillMachine:
         transfer = self._transfer(share)
         if transfer is None or transfer.reservation is None or not transfer.reservation.writing:
             return []
-        if transfer.phase is Phase.DRAINING:
+        if transfer.phase is SharePhase.DRAINING:
             return self._ends.drained(now, transfer, quiesced or end is WritesEnd.DONE)
         if end is WritesEnd.DONE:
             return self._ends.complete(now, transfer)
@@ -448,7 +448,7 @@ class PrefillMachine:
     def push_failed(self, now: float, share: Share, reason: str) -> list[PrefillAction]:
         """The engine did not take a Push; its transfer, if it is open, has to be cancelled."""
         transfer = self._transfer(share)
-        if transfer is None or transfer.phase is not Phase.ACTIVE:
+        if transfer is None or transfer.phase is not SharePhase.ACTIVE:
             return []
         return self._ends.end(now, transfer, FailCode.WRITE_ERROR, reason)
 
@@ -465,7 +465,7 @@ class PrefillMachine:
                 text = "no decode engine asked for it in time"
                 verdict = Verdict(Outcome.EXPIRED, FailCode.EXPIRED, text, ())
                 actions += self._ends.close(now, transfer, verdict)
-            elif transfer.phase is Phase.DRAINING:
+            elif transfer.phase is SharePhase.DRAINING:
                 text = f"writes of transfer {share} did not drain within {self._timeouts.drain:g} s"
                 actions.append(Fence(reservation.peer, text))
             elif transfer.prompt.request is None:
@@ -558,7 +558,12 @@ class PrefillMachine:
         then, it is told behind that."""
         reservation = transfer.reservation
         waits = reservation is not None and reservation.message.wants_sampled
-        if reservation is None or not waits or transfer.phase is not Phase.ACTIVE or transfer.prompt.finished:
+        if (
+            reservation is None
+            or not waits
+            or transfer.phase is not SharePhase.ACTIVE
+            or transfer.prompt.finished
+        ):
             return self._ends.end(now, transfer, FailCode.STALE, text)
         reservation.stale = text
         transfer.forget_pages()

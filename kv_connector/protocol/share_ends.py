@@ -20,7 +20,7 @@ from kv_connector.protocol.actions import (
     State,
 )
 from kv_connector.protocol.messages import CancelAck, Fail, FailCode, Role, clip
-from kv_connector.protocol.shares import Phase, PrefillAction, Prompt, ShareTransfer, verdict_on
+from kv_connector.protocol.shares import PrefillAction, Prompt, SharePhase, ShareTransfer, verdict_on
 from kv_connector.protocol.timers import Timeouts, Timers
 from kv_connector.protocol.tombstones import Tombstones, Verdict
 
@@ -51,9 +51,9 @@ class ShareEnds:
     def end(self, now: float, transfer: ShareTransfer, code: FailCode, text: str) -> list[PrefillAction]:
         """Ends the share without its pages, unless it has ended or is about to."""
         outcome = outcome_of(code)
-        if transfer.phase is Phase.WAITING:
+        if transfer.phase is SharePhase.WAITING:
             return self.close(now, transfer, Verdict(outcome, code, text, ()))
-        if transfer.phase is Phase.ACTIVE:
+        if transfer.phase is SharePhase.ACTIVE:
             reservation = transfer.reservation
             assert reservation is not None
             return self.drain(now, transfer, Verdict(outcome, code, text, (reservation.key,)))
@@ -70,7 +70,7 @@ class ShareEnds:
         transfer.verdict = verdict
         if not reservation.writing:
             return self.drained(now, transfer, quiesced=True)
-        transfer.phase = Phase.DRAINING
+        transfer.phase = SharePhase.DRAINING
         if reservation.peer_lost:  # its fence ends the writes, and bounds the wait
             return []
         self._timers.set(transfer.share, now + self._timeouts.drain)
@@ -151,7 +151,7 @@ class ShareEnds:
 
     def _settle(self, now: float, transfer: ShareTransfer) -> list[PrefillAction]:
         """Nothing of this share moves any more."""
-        transfer.phase, transfer.reservation = Phase.CLOSED, None
+        transfer.phase, transfer.reservation = SharePhase.CLOSED, None
         self._timers.clear(transfer.share)
         transfer.forget_pages()
         prompt = transfer.prompt

@@ -30,7 +30,7 @@ PrefillAction = Send | Fence | Ended | Reached | Log | Push | Seal | CancelWrite
 """What the prefill machine decides."""
 
 
-class Phase(enum.Enum):
+class SharePhase(enum.Enum):
     WAITING = enum.auto()
     ACTIVE = enum.auto()
     DRAINING = enum.auto()
@@ -75,7 +75,7 @@ class Prompt:
     @property
     def over(self) -> bool:
         """Nothing will move any more."""
-        return all(transfer.phase is Phase.CLOSED for transfer in self.shares)
+        return all(transfer.phase is SharePhase.CLOSED for transfer in self.shares)
 
 
 @dataclass
@@ -84,7 +84,7 @@ class ShareTransfer:
 
     share: Share
     prompt: Prompt
-    phase: Phase = Phase.WAITING
+    phase: SharePhase = SharePhase.WAITING
     claimed: PeerId | None = None  # who said last that it will come for it
     reservation: Reservation | None = None
     verdict: Verdict | None = None  # in DRAINING what it will be, in CLOSED what it is
@@ -139,7 +139,7 @@ def under_way(prompts: Iterable[Prompt]) -> list[UnderWay]:
         request = prompt.request
         for transfer in list(prompt.shares):
             reservation = transfer.reservation
-            if transfer.phase is Phase.CLOSED and not prompt.over:
+            if transfer.phase is SharePhase.CLOSED and not prompt.over:
                 continue
             found.append(
                 UnderWay(
@@ -160,4 +160,4 @@ def _phase(transfer: ShareTransfer) -> str:
     if transfer.prompt.request is None:
         return "orphan"
     lost = transfer.reservation is not None and transfer.reservation.peer_lost
-    return "fencing" if lost and transfer.phase is Phase.DRAINING else transfer.phase.name.lower()
+    return "fencing" if lost and transfer.phase is SharePhase.DRAINING else transfer.phase.name.lower()

@@ -112,7 +112,7 @@ class _Quantised:
             self._tensors.append(msgspec.structs.replace(tensor, dtype=str(_DTYPE).removeprefix("torch.")))
             self._tensors.append(Tensor(f"{tensor.name}_scale_inv", "float32", grid))
         self._held: list[Held] = []
-        self._parts: list[_Part] = []
+        self._parts: list[_MatrixPart] = []
         mine = [one for one in source.held() if one.shard.tensor in wanted]
         # One piece of memory each, so that each is registered once.
         values = torch.empty(sum(_size(one.shard.box) for one in mine), dtype=_DTYPE, device=source.device)
@@ -124,7 +124,7 @@ class _Quantised:
             if one.shard.tensor not in wanted:
                 self._held.append(Held(Shard(place, box), one.local))
                 continue
-            part = _Part(one, values[: _size(box)], scales[: _size(_scales(box))])
+            part = _MatrixPart(one, values[: _size(box)], scales[: _size(_scales(box))])
             values, scales = values[_size(box) :], scales[_size(_scales(box)) :]
             self._parts.append(part)
             self._held.append(Held(Shard(place, box), part.get_values))
@@ -157,7 +157,7 @@ class _Quantised:
             part.quantise(amax, self._ue8m0)
 
 
-class _Part:
+class _MatrixPart:
     """A part of a matrix, and what is made of it. Its scales are those of the blocks that begin in it."""
 
     def __init__(self, held: Held, values: torch.Tensor, scales: torch.Tensor) -> None:

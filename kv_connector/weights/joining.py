@@ -15,9 +15,9 @@ from kv_connector.engine.transfer_engine import TransferEngine
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timers import Timeouts
 from kv_connector.weights.geometry import digest
-from kv_connector.weights.landing import NOT_DESCRIBED
 from kv_connector.weights.links import Link, LinkError, Links
 from kv_connector.weights.messages import (
+    NOT_DESCRIBED,
     Describe,
     Described,
     Join,

@@ -29,6 +29,7 @@ from kv_connector.protocol.messages import clip
 from kv_connector.protocol.version import shown
 from kv_connector.weights.geometry import Tensor, digest
 from kv_connector.weights.messages import (
+    NOT_DESCRIBED,
     PROTOCOL,
     Applied,
     Ask,
@@ -591,10 +592,6 @@ class Landing:
 
     def _lends(self) -> str:
         return f"writes its weights to {', '.join(self._lent.values())}"
-
-
-NOT_DESCRIBED = "this worker has not looked at such a checkpoint"
-"""A sender whose first rank is still describing it asks again."""
 
 
 def _taken(sender: _Sender) -> str:

@@ -16,6 +16,9 @@ from kv_connector.weights.geometry import Geometry, Tensor
 
 PROTOCOL = 1
 
+NOT_DESCRIBED = "this worker has not looked at such a checkpoint"
+"""A worker refuses Join with it. A sender whose first rank is still describing the checkpoint asks again."""
+
 # A model of 37,000 tensors is described in 3 MB, and what a rank's loader does with it in 5.
 _MAX_BYTES = 64 << 20
 

@@ -27,7 +27,6 @@ from kv_connector.weights.arena import SLOTS, Arena
 from kv_connector.weights.geometry import Geometry, Tensor, digest
 from kv_connector.weights.hashes import hashes
 from kv_connector.weights.landing import (
-    NOT_DESCRIBED,
     Action,
     GiveUp,
     HandOver,
@@ -42,6 +41,7 @@ from kv_connector.weights.landing import (
 )
 from kv_connector.weights.loop import Loop
 from kv_connector.weights.messages import (
+    NOT_DESCRIBED,
     Described,
     Hashed,
     Joined,

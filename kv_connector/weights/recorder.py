@@ -54,9 +54,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
     def __init__(self, parameters: Mapping[str, torch.Tensor], tensors: Sequence[Tensor]) -> None:
         super().__init__()
         self._tensors = tensors
-        self._targets = [_Target(name, parameter) for name, parameter in parameters.items()]
+        self._targets = [_RecordedParameter(name, parameter) for name, parameter in parameters.items()]
         # What owns a storage. All of it lives as long as this does, so no other storage is taken for it.
-        self._owners: dict[int, list[_Target] | _Source] = {}
+        self._owners: dict[int, list[_RecordedParameter] | _CheckpointTensor] = {}
         for target in self._targets:
             owners = self._owners.setdefault(_storage(target.tensor), [])
             assert isinstance(owners, list)
@@ -71,7 +71,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
             if not isinstance(dtype, torch.dtype):
                 raise RecordError(f"{self.current} has the dtype {tensor.dtype!r}, which torch does not know")
             empty = torch.empty(tensor.shape, dtype=dtype, device="meta")
-            self._owners[_storage(empty)] = _Source(index, tensor.name, empty)
+            self._owners[_storage(empty)] = _CheckpointTensor(index, tensor.name, empty)
             yield tensor.name, empty
         self.current = None
 
@@ -125,13 +125,19 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
 
     def _follow(self, given: torch.Tensor, copy: torch.Tensor) -> None:
         source = self._owner(given)
-        if isinstance(source, _Source) and given.dtype == source.tensor.dtype and copy.is_contiguous():
-            self._owners[_storage(copy)] = _Source(source.number, source.name, copy, (source, given))
+        if (
+            isinstance(source, _CheckpointTensor)
+            and given.dtype == source.tensor.dtype
+            and copy.is_contiguous()
+        ):
+            self._owners[_storage(copy)] = _CheckpointTensor(
+                source.number, source.name, copy, (source, given)
+            )
 
     def _copy(self, operation: str, to: torch.Tensor, given: torch.Tensor) -> None:
         target = self._target(operation, to, given)
         source = self._owner(given)
-        if isinstance(source, _Source):
+        if isinstance(source, _CheckpointTensor):
             if given.dtype != source.tensor.dtype:
                 raise RecordError(
                     f"{operation} of tensor {source.name!r} to {target.name!r} reads it as {given.dtype}"
@@ -142,7 +148,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         else:
             target.fill(operation, to, _one_value(operation, target, given), self._tensors)
 
-    def _target(self, operation: str, to: torch.Tensor, given: torch.Tensor | None = None) -> _Target:
+    def _target(
+        self, operation: str, to: torch.Tensor, given: torch.Tensor | None = None
+    ) -> _RecordedParameter:
         """The parameter that ``to`` is a view of."""
         for target in _targets(self._owner(to)):
             if to.dtype == target.tensor.dtype and target.has(to):
@@ -150,12 +158,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         what = f" of {self._whose(given)}" if self._owner(given) is not None and given is not None else ""
         raise RecordError(f"{operation}{what} writes into {self._whose(to)}, not into a parameter as it is")
 
-    def _owner(self, one: Any) -> list[_Target] | _Source | None:
+    def _owner(self, one: Any) -> list[_RecordedParameter] | _CheckpointTensor | None:
         return self._owners.get(_storage(one)) if isinstance(one, torch.Tensor) else None
 
     def _whose(self, one: torch.Tensor) -> str:
         owner = self._owner(one)
-        if isinstance(owner, _Source):
+        if isinstance(owner, _CheckpointTensor):
             return f"tensor {owner.name!r}"
         return (
             " or ".join(f"parameter {target.name!r}" for target in _targets(owner))
@@ -168,16 +176,16 @@ _COMPUTE = ("_local_scalar_dense", "_to_copy", "equal", "is_nonzero")
 
 
 @dataclass(frozen=True)
-class _Source:
+class _CheckpointTensor:
     """A tensor of the checkpoint, or a contiguous copy of a view of one."""
 
     number: int
     name: str
     tensor: torch.Tensor
-    copied: tuple[_Source, torch.Tensor] | None = None
+    copied: tuple[_CheckpointTensor, torch.Tensor] | None = None
     """The view that this is a copy of, and whose it is."""
 
-    def boxes(self, axes: Sequence[Axis], at: int, to: int) -> Iterator[Box]:
+    def boxes(self, axes: Sequence[Axis], at: int, to: int) -> Iterator[ViewBox]:
         """As ``_Grid.boxes``, of the tensor of the checkpoint."""
         boxes = _Grid(self.tensor.shape).boxes(axes, at, to)
         if self.copied is None:
@@ -190,11 +198,11 @@ class _Source:
             yield from source.boxes(parts, start, box.offset)
 
 
-def _targets(owner: list[_Target] | _Source | None) -> list[_Target]:
+def _targets(owner: list[_RecordedParameter] | _CheckpointTensor | None) -> list[_RecordedParameter]:
     return owner if isinstance(owner, list) else []
 
 
-class _Target:
+class _RecordedParameter:
     """A parameter, and what has been put where in it."""
 
     def __init__(self, name: str, tensor: torch.Tensor) -> None:
@@ -204,11 +212,11 @@ class _Target:
         self.elements = last + 1 if tensor.numel() else 0
         # One that has gaps, or its dimensions in another order, is taken as it lies.
         self.grid = _Grid(tensor.shape if tensor.is_contiguous() and tensor.dim() else (self.elements,))
-        self.copied: list[tuple[int, Box]] = []
+        self.copied: list[tuple[int, ViewBox]] = []
         """Of a tensor: where the box is in it, and where it goes here."""
-        self.filled: list[tuple[Box, float]] = []
+        self.filled: list[tuple[ViewBox, float]] = []
         """Where here, and with what: nowhere where something is copied to."""
-        self._taken: list[tuple[int, Box]] = []
+        self._taken: list[tuple[int, ViewBox]] = []
         """By which tensor, and where here."""
 
     def has(self, view: torch.Tensor) -> bool:
@@ -217,7 +225,7 @@ class _Target:
         last = sum((size - 1) * step for size, step in zip(view.shape, view.stride(), strict=True))
         return bool(first >= 0 and first + last < max(self.elements, 1))
 
-    def copy(self, operation: str, to: torch.Tensor, source: _Source, given: torch.Tensor) -> None:
+    def copy(self, operation: str, to: torch.Tensor, source: _CheckpointTensor, given: torch.Tensor) -> None:
         offset = to.storage_offset() - self.tensor.storage_offset()
         axes = [Axis(*axis) for axis in zip(to.shape, given.stride(), to.stride(), strict=True)]
         boxes = list(islice(source.boxes(axes, given.storage_offset(), offset), MAX_BOXES + 1))
@@ -250,7 +258,7 @@ class _Target:
             range(len(self.grid.shape)),
             key=lambda one: sum(box.extent[one] for _, box in self._taken) / self.grid.shape[one],
         )
-        near: list[tuple[int, Box]] = []
+        near: list[tuple[int, ViewBox]] = []
         for index, box in sorted(self._taken, key=lambda one: one[1].start[dimension]):
             near = [one for one in near if one[1].end(dimension) > box.start[dimension]]
             for other, taken in near:
@@ -261,11 +269,11 @@ class _Target:
                     )
             near.append((index, box))
 
-    def _places(self, to: torch.Tensor) -> Iterator[Box]:
+    def _places(self, to: torch.Tensor) -> Iterator[ViewBox]:
         axes = [Axis(size, step, 0) for size, step in zip(to.shape, to.stride(), strict=True)]
         return self.grid.boxes(axes, to.storage_offset() - self.tensor.storage_offset(), 0)
 
-    def _clear(self, box: Box) -> None:
+    def _clear(self, box: ViewBox) -> None:
         """What is put here last stays."""
         if self.filled:
             self.filled = [(part, value) for filled, value in self.filled for part in filled.without(box)]
@@ -279,8 +287,8 @@ class Axis(NamedTuple):
     target_step: int
 
 
-class Box(NamedTuple):
-    """As in ``geometry.Write``."""
+class ViewBox(NamedTuple):
+    """A part of a view, and where it goes; the fields are those of ``geometry.Write``."""
 
     start: Index
     extent: Index
@@ -290,7 +298,7 @@ class Box(NamedTuple):
     def end(self, dimension: int) -> int:
         return self.start[dimension] + self.extent[dimension]
 
-    def meets(self, other: Box) -> bool:
+    def meets(self, other: ViewBox) -> bool:
         return all(
             start < theirs + their_extent and theirs < start + extent
             for start, extent, theirs, their_extent in zip(
@@ -298,7 +306,7 @@ class Box(NamedTuple):
             )
         )
 
-    def without(self, other: Box) -> Iterator[Box]:
+    def without(self, other: ViewBox) -> Iterator[ViewBox]:
         """What is left of it: a box before and one behind ``other`` along each dimension. Only starts and
         extents count."""
         if not self.meets(other):
@@ -311,7 +319,7 @@ class Box(NamedTuple):
             for since, until in ((first, inner), (inner_end, end)):
                 if since < until:
                     start[dimension], extent[dimension] = since, until - since
-                    yield Box(tuple(start), tuple(extent), 0, self.strides)
+                    yield ViewBox(tuple(start), tuple(extent), 0, self.strides)
             start[dimension], extent[dimension] = inner, inner_end - inner
 
 
@@ -327,19 +335,19 @@ class _Grid:
             if size > 1
         }
 
-    def place(self, box: Box) -> tuple[int, Index]:
+    def place(self, box: ViewBox) -> tuple[int, Index]:
         """Where its first element is, and its strides."""
         strides = tuple(
             stride if extent > 1 else 0 for stride, extent in zip(self.strides, box.extent, strict=True)
         )
         return _dot(box.start, self.strides), strides
 
-    def boxes(self, axes: Sequence[Axis], at: int, to: int) -> Iterator[Box]:
+    def boxes(self, axes: Sequence[Axis], at: int, to: int) -> Iterator[ViewBox]:
         """The view that ``axes`` span from element ``at``, as boxes; ``to``: where its first element goes."""
         if all(axis.extent for axis in axes):
             yield from self._boxes(_joined(axes), at, to)
 
-    def _boxes(self, axes: list[Axis], at: int, to: int) -> Iterator[Box]:
+    def _boxes(self, axes: list[Axis], at: int, to: int) -> Iterator[ViewBox]:
         along: dict[int, Axis] = {}
         for axis in sorted(axes, reverse=True):
             dimension = self._dimensions.get(axis.step)
@@ -369,7 +377,7 @@ class _Grid:
         extent, strides = [1] * len(start), [0] * len(start)
         for dimension, axis in along.items():
             extent[dimension], strides[dimension] = axis.extent, axis.target_step
-        yield Box(tuple(start), tuple(extent), to, tuple(strides))
+        yield ViewBox(tuple(start), tuple(extent), to, tuple(strides))
 
 
 def _joined(axes: Iterable[Axis]) -> list[Axis]:
@@ -390,7 +398,7 @@ def _but(axes: Sequence[Axis], axis: Axis) -> list[Axis]:
     return [one for one in axes if one is not axis]
 
 
-def _one_value(operation: str, target: _Target, given: torch.Tensor) -> float:
+def _one_value(operation: str, target: _RecordedParameter, given: torch.Tensor) -> float:
     """Of a tensor of the loader's own."""
     if not given.is_meta and given.numel():
         first = given.flatten()[0]

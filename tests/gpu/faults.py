@@ -19,7 +19,7 @@ import numpy as np
 from kv_connector.lab.process import stop
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "integration" / "benchmarks"))
-from gpu_pd import (
+from gpu_engines import (
     Body,
     Deployment,
     deployment,

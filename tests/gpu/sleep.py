@@ -20,7 +20,7 @@ from kv_connector.lab.process import stop
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "integration" / "benchmarks"))
 from faults import MIDDLE_SECONDS, VICTIM_TOKENS
-from gpu_pd import (
+from gpu_engines import (
     TINY_ARGUMENTS,
     Body,
     Deployment,

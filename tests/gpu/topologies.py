@@ -25,7 +25,7 @@ from kv_connector.lab.process import stop
 sys.path.append(str(Path(__file__).resolve().parents[2] / "integration" / "benchmarks"))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 import kinds
-from gpu_pd import HOST, Body, Server, direct, ours, rests, stream, wait_ready
+from gpu_engines import HOST, Body, Server, direct, ours, rests, stream, wait_ready
 
 LENGTHS = (1, 2, 7, 33, 100, 300, 700, 1500)
 OUTPUT = 16

@@ -36,7 +36,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "integration" / "bench
 sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 import kinds
 from fp8_checkpoints import WEIGHTS, change, in_bfloat16, quantised
-from gpu_pd import CPU_ENVIRONMENT, HOST, Body, Server, stream, wait_ready
+from gpu_engines import CPU_ENVIRONMENT, HOST, Body, Server, stream, wait_ready
 
 LENGTHS, OUTPUT = (1, 33, 200, 700), 24
 ARGUMENTS = ["--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "2048"]

@@ -113,11 +113,11 @@ BUGS = (
         "no hold time",
         "protocol/prefill.py",
         """\
-            if transfer.phase is Phase.WAITING:
+            if transfer.phase is SharePhase.WAITING:
                 self._hold(now, transfer)
             elif""",
         """\
-            if transfer.phase is Phase.WAITING:
+            if transfer.phase is SharePhase.WAITING:
                 pass
             elif""",
     ),
@@ -191,8 +191,8 @@ BUGS = (
     Bug(
         "a prompt is over with its first share",
         "protocol/shares.py",
-        "        return all(transfer.phase is Phase.CLOSED for transfer in self.shares)\n",
-        "        return any(transfer.phase is Phase.CLOSED for transfer in self.shares)\n",
+        "        return all(transfer.phase is SharePhase.CLOSED for transfer in self.shares)\n",
+        "        return any(transfer.phase is SharePhase.CLOSED for transfer in self.shares)\n",
     ),
     # Pages come from several engines, one of which still writes.
     Bug(
@@ -257,7 +257,7 @@ BUGS = (
         "a share is released twice",
         "protocol/prefill.py",
         """\
-        if transfer is None or transfer.phase is not Phase.WAITING:
+        if transfer is None or transfer.phase is not SharePhase.WAITING:
             return []
         return self._ends.close(now, transfer, released)
 """,

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from kv_connector.engine import ErrorCode, EventKind, TransferError
 from kv_connector.weights.geometry import digest
-from kv_connector.weights.landing import NOT_DESCRIBED
 from kv_connector.weights.links import Link, LinkError, Links, News
 from kv_connector.weights.messages import (
     CODEC,
+    NOT_DESCRIBED,
     Applied,
     Apply,
     Begin,

@@ -8,7 +8,6 @@ import pytest
 
 from kv_connector.weights.geometry import Geometry, Parameter, Tensor, Write, digest
 from kv_connector.weights.landing import (
-    NOT_DESCRIBED,
     Action,
     GiveUp,
     HandOver,
@@ -23,6 +22,7 @@ from kv_connector.weights.landing import (
     Record,
 )
 from kv_connector.weights.messages import (
+    NOT_DESCRIBED,
     Applied,
     Ask,
     Begin,

@@ -1,0 +1,46 @@
+"""The house rules of sources: their length, and the names of their classes."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+FOLDERS = ("kv_connector", "native", "scripts", "integration")
+SUFFIXES = {".py", ".pyi", ".sh", ".h", ".cc", ".cu", ".cuh"}
+LIMIT = 600
+"""Lines of a source."""
+LONGER = {
+    "kv_connector/protocol/prefill.py": "one state machine: all parts use its shares",
+    "integration/benchmarks/gpu_experts.py": "one program: its shapes, ranks and comparison",
+}
+"""Sources that may have more lines than LIMIT, each with the reason."""
+
+
+def sources() -> Iterator[tuple[str, Path]]:
+    """(name, path) of each source that the limit holds for: tests apart."""
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*")):
+            name = path.relative_to(ROOT).as_posix()
+            if path.suffix in SUFFIXES and path.is_file() and not name.startswith("native/tests/"):
+                yield name, path
+
+
+def test_no_source_has_more_lines_than_the_limit() -> None:
+    """An exception that is no longer needed fails too."""
+    assert {name for name, path in sources() if len(path.read_text().splitlines()) > LIMIT} == set(LONGER)
+
+
+def test_no_class_name_occurs_twice_in_a_room() -> None:
+    """A folder of the package is a room, and so is each folder in it. `_Name` and `Name` are one name."""
+    places = defaultdict(list)
+    for name, path in sources():
+        if name.startswith("kv_connector/") and path.suffix == ".py":
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    room = Path(name).parent.as_posix()
+                    places[room, node.name.lstrip("_")].append(f"{name}:{node.lineno}")
+    assert places
+    assert [found for found in places.values() if len(found) > 1] == []
