@@ -52,7 +52,7 @@ check: ## lint, types and the unit tests that need neither vLLM nor a compiler r
 	@$(types) >build/types.log 2>&1 & types=$$! status=0; \
 		$(PYTHON_ENV)/python -m pytest -n $$((2 * $(JOBS))) -m 'not needs_vllm and not needs_torch' tests/unit || status=1; \
 		wait $$types || status=1; cat build/types.log; exit $$status
-types = $(PYTHON_ENV)/mypy
+types = { $(PYTHON_ENV)/mypy && $(PYTHON_ENV)/mypy --config-file tests/mypy.ini; }
 
 test: prepared test-native test-simulation test-python ## all tests: native under sanitizers, and Python, real engines included
 

@@ -27,11 +27,11 @@ from kv_connector.control.timelines import boot_id
 from kv_connector.engine import TransferError
 from kv_connector.engine.transfer_engine import LayerSignal, TransferEngine, close_or_log
 from kv_connector.protocol.actions import Address, Ended, Reached, State
-from kv_connector.protocol.decode import DecodeMachine
+from kv_connector.protocol.decode_machine import DecodeMachine
 from kv_connector.protocol.layout import memory_problem
 from kv_connector.protocol.messages import Rank, Role
 from kv_connector.protocol.peers import PeerTable
-from kv_connector.protocol.prefill import PrefillMachine
+from kv_connector.protocol.prefill_machine import PrefillMachine
 from kv_connector.protocol.requests import ComputedPages, DecodeRequest, GroupPages, PrefillRequest
 from kv_connector.protocol.sessions import Identity
 

@@ -55,7 +55,7 @@ from kv_connector.protocol.actions import (
     Share,
     UnderWay,
 )
-from kv_connector.protocol.decode import DecodeAction, DecodeMachine
+from kv_connector.protocol.decode_machine import DecodeAction, DecodeMachine
 from kv_connector.protocol.layout import KvLayout
 from kv_connector.protocol.messages import (
     Cancel,
@@ -74,7 +74,7 @@ from kv_connector.protocol.messages import (
     clip,
 )
 from kv_connector.protocol.peers import PeerTable
-from kv_connector.protocol.prefill import PrefillMachine, WritesEnd
+from kv_connector.protocol.prefill_machine import PrefillMachine, WritesEnd
 from kv_connector.protocol.sessions import PeersAction
 from kv_connector.protocol.shares import PrefillAction
 

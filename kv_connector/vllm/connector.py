@@ -42,7 +42,7 @@ from kv_connector.vllm.metrics import PromMetrics, TransferStats
 from kv_connector.vllm.model_facts import block_tokens, kv_cache_tokens, rank_fingerprint
 from kv_connector.vllm.patches import replace_idle_pause, report_preemptions_first, sleep_for_messages
 from kv_connector.vllm.process import adopt_vllm_logging, default_host, pipeline_and_tensor_parallel_rank
-from kv_connector.vllm.scheduler import SchedulerSide, by_priority
+from kv_connector.vllm.scheduler_side import SchedulerSide, by_priority
 from kv_connector.vllm.step_costs import StepCosts, idle_load
 from kv_connector.vllm.worker import WorkerSide, current_stream
 

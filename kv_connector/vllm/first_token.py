@@ -24,7 +24,7 @@ from kv_connector.vllm.internals import (
     Request,
     RequestStatus,
 )
-from kv_connector.vllm.scheduler import SchedulerSide
+from kv_connector.vllm.scheduler_side import SchedulerSide
 
 logger = logging.getLogger(__name__)
 

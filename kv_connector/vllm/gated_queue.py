@@ -15,7 +15,7 @@ from typing import Any
 from kv_connector.protocol.admission import AdmissionGate
 from kv_connector.vllm.internals import AsyncScheduler, Request, RequestQueue, RequestStatus, Scheduler
 from kv_connector.vllm.process import connectors_within
-from kv_connector.vllm.scheduler import SchedulerSide
+from kv_connector.vllm.scheduler_side import SchedulerSide
 
 
 def _arrival(request: Request) -> float:

@@ -29,7 +29,7 @@ from kv_connector.control.membership import encode as encode_membership
 from kv_connector.engine import DomainConfig, EngineConfig, TransferError
 from kv_connector.engine.transfer_engine import TransferEngine
 from kv_connector.protocol import messages
-from kv_connector.protocol.decode import DecodeMachine
+from kv_connector.protocol.decode_machine import DecodeMachine
 from kv_connector.protocol.geometry import (
     Piece,
     Place,
@@ -41,7 +41,7 @@ from kv_connector.protocol.geometry import (
 from kv_connector.protocol.layout import GroupLayout, KvLayout, LayerLayout
 from kv_connector.protocol.messages import AnyMessage, MalformedMessage, Role, fingerprint
 from kv_connector.protocol.mismatch import mismatch
-from kv_connector.protocol.prefill import PrefillMachine
+from kv_connector.protocol.prefill_machine import PrefillMachine
 from kv_connector.protocol.timers import Timeouts
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.failure import Failure

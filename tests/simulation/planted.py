@@ -31,7 +31,7 @@ BUGS = (
     # D waits for a token that P said before D had asked.
     Bug(
         "what was sampled is not said to a decode that comes late",
-        "protocol/prefill.py",
+        "protocol/prefill_machine.py",
         """\
         if prompt.finished:
             actions += [*_say_sampled(peer, message, prompt), *self._seal(now, transfer)]
@@ -44,7 +44,7 @@ BUGS = (
     # P goes on pushing from blocks that a preemption has given to somebody else.
     Bug(
         "preemption forgets nothing",
-        "protocol/prefill.py",
+        "protocol/prefill_machine.py",
         """\
             transfer.forget_pages()
         return tuple(""",
@@ -111,7 +111,7 @@ BUGS = (
     # The blocks of a prompt that nobody comes for are never free again.
     Bug(
         "no hold time",
-        "protocol/prefill.py",
+        "protocol/prefill_machine.py",
         """\
             if transfer.phase is SharePhase.WAITING:
                 self._hold(now, transfer)
@@ -124,7 +124,7 @@ BUGS = (
     # A CANCEL that overtakes its RESERVE: P begins to write into blocks that are somebody else's.
     Bug(
         "an early cancel is forgotten",
-        "protocol/prefill.py",
+        "protocol/prefill_machine.py",
         "return [acknowledged, *self._ends.forbid(now, message.transfer_id, cancelled)]",
         "return [acknowledged]",
         first=90,
@@ -132,7 +132,7 @@ BUGS = (
     # D takes its blocks back on P's word that it failed, which is no word that nothing lands.
     Bug(
         "no fence after a failure with writes in flight",
-        "protocol/decode.py",
+        "protocol/decode_machine.py",
         """\
         if not message.quiesced:
 """,
@@ -144,7 +144,7 @@ BUGS = (
     # The peer is dead, its writes are not.
     Bug(
         "blocks come back with the peer's death, not with its fence",
-        "protocol/decode.py",
+        "protocol/decode_machine.py",
         """\
             actions += self._give_up(now, transfer, reason, peer)
         return actions
@@ -178,7 +178,7 @@ BUGS = (
     # D's deadline ends the wait, and leaves the blocks to a P that still writes.
     Bug(
         "the deadline frees the blocks at once",
-        "protocol/decode.py",
+        "protocol/decode_machine.py",
         """\
                 actions += self._give_up(now, transfer, f"not complete within {self._timeouts.transfer:g} s")
 """,
@@ -240,14 +240,14 @@ BUGS = (
     # A rank of P that has what others send too waits for a RESERVE that never comes.
     Bug(
         "a worker that sends nothing is not told",
-        "protocol/decode.py",
+        "protocol/decode_machine.py",
         "        return [*self._release(request.transfer_id, request.engine, idle), *self._open(transfer)]\n",
         "        return self._open(transfer)\n",
     ),
     # Of several shares, all ranks of D give the same one back.
     Bug(
         "one share is released by all",
-        "protocol/decode.py",
+        "protocol/decode_machine.py",
         "            message = Release(transfer_id, draw.share)\n",
         "            message = Release(transfer_id)\n",
         first=190,
@@ -255,7 +255,7 @@ BUGS = (
     # RELEASE comes twice: D's engine and its worker both say it.
     Bug(
         "a share is released twice",
-        "protocol/prefill.py",
+        "protocol/prefill_machine.py",
         """\
         if transfer is None or transfer.phase is not SharePhase.WAITING:
             return []

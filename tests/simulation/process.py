@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from kv_connector.agent.effects import Action, Effects
 from kv_connector.agent.ledger import Ledger, Timing
 from kv_connector.protocol.actions import Ended, Outcome, State
-from kv_connector.protocol.decode import DecodeMachine
+from kv_connector.protocol.decode_machine import DecodeMachine
 from kv_connector.protocol.messages import Role, fingerprint
 from kv_connector.protocol.peers import PeerTable
-from kv_connector.protocol.prefill import PrefillMachine
+from kv_connector.protocol.prefill_machine import PrefillMachine
 from kv_connector.protocol.sessions import Identity
 
 from .actor import Actor

@@ -26,7 +26,7 @@ from kv_connector.protocol.actions import (
 )
 from kv_connector.protocol.messages import Reserve, Role
 from kv_connector.protocol.plan import Plan
-from kv_connector.protocol.prefill import PrefillMachine
+from kv_connector.protocol.prefill_machine import PrefillMachine
 from kv_connector.protocol.shares import PrefillAction
 from kv_connector.protocol.timers import Timeouts
 

@@ -36,7 +36,7 @@ from kv_connector.protocol.actions import (
     Send,
     State,
 )
-from kv_connector.protocol.decode import ABORT_LAG_S, DecodeAction, DecodeMachine
+from kv_connector.protocol.decode_machine import ABORT_LAG_S, DecodeAction, DecodeMachine
 from kv_connector.protocol.geometry import Place, Units, head_major, token_major
 from kv_connector.protocol.layout import GroupLayout, KvLayout, LayerLayout, Part
 from kv_connector.protocol.messages import Cancel, CancelAck, Fail, FailCode, Release, Reserve, Role, Sampled

@@ -23,7 +23,7 @@ from kv_connector.protocol.actions import (
     OpenCounter,
     Send,
 )
-from kv_connector.protocol.decode import DecodeAction, DecodeMachine
+from kv_connector.protocol.decode_machine import DecodeAction, DecodeMachine
 from kv_connector.protocol.layout import GroupTarget
 from kv_connector.protocol.messages import Cancel, CancelAck, Fail, FailCode, Reserve, Sampled
 from kv_connector.protocol.timers import Timeouts

@@ -30,7 +30,7 @@ from kv_connector.protocol.actions import (
 )
 from kv_connector.protocol.messages import Fail, Sampled
 from kv_connector.protocol.plan import Plan
-from kv_connector.protocol.prefill import PrefillMachine, WritesEnd
+from kv_connector.protocol.prefill_machine import PrefillMachine, WritesEnd
 
 
 def pushed_group(group: int, source: tuple[int, ...], target: tuple[int, ...]) -> PushedGroup:

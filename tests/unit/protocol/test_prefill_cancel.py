@@ -22,7 +22,7 @@ from kv_connector.protocol.actions import (
     State,
 )
 from kv_connector.protocol.messages import Cancel, CancelAck, Fail, FailCode, Release, Role
-from kv_connector.protocol.prefill import PrefillMachine, WritesEnd
+from kv_connector.protocol.prefill_machine import PrefillMachine, WritesEnd
 
 
 def test_cancel_stops_drains_and_is_acknowledged(machine: PrefillMachine) -> None:

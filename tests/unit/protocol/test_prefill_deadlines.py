@@ -24,7 +24,7 @@ from kv_connector.protocol.actions import (
     Share,
 )
 from kv_connector.protocol.messages import Cancel, Fail, FailCode
-from kv_connector.protocol.prefill import PrefillMachine, WritesEnd
+from kv_connector.protocol.prefill_machine import PrefillMachine, WritesEnd
 
 # --- Deadlines
 

@@ -17,7 +17,7 @@ from kv_connector.protocol.actions import (
     Share,
 )
 from kv_connector.protocol.messages import Cancel, Fail, FailCode
-from kv_connector.protocol.prefill import PrefillMachine, WritesEnd
+from kv_connector.protocol.prefill_machine import PrefillMachine, WritesEnd
 
 
 def test_preemption_forgets_what_was_not_pushed_and_keeps_the_ledger(machine: PrefillMachine) -> None:

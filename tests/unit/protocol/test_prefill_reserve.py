@@ -33,7 +33,7 @@ from kv_connector.protocol.actions import (
     Share,
 )
 from kv_connector.protocol.messages import Cancel, Fail, FailCode, Release, Reserve
-from kv_connector.protocol.prefill import PrefillMachine, WritesEnd
+from kv_connector.protocol.prefill_machine import PrefillMachine, WritesEnd
 
 
 @pytest.mark.parametrize(

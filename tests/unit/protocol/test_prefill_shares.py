@@ -24,7 +24,7 @@ from kv_connector.protocol.actions import (
     State,
 )
 from kv_connector.protocol.messages import Cancel, CancelAck, Fail, FailCode, Release, Role
-from kv_connector.protocol.prefill import PrefillMachine, WritesEnd
+from kv_connector.protocol.prefill_machine import PrefillMachine, WritesEnd
 
 FIRST, SECOND = Share("t", 0), Share("t", 1)
 

@@ -25,7 +25,7 @@ from kv_connector.protocol.actions import (
     State,
 )
 from kv_connector.protocol.messages import Cancel, FailCode, Role
-from kv_connector.protocol.prefill import PrefillMachine, WritesEnd
+from kv_connector.protocol.prefill_machine import PrefillMachine, WritesEnd
 
 
 @pytest.mark.parametrize("first", ["request", "reserve"])

@@ -25,7 +25,7 @@ from kv_connector.protocol.actions import (
     Share,
 )
 from kv_connector.protocol.messages import Fail, FailCode, Reserve, Sampled
-from kv_connector.protocol.prefill import PrefillMachine, WritesEnd
+from kv_connector.protocol.prefill_machine import PrefillMachine, WritesEnd
 from kv_connector.protocol.shares import PrefillAction
 
 

@@ -14,7 +14,7 @@ from protocol_setup import (
 from kv_connector.protocol import tombstones
 from kv_connector.protocol.messages import Cancel
 from kv_connector.protocol.plan import Plan
-from kv_connector.protocol.prefill import PrefillMachine
+from kv_connector.protocol.prefill_machine import PrefillMachine
 
 
 def test_tombstones_are_forgotten_by_age() -> None:

@@ -13,12 +13,12 @@ from kv_connector.protocol.actions import Address
 from kv_connector.protocol.admission import AdmissionGate
 from kv_connector.protocol.params import BadParams, DecodeParams
 from kv_connector.protocol.requests import DecodeRequest
-from kv_connector.vllm import decode
-from kv_connector.vllm.decode import DecodeScheduler, LoadPhase
+from kv_connector.vllm import decode_scheduler
+from kv_connector.vllm.decode_scheduler import DecodeScheduler, LoadPhase
 from kv_connector.vllm.internals import RequestStatus
 
 PEER = Address("10.0.0.1", 5600)
-LEGAL = {(before, after) for before in LoadPhase for after in decode._NEXT[before]}
+LEGAL = {(before, after) for before in LoadPhase for after in decode_scheduler._NEXT[before]}
 
 
 def scheduler() -> DecodeScheduler:
@@ -33,7 +33,7 @@ def request(name: str = "d") -> Any:
 
 def loading(phase: LoadPhase, monkeypatch: pytest.MonkeyPatch) -> tuple[DecodeScheduler, Any]:
     """A load in this phase, by the shortest way."""
-    monkeypatch.setattr(decode, "prompt_of", lambda request: (3, bytes(16)))
+    monkeypatch.setattr(decode_scheduler, "prompt_of", lambda request: (3, bytes(16)))
     made = scheduler()
     made.add(request(), DecodeParams("t", PEER, early_token=True))
     load = made._loads["d"]
@@ -70,8 +70,8 @@ def test_only_legal_transitions_are_taken(
 
 def test_every_load_can_end() -> None:
     for phase in LoadPhase:
-        assert phase is LoadPhase.OVER or LoadPhase.OVER in decode._NEXT[phase]
-    assert decode._NEXT[LoadPhase.OVER] == set()
+        assert phase is LoadPhase.OVER or LoadPhase.OVER in decode_scheduler._NEXT[phase]
+    assert decode_scheduler._NEXT[LoadPhase.OVER] == set()
 
 
 @pytest.mark.parametrize(

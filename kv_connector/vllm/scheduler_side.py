@@ -16,13 +16,13 @@ from kv_connector.protocol.admission import AdmissionGate, Place, gates, no_plac
 from kv_connector.protocol.messages import Rank, Role
 from kv_connector.protocol.params import BadParams, DecodeParams, PrefillParams, parse_params
 from kv_connector.vllm.blocks import has_states
-from kv_connector.vllm.decode import DecodeScheduler
+from kv_connector.vllm.decode_scheduler import DecodeScheduler
 from kv_connector.vllm.dialects import in_our_words
 from kv_connector.vllm.internals import KVCacheManager, Request
 from kv_connector.vllm.kv_blocks import KvBlocks
 from kv_connector.vllm.metadata import News, StepMetadata
 from kv_connector.vllm.patches import around_reset, let_states_load
-from kv_connector.vllm.prefill import PrefillScheduler
+from kv_connector.vllm.prefill_scheduler import PrefillScheduler
 
 logger = logging.getLogger(__name__)
 
