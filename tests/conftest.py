@@ -17,8 +17,11 @@ def pytest_report_header() -> list[str]:
     return needs.header()
 
 
-def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    return True if needs.left_out(collection_path) else None
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Also what `-m 'not needs_vllm'` deselects: a worker takes ten seconds to import vLLM."""
+    unwanted = [marker for marker in needs.MARKERS if f"not {marker}" in config.option.markexpr]
+    deselected = set(unwanted) & set(needs.markers_of(collection_path))
+    return True if deselected or needs.left_out(collection_path) else None
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
