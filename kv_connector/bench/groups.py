@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from kv_connector import _bench
 from kv_connector.bench.lane import Lane
-from kv_connector.bench.measurement import Measurement
+from kv_connector.bench.measurement import LaneMeasurement
 from kv_connector.bench.records import GroupRun, percentile
 from kv_connector.bench.side import Role
 from kv_connector.bench.tables import print_table
@@ -33,24 +33,17 @@ _STEPS = {
 
 
 @dataclass(kw_only=True)
-class Groups(Measurement[Lane, GroupRun]):
+class Groups(LaneMeasurement[GroupRun]):
     """The steps of scatters and barriers over each lane."""
 
     tolerated = (RuntimeError,)
 
-    lanes: Sequence[Lane]
     peers: Sequence[int]
     iterations: int
 
-    def contestants(self, console: Console) -> Sequence[Lane]:
-        return self.lanes
-
-    def label(self, contestant: Lane) -> str:
-        return contestant.name
-
     def settings(self) -> dict[str, str]:
         return {
-            "lanes": ", ".join(lane.name for lane in self.lanes),
+            "lanes": self.lane_names,
             "engines": "one that writes and all its peers in this process, a worker thread each",
             "scatter": f"{SLICE_BYTES >> 10} KiB to each peer, each counted on a counter of its own",
             "barrier": "an immediate alone to each peer",

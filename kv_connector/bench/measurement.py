@@ -12,6 +12,7 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 
+from kv_connector.bench.lane import Lane
 from kv_connector.bench.machine import conditions
 from kv_connector.bench.records import append
 from kv_connector.bench.tables import print_conditions
@@ -75,5 +76,22 @@ class Measurement(ABC, Generic[C, R]):
         """Prints the tables of the whole run."""
 
     def good(self, records: Sequence[R]) -> bool:
-        """Whether no record is of a failure, and every aim is reached."""
+        """Returns whether no record tells of a failure, and every aim is reached."""
         return True
+
+
+@dataclass(kw_only=True)
+class LaneMeasurement(Measurement[Lane, R]):
+    """A measurement in which lanes take turns."""
+
+    lanes: Sequence[Lane]
+
+    @property
+    def lane_names(self) -> str:
+        return ", ".join(lane.name for lane in self.lanes)
+
+    def contestants(self, console: Console) -> Sequence[Lane]:
+        return self.lanes
+
+    def label(self, contestant: Lane) -> str:
+        return contestant.name

@@ -12,28 +12,21 @@ from rich.markup import escape
 from kv_connector.bench.contestants.ours import EngineSide
 from kv_connector.bench.harness import BenchError, Pair
 from kv_connector.bench.lane import Lane
-from kv_connector.bench.measurement import Measurement
+from kv_connector.bench.measurement import LaneMeasurement
 from kv_connector.bench.records import Failure, Peers
 from kv_connector.bench.side import Contestant
 from kv_connector.bench.tables import print_table
 
 
 @dataclass(kw_only=True)
-class PeerCosts(Measurement[Lane, Peers | Failure]):
+class PeerCosts(LaneMeasurement[Peers | Failure]):
     """Connecting many peers over each lane."""
 
-    lanes: Sequence[Lane]
     peers: int
-
-    def contestants(self, console: Console) -> Sequence[Lane]:
-        return self.lanes
-
-    def label(self, contestant: Lane) -> str:
-        return contestant.name
 
     def settings(self) -> dict[str, str]:
         return {
-            "lanes": ", ".join(lane.name for lane in self.lanes),
+            "lanes": self.lane_names,
             "engines": "one a side; they connect again and again, each time as another peer",
             "peers": str(self.peers),
             "KiB": "of the process, without what the kernel keeps for sockets and queue pairs",

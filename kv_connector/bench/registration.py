@@ -16,7 +16,7 @@ from rich.console import Console
 
 from kv_connector import _bench
 from kv_connector.bench.lane import Lane
-from kv_connector.bench.measurement import Measurement
+from kv_connector.bench.measurement import LaneMeasurement
 from kv_connector.bench.records import Registering, percentile
 from kv_connector.bench.side import Role
 from kv_connector.bench.tables import print_table, verdict
@@ -30,26 +30,19 @@ _FACE = _bench.EnginePingPong.Face.WORKER
 
 
 @dataclass(kw_only=True)
-class Registration(Measurement[Lane, Registering]):
+class Registration(LaneMeasurement[Registering]):
     """Latency over each lane, with and without registrations beside it."""
 
     tolerated = (RuntimeError,)
 
-    lanes: Sequence[Lane]
     registered_bytes: int
     iterations: int
     repeats: int
     """Measurements of each lane, over the same two engines."""
 
-    def contestants(self, console: Console) -> Sequence[Lane]:
-        return self.lanes
-
-    def label(self, contestant: Lane) -> str:
-        return contestant.name
-
     def settings(self) -> dict[str, str]:
         return {
-            "lanes": ", ".join(lane.name for lane in self.lanes),
+            "lanes": self.lane_names,
             "engines": "two in this process; answers on their workers, back to back",
             "write": f"{LATENCY_BYTES >> 10} KiB to its counter: half of a round trip",
             "beside it": f"a thread that registers {self.registered_bytes >> 20} MiB with the engine that "

@@ -13,7 +13,7 @@ from rich.markup import escape
 from kv_connector.bench.contestants.ours import EngineSide
 from kv_connector.bench.harness import REPETITIONS, BenchError, Pair
 from kv_connector.bench.lane import Lane
-from kv_connector.bench.measurement import Measurement
+from kv_connector.bench.measurement import LaneMeasurement
 from kv_connector.bench.records import Failure, Record, Singles, Throughput
 from kv_connector.bench.side import Contestant
 from kv_connector.bench.tables import print_table
@@ -31,22 +31,15 @@ PAGED = tuple(Workload(f"paged {size >> 10}K", BATCH_BYTES // size, size) for si
 
 
 @dataclass(kw_only=True)
-class Writes(Measurement[Lane, Record]):
+class Writes(LaneMeasurement[Record]):
     """Single and paged writes over each lane."""
 
-    lanes: Sequence[Lane]
     pin: bool
     shared: bool
 
-    def contestants(self, console: Console) -> Sequence[Lane]:
-        return self.lanes
-
-    def label(self, contestant: Lane) -> str:
-        return contestant.name
-
     def settings(self) -> dict[str, str]:
         return {
-            "lanes": ", ".join(lane.name for lane in self.lanes),
+            "lanes": self.lane_names,
             **{f"NIC {number}": nic for number, nic in enumerate(_nics(self.lanes))},
             "single": "one at a time, from the call until a sleeping thread knows it in place",
             "paged": f"requests of {BATCH_BYTES >> 20} MiB, scattered on both sides, {REPETITIONS} a round",
