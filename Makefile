@@ -50,7 +50,7 @@ check: ## lint, types and the unit tests that need neither vLLM nor a compiler r
 	@test -e $(STAMPS)/project || $(MAKE) --no-print-directory setup
 	@$(PYTHON_ENV)/ruff check . && $(PYTHON_ENV)/ruff format --check .
 	@$(types) >build/types.log 2>&1 & types=$$! status=0; \
-		$(PYTHON_ENV)/python -m pytest -n $$((2 * $(JOBS))) -m 'not needs_vllm and not needs_torch' tests/unit || status=1; \
+		KVC_WITHOUT=vllm,torch $(PYTHON_ENV)/python -m pytest -n $$((2 * $(JOBS))) tests/unit || status=1; \
 		wait $$types || status=1; cat build/types.log; exit $$status
 types = { $(PYTHON_ENV)/mypy && $(PYTHON_ENV)/mypy --config-file tests/mypy.ini; }
 

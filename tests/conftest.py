@@ -17,11 +17,8 @@ def pytest_report_header() -> list[str]:
     return needs.header()
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Also what `-m 'not needs_vllm'` deselects: a worker takes ten seconds to import vLLM."""
-    unwanted = [marker for marker in needs.MARKERS if f"not {marker}" in config.option.markexpr]
-    deselected = set(unwanted) & set(needs.markers_of(collection_path))
-    return True if deselected or needs.left_out(collection_path) else None
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    return True if needs.left_out(collection_path) else None
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -33,7 +30,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """A test that is marked by itself, in a file that has others, too."""
     for marker, package in needs.MARKERS.items():
         if item.get_closest_marker(marker) and needs.missing(package):
-            pytest.skip(f"{package} is not installed")
+            pytest.skip(needs.reason(package))
 
 
 @pytest.fixture
