@@ -6,6 +6,9 @@ and test_native_includes.py compare the source with these tables, and scripts/ro
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
+
 # A room imports rooms above it alone: no arrow can run back.
 ROOMS: dict[str, set[str]] = {
     "protocol": set(),
@@ -101,3 +104,13 @@ IN_WORDS = {
     "vllm": "vLLM's adapter",
     "weights": "new weights",
 }
+
+
+def ways_back(table: Mapping[str, AbstractSet[str]], below: Iterable[str] = ()) -> dict[str, set[str]]:
+    """The imports of a table that do not lead to an earlier room of it, or to one of ``below``."""
+    known, found = set(below), dict[str, set[str]]()
+    for room, rooms in table.items():
+        if wrong := rooms - known:
+            found[room] = set(wrong)
+        known.add(room)
+    return found
