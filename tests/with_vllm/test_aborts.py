@@ -77,6 +77,22 @@ async def leave(task: asyncio.Task[Any]) -> None:
         await task
 
 
+async def start_both(
+    deployment: Deployment, client: Client, hold: Hold, one: list[int], transfer: str
+) -> tuple[asyncio.Task[list[int]], asyncio.Task[list[int]]]:
+    """Starts D's half of a request, then P's. P stops in the middle of its third chunk, which
+    ``hold.reached()`` awaits."""
+    await hold.arm(in_the_middle(deployment))
+    params = decode_params(transfer, deployment.prefill)
+    decoding = asyncio.create_task(client.complete(deployment.decode.url, one, 8, kv_transfer_params=params))
+    await wait_live(client, deployment.decode)  # D has reserved
+    params = prefill_params(transfer)
+    prefilling = asyncio.create_task(
+        client.complete(deployment.prefill.url, one, 1, kv_transfer_params=params)
+    )
+    return decoding, prefilling
+
+
 async def test_decode_aborted_before_prefill_knows(deployment: Deployment, client: Client) -> None:
     """D has reserved, P has never heard of the request. D's CANCEL, not a timeout, ends it on both sides."""
     params = decode_params("abort-before", deployment.prefill)
@@ -90,17 +106,7 @@ async def test_decode_aborted_before_prefill_knows(deployment: Deployment, clien
 async def test_decode_aborted_during_transfer(deployment: Deployment, client: Client, hold: Hold) -> None:
     """D leaves while P, in the middle of a step, has pushed the first chunks: D is free before that step."""
     one = prompt("abort D during", LONG)
-    await hold.arm(in_the_middle(deployment))
-    transfer = "abort-D-during"
-    decoding = asyncio.create_task(
-        client.complete(
-            deployment.decode.url, one, 8, kv_transfer_params=decode_params(transfer, deployment.prefill)
-        )
-    )
-    await wait_live(client, deployment.decode)  # D has reserved
-    prefilling = asyncio.create_task(
-        client.complete(deployment.prefill.url, one, 1, kv_transfer_params=prefill_params(transfer))
-    )
+    decoding, prefilling = await start_both(deployment, client, hold, one, "abort-D-during")
     try:
         await hold.reached()
         await leave(decoding)
@@ -114,17 +120,7 @@ async def test_decode_aborted_during_transfer(deployment: Deployment, client: Cl
 async def test_prefill_aborted_during_transfer(deployment: Deployment, client: Client, hold: Hold) -> None:
     """P's request goes away in the middle of its prefill: D's ends in an error, not in a made-up answer."""
     one = prompt("abort P during", LONG)
-    await hold.arm(in_the_middle(deployment))
-    transfer = "abort-P-during"
-    decoding = asyncio.create_task(
-        client.complete(
-            deployment.decode.url, one, 8, kv_transfer_params=decode_params(transfer, deployment.prefill)
-        )
-    )
-    await wait_live(client, deployment.decode)  # D has reserved
-    prefilling = asyncio.create_task(
-        client.complete(deployment.prefill.url, one, 1, kv_transfer_params=prefill_params(transfer))
-    )
+    decoding, prefilling = await start_both(deployment, client, hold, one, "abort-P-during")
     try:
         await hold.reached()
         logged = len(deployment.prefill.log.read_bytes())
