@@ -85,7 +85,7 @@ class Server:
 
 
 def ours(role: str, control_port: int, provider: str, url: str, registration: int) -> dict[str, Any]:
-    """Of an engine at ``url``, which registers with a router at ``registration``."""
+    """The connector's settings of an engine at ``url`` that registers with a router at ``registration``."""
     settings = {"control_host": HOST, "control_port": control_port, "providers": [provider]}
     settings |= {"routers": [f"{HOST}:{registration}"], "api_url": url}
     return {
@@ -97,7 +97,7 @@ def ours(role: str, control_port: int, provider: str, url: str, registration: in
 
 
 def theirs(name: str, role: str, port: int, *, cpu: bool = False) -> tuple[dict[str, Any], dict[str, str]]:
-    """Of an engine with NIXL, whose ranks meet from ``port`` on: its transfer, and its environment."""
+    """The --kv-transfer-config of a rival's engine, and its environment. Its ranks meet from ``port`` on."""
     transfer = {"kv_connector": RIVALS[name], "kv_role": role}
     if cpu:
         transfer["kv_buffer_device"] = "cpu"
@@ -171,7 +171,7 @@ def deployment(
 
 
 def cpu_seconds(server: Server) -> float:
-    """Of all its processes: they are one session."""
+    """The CPU seconds of all processes of the server. They are one session."""
     assert server.process is not None
     ticks = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -193,7 +193,7 @@ def wait_ready(servers: Sequence[Server]) -> None:
 
 
 def start_router(prefill: Server, port: int, logs: Path) -> Process:
-    """Before the engines that register with it: those of ``prefill``'s pair. Returns once both have."""
+    """Starts a router, and returns once the engines of ``prefill``'s pair have registered with it."""
     command = [sys.executable, "-m", "kv_connector.cli.main", "router", "--host", HOST, "--port", str(port)]
     command += ["--registration", f"{HOST}:{prefill.port + 15}"]
     router = Process(f"router-{port}", command, environment=ENVIRONMENT, log=logs / f"router-{port}.log")

@@ -1,4 +1,4 @@
-"""What one worker's agent is made from, and the transfer engine that this describes."""
+"""AgentConfig: the configuration of one worker's agent, and how its transfer engine is opened."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class AgentError(RuntimeError):
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """One worker's agent."""
+    """The configuration of one worker's agent."""
 
     engine_id: str
     role: Role
     rank: int
-    ranks: int  # of this engine; where it is the only one, it need not be told of them
+    ranks: int  # number of this engine's ranks; with 1, set_ranks() need not be called
     stage: int = field(default=0, kw_only=True)  # of the pipeline
     address: Address  # of the control socket; port 0 takes a free one
     fingerprint: Fingerprint

@@ -13,7 +13,8 @@ from kv_connector.engine.transfer_engine import TransferEngine
 
 
 class KvMemory:
-    """Registered from the beginning, but between unregister() and register()."""
+    """The KV cache's memory. It is registered from construction on, except between unregister() and
+    register()."""
 
     def __init__(
         self, engine: TransferEngine, memory: Sequence[MemoryRange], engine_id: str, drain_s: float
@@ -24,15 +25,15 @@ class KvMemory:
         self._engine_id = engine_id
         self._drain_s = drain_s
         self.regions: list[int] = []
-        """Of the transfer engine; empty while the memory is not registered."""
+        """The transfer engine's ids of the registered memory. Empty while the memory is not registered."""
         self.regions = self._register_all()
 
     def descriptors(self) -> tuple[bytes, ...]:
-        """What peers need to write to the memory."""
+        """Returns the descriptors with which peers write to the memory."""
         return tuple(self._engine.region_descriptor(region) for region in self.regions)
 
     def unregister(self, effects: Effects, thread: AgentThread) -> None:
-        """As Agent.unregister_memory()."""
+        """Does what Agent.unregister_memory() promises."""
         if not self.regions:
             return
         future: Future[None] = Future()
@@ -46,7 +47,7 @@ class KvMemory:
         self.regions = []
 
     def register(self, effects: Effects, thread: AgentThread) -> None:
-        """As Agent.register_memory()."""
+        """Does what Agent.register_memory() promises."""
         if self.regions:
             return
         try:

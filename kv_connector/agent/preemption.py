@@ -20,7 +20,7 @@ _SIGNAL_POLL_S = 0.0002
 
 @dataclass(frozen=True)
 class _Draining:
-    """A preempted request's writes."""
+    """The writes of a preempted request that are not over yet."""
 
     share: Share
     number: int
@@ -46,7 +46,7 @@ class Preemption:
         self._drain_s = drain_s
 
     def preempt(self, transfer_ids: Sequence[str]) -> None:
-        """As Agent.preempt()."""
+        """Does what Agent.preempt() promises."""
         future: Future[list[_Draining]] = Future()
         self._thread.ask(lambda now: self._preempt(now, transfer_ids, future), future)
         draining = self._thread.insist(future, "preemption")

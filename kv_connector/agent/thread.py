@@ -37,7 +37,7 @@ class AgentThread:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._main, name=f"kv-agent-{engine_id}", daemon=True)
         self.in_turn = False
-        """The thread is acting on what it heard."""
+        """True while the thread acts on messages, events and commands."""
         self.turns = 0
         self._launched = threading.Event()  # the thread need not hold off
         self._launched.set()
@@ -47,7 +47,7 @@ class AgentThread:
         self._wake_lock = threading.Lock()  # of closed, and of _wake's life
 
     def start(self) -> None:
-        """The control socket is bound."""
+        """Starts the thread. The control socket must be bound."""
         self._control.watch(self._wake)
         self._thread.start()
 
@@ -55,7 +55,7 @@ class AgentThread:
         return self._thread.is_alive()
 
     def end(self) -> None:
-        """Ends all transfers and sessions, and takes no more commands. BLOCKS, as Agent.close()."""
+        """Ends all transfers and sessions, and takes no more commands. Blocks as Agent.close() does."""
         if self._thread.is_alive():
             self.submit(self._begin_close)
             self._thread.join()
@@ -65,16 +65,16 @@ class AgentThread:
 
     @property
     def commands(self) -> int:
-        """Commands that are not executed yet."""
+        """The number of commands that are not executed yet."""
         return len(self._commands)
 
     def hold_off(self) -> None:
-        """Until go_on(), for a while at most, the thread takes no turn."""
+        """Makes the thread take no turn until go_on(), for _HOLD_OFF_S at most."""
         self._hold_until = time.monotonic() + _HOLD_OFF_S
         self._launched.clear()
 
     def go_on(self) -> None:
-        """The thread need not hold off."""
+        """Ends hold_off()."""
         self._launched.set()
 
     def submit(self, command: Callable[[float], Sequence[Action]]) -> None:

@@ -39,7 +39,7 @@ class Lane:
         return [DomainConfig(self.provider, device=device, address=self.address) for device in devices]
 
     def native_domains(self, role: Role) -> list[tuple[str, str, str]]:
-        """As _bench takes them."""
+        """Returns the domains in the form that _bench takes."""
         return [(domain.provider, domain.device, domain.address) for domain in self.domains(role)]
 
     def nics(self) -> Iterator[str]:

@@ -187,7 +187,7 @@ class Sessions:
         return peer
 
     def up(self, now: float, peer: Peer) -> list[PeersAction]:
-        """The session has its lane: messages and pages may go."""
+        """Marks a session that has its lane as up: messages and pages may go."""
         peer.state = PeerState.UP
         self.timers.set(peer.peer, now if peer.address is not None else now + self.timeouts.heartbeat)
         text = f"UP: {peer.role.value} peer {peer.name}, lane {peer.lane}"
@@ -251,7 +251,7 @@ class Sessions:
         return [Reply(source, Bye(reason)) for source in sources if source is not None]
 
     def bye(self, peer: Peer, message: Bye) -> list[PeersAction]:
-        """The peer has ended the session."""
+        """Ends a session that the peer has left."""
         text = f"BYE from {peer.role.value} peer {peer.name}: {message.reason}"
         return [Log(logging.INFO, text), *self.forget(peer, f"the peer left: {message.reason}")]
 
@@ -274,7 +274,7 @@ class Sessions:
     # --- Heartbeats
 
     def beat(self, now: float, peer: Peer) -> list[PeersAction]:
-        """The silence of a peer counts, and a prefill engine is pinged when that is due."""
+        """Counts the silence of a peer, and pings a prefill engine when that is due."""
         silence = now - peer.last_seen
         if silence >= self.timeouts.dead:
             return self.drop(now, peer.peer, f"silent for {silence:.1f} s")
@@ -294,7 +294,7 @@ class Sessions:
         return actions
 
     def recovered(self, peer: Peer) -> list[PeersAction]:
-        """A suspect peer has sent something."""
+        """Notes that the peer has sent something. A suspect peer is up again."""
         if peer.state is not PeerState.SUSPECT:
             return []
         peer.state = PeerState.UP

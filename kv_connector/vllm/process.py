@@ -40,7 +40,7 @@ def connectors_within(connector: Any) -> list[KVConnectorBase_V1]:
 
 
 def gather_from_workers(value: Any) -> list[Any]:
-    """What each of this engine's workers says, by rank: all of them call it."""
+    """Gathers a value of each of this engine's workers, by rank. All workers must call it."""
     values = [None] * get_world_group().world_size
     torch.distributed.all_gather_object(values, value, group=get_world_group().cpu_group)
     return values

@@ -40,7 +40,7 @@ RECORD_S = 180.0
 
 @dataclass(eq=False)
 class TargetWorker:
-    """Of an engine, as this rank writes to it."""
+    """A worker of an engine, as this rank writes to it."""
 
     address: Address
     number: int  # among all workers of all engines: the plan's receiver
@@ -59,7 +59,7 @@ class TargetWorker:
 
 @dataclass(eq=False)
 class TargetEngine:
-    """As this rank writes to it."""
+    """An engine, as this rank writes to it."""
 
     address: Address  # of its controller, or of its first worker
     link: Link | None = None
@@ -83,9 +83,9 @@ class Joining:
     ) -> None:
         """``end``: ends the session with a worker, and what it was to get."""
         self.run = ""
-        """Of the trainer, once all ranks have agreed on it."""
+        """The id of the trainer's run, once all ranks have agreed on it."""
         self.cancelled = ""
-        """Why nothing is joined any more."""
+        """The reason why no worker is joined any more. Empty: workers are joined."""
         self._source = source
         self._engines = engines
         self._links = links
@@ -97,7 +97,7 @@ class Joining:
         self._end = end
 
     def ask_engines(self) -> Engines | str:
-        """Their workers, and what each of them loads."""
+        """Returns the engines' workers and what each of them loads, or the error."""
         try:
             return self._ask_geometries()
         except LinkError as error:
@@ -128,7 +128,7 @@ class Joining:
         return Engines(workers, geometries)
 
     def reach(self, engine: TargetEngine) -> Sequence[WorkerAddress]:
-        """A link to the controller, and who its workers are. Raises LinkError."""
+        """Makes a link to the controller, and returns the engine's workers. Raises LinkError."""
         engine.link = self._links.dial(engine.address)
         answer = self._links.ask(engine.link, Workers())
         here = self._links.wait(answer, engine.link, self._timeouts.connect)
@@ -162,7 +162,7 @@ class Joining:
             raise PushError(f"{worker.address} has another shape since it was started again: connect anew")
 
     def _joined(self, worker: TargetWorker) -> bool:
-        """False: the worker has not looked at this checkpoint yet."""
+        """Tries to join once. False: the worker has not looked at this checkpoint yet."""
         if self.cancelled:
             raise PushError(self.cancelled)
         link = self._links.dial(worker.address)
@@ -198,6 +198,6 @@ class Joining:
 
 
 def workers_of(engines: Sequence[TargetEngine]) -> Iterator[TargetWorker]:
-    """All workers of these."""
+    """Yields all workers of the engines."""
     for engine in engines:
         yield from engine.workers

@@ -1,4 +1,4 @@
-"""A version under way, as its trainer sees it."""
+"""Update: a version that a trainer pushes, and how far each engine has come with it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class PushError(RuntimeError):
 
 
 class Update:
-    """A version under way. Of each engine it is known by itself how far it has come."""
+    """A version that a trainer pushes. It records for each engine how far that has come."""
 
     def __init__(self, version: str, engines: Sequence[str], identity: str = "") -> None:
-        """``identity``: as engines call it; default: the name."""
+        """``identity``: the name that engines give the version. Default: ``version``."""
         self.version = version
         self.identity = identity or version
         self.pause_seconds: dict[str, float] = {}
-        """By engine that has applied it, where its controller did, at rank 0."""
+        """Seconds that each engine paused. Rank 0 has them where the controller applied the version."""
         self._done: dict[Stage, dict[str, Future[None]]] = {
             "landed": {engine: Future() for engine in engines},
             "applied": {engine: Future() for engine in engines},
@@ -51,7 +51,7 @@ class Update:
             raise PushError(f"version {self.version}: {'; '.join(problems)}")
 
     def reached(self, engine: str, stage: Stage) -> None:
-        """Also what comes before it."""
+        """Notes that the engine has reached this stage, and the stages before it."""
         for futures in [self._done["landed"], self._done[stage]]:
             _resolve(futures[engine], None)
 

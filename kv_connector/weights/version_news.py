@@ -18,11 +18,11 @@ from kv_connector.weights.writer import Writer
 logger = logging.getLogger("kv_connector")
 
 WorkerNews = tuple[TargetWorker, Link | None, Begun | None]
-"""Over that link a worker has begun a round, or is lost (None)."""
+"""A worker, its link, and the round that it has begun. None in the last place: the worker is lost."""
 
 
 class VersionNews:
-    """Of the last version that one rank has begun. heard() and lost() are called on the links' thread."""
+    """Follows the last version that one rank has begun. The links' thread calls heard() and lost()."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class VersionNews:
         name: str,
         apply: Callable[[str], None] | None,
     ) -> None:
-        """``apply``: as WeightPusher's. Opens the links."""
+        """Opens the links. ``apply`` is WeightPusher's."""
         self._rank = rank
         self._engines = engines
         self._writer = writer
@@ -48,11 +48,11 @@ class VersionNews:
         self._ready: set[int] = set()
         self._applied: set[int] = set()
         self.begun: queue.SimpleQueue[WorkerNews] = queue.SimpleQueue()
-        """What push() waits for."""
+        """The news that push() waits for."""
         self.links = Links(key, timeouts, self.heard, self.lost)
 
     def begin(self, update: Update) -> None:
-        """From now on news are of this version."""
+        """Follows this version from now on."""
         self._ready, self._applied, self.begun = set(), set(), queue.SimpleQueue()
         self._carriers = set()
         self._update = update
