@@ -174,8 +174,11 @@ def markdown(path: str, text: str) -> Iterator[Prose]:
     yield from flush()
 
 
+_COLUMNS = re.compile(r"[^\s.!?] {3,}\S")
+
+
 def paragraphs(path: str, line: int, kind: str, text: str, margin: int = 0) -> Iterator[Prose]:
-    """Paragraphs and list items of a docstring or comment. Indented blocks and doctests are left out."""
+    """Paragraphs and list items of a docstring or comment. Code and tables are left out."""
     lines: list[str] = []
     head, *tail = text.split("\n")
     rows = [head.strip(), *(row.removeprefix(" " * margin).rstrip() for row in tail)]
@@ -183,14 +186,17 @@ def paragraphs(path: str, line: int, kind: str, text: str, margin: int = 0) -> I
     for number, row in enumerate(rows, line):
         match = _ITEM.match(row)
         depth = len(row) - len(row.lstrip())
-        ends = not row or match or row.startswith((">>>", "|"))
+        table = bool(_COLUMNS.search(row))
+        ends = not row or match or table or row.startswith((">>>", "|"))
         if lines and ends:
             yield Prose(path, start, kind, "\n".join(lines), first)
             lines, first = [], False
         if not row:
             blank = True
             continue
-        if (not lines and blank and depth >= item + 4) or row.lstrip().startswith((">>>", "|", "...")):
+        if not lines and blank and depth >= item + 4:
+            continue
+        if table or row.lstrip().startswith((">>>", "|", "...")):
             continue
         if match:
             item, row = len(match[0]), row[match.end() :]
