@@ -1,6 +1,7 @@
 """Runs the campaign: `python -m tests.simulation --seeds 200000`, or `--seed N` for a failed seed.
 
-Needs Python, msgspec and pyzmq."""
+Needs Python, msgspec and pyzmq.
+"""
 
 from __future__ import annotations
 

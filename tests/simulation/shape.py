@@ -1,7 +1,8 @@
 """The shape of an engine: how it divides the model and places its pages.
 
 The layout of each worker follows from it, and the layout alone decides what lies in each cell of a worker's
-memory."""
+memory.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """A vLLM plugin that makes models for pictures importable without torchvision.
 
 The ordinary torchvision wheel does not load beside a CPU torch. The models import its functions for their
-picture processors. transformers then selects the processors that do not need it."""
+picture processors. transformers then selects the processors that do not need it.
+"""
 
 import sys
 from pathlib import Path

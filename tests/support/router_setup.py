@@ -74,7 +74,8 @@ class FakeEngine:
         """Answers nothing, and sets `aborted` when the router closes the connection.
 
         The request that disowns a prompt names a model that this engine refuses: a router that stops waits
-        for that answer."""
+        for that answer.
+        """
         if str((await request.json()).get("model", "")).startswith("nobody-wants/"):
             return await refuse(404, "no such model")(request, {})
         while (await request.receive())["type"] != "http.disconnect":

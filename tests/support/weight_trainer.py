@@ -69,7 +69,8 @@ class Ranks:
     """One process per rank, driven by a test.
 
     ``work(told, store, rank, *more)`` is the process's function. ``told`` is its connection to the test. The
-    ranks connect through the file ``store`` in ``directory``."""
+    ranks connect through the file ``store`` in ``directory``.
+    """
 
     def __init__(self, work: Callable[..., None], directory: Path, ranks: int, *more: object) -> None:
         self.ranks = []
@@ -135,7 +136,8 @@ def main(
 
     ``replicas``: of each shard; 0: every rank has all weights. ``weights``: the seed of `drawn`, or a
     checkpoint. On "VERSION" the rank pushes that version and reports the result. On "stop VERSION" it begins
-    the push, reports that, and hangs. ``fp8``: it quantises the tensors that the engines hold in float8."""
+    the push, reports that, and hangs. ``fp8``: it quantises the tensors that the engines hold in float8.
+    """
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=ranks)
     named = drawn(weights) if isinstance(weights, int) else in_checkpoint(weights)

@@ -126,7 +126,8 @@ async def sent(server: Server, transfers: float = 0) -> tuple[float, float]:
     """Returns the transfers of a prefill server and their bytes, once it has shown this many and no more
     come.
 
-    Its agent shows them once a second."""
+    Its agent shows them once a second.
+    """
     deadline, last = time.monotonic() + AT_REST_S, None
     while True:
         shown = await metrics(server)
@@ -141,7 +142,8 @@ async def sent(server: Server, transfers: float = 0) -> tuple[float, float]:
 async def at_rest(*servers: Server) -> None:
     """Waits until these servers are idle, for SGLang and for the connector's agents.
 
-    SGLang empties its cache only when it is idle, and ends itself if pages are lost."""
+    SGLang empties its cache only when it is idle, and ends itself if pages are lost.
+    """
     deadline = time.monotonic() + AT_REST_S
     async with httpx.AsyncClient(timeout=10) as http:
         for server in servers:

@@ -238,7 +238,8 @@ class Exploration:
     def _blocked(self, state: int, moves: list[_Move]) -> bool:
         """Returns whether a rank waits for ever.
 
-        A late store of a rank that ended must not be what it waits for."""
+        A late store of a rank that ended must not be what it waits for.
+        """
         if any(not state & self._stopped[move.rank] for move in moves):
             return False
         return bool(self._unfinished(state))
