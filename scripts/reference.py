@@ -88,7 +88,9 @@ def run(name: str, beside: Path) -> str:
             (place, *(format(one["values"][number], one.get("format", panel["format"])) for one in columns))
             for number, place in enumerate(panel["columns"])
         ]
-        title = f"{panel['title']}, {panel['unit']}" if panel["unit"] not in panel["title"] else panel["title"]
+        title = (
+            f"{panel['title']}, {panel['unit']}" if panel["unit"] not in panel["title"] else panel["title"]
+        )
         tables.append(f"{title[0].upper()}{title[1:]}:\n\n{table(header, rows)}")
     log, _, heading = recorded["log"].partition("#")
     link = os.path.relpath(ROOT / "docs" / log, beside) + ("#" + heading if heading else "")

@@ -186,7 +186,9 @@ def test_a_picture_is_of_its_data_as_it_is_now(data: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [data for data in RUNS if "traceEvents" not in json.loads(data.read_text())], ids=lambda file: file.stem
+    "data",
+    [data for data in RUNS if "traceEvents" not in json.loads(data.read_text())],
+    ids=lambda file: file.stem,
 )
 def test_each_number_of_a_recorded_run_stands_in_its_log(data: Path) -> None:
     recorded = json.loads(data.read_text())
