@@ -358,7 +358,10 @@ def _docstrings(path: str, body: list[ast.stmt], kind: str = DOCSTRING) -> Itera
 
 def python(path: str, text: str) -> Iterator[Prose]:
     """Docstrings, comments, and where an operator reads them, log lines, errors, help and metrics."""
-    tree = ast.parse(text, path)
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        raise SystemExit(f"{path}:{error.lineno}: {error.msg}") from None
     yield from _docstrings(path, tree.body)
     yield from comments(path, _PYTHON, text)
     if not path.startswith(WITHOUT_STRINGS):

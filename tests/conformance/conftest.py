@@ -33,7 +33,7 @@ from .node import (
     provider_of,
 )
 
-# With buffer sizes chosen by the kernel, libfabric's "sockets" sometimes stalls (docs/architecture.md).
+# With buffer sizes chosen by the kernel, libfabric's "sockets" sometimes stalls (docs/architecture/lanes.md).
 os.environ.setdefault("FI_SOCKETS_MAX_BUF_SZ", "4194304")
 
 LANES = os.environ.get(
