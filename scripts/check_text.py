@@ -162,7 +162,7 @@ def write(line: object) -> None:
 
 # Findings.
 
-_DEFINES_P = re.compile(r"\(`?P`?\)|\bP (?:is|stands for|=)")
+_DEFINES_P = re.compile(r"\(`?P`?\)|\bP`? (?:is|means|stands for|=|\()|\bP`? and `?D`? (?:are|mean|stand)")
 
 
 def _defines_p(pieces: list[Prose]) -> bool:
