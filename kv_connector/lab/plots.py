@@ -201,8 +201,8 @@ class _Drawn:
         names = list(dict.fromkeys(layer for _, layer in computed))
         bars, last, group = list[_Bar](), 0.0, 0.0
         for when, layer in computed:
-            # A layer begins where the layer before it ends, or its step does. Layers that were noted at one moment
-            # (the agent holds off while a step is launched) share the time since the moment before.
+            # A layer begins where the layer before it ends, or where its step begins. Layers that were
+            # noted at one moment (the agent holds off while a step is launched) share the time before it.
             if when > group + _ONE_MOMENT_MS:
                 last, group = group, when
             start = max([last, *(first for first, _ in spans if first <= when)])
