@@ -203,7 +203,7 @@ class Agent:
 
     def order_layers(self, signal_base: int, ordinals: Sequence[int]) -> None:
         """From this step on the signal reaches ``signal_base + k`` when the first k of these layers are
-        computed; without it, in the layout's order. To be called before the step's computed()."""
+        computed; without it, in the layout's order. To be called before the step's pages_computed()."""
 
         def command(now: float) -> Sequence[Action]:
             self._effects.writes.order_layers(signal_base, ordinals)
@@ -213,7 +213,8 @@ class Agent:
         self._thread.submit(command)
 
     def no_prompt_ends(self, signal_base: int) -> None:
-        """In this step: its pages may wait for a later one. To be called before the step's computed()."""
+        """In this step: its pages may wait for a later one. To be called before the step's
+        pages_computed()."""
 
         def command(now: float) -> Sequence[Action]:
             self._effects.writes.no_prompt_ends(signal_base)
@@ -221,7 +222,7 @@ class Agent:
 
         self._thread.submit(command)
 
-    def computed(self, pages: ComputedPages) -> None:
+    def pages_computed(self, pages: ComputedPages) -> None:
         """These pages become valid in this step, or are already; each is pushed once, when D wants it."""
 
         # By this thread's clock: the layers may be computed before the agent's thread hears of it.
@@ -230,7 +231,7 @@ class Agent:
         def command(now: float) -> Sequence[Action]:
             if self.timelines.on:
                 self.timelines.named(pages.signal_base, named)
-            return self._effects.prefill.computed(now, pages)
+            return self._effects.prefill.pages_computed(now, pages)
 
         self._thread.submit(command)
 
@@ -245,7 +246,7 @@ class Agent:
 
     def leaves_by_layer(self, pages: Iterable[GroupPages]) -> bool:
         """Whether some of these, of one step, may leave before its end, and its single layers are to be
-        signalled; before their computed()."""
+        signalled; before their pages_computed()."""
         blocks = zip(pages, itertools.cycle(self._block_bytes))
         most = self._effects.gathered
         return not most or sum(len(group.blocks) * nbytes for group, nbytes in blocks) > most
@@ -257,7 +258,7 @@ class Agent:
     def preempt(self, transfer_ids: Sequence[str]) -> None:
         """The requests lose their blocks. On return nothing reads these any more; BLOCKS, about
         ``timeouts.drain`` at most while the transfer engine's worker runs. Pages that were not pushed are
-        forgotten until computed() names them again."""
+        forgotten until pages_computed() names them again."""
         self._thread.go_on()  # the engine waits
         self._preemption.preempt(transfer_ids)
 

@@ -50,11 +50,11 @@ class CommandLedger:
         """The transfers whose requests still queue at D, with their P."""
         self._agent.set_waiting(transfers)
 
-    def computed(self, pages: Iterable[NewPages], signal_base: int) -> None:
+    def pages_computed(self, pages: Iterable[NewPages], signal_base: int) -> None:
         """Pages of the step whose layers take the signal from ``signal_base`` up. Raises nothing."""
         for new in pages:
             try:
-                self._agent.computed(ComputedPages(new.transfer_id, signal_base, new.groups))
+                self._agent.pages_computed(ComputedPages(new.transfer_id, signal_base, new.groups))
             except Exception:
                 logger.exception("transfer %s: pages are lost", new.transfer_id)
 

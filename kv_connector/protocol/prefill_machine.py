@@ -158,7 +158,7 @@ class PrefillMachine:
             actions.append(self._refuse(reservation.peer, reservation.message, code, problem))
         return actions
 
-    def computed(self, now: float, pages: ComputedPages) -> list[PrefillAction]:
+    def pages_computed(self, now: float, pages: ComputedPages) -> list[PrefillAction]:
         """These pages become valid in this step; the ones that D wants and lacks are pushed."""
         prompt = self._prompts.get(pages.transfer_id)
         if prompt is None or prompt.request is None:

@@ -67,7 +67,7 @@ class Sender(CommonKVSender):  # type: ignore[misc]  # SGLang is not typed for m
         if event is not None:
             self._send_after(event, pages)
         else:
-            self._agent.computed(pages)
+            self._agent.pages_computed(pages)
         self._record_transfer_indices(kv_indices, state_indices)
         if last:
             if self._early is not None:  # its event came before this step's result did
@@ -91,7 +91,7 @@ class Sender(CommonKVSender):  # type: ignore[misc]  # SGLang is not typed for m
 
         def wait() -> None:
             event.synchronize()
-            self._agent.computed(pages)
+            self._agent.pages_computed(pages)
 
         self._early = threading.Thread(target=wait, name=f"kv-early-{self._transfer}", daemon=True)
         self._early.start()

@@ -81,7 +81,7 @@ def test_pages_outside_of_the_memory_are_refused(pair: tuple[Side, Side]) -> Non
     prefill.expect()
     decode.reserve(prefill.address)
     blocks = ComputedPages("t", 0, (GroupPages(0, (1, 2, 1_000_000)),))
-    prefill.agent.computed(blocks)
+    prefill.agent.pages_computed(blocks)
     decode.wait(received=["d-t"])
     assert decode.failed == ["d-t"]
     prefill.agent.request_finished("t", True, "")

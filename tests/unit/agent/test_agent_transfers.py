@@ -146,7 +146,7 @@ def test_on_lanes_for_bursts_pages_wait_for_the_prompts_end_where_they_are_soon_
     if bursts is not None:
         prefill.agent.no_prompt_ends(0)
     prefill.compute(SOURCE[:1])
-    prefill.agent.computed(ComputedPages("t", 2, (GroupPages(1, SOURCE[1:2]),)))
+    prefill.agent.pages_computed(ComputedPages("t", 2, (GroupPages(1, SOURCE[1:2]),)))
     prefill.compute(SOURCE[2:], first=2)
     prefill.agent.request_finished("t", True, "")
     decode.wait(received=["d-t"])
@@ -315,8 +315,8 @@ def test_rows_come_beside_the_pages(sim: Stage) -> None:
     prefill.pages[state, 0] = 5
     prefill.pages[::2, list(SOURCE)] = 6
     prefill.expect()
-    prefill.agent.computed(ComputedPages("t", None, (GroupPages(0, (1, 2)), GroupPages(0, ()))))
-    prefill.agent.computed(ComputedPages("t", 0, (GroupPages(2, (3,)), GroupPages(0, (0,)))))
+    prefill.agent.pages_computed(ComputedPages("t", None, (GroupPages(0, (1, 2)), GroupPages(0, ()))))
+    prefill.agent.pages_computed(ComputedPages("t", 0, (GroupPages(2, (3,)), GroupPages(0, (0,)))))
     prefill.agent.request_finished("t", True, "")
     groups = GroupTarget(0, TARGET), GroupTarget(0, (3,))
     decode.agent.reserve(DecodeRequest("d-t", "t", prefill.address, 3 * BLOCK, 0, HASH, groups))

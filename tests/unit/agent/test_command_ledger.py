@@ -85,13 +85,13 @@ def test_received_is_reported_with_its_failures(agent: RecordingAgent, ledger: C
 def test_an_agent_that_refuses_fails_only_what_it_refused(
     agent: RecordingAgent, ledger: CommandLedger
 ) -> None:
-    agent.refused = {"reserve", "computed", "request_finished"}
+    agent.refused = {"reserve", "pages_computed", "request_finished"}
     ledger.execute([EXPECT, RESERVE, FinishPrefill("p", "t", True, ""), Cancel("other")])
-    ledger.computed([NewPages("t", PAGES, last=False), NewPages("u", PAGES, last=False)], 3)
+    ledger.pages_computed([NewPages("t", PAGES, last=False), NewPages("u", PAGES, last=False)], 3)
     assert agent.take_calls()[-3:] == [
         ("cancel", "other"),
-        ("computed", ComputedPages("t", 3, PAGES)),
-        ("computed", ComputedPages("u", 3, PAGES)),
+        ("pages_computed", ComputedPages("t", 3, PAGES)),
+        ("pages_computed", ComputedPages("u", 3, PAGES)),
     ]
     assert ledger.take_reports() == Reports({"p"}, {"d"}, {"d"})
 

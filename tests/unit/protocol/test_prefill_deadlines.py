@@ -48,7 +48,7 @@ def test_an_orphan_waits_no_longer_than_its_own_deadline(machine: PrefillMachine
 
 def test_a_finished_request_expires_when_nobody_asks(machine: PrefillMachine) -> None:
     machine.expect(0.0, prefill_request())
-    machine.computed(0.0, computed((1, 2, 3)))
+    machine.pages_computed(0.0, computed((1, 2, 3)))
     assert machine.next_deadline() is None  # as long as it computes, the engine owns it
     machine.request_finished(10.0, "t", True, "")
     assert machine.tick(10.0 + TIMES.hold - 0.1) == []
@@ -77,7 +77,7 @@ def test_a_prompt_is_not_held_long_for_a_decode_engine_that_died(
     machine: PrefillMachine, finished_first: bool
 ) -> None:
     machine.expect(0.0, prefill_request())
-    machine.computed(0.0, computed((1, 2, 3)))
+    machine.pages_computed(0.0, computed((1, 2, 3)))
     machine.waiting(0.0, PEER, ("t",))
     if finished_first:
         machine.request_finished(0.0, "t", True, "")
@@ -95,7 +95,7 @@ def test_a_prompt_is_not_held_long_for_a_decode_engine_that_died(
 def test_a_reservation_that_is_not_served_in_time_ends(machine: PrefillMachine) -> None:
     machine.expect(0.0, prefill_request())
     machine.reserve(1.0, PEER, reserve(deadline_ms=2000))
-    machine.computed(1.0, computed((1,)))
+    machine.pages_computed(1.0, computed((1,)))
     assert machine.tick(2.9) == []
     assert machine.tick(3.0) == [CancelWrites(Share("t"))]
     actions = machine.writes_ended(3.1, Share("t"), WritesEnd.CANCELLED, True, "")
@@ -123,11 +123,11 @@ def test_a_dead_peers_requests_are_reported_once_it_is_fenced(machine: PrefillMa
     sealed(machine)
     machine.expect(0.0, prefill_request("u"))
     machine.reserve(0.0, PEER, reserve(transfer="u"))
-    machine.computed(0.0, computed((4,), transfer="u"))
+    machine.pages_computed(0.0, computed((4,), transfer="u"))
     machine.expect(0.0, prefill_request("other"))
     machine.reserve(0.0, OTHER, reserve(transfer="other"))
     assert machine.peer_down(1.0, PEER, "silent for 5 s") == []
-    assert machine.computed(1.0, computed((5,), first=1, transfer="u")) == []
+    assert machine.pages_computed(1.0, computed((5,), first=1, transfer="u")) == []
     phases = {one.transfer_id: one.phase for one in machine.under_way()}
     assert phases == {"t": "fencing", "u": "fencing", "other": "active"}
     actions = machine.fenced(2.0, PEER)
@@ -165,13 +165,13 @@ def test_a_cancelled_transfer_of_a_dead_peer_ends_with_the_fence(machine: Prefil
 
 def test_pages_that_are_forgotten_are_computed_again_or_given_up(machine: PrefillMachine) -> None:
     machine.expect(0.0, prefill_request("running"))
-    machine.computed(0.0, computed((1, 2, 3), transfer="running"))
+    machine.pages_computed(0.0, computed((1, 2, 3), transfer="running"))
     machine.expect(0.0, prefill_request("finished"))
     machine.request_finished(0.0, "finished", True, "")
     actions = machine.forget_pages(1.0)
     assert only(actions, FinishedSending).request_id == prefill_request("finished").request_id
     assert every(machine.reserve(1.0, PEER, reserve(transfer="running")), Push) == []
-    assert every(machine.computed(1.0, computed((1, 2, 3), transfer="running")), Push) != []
+    assert every(machine.pages_computed(1.0, computed((1, 2, 3), transfer="running")), Push) != []
 
 
 def test_shutting_down_ends_every_reservation_and_takes_no_other(machine: PrefillMachine) -> None:

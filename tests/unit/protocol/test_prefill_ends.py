@@ -28,7 +28,7 @@ def test_an_abort_stops_the_writes_and_tells_decode_once_they_have_drained(machi
     assert machine.request_finished(0.0, "t", False, "client left", aborted=True) == [
         CancelWrites(Share("t"))
     ]
-    assert machine.computed(0.0, computed((3,), first=2)) == []
+    assert machine.pages_computed(0.0, computed((3,), first=2)) == []
     actions = machine.writes_ended(1.0, Share("t"), WritesEnd.CANCELLED, True, "")
     assert message(actions) == Fail("t", 1, FailCode.PREFILL_ABORTED, "client left", quiesced=True)
     assert only(actions, FinishedSending).request_id == "p-t"
@@ -122,7 +122,7 @@ def test_a_failed_write_fails_the_transfer_and_the_request_is_reported_when_it_f
     actions = machine.writes_ended(0.0, Share("t"), WritesEnd.FAILED, False, "PEER_DOWN over tcp")
     assert message(actions) == Fail("t", 1, FailCode.WRITE_ERROR, "PEER_DOWN over tcp", quiesced=False)
     assert every(actions, FinishedSending) == []
-    assert machine.computed(0.0, computed((3,), first=2)) == []
+    assert machine.pages_computed(0.0, computed((3,), first=2)) == []
     assert only(machine.request_finished(1.0, "t", True, ""), FinishedSending)
     assert_over(machine)
 
@@ -142,7 +142,7 @@ def test_a_push_that_the_engine_refuses_fails_the_transfer(machine: PrefillMachi
 
 def test_a_wrong_number_of_groups_fails_the_transfer(machine: PrefillMachine) -> None:
     active(machine)
-    assert machine.computed(0.0, computed((3,), first=2, more=[(5,)])) == [CancelWrites(Share("t"))]
+    assert machine.pages_computed(0.0, computed((3,), first=2, more=[(5,)])) == [CancelWrites(Share("t"))]
 
 
 def test_finished_is_heard_once(machine: PrefillMachine) -> None:

@@ -61,7 +61,7 @@ def test_another_prompt_is_refused_and_the_right_one_still_served(
     assert machine.next_deadline() is None
     if "prompt_hash" in changes and changes["prompt_hash"] is not None:
         assert all(cause in fail.message for cause in ("chat template", "tokenizer", "clock", "time zone"))
-    machine.computed(0.0, computed((1, 2, 3)))
+    machine.pages_computed(0.0, computed((1, 2, 3)))
     assert pushed(machine.reserve(1.0, PEER, reserve(attempt=10))) == {1: 11, 2: 12, 3: 13}
 
 
@@ -108,7 +108,7 @@ def test_a_prompt_without_a_hash_is_compared_with_none(
         machine.reserve(0.0, PEER, right)
     assert isinstance(fail, Fail)
     assert fail.message == "prompt length: prefill has 48 tokens, decode has 47"
-    assert pushed(machine.computed(0.0, computed((1, 2, 3)))) == {1: 11, 2: 12, 3: 13}
+    assert pushed(machine.pages_computed(0.0, computed((1, 2, 3)))) == {1: 11, 2: 12, 3: 13}
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_reserve_that_does_not_fit_is_refused(machine: PrefillMachine, wrong: 
 def test_the_same_reserve_twice_is_served_once(machine: PrefillMachine) -> None:
     active(machine)
     assert machine.reserve(0.0, PEER, reserve()) == []
-    assert pushed(machine.computed(0.0, computed((1, 2, 3)))) == {3: 13}
+    assert pushed(machine.pages_computed(0.0, computed((1, 2, 3)))) == {3: 13}
 
 
 @pytest.mark.parametrize(("peer", "attempt"), [(PEER, 2), (OTHER, 1)])
@@ -142,7 +142,7 @@ def test_a_second_decode_request_is_refused(machine: PrefillMachine, peer: int, 
     assert isinstance(send.message, Fail)
     assert (send.message.code, send.message.attempt) == (FailCode.DUPLICATE, attempt)
     assert send.message.quiesced
-    machine.computed(0.0, computed((3,), first=2))
+    machine.pages_computed(0.0, computed((3,), first=2))
     assert machine.request_finished(0.0, "t", True, "") == [Seal(Share("t"))]  # the first one goes on
 
 
