@@ -139,7 +139,7 @@ class Agent:
 
         self._thread.submit(command)
 
-    def tell_ends(self, transfer_over: Callable[[Ended, Timing], None]) -> None:
+    def report_ends(self, transfer_over: Callable[[Ended, Timing], None]) -> None:
         """Calls this, on the agent's thread, with each transfer that is over, however it ended."""
         self._effects.transfer_over = transfer_over
 
@@ -155,7 +155,7 @@ class Agent:
 
     # --- Decode
 
-    def tell_failures(self, load_failed: Callable[[str, str], None]) -> None:
+    def report_failures(self, load_failed: Callable[[str, str], None]) -> None:
         """Calls this, on the agent's thread, with each transfer whose pages will not come, and the reason."""
         self._effects.load_failed = load_failed
 
@@ -305,7 +305,7 @@ class Agent:
         self._thread.submit(command)
         return done.wait(seconds)
 
-    def tell_reached(self, reached: Callable[[Reached], None]) -> None:
+    def report_reached(self, reached: Callable[[Reached], None]) -> None:
         """Calls this, on the agent's thread, as soon as state() has something new to say of a prompt: for
         adapters that do not ask."""
         self._effects.reached = reached

@@ -139,7 +139,7 @@ def start(settings: Settings, worker: WorkerInfo) -> Running:
         registrar = None
         if worker.rank == 0 and (settings.routers or settings.announce):
             registrar = _register(settings, worker, address, key, lambda: activity(agent))
-            agent.tell_failures(registrar.load_failed)
+            agent.report_failures(registrar.load_failed)
             resources.callback(registrar.close)
         return Running(agent, address, AgentReporter(agent, worker.rank), registrar, resources.pop_all())
 

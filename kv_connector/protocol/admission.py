@@ -58,7 +58,7 @@ class AdmissionGate:
         """Requests that the gate holds, by request id: place, and number of the refusal."""
         self._order: list[tuple[Place, int, str]] = []
         """A heap of the held requests, and of some that have entered or left since."""
-        self._told = 0
+        self._refusals = 0
         self.on_leave: Callable[[str], None] = lambda request_id: None
         """Receives the id of each request that leaves, also of one that the gate does not know."""
 
@@ -76,9 +76,9 @@ class AdmissionGate:
         if fits and (back or self._passes(request_id, place)):
             return False
         if request_id not in self._waiting:
-            self._told += 1
-            self._waiting[request_id] = place, self._told
-            heapq.heappush(self._order, (place, self._told, request_id))
+            self._refusals += 1
+            self._waiting[request_id] = place, self._refusals
+            heapq.heappush(self._order, (place, self._refusals, request_id))
         return True
 
     def _passes(self, request_id: str, place: Place) -> bool:
@@ -88,8 +88,8 @@ class AdmissionGate:
     def first(self) -> str | None:
         """The id of the held request that may enter next. None: the gate holds no request."""
         while self._order:
-            place, told, request_id = self._order[0]
-            if self._waiting.get(request_id) == (place, told):
+            place, refusal, request_id = self._order[0]
+            if self._waiting.get(request_id) == (place, refusal):
                 return request_id
             heapq.heappop(self._order)
         return None
@@ -106,6 +106,6 @@ class AdmissionGate:
         self._waiting.pop(request_id, None)
         # Those behind the first that leave without having entered stay in the heap.
         if len(self._order) > 2 * len(self._waiting) + 64:
-            self._order = [(place, told, one) for one, (place, told) in self._waiting.items()]
+            self._order = [(place, refusal, one) for one, (place, refusal) in self._waiting.items()]
             heapq.heapify(self._order)
         self.on_leave(request_id)

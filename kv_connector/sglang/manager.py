@@ -92,9 +92,9 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
         self.note_weights()
         self._alone = rank_facts(args).alone
         if self._alone:
-            self.agent.tell_reached(lambda reached: self._bell.ring())
+            self.agent.report_reached(lambda reached: self._bell.ring())
         elif self._prefills and rank_facts(args).stage > 0:
-            self.agent.tell_reached(self._reached)
+            self.agent.report_reached(self._reached)
         if self._prefills:
             self.local_ip, self.rank_port = self._running.address.host, self._running.address.port
             self.register_to_bootstrap()

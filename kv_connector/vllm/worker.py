@@ -68,7 +68,7 @@ class WorkerSide:
         self._spans = spans
         self._ends_every_step = ends_every_step
         if spans is not None:
-            agent.tell_ends(spans.over)
+            agent.report_ends(spans.over)
         self._progress = LayerProgress(layer_names, signal)
         self._patient = not isinstance(agent.signal, StreamSignal)
         self._ledger = CommandLedger(agent)

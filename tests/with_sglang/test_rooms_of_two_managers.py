@@ -389,7 +389,7 @@ def test_decode_may_come_first(two: Pair) -> None:
 
 def test_a_later_stage_of_a_pipeline_has_its_say_without_being_polled(two: Pair) -> None:
     manager = two.prefill.manager
-    manager.agent.tell_reached(manager._reached)
+    manager.agent.report_reached(manager._reached)
     sender, receiver = two.send_room(55), two.receive_room(55)
     receiver.send_metadata(pages(TARGET), 5, [], decode_prefix_len=0)
     until(lambda: manager.request_status[55] == KVPoll.WaitingForInput)
@@ -398,7 +398,7 @@ def test_a_later_stage_of_a_pipeline_has_its_say_without_being_polled(two: Pair)
     sender.clear(), receiver.clear()
     manager._reached(Reached(Role.PREFILL, "55", "55", State.MOVING))
     assert 55 not in manager.request_status
-    manager.agent.tell_reached(lambda reached: None)
+    manager.agent.report_reached(lambda reached: None)
 
 
 def test_what_decode_has_asked_for_before_is_known_in_the_first_poll(two: Pair) -> None:

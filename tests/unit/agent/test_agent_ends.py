@@ -30,7 +30,7 @@ def test_a_prompt_that_ends_early_fails_decode_and_counts_as_what_it_is(
     caplog.set_level(logging.INFO)
     prefill, decode = pair
     told: list[tuple[str, str]] = []
-    decode.agent.tell_failures(lambda *failure: told.append(failure))
+    decode.agent.report_failures(lambda *failure: told.append(failure))
     prefill.expect()
     decode.reserve(prefill.address)
     prefill.compute(SOURCE[:1])
@@ -58,7 +58,7 @@ def test_an_abort_of_decode_is_not_a_failure(
 ) -> None:
     prefill, decode = pair
     told: list[tuple[str, str]] = []
-    decode.agent.tell_failures(lambda *failure: told.append(failure))
+    decode.agent.report_failures(lambda *failure: told.append(failure))
     prefill.expect()
     decode.reserve(prefill.address)
     prefill.compute(SOURCE[:2])

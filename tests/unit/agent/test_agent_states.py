@@ -35,7 +35,7 @@ def test_the_state_of_a_request_is_asked_for_at_any_time(pair: tuple[Side, Side]
 def test_an_adapter_that_does_not_ask_is_told(pair: tuple[Side, Side]) -> None:
     prefill, decode = pair
     told: list[State] = []
-    prefill.agent.tell_reached(lambda reached: told.append(reached.state))
+    prefill.agent.report_reached(lambda reached: told.append(reached.state))
     transfer(prefill, decode)
     assert told == [State.MOVING, State.DONE]
 
@@ -75,7 +75,7 @@ def test_a_request_that_the_agent_cannot_take_has_failed(
 ) -> None:
     prefill, decode = pair
     told: list[tuple[str, str]] = []
-    decode.agent.tell_failures(lambda *failure: told.append(failure))
+    decode.agent.report_failures(lambda *failure: told.append(failure))
 
     def broken(*_: object) -> None:
         raise RuntimeError("as the test wants it")

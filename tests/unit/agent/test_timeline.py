@@ -140,7 +140,7 @@ def test_an_end_is_told_with_what_went_and_how() -> None:
     with stage("sim") as there:
         p, d = there.pair()
         for side in (p, d):
-            side.agent.tell_ends(lambda ended, timing: told.append((ended, timing)))
+            side.agent.report_ends(lambda ended, timing: told.append((ended, timing)))
         transfer(p, d, "t")
     by_side = {ended.side: (ended, timing) for ended, timing in told}
     assert len(told) == len(by_side) == 2
