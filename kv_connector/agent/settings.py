@@ -35,53 +35,58 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     control_host: str | None = None
-    """The one address that the control sockets bind, and that peers dial. An engine on several hosts leaves
-    it out, and each host has its `VLLM_HOST_IP`. Default: with a key this host's own address
-    (`VLLM_HOST_IP`, where it is set), without one 127.0.0.1.
+    """Address that the control sockets bind and that peers connect to. If an engine spans several hosts,
+    leave it out: each host then uses its `VLLM_HOST_IP`. Default: with a cluster key this host's own address
+    (`VLLM_HOST_IP`, where it is set), without a key 127.0.0.1.
     """
     control_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 5600
-    """Port of the first rank; the other ranks' follow (data-parallel rank times ranks, plus rank), so two
-    engines on one host need two ranges. Routers name the first rank's, peers ask it for the others. 0,
-    SGLang's default: free ones of the kernel's choice.
+    """Port of the first rank. The other ranks use the following ports: `control_port` + data-parallel rank ×
+    ranks + rank. Two engines on one host therefore need separate ranges. Routers need only the first rank's
+    port; peers request the others from it. With 0, SGLang's default, the kernel chooses free ports.
     """
     control_key_file: str | None = None
-    """File of the cluster key (`kv-connector keygen FILE`): who does not have it gets nothing. Default:
-    what `KV_CONNECTOR_KEY_FILE` names.
+    """File of the cluster key (`kv-connector keygen FILE`). Peers without the key are rejected. Default: the
+    file that `KV_CONNECTOR_KEY_FILE` names.
     """
     allow_unauthenticated: bool = False
-    """Whether to serve other machines without a key: all of them can read and write the KV cache then."""
+    """Whether to serve other machines without a cluster key. Every machine that reaches the port can then
+    read and write the KV cache."""
     routers: tuple[str, ...] = ()
-    """Routers to join, as `host:port`; each data-parallel rank joins by itself. Default: none."""
+    """Routers to register with, as `host:port`. Each data-parallel rank registers by itself. Default:
+    none."""
     api_url: str | None = None
-    """Where routers reach this engine's API server; needed with `routers` and `announce`. Default: none."""
+    """URL at which routers reach this engine's API server. Required with `routers` or `announce`. Default:
+    none."""
     announce: tuple[str, ...] = ()
-    """Discovery addresses of vllm-routers in moriio mode, as `host:port`, to which this engine is announced
-    until it drains, sleeps or ends. It is their protocol, without a key: see docs/compatibility.md. Default:
-    none.
+    """Discovery addresses of vllm-routers in moriio mode, as `host:port`. This engine is announced there
+    until it drains, sleeps or ends. The protocol is vllm-router's and uses no key: see docs/compatibility.md.
+    Default: none.
     """
     providers: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)] = ()
-    """Lanes in order of preference. For GPUs that neither NVLink nor a NIC connects there is `bounce`: over
-    tcp, through host memory on both sides. Default: `["host", "tcp"]`, for a KV cache in a GPU
-    `["nvlink"]`.
+    """Lanes in order of preference. For GPUs that neither NVLink nor a NIC connects, use `bounce`: tcp,
+    through host memory on both sides. Default: `["host", "tcp"]`; for a KV cache in GPU memory `["nvlink"]`.
     """
     allow_fallback: bool = False
-    """Whether a peer may be served over a later lane where an earlier one that both have does not work."""
+    """Whether a peer may use a later lane if an earlier lane that both engines have does not work."""
     data_host: str | None = None
-    """Address that the data plane's listeners bind. Default: `control_host`."""
+    """Address that the listeners of the lanes bind. Default: `control_host`."""
     spin_us: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    """Microseconds for which an idle transfer worker polls before it sleeps. Default: the engine's (20)."""
+    """Time for which an idle transfer thread polls before it sleeps, in microseconds. Default: the transfer
+    engine's (20)."""
     worker_cpu: Literal["auto", "none"] | tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = "auto"
-    """The core that each rank's transfer worker is pinned to: a list with one for each rank; `"none"`; or
-    `"auto"`, a spare one on the GPU's NUMA node, where there is one (the log says which, or why none).
+    """CPU core to which each rank's transfer thread is pinned: a list with one core for each rank, `"none"`,
+    or `"auto"`. `"auto"` takes a spare core on the GPU's NUMA node, if one is free. The log names the core,
+    or the reason for none.
     """
     nics: tuple[tuple[str, ...], ...] = ()
-    """For each rank the NICs that its transfers take, as `[["mlx5_0"], ["mlx5_1"]]`; for `libfabric` as
-    `"efa:rdmap79s0-rdm"`. Default: those nearest to its GPU.
+    """NICs for the transfers of each rank, such as `[["mlx5_0"], ["mlx5_1"]]`. For `libfabric` the names have
+    the form `"efa:rdmap79s0-rdm"`. Default: the NICs nearest to the rank's GPU.
     """
     timelines: Annotated[int, msgspec.Meta(ge=0, le=MAX_TIMELINES)] = 0
-    """Of how many transfers each worker keeps the timelines, for `kv-connector trace`. 0: none is noted."""
+    """Number of transfers whose timelines each worker keeps for `kv-connector trace`. 0 records no
+    timelines."""
     timeouts: dict[str, Annotated[float, msgspec.Meta(gt=0)]] = {}
-    """Seconds by name, as `{"transfer": 60}`. Default: those of the table of timeouts."""
+    """Timeouts in seconds by name, such as `{"transfer": 60}`. Default: see the table of timeouts."""
 
     def for_device(self, device_type: str) -> Settings:
         """These settings for a KV cache on such a device ("cpu", "cuda"): with providers, all of which move
