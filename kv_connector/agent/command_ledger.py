@@ -56,7 +56,7 @@ class CommandLedger:
             try:
                 self._agent.pages_computed(ComputedPages(new.transfer_id, signal_base, new.groups))
             except Exception:
-                logger.exception("transfer %s: pages are lost", new.transfer_id)
+                logger.exception("transfer %s: computed pages cannot be handed to the agent", new.transfer_id)
 
     def await_news(self, seconds: float) -> None:
         """Blocks until there is something to take, or for so long."""

@@ -92,7 +92,8 @@ def bind_problem(config: AgentConfig, error: zmq.ZMQError) -> str:
         )
     if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
         return (
-            f"{where}: that is no address of this machine. Set control_host to one of its own; for an engine "
-            f"on several machines leave it out, and set VLLM_HOST_IP, or SGLANG_HOST_IP, on each."
+            f"{where}: this machine has no such address. Set control_host to one that it has. If the engine "
+            f"spans several machines, leave control_host out and set VLLM_HOST_IP, or SGLANG_HOST_IP, on "
+            f"each."
         )
     return f"{where}: {error}. Check control_host and control_port."

@@ -192,7 +192,7 @@ class Effects:
             except TransferError as error:
                 self._actions.extend(self._failed(now, action, str(error)))
             except Exception as error:
-                logger.exception("%s failed", type(action).__name__)
+                logger.exception("action %s failed", type(action).__name__)
                 self._actions.extend(self._failed(now, action, f"{type(error).__name__}: {error}"))
         for peer in self._over:
             self._links.pop(peer, None)
@@ -204,7 +204,7 @@ class Effects:
             try:
                 self.run(now, self._received(now, received))
             except Exception:  # those behind it are others'
-                logger.exception("a message of %s was not acted on", received.source)
+                logger.exception("message from %s was not acted on", received.source)
 
     def _received(self, now: float, received: Received) -> Sequence[Action]:
         if received.message is None:
@@ -285,11 +285,11 @@ class Effects:
             case Reply(source, message):
                 if not self._control.send(source, message):
                     hint = (
-                        " (has only one of the two a cluster key?)"
+                        " (does only one of the two engines have a cluster key?)"
                         if isinstance(message, Hello | Locate)
                         else ""
                     )
-                    return self.peers.lost(now, source, f"its control connection takes no messages{hint}")
+                    return self.peers.lost(now, source, f"its control connection accepts no messages{hint}")
             case Deliver(peer, message):
                 return self._deliver(now, peer, message)
             case FindEngine(engine):
@@ -333,7 +333,7 @@ class Effects:
                 return self.prefill.writes_ended(now, share, WritesEnd.FAILED, True, reason)
             case CancelWrites(share):
                 # It has ended already: its event is on the way.
-                logger.debug("transfer %s is not cancelled: %s", share, reason)
+                logger.debug("transfer %s: not cancelled, it has already ended: %s", share, reason)
             case OpenCounter(_, request_id):
                 return self.decode.counter_failed(now, request_id, reason)
             case Send(peer, Reserve(transfer_id, attempt)):
@@ -349,7 +349,7 @@ class Effects:
             case Accept(peer):
                 return self.peers.refused(now, peer, NakReason.NO_LANE, reason)
             case _:
-                logger.error("%s failed: %s", type(action).__name__, reason)
+                logger.error("action %s failed: %s", type(action).__name__, reason)
         return []
 
     def _deliver(
@@ -393,7 +393,7 @@ class Effects:
         )
         link.lane = self._engine.lane(handshake.peer)
         for lane in handshake.passed_over:
-            logger.info("decode peer %s takes lane %s, not %s", action.name, link.lane, lane)
+            logger.info("decode peer %s: uses lane %s, passed over lane %s", action.name, link.lane, lane)
         plan = self.prefill.admit(action.peer, hello.layout, hello.wants, len(hello.regions))
         if isinstance(plan, str):
             return self.peers.refused(now, action.peer, NakReason.INCOMPATIBLE, plan)
@@ -440,7 +440,7 @@ class Effects:
                 if now >= fencing.log:
                     fencing.log = now + _FENCE_LOG_S
                     logger.warning(
-                        "peer %s, lane %s: not fenced after %.0f s, its transfers' blocks stay taken: %s",
+                        "peer %s, lane %s: not fenced after %.0f s, its transfers' blocks stay reserved: %s",
                         link.name,
                         link.lane,
                         now - fencing.since,
@@ -502,7 +502,7 @@ class Effects:
                 try:
                     actions += self._event(now, event)
                 except Exception:  # the engine tells each once: the others' would be lost with it
-                    logger.exception("an event of the engine was not acted on: %s", event)
+                    logger.exception("event of the transfer engine was not acted on: %s", event)
         return actions
 
     def _event(self, now: float, event: Event) -> Sequence[Action]:
@@ -553,11 +553,11 @@ class Effects:
         try:
             if one.side is Role.DECODE and one.request_id in self._counters:
                 number, pages = self._counters[one.request_id]
-                return f"{sum(self._engine.counter_values(number))} of {pages} pages are here"
+                return f"{sum(self._engine.counter_values(number))} of {pages} pages have arrived"
             share = Share(one.transfer_id, one.share)
             if one.side is Role.PREFILL and share in self.writes.open:
                 done = self._engine.progress(self.writes.open[share].number)
-                return f"{done.pages_done} of {done.pages_posted} posted pages are there"
+                return f"{done.pages_done} of {done.pages_posted} posted pages have arrived"
         except TransferError:
             pass  # it has just ended
         return "no page yet"
@@ -573,7 +573,11 @@ class Effects:
         self.transfer_over(ended, timing)
         if ended.outcome in (Outcome.COMPLETED, Outcome.RELEASED):
             return
-        where = "which no peer asked for" if ended.side is Role.PREFILL else "without a session with its peer"
+        where = (
+            "that no decode engine requested"
+            if ended.side is Role.PREFILL
+            else "without a session with its prefill engine"
+        )
         if link is not None:
             where = f"{'to' if ended.side is Role.PREFILL else 'from'} {link.name} over {link.lane}"
         share, outcome = Share(ended.transfer_id, ended.share), ended.outcome.value

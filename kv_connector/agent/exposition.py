@@ -39,19 +39,17 @@ class Exposition:
             key: types[Counter](f"kv_connector_{key}", text, labels) for key, text in COUNTERS.items()
         }
         self._gauges = {key: self._gauge(key, text) for key, text in GAUGES.items()}
-        self._lanes = self._gauge(
-            "peers", "Peers that are connected, by the lane that their pages take", "lane"
-        )
+        self._lanes = self._gauge("peers", "Connected peers, by the lane that their pages take", "lane")
         self._under_way = self._gauge(
             "transfers_under_way",
-            "Transfers that are not over, by this engine's role and what they wait for",
+            "Transfers that are not over, by this engine's role and by phase",
             "role",
             "phase",
         )
         self._transfers = types[Counter](
             "kv_connector_transfers",
-            "Transfers that ended, by this engine's role and outcome (cancelled: an engine aborted its "
-            "request, as its client left)",
+            "Ended transfers, by this engine's role and by outcome (cancelled: an engine aborted the request "
+            "because its client left)",
             [*labels, "role", "outcome"],
         )
         self._histograms = {

@@ -22,30 +22,30 @@ COUNTERS = {
     "pages_pushed": "KV pages written into decode engines",
     "bytes_pushed": "Bytes of KV pages written into decode engines",
     "layers_pushed": "Layers of prompts written into decode engines",
-    "pages_pushed_before_prefill_end": "Pages that had arrived before the prompt's last layer was computed",
-    "bytes_pushed_before_prefill_end": "Bytes that had arrived before the prompt's last layer was computed",
-    "layers_pushed_before_prefill_end": "Layers that had arrived before the prompt's last layer was computed",
-    "pages_received": "KV pages that arrived from prefill engines",
-    "send_seconds": "Time from a reservation to the end of its transfer, summed over those that completed",
-    "receive_seconds": "Time from a reservation to its last page, summed over those that completed",
-    "malformed_messages": "Control messages that were refused",
+    "pages_pushed_before_prefill_end": "Pages that arrived before their prompt's last layer was computed",
+    "bytes_pushed_before_prefill_end": "Bytes that arrived before their prompt's last layer was computed",
+    "layers_pushed_before_prefill_end": "Layers that arrived before their prompt's last layer was computed",
+    "pages_received": "KV pages received from prefill engines",
+    "send_seconds": "Seconds from a reservation to the end of its transfer, summed over completed transfers",
+    "receive_seconds": "Seconds from a reservation to its last page, summed over completed transfers",
+    "malformed_messages": "Control messages rejected as malformed",
 }
 
 # What rises and falls. The metric's name is kv_connector_<key>.
 GAUGES = {
-    "live_prefill_requests": "Prompts that are being computed, or held, for a decode engine",
-    "live_decode_requests": "Requests whose pages are under way to this engine",
-    "live_transfers": "Transfers that are open in the transfer engine",
+    "live_prefill_requests": "Prompts being computed or held for a decode engine",
+    "live_decode_requests": "Requests with an open transfer to this engine",
+    "live_transfers": "Native transfers open in the transfer engine",
     "live_counter_sets": "Sets of immediate counters in use",
-    "authenticated": "1: only who has the cluster key may speak to this engine; 0: everybody who reaches it",
+    "authenticated": "1: only peers with the cluster key may connect. 0: any peer may connect",
 }
 
 # Of each completed transfer, by lane. The metric's name is kv_connector_<key>.
 HISTOGRAMS = {
-    "send_duration_seconds": "From a reservation to the end of its writes",
-    "send_first_push_seconds": "From a reservation until its first pages could be written",
+    "send_duration_seconds": "Seconds from a reservation to the end of its writes",
+    "send_first_push_seconds": "Seconds from a reservation until its first pages could be written",
     "send_size_bytes": "Bytes written for one reservation",
-    "receive_duration_seconds": "From a reservation to its last page",
+    "receive_duration_seconds": "Seconds from a reservation to its last page",
 }
 
 # Steps in a row that may leave their numbers to a later one.

@@ -40,9 +40,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     (`VLLM_HOST_IP`, where it is set), without a key 127.0.0.1.
     """
     control_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 5600
-    """Port of the first rank. The other ranks use the following ports: `control_port` + data-parallel rank ×
-    ranks + rank. Two engines on one host therefore need separate ranges. Routers need only the first rank's
-    port; peers request the others from it. With 0, SGLang's default, the kernel chooses free ports.
+    """Port of the first rank. Another rank's port is `control_port` plus data-parallel rank times ranks, plus
+    rank. Two engines on one host therefore need separate ranges. Routers need only the first rank's port;
+    peers request the other ports there. With 0, SGLang's default, the kernel chooses free ports.
     """
     control_key_file: str | None = None
     """File of the cluster key (`kv-connector keygen FILE`). Peers without the key are rejected. Default: the
@@ -142,10 +142,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise SettingsError(f"control_host is not set, and {problem}")
         if key is None and not self.allow_unauthenticated and not is_loopback(host):
             raise SettingsError(
-                f"other machines reach control_host {host!r}, and there is no cluster key. "
-                f"Make one (kv-connector keygen FILE) and name it in control_key_file, or in "
-                f"{KEY_FILE_VARIABLE}, of every engine. Where everybody on the network may use the "
-                f'KV cache, say "allow_unauthenticated": true instead.'
+                f"control_host {host!r} is reachable from other machines, and no cluster key is set. "
+                f"Create one (kv-connector keygen FILE) and set control_key_file, or {KEY_FILE_VARIABLE}, "
+                f"on every engine. If every machine on the network may use the KV cache, set "
+                f'"allow_unauthenticated": true instead.'
             )
         return host
 
@@ -163,7 +163,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if port > 65535:
             raise SettingsError(
                 f"control_port {self.control_port} leaves no port for rank {rank} "
-                f"of data-parallel rank {data_parallel_index} (it would be {port}). Choose a lower one."
+                f"of data-parallel rank {data_parallel_index} (it would be {port}). Set a lower one."
             )
         return port
 
@@ -205,8 +205,7 @@ def examine_settings(config: Mapping[str, Any]) -> tuple[Settings, list[str]]:
     for key in ("routers", "announce"):
         if getattr(settings, key) and not settings.api_url:
             problems.append(
-                f"{key} needs api_url, the address at which they reach this engine's API server, "
-                "such as http://10.0.0.5:8100"
+                f"{key} needs api_url, the URL of this engine's API server, such as http://10.0.0.5:8100"
             )
     return settings, problems
 

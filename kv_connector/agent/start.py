@@ -97,8 +97,8 @@ def start(settings: Settings, worker: WorkerInfo) -> Running:
     port = settings.port(data_parallel_index=worker.data_parallel_index, ranks=worker.ranks, rank=worker.rank)
     if key is None:
         logger.warning(
-            "NO CLUSTER KEY: everybody who reaches the control socket on %s can read and write this "
-            "engine's KV cache (set control_key_file)",
+            "NO CLUSTER KEY: any process that reaches the control socket on %s can read and write this "
+            "engine's KV cache. Set control_key_file.",
             host,
         )
     with ExitStack() as resources:
@@ -174,8 +174,8 @@ def _announcer(settings: Settings, registration: Register) -> Announcer:
     except AnnouncementError as error:
         raise SettingsError(f"announce: {error}") from None
     logger.warning(
-        "ANNOUNCED WITHOUT A KEY to %s: vllm-router takes whoever reaches that port for an engine and sends "
-        "him prompts. The KV cache stays behind the cluster key",
+        "ANNOUNCED WITHOUT A KEY to %s: vllm-router accepts any process that reaches that port as an engine "
+        "and sends it prompts. The cluster key still protects the KV cache.",
         ", ".join(settings.announce),
     )
     return Announcer(announcement, settings.announce_addresses())

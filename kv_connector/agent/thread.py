@@ -110,7 +110,7 @@ class AgentThread:
                 if not self._thread.is_alive() and not future.done():
                     raise AgentError(f"{what}: the agent was closed meanwhile") from None
                 waited += self._drain_s
-                logger.error("%s waits for the agent's thread, for %g s so far", what, waited)
+                logger.error("%s: still waiting for the agent's thread, %g s so far", what, waited)
 
     def _begin_close(self, now: float) -> Sequence[Action]:
         self._leave_by = now + self._drain_s
@@ -122,14 +122,14 @@ class AgentThread:
             try:
                 self._turn()
             except Exception:
-                logger.exception("the agent's thread goes on after an error that it did not expect")
+                logger.exception("agent: unexpected error, its thread continues")
                 time.sleep(0.01)  # it may come again at once
         try:
             self._effects.run(time.monotonic(), self._effects.peers.goodbyes())
             self._control.close()  # the BYEs are out before the data links end
             self._effects.run(time.monotonic(), self._effects.peers.leave(time.monotonic()))
         except Exception:
-            logger.exception("the agent could not take its leave")
+            logger.exception("agent: cannot end its sessions with a BYE")
 
     def _turn(self) -> None:
         readable = self._control.wait(self._timeout())
@@ -153,7 +153,7 @@ class AgentThread:
             try:
                 self._effects.run(now, self._commands[0](now))
             except Exception:
-                logger.exception("a command failed")
+                logger.exception("agent: a command failed")
             finally:
                 self._commands.popleft()  # only now: live() counts it as long as it is under way
         self._effects.tick(time.monotonic())

@@ -59,7 +59,7 @@ def test_an_error_in_one_message_does_not_stop_the_agent(
     with monkeypatch.context() as patch:
         patch.setattr(prefill.agent._effects, "tick", broken)
         prefill.agent.request_finished("nobody", True, "")
-        until(lambda: "an error that it did not expect" in caplog.text)
+        until(lambda: "unexpected error" in caplog.text)
     transfer_again(prefill, decode)
 
 

@@ -37,7 +37,7 @@ def test_a_port_in_use_names_the_setting(sim: Stage) -> None:
 def test_an_address_of_another_machine_names_the_setting() -> None:
     memory = bytearray(layout().bytes_per_region()[0])
     agent = Agent(config(Address("203.0.113.1", 0)), memory_of(memory))
-    with pytest.raises(AgentError, match=r"no address of this machine\. Set control_host"):
+    with pytest.raises(AgentError, match="Set control_host"):
         agent.start()
 
 

@@ -75,7 +75,7 @@ def test_a_transfer_that_takes_long_is_named_once(
     until(lambda: words in caplog.text)
     line = next(text for text in caplog.text.splitlines() if words in text)
     assert "lane sim: reserved for" in line
-    assert "4 of 6 pages are here" in line
+    assert "4 of 6 pages have arrived" in line
     until(lambda: "SLOW: transfer t to decode/0, lane sim: active for" in caplog.text)
     prefill.compute((3,), first=2)
     prefill.agent.request_finished("t", True)
