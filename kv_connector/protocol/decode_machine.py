@@ -168,7 +168,7 @@ class DecodeMachine:
         P's hold time ends it too."""
         problem = id_problem(transfer_id)
         if problem is not None:
-            return [Log(logging.WARNING, f"nothing to release at {address}: {problem}")]
+            return [Log(logging.WARNING, f"cannot release a transfer at {address}: {problem}")]
         engine = self._engines.get(address)
         if engine is not None and engine.workers is not None:
             return self._release(transfer_id, address, engine.workers)
@@ -392,7 +392,7 @@ class DecodeMachine:
     def _problem(self, request: DecodeRequest) -> str | None:
         length = PROMPT_HASH_BYTES if request.prompt_hash is None else len(request.prompt_hash)
         if length != PROMPT_HASH_BYTES:
-            return f"a prompt hash has {PROMPT_HASH_BYTES} bytes, this one {length}"
+            return f"the prompt hash has {length} bytes instead of {PROMPT_HASH_BYTES}"
         return targets_problem(self._layout, request.groups, request.prompt_tokens)
 
     def _wants_pages(self, request: DecodeRequest) -> bool:
@@ -421,7 +421,7 @@ class DecodeMachine:
             return []
         text = (
             f"the prefill engine at {address} lacks {len(missing)} layers of a drafter, such as "
-            f"{missing[0]}: start it with the same speculative decoding, or fewer of its drafts are right"
+            f"{missing[0]}. Fewer drafts are right without them: start it with the same speculative decoding"
         )
         return [Log(logging.WARNING, text)]
 
@@ -431,8 +431,8 @@ class DecodeMachine:
             return []
         writes, nbytes = found
         text = (
-            f"pages from the prefill engine at {address} come in up to {writes} writes a layer and block, of "
-            f"{nbytes} bytes and more: with equal blocks and heads first in memory on both sides they are few"
+            f"prefill engine at {address}: pages arrive in up to {writes} writes per layer and block, of "
+            f"{nbytes} bytes or more. For fewer writes use equal block sizes and a layout with heads first"
         )
         return [Log(logging.WARNING, text)]
 

@@ -167,7 +167,7 @@ def layout_problem(layout: KvLayout, regions: int) -> str | None:
     if len({layer.name for layer in layout.layers}) < len(layout.layers):
         return "two layers of the KV layout have one name"
     if (parts := sum(len(layer.parts) for layer in layout.layers)) > MAX_PARTS:
-        return f"the layers of the KV layout have {parts} parts, at most {MAX_PARTS} are taken"
+        return f"the layers of the KV layout have {parts} parts, at most {MAX_PARTS} are supported"
     for layer in layout.layers:
         if not 0 <= layer.group < len(layout.groups):
             return f"layer {layer.name} names group {layer.group} of {len(layout.groups)}"
@@ -203,12 +203,12 @@ def _part_problem(part: Part, group: GroupLayout, regions: int) -> str | None:
     if part.run_bytes < 1:
         return f"has runs of {part.run_bytes} bytes"
     if len(part.axes) > MAX_AXES:
-        return f"has {len(part.axes)} axes, at most {MAX_AXES} are taken"
+        return f"has {len(part.axes)} axes, at most {MAX_AXES} are supported"
     for axis in part.axes:
         if not 1 <= axis.count <= MAX_COUNT or axis.stride < 1:
             return f"has {axis.count} {axis.what}s every {axis.stride} bytes"
     if len(part.axes_of("shard")) != (part.shard is not None):
-        return "has not one shard axis and the shard that it begins at"
+        return "needs one shard axis together with its first shard, or neither"
     if part.shard is not None and not 0 <= part.units.start < part.units.stop <= part.shard.total:
         return f"has units {part.units.start} to {part.units.stop} of {part.shard.total}"
     if group.block_size % part.places or (group.block_size == 0 and part.axes_of("token")):
@@ -216,7 +216,7 @@ def _part_problem(part: Part, group: GroupLayout, regions: int) -> str | None:
     if not _nested(part.steps(group.num_blocks), part.run_bytes):
         return f"spaces its runs of {part.run_bytes} bytes so that they overlap"
     if (end := part.end(group.num_blocks)) > MAX_BYTES:
-        return f"ends at {end} bytes, at most {MAX_BYTES} are taken"
+        return f"ends at {end} bytes, at most {MAX_BYTES} are supported"
     return None
 
 

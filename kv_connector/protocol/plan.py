@@ -41,7 +41,7 @@ MAX_TARGETS = 1 << 19
 _MAX_PLACES = 128
 
 ALIKE = (
-    "no copy changes what the bytes mean, start both sides with the same checkpoint, dtypes, attention "
+    "the bytes cannot be converted, start both sides with the same checkpoint, dtypes, attention "
     "backend and kind of machine; where pages are copied whole, with the same parallelism and block size too"
 )
 
@@ -49,31 +49,31 @@ ALIKE = (
 def targets_problem(layout: KvLayout, groups: Sequence[GroupTarget], prompt_tokens: int) -> str | None:
     """Whether D's targets fit D's own ``layout`` and the prompt."""
     if sum(len(target.blocks) for target in groups) > MAX_TARGETS:
-        return f"the reservation asks for more than {MAX_TARGETS} blocks"
+        return f"the reservation requests more than {MAX_TARGETS} blocks"
     if len(groups) != len(layout.groups):
         return f"the reservation has {len(groups)} KV groups, the layout {len(layout.groups)}"
     for index, (target, group) in enumerate(zip(groups, layout.groups, strict=True)):
         highest = max(target.blocks, default=0)
         if highest >= group.num_blocks:
-            return f"group {index} asks for block {highest} of {group.num_blocks}"
+            return f"group {index} requests block {highest} of {group.num_blocks}"
         if group.block_size == 0:
             continue
         filled = -(-prompt_tokens // group.block_size)
         if any(target.blocks[max(filled - target.first, 0) :]):
-            return f"group {index} asks for blocks behind the {filled} that {prompt_tokens} tokens fill"
+            return f"group {index} requests blocks beyond the {filled} that {prompt_tokens} tokens fill"
     return None
 
 
 def wants_problem(prefill: KvLayout, decode: KvLayout, wants: Wants) -> str | None:
     """Whether what D wants of P is in both layouts."""
     if len(wants) != len(decode.layers):
-        return f"it wants parts of {len(wants)} layers, and has {len(decode.layers)}"
+        return f"HELLO requests parts of {len(wants)} layers, its layout has {len(decode.layers)}"
     names = {layer.name for layer in prefill.layers}
     for layer, numbers in zip(decode.layers, wants, strict=True):
         if len(set(numbers)) < len(numbers) or any(number >= len(layer.parts) for number in numbers):
-            return f"it wants parts {numbers} of layer {layer.name}, which has {len(layer.parts)}"
+            return f"HELLO requests parts {numbers} of layer {layer.name}, which has {len(layer.parts)}"
         if numbers and layer.name not in names:
-            return f"it wants layer {layer.name}, which is not here"
+            return f"HELLO requests layer {layer.name}, which the prefill engine lacks"
     return None
 
 
@@ -200,7 +200,9 @@ class Plan:
                 runs = _shape_runs(name, moved, cuts[a, b], places)
                 left -= len(runs) + len(moved)
                 if left < 0:
-                    raise Misfit(f"pages so unlike take more than {MAX_PLAN_RUNS} different runs")
+                    raise Misfit(
+                        f"the layouts differ too much: pages take more than {MAX_PLAN_RUNS} different runs"
+                    )
                 drafts[a, b].add(places, merged(runs), layers)
         self.pairs = {
             (a, b): TablePair(cut, a, b, target.groups[b], drafts[a, b].finished())
@@ -272,7 +274,7 @@ def cut_blocks(source: GroupLayout, target: GroupLayout) -> Cut:
     tokens = gcd(*sizes)
     cut = Cut(tokens, sizes[0] // tokens, sizes[1] // tokens)
     if cut.source_granules * cut.target_granules > _MAX_PLACES:
-        raise Misfit(f"blocks of {source.kind} are too unlike: {sizes[0]} tokens and {sizes[1]}")
+        raise Misfit(f"blocks of {source.kind} differ too much: {sizes[0]} tokens and {sizes[1]}")
     return cut
 
 

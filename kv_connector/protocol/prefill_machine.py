@@ -219,7 +219,7 @@ class PrefillMachine:
         for transfer in self._all():
             reservation = transfer.reservation
             if reservation is not None and reservation.left > 0 and reservation.writing:
-                text = "the prefill engine cleared its KV cache when a part of the prompt had gone"
+                text = "the prefill engine cleared its KV cache after a part of the prompt was sent"
                 actions += self._go_stale(now, transfer, text)
         return actions
 
@@ -313,7 +313,7 @@ class PrefillMachine:
         if known is not None and known.reservation is not None:
             if known.reservation.key == (peer, message.attempt):
                 return []
-            text = "the transfer is already going to another decode request"
+            text = "the transfer already serves another decode request"
             return [self._refuse(peer, message, FailCode.DUPLICATE, text)]
         ours = self._weights if prompt is None else prompt.weights
         stale = "" if ours == message.weights else _other_weights(ours, message)
@@ -462,7 +462,7 @@ class PrefillMachine:
             assert transfer is not None
             reservation = transfer.reservation
             if reservation is None:
-                text = "no decode engine asked for it in time"
+                text = "no decode engine requested it in time"
                 verdict = Verdict(Outcome.EXPIRED, FailCode.EXPIRED, text, ())
                 actions += self._ends.close(now, transfer, verdict)
             elif transfer.phase is SharePhase.DRAINING:
@@ -611,7 +611,7 @@ class PrefillMachine:
         if reservation.stale:
             return self._ends.end(now, transfer, FailCode.STALE, reservation.stale)
         if reservation.left > 0:
-            text = f"{reservation.left} of the pages that decode asked for were never computed"
+            text = f"{reservation.left} of the pages that the decode engine requested were never computed"
             return self._ends.end(now, transfer, FailCode.WRITE_ERROR, text)
         if reservation.writing:
             return [Seal(transfer.share)]

@@ -120,7 +120,9 @@ def part_runs(source: Part, target: Part, cut: Cut, places: Places) -> list[Run]
         target_start += (units.start - target.units.start) * theirs.stride
     steps, nbytes = _absorb(steps, source.run_bytes)
     if (runs := prod(step.times for step in steps)) > MAX_PART_RUNS:
-        raise Misfit(f"it takes {runs} runs of {nbytes} bytes a granule, at most {MAX_PART_RUNS} are taken")
+        raise Misfit(
+            f"it takes {runs} runs of {nbytes} bytes a granule, at most {MAX_PART_RUNS} are supported"
+        )
     starts = [(source_start, target_start)]
     for step in steps:
         starts = [(s + i * step.source, t + i * step.target) for s, t in starts for i in range(step.times)]

@@ -104,11 +104,11 @@ def prompt_problem(request: PrefillRequest, reserve: Reserve) -> str | None:
     if request.prompt_hash is None:
         return None
     if reserve.prompt_hash is None:  # else an id alone, with whatever prompt, would get these pages
-        return "decode sends no hash of the prompt, prefill has one: run the same release on both sides"
+        return "the decode engine sends no hash of the prompt: run the same release on both sides"
     if request.prompt_hash != reserve.prompt_hash:
         return (
             "the prompts differ: compare both engines' chat template, tokenizer, clock, time zone (templates "
-            "may print the date), paths of model (for pictures) and adapter; or requests share a transfer id"
+            "may print the date), model path (for pictures) and adapter. Or two requests share a transfer id"
         )
     return None
 

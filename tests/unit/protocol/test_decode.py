@@ -309,8 +309,8 @@ def test_a_request_is_received_once(machine: DecodeMachine) -> None:
     [
         (decode_request(blocks=(32,)), "block 32 of 32"),
         (decode_request(blocks=(1, 2, 3, 4)), "behind the 3"),
-        (decode_request(prompt_hash=b"short"), "a prompt hash has 16 bytes, this one 5"),
-        (decode_request(prompt_hash=b""), "a prompt hash has 16 bytes, this one 0"),
+        (decode_request(prompt_hash=b"short"), "the prompt hash has 5 bytes instead of 16"),
+        (decode_request(prompt_hash=b""), "the prompt hash has 0 bytes instead of 16"),
         (decode_request(transfer=""), "a transfer id has 1 to 256 characters, this one 0"),
         (decode_request(transfer="x" * 257), "this one 257"),
         (decode_request(transfer="\ud800"), "valid Unicode"),
@@ -708,7 +708,7 @@ def test_a_drafter_goes_without_its_layers() -> None:
     assert only(actions, Dial).wants == ((0,), ())
     log = only(actions, Log)
     assert log.level == logging.WARNING
-    assert "lacks 1 layers of a drafter, such as layer1: start it with the same" in log.text
+    assert "lacks 1 layers of a drafter, such as layer1. Fewer drafts" in log.text
     machine.reserve(0.0, decode_request())
     assert only(machine.peer_up(0.0, P_ADDRESS, PEER), OpenCounter).writes == 3
     machine = DecodeMachine(pages, TIMES)
@@ -728,7 +728,9 @@ def test_pages_that_come_in_many_writes_are_told_of() -> None:
         actions = machine.engine_found(0.0, P_ADDRESS, (worker(pages(tokens)),))
         texts = [log.text for log in every(actions, Log)]
         assert len(texts) == (writes > 0)
-        assert all(f"come in up to {writes} writes a layer and block, of 8 bytes" in text for text in texts)
+        assert all(
+            f"arrive in up to {writes} writes per layer and block, of 8 bytes" in text for text in texts
+        )
 
 
 def test_workers_of_decode_share_a_worker_of_prefill() -> None:

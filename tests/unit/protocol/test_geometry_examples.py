@@ -319,7 +319,7 @@ OURS = one_layer(heads_first(UNITS, N))
         ),
         (
             one_layer(heads_first(UNITS, 1024 * N), 1024 * N),
-            "blocks of full are too unlike: 16 tokens and 16384",
+            "blocks of full differ too much: 16 tokens and 16384",
         ),
     ],
 )
@@ -343,7 +343,7 @@ def test_pages_that_cannot_be_cut() -> None:
 def test_layouts_that_take_too_many_runs_are_refused() -> None:
     units = Units(0, 64, 64)
     source, target = one_layer(heads_first(units, 128), 128), one_layer(tokens_first(units, 128), 128)
-    words = "layer layer: part kv: it takes 8192 runs of 4 bytes a granule, at most 4096 are taken"
+    words = "layer layer: part kv: it takes 8192 runs of 4 bytes a granule, at most 4096 are supported"
     assert misfit(source, target) == words
 
 
@@ -372,15 +372,15 @@ def part(**changes: object) -> Part:
         ((part(axes=(Axis("token", N, -C),), shard=None),), "has 16 tokens every -4 bytes"),
         ((part(axes=(Axis("token", 0, C),), shard=None),), "has 0 tokens every 4 bytes"),
         ((part(axes=(Axis("token", 1 << 60, C),), shard=None),), "tokens every 4 bytes"),
-        ((part(shard=None),), "has not one shard axis and the shard that it begins at"),
-        ((part(axes=(Axis("token", N, C),)),), "has not one shard axis"),
-        ((part(axes=(*part().axes, Axis("shard", 2, 1 << 20))),), "has not one shard axis"),
+        ((part(shard=None),), "needs one shard axis together with its first shard"),
+        ((part(axes=(Axis("token", N, C),)),), "needs one shard axis"),
+        ((part(axes=(*part().axes, Axis("shard", 2, 1 << 20))),), "needs one shard axis"),
         ((part(shard=Shard(1, 2)),), "has units 1 to 3 of 2"),
         ((part(shard=Shard(-1, 2)),), "has units -1 to 1 of 2"),
         ((part(axes=(Axis("shard", 2, 128), Axis("token", 3, C))),), "divides blocks of 16 tokens by 3"),
-        ((part(offset=(1 << 48) - 1),), "at most 281474976710656 are taken"),
-        ((part(block_stride=1 << 47),), "at most 281474976710656 are taken"),
-        ((part(axes=(Axis("row", 1, C),) * 7, shard=None),), "has 7 axes, at most 6 are taken"),
+        ((part(offset=(1 << 48) - 1),), "at most 281474976710656 are supported"),
+        ((part(block_stride=1 << 47),), "at most 281474976710656 are supported"),
+        ((part(axes=(Axis("row", 1, C),) * 7, shard=None),), "has 7 axes, at most 6 are supported"),
     ],
 )
 def test_a_part_that_cannot_be_is_named(parts: tuple[Part, ...], words: str) -> None:

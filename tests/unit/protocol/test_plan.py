@@ -162,10 +162,10 @@ def test_groups_are_paired_by_their_layers() -> None:
 @pytest.mark.parametrize(
     ("wants", "words"),
     [
-        (((0,),), "it wants parts of 1 layers, and has 2"),
-        (((0,), (1,)), "it wants parts (1,) of layer layer1, which has 1"),
-        (((0, 0), ()), "it wants parts (0, 0) of layer layer0, which has 1"),
-        (((0,), (0,)), "it wants layer layer1, which is not here"),
+        (((0,),), "HELLO requests parts of 1 layers, its layout has 2"),
+        (((0,), (1,)), "HELLO requests parts (1,) of layer layer1, which has 1"),
+        (((0, 0), ()), "HELLO requests parts (0, 0) of layer layer0, which has 1"),
+        (((0,), (0,)), "HELLO requests layer layer1, which the prefill engine lacks"),
     ],
 )
 def test_nobody_wants_what_is_not_there(wants: Wants, words: str) -> None:

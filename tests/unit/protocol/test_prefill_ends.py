@@ -110,7 +110,7 @@ def test_pages_that_were_never_computed_fail_the_transfer(machine: PrefillMachin
     fail = message(actions)
     assert isinstance(fail, Fail)
     assert fail.code is FailCode.WRITE_ERROR
-    assert fail.message.startswith("1 of the pages that decode asked for were never computed")
+    assert fail.message.startswith("1 of the pages that the decode engine requested were never computed")
     assert only(actions, FinishedSending)
     assert_over(machine)
 

@@ -41,7 +41,7 @@ from kv_connector.protocol.prefill_machine import PrefillMachine, WritesEnd
     [
         ({"prompt_tokens": 3 * BLOCK - 1}, "prefill has 48 tokens, decode has 47"),
         ({"prompt_hash": bytes(16)}, "the prompts differ"),
-        ({"prompt_hash": None}, "decode sends no hash of the prompt"),
+        ({"prompt_hash": None}, "sends no hash of the prompt"),
     ],
 )
 @pytest.mark.parametrize("order", ["request first", "RESERVE first"])
@@ -169,7 +169,7 @@ def test_a_peer_whose_pages_do_not_fit_is_not_admitted() -> None:
     assert isinstance(problem, str)
     assert problem.startswith("layer layer1: kind: prefill has full, decode has sliding_window")
     problem = machine.admit(PEER, layout(), ((0,),), regions=1)
-    assert problem == "it wants parts of 1 layers, and has 2"
+    assert problem == "HELLO requests parts of 1 layers, its layout has 2"
     problem = machine.admit(PEER, layout(page=32), WANTS, regions=1)
     assert isinstance(problem, str)
     assert problem.startswith("layer layer0: part page: bytes a run: prefill has 64, decode has 32")
