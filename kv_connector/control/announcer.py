@@ -43,14 +43,14 @@ class Announcement(msgspec.Struct, frozen=True):
         server = urlsplit(registration.url)
         if registration.role is Role.BOTH:
             raise AnnouncementError(
-                "vllm-router knows engines for prefill and engines for decode, none for both"
+                "vllm-router accepts prefill engines and decode engines, but no engine with both roles"
             )
         if registration.rank:
             raise AnnouncementError(
-                "vllm-router's moriio mode tells no data-parallel ranks apart: give each rank an API server"
+                "vllm-router's moriio mode supports no data-parallel ranks. Give each rank its own API server"
             )
         if server.scheme != "http":
-            raise AnnouncementError(f"vllm-router reaches engines over http, not at {registration.url}")
+            raise AnnouncementError(f"vllm-router needs an api_url with http, not {registration.url}")
         port = registration.control_port
         return cls(
             type="P" if registration.role is Role.PREFILL else "D",

@@ -57,7 +57,7 @@ class ClusterKey:
             raise KeyFileError(f"cannot read the key file {path}: {error.strerror}") from None
         if mode & _FORBIDDEN_MODE:
             raise KeyFileError(
-                f"the key file {path} has mode {mode:04o}: others can get at it. Run: chmod 600 {path}"
+                f"the key file {path} has mode {mode:04o}, which is open to others. Run: chmod 600 {path}"
             )
         try:
             secret = binascii.unhexlify(text.strip())

@@ -126,7 +126,7 @@ class Registrar:
             try:
                 self._beat()
             except Exception:
-                logger.exception("the registration with the routers goes on after an error")
+                logger.exception("registration with the routers: unexpected error, it continues")
                 time.sleep(HEARTBEAT_S)
         leave = Leave(self._registration.engine_id, self._registration.incarnation)
         for router in self._routers:
@@ -172,9 +172,9 @@ class Registrar:
                     draining = isinstance(received.message, BeginDrain)
             if draining is not self._registration.draining:
                 logger.info(
-                    "DRAINING: a router requests it; no new requests come from now on"
+                    "DRAINING: requested by a router. This engine gets no new requests."
                     if draining
-                    else "DRAINING ends: a router requests it; new requests may come from now on"
+                    else "DRAINING ends: requested by a router. This engine gets new requests again."
                 )
                 self._registration = msgspec.structs.replace(self._registration, draining=draining)
                 return  # say so at once

@@ -248,7 +248,7 @@ class MessageSockets(Generic[_M]):
         try:
             if not self._affordable(now, source, frames):
                 raise MalformedMessage(
-                    f"more than {_BURST:g} messages at once, or {_UNITS_PER_S:g} a second for long"
+                    f"more than {_BURST:g} messages at once, or more than {_UNITS_PER_S:g} a second"
                 )
             if len(frames) != 1:
                 raise MalformedMessage(f"{len(frames)} frames instead of one")

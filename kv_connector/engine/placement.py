@@ -126,11 +126,13 @@ def choose_core(
     of n devices of that node; each begins its search at another core.
     """
     if in_use.bound is None:
-        return CoreChoice((), "not pinned: the engine's threads are bound, in a way that cannot be read")
+        return CoreChoice(
+            (), "not pinned: the engine's threads are bound to cores by a setting that cannot be read"
+        )
     if numa_node is None:
         numa_node = _only_node(machine, in_use.bound & in_use.allowed or in_use.allowed)
         if numa_node is None:
-            return CoreChoice((), "not pinned: nothing says which NUMA node the memory is on")
+            return CoreChoice((), "not pinned: the NUMA node of the memory is unknown")
     spare = []
     for core in machine.cores_of(numa_node):
         siblings = machine.siblings.get(core, (core,))
@@ -222,7 +224,7 @@ def place(
     }
     for provider, names in chosen.items():
         logger.info(
-            "%s takes NICs %s for %s", provider, ", ".join(names) or "none", gpu or "memory of this node"
+            "%s: uses NICs %s for %s", provider, ", ".join(names) or "none", gpu or "memory of this node"
         )
     if worker_cpu != "auto":
         return Placement(chosen, None, None if worker_cpu == "none" else worker_cpu)
@@ -230,11 +232,13 @@ def place(
     claim = CoreClaim.first_free(choice.cores)
     if claim is None:
         reason = (
-            "not pinned: other engines' workers are on every free core" if choice.cores else choice.reason
+            "not pinned: transfer threads of other engines use every free core"
+            if choice.cores
+            else choice.reason
         )
-        logger.info("transfer worker: %s", reason)
+        logger.info("transfer thread: %s", reason)
         return Placement(chosen, None, None)
-    logger.info("transfer worker: pinned to core %d, %s", claim.core, choice.reason)
+    logger.info("transfer thread: pinned to core %d, %s", claim.core, choice.reason)
     return Placement(chosen, claim, claim.core)
 
 

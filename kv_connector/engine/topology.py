@@ -135,7 +135,7 @@ def parse_cores(text: str) -> frozenset[int]:
     for part in filter(None, (part.strip() for part in text.split(","))):
         span = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if span is None:
-            raise ValueError(f"no list of cores: {text!r}")
+            raise ValueError(f"not a list of cores: {text!r}")
         first, last = span.groups()
         cores.update(range(int(first), int(last or first) + 1))
     return frozenset(cores)

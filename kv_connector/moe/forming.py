@@ -158,7 +158,7 @@ class _Part:
             try:
                 self._native.close(CLOSE_SECONDS)
             except Exception as error:
-                logger.warning("moe: rank %d keeps its segment: %s", self._settings.rank, error)
+                logger.warning("moe: rank %d cannot free its segment: %s", self._settings.rank, error)
 
 
 def _exchange(

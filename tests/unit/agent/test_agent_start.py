@@ -247,6 +247,6 @@ def test_an_engine_that_is_announced_without_a_key_says_so(
 
 
 def test_what_cannot_be_announced_is_refused_and_leaves_nothing_open(starts: Starts) -> None:
-    with pytest.raises(SettingsError, match="announce: vllm-router's moriio mode tells no"):
+    with pytest.raises(SettingsError, match="announce: vllm-router's moriio mode"):
         starts(announced(), role=Role.DECODE, data_parallel_rank=1)
     assert running_agents() == 0

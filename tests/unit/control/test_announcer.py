@@ -130,9 +130,9 @@ def test_a_drain_falls_silent(discovery: Discovery, announced: Callable[..., Reg
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"role": Role.BOTH}, "none for both"),
-        ({"rank": 1}, "tells no data-parallel ranks apart"),
-        ({"url": "https://10.0.0.1:8100"}, "over http"),
+        ({"role": Role.BOTH}, "both roles"),
+        ({"rank": 1}, "supports no data-parallel ranks"),
+        ({"url": "https://10.0.0.1:8100"}, "api_url with http"),
     ],
 )
 def test_what_the_router_would_take_for_something_else_is_refused(
