@@ -62,8 +62,8 @@ class WriteImmBackend(BaseConnectorBackend):  # type: ignore[misc]  # Ray is not
         """D's half of the same request. ``peer``: the metadata of the replica that has P's."""
         if not peer or not peer.keys() >= {"remote_host", "remote_port"}:
             raise ValueError(
-                "the prefill replica has not said where its connector listens: its kv_transfer_config must "
-                "name WriteImmConnector, too, and not within MultiConnector, from which Ray passes nothing on"
+                "the prefill replica does not report where its connector listens. Its kv_transfer_config "
+                "must name WriteImmConnector, outside of MultiConnector, whose address Ray does not pass on"
             )
         half = request.model_copy(deep=True)
         half.kv_transfer_params = {

@@ -18,7 +18,7 @@ class UnsupportedRay(ImportError):
 
     def __init__(self, problem: str) -> None:
         super().__init__(
-            f"kv_connector.ray is written for Ray Serve LLM 2.60: {problem}. Install what "
+            f"kv_connector.ray needs Ray Serve LLM 2.60: {problem}. Install the releases that "
             "examples/ray/README.md names"
         )
 

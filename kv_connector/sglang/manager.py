@@ -188,7 +188,7 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
             return
         if version in self._names:
             logger.warning(
-                "write_imm: weight version %s was used before. Engines take KV of its two updates for equal. "
+                "write_imm: weight version %s was used before. Engines cannot tell its two updates apart. "
                 "Give each update a new name, such as RUN-STEP.",
                 version,
             )

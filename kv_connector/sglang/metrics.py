@@ -31,7 +31,7 @@ def show_metrics(reporter: AgentReporter, labels: Mapping[str, str]) -> None:
                 if interval is not None:
                     exposition.observe(interval)
             except Exception:
-                logger.exception("write_imm cannot show its metrics")
+                logger.exception("write_imm: cannot update its metrics")
             pause.wait(_INTERVAL_S)
 
     pause = threading.Event()

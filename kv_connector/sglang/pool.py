@@ -132,7 +132,7 @@ def _page_layers(
     of_model, of_drafter = entries[:count], entries[count:]
     planes = 1 if shape.mla else 2
     if len(of_model) % planes:
-        raise UnsupportedPool(f"SGLang's pool has {len(of_model)} buffers of K and V, not as many of both")
+        raise UnsupportedPool(f"SGLang's pool has {len(of_model)} buffers: not the same number of K and V")
     layers = len(of_model) // planes
     ids = list(args.kv_layer_ids)[:layers] or [shape.first_layer + index for index in range(layers)]
     found = []

@@ -33,7 +33,7 @@ class Receiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not typed f
         self._engine = self.kv_mgr.engine_at(self, self.bootstrap_addr, self.prefill_dp_rank)
         if self._engine is None:
             self.bootstrap_infos = None
-            self._fail(f"the bootstrap server at {self.bootstrap_addr} names no worker of the prefill server")
+            self._fail(f"the bootstrap server at {self.bootstrap_addr} names no worker of the prefill engine")
             return
         # As many as have to say that an aborted request's pages are free: the agent says it for all.
         self.bootstrap_infos = [{"rank_ip": self._engine.host, "rank_port": self._engine.port}]
@@ -50,7 +50,7 @@ class Receiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not typed f
         """The request has its pages: asks for what is to be in them."""
         engine = self._engine
         if engine is None:
-            self._fail(f"there is no prefill server at {self.bootstrap_addr}")
+            self._fail(f"there is no prefill engine at {self.bootstrap_addr}")
             return
         assert aux_index is not None
         self.kv_mgr.wait_no_more(self._transfer)

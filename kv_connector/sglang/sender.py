@@ -120,12 +120,12 @@ class Sender(CommonKVSender):  # type: ignore[misc]  # SGLang is not typed for m
     def abort(self) -> None:
         """BLOCKS until nothing reads the request's pages."""
         super().abort()
-        self._end("the prefill server aborted the request", aborted=True)
+        self._end("the prefill engine aborted the request", aborted=True)
 
     def clear(self) -> None:
         """BLOCKS as abort() does, where the transfer has not ended."""
         super().clear()
-        self._end("the prefill server gave the request up")
+        self._end("the prefill engine gave the request up")
 
     def _end(self, reason: str, *, aborted: bool = False) -> None:
         if self._over:

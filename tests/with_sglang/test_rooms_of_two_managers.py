@@ -242,7 +242,7 @@ def test_prefill_aborts(two: Pair, moment: str) -> None:
         sender.abort()
     assert sender.poll() == KVPoll.Failed
     until(lambda: receiver.poll() == KVPoll.Failed)
-    with pytest.raises(Exception, match="the prefill server aborted the request"):
+    with pytest.raises(Exception, match="the prefill engine aborted the request"):
         receiver.failure_exception()
     receiver.ensure_abort_notified(force_arm=True)  # SGLang does, of whatever has failed
     assert receiver.abort_notified
