@@ -117,5 +117,5 @@ def test_core_lists_are_read_as_the_kernel_writes_them(cores: set[int]) -> None:
 
 @pytest.mark.parametrize("text", ["a", "1-", "-1", "1,x", "1--2"])
 def test_what_is_no_core_list_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="no list of cores"):
+    with pytest.raises(ValueError, match="list of cores"):
         parse_cores(text)
