@@ -1,4 +1,4 @@
-"""What an operator may set for an engine's agents, and what follows from it for each rank."""
+"""The settings of an engine's agents, and the values that follow from them for each rank."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from kv_connector.protocol.timeline import MAX_TIMELINES
 from kv_connector.protocol.timers import Timeouts
 
 SETTINGS_VARIABLE = "KV_CONNECTOR_SETTINGS"
-"""Where a framework has no place for a connector's settings: SGLang's."""
+"""The environment variable for frameworks without a place for a connector's settings, such as SGLang."""
 
 DEFAULT_PROVIDERS = {"cpu": ("host", "tcp"), "cuda": ("nvlink",)}
 """Lanes in order of preference, by the device that holds the KV cache."""
 
 
 class SettingsError(ValueError):
-    """The configuration cannot be used; the message says what to write instead. Where it is written the
-    adapter knows, and puts it before the message."""
+    """A setting that cannot be used. The message says which value to set. The adapter puts the place of the
+    setting in front of the message."""
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One engine's settings. Every rank of an engine gets the same; ports are counted up from
-    ``control_port``.
+    """The settings of one engine. Every rank of an engine gets the same settings, with consecutive ports from
+    ``control_port`` on.
     """
 
     control_host: str | None = None
@@ -89,7 +89,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Timeouts in seconds by name, such as `{"transfer": 60}`. Default: see the table of timeouts."""
 
     def for_device(self, device_type: str) -> Settings:
-        """These settings for a KV cache on such a device ("cpu", "cuda"): with providers, all of which move
+        """These settings for a KV cache on such a device ("cpu", "cuda"), with providers that can all move
         it. Raises SettingsError.
         """
         if not self.providers:
@@ -105,15 +105,15 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self
 
     def worker_cpu_of(self, rank: int) -> int | Literal["auto", "none"]:
-        """The core of one rank's worker where the operator names them."""
+        """The core of one rank's transfer thread, if the operator has set one."""
         return self.worker_cpu[rank] if isinstance(self.worker_cpu, tuple) else self.worker_cpu
 
     def nics_of(self, rank: int) -> tuple[str, ...]:
-        """The NICs of one rank where the operator names them."""
+        """The NICs of one rank, if the operator has set them."""
         return self.nics[rank] if self.nics else ()
 
     def check_ranks(self, ranks: int) -> None:
-        """Raises SettingsError where a list has an entry for fewer or more ranks than the engine has."""
+        """Raises SettingsError if a list has more or fewer entries than the engine has ranks."""
         for key, entries in (("worker_cpu", self.worker_cpu), ("nics", self.nics)):
             if isinstance(entries, tuple) and entries and len(entries) != ranks:
                 raise SettingsError(
@@ -132,10 +132,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise SettingsError(f"control_key_file: {error}") from None
 
     def host(self, own: str, key: ClusterKey | None) -> str:
-        """The address to bind. ``own``: this host's. Raises SettingsError for a name,
-        and where strangers could reach it.
+        """The address to bind. ``own``: this host's address. Raises SettingsError for a host name, and for an
+        address that other machines can reach without a key.
 
-        The refusal is for the peer's sake too: RESERVE and HELLO say how to write into a KV cache.
+        The refusal also protects the peer: RESERVE and HELLO contain what is needed to write into a KV cache.
         """
         host = self.control_host or (LOOPBACK if key is None else own)
         if problem := _wrong_interface("VLLM_HOST_IP, or SGLANG_HOST_IP,", host):
@@ -156,7 +156,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return tuple(parse_address(router) for router in self.announce)
 
     def port(self, *, data_parallel_index: int, ranks: int, rank: int) -> int:
-        """The control port of one rank of one data-parallel engine of ``ranks`` ranks."""
+        """The control port of one rank of one data-parallel engine with ``ranks`` ranks."""
         if self.control_port == 0:
             return 0
         port = self.control_port + data_parallel_index * ranks + rank
@@ -169,7 +169,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def parse_settings(config: Mapping[str, Any]) -> Settings:
-    """Raises SettingsError that names the first wrong key or value, and what is valid."""
+    """Parses the settings. Raises SettingsError, which names the first wrong key or value and the valid
+    ones."""
     settings, problems = examine_settings(config)
     if problems:
         raise SettingsError(problems[0])
@@ -179,8 +180,9 @@ def parse_settings(config: Mapping[str, Any]) -> Settings:
 def settings_in_environment(
     environment: Mapping[str, str], variable: str = SETTINGS_VARIABLE, control_port: int = 0
 ) -> dict[str, Any]:
-    """What a variable says, a JSON object, with a port where it names none: SGLang's peers learn free ones
-    from its bootstrap server. Raises SettingsError where it is none.
+    """The settings in an environment variable, a JSON object. ``control_port`` is the default for the port,
+    because SGLang's peers learn free ports from its bootstrap server. Raises SettingsError for anything but a
+    JSON object.
     """
     text = environment.get(variable) or "{}"
     try:
@@ -193,7 +195,7 @@ def settings_in_environment(
 
 
 def examine_settings(config: Mapping[str, Any]) -> tuple[Settings, list[str]]:
-    """The settings without those that cannot be used, and what is wrong with each of these."""
+    """The usable settings, and the problem with each of the others."""
     usable, problems = dict[str, Any](), list[str]()
     for key, value in config.items():
         problem = _problem(key, value)
@@ -211,7 +213,7 @@ def examine_settings(config: Mapping[str, Any]) -> tuple[Settings, list[str]]:
 
 
 def nearest(word: str, known: Collection[str]) -> str:
-    """What goes behind a wrong word: the one that is meant, or all that there are."""
+    """The end of a message about an unknown word: the word that is probably meant, or all valid words."""
     found = difflib.get_close_matches(word, known, 1)
     return f": did you mean `{found[0]}`?" if found else f". Valid: {', '.join(known)}."
 
@@ -221,7 +223,7 @@ TIMEOUTS = tuple(field.name for field in dataclasses.fields(Timeouts))
 
 
 def _problem(key: str, value: object) -> str | None:
-    """What is wrong with one setting by itself."""
+    """The problem with one setting by itself, or None."""
     if key not in SETTINGS:
         return f"unknown field `{key}`{nearest(key, SETTINGS)}"
     try:
@@ -252,7 +254,8 @@ def _wrong_address(key: str, routers: Sequence[str]) -> str | None:
 
 
 def _wrong_interface(key: str, host: str | None) -> str | None:
-    """Returns the problem with an address to bind: peers dial it, and the lanes' listeners take no names."""
+    """The problem with an address to bind, or None. Peers connect to it, and the lanes' listeners accept no
+    names."""
     if host is None:
         return None
     try:
