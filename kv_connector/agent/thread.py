@@ -1,5 +1,4 @@
-"""The agent's thread: handles sockets, engine events, commands and deadlines in turns, until the agent
-closes."""
+"""The agent's thread: handles sockets, engine events, commands and deadlines in turns."""
 
 from __future__ import annotations
 
