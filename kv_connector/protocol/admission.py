@@ -2,16 +2,16 @@
 
 Two kinds of requests hold such blocks. A load at D waits until P has computed its prompt. An early prompt
 at P, which D has not requested yet, waits until D has room for its load. If the two kinds may fill the
-pools, two engines wait for each other: P's pool is full of prompts that D has no room for, and D's pool is
-full of loads whose prompts P has no room for. Two engines that are P and D at once can be full of each
-other's loads.
+pools, two engines can wait for each other. P's pool is then full of prompts that D has no room for, and D's
+pool is full of loads whose prompts P has no room for. Or two engines that are P and D at once are full of
+each other's loads.
 
 So each kind that a role has gets a share of the pool, and one more share is left for all other requests.
 A P has halves, and an engine that is P and D has thirds. The loads of an engine that is only D may fill its
 pool, since no other engine waits for what it computes. If each request fits into a share, no request waits
 forever:
 
-1. A prompt that D has room for waits for no other engine. Neither do requests of the engine's own. What
+1. A prompt that D has room for waits for no other engine. Neither does a request without a transfer. What
    both other kinds hold leaves them a share, in which at least the oldest one runs to its end. So each of
    them ends.
 2. So each load ends: its prompt is one of those, because P receives RESERVE once the load has blocks. So

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 
 def division_problem(decode_context: int, prefill_context: int, microbatches: bool) -> str | None:
-    """The reason why an engine is refused at its start that also divides its contexts or its batches, or
-    None."""
+    """Why an engine that also divides its contexts or its batches is refused at its start, or None."""
     for name, value in (
         ("--decode-context-parallel-size", decode_context),
         ("--prefill-context-parallel-size", prefill_context),

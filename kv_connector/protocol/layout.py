@@ -1,8 +1,8 @@
-"""Where each page of each layer lies in memory: one rank's own view, in bytes.
+"""The place of each page of each layer in memory: one rank's own view, in bytes.
 
-A page is what one layer keeps of one block of tokens on one rank. A page need not be contiguous. It has
-parts (a K plane and a V plane; the pieces of a recurrent state), and a part is a set of equally long runs
-of contiguous bytes, spaced by axes. Run (i, j, ...) of a part lies at
+A page is what one layer keeps of one block of tokens on one rank. A page need not be contiguous: it has
+parts (a K plane and a V plane; the pieces of a recurrent state). A part is a set of equally long runs of
+contiguous bytes, spaced by axes. Run (i, j, ...) of a part lies at
 
     region base + offset + block * block_stride + i * axes[0].stride + j * axes[1].stride + ...
 
@@ -11,9 +11,11 @@ axes determine which run of one rank corresponds to which run of another rank. T
 their runs differently, and each may have only some of the shards. ``geometry`` builds the parts of the usual
 caches.
 
-Everything else that a request has, such as a recurrent state or a line in a table of the framework, is a
-page too: a row of a group without tokens. These types travel in HELLO and RESERVE, so they are msgspec
-structs. A peer's layout is trusted only as far as ``layout_problem`` has checked it.
+A request may also have a recurrent state, or a line in a table of the framework. These are pages too: rows
+of a group without tokens.
+
+These types travel in HELLO and RESERVE, so they are msgspec structs. A peer's layout is trusted only as far
+as ``layout_problem`` has checked it.
 """
 
 from __future__ import annotations
