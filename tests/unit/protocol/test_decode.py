@@ -308,7 +308,7 @@ def test_a_request_is_received_once(machine: DecodeMachine) -> None:
     ("request_", "words"),
     [
         (decode_request(blocks=(32,)), "block 32 of 32"),
-        (decode_request(blocks=(1, 2, 3, 4)), "behind the 3"),
+        (decode_request(blocks=(1, 2, 3, 4)), "beyond the 3"),
         (decode_request(prompt_hash=b"short"), "the prompt hash has 5 bytes instead of 16"),
         (decode_request(prompt_hash=b""), "the prompt hash has 0 bytes instead of 16"),
         (decode_request(transfer=""), "a transfer id has 1 to 256 characters, this one 0"),

@@ -116,7 +116,7 @@ def test_a_prompt_without_a_hash_is_compared_with_none(
     [
         (reserve(blocks=(32,)), "block 32 of 32"),
         (reserve(more=[(1,)]), "2 KV groups"),
-        (reserve(blocks=(1, 2, 3, 4)), "behind the 3"),
+        (reserve(blocks=(1, 2, 3, 4)), "beyond the 3"),
     ],
 )
 def test_a_reserve_that_does_not_fit_is_refused(machine: PrefillMachine, wrong: Reserve, words: str) -> None:
