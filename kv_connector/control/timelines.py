@@ -94,7 +94,7 @@ def _round_trip(
             if received.source == source and isinstance(received.message, Recalled):
                 return received.message, sent, time.monotonic_ns()
     raise Unanswered(
-        f"no answer from {address} within {timeout:g} s: is a worker's agent of this release listening there "
+        f"no answer from {address} within {timeout:g} s. Is a worker's agent of this release listening there "
         f"(control_host and control_port of an engine), with the same cluster key?"
     )
 
