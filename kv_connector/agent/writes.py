@@ -27,8 +27,8 @@ class Bursts:
 
 
 # Limits by lane. NVLink takes power from the prefill: 2 to 3 % of its speed for 50 ms after each write, which
-# is 7 ms of 8,192 tokens of an 8B model. A write of 320 MiB takes 1 ms. A write of 2 GiB, the pages of twice
-# those tokens, takes 6.5 ms, which is 1.4 % of the time to compute them.
+# is 7 ms of 8,192 tokens of an 8B model. A write of 320 MiB takes 1 ms. With 2 GiB, the pages of twice those
+# tokens, it takes 6.5 ms. That is 1.4 % of the time to compute them.
 BURSTS = {"nvlink": Bursts(320 << 20, early_token=2 << 30)}
 
 

@@ -164,9 +164,9 @@ class _Part:
 def _exchange(
     exchange: Exchange, message: bytes, timeout: float, subject: str, peers: Mapping[int, Connection]
 ) -> Sequence[bytes]:
-    """Calls the exchange on a thread, because it may wait for a dead rank without a bound of its own.
+    """Calls the exchange on a thread, because it may wait for a dead rank without a time limit.
 
-    Raises ExchangeError where it fails, where it does not end in time, and where a process of ``peers`` ends.
+    Raises ExchangeError if it fails, if it does not end in time, and if a process of ``peers`` ends.
     """
     results: list[Sequence[bytes]] = []
     errors: list[Exception] = []

@@ -66,8 +66,8 @@ DecodeAction = (
 )
 
 # Seconds that a load waits for the abort of D's request after P's request was aborted. A client leaves both
-# engines. Their API servers notice it within milliseconds, and D's workers with D's next step, of 10 to 500
-# ms. A failure reported earlier may be answered by vLLM, and logged as an internal error.
+# engines. Their API servers notice it within milliseconds. D's workers notice it with D's next step, of 10 to
+# 500 ms. A failure reported earlier may be answered by vLLM, and logged as an internal error.
 ABORT_LAG_S = 1.0
 
 
