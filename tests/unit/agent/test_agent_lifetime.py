@@ -1,4 +1,4 @@
-"""The agent starts, or says what to change, and leaves nothing behind."""
+"""The agent starts, or explains what to change, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_an_agent_that_never_started_closes() -> None:
     agent.preempt(["t"])
     agent.close()
     agent.close()
-    agent.release("t", Address("127.0.0.1", 1))  # nobody listens any more, and nobody minds
+    agent.release("t", Address("127.0.0.1", 1))  # the agent is closed, and the call does nothing
     assert agent.live().idle
 
 

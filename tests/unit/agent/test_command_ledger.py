@@ -1,4 +1,4 @@
-"""A worker's books over an agent that only writes down what it is told."""
+"""A worker's CommandLedger over an agent that only records its calls."""
 
 from typing import Any
 
@@ -113,7 +113,7 @@ def test_nobody_waits_for_news_that_is_there(agent: RecordingAgent, ledger: Comm
 
 
 class FickleAgent:
-    """Refuses what it is told to, and reports what it has accepted, as Agent does."""
+    """Refuses commands on demand, and reports the accepted ones, as Agent does."""
 
     def __init__(self) -> None:
         self.refuses = False
@@ -142,7 +142,7 @@ class FickleAgent:
         self._maybe()
 
     def end(self, transfer_id: str, request_id: str) -> None:
-        """Both requests of a transfer: here they are of one engine."""
+        """Both requests of a transfer. Here they belong to one engine."""
         if request := self.expected.pop(transfer_id, None):
             self.reports.finished_sending.add(request)
         if request_id in self.loads:
