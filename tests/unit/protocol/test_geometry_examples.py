@@ -1,4 +1,4 @@
-"""How many runs which pair of geometries takes, who sends them, and what is refused in which words."""
+"""The number of runs of pairs of geometries, the ranks that send them, and the texts of refusals."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ from kv_connector.protocol.plan import Plan
 from kv_connector.protocol.runs import Misfit
 from kv_connector.protocol.sources import Holders, choose_sources, draws
 
-N, C, HEAD = 16, 4, 8  # tokens of a block; bytes of a token of a head; of a K or V plane
+# Tokens of a block, bytes of one token of a head, and bytes of one token of a K or V plane.
+N, C, HEAD = 16, 4, 8
 BLOCKS = 32
 Parts = Callable[[Units, int], tuple[Part, ...]]  # by units and tokens of a block
 
@@ -72,7 +73,7 @@ def mla(units: Units, tokens: int) -> tuple[Part, ...]:
 
 
 def state(units: Units, dims_first: bool) -> tuple[Part, ...]:
-    """x by heads, B and C by groups (as many here), and the state by heads."""
+    """x by heads, B and C by groups (the same number here), and the state by heads."""
     rows, dims = 3, 2
     place = Place(0, 0, 4096)
     conv = convolution_state(
@@ -101,7 +102,7 @@ def runs_from(
     index: int,
     tokens: int,
 ) -> dict[int, int]:
-    """By P's rank: how many runs it sends to D's rank ``index``. Sides: ranks, parts, block size."""
+    """The number of runs to D's rank ``index``, by P's rank. A side is: ranks, parts, block size."""
     a, parts, size = prefill
     sources = [on_rank(one_layer(parts(units_of_rank(heads, rank, a), size), size)) for rank in range(a)]
     b, parts, size = decode
@@ -134,7 +135,7 @@ def runs_from(
         (8, 2, heads_first, 2, heads_outside, 0, {0: 4}),
         (8, 2, planes, 2, planes, 0, {0: 1}),
         (8, 4, planes, 2, planes, 0, {0: 1, 1: 1}),
-        # Replicas: each head once.
+        # Replicas: each head is sent once.
         (4, 8, heads_first, 2, heads_first, 0, {0: 1, 2: 1}),
         (4, 2, heads_first, 8, heads_first, 7, {1: 1}),
         (1, 2, heads_first, 4, heads_first, 3, {1: 1}),
@@ -166,7 +167,7 @@ def test_runs_a_granule_of_blocks_of_two_sizes(parts: Parts, runs: int) -> None:
     [(states_dims_first, 1, 3 + 1), (states_rows_first, 1, 3 * 3 + 1)],
 )
 def test_runs_of_a_state(parts: Parts, equal: int, divided: int) -> None:
-    """One page, however long the prompt is: whole, or the convolution's pieces (by rows) and the state."""
+    """One page for prompts of any length: whole, or the convolution's pieces (by rows) and the state."""
     assert runs_from(4, (2, parts, 0), (2, parts, 0), 1, 1000) == {1: equal}
     assert runs_from(4, (4, parts, 0), (2, parts, 0), 1, 1000) == {2: divided, 3: divided}
     assert runs_from(4, (2, parts, 0), (4, parts, 0), 3, 1000) == {1: divided}
@@ -176,7 +177,7 @@ def test_runs_of_a_state(parts: Parts, equal: int, divided: int) -> None:
     "parts", [heads_first, tokens_first, planes, mla, states_dims_first, states_rows_first]
 )
 def test_equal_pages_are_one_run_whatever_they_are_made_of(parts: Parts) -> None:
-    """The plan of opaque pages: one armed write for all layers of a group that are placed alike."""
+    """The plan of opaque pages: one armed write for all layers of a group with equal places."""
     page = parts(Units(0, 2, 2), N)
     size = 0 if page[0].name.startswith("conv") else N
     stride = page[0].block_stride
@@ -213,7 +214,7 @@ def test_units_are_divided_as_tensor_parallelism_does() -> None:
     assert [units_of_rank(2, rank, 4).first for rank in range(4)] == [0, 0, 1, 1]
 
 
-# --- Who sends
+# --- Senders
 
 
 def latent_layers(count: int) -> KvLayout:
@@ -223,7 +224,7 @@ def latent_layers(count: int) -> KvLayout:
 
 
 def senders(ranks: int, decode: int, layers: int = 20, lost: Sequence[int] = ()) -> list[dict[int, int]]:
-    """For each of D's ranks: P's ranks, and how many layers each sends."""
+    """For each of D's ranks: P's ranks, with the number of layers that each sends."""
     layout = latent_layers(layers)
     prefill = Holders({rank: on_rank(layout) for rank in reversed(range(ranks)) if rank not in lost})
     own = [on_rank(layout)] * decode
@@ -286,7 +287,7 @@ def test_an_opaque_page_goes_to_the_rank_of_the_same_number_only() -> None:
         draws(engine(1), 0, engine(2))
 
 
-# --- What does not fit
+# --- Misfits
 
 UNITS = Units(0, 2, 2)
 OURS = one_layer(heads_first(UNITS, N))
@@ -351,7 +352,7 @@ def spaced(parts: tuple[Part, ...], more: int) -> tuple[Part, ...]:
     return tuple(msgspec.structs.replace(p, block_stride=p.block_stride + more) for p in parts)
 
 
-# --- Layouts that nobody has
+# --- Layouts that no engine has
 
 
 def part(**changes: object) -> Part:
@@ -417,7 +418,8 @@ def test_a_peers_numbers_have_bounds(changes: Mapping[str, object]) -> None:
 
 
 def costly(*axes: Axis, block_size: int = N) -> KvLayout:
-    """As many layers as are taken, each placed differently, with runs that nothing continues."""
+    """A layout with as many layers as are supported, each placed differently, with runs that cannot be
+    joined."""
     whole = Part("kv", 0, 0, 1 << 40, axes, C, None)
     group = GroupLayout(2, block_size, "full")
     layers = (LayerLayout(f"layer{k}", 0, "", spaced((whole,), k)) for k in range(MAX_PARTS))
@@ -434,7 +436,7 @@ def costly(*axes: Axis, block_size: int = N) -> KvLayout:
     ],
 )
 def test_a_hostile_layout_costs_little(theirs: KvLayout, words: str) -> None:
-    """It may be large; what it stands for is never written out."""
+    """The layout may describe many runs, but they are never written out."""
     tracemalloc.start()
     try:
         assert layout_problem(theirs, 1) is None

@@ -1,4 +1,4 @@
-"""Which page goes where, how many each counter sees, and what does not fit."""
+"""The places of pages in a plan, the number of writes that each counter expects, and misfits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kv_connector.protocol.plan import (
 
 
 def with_layer(pages: KvLayout, ordinal: int, **changes: object) -> KvLayout:
-    """Of the layer, or of its one part."""
+    """The layout with changed fields of a layer, or of its one part."""
     layers = list(pages.layers)
     part = {field: changes.pop(field) for field in Part.__struct_fields__[1:] if field in changes}
     changes["parts"] = (msgspec.structs.replace(layers[ordinal].parts[0], **part),)
@@ -43,7 +43,7 @@ def counted(pages: KvLayout, groups: Sequence[GroupTarget], tokens: int = 3 * BL
 
 def test_what_lands_are_the_non_null_blocks_of_each_layers_group() -> None:
     groups = (GroupTarget(0, (5, 6, 7)), GroupTarget(0, (0, 0, 8)))
-    # Layers take turns: full, sliding, full, sliding.
+    # Layers alternate: full, sliding, full, sliding.
     assert counted(layout(groups=(2, 2)), groups) == 8
     assert counted(layout(), (GroupTarget(2, (0, 0)),)) == 0
 
@@ -146,7 +146,7 @@ def test_places_may_differ_between_the_sides_but_pages_may_not() -> None:
 
 
 def test_groups_are_paired_by_their_layers() -> None:
-    """Two sides may number them differently, or have divided layers that are alike otherwise."""
+    """Two sides may number groups differently, or may divide layers differently that are otherwise alike."""
     ours = layout(groups=(2, 1))
     theirs = msgspec.structs.replace(
         ours,

@@ -1,4 +1,5 @@
-"""P's side of a transfer: every page once, every request reported once, and D never left hanging."""
+"""P's side of a transfer: every page is sent once, every request is reported once, and D always gets an
+answer."""
 
 from __future__ import annotations
 
@@ -83,14 +84,14 @@ def test_pages_go_as_they_are_computed_and_the_request_is_reported_when_they_hav
     assert only(actions, FinishedSending).request_id == "p-t"
     assert only(actions, Ended).outcome is Outcome.COMPLETED
     assert only(actions, Ended).seconds == 4.0
-    assert every(actions, Send) == []  # D counts; nobody tells it
+    assert every(actions, Send) == []  # D counts its pages, and gets no message
     assert_over(machine)
 
 
 def test_reserve_may_come_before_the_request(machine: PrefillMachine) -> None:
     assert machine.reserve(0.0, PEER, reserve()) == []
     assert machine.expect(1.0, prefill_request()) == MOVING
-    assert machine.next_deadline() == TIMES.transfer  # an orphan no more
+    assert machine.next_deadline() == TIMES.transfer  # no longer an orphan
     assert pushed(machine.pages_computed(1.0, computed((1, 2, 3)))) == {1: 11, 2: 12, 3: 13}
 
 
@@ -125,8 +126,8 @@ def test_a_page_named_again_before_it_is_wanted_keeps_its_first_step(machine: Pr
 def test_pages_that_are_computed_already_go_without_a_step_of_their_own(machine: PrefillMachine) -> None:
     machine.expect(0.0, prefill_request())
     machine.pages_computed(0.0, computed((1,), base=4))
-    machine.pages_computed(0.0, computed((1, 2), base=None))  # the first is valid since its step
-    machine.pages_computed(0.0, computed((2, 3), first=1, base=8))  # and the second is
+    machine.pages_computed(0.0, computed((1, 2), base=None))  # the first page is valid since its step
+    machine.pages_computed(0.0, computed((2, 3), first=1, base=8))  # the second is valid already
     actions = machine.reserve(0.0, PEER, reserve())
     assert [(push.signal_base, push.groups[0].source) for push in every(actions, Push)] == [
         (None, (2,)),

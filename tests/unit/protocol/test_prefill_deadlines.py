@@ -1,4 +1,4 @@
-"""Deadlines, and peers that go away."""
+"""Deadlines, and peers that disappear."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_an_orphan_waits_no_longer_than_its_own_deadline(machine: PrefillMachine
 def test_a_finished_request_expires_when_nobody_asks(machine: PrefillMachine) -> None:
     machine.expect(0.0, prefill_request())
     machine.pages_computed(0.0, computed((1, 2, 3)))
-    assert machine.next_deadline() is None  # as long as it computes, the engine owns it
+    assert machine.next_deadline() is None  # the engine owns the request while it computes
     machine.request_finished(10.0, "t", True, "")
     assert machine.tick(10.0 + TIMES.hold - 0.1) == []
     actions = machine.tick(10.0 + TIMES.hold)
@@ -85,7 +85,7 @@ def test_a_prompt_is_not_held_long_for_a_decode_engine_that_died(
     if not finished_first:
         assert machine.next_deadline() is None
         machine.request_finished(10.0, "t", True, "")
-    # One that only lost its connection has dialled again by then, and said so.
+    # A D that only lost its connection has reconnected and listed the transfer by then.
     assert machine.next_deadline() == 10.0 + TIMES.dead + TIMES.connect
     machine.admit(OTHER, layout(), WANTS, 1)
     machine.waiting(15.0, OTHER, ("t",))
@@ -116,7 +116,7 @@ def test_writes_that_do_not_drain_are_fenced(machine: PrefillMachine) -> None:
     assert only(machine.request_finished(100.0, "t", True, ""), FinishedSending)
 
 
-# --- The peer goes away
+# --- The peer disappears
 
 
 def test_a_dead_peers_requests_are_reported_once_it_is_fenced(machine: PrefillMachine) -> None:
@@ -133,9 +133,9 @@ def test_a_dead_peers_requests_are_reported_once_it_is_fenced(machine: PrefillMa
     actions = machine.fenced(2.0, PEER)
     assert only(actions, FinishedSending).request_id == "p-t"
     assert [ended.outcome for ended in every(actions, Ended)] == [Outcome.FAILED] * 2
-    assert every(actions, Send) == []  # there is nobody to tell
+    assert every(actions, Send) == []  # the peer is gone
     assert only(machine.request_finished(3.0, "u", True, ""), FinishedSending).request_id == "p-u"
-    assert len(machine) == 1  # the other peer's
+    assert len(machine) == 1  # the request of OTHER
 
 
 def test_writes_that_end_before_the_fence_are_reported_then(machine: PrefillMachine) -> None:

@@ -1,4 +1,4 @@
-"""A prompt that is aborted, fails, or whose pages cannot be written."""
+"""A prompt that is aborted, that fails, or whose pages cannot be written."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_an_abort_of_a_request_that_was_never_scheduled_reaches_decode(machine: 
 
 @pytest.mark.parametrize("reserved", [False, True])
 def test_a_prompt_that_ends_in_an_error_fails_its_transfer(machine: PrefillMachine, reserved: bool) -> None:
-    """Nothing was aborted: decode has to count it, too."""
+    """Nothing was aborted, so decode has to count a failure, too."""
     machine.expect(0.0, prefill_request())
     if reserved:
         machine.reserve(0.0, PEER, reserve())
@@ -93,7 +93,7 @@ def test_a_prompt_that_ends_in_an_error_fails_its_transfer(machine: PrefillMachi
 
 @pytest.mark.parametrize("later", [True, False])
 def test_an_abort_that_decode_sends_first_is_counted_once(machine: PrefillMachine, later: bool) -> None:
-    """The client leaves both engines, and P's abort follows decode's, or is lost with its request."""
+    """The client leaves both engines. P's abort follows decode's, or is lost with its request."""
     machine.expect(0.0, prefill_request())
     machine.reserve(0.0, PEER, reserve())
     assert only(machine.cancel(0.0, PEER, Cancel("t", 1)), Ended).outcome is Outcome.CANCELLED

@@ -1,4 +1,4 @@
-"""Blocks that a preemption or a cleared cache takes away."""
+"""Preemption and cleared caches, which take blocks away."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_preemption_forgets_what_was_not_pushed_and_keeps_the_ledger(machine: Pr
     machine.expect(0.0, prefill_request())
     machine.pages_computed(0.0, computed((1, 2)))
     assert machine.preempt(["t", "unknown"]) == ()
-    # Its old blocks belong to somebody else now; the prompt is computed again elsewhere.
+    # Its old blocks belong to another request now. The prompt is computed again in other blocks.
     assert machine.reserve(0.0, PEER, reserve()) == MOVING
     assert pushed(machine.pages_computed(0.0, computed((7, 8), base=4))) == {7: 11, 8: 12}
     assert machine.preempt(["t"]) == (Share("t"),)

@@ -1,4 +1,4 @@
-"""What RESERVE may ask, and of whom."""
+"""The valid contents and targets of RESERVE."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_another_prompt_is_refused_and_the_right_one_still_served(
 def test_another_prompt_is_one_for_each_worker_of_decode(
     machine: PrefillMachine, finished: bool, end: str
 ) -> None:
-    """The first may have given the prompt up before the others ask for it."""
+    """The first worker may have given the prompt up before the others send RESERVE."""
     machine.expect(0.0, prefill_request())
     if finished:
         machine.request_finished(0.0, "t", True, "")
@@ -94,7 +94,7 @@ def test_another_prompt_is_one_for_each_worker_of_decode(
 def test_a_prompt_without_a_hash_is_compared_with_none(
     machine: PrefillMachine, theirs: bytes | None, order: str
 ) -> None:
-    """Its length still is."""
+    """Its length is still compared."""
     ours = prefill_request(prompt_hash=None)
     short = msgspec.structs.replace(reserve(attempt=1, prompt_hash=theirs), prompt_tokens=3 * BLOCK - 1)
     right = reserve(attempt=2, prompt_hash=theirs)
@@ -125,7 +125,7 @@ def test_a_reserve_that_does_not_fit_is_refused(machine: PrefillMachine, wrong: 
     assert isinstance(fail, Fail)
     assert (fail.code, fail.quiesced) == (FailCode.INCOMPATIBLE, True)
     assert words in fail.message
-    assert machine.reserve(0.0, PEER, reserve(attempt=2)) == MOVING  # a good one is served
+    assert machine.reserve(0.0, PEER, reserve(attempt=2)) == MOVING  # a valid RESERVE is served
 
 
 def test_the_same_reserve_twice_is_served_once(machine: PrefillMachine) -> None:
@@ -143,7 +143,8 @@ def test_a_second_decode_request_is_refused(machine: PrefillMachine, peer: int, 
     assert (send.message.code, send.message.attempt) == (FailCode.DUPLICATE, attempt)
     assert send.message.quiesced
     machine.pages_computed(0.0, computed((3,), first=2))
-    assert machine.request_finished(0.0, "t", True, "") == [Seal(Share("t"))]  # the first one goes on
+    # the first reservation continues
+    assert machine.request_finished(0.0, "t", True, "") == [Seal(Share("t"))]
 
 
 def test_after_the_end_the_served_attempt_is_ignored_and_others_are_refused(machine: PrefillMachine) -> None:

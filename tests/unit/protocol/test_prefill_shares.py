@@ -118,7 +118,7 @@ def test_shares_that_do_not_fit_each_other_are_refused(machine: PrefillMachine) 
 def test_a_share_is_cancelled_or_released_alone(machine: PrefillMachine) -> None:
     machine.expect(0.0, prefill_request())
     machine.reserve(0.0, PEER, half(0))
-    # Overtook its RESERVE, which finds it over.
+    # CANCEL overtook its RESERVE, which finds the share over.
     assert CancelAck("t", 1, drained=True) == message(
         [action for action in machine.cancel(0.0, OTHER, Cancel("t", 1, 1)) if isinstance(action, Send)]
     )
@@ -153,5 +153,5 @@ def test_preemption_asks_for_every_share(machine: PrefillMachine) -> None:
     machine.pages_computed(0.0, computed((1, 2)))
     assert machine.preempt(("t", "unknown")) == (FIRST, SECOND)
     assert only(machine.quiesce_failed(1.0, SECOND), Fence).peer == OTHER
-    # What had gone does not go again, what had not does.
+    # Pages that were sent are not sent again. The others are.
     assert pushed(machine.pages_computed(2.0, computed((4, 5, 6), base=4))) == {6: 23}

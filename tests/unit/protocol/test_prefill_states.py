@@ -1,4 +1,4 @@
-"""How far a request of P's engine has come."""
+"""The state of a request of P's engine."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_decode_with_other_weights_gets_nothing_and_the_prompt_is_not_kept(
 
 
 def test_decode_with_another_version_of_the_same_name_gets_nothing(machine: PrefillMachine) -> None:
-    """A trainer that is started again uses its names again."""
+    """A restarted trainer reuses its version names."""
     machine.set_weights(0.0, "1#0000000a")
     actions = machine.reserve(0.0, PEER, reserve_of("1#0000000b"))
     assert_refused(actions, "prefill has 1#0000000a, decode has 1#0000000b")
@@ -89,7 +89,8 @@ def test_weights_that_change_in_the_middle_of_a_prompt_end_its_transfer(machine:
 
 
 def test_weights_that_change_before_anything_is_computed_end_the_transfer(machine: PrefillMachine) -> None:
-    """The rest would be of the new ones; and of a reservation whose request is still to come."""
+    """The rest would be computed with the new weights. The same holds for a reservation whose request is
+    still to come."""
     machine.expect(0.0, prefill_request())
     machine.reserve(0.0, PEER, reserve())
     machine.reserve(0.0, PEER, reserve(transfer="orphan", attempt=2))
@@ -100,7 +101,7 @@ def test_weights_that_change_before_anything_is_computed_end_the_transfer(machin
 
 def test_a_prompt_that_nobody_has_asked_for_yet_is_the_new_weights(machine: PrefillMachine) -> None:
     machine.expect(0.0, prefill_request())
-    machine.pages_computed(0.0, computed((1, 2)))  # with the old ones: these are not pushed
+    machine.pages_computed(0.0, computed((1, 2)))  # with the old weights: these pages are not pushed
     machine.set_weights(0.0, "v2")
     assert machine.reserve(0.0, PEER, reserve_of("v2")) == MOVING
     assert pushed(machine.pages_computed(0.0, computed((4, 5, 6)))) == {4: 11, 5: 12, 6: 13}
@@ -121,7 +122,7 @@ def test_a_finished_prompt_stays_the_old_weights(machine: PrefillMachine) -> Non
 def test_a_decode_that_waits_for_the_token_hears_it_before_it_computes_the_prompt_itself(
     machine: PrefillMachine,
 ) -> None:
-    """The client may have it: D's own would be another."""
+    """The client may have the token already, and D would sample another one."""
     machine.expect(0.0, prefill_request())
     machine.reserve(0.0, PEER, wanting())
     machine.pages_computed(0.0, computed((1, 2)))
