@@ -124,7 +124,7 @@ class Answering:
             text = f"{hello.engine_id} is a prefill engine: start it as a decode engine to receive pages"
             return NakReason.WRONG_ROLE, text
         if hello.protocol != PROTOCOL_VERSION:
-            versions = f"prefill has {PROTOCOL_VERSION}, decode has {hello.protocol}"
+            versions = f"prefill engine has {PROTOCOL_VERSION}, decode engine has {hello.protocol}"
             return NakReason.INCOMPATIBLE, f"protocol: {versions}: {SAME_RELEASE}"
         problem = mismatch(us.fingerprint, hello.fingerprint, us.advice)
         if problem is not None:

@@ -32,7 +32,7 @@ def _difference(name: str, prefill: _Value, decode: _Value) -> str:
     if isinstance(prefill, tuple) and isinstance(decode, tuple) and len(prefill) == len(decode) > _SHOWN:
         index = next(i for i, (a, b) in enumerate(zip(prefill, decode, strict=True)) if a != b)
         return _difference(f"{name}[{index}]", prefill[index], decode[index])
-    return f"{name}: prefill has {_shown(prefill)}, decode has {_shown(decode)}"
+    return f"{name}: prefill engine has {_shown(prefill)}, decode engine has {_shown(decode)}"
 
 
 def _shown(value: _Value) -> str:

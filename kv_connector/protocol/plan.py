@@ -273,7 +273,9 @@ def cut_blocks(source: GroupLayout, target: GroupLayout) -> Cut:
     if sizes == (0, 0):
         return Cut(0, 1, 1)
     if 0 in sizes:
-        raise Misfit(f"blocks of {source.kind}: prefill has {sizes[0]} tokens in each, decode {sizes[1]}")
+        raise Misfit(
+            f"blocks of {source.kind}: prefill engine has {sizes[0]} tokens in each, decode engine {sizes[1]}"
+        )
     tokens = gcd(*sizes)
     cut = Cut(tokens, sizes[0] // tokens, sizes[1] // tokens)
     if cut.source_granules * cut.target_granules > _MAX_PLACES:

@@ -647,7 +647,7 @@ def _begin(step: tuple[int | None, object]) -> int:
 def _other_weights(ours: str, message: Reserve) -> str:
     names = shown_apart(ours, message.weights)
     prefill, decode = (name or "what it was started with" for name in names)
-    return f"weights: prefill has {prefill}, decode has {decode}"
+    return f"weights: prefill engine has {prefill}, decode engine has {decode}"
 
 
 def _acknowledge(peer: PeerId, message: Cancel, verdict: Verdict) -> Send:

@@ -43,7 +43,7 @@ def naming(what: str) -> Iterator[None]:
 def same(what: str, source: object, target: object, advice: str) -> None:
     """Raises Misfit if the two values differ. ``advice``: how to start both sides alike."""
     if source != target:
-        raise Misfit(f"{what}: prefill has {source}, decode has {target}: {advice}")
+        raise Misfit(f"{what}: prefill engine has {source}, decode engine has {target}: {advice}")
 
 
 class Run(NamedTuple):

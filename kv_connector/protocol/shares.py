@@ -100,7 +100,8 @@ class ShareTransfer:
 def prompt_problem(request: PrefillRequest, reserve: Reserve) -> str | None:
     if request.prompt_tokens not in (None, reserve.prompt_tokens):
         return (
-            f"prompt length: prefill has {request.prompt_tokens} tokens, decode has {reserve.prompt_tokens}"
+            f"prompt length: prefill engine has {request.prompt_tokens} tokens, "
+            f"decode engine has {reserve.prompt_tokens}"
         )
     if request.prompt_hash is None:
         return None

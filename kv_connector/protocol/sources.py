@@ -96,7 +96,7 @@ def choose_sources(decode: Sequence[Rank], rank: int, prefill: Holders) -> dict[
             advice = "serve the same model on both sides, with the same speculative decoding"
             raise Misfit(f"layer {layer.name}: no prefill rank has it: {advice}")
         if len(stages) > 1:
-            raise Misfit(f"layer {layer.name}: prefill has it on stages {stages}, not on one")
+            raise Misfit(f"layer {layer.name}: prefill engine has it on stages {stages}, not on one")
         for number, part in enumerate(layer.parts):
             units = prefill.units[layer.name].get(part.name, {})
             with naming(f"part {part.name} of layer {layer.name}"):
@@ -122,7 +122,9 @@ def _cover(wanted: range, units: Mapping[int, range]) -> list[list[int]]:
             raise Misfit(f"prefill ranks {_ranks(replicas)} have unit {start} and others, but not the same")
         begin = stop
     if begin < wanted.stop:
-        raise Misfit(f"no prefill rank has unit {begin}, decode has {wanted.start} to {wanted.stop - 1}")
+        raise Misfit(
+            f"no prefill rank has unit {begin}, decode engine has {wanted.start} to {wanted.stop - 1}"
+        )
     return [replicas[interval] for interval in sorted(replicas)]
 
 

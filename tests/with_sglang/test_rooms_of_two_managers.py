@@ -423,7 +423,7 @@ def test_kv_of_other_weights_is_refused(two: Pair, monkeypatch: pytest.MonkeyPat
     sender, receiver = two.send_room(80), two.receive_room(80)
     receiver.send_metadata(pages(TARGET), 5, [], decode_prefix_len=0)
     until(lambda: receiver.poll() == KVPoll.Failed)
-    with pytest.raises(Exception, match="prefill has v1, decode has default"):
+    with pytest.raises(Exception, match="prefill engine has v1, decode engine has default"):
         receiver.failure_exception()
     until(lambda: sender.poll() == KVPoll.Failed)
     receiver.clear(), sender.clear()

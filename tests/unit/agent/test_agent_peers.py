@@ -148,7 +148,7 @@ def test_every_rank_of_another_topology_is_refused_at_once(
         decode.reserve(prefill.address)
         decode.wait(received=["d-t"])
         assert decode.failed == ["d-t"]
-    reason = "ranks: prefill has 1, decode has 2: give both sides as many ranks"
+    reason = "ranks: prefill engine has 1, decode engine has 2: give both sides as many ranks"
     assert caplog.text.count(f"NAK from {prefill.address}: incompatible: {reason}") == 2
 
 
@@ -171,12 +171,12 @@ def test_an_address_where_nobody_listens_fails_the_request(
     [
         (
             {"fingerprint": pairs(block_sizes=("32",))},
-            "incompatible: block_sizes: prefill has (16), decode has (32): give both sides the same",
+            "incompatible: block_sizes: prefill engine has (16), decode engine has (32): give both",
             1,
         ),
         (
             {"pages": layout(page=32)},
-            "does not fit: layer layer0: part page: bytes a run: prefill has 64, decode has 32",
+            "does not fit: layer layer0: part page: bytes a run: prefill engine has 64, decode engine has 32",
             0,
         ),
     ],

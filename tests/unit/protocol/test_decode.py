@@ -128,12 +128,12 @@ def test_decode_asks_for_pages_of_the_weights_that_it_serves(machine: DecodeMach
 @pytest.mark.parametrize("quiesced", [True, False])
 def test_a_load_that_is_stale_fails_as_nobodys_fault(machine: DecodeMachine, quiesced: bool) -> None:
     attempt = reserved(machine).attempt
-    actions = machine.fail(1.0, PEER, Fail("t", attempt, FailCode.STALE, "prefill has v2", quiesced))
+    actions = machine.fail(1.0, PEER, Fail("t", attempt, FailCode.STALE, "prefill engine has v2", quiesced))
     if not quiesced:
         machine.peer_down(1.0, PEER, "fenced")
         actions = machine.fenced(1.0, PEER)
     assert only(actions, Ended).outcome is Outcome.STALE
-    assert "prefill has v2" in only(actions, Ended).reason
+    assert "prefill engine has v2" in only(actions, Ended).reason
     assert report(actions) == FinishedReceiving("d-t", failed=True, stale=True)
 
 
@@ -162,7 +162,7 @@ def test_another_prompt_with_writes_in_flight_is_fenced_first(machine: DecodeMac
 def test_a_stale_load_that_is_aborted_meanwhile_is_cancelled(machine: DecodeMachine) -> None:
     attempt = reserved(machine).attempt
     machine.cancel(0.5, "d-t")
-    actions = machine.fail(1.0, PEER, Fail("t", attempt, FailCode.STALE, "prefill has v2", True))
+    actions = machine.fail(1.0, PEER, Fail("t", attempt, FailCode.STALE, "prefill engine has v2", True))
     assert only(actions, Ended).outcome is Outcome.CANCELLED
     assert report(actions) == done()
 
@@ -675,7 +675,7 @@ def test_an_engine_that_cannot_serve_fails_its_requests_in_words() -> None:
         ((worker(PAGES, layers=(0,)),), "layer layer1: no prefill rank has it"),
         (
             (worker(PAGES), worker(PAGES, OTHER_ADDRESS, 1)),
-            r"layer layer0: prefill has it on stages [0, 1], not on one",
+            r"layer layer0: prefill engine has it on stages [0, 1], not on one",
         ),
         (
             (worker(PAGES, layers=(0,)), worker(PAGES, P_ADDRESS, 1, layers=(1,))),
@@ -685,7 +685,10 @@ def test_an_engine_that_cannot_serve_fails_its_requests_in_words() -> None:
             (worker(PAGES), worker(layout(stride=32), OTHER_ADDRESS)),
             "rank 1: part page of layer layer0 spac",
         ),
-        ((worker(layout(page=32)),), "layer layer0: part page: bytes a run: prefill has 32, decode has 64"),
+        (
+            (worker(layout(page=32)),),
+            "layer layer0: part page: bytes a run: prefill engine has 32, decode engine has 64",
+        ),
     ):
         machine = DecodeMachine(PAGES, TIMES)
         machine.reserve(0.0, decode_request())

@@ -257,7 +257,7 @@ def test_layers_come_from_the_stage_that_has_them() -> None:
         1: {0: (0,), 1: (0,)},
         3: {2: (0,), 3: (0,)},
     }
-    with pytest.raises(Misfit, match=r"layer layer0: prefill has it on stages \[0, 2\], not on one"):
+    with pytest.raises(Misfit, match=r"layer layer0: prefill engine has it on stages \[0, 2\], not on one"):
         draws(own, 0, [*stages, on_rank(layout, 2)])
     with pytest.raises(Misfit, match="layer layer2: no prefill rank has it: serve the same model"):
         draws(own, 0, stages[:1])
@@ -269,8 +269,11 @@ def test_what_nobody_has_is_refused() -> None:
 
     whole = rank(0, 8)
     for ranks, words in (
-        ([rank(0, 4)], "part kv of layer layer: no prefill rank has unit 4, decode has 0 to 7"),
-        ([rank(0, 2), rank(4, 4)], "part kv of layer layer: no prefill rank has unit 2, decode has 0 to 7"),
+        ([rank(0, 4)], "part kv of layer layer: no prefill rank has unit 4, decode engine has 0 to 7"),
+        (
+            [rank(0, 2), rank(4, 4)],
+            "part kv of layer layer: no prefill rank has unit 2, decode engine has 0 to 7",
+        ),
         ([rank(0, 4), rank(2, 6)], "prefill ranks 0, 1 have unit 2 and others, but not the same"),
     ):
         with pytest.raises(Misfit, match=words):
@@ -283,7 +286,7 @@ def test_an_opaque_page_goes_to_the_rank_of_the_same_number_only() -> None:
 
     (found,) = draws(engine(2), 1, engine(2)).items()
     assert (found[0], found[1].wants) == (1, ((0,),))
-    with pytest.raises(Misfit, match="units in all: prefill has 2, decode has 1"):
+    with pytest.raises(Misfit, match="units in all: prefill engine has 2, decode engine has 1"):
         draws(engine(1), 0, engine(2))
 
 
@@ -296,27 +299,30 @@ OURS = one_layer(heads_first(UNITS, N))
 @pytest.mark.parametrize(
     ("theirs", "words"),
     [
-        (one_layer(heads_first(UNITS, N), format="fp8"), "format: prefill has 'float16', decode has 'fp8'"),
-        (one_layer(mla(UNITS, N)), "parts: prefill has kv, decode has latent"),
+        (
+            one_layer(heads_first(UNITS, N), format="fp8"),
+            "format: prefill engine has 'float16', decode engine has 'fp8'",
+        ),
+        (one_layer(mla(UNITS, N)), "parts: prefill engine has kv, decode engine has latent"),
         (
             one_layer(head_major(Place(0, 0, 1 << 20), UNITS, N, 2 * C)),
-            "part kv: bytes a run: prefill has 4, decode has 8",
+            "part kv: bytes a run: prefill engine has 4, decode engine has 8",
         ),
         (
             one_layer(heads_first(Units(0, 2, 4), N)),
-            "part kv: units in all: prefill has 2, decode has 4",
+            "part kv: units in all: prefill engine has 2, decode engine has 4",
         ),
         (
             one_layer((Part("kv", 0, 0, 1 << 20, (Axis("token", N, C),), C, None),)),
-            "part kv: units in all: prefill has 2, decode has no",
+            "part kv: units in all: prefill engine has 2, decode engine has no",
         ),
         (
             one_layer((Part("kv", 0, 0, 1 << 20, (Axis("shard", 2, C),), C, Shard(0, 2)),)),
-            "part kv: tokens a run: prefill has 1, decode has 16",
+            "part kv: tokens a run: prefill engine has 1, decode engine has 16",
         ),
         (
             msgspec.structs.replace(OURS, groups=(GroupLayout(BLOCKS, N, "window"),)),
-            "kind: prefill has full, decode has window",
+            "kind: prefill engine has full, decode engine has window",
         ),
         (
             one_layer(heads_first(UNITS, 1024 * N), 1024 * N),
@@ -332,7 +338,7 @@ def test_what_cannot_be_copied_is_named_with_both_values(theirs: KvLayout, words
 def test_pages_that_cannot_be_cut() -> None:
     pages = [one_layer(opaque_page(Place(0, 0, 64 * size), 64), size) for size in (N, 2 * N)]
     words = (
-        "layer layer: part page: tokens a run: prefill has 16, decode has 32: "
+        "layer layer: part page: tokens a run: prefill engine has 16, decode engine has 32: "
         "such pages cannot be cut, start both sides with the same block size"
     )
     assert misfit(*pages) == words

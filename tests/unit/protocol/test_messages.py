@@ -38,7 +38,7 @@ from kv_connector.protocol.messages import (
     fingerprint,
     id_problem,
 )
-from kv_connector.protocol.mismatch import mismatch
+from kv_connector.protocol.mismatch import SAME_RELEASE, mismatch
 
 MESSAGES: list[AnyMessage] = [
     Hello(
@@ -226,14 +226,14 @@ def test_a_fingerprint_on_the_wire() -> None:
 
 def test_every_difference_is_named_with_what_to_do_in_the_order_of_prefill() -> None:
     assert mismatch(pairs(), pairs(dtype="float16", block_sizes=("32",)), ADVICE) == (
-        "dtype: prefill has bfloat16, decode has float16: give both sides the same dtype; "
-        "block_sizes: prefill has (16), decode has (32): give both sides the same block size"
+        "dtype: prefill engine has bfloat16, decode engine has float16: give both sides the same dtype; "
+        "block_sizes: prefill engine has (16), decode engine has (32): give both sides the same block size"
     )
     for pair in pairs():
         other = pair.value + pair.value if isinstance(pair.value, tuple) else pair.value + "x"
         problem = mismatch(pairs(), pairs(**{pair.name: other}), ADVICE)
         assert problem is not None
-        assert problem.startswith(f"{pair.name}: prefill has ")
+        assert problem.startswith(f"{pair.name}: prefill engine has ")
     assert mismatch(pairs(), pairs(), ADVICE) is None
 
 
@@ -245,8 +245,8 @@ def test_a_name_that_one_side_lacks_is_a_difference() -> None:
     """Its advice would be misleading, because the other side's release does not compare this pair."""
     ours, theirs = fingerprint({"model": "llama", "dtype": "u8"}), fingerprint({"model": "llama", "x": "1"})
     assert mismatch(ours, theirs, ADVICE) == (
-        "dtype: prefill has u8, decode has nothing: run the same release of kv-connector on both sides; "
-        "x: prefill has nothing, decode has 1: run the same release of kv-connector on both sides"
+        f"dtype: prefill engine has u8, decode engine has nothing: {SAME_RELEASE}; "
+        f"x: prefill engine has nothing, decode engine has 1: {SAME_RELEASE}"
     )
 
 
@@ -254,7 +254,10 @@ def test_long_lists_show_their_first_difference() -> None:
     names = tuple(f"layer{i}" for i in range(80))
     other = (*names[:70], "mtp", *names[71:])
     text = mismatch(pairs(layers=names), pairs(layers=other), ADVICE)
-    assert text == "layers[70]: prefill has layer70, decode has mtp: serve the same layers on both sides"
+    assert text is not None
+    assert text.startswith(
+        "layers[70]: prefill engine has layer70, decode engine has mtp: serve the same layers"
+    )
     fewer = mismatch(pairs(layers=names), pairs(layers=names[:79]), ADVICE)
     assert fewer is not None
-    assert fewer.startswith("layers: prefill has 80 entries, decode has 79 entries:")
+    assert fewer.startswith("layers: prefill engine has 80 entries, decode engine has 79 entries:")

@@ -206,7 +206,7 @@ def test_a_refusal_names_what_differs_and_what_to_do(prefill: PeerTable) -> None
     answer = nak(prefill.receive(0.0, CALLER, hello))
     assert answer.reason is NakReason.INCOMPATIBLE
     assert answer.message == (
-        "block_sizes: prefill has (16), decode has (32): give both sides the same block size"
+        "block_sizes: prefill engine has (16), decode engine has (32): give both sides the same block size"
     )
     assert prefill.peers() == ()
 
@@ -238,7 +238,7 @@ def test_another_release_of_the_protocol_is_refused_for_that_reason_alone(prefil
     )
     assert nak(prefill.receive(0.0, CALLER, hello)) == HelloNak(
         NakReason.INCOMPATIBLE,
-        f"protocol: prefill has {PROTOCOL_VERSION}, decode has {PROTOCOL_VERSION - 1}: "
+        f"protocol: prefill engine has {PROTOCOL_VERSION}, decode engine has {PROTOCOL_VERSION - 1}: "
         "run the same release of kv-connector on both sides",
     )
 
@@ -361,7 +361,10 @@ def test_an_engine_that_does_not_fit_refuses_to_say_who_its_workers_are(prefill:
     decode = table("d0", Role.DECODE, rank=1, fingerprint=pairs(model="other"))
     refusal = nak(prefill.receive(0.0, CALLER, ask(decode)))
     assert refusal.reason is NakReason.INCOMPATIBLE
-    assert refusal.message == "model: prefill has llama, decode has other: serve the same model on both sides"
+    assert (
+        refusal.message
+        == "model: prefill engine has llama, decode engine has other: serve the same model on both sides"
+    )
     actions = decode.receive(0.0, DIALLED, refusal)
     assert only(actions, EngineNotFound).reason == f"{P_ADDRESS} refused: incompatible: {refusal.message}"
     assert len(every(actions, Log)) == 1

@@ -63,7 +63,7 @@ def test_rows_have_no_null_and_do_not_depend_on_the_prompt() -> None:
     assert used_blocks(pages.groups[1], 0, (0, 7)) == {0: 0, 1: 7}
     fewer = with_rows(pages, 4)
     assert misfit(pages, fewer) == "", "how many there are is each side's affair"
-    words = "layer layer1: kind: prefill has state, decode has sliding_window"
+    words = "layer layer1: kind: prefill engine has state, decode engine has sliding_window"
     assert misfit(pages, layout(groups=(2, 1))).startswith(words)
     assert memory_problem(pages, [region_bytes(pages)]) is None
 
@@ -126,17 +126,17 @@ def test_places_may_differ_between_the_sides_but_pages_may_not() -> None:
     for changes, words in (
         (
             {"group": 0},
-            "layer layer1: kind: prefill has sliding_window, decode has full: "
+            "layer layer1: kind: prefill engine has sliding_window, decode engine has full: "
             "keep the same windows on both sides",
         ),
         (
             {"run_bytes": 32},
-            "layer layer1: part page: bytes a run: prefill has 64, decode has 32: "
+            "layer layer1: part page: bytes a run: prefill engine has 64, decode engine has 32: "
             "serve the same model on both sides",
         ),
         (
             {"format": "fp8"},
-            f"layer layer1: format: prefill has '', decode has 'fp8': {ALIKE}",
+            f"layer layer1: format: prefill engine has '', decode engine has 'fp8': {ALIKE}",
         ),
     ):
         assert misfit(ours, with_layer(ours, 1, **changes)) == words

@@ -39,7 +39,7 @@ from kv_connector.protocol.prefill_machine import PrefillMachine, WritesEnd
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"prompt_tokens": 3 * BLOCK - 1}, "prefill has 48 tokens, decode has 47"),
+        ({"prompt_tokens": 3 * BLOCK - 1}, "prefill engine has 48 tokens, decode engine has 47"),
         ({"prompt_hash": bytes(16)}, "the prompts differ"),
         ({"prompt_hash": None}, "sends no hash of the prompt"),
     ],
@@ -107,7 +107,7 @@ def test_a_prompt_without_a_hash_is_compared_with_none(
         fail = message(machine.expect(0.0, ours))
         machine.reserve(0.0, PEER, right)
     assert isinstance(fail, Fail)
-    assert fail.message == "prompt length: prefill has 48 tokens, decode has 47"
+    assert fail.message == "prompt length: prefill engine has 48 tokens, decode engine has 47"
     assert pushed(machine.pages_computed(0.0, computed((1, 2, 3)))) == {1: 11, 2: 12, 3: 13}
 
 
@@ -168,12 +168,14 @@ def test_a_peer_whose_pages_do_not_fit_is_not_admitted() -> None:
     machine = PrefillMachine(layout(), TIMES)
     problem = machine.admit(PEER, layout(groups=(1, 1)), WANTS, regions=1)
     assert isinstance(problem, str)
-    assert problem.startswith("layer layer1: kind: prefill has full, decode has sliding_window")
+    assert problem.startswith("layer layer1: kind: prefill engine has full, decode engine has sliding_window")
     problem = machine.admit(PEER, layout(), ((0,),), regions=1)
     assert problem == "HELLO requests parts of 1 layers, its layout has 2"
     problem = machine.admit(PEER, layout(page=32), WANTS, regions=1)
     assert isinstance(problem, str)
-    assert problem.startswith("layer layer0: part page: bytes a run: prefill has 64, decode has 32")
+    assert problem.startswith(
+        "layer layer0: part page: bytes a run: prefill engine has 64, decode engine has 32"
+    )
     problem = machine.admit(PEER, layout(), WANTS, regions=0)
     assert problem == "part page of layer layer0 names memory region 0 of 0"
     assert machine.reserve(0.0, PEER, reserve()) == []

@@ -50,25 +50,26 @@ def test_decode_with_other_weights_gets_nothing_and_the_prompt_is_not_kept(
         machine.expect(0.0, prefill_request())
         machine.pages_computed(0.0, computed((1, 2, 3)))
     actions = machine.reserve(0.0, PEER, reserve_of("v1"))
-    assert_refused(actions, "prefill has v2, decode has v1")
+    assert_refused(actions, "prefill engine has v2, decode engine has v1")
     assert only(actions, Ended).outcome is Outcome.STALE
     if not request_first:
         machine.expect(0.0, prefill_request())
     assert only(machine.request_finished(0.0, "t", True, ""), FinishedSending).request_id == "p-t"
     assert_over(machine)
-    assert_refused(machine.reserve(0.0, OTHER, reserve_of("v1")), "prefill has v2")
+    assert_refused(machine.reserve(0.0, OTHER, reserve_of("v1")), "prefill engine has v2")
 
 
 def test_decode_with_another_version_of_the_same_name_gets_nothing(machine: PrefillMachine) -> None:
     """A restarted trainer reuses its version names."""
     machine.set_weights(0.0, "1#0000000a")
     actions = machine.reserve(0.0, PEER, reserve_of("1#0000000b"))
-    assert_refused(actions, "prefill has 1#0000000a, decode has 1#0000000b")
+    assert_refused(actions, "prefill engine has 1#0000000a, decode engine has 1#0000000b")
 
 
 def test_an_engine_without_a_version_has_other_weights_than_one_with(machine: PrefillMachine) -> None:
     assert_refused(
-        machine.reserve(0.0, PEER, reserve_of("v1")), "prefill has what it was started with, decode has v1"
+        machine.reserve(0.0, PEER, reserve_of("v1")),
+        "prefill engine has what it was started with, decode engine has v1",
     )
 
 
@@ -83,7 +84,9 @@ def test_weights_that_change_in_the_middle_of_a_prompt_end_its_transfer(machine:
     active(machine)
     assert machine.set_weights(0.0, "v2") == [CancelWrites(Share("t"))]
     assert machine.pages_computed(0.0, computed((4, 5, 6))) == []
-    assert_refused(machine.writes_ended(0.0, Share("t"), WritesEnd.CANCELLED, True, ""), "prefill has v2")
+    assert_refused(
+        machine.writes_ended(0.0, Share("t"), WritesEnd.CANCELLED, True, ""), "prefill engine has v2"
+    )
     assert only(machine.request_finished(0.0, "t", True, ""), FinishedSending)
     assert_over(machine)
 
@@ -115,7 +118,7 @@ def test_a_finished_prompt_stays_the_old_weights(machine: PrefillMachine) -> Non
     assert machine.set_weights(0.0, "v2") == []
     assert pushed(machine.reserve(0.0, PEER, reserve())) == {1: 11, 2: 12, 3: 13}
     actions = machine.reserve(0.0, PEER, reserve_of("v2", transfer="u", attempt=2))
-    assert_refused(actions, "prefill has what it was started with, decode has v2")
+    assert_refused(actions, "prefill engine has what it was started with, decode engine has v2")
     assert only(actions, FinishedSending).request_id == "p-u", "its blocks are free at once"
 
 
@@ -132,7 +135,7 @@ def test_a_decode_that_waits_for_the_token_hears_it_before_it_computes_the_promp
     assert sampled == Send(PEER, Sampled("t", 1, 7))
     assert cancel == CancelWrites(Share("t"))
     actions = machine.writes_ended(0.0, Share("t"), WritesEnd.CANCELLED, True, "")
-    assert_refused(actions, "prefill has v2")
+    assert_refused(actions, "prefill engine has v2")
     assert only(actions, FinishedSending)
     assert_over(machine)
 
