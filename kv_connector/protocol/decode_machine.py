@@ -289,7 +289,7 @@ class DecodeMachine:
             wants_sampled=request.wants_sampled,
             weights=self._weights,
         )
-        actions: list[DecodeAction] = [_reached(request, State.MOVING)]
+        actions: list[DecodeAction] = [_report_status(request, State.MOVING)]
         for leg in transfer.legs:
             assert leg.peer is not None
             leg.enter(LegPhase.RESERVED)
@@ -578,9 +578,9 @@ class DecodeMachine:
         stale = outcome is Outcome.STALE
         token = None if transfer.said is None else transfer.said.token
         report = FinishedReceiving(request.request_id, failed, token, stale)
-        last: list[DecodeAction] = [ended, _reached(request, state, reason), report]
+        last: list[DecodeAction] = [ended, _report_status(request, state, reason), report]
         return last if transfer.since is None else [CloseCounter(request.request_id), *last]
 
 
-def _reached(request: DecodeRequest, state: State, reason: str = "") -> Reached:
+def _report_status(request: DecodeRequest, state: State, reason: str = "") -> Reached:
     return Reached(Role.DECODE, request.transfer_id, request.request_id, state, reason)
