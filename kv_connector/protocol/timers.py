@@ -28,7 +28,7 @@ class Timeouts:
     """Silence of a peer after which it is DEAD: it is fenced, and its transfers fail."""
     hold: float = 20.0
     """The prefill engine frees a finished prompt that no decode engine has requested by then. Each PING of a
-    decode engine lists the prompts that it waits for."""
+    decode engine lists the prompts that it waits for, which restarts their time."""
     orphan: float = 60.0
     """The prefill engine drops a decode engine's reservation if the request itself has not arrived by
     then."""
