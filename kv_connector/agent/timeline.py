@@ -22,7 +22,8 @@ from kv_connector.protocol.layout import KvLayout
 from kv_connector.protocol.messages import MAX_MESSAGE_BYTES, Recall, Recalled, Role, clip
 from kv_connector.protocol.timeline import MAX_COUNTS, MAX_SPANS, About, LayerSpan, Receiving, Sending
 
-# Steps between two turns of the agent. A burst of a thousand pages makes 64 of them, twice.
+# Steps between two turns of the agent. In a burst of a thousand pages, each batch of 64 pages makes two
+# steps.
 _STEPS = 1 << 16
 # Layers whose signals are remembered: with 80 layers those of the engine's last 100 steps.
 _SIGNALS = 1 << 13

@@ -15,8 +15,8 @@ import zmq
 
 # An event that does not ring (an answer of the bootstrap server, a deadline) is seen no later than this.
 _PATIENCE_MS = 1
-# A request begins with several such steps. P learns of D's request after 6 ms on two idle cores
-# (docs/performance.md). A prompt takes longer to compute.
+# Time without waits after an event, in seconds. A request begins with several events in a row: P learns of
+# D's request after 6 ms on two idle cores (docs/performance.md). A prompt takes longer to compute.
 _AWAKE_S = 0.01
 
 
