@@ -244,7 +244,8 @@ class Agent:
 
         A GPU waits for launches where a prompt is short or has just begun, and Python runs one thread at a
         time. On lanes where pages wait for a prompt's end anyway, the agent handles new events only after
-        end_launch()."""
+        end_launch().
+        """
         if self._effects.gathered:
             self._thread.hold_off()
 
@@ -263,7 +264,8 @@ class Agent:
         """The requests lose their blocks. On return nothing reads these blocks any more.
 
         BLOCKS for about ``timeouts.drain`` at most, while the transfer thread runs. Pages that were not
-        pushed are forgotten until pages_computed() names them again."""
+        pushed are forgotten until pages_computed() names them again.
+        """
         self._thread.go_on()  # the engine is waiting for this call
         self._preemption.preempt(transfer_ids)
 
@@ -282,7 +284,8 @@ class Agent:
         second call, with ``ok`` False.
 
         ``aborted``: the request is not ``ok`` because its client left. The transfer then counts as cancelled
-        on both sides. Without ``aborted`` it counts as failed."""
+        on both sides. Without ``aborted`` it counts as failed.
+        """
         if sampled is not None:
             self._thread.go_on()  # D waits for the token, which must not wait for another prompt's launch
         prefill = self._effects.prefill
@@ -339,7 +342,8 @@ class Agent:
         or FAILED request any more. A FAILED prompt may still be computed by its engine until
         request_finished().
 
-        An end is kept until take_reports() or forget(). An adapter uses one of the two."""
+        An end is kept until take_reports() or forget(). An adapter uses one of the two.
+        """
         return self._ledger.state(request_id)
 
     def failure(self, request_id: str) -> str:
@@ -354,7 +358,8 @@ class Agent:
         """Drops everything that is kept of a request for its adapter, in order with the other commands.
 
         Call it for a prompt after request_finished(), and for a load when it is DONE, FAILED or cancelled. A
-        transfer in flight stays until it is over, and its end is not reported."""
+        transfer in flight stays until it is over, and its end is not reported.
+        """
 
         def command(now: float) -> Sequence[Action]:
             self._ledger.forget(request_id)
@@ -397,7 +402,8 @@ class Agent:
         meanwhile are refused with the reason that this engine is asleep.
 
         BLOCKS until nothing can be written to the memory or read from it. A second call does nothing. Raises
-        AgentError if the memory must stay mapped."""
+        AgentError if the memory must stay mapped.
+        """
         self._memory.unregister(self._effects, self._thread)
 
     def register_memory(self) -> None:
@@ -405,7 +411,8 @@ class Agent:
         are opened as they are needed, and their peers get the new descriptors.
 
         BLOCKS. A second call does nothing. Raises AgentError if the memory cannot be registered. The agent
-        then stays asleep."""
+        then stays asleep.
+        """
         self._memory.register(self._effects, self._thread)
 
     def phases(self) -> dict[str, int]:

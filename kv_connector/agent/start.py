@@ -92,7 +92,8 @@ def start(settings: Settings, worker: WorkerInfo) -> Running:
     """Opens the lanes and the control socket, and registers with the routers.
 
     Raises SettingsError or AgentError, with a message that says what to change. Nothing is left open in that
-    case."""
+    case.
+    """
     settings = settings.for_device(worker.device.kind)
     settings.check_ranks(worker.ranks)
     key = settings.key()

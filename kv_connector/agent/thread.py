@@ -103,7 +103,8 @@ class AgentThread:
         """Waits for the agent's thread, however long it takes.
 
         Without this wait another request's pages would be written into blocks that are still being read for
-        this one, and the error would stay unnoticed."""
+        this one, and the error would stay unnoticed.
+        """
         waited = 0.0
         while True:
             try:

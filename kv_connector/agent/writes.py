@@ -19,7 +19,8 @@ class Bursts:
 
     Up to this many bytes of a prompt wait for its end and are then sent at once. With more bytes, the pages
     of earlier steps are sent during the prefill, in parts of this size. The last step is sent layer by layer
-    if its pages alone exceed the limit."""
+    if its pages alone exceed the limit.
+    """
 
     most: int
     early_token: int
@@ -265,7 +266,8 @@ class Writes:
         """The signal value at which the layer's pages of that step are valid and can be sent.
 
         For a step before the last change of order, whose signal may still be on its way, it is the step's
-        end. For pages that are computed already it is 0, where all signals begin."""
+        end. For pages that are computed already it is 0, where all signals begin.
+        """
         if signal_base is None:
             return 0
         by_layer = signal_base >= self._ordered_since and not at_end

@@ -41,7 +41,8 @@ class Activity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 class PromptCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The cost of computing a prompt, from the engine's own steps.
 
-    A step of ``n`` of its tokens behind ``c`` others takes ``step + token * n + pair * n * (c + n / 2)``."""
+    A step of ``n`` of its tokens behind ``c`` others takes ``step + token * n + pair * n * (c + n / 2)``.
+    """
 
     step_ns: Natural
     token_ns: Natural

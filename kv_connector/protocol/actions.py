@@ -68,7 +68,8 @@ class Send:
 class Fence:
     """End the session, so that no write of either side may land or read any more.
 
-    ``peer_down`` answers at once, and ``fenced`` once the fence is complete."""
+    ``peer_down`` answers at once, and ``fenced`` once the fence is complete.
+    """
 
     peer: PeerId
     reason: str

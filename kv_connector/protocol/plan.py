@@ -153,7 +153,8 @@ class TablePair:
         """Removes the known granules from the wanted ones. Returns their pairs of source block and target
         block, by the step that computes the granule and by its places.
 
-        ``known``: logical block -> block and step."""
+        ``known``: logical block -> block and step.
+        """
         found: dict[tuple[Step, Places], list[tuple[int, int]]] = {}
         cut, whole = self.cut, self.whole
         for logical, (block, step) in known.items():

@@ -256,7 +256,8 @@ class PrefillMachine:
         given up later by a second call (not ``ok``).
 
         ``sampled``: the token behind the prompt. ``aborted``: the request is not ``ok`` because its client
-        left, so the transfer has not failed."""
+        left, so the transfer has not failed.
+        """
         code = FailCode.PREFILL_ABORTED if aborted else FailCode.WRITE_ERROR
         prompt = self._prompts.get(transfer_id)
         if prompt is None:

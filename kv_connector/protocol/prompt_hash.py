@@ -14,7 +14,8 @@ def prompt_hash(token_ids: Sequence[int], beside: Sequence[str] = ()) -> bytes:
     """The 16 bytes of BLAKE2b over the token ids, as little-endian unsigned 32-bit integers, and over
     ``beside``.
 
-    ``beside``: other facts that decide the content of the pages: adapter, cache salt, pictures."""
+    ``beside``: other facts that decide the content of the pages: adapter, cache salt, pictures.
+    """
     # Runs in the scheduler's thread, before the prompt's first step. With 32,000 tokens it takes 0.8 ms,
     # where NumPy and 64 bits took 2.7 ms (medians, the two cores of docs/performance.md's second run).
     integers = array("I", token_ids)

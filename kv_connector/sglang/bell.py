@@ -38,7 +38,8 @@ class Bell:
         after an event, because another one will follow.
 
         ``requests``: SGLang's socket for requests. Another object, such as SGLang's server in Rust, is not
-        watched. Used by one thread."""
+        watched. Used by one thread.
+        """
         if isinstance(requests, zmq.Socket) and requests not in self._poller:
             self._poller.register(requests, zmq.POLLIN)
         awake = time.monotonic() - self._heard < _AWAKE_S

@@ -157,7 +157,8 @@ def weight_version() -> str:
     """The name of the weights that this worker computes with: that of ``--weight-version``, or of the last
     update.
 
-    A name that is too long for control messages is cut, and gets a tag of the whole name."""
+    A name that is too long for control messages is cut, and gets a tag of the whole name.
+    """
     version = str(get_serving().weight_version)
     return version if len(version) <= MAX_NAME else identity(version[:MAX_NAME], version)
 

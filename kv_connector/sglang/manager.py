@@ -186,7 +186,8 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
     def note_weights(self) -> None:
         """Passes on the weight version with which SGLang's scheduler computes from its next step on.
 
-        A prefill engine refuses pages to a decode engine of another version."""
+        A prefill engine refuses pages to a decode engine of another version.
+        """
         # Each call makes a prefill engine's agent forget the computed pages of unfinished prompts.
         if (version := weight_version()) == self._weights:
             return
@@ -220,7 +221,8 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
         something, as Bell.wait() does.
 
         Does not block if other workers take their turns together with this one, because the events of their
-        agents do not ring here."""
+        agents do not ring here.
+        """
         if self._alone:
             self._bell.wait(requests)
 
@@ -243,7 +245,8 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
         """BLOCKS until the agent has handled the request of this number, and so all later ones.
 
         SGLang puts prompts that D has requested by then into its next batch. A request that arrives a moment
-        later waits until that batch is computed."""
+        later waits until that batch is computed.
+        """
         if number > self._caught_up:
             self._caught_up = self._expected
             self.agent.catch_up(_CATCH_UP_S)

@@ -1,6 +1,7 @@
 """The connector's metrics in SGLang's /metrics.
 
-SGLang's schedulers write Prometheus metrics into files, which its server reads."""
+SGLang's schedulers write Prometheus metrics into files, which its server reads.
+"""
 
 from __future__ import annotations
 

@@ -62,7 +62,8 @@ def _hold_until_drained(result: None, queue: Any, *args: Any, **kwargs: Any) -> 
     """Runs after DecodeTransferQueue.__init__().
 
     SGLang frees an aborted request's pages after some seconds even if they may still be written. The agent
-    always learns when they cannot be written any more, and reports it."""
+    always learns when they cannot be written any more, and reports it.
+    """
     if queue.scheduler.transfer_backend.value == BACKEND:
         queue.deferred_kv_release_timeout = float("inf")
 

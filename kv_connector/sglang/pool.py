@@ -78,7 +78,8 @@ def pool_layout(
 ) -> tuple[KvLayout, tuple[MemoryRange, ...]]:
     """The layout and memory of SGLang's pool. Raises UnsupportedPool.
 
-    ``row``: address and length in bytes of the table of metadata rows, and the widths of a row's parts."""
+    ``row``: address and length in bytes of the table of metadata rows, and the widths of a row's parts.
+    """
     regions = _Regions()
     groups: list[GroupLayout] = []
     layers: list[LayerLayout] = []
