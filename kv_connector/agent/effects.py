@@ -157,16 +157,13 @@ class Effects:
         self._actions: deque[Action] = deque()
         self._links: dict[PeerId, _Link] = {}
         self._over: list[PeerId] = []  # links whose last log lines may still be in _actions
-        # request id -> the transfer engine's counter set, writes expected
-        self._counters: dict[str, tuple[int, int]] = {}
-        self._counting: dict[int, str] = {}  # the transfer engine's counter set -> request id
+        self._counters: dict[str, tuple[int, int]] = {}  # request id -> counter set, writes expected
+        self._counting: dict[int, str] = {}  # counter set -> request id
         self._fencing: dict[PeerId, _Fencing] = {}
         self._when_fenced: list[Callable[[], None]] = []
-        # Transfers whose writes have ended and that are not yet reported: seconds since the first push,
-        # pages, bytes.
+        # Unreported transfers whose writes have ended: seconds since the first push, pages, bytes.
         self._sent: dict[Share, tuple[float, int, int]] = {}
-        # requests whose pages have all arrived and that are not yet reported: pages
-        self._arrived: dict[str, int] = {}
+        self._arrived: dict[str, int] = {}  # unreported requests whose pages have all arrived: pages
         self.load_failed: Callable[[str, str], None] = lambda transfer_id, reason: None
         self.reached: Callable[[Reached], None] = lambda reached: None
         self.transfer_over: Callable[[Ended, Timing], None] = lambda ended, timing: None
@@ -577,11 +574,7 @@ class Effects:
         self.transfer_over(ended, timing)
         if ended.outcome in (Outcome.COMPLETED, Outcome.RELEASED):
             return
-        where = (
-            "that no decode engine requested"
-            if ended.side is Role.PREFILL
-            else "without a session with its prefill engine"
-        )
+        where = "that no decode engine requested" if ended.side is Role.PREFILL else "without a session"
         if link is not None:
             where = f"{'to' if ended.side is Role.PREFILL else 'from'} {link.name} over {link.lane}"
         share, outcome = Share(ended.transfer_id, ended.share), ended.outcome.value
