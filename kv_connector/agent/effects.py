@@ -85,8 +85,8 @@ Action = PrefillAction | DecodeAction | PeersAction
 # A fence usually takes one turn of the transfer thread. The agent waits this long for it, then serves all
 # other peers and tries again, because a fence makes progress only while it is called. The interval grows with
 # the wait, so that a fence takes at most half as long again as it must. With 300 stuck fences the agent then
-# spends 0.3 s of each second on them, because the transfer thread turns every millisecond while a fence is
-# waited for. Sessions survive that with heartbeats of 1 s.
+# spends 0.3 s of each second on retries of 1 ms. The transfer thread turns every millisecond during a retry.
+# Sessions survive that with heartbeats of 1 s.
 _FENCE_TIMEOUT_S = 0.005
 _FENCE_RETRY_TIMEOUT_S = 0.001
 _FENCE_RETRY_S = 0.02
