@@ -68,7 +68,7 @@ class WorkerSide:
         self._spans = spans
         self._ends_every_step = ends_every_step
         if spans is not None:
-            agent.tell_ends(spans.over)
+            agent.report_ends(spans.over)
         self._progress = LayerProgress(layer_names, signal)
         self._patient = not isinstance(agent.signal, StreamSignal)
         self._ledger = CommandLedger(agent)
@@ -116,7 +116,7 @@ class WorkerSide:
             self.agent.order_layers(self._progress.base, self._progress.order)
         if metadata.new_pages and not ending:
             self.agent.no_prompt_ends(self._progress.base)
-        self._ledger.computed(metadata.new_pages, self._progress.base)
+        self._ledger.pages_computed(metadata.new_pages, self._progress.base)
         self._computes, self.pushes = metadata.computes, bool(metadata.new_pages)
         if metadata.computes:
             # What ends with its tokens is to be told with the step after the next: a pause would delay it.

@@ -143,17 +143,22 @@ def test_where_no_setting_helps_that_is_said(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("kind", "prefill", "decode", "words"),
     [
-        ("llama", "dtype=float16", "", "dtype: prefill has float16, decode has bfloat16: start both engines"),
+        (
+            "llama",
+            "dtype=float16",
+            "",
+            "dtype: prefill engine has float16, decode engine has bfloat16: start both engines",
+        ),
         (
             "llama",
             "kv-cache-dtype=fp8",
             "",
-            "format: prefill has 'float8_e4m3fn, 64 + 64 a head', decode has",
+            "format: prefill engine has 'float8_e4m3fn, 64 + 64 a head', decode engine has",
         ),
-        ("llama", "order=planes", "", "layer model.layers.0.self_attn.attn: format: prefill has"),
+        ("llama", "order=planes", "", "layer model.layers.0.self_attn.attn: format: prefill engine has"),
         ("granite", "conv=DS", "", "a convolution of 3 rows in bfloat16, DS"),
         ("granite", "drafts=2", "", "a convolution of 5 rows"),
-        ("llama", "block=16", "block=4096", "blocks of full_attention are too unlike: 16 tokens and 4096"),
+        ("llama", "block=16", "block=4096", "blocks of full_attention differ too much: 16 tokens and 4096"),
     ],
 )
 def test_what_does_not_fit_is_said_in_the_planners_words(

@@ -758,7 +758,7 @@ async def test_a_load_that_fails_is_told_with_its_reason(cluster: Cluster, strea
         return Response(json.dumps(error), 500)
 
     error = {"error": {"message": "Internal server error", "code": 500}}
-    why = "dtype: prefill has float32, decode has bfloat16"
+    why = "dtype: prefill engine has float32, decode engine has bfloat16"
     p, d = await cluster.engine(Role.PREFILL), await cluster.engine(Role.DECODE, decode)
     client = await cluster.router()
     answer = await within(ask(client, stream=stream))

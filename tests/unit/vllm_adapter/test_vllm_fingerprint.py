@@ -107,8 +107,8 @@ def test_a_checkpoint_with_other_scales_is_refused(config: Any) -> None:
 
     calibrated, plain = scaled("fp8", 0.5, 0.25), scaled("fp8", None, None)
     assert refusal(calibrated, plain) == (
-        f"layer {name(79)}: format: prefill has 'float8_e4m3fn times 0.5, 0.25, 64 + 64 a head', decode has "
-        f"'float8_e4m3fn times 1.0, 1.0, 64 + 64 a head': {ALIKE}"
+        f"layer {name(79)}: format: prefill engine has 'float8_e4m3fn times 0.5, 0.25, 64 + 64 a head', "
+        f"decode engine has 'float8_e4m3fn times 1.0, 1.0, 64 + 64 a head': {ALIKE}"
     )
     assert refusal(calibrated, scaled("fp8", 0.5, 0.25)) == ""
     heads = [i / 3 for i in range(256)]
@@ -184,7 +184,8 @@ def test_there_is_advice_for_each_pair(config: Any, monkeypatch: pytest.MonkeyPa
     assert [pair.name for pair in ours] == list(ADVICE)
     monkeypatch.setattr(config.model_config, "dtype", torch.bfloat16)
     assert mismatch(ours, rank_fingerprint(config), ADVICE) == (
-        "dtype: prefill has float32, decode has bfloat16: start both engines with the same --dtype"
+        "dtype: prefill engine has float32, decode engine has bfloat16: "
+        "start both engines with the same --dtype"
     )
 
 

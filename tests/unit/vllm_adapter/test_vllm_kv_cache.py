@@ -345,7 +345,7 @@ def test_heads_that_are_packed_by_the_block_are_copied_whole(config: Any) -> Non
     assert transfer([one], two, 1, 2, TABLES, 128) == 4
     assert torch.equal(two.tensors[name(0)][TABLES[0]], tensor[TABLES[0]][:, 2:])
     assert misfit(one.layout, amx(64, 0, 1).layout) == (
-        f"layer {name(0)}: format: prefill has {layer_format(one)!r}, decode has "
+        f"layer {name(0)}: format: prefill engine has {layer_format(one)!r}, decode engine has "
         f"{layer_format(one).replace('blocks of 32', 'blocks of 64')!r}: {ALIKE}"
     )
 
@@ -418,7 +418,10 @@ def test_an_indexers_pages_are_whole_and_on_every_rank(config: Any) -> None:
     assert transfer([one], two, 1, 2, TABLES, 128) == 4
     other = make_rank(config, [layers_of(1, replace(INDEXER, block_size=64))], layer)
     problem = misfit(one.layout, other.layout)
-    assert "32 tokens x 132 bytes', decode has 'uint8 of DEEPSEEK_V32_INDEXER, whole pages of 64" in problem
+    assert (
+        "32 tokens x 132 bytes', decode engine has 'uint8 of DEEPSEEK_V32_INDEXER, whole pages of 64"
+        in problem
+    )
 
 
 def test_whole_pages_in_pieces_are_refused(config: Any) -> None:

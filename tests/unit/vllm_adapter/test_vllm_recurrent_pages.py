@@ -222,7 +222,9 @@ def test_what_must_be_alike_is_said(config: Any, order: Callable[[bool], None]) 
     turned = state_rank(config, mamba2(4), 0, 1)
     for other, words in ((drafts, "a convolution of 5 rows"), (turned, "bfloat16, DS")):
         problem = misfit(ours.layout, other.layout)
-        assert problem.startswith(f"layer {name(0)}: format: prefill has {state_format(ours)!r}, decode has ")
+        assert problem.startswith(
+            f"layer {name(0)}: format: prefill engine has {state_format(ours)!r}, decode engine has "
+        )
         assert words in problem
 
 

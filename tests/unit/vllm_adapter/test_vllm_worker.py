@@ -50,7 +50,7 @@ def test_each_layer_is_signalled_when_it_is_computed(agent: RecordingAgent, work
     step(worker, new_pages=(NewPages("t", PAGES, last=False),))
     assert agent.take_calls() == [
         ("no_prompt_ends", 3),
-        ("computed", ComputedPages("t", 3, PAGES)),
+        ("pages_computed", ComputedPages("t", 3, PAGES)),
         ("store", 4),
         ("store", 5),
         ("store", 6),
@@ -72,7 +72,7 @@ def test_layers_are_signalled_as_their_hooks_come_whatever_their_names(agent: Re
     assert agent.take_calls() == [
         ("order_layers", 4, (1, 3, 0, 2)),
         ("no_prompt_ends", 4),
-        ("computed", ComputedPages("t", 4, PAGES)),
+        ("pages_computed", ComputedPages("t", 4, PAGES)),
         ("store", 5),
         ("store", 6),
         ("store", 7),
@@ -92,7 +92,7 @@ def test_the_prefills_end_is_noted_right_before_its_last_layer(
 
 def test_preempted_blocks_are_drained_before_anything_else(agent: RecordingAgent, worker: WorkerSide) -> None:
     step(worker, EXPECT, preempted=("t",), new_pages=(NewPages("t", PAGES, last=True),))
-    assert [call[0] for call in agent.take_calls()][:3] == ["preempt", "expect", "computed"]
+    assert [call[0] for call in agent.take_calls()][:3] == ["preempt", "expect", "pages_computed"]
 
 
 def test_waiting_transfers_are_listed_when_they_change(agent: RecordingAgent, worker: WorkerSide) -> None:
@@ -207,7 +207,7 @@ def test_every_step_is_noted(agent: RecordingAgent, worker: WorkerSide) -> None:
 def test_a_cleared_cache_is_passed_on_before_new_pages(agent: RecordingAgent, worker: WorkerSide) -> None:
     step(worker, CacheCleared(), new_pages=(NewPages("t", PAGES, True),))
     names = [call[0] for call in agent.take_calls()]
-    assert names.index("cache_cleared") < names.index("computed")
+    assert names.index("cache_cleared") < names.index("pages_computed")
 
 
 def test_reservations_are_passed_on_where_there_are_any(worker: WorkerSide, agent: RecordingAgent) -> None:
