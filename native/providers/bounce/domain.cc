@@ -295,7 +295,7 @@ void BounceDomain::on_work(WorkId work, const Error* error) {
 
 void BounceDomain::on_immediate(Link& link, uint32_t immediate) {
   const std::optional<Note> note = Note::decode(immediate);
-  if (!note) return break_link(link, nonsense("wrote a note that means nothing"));
+  if (!note) return break_link(link, nonsense("wrote a note of an unknown kind"));
   if (!note->emptied) {
     if (link.arrivals[note->slot]) return break_link(link, nonsense("filled a slot that was not empty"));
     link.arrivals[note->slot].emplace();

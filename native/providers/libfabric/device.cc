@@ -157,7 +157,7 @@ Result<Info> find(const Library& library, const Choice& choice, const char* addr
                      " with reliable datagrams, counted writes (4 bytes of remote CQ data) and delivery-complete" +
                      (choice.domain.empty() ? "" : " on a device named " + choice.domain) +
                      (address == nullptr ? "" : " at address " + std::string(address)) +
-                     "; `fi_info` lists what there is";
+                     "; `fi_info` lists the available ones";
     return error;
   }
   Info chosen(library.dupinfo(info), FreeInfo{&library});

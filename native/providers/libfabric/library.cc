@@ -89,7 +89,7 @@ Result<Library> load() {
                         find(handle, "fi_version", "FABRIC_1.0", version);
   Dl_info info{};
   if (version != nullptr && dladdr(reinterpret_cast<void*>(version), &info) != 0) library.path = info.dli_fname;
-  if (!complete) return fabric_error(ErrorCode::kRefused, "open", library.path + " is no libfabric that we know");
+  if (!complete) return fabric_error(ErrorCode::kRefused, "open", library.path + " is not a known libfabric");
   library.version = version();
   if (FI_VERSION_LT(library.version, FI_VERSION(1, 9))) {
     // 1.9 is the first whose fi_info has all the fields that our headers have.

@@ -80,6 +80,6 @@ class Messages {
 };
 
 // What breaks a link whose peer does not keep to the rules.
-inline Error nonsense() { return link_error("receive", "the peer sent a message that is none"); }
+inline Error nonsense() { return link_error("receive", "the peer sent a malformed message"); }
 
 }  // namespace kvc::libfabric

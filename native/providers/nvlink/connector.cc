@@ -68,7 +68,7 @@ Result<std::unique_ptr<Registration>> NvlinkConnector::register_memory(const Mem
   const cuda::Placement& place = placed.value();
   if (place.device < 0) {
     return kLane.error(ErrorCode::kNotReachable, kOperation,
-                       "this memory is in no GPU: the nvlink lane moves GPU memory only (host, tcp: the other kind)");
+                       "this is host memory, and the nvlink lane moves GPU memory only: use the lane host or tcp");
   }
   Result<Shared> shared = share(place, range);
   if (!shared) return shared.error();

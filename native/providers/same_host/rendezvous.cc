@@ -123,7 +123,7 @@ bool Rendezvous::hear(PeerSocket& stranger) {
 
 Result<Invitation> Rendezvous::invite(LinkId link) {
   const auto [entry, fresh] = invited_.try_emplace(link, Invited{Secret::make(), nullptr});
-  if (!fresh) return lane_.error(ErrorCode::kInvalidArgument, "offer", "this link exists");
+  if (!fresh) return lane_.error(ErrorCode::kInvalidArgument, "offer", "a link with this id exists already");
   Invitation invitation{.magic = lane_.magic, .version = lane_.version, .socket = socket_name_};
   std::copy(boot_id_.begin(), boot_id_.end(), invitation.boot_id.begin());
   invitation.secret = entry->second.secret;

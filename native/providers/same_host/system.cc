@@ -143,7 +143,7 @@ Result<UniqueFd> connect_to(std::string_view name) {
   }
   if (errno == ECONNREFUSED) {
     return plain_error(ErrorCode::kNotReachable, "accept",
-                       "nobody listens under the peer's name: it is gone, or in another network namespace");
+                       "no process listens under the peer's name: the peer is gone, or in another network namespace");
   }
   return kernel_error("accept", "connect", errno);
 }

@@ -342,7 +342,7 @@ Status Connection::read_turn() {
     }
     if (got < 0) return down("receive", errno);
     if (got == 0) {
-      return down("receive", state_ == State::kGreeting ? "the peer did not welcome us: its offer is no longer valid"
+      return down("receive", state_ == State::kGreeting ? "the peer sent no welcome: its offer is no longer valid"
                                                         : "the peer closed the connection");
     }
     const auto bytes = static_cast<uint64_t>(got);
@@ -400,7 +400,7 @@ Status Connection::take_welcome(bool& taken) {
   inbox_begin_ += sizeof(welcome);
   if (welcome.magic != Welcome::kMagic || welcome.version != kVersion || welcome.index != index_ ||
       !welcome.secret.equals(welcome_.secret)) {
-    return down("connect", "whoever listens at the peer's address is not the peer");
+    return down("connect", "another process listens at the peer's address");
   }
   taken = true;
   state_ = State::kUp;
@@ -410,7 +410,7 @@ Status Connection::take_welcome(bool& taken) {
 
 Status Connection::begin_landing(const FrameHeader& header, const std::byte* offsets) {
   if (header.sequence != received_ + 1) {
-    return refuse(header.sequence, ErrorCode::kInvalidArgument, "a write out of step");
+    return refuse(header.sequence, ErrorCode::kInvalidArgument, "a write with an unexpected sequence number");
   }
   if (header.page_bytes == 0) {  // an immediate alone
     ++received_;
@@ -493,7 +493,7 @@ void Connection::advance_landing(uint64_t bytes) {
 
 Status Connection::take_message(uint32_t slot, std::span<const std::byte> message) {
   if (!link_.put(slot, *this)) {
-    return refuse(0, ErrorCode::kInvalidArgument, "a message in a slot whose last one was not taken");
+    return refuse(0, ErrorCode::kInvalidArgument, "a message in a slot whose previous message was not taken");
   }
   context_.completions.message(link_.id(), slot, message);
   return {};
@@ -508,7 +508,7 @@ Status Connection::take_acknowledgement(const FrameHeader& header) {
   const uint64_t acknowledged = header.acknowledged;
   uint32_t messages = header.messages_taken ^ messages_seen_;
   if (acknowledged < acknowledged_ || acknowledged > sent_ || (messages & ~messages_sent_) != 0) {
-    return refuse(0, ErrorCode::kInvalidArgument, "an acknowledgement of what was never sent");
+    return refuse(0, ErrorCode::kInvalidArgument, "an acknowledgement of a write or message that was never sent");
   }
   messages_seen_ ^= messages;
   messages_sent_ ^= messages;
@@ -536,7 +536,7 @@ Status Connection::take_refusal(const FrameHeader& header, std::string_view text
   const bool posted = header.sequence >= first && header.sequence <= std::min(posted_, sent_ + 1);
   if (posted) refused_.push_back({header.sequence, tcp_error(code, "write", words)});
   if (code != ErrorCode::kUnknownRegion) return down("write", std::move(words));
-  if (!posted) return refuse(0, ErrorCode::kInvalidArgument, "a refusal of what was never sent");
+  if (!posted) return refuse(0, ErrorCode::kInvalidArgument, "a refusal of a write that was never sent");
   return {};
 }
 

@@ -117,7 +117,7 @@ Result<std::unique_ptr<LinkEnd>> TcpConnector::complete(LinkId link, std::span<c
   Offered& offered = found->second;
   Result<Answer> answer = Answer::decode(bytes);
   if (answer && (answer.value().link != link || answer.value().connections > offered.connections)) {
-    answer = tcp_error(ErrorCode::kInvalidArgument, "complete", "the answer is not one to this link's offer");
+    answer = tcp_error(ErrorCode::kInvalidArgument, "complete", "the answer does not belong to this link's offer");
   }
   if (!answer) {
     offers_.erase(found);

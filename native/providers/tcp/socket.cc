@@ -50,7 +50,7 @@ Result<Address> parse(const std::string& address, uint16_t port, std::string_vie
   addrinfo* found = nullptr;
   if (const int rc = ::getaddrinfo(address.c_str(), std::to_string(port).c_str(), &hints, &found); rc != 0) {
     return tcp_error(ErrorCode::kInvalidArgument, operation,
-                     "'" + printable(address) + "' is no numeric IP address: give one that this machine has");
+                     "'" + printable(address) + "' is not a numeric IP address: give an address of this machine");
   }
   return Address(found);
 }

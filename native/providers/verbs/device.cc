@@ -135,7 +135,7 @@ Result<std::unique_ptr<Device>> Device::open(const Library& library, const Devic
   for (int i = 0; i < count && !opened; ++i) {
     const std::string name = library.get_device_name(list[i]);
     if (!spec.name.empty() && spec.name != name) {
-      reasons += (reasons.empty() ? "" : "; ") + name + ": not the one asked for";
+      reasons += (reasons.empty() ? "" : "; ") + name + ": not the configured device";
       continue;
     }
     std::unique_ptr<Device> device(new Device(library));
@@ -249,7 +249,7 @@ Status Device::choose_pkey() {
     }
   }
   return verbs_error(ErrorCode::kRefused, "open",
-                     spec_.pkey ? "the pkey asked for is not in its table" : "no full-member pkey in its table");
+                     spec_.pkey ? "the configured pkey is not in its table" : "no full-member pkey in its table");
 }
 
 Status Device::make_domains() {
@@ -329,8 +329,8 @@ Result<Address> Device::address_for(const Address& peer) const {
   const GidEntry* const gid = gid_for(&peer);
   if (gid == nullptr) {
     return verbs_error(ErrorCode::kNotReachable, "accept",
-                       spec_.name + " has no " + gid_type_name(peer.gid_type) + " address of the kind of the peer's " +
-                           to_string(peer.gid));
+                       spec_.name + " has no " + gid_type_name(peer.gid_type) +
+                           " address of the same kind as the peer's " + to_string(peer.gid));
   }
   return address_with(gid);
 }
