@@ -58,7 +58,7 @@ bool Rendezvous::watch(int fd) const {
 
 void Rendezvous::unwatch(int fd) const { epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr); }
 
-// --- Who dials
+// --- Dials
 
 void Rendezvous::serve() {
   std::array<epoll_event, 16> events;

@@ -104,10 +104,9 @@ class Inbox {
     messages_.emplace_back(std::in_place_type<Kind>, std::forward<Kind>(message));
     if (sleeping_ && !signalled_) wake();
   }
-  // Returns false if messages wait.
+  // Moves all messages into `messages`, which must be empty.
   void take(std::vector<Message>& messages);
-  // Drops all messages, now and later: the domain is gone. This breaks a cycle, because messages hold their link's
-  // gate, and the gate holds this inbox.
+  // Returns false if messages wait.
   bool prepare_sleep();
   // Drops all messages, now and later: the domain is gone. This breaks a cycle, because messages hold their link's
   // gate, and the gate holds this inbox.
