@@ -279,7 +279,7 @@ void VerbsDomain::write_arrived(Link& link, const abi::ibv_wc& completion) {
 void VerbsDomain::message_arrived(Link& link, const abi::ibv_wc& completion, std::span<const std::byte> bytes) {
   const bool says = (completion.wc_flags & abi::IBV_WC_WITH_IMM) != 0;
   if (says && hear(link, Control::decode(big_endian(completion.imm_data)), bytes)) return;
-  break_link(link, peer_down("receive", "a message with an unexpected slot or sequence"));
+  break_link(link, peer_down("receive", "the peer sent an unexpected message"));
 }
 
 bool VerbsDomain::hear(Link& link, const Control& control, std::span<const std::byte> bytes) {
