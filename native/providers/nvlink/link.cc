@@ -15,7 +15,7 @@ using Put = same_host::ImmediateRing::Put;
 
 namespace {
 
-// Unmaps the peer's memory, on the control thread, when no copy uses it any more. The socket's end tells the peer that
+// Unmaps the peer's memory, on the control thread, when no copy uses it any more. The socket's end shows the peer that
 // no write of this side is in flight either. The socket's other direction stays open: the peer announces the same
 // there.
 void let_go(std::vector<std::shared_ptr<PeerRegion>> regions, const Connection& connection) {

@@ -116,8 +116,8 @@ class Link final : public same_host::LinkBase {
 
   // --- The end
 
-  // Returns true once no write of the peer can land here over this link any more, all that landed has been reported,
-  // and no copy of this side is in flight. Then unmaps the peer's memory. Call it after close().
+  // Returns true once no write of the peer can land here over this link any more. By then all that landed has been
+  // reported, and no copy of this side is in flight. Also unmaps the peer's memory. Call it after close().
   bool end();
   // Returns true once the peer has unmapped our memory, so that the link can be destroyed. Call it after end(). It
   // looks at the peer's process and socket, so it is too slow for every turn.
