@@ -18,7 +18,7 @@ std::string LibfabricConnector::description() const {
 
 DomainLimits LibfabricConnector::limits() const {
   DomainLimits limits;
-  limits.page_bytes = std::min(limits.page_bytes, device_->max_write());  // tcp says 2^64 - 1
+  limits.page_bytes = std::min(limits.page_bytes, device_->max_write());  // tcp reports 2^64 - 1
   return limits;
 }
 
@@ -49,7 +49,8 @@ Status LibfabricConnector::check(std::string_view operation, const Card& peer) c
                         "the peer does not share this machine's /dev/shm and processes");
   }
   if (device_->is_local() && peer.pid == static_cast<uint32_t>(::getpid())) {
-    // Endpoints of one process use each other's memory directly, also after one of them was closed: a crash (1.17).
+    // Endpoints of one process use each other's memory directly, even after one of them was closed. That is a crash
+    // (1.17).
     return fabric_error(ErrorCode::kNotReachable, std::string(operation), "shm leads to other processes only");
   }
   return {};

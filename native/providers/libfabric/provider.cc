@@ -9,7 +9,7 @@ namespace kvc::libfabric {
 
 void load() {
 #if KVC_HAVE_LIBFABRIC
-  (void)library();  // a failure is create()'s to report
+  (void)library();  // create() reports a failure
 #endif
 }
 
