@@ -39,7 +39,7 @@ class EnginePingPong::Completion {
     const bool signalled = semaphore_.try_acquire_for(kPatience);
     const std::lock_guard lock(mutex_);
     if (!error_.empty()) throw std::runtime_error(error_);
-    if (!signalled) throw std::runtime_error("ping-pong: no answer in 10 s");
+    if (!signalled) throw std::runtime_error("ping-pong: no answer in 30 s");
   }
 
  private:
@@ -80,7 +80,7 @@ std::vector<double> EnginePingPong::ping(Face face, const std::vector<uint32_t>&
                                          uint32_t pause_us) {
   const auto completion = std::make_shared<Completion>();
   const size_t n = peer_immediates.size();
-  if (n != counters_.size()) throw std::runtime_error("ping-pong: both sides must prepare as many iterations");
+  if (n != counters_.size()) throw std::runtime_error("ping-pong: both sides must prepare the same number of iterations");
   // Shared with the callbacks. `start` is handed back and forth with each message, never touched by two at once.
   struct Run {
     std::vector<double> halves;
@@ -130,7 +130,7 @@ std::vector<double> EnginePingPong::ping(Face face, const std::vector<uint32_t>&
 void EnginePingPong::pong(Face face, const std::vector<uint32_t>& peer_immediates, uint64_t bytes) {
   const auto completion = std::make_shared<Completion>();
   const size_t n = peer_immediates.size();
-  if (n != counters_.size()) throw std::runtime_error("ping-pong: both sides must prepare as many iterations");
+  if (n != counters_.size()) throw std::runtime_error("ping-pong: both sides must prepare the same number of iterations");
   const auto answer = [=, this](size_t i) { write(peer_immediates[i], bytes, completion, true); };
   for (size_t i = 0; i < n; ++i) {
     EventCallback asked;

@@ -119,7 +119,7 @@ double GroupSteps::dequeue() {
     taken->done.release();
   }));
   const int64_t enqueued = PostClock::now();
-  if (!taken->done.try_acquire_for(kPatience)) throw std::runtime_error("the worker does not take its commands");
+  if (!taken->done.try_acquire_for(kPatience)) throw std::runtime_error("the transfer thread does not take its commands");
   checked(engine_->release_counters(set.id));
   return static_cast<double>(taken->at - enqueued);
 }

@@ -148,7 +148,7 @@ double count_immediates(uint64_t immediates, uint32_t counters) {
     if (++counter == counters) counter = 0;
   }
   const double seconds = static_cast<double>(PostClock::now() - start) / 1e9;
-  if (stale != 0) throw std::runtime_error("a live counter's immediate was stale");
+  if (stale != 0) throw std::runtime_error("an immediate of an allocated counter counted as stale");
   return static_cast<double>(immediates) / seconds;
 }
 

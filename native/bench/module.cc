@@ -133,7 +133,7 @@ PYBIND11_MODULE(_bench, module) {
   py::class_<EnginePingPong, EngineEnd> ping_pong(module, "EnginePingPong",
                                                   "One side of a ping-pong between two engines.");
   py::enum_<EnginePingPong::Face>(ping_pong, "Face")
-      .value("WORKER", EnginePingPong::Face::kWorker, "answers in the counter's callback, on the worker thread")
+      .value("WORKER", EnginePingPong::Face::kWorker, "answers in the counter's callback, on the transfer thread")
       .value("THREAD", EnginePingPong::Face::kThread, "answers on a thread that sleeps in wait_counters()");
   ping_pong
       .def(py::init([](const std::vector<DomainTuple>& domains, uint32_t spin_us, uintptr_t buffer,

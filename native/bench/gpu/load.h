@@ -39,7 +39,7 @@ class Load {
     const int64_t deadline = now_ns() + 2'000'000'000;
     const auto next = [&](uint64_t after) {
       while (ended() <= after) {
-        if (now_ns() > deadline) die("the load has come to a stop");
+        if (now_ns() > deadline) die("the load's kernels have stopped");
         meanwhile();
       }
       return now_ns();

@@ -174,7 +174,7 @@ void stages(const Pipe& pipe) {
         const int64_t called = now_ns();
         must(sender.engine->seal(transfer));
         while (ended.load() == 0) sched_yield();
-        if (ended.load() < 0) die("a transfer has failed");
+        if (ended.load() < 0) die("a transfer failed");
         const int64_t counted = sender.counted();
         std::this_thread::sleep_for(std::chrono::microseconds(100));  // the last times are on their way
         if (round < 3 || hook.launches.empty()) continue;
