@@ -1,7 +1,7 @@
-// kv_connector._bench: what `kv-connector bench` measures against, and latency without Python.
+// kv_connector._bench: the baselines of `kv-connector bench`, and latency without Python.
 //
-// Every function releases the GIL while it moves bytes. Memory is named by its address: the pools are the
-// benchmark's own, and it keeps them alive.
+// Every function releases the GIL while it moves bytes. Memory is passed by its address: the benchmark owns the pools
+// and keeps them alive.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -52,7 +52,7 @@ auto unlocked(F f) {
   return f();
 }
 
-// Nanoseconds by step.
+// Converts to nanoseconds by step.
 py::dict to_python(const Steps& steps) {
   py::dict named;
   named["submit"] = steps.submit;
