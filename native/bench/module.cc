@@ -146,7 +146,7 @@ PYBIND11_MODULE(_bench, module) {
            py::arg("pause_us"), Unlocked())
       .def("pong", &EnginePingPong::pong, py::arg("face"), py::arg("peer_immediates"), py::arg("bytes"), Unlocked());
 
-  py::class_<GroupSteps>(module, "GroupSteps", "Where the time of a scatter and of a barrier goes.")
+  py::class_<GroupSteps>(module, "GroupSteps", "Measures the steps of a scatter and of a barrier.")
       .def(py::init([](const std::vector<DomainTuple>& domains, const std::vector<DomainTuple>& peer_domains,
                        uint32_t spin_us, uint32_t peers, uint64_t slice_bytes) {
              return std::make_unique<GroupSteps>(domains_of(domains), domains_of(peer_domains), spin_us, peers,
