@@ -66,9 +66,9 @@ def choose_lanes(
         if not known[name].usable:
             raise UnknownLane(f"{name} is not usable here: {known[name].reason}")
         if name == "sim" and not in_one_process:
-            raise UnknownLane("sim leads nowhere but into the same process, and this is measured between two")
+            raise UnknownLane("sim connects domains of one process, and this measurement needs two processes")
     if devices and len(names) > 1:
-        raise UnknownLane("--device names the NICs of one provider: name that provider too")
+        raise UnknownLane("--device names the NICs of one provider. Set --provider, too")
     return [Lane(name, tuple(devices) or ("",), tuple(target_devices) or None) for name in names]
 
 

@@ -73,7 +73,7 @@ class Meetings(Measurement[str, Meeting]):
         ]
         rows.append(["median", "", f"{statistics.median(max(one.seconds) for one in records) * 1e3:.1f}"])
         header = ["round", "the first rank, ms", "all ranks, ms"]
-        print_table(console, "From decode's first request until its ranks have their pages", header, rows)
+        print_table(console, "Time from the decode engine's first request to each rank's page", header, rows)
 
 
 def _measure(provider: str, prefill_ranks: int, decode_ranks: int) -> list[float]:
@@ -120,7 +120,7 @@ def _engine(role: Role, ranks: int, provider: str) -> Iterator[tuple[list[Connec
 
 def _heard(way: Connection) -> Any:
     if not way.poll(_PATIENCE_S):
-        raise RuntimeError(f"a rank has said nothing for {_PATIENCE_S:.0f} s")
+        raise RuntimeError(f"a rank sent no result for {_PATIENCE_S:.0f} s")
     return way.recv()
 
 

@@ -142,7 +142,7 @@ def _received(pipes: Sequence[Connection]) -> Iterator[Measured]:
     while waiting:
         ready = wait(waiting, max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise BenchError(f"ranks did not answer for {_PATIENCE:.0f} s")
+            raise BenchError(f"no rank answered for {_PATIENCE:.0f} s")
         for pipe in waiting:
             if pipe not in ready:
                 continue

@@ -90,7 +90,7 @@ def print_results(console: Console, contestants: Sequence[Contestant], records: 
         f"One-way latency of a {LATENCY_BYTES >> 10} KiB write to its counter in µs: p50 / p99",
         [
             "",
-            "who is told",
+            "wake-up target",
             *("back to back" if p == 0 else f"after {p / 1000:g} ms of rest" for p in pauses),
         ],
         _latency_rows(contestants, pauses, latencies),

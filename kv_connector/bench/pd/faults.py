@@ -36,6 +36,7 @@ ALONE, *PAIRS = DEPLOYMENTS
 
 # 512 blocks: eight prompts that are never given back show as a quarter of them.
 _SETTINGS = replace(SETTINGS, kv_cache_bytes=64 << 20)
+_ROLES = ("prefill engine", "decode engine")
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ class Fault:
 
 FAULTS = (
     Fault("abort", f"{ABORTED} clients leave", 60.0),
-    Fault("kill-d", "kill -9 of D, then restart", 180.0, victim=1),
-    Fault("kill-p", "kill -9 of P, then restart", 180.0, victim=0),
+    Fault("kill-d", "kill -9 of the decode engine, then restart", 180.0, victim=1),
+    Fault("kill-p", "kill -9 of the prefill engine, then restart", 180.0, victim=0),
 )
 
 
@@ -193,7 +194,7 @@ def _print(
         [fault.label, *(cell(fault, cells.get((deployment.name, fault.name))) for deployment in deployments)]
         for fault in faults
     ]
-    print_table(console, "What each fault did", header, rows, names=len(header))
+    print_table(console, "Effect of each fault", header, rows, names=len(header))
 
 
 def cell(fault: Fault, record: Suffered | None) -> str:
@@ -201,13 +202,16 @@ def cell(fault: Fault, record: Suffered | None) -> str:
         return "-"
     if fault.victim is None:
         lines = [f"{record.left} of {record.later} left, {record.failed_later} failed"]
-        blocks, service = "P and D empty", "then right answer"
+        blocks, service = "both engines empty", "then right answer"
     else:
         lines = [f"before: {record.failed_before} failed"] if record.failed_before else []
-        lines += [f"under way: {record.failed} of {record.under_way} failed"]
+        lines += [f"in flight: {record.failed} of {record.under_way} failed"]
         lines += [f"later: {record.failed_later} of {record.later} failed"]
         lines += [f"last failure after {record.last_failure_s:g} s"] if record.last_failure_s else []
-        blocks, service = f"{'DP'[fault.victim]} empty", f"{'PD'[fault.victim]} back: right answer"
+        blocks, service = (
+            f"{_ROLES[1 - fault.victim]} empty",
+            f"{_ROLES[fault.victim]} restarted: right answer",
+        )
     lines += [f"{blocks} after {_seconds(record.empty_s, fault.limit)}"]
     lines += [f"{service} after {_seconds(record.right_s, RIGHT_SECONDS)}"]
     lines += [f"{record.wrong} of {record.answered} answers wrong"]

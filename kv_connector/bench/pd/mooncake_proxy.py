@@ -75,10 +75,10 @@ class Proxy:
         except httpx.HTTPError as error:
             # When P is back it is another engine.
             self._engine_id = None
-            logger.error("prefill broke off: %s: %s", type(error).__name__, error)
+            logger.error("prefill engine: request failed: %s: %s", type(error).__name__, error)
             return
         if answer.status_code != 200:
-            logger.error("prefill answered %d: %s", answer.status_code, answer.text[:500])
+            logger.error("prefill engine: answered %d: %s", answer.status_code, answer.text[:500])
 
 
 async def _relay(answer: httpx.Response) -> AsyncIterator[bytes]:
