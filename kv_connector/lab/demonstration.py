@@ -123,7 +123,9 @@ def demonstrate(
     started = time.monotonic()
     console.print(f"Making a Llama-shaped model with random weights: {LAYERS} layers, 32 KiB of KV a token")
     model = make_llama(directory / "model", layers=LAYERS, heads=KV_HEADS, kv_heads=KV_HEADS)
-    console.print("Starting P, D and one engine alone (float32, one thread each): up to a minute")
+    console.print(
+        "Starting a prefill engine, a decode engine and one engine alone (float32, one thread each): up to a minute"
+    )
     with start(directory, model) as site:
         console.print(f"Ready after {time.monotonic() - started:.0f} s; prefill in chunks of {CHUNK_TOKENS}")
         rows: list[Row] = []
@@ -196,7 +198,7 @@ def _lane(prefill: Served) -> str:
 
 def _problems(row: Row) -> Iterator[str]:
     if not row.equal:
-        yield f"{row.tokens} tokens: the output through P and D differs from one engine's"
+        yield f"{row.tokens} tokens: the output of the two engines differs from one engine's"
     # Whatever did not come through the connector D has computed by itself: equal outputs that show nothing.
     if row.pushed.pages != row.pages:
         went = f"{row.pushed.pages:,.0f} of {row.pages:,} pages"
@@ -205,9 +207,9 @@ def _problems(row: Row) -> Iterator[str]:
 
 def _table(rows: list[Row]) -> Table:
     table = Table(
-        title="Time to first token alone and through P and D, and what P pushed",
+        title="Time to first token with one engine and with two (P/D), and pages pushed",
         caption=f"{PROMPTS_PER_LENGTH} prompts of each length, {OUTPUT_TOKENS} greedy tokens each, medians. "
-        "Early: before P's prefill ended.",
+        "Early: before prefill ended.",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )

@@ -43,4 +43,4 @@ def move_away(registration: Address, url: str, seconds: float) -> Moved:
             time.sleep(_ASK_SECONDS)
     finally:
         sockets.close()
-    raise TimeoutError(f"{url} still has streams that are to move after {elapsed:.1f} s")
+    raise TimeoutError(f"{url} still has streams to move after {elapsed:.1f} s")

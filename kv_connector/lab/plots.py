@@ -73,9 +73,9 @@ def check(file: Path) -> None:
     except ImportError as error:
         raise PlotError(f"{error}; install it: pip install 'kv-connector[plot]'") from None
     if file.suffix != ".svg":
-        raise PlotError(f"{file}: pictures are SVG, name a file that ends in .svg")
+        raise PlotError(f"{file}: pictures are SVG. Give a file name that ends in .svg")
     if not file.absolute().parent.is_dir():
-        raise PlotError(f"{file}: there is no such directory")
+        raise PlotError(f"{file}: its directory does not exist")
 
 
 def lines(file: Path, panels: Sequence[Panel], caption: str = "") -> None:
@@ -184,7 +184,9 @@ class _Drawn:
         }
         steps = [event for event in events if event["name"] == "step"]
         if not steps:
-            raise PlotError("the trace has no step of a prefill engine: ask its engine too")
+            raise PlotError(
+                "the trace has no step of a prefill engine. Add the prefill engine to the traced engines"
+            )
         begin = steps[0]["ts"]
 
         def ms(microseconds: float) -> float:
