@@ -1,14 +1,14 @@
 // kvc_gpu_bench: measures the GPU lane on a machine with two GPUs. Prints one JSON object a line.
 //
-//   copies    scattered pages from GPU 0 to GPU 1 by the Copier alone: page sizes x batch sizes x SMs, against one
-//             plain cuMemcpy of the same bytes
-//   engine    the same through two TransferEngines in two processes, and the time until the receiver has counted
-//   signal    from a stream's write to a thread that polls, and to the receiver's count of a page armed on it, with the
-//             GPU busy; StreamSignal in a CUDA graph is checked by native/tests/cuda_test.cc
-//   stages    the time of each stage of a small batch, from the call to the count
-//   latency   small batches by the kernel and by the copy engines: their time beside other kernels, and the slowdown of
-//             those kernels
-//   large     large pages by the copy engines and by the kernel, by page length and launch size
+//     copies    scattered pages from GPU 0 to GPU 1 by the Copier alone: page sizes x batch sizes x SMs, against one
+//               plain cuMemcpy of the same bytes
+//     engine    the same through two TransferEngines in two processes, and the time until the receiver has counted
+//     signal    from a stream's write to a thread that polls, and to the receiver's count of a page armed on it, with
+//               the GPU busy; StreamSignal in a CUDA graph is checked by native/tests/cuda_test.cc
+//     stages    the time of each stage of a small batch, from the call to the count
+//     latency   small batches by the kernel and by the copy engines: their time beside other kernels, and the slowdown
+//               of those kernels
+//     large     large pages by the copy engines and by the kernel, by page length and launch size
 //
 // Every copy except those of `large` is checked byte for byte against its source, with fresh random data, once per
 // combination.

@@ -1,7 +1,7 @@
 // Runs one of the hot loops under a tool that counts its instructions: integration/benchmarks/count-instructions.
 //
-//   kvc_hot_loops submit | submit_one | post | count   NUMBER
-//   kvc_hot_loops scatter | prepared_scatter | barrier | prepared_barrier   NUMBER PEERS
+//     kvc_hot_loops submit | submit_one | post | count   NUMBER
+//     kvc_hot_loops scatter | prepared_scatter | barrier | prepared_barrier   NUMBER PEERS
 //
 // NUMBER is the number of calls, of pages (post), of immediates (count), or of member writes in total, independent of
 // PEERS.

@@ -1,10 +1,10 @@
 // Our transfer engine over verbs between two processes, for comparison with perftest on the same NICs:
 // integration/soft_roce/bench.
 //
-//   kvc_verbs_bench bandwidth DEVICE_A DEVICE_B PAGE_BYTES PAGES    MiB/s of pages in random order, and pages a second
-//   kvc_verbs_bench latency   DEVICE_A DEVICE_B BYTES ITERATIONS    us, median: half the round trip of one WriteImm to
-//                                                                   its counter; both transfer threads wait for events
-//   kvc_verbs_bench ticks                                           processor ticks a microsecond (x86's counter)
+//     kvc_verbs_bench bandwidth DEVICE_A DEVICE_B PAGE_BYTES PAGES   MiB/s of pages in random order, and pages a second
+//     kvc_verbs_bench latency   DEVICE_A DEVICE_B BYTES ITERATIONS   us, median: half the round trip of one WriteImm to
+//                                                                    its counter; both transfer threads wait for events
+//     kvc_verbs_bench ticks                                          processor ticks a microsecond (x86's counter)
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>

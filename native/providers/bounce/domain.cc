@@ -96,8 +96,8 @@ bool BounceDomain::fence(LinkId id) {
   return fenced;
 }
 
-// Whether the fence need not wait any longer for the peer to receive the outcome of its slots: it has received all of
-// them, the lower lane is broken, or the time is over.
+// Whether the fence may stop waiting. It may if the peer has received the outcome of all its slots, if the lower lane
+// is broken, or if the time is over.
 bool BounceDomain::heard_out(Link& link) {
   while (!link.broken && !link.notes.empty() && tell(link)) {
   }

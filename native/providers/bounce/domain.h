@@ -6,8 +6,8 @@
 // memory itself. So it is never chosen silently: it is its own provider, whose name appears in every log line and
 // metric.
 //
-//   sender    queue -> [gather: GPU or CPU] -> pool slot -> [lower lane] -> a slot of the link, at the receiver
-//   receiver  announced by an immediate -> [scatter: GPU or CPU] -> counted -> note "emptied" -> sender completes
+//     sender    queue -> [gather: GPU or CPU] -> pool slot -> [lower lane] -> a slot of the link, at the receiver
+//     receiver  announced by an immediate -> [scatter: GPU or CPU] -> counted -> note "emptied" -> sender completes
 //
 // Either side's memory may be a GPU's or the host's, independently. A domain serves one GPU: the GPU of the first such
 // memory registered with it. Slots are the credit: a link has kSlots of them at the receiver, a domain kPoolSlots.

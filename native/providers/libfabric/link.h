@@ -6,8 +6,8 @@
 //   nothing any more.
 // - An immediate identifies its sender, so that transfers can go on over other links when this one breaks.
 // - Nothing of a closed link turns up later, because its queue is closed with it.
-// The cost: on EFA a queue pair and a completion queue for each link (a NIC has several hundred), on tcp a listening
-// socket, on shm a few MB of /dev/shm. And one call for each link to look for completions.
+// The cost is one call for each link to look for completions. On EFA it is also a queue pair and a completion queue for
+// each link (a NIC has several hundred). On tcp it is a listening socket, on shm a few MB of /dev/shm.
 #pragma once
 
 #include <array>

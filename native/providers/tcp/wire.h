@@ -1,13 +1,15 @@
 // The bytes of the tcp provider: the offers and answers of its control plane, and the frames on its sockets.
 //
-// A connection carries  dialing end:    Hello   frame frame ...
-//                       listening end:  Welcome frame frame ...
-// and a frame is one of  write:   FrameHeader, `count` target offsets of 8 bytes, then the pages back to back
-//                                 (an immediate alone has pages of 0 bytes, and no offsets);
-//                        message: FrameHeader, `count` bytes;
-//                        ack:     FrameHeader alone (every header acknowledges: an ack is sent if no other frame is);
-//                        refusal: FrameHeader, `count` bytes of text. If the key is unknown or was revoked, it refuses
-//                                 that write alone, which is acknowledged after it. Else the connection ends after it.
+//     A connection carries  dialing end:    Hello   frame frame ...
+//                           listening end:  Welcome frame frame ...
+//     and a frame is one of
+//       write:   FrameHeader, `count` target offsets of 8 bytes, then the pages back to back
+//                (an immediate alone has pages of 0 bytes, and no offsets);
+//       message: FrameHeader, `count` bytes;
+//       ack:     FrameHeader alone (every header acknowledges: an ack is sent if no other frame is);
+//       refusal: FrameHeader, `count` bytes of text. If the key is unknown or was revoked, it refuses that write
+//                alone, which is acknowledged after it. Else the connection ends after it.
+//
 // Everything is little-endian and has one fixed layout. All decoded bytes came from a stranger or from a peer that may
 // be broken: decoding checks every length and never reads beyond its input.
 #pragma once
@@ -94,12 +96,12 @@ struct FrameHeader {
   uint32_t magic = kMagic;
   FrameType type = FrameType::kAck;
   uint8_t counted = 0;        // write: 1 if `value` is an immediate
-  uint16_t count = 0;         // write: pages; refusal: bytes of text; message: its bytes
+  uint16_t count = 0;         // number of pages (write), or of bytes (refusal, message)
   uint64_t acknowledged = 0;  // the other direction's writes that are in memory here or refused, since it began
   uint64_t sequence = 0;      // write: its number on this connection, from 1; refusal: the refused write's number
   uint64_t rkey = 0;
   uint64_t page_bytes = 0;
-  uint32_t value = 0;           // write: the immediate; refusal: an ErrorCode; message: its slot, one of the link's
+  uint32_t value = 0;           // the immediate (write), an ErrorCode (refusal) or the slot (message)
   uint32_t messages_taken = 0;  // a bit per slot, which flips when a message of this connection is taken
 };
 static_assert(sizeof(FrameHeader) == 48 && std::is_trivially_copyable_v<FrameHeader>);

@@ -24,7 +24,7 @@ class Completions {
   std::span<const abi::ibv_wc> take() noexcept;
 
   // A point in time between two calls of take(). The entries that were in the queue at that point have been taken in
-  // either of two cases: the queue was found empty since, or as many entries were taken as it can hold.
+  // either of two cases. The queue was found empty since, or as many entries were taken as it can hold.
   class Mark {
     friend Completions;
     uint64_t taken = 0;
