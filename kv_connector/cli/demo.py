@@ -32,24 +32,27 @@ _INSTALL = {
 
 
 def demo(
-    engine: Annotated[Framework, typer.Option(help="Whose engines: vllm or sglang.")] = Framework.VLLM,
+    engine: Annotated[Framework, typer.Option(help="Engines to start: vllm or sglang.")] = Framework.VLLM,
     provider: Annotated[
         str | None,
-        typer.Option(help="Push over this lane only: host or tcp. Default: the connector's choice."),
+        typer.Option(help="Only lane for pushes: host or tcp. Default: the connector's choice."),
     ] = None,
     plot: Plot = None,
 ) -> None:
-    """Starts P, D, one engine alone and a router; compares outputs and times. Takes about two minutes."""
+    """Starts a prefill engine, a decode engine, one engine alone and a router, and compares them.
+
+    Outputs must be equal; times are shown. Takes about two minutes.
+    """
     try:
         from kv_connector.lab.completion import CompletionError
         from kv_connector.lab.demonstration import demonstrate
         from kv_connector.lab.process import StartError
         from kv_connector.lab.sites import sglang_site, vllm_site
     except ImportError as error:
-        raise typer.BadParameter(f"{error}; install it: pip install 'kv-connector[demo]'") from None
+        raise typer.BadParameter(f"{error}. Install it: pip install 'kv-connector[demo]'") from None
     for module, package in _INSTALL[engine].items():
         if not _importable(module):
-            raise typer.BadParameter(f"no {module} in this environment; install {package}")
+            raise typer.BadParameter(f"{module} is not installed in this environment. Install {package}")
     if provider is not None:
         _check(provider)
     check_plot(plot)
@@ -66,7 +69,7 @@ def demo(
     except (StartError, CompletionError) as error:
         problems = [str(error)]
     except BaseException:
-        console.print(f"Stopped; the engines have ended, their logs are in {directory}")
+        console.print(f"Stopped: the engines have ended. Their logs are in {directory}")
         raise
     finally:
         shutil.rmtree(directory / "model", ignore_errors=True)
@@ -76,7 +79,9 @@ def demo(
         console.print(f"The engines' logs are in {directory}")
         raise typer.Exit(ExitStatus.FAILURE)
     shutil.rmtree(directory)
-    console.print("All outputs equal; the KV of every prompt went through the connector", style="bold green")
+    console.print(
+        "All outputs are equal. The KV cache of every prompt went through the connector", style="bold green"
+    )
 
 
 def _importable(module: str) -> bool:
@@ -92,7 +97,9 @@ def _check(provider: str) -> None:
 
     known = {status.name: status for status in providers()}
     if provider not in known:
-        raise typer.BadParameter(f"no provider {provider!r} in this build; it has {', '.join(known)}")
+        raise typer.BadParameter(
+            f"--provider {provider!r} is not in this build. Choose one of {', '.join(known)}"
+        )
     if not known[provider].usable:
         raise typer.BadParameter(f"{provider} is not usable here: {known[provider].reason}")
 

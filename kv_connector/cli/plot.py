@@ -7,7 +7,9 @@ import typer
 
 Plot = Annotated[
     Path | None,
-    typer.Option("--plot", metavar="FILE", help="Draw the results, as SVG (needs the extra `plot`)."),
+    typer.Option(
+        "--plot", metavar="FILE", help="SVG file for a drawing of the results (needs the extra `plot`)."
+    ),
 ]
 
 

@@ -49,11 +49,11 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def topology(
-    json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object in place of tables.")] = False,
 ) -> None:
-    """Shows GPUs, NICs and cores, which NICs would serve each GPU, and where its transfer worker would run.
+    """Shows GPUs, NICs and cores, the NICs chosen for each GPU, and the core of its transfer thread.
 
-    What is chosen can be overridden by `nics` and `worker_cpu` in kv_connector_extra_config.
+    The settings `nics` and `worker_cpu` in kv_connector_extra_config override the choice.
     """
     found = report(read_machine(), cores_in_use())
     if json:
@@ -63,7 +63,11 @@ def topology(
     if not console.is_terminal:
         console = Console(highlight=False, width=_FILE_COLUMNS)
     for title, header, rows in (
-        ("Placement", ("device", "NUMA", "NICs", "they are", "worker's core"), _placement_rows(found)),
+        (
+            "Placement",
+            ("device", "NUMA", "NICs", "distance", "transfer thread's core"),
+            _placement_rows(found),
+        ),
         (
             "NICs",
             ("name", "driver", "PCI", "NUMA", "port", "state", "link", "Gb/s", "addresses"),
@@ -71,7 +75,7 @@ def topology(
         ),
         (
             "Cores",
-            ("NUMA node", "cores", "for this process", "bound by others or the engine"),
+            ("NUMA node", "cores", "for this process", "bound by other processes or the engine"),
             _core_rows(found),
         ),
     ):

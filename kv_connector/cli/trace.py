@@ -26,28 +26,28 @@ def trace(
         typer.Argument(
             parser=address,
             metavar="HOST:PORT",
-            help="The control addresses of the engines: prefill's, decode's, or both. Of an engine that of "
-            "one worker is enough.",
+            help="Control addresses of the prefill engine, the decode engine, or both. One worker's address "
+            "is enough for an engine.",
         ),
     ],
     request: Annotated[
         str,
         typer.Option(
             metavar="ID",
-            help="The transfer's id or the request's (X-Request-Id), or a part of either; default: any.",
+            help="Id of the transfer or of the request (X-Request-Id), or a part of it. Default: any.",
         ),
     ] = "",
     last: Annotated[
-        int, typer.Option(min=1, max=MAX_TIMELINES, help="How many transfers of a worker, the newest first.")
+        int, typer.Option(min=1, max=MAX_TIMELINES, help="Transfers of each worker, the newest first.")
     ] = 1,
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="Where the trace is written.")
+        Path, typer.Option("--output", "-o", metavar="FILE", help="File for the trace.")
     ] = Path("trace.json"),
     key_file: KeyFile = None,
 ) -> None:
-    """Writes when each layer was computed, posted and landed, as a trace for ui.perfetto.dev.
+    """Writes the times at which each layer was computed, posted and landed, as a trace for ui.perfetto.dev.
 
-    The engines keep timelines where they are told to: "timelines": 100 in their settings.
+    Engines record timelines only with a setting such as "timelines": 100.
     """
     try:
         workers = ask_workers(engines, cluster_key(key_file), request, last, ANSWER_SECONDS)
@@ -55,14 +55,20 @@ def trace(
         raise typer.BadParameter(str(error)) from None
     for worker in workers:
         if not worker.recalled.kept:
-            typer.echo(f'{worker.name} keeps no timelines: give it the setting "timelines": 100', err=True)
+            typer.echo(f'{worker.name} keeps no timelines. Set "timelines": 100 in its settings', err=True)
         elif worker.recalled.lost:
             typer.echo(
-                f"{worker.name} had no room for {worker.recalled.lost} steps: gaps are possible", err=True
+                f"{worker.name} dropped {worker.recalled.lost} steps for lack of room: the trace "
+                "may have gaps",
+                err=True,
             )
     found = [about for worker in workers for about in _abouts(worker)]
     if not found:
-        typer.echo("no timeline of such a transfer is kept there", err=True)
+        typer.echo(
+            "no worker has a timeline of such a transfer. Check --request, and that the engines "
+            "keep timelines",
+            err=True,
+        )
         raise typer.Exit(ExitStatus.FAILURE)
     output.write_text(json.dumps(chrome_trace(workers)))
     transfers = ", ".join(dict.fromkeys(about.transfer_id for about in found))

@@ -135,14 +135,15 @@ def _lane_problems(settings: Settings) -> Iterator[str]:
     known = [status.name for status in providers()]
     unknown = [name for name in settings.providers if name not in known]
     for name in unknown:
-        yield f"providers: no lane {name!r} in this build{nearest(name, known)}"
+        yield f"providers: this build has no lane {name!r}{nearest(name, known)}"
     of_cpu, of_gpu = (
         [name for name in settings.providers if name in DEFAULT_PROVIDERS[kind]] for kind in ("cpu", "cuda")
     )
     if of_cpu and of_gpu:
         yield (
-            f"providers: {', '.join(of_cpu)} moves a KV cache in CPU memory, {', '.join(of_gpu)} a GPU's: "
-            "leave out what this engine does not have"
+            f"providers: {', '.join(of_cpu)} moves a KV cache in CPU memory, and "
+            f"{', '.join(of_gpu)} in GPU memory. "
+            "Leave out the lanes for memory that this engine does not use"
         )
 
 
@@ -154,7 +155,10 @@ def _url_problems(url: str, settings: Settings) -> Iterator[str]:
         return
     far = [str(one) for one in settings.router_addresses() if not is_loopback(one.host)]
     if far and is_loopback(urlsplit(url).hostname or ""):
-        yield f"api_url {url} leads a router at {', '.join(far)} to itself: name this engine's own host"
+        yield (
+            f"api_url {url} is the loopback address, which a router at {', '.join(far)} cannot "
+            "reach. Set this engine's host"
+        )
 
 
 def _variable(environment: Mapping[str, str], name: str) -> str | None:
@@ -180,7 +184,7 @@ def _key(where: str, named: str | None) -> Iterator[Finding]:
     if named is None:
         return
     if not Path(named).exists():
-        yield Finding(where, Verdict.NOTE, f"key file {named} is not on this machine: not looked at")
+        yield Finding(where, Verdict.NOTE, f"key file {named} is not on this machine and was not checked")
         return
     try:
         ClusterKey.read(Path(named))
@@ -205,7 +209,7 @@ def _described(checked: CheckedEngine) -> str:
     )
     words = [
         f"{what[engine.role]}{f' of {engine.framework}' if engine.framework else ''}",
-        f"control sockets at {checked.control_host or 'its own address'}, {span}",
+        f"control sockets at {checked.control_host or 'its host address'}, {span}",
         "with a cluster key" if checked.key_file else "without a cluster key",
     ]
     return "; ".join(words)

@@ -57,7 +57,7 @@ def _split(where: str, text: str) -> Iterator[list[str]]:
                 yield words
                 words = []
     except ValueError as error:
-        raise Unreadable(f"{where} is no shell script: {error}") from None
+        raise Unreadable(f"{where} is not a shell script: {error}") from None
 
 
 def expand(word: str, known: Mapping[str, str]) -> str:
@@ -132,7 +132,7 @@ def _words(command: Any, known: Mapping[str, str]) -> Sequence[str]:
         try:
             return shlex.split(expand(command, known))
         except ValueError as error:
-            raise Unreadable(f"{command!r} is no command: {error}") from None
+            raise Unreadable(f"{command!r} is not a command: {error}") from None
     return [expand(str(word), known) for word in command] if isinstance(command, list) else []
 
 

@@ -89,14 +89,14 @@ def read(where: str, text: str, known: Mapping[str, str]) -> list[Part]:
         try:
             found = list(_structured(where, _documents(text), known))
         except yaml.YAMLError as error:
-            raise Unreadable(f"{where} is no YAML: {' '.join(str(error).split())}") from None
+            raise Unreadable(f"{where} is not YAML: {' '.join(str(error).split())}") from None
         except RecursionError:
             raise Unreadable(f"{where} is nested too deeply") from None
     elif text.lstrip().startswith("{") or where.endswith(".json"):
         try:
             found = list(_structured(where, [json.loads(text)], known))
         except ValueError as error:
-            raise Unreadable(f"{where} is no JSON: {error}") from None
+            raise Unreadable(f"{where} is not JSON: {error}") from None
         except RecursionError:
             raise Unreadable(f"{where} is nested too deeply") from None
     elif (command := variables(where, text)) is not None:
@@ -105,9 +105,9 @@ def read(where: str, text: str, known: Mapping[str, str]) -> list[Part]:
         found = list(_started(shell_commands(where, text, known)))
     if not found:
         raise Unreadable(
-            f"{where} has nothing of ours. It may be the JSON or YAML of --kv-transfer-config, a vLLM config "
-            f"file, a shell script, compose file or manifest that starts vLLM, SGLang or our router, "
-            "or a file of environment variables"
+            f"{where} has no engine, router or settings of kv-connector. Give the JSON or YAML of "
+            "--kv-transfer-config, a vLLM config file, or a file of environment variables. Or give a shell "
+            "script, compose file or manifest that starts vLLM, SGLang or our router"
         )
     return found
 
@@ -125,7 +125,7 @@ def _documents(text: str) -> list[Any]:
             node = loader.get_node()
             # Before objects are made of it: that copies what is merged by `<<`.
             if _nodes(node, {}) > _MOST_NODES:
-                raise yaml.YAMLError(f"its aliases stand for more than {_MOST_NODES} nodes")
+                raise yaml.YAMLError(f"its aliases expand to more than {_MOST_NODES} nodes")
             documents.append(loader.construct_document(node))
     finally:
         loader.dispose()
@@ -177,7 +177,7 @@ def _started(commands: Iterable[Command]) -> Iterator[Part]:
         if program == "router":
             where = _called(command, "router")
             if unknown := [word for word in arguments if "$" in word]:
-                yield Unknown(where, f"not looked at: {' '.join(unknown)} is known elsewhere")
+                yield Unknown(where, f"not checked: {' '.join(unknown)} is not set here")
             else:
                 yield Router(where, command.machine, arguments, command.environment)
         elif program == "vLLM" and "kv-transfer-config" in options:
@@ -203,11 +203,11 @@ def _with_stand_ins(where: str, name: str, text: str) -> Generator[Unknown, None
     text, variables = without_variables(text)
     if not variables:
         return text
-    words = f"{' '.join(variables)} in {name} is known elsewhere"
+    words = f"{' '.join(variables)} in {name} is not set here"
     try:
         json.loads(text)
     except (ValueError, RecursionError):
-        yield Unknown(where, f"not looked at: {words}")
+        yield Unknown(where, f"not checked: {words}")
         return None
     yield Unknown(where, words)
     return text
@@ -268,13 +268,13 @@ def _transfer(
     problems = []
     for key in transfer.keys() - set(TRANSFER_KEYS):
         if key in SETTINGS:
-            problems.append(f"{key} belongs into kv_connector_extra_config")
+            problems.append(f"{key} is a setting of kv_connector_extra_config. Move it there")
         else:
             problems.append(f"unknown field `{key}`{nearest(str(key), TRANSFER_KEYS)}")
     ours = _ours(transfer)
     if ours is None:
         problems.append(
-            f"kv_connector is {transfer.get('kv_connector')!r}: write {CONNECTOR!r}"
+            f"kv_connector is {transfer.get('kv_connector')!r}. Set {CONNECTOR!r}"
             + (", among the connectors of MultiConnector" if _is_multi(transfer) else "")
         )
     settings = (ours or ({} if _is_multi(transfer) else transfer)).get("kv_connector_extra_config", {})
@@ -284,11 +284,12 @@ def _transfer(
     role = str(transfer.get("kv_role"))
     if role not in ROLES:
         problems.append(
-            f"kv_role is {transfer.get('kv_role')!r}: write kv_producer (P), kv_consumer (D) or kv_both"
+            f"kv_role is {transfer.get('kv_role')!r}. Set kv_producer (prefill), kv_consumer "
+            "(decode) or kv_both"
         )
     policy = transfer.get("kv_load_failure_policy", POLICIES[0])
     if policy not in POLICIES:
-        problems.append(f"kv_load_failure_policy is {policy!r}: write {' or '.join(POLICIES)}")
+        problems.append(f"kv_load_failure_policy is {policy!r}. Set {' or '.join(POLICIES)}")
     return Engine(
         where, machine, "vLLM", ROLES.get(role), settings, options, environment, tuple(sorted(problems))
     )
@@ -318,10 +319,10 @@ def _sglang(command: Command, options: Mapping[str, str] | None) -> Engine:
         problems.append(str(error))
     mode = (options or {}).get("disaggregation-mode")
     if mode is not None and mode not in MODES:
-        problems.append(f"--disaggregation-mode is {mode!r}: write prefill or decode")
+        problems.append(f"--disaggregation-mode is {mode!r}. Set prefill or decode")
     backend = (options or {}).get("disaggregation-transfer-backend")
     if options is not None and backend != BACKEND:
-        problems.append(f"--disaggregation-transfer-backend is {backend!r}: write {BACKEND}")
+        problems.append(f"--disaggregation-transfer-backend is {backend!r}. Set {BACKEND}")
     port = (options or {}).get("port", "")
     return Engine(
         command.where if options is None else _called(command, f"SGLang {port}"),

@@ -120,14 +120,14 @@ def engine(model: Model, side: Side) -> Engine:
     dtype = side.dtype or model.dtype
     for name, given, known in (("dtype", dtype, DTYPES), ("kv-cache-dtype", kv_dtype or dtype, KV_DTYPES)):
         if given not in known:
-            raise Unstartable(f"the checkpoint asks for {given}, which is not known here: give {name}=")
+            raise Unstartable(f"the checkpoint requires {given}, which is unknown here. Set {name}=")
     if side.pp > model.depth:
-        raise Unstartable(f"pp={side.pp} divides {model.depth} layers: each stage needs one")
+        raise Unstartable(f"pp={side.pp} exceeds {model.depth} layers: each stage needs one")
     layers = (*model.layers, *_drafter(model, side))
     kernel = _KERNEL_TOKENS[side.order]
     if side.block % kernel and not any(isinstance(layer.cache, Latent) for layer in layers):
         where = "on a CPU" if side.order == "planes" else "on a GPU"
-        raise Unstartable(f"block={side.block}: vLLM's kernels take multiples of {kernel} {where}")
+        raise Unstartable(f"block={side.block}: vLLM's kernels need multiples of {kernel} {where}")
     if model.attention_heads % side.tp:
         raise Unstartable(f"tp={side.tp} does not divide {model.attention_heads} attention heads")
     for cache in dict.fromkeys(layer.cache for layer in layers):

@@ -95,7 +95,7 @@ class _Config:
         value = next((self.values[key] for key in keys if self.values.get(key) is not None), default)
         if value is None:
             raise ConfigError(
-                f"the configuration of {self.kind} has no {' or '.join(keys)}: it is not complete. Save it "
+                f"the configuration of {self.kind} has no {' or '.join(keys)}: it is incomplete. Save it "
                 "with transformers, which writes every value"
             )
         if not isinstance(value, int) or value < 1:
@@ -133,11 +133,11 @@ def read_model(path: Path) -> Model:
     try:
         found = json.loads(file.read_text())
     except FileNotFoundError:
-        raise ConfigError(f"{file} is not there: name a model's directory, or its config.json") from None
+        raise ConfigError(f"{file} does not exist. Give a model's directory, or its config.json") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from None
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{file} is not JSON ({error}): name a model's config.json") from None
+        raise ConfigError(f"{file} is not JSON ({error}). Give a model's config.json") from None
     if not isinstance(found, dict) or not isinstance(found.get("architectures"), list | tuple):
         raise ConfigError(
             f"{file} names no `architectures`: it is not the configuration of a model that engines serve"
@@ -161,14 +161,15 @@ def _model(values: Mapping[str, Any]) -> Model:
         kv_dtype=_kv_dtype(quantization),
     )
     if values.get("is_encoder_decoder") or kind in _ENCODERS:
-        return replace(model, refused="vLLM serves encoder-decoder models with no connector")
+        return replace(model, refused="vLLM serves encoder-decoder models without connectors only")
     if kind in _REFUSED:
         return replace(model, refused=_REFUSED[kind])
     generates = any(word in architecture for word in ("ForCausalLM", "ForConditionalGeneration"))
     if kind not in _READERS or not generates:
         raise ConfigError(
-            f"{architecture} (model_type {kind}) is not known here, which says nothing against it: start "
-            "both engines, they decide at the handshake and say what does not fit"
+            f"{architecture} (model_type {kind}) is unknown to this command, but may work. Start "
+            "both engines: "
+            "they decide at the handshake and report what does not fit"
         )
     layers = _READERS[kind](config)
     return replace(
@@ -225,7 +226,7 @@ def _windows(config: _Config) -> list[Attention]:
 
 def _exactly(types: list[str], config: _Config) -> list[str]:
     if len(types) != config.depth:
-        raise ConfigError(f"config.json says what {len(types)} layers are, of {config.depth}")
+        raise ConfigError(f"config.json has types of {len(types)} layers, but {config.depth} layers")
     return types
 
 
@@ -258,7 +259,7 @@ def _hybrid(
     config: _Config, state: State, types: list[str] | None, cache: Cache | None = None
 ) -> list[Layer]:
     if types is None:
-        raise ConfigError(f"the configuration of {config.kind} has no layer_types: save it with transformers")
+        raise ConfigError(f"the configuration of {config.kind} has no layer_types. Save it with transformers")
     attends = config.attention if cache is None else cache
     return [
         attending(index, attends) if kind == "full_attention" else _state(index, state)

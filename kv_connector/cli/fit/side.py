@@ -51,19 +51,22 @@ class Side:
     pp: int = _key(1, "pipeline parallelism")
     dp: int = _key(1, "data parallelism")
     block: int = _key(0, "tokens a block (16; with order=planes 128, or 16 of a latent)")
-    kernel: int = _key(0, "tokens that the kernel has in a block, where they are fewer (FlashInfer)")
+    kernel: int = _key(0, "tokens per block of the kernel, if fewer (FlashInfer)")
     order: str = _key(
         "heads",
-        "how a block lies in memory: heads (HND, what our connector asks of vLLM), tokens (NHD, with "
-        "VLLM_KV_CACHE_LAYOUT alone), or planes (on a CPU without AMX)",
+        "order of a block in memory: heads (HND, which our connector requests from vLLM), tokens "
+        "(NHD, only with "
+        "VLLM_KV_CACHE_LAYOUT), or planes (on a CPU without AMX)",
         _one_of(*ORDERS),
     )
-    dtype: str = _key("", "the model's, by itself its own", _one_of(*DTYPES))
-    kv_cache_dtype: str = _key("", "by itself the checkpoint's, or the model's dtype", _one_of(*KV_DTYPES))
+    dtype: str = _key("", "dtype of the model; default: the checkpoint's", _one_of(*DTYPES))
+    kv_cache_dtype: str = _key(
+        "", "dtype of the KV cache; default: the checkpoint's, or the model's dtype", _one_of(*KV_DTYPES)
+    )
     conv: str = _key("SD", "VLLM_SSM_CONV_STATE_LAYOUT: SD or DS", _one_of("SD", "DS"))
-    ssm_dtype: str = _key("", "--mamba-ssm-cache-dtype, by itself the model's", _one_of(*DTYPES))
+    ssm_dtype: str = _key("", "--mamba-ssm-cache-dtype; default: the model's", _one_of(*DTYPES))
     drafter: str = _key("", "mtp, or a draft model's directory or config.json", str)
-    drafts: int = _key(0, "tokens that are drafted at a time (1 with a drafter; n-gram drafts too)")
+    drafts: int = _key(0, "tokens drafted at a time, also by n-gram (1 with a drafter)")
     dcp: int = _key(1, "decode context parallelism")
     pcp: int = _key(1, "prefill context parallelism")
     dbo: bool = _key(False, "microbatches: on or off", _switch)
