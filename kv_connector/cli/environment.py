@@ -1,4 +1,4 @@
-"""The environment variables that are read here, and what each says."""
+"""The environment variables that kv-connector reads, with descriptions."""
 
 from kv_connector.agent.settings import SETTINGS_VARIABLE
 from kv_connector.control.cluster_key import KEY_FILE_VARIABLE
@@ -20,7 +20,7 @@ VARIABLES = {
         "`libfabric.so.1` if the linker finds it, else the library in MPICH's wheel."
     ),
 }
-"""Ours."""
+"""Variables of kv-connector."""
 
 OTHERS = {
     "VLLM_HOST_IP": (
@@ -46,4 +46,4 @@ OTHERS = {
     "OTEL_SERVICE_NAME": "OpenTelemetry's service name in the router's spans. Default: "
     "`kv-connector-router`.",
 }
-"""Others', on which it depends what we do."""
+"""Variables of other software that change what kv-connector does."""

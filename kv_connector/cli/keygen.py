@@ -1,4 +1,4 @@
-"""kv-connector keygen: makes the key that a cluster's engines and routers share."""
+"""kv-connector keygen: creates the key that a cluster's engines and routers share."""
 
 from pathlib import Path
 from typing import Annotated

@@ -15,14 +15,14 @@ from kv_connector.router.engines.settings import Objectives, Settings
 from kv_connector.router.front.limits import raise_descriptor_limit, requests_for
 
 # ALB and nginx keep idle connections 60 s. The side that sends requests must close first: a proxy does not
-# repeat a POST that meets the end of its connection.
+# repeat a POST whose connection has ended.
 KEEP_ALIVE_S = 75
 
-STARTUP_FAILURE = 3  # uvicorn's
+STARTUP_FAILURE = 3  # uvicorn's value
 
 
 def endpoint(text: str) -> Endpoint:
-    """Reads an engine's address for typer, which shows the reason where it is none."""
+    """Parses an engine's address for typer, which shows the reason if it is wrong."""
     try:
         return Endpoint.parse(text)
     except ValueError as error:
@@ -30,7 +30,7 @@ def endpoint(text: str) -> Endpoint:
 
 
 def address(text: str) -> Address:
-    """Reads host:port for typer."""
+    """Parses host:port for typer."""
     try:
         return parse_address(text)
     except ValueError as error:
@@ -38,7 +38,7 @@ def address(text: str) -> Address:
 
 
 def cluster_key(path: Path | None) -> ClusterKey | None:
-    """The key that an option or the environment names, for typer."""
+    """Returns the key in the file of an option or of the environment, for typer."""
     try:
         return find_key(None if path is None else str(path))
     except KeyFileError as error:
@@ -46,7 +46,7 @@ def cluster_key(path: Path | None) -> ClusterKey | None:
 
 
 def objectives(ttft_ms: float | None, tbt_ms: float | None) -> Objectives | None:
-    """For typer, from milliseconds."""
+    """Converts the options' milliseconds, for typer."""
     if ttft_ms is None and tbt_ms is None:
         return None
     if ttft_ms is None or tbt_ms is None:
@@ -245,7 +245,8 @@ def router(
             stall=settings.stall,
             host=host,
             port=port,
-            loop="uvloop",  # named: where it is missing uvicorn would take a slower one, and not say so
+            # named, because uvicorn would otherwise silently use a slower loop if it is missing
+            loop="uvloop",
             timeout_keep_alive=keep_alive,
             timeout_graceful_shutdown=shutdown_timeout,
         )
@@ -257,7 +258,7 @@ def router(
 
 
 def refuse_strangers(registration: Address) -> None:
-    """Whoever registers gets prompts."""
+    """Requires a key for registrations from other machines, because registered engines get prompts."""
     if not is_loopback(registration.host):
         raise typer.BadParameter(
             f"other machines reach {registration}, and no cluster key is set: any process that "

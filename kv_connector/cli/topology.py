@@ -25,18 +25,18 @@ from kv_connector.engine.placement import (
 from kv_connector.engine.topology import Machine, Port, read_machine
 
 _FILE_COLUMNS = 140
-# An engine's thread that launches kernels; its compute threads are the GPU's.
+# The engine's thread that launches kernels. Compute threads run on the GPU.
 _GPU_ENGINE_THREADS = 1
 
 
 class DevicePlacement(msgspec.Struct, frozen=True):
-    """What an engine on one device would be given now."""
+    """The resources that an engine on one device would get now."""
 
     device: str
     """A GPU's PCI address, or "cpu"."""
     numa_node: int | None
     provider: str | None
-    """The one whose NICs these are; None: no NIC of use."""
+    """Provider of these NICs. None: no usable NIC."""
     nics: NicChoice
     core: CoreChoice
 
@@ -112,7 +112,7 @@ def _placements(machine: Machine, in_use: CoresInUse) -> Iterator[DevicePlacemen
         )
         yield DevicePlacement(gpu.address, node, provider, by_gpu.get(gpu.address, _NO_NICS), core)
     if not machine.gpus:
-        # An engine on CPUs has as many threads as there are cores, unless it is told otherwise.
+        # By default, an engine on CPUs has as many threads as there are cores.
         core = choose_core(machine, in_use, numa_node=None, engine_threads=len(in_use.allowed))
         nics = choose_nics_without_device(machine, provider, None) if provider is not None else _NO_NICS
         yield DevicePlacement("cpu", None, provider, nics, core)
@@ -165,7 +165,7 @@ def _core_rows(found: Report) -> Iterator[tuple[str, ...]]:
 
 
 def _addresses(port: Port) -> str:
-    """IPv4 addresses where there are some; of the others the first."""
+    """Returns the port's IPv4 addresses, or else its first other address."""
     ipv4 = sorted({str(gid.ipv4) for gid in port.gids if gid.ipv4 is not None})
     return ", ".join(ipv4) or next((gid.address for gid in port.gids), "none")
 
@@ -175,7 +175,7 @@ def _number(number: int | None) -> str:
 
 
 def cores_text(cores: set[int]) -> str:
-    """ "0-3,8", as the kernel writes it; "none"."""
+    """Formats cores like the kernel: "0-3,8", or "none"."""
     spans: list[list[int]] = []
     for core in sorted(cores):
         if spans and spans[-1][1] == core - 1:

@@ -76,8 +76,11 @@ def trace(
 
 
 def chrome_trace(workers: Sequence[Worker]) -> Json:
-    """The timelines in Chrome's Trace Event Format: a process for each worker, a thread for each layer of
-    each transfer, arrows from where prefill posts to where decode counts."""
+    """Returns the timelines in Chrome's Trace Event Format.
+
+    Each worker is a process, and each layer of each transfer a thread. Arrows lead from a post at prefill to
+    the count at decode.
+    """
     events: list[Json] = []
     clocks: Json = {}
     for process, worker in enumerate(workers, 1):
@@ -109,12 +112,16 @@ def _abouts(worker: Worker) -> Iterator[About]:
 
 
 Landing = tuple[int, str, int, int]
-"""When prefill posted the last page of a layer (ours), the layer, pages until then, and prefill's arrow."""
+"""The time at which prefill posted the last page of a layer (in our clock), the layer, the pages until then,
+and the id of prefill's arrow."""
 
 
 def _sources(workers: Sequence[Worker], receiving: Receiving) -> list[Landing]:
-    """What decode's count means, where one worker of prefill wrote for one of decode: which layers are here
-    once so many pages are. Layers are posted one after the other, and land so but for a batch or two."""
+    """Maps decode's count to layers, if one prefill worker wrote for one decode worker.
+
+    A layer has landed once decode has counted all pages up to its last. Layers are posted one after the
+    other, and land in that order except for a batch or two.
+    """
     sendings = [
         (worker, sending)
         for worker in workers
@@ -174,7 +181,7 @@ class _Process:
         threads = {name: self._thread(name) for name in names}
         for posted, name, pages, arrow in landings:
             for counted in [when for when, count in receiving.counts if count >= pages][:1]:
-                # P's worker notes a post once it is made: D may have counted it by then.
+                # P's worker records a post after making it, so D may have counted the page earlier.
                 when, thread = max(counted, posted - self._worker.to_ours), threads[name]
                 self._at(when, ph="i", s="t", name="landed", cat="layer", tid=thread, args={"pages": pages})
                 self._at(when, ph="f", bp="e", name="pages", cat="flow", id=arrow, tid=thread)
@@ -210,7 +217,7 @@ class _Process:
 
 
 def _steps(sending: Sending) -> Iterator[tuple[int, int]]:
-    """From when the agent was told of a step until its last layer was computed."""
+    """Yields each step's span: from its report to the agent until its last layer was computed."""
     ends = (*sending.steps[1:], 1 << 62)
     for begin, limit in zip(sending.steps, ends, strict=True):
         computed = [span.computed for span in sending.spans if begin <= span.computed < limit]

@@ -1,4 +1,4 @@
-"""kv-connector weights: a checkpoint into serving engines, and what they serve."""
+"""kv-connector weights: pushes checkpoints into serving engines, and reports the weights that they serve."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def push(
 
 
 class Round(msgspec.Struct, frozen=True):
-    """A push's seconds, from its begin but for the pauses."""
+    """The seconds of one push, counted from its start, except for the pauses."""
 
     landed: float
     applied: float
@@ -136,7 +136,7 @@ def bench(
 
         nbytes = sum(part.nbytes for part in pusher.parts())
         try:
-            # Names of their own: a version that an engine serves already says nothing of a push.
+            # Each push has another name: an engine that already serves a version would not be measured.
             names = [f"{version} ({number} of {rounds + 1})" for number in range(1, rounds + 1)]
             _, *measured = [_round(pusher, name, timeout) for name in [*names, version]]
         except PushError as error:
@@ -326,7 +326,7 @@ def _line(name: str, said: dict[str, Any]) -> str:
 
 
 def _source(checkpoint: Path) -> CheckpointSource:
-    """What it cannot be is said, with status 2."""
+    """Opens the checkpoint. Errors end the command with status 2."""
     try:
         from kv_connector.weights.sources import CheckpointSource, SourceError
     except ImportError as error:
@@ -339,7 +339,7 @@ def _source(checkpoint: Path) -> CheckpointSource:
 
 @contextmanager
 def _within(timeout: float, pusher: WeightPusher) -> Iterator[None]:
-    """Cancels the pusher when the time is over: to write has no limit, nor has to connect to many engines."""
+    """Cancels the pusher after the time limit: neither writes nor connecting to engines has a limit."""
     timer = threading.Timer(timeout, pusher.cancel, [f"not done within {timeout:g} s (--timeout)"])
     timer.start()
     try:
@@ -358,12 +358,12 @@ def _pusher(
     partial: list[str] | None,
     timeout: float | None = None,
 ) -> Iterator[WeightPusher]:
-    """Connected. What it cannot do is said, with status 2. ``timeout``: until it is cancelled."""
+    """Yields a connected pusher. Errors end the command with status 2. ``timeout``: limit for all of it."""
     source = _source(checkpoint)
     from kv_connector.weights.pusher import WeightPusher
     from kv_connector.weights.update import PushError
 
-    cluster_key(key_file)  # said as of every command
+    cluster_key(key_file)  # reports a wrong key like the other commands
     try:
         pusher = WeightPusher(
             source,
@@ -390,5 +390,5 @@ def _pusher(
     except TransferError as error:
         if not done:
             raise
-        # It is the close's. The engines have what was pushed, and this process ends.
+        # The error is from closing. The engines have the pushed weights, and this process ends.
         typer.echo(str(error), err=True)

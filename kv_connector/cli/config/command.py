@@ -1,4 +1,4 @@
-"""kv-connector config check: reads what somebody is about to start, and says what is wrong with it."""
+"""kv-connector config check: reads the files that start a deployment, and reports errors in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be said of engines and routers that are to work together."""
+"""Checks of engines and routers that work together."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from kv_connector.control.addresses import is_loopback
 _SGLANG_BOOTSTRAP = 8998
 _ALIKE = {"model": "model", "dtype": "--dtype", "kv-cache-dtype": "--kv-cache-dtype"}
 _THE_MODELS = ("model", "dtype")
-"""Where one side does not say them, they are the model's."""
+"""Options that default to the model's value."""
 _ALIKE_IN_SGLANG = _ALIKE | {"page-size": "--page-size"}
 
 
 class Listener(NamedTuple):
-    """A socket that will be bound."""
+    """A socket that a process will bind."""
 
     where: str
     what: str
     machine: Machine
     host: str | None
-    """None: an address of the machine's that nobody names."""
+    """Address. None: an address of the machine that no setting contains."""
     ports: range
 
 
@@ -83,7 +83,10 @@ def _one(port: int) -> range:
 
 
 def _may_meet(one: Listener, other: Listener) -> bool:
-    """Whether both are bound on one machine, at one address. Files may be for several machines."""
+    """Whether both sockets are bound on one machine, at one address.
+
+    The files may be for several machines.
+    """
     named = one.host is not None and other.host is not None
     if one.machine == other.machine:
         return not named or "0.0.0.0" in (one.host, other.host) or _same(one.host, other.host)
@@ -179,7 +182,7 @@ def _routed(router: CheckedRouter, checked: CheckedEngine) -> Iterator[Finding]:
 
 
 def _listed(router: CheckedRouter, engines: Sequence[CheckedEngine]) -> Iterator[Finding]:
-    """The router's lists, beside the ports of engines that do not register."""
+    """Compares the router's lists with the ports of engines that do not register."""
     for checked in engines:
         engine = checked.engine
         if engine.framework != "vLLM" or engine.api_port is None or checked.settings.routers:
@@ -211,7 +214,7 @@ def _fail(
 
 
 def _both(one: str, other: str) -> str:
-    """Two places in one file, or in two."""
+    """Joins the names of two places, in one file or in two."""
     if one == other:
         return one
     file, _, name = other.partition(": ")

@@ -1,4 +1,4 @@
-"""What `kv-connector doctor --model` says of a model and a pair: one report, as JSON or as findings."""
+"""The report of `kv-connector doctor --model` about a model and a pair, as JSON or as findings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kv_connector.cli.fit.model import Attention, Model, State, read_model
 from kv_connector.cli.fit.pair import Cost, costs, problems, remedy
 from kv_connector.cli.fit.side import ORDERS, Side
 
-# What docs/compatibility.md has no pair of engines for.
+# Kinds of layers for which docs/compatibility.md has no tested pair of engines.
 _UNTRIED = {
     "MAMBA1": "Mamba1 was never tested. Compare tokens first",
     "chunked_local_attention": "chunked local attention was never tested. Compare tokens first",
@@ -23,10 +23,10 @@ _UNTRIED = {
 
 class SideReport(msgspec.Struct, frozen=True):
     ranks: int
-    """Of each data-parallel engine."""
+    """Ranks of each data-parallel engine."""
     engines: int
     block_tokens: int
-    """As the engine rounds them; 0: no layer has blocks of tokens."""
+    """Tokens per block, as the engine rounds them; 0: no layer has blocks of tokens."""
     order: str
     dtype: str
     kv_cache_dtype: str
@@ -36,9 +36,10 @@ class Report(msgspec.Struct, frozen=True):
     architecture: str
     model_type: str
     layers: dict[str, int]
-    """By kind."""
+    """Number of layers by kind."""
     kv_bytes_per_token: int
-    """Of all layers that keep K and V, windows included; of one engine's ranks together, each head once."""
+    """Bytes per token of all layers with K and V, windows included, in one engine's ranks together, each head
+    once."""
     state_bytes_per_request: int
     tokens: int
     fits: bool
@@ -47,12 +48,12 @@ class Report(msgspec.Struct, frozen=True):
     decode: SideReport | None = None
     costs: tuple[Cost, ...] = ()
     remedy: str | None = None
-    """Where pages come in many writes: the settings with which they do not."""
+    """Settings with which pages are few writes, if they are many now."""
     notes: tuple[str, ...] = ()
 
 
 def report(path: Path, prefill: Side, decode: Side, tokens: int) -> Report:
-    """Raises ConfigError."""
+    """Makes the report. Raises ConfigError."""
     model = read_model(path)
     found = Report(
         architecture=model.architecture,
@@ -175,7 +176,7 @@ def _remedy_words(remedy: str | None) -> str:
 
 
 def size(nbytes: int) -> str:
-    """ "1.5 MiB": three digits at least."""
+    """Formats a size with at least three digits: "1.5 MiB"."""
     value, unit = float(nbytes), "bytes"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if value < 1024:

@@ -1,4 +1,4 @@
-"""How one side of a pair is started, as `--prefill` and `--decode` say it: `tp=2,block=16`."""
+"""The options of one side of a pair, as given to `--prefill` and `--decode`: `tp=2,block=16`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-# Bytes of an element.
+# Bytes per element.
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
 KV_DTYPES = {**DTYPES, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 ORDERS = {
@@ -17,7 +17,7 @@ ORDERS = {
 
 
 class SideError(ValueError):
-    """An option that cannot be used; the message says what can."""
+    """An option that cannot be used. The message names the possible values."""
 
 
 def _number(text: str) -> int:
@@ -45,7 +45,7 @@ def _key(default: Any, words: str, parse: Callable[[str], Any] = _number) -> Any
 
 @dataclass(frozen=True)
 class Side:
-    """An engine, as far as its pages depend on how it is started. The metadata are the option's."""
+    """The options of an engine on which its pages depend. The metadata are the option's help and parser."""
 
     tp: int = _key(1, "tensor parallelism")
     pp: int = _key(1, "pipeline parallelism")
@@ -73,7 +73,7 @@ class Side:
 
     @property
     def rows(self) -> int:
-        """Of a convolution's state, beyond those that it needs."""
+        """Rows of a convolution's state beyond those that it needs."""
         return self.drafts or (1 if self.drafter else 0)
 
 
@@ -82,7 +82,7 @@ HELP = "\n\n".join(f"{key}: {one.metadata['words']}" for key, one in KEYS.items(
 
 
 def parse_side(text: str) -> Side:
-    """`tp=2,block=16`; empty: one rank, and every default. Raises SideError."""
+    """Parses `tp=2,block=16`; empty: one rank and all defaults. Raises SideError."""
     found: dict[str, Any] = {}
     for word in filter(None, (word.strip() for word in text.split(","))):
         key, equals, value = (part.strip() for part in word.partition("="))
