@@ -263,9 +263,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rates", nargs="+", type=float, default=[4, 7, 9, 11], help="a second")
-    parser.add_argument("--seconds", type=float, default=25.0, help="of arrivals")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1], help="1 is gpu_goodput.py's")
+    parser.add_argument("--rates", nargs="+", type=float, default=[4, 7, 9, 11], help="arrivals a second")
+    parser.add_argument("--seconds", type=float, default=25.0, help="seconds of arrivals")
+    parser.add_argument(
+        "--seeds", nargs="+", type=int, default=[1], help="seeds of the arrivals; 1 is gpu_goodput.py's"
+    )
     parser.add_argument(
         "--objectives",
         type=Objectives.parse,
@@ -278,7 +280,7 @@ def main() -> None:
         type=steps,
         default=[(256, 1024), (512, 2048)],
         metavar="THRESHOLD/STEP",
-        help="D's --long-prefill-token-threshold and --max-num-batched-tokens",
+        help="--long-prefill-token-threshold and --max-num-batched-tokens of the decode engine",
     )
     print(report(list(lines(parser.parse_args()))))
 

@@ -69,7 +69,9 @@ class Server:
 
     def start(self) -> None:
         if answers(f"{self.url}/health"):
-            raise RuntimeError(f"{self.url} answers before {self.name} is started: what is left there?")
+            raise RuntimeError(
+                f"{self.url} answers before {self.name} is started. End the server on that port"
+            )
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model)]
         command += ["--served-model-name", "model", "--host", HOST, "--port", str(self.port)]
         command += ["--skip-tokenizer-init", "--no-enable-prefix-caching", "--gpu-memory-utilization", "0.3"]

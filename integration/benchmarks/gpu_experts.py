@@ -665,16 +665,18 @@ def main() -> int:
     parser.add_argument("shapes", nargs="*", help="qwen3, deepseek (default: both)")
     parser.add_argument("--ranks", type=int, default=2, help="GPUs, one data-parallel rank each")
     parser.add_argument(
-        "--layers", type=int, default=0, help="layers (default: 48 of Qwen3, 7 of DeepSeek-V3)"
+        "--layers", type=int, default=0, help="number of layers (default: 48 of Qwen3, 7 of DeepSeek-V3)"
     )
-    parser.add_argument("--out", default="", help="file that JSON lines are appended to")
-    parser.add_argument("--logs", default="", help="folder for the logs of the engines")
+    parser.add_argument("--out", default="", help="file to which JSON lines are appended")
+    parser.add_argument("--logs", default="", help="folder for the engines' logs")
     parser.add_argument("--modes", default=",".join(MODES), help="engines to run")
-    parser.add_argument("--seconds", type=float, default=220, help="most seconds of a shape")
-    parser.add_argument("--start-seconds", type=float, default=90, help="most seconds of an engine's start")
-    parser.add_argument("--tail", type=int, default=30, help="lines of each log that a failure prints")
-    parser.add_argument("--compile", action="store_true", help="torch.compile (adds to each start)")
-    parser.add_argument("--tiny", action="store_true", help="a small shape on CPUs")
+    parser.add_argument("--seconds", type=float, default=220, help="time limit of a shape, in seconds")
+    parser.add_argument(
+        "--start-seconds", type=float, default=90, help="time limit of an engine's start, in seconds"
+    )
+    parser.add_argument("--tail", type=int, default=30, help="lines of each log to print after a failure")
+    parser.add_argument("--compile", action="store_true", help="use torch.compile (starts take longer)")
+    parser.add_argument("--tiny", action="store_true", help="run a small shape on CPUs")
     options = parser.parse_args()
 
     def write(row: dict[str, Any]) -> None:

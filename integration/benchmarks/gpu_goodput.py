@@ -370,38 +370,62 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--work", type=Path, default=Path("/tmp/kvc-bench-goodput"), help="model, loads, logs"
+        "--work",
+        type=Path,
+        default=Path("/tmp/kvc-bench-goodput"),
+        help="folder for the model, loads and logs",
     )
-    parser.add_argument("--json", type=Path, default=Path(os.devnull), help="is appended to")
-    parser.add_argument("--report", type=Path, nargs="+", metavar="FILE", help="print their tables, no more")
+    parser.add_argument(
+        "--json", type=Path, default=Path(os.devnull), help="file to which JSON lines are appended"
+    )
+    parser.add_argument(
+        "--report", type=Path, nargs="+", metavar="FILE", help="print the tables of these JSON files and exit"
+    )
     parser.add_argument("--systems", nargs="+", default=[*SYSTEMS], choices=SYSTEMS)
     parser.add_argument("--workload", default="random", choices=[*WORKLOADS])
-    parser.add_argument("--rates", nargs="+", type=float, default=[2, 3, 4, 5, 6, 7, 8, 10], help="a second")
-    parser.add_argument("--seconds", type=float, default=40.0, help="of arrivals, for each measurement")
     parser.add_argument(
-        "--at-once", nargs="+", type=int, default=[], metavar="N", help="requests under way; no rates then"
+        "--rates", nargs="+", type=float, default=[2, 3, 4, 5, 6, 7, 8, 10], help="arrivals a second"
     )
-    parser.add_argument("--kill", action="store_true", help="then one P and one D of ours, under that load")
-    parser.add_argument("--pairs", type=int, default=1, metavar="N", help="N Ps and N Ds, on 2 N GPUs")
+    parser.add_argument("--seconds", type=float, default=40.0, help="seconds of arrivals per measurement")
+    parser.add_argument(
+        "--at-once",
+        nargs="+",
+        type=int,
+        default=[],
+        metavar="N",
+        help="requests in flight, in place of rates",
+    )
+    parser.add_argument(
+        "--kill", action="store_true", help="then kill one of our prefill and decode engines under that load"
+    )
+    parser.add_argument(
+        "--pairs", type=int, default=1, metavar="N", help="N prefill and N decode engines, on 2 N GPUs"
+    )
     parser.add_argument(
         "--objectives",
         nargs="+",
         type=Objectives.parse,
         default=[Objectives(400, 15), Objectives(1000, 25)],
         metavar="TTFT:BETWEEN",
-        help="pairs in ms; the system goodput has a router for each",
+        help="pairs of objectives in ms; system goodput has a router for each",
     )
-    parser.add_argument("--all-rates", action="store_true", help="with every system, broken or not")
     parser.add_argument(
-        "--limit", type=float, default=float("inf"), help="seconds after which nothing is begun"
+        "--all-rates",
+        action="store_true",
+        help="measure every system at all rates, even if its objectives are missed",
+    )
+    parser.add_argument(
+        "--limit", type=float, default=float("inf"), help="seconds after which no measurement starts"
     )
     parser.add_argument(
         "--decode-tokens",
         type=int,
         default=256,
-        help="of a prompt in a step of our D, which takes four times as many",
+        help="prompt tokens in a step of our decode engine, whose steps have four times as many",
     )
-    parser.add_argument("--plain-tokens", type=int, default=None, help="of a plain engine's; default: vLLM's")
+    parser.add_argument(
+        "--plain-tokens", type=int, default=None, help="tokens of a plain engine's step; default: vLLM's"
+    )
     parser.add_argument("--engine", default="", metavar="ARGUMENTS", help="more arguments for every engine")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--cpu", action="store_true")

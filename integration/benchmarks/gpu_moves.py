@@ -89,7 +89,7 @@ class Engine:
         deadline = time.monotonic() + START_SECONDS
         while engine_states(router).get(self.server.url) != "ready":
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the router does not take {self.server.name}")
+                raise TimeoutError(f"the router does not accept {self.server.name}")
             time.sleep(0.05)
 
     def leave(self) -> None:
@@ -215,7 +215,7 @@ async def move(site: Site, clients: Sequence[Client]) -> dict[str, Any]:
     await go_on(clients, BETWEEN)
     live = [client for client in clients if not client.task.done()]
     if not live:
-        raise RuntimeError("all streams have come to their end: more --tokens, or fewer --rounds")
+        raise RuntimeError("all streams have ended. Set more --tokens, or fewer --rounds")
     counts, outcomes = [len(client.times) for client in live], site.outcomes()
     moved = await asyncio.to_thread(site.here.drain)
     await go_on(live, BEHIND)
@@ -311,16 +311,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--work", type=Path, default=Path("/tmp/kvc-bench-moves"), help="models and logs")
-    parser.add_argument("--json", type=Path, default=Path(os.devnull), help="is appended to")
-    parser.add_argument("--port", type=int, default=8100, help="the first of 200")
-    parser.add_argument("--share", action="store_true", help="two GPUs: P is on the first engine's")
-    parser.add_argument("--prompts", nargs="+", type=int, default=[500, 4000], help="tokens")
-    parser.add_argument("--streams", nargs="+", type=int, default=[8, 32])
-    parser.add_argument("--tokens", type=int, default=2000, help="that a stream may say")
-    parser.add_argument("--rounds", type=int, default=2, help="there and back")
     parser.add_argument(
-        "--limit", type=float, default=float("inf"), help="seconds after which nothing is begun"
+        "--work", type=Path, default=Path("/tmp/kvc-bench-moves"), help="folder for models and logs"
+    )
+    parser.add_argument(
+        "--json", type=Path, default=Path(os.devnull), help="file to which JSON lines are appended"
+    )
+    parser.add_argument("--port", type=int, default=8100, help="first of 200 ports")
+    parser.add_argument(
+        "--share", action="store_true", help="use two GPUs: the prefill engine shares the first engine's"
+    )
+    parser.add_argument(
+        "--prompts", nargs="+", type=int, default=[500, 4000], help="prompt lengths in tokens"
+    )
+    parser.add_argument("--streams", nargs="+", type=int, default=[8, 32])
+    parser.add_argument("--tokens", type=int, default=2000, help="longest answer of a stream, in tokens")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds, each with two moves")
+    parser.add_argument(
+        "--limit", type=float, default=float("inf"), help="seconds after which no measurement starts"
     )
     parser.add_argument("--provider", default="nvlink")
     parser.add_argument("--engine", default="", metavar="ARGUMENTS", help="more arguments for every engine")

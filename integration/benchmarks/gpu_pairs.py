@@ -110,7 +110,7 @@ class Rank:
             for source in sources:
                 right = content(source, pages, self._memory.device)
                 if not torch.equal(self._memory[source + 1], right):
-                    raise RuntimeError(f"rank {mine}: what rank {source} has sent is something else")
+                    raise RuntimeError(f"rank {mine}: the pages from rank {source} have wrong bytes")
         start.wait(TIMEOUT_SECONDS)
         return seconds
 
@@ -146,10 +146,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--gpus", type=int, default=4)
-    parser.add_argument("--mib", nargs="+", type=int, default=[512, 32, 1], help="to each peer")
+    parser.add_argument("--mib", nargs="+", type=int, default=[512, 32, 1], help="MiB to each peer")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--provider", default="nvlink")
-    parser.add_argument("--json", type=Path, default=Path(os.devnull), help="is appended to")
+    parser.add_argument(
+        "--json", type=Path, default=Path(os.devnull), help="file to which JSON lines are appended"
+    )
     plan = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     start = context.Barrier(plan.gpus)

@@ -259,20 +259,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--work", type=Path, default=Path("/tmp/kvc-bench-gpu"), help="models and logs")
+    parser.add_argument(
+        "--work", type=Path, default=Path("/tmp/kvc-bench-gpu"), help="folder for models and logs"
+    )
     parser.add_argument("--json", type=Path, default=None)
-    parser.add_argument("--port", type=int, default=8100, help="the first of a thousand")
+    parser.add_argument("--port", type=int, default=8100, help="first of 1,000 ports")
     parser.add_argument("--modes", nargs="*", default=["eager", "graphs"], choices=[*MODES])
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096, 16384, 32000])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=8)
     parser.add_argument("--concurrency", nargs="*", type=int, default=[8, 32])
     parser.add_argument("--load-tokens", type=int, default=2048)
-    parser.add_argument("--block-size", type=int, default=None, help="default: vLLM's")
+    parser.add_argument("--block-size", type=int, default=None, help="tokens per block; default: vLLM's")
     parser.add_argument("--shape", default="llama", choices=[*SHAPES])
     parser.add_argument("--before", type=Path, default=None, metavar="DIRECTORY")
     parser.add_argument("--equality", type=int, default=50)
-    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="2 N GPUs")
+    parser.add_argument(
+        "--tensor-parallel", type=int, default=1, metavar="N", help="ranks per engine, on 2 N GPUs"
+    )
     parser.add_argument("--rivals", nargs="*", default=[], choices=[*RIVALS])
     parser.add_argument("--provider", default="nvlink", help="our lane: bounce is tcp through host memory")
     parser.add_argument("--engine", default="", metavar="ARGUMENTS", help="more arguments for every engine")

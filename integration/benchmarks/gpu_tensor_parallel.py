@@ -285,9 +285,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--work", type=Path, default=Path("/tmp/kvc-bench-tp"), help="models and logs")
-    parser.add_argument("--json", type=Path, default=Path(os.devnull), help="is appended to")
-    parser.add_argument("--port", type=int, default=8100, help="the first of a thousand")
+    parser.add_argument(
+        "--work", type=Path, default=Path("/tmp/kvc-bench-tp"), help="folder for models and logs"
+    )
+    parser.add_argument(
+        "--json", type=Path, default=Path(os.devnull), help="file to which JSON lines are appended"
+    )
+    parser.add_argument("--port", type=int, default=8100, help="first of 1,000 ports")
     parser.add_argument("--gpus", type=int, default=4)
     parser.add_argument(
         "--topologies",

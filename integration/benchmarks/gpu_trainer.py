@@ -73,7 +73,7 @@ class Trainer:
                     raise RuntimeError(f"the trainer does not answer {method} within {_TIMEOUT_S:g} s")
                 answers.append(pipe.recv())
         except (EOFError, OSError):
-            raise RuntimeError("the trainer has ended, for the reason above") from None
+            raise RuntimeError("the trainer has ended; the reason is printed above") from None
         for good, answer in answers:
             if not good:
                 raise RuntimeError(f"the trainer: {answer}")
@@ -387,7 +387,7 @@ class _Theirs:
         self._trainer = WeightTransferTrainerFactory.trainer_init(info, client=client, source=Weights())
         if getattr(getattr(self._trainer, "model_update_group", None), "disabled", False):
             # Without a word, and its broadcasts do nothing from then on.
-            raise RuntimeError("vLLM has found no NCCL that it can use: 0.32 asks for 2.29.7")
+            raise RuntimeError("vLLM has found no usable NCCL. vLLM 0.32 needs 2.29.7")
         return {"begin": begin, "made": begin, "end": time.monotonic()}
 
     def push(self, version: str) -> Figures:

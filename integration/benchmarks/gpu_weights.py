@@ -449,18 +449,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--work", type=Path, default=Path("/tmp/kvc-bench-gpu"), help="models and logs")
+    parser.add_argument(
+        "--work", type=Path, default=Path("/tmp/kvc-bench-gpu"), help="folder for models and logs"
+    )
     parser.add_argument("--json", type=Path, default=None)
-    parser.add_argument("--port", type=int, default=8700, help="the first of four hundred")
-    parser.add_argument("--gpus", nargs="+", type=int, default=[0, 1], help="a trainer's, its engines', ...")
+    parser.add_argument("--port", type=int, default=8700, help="first of 400 ports")
+    parser.add_argument(
+        "--gpus", nargs="+", type=int, default=[0, 1], help="GPUs of a trainer, of its engines, ..."
+    )
     parser.add_argument("--arms", nargs="+", default=["ours", "nccl"], choices=ARMS)
     parser.add_argument("--shape", default="llama", choices=["llama", "qwen3-moe"])
     parser.add_argument(
-        "--layers", type=int, default=None, metavar="N", help="of the shape: where memory is less"
+        "--layers", type=int, default=None, metavar="N", help="layers of the shape, for less memory"
     )
     parser.add_argument("--trainers", type=int, default=1, metavar="RANKS")
     parser.add_argument("--engines", type=int, default=1)
-    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="RANKS", help="of each engine")
+    parser.add_argument(
+        "--tensor-parallel", type=int, default=1, metavar="RANKS", help="ranks of each engine"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--dtype-master", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--cpu", action="store_true")

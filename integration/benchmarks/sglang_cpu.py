@@ -227,7 +227,7 @@ async def killed(one: Deployment, cluster: SglangCluster, victim: str) -> None:
     free = "not within 180 s" if rest is None else f"{rest:.1f} s"
     print(
         f"{one.name}: kill -9 of {victim}: {len(failures)} of 8 failed, the last after {last}; "
-        f"the other is empty after {free}; back: right answer after {back}"
+        f"the other server is empty after {free}; restarted: right answer after {back}"
     )
 
 
@@ -261,14 +261,14 @@ async def aborts(one: Deployment, count: int = 100) -> None:
     held = sum("releasing anyway" in server.log.read_text() for server in one.servers)
     print(
         f"{one.name}: {count} aborts in {seconds:.0f} s, {failed} without an answer; "
-        f"P and D empty after {text}; released by timeout: {'yes' if held else 'no'}"
+        f"both servers empty after {text}; released by timeout: {'yes' if held else 'no'}"
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--faults", action="store_true", help="aborts and kills instead of times")
+    parser.add_argument("--faults", action="store_true", help="measure aborts and kills in place of times")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kv-connector-bench-") as where:
         directory = Path(where)

@@ -106,7 +106,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--attention", default="fa3")
     parser.add_argument("--seconds", type=float, default=480)
-    parser.add_argument("--start", type=float, default=170, help="seconds for a group to come up")
+    parser.add_argument(
+        "--start", type=float, default=170, help="time limit for a group to start, in seconds"
+    )
     parser.add_argument("--only", default=",".join(FLAGS))
     options = parser.parse_args()
     deadline = time.monotonic() + options.seconds
