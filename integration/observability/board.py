@@ -1,6 +1,6 @@
-"""The Grafana board, as code: `make board` after a change.
+"""The Grafana board, as code. Run `make board` after a change.
 
-Four rows: what clients get, how the engines are, what moves between them, who talks to whom.
+Four rows: the clients' requests, the engines, the transfers between them, and the peers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 PROMETHEUS = DataSourceRef(type_val="prometheus", uid="${datasource}")
 COLUMNS = 24
 
-# Of one model's engines; of everything under these names where the board shows several.
+# Selects one model's engines; if the board shows several models, the engines of all of them.
 ENGINES = '{model_name=~"$model"}'
 
 
@@ -48,7 +48,7 @@ class Chart:
     title: str
     says: str
     unit: str
-    """Grafana's name for it."""
+    """Grafana's name for the unit."""
     queries: Sequence[Query]
     stacked: bool = False
     highest: float | None = None
@@ -56,7 +56,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Listing:
-    """A table of what is the case now."""
+    """A table of the present values."""
 
     title: str
     says: str
@@ -64,7 +64,7 @@ class Listing:
     hidden: Sequence[str]
     """Labels without a column."""
     value: str
-    """What the value's column is called."""
+    """Title of the value's column."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def quantile(q: float, metric: str, by: str = "", selector: str = ENGINES) -> st
 
 
 def median_and_tail(metric: str) -> list[Query]:
-    """Of a time, by lane."""
+    """Queries for the median and the tail of a time, by lane."""
     return [
         Query(quantile(0.5, metric, "lane"), "{{lane}} median"),
         Query(quantile(0.99, metric, "lane"), "{{lane}} 99th percentile"),
@@ -324,7 +324,7 @@ def board() -> dashboard_builders.Dashboard:
     numbers = itertools.count(1)
     for row in ROWS:
         made.with_row(dashboard_builders.Row(row.title).id(next(numbers)))
-        # Four beside each other, or what divides a line without a gap.
+        # Four panels beside each other, or a number that divides a line without a gap.
         width = COLUMNS // (len(row.panels) if len(row.panels) < 5 else 3)
         for panel in row.panels:
             made.with_panel(_panel(panel).id(next(numbers)).span(width).height(8))
@@ -382,7 +382,7 @@ def _listing(listing: Listing) -> table.Panel:
 
 
 def render() -> str:
-    """The board as Grafana takes it."""
+    """Returns the board in Grafana's format."""
     return json.dumps(board().build(), cls=JSONEncoder, indent=2, sort_keys=True) + "\n"
 
 
