@@ -17,16 +17,20 @@ PROMPTS, TOKENS = 4, 1500
 
 # Asked of whom; the metric, as Prometheus stores it; what it answers.
 QUESTIONS = (
-    ("prefill", "kv_connector_bytes_pushed_total", "bytes that P pushed"),
-    ("prefill", "kv_connector_bytes_pushed_before_prefill_end_total", "of them while P still computed"),
-    ("prefill", "kv_connector_transfers_total", "transfers that ended, and how"),
+    ("prefill", "kv_connector_bytes_pushed_total", "bytes pushed by the prefill engine"),
+    ("prefill", "kv_connector_bytes_pushed_before_prefill_end_total", "bytes pushed before prefill ended"),
+    ("prefill", "kv_connector_transfers_total", "ended transfers, by outcome"),
     ("prefill", "kv_connector_send_duration_seconds_sum", "seconds from the first push to the last"),
-    ("prefill", "kv_connector_peers", "peers, by the lane that their pages take"),
-    ("decode", "kv_connector_receive_duration_seconds_sum", "seconds that D's requests waited for pages"),
-    ("decode", "kv_connector_transfers_under_way", "what requests wait for now"),
+    ("prefill", "kv_connector_peers", "peers, by lane"),
+    (
+        "decode",
+        "kv_connector_receive_duration_seconds_sum",
+        "seconds that the decode engine's requests waited for pages",
+    ),
+    ("decode", "kv_connector_transfers_under_way", "requests in flight, by phase"),
     ("router", "kv_connector_router_requests_total", "requests, by route and status"),
-    ("router", "kv_connector_router_retries_total", "requests tried again with another engine"),
-    ("router", "kv_connector_router_engines", "engines that are ready, or are not"),
+    ("router", "kv_connector_router_retries_total", "requests retried with another engine"),
+    ("router", "kv_connector_router_engines", "engines, by status"),
 )
 
 

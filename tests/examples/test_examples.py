@@ -128,7 +128,7 @@ def test_command_of_vllm() -> None:
 
 
 def check_failure(output: str) -> None:
-    told = dict(re.findall(r"^(\S+) killed: .* (\d) of 4 clients told of a failure", output, re.MULTILINE))
+    told = dict(re.findall(r"^(\S+) killed: .* (\d) of 4 clients saw a failure", output, re.MULTILINE))
     assert told.keys() == {"prefill-1", "decode-1"}, output
     assert told["prefill-1"] == "0", output
     assert output.count("started again: joined") == 2, output
