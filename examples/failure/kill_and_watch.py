@@ -1,4 +1,4 @@
-"""kill -9 of a prefill and then of a decode engine while clients ask, and what the clients see of it."""
+"""Kills a prefill engine and then a decode engine (kill -9) under load, and shows what the clients notice."""
 
 import tempfile
 import time

@@ -1,4 +1,4 @@
-"""What P, D and the router tell Prometheus about a few prompts, question by question."""
+"""Prometheus metrics of a prefill engine (P), a decode engine (D) and the router after a few prompts."""
 
 import random
 import tempfile
@@ -15,7 +15,7 @@ from kv_connector.lab.model import make_llama
 
 PROMPTS, TOKENS = 4, 1500
 
-# Asked of whom; the metric, as Prometheus stores it; what it answers.
+# The process, the metric as Prometheus stores it, and its meaning.
 QUESTIONS = (
     ("prefill", "kv_connector_bytes_pushed_total", "bytes pushed by the prefill engine"),
     ("prefill", "kv_connector_bytes_pushed_before_prefill_end_total", "bytes pushed before prefill ended"),
@@ -42,7 +42,7 @@ def show(cluster: LocalCluster) -> None:
     for seed in range(PROMPTS):
         prompt = random.Random(seed).choices(range(256), k=TOKENS)
         complete(router, prompt, max_tokens=8)
-    Pushed.settled(prefill)  # P's counters show with one of its next steps
+    Pushed.settled(prefill)  # P's counters appear with one of its next steps
 
     told = {
         "prefill": samples(prefill.url),
@@ -57,7 +57,7 @@ def show(cluster: LocalCluster) -> None:
                 print(f"    {sample.value:,.6g}  {labels or ''}")
 
 
-# vLLM's labels of an engine: the same for all that it says.
+# vLLM's labels that name an engine, which all its metrics share.
 VLLMS_OWN = ("model_name", "engine")
 
 
@@ -70,6 +70,6 @@ def samples(url: str) -> list[Sample]:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as directory:
         model = make_llama(Path(directory, "model"), layers=8)
-        # A step of 512 tokens: a prompt of 1,500 is pushed while the rest of it is computed.
+        # A step has 512 tokens: a prompt of 1,500 is pushed while the rest of it is computed.
         with LocalCluster(Path(directory), model, EngineSettings(max_batched_tokens=512)) as cluster:
             show(cluster)
