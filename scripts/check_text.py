@@ -57,7 +57,7 @@ class Finding(NamedTuple):
     rule: str
     excerpt: str
     hint: str
-    count: int = 1
+    times: int = 1
 
     def __str__(self) -> str:
         return f"{self.path}:{self.line}: {self.rule}: {self.excerpt} [{self.hint}]"
@@ -243,7 +243,7 @@ def counted(found: Iterable[Finding]) -> Counts:
     """{file: {rule: violations}}"""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for one in found:
-        counts[one.path][one.rule] += one.count
+        counts[one.path][one.rule] += one.times
     return {path: dict(sorted(rules.items())) for path, rules in sorted(counts.items())}
 
 
@@ -286,7 +286,7 @@ def compare(found: list[Finding], baseline: Counts, paths: list[Path]) -> bool:
 def print_counts(found: list[Finding], paths: list[Path]) -> None:
     totals: Counter[str] = Counter()
     for one in found:
-        totals[one.rule] += one.count
+        totals[one.rule] += one.times
     for rule in (*(rule.name for rule in RULES), *THRESHOLDS):
         write(f"{rule:18}{totals[rule]:6}")
     write("\nwords per sentence:")
