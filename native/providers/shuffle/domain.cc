@@ -189,7 +189,7 @@ void ShuffleDomain::tell_all(LinkId link) {
   for (const uint32_t immediate : immediates) completions_.immediate(link, immediate);
 }
 
-// --- The worker's turn
+// --- The thread's turn
 
 bool ShuffleDomain::poll() {
   const Clock::time_point now = Clock::now();

@@ -33,9 +33,9 @@ class Completions {
   Mark mark() const noexcept;
   bool passed(const Mark& mark) const noexcept;
 
-  // Arms the wake-up before the thread sleeps. Returns false if the last wake-up had another cause than a completion.
-  // Afterwards the next new entry makes the channel readable. Entries that are there already do not, so call take()
-  // once more.
+  // Arms the wake-up before the thread sleeps. Returns false if it is still armed, because no completion has come
+  // since. Otherwise the next new entry makes the channel readable. Entries that are there already do not, so call
+  // take() once more.
   bool arm() noexcept;
 
  private:

@@ -178,7 +178,7 @@ bool Link::say_owed() {
   return true;
 }
 
-// --- What the peer says of itself
+// --- The peer's control messages
 
 bool Link::hear_hello() noexcept {
   if (state_ != State::kAccepted) return false;

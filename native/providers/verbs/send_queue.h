@@ -40,8 +40,8 @@ class SendQueue {
   // Returns how many were taken. If the library is out of memory, these are fewer than `count` and exclude the
   // signalled one, and the caller posts the rest later. `sent` is the meaning of the last one's completion.
   Result<uint32_t> post(abi::ibv_send_wr* first, uint32_t count, Sent sent);
-  // Returns the meaning of the post with this sequence, which has completed, and all posts before it. Returns nothing
-  // if there is no such post.
+  // Records that the post of this sequence and all before it have completed. Returns the meaning of that post, or
+  // nothing if there is no such post.
   std::optional<Sent> completed(uint32_t sequence);
   bool idle() const noexcept { return posted_.empty(); }
   // Returns the posts that have not completed. Call it once the queue pair is destroyed.
