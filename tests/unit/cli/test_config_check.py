@@ -172,7 +172,7 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("x.txt", "hello", "has nothing of ours"),
+        ("x.txt", "hello", "has no engine,"),
         ("x.json", "{", "is not JSON"),
         ("x.yaml", "a: [", "is not YAML"),
         ("x.yaml", ALIASES, "its aliases expand to more than"),
@@ -181,7 +181,7 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(
         ("x.yaml", "[" * 100_000, "nested too deeply"),
         ("x.json", "[" * 100_000, "nested too deeply"),
         ("x.sh", "echo 'open", "is not a shell script"),
-        ("x.json", "[1]", "has nothing of ours"),
+        ("x.json", "[1]", "has no engine,"),
         ("x.yaml", "services: {p: {command: vllm 'serve}}", "is not a command: No closing quotation"),
     ],
 )
@@ -205,11 +205,11 @@ def test_a_file_that_is_not_there_is_wrong_usage(tmp_path: Path) -> None:
     ("config", "words"),
     [
         (transfer(control_port="5600"), "Expected `int`, got `str` - at `$.control_port`"),
-        (transfer() | {"kv_connector": "WriteImConnector"}, "write 'WriteImmConnector'"),
+        (transfer() | {"kv_connector": "WriteImConnector"}, "Set 'WriteImmConnector'"),
         (transfer("producer"), "Set kv_producer (prefill), kv_consumer (decode) or kv_both"),
         (transfer() | {"control_port": 1}, "control_port is a setting of kv_connector_extra_config"),
         (transfer() | {"kv_rol": "x"}, "unknown field `kv_rol`: did you mean `kv_role`?"),
-        (transfer() | {"kv_load_failure_policy": "retry"}, "write fail or recompute"),
+        (transfer() | {"kv_load_failure_policy": "retry"}, "Set fail or recompute"),
         (transfer() | {"kv_connector_extra_config": []}, "kv_connector_extra_config must be an object"),
         ({"kv_connector": "MultiConnector", "kv_role": "kv_both"}, "among the connectors of MultiConnector"),
         (transfer(control_host="10.0.0.1"), "there is no cluster key"),
@@ -232,7 +232,7 @@ def test_what_is_wrong_with_an_engine(check: Check, config: dict[str, Any], word
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (vllm("kv_both", 5601, "-tp 2"), "port 5601 is a control socket's and the API server's"),
+        (vllm("kv_both", 5601, "-tp 2"), "port 5601 is used twice"),
         (
             vllm("kv_both", 8100, "-tp 2", worker_cpu=[1]),
             "worker_cpu has 1 entries, and this engine has 2 ranks",
@@ -240,7 +240,7 @@ def test_what_is_wrong_with_an_engine(check: Check, config: dict[str, Any], word
         (vllm("kv_both", 8100, "-dp 4", control_port=65533), "control_port 65533 leaves no port for rank 0"),
         ("vllm serve M --kv-transfer-config '{'", "--kv-transfer-config: "),
         ("vllm serve M --kv-transfer-config '[1]'", "it must be a JSON object"),
-        ("sglang serve --disaggregation-mode decode", "write write_imm"),
+        ("sglang serve --disaggregation-mode decode", "Set write_imm"),
         (
             "sglang serve --disaggregation-mode prefil --disaggregation-transfer-backend write_imm",
             "Set prefill or decode",

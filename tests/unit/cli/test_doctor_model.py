@@ -297,7 +297,7 @@ def test_it_needs_no_framework_and_no_native_module(tmp_path: Path) -> None:
         ("conv=ds", "conv is 'ds', not one of SD, DS"),
         ("dbo=1", "dbo is '1', not one of on, off"),
         ("drafter=mtp", "has no layers that predict more tokens (MTP)"),
-        ("drafter=nowhere", "nowhere is not there"),
+        ("drafter=nowhere", "nowhere does not exist"),
     ],
 )
 def test_a_side_that_cannot_be_read(tmp_path: Path, side: str, words: str) -> None:
