@@ -92,7 +92,7 @@ def test_the_router_runs_on_a_fast_loop_or_says_what_to_install(
 
 
 @pytest.mark.needs_vllm
-@pytest.mark.parametrize(("lane", "why"), [("pigeon", "it has"), ("nvlink", "not usable here: ")])
+@pytest.mark.parametrize(("lane", "why"), [("pigeon", "Choose one of"), ("nvlink", "not usable here: ")])
 def test_the_demo_refuses_a_lane_before_it_starts_anything(
     lane: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
