@@ -96,7 +96,8 @@ class Suffered(msgspec.Struct, tag="fault", kw_only=True, frozen=True):
     right_s: float | None
     """Seconds until an answer is right.
 
-    They count from the restarted engine's good health, or without a kill from then on.
+    They count from the restarted engine's good health. Without a kill, they count from the end of the wait
+    for free blocks.
     """
     answered: int
     wrong: int
