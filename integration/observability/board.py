@@ -1,6 +1,6 @@
-"""The Grafana board, as code: `make board` after a change.
+"""The Grafana board, as code. Run `make board` after a change.
 
-Four rows: what clients get, how the engines are, what moves between them, who talks to whom.
+Four rows: the clients' requests, the engines, the transfers between them, and the peers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 PROMETHEUS = DataSourceRef(type_val="prometheus", uid="${datasource}")
 COLUMNS = 24
 
-# Of one model's engines; of everything under these names where the board shows several.
+# Selects one model's engines; if the board shows several models, the engines of all of them.
 ENGINES = '{model_name=~"$model"}'
 
 
@@ -48,7 +48,7 @@ class Chart:
     title: str
     says: str
     unit: str
-    """Grafana's name for it."""
+    """Grafana's name for the unit."""
     queries: Sequence[Query]
     stacked: bool = False
     highest: float | None = None
@@ -56,15 +56,15 @@ class Chart:
 
 @dataclass(frozen=True)
 class Listing:
-    """A table of what is the case now."""
+    """A table of the present values."""
 
     title: str
     says: str
     expression: str
     hidden: Sequence[str]
-    """Labels that are no column."""
+    """Labels without a column."""
     value: str
-    """What the value's column is called."""
+    """Title of the value's column."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def quantile(q: float, metric: str, by: str = "", selector: str = ENGINES) -> st
 
 
 def median_and_tail(metric: str) -> list[Query]:
-    """Of a time, by lane."""
+    """Queries for the median and the tail of a time, by lane."""
     return [
         Query(quantile(0.5, metric, "lane"), "{{lane}} median"),
         Query(quantile(0.99, metric, "lane"), "{{lane}} 99th percentile"),
@@ -111,15 +111,15 @@ ROWS = (
                 stacked=True,
             ),
             Chart(
-                "Under way",
-                "Completion requests that a router has.",
+                "In flight",
+                "Completion requests that a router holds.",
                 "short",
                 [Query("sum by (instance) (kv_connector_router_in_flight)", "{{instance}}")],
                 stacked=True,
             ),
             Chart(
                 "Failures and retries a second",
-                "Failures are an engine's; a retry is a request that another engine got after one.",
+                "Failures of engines. A retry sends a failed request to another engine.",
                 "reqps",
                 [
                     Query(
@@ -132,7 +132,7 @@ ROWS = (
             ),
             Chart(
                 "Prefilled by the decode engine, a second",
-                "Requests that P has no part in, by reason.",
+                "Requests without a prefill engine, by reason.",
                 "reqps",
                 [Query(rate("kv_connector_router_local_prefills_total", "reason", ""), "{{reason}}")],
                 stacked=True,
@@ -144,7 +144,7 @@ ROWS = (
         (
             Chart(
                 "Engines by state",
-                "As the routers see them; with several routers each counts once.",
+                "Status of engines as seen by routers. With several routers, each router counts an engine.",
                 "short",
                 [
                     Query(
@@ -178,7 +178,7 @@ ROWS = (
             ),
             Chart(
                 "KV cache in use",
-                "P keeps finished prompts until D has fetched them.",
+                "A prefill engine holds finished prompts until a decode engine has fetched them.",
                 "percentunit",
                 [
                     Query(
@@ -195,7 +195,7 @@ ROWS = (
         (
             Chart(
                 "KV pushed",
-                "By each prefill engine.",
+                "Bytes a second from each prefill engine.",
                 "Bps",
                 [
                     Query(
@@ -205,8 +205,8 @@ ROWS = (
                 stacked=True,
             ),
             Chart(
-                "Pushed before the prefill ended",
-                "The part that costs no time. Near 0: a router asks D after P has finished.",
+                "Pushed before prefill ended",
+                "The part of the bytes that costs no time. Near 0: the router dispatches serially.",
                 "percentunit",
                 [
                     Query(
@@ -218,8 +218,8 @@ ROWS = (
                 highest=1,
             ),
             Chart(
-                "Time of a transfer at P",
-                "From the reservation to the end of its writes; beside it the wait for its first pages.",
+                "Transfer time at the prefill engine",
+                "From the reservation to the end of its writes. The wait for the first pages is shown too.",
                 "s",
                 [
                     *median_and_tail("kv_connector_send_duration_seconds"),
@@ -230,7 +230,7 @@ ROWS = (
                 ],
             ),
             Chart(
-                "Time of a transfer at D",
+                "Transfer time at the decode engine",
                 "From the reservation to the last page.",
                 "s",
                 [
@@ -238,7 +238,7 @@ ROWS = (
                 ],
             ),
             Chart(
-                "Under way, by what they wait for",
+                "Transfers in flight, by phase",
                 "docs/operations.md explains the phases.",
                 "short",
                 [
@@ -250,7 +250,7 @@ ROWS = (
                 stacked=True,
             ),
             Chart(
-                "Transfers a second, by end",
+                "Transfers a second, by outcome",
                 "",
                 "ops",
                 [Query(rate("kv_connector_transfers_total", "role, outcome"), "{{role}} {{outcome}}")],
@@ -261,15 +261,15 @@ ROWS = (
         "Peers",
         (
             Listing(
-                "Who is connected over which lane",
-                "tcp or bounce beside a faster lane: some pair has fallen back.",
+                "Peers by lane",
+                "If tcp or bounce appears beside a faster lane, a pair has fallen back.",
                 f"sum by (instance, engine, rank, lane) (kv_connector_peers{ENGINES}) > 0",
                 hidden=("Time",),
                 value="peers",
             ),
             Chart(
-                "Fences under way",
-                "Sessions that are over, and of which something may still be written: no more than a moment.",
+                "Fences in progress",
+                "Ended sessions whose peers may still write. Each should last a moment only.",
                 "short",
                 [
                     Query(
@@ -281,13 +281,13 @@ ROWS = (
             ),
             Chart(
                 "Malformed messages a second",
-                "Somebody speaks to the control sockets who is no engine of ours, or of another release.",
+                "A process that is no engine, or of another release, connects to the control sockets.",
                 "ops",
                 [Query(rate("kv_connector_malformed_messages_total", "instance"), "{{instance}}")],
             ),
             Chart(
                 "With a cluster key",
-                "0: everybody who reaches the engine's control port may write its KV cache.",
+                "0: any process that reaches the engine's control port may write its KV cache.",
                 "short",
                 [Query(f"min by (instance) (kv_connector_authenticated{ENGINES})", "{{instance}}")],
                 highest=1,
@@ -324,7 +324,7 @@ def board() -> dashboard_builders.Dashboard:
     numbers = itertools.count(1)
     for row in ROWS:
         made.with_row(dashboard_builders.Row(row.title).id(next(numbers)))
-        # Four beside each other, or what divides a line without a gap.
+        # Four panels beside each other, or a number that divides a line without a gap.
         width = COLUMNS // (len(row.panels) if len(row.panels) < 5 else 3)
         for panel in row.panels:
             made.with_panel(_panel(panel).id(next(numbers)).span(width).height(8))
@@ -382,7 +382,7 @@ def _listing(listing: Listing) -> table.Panel:
 
 
 def render() -> str:
-    """The board as Grafana takes it."""
+    """Returns the board in Grafana's format."""
     return json.dumps(board().build(), cls=JSONEncoder, indent=2, sort_keys=True) + "\n"
 
 

@@ -15,14 +15,14 @@ from kv_connector.router.engines.settings import Objectives, Settings
 from kv_connector.router.front.limits import raise_descriptor_limit, requests_for
 
 # ALB and nginx keep idle connections 60 s. The side that sends requests must close first: a proxy does not
-# repeat a POST that meets the end of its connection.
+# repeat a POST whose connection has ended.
 KEEP_ALIVE_S = 75
 
-STARTUP_FAILURE = 3  # uvicorn's
+STARTUP_FAILURE = 3  # uvicorn's value
 
 
 def endpoint(text: str) -> Endpoint:
-    """Reads an engine's address for typer, which shows the reason where it is none."""
+    """Parses an engine's address for typer, which shows the reason if it is wrong."""
     try:
         return Endpoint.parse(text)
     except ValueError as error:
@@ -30,7 +30,7 @@ def endpoint(text: str) -> Endpoint:
 
 
 def address(text: str) -> Address:
-    """Reads host:port for typer."""
+    """Parses host:port for typer."""
     try:
         return parse_address(text)
     except ValueError as error:
@@ -38,7 +38,7 @@ def address(text: str) -> Address:
 
 
 def cluster_key(path: Path | None) -> ClusterKey | None:
-    """The key that an option or the environment names, for typer."""
+    """Returns the key in the file of an option or of the environment, for typer."""
     try:
         return find_key(None if path is None else str(path))
     except KeyFileError as error:
@@ -46,11 +46,11 @@ def cluster_key(path: Path | None) -> ClusterKey | None:
 
 
 def objectives(ttft_ms: float | None, tbt_ms: float | None) -> Objectives | None:
-    """For typer, from milliseconds."""
+    """Converts the options' milliseconds, for typer."""
     if ttft_ms is None and tbt_ms is None:
         return None
     if ttft_ms is None or tbt_ms is None:
-        raise typer.BadParameter("--ttft-ms and --tbt-ms go together: give both, or neither")
+        raise typer.BadParameter("--ttft-ms and --tbt-ms belong together: set both, or neither")
     try:
         return Objectives(ttft_ms / 1e3, tbt_ms / 1e3)
     except ValueError as error:
@@ -59,7 +59,7 @@ def objectives(ttft_ms: float | None, tbt_ms: float | None) -> Objectives | None
 
 KeyFile = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help=f"The cluster key (default: what {KEY_FILE_VARIABLE} names)."),
+    typer.Option(metavar="FILE", help=f"File of the cluster key. Default: the file in {KEY_FILE_VARIABLE}."),
 ]
 
 
@@ -69,8 +69,8 @@ def router(
         typer.Option(
             parser=endpoint,
             metavar="URL[@HOST:PORT]",
-            help="A prefill engine, and after the @ its connector's control address "
-            "(default: the same host, port 5600). Repeat for more, and for each rank of a data-parallel one, "
+            help="URL of a prefill engine, and after the @ its connector's control address "
+            "(default: the same host, port 5600). Repeat for each engine, and for each data-parallel rank "
             "in order.",
         ),
     ] = None,
@@ -79,7 +79,7 @@ def router(
         typer.Option(
             parser=endpoint,
             metavar="URL",
-            help="A decode engine. Repeat for more, and for each rank of a data-parallel one.",
+            help="URL of a decode engine. Repeat for each engine, and for each data-parallel rank.",
         ),
     ] = None,
     registration: Annotated[
@@ -87,79 +87,85 @@ def router(
         typer.Option(
             parser=address,
             metavar="HOST:PORT",
-            help="Address at which engines join and leave by themselves (their setting `routers`).",
+            help="Address at which engines register (their setting `routers`).",
         ),
     ] = None,
     key_file: KeyFile = None,
     allow_unauthenticated: Annotated[
         bool,
         typer.Option(
-            "--allow-unauthenticated", help="Take registrations from other machines without a cluster key."
+            "--allow-unauthenticated", help="Accept registrations from other machines without a cluster key."
         ),
     ] = False,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
     serial: Annotated[
         bool,
-        typer.Option("--serial", help="Prefill first, then decode (NIXL's flow); default: both at once."),
+        typer.Option(
+            "--serial", help="Send a request to decode after prefill (NIXL's flow). Default: to both at once."
+        ),
     ] = False,
     ttft_ms: Annotated[
         float | None,
         typer.Option(
             metavar="MS",
-            help="Objective: milliseconds to the first token. With --tbt-ms a prompt is computed where its "
-            "first token comes soonest, by a decode engine, too. Default: always by a prefill engine.",
+            help="Objective: milliseconds to the first token. Needs --tbt-ms. A prompt goes to the "
+            "engine with "
+            "the earliest first token, decode engines included. Default: always to a prefill engine.",
         ),
     ] = None,
     tbt_ms: Annotated[
         float | None,
         typer.Option(
             metavar="MS",
-            help="Objective: milliseconds between two tokens. A decode engine computes no prompt of which a "
-            "chunk would keep its streams waiting for longer.",
+            help="Objective: milliseconds between two tokens. A decode engine gets no prompt whose chunks "
+            "would delay its streams for longer. Needs --ttft-ms.",
         ),
     ] = None,
     require_prefill: Annotated[
         bool,
         typer.Option(
             "--require-prefill",
-            help="Answer 503 while no prefill engine takes requests. Default: decode engines then compute "
-            "the prompts.",
+            help="Answer 503 if no prefill engine takes requests. Default: decode engines compute the "
+            "prompts.",
         ),
     ] = False,
     rebalance: Annotated[
         bool,
         typer.Option(
             "--rebalance",
-            help="Where one decode engine has at least twice as many streams as another, and at least four "
-            "more, its youngest goes on at the other one, one a second. For engines of role kv_both.",
+            help="Move the youngest stream of a decode engine to one with at most half as many "
+            "streams and at "
+            "least four fewer, once a second. For engines of role kv_both.",
         ),
     ] = False,
     status_details: Annotated[
         bool,
         typer.Option(
             "--status-details",
-            help="The status page names engines' addresses, and repeats what they say of their failures: "
-            "where no stranger reaches this port.",
+            help="Show engines' addresses and their own failure messages on the status page. Use it only if "
+            "no untrusted client reaches this port.",
         ),
     ] = False,
     otlp_traces_endpoint: Annotated[
         str | None,
         typer.Option(
             metavar="URL",
-            help="Where OpenTelemetry spans go, as vLLM's option of this name (and with the same "
-            "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL). Default: none.",
+            help="URL for OpenTelemetry spans, like vLLM's option of this name (also with "
+            "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL). Default: no spans.",
         ),
     ] = None,
     body_limit: Annotated[
-        int, typer.Option(metavar="MIB", min=1, help="Largest body of a request. Longer ones get 413.")
+        int,
+        typer.Option(metavar="MIB", min=1, help="Largest body of a request, in MiB. Larger bodies get 413."),
     ] = 64,
     body_budget: Annotated[
         int,
         typer.Option(
             metavar="MIB",
             min=1,
-            help="Largest sum of the bodies of all requests in flight. Beyond it new ones get 503.",
+            help="Largest sum of the bodies of all requests in flight, in MiB. Beyond it, new "
+            "requests get 503.",
         ),
     ] = 128,
     keep_alive: Annotated[
@@ -167,8 +173,8 @@ def router(
         typer.Option(
             metavar="S",
             min=1,
-            help="Seconds until an idle connection is closed: longer than the proxy in front of the router "
-            "keeps one.",
+            help="Seconds until an idle connection is closed. Set it longer than the timeout of the proxy in "
+            "front of the router.",
         ),
     ] = KEEP_ALIVE_S,
     shutdown_timeout: Annotated[
@@ -176,13 +182,13 @@ def router(
         typer.Option(
             metavar="S",
             min=0,
-            help="Seconds after SIGTERM in which running requests may end. The rest get an error event. "
+            help="Seconds after SIGTERM for running requests to end. The remaining ones get an error event. "
             "Default: no limit.",
         ),
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Log each request.")] = False,
 ) -> None:
-    """Dispatches each completion to a prefill and a decode engine at the same time."""
+    """Dispatches each completion to a prefill engine and a decode engine at the same time."""
     try:
         import httptools  # noqa: F401
         import uvicorn
@@ -192,7 +198,7 @@ def router(
         from kv_connector.router.front.server import ServerConfig
         from kv_connector.router.observe.spans import SpansError
     except ImportError as error:
-        raise typer.BadParameter(f"{error}; install it: pip install 'kv-connector[router]'") from None
+        raise typer.BadParameter(f"{error}. Install it: pip install 'kv-connector[router]'") from None
     logging.basicConfig(
         level=logging.DEBUG if verbose else logging.INFO,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
@@ -239,7 +245,8 @@ def router(
             stall=settings.stall,
             host=host,
             port=port,
-            loop="uvloop",  # named: where it is missing uvicorn would take a slower one, and not say so
+            # named, because uvicorn would otherwise silently use a slower loop if it is missing
+            loop="uvloop",
             timeout_keep_alive=keep_alive,
             timeout_graceful_shutdown=shutdown_timeout,
         )
@@ -251,10 +258,11 @@ def router(
 
 
 def refuse_strangers(registration: Address) -> None:
-    """Whoever registers gets prompts."""
+    """Requires a key for registrations from other machines, because registered engines get prompts."""
     if not is_loopback(registration.host):
         raise typer.BadParameter(
-            f"other machines reach {registration}, and there is no cluster key: whoever registers there gets "
-            "prompts. Make one (kv-connector keygen FILE) and name it in --key-file, or say "
+            f"other machines reach {registration}, and no cluster key is set: any process that "
+            "registers there "
+            "gets prompts. Create a key (kv-connector keygen FILE) and set --key-file, or set "
             "--allow-unauthenticated"
         )

@@ -497,7 +497,7 @@ TEST_F(Bounce, APeerThatWritesNonsenseCostsItsLinkOnly) {
       {{.piece_bytes = UINT64_MAX / 2, .pieces = 2}, full, "malformed"},
       {{.piece_bytes = 16, .pieces = 2, .immediate = one, .counted = 1}, full, "malformed"},
       {{}, Note{.emptied = true, .slot = 3}.encode(), "not filled"},
-      {{}, Immediate{200, 0, 1}.encode(), "means nothing"},
+      {{}, Immediate{200, 0, 1}.encode(), "note of an unknown kind"},
   };
   End b(second_);
   for (const Case& one_case : cases) {

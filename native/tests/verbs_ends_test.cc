@@ -420,7 +420,7 @@ TEST(VerbsEnds, AMessageInASlotThatIsNotFreeEndsTheLink) {
   under_way(p)[1].request.imm_data = under_way(p)[0].request.imm_data;
   p.stalled = false;
   p.run_until([&] { return !p.b.record.down.empty(); });
-  EXPECT_EQ(p.b.record.down[0].error.message, "a message out of place");
+  EXPECT_EQ(p.b.record.down[0].error.message, "the peer sent an unexpected message");
 }
 
 TEST(VerbsEnds, TakingWhatWasNotSentEndsTheLink) {
@@ -432,7 +432,7 @@ TEST(VerbsEnds, TakingWhatWasNotSentEndsTheLink) {
   under_way(p)[0].request.imm_data = big_endian(Control{Control::Kind::kTaken, 1}.encode());
   p.stalled = false;
   p.run_until([&] { return !p.b.record.down.empty() && !p.a.record.down.empty(); });
-  EXPECT_EQ(p.b.record.down[0].error.message, "a message out of place");
+  EXPECT_EQ(p.b.record.down[0].error.message, "the peer sent an unexpected message");
   EXPECT_EQ(p.a.record.failure(1), ErrorCode::kPeerDown);
 }
 

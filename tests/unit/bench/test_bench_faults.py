@@ -308,27 +308,27 @@ def test_a_cell_says_what_happened() -> None:
         KILL_D, record(KILL_D, under_way=8, failed=7, last_failure_s=0.31, empty_s=10.2, right_s=1.5)
     )
     assert text.splitlines() == [
-        "under way: 7 of 8 failed",
+        "in flight: 7 of 8 failed",
         "later: 0 of 0 failed",
         "last failure after 0.31 s",
-        "P empty after 10.2 s",
-        "D back: right answer after 1.5 s",
+        "prefill engine empty after 10.2 s",
+        "decode engine restarted: right answer after 1.5 s",
         "0 of 0 answers wrong",
     ]
     text = faults.cell(ABORT, record(ABORT, later=40, left=39, failed_later=1, empty_s=None, right_s=0.2))
     assert text.splitlines() == [
         "39 of 40 left, 1 failed",
-        "P and D empty after > 60 s",
+        "both engines empty after > 60 s",
         "then right answer after 0.2 s",
         "0 of 0 answers wrong",
     ]
     more = {"failed_before": 1, "empty_s": None, "right_s": None, "answered": 20, "wrong": 2}
     assert faults.cell(KILL_P, record(KILL_P, **more)).splitlines() == [
         "before: 1 failed",
-        "under way: 0 of 0 failed",
+        "in flight: 0 of 0 failed",
         "later: 0 of 0 failed",
-        "D empty after > 180 s",
-        "P back: right answer after > 60 s",
+        "decode engine empty after > 180 s",
+        "prefill engine restarted: right answer after > 60 s",
         "2 of 20 answers wrong",
     ]
     assert faults.cell(KILL_P, None) == "-"

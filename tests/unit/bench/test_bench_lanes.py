@@ -60,7 +60,7 @@ def test_table_2_over_two_lanes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 def test_sim_is_refused_where_two_processes_are_measured() -> None:
     status, output = run("writes", "--provider", "sim")
     assert status == 2
-    assert "same process" in output
+    assert "one process" in output
 
 
 # --- Engines that meet

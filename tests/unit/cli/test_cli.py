@@ -52,8 +52,8 @@ def test_the_router_needs_both_sides() -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        (["--ttft-ms", "400"], "go together"),
-        (["--tbt-ms", "15"], "go together"),
+        (["--ttft-ms", "400"], "belong together"),
+        (["--tbt-ms", "15"], "belong together"),
         (["--ttft-ms", "400", "--tbt-ms", "0"], "more than 0"),
         (["--ttft-ms", "nan", "--tbt-ms", "15"], "more than 0"),
         (["--ttft-ms", "soon", "--tbt-ms", "15"], "--ttft-ms"),
@@ -92,7 +92,7 @@ def test_the_router_runs_on_a_fast_loop_or_says_what_to_install(
 
 
 @pytest.mark.needs_vllm
-@pytest.mark.parametrize(("lane", "why"), [("pigeon", "it has"), ("nvlink", "not usable here: ")])
+@pytest.mark.parametrize(("lane", "why"), [("pigeon", "Choose one of"), ("nvlink", "not usable here: ")])
 def test_the_demo_refuses_a_lane_before_it_starts_anything(
     lane: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,7 +138,7 @@ def test_a_machine_on_which_no_engine_can_run_is_told_as_json_too(monkeypatch: p
     assert found["lanes"] == {
         "subject": "lanes",
         "verdict": "FAIL",
-        "words": "none is usable: no engine can start here",
+        "words": "no lane is usable: no engine can start here",
     }
 
 

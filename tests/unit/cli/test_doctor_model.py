@@ -69,7 +69,7 @@ def test_of_a_chunk_only_its_tokens_are_wanted(tmp_path: Path) -> None:
     """Token 999 is in the chunk that begins at 768; one layer of four attends to all."""
     report = judge(tmp_path, CONFIGS["llama4"], tokens=1000)
     assert report["costs"][0]["writes"] == 63 + 3 * (63 - 48)
-    assert "chunked local attention was never tried" in report["notes"][0]
+    assert "chunked local attention was never tested" in report["notes"][0]
 
 
 def test_a_state_does_not_grow_with_the_prompt(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_many_writes_are_told_with_what_makes_them_few(tmp_path: Path) -> None:
     assert (cost["page_writes"], cost["many"]) == (1, False)
     _, output = run("doctor", "--model", str(tmp_path), "--prefill", "order=tokens")
     assert "many writes" in output
-    assert "with VLLM_KV_CACHE_LAYOUT=HND on both sides they are few" in output
+    assert "Set VLLM_KV_CACHE_LAYOUT=HND on both sides" in output
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_remedies_are_the_fewest_that_help(
 def test_where_no_setting_helps_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair, "scattered", lambda _: (9, 1))
     _, output = run("doctor", "--model", str(write(tmp_path, LLAMA)))
-    assert "start both sides with the same parallelism, block size and memory order" in output
+    assert "Start both engines with the same parallelism, block size and memory order" in output
 
 
 # --- What does not fit
@@ -176,10 +176,10 @@ def test_what_does_not_fit_is_said_in_the_planners_words(
         ("llama", "dcp=2", "does not support --decode-context-parallel-size 2 yet: set it to 1"),
         ("llama", "pcp=2", "does not support --prefill-context-parallel-size 2 yet"),
         ("llama", "dbo=on", "turn --enable-dbo and --ubatch-size off"),
-        ("llama", "block=24", "block=24: vLLM's kernels take multiples of 16 on a GPU"),
-        ("llama", "block=16,order=planes", "block=16: vLLM's kernels take multiples of 32 on a CPU"),
+        ("llama", "block=24", "block=24: vLLM's kernels need multiples of 16 on a GPU"),
+        ("llama", "block=16,order=planes", "block=16: vLLM's kernels need multiples of 32 on a CPU"),
         ("llama", "tp=3", "tp=3 does not divide 8 attention heads"),
-        ("llama", "pp=5", "pp=5 divides 4 layers: each stage needs one"),
+        ("llama", "pp=5", "pp=5 exceeds 4 layers"),
         ("mamba2", "tp=16", "tp=16 does not divide the 8 heads of a Mamba2 state"),
         ("granite", "tp=4", "tp=4 does not divide the 2 groups of a Mamba2 state"),
     ],
@@ -205,7 +205,7 @@ def test_kv_heads_that_ranks_neither_divide_nor_share(tmp_path: Path) -> None:
             {"architectures": ["BartModel"], "model_type": "bart"},
             "vLLM serves encoder-decoder models with no",
         ),
-        ({**LLAMA, "is_encoder_decoder": True}, "vLLM serves encoder-decoder models with no connector"),
+        ({**LLAMA, "is_encoder_decoder": True}, "encoder-decoder models without connectors"),
         ({"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4"}, "does not move yet"),
     ],
 )
@@ -223,7 +223,7 @@ def test_a_drafter_on_decode_alone_costs_drafts(tmp_path: Path) -> None:
     alone = judge(tmp_path, config, "", "drafter=mtp")
     assert both["costs"][0]["writes"] == 5 * 256
     assert alone["costs"][0]["writes"] == 4 * 256
-    assert "prefill lacks layers of decode's drafter" in alone["notes"][0]
+    assert "the prefill engine lacks layers of the decode engine's drafter" in alone["notes"][0]
     assert not both["notes"]
 
 
@@ -239,7 +239,7 @@ def test_a_kv_cache_in_fp8_is_half_as_long_and_needs_equal_scales(tmp_path: Path
     for config, side in ((LLAMA, "kv-cache-dtype=fp8"), ({**LLAMA, "quantization_config": scheme}, "")):
         report = judge(tmp_path, config, side, side)
         assert report["kv_bytes_per_token"] == BYTES // 2
-        assert "scales of a KV cache in fp8 have to be equal" in report["notes"][0]
+        assert "scales of a KV cache in fp8 must be equal" in report["notes"][0]
         assert report["decode"]["kv_cache_dtype"] == "fp8"
 
 
@@ -252,11 +252,11 @@ def test_a_kernel_that_divides_blocks_makes_more_writes(tmp_path: Path) -> None:
 def test_data_parallel_engines_are_alike(tmp_path: Path) -> None:
     report = judge(tmp_path, LLAMA, "dp=4", "dp=2")
     assert (report["prefill"]["engines"], report["decode"]["engines"]) == (4, 2)
-    assert "peers of their own" in report["notes"][0]
+    assert "is a separate peer" in report["notes"][0]
 
 
 def test_mamba1_was_never_tried(tmp_path: Path) -> None:
-    assert judge(tmp_path, CONFIGS["jamba"])["notes"] == ["Mamba1 was never tried: compare tokens first"]
+    assert judge(tmp_path, CONFIGS["jamba"])["notes"] == ["Mamba1 was never tested. Compare tokens first"]
 
 
 def test_the_text_model_of_a_model_of_images_counts(tmp_path: Path) -> None:
@@ -302,7 +302,7 @@ def test_it_needs_no_framework_and_no_native_module(tmp_path: Path) -> None:
         ("conv=ds", "conv is 'ds', not one of SD, DS"),
         ("dbo=1", "dbo is '1', not one of on, off"),
         ("drafter=mtp", "has no layers that predict more tokens (MTP)"),
-        ("drafter=nowhere", "nowhere is not there"),
+        ("drafter=nowhere", "nowhere does not exist"),
     ],
 )
 def test_a_side_that_cannot_be_read(tmp_path: Path, side: str, words: str) -> None:
@@ -315,16 +315,19 @@ def test_a_side_that_cannot_be_read(tmp_path: Path, side: str, words: str) -> No
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (None, "config.json is not there: name a model's directory, or its config.json"),
+        (None, "config.json does not exist. Give a model's directory, or its config.json"),
         ("{", "is not JSON"),
         ("[]", "names no `architectures`"),
         ('{"model_type": "llama"}', "names no `architectures`"),
-        ('{"architectures": []}', "(model_type None) is not known here"),
-        (json.dumps({**LLAMA, "model_type": "lamma"}), "(model_type lamma) is not known here"),
+        ('{"architectures": []}', "(model_type None) is unknown"),
+        (json.dumps({**LLAMA, "model_type": "lamma"}), "(model_type lamma) is unknown"),
         (json.dumps({**LLAMA, "architectures": ["LlamaModel"]}), "they decide at the handshake"),
-        (json.dumps({**LLAMA, "num_hidden_layers": None}), "has no num_hidden_layers: it is not complete"),
+        (json.dumps({**LLAMA, "num_hidden_layers": None}), "has no num_hidden_layers: it is incomplete"),
         (json.dumps({**LLAMA, "num_key_value_heads": "2"}), "num_key_value_heads is '2' in llama's"),
-        (json.dumps({**CONFIGS["gpt-oss"], "layer_types": ["full_attention"]}), "what 1 layers are, of 4"),
+        (
+            json.dumps({**CONFIGS["gpt-oss"], "layer_types": ["full_attention"]}),
+            "types of 1 layers, but 4 layers",
+        ),
     ],
 )
 def test_a_configuration_that_cannot_be_read(tmp_path: Path, text: str | None, words: str) -> None:

@@ -154,7 +154,7 @@ def test_where_no_router_knows_the_engine_its_name_is_wrong(routers: list[Router
     begin(routers, Router(None), Router(None))
     status, output = run(*words(routers))
     assert status == 2
-    assert "knows no engine" in output
+    assert "does not know the engine" in output
 
 
 def test_where_no_router_answers_it_is_said_soon() -> None:
@@ -171,7 +171,7 @@ def test_what_has_moved_and_what_has_not_is_told_over_all_routers(routers: list[
     begin(routers, Router(*one), Router(Draining(1, 4, {"seed": 1}), Draining(0, 4)))
     status, output = run(*words(routers, "--move"))
     assert status == 0
-    assert f"{ENGINE}: 4 requests end there: 3 seed, 1 tools" in output
+    assert f"{ENGINE}: 4 requests end on this engine: 3 seed, 1 tools" in output
     assert f"{ENGINE} is idle, 9 streams have moved" in output
     assert all(router.moves for router in routers)
 
@@ -187,8 +187,8 @@ def test_what_ends_there_is_told_once_all_routers_have_said_it(
     begin(routers, early, late)
     status, output = run(*words(routers, "--move", "--timeout", "60"))
     assert status == 0
-    assert f"{ENGINE}: 3 requests end there: 3 seed" in output
-    assert "2 requests end there" not in output
+    assert f"{ENGINE}: 3 requests end on this engine: 3 seed" in output
+    assert "2 requests end on this engine" not in output
 
 
 def test_a_router_that_refuses_the_drain_is_named(routers: list[Router]) -> None:
@@ -227,7 +227,7 @@ def test_undrain_of_an_engine_that_no_router_knows_is_a_wrong_name(routers: list
     begin(routers, Router(draining=None), Router(draining=None))
     status, output = run("undrain", *words(routers)[1:])
     assert status == 2
-    assert "knows no engine" in output
+    assert "does not know the engine" in output
 
 
 def test_a_drain_with_force_is_one_that_routers_of_before_know(routers: list[Router]) -> None:

@@ -126,7 +126,7 @@ def test_the_same_numbers_make_the_same_file(tmp_path: Path) -> None:
 
 @drawing
 def test_a_trace_without_prefill_is_refused_with_what_to_ask(tmp_path: Path) -> None:
-    with pytest.raises(plots.PlotError, match="ask its engine too"):
+    with pytest.raises(plots.PlotError, match="no step of a prefill engine"):
         plots.timeline(tmp_path / "picture.svg", {"traceEvents": []})
 
 

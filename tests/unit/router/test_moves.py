@@ -423,7 +423,8 @@ async def test_a_drain_says_how_many_requests_stay_and_why(caplog: pytest.LogCap
                         await asyncio.sleep(0.001)
         drained = await s.drain(s.first)
         assert (
-            f"{s.first.url}: 4 requests end there: 2 seed, 1 stop_strings, 1 not_streamed" in drained.output
+            f"{s.first.url}: 4 requests end on this engine: 2 seed, 1 stop_strings, 1 not_streamed"
+            in drained.output
         )
         assert f"{s.first.url} is idle, 1 streams have moved" in drained.output
         s.second.go.set()
@@ -444,7 +445,7 @@ async def test_where_there_is_no_other_engine_nothing_moves() -> None:
         drained = await s.drain(s.first, "--json")
         told = json.loads(drained.stdout)
         assert (told["idle"], told["moved"], told["staying"]) == (True, 0, {"no_other_engine": 1})
-        assert "1 requests end there: 1 no_other_engine" in drained.stderr
+        assert "1 requests end on this engine: 1 no_other_engine" in drained.stderr
         assert len(await reading.end()) == 60
 
 
@@ -460,7 +461,7 @@ async def test_a_decode_engine_that_is_nothing_else_keeps_its_streams() -> None:
             first.limits = (8, LENGTH)
             reading = await moving(s)
             assert "return_token_ids" not in first.bodies[0]
-            assert "1 requests end there: 1 engine" in (await s.drain(first)).output
+            assert "1 requests end on this engine: 1 engine" in (await s.drain(first)).output
             assert len(await reading.end()) == 60
 
 

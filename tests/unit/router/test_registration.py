@@ -552,7 +552,7 @@ async def test_undrain_puts_an_engine_back_at_all_its_routers(cluster: Cluster, 
     words[0] = "http://127.0.0.1:1"
     unknown = await asyncio.to_thread(CliRunner().invoke, command_line, ["undrain", *words])
     assert unknown.exit_code == 2
-    assert "knows no engine" in unknown.output
+    assert "does not know the engine" in unknown.output
 
 
 async def test_the_drain_of_the_last_decode_engine_is_refused(cluster: Cluster, tmp_path: Any) -> None:
@@ -661,7 +661,7 @@ async def test_draining_an_engine_that_is_not_there(cluster: Cluster, tmp_path: 
     words = ["drain", "http://127.0.0.1:1", "--router", str(cluster.address), "--key-file", str(key_file)]
     unknown = await asyncio.to_thread(CliRunner().invoke, command_line, words, env={"COLUMNS": "200"})
     assert unknown.exit_code == 2
-    assert "knows no engine" in unknown.output
+    assert "does not know the engine" in unknown.output
 
 
 # --- Trying again

@@ -421,7 +421,7 @@ def test_status_says_to_whom_an_engine_writes(site: Site, gate: Gate) -> None:
     seeded = site.threads.submit(site.seed, fleet, joiner)
     assert gate.begun.wait(PATIENCE_S)
     assert (
-        f"serves v1, v1 has landed, is written to {joiner.address}"
+        f"serves v1, v1 has landed, seeds {joiner.address}"
         in run("status", "--engine", str(fleet.address)).output
     )
     gate.go.set()
