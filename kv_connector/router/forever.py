@@ -26,5 +26,5 @@ async def forever(what: str, turn: Callable[[], Awaitable[None]], rest: float) -
         except Exception:
             if time.monotonic() >= reported + _REPORT_INTERVAL_S:
                 reported = time.monotonic()
-                logger.exception("%s: goes on after an error that was not expected", what)
+                logger.exception("%s goes on after an error that was not expected", what)
             await asyncio.sleep(rest)

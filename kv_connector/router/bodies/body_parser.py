@@ -72,7 +72,7 @@ class BodyParser:
                     return await asyncio.shield(asking)
             except (OSError, EOFError) as error:  # a TimeoutError is an OSError
                 raise overloaded(
-                    f"the router's process for long bodies did not answer: {type(error).__name__}"
+                    f"the router's parser process did not answer: {type(error).__name__}. Retry the request"
                 ) from error
             finally:
                 # The thread has the body, which must count as long, and the child, which is no other's.

@@ -70,7 +70,7 @@ class State(enum.Enum):
 TAKES_REQUESTS = (State.READY, State.FAILING)
 
 _TROUBLES = {
-    State.SILENT: "is silent",
+    State.SILENT: "is silent: its registrations stopped",
     State.UNREACHABLE: "does not answer",
     State.FAILING: "fails one request after another",
     State.TORN: "stays paused: its new weights were not applied",
@@ -260,11 +260,11 @@ class Members:
             heard = engine.seen is not None and now - engine.seen < self._dead
             if engine.replaced == message.incarnation or (heard and engine.endpoint != endpoint):
                 raise RefusedError(
-                    f"two live engines call themselves rank {message.rank} of {endpoint.url}, "
-                    f"{message.engine_id} and {engine.name}: give each its API server's own api_url"
+                    f"engines {message.engine_id} and {engine.name} both register as rank {message.rank} of "
+                    f"{endpoint.url}. Set api_url of each engine to the URL of its own API server"
                 )
         if engine is None and len(self._engines) >= MAX_ENGINES:
-            raise RefusedError(f"there are {MAX_ENGINES} engines already")
+            raise RefusedError(f"the router has {MAX_ENGINES} engines already, its maximum")
         if engine is None or engine.endpoint != endpoint or engine.incarnation != message.incarnation:
             sides, name = _SIDES[message.role], f"{message.engine_id} at {endpoint} (control {control})"
             replacement = _Engine(endpoint, sides, listed=False, answers=False, name=name)
@@ -510,7 +510,7 @@ class Members:
     def _forget(self, engine: _Engine, why: str, *, lost: bool) -> None:
         logger.log(logging.WARNING if lost else logging.INFO, "%s: %s", why, engine.name)
         if lost:
-            self._incidents.note(engine.label, "is given up: it gives no sign of life any more", "")
+            self._incidents.note(engine.label, "is declared dead: it gives no sign of life", "")
         self._withdraw(engine, lost=lost)
         del self._engines[engine.endpoint.place]
         if engine.listed:

@@ -35,7 +35,13 @@ def names(url: str, reply: Reply) -> frozenset[str] | None:
     except UNREADABLE:
         return None
     if len(listed) > _MOST_NAMES or any(len(model.id) > _LONGEST_NAME for model in listed):
-        logger.warning("%s lists more than %d models, or a longer name: not placed by", url, _MOST_NAMES)
+        logger.warning(
+            "MODELS of %s: requests are not placed by model: more than %d models, or a name over %d "
+            "characters",
+            url,
+            _MOST_NAMES,
+            _LONGEST_NAME,
+        )
         return None
     return frozenset(model.id for model in listed) or None
 

@@ -26,7 +26,7 @@ class EngineLost(Exception):
     """The engine was given up while a request was with it."""
 
     def __init__(self) -> None:
-        super().__init__("it gives no sign of life any more")
+        super().__init__("the engine gives no sign of life")
 
 
 @dataclass(eq=False)

@@ -19,7 +19,7 @@ class Objectives:
 
     def __post_init__(self) -> None:
         if not (self.ttft > 0 and self.tbt > 0):
-            raise ValueError("an objective must be more than 0")
+            raise ValueError("an objective must be more than 0 ms")
 
 
 @dataclass(frozen=True)
@@ -64,15 +64,17 @@ class Settings:
     def __post_init__(self) -> None:
         if len(set(self.prefill)) < len(self.prefill):
             raise ValueError(
-                "a prefill engine is listed twice at one control address; data-parallel ranks share the URL, "
-                "and each has its own control address"
+                "a prefill engine is listed twice with one control address. Data-parallel ranks share the "
+                "URL, but each needs its own control address (--prefill URL@HOST:PORT)"
             )
         if self.objectives is not None and self.registration is None:
-            raise ValueError("objectives are for engines that register: give an address for that, too")
+            raise ValueError(
+                "--ttft-ms and --tbt-ms need engines that register. Set --registration HOST:PORT"
+            )
         if not 0 < self.body_limit <= self.body_budget:
-            raise ValueError("the body budget must be at least the body limit, and both more than 0")
+            raise ValueError("--body-budget must be at least --body-limit, and both must be more than 0")
         if self.registration is None and not (self.prefill and self.decode):
             raise ValueError(
-                "a router needs at least one prefill engine and one decode engine, or an address at which "
-                "engines register"
+                "the router has no engines. Give at least one --prefill and one --decode, or an address at "
+                "which engines register (--registration HOST:PORT)"
             )

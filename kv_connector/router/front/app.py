@@ -248,7 +248,7 @@ class Completions:
                     completion = self._kind.of_fields(await self._parser.fields(body))
                     status = await self._serve(request, request_id, place, completion)
             except ClientDisconnect:
-                logger.info("a client left while it sent a request to %s", self._path)
+                logger.info("a client disconnected while it sent a request to %s", self._path)
             except Exception as error:
                 failed = client_failure(error, request_id)
                 status, response = failed.status, failed.response()
@@ -264,7 +264,7 @@ class Completions:
         try:
             # A server also reports a client as gone once it has the whole answer.
             if not await _done_first(work, request.receive) and not answering.complete:
-                logger.info("request %s: the client left", request_id)
+                logger.info("request %s: the client disconnected", request_id)
                 return CLIENT_LEFT
             return await work
         except asyncio.CancelledError:
@@ -272,7 +272,9 @@ class Completions:
             await _end(work)
             if answering.complete:
                 raise
-            return await answering.fail(overloaded("this router ends, and did not wait for the whole answer"))
+            return await answering.fail(
+                overloaded("this router ends: the answer was not complete within --shutdown-timeout")
+            )
         finally:
             await _end(work)
 
@@ -360,9 +362,9 @@ def client_failure(error: Exception, request_id: str) -> Failure:
     """The failure that the client gets for it."""
     if isinstance(error, Failure):
         return error
-    logger.error("request %s: a fault of the router's own", request_id, exc_info=error)
-    words = "a fault of the router's own, which its log describes beside this request's id"
-    return failure(500, "api_error", f"{words}: {request_id}")
+    logger.error("request %s: internal error of the router", request_id, exc_info=error)
+    words = "internal error of the router. Its log describes the error under the request id"
+    return failure(500, "api_error", f"{words} {request_id}")
 
 
 async def _read(request: Request, settings: Settings, place: Place) -> bytes | memoryview:
@@ -386,7 +388,8 @@ async def _read(request: Request, settings: Settings, place: Place) -> bytes | m
                 body += chunk
                 due.reschedule(min(loop.time(), begun + len(body) / BODY_RATE) + stall)
     except TimeoutError:
-        raise failure(408, "invalid_request_error", "the body came too slowly") from None
+        words = f"no data for {stall:g} s, or less than {BODY_RATE >> 10} KiB/s on average"
+        raise failure(408, "invalid_request_error", f"the body arrived too slowly: {words}") from None
     return bytes(body) if len(body) <= LONG else memoryview(body).toreadonly()
 
 

@@ -53,8 +53,9 @@ class Limits:
         """A request in flight, which is the current task. Failure 503 if there are too many."""
         if len(self._tasks) >= self._most_requests:
             raise overloaded(
-                f"the router has {len(self._tasks)} requests in flight, which is all that its limit on open "
-                "files allows"
+                f"the router has {len(self._tasks)} requests in flight, the most that its limit on open "
+                f"files allows. Retry later, or raise the router's hard limit (it uses {_DESCRIPTORS} files "
+                "at most)"
             )
         task = asyncio.current_task()
         assert task is not None
@@ -79,7 +80,9 @@ class Limits:
         if max(had + nbytes, expected) > _SHORT and not alone:
             most -= most // _FOR_SHORT
         if nbytes > 0 and self._bytes + nbytes > most:
-            raise overloaded(f"the bodies of requests in flight have {most} bytes (--body-budget) already")
+            raise overloaded(
+                f"the bodies of all requests in flight would exceed {most} bytes (--body-budget). Retry later"
+            )
         self._bytes += nbytes
 
 

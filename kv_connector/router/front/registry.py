@@ -96,7 +96,9 @@ class Registry:
             bound = sockets.bind(self._address)
         except zmq.ZMQError as error:
             sockets.close()
-            raise RegistryError(f"cannot listen for engines on {self._address}: {error}") from error
+            raise RegistryError(
+                f"cannot listen for engines on {self._address}: {error}. Change --registration"
+            ) from error
         self._sockets = sockets
         return bound
 
@@ -105,7 +107,7 @@ class Registry:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._listen())
-                group.create_task(forever("the look at engines", self._probe, _PROBE_S))
+                group.create_task(forever("the health check of engines", self._probe, _PROBE_S))
         finally:
             looks = [*self._probing.values(), *self._watching.values(), *self._learning.values()]
             for look in looks:
@@ -161,7 +163,7 @@ class Registry:
                 logger.warning("a registration is ignored: %s", error)
                 self._sockets.distrust(received.source)
             except Exception:
-                logger.exception("a %s failed", type(message).__name__)
+                logger.exception("the message %s was not processed", type(message).__name__)
 
     def _refuse(self, source: Source, reason: str) -> None:
         """Logs a refused registration. Its sender is not distrusted: another engine may be at fault."""

@@ -125,13 +125,13 @@ class Rest:
         text = texts.pop(key, "")
         more = any(texts.values())  # in one event with the end of the other: only behind it
         if not _plain(choice) or (more and not text.startswith(self._left)):
-            raise Mismatch(f"decode began with {said['choices']} where prefill had sampled {self._left!r}")
+            raise _other_beginning(said["choices"], repr(self._left))
         if text.startswith(self._left):
             rest, self._left = text[len(self._left) :], ""
         elif self._left.startswith(text):
             rest, self._left = "", self._left[len(text) :]
         else:
-            raise Mismatch(f"decode began with {text!r} where prefill had sampled {self._left!r}")
+            raise _other_beginning(repr(text), repr(self._left))
         if choice.get("finish_reason") is None:
             if not (rest or more or choice.get("token_ids")):
                 return b""  # a role alone, too: it has been told
@@ -147,11 +147,15 @@ class Rest:
             return
         same = min(len(tokens), len(self._tokens))
         if tuple(tokens[:same]) != self._tokens[:same]:
-            raise Mismatch(f"decode began with {tokens} where prefill had sampled {list(self._tokens)}")
+            raise _other_beginning(tokens, list(self._tokens))
         self._tokens = self._tokens[same:]
         choice["token_ids"] = tokens[same:]
         if "prompt_token_ids" in choice:
             choice["prompt_token_ids"] = None  # they came with P's
+
+
+def _other_beginning(begun: object, sampled: object) -> Mismatch:
+    return Mismatch(f"the decode engine began with {begun} where the prefill engine had sampled {sampled}")
 
 
 def _said(event: bytes) -> dict[str, Any] | None:

@@ -184,9 +184,12 @@ class Calls:
                 self._erred(lease.endpoint, error, unsure=unsure)
                 if unsure:
                     self._erred(prefill, error, unsure=True)
-                    words = f"{lease.endpoint} did not get the prompt's KV from {prefill}: {reason.result()}"
+                    words = (
+                        f"decode engine {lease.endpoint} did not receive the prompt's KV from prefill engine "
+                        f"{prefill}: {reason.result()}"
+                    )
                     logger.warning("request %s: %s", call.request_id, words)
-                    what = f"did not get a prompt's KV from {self._members.label(prefill)}"
+                    what = f"did not receive a prompt's KV from {self._members.label(prefill)}"
                     self._incidents.note(self._members.label(lease.endpoint), what, reason.result())
                     reported = failure(error.status, "api_error", words)
                 raise EngineError(reported, {**error.blamed, Side.PREFILL: prefill}) from None
@@ -329,13 +332,13 @@ def _what_broke(error: Exception) -> str:
     """In words that name nobody: the error's own have addresses."""
     match error:
         case EngineLost():
-            return "loses the requests that it has: it gives no sign of life any more"
+            return "lost its requests: it gives no sign of life"
         case aiohttp.ClientConnectorError() | TimeoutError():
-            return "takes no connection"
+            return "accepts no connection"
         case msgspec.MsgspecError() | UnicodeDecodeError():
-            return "gives an answer that cannot be read"
+            return "sent an unreadable answer"
         case _:
-            return "breaks off a request"
+            return "broke off a request"
 
 
 class _Error(msgspec.Struct):

@@ -202,7 +202,7 @@ class ConcurrentAttempt:
         except Mismatch as error:
             self._parts.metrics.early_tokens.labels("mismatch").inc()
             logger.error("request %s: the answer is broken off: %s", self._call.request_id, error)
-            what = "an answer is broken off: decode had another first token"
+            what = "an answer is broken off: the decode engine sampled another first token"
             self._parts.incidents.note("", what, str(error))
             raise failure(502, "api_error", f"the answer is broken off: {error}") from None
 

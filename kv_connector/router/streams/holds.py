@@ -53,7 +53,8 @@ class PrefillHolds:
                     await self._client.whole("POST", url, body, lease.endpoint.headers(call.headers))
         except (*HttpError, NoEngine, Failure) as error:
             logger.info(
-                "request %s: %s keeps transfer %s for its hold time, no decode engine could tell it: %s: %s",
+                "request %s: %s keeps transfer %s for its hold time: no decode engine could notify it: %s: "
+                "%s",
                 call.request_id,
                 prefill,
                 transfer_id,

@@ -281,7 +281,7 @@ class Moves:
         for model in models:
             if model.max_model_len is not None:
                 return model.max_model_len
-        raise failure(502, "api_error", f"{engine} does not say how long its model's texts may be")
+        raise failure(502, "api_error", f"decode engine {engine} lists no max_model_len at /v1/models")
 
     def _report_end(self, url: str) -> None:
         """Of a drain, once: it has one stream less, or a move less."""
@@ -295,7 +295,7 @@ class Moves:
         stay = ", ".join(f"{count} {why}" for why, count in Counter(filter(None, reasons)).items())
         seconds = time.monotonic() - emptying.began
         logger.info(
-            "drain of %s: %d streams moved in %.1f s, %d requests end there%s",
+            "drain of %s: %d streams moved in %.1f s, %d requests stay until they end%s",
             url,
             emptying.moved,
             seconds,
@@ -357,7 +357,7 @@ class Stream:
                     if not asking.done():
                         source.hold()
             if not asking.done():
-                self._moves.failed(request, to, "ended", "the answer has come to its end there")
+                self._moves.failed(request, to, "ended", "the answer ended on the old engine first")
                 return source
             stack, answer = asking.result()
         except (EngineFailure, NoEngine) as error:
@@ -365,7 +365,7 @@ class Stream:
         except Failure as error:
             self._moves.failed(request, to, "refused", error)
         except TimeoutError:
-            self._moves.failed(request, to, "too_late", f"nothing has come from there in {_MAX_PAUSE_S:g} s")
+            self._moves.failed(request, to, "too_late", f"the new engine sent nothing for {_MAX_PAUSE_S:g} s")
         else:
             tail = Tail(last, prompt=self._prompt, said=said, cached=self._cached)
             self._moves.moved(request, engine, time.perf_counter() - began)

@@ -31,8 +31,8 @@ async def answer_serially(
         raise failure(
             502,
             "api_error",
-            f"the prefill engine {prefill.endpoint} answered without kv_transfer_params: "
-            "was it started with --kv-transfer-config and a role that produces?",
+            f"the prefill engine {prefill.endpoint} answered without kv_transfer_params. Start it with "
+            "--kv-transfer-config and the kv_role kv_producer or kv_both",
         )
     with attempt.hold(parts.holds, prefill):
         decode = await lease_partner()

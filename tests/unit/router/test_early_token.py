@@ -144,7 +144,7 @@ def test_the_answer_has_one_time_of_its_beginning() -> None:
 
 
 def test_another_token_is_a_mismatch() -> None:
-    with pytest.raises(Mismatch, match="'b' where prefill had sampled 'a'"):
+    with pytest.raises(Mismatch, match="'b' where the prefill engine had sampled 'a'"):
         rest(completion("a"), completion("b"))
 
 
@@ -223,7 +223,7 @@ def test_ids_may_come_before_their_text() -> None:
 
 
 def test_another_id_is_a_mismatch() -> None:
-    with pytest.raises(Mismatch, match=r"\[2\] where prefill had sampled \[1\]"):
+    with pytest.raises(Mismatch, match=r"\[2\] where the prefill engine had sampled \[1\]"):
         rest(ids("", [1], finish="length"), ids("", [2]))
 
 

@@ -433,7 +433,7 @@ async def test_a_drain_says_how_many_requests_stay_and_why(caplog: pytest.LogCap
         assert await s.outcomes() == {"seed": 2, "stop_strings": 1, "not_streamed": 1, "moved": 1}
     (line,) = [record.getMessage() for record in caplog.records if "drain of" in record.getMessage()]
     assert "1 streams moved in" in line
-    assert "end there (2 seed, 1 stop_strings" in line
+    assert "(2 seed, 1 stop_strings" in line
 
 
 async def test_where_there_is_no_other_engine_nothing_moves() -> None:

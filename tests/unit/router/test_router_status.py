@@ -113,7 +113,7 @@ async def test_a_stranger_sees_what_fails_and_neither_addresses_nor_prompts_nor_
     text, status, secrets = await failing()
     assert [secret for secret in secrets if secret in text] == []
     told = {(one["engine"], one["what"]) for one in status["failures"]}
-    assert ("prefill 1", "takes no connection") in told
+    assert ("prefill 1", "accepts no connection") in told
     assert ("prefill 1", "does not answer") in told
     assert ("decode 1", "answers 500") in told
 
@@ -123,7 +123,7 @@ async def test_an_operator_sees_addresses_and_the_engines_own_words() -> None:
     text, status, (gone, d, *_) = await failing(status_details=True)
     assert [one["address"] for one in status["engines"]] == [gone, d]
     details = {(one["engine"], one["what"]): one["detail"] for one in status["failures"]}
-    assert "Cannot connect" in details["prefill 1", "takes no connection"]
+    assert "Cannot connect" in details["prefill 1", "accepts no connection"]
     assert "the engine says" in details["decode 1", "answers 500"]
     assert "alice" not in text
 
@@ -230,8 +230,8 @@ def test_an_engine_that_dies_is_told_of_with_its_name(joined: Joined) -> None:
     status = joined.status()
     assert status["engines"] == []
     assert [(one["engine"], one["what"], one["ago"]) for one in status["failures"]] == [
-        ("decode 1", "is given up: it gives no sign of life any more", 2.0),
-        ("decode 1", "is silent", 4.0),
+        ("decode 1", "is declared dead: it gives no sign of life", 2.0),
+        ("decode 1", "is silent: its registrations stopped", 4.0),
     ]
 
 
