@@ -115,7 +115,7 @@ async def test_engines_that_join_tell_lanes_and_silent_ones_are_seen_to_be(brows
         ):
             await page.until(has("#verdict", "2 engines ready"))
             assert "verbs (3 peers)" in await page.text("#engines")
-            assert "7 transfers under way" in await page.text("#transfers")
+            assert "7 transfers in flight" in await page.text("#transfers")
             registrars[Role.DECODE]._routers.clear()  # as a process that was stopped
             await page.until(has("#verdict", "no decode engine is ready"))
             await page.until("document.querySelector('#engines .silent')")
