@@ -1,4 +1,4 @@
-"""Metrics: what a router counts, for Prometheus."""
+"""Metrics: the router's Prometheus metrics."""
 
 from collections.abc import Collection
 
@@ -8,9 +8,9 @@ from kv_connector.router.observe.first_bytes import FirstBytes
 
 # From a tiny model on loopback to a prompt of 100,000 tokens in a queue.
 FIRST_BYTE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-# A step of each engine and a transfer, up to the longest move (streams/moves.py).
+# From a step of each engine and a transfer, up to the longest move (streams/moves.py).
 PAUSE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
-# How long the failures of an engine that is gone are still told: many scrapes, and few engines at a time.
+# How long the failures of a removed engine stay in the metrics: many scrapes, and few engines at a time.
 KEEP_SECONDS = 600.0
 
 
@@ -91,15 +91,16 @@ class Metrics:
             registry=self.registry,
         )
         self.first_bytes = FirstBytes()
-        self._gone: dict[str, float] = {}  # engines with failures that are not known any more, since when
+        self._gone: dict[str, float] = {}  # removed engines with failures -> when they were first missing
 
     def answer_began(self, seconds: float) -> None:
-        """So long after the request's last byte."""
+        """Records that an answer began, so many seconds after the request's last byte."""
         self._first_byte.observe(seconds)
         self.first_bytes.observe(seconds)
 
     def placed(self, *, local: bool, reason: str, late: bool) -> None:
-        """An attempt begins. ``local``: its decode engine computes the prompt; ``late``: too late."""
+        """Counts an attempt. ``local``: its decode engine computes the prompt. ``late``: its first token is
+        forecast later than the objective."""
         self._placements.labels("decode" if local else "prefill", reason).inc()
         if late:
             self._late.inc()
@@ -108,18 +109,18 @@ class Metrics:
         return _total(self.in_flight)
 
     def answered(self) -> dict[str, int]:
-        """{status: requests that were answered with it}"""
+        """Returns {status: requests that were answered with it}."""
         return _totals(self.requests, "status")
 
     def retried(self) -> int:
         return _total(self.retries)
 
     def prefilled_locally(self) -> dict[str, int]:
-        """{reason: requests}"""
+        """Returns {reason: requests with a local prefill}."""
         return _totals(self.local_prefills, "reason")
 
     def prune(self, now: float, known: Collection[str]) -> None:
-        """Forgets engines that are long gone; ``known``: the URLs of those that are there."""
+        """Removes the failures of engines that are long gone; ``known``: the URLs of the current engines."""
         counted = {
             (sample.labels["side"], sample.labels["engine"])
             for metric in self.failures.collect()
@@ -137,7 +138,7 @@ def _total(metric: Counter | Gauge) -> int:
 
 
 def _totals(metric: Counter | Gauge, label: str) -> dict[str, int]:
-    """By the values of one label."""
+    """Returns the metric's totals by the values of one label."""
     totals: dict[str, int] = {}
     for family in metric.collect():
         for sample in family.samples:
