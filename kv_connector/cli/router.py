@@ -14,15 +14,15 @@ from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.settings import Objectives, Settings
 from kv_connector.router.front.limits import raise_descriptor_limit, requests_for
 
-# ALB and nginx keep idle connections 60 s. The side that sends requests must close first: a proxy does not
-# repeat a POST that meets the end of its connection.
+# ALB and nginx keep idle connections for 60 s. The side that sends requests must close first: a proxy does
+# not repeat a POST that meets the end of its connection.
 KEEP_ALIVE_S = 75
 
-STARTUP_FAILURE = 3  # uvicorn's
+STARTUP_FAILURE = 3  # uvicorn's exit status
 
 
 def endpoint(text: str) -> Endpoint:
-    """Reads an engine's address for typer, which shows the reason where it is none."""
+    """Reads an engine's address for typer, which shows the reason if the address is invalid."""
     try:
         return Endpoint.parse(text)
     except ValueError as error:
@@ -38,7 +38,7 @@ def address(text: str) -> Address:
 
 
 def cluster_key(path: Path | None) -> ClusterKey | None:
-    """The key that an option or the environment names, for typer."""
+    """Returns the key that an option or the environment names, for typer."""
     try:
         return find_key(None if path is None else str(path))
     except KeyFileError as error:
@@ -46,7 +46,7 @@ def cluster_key(path: Path | None) -> ClusterKey | None:
 
 
 def objectives(ttft_ms: float | None, tbt_ms: float | None) -> Objectives | None:
-    """For typer, from milliseconds."""
+    """Returns the objectives, which the options give in milliseconds, for typer."""
     if ttft_ms is None and tbt_ms is None:
         return None
     if ttft_ms is None or tbt_ms is None:
@@ -132,8 +132,8 @@ def router(
         bool,
         typer.Option(
             "--rebalance",
-            help="Move the youngest stream, one a second, from a decode engine that has at least twice as "
-            "many streams as another, and at least four more. For engines of role kv_both.",
+            help="Every second, move the youngest stream from a decode engine with at least twice as many "
+            "streams as another, and at least 4 more. For engines of role kv_both.",
         ),
     ] = False,
     status_details: Annotated[
@@ -241,7 +241,8 @@ def router(
             stall=settings.stall,
             host=host,
             port=port,
-            loop="uvloop",  # named: where it is missing uvicorn would take a slower one, and not say so
+            # named: without this name and without uvloop, uvicorn would silently take a slower loop
+            loop="uvloop",
             timeout_keep_alive=keep_alive,
             timeout_graceful_shutdown=shutdown_timeout,
         )
@@ -253,7 +254,7 @@ def router(
 
 
 def refuse_strangers(registration: Address) -> None:
-    """Whoever registers gets prompts."""
+    """Refuses an address that other machines reach: any process that registers there gets prompts."""
     if not is_loopback(registration.host):
         raise typer.BadParameter(
             f"no cluster key: any machine that reaches {registration} could register as an engine and "

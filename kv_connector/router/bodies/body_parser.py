@@ -1,4 +1,4 @@
-"""BodyParser: parses long bodies in a process of its own, outside the event loop.
+"""BodyParser: parses long bodies in a separate process, outside the event loop.
 
 msgspec holds the interpreter's lock while it reads, so a thread would stop the event loop as well: 60 MiB of
 token ids take 0.15 s.

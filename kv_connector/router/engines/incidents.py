@@ -17,7 +17,7 @@ class Incident:
     engine: str
     """Label for strangers, such as "decode 2"; "" if the incident belongs to no single engine."""
     what: str
-    """What happened, in the router's words, without addresses or names."""
+    """Description of the event in the router's words, without addresses or names."""
     detail: str
     """Message of the engine or the library, for operators. It may contain addresses and ids."""
     times: int

@@ -265,7 +265,7 @@ class Members:
             if engine.replaced == message.incarnation or (heard and engine.endpoint != endpoint):
                 raise RefusedError(
                     f"engines {message.engine_id} and {engine.name} both register as rank {message.rank} of "
-                    f"{endpoint.url}. Set api_url of each engine to the URL of its own API server"
+                    f"{endpoint.url}. Set each engine's api_url to the URL of the API server that serves it"
                 )
         if engine is None and len(self._engines) >= MAX_ENGINES:
             raise RefusedError(f"the router has {MAX_ENGINES} engines already, its maximum")
@@ -361,7 +361,7 @@ class Members:
     def erred(
         self, now: float, endpoint: Endpoint, reason: str, *, begun: bool = False, unsure: bool = False
     ) -> None:
-        """Notes that the engine answered a request with an error of its own, or broke it off.
+        """Notes that the engine answered a request with its own error, or broke the request off.
 
         ``begun``: after the beginning of its answer, which ``served`` has reported. ``unsure``: another
         engine may be to blame.

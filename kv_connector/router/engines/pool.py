@@ -244,8 +244,11 @@ class Pool:
     def partner(
         self, other: Pool, engine: Endpoint, avoid: Collection[Endpoint], model: str | None = None
     ) -> Endpoint:
-        """Returns the partner for an engine of the other side, or of this side: the one with the fewest
-        requests among those that serve its weight version, or among all if no engine does."""
+        """Returns a partner for an engine of the other side, or of this side.
+
+        It is the engine with the fewest requests among those that serve the same weight version, or among all
+        if no engine serves it.
+        """
         choices, weights = self.choices({*avoid, engine}, model=model), other.weights(engine)
         return least([one for one in choices if one.weights == weights] or choices).endpoint
 

@@ -18,13 +18,12 @@ _CLEARLY = 2
 
 
 class PrefixCache:
-    """What one engine has in its prefix cache. With a prefix it has the shorter prefixes too: they are never
-    older.
+    """The prefixes that one engine has in its prefix cache.
 
-    The engine is assumed to have what it was sent, and to drop what it has not used for longest, as vLLM
-    does. Its answers correct how much it keeps. Part of its room is taken by what this router does not know,
-    such as running requests and the prompts of other routers. An engine that keeps nothing is soon expected
-    to keep nothing.
+    With a prefix the engine has the shorter prefixes too: they are never older. The engine is assumed to have
+    what it was sent, and to drop what it has not used for longest, as vLLM does. Its answers correct how much
+    it keeps. Part of its room is taken by what this router does not know, such as running requests and the
+    prompts of other routers. An engine that keeps nothing is soon expected to keep nothing.
     """
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ PRIOR_BYTES_PER_TOKEN = 4.0
 # Lowest and highest value: prompts of nothing but rare characters, and of nothing but spaces or pictures.
 _BYTES_PER_TOKEN = (1.0, 16.0)
 
-# Models with a learned size. Fine-tunings, each with a name of its own, may come and go.
+# Models with a learned size. Fine-tunings, each with its own name, may come and go.
 _MODELS = 4096
 
 _FIELD = {
@@ -53,14 +53,14 @@ _ELSE = (
 
 _PICTURE = b";base64,"
 
-# A piece's hash is the sum of its 32-bit words, each times a random 64-bit number of its own. That is twice
-# as fast as hash(). Two different pieces have the same hash with a probability of 2**-33 at most.
+# A piece's hash is the sum of its 32-bit words, each times its own random 64-bit number. That is twice as
+# fast as hash(). Two different pieces have the same hash with a probability of 2**-33 at most.
 _KEYS = np.random.default_rng().integers(0, 1 << 64, size=PREFIX_BYTES // 4, dtype=np.uint64)
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a policy sees of a request's prompt."""
+    """The facts about a request's prompt that a policy sees."""
 
     model: str
     size: int
