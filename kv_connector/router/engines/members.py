@@ -35,7 +35,7 @@ _MISSES = 2
 _LEARN_S = 10.0
 # Characters of that list in the log.
 _LOGGED = 200
-# Time over which an engine's push rate is averaged: bytes are counted when a transfer ends.
+# Time over which an engine's push rate is averaged: bytes are counted per transfer.
 _PUSHING_S = 5.0
 
 

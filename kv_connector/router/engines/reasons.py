@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# An engine reports the reason before it fails the request, on another connection: a millisecond earlier on an
-# idle machine.
+# An engine reports the reason before it fails the request, on another connection. On an idle machine both
+# arrive within a millisecond.
 PATIENCE_S = 0.25
 
 
