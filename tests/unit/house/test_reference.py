@@ -1,4 +1,4 @@
-"""The documents' generated tables, and the words of the code in documents: neither may be out of date."""
+"""Documents' generated tables, and documents' quotations of the code: neither may be out of date."""
 
 from __future__ import annotations
 
