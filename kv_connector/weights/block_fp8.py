@@ -78,13 +78,14 @@ def _wanted(tensors: Sequence[Tensor], geometries: Sequence[bytes]) -> frozenset
         tensor = tensors[number]
         if number in other:
             raise PlanError(
-                f"some of the engines load {tensor.name} in float8 and some do not: push to them by two "
-                "pushers"
+                f"some of the engines load {tensor.name} in float8 and some do not: push to each kind of "
+                "engine with its own pusher"
             )
         if len(tensor.shape) != 2 or not tensor.name.endswith(".weight") or tensor.dtype not in _FROM:
             raise PlanError(
-                f"{tensor.name} ({tensor.dtype}, {list(tensor.shape)}) is float8 at the engine. Quantised "
-                f"are matrices X.weight of {', '.join(_FROM)}: name and split it as the checkpoint does"
+                f"{tensor.name} ({tensor.dtype}, {list(tensor.shape)}) is float8 at the engine, and BlockFp8 "
+                f"cannot quantise it. It quantises matrices X.weight of {', '.join(_FROM)}: name and split "
+                "the tensor as the checkpoint does"
             )
     return frozenset(wanted)
 

@@ -120,7 +120,7 @@ class Controller:
         self._dial([worker for worker in others if worker not in self._firsts])
         self._addresses = WorkersAre(tuple(workers))
         self._tell(list(self._workers), self._addresses)
-        logger.info("weights: trainers may dial %s, for %d workers", bound, len(workers))
+        logger.info("weights: the controller listens on %s, for %d workers", bound, len(workers))
 
     def close(self) -> None:
         self._loop.stop()
@@ -168,9 +168,9 @@ class Controller:
         try:
             await self._engine.label(shown(version))
         except Exception as error:
-            logger.exception("weights: version %s", shown(version))
+            logger.exception("weights: the engine cannot report version %s", shown(version))
             return (
-                f"all workers have version {shown(version)}, and the engine cannot report it "
+                f"all workers have version {shown(version)}, but the engine cannot report it "
                 f"({type(error).__name__}: {error}): push a version again"
             )
         return ""
@@ -181,13 +181,13 @@ class Controller:
             await self._engine.update(version)
             states = await self._states()
             problem = "; ".join(
-                f"worker {rank}: {state.problem or 'it did not try'}"
+                f"worker {rank}: {state.problem or 'it did not try to apply the version'}"
                 for rank, state in enumerate(states)
                 if state.served != version or state.problem
             )
             if not problem:
                 break
-            logger.error("weights: version %s: %s", shown(version), problem)
+            logger.error("weights: version %s was not applied by all workers: %s", shown(version), problem)
             if any(state.landed != version for state in states):
                 break
         return problem, states
@@ -260,7 +260,7 @@ class Controller:
             case Ask():
                 self._later(self._asked(source))
             case _:
-                self._send(source, Refused("this is an engine's controller: that is for its workers"))
+                self._send(source, Refused("this is an engine's controller: send this message to a worker"))
 
     def readable(self, now: float) -> None:
         del now
@@ -289,7 +289,7 @@ class Controller:
         try:
             outcome = await self.apply(version)
         except Exception as error:
-            logger.exception("weights: version %s", shown(version))
+            logger.exception("weights: applying version %s failed", shown(version))
             self._problem = f"{type(error).__name__}: {error}"
             outcome = Outcome(self._problem, torn=self._torn)
         if outcome.problem:
@@ -298,7 +298,9 @@ class Controller:
             answer: WeightMessage = NotApplied(version, clip(said), outcome.torn)
         else:
             logger.info(
-                "weights: serves version %s, after a pause of %.0f ms", shown(version), outcome.pause_s * 1e3
+                "weights: the engine serves version %s, after a pause of %.0f ms",
+                shown(version),
+                outcome.pause_s * 1e3,
             )
             answer = Applied(version, outcome.pause_s)
         if self._metrics is not None:

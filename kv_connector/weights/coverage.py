@@ -82,20 +82,20 @@ def left_out(
         if not is_named(tensor.name, partial)
     ]
     if lost:
-        return f"{engine} would not load all of {_some(lost)}: send it its own model's tensors. {_NAME_THEM}"
+        return f"{engine} would not load all of {_some(lost)}: push its own model's tensors. {_NAME_THEM}"
     unset = sorted({name for worker in workers for name in worker.unset})
     if unset:
         return (
-            f"{engine} was started with dummy weights, and no tensor fills its {_some(unset)}: send them, "
-            "too, or start the engine from its checkpoint"
+            f"{engine} was started with dummy weights, and no tensor fills its {_some(unset)}: push these "
+            "parameters, too, or start the engine from its checkpoint"
         )
     kept = {name for worker in workers for name in worker.kept if not is_named(name, partial)}
     if kept and not keeps:
-        return f"{engine} would keep the old {_some(sorted(kept))}: send them, too. {_NAME_THEM}"
+        return f"{engine} would keep the old {_some(sorted(kept))}: push them, too. {_NAME_THEM}"
     return ""
 
 
-_NAME_THEM = "If that is intended, name them in partial (--partial)"
+_NAME_THEM = "If this is intended, name them in partial (--partial)"
 
 
 def _some(names: Sequence[str]) -> str:

@@ -103,7 +103,7 @@ class Joining:
         except LinkError as error:
             return str(error)
         except Exception as error:  # the other ranks wait for what this one says
-            logger.exception("%s: asking engines", self._name)
+            logger.exception("%s: querying the engines failed", self._name)
             return f"{type(error).__name__}: {error}"
 
     def _ask_geometries(self) -> Engines:
@@ -124,7 +124,7 @@ class Joining:
                 geometries.append(msgspec.msgpack.encode(described.geometry))
         finally:
             for link, _ in asked:
-                self._links.end(link, "it was only asked")
+                self._links.end(link, "its query was answered")
         return Engines(workers, geometries)
 
     def reach(self, engine: TargetEngine) -> Sequence[WorkerAddress]:
@@ -156,10 +156,13 @@ class Joining:
         except LinkError as error:
             raise PushError(f"{self._name} cannot join {worker.address}: {error}") from error
         finally:
-            self._links.end(link, "it was only asked")
+            self._links.end(link, "its query was answered")
         assert isinstance(described, Described)
         if described.geometry.digest() != worker.geometry:
-            raise PushError(f"{worker.address} has another shape since it was started again: connect anew")
+            raise PushError(
+                f"{worker.address} loads this checkpoint differently since its engine was restarted: call "
+                "connect() again"
+            )
 
     def _joined(self, worker: TargetWorker) -> bool:
         """Tries to join once. False: the worker has not looked at this checkpoint yet."""

@@ -223,7 +223,7 @@ class Landing:
         match message:
             case Ping():
                 gone = message.sender and sender is None
-                return [LandingReply(source, Leave("there is no such sender here") if gone else Pong())]
+                return [LandingReply(source, Leave("this worker has no such sender") if gone else Pong())]
             case Ask():
                 return [LandingReply(source, self.state())]
             case Hold():
@@ -240,7 +240,7 @@ class Landing:
                 return self._lose(sender, message.reason or "it has left")
             case Leave():
                 return []
-        return [LandingReply(source, Refused(f"{type(message).__name__} means nothing here"))]
+        return [LandingReply(source, Refused(f"this worker does not expect {type(message).__name__} here"))]
 
     def lost(self, source: Source, reason: str) -> list[Action]:
         """The connection is of no use any more."""
@@ -269,10 +269,9 @@ class Landing:
 
     def _describe(self, source: Source, message: Describe) -> list[Action]:
         if message.protocol != PROTOCOL:
-            theirs = f"it speaks version {message.protocol} of the weights' protocol, this worker {PROTOCOL}"
-            return [
-                LandingReply(source, Refused(f"{theirs}: install the same release of kv-connector on both"))
-            ]
+            theirs = f"the trainer uses version {message.protocol} of the weights protocol, this worker"
+            advice = f"version {PROTOCOL}: install the same release of kv-connector on both"
+            return [LandingReply(source, Refused(f"{theirs} {advice}"))]
         wanted = digest(message.tensors)
         if self._answer is not None and wanted == self._digest:
             return [LandingReply(source, self._answer)]
@@ -282,9 +281,9 @@ class Landing:
         for sender in self._senders.values():
             return [LandingReply(source, Refused(_taken(sender)))]
         if self._lent:
-            return [LandingReply(source, Refused(f"the worker {self._lends()}: ask again"))]
+            return [LandingReply(source, Refused(f"the worker {self._lends()}: retry later"))]
         if self._recording or self._is_held() or self.phase is Phase.APPLYING:
-            return [LandingReply(source, Refused("the worker is busy with another checkpoint: ask again"))]
+            return [LandingReply(source, Refused("the worker is busy with another checkpoint: retry later"))]
         self._recording, self._looked_at = [source], wanted
         return [Record(message.tensors)]
 
@@ -309,7 +308,7 @@ class Landing:
         if not self._digest or message.tensors != self._digest:
             return [LandingReply(source, Refused(NOT_DESCRIBED))]
         if self._recording:  # which ends with another arena
-            return [LandingReply(source, Refused("the worker is busy with another checkpoint: ask again"))]
+            return [LandingReply(source, Refused("the worker is busy with another checkpoint: retry later"))]
         actions: list[Action] = []
         if message.seeds and (refusal := self._not_seeded()):
             return [LandingReply(source, Refused(refusal))]
@@ -317,7 +316,7 @@ class Landing:
             if sender.run != message.run and sender.seeds == message.seeds:
                 return [LandingReply(source, Refused(_taken(sender)))]
             if sender.run == message.run and sender.rank == message.rank:
-                actions += self._lose(sender, "it has come again")
+                actions += self._lose(sender, "the same rank joined again")
         self._senders[source] = _Sender(source, message.run, message.rank, message.name, now, message.seeds)
         return [*actions, LandingAccept(source, message.name, message.offer)]
 
@@ -382,13 +381,17 @@ class Landing:
         begun = [other.begin for other in self._senders.values() if other.begin is not None]
         if len({(b.version, b.plan, b.senders) for b in begun}) > 1:
             said = ", ".join(sorted({f"version {shown(b.version)} of {b.senders} senders" for b in begun}))
-            return self._drop(f"its senders do not agree (or have other plans): {said}")
+            return self._drop(f"the senders announced different versions or plans: {said}")
         if len(begin.pages) != self._rounds:
-            return self._drop(f"{len(begin.pages)} rounds were announced of {self._rounds}")
+            return self._drop(
+                f"a sender announced {len(begin.pages)} rounds, this worker expects {self._rounds}"
+            )
         if len(begun) < begin.senders:
             return []
         if (nbytes := sum(b.nbytes for b in begun)) != self.arena_bytes:
-            return self._drop(f"{nbytes} bytes were announced of {self.arena_bytes} that this worker loads")
+            return self._drop(
+                f"the senders announced {nbytes} bytes, this worker loads {self.arena_bytes} bytes"
+            )
         return self._open()
 
     def _follow(self) -> list[Action]:
@@ -455,7 +458,7 @@ class Landing:
     def _lose(self, sender: _Sender, reason: str) -> list[Action]:
         del self._senders[sender.source]
         said = f"rank {sender.rank} of run {sender.run} ({sender.name}): {reason}"
-        actions: list[Action] = [LandingLog(logging.INFO, f"a sender of weights is gone: {said}")]
+        actions: list[Action] = [LandingLog(logging.INFO, f"lost a sender of weights: {said}")]
         actions += self._fence(sender, reason)
         unfinished = self.slots and self.phase in (Phase.READY, Phase.APPLYING)
         if sender.run == self._run and (unfinished or self.phase in (Phase.BEGINNING, Phase.LANDING)):
@@ -466,13 +469,13 @@ class Landing:
     def _drop(self, reason: str) -> list[Action]:
         """The version is void, and so is every link of its run: who is left has to join again."""
         actions: list[Action] = [
-            LandingLog(logging.WARNING, f"version {shown(self._version)} of the weights is dropped: {reason}")
+            LandingLog(logging.WARNING, f"discarded version {shown(self._version)} of the weights: {reason}")
         ]
         actions += [LandingCloseCounter(round) for round in sorted(self._opening | self._counting)]
         for sender in [sender for sender in self._senders.values() if sender.run == self._run]:
             del self._senders[sender.source]
             actions.append(LandingReply(sender.source, Dropped(self._version, clip(reason))))
-            actions += self._fence(sender, "the version was dropped")
+            actions += self._fence(sender, "the version was discarded")
         for done in (self._opening, self._counting):
             done.clear()
         self._problem = reason[:1024]
@@ -503,7 +506,9 @@ class Landing:
         return [GiveUp(f"version {shown(version)} has not landed: {self._here()}")]
 
     def _here(self) -> str:
-        here = f"version {shown(self._version)} is {self.phase.value}" if self._version else "there is none"
+        here = (
+            f"version {shown(self._version)} is {self.phase.value}" if self._version else "no version is here"
+        )
         return f"{here} ({self._problem})" if self._problem else here
 
     def released(self, round: int) -> list[Action]:
@@ -563,18 +568,18 @@ class Landing:
 
     def why_not_lent(self, version: str) -> str:
         """Why this worker cannot write the version to another engine; empty: it can."""
-        beside = f"version {shown(self._version)} is {self.phase.value}" if self._version else "nothing is"
+        here = f"version {shown(self._version)} is {self.phase.value}" if self._version else "nothing is"
         following = [one.following.version for one in self._senders.values() if one.following is not None]
         reasons = {
-            "it is in streaming mode, and keeps no copy of what it serves": bool(self.slots),
+            "it is in streaming mode, and keeps no copy of its weights": bool(self.slots),
             "it has weights of more than one version": self._torn,
-            "it serves what it was started with": not self.served,
-            f"it serves version {shown(self.served)}, and not {shown(version)}": self.served != version,
-            f"beside the model, where it would be sent from, {beside}": self.phase is not Phase.READY
+            "it serves the weights that it was started with": not self.served,
+            f"it serves version {shown(self.served)}, not {shown(version)}": self.served != version,
+            f"in its arena, from which it would send, {here}": self.phase is not Phase.READY
             or self._version != version,
-            "it looks at another checkpoint: ask again": bool(self._recording),
+            "it is busy with another checkpoint: retry later": bool(self._recording),
             "it is being seeded itself": any(one.seeds for one in self._senders.values()),
-            f"version {shown(''.join(following[:1]))} is on its way here: ask again": bool(following),
+            f"version {shown(''.join(following[:1]))} is being pushed to it: retry later": bool(following),
         }
         return next((reason for reason, holds in reasons.items() if holds), "")
 
@@ -595,4 +600,4 @@ class Landing:
 
 
 def _taken(sender: _Sender) -> str:
-    return f"{sender.name} (run {sender.run}) sends weights to this worker: end it first"
+    return f"{sender.name} (run {sender.run}) sends weights to this worker: end that run first"

@@ -95,7 +95,7 @@ class Links:
         try:
             return answer.result(timeout)
         except TimeoutError:
-            silent = f"no answer within {timeout:g} s: is it running, and has it the same cluster key?"
+            silent = f"no answer within {timeout:g} s: check that it runs, and has the same cluster key"
             self.end(link, silent)
             raise LinkError(f"{link.address}: {silent}") from None
 
@@ -116,7 +116,7 @@ class Links:
             self.loop.call(end_all).result()
 
     def close(self) -> None:
-        self.end_all("it is through")
+        self.end_all("it closed the connection")
         self.loop.stop()
 
     # --- The loop's
@@ -136,13 +136,13 @@ class Links:
                 self._lost(link, message.reason or "it has left")
             case Dropped():
                 self.heard(link, message)
-                self._lost(link, f"version {shown(message.version)} was dropped: {message.reason}")
+                self._lost(link, f"version {shown(message.version)} was discarded: {message.reason}")
             case Ready() | Begun() | Applied() | NotApplied():
                 self.heard(link, message)
             case Refused() if link.asked is None:
                 self._lost(link, message.reason)
             case _ if link.asked is None:
-                logger.debug("%s: nobody asked for %s", link.address, message)
+                logger.debug("%s: unexpected answer %s", link.address, message)
             case Refused():
                 answer, link.asked = link.asked, None
                 answer.set_exception(LinkError(f"{link.address}: {message.reason}"))

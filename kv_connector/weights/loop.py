@@ -85,7 +85,7 @@ class Loop:
                     _carry_out(*self._commands.popleft())
                 pause = self._handler.tick(time.monotonic())
             except Exception:
-                logger.exception("the weights' thread goes on after an error that it did not expect")
+                logger.exception("weights: the control thread goes on after an error that it did not expect")
                 pause = 0.01  # it may come again at once
         for future, _ in self._commands:
             future.cancel()

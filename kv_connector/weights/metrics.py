@@ -21,30 +21,30 @@ class WeightMetrics:
                 registry.unregister(before)
         self._version = Gauge(
             NAMES[0],
-            "1: the version of the weights that this engine serves; there is none until the first update",
+            "1 for the weight version that this engine serves. No series exists before the first update",
             ["version"],
             registry=registry,
             multiprocess_mode="mostrecent",  # of several API servers: without a series for each process
         )
         self._torn = Gauge(
             NAMES[1],
-            "1: a version was not applied by all workers, and the engine stays paused until one is",
+            "1 while the engine stays paused because a version was not applied by all workers, else 0",
             registry=registry,
             multiprocess_mode="mostrecent",
         )
         self._updates = Counter(
             NAMES[2],
-            "Versions that were to be applied, by what came of them (refused: the engine goes on with the "
-            "one before; torn: it stays paused)",
+            "Weight versions by outcome. applied: the engine serves it. refused: the engine keeps its "
+            "previous version. torn: the engine stays paused",
             ["outcome"],
             registry=registry,
         )
         self._bytes = Counter(
-            NAMES[3], "Bytes of the versions that were applied, of all workers", registry=registry
+            NAMES[3], "Bytes of the applied weight versions, of all workers", registry=registry
         )
         self._pause = Histogram(
             NAMES[4],
-            "From the beginning of an engine's pause for a version until it goes on, or stays paused",
+            "Seconds that an engine pauses for a weight version, until it resumes or stays paused",
             buckets=_PAUSE_SECONDS,
             registry=registry,
         )

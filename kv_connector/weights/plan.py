@@ -117,20 +117,23 @@ def make_plan(
 def _check(write: Write, tensors: Sequence[Tensor], geometry: Geometry) -> None:
     """What an engine says that it loads has to be there, and to have room."""
     if write.tensor >= len(tensors) or write.parameter >= len(geometry.parameters):
-        raise PlanError(f"a loader takes tensor {write.tensor} of {len(tensors)} for its {write.parameter}th")
+        raise PlanError(
+            f"the engine reports a write of tensor {write.tensor} to parameter {write.parameter}, of "
+            f"{len(tensors)} tensors and {len(geometry.parameters)} parameters"
+        )
     tensor, parameter = tensors[write.tensor], geometry.parameters[write.parameter]
     if not len(write.start) == len(write.extent) == len(write.strides) == len(tensor.shape) or any(
         start + extent > size
         for start, extent, size in zip(write.start, write.extent, tensor.shape, strict=True)
     ):
-        raise PlanError(f"a loader takes what {tensor.name} of shape {list(tensor.shape)} has not")
+        raise PlanError(f"the engine's loader reads outside {tensor.name} of shape {list(tensor.shape)}")
     last = write.offset + sum((n - 1) * s for n, s in zip(write.extent, write.strides, strict=True))
     if write.elements and last >= parameter.elements:
-        raise PlanError(f"a loader writes {tensor.name} beyond the end of {parameter.name}")
+        raise PlanError(f"the engine's loader writes {tensor.name} beyond the end of {parameter.name}")
     if tensor.dtype != parameter.dtype and (is_float8(tensor.dtype) or is_float8(parameter.dtype)):
         raise PlanError(
-            f"{tensor.name} is {tensor.dtype} here and {parameter.dtype} at the engine, which is no mere "
-            "conversion: push a checkpoint that is quantised as the engine's is, or BlockFp8 of a source"
+            f"{tensor.name} is {tensor.dtype} here and {parameter.dtype} at the engine, which takes more "
+            "than a conversion: push a checkpoint quantised like the engine's, or BlockFp8 of a source"
         )
 
 
@@ -203,16 +206,16 @@ def _intersections(write: Write, boxes: Sequence[Box]) -> Iterator[_Cut]:
 def _not_tiled(shape: Index, boxes: Sequence[Box]) -> str | None:
     """Why these boxes are not each element once, in words."""
     if not boxes:
-        return "nobody holds it"
+        return "no rank holds it"
     edges: list[list[int]] = []
     for dimension, size in enumerate(shape):
         cut = {0, size}
         for box in boxes:
             if len(box.start) != len(shape):
-                return f"somebody holds a part of it in {len(box.start)} dimensions"
+                return f"a rank holds a part of it in {len(box.start)} dimensions"
             end = box.start[dimension] + box.extent[dimension]
             if end > size:
-                return f"somebody holds elements up to {end} of dimension {dimension}"
+                return f"a rank holds elements up to {end} of dimension {dimension}"
             cut |= {box.start[dimension], end}
         edges.append(sorted(cut))
     cells = np.zeros([len(cut) - 1 for cut in edges], dtype=np.int64)
@@ -223,7 +226,7 @@ def _not_tiled(shape: Index, boxes: Sequence[Box]) -> str | None:
         )
         cells[span] += 1
     if (cells == 0).any():
-        return "some of its elements are held by nobody"
+        return "some of its elements are held by no rank"
     if (cells > 1).any():
         return "parts of it that different ranks hold overlap"
     return None

@@ -165,7 +165,7 @@ class WeightPusher:
         for engine in self._engines:
             for link in [engine.link, *(worker.link for worker in engine.workers)]:
                 if link is not None:
-                    self._links.end(link, "it connects anew")
+                    self._links.end(link, "the trainer connects again")
             for worker in engine.workers:
                 self._writer.fence(worker.peer)
         agreed = self._source.agree(self._joining.ask_engines)
@@ -257,7 +257,7 @@ class WeightPusher:
         exchange KV to one pusher.
         """
         if self._plan is None:
-            raise PushError("connect() comes first")
+            raise PushError("the pusher is not connected: call connect() before push()")
         if not 0 < len(shown(version)) <= MAX_NAME:
             raise PushError(f"the version {version!r} needs a name of 1 to {MAX_NAME} characters")
         self._pushes += 1
@@ -283,7 +283,7 @@ class WeightPusher:
                 left = awaited[worker].rounds - 1
                 if left:
                     limit = self._timeouts.orphan
-                    late = f"no further round begun within {limit:g} s"
+                    late = f"it began no further round within {limit:g} s"
                     awaited[worker] = _Awaited(left, time.monotonic() + limit, late)
                 else:
                     del awaited[worker]
@@ -305,7 +305,7 @@ class WeightPusher:
     def _begin(self, version: str, update: Update) -> dict[TargetWorker, _Awaited]:
         """Asks all workers to begin. Returns the workers that will say BEGUN, once a round."""
         limit = self._begin_timeout
-        late = f"not begun within {limit:g} s (begin_timeout): it takes the next version"
+        late = f"not begun within {limit:g} s (begin_timeout): the engine gets the next version"
         asked: dict[TargetWorker, _Awaited] = {}
         for engine in self._engines:
             if not any(map(self._writes_to, engine.workers)):
@@ -366,7 +366,7 @@ class WeightPusher:
         assert lost.link is not None
         for engine in self._engines:
             for worker in engine.workers if lost in engine.workers else ():
-                self._end(worker, f"{lost.link.address} of its engine is lost")
+                self._end(worker, f"worker {lost.link.address} of its engine is lost")
 
     def _end_failed(self) -> None:
         for worker in workers_of(self._engines):

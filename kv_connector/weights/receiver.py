@@ -67,7 +67,7 @@ _FENCE_TIMEOUT_S, _FENCE_RETRY_S = 0.005, 0.05
 # never will.
 _ROUND_S = 60.0
 
-_NOTHING = "there is no whole version beside the model that could be compared: push one, then verify it"
+_NOTHING = "no complete version lies beside the model to be compared: push a version, then verify it"
 
 
 class NotLanded(RuntimeError):
@@ -151,7 +151,7 @@ class WeightReceiver:
             try:
                 what = handed.get(timeout=_ROUND_S)
             except queue.Empty:
-                raise NotLanded(f"{left} rounds have not come within {_ROUND_S:g} s") from None
+                raise NotLanded(f"{left} rounds have not arrived within {_ROUND_S:g} s") from None
             if isinstance(what, GiveUp):
                 raise NotLanded(what.reason)
             assert self._arena is not None
@@ -167,7 +167,7 @@ class WeightReceiver:
 
     def close(self) -> None:
         for seeder in list(self._seeders.values()):
-            seeder.cancel("the worker ends")
+            seeder.cancel("the worker shuts down")
             seeder.join()
         self._recorder.shutdown(cancel_futures=True)
         self._loop.stop()
@@ -190,7 +190,7 @@ class WeightReceiver:
             self._seed(received.source, received.message)
         elif isinstance(received.message, Leave) and received.source in self._seeders:
             said = received.message.reason or "it has left"
-            self._seeders[received.source].cancel(f"who asked for it: {said}")
+            self._seeders[received.source].cancel(f"the requester ended it: {said}")
         else:
             self._run(self._landing.receive(now, received.source, received.message))
 
@@ -259,7 +259,7 @@ class WeightReceiver:
         except TransferError as error:
             return self._landing.not_accepted(source, str(error))
         lane, region = self._engine.lane(shaken.peer), self._engine.region_descriptor(self._region)
-        logger.info("%s: %s may send weights, over %s", self._config.name, name, lane)
+        logger.info("%s: %s sends weights to this worker, over %s", self._config.name, name, lane)
         joined = Joined(shaken.data, region, self._arena.offsets, lane)
         return self._landing.accepted(source, shaken.peer, joined)
 
@@ -282,14 +282,14 @@ class WeightReceiver:
             return
         except Exception as error:  # the model's own; whoever asked waits for an answer
             logger.exception(
-                "%s: cannot say what it would load of %d tensors", self._config.name, len(tensors)
+                "%s: cannot find out what the model loads of %d tensors", self._config.name, len(tensors)
             )
             self._run(self._landing.not_recorded(f"{self._config.name}: {type(error).__name__}: {error}"))
             return
         assert self._arena is not None
         self._tensors = tensors
         logger.info(
-            "%s: %d of %d tensors would be loaded, by %.2f GB beside the model, in %d rounds",
+            "%s: the model loads %d of %d tensors, through %.2f GB beside the model, in %d rounds",
             self._config.name,
             len({write.tensor for write in geometry.writes}),
             len(tensors),
@@ -326,12 +326,12 @@ class WeightReceiver:
         to = str(Address(seed.engine.host, seed.engine.port))
         refusal = self._landing.why_not_lent(seed.version)
         if refusal or arena is None or source in self._seeders:
-            why = refusal or "it does so already"
+            why = refusal or "it already does so for this requester"
             self._loop.sockets.send(source, Refused(clip(f"{me} cannot seed {to}: {why}")))
             return
 
         def lend() -> str:
-            return "it has another arena" if self._arena is not arena else self._landing.lend(seed, to)
+            return "its arena was replaced" if self._arena is not arena else self._landing.lend(seed, to)
 
         def done(problem: str) -> None:
             del self._seeders[source]

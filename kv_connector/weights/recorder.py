@@ -113,9 +113,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
             return args[0]
         whose = " and ".join(dict.fromkeys(self._whose(one) for one in given))
         if func._schema.is_mutable:
-            raise RecordError(
-                f"{operation} on {whose}: of what writes, only copies and fills can be recorded"
-            )
+            raise RecordError(f"{operation} on {whose}: of all writes, only copies and fills can be recorded")
         made = func(*args, **(kwargs or {})) if operation not in _COMPUTE else None
         if operation == "clone":
             self._follow(args[0], made)
@@ -156,7 +154,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
             if to.dtype == target.tensor.dtype and target.has(to):
                 return target
         what = f" of {self._whose(given)}" if self._owner(given) is not None and given is not None else ""
-        raise RecordError(f"{operation}{what} writes into {self._whose(to)}, not into a parameter as it is")
+        raise RecordError(
+            f"{operation}{what} writes into {self._whose(to)}, not into a part of one parameter in its dtype"
+        )
 
     def _owner(self, one: Any) -> list[_RecordedParameter] | _CheckpointTensor | None:
         return self._owners.get(_storage(one)) if isinstance(one, torch.Tensor) else None
@@ -167,7 +167,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
             return f"tensor {owner.name!r}"
         return (
             " or ".join(f"parameter {target.name!r}" for target in _targets(owner))
-            or "a tensor of the loader's"
+            or "a tensor of the loader"
         )
 
 
@@ -404,7 +404,7 @@ def _one_value(operation: str, target: _RecordedParameter, given: torch.Tensor) 
         first = given.flatten()[0]
         if bool((given == first).all()):
             return float(first)
-    raise RecordError(f"{operation} puts values of the loader's own into parameter {target.name!r}")
+    raise RecordError(f"{operation} puts the loader's own values into parameter {target.name!r}")
 
 
 def _dot(indices: Sequence[int], strides: Sequence[int]) -> int:

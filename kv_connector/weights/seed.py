@@ -59,7 +59,7 @@ def seed(seeder: Address, engine: Address, links: Links, timeout: float) -> str:
         raise SeedError(str(error)) from None
     finally:
         for link in dialled:
-            links.end(link, "who asked for it does not wait any more")
+            links.end(link, "it does not wait any more")
 
 
 def _seed(
@@ -69,13 +69,17 @@ def _seed(
     state = links.wait(links.ask(controller, Ask()), controller, links.timeouts.connect)
     assert isinstance(state, State)
     if state.torn:
-        raise SeedError(f"{seeder} has weights of more than one version, and stays paused: push it one")
+        raise SeedError(
+            f"{seeder} has weights of more than one version, and stays paused: push a version to it"
+        )
     if not state.served:
         if state.landing or state.landed:
             raise SeedError(
                 f"{seeder} is about to serve its first version, {shown(state.landing or state.landed)}"
             )
-        raise SeedError(f"{seeder} serves what it was started with: push it a version first", final=True)
+        raise SeedError(
+            f"{seeder} serves the weights that it was started with: push a version to it first", final=True
+        )
     here = links.wait(links.ask(controller, Workers()), controller, links.timeouts.connect)
     assert isinstance(here, WorkersAre)
     asked: list[Future[WeightMessage]] = []
@@ -133,11 +137,11 @@ def seed_at_start(
     if required:
         raise SeedError(
             f"no engine of seed_from could seed this engine, which has no weights of its own "
-            f"(--load-format dummy): {reasons}. Start it again when one of them serves a pushed version, or "
-            "without --load-format dummy"
+            f"(--load-format dummy): {reasons}. Start this engine again when a seeder serves a pushed "
+            "version, or without --load-format dummy"
         )
     logger.warning(
-        "weights: none of seed_from could seed this engine, which goes on with what it has: %s", reasons
+        "weights: no engine of seed_from could seed this engine, which keeps its weights: %s", reasons
     )
 
 
@@ -149,5 +153,5 @@ def _served(engine: Address, links: Links) -> str:
     except LinkError:
         return ""
     finally:
-        links.end(link, "the answer is here")
+        links.end(link, "its query was answered")
     return shown(state.served) if isinstance(state, State) and not state.torn else ""

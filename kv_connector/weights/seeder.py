@@ -97,7 +97,7 @@ class Seeder:
         except (PushError, LinkError, ValueError, OSError, torch.OutOfMemoryError) as error:
             problem = str(error)
         except Exception as error:
-            logger.exception("%s: seeding %s", name, self._to)
+            logger.exception("%s: seeding %s failed", name, self._to)
             problem = f"{type(error).__name__}: {error}"
         if problem:
             logger.warning("%s: did not seed %s with version %s: %s", name, self._to, version, problem)
@@ -133,7 +133,7 @@ class Seeder:
         limit = self._lender.timeouts.orphan
         if refusal := self._lend():
             raise PushError(refusal)
-        deadline = threading.Timer(limit, self.cancel, [f"it was not written within {limit:g} s"])
+        deadline = threading.Timer(limit, self.cancel, [f"the version was not written within {limit:g} s"])
         deadline.start()
         try:
             return pusher.push(self._seed.version)

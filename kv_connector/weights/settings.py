@@ -49,7 +49,7 @@ def weight_settings(environment: Mapping[str, str], device_type: str) -> WeightS
     if unused := sorted(given.keys() - set(_USED)):
         valid = ", ".join(("mode", "seed_from", *_USED))
         raise SettingsError(
-            f"{SETTINGS_VARIABLE}: {', '.join(unused)} mean nothing for weights. Valid: {valid}."
+            f"{SETTINGS_VARIABLE}: {', '.join(unused)} cannot be set for weights. Valid: {valid}."
         )
     try:
         agent = parse_settings(given).for_device(device_type)
@@ -59,7 +59,7 @@ def weight_settings(environment: Mapping[str, str], device_type: str) -> WeightS
 
 
 def _addresses(given: Any) -> tuple[Address, ...]:
-    example = 'a list of what the engines have as control_host and control_port: ["10.0.0.5:5800"]'
+    example = 'a list of engines by their control_host and control_port: ["10.0.0.5:5800"]'
     try:
         if not isinstance(given, list):
             raise ValueError(repr(given))

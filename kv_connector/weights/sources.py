@@ -178,8 +178,8 @@ class _ModuleSource(TensorSource):
         for name, buffer in self._buffers.items():
             if self._module.get_buffer(name) is not buffer:
                 raise SourceError(
-                    f"the buffer {name} is another tensor than when this source was made, which would send "
-                    "the old one: change it in place (copy_, add_)"
+                    f"the buffer {name} is another tensor than when this source was made, and the source "
+                    "would send the old tensor: change buffers in place (copy_, add_)"
                 )
 
 
@@ -198,9 +198,7 @@ def _held(number: int, name: str, value: torch.Tensor) -> Held:
         box = Box((0,) * value.dim(), tuple(value.shape))
         return Held(Shard(number, box), lambda: _with_memory(name, value.detach()))
     if any(isinstance(placement, Partial) for placement in value.placements):
-        raise SourceError(
-            f"{name} is a sum that has not been taken yet ({value.placements}): reduce it first"
-        )
+        raise SourceError(f"{name} is a partial sum over ranks ({value.placements}): reduce it first")
     shape, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
     box = Box(tuple(map(int, offset)), tuple(map(int, shape)))
     # Asked for each tensor of each version: to_local() makes a view of it, in 4 us, or for autograd in 20.
@@ -212,7 +210,7 @@ def _with_memory(name: str, local: torch.Tensor) -> torch.Tensor:
     if not local.data_ptr() and local.numel():
         raise SourceError(
             f"{name} has no memory: its storage was freed or offloaded. Load the weights before you push "
-            "them, and make the source of an FSDP2 module by module_source()"
+            "them, and make the source of an FSDP2 module with module_source()"
         )
     return local
 
@@ -227,7 +225,7 @@ class CheckpointSource:
         """Raises SourceError."""
         files = sorted(directory.glob("*.safetensors"))
         if not files:
-            raise SourceError(f"there are no .safetensors in {directory}")
+            raise SourceError(f"no .safetensors files are in {directory}")
         self._tensors: list[Tensor] = []
         self._held: list[Held] = []
         self._directory = directory

@@ -171,7 +171,7 @@ class Writer:
             self._engine.fence(peer, _FENCE_S)
         except TransferError as error:
             if error.code not in (ErrorCode.UNKNOWN_PEER, ErrorCode.CLOSED):
-                logger.warning("the link to a lost worker is not over yet: %s", error)
+                logger.warning("weights: the link to a lost worker is still open: %s", error)
 
     def _write(self, target: Target) -> int:
         """What lies right goes at once, in the transfer that it returns."""

@@ -209,10 +209,10 @@ def test_silence_is_death() -> None:
     ("second", "words"),
     [
         (begin("2"), "version 1 of 2 senders, version 2 of 2 senders"),
-        (begin(plan=b"q"), "or have other plans"),
+        (begin(plan=b"q"), "announced different versions or plans"),
         (begin(senders=3), "version 1 of 2 senders, version 1 of 3 senders"),
-        (begin(nbytes=9), "17 bytes were announced of 16"),
-        (begin(pages=(3, 3)), "2 rounds were announced of 1"),
+        (begin(nbytes=9), "announced 17 bytes, this worker loads 16"),
+        (begin(pages=(3, 3)), "announced 2 rounds, this worker expects 1"),
     ],
 )
 def test_senders_that_do_not_agree_write_nothing(second: Begin, words: str) -> None:
@@ -244,7 +244,7 @@ def test_a_rank_that_comes_again_replaces_itself() -> None:
     landing = described()
     join(landing, 0)
     actions = landing.receive(0, b"new", Join("run", 0, "trainer/0", digest(TENSORS), b"offer"))
-    assert only(actions, LandingFence) == [LandingFence(0, "it has come again")]
+    assert only(actions, LandingFence) == [LandingFence(0, "the same rank joined again")]
     assert landing.state().senders == 1
 
 
@@ -313,7 +313,7 @@ def test_without_room_for_a_version_it_lands_round_by_round_when_it_is_taken() -
         assert landing.released(last) == []
     assert replies(landing.applied("")) == {a: Applied("1"), b: Applied("1")}
     assert landing.state() == State("1", senders=2, arena_bytes=NBYTES)
-    assert landing.take("1") == [GiveUp("version 1 has not landed: there is none")]
+    assert landing.take("1") == [GiveUp("version 1 has not landed: no version is here")]
     # The next.
     assert landing.receive(0, a, begin("2", pages=(1, 1, 1, 1))) == []
 
@@ -493,7 +493,7 @@ def test_what_is_lent_is_written_when_it_is_returned() -> None:
     assert isinstance(log, LandingLog)
     assert log.text == f"version 2 waits: the worker writes its weights to {TO}"
     assert landing.receive(0, b, begin("2")) == []
-    assert "version 2 is on its way here" in landing.lend(Seed("more", "1", SEED.engine), TO)
+    assert "version 2 is being pushed to it" in landing.lend(Seed("more", "1", SEED.engine), TO)
     others = (Tensor("v", "float32", (4,)),)
     assert replies(landing.receive(0, b"other", Describe(others))).keys() == {b"other"}
     assert landing.take("1") == [HandOver()], "to be applied again is to be read"
@@ -519,7 +519,7 @@ def test_another_checkpoint_is_not_looked_at_while_the_arena_is_lent() -> None:
         landing.receive(0, source, Leave())
     landing.lend(SEED, TO)
     said = replies(landing.receive(0, b"other", Describe((Tensor("v", "float32", (4,)),))))
-    assert said == {b"other": Refused(f"the worker writes its weights to {TO}: ask again")}
+    assert said == {b"other": Refused(f"the worker writes its weights to {TO}: retry later")}
     assert replies(landing.receive(0, b"same", Describe(TENSORS))) == {b"same": Described(GEOMETRY)}
 
 
@@ -527,7 +527,7 @@ def test_nobody_may_write_while_another_checkpoint_is_looked_at() -> None:
     landing = described()
     other = (Tensor("v", "float32", (4,)),)
     assert landing.receive(0, b"other", Describe(other)) == [Record(other)]
-    refused = Refused("the worker is busy with another checkpoint: ask again")
+    refused = Refused("the worker is busy with another checkpoint: retry later")
     joining = Join("run", 0, "trainer/0", digest(TENSORS), b"offer")
     assert replies(landing.receive(0, b"late", joining)) == {b"late": refused}
     assert landing.state().senders == 0
@@ -543,12 +543,12 @@ def test_who_describe_the_same_checkpoint_are_answered_together() -> None:
 
 def test_why_nothing_is_lent() -> None:
     landing, a, b = landing_of_two()
-    assert landing.lend(SEED, TO) == "it serves what it was started with"
+    assert landing.lend(SEED, TO) == "it serves the weights that it was started with"
     landing, a, b = serving_one()
-    assert landing.lend(Seed("s", "0", SEED.engine), TO) == "it serves version 1, and not 0"
+    assert landing.lend(Seed("s", "0", SEED.engine), TO) == "it serves version 1, not 0"
     landing.receive(0, a, begin("2"))
     landing.receive(0, b, begin("2"))
-    beside = "beside the model, where it would be sent from, "
+    beside = "in its arena, from which it would send, "
     assert landing.lend(SEED, TO) == f"{beside}version 2 is beginning"
     landing.receive(0, b, Leave())
     assert landing.lend(SEED, TO) == f"{beside}nothing is"
@@ -556,13 +556,13 @@ def test_why_nothing_is_lent() -> None:
     for source in (a, b):
         landing.receive(0, source, Leave())
     landing.receive(0, b"other", Describe((Tensor("v", "float32", (4,)),)))
-    assert landing.lend(SEED, TO) == "it looks at another checkpoint: ask again"
+    assert landing.lend(SEED, TO) == "it is busy with another checkpoint: retry later"
     landing, a, b = serving_one()
     landing.take("1")
     landing.applied("broken", torn=True)
     assert landing.lend(SEED, TO) == "it has weights of more than one version"
     landing = Landing(DEAD, slots=2)
-    assert landing.lend(SEED, TO) == "it is in streaming mode, and keeps no copy of what it serves"
+    assert landing.lend(SEED, TO) == "it is in streaming mode, and keeps no copy of its weights"
     landing, a, b = serving_one()
     for source in (a, b):
         landing.receive(0, source, Leave())

@@ -145,8 +145,8 @@ def geometry_of(shape: Shape) -> Geometry:
 @pytest.mark.parametrize(
     ("boxes", "problem"),
     [
-        ([], "nobody holds it"),
-        ([Box((0, 0), (2, 4))], "held by nobody"),
+        ([], "no rank holds it"),
+        ([Box((0, 0), (2, 4))], "held by no rank"),
         ([Box((0, 0), (3, 4)), Box((2, 0), (2, 4))], "overlap"),
         ([Box((0, 0), (5, 4))], "elements up to 5 of dimension 0"),
         ([Box((0,), (4,))], "in 1 dimensions"),

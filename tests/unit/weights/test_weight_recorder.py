@@ -332,21 +332,21 @@ def test_a_loader_that_computes_is_refused(load: Callable[..., object], operatio
         (lambda p, x: p.index_copy_(0, torch.arange(4), x), "index_copy_ on parameter 'p' and tensor 'x'"),
         (lambda p, x: x.mul_(2), "mul_ on tensor 'x'"),
         (lambda p, x: x.zero_(), "zero_ writes into tensor 'x'"),
-        (lambda p, x: torch.empty(4, 6).copy_(x), "copy_ of tensor 'x' writes into a tensor of the loader's"),
+        (lambda p, x: torch.empty(4, 6).copy_(x), "copy_ of tensor 'x' writes into a tensor of the loader"),
         (
             lambda p, x: torch.empty(4, 6).copy_(p),
-            "copy_ of parameter 'p' writes into a tensor of the loader's",
+            "copy_ of parameter 'p' writes into a tensor of the loader",
         ),
         (lambda p, x: p.view(torch.int32).fill_(1), "fill_ writes into parameter 'p'"),
         (lambda p, x: p.copy_(p), "copy_ copies parameter 'p' to parameter 'p'"),
         (lambda p, x: p.copy_(x.view(torch.int32)), "copy_ of tensor 'x' to 'p' reads it as torch.int32"),
         (
             lambda p, x: p.copy_(torch.arange(24.0).view(4, 6)),
-            "values of the loader's own into parameter 'p'",
+            "puts the loader's own values into parameter 'p'",
         ),
         (
             lambda p, x: p[0].copy_(torch.ones(6, device="meta")),
-            "values of the loader's own into parameter 'p'",
+            "puts the loader's own values into parameter 'p'",
         ),
     ],
 )

@@ -204,7 +204,7 @@ def test_who_has_a_trainers_version_is_not_seeded(site: Site) -> None:
 
 def test_why_an_engine_cannot_seed_is_said(site: Site) -> None:
     fleet, joiner = site.engine(1), site.engine(1)
-    with pytest.raises(SeedError, match="serves what it was started with: push it a version first"):
+    with pytest.raises(SeedError, match="serves the weights that it was started with: push a version"):
         site.seed(fleet, joiner)
     with pytest.raises(SeedError, match="cannot seed itself"):
         site.seed(fleet, fleet)
@@ -214,9 +214,7 @@ def test_why_an_engine_cannot_seed_is_said(site: Site) -> None:
         site.seed(streaming, joiner)
     with trainer(2, fleet, apply=lambda _: None) as pusher:
         pusher.push("v2").wait("landed", PATIENCE_S)
-        with pytest.raises(
-            SeedError, match="beside the model, where it would be sent from, version v2 is ready"
-        ):
+        with pytest.raises(SeedError, match="in its arena, from which it would send, version v2 is ready"):
             site.seed(fleet, joiner)
     fleet.model.broken = "the kernels do not like it"
     with pytest.raises(PushError, match="the kernels do not like it"):
@@ -318,7 +316,7 @@ def test_an_arena_is_returned_whatever_becomes_of_the_seed(
     fleet = site.engine(2, timeouts=Timeouts(dead=DEAD_S, heartbeat=0.5, orphan=limit))
     joiner = site.engine(1)
     pushed("v1", 1, fleet)
-    said = "it was not written within 1 s"
+    said = "the version was not written within 1 s"
     if how == "one worker cannot":
         said = "it is being seeded itself"
         monkeypatch.setattr(fleet.workers[1]._landing, "lend", lambda *_: said)
@@ -346,7 +344,7 @@ def test_a_worker_ends_while_it_seeds(site: Site, gate: Gate, caplog: pytest.Log
     assert gate.begun.wait(PATIENCE_S)
     site.end(fleet)
     (said,) = [one for one in caplog.messages if "did not seed" in one]
-    assert "the worker ends" in said
+    assert "the worker shuts down" in said
     with pytest.raises(SeedError):
         seeded.result(PATIENCE_S)
     until(lambda: not joiner.workers[0].state().senders)
@@ -471,7 +469,9 @@ def test_an_engine_that_starts_while_a_version_lands_is_seeded_with_that_one(
 
 def test_an_engine_without_weights_of_its_own_ends_when_no_engine_can_seed_it(site: Site) -> None:
     empty, joiner = site.engine(1), site.engine(1)
-    with pytest.raises(SeedError, match=r"no weights of its own.*serves what it was started with"):
+    with pytest.raises(
+        SeedError, match=r"no weights of its own.*serves the weights that it was started with"
+    ):
         seed_at_start([empty.address], joiner.address, None, required=True)
 
 
@@ -518,7 +518,7 @@ def test_an_engine_asks_those_that_it_is_given_in_turn(
             for record in caplog.records
             if record.name == "kv_connector" and record.levelno == logging.WARNING
         ]
-        assert f"{empty.address} serves what it was started with" in warned
+        assert f"{empty.address} serves the weights that it was started with" in warned
         assert f"{joiner.address} cannot seed itself" in warned
         assert joiner.served == [""]
         seed_at_start([empty.address, fleet.address], joiner.address, None)

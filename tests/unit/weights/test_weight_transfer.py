@@ -150,7 +150,7 @@ def test_shards_land_without_a_gather_and_lost_ranks_void_their_version(
         os.kill(pid, signal.SIGSTOP)
         said = hsdp.heard(0)
         assert said.startswith("version third: ")
-        assert "was dropped: rank 3 of run" in said
+        assert "was discarded: rank 3 of run" in said
         assert f"silent for {DEAD_S:g} s" in said
         nothing_landed(engines, "third")
     with Trainer(tmp_path, addresses, 2, ranks=2, replicas=0) as plain:
@@ -163,7 +163,7 @@ def test_shards_land_without_a_gather_and_lost_ranks_void_their_version(
         plain.say("fifth", 0)
         assert plain.heard(1) == "begun"
         plain.ranks[1].kill()
-        assert "was dropped: rank 1 of run" in plain.heard(0)
+        assert "was discarded: rank 1 of run" in plain.heard(0)
         nothing_landed(engines, "fifth")
     with WeightPusher(TensorSource(drawn(3)), addresses, apply=lambda _: None) as last:
         last.connect()
@@ -182,7 +182,7 @@ def nothing_landed(engines: Sequence[Engine], version: str) -> None:
         states = [worker.state() for worker in engine.workers]
         (missing, *_) = [n for n, state in enumerate(states) if shown(state.landed) != version]
         assert "rank" in states[missing].problem
-        with pytest.raises(NotLanded, match=f"version {version} has not landed: there is none"):
+        with pytest.raises(NotLanded, match=f"version {version} has not landed: no version is here"):
             next(engine.workers[missing].take(version))
 
 
@@ -217,7 +217,7 @@ def test_a_second_trainer_is_refused_with_words(engines: list[Engine]) -> None:
         pusher.connect()
         with (
             WeightPusher(TensorSource(drawn(3)), [engines[0].address], apply=lambda _: None) as second,
-            pytest.raises(PushError, match=r"one/0 .* sends weights to this worker: end it first"),
+            pytest.raises(PushError, match=r"one/0 .* sends weights to this worker: end that run first"),
         ):
             second.connect()
         pusher.push("1").wait("landed", 10)
@@ -252,7 +252,7 @@ def test_a_checkpoint_is_a_source(engines: list[Engine], tmp_path: Path) -> None
         pusher.connect()
         pusher.push("1").wait("landed", 10)
     engines[0].assert_has("1", 4)
-    with pytest.raises(SourceError, match=r"there are no \.safetensors in"):
+    with pytest.raises(SourceError, match=r"no \.safetensors files are in"):
         CheckpointSource(tmp_path / "nowhere")
 
 
@@ -371,7 +371,7 @@ def test_a_trainer_that_leaves_between_two_rounds_is_told_of() -> None:
             # The last round has no room before the first is released.
             assert pusher._news._update is not None
             pusher._links.close()
-            with pytest.raises(NotLanded, match=r"rank 0 of run .* it is through"):
+            with pytest.raises(NotLanded, match=r"rank 0 of run .* it closed the connection"):
                 for _ in parts:
                     pass
             worker.finish("the trainer has left", torn=True)
