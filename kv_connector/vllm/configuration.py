@@ -42,8 +42,9 @@ def check_configuration(vllm_config: Any, kv_cache_config: Any) -> None:
     """Raises UnsupportedConfiguration for what this release does not move, instead of moving it wrongly."""
     if vllm_config.model_config.enable_sleep_mode and not release.FOLLOWS_SLEEP:
         raise UnsupportedConfiguration(
-            f"WriteImmConnector cannot follow --enable-sleep-mode in vLLM {VLLM_VERSION}, which does not "
-            "tell connectors that the KV cache is unmapped: install vllm==0.33.*, or run without it."
+            f"WriteImmConnector does not support --enable-sleep-mode with vLLM {VLLM_VERSION}, which does "
+            "not notify connectors when it unmaps the KV cache. Install vllm==0.33.*, or remove "
+            "--enable-sleep-mode."
         )
     parallel = vllm_config.parallel_config
     problem = division_problem(
@@ -57,9 +58,9 @@ def check_configuration(vllm_config: Any, kv_cache_config: Any) -> None:
         }
         if strange or group.host_resident or not group.enable_kv_transfer:
             raise UnsupportedConfiguration(
-                f"WriteImmConnector cannot move KV cache group {index} yet "
+                f"WriteImmConnector cannot transfer KV cache group {index} "
                 f"({', '.join(sorted(strange)) or 'not in device memory'}). "
-                f"It moves {', '.join(spec.__name__ for spec in SUPPORTED_SPECS)}."
+                f"It supports {', '.join(spec.__name__ for spec in SUPPORTED_SPECS)}."
             )
 
 
@@ -97,6 +98,7 @@ def forces_tokens(vllm_config: Any) -> bool:
     if any(plugin.value == FORCED_TOKEN for plugin in plugins):
         return True
     logger.warning(
-        "no early tokens: the entry point %s is not installed; reinstall kv-connector with pip", FORCED_TOKEN
+        "no early first tokens: the entry point %s is not installed. Reinstall kv-connector with pip",
+        FORCED_TOKEN,
     )
     return False

@@ -323,7 +323,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     @property
     def _scheduler(self) -> SchedulerSide:
-        assert self.scheduler is not None, "a worker's connector was asked for the scheduler's half"
+        assert self.scheduler is not None, "a worker's connector has no scheduler side"
         return self.scheduler
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
@@ -334,8 +334,9 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         ours = metadata[0, 0]
         if not isinstance(ours, DescribedRank):
             raise UnsupportedConfiguration(
-                "vLLM's MultiConnector gives all its connectors the handshake metadata of the first that has "
-                f"any, and that is another's ({type(ours).__name__}): put WriteImmConnector first."
+                "vLLM's MultiConnector gives all its connectors the handshake metadata of the first "
+                f"connector that has any. Here that is another connector's ({type(ours).__name__}): put "
+                "WriteImmConnector first."
             )
         self._scheduler.set_ranks(tuple(metadata[place].rank for place in sorted(metadata)))
 

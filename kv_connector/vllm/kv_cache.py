@@ -93,8 +93,8 @@ def kv_layout(
         _check_device(tensor)
         if tensor.data_ptr() != base + offset:
             raise UnsupportedConfiguration(
-                f"layer {name} starts {tensor.data_ptr() - base} bytes into its KV cache storage, its "
-                f"configuration says {offset}: kv-connector does not know this way of placing a KV cache."
+                f"layer {name} starts {tensor.data_ptr() - base} bytes into its KV cache storage, but its "
+                f"configuration says {offset}: kv-connector does not support this placement of a KV cache."
             )
         spec = layer_spec(kv_cache_config.kv_cache_groups[group], name)
         module = layer_module(vllm_config, name)
@@ -141,8 +141,8 @@ class _View:
         if rest or split_stride * splits != block_stride or (content > 1 and content_stride != element):
             raise UnsupportedConfiguration(
                 f"layer {name} stores its KV cache as {tuple(tensor.shape)} with strides {tensor.stride()}, "
-                f"its configuration has {num_blocks} blocks every {block_stride} bytes: kv-connector does "
-                "not know this way of placing a KV cache. Set VLLM_KV_CACHE_LAYOUT to LBHNC or LBNHC."
+                f"but its configuration has {num_blocks} blocks every {block_stride} bytes: kv-connector "
+                "does not support this placement of a KV cache. Set VLLM_KV_CACHE_LAYOUT to LBHNC or LBNHC."
             )
         return _View(
             splits, split_stride, heads, tokens, content * element, max(1, head_stride), max(1, token_stride)
@@ -223,8 +223,8 @@ def _whole_pages(name: str, place: Place, view: _View, numbers: str, holder: tup
     sizes = " x ".join(f"{count} {what}" for what, count, _ in view.axes)
     if not view.in_one_piece:
         raise UnsupportedConfiguration(
-            f"layer {name} keeps its pages ({numbers}, {sizes}) in pieces, and kv-connector does not know "
-            "their order. Set VLLM_KV_CACHE_LAYOUT to LBHNC or LBNHC."
+            f"layer {name} stores a page ({numbers}, {sizes}) in several pieces, and kv-connector does not "
+            "know their order. Set VLLM_KV_CACHE_LAYOUT to LBHNC or LBNHC."
         )
     ranks = "" if holder is None else f", each rank of {holder[1]} its own"
     parts = opaque_page(place, view.nbytes, holder)
@@ -244,7 +244,7 @@ def _scales(scales: Sequence[Sequence[float]]) -> str:
 def _check_device(tensor: Any) -> None:
     if tensor.device.type not in ("cpu", "cuda"):
         raise UnsupportedConfiguration(
-            f"WriteImmConnector moves KV caches in CPU and CUDA memory; this one is on {tensor.device}."
+            f"WriteImmConnector transfers KV caches in CPU and CUDA memory; this one is on {tensor.device}."
         )
 
 

@@ -84,7 +84,7 @@ class PrefillScheduler:
         computed, unsent = tokens, ""
         if has_states(self._block_sizes) and tokens > 1:
             if request.skip_reading_prefix_cache:
-                unsent = "prompt_logprobs need the whole prompt, and no state is kept from before its end"
+                unsent = "prompt_logprobs need the whole prompt, and no state is kept before its last token"
             else:
                 leave_last_token(request)
                 computed -= 1
@@ -156,7 +156,9 @@ class PrefillScheduler:
                 pages.append(self._advance(prompt, scheduled, block_state.get_block_ids(request_id)))
             except Exception:
                 # Never complete, so D is notified at the request's end at the latest.
-                logger.exception("transfer %s: pages of request %s are lost", prompt.transfer_id, request_id)
+                logger.exception(
+                    "transfer %s: cannot send pages of request %s", prompt.transfer_id, request_id
+                )
         return tuple(pages)
 
     def _advance(self, prompt: _Prompt, scheduled: int, tables: tuple[list[int], ...]) -> NewPages:

@@ -108,7 +108,9 @@ class SchedulerSide:
             # vLLM's own notice that it refused a request, or that a client left, computes nothing.
             if not request.abort_immediately:
                 logger.warning(
-                    "request %s is computed here alone: kv_transfer_params: %s", request.request_id, error
+                    "request %s is computed without a transfer: kv_transfer_params: %s",
+                    request.request_id,
+                    error,
                 )
 
     def _note_context(self, request: Request) -> None:
@@ -117,7 +119,9 @@ class SchedulerSide:
 
     def _require(self, role: Role, key: str) -> None:
         if self._role not in (role, Role.BOTH):
-            raise BadParams(f"{key} is for a {role.value} engine, this one's role is {self._role.value}")
+            raise BadParams(
+                f"{key} is for a {role.value} engine, but this engine's role is {self._role.value}"
+            )
 
     @property
     def gates(self) -> tuple[AdmissionGate, AdmissionGate]:

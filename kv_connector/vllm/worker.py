@@ -128,7 +128,7 @@ class WorkerSide:
             try:
                 self._last_blocks.clear(command)
             except Exception:
-                logger.exception("transfer %s: cannot clear the blocks of a load", command.transfer_id)
+                logger.exception("transfer %s: cannot clear the blocks of its KV load", command.transfer_id)
                 return FailLoad(command.request_id)
         return command
 
@@ -144,7 +144,7 @@ class WorkerSide:
         self.agent.end_launch()
 
     def _abandon(self) -> None:
-        logger.error("a forward pass raised: no further pages of this engine's prompts are sent")
+        logger.error("a forward pass failed: this engine sends no further pages of its running prompts")
         self._progress.abandon()
 
     def transfer_results(self) -> Any:

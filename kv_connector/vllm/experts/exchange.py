@@ -238,7 +238,7 @@ class ExpertExchange:
         metrics.passed(reason)
         if reason not in self._said:
             self._said.add(reason)
-            logger.info("experts: vLLM's own exchange serves calls for the reason: %s", reason)
+            logger.info("experts: vLLM's own exchange serves some calls, for this reason: %s", reason)
 
     def forget(self) -> None:
         """vLLM serves a dispatch, and so its combine."""
@@ -319,7 +319,7 @@ def _close(formed: _Formed) -> None:
     try:
         formed.group.close()
     except (GroupError, OSError, RuntimeError) as error:
-        logger.warning("experts: the group of rows of %d elements stays open: %s", formed.hidden, error)
+        logger.warning("experts: the group for rows of %d elements stays open: %s", formed.hidden, error)
 
 
 def _linear_owners(experts: int, ranks: int) -> list[int]:

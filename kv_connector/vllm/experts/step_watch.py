@@ -68,7 +68,7 @@ class _StepWatch:
             except GroupError as error:
                 if not self.ends_process:
                     raise
-                logger.error("experts: this worker ends: %s", error)
+                logger.error("experts: this worker shuts down: %s", error)
                 raise SystemExit(f"experts: {error}") from error
             return output
 

@@ -79,8 +79,8 @@ class WriteImmWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         logger.info("%s: listens on %s (%s)", self._name, address, SETTINGS_VARIABLE)
         if (method := self._model.drafter()) is not None:
             logger.warning(
-                "%s: updates do not change the draft model (%s), which keeps the weights that it has. Fewer "
-                "of its tokens are accepted with each update",
+                "%s: updates do not change the draft model (%s), which keeps its weights. Fewer of its "
+                "tokens are accepted with each update",
                 self._name,
                 method,
             )
@@ -107,7 +107,7 @@ class WriteImmWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         except NotLanded as error:
             problem = str(error)
         except Exception as error:
-            logger.exception("version %s was not applied", shown(update_info.version))
+            logger.exception("%s: version %s was not applied", self._name, shown(update_info.version))
             problem = f"{type(error).__name__}: {error}"
         self._receiver.finish(problem, torn=touched)
 

@@ -81,18 +81,18 @@ class WeightsEndpoint:
         server, servers = parallel._api_process_rank, parallel._api_process_count
         if given.seed_from and servers > 1:
             raise ValueError(
-                f"{SETTINGS_VARIABLE}: seed_from needs one API server, and this engine has {servers}, which "
+                f"{SETTINGS_VARIABLE}: seed_from needs one API server, but this engine has {servers}: some "
                 "would answer requests before the engine is seeded. Add --api-server-count 1"
             )
         if server > 0:
-            logger.info("weights: API server 0 of %d has the controller of this engine", servers)
+            logger.info("weights: API server 0 of %d runs the controller of this engine", servers)
             return
         if parallel.data_parallel_size_local != parallel.data_parallel_size:
             raise ValueError(
-                f"weights come to all data-parallel ranks of an engine through one API server, which has "
-                f"{parallel.data_parallel_size_local} of {parallel.data_parallel_size} ranks beside it: have "
-                "them all on one host, without --data-parallel-rank and --data-parallel-hybrid-lb, or start "
-                "several engines"
+                f"weights reach all data-parallel ranks of an engine through one API server, but only "
+                f"{parallel.data_parallel_size_local} of {parallel.data_parallel_size} ranks run on its "
+                "host. Run all ranks on one host, without --data-parallel-rank and "
+                "--data-parallel-hybrid-lb, or start several engines"
             )
         firsts = [
             Address(host, settings.port(data_parallel_index=index, ranks=parallel.world_size, rank=1))
@@ -105,8 +105,8 @@ class WeightsEndpoint:
             await controller.start(address)
         except zmq.ZMQError as error:
             raise ValueError(
-                f"the weights' controller cannot listen on {address}: {error}. Set control_port in "
-                f"{SETTINGS_VARIABLE} to a free one"
+                f"the weights controller cannot listen on {address}: {error}. Set control_port in "
+                f"{SETTINGS_VARIABLE} to a free port"
             ) from error
         state.kv_connector_weights = controller
         if given.seed_from:

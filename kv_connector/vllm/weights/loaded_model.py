@@ -69,13 +69,13 @@ class LoadedModel:
             "weights are offloaded (--cpu-offload-gb, --offload-group-size)": bool(
                 offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size
             ),
-            f"of quantizations, only block fp8 has been tested ({config.model_config.quantization})": (
+            f"only block fp8 quantization has been tested ({config.model_config.quantization})": (
                 config.quant_config is not None and not _is_block_fp8(config.quant_config)
             ),
         }
         found = [reason for reason, holds in reasons.items() if holds]
         if found:
-            return f"{'; '.join(found)}: start it without"
+            return f"{'; '.join(found)}: start the engine without this"
         if (derives := self._derives()) is not None:
             return f"{derives} computes values from weights, which an update would leave stale"
         return None
@@ -136,7 +136,9 @@ class LoadedModel:
         )
         if kept:
             more = f" and {len(kept) - _NAMED} more" if len(kept) > _NAMED else ""
-            logger.warning("%s, and left as they are: %s%s", _ABSENT, ", ".join(kept[:_NAMED]), more)
+            logger.warning(
+                "weights: parameters %s keep their values: %s%s", _ABSENT, ", ".join(kept[:_NAMED]), more
+            )
         rounds = self._rounds()
         return msgspec.structs.replace(
             geometry,

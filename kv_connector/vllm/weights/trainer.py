@@ -75,8 +75,9 @@ class WriteImmTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
             source = BlockFp8(module_source(source._module))
         if not isinstance(source, TensorSource | BlockFp8):
             raise TypeError(
-                f"write_imm sends shards as they lie, and {type(source).__name__} only gives whole tensors: "
-                "give a ModuleSource, or kv_connector.weights.sources.TensorSource of the named tensors"
+                f"write_imm sends shards as they lie in memory, but {type(source).__name__} gives whole "
+                "tensors only. Pass a ModuleSource, or kv_connector.weights.sources.TensorSource of the "
+                "named tensors"
             )
         return cls(init_info, client, source)
 

@@ -154,7 +154,7 @@ def test_each_release_has_its_module(version: str, module: str) -> None:
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "0.330.0", "1.32.0", "dev"])
 def test_other_versions_are_refused_by_name(version: str) -> None:
-    words = f"supports vLLM 0.32.x and 0.33.x, this is vLLM {version}. Install vllm==0.33"
+    words = f"supports vLLM 0.32.x and 0.33.x, but vLLM {version} is installed. Install vllm==0.33"
     with pytest.raises(UnsupportedVllm, match=re.escape(words)):
         release_of(version)
 

@@ -40,7 +40,7 @@ def client(*, size: int = 2, local: int = 2, server: int = 0, servers: int = 1) 
 def test_data_parallel_ranks_elsewhere_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """They would not be paused, or not be reached. vLLM counts those that it starts itself."""
     monkeypatch.setenv("KV_CONNECTOR_WEIGHTS", '{"control_port": 5800, "control_host": "127.0.0.1"}')
-    with pytest.raises(ValueError, match=r"has 2 of 4 ranks beside it: have them all on one host"):
+    with pytest.raises(ValueError, match=r"2 of 4 ranks run on its host\. Run all ranks on one host"):
         asyncio.run(WeightsEndpoint().init_state(client(size=4), SimpleNamespace(), None))
 
 
@@ -83,5 +83,5 @@ def test_an_engine_of_several_api_servers_is_not_seeded_at_its_start(
     monkeypatch.setenv(
         "KV_CONNECTOR_WEIGHTS", '{"control_host": "127.0.0.1", "seed_from": ["10.0.0.5:5800"]}'
     )
-    with pytest.raises(ValueError, match=r"seed_from needs one API server.* 2, .*Add --api-server-count 1"):
+    with pytest.raises(ValueError, match=r"seed_from needs one API server.* 2: .*Add --api-server-count 1"):
         asyncio.run(WeightsEndpoint().init_state(client(server=server, servers=2), SimpleNamespace(), None))

@@ -174,7 +174,7 @@ def test_a_step_queued_behind_one_that_raised_computes_nothing(
     stores = [call for call in agent.take_calls() if call[0] == "store"]
     assert stores == [("store", 1)] * len(hooks)
     assert [record.message for record in caplog.records] == [
-        "a forward pass raised: no further pages of this engine's prompts are sent"
+        "a forward pass failed: this engine sends no further pages of its running prompts"
     ]
 
 
