@@ -1,10 +1,11 @@
-"""Who writes what where: the boxes that a trainer's ranks hold, cut by what the engines' loaders take.
+"""Plan: which rank writes what where.
 
-A pure function of its arguments: every rank makes the same plan by itself, and its digest tells whether that
-is so. Each element of each receiver is written once, by one of those who hold it.
+It cuts the boxes that a trainer's ranks hold by what the engines' loaders take. Planning is a pure function:
+every rank makes the same plan by itself, and the plan's digest proves it. One of the ranks that hold an
+element writes it to each receiver, once.
 
-Extents, offsets and strides count elements. Equal shapes are cut once: a model of 37,000 tensors has a few
-dozen.
+Extents, offsets and strides count elements. Equal shapes are cut only once: a model of 37,000 tensors has a
+few dozen shapes.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from kv_connector.weights.geometry import Geometry, Index, Tensor, Write, digest
 
 
 class PlanError(ValueError):
-    """What the trainer holds and what the engines load do not fit; the message names the tensor."""
+    """The trainer's tensors and the engines' loaders do not fit. The message names the tensor."""
 
 
 @dataclass(frozen=True)
 class Box:
-    """A part of a tensor: ``extent`` elements from ``start`` on, one number a dimension."""
+    """A part of a tensor: ``extent`` elements from ``start`` on, with one number for each dimension."""
 
     start: Index
     extent: Index
@@ -40,11 +41,13 @@ class Shard:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one sender writes to one receiver in one go: ``extent`` elements of its shard from ``start``
-    on, to ``offset + sum(i * strides)`` of the parameter."""
+    """A part of a shard that one sender writes to one receiver at once.
 
-    shard: int  # of the sender's
-    parameter: int  # of the receiver's
+    ``extent`` elements of the shard from ``start`` on go to ``offset + sum(i * strides)`` of the parameter.
+    """
+
+    shard: int  # among the sender's
+    parameter: int  # among the receiver's
     start: Index
     extent: Index
     offset: int
@@ -57,13 +60,13 @@ class Piece:
 
 @dataclass
 class Plan:
-    """Of one sender."""
+    """The plan of one sender."""
 
     digest: bytes
     pieces: list[list[Piece]]
-    """By receiver, in the order in which they are to be written."""
+    """This sender's pieces by receiver, in the order of writing."""
     nbytes: list[list[int]]
-    """As they travel, by sender, everybody's, and receiver. 0: it writes nothing there."""
+    """Bytes to transfer, of every sender to every receiver. 0: the sender writes nothing there."""
 
 
 def make_plan(
@@ -72,8 +75,11 @@ def make_plan(
     receivers: Sequence[Geometry],
     sender: int,
 ) -> Plan:
-    """``sender``: whose pieces are told. Raises PlanError where a tensor is not held whole, or not at all
-    while it is loaded; ValueError for a dtype that cannot be sent."""
+    """Makes the plan of the rank ``sender``.
+
+    Raises PlanError if the senders hold a tensor only in part, or do not hold a tensor that is loaded. Raises
+    ValueError for a dtype that cannot be sent.
+    """
     cutter = _Cutter(tensors, senders)
     plan = Plan(
         digest([list(tensors), [[(s.tensor, s.box.start, s.box.extent) for s in held] for held in senders]])
@@ -102,8 +108,8 @@ def make_plan(
                     assign(holders[0], nbytes, number, write, cut)
                 else:
                     shared.append((nbytes, len(shared), number, write, cut, holders))
-    # The longest first, each to who has the least to write: of what all hold, nobody has more than the mean
-    # and one piece.
+    # The longest pieces come first. Each goes to the holder that has the least to write. For pieces that all
+    # ranks hold, no rank then writes more than the mean and one piece.
     load = [sum(by_receiver) for by_receiver in plan.nbytes]
     for nbytes, _, number, write, cut, several in sorted(shared, key=lambda one: (-one[0], one[1])):
         holder = min(several, key=lambda holder: (load[holder[0]], holder))
@@ -115,7 +121,7 @@ def make_plan(
 
 
 def _check(write: Write, tensors: Sequence[Tensor], geometry: Geometry) -> None:
-    """What an engine says that it loads has to be there, and to have room."""
+    """Raises PlanError if a reported write lies outside its tensor or its parameter."""
     if write.tensor >= len(tensors) or write.parameter >= len(geometry.parameters):
         raise PlanError(
             f"the engine reports a write of tensor {write.tensor} to parameter {write.parameter}, of "
@@ -138,17 +144,17 @@ def _check(write: Write, tensors: Sequence[Tensor], geometry: Geometry) -> None:
 
 
 _Holder = tuple[int, int]
-"""A sender, and which of its shards."""
+"""A sender, and the number of its shard."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """What a box has of a write."""
+    """The part of a write that lies in one box."""
 
     box: int
     start: Index  # within the box
     extent: Index
-    offset: int  # behind the write's
+    offset: int  # behind the write's offset
     elements: int
 
 
@@ -158,14 +164,14 @@ class _Cutter:
         self._boxes: list[dict[Box, list[_Holder]]] = [{} for _ in tensors]
         for sender, shards in enumerate(senders):
             for number, shard in enumerate(shards):
-                # A rank that holds nothing of a tensor may say so.
+                # A rank may report an empty shard of a tensor.
                 if math.prod(shard.box.extent):
                     self._boxes[shard.tensor].setdefault(shard.box, []).append((sender, number))
         self._whole: dict[tuple[Index, tuple[Box, ...]], str | None] = {}
         self._cuts: dict[tuple[Index, Index, Index, tuple[Box, ...]], list[_Cut]] = {}
 
     def cut(self, write: Write) -> tuple[list[_Cut], list[list[_Holder]]]:
-        """The write by boxes, and of each box all who hold it."""
+        """Returns the write cut by boxes, and all holders of each box."""
         tensor = self._tensors[write.tensor]
         held = self._boxes[write.tensor]
         boxes = tuple(held)
@@ -204,7 +210,7 @@ def _intersections(write: Write, boxes: Sequence[Box]) -> Iterator[_Cut]:
 
 
 def _not_tiled(shape: Index, boxes: Sequence[Box]) -> str | None:
-    """Why these boxes are not each element once, in words."""
+    """Returns the reason why the boxes do not cover each element exactly once, or None."""
     if not boxes:
         return "no rank holds it"
     edges: list[list[int]] = []
@@ -234,9 +240,12 @@ def _not_tiled(shape: Index, boxes: Sequence[Box]) -> str | None:
 
 @dataclass(frozen=True)
 class Runs:
-    """A piece as the engine writes it: runs of ``elements`` each, the i-th from ``source[i]`` to
-    ``target[i]``, in elements. ``packed``: the source lies at no places that serve, and is to be laid out
-    row by row in ``order`` first, where the i-th run then begins at ``i * elements``."""
+    """A piece as the transfer engine writes it: runs of ``elements`` elements each.
+
+    Run i goes from ``source[i]`` to ``target[i]``, both in elements. ``packed``: the source does not lie in
+    runs that can be sent. It is laid out row by row in ``order`` first, and run i then begins at ``i *
+    elements``.
+    """
 
     elements: int
     source: np.ndarray
@@ -246,16 +255,20 @@ class Runs:
 
 
 def runs(piece: Piece, strides: Sequence[int], *, least: int, pack: bool = False) -> Runs:
-    """``strides``: of the shard, as it lies in memory. ``least``: elements of a run that is worth being sent
-    as it lies, where a longer one could be had. ``pack``: in any case, for a conversion."""
-    # What is far apart at the receiver is the outer loop, so that its memory is written in order.
+    """Returns the runs of a piece.
+
+    ``strides``: the strides of the shard in memory. ``least``: shorter runs, in elements, are not sent as
+    they lie if packing makes them longer. ``pack``: always pack, for a conversion.
+    """
+    # Elements that are far apart at the receiver form the outer loop, so that its memory is written in order.
     order = tuple(
         sorted(
             (d for d, n in enumerate(piece.extent) if n > 1),
             key=lambda d: (-piece.strides[d], d),
         )
     )
-    # Dimensions from the innermost on that make one run at the receiver, and at the source as well.
+    # The innermost dimensions that form one run at the receiver, and those that form one at the source as
+    # well.
     run = as_it_lies = 1
     inner = lying = len(order)
     together = True
@@ -282,7 +295,7 @@ def runs(piece: Piece, strides: Sequence[int], *, least: int, pack: bool = False
 
 
 def _grid(dimensions: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Where each element of a strided grid lies, row by row."""
+    """Returns the places of the elements of a strided grid, row by row."""
     places = np.zeros(1, dtype=np.int64)
     for size, stride in dimensions:
         places = (places[:, None] + np.arange(size, dtype=np.int64) * stride).reshape(-1)
