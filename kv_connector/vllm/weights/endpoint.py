@@ -19,7 +19,7 @@ logger = logging.getLogger("kv_connector")
 
 
 class _Client:
-    """vLLM's, as the controller asks it."""
+    """vLLM's engine client, with the operations that the controller needs."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -27,7 +27,7 @@ class _Client:
     async def pause(self) -> None:
         from kv_connector.vllm.process import pause_keeping_requests
 
-        # Frozen requests are computed anew with the new weights, and so is what was cached.
+        # Frozen requests are computed anew with the new weights, and so are cached prefixes.
         await pause_keeping_requests(self._client)
 
     async def update(self, version: str) -> None:
@@ -47,20 +47,22 @@ class _Client:
 
 
 class WeightsEndpoint:
-    """What vLLM calls a plugin."""
+    """The plugin that vLLM calls."""
 
     name = "kv_connector"
     required_tasks = None
 
     def attach_router(self, app: Any) -> None:
-        """There is none."""
+        """Does nothing: the plugin has no routes."""
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Starts the controller where the engine takes weights by write_imm, and has it seeded where another
-        engine can. Raises as the controller does.
+        """Starts the controller if the engine takes weights through write_imm.
 
-        Of several API servers of one engine the first has the controller: its client reaches all engine
-        cores, where requests of all servers are paused and labelled."""
+        Has it seeded if another engine can.
+
+        Raises as the controller does. If the engine has several API servers, the first one runs the
+        controller. Its client reaches all engine cores, which pause and label the requests of all servers.
+        """
         config = None if engine_client is None else engine_client.vllm_config.weight_transfer_config
         if config is None or config.backend != WEIGHTS:
             return
@@ -110,6 +112,6 @@ class WeightsEndpoint:
             ) from error
         state.kv_connector_weights = controller
         if given.seed_from:
-            # Nothing is asked of this engine before: its tokens are the fleet's from the first on.
+            # The engine gets no requests before this ends: its tokens are the fleet's from the first one on.
             dummy = engine_client.vllm_config.load_config.load_format == "dummy"
             await asyncio.to_thread(seed_at_start, given.seed_from, address, key, required=dummy)
