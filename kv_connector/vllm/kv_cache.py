@@ -147,8 +147,8 @@ class _View:
         if rest or split_stride * splits != block_stride or (content > 1 and content_stride != element):
             raise UnsupportedConfiguration(
                 f"layer {name} stores its KV cache as {tuple(tensor.shape)} with strides {tensor.stride()}, "
-                f"but its configuration has {num_blocks} blocks every {block_stride} bytes: kv-connector "
-                "does not support this placement of a KV cache. Set VLLM_KV_CACHE_LAYOUT to LBHNC or LBNHC."
+                f"but its configuration has {num_blocks} blocks every {block_stride} bytes. kv-connector "
+                "does not support this placement. Set VLLM_KV_CACHE_LAYOUT to LBHNC or LBNHC."
             )
         return _View(
             splits, split_stride, heads, tokens, content * element, max(1, head_stride), max(1, token_stride)

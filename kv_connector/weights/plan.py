@@ -139,7 +139,7 @@ def _check(write: Write, tensors: Sequence[Tensor], geometry: Geometry) -> None:
     if tensor.dtype != parameter.dtype and (is_float8(tensor.dtype) or is_float8(parameter.dtype)):
         raise PlanError(
             f"{tensor.name} is {tensor.dtype} here and {parameter.dtype} at the engine, which takes more "
-            "than a conversion: push a checkpoint quantised like the engine's, or BlockFp8 of a source"
+            "than a conversion. Push a checkpoint quantised like the engine's, or BlockFp8 of a source"
         )
 
 

@@ -139,7 +139,7 @@ def seed_at_start(
     reasons = "; ".join(problems.values())
     if required:
         raise SeedError(
-            f"no engine of seed_from could seed this engine, which has no weights of its own "
+            f"no engine of seed_from could seed this engine, which has no own weights "
             f"(--load-format dummy): {reasons}. Start this engine again when a seeder serves a pushed "
             "version, or without --load-format dummy"
         )

@@ -192,7 +192,7 @@ class _ModuleSource(TensorSource):
             if self._module.get_buffer(name) is not buffer:
                 raise SourceError(
                     f"the buffer {name} is another tensor than when this source was made, and the source "
-                    "would send the old tensor: change buffers in place (copy_, add_)"
+                    "would send the old tensor. Change buffers in place (copy_, add_)"
                 )
 
 

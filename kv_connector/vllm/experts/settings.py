@@ -31,7 +31,7 @@ class ExchangeSettings:
     sequence_parallel: bool
     """Each rank of the tensor parallel group has its own tokens."""
     divides_experts: bool
-    """Each rank has whole experts of its own (expert parallelism)."""
+    """Whether each rank has its own whole experts (expert parallelism)."""
     device: int | None
     """CUDA ordinal. None: host memory."""
     problem: str = ""
